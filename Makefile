@@ -1,0 +1,30 @@
+# The one entry point; CI calls these targets. `make help` lists them.
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+BIN := .venv/bin
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+setup: ## Create or update .venv (vLLM on CPU, LMCache, this package, tools)
+	@$(PYTHON) scripts/bootstrap.py
+
+demo: setup ## Real vLLM + LMCache + our connector on CPU: a conversation, timed
+	@$(BIN)/lmcache-xpu demo
+
+test: setup ## Unit tests and the end-to-end test against the real engine
+	@$(BIN)/pytest
+
+check: setup ## Lint, format, types, import order of the package; changes nothing
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
+
+fmt: setup ## Format and fix what lint can fix
+	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+lock: setup ## Renew constraints.txt from pyproject.toml
+	@$(PYTHON) scripts/bootstrap.py --lock
+
+clean: ## Remove .venv, caches and what the demo left
+	rm -rf .venv .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+.PHONY: help setup demo test check fmt lock clean

@@ -1,0 +1,97 @@
+"""Set up `.venv`: the CPU engine, LMCache, this package and its development tools.
+
+Needs Python 3.11 or newer and nothing else; uv is installed into the environment itself.
+Versions come from pyproject.toml and constraints.txt. Run again after either changes: it
+does nothing when the environment is up to date.
+
+PyTorch's CPU build is taken from pip's find-links where these hold it (an offline machine),
+and from PyTorch's CPU wheel index everywhere else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+STAMP = VENV / "bootstrap.sha256"
+UV = "uv==0.13.8"
+DISK_GIB = 6  # measured: 3.3 GiB installed, and the wheels while they are unpacked
+
+
+def fail(found: str, fix: str) -> None:
+    """End with one readable line instead of a traceback."""
+    sys.exit(f"bootstrap: {found}\n           {fix}")
+
+
+def run(*command: str, env: dict[str, str] | None = None, quiet: bool = False) -> bool:
+    """Run a command; True on success. With `quiet` its output is dropped."""
+    sink = subprocess.DEVNULL if quiet else None
+    return subprocess.run(command, env=env, cwd=ROOT, stdout=sink, stderr=sink).returncode == 0
+
+
+def pip_find_links(python: Path) -> str | None:
+    """The find-links that pip is configured with, in uv's form (comma separated)."""
+    command = [str(python), "-m", "pip", "config", "get"]
+    for key in (":env:.find-links", "global.find-links", "user.find-links"):
+        found = subprocess.run([*command, key], capture_output=True, text=True)
+        if found.returncode == 0 and found.stdout.strip():
+            return ",".join(found.stdout.split())
+    return None
+
+
+def main() -> None:
+    """Create or update the environment."""
+    if not (3, 11) <= sys.version_info[:2] < (3, 15):
+        fail(
+            f"Python {sys.version.split()[0]} found, 3.11 to 3.14 needed (vLLM's CPU wheels).",
+            "Run `make PYTHON=python3.11 ...`, or install one of these versions.",
+        )
+    if sys.platform != "linux":
+        fail(f"platform {sys.platform} found, linux needed (vLLM's CPU wheels).", "Use Linux.")
+    sources = [ROOT / "pyproject.toml", ROOT / "constraints.txt", Path(__file__)]
+    digest = hashlib.sha256(b"".join(p.read_bytes() for p in sources)).hexdigest()
+    if STAMP.exists() and STAMP.read_text() == digest:
+        return
+    free = shutil.disk_usage(ROOT).free / 2**30
+    if not VENV.exists() and free < DISK_GIB:
+        fail(f"{free:.1f} GiB free in {ROOT}, {DISK_GIB} needed.", "Free some disk space.")
+
+    python = VENV / "bin" / "python"
+    print("bootstrap: setting up .venv (vLLM on CPU, LMCache, this package) ...", flush=True)
+    if not python.exists():
+        try:
+            venv.create(VENV, with_pip=True)
+        except (subprocess.CalledProcessError, OSError) as error:
+            shutil.rmtree(VENV, ignore_errors=True)
+            fail(
+                f"Python could not create {VENV}: {error}",
+                "On Debian and Ubuntu install the package python3-venv.",
+            )
+    if not run(str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", UV):
+        fail("pip could not install uv.", "Check the network and pip's configuration above.")
+
+    env = {**os.environ, "VIRTUAL_ENV": str(VENV), "UV_HTTP_TIMEOUT": "300"}
+    if links := pip_find_links(python):
+        env.setdefault("UV_FIND_LINKS", links)
+    uv = str(VENV / "bin" / "uv")
+    torch = next(
+        line for line in (ROOT / "constraints.txt").read_text().split() if line.startswith("torch=")
+    )
+    probe = (uv, "pip", "install", "--dry-run", "--no-deps", torch)
+    if not run(*probe, env=env, quiet=True):
+        env["UV_TORCH_BACKEND"] = "cpu"  # not in the find-links: PyTorch's own CPU index
+    extras = ".[cpu,dev]"
+    if not run(uv, "pip", "install", "-q", "-c", "constraints.txt", "-e", extras, env=env):
+        fail("uv could not install the packages above.", "See its message; then run again.")
+    STAMP.write_text(digest)
+
+
+if __name__ == "__main__":
+    main()

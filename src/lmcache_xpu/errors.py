@@ -1,0 +1,80 @@
+"""Every error this package raises on purpose.
+
+    LMCacheXPUError
+    ├── SettingsError        a setting is missing, wrong, or contradicts another
+    ├── VersionError         LMCache or vLLM is outside the tested versions
+    ├── SeamError            our connector is not the one LMCache uses
+    ├── LayoutError          the engine's KV cache can't be expressed, or can be read two ways
+    ├── TransferError        a transfer's arguments don't fit each other; nothing was changed
+    │   ├── SlotError        slots of the wrong type, shape or range
+    │   └── HostMemoryError  host memory of the wrong shape, dtype, format or device
+    └── EngineError          an engine that was started here did not come up, or went away
+
+Each message states what was found, what was expected, and what to do about it.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "EngineError",
+    "HostMemoryError",
+    "LMCacheXPUError",
+    "LayoutError",
+    "SeamError",
+    "SettingsError",
+    "SlotError",
+    "TransferError",
+    "VersionError",
+]
+
+
+class LMCacheXPUError(Exception):
+    """Base of all errors raised by this package.
+
+    Args:
+        found: what is the case, with its values.
+        expected: what would be right.
+        fix: what the reader can do; left out where `expected` already says it.
+    """
+
+    def __init__(self, found: str, expected: str, fix: str = "") -> None:
+        self.found = found
+        self.expected = expected
+        self.fix = fix
+        super().__init__(f"found {found}; expected {expected}." + (f" {fix}" if fix else ""))
+
+    def __reduce__(self) -> tuple[type[LMCacheXPUError], tuple[str, str, str]]:
+        # vLLM sends worker errors between processes; the default would call us with one string.
+        return type(self), (self.found, self.expected, self.fix)
+
+
+class SettingsError(LMCacheXPUError):
+    """A setting is missing, wrong, or contradicts another."""
+
+
+class VersionError(LMCacheXPUError):
+    """LMCache or vLLM is outside the tested versions."""
+
+
+class SeamError(LMCacheXPUError):
+    """Our connector is not the one that LMCache uses."""
+
+
+class LayoutError(LMCacheXPUError):
+    """The engine's KV cache can't be expressed as a paged view, or can be read two ways."""
+
+
+class TransferError(LMCacheXPUError):
+    """A transfer's arguments don't fit each other; neither side was changed."""
+
+
+class SlotError(TransferError):
+    """Slots of the wrong type, shape or range."""
+
+
+class HostMemoryError(TransferError):
+    """Host memory of the wrong shape, dtype, format or device."""
+
+
+class EngineError(LMCacheXPUError):
+    """An engine that was started here did not come up, or went away."""
