@@ -10,7 +10,8 @@
     │   └── HostMemoryError  host memory of the wrong shape, dtype, format or device
     └── EngineError          an engine that was started here did not come up, or went away
 
-Each message states what was found, what was expected, and what to do about it.
+Each message states what was found, what was expected, and what to do about it. Errors about
+values are ValueErrors too, which is what callers of LMCache's own connectors catch.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class LMCacheXPUError(Exception):
         return type(self), (self.found, self.expected, self.fix)
 
 
-class SettingsError(LMCacheXPUError):
+class SettingsError(LMCacheXPUError, ValueError):
     """A setting is missing, wrong, or contradicts another."""
 
 
@@ -60,11 +61,11 @@ class SeamError(LMCacheXPUError):
     """Our connector is not the one that LMCache uses."""
 
 
-class LayoutError(LMCacheXPUError):
+class LayoutError(LMCacheXPUError, ValueError):
     """The engine's KV cache can't be expressed as a paged view, or can be read two ways."""
 
 
-class TransferError(LMCacheXPUError):
+class TransferError(LMCacheXPUError, ValueError):
     """A transfer's arguments don't fit each other; neither side was changed."""
 
 

@@ -1,0 +1,130 @@
+"""What engines hand over as KV cache, and which dimension means what.
+
+One letter names each dimension of a layer's tensor, in the tensor's own (logical) order:
+
+    b  block of the paged KV cache        h  KV head
+    n  token inside the block             d  head dimension
+    k  key (0) or value (1)               c  content: key and value side by side, or MLA's latent
+
+    bhnc    vLLM 0.26 and newer (2 or 1 planes in c, any strides), MLA with h = 1
+    kbnhd   older vLLM, FlashAttention          bknhd   older vLLM, Triton and newer FlashAttention
+    kbhnd   the same, heads before tokens       bkhnd   the same, heads before tokens
+    bnd     older vLLM, MLA
+    bnhd    one of a (key, value) pair          bhnd    the same, heads before tokens
+
+Sizes rule out most readings. What is left is decided by the layout that the engine names
+(`NHD`, `HND`, `LBNHC`, ...): it says whether tokens (N) or heads (H) are the outer dimension
+in memory, and the strides say which of two equal dimensions that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lmcache_xpu.errors import LayoutError
+
+FUSED = ("bhnc",)
+SPLIT = ("kbnhd", "bknhd", "kbhnd", "bkhnd")
+LATENT = ("bhnc", "bnd")
+PAIR = ("bnhd", "bhnd")
+
+SUPPORTED = (
+    "supported are [B, H, N, C] (vLLM 0.26 and newer, MLA with H = 1), [2, NB, BS, NH, HS], "
+    "[NB, 2, BS, NH, HS], their forms with NH before BS, [NB, BS, HS] (MLA), and (K, V) pairs "
+    "of [NB, BS, NH, HS] or [NB, NH, BS, HS]"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """What one token's KV must look like, whatever the layout.
+
+    Args:
+        hidden: elements of one token in one plane: heads x head size (MLA: the latent's size).
+        mla: one latent plane instead of keys and values.
+        kv_layout: the memory order the engine names (`NHD`, `HND`, or a vLLM layout name such
+            as `LBNHC`); None where it names none.
+    """
+
+    hidden: int
+    mla: bool = False
+    kv_layout: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.kv_layout is not None and not {"N", "H"} <= set(self.kv_layout.upper()):
+            raise LayoutError(
+                f"layout hint {self.kv_layout!r}",
+                "NHD, HND, or a vLLM layout name such as LBNHC that orders N and H",
+            )
+
+    @property
+    def planes(self) -> int:
+        """Planes in LMCache's host format: keys and values, or one latent."""
+        return 1 if self.mla else 2
+
+    @property
+    def tokens_outside(self) -> bool | None:
+        """Whether the engine says that tokens enclose heads in memory; None: it says nothing."""
+        if self.kv_layout is None:
+            return None
+        name = self.kv_layout.upper()
+        return name.index("N") < name.index("H")
+
+
+def find_axes(
+    shape: Sequence[int], stride: Sequence[int], geometry: Geometry, *, pair: bool = False
+) -> str:
+    """The letters of a layer's dimensions.
+
+    Args:
+        shape: of the layer's tensor; of one of the two for a (K, V) pair.
+        stride: in elements, as long as `shape`.
+        geometry: what a token's KV must look like.
+        pair: the engine handed over keys and values as two tensors.
+
+    Raises:
+        LayoutError: no reading fits, or more than one does.
+    """
+    known = PAIR if pair else LATENT if geometry.mla else FUSED + SPLIT
+    fits = [axes for axes in known if _sizes_fit(axes, shape, geometry)]
+    outside = geometry.tokens_outside
+    if outside is not None:
+        fits = [axes for axes in fits if _order_fits(axes, shape, stride, outside)]
+    if len(fits) == 1:
+        return fits[0]
+    form = "a (K, V) pair of tensors" if pair else "a tensor"
+    found = (
+        f"{form} of shape {list(shape)} and strides {list(stride)} per layer, with "
+        f"{geometry.hidden} elements per token {'(MLA)' if geometry.mla else 'and plane'} and "
+        f"layout hint {geometry.kv_layout!r}"
+    )
+    if not fits:
+        raise LayoutError(found, f"a KV cache that can be read; {SUPPORTED}")
+    raise LayoutError(
+        found,
+        f"exactly one reading, but {' and '.join(fits)} both fit",
+        "Pass the engine's layout as layout_hints={'kv_layout': ...}, or a cache with more "
+        "than two blocks.",
+    )
+
+
+def _sizes_fit(axes: str, shape: Sequence[int], geometry: Geometry) -> bool:
+    if len(axes) != len(shape):
+        return False
+    size = dict(zip(axes, shape, strict=True))
+    if size.get("k", 2) != 2:
+        return False
+    if geometry.mla:
+        return size.get("h", 1) == 1 and size.get("c", size.get("d")) == geometry.hidden
+    content = size["c"] if "c" in size else 2 * size["d"]
+    return content % 2 == 0 and size["h"] * content == 2 * geometry.hidden
+
+
+def _order_fits(axes: str, shape: Sequence[int], stride: Sequence[int], outside: bool) -> bool:
+    if "h" not in axes:
+        return True
+    n, h = axes.index("n"), axes.index("h")
+    if 1 in (shape[n], shape[h]):  # the stride of a dimension of size 1 says nothing
+        return True
+    return (stride[n] > stride[h]) == outside

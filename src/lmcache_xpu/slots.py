@@ -1,0 +1,95 @@
+"""Slot mappings: from tokens of a request to rows of the paged view.
+
+A slot is `block * tokens per block + token in block`, as vLLM numbers them; a negative slot
+maps to nothing. A row of the view is one token, or one block where blocks are opaque.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lmcache_xpu.errors import SlotError
+from lmcache_xpu.paged_view import PagedView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Which rows of a chunk go to which rows of the paged view.
+
+    Args:
+        engine: `[n]` int64 on the view's device, row numbers `block * rows per block + row`.
+        host: `[n]` int64 rows of the chunk, or None for all of them in order.
+        total: rows of the whole chunk.
+    """
+
+    engine: torch.Tensor
+    host: torch.Tensor | None
+    total: int
+
+
+def check_slots(view: PagedView, slot_mapping: torch.Tensor) -> torch.Tensor:
+    """The mapping as int64 on the view's device, every slot in range.
+
+    Waits for the device if the mapping is there (the check reads its largest slot).
+
+    Raises:
+        SlotError: not a 1-D tensor of integers, or a slot that the cache does not have.
+    """
+    if not isinstance(slot_mapping, torch.Tensor):
+        raise SlotError(f"slot_mapping of type {type(slot_mapping).__name__}", "a tensor")
+    kind = slot_mapping.dtype
+    if slot_mapping.dim() != 1 or kind.is_floating_point or kind.is_complex or kind == torch.bool:
+        raise SlotError(
+            f"slot_mapping of shape {list(slot_mapping.shape)} and {kind}",
+            "one integer per token of the request",
+        )
+    if slot_mapping.numel() and (largest := int(slot_mapping.max())) >= view.num_slots:
+        raise SlotError(
+            f"slot {largest}", f"slots below {view.num_slots}, the size of the paged KV cache"
+        )
+    return slot_mapping.to(device=view.device, dtype=torch.int64)
+
+
+def chunk_rows(view: PagedView, slots: torch.Tensor, skip: int = 0) -> Rows:
+    """The rows of one chunk.
+
+    Args:
+        view: the paged view.
+        slots: `[tokens]` from `check_slots`, those of this chunk.
+        skip: leading tokens to leave alone, because the engine has them already.
+
+    Raises:
+        SlotError: opaque blocks, and the chunk, the skip or the slots cut one.
+    """
+    size = view.tokens_per_row
+    if size > 1:
+        slots = _whole_blocks(slots, size, skip)
+        skip //= size
+    mapped = slots[skip:] >= 0
+    if bool(mapped.all()):
+        host = None if skip == 0 else torch.arange(skip, slots.numel(), device=slots.device)
+        return Rows(engine=slots[skip:], host=host, total=slots.numel())
+    host = mapped.nonzero().squeeze(1) + skip
+    return Rows(engine=slots[host], host=host, total=slots.numel())
+
+
+def _whole_blocks(slots: torch.Tensor, size: int, skip: int) -> torch.Tensor:
+    """Block numbers of a chunk that consists of whole, aligned blocks; -1 for unmapped ones."""
+    if slots.numel() % size or skip % size:
+        raise SlotError(
+            f"a chunk of {slots.numel()} tokens of which {skip} are skipped",
+            f"multiples of {size}: this engine packs the {size} tokens of a block together",
+            "Use a chunk size that is a multiple of the block size, and no partial chunks.",
+        )
+    groups = slots.view(-1, size)
+    blocks = groups[:, 0].div(size, rounding_mode="floor")
+    straight = (blocks[:, None] * size + torch.arange(size, device=slots.device)) == groups
+    unmapped = groups < 0
+    if not bool((straight.all(dim=1) | unmapped.all(dim=1)).all()):
+        raise SlotError(
+            f"slots that cut or reorder a block of {size} tokens",
+            "whole blocks with their tokens in order",
+        )
+    return blocks.where(~unmapped[:, 0], -1)

@@ -1,0 +1,112 @@
+"""Gather and scatter between the paged view and contiguous memory, in plain torch operations.
+
+Right on every device, layout and dtype, because it moves integers as wide as alignment allows
+and never looks at what they mean. It is the oracle of faster kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from lmcache_xpu.paged_view import PagedView
+from lmcache_xpu.slots import Rows
+
+_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+
+
+@dataclass(frozen=True, slots=True)
+class TorchTransfer:
+    """Moves rows of one paged view.
+
+    Rows are addressed in *units*: the longest run of elements such that every row of the view
+    starts at a multiple of it. So each layer and plane is a flat list of units, and a transfer
+    one `index_select` or `index_copy_` on it.
+    """
+
+    windows: tuple[tuple[torch.Tensor, ...], ...]  # [layer][plane], each [units, unit] integers
+    within: torch.Tensor  # [units of a row] int64: their places relative to the row's first
+    rows: int  # rows per block
+    block_step: int  # units from one block to the next
+    row_step: int  # units from one row to the next
+
+    @classmethod
+    def of(cls, view: PagedView) -> TorchTransfer:
+        """Prepare the transfer of a view; holds no memory but an index per row."""
+        blocks, rows, heads, dim = view.shape
+        block, row, head, _ = view.strides
+        merged = heads == 1 or head == dim  # the heads of a row lie side by side
+        run = heads * dim if merged else dim
+        steps = [(block, blocks), (row, rows), (head, 1 if merged else heads)]
+        unit = math.gcd(run, *(stride for stride, extent in steps if extent > 1))
+        places = torch.arange(0, run, unit)
+        if not merged:
+            places = (torch.arange(heads)[:, None] * head + places).flatten()
+        reach = (blocks - 1) * block + (rows - 1) * row + (heads - 1) * head + dim
+        return cls(
+            windows=tuple(
+                tuple(_window(plane, reach, unit) for plane in layer) for layer in view.tensors
+            ),
+            within=(places // unit).to(view.device),
+            rows=rows,
+            block_step=block // unit if blocks > 1 else 0,
+            row_step=row // unit if rows > 1 else 0,
+        )
+
+    def gather(self, rows: Rows, out: torch.Tensor) -> None:
+        """Copy mapped rows of the view into `out`; the others of `out` stay as they are.
+
+        Args:
+            rows: which rows.
+            out: `[planes, layers, rows, row size]`, contiguous, of the view's dtype and on its
+                device. Runs on the current stream, without waiting.
+        """
+        index = self._units(rows)
+        for layer, planes in enumerate(self.windows):
+            for plane, window in enumerate(planes):
+                target = _as_units(out[plane, layer], window)
+                if rows.host is None:
+                    torch.index_select(window, 0, index, out=target)
+                else:
+                    by_row = target.view(rows.total, -1)
+                    values = window.index_select(0, index).view(len(rows.host), -1)
+                    by_row.index_copy_(0, rows.host, values)
+
+    def scatter(self, rows: Rows, source: torch.Tensor) -> None:
+        """Copy mapped rows of `source` into the view; the rest of the view stays as it is.
+
+        Arguments and streams as for `gather`.
+        """
+        index = self._units(rows)
+        for layer, planes in enumerate(self.windows):
+            for plane, window in enumerate(planes):
+                values = _as_units(source[plane, layer], window)
+                if rows.host is not None:
+                    by_row = values.view(rows.total, -1).index_select(0, rows.host)
+                    values = by_row.view(-1, window.shape[1])
+                window.index_copy_(0, index, values)
+
+    def _units(self, rows: Rows) -> torch.Tensor:
+        block = rows.engine.div(self.rows, rounding_mode="floor")
+        first = block * self.block_step + (rows.engine - block * self.rows) * self.row_step
+        return (first[:, None] + self.within).flatten()
+
+
+def _window(plane: torch.Tensor, reach: int, unit: int) -> torch.Tensor:
+    """The plane's memory as `[units, unit]` integers, without a copy."""
+    size = plane.element_size()
+    start = plane.storage_offset() * size
+    width = math.gcd(8, unit * size, start)
+    # The engine may have made the tensor in inference mode; a window made outside of it can be
+    # written from both.
+    with torch.inference_mode(False):
+        window = torch.empty(0, dtype=_INTEGERS[width], device=plane.device)
+        shape = (reach // unit, unit * size // width)
+        window.set_(plane.untyped_storage(), start // width, shape, (shape[1], 1))
+    return window
+
+
+def _as_units(memory: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
+    return memory.view(window.dtype).view(-1, window.shape[1])
