@@ -1,0 +1,157 @@
+"""What the connector must know of a vLLM engine, read once from its configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from lmcache_xpu.errors import LayoutError, SettingsError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec
+
+# Groups that keep all of a request's tokens; only these can be restored from a prefix.
+_SUPPORTED_KINDS = ("FullAttentionSpec", "MLAAttentionSpec")
+
+_REASONS = {
+    "SlidingWindowSpec": "blocks that leave the window are freed, so a prefix can't be restored",
+    "SlidingWindowMLASpec": "blocks that leave the window are freed, so a prefix can't be restored",
+    "ChunkedLocalAttentionSpec": "blocks of earlier chunks are freed",
+    "MambaSpec": "its state is not a KV cache per token",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """Facts of one engine.
+
+    Args:
+        device_type: `xpu`, `cuda` or `cpu`.
+        kv_layout: the memory order of the KV cache as vLLM names it.
+        opaque_blocks: blocks are packed in an order of the attention kernel's own.
+        heads: KV heads on this worker.
+        head_size: elements per head and plane (half of the content where that is fused).
+        block_size: tokens of a block.
+        namespace: what sets this cache's bytes apart from those of engines with the same
+            model name, dtype and world size; empty where LMCache's own key says it all.
+    """
+
+    device_type: str
+    kv_layout: str | None
+    opaque_blocks: bool
+    heads: int
+    head_size: int
+    block_size: int
+    namespace: str
+
+
+def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineFacts:
+    """Read the facts of an engine, once its KV cache layout is resolved.
+
+    Raises:
+        LayoutError: a kind of KV cache that a prefix can't be restored into.
+    """
+    from vllm.platforms import current_platform
+
+    spec = _only_spec(kv_cache_config)
+    mla = spec.num_heads == 1 and type(spec).__name__ == "MLAAttentionSpec"
+    content, rest = divmod(spec.state_content_size_bytes, spec.dtype.itemsize)
+    head_size, odd = divmod(content, 1 if mla else 2)
+    if rest or odd:
+        raise LayoutError(
+            f"{spec.state_content_size_bytes} bytes of {spec.dtype} per head and token",
+            "a content that splits into two planes",
+        )
+    cache = vllm_config.cache_config
+    layout = cache.get_resolved_kv_cache_layout().name
+    opaque = current_platform.device_type == "cpu" and not mla
+    marks = []
+    if opaque:
+        isa = _cpu_packing(vllm_config, spec)
+        dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
+        marks += ["cpu", isa, layout, f"b{spec.block_size}", dtype]
+    if cache.cache_dtype not in ("auto", "float16", "bfloat16", "float32"):
+        marks.append(cache.cache_dtype)  # fp8 formats share LMCache's dtype uint8
+    if not mla and head_size != spec.head_size:
+        marks.append(f"c{spec.state_content_size_bytes}")
+    return EngineFacts(
+        device_type=current_platform.device_type,
+        kv_layout=layout,
+        opaque_blocks=opaque,
+        heads=spec.num_heads,
+        head_size=head_size,
+        block_size=spec.block_size,
+        namespace="+" + ".".join(marks) if marks else "",
+    )
+
+
+def check_chunks(facts: EngineFacts, *, chunk_size: int, save_unfull_chunk: bool) -> None:
+    """Refuse chunk settings that opaque blocks can't serve.
+
+    Raises:
+        SettingsError: chunks that would cut a block.
+    """
+    if not facts.opaque_blocks:
+        return
+    packs = f"vLLM's CPU attention packs the {facts.block_size} tokens of a block together"
+    if chunk_size % facts.block_size:
+        raise SettingsError(
+            f"LMCache chunk_size {chunk_size} with blocks of {facts.block_size} tokens",
+            f"a multiple of {facts.block_size}: {packs}",
+            "Change chunk_size, or vLLM's --block-size.",
+        )
+    if save_unfull_chunk:
+        raise SettingsError(
+            "LMCache save_unfull_chunk true", f"false on CPU: {packs}", "Leave it unset."
+        )
+
+
+def _only_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
+    """The one spec that all layers share."""
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    groups = [group for group in kv_cache_config.kv_cache_groups if group.enable_kv_transfer]
+    specs: list[KVCacheSpec] = []
+    for group in groups:
+        spec = group.kv_cache_spec
+        uniform = isinstance(spec, UniformTypeKVCacheSpecs)
+        specs += spec.kv_cache_specs.values() if uniform else [spec]
+    for spec in specs:
+        kind = type(spec).__name__
+        if kind not in _SUPPORTED_KINDS:
+            reason = _REASONS.get(kind, "its tokens can't be restored from a prefix")
+            raise LayoutError(
+                f"a KV cache group of kind {kind}: {reason}",
+                f"groups of {' or '.join(_SUPPORTED_KINDS)}",
+                "Serve this model without KV-cache offload.",
+            )
+        if getattr(spec, "tokens_per_state", 1) != 1:
+            raise LayoutError(f"{spec.tokens_per_state} tokens per state", "one state per token")
+    if len(groups) != 1 or len({_shape(spec) for spec in specs}) != 1:
+        raise LayoutError(
+            f"{len(groups)} KV cache groups with {len({_shape(s) for s in specs})} shapes",
+            "one group whose layers all have the same shape",
+            "Models with hybrid KV caches are not supported; serve them without offload.",
+        )
+    return specs[0]
+
+
+def _shape(spec: AttentionSpec) -> tuple[int, int, int, torch.dtype]:
+    return spec.num_heads, spec.state_content_size_bytes, spec.block_size, spec.dtype
+
+
+def _cpu_packing(vllm_config: VllmConfig, spec: AttentionSpec) -> str:
+    """The instruction set whose block packing vLLM's CPU attention uses."""
+    # vLLM sets it on its layers only after the connector is made; this is the same call.
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    isa: str = _get_attn_isa(
+        vllm_config.model_config.dtype,
+        spec.block_size,
+        spec.head_size,
+        vllm_config.cache_config.cache_dtype,
+    )
+    return isa

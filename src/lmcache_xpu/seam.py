@@ -1,0 +1,207 @@
+"""The one place that knows how LMCache and vLLM are patched.
+
+LMCache has no plug-in point for connectors: its `CreateGPUConnector` is a fixed list of
+devices. `install` wraps that function, and two names beside it, when the modules that hold them
+are imported (so that a process which never imports LMCache pays nothing). Without an engine
+being built by our vLLM connector every wrapper passes straight through.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import wrapt
+
+from lmcache_xpu import versions
+from lmcache_xpu.errors import SettingsError
+
+if TYPE_CHECKING:
+    from lmcache_xpu.engine_facts import EngineFacts
+
+STANDARD = "lmcache_xpu.connector.VLLMPagedMemXPUConnectorV2"
+DEVICES_VARIABLE = "LMCACHE_XPU_DEVICES"
+SERVED = ("xpu", "cpu")
+
+_building: ContextVar[EngineFacts | None] = ContextVar("lmcache_xpu_engine", default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """One attribute that is replaced when its module is imported.
+
+    Args:
+        module: where the attribute is.
+        attribute: its name.
+        replace: makes the replacement from the original.
+        cause: why LMCache can't do without it.
+    """
+
+    module: str
+    attribute: str
+    replace: Callable[[Any], Any]
+    cause: str
+
+    def __call__(self, module: ModuleType) -> None:
+        """Replace the attribute; does nothing when it is replaced already."""
+        original = getattr(module, self.attribute)
+        if not self.in_place(original):
+            replacement = self.replace(original)
+            replacement.__lmcache_xpu__ = True
+            setattr(module, self.attribute, replacement)
+
+    @staticmethod
+    def in_place(attribute: Any) -> bool:
+        """Whether this attribute is a replacement made here."""
+        return "__lmcache_xpu__" in vars(attribute)
+
+
+def _create_connector(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def create(config: Any, metadata: Any, engine: Any, layout_hints: Any = None) -> Any:
+        facts = _building.get()
+        if facts is None:
+            return original(config, metadata, engine, layout_hints=layout_hints)
+        from lmcache_xpu.connector import VLLMPagedMemXPUConnectorV2
+
+        # The engine's real content: with inline scales or unequal key and value sizes it is not
+        # what LMCache derives from the model's heads.
+        layers, planes, chunk_size, _, _ = metadata.kv_shape
+        metadata.kv_shape = (layers, planes, chunk_size, facts.heads, facts.head_size)
+        metadata.model_name += facts.namespace  # the part of every key that we may extend
+        return VLLMPagedMemXPUConnectorV2.from_metadata(
+            metadata,
+            device=facts.device_type,
+            layout_hints=layout_hints,
+            opaque_blocks=facts.opaque_blocks,
+        )
+
+    return create
+
+
+def _standard_connector(_: type) -> type:
+    from lmcache_xpu.connector import VLLMPagedMemXPUConnectorV2
+
+    return VLLMPagedMemXPUConnectorV2
+
+
+def _layout_hints(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def hints(*args: Any) -> Any:
+        facts = _building.get()
+        return original(*args) if facts is None else {"kv_layout": facts.kv_layout}
+
+    return hints
+
+
+PATCHES = (
+    Patch(
+        "lmcache.v1.gpu_connector",
+        "CreateGPUConnector",
+        _create_connector,
+        "knows no cpu, and on xpu a connector that can't read vLLM's fused KV cache",
+    ),
+    Patch(
+        "lmcache.v1.gpu_connector.xpu_connectors",
+        "VLLMPagedMemXPUConnectorV2",
+        _standard_connector,
+        "so that the name means one class, however it is reached",
+    ),
+    Patch(
+        "lmcache.integration.vllm.utils",
+        "vllm_layout_hints",
+        _layout_hints,
+        "raises for layouts that LMCache's own connectors can't read, and ours can",
+    ),
+)
+
+
+_installed = False
+
+
+def install() -> None:
+    """Put the patches in place, now or when their modules are imported. May be called again.
+
+    Does not look at versions: callers ask `versions.allowed` or `versions.check` first.
+    """
+    global _installed
+    if not _installed:
+        _installed = True
+        for patch in PATCHES:
+            wrapt.register_post_import_hook(patch, patch.module)
+
+
+def served_devices(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Device types that our connector serves; the others keep LMCache's own.
+
+    Raises:
+        SettingsError: the variable names a device that PyTorch does not know.
+    """
+    if not (given := environment.get(DEVICES_VARIABLE, "").strip()):
+        return SERVED
+    devices = tuple(name.strip() for name in given.split(","))
+    for name in devices:
+        try:
+            torch.device(name)
+        except RuntimeError:
+            raise SettingsError(
+                f"{DEVICES_VARIABLE}={given}", "device types, such as 'xpu,cpu'"
+            ) from None
+    return devices
+
+
+@contextmanager
+def building(facts: EngineFacts) -> Iterator[None]:
+    """While this lasts, LMCache builds its engine for this vLLM engine with our connector."""
+    token = _building.set(facts)
+    try:
+        yield
+    finally:
+        _building.reset(token)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """What `lmcache-xpu status` shows.
+
+    Args:
+        lmcache_version, vllm_version, torch_version: installed, None where missing.
+        tested: LMCache and vLLM are among the tested versions.
+        devices: device type -> the class that serves it.
+        patches: dotted attribute -> whether our replacement is in place.
+    """
+
+    lmcache_version: str | None
+    vllm_version: str | None
+    torch_version: str | None
+    tested: bool
+    devices: dict[str, str]
+    patches: dict[str, bool]
+
+
+def status() -> Status:
+    """Install the patches in this process, import what they patch, and look."""
+    found = versions.installed()
+    patches = {}
+    if found.lmcache is not None and versions.allowed(found):
+        install()
+        for patch in PATCHES:
+            module = importlib.import_module(patch.module)
+            name = f"{patch.module}.{patch.attribute}"
+            patches[name] = patch.in_place(getattr(module, patch.attribute))
+    return Status(
+        lmcache_version=found.lmcache,
+        vllm_version=found.vllm,
+        torch_version=found.torch,
+        tested=found.tested,
+        devices=dict.fromkeys(served_devices(), STANDARD),
+        patches=patches,
+    )

