@@ -3,6 +3,10 @@
 Reached as `kv_connector` name `LMCacheXPUConnector` (or by LMCache's stock name), or by
 `kv_connector_module_path` `lmcache_xpu.vllm_connector`. vLLM makes one in the scheduler's process
 and one in each worker.
+
+LMCache is imported only when a connector is made. vLLM imports this file earlier, to ask the class
+questions, and its CPU worker then looks through every loaded module in a way that fails on one
+which LMCache brings (llvmlite's, by way of numba).
 """
 
 from __future__ import annotations
@@ -11,13 +15,11 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lmcache.integration.vllm.utils import lmcache_get_or_create_config
-from lmcache.logging import init_logger
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
+from vllm.logger import init_logger
 
 from lmcache_xpu import __version__, seam, versions
-from lmcache_xpu.connector import VLLMPagedMemXPUConnectorV2
 from lmcache_xpu.engine_facts import EngineFacts, check_chunks, engine_facts
 from lmcache_xpu.errors import SeamError, SettingsError
 
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-logger = init_logger(__name__)
+logger = init_logger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 SAFE_HASH = "sha256_cbor"
 
@@ -57,6 +59,8 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
             return
         versions.check(versions.installed())
         seam.install()
+        from lmcache.integration.vllm.utils import lmcache_get_or_create_config
+
         self._config = lmcache_get_or_create_config()
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
         _make_hash_safe(self._config, extra)
@@ -117,6 +121,8 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
             )
 
     def _check_connector(self, facts: EngineFacts) -> None:
+        from lmcache_xpu.connector import VLLMPagedMemXPUConnectorV2
+
         engine = self._lmcache_engine.lmcache_engine
         connector = getattr(engine, "gpu_connector", None)
         if not isinstance(connector, VLLMPagedMemXPUConnectorV2):
