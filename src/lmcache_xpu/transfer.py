@@ -63,6 +63,8 @@ class TorchTransfer:
             out: `[planes, layers, rows, row size]`, contiguous, of the view's dtype and on its
                 device. Runs on the current stream, without waiting.
         """
+        if not len(rows.engine):
+            return
         index = self._units(rows)
         for layer, planes in enumerate(self.windows):
             for plane, window in enumerate(planes):
@@ -79,6 +81,8 @@ class TorchTransfer:
 
         Arguments and streams as for `gather`.
         """
+        if not len(rows.engine):
+            return
         index = self._units(rows)
         for layer, planes in enumerate(self.windows):
             for plane, window in enumerate(planes):

@@ -1,0 +1,77 @@
+"""Slot mappings: which rows a chunk means, and what is refused before anything moves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from caches import Spec, build
+
+from lmcache_xpu.errors import SlotError
+from lmcache_xpu.paged_view import PagedView
+from lmcache_xpu.slots import check_slots, chunk_rows
+
+
+@pytest.fixture
+def tokens() -> PagedView:
+    cache = build(Spec("LBHNC"))
+    return PagedView.from_engine(cache.engine, cache.geometry, num_layers=3)
+
+
+@pytest.fixture
+def blocks() -> PagedView:
+    cache = build(Spec("LBHNC"))
+    return PagedView.from_engine(cache.engine, cache.geometry, num_layers=3, opaque_blocks=True)
+
+
+def rows(view: PagedView, slots: list[int], skip: int = 0):
+    found = chunk_rows(view, check_slots(view, torch.tensor(slots)), skip)
+    return found.engine.tolist(), None if found.host is None else found.host.tolist(), found.total
+
+
+def test_tokens(tokens: PagedView):
+    assert rows(tokens, [5, 3, 23]) == ([5, 3, 23], None, 3)
+    assert rows(tokens, [5, 3, 23], skip=1) == ([3, 23], [1, 2], 3)
+    assert rows(tokens, [-1, 3, -1, 7]) == ([3, 7], [1, 3], 4)
+    assert rows(tokens, [-1, 3, -1, 7], skip=2) == ([7], [3], 4)
+    assert rows(tokens, [5, 3], skip=2) == ([], [], 2)
+
+
+def test_blocks(blocks: PagedView):
+    assert rows(blocks, [8, 9, 10, 11, 0, 1, 2, 3]) == ([2, 0], None, 2)
+    assert rows(blocks, [8, 9, 10, 11, 0, 1, 2, 3], skip=4) == ([0], [1], 2)
+    assert rows(blocks, [-1, -1, -1, -1, 0, 1, 2, 3]) == ([0], [1], 2)
+
+
+@pytest.mark.parametrize(
+    ("slots", "skip", "says"),
+    [
+        ([8, 9, 10], 0, "a chunk of 3 tokens"),
+        ([8, 9, 10, 11], 2, "2 are skipped"),
+        ([8, 9, 11, 10], 0, "cut or reorder"),
+        ([9, 10, 11, 12], 0, "cut or reorder"),
+        ([8, 9, 10, -1], 0, "cut or reorder"),
+        ([-1, 9, 10, 11], 0, "cut or reorder"),
+    ],
+)
+def test_blocks_are_never_cut(blocks: PagedView, slots: list[int], skip: int, says: str):
+    with pytest.raises(SlotError, match=says):
+        rows(blocks, slots, skip)
+
+
+@pytest.mark.parametrize(
+    ("mapping", "says"),
+    [
+        (torch.tensor([24]), "slot 24; expected slots below 24"),
+        (torch.tensor([1.0]), "torch.float32"),
+        (torch.tensor([True]), "torch.bool"),
+        (torch.tensor([[1]]), r"shape \[1, 1\]"),
+        ([1, 2], "type list"),
+    ],
+)
+def test_what_is_no_slot_mapping_is_refused(tokens: PagedView, mapping, says: str):
+    with pytest.raises(SlotError, match=says):
+        check_slots(tokens, mapping)
+
+
+def test_narrow_integers_are_welcome(tokens: PagedView):
+    assert check_slots(tokens, torch.tensor([3], dtype=torch.int32)).dtype == torch.int64
