@@ -1,0 +1,140 @@
+"""One chunk in one file: what is written, and how a reader knows that it is what was written.
+
+    0       magic, version, header CRC, payload CRC, lengths, key, meta, zeros
+    4096    payload
+
+The header comes first, so a scan reads one page per file and a reader knows what it is about to
+get. It is written last, so a file without its payload has no header either.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["HEADER_BYTES", "ChunkInfo", "disk_bytes", "read_chunk", "scan_chunk", "write_chunk"]
+
+HEADER_BYTES = 4096
+_MAGIC = b"LMXCHUNK"
+_VERSION = 1
+_FIXED = struct.Struct("<8sIIIQHH")  # magic, version, header CRC, payload CRC, payload, key, meta
+_CRC_AT = 12
+# The CRC follows the copy slice by slice while a slice is still in the CPU's cache. Measured on
+# reads: 2.9 GB/s per thread at 256 KiB, 1.7 GB/s when it runs over the whole chunk afterwards.
+_SLICE = 256 * 1024
+
+
+class ChunkInfo(NamedTuple):
+    """What is known of a chunk without reading its payload."""
+
+    meta: str
+    payload_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    key: str
+    info: ChunkInfo
+    payload_crc: int
+
+
+def disk_bytes(payload_bytes: int) -> int:
+    """Size of a chunk's file in whole 4 KiB blocks, header included."""
+    return HEADER_BYTES + (payload_bytes + 4095) // 4096 * 4096
+
+
+def write_chunk(path: Path, key: str, meta: str, payload: memoryview, used_ns: int) -> None:
+    """Write a new file, mode 0600, with `used_ns` as its modification time.
+
+    Raises:
+        ValueError: key and meta don't fit the header; nothing was written.
+        OSError: the write failed; the file may be there, without a header.
+    """
+    if len(key.encode()) + len(meta.encode()) + _FIXED.size > HEADER_BYTES:
+        raise ValueError(f"key and meta are longer than a header of {HEADER_BYTES} bytes holds")
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.lseek(fd, HEADER_BYTES, os.SEEK_SET)
+        crc, done = 0, 0
+        while done < len(payload):
+            piece = payload[done : done + _SLICE]
+            piece = piece[: os.write(fd, piece)]
+            crc = zlib.crc32(piece, crc)
+            done += len(piece)
+        os.pwrite(fd, _pack(_Header(key, ChunkInfo(meta, len(payload)), crc)), 0)
+        os.utime(fd, ns=(used_ns, used_ns))
+    finally:
+        os.close(fd)
+
+
+def read_chunk(path: Path, key: str, info: ChunkInfo, buffer: memoryview) -> str | None:
+    """Read a payload straight into `buffer`, of the payload's length.
+
+    Returns:
+        None if `buffer` holds the chunk, else what is wrong with the file; `buffer` may then hold
+        anything.
+
+    Raises:
+        OSError: the file can't be opened or read.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        header = _parse(os.pread(fd, HEADER_BYTES, 0))
+        if header is None:
+            return "its header is damaged"
+        if header.key != key or header.info != info:
+            return "it holds another chunk"
+        crc, done = 0, 0
+        while done < len(buffer):
+            piece = buffer[done : done + _SLICE]
+            count = os.preadv(fd, [piece], HEADER_BYTES + done)
+            if count == 0:
+                return f"it ends after {done} of {len(buffer)} bytes"
+            crc = zlib.crc32(piece[:count], crc)
+            done += count
+        return None if crc == header.payload_crc else "its checksum does not match"
+    finally:
+        os.close(fd)
+
+
+def scan_chunk(path: Path) -> tuple[str, ChunkInfo, int] | None:
+    """Key, info and time of last use of a file whose header and length are right, or None.
+
+    Reads the header alone. Raises OSError if the file can't be opened or read.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        header = _parse(os.pread(fd, HEADER_BYTES, 0))
+        stat = os.fstat(fd)
+    finally:
+        os.close(fd)
+    if header is None or stat.st_size != HEADER_BYTES + header.info.payload_bytes:
+        return None
+    return header.key, header.info, stat.st_mtime_ns
+
+
+def _pack(header: _Header) -> bytes:
+    key, meta = header.key.encode(), header.info.meta.encode()
+    lengths = (header.info.payload_bytes, len(key), len(meta))
+    fixed = _FIXED.pack(_MAGIC, _VERSION, 0, header.payload_crc, *lengths)
+    raw = bytearray((fixed + key + meta).ljust(HEADER_BYTES, b"\0"))
+    struct.pack_into("<I", raw, _CRC_AT, zlib.crc32(raw))
+    return bytes(raw)
+
+
+def _parse(raw: bytes) -> _Header | None:
+    """The header, or None if these bytes are not an intact one of this version."""
+    if len(raw) != HEADER_BYTES or raw[:8] != _MAGIC:
+        return None
+    _, version, crc, payload_crc, payload, key_bytes, meta_bytes = _FIXED.unpack_from(raw)
+    if version != _VERSION or crc != zlib.crc32(raw[:_CRC_AT] + bytes(4) + raw[_CRC_AT + 4 :]):
+        return None
+    end = _FIXED.size + key_bytes
+    key, meta = raw[_FIXED.size : end], raw[end : end + meta_bytes]
+    return _Header(key.decode(), ChunkInfo(meta.decode(), payload), payload_crc)

@@ -1,0 +1,64 @@
+"""How a chunk's bytes become an LMCache memory object again: its shapes, dtypes and format."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from lmcache.v1.memory_management import MemoryFormat
+
+if TYPE_CHECKING:
+    from lmcache.v1.memory_management import MemoryObj
+
+__all__ = ["ChunkLayout"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLayout:
+    """What must be known to allocate a chunk before its bytes are read."""
+
+    shapes: tuple[torch.Size, ...]
+    dtypes: tuple[torch.dtype, ...]
+    fmt: MemoryFormat
+
+    @classmethod
+    def of(cls, obj: MemoryObj) -> ChunkLayout | None:
+        """A chunk's layout; None for one that layout and bytes can't bring back.
+
+        Those are serialised chunks, and blended ones, which carry token positions as well.
+        """
+        meta = obj.metadata
+        if meta.dtype is None or meta.cached_positions is not None:
+            return None
+        shapes, dtypes = meta.shapes or [meta.shape], meta.dtypes or [meta.dtype]
+        return cls(tuple(shapes), tuple(dtypes), meta.fmt)
+
+    @staticmethod
+    @functools.lru_cache(maxsize=64)
+    def parse(text: str) -> ChunkLayout:
+        """The inverse of `text`."""
+        fmt, shapes, dtypes = json.loads(text)
+        return ChunkLayout(
+            tuple(torch.Size(shape) for shape in shapes),
+            tuple(getattr(torch, dtype) for dtype in dtypes),
+            MemoryFormat[fmt],
+        )
+
+    @property
+    def text(self) -> str:
+        """For a file's header."""
+        dtypes = [str(dtype).removeprefix("torch.") for dtype in self.dtypes]
+        return json.dumps([self.fmt.name, [list(shape) for shape in self.shapes], dtypes])
+
+    @property
+    def size(self) -> int:
+        """Bytes of the payload."""
+        return sum(s.numel() * d.itemsize for s, d in zip(self.shapes, self.dtypes, strict=True))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the chunk."""
+        return int(self.shapes[0][self.fmt.token_dim()])
