@@ -151,7 +151,7 @@ class ChunkStore:
         need = disk_bytes(len(payload))
         with self._lock:
             if key in self._entries:
-                self._entries[key].used_ns = used_ns
+                self._mark(key, used_ns)
                 return True
             if self._closed or not self._make_room(need):
                 self._count["dropped"] += 1
@@ -218,10 +218,8 @@ class ChunkStore:
         """Mark chunks as used now, the first as the last used; kept over a restart."""
         now = time.time_ns()
         for age, key in enumerate(keys):
-            if entry := self._entries.get(key):
-                entry.used_ns = now - age
-                with contextlib.suppress(OSError):  # evicted since: there is nothing to keep
-                    os.utime(self._path(key), ns=(entry.used_ns, entry.used_ns))
+            with self._lock:
+                self._mark(key, now - age)
 
     def pin(self, key: str) -> bool:
         """Keep a chunk from eviction until as many `unpin`; False if it is not stored."""
@@ -329,6 +327,12 @@ class ChunkStore:
         self._entries[key] = _Entry(info, used_ns)
         heapq.heappush(self._by_age, (used_ns, key))
         self._bytes += disk_bytes(info.payload_bytes)
+
+    def _mark(self, key: str, used_ns: int) -> None:
+        if entry := self._entries.get(key):
+            entry.used_ns = used_ns
+            with contextlib.suppress(OSError):  # removed by hand: there is nothing to keep
+                os.utime(self._path(key), ns=(used_ns, used_ns))
 
     def _forget(self, key: str) -> None:
         if entry := self._entries.pop(key, None):
