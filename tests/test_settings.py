@@ -227,6 +227,14 @@ def test_an_unknown_variable_is_a_mistake_and_not_ignored(monkeypatch):
         load()
 
 
+def test_the_variables_that_other_modules_read_are_known(monkeypatch):
+    from lmcache_xpu import plugin, seam, versions
+
+    for name in (plugin.STOCK_VARIABLE, seam.DEVICES_VARIABLE, versions.UNTESTED_VARIABLE):
+        monkeypatch.setenv(name, "1")
+    assert load().model == "m"
+
+
 def test_a_bad_key_is_not_shown(monkeypatch):
     with pytest.raises(SettingsError) as caught:
         load(api_key=["s3cret"])

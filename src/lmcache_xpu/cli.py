@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import signal
+import sys
 import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
@@ -147,11 +149,17 @@ def demo(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the figures to this file, too.")
     ] = None,
+    work: Annotated[
+        Path, typer.Option(help="Directory for the model, the logs and the disk tier.")
+    ] = Path(".demo"),
+    port: Annotated[int | None, typer.Option(help="Port of the engine (default: any).")] = None,
 ) -> None:
-    """Time a conversation on this machine: recompute, prefix cache, CPU tier, disk tier."""
+    """Time conversations on this machine: recompute, prefix cache, CPU tier, disk tier."""
     from lmcache_xpu.demo.story import tell
 
-    tell(json_file)
+    # Ending by SIGTERM would skip what stops the engine.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    tell(json_file, work=work, port=port)
 
 
 @app.command()

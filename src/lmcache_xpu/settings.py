@@ -26,6 +26,11 @@ from lmcache_xpu.errors import SettingsError
 __all__ = ["ENV_PREFIX", "Settings"]
 
 ENV_PREFIX = "LMCACHE_XPU_"
+# Not settings of a deployment but switches for diagnosis, read inside the engine's processes by
+# plugin.py, seam.py and versions.py.
+DIAGNOSTIC_VARIABLES = frozenset(
+    ENV_PREFIX + name for name in ("STOCK", "DEVICES", "ALLOW_UNTESTED")
+)
 
 # What vLLM takes on CPU when it isn't told: 92 % of the machine's memory, which leaves
 # LMCache's CPU tier no room.
@@ -113,7 +118,7 @@ class Settings(BaseSettings):
         """
         known = {ENV_PREFIX + name.upper() for name in cls.model_fields}
         for name in os.environ:
-            if name.startswith(ENV_PREFIX) and name not in known:
+            if name.startswith(ENV_PREFIX) and name not in known | DIAGNOSTIC_VARIABLES:
                 close = difflib.get_close_matches(name, known, n=1)
                 raise SettingsError(
                     f"the environment variable {name}",

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["DEMO", "EXACT", "ModelSpec", "make_model"]
+__all__ = ["DEMO", "EXACT", "ModelSpec", "corpus", "make_model"]
 
 FORMAT = 1  # raise when the same ModelSpec gives another model
 
@@ -103,15 +103,15 @@ def make_model(spec: ModelSpec, parent: Path) -> Path:
     Raises:
         OSError: `parent` can't be written, or has no space.
     """
-    corpus = _corpus()
-    key = json.dumps([FORMAT, dataclasses.asdict(spec)]) + corpus
+    text = corpus()
+    key = json.dumps([FORMAT, dataclasses.asdict(spec)]) + text
     target = parent / f"{spec.name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
     if target.exists():
         return target
     parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{spec.name}-", dir=parent))
     try:
-        silent = _write_tokenizer(spec, corpus, work)
+        silent = _write_tokenizer(spec, text, work)
         _write_weights(spec, silent, work)
         config = _config(spec)
         (work / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -127,7 +127,7 @@ def make_model(spec: ModelSpec, parent: Path) -> Path:
     return target
 
 
-def _corpus() -> str:
+def corpus() -> str:
     """English text that every CPython carries."""
     from pydoc_data.topics import topics
 
@@ -156,7 +156,7 @@ def _config(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _write_tokenizer(spec: ModelSpec, corpus: str, directory: Path) -> list[int]:
+def _write_tokenizer(spec: ModelSpec, text: str, directory: Path) -> list[int]:
     """Train and write the tokenizer; return the tokens that the model is not to say."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -169,7 +169,7 @@ def _write_tokenizer(spec: ModelSpec, corpus: str, directory: Path) -> list[int]
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(corpus.split("\n\n"), trainer)
+    tokenizer.train_from_iterator(text.split("\n\n"), trainer)
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(
         json.dumps(
@@ -190,7 +190,7 @@ def _write_tokenizer(spec: ModelSpec, corpus: str, directory: Path) -> list[int]
     return [
         token
         for token in range(tokenizer.get_vocab_size())
-        if not (text := tokenizer.decode([token])) or "\ufffd" in text
+        if not (said := tokenizer.decode([token])) or "\ufffd" in said
     ]
 
 
