@@ -83,6 +83,18 @@ class Engine:
         self.manager = StorageManager(self.config, metadata or make_metadata(), EventManager())
         self.pool = self.manager.local_cpu_backend
         self.tier = self.manager.storage_backends.get("disk")
+        # All that was ever allocated: a lost reference would else be mended by the collector.
+        self.lent = []
+        self.pool.allocate = self._remember(self.pool.allocate)
+        self.pool.batched_allocate = self._remember(self.pool.batched_allocate)
+
+    def _remember(self, allocate):
+        def remembering(*args, **kwargs):
+            found = allocate(*args, **kwargs)
+            self.lent += found if isinstance(found, list) else [found] if found else []
+            return found
+
+        return remembering
 
     def close(self):
         if not self.manager.loop.is_closed():
@@ -146,6 +158,7 @@ def engines(tmp_path):
     for engine in opened:
         engine.close()
         assert engine.pool_in_use == 0  # every reference and pin came back
+        assert {(obj.get_ref_count(), obj.is_pinned) for obj in engine.lent} <= {(0, False)}
 
 
 @pytest.fixture
