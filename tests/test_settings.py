@@ -204,6 +204,7 @@ def test_every_setting_says_what_it_is_in_which_unit():
         ({"dtype": "int8"}, "dtype='int8'; expected dtype: .*bfloat16"),
         ({"chunk_token": 256}, "expected chunk_tokens instead of chunk_token"),
         ({"disk_path": "/d"}, "Set disk_gib as well"),
+        ({"cpu_gib": float("inf")}, "cpu_gib=inf"),
         ({"disk_gib": 1}, "Set disk_path as well"),
         ({"chunk_tokens": 100, "block_tokens": 64}, "multiple of block_tokens. Use 128"),
         ({"chunk_tokens": 64, "device": "cpu"}, "blocks of 128 tokens; .* Use 128"),

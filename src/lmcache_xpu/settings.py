@@ -50,6 +50,7 @@ class Settings(BaseSettings):
     """
 
     model_config = SettingsConfigDict(
+        allow_inf_nan=False,
         env_prefix=ENV_PREFIX,
         env_ignore_empty=True,  # compose and helm pass unset values as empty ones
         extra="forbid",
@@ -96,7 +97,7 @@ class Settings(BaseSettings):
     chunk_tokens: int = Field(256, ge=1, description="Tokens per stored chunk")
     cpu_gib: float = Field(5.0, gt=0, description="CPU tier per device, GiB, allocated at start")
     disk_path: Path | None = Field(None, description="Directory of the disk tier; unset: off")
-    disk_gib: float | None = Field(None, gt=0, description="Size of the disk tier, GiB")
+    disk_gib: float | None = Field(None, gt=0, description="Disk tier per device, GiB")
     layerwise: bool = Field(False, description="Load and store layer by layer")
     save_decode: bool = Field(False, description="Store the KV of answers too, not only prompts")
     # LMCache's default is Python's hash(), which differs from process to process; then what

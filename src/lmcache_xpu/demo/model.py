@@ -61,7 +61,7 @@ class ModelSpec:
     vocabulary: int = 4096
     positions: int = 16384
     dtype: str = "float32"
-    qk_gain: float = 2.0
+    qk_gain: float
     seed: int = 0
 
     @property
@@ -80,7 +80,7 @@ DEMO = ModelSpec(
     kv_heads=2,
     head_dim=64,
     intermediate=1408,
-    qk_gain=1.75,
+    qk_gain=2.0,
 )
 EXACT = ModelSpec(
     name="exact",
