@@ -230,7 +230,7 @@ def test_options_and_engine_are_checked():
     call = {**spans, "kvcaches": cache.engine, "slot_mapping": slots_of(1)}
     with pytest.raises(LayoutError, match=r"on cpu; expected one on xpu"):
         VLLMPagedMemXPUConnectorV2(16, 3, device="xpu").batched_to_gpu(**call)
-    with pytest.raises(LayoutError, match="bfloat16; expected torch.float16"):
+    with pytest.raises(LayoutError, match=r"bfloat16; expected torch\.float16"):
         VLLMPagedMemXPUConnectorV2(16, 3, dtype=torch.float16).batched_to_gpu(**call)
     with pytest.raises(LayoutError, match="chunks of 6 tokens on blocks of 4"):
         make(cache, opaque_blocks=True, chunk_size=6).batched_to_gpu(**call)

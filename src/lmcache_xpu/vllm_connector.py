@@ -112,6 +112,18 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
             forward_context.attn_metadata = given
         super().start_load_kv(forward_context, **kwargs)
 
+    def shutdown(self) -> None:
+        """Close the tiers of this package, so that what is queued for the disk gets there.
+
+        Not LMCache's own shutdown: it closes a socket that another thread reads from, at which
+        the ZeroMQ library may abort the process. vLLM's connector does not call it either.
+        """
+        engine = self._lmcache_engine.lmcache_engine if self._served else None
+        manager = getattr(engine, "storage_manager", None)
+        for tier in (self._config.storage_plugins or ()) if manager is not None else ():
+            if tier in manager.storage_backends:
+                manager.storage_backends[tier].close()
+
     def _check_healthy(self) -> None:
         manager = self._lmcache_engine._manager
         if not manager.is_healthy():

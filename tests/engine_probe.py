@@ -1,0 +1,161 @@
+"""A real vLLM on CPU with real LMCache in this process: what a hit writes, byte by byte.
+
+Run by test_engine.py as `python engine_probe.py STEP MODEL DISK REFERENCE`. The step `store`
+recomputes prompts, hits them in the CPU tier, and hits them again with planted faults; the step
+`restart` is a new process that finds them on disk. Each prints a JSON object last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine in this process: faults can be planted
+    VLLM_ALLOW_INSECURE_SERIALIZATION="1",
+    TOKENIZERS_PARALLELISM="false",
+)
+
+CHUNK, BLOCK = 256, 128
+# On a chunk's boundary, inside a block, and on a block's boundary inside a chunk.
+LENGTHS = {"boundary": 4 * CHUNK, "inside": 4 * CHUNK + 77, "block": 3 * CHUNK + BLOCK}
+
+
+def prompt(length: int) -> list[int]:
+    chosen = random.Random(length)
+    return [chosen.randrange(300, 4000) for _ in range(length)]
+
+
+def caches(worker):
+    return list(worker.model_runner.kv_caches)
+
+
+def zero(worker):
+    for cache in caches(worker):
+        cache.zero_()
+
+
+def digests(worker):
+    """Per layer, the digests of the blocks that hold anything."""
+    return [
+        [hashlib.sha256(b.contiguous().numpy().tobytes()).hexdigest() for b in cache if b.any()]
+        for cache in caches(worker)
+    ]
+
+
+def disk_hits(worker):
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    engine = get_kv_transfer_group()._lmcache_engine.lmcache_engine
+    return engine.storage_manager.storage_backends["disk"].counters.hits
+
+
+class Engine:
+    """The engine and what is asked of it."""
+
+    def __init__(self, model: str, disk: str) -> None:
+        from vllm import LLM
+
+        from lmcache_xpu.settings import Settings
+
+        settings = Settings.load(
+            {"model": model, "device": "cpu", "cpu_gib": 0.25, "disk_path": disk, "disk_gib": 1}
+        )
+        args = settings.vllm_args()
+        os.environ.update(settings.environment())
+        self.llm = LLM(
+            model,
+            dtype="float32",
+            block_size=BLOCK,
+            max_model_len=4096,
+            max_num_batched_tokens=512,  # chunked prefill: stores and loads in several steps
+            enforce_eager=True,
+            kv_cache_memory_bytes=2**26,
+            disable_log_stats=False,
+            kv_transfer_config=json.loads(args[args.index("--kv-transfer-config") + 1]),
+        )
+
+    def ask(self, tokens: list[int]) -> list[int]:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+        answer = self.llm.generate({"prompt_token_ids": tokens}, sampling, use_tqdm=False)
+        return list(answer[0].outputs[0].token_ids)
+
+    def forget(self) -> None:
+        """Empty the engine's own cache: not only its index, its bytes too."""
+        self.llm.reset_prefix_cache()
+        self.llm.collective_rpc(zero)
+
+    def blocks(self) -> list[list[str]]:
+        return self.llm.collective_rpc(digests)[0]
+
+    def external_hits(self) -> int:
+        named = {metric.name: metric for metric in self.llm.get_metrics()}
+        return named["vllm:external_prefix_cache_hits"].value
+
+
+def restored(cold: list[list[str]], warm: list[list[str]]) -> int:
+    """Blocks that are byte for byte the same, in the layer that has the fewest."""
+    return min(len(set(a) & set(b)) for a, b in zip(cold, warm, strict=True))
+
+
+def hit(engine: Engine, tokens: list[int], cold: list[list[str]]) -> dict:
+    engine.forget()
+    before = engine.external_hits()
+    answer = engine.ask(tokens)
+    return {
+        "answer": answer,
+        "hit": engine.external_hits() - before,
+        "restored": restored(cold, engine.blocks()),
+    }
+
+
+def store(engine: Engine, reference: Path) -> dict:
+    from lmcache_xpu.transfer import TorchTransfer
+
+    found: dict = {}
+    for name, length in LENGTHS.items():
+        engine.forget()
+        answer = engine.ask(prompt(length))
+        found[name] = {"recompute": answer, "cold": engine.blocks()}
+    reference.write_text(json.dumps(found))
+    for name, length in LENGTHS.items():
+        found[name]["cpu"] = hit(engine, prompt(length), found[name]["cold"])
+
+    scatter = TorchTransfer.scatter
+
+    def shifted(self, rows, source):
+        moved = rows.engine + 1  # one block further: opaque blocks are rows
+        scatter(self, type(rows)(engine=moved, host=rows.host, total=rows.total), source)
+
+    def without_values(self, rows, source):
+        source = source.clone()
+        source[1].zero_()
+        scatter(self, rows, source)
+
+    for fault, broken in (("shifted", shifted), ("without values", without_values)):
+        TorchTransfer.scatter = broken
+        for name, length in LENGTHS.items():
+            found[name][fault] = hit(engine, prompt(length), found[name]["cold"])
+    TorchTransfer.scatter = scatter
+    return {name: {k: v for k, v in f.items() if k != "cold"} for name, f in found.items()}
+
+
+def restart(engine: Engine, reference: Path) -> dict:
+    cold = json.loads(reference.read_text())
+    found = {name: hit(engine, prompt(n), cold[name]["cold"]) for name, n in LENGTHS.items()}
+    return {"prompts": found, "disk_hits": engine.llm.collective_rpc(disk_hits)[0]}
+
+
+if __name__ == "__main__":
+    step, model, disk, reference = sys.argv[1:]
+    engine = Engine(model, disk)
+    result = {"store": store, "restart": restart}[step](engine, Path(reference))
+    engine.llm.llm_engine.engine_core.shutdown()
+    print("\n" + json.dumps(result), flush=True)
+    os._exit(0)  # LMCache leaves threads behind that would keep the interpreter waiting

@@ -1,0 +1,88 @@
+"""End to end on CPU: a real vLLM, a real LMCache, our connector and our disk tier.
+
+A reported hit proves nothing, so these compare bytes and tokens, and show that both would differ
+if a hit wrote the wrong thing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from engine_probe import BLOCK, CHUNK, LENGTHS
+
+from lmcache_xpu.demo.model import EXACT, make_model
+
+pytestmark = pytest.mark.engine
+
+HERE = Path(__file__).parent
+
+
+def probe(step: str, *args: str) -> dict:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("LMCACHE", "VLLM_"))}
+    env.pop("PYTHONHASHSEED", None)
+    done = subprocess.run(
+        [sys.executable, str(HERE / "engine_probe.py"), step, *args],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    if done.returncode:
+        pytest.fail(f"{step}: exit {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-6000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, str]:
+    directory = tmp_path_factory.mktemp("engine")
+    model = make_model(EXACT, directory / "models")
+    return str(model), str(directory / "disk"), str(directory / "reference.json")
+
+
+@pytest.fixture(scope="module")
+def stored(place: tuple[str, str, str]) -> dict:
+    return probe("store", *place)
+
+
+@pytest.fixture(scope="module")
+def restarted(place: tuple[str, str, str], stored: dict) -> dict:
+    return probe("restart", *place)
+
+
+def cached(name: str) -> int:
+    """Tokens that a hit may restore: whole chunks, and never the last token of a prompt."""
+    whole = LENGTHS[name] // CHUNK * CHUNK
+    return whole - 1 if whole == LENGTHS[name] else whole
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_a_cpu_hit_restores_every_byte_and_gives_the_recomputed_tokens(stored: dict, name: str):
+    found = stored[name]
+    assert len(found["recompute"]) == 24
+    assert found["cpu"]["answer"] == found["recompute"]
+    assert found["cpu"]["hit"] == cached(name)
+    # Every cached block but the one whose last token vLLM recomputes on a full hit.
+    assert found["cpu"]["restored"] >= cached(name) // BLOCK
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_a_disk_hit_after_a_restart_does_too(stored: dict, restarted: dict, name: str):
+    found = restarted["prompts"][name]
+    assert found["answer"] == stored[name]["recompute"]
+    assert found["hit"] == cached(name)
+    assert found["restored"] >= cached(name) // BLOCK
+    assert restarted["disk_hits"] >= sum(length // CHUNK for length in LENGTHS.values())
+
+
+@pytest.mark.parametrize("fault", ["shifted", "without values"])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_a_wrong_load_would_be_seen(stored: dict, name: str, fault: str):
+    found = stored[name][fault]
+    assert found["hit"] == cached(name)  # reported as a hit all the same
+    assert found["answer"] != stored[name]["recompute"]
+    assert found["restored"] < cached(name) // BLOCK

@@ -1,0 +1,122 @@
+"""What is read from a vLLM engine's configuration, with vLLM's own specs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from lmcache_xpu.engine_facts import EngineFacts, check_chunks, engine_facts
+from lmcache_xpu.errors import LayoutError, SettingsError
+
+FULL = {"block_size": 64, "num_kv_heads": 8, "head_size": 128, "dtype": torch.bfloat16}
+
+
+def read(*specs, device: str = "xpu", cache_dtype: str = "auto", monkeypatch) -> EngineFacts:
+    import vllm.platforms
+
+    platform = SimpleNamespace(device_type=device)
+    monkeypatch.setattr(vllm.platforms, "current_platform", platform, raising=False)
+    groups = [KVCacheGroupSpec([f"layer.{i}"], spec) for i, spec in enumerate(specs)]
+    resolved = SimpleNamespace(
+        cache_dtype=cache_dtype, get_resolved_kv_cache_layout=lambda: KVCacheLayout.LBNHC
+    )
+    vllm_config = SimpleNamespace(
+        cache_config=resolved, model_config=SimpleNamespace(dtype=torch.bfloat16)
+    )
+    return engine_facts(vllm_config, KVCacheConfig(8, [], groups))
+
+
+def test_a_dense_cache_is_what_lmcache_s_key_says(monkeypatch):
+    facts = read(FullAttentionSpec(**FULL), monkeypatch=monkeypatch)
+    assert facts == EngineFacts(
+        device_type="xpu",
+        kv_layout="LBNHC",
+        opaque_blocks=False,
+        heads=8,
+        head_size=128,
+        block_size=64,
+        namespace="",
+    )
+
+
+def test_the_content_counts_not_the_model_s_head(monkeypatch):
+    fp8 = {**FULL, "dtype": torch.uint8}
+    scaled = FullAttentionSpec(**fp8, state_content_bytes=2 * 128 + 8)
+    facts = read(scaled, cache_dtype="fp8_e4m3", monkeypatch=monkeypatch)
+    assert (facts.head_size, facts.namespace) == (132, "+fp8_e4m3.c264")
+    unequal = FullAttentionSpec(**FULL, head_size_v=64)
+    assert read(unequal, monkeypatch=monkeypatch).head_size == 96
+    odd = FullAttentionSpec(**fp8, state_content_bytes=257)
+    with pytest.raises(LayoutError, match="257 bytes"):
+        read(odd, monkeypatch=monkeypatch)
+
+
+def test_fp8_formats_do_not_share_a_cache(monkeypatch):
+    """Both are bytes to LMCache; their values differ."""
+    spec = FullAttentionSpec(**{**FULL, "dtype": torch.uint8})
+    spaces = {
+        read(spec, cache_dtype=name, monkeypatch=monkeypatch).namespace
+        for name in ("fp8_e4m3", "fp8_e5m2", "auto")
+    }
+    assert len(spaces) == 3
+
+
+def test_mla_is_one_plane_and_row_major_everywhere(monkeypatch):
+    latent = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    facts = read(latent, device="cpu", monkeypatch=monkeypatch)
+    assert (facts.heads, facts.head_size, facts.opaque_blocks) == (1, 576, False)
+    assert facts.namespace == ""
+
+
+def test_cpu_blocks_are_opaque_and_named_by_their_packing(monkeypatch):
+    import vllm.v1.attention.backends.cpu_attn as cpu_attn
+
+    for isa in ("amx", "vec"):
+        monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_, isa=isa: isa)
+        facts = read(FullAttentionSpec(**FULL), device="cpu", monkeypatch=monkeypatch)
+        assert facts.opaque_blocks
+        assert facts.namespace == f"+cpu.{isa}.LBNHC.b64.bfloat16"
+        check_chunks(facts, chunk_size=256, save_unfull_chunk=False)
+        with pytest.raises(SettingsError, match="chunk_size 96 with blocks of 64"):
+            check_chunks(facts, chunk_size=96, save_unfull_chunk=False)
+        with pytest.raises(SettingsError, match="save_unfull_chunk"):
+            check_chunks(facts, chunk_size=256, save_unfull_chunk=True)
+    facts = read(FullAttentionSpec(**FULL), monkeypatch=monkeypatch)
+    check_chunks(facts, chunk_size=96, save_unfull_chunk=True)  # tokens are rows elsewhere
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        (SlidingWindowSpec(**FULL, sliding_window=1024), "leave the window are freed"),
+        (ChunkedLocalAttentionSpec(**FULL, attention_chunk_size=1024), "earlier chunks are freed"),
+        (
+            MambaSpec(block_size=64, shapes=((8, 8),), dtypes=(torch.bfloat16,)),
+            "not a KV cache per token",
+        ),
+    ],
+    ids=["sliding window", "chunked local", "mamba"],
+)
+def test_groups_without_a_restorable_prefix_are_refused(spec, why, monkeypatch):
+    with pytest.raises(LayoutError, match=why):
+        read(spec, monkeypatch=monkeypatch)
+    with pytest.raises(LayoutError, match=why):
+        read(FullAttentionSpec(**FULL), spec, monkeypatch=monkeypatch)
+
+
+def test_hybrid_shapes_are_refused(monkeypatch):
+    other = FullAttentionSpec(**{**FULL, "num_kv_heads": 4})
+    with pytest.raises(LayoutError, match="2 KV cache groups with 2 shapes"):
+        read(FullAttentionSpec(**FULL), other, monkeypatch=monkeypatch)

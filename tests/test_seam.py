@@ -1,0 +1,191 @@
+"""How LMCache and vLLM are patched, in processes of their own."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import run_script
+
+from lmcache_xpu import seam, versions
+from lmcache_xpu.errors import SettingsError, VersionError
+
+PLUGIN = """
+import json, sys
+from vllm.plugins import load_general_plugins
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+load_general_plugins()
+early = [name for name in ("lmcache", "lmcache_xpu.connector") if name in sys.modules]
+from lmcache.v1.gpu_connector.xpu_connectors import VLLMPagedMemXPUConnectorV2
+import lmcache.v1.gpu_connector as factory
+names = {
+    name: KVConnectorFactory.get_connector_class_by_name(name).__module__
+    for name in ("LMCacheXPUConnector", "LMCacheConnectorV1")
+}
+print(json.dumps({
+    "early": early,
+    "standard": VLLMPagedMemXPUConnectorV2.__module__,
+    "create": hasattr(factory.CreateGPUConnector, "__lmcache_xpu__"),
+    "names": names,
+}))
+"""
+
+
+def test_the_plugin_gives_our_classes_under_every_name():
+    found = run_script(PLUGIN)
+    assert found["early"] == []  # a vLLM without LMCache must not pay for it
+    assert found["standard"] == "lmcache_xpu.connector"
+    assert found["create"]
+    assert set(found["names"].values()) == {"lmcache_xpu.vllm_connector"}
+
+
+def test_the_off_switch_leaves_stock_names_alone():
+    found = run_script(PLUGIN, LMCACHE_XPU_STOCK="1")
+    assert found["standard"] == "lmcache.v1.gpu_connector.xpu_connectors"
+    assert not found["create"]
+    assert found["names"]["LMCacheConnectorV1"].startswith("vllm.")
+    assert found["names"]["LMCacheXPUConnector"] == "lmcache_xpu.vllm_connector"
+
+
+WRONG_VERSION = """
+import json
+from lmcache_xpu import versions
+versions.TESTED["lmcache"] = ("9.9.9",)
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from lmcache.v1.gpu_connector.xpu_connectors import VLLMPagedMemXPUConnectorV2
+said = None
+try:
+    KVConnectorFactory.get_connector_class_by_name("LMCacheConnectorV1")(None, None, None)
+except Exception as error:
+    said = f"{type(error).__name__}: {error}"
+print(json.dumps({"said": said, "standard": VLLMPagedMemXPUConnectorV2.__module__}))
+"""
+
+
+def test_an_untested_version_is_refused_by_name_and_patches_nothing():
+    found = run_script(WRONG_VERSION)
+    assert found["said"].startswith("VersionError: found LMCache 0.5.6 with vLLM 0.32.0")
+    assert "9.9.9" in found["said"]
+    assert "LMCACHE_XPU_ALLOW_UNTESTED=1" in found["said"]
+    assert found["standard"] == "lmcache.v1.gpu_connector.xpu_connectors"
+
+
+def test_an_untested_version_goes_on_when_asked():
+    found = run_script(WRONG_VERSION, LMCACHE_XPU_ALLOW_UNTESTED="1")
+    assert not found["said"].startswith("VersionError")
+    assert found["standard"] == "lmcache_xpu.connector"
+
+
+def test_versions():
+    tested = versions.Versions(lmcache="0.5.6", vllm="0.32.0", torch="2.13.0")
+    assert tested.tested
+    versions.check(tested, {})
+    for other in (
+        versions.Versions(lmcache="0.5.5", vllm="0.32.0", torch=None),
+        versions.Versions(lmcache="0.5.6", vllm=None, torch=None),
+    ):
+        assert not other.tested
+        with pytest.raises(VersionError, match=f"{other.lmcache} with vLLM {other.vllm}"):
+            versions.check(other, {})
+        with pytest.raises(VersionError):
+            versions.check(other, {versions.UNTESTED_VARIABLE: "0"})
+        versions.check(other, {versions.UNTESTED_VARIABLE: "1"})
+
+
+def test_the_installed_versions_are_the_tested_ones():
+    """The environment of constraints.txt and the matrix in the code must not drift apart."""
+    assert versions.installed().tested
+
+
+def test_served_devices():
+    assert seam.served_devices({}) == ("xpu", "cpu")
+    assert seam.served_devices({seam.DEVICES_VARIABLE: "xpu, cuda"}) == ("xpu", "cuda")
+    with pytest.raises(SettingsError, match="tpus"):
+        seam.served_devices({seam.DEVICES_VARIABLE: "tpus"})
+
+
+CREATE = """
+import json
+from types import SimpleNamespace
+import torch
+from lmcache_xpu import seam
+from lmcache_xpu.engine_facts import EngineFacts
+seam.install()
+seam.install()
+from lmcache.utils import EngineType
+from lmcache.v1.gpu_connector import CreateGPUConnector
+from lmcache.v1.metadata import LMCacheMetadata
+from lmcache.v1.config import LMCacheEngineConfig
+from lmcache.integration.vllm.utils import vllm_layout_hints
+config = LMCacheEngineConfig.from_defaults()
+def metadata():
+    return LMCacheMetadata("model", 1, 1, 0, 0, torch.uint8, (3, 2, 256, 2, 8))
+mock = CreateGPUConnector(config, metadata(), EngineType.MOCK)
+try:
+    CreateGPUConnector(config, metadata(), EngineType.VLLM)
+    outside = None
+except Exception as error:
+    outside = str(error)
+facts = EngineFacts(device_type="cpu", kv_layout="BHLNC", opaque_blocks=False, heads=2,
+                    head_size=12, block_size=16, namespace="+c24")
+mine = metadata()
+with seam.building(facts):
+    ours = CreateGPUConnector(config, mine, EngineType.VLLM, layout_hints=vllm_layout_hints(None))
+print(json.dumps({
+    "mock": type(mock).__name__, "outside": outside, "ours": type(ours).__module__,
+    "shape": list(ours.get_shape(5)), "metadata": [list(s) for s in mine.get_shapes(5)],
+    "model": mine.model_name, "hint": ours._geometry.kv_layout,
+}))
+"""
+
+
+def test_lmcache_s_factory_is_ours_only_while_our_engine_is_built():
+    found = run_script(CREATE)
+    assert found["mock"] == "MockGPUConnector"
+    assert found["outside"] == "No supported cpu connector found."  # LMCache's own answer
+    assert found["ours"] == "lmcache_xpu.connector"
+    # The engine's content (12 elements a plane here), not what the model's heads suggest (8).
+    assert found["shape"] == [2, 3, 5, 24]
+    assert found["metadata"] == [[2, 3, 5, 24]]
+    assert found["model"] == "model+c24"
+    assert found["hint"] == "BHLNC"  # LMCache's own hints would have refused this layout
+
+
+KEYS = """
+import json
+import torch
+from lmcache.v1.config import LMCacheEngineConfig
+from lmcache.v1.metadata import LMCacheMetadata
+from lmcache.v1.token_database import ChunkedTokenDatabase
+from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.vllm_connector import _make_hash_safe
+config = LMCacheEngineConfig.from_defaults(chunk_size=4)
+metadata = LMCacheMetadata("model", 1, 1, 0, 0, torch.uint8, (3, 2, 256, 2, 8))
+def keys():
+    database = ChunkedTokenDatabase(config, metadata)
+    return [key.to_string() for _, _, key in database.process_tokens(list(range(8)))]
+stock = keys()
+try:
+    _make_hash_safe(config, {"lmcache.pre_caching_hash_algorithm": "builtin"})
+    refused = None
+except SettingsError as error:
+    refused = str(error)
+_make_hash_safe(config, {})
+print(json.dumps({"stock": stock, "ours": keys(), "refused": refused,
+                  "algorithm": config.pre_caching_hash_algorithm}))
+"""
+
+
+def test_keys_are_the_same_in_every_process():
+    one, other = run_script(KEYS), run_script(KEYS)
+    assert one["stock"] != other["stock"]  # LMCache's default without a fixed seed: never a hit
+    assert one["algorithm"] == "sha256_cbor"
+    assert len(one["ours"]) == 2
+    assert one["ours"] == other["ours"]
+    assert "nothing would ever be found" in one["refused"]
+
+
+def test_a_fixed_seed_leaves_lmcache_s_choice_alone():
+    found = run_script(KEYS, PYTHONHASHSEED="0")
+    assert (found["algorithm"], found["refused"]) == ("builtin", None)
+    assert found["ours"] == found["stock"]
