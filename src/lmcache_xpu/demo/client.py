@@ -187,7 +187,7 @@ class Client:
         text: list[str] = []
         token_ids: list[int] = []
         usage: dict[str, Any] = {}
-        ttft_s = None
+        ttft_s: float | None = None
         ended = False
         begin = time.perf_counter()
         try:
@@ -212,8 +212,10 @@ class Client:
         except (httpx.HTTPError, json.JSONDecodeError) as error:
             raise self._failure(f"{type(error).__name__} ({error})") from error
         total_s = time.perf_counter() - begin
-        if not ended or ttft_s is None or not usage:
-            raise self._failure(f"a stream without {'text' if ended else 'an end'}")
+        if ttft_s is None or not (ended and usage):
+            lacks = {"an end": not ended, "text": ttft_s is None, "usage": not usage}
+            missing = " and ".join(name for name, lacking in lacks.items() if lacking)
+            raise self._failure(f"a stream without {missing}")
         return Answer(
             text="".join(text),
             token_ids=tuple(token_ids),

@@ -1,0 +1,179 @@
+"""The command line: options made from the settings, errors in one line, a fast start."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lmcache_xpu import __version__
+from lmcache_xpu.cli import app
+from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.settings import Settings
+
+runner = CliRunner()
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """What `serve` is called with, instead of serving."""
+    calls = []
+    monkeypatch.setattr(
+        "lmcache_xpu.serve.serve", lambda settings, dry_run: calls.append((settings, dry_run))
+    )
+    return calls
+
+
+def run(*args):
+    return runner.invoke(app, [str(arg) for arg in args], catch_exceptions=False)
+
+
+def test_every_setting_has_an_option_except_the_key():
+    shown = runner.invoke(app, ["serve", "--help"], env={"COLUMNS": "200"}).output
+    missing = {n for n in Settings.model_fields if f"--{n.replace('_', '-')}" not in shown}
+    assert missing == {"model", "extra_args", "api_key"}
+    assert "--no-offload" in shown
+    assert "(default: 256)" in shown
+    assert "LMCACHE_XPU_API_KEY" in shown
+
+
+def test_options_become_settings_with_their_types(served):
+    result = run(
+        *("serve", "org/model", "--port", 9000, "--no-offload", "--cpu-gib", 0.5, "--dry-run"),
+        *("--disk-path", "/d", "--disk-gib", 2, "--device", "xpu", "--layerwise"),
+        *("--", "--seed", "3", "--enable-x"),
+    )
+    assert result.exit_code == 0, result.output
+    [(settings, dry_run)] = served
+    assert dry_run is True
+    assert settings == Settings.load(
+        {
+            "model": "org/model",
+            "port": 9000,
+            "offload": False,
+            "cpu_gib": 0.5,
+            "disk_path": Path("/d"),
+            "disk_gib": 2.0,
+            "device": "xpu",
+            "layerwise": True,
+            "extra_args": ("--seed", "3", "--enable-x"),
+        }
+    )
+
+
+def test_options_win_over_variables_and_variables_over_defaults(served, monkeypatch):
+    monkeypatch.setenv("LMCACHE_XPU_PORT", "9001")
+    monkeypatch.setenv("LMCACHE_XPU_CPU_GIB", "3")
+    monkeypatch.setenv("LMCACHE_XPU_OFFLOAD", "false")
+    run("serve", "m", "--port", 9000, "--offload")
+    [(settings, dry_run)] = served
+    assert (settings.port, settings.cpu_gib, settings.offload) == (9000, 3.0, True)
+    assert dry_run is False
+
+
+def test_a_mistake_is_one_line_on_stderr_and_code_2():
+    result = run("serve", "m", "--chunk-tokens", 0)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("lmcache-xpu: found chunk_tokens=0; expected")
+    assert result.stderr.count("\n") == 1
+
+
+def test_brackets_in_a_message_are_not_markup(monkeypatch):
+    def fail(settings, dry_run):
+        raise SettingsError("[red]x[/red] [/]", "y")
+
+    monkeypatch.setattr("lmcache_xpu.serve.serve", fail)
+    assert "[red]x[/red] [/]" in run("serve", "m").stderr
+
+
+def test_a_bug_is_not_dressed_up_as_a_mistake(monkeypatch):
+    def fail(settings, dry_run):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("lmcache_xpu.serve.serve", fail)
+    with pytest.raises(ZeroDivisionError):
+        run("serve", "m")
+
+
+def test_an_unknown_option_is_refused():
+    result = run("serve", "m", "--chunk-token", 5)
+    assert result.exit_code == 2
+    assert "chunk-token" in result.stderr
+
+
+def test_the_version():
+    assert run("--version").stdout.strip() == __version__
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeStatus:
+    lmcache_version: str | None = "0.5.6"
+    vllm_version: str | None = None
+    torch_version: str | None = "2.13.0"
+    tested: bool = False
+    devices: dict = dataclasses.field(default_factory=lambda: {"xpu": "a.B"})
+    patches: dict = dataclasses.field(default_factory=lambda: {"c.d": True, "e.f": False})
+
+
+def test_status_for_people_and_for_programs(monkeypatch):
+    monkeypatch.setattr("lmcache_xpu.seam.status", FakeStatus)
+    lines = [" ".join(line.split()) for line in run("status").stdout.splitlines()]
+    assert lines == [
+        "lmcache 0.5.6",
+        "vllm not installed",
+        "torch 2.13.0",
+        "versions not a tested combination",
+        "connector on xpu a.B",
+        "c.d in place",
+        "e.f missing",
+    ]
+    assert json.loads(run("status", "--json").stdout) == dataclasses.asdict(FakeStatus())
+
+
+def test_the_fields_that_status_shows_are_the_seams():
+    from lmcache_xpu import seam
+
+    names = {field.name for field in dataclasses.fields(seam.status())}
+    assert names >= {field.name for field in dataclasses.fields(FakeStatus)}
+
+
+def test_the_real_status_is_json_and_nothing_else():
+    """LMCache logs to stdout when it is imported; that must not get between."""
+    done = subprocess.run(
+        [sys.executable, "-c", "from lmcache_xpu.cli import app; app()", "status", "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout)["lmcache_version"]
+
+
+def test_help_imports_neither_torch_nor_vllm():
+    program = (
+        "import sys\n"
+        "from lmcache_xpu.cli import app\n"
+        "try: app(['serve', '--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'vllm', 'lmcache', 'transformers', 'httpx'} & set(sys.modules)\n"
+        "sys.exit(f'{heavy}' if heavy else 0)"
+    )
+    begin = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - begin < 10
+
+
+def test_the_demo_gets_its_options(monkeypatch, tmp_path):
+    calls = []
+    monkeypatch.setattr("lmcache_xpu.demo.story.tell", lambda *a, **k: calls.append((a, k)))
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # this process keeps its own
+    result = run("demo", "--json", tmp_path / "f.json", "--work", tmp_path, "--port", 9)
+    assert result.exit_code == 0, result.output
+    assert calls == [((tmp_path / "f.json",), {"work": tmp_path, "port": 9})]
