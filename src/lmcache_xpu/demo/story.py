@@ -172,8 +172,11 @@ def tell(json_file: Path | None, *, work: Path, port: int | None = None) -> list
         )
     console.print(
         f"{same} of {same} answers from the CPU and disk tiers were, token for token, those "
-        f"computed without a cache.\nThe same engine, by hand: "
-        f"[bold]lmcache-xpu serve {model} --dtype {DEMO.dtype}[/bold]"
+        "computed without a cache."
+    )
+    console.print(
+        f"The same engine, by hand: [bold]lmcache-xpu serve {model} --dtype {DEMO.dtype}[/bold]",
+        soft_wrap=True,  # or a long path would be cut where it can't be copied
     )
     return rows
 

@@ -1,0 +1,190 @@
+"""The demo's flow and figures, with an engine that only counts."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+
+from lmcache_xpu.demo import story
+from lmcache_xpu.demo.client import Answer, CacheCounts
+from lmcache_xpu.demo.model import corpus
+from lmcache_xpu.errors import EngineError, SettingsError
+
+CHUNK = 256
+
+
+class FakeEngine:
+    """Holds the two conversations used last; its tiers hold everything, the disk for good."""
+
+    disk: set[tuple[str, int]]
+    started: list
+    running = 0
+    wrong = lose = False
+
+    def __init__(self, settings, log, on_wait):
+        self.settings, self.log, self.url = settings, log, "http://engine"
+        self.own = OrderedDict()
+        self.counts = dict.fromkeys(CacheCounts.__dataclass_fields__, 0)
+        self.requests = []
+
+    def __enter__(self):
+        type(self).running += 1
+        self.started.append(self)
+        return self
+
+    def __exit__(self, *_):
+        type(self).running -= 1
+
+    def ask(self, messages):
+        text = "\n".join(message["content"] for message in messages)
+        who, length = text[:60], len(text) // 4
+        self.requests.append(messages)
+        own = min(self.own.get(who, 0), length)
+        self.own[who] = length
+        self.own.move_to_end(who)
+        while len(self.own) > 2:
+            self.own.popitem(last=False)
+        found = 0 if self.lose else max((n for w, n in self.disk if w == who), default=0)
+        external = max(0, min(found, length) // CHUNK * CHUNK - own)
+        self.disk.add((who, length))
+        for name, value in {
+            "prompt": length,
+            "prefix_queries": length,
+            "prefix_hits": own,
+            "external_queries": length - own,
+            "external_hits": external,
+        }.items():
+            self.counts[name] += value
+        computed = length - own - external
+        tokens = (hash(text) + (self.wrong and external > 0),)
+        return Answer(
+            text=f"answer {len(messages)}",
+            token_ids=tokens,
+            ttft_s=0.01 + computed / 1000,
+            total_s=1.0,
+            prompt_tokens=length,
+            completion_tokens=16,
+        )
+
+
+class FakeClient:
+    def __init__(self, url, *, model):
+        self.engine = FakeEngine.started[-1]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def chat(self, messages, *, max_tokens):
+        return self.engine.ask(messages)
+
+    def complete(self, prompt, *, max_tokens):
+        self.engine.ask([{"content": prompt}])
+
+    def counts(self):
+        return CacheCounts(**self.engine.counts)
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    class Engine(FakeEngine):
+        disk, started, running = set(), [], 0
+
+    monkeypatch.setattr(FakeEngine, "started", Engine.started, raising=False)
+    monkeypatch.setattr(story, "EngineProcess", Engine)
+    monkeypatch.setattr(story, "Client", FakeClient)
+    monkeypatch.setattr(story, "make_model", lambda spec, parent: parent / "model")
+    return Engine
+
+
+def test_every_row_has_the_source_it_names(engine, tmp_path, capsys):
+    rows = story.tell(tmp_path / "figures.json", work=tmp_path)
+    assert [row.source for row in rows] == [
+        "recomputed, and stored",
+        "engine's own prefix cache",
+        "CPU tier",
+        "disk tier, after a restart",
+    ]
+    recomputed, own, cpu, disk = rows
+    assert recomputed.hit_tokens == 0
+    for row in (own, cpu, disk):
+        assert row.hit_rate > 0.9, row
+        assert row.median_s < recomputed.median_s / 10, row
+    # Both engines got the same third questions, and only the second one after a restart.
+    first, second = engine.started
+    assert engine.running == 0
+    users = story.USERS
+    assert len(first.requests) == 1 + 2 * users + 2 * users
+    assert len(second.requests) == 1 + 2 * users
+    third = [messages for messages in first.requests[1:] if len(messages) == 6]
+    assert third == second.requests[1 : 1 + users]
+    assert len({messages[0]["content"] for messages in third}) == users
+    shown = capsys.readouterr().out
+    assert "10 of 10 answers" in shown
+    assert f"lmcache-xpu serve {tmp_path / 'models' / 'model'} --dtype float32\n" in shown
+
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["rows"][0]["speed_up"] == 1.0
+    assert figures["answers_equal_to_recomputed"] == figures["answers_checked"] == 2 * users
+    assert len(figures["rows"][2]["ttft_s"]) == users
+
+
+def test_an_answer_that_differs_fails_the_demo_after_its_table(engine, tmp_path, capsys):
+    engine.wrong = True
+    with pytest.raises(EngineError, match="10 of 10 answers not from the tiers, or other tokens"):
+        story.tell(tmp_path / "f.json", work=tmp_path)
+    assert "CPU tier" in capsys.readouterr().out
+    assert json.loads((tmp_path / "f.json").read_text())["answers_equal_to_recomputed"] == 0
+
+
+def test_an_answer_that_was_recomputed_proves_nothing(engine, tmp_path):
+    engine.lose = True
+    with pytest.raises(EngineError, match="10 of 10 answers not from the tiers"):
+        story.tell(None, work=tmp_path)
+
+
+def test_the_disk_tier_is_removed_also_after_an_error(engine, tmp_path, monkeypatch):
+    made = []
+
+    def fail(client, talk):
+        made.extend(tmp_path.glob("disk-*"))
+        raise EngineError("a", "b")
+
+    monkeypatch.setattr(story, "_first_and_second", fail)
+    with pytest.raises(EngineError):
+        story.tell(None, work=tmp_path)
+    assert len(made) == 1
+    assert list(tmp_path.glob("disk-*")) == []
+    assert engine.running == 0
+
+
+def test_the_engines_own_cache_is_smaller_than_what_the_users_say(engine, tmp_path):
+    """Otherwise it would never ask LMCache, and the table would measure nothing."""
+    story.tell(None, work=tmp_path)
+    settings = engine.started[0].settings
+    tokens = settings.kv_cache_gib * 2**30 / story.DEMO.kv_bytes_per_token
+    conversation = story.TEXT_CHARACTERS / 4.2
+    assert settings.max_model_len <= tokens < 3 * conversation < story.USERS * conversation
+    assert settings.cpu_gib * 2**30 > 2 * story.USERS * conversation * (
+        story.DEMO.kv_bytes_per_token
+    )
+    assert settings.host == "127.0.0.1"
+    assert len(corpus()) > (story.USERS + 1) * story.TEXT_CHARACTERS
+
+
+def test_too_little_space_is_told_at_once(engine, tmp_path, monkeypatch):
+    monkeypatch.setattr(story, "FREE_GIB", 1e9)
+    with pytest.raises(SettingsError, match=r"GiB free in .*; expected 1e\+09 GiB"):
+        story.tell(None, work=tmp_path)
+    assert engine.started == []
+
+
+def test_a_given_port_is_used(engine, tmp_path):
+    story.tell(None, work=tmp_path, port=12345)
+    assert {e.settings.port for e in engine.started} == {12345}
+    assert all(isinstance(e.log, Path) for e in engine.started)
