@@ -12,7 +12,9 @@ from lmcache_xpu.errors import LayoutError
 
 def axes(shape, hidden, kv_layout=None, *, mla=False, pair=False, stride=None):
     stride = stride or torch.empty(shape, device="meta").stride()
-    return find_axes(shape, stride, Geometry(hidden=hidden, mla=mla, kv_layout=kv_layout), pair=pair)
+    return find_axes(
+        shape, stride, Geometry(hidden=hidden, mla=mla, kv_layout=kv_layout), pair=pair
+    )
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def find_axes(
     outside = geometry.tokens_outside
     if outside is not None:
         fits = [axes for axes in fits if _order_fits(axes, shape, stride, outside)]
-    if len(fits) == 1:
+    if len({_reading(axes, shape, stride) for axes in fits}) == 1:
         return fits[0]
     form = "a (K, V) pair of tensors" if pair else "a tensor"
     found = (
@@ -119,6 +119,14 @@ def _sizes_fit(axes: str, shape: Sequence[int], geometry: Geometry) -> bool:
         return size.get("h", 1) == 1 and size.get("c", size.get("d")) == geometry.hidden
     content = size["c"] if "c" in size else 2 * size["d"]
     return content % 2 == 0 and size["h"] * content == 2 * geometry.hidden
+
+
+def _reading(
+    axes: str, shape: Sequence[int], stride: Sequence[int]
+) -> tuple[tuple[str, int, int], ...]:
+    """What a reading means in memory: equal for letters swapped between dimensions of size 1."""
+    facts = zip(axes, shape, stride, strict=True)
+    return tuple(sorted((a, size, step if size > 1 else 0) for a, size, step in facts))
 
 
 def _order_fits(axes: str, shape: Sequence[int], stride: Sequence[int], outside: bool) -> bool:

@@ -2,6 +2,9 @@
 
 A slot is `block * tokens per block + token in block`, as vLLM numbers them; a negative slot
 maps to nothing. A row of the view is one token, or one block where blocks are opaque.
+
+All of it runs on the host, so that nothing here waits for the device; `rows_to` takes the
+result there.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lmcache_xpu.devices import is_host
 from lmcache_xpu.errors import SlotError
 from lmcache_xpu.paged_view import PagedView
 
@@ -19,7 +23,7 @@ class Rows:
     """Which rows of a chunk go to which rows of the paged view.
 
     Args:
-        engine: `[n]` int64 on the view's device, row numbers `block * rows per block + row`.
+        engine: `[n]` int64, row numbers `block * rows per block + row`.
         host: `[n]` int64 rows of the chunk, or None for all of them in order.
         total: rows of the whole chunk.
     """
@@ -30,9 +34,9 @@ class Rows:
 
 
 def check_slots(view: PagedView, slot_mapping: torch.Tensor) -> torch.Tensor:
-    """The mapping as int64 on the view's device, every slot in range.
+    """The mapping as int64 on the host, every slot in range.
 
-    Waits for the device if the mapping is there (the check reads its largest slot).
+    Waits for the engine's stream if the mapping is on its device.
 
     Raises:
         SlotError: not a 1-D tensor of integers, or a slot that the cache does not have.
@@ -45,11 +49,12 @@ def check_slots(view: PagedView, slot_mapping: torch.Tensor) -> torch.Tensor:
             f"slot_mapping of shape {list(slot_mapping.shape)} and {kind}",
             "one integer per token of the request",
         )
-    if slot_mapping.numel() and (largest := int(slot_mapping.max())) >= view.num_slots:
+    slots = slot_mapping.to(device="cpu", dtype=torch.int64)
+    if slots.numel() and (largest := int(slots.max())) >= view.num_slots:
         raise SlotError(
             f"slot {largest}", f"slots below {view.num_slots}, the size of the paged KV cache"
         )
-    return slot_mapping.to(device=view.device, dtype=torch.int64)
+    return slots
 
 
 def chunk_rows(view: PagedView, slots: torch.Tensor, skip: int = 0) -> Rows:
@@ -69,10 +74,23 @@ def chunk_rows(view: PagedView, slots: torch.Tensor, skip: int = 0) -> Rows:
         skip //= size
     mapped = slots[skip:] >= 0
     if bool(mapped.all()):
-        host = None if skip == 0 else torch.arange(skip, slots.numel(), device=slots.device)
+        host = None if skip == 0 else torch.arange(skip, slots.numel())
         return Rows(engine=slots[skip:], host=host, total=slots.numel())
     host = mapped.nonzero().squeeze(1) + skip
     return Rows(engine=slots[host], host=host, total=slots.numel())
+
+
+def rows_to(rows: list[Rows], device: torch.device) -> list[Rows]:
+    """The same rows on the engine's device, in one copy; themselves where they are there."""
+    if is_host(device) or not rows:
+        return rows
+    parts = [part for r in rows for part in (r.engine, r.host) if part is not None]
+    lengths = [len(part) for part in parts]
+    there = iter(torch.split(torch.cat(parts).to(device), lengths))
+    return [
+        Rows(engine=next(there), host=None if r.host is None else next(there), total=r.total)
+        for r in rows
+    ]
 
 
 def _whole_blocks(slots: torch.Tensor, size: int, skip: int) -> torch.Tensor:
@@ -85,7 +103,7 @@ def _whole_blocks(slots: torch.Tensor, size: int, skip: int) -> torch.Tensor:
         )
     groups = slots.view(-1, size)
     blocks = groups[:, 0].div(size, rounding_mode="floor")
-    straight = (blocks[:, None] * size + torch.arange(size, device=slots.device)) == groups
+    straight = (blocks[:, None] * size + torch.arange(size)) == groups
     unmapped = groups < 0
     if not bool((straight.all(dim=1) | unmapped.all(dim=1)).all()):
         raise SlotError(

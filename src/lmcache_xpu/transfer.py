@@ -7,7 +7,9 @@ and never looks at what they mean. It is the oracle of faster kernels.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -15,6 +17,16 @@ from lmcache_xpu.paged_view import PagedView
 from lmcache_xpu.slots import Rows
 
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+
+
+class Transfer(Protocol):
+    """What a transfer does; `TorchTransfer` says how its arguments look."""
+
+    def gather(self, rows: Rows, out: torch.Tensor, first_layer: int = 0) -> None:
+        """Copy mapped rows of the view into `out`."""
+
+    def scatter(self, rows: Rows, source: torch.Tensor, first_layer: int = 0) -> None:
+        """Copy mapped rows of `source` into the view."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,28 +67,30 @@ class TorchTransfer:
             row_step=row // unit if rows > 1 else 0,
         )
 
-    def gather(self, rows: Rows, out: torch.Tensor) -> None:
+    def gather(self, rows: Rows, out: torch.Tensor, first_layer: int = 0) -> None:
         """Copy mapped rows of the view into `out`; the others of `out` stay as they are.
 
         Args:
-            rows: which rows.
-            out: `[planes, layers, rows, row size]`, contiguous, of the view's dtype and on its
-                device. Runs on the current stream, without waiting.
+            rows: which rows, on the view's device.
+            out: `[planes, layers, rows, row size]` on the view's device, of a dtype as wide as
+                the view's; the last stride is 1. Its layers begin with the view's `first_layer`.
+
+        Runs on the current stream, without waiting.
         """
         if not len(rows.engine):
             return
         index = self._units(rows)
-        for layer, planes in enumerate(self.windows):
-            for plane, window in enumerate(planes):
-                target = _as_units(out[plane, layer], window)
-                if rows.host is None:
-                    torch.index_select(window, 0, index, out=target)
-                else:
-                    by_row = target.view(rows.total, -1)
-                    values = window.index_select(0, index).view(len(rows.host), -1)
-                    by_row.index_copy_(0, rows.host, values)
+        for window, chunk in self._pairs(out, first_layer):
+            if rows.host is None and chunk.is_contiguous():
+                torch.index_select(window, 0, index, out=chunk.view(-1, window.shape[1]))
+                continue
+            values = window.index_select(0, index).view(len(rows.engine), -1)
+            if rows.host is None:
+                chunk.copy_(values)
+            else:
+                chunk.index_copy_(0, rows.host, values)
 
-    def scatter(self, rows: Rows, source: torch.Tensor) -> None:
+    def scatter(self, rows: Rows, source: torch.Tensor, first_layer: int = 0) -> None:
         """Copy mapped rows of `source` into the view; the rest of the view stays as it is.
 
         Arguments and streams as for `gather`.
@@ -84,13 +98,17 @@ class TorchTransfer:
         if not len(rows.engine):
             return
         index = self._units(rows)
-        for layer, planes in enumerate(self.windows):
-            for plane, window in enumerate(planes):
-                values = _as_units(source[plane, layer], window)
-                if rows.host is not None:
-                    by_row = values.view(rows.total, -1).index_select(0, rows.host)
-                    values = by_row.view(-1, window.shape[1])
-                window.index_copy_(0, index, values)
+        for window, chunk in self._pairs(source, first_layer):
+            values = chunk if rows.host is None else chunk.index_select(0, rows.host)
+            window.index_copy_(0, index, values.reshape(-1, window.shape[1]))
+
+    def _pairs(
+        self, chunk: torch.Tensor, first_layer: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each plane's window with its part of the chunk, `[rows, words of a row]`."""
+        for layer in range(chunk.shape[1]):
+            for plane, window in enumerate(self.windows[first_layer + layer]):
+                yield window, chunk[plane, layer].view(window.dtype)
 
     def _units(self, rows: Rows) -> torch.Tensor:
         block = rows.engine.div(self.rows, rounding_mode="floor")
@@ -110,7 +128,3 @@ def _window(plane: torch.Tensor, reach: int, unit: int) -> torch.Tensor:
         shape = (reach // unit, unit * size // width)
         window.set_(plane.untyped_storage(), start // width, shape, (shape[1], 1))
     return window
-
-
-def _as_units(memory: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
-    return memory.view(window.dtype).view(-1, window.shape[1])

@@ -1,0 +1,140 @@
+"""Gather and scatter as one Triton kernel: all layers and planes of a chunk in one launch.
+
+Only what Triton's CUDA, ROCm and Intel backends all have: integer loads and stores with masks,
+pointers made from integers, a 3-D grid. No tensor descriptors, no inline assembly, no atomics,
+no hints of a vendor.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from lmcache_xpu.paged_view import PagedView
+from lmcache_xpu.slots import Rows
+
+_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+_TILE = 2048  # words that one program moves; enough to hide latency, few enough to fill the device
+
+
+@triton.jit
+def _paged_copy(
+    plane_ptr,  # [layers * planes] addresses of the first word of each layer's plane
+    row_ptr,  # [rows] rows of the paged view
+    host_row_ptr,  # [rows] rows of the chunk; read only with SPARSE
+    chunk_ptr,  # [planes, layers, rows, words of a row]
+    num_rows,
+    rows_per_block,
+    block_stride,  # strides in words, of the paged view ...
+    row_stride,
+    head_stride,
+    chunk_plane_stride,  # ... and of the chunk
+    chunk_layer_stride,
+    chunk_row_stride,
+    PLANES: tl.constexpr,
+    RUN: tl.constexpr,  # words that lie side by side: a head, or a whole row
+    ROW: tl.constexpr,  # words of a row
+    ROWS_TILE: tl.constexpr,
+    WORDS_TILE: tl.constexpr,
+    GATHER: tl.constexpr,  # view to chunk; else chunk to view
+    SPARSE: tl.constexpr,
+):
+    """chunk[p, l, host row r, w] <-> view[l][p, block, row, w // RUN, w % RUN]."""
+    layer = (tl.program_id(1) // PLANES).to(tl.int64)
+    plane = (tl.program_id(1) % PLANES).to(tl.int64)
+    i = tl.program_id(0).to(tl.int64) * ROWS_TILE + tl.arange(0, ROWS_TILE)
+    w = tl.program_id(2) * WORDS_TILE + tl.arange(0, WORDS_TILE)
+    mask = (i < num_rows)[:, None] & (w < ROW)[None, :]
+
+    row = tl.load(row_ptr + i, mask=i < num_rows, other=0)  # int64: a cache may pass 2^31 words
+    block = row // rows_per_block
+    place = block * block_stride + (row - block * rows_per_block) * row_stride
+    inside = (w // RUN).to(tl.int64) * head_stride + w % RUN
+    base = tl.load(plane_ptr + layer * PLANES + plane).to(chunk_ptr.dtype)
+    engine = base + place[:, None] + inside[None, :]
+
+    at = tl.load(host_row_ptr + i, mask=i < num_rows, other=0) if SPARSE else i
+    start = plane * chunk_plane_stride + layer * chunk_layer_stride
+    chunk = chunk_ptr + start + at[:, None] * chunk_row_stride + w[None, :]
+    if GATHER:
+        tl.store(chunk, tl.load(engine, mask=mask), mask=mask)
+    else:
+        tl.store(engine, tl.load(chunk, mask=mask), mask=mask)
+
+
+@dataclass(frozen=True, slots=True)
+class TritonTransfer:
+    """Moves rows of one paged view; the same calls as `TorchTransfer`."""
+
+    addresses: torch.Tensor  # [layers * planes] int64 on the view's device
+    word: torch.dtype
+    planes: int
+    rows: int  # rows per block
+    strides: tuple[int, int, int]  # of block, row and head, in words
+    run: int
+    row: int
+
+    @classmethod
+    def of(cls, view: PagedView) -> TritonTransfer:
+        """Prepare the transfer of a view; holds an address per layer and plane."""
+        _, rows, heads, dim = view.shape
+        # The stride of a dimension of size 1 is never used, and may be anything.
+        extents = zip(view.strides, view.shape, strict=True)
+        *strides, _ = (stride if extent > 1 else 0 for stride, extent in extents)
+        merged = heads == 1 or strides[2] == dim
+        run = heads * dim if merged else dim
+        size = view.dtype.itemsize
+        addresses = [plane.data_ptr() for layer in view.tensors for plane in layer]
+        width = math.gcd(8, run * size, *(s * size for s in strides), *addresses)
+        words = [value * size // width for value in (*strides, run, view.row_size)]
+        return cls(
+            addresses=torch.tensor(addresses, dtype=torch.int64).to(view.device),
+            word=_INTEGERS[width],
+            planes=view.planes,
+            rows=rows,
+            strides=(words[0], words[1], words[2]),
+            run=words[3],
+            row=words[4],
+        )
+
+    def gather(self, rows: Rows, out: torch.Tensor, first_layer: int = 0) -> None:
+        """Copy mapped rows of the view into `out`; see `TorchTransfer.gather`."""
+        self._launch(rows, out, first_layer, gather=True)
+
+    def scatter(self, rows: Rows, source: torch.Tensor, first_layer: int = 0) -> None:
+        """Copy mapped rows of `source` into the view; see `TorchTransfer.scatter`."""
+        self._launch(rows, source, first_layer, gather=False)
+
+    def _launch(self, rows: Rows, chunk: torch.Tensor, first_layer: int, *, gather: bool) -> None:
+        count = len(rows.engine)
+        if not count:
+            return
+        words = chunk.view(self.word)
+        tile = min(_TILE, triton.next_power_of_2(self.row))
+        rows_tile = max(1, _TILE // tile)
+        grid = (
+            triton.cdiv(count, rows_tile),
+            words.shape[1] * self.planes,
+            triton.cdiv(self.row, tile),
+        )
+        _paged_copy[grid](
+            self.addresses[first_layer * self.planes :],
+            rows.engine,
+            rows.engine if rows.host is None else rows.host,
+            words,
+            count,
+            self.rows,
+            *self.strides,
+            *words.stride()[:3],
+            PLANES=self.planes,
+            RUN=self.run,
+            ROW=self.row,
+            ROWS_TILE=rows_tile,
+            WORDS_TILE=tile,
+            GATHER=gather,
+            SPARSE=rows.host is not None,
+        )
