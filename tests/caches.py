@@ -67,7 +67,7 @@ class EngineCache:
     def put(self, plane: int, layer: int, slot: int, value: torch.Tensor) -> None:
         block, token = divmod(slot, self.spec.tokens)
         target = self.truth[plane][layer][block, token]
-        target.copy_(value.view(target.shape))
+        target.copy_(value.reshape(target.shape))
 
     def twin(self) -> EngineCache:
         """The same cache on a copy of the buffer."""

@@ -1,4 +1,8 @@
-"""The torch transfer on every layout, direction and dtype, against a truth of loops."""
+"""Gather and scatter on every layout, direction and dtype, against a truth of loops.
+
+The torch transfer runs on the accelerator if there is one, else on CPU; the Triton kernel there
+too, else in Triton's interpreter.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,40 @@ from caches import KINDS, SCALED, TOKENWISE_DTYPES, EngineCache, Spec, bits, bui
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lmcache_xpu.engine_layout import Geometry
 from lmcache_xpu.paged_view import PagedView
-from lmcache_xpu.slots import check_slots, chunk_rows
-from lmcache_xpu.transfer import TorchTransfer
+from lmcache_xpu.slots import Rows, check_slots, chunk_rows, rows_to
+from lmcache_xpu.transfer import TorchTransfer, Transfer
 
+DEVICE = str(torch.accelerator.current_accelerator() or "cpu")
+
+INTERPRET = {"TRITON_INTERPRET": "1"} if DEVICE == "cpu" else {}
+
+# Triton looks at the variable when a kernel is defined, and again when it runs. It is set for
+# these alone, because processes that other tests start would inherit it.
+with pytest.MonkeyPatch.context() as patch:
+    for variable, value in INTERPRET.items():
+        patch.setenv(variable, value)
+    from lmcache_xpu.triton_transfer import TritonTransfer
+
+
+@pytest.fixture(autouse=True, scope="module")
+def interpreter():
+    with pytest.MonkeyPatch.context() as patch:
+        for variable, value in INTERPRET.items():
+            patch.setenv(variable, value)
+        yield
+
+
+KERNEL_DTYPES = (torch.bfloat16, torch.uint8)  # the interpreter is slow; words are two of four
 DTYPES = {kind: (torch.uint8,) if kind in SCALED else TOKENWISE_DTYPES for kind in KINDS}
-SPECS = [Spec(kind, dtype) for kind in KINDS for dtype in DTYPES[kind]]
+CASES = [
+    pytest.param(transfer, Spec(kind, dtype, device=DEVICE), id=f"{name}-{Spec(kind, dtype)}")
+    for name, transfer in (("torch", TorchTransfer), ("triton", TritonTransfer))
+    for kind in KINDS
+    for dtype in DTYPES[kind]
+    if transfer is TorchTransfer or dtype in KERNEL_DTYPES
+]
 
 SLOTS = {
     "one token": [7],
@@ -30,16 +62,24 @@ def view_of(cache: EngineCache) -> PagedView:
     return PagedView.from_engine(cache.engine, cache.geometry, num_layers=cache.spec.layers)
 
 
-def gather(cache: EngineCache, slots: list[int], out: torch.Tensor, skip: int = 0) -> None:
+def prepare(
+    cache: EngineCache, transfer: type[Transfer], slots: list[int], skip: int
+) -> tuple[Transfer, Rows]:
     view = view_of(cache)
     rows = chunk_rows(view, check_slots(view, torch.tensor(slots, dtype=torch.int64)), skip)
-    TorchTransfer.of(view).gather(rows, out)
+    return transfer.of(view), rows_to([rows], view.device)[0]
 
 
-def scatter(cache: EngineCache, slots: list[int], source: torch.Tensor, skip: int = 0) -> None:
-    view = view_of(cache)
-    rows = chunk_rows(view, check_slots(view, torch.tensor(slots, dtype=torch.int64)), skip)
-    TorchTransfer.of(view).scatter(rows, source)
+def gather(transfer, cache: EngineCache, slots: list[int], out: torch.Tensor, skip: int = 0):
+    mover, rows = prepare(cache, transfer, slots, skip)
+    there = out.to(DEVICE)
+    mover.gather(rows, there)
+    out.copy_(there)
+
+
+def scatter(transfer, cache: EngineCache, slots: list[int], source: torch.Tensor, skip: int = 0):
+    mover, rows = prepare(cache, transfer, slots, skip)
+    mover.scatter(rows, source.to(DEVICE))
 
 
 def expected_gather(cache: EngineCache, slots: list[int], out: torch.Tensor, skip: int = 0):
@@ -63,38 +103,80 @@ def expected_scatter(cache: EngineCache, slots: list[int], source: torch.Tensor,
 
 
 @pytest.mark.parametrize("name", SLOTS)
-@pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_gather_copies_the_mapped_tokens_and_leaves_the_rest(spec: Spec, name: str):
+@pytest.mark.parametrize(("transfer", "spec"), CASES)
+def test_gather_copies_the_mapped_tokens_and_leaves_the_rest(transfer, spec: Spec, name: str):
     cache = build(spec)
     before = cache.raw.clone()
     out = cache.host(len(SLOTS[name]))
     wanted = expected_gather(cache, SLOTS[name], out)
-    gather(cache, SLOTS[name], out)
+    gather(transfer, cache, SLOTS[name], out)
     assert torch.equal(bits(out), bits(wanted))
     assert torch.equal(bits(cache.raw), bits(before))
 
 
 @pytest.mark.parametrize("name", SLOTS)
-@pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_scatter_writes_the_mapped_slots_and_nothing_else(spec: Spec, name: str):
+@pytest.mark.parametrize(("transfer", "spec"), CASES)
+def test_scatter_writes_the_mapped_slots_and_nothing_else(transfer, spec: Spec, name: str):
     cache = build(spec)
     source = cache.host(len(SLOTS[name]))
     before = source.clone()
     wanted = expected_scatter(cache, SLOTS[name], source)
-    scatter(cache, SLOTS[name], source)
+    scatter(transfer, cache, SLOTS[name], source)
     assert torch.equal(bits(cache.raw), bits(wanted))
     assert torch.equal(bits(source), bits(before))
 
 
+BOTH = pytest.mark.parametrize("transfer", [TorchTransfer, TritonTransfer])
+
+
+@BOTH
 @pytest.mark.parametrize("skip", [1, 3, 6])
 @pytest.mark.parametrize("kind", ["LBNHC", "2,NB,NH,BS,HS", "MLA LBHNC"])
-def test_skipped_tokens_are_left_alone(kind: str, skip: int):
+def test_skipped_tokens_are_left_alone(transfer, kind: str, skip: int):
     slots = [4, 5, -1, 20, 21, 1]
-    cache = build(Spec(kind))
+    cache = build(Spec(kind, device=DEVICE))
     source = cache.host(len(slots))
     wanted = expected_scatter(cache, slots, source, skip)
-    scatter(cache, slots, source, skip)
+    scatter(transfer, cache, slots, source, skip)
     assert torch.equal(bits(cache.raw), bits(wanted))
+
+
+@BOTH
+@pytest.mark.parametrize("slots", [[4, 5, 20], [-1, 5, 20]])
+def test_some_layers_of_a_chunk_whose_tokens_lie_between(transfer, slots: list[int]):
+    """As a layerwise transfer needs: `[tokens, planes, hidden]` of one layer."""
+    cache = build(Spec("BLHNC", device=DEVICE))
+    mover, rows = prepare(cache, transfer, slots, 0)
+    whole = cache.host(3)
+    wanted = expected_gather(cache, slots, whole)
+    for layer in range(3):
+        chunk = whole[:, layer].transpose(0, 1).contiguous().to(DEVICE)
+        mover.gather(rows, chunk.permute(1, 0, 2).unsqueeze(1), layer)
+        assert torch.equal(bits(chunk.transpose(0, 1)), bits(wanted[:, layer]))
+    source = cache.host(3)
+    truth = expected_scatter(cache, slots, source)
+    for layer in range(3):
+        chunk = source[:, layer].transpose(0, 1).contiguous().to(DEVICE)
+        mover.scatter(rows, chunk.permute(1, 0, 2).unsqueeze(1), layer)
+    assert torch.equal(bits(cache.raw), bits(truth))
+
+
+@BOTH
+def test_a_cache_of_more_than_two_to_the_31_elements(transfer):
+    blocks, tokens, heads, content = 2**21 + 5, 16, 1, 128  # 2^32 bytes; touched pages only
+    layer = torch.empty(blocks, heads, tokens, content, dtype=torch.uint8, device=DEVICE)
+    view = PagedView.from_engine([layer], Geometry(hidden=64), num_layers=1)
+    slots = [0, 5, blocks * tokens // 2 + 3, blocks * tokens - 1]
+    source = torch.randint(1, 256, (2, 1, 4, 64), dtype=torch.uint8, device=DEVICE)
+    rows = rows_to([chunk_rows(view, check_slots(view, torch.tensor(slots)))], view.device)[0]
+    mover = transfer.of(view)
+    mover.scatter(rows, source)
+    for token, slot in enumerate(slots):
+        block, at = divmod(slot, tokens)
+        assert torch.equal(layer[block, 0, at], source[:, 0, token].flatten())
+    back = torch.zeros_like(source)
+    mover.gather(rows, back)
+    assert torch.equal(back, source)
 
 
 @st.composite
@@ -108,6 +190,7 @@ def situations(draw: st.DrawFn) -> tuple[Spec, list[int], int]:
         tokens=draw(st.sampled_from((1, 2, 3, 16))),
         heads=draw(st.sampled_from((1, 2, 5))),
         dim=draw(st.sampled_from((2, 4, 6, 64))),
+        device=DEVICE,
     )
     places = st.integers(0, spec.blocks * spec.tokens - 1)
     slots = draw(st.lists(places, unique=True, max_size=24))
@@ -117,18 +200,18 @@ def situations(draw: st.DrawFn) -> tuple[Spec, list[int], int]:
 
 
 @settings(max_examples=150, deadline=None)
-@given(situations())
-def test_a_round_trip_is_the_identity_on_mapped_slots(situation: tuple[Spec, list[int], int]):
+@given(st.sampled_from((TorchTransfer, TritonTransfer)), situations())
+def test_a_round_trip_is_the_identity_on_mapped_slots(transfer, situation):
     spec, slots, skip = situation
     cache = build(spec)
     out = cache.host(len(slots))
-    gather(cache, slots, out)
+    gather(transfer, cache, slots, out)
     other = build(spec)
     wanted = expected_scatter(other, slots, out, skip)
-    scatter(other, slots, out, skip)
+    scatter(transfer, other, slots, out, skip)
     assert torch.equal(bits(other.raw), bits(wanted))
     back = out.clone()
-    gather(other, slots, back, skip)
+    gather(transfer, other, slots, back, skip)
     assert torch.equal(bits(back), bits(out))
 
 
