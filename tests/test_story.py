@@ -105,10 +105,10 @@ def engine(monkeypatch):
 def test_every_row_has_the_source_it_names(engine, tmp_path, capsys):
     rows = story.tell(tmp_path / "figures.json", work=tmp_path)
     assert [row.source for row in rows] == [
-        "recomputed, and stored",
-        "engine's own prefix cache",
+        "recomputed and stored",
+        "engine's own cache",
         "CPU tier",
-        "disk tier, after a restart",
+        "disk tier after a restart",
     ]
     recomputed, own, cpu, disk = rows
     assert recomputed.hit_tokens == 0

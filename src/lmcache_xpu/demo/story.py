@@ -41,9 +41,9 @@ from lmcache_xpu.settings import Settings
 __all__ = ["Row", "tell"]
 
 USERS = 5
-TEXT_CHARACTERS = 16_500  # about 4,000 tokens
-MAX_MODEL_LEN = 6_144
-ENGINE_TOKENS = 10_240  # two conversations, not three
+TEXT_CHARACTERS = 24_000  # about 6,000 tokens
+MAX_MODEL_LEN = 8_192
+ENGINE_TOKENS = 14_336  # two conversations, not three
 ANSWER_TOKENS = 16
 CPU_GIB = 1.0
 DISK_GIB = 1.0
@@ -159,7 +159,7 @@ def tell(json_file: Path | None, *, work: Path, port: int | None = None) -> list
             _engine(settings, work / "engine-2.log", narrator) as client,
             narrator.doing("the third question again, after the restart"),
         ):
-            rows.append(_round(client, talk, "disk tier, after a restart"))
+            rows.append(_round(client, talk, "disk tier after a restart"))
             same += talk.same_as_before(client, 0)
     console.print(_table(rows))
     if json_file is not None:
@@ -216,8 +216,8 @@ def _first_and_second(client: Client, talk: _Conversations) -> list[Row]:
         first.append(talk.ask(client, user, 0))
         second.append(talk.ask(client, user, 1))
     return [
-        _row("recomputed, and stored", first, lambda c: c.prefix_hits + c.external_hits),
-        _row("engine's own prefix cache", second, lambda c: c.prefix_hits),
+        _row("recomputed and stored", first, lambda c: c.prefix_hits + c.external_hits),
+        _row("engine's own cache", second, lambda c: c.prefix_hits),
     ]
 
 
@@ -238,12 +238,10 @@ def _row(
 
 
 def _table(rows: list[Row]) -> Table:
-    table = Table(
-        title=f"Where the KV cache of {USERS} long prompts came from", title_justify="left"
-    )
+    table = Table(title=f"Where {USERS} long prompts' KV cache came from", title_justify="left")
     table.add_column("source", no_wrap=True)
-    for name in ("prompt tokens", "hit tokens", "hit rate", "TTFT, median", "speed-up"):
-        table.add_column(name, justify="right")
+    for name in ("tokens", "hits", "hit rate", "TTFT", "speed-up"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
             row.source,
@@ -253,6 +251,8 @@ def _table(rows: list[Row]) -> Table:
             f"{row.median_s * 1000:,.0f} ms",
             f"{rows[0].median_s / row.median_s:.1f} x",
         )
+    table.caption = "Tokens and hits by the server's counters; TTFT by the client, median."
+    table.caption_justify = "left"
     return table
 
 
