@@ -22,8 +22,8 @@ from lmcache_xpu.errors import (
 ALLOCATOR = AdHocMemoryAllocator("cpu")
 
 
-def make(cache, **options) -> VLLMPagedMemXPUConnectorV2:
-    return VLLMPagedMemXPUConnectorV2(
+def make(cache, kind=VLLMPagedMemXPUConnectorV2, **options):
+    return kind(
         cache.geometry.hidden,
         cache.spec.layers,
         dtype=cache.spec.dtype,
@@ -35,7 +35,7 @@ def make(cache, **options) -> VLLMPagedMemXPUConnectorV2:
 
 
 def memory(connector, tokens: int, dtype=torch.bfloat16, fmt=None):
-    fmt = fmt or (MemoryFormat.KV_MLA_FMT if connector.use_mla else MemoryFormat.KV_2LTD)
+    fmt = fmt or (MemoryFormat.KV_MLA_FMT if connector.use_mla else connector.FORMAT)
     found = ALLOCATOR.allocate(connector.get_shape(tokens), dtype, fmt)
     found.tensor.view(torch.uint8).random_(0, 256)
     return found
@@ -185,7 +185,7 @@ def wrong(change: str):
 
 
 WRONG = {
-    "one end too few": (TransferError, "2 memory objects, 2 starts and 1 ends"),
+    "one end too few": (TransferError, "2 starts and 1 ends"),
     "one object too many": (TransferError, "3 memory objects"),
     "ends before it starts": (TransferError, "tokens 4:3"),
     "starts below zero": (TransferError, "tokens -4:4"),

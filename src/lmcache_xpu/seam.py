@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lmcache_xpu.engine_facts import EngineFacts
 
 STANDARD = "lmcache_xpu.connector.VLLMPagedMemXPUConnectorV2"
+LAYERWISE = "lmcache_xpu.layerwise.VLLMPagedMemLayerwiseXPUConnector"
 DEVICES_VARIABLE = "LMCACHE_XPU_DEVICES"
 SERVED = ("xpu", "cpu")
 
@@ -70,14 +71,13 @@ def _create_connector(original: Callable[..., Any]) -> Callable[..., Any]:
         facts = _building.get()
         if facts is None:
             return original(config, metadata, engine, layout_hints=layout_hints)
-        from lmcache_xpu.connector import VLLMPagedMemXPUConnectorV2
-
         # The engine's real content: with inline scales or unequal key and value sizes it is not
         # what LMCache derives from the model's heads.
         layers, planes, chunk_size, _, _ = metadata.kv_shape
         metadata.kv_shape = (layers, planes, chunk_size, facts.heads, facts.head_size)
         metadata.model_name += facts.namespace  # the part of every key that we may extend
-        return VLLMPagedMemXPUConnectorV2.from_metadata(
+        connector = _resolve(LAYERWISE if config.use_layerwise else STANDARD)
+        return connector.from_metadata(
             metadata,
             device=facts.device_type,
             layout_hints=layout_hints,
@@ -87,10 +87,9 @@ def _create_connector(original: Callable[..., Any]) -> Callable[..., Any]:
     return create
 
 
-def _standard_connector(_: type) -> type:
-    from lmcache_xpu.connector import VLLMPagedMemXPUConnectorV2
-
-    return VLLMPagedMemXPUConnectorV2
+def _resolve(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def _layout_hints(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,8 +111,14 @@ PATCHES = (
     Patch(
         "lmcache.v1.gpu_connector.xpu_connectors",
         "VLLMPagedMemXPUConnectorV2",
-        _standard_connector,
+        lambda _: _resolve(STANDARD),
         "so that the name means one class, however it is reached",
+    ),
+    Patch(
+        "lmcache.v1.gpu_connector.xpu_connectors",
+        "VLLMPagedMemLayerwiseXPUConnector",
+        lambda _: _resolve(LAYERWISE),
+        "the same, and LMCache checks layerwise connectors against a list of class names",
     ),
     Patch(
         "lmcache.integration.vllm.utils",
@@ -175,7 +180,7 @@ class Status:
     Args:
         lmcache_version, vllm_version, torch_version: installed, None where missing.
         tested: LMCache and vLLM are among the tested versions.
-        devices: device type -> the class that serves it.
+        devices: device type -> the classes that serve it, standard and layerwise.
         patches: dotted attribute -> whether our replacement is in place.
     """
 
@@ -183,7 +188,7 @@ class Status:
     vllm_version: str | None
     torch_version: str | None
     tested: bool
-    devices: dict[str, str]
+    devices: dict[str, tuple[str, str]]
     patches: dict[str, bool]
 
 
@@ -202,6 +207,6 @@ def status() -> Status:
         vllm_version=found.vllm,
         torch_version=found.torch,
         tested=found.tested,
-        devices=dict.fromkeys(served_devices(), STANDARD),
+        devices=dict.fromkeys(served_devices(), (STANDARD, LAYERWISE)),
         patches=patches,
     )

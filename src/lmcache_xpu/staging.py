@@ -1,12 +1,12 @@
 """Chunks between the paged view and host memory, by way of the device where the two differ.
 
-Two streams and two buffers: while one chunk is copied over the link, the next one is gathered
+Two streams and two buffers: while one piece is copied over the link, the next one is gathered
 (or the last one scattered). The link is the bottleneck by far, so two of each keep it busy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,94 +17,163 @@ from lmcache_xpu.slots import Rows, rows_to
 from lmcache_xpu.transfer import TorchTransfer, Transfer
 
 BUFFERS = 2
+BUFFER_BYTES = 32 * 2**20  # of one buffer, unless a single chunk is larger
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """One chunk of a request.
+class HostFormat:
+    """How a chunk lies in host memory: `[planes, layers, rows, row size]`, or with rows first.
 
     Args:
-        rows: which of its rows go where in the paged view; on the host.
-        host: `[planes, layers, rows, row size]`, contiguous, as wide as the view's dtype.
+        layers: in one piece of host memory.
+        planes: 2, or 1 for MLA.
+        rows_first: `[rows, planes, row size]` of one layer, so that chunks can be joined.
+    """
+
+    layers: int
+    planes: int
+    rows_first: bool = False
+
+    def chunk(self, memory: torch.Tensor, rows: int, row_size: int) -> torch.Tensor:
+        """Contiguous memory as `[planes, layers, rows, row size]`, without a copy."""
+        if self.rows_first:
+            return memory.view(rows, self.planes, row_size).permute(1, 0, 2).unsqueeze(1)
+        return memory.view(self.planes, self.layers, rows, row_size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What is staged at once.
+
+    Args:
+        rows: of the piece, on the device.
+        first: number of its first chunk.
+        totals: rows of each of its chunks.
     """
 
     rows: Rows
-    host: torch.Tensor
+    first: int
+    totals: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where the chunks of a request go, once for all of its layers."""
+
+    pieces: tuple[_Piece, ...]
+    form: HostFormat
 
 
 class Stager:
-    """Stores and loads chunks of one paged view.
+    """Stores and loads chunks of one paged view. All calls only enqueue; none waits.
 
-    Device memory: `BUFFERS` times the largest chunk so far, kept; none where host memory is
-    on the view's device.
+    Device memory: `BUFFERS` times `BUFFER_BYTES`, or times a chunk if that is larger, from the
+    first use on; none where host memory is on the view's device.
     """
 
     def __init__(self, view: PagedView) -> None:
-        self.transfer = transfer_of(view)
-        self._device = view.device
+        self._view = view
+        self._transfer = transfer_of(view)
         self._kernels = SideStream(view.device)
         self._copies = SideStream(view.device)
-        self._buffers = [Buffer(view.device) for _ in range(BUFFERS)]
+        self._buffers = [_Buffer(view.device) for _ in range(BUFFERS)]
+        self._turn = 0
 
-    def store(self, chunks: Sequence[Chunk]) -> None:
-        """Copy from the view into host memory, behind what the engine has enqueued.
-
-        Host memory is complete when this returns: LMCache publishes it at once.
-        """
-        self._kernels.after_engine()
+    def plan(self, form: HostFormat, rows: Sequence[Rows]) -> Plan:
+        """Take the rows of some chunks to the device, and join chunks where they can be."""
+        bytes_per_row = form.planes * form.layers * self._view.row_size * self._view.dtype.itemsize
+        limit = BUFFER_BYTES // bytes_per_row if form.rows_first else 0
+        if self._view.device.type == "cpu":
+            limit = 0  # nothing is staged, so nothing gains from being joined
+        spans = list(_spans([r.total for r in rows], limit))
+        joined = [_join(rows[first:last]) for first, last in spans]
         with self._kernels.current():
-            rows = rows_to([chunk.rows for chunk in chunks], self._device)
-        for turn, (chunk, there) in enumerate(zip(chunks, rows, strict=True)):
-            if chunk.host.device == self._device:
+            there = rows_to(joined, self._view.device)
+        return Plan(
+            tuple(
+                _Piece(piece, first, tuple(r.total for r in rows[first:last]))
+                for piece, (first, last) in zip(there, spans, strict=True)
+            ),
+            form,
+        )
+
+    def follow_engine(self) -> None:
+        """Order what follows after what the engine has enqueued so far."""
+        self._kernels.after_engine()
+
+    def store(self, plan: Plan, memory: Sequence[torch.Tensor], first_layer: int = 0) -> Event:
+        """From the view into host memory; the event is behind the last copy.
+
+        Args:
+            plan: of these chunks.
+            memory: contiguous, one per chunk, in the plan's format.
+            first_layer: of the view; the first one in `memory`.
+        """
+        done = Event(self._view.device)
+        for piece, parts in self._pieces(plan, memory):
+            if parts[0].device == self._view.device:
                 with self._kernels.current():
-                    self.transfer.gather(there, chunk.host)
+                    self._transfer.gather(piece.rows, self._chunk(plan, parts[0]), first_layer)
+                    done.record()
+                with self._copies.current():
+                    done.wait()
                 continue
-            buffer = self._buffers[turn % BUFFERS]
+            buffer = self._next_buffer()
             with self._kernels.current():
-                staged = buffer.take(chunk.host)
-                if there.host is not None:  # rows that stay must survive the copy back
-                    staged.copy_(chunk.host, non_blocking=True)
-                self.transfer.gather(there, staged)
+                staged, slices = buffer.take(parts)
+                if piece.rows.host is not None:  # rows that stay must survive the copy back
+                    _copy(slices, parts)
+                self._transfer.gather(piece.rows, self._chunk(plan, staged), first_layer)
                 buffer.filled.record()
             with self._copies.current():
                 buffer.filled.wait()
-                chunk.host.copy_(staged, non_blocking=True)
+                _copy(parts, slices)
                 buffer.free.record()
-        self._copies.synchronize()
-        self._kernels.synchronize()
+        with self._copies.current():
+            done.record()
+        return done
 
-    def load(self, chunks: Sequence[Chunk]) -> None:
-        """Copy from host memory into the view, behind what the engine has enqueued.
+    def load(self, plan: Plan, memory: Sequence[torch.Tensor], first_layer: int = 0) -> Event:
+        """From host memory into the view; the event is behind the last scatter.
 
-        What the engine enqueues next runs after the copies. Waits for them too: LMCache may
-        reuse host memory as soon as a load returns.
+        Host memory may be reused after the event. Arguments as for `store`.
         """
-        self._kernels.after_engine()
-        with self._kernels.current():
-            rows = rows_to([chunk.rows for chunk in chunks], self._device)
-        for turn, (chunk, there) in enumerate(zip(chunks, rows, strict=True)):
-            if chunk.host.device == self._device:
+        for piece, parts in self._pieces(plan, memory):
+            if parts[0].device == self._view.device:
                 with self._kernels.current():
-                    self.transfer.scatter(there, chunk.host)
+                    self._transfer.scatter(piece.rows, self._chunk(plan, parts[0]), first_layer)
                 continue
-            buffer = self._buffers[turn % BUFFERS]
+            buffer = self._next_buffer()
             with self._copies.current():
-                staged = buffer.take(chunk.host)
-                staged.copy_(chunk.host, non_blocking=True)
+                staged, slices = buffer.take(parts)
+                _copy(slices, parts)
                 buffer.filled.record()
             with self._kernels.current():
                 buffer.filled.wait()
-                self.transfer.scatter(there, staged)
+                self._transfer.scatter(piece.rows, self._chunk(plan, staged), first_layer)
                 buffer.free.record()
-        self._kernels.before_engine()
-        self._kernels.synchronize()
+        done = Event(self._view.device)
+        with self._kernels.current():
+            done.record()
+        return done
+
+    def _pieces(
+        self, plan: Plan, memory: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[_Piece, Sequence[torch.Tensor]]]:
+        for piece in plan.pieces:
+            yield piece, memory[piece.first : piece.first + len(piece.totals)]
+
+    def _chunk(self, plan: Plan, memory: torch.Tensor) -> torch.Tensor:
+        rows = memory.numel() // (plan.form.planes * plan.form.layers * self._view.row_size)
+        return plan.form.chunk(memory, rows, self._view.row_size)
+
+    def _next_buffer(self) -> _Buffer:
+        self._turn = (self._turn + 1) % BUFFERS
+        return self._buffers[self._turn]
 
 
-class Buffer:
-    """Device memory for one chunk at a time.
-
-    `filled` and `free` order the two streams that use it in turn.
-    """
+class _Buffer:
+    """Device memory for one piece at a time; `filled` and `free` order the two streams."""
 
     def __init__(self, device: torch.device) -> None:
         self.filled = Event(device)
@@ -112,14 +181,19 @@ class Buffer:
         self._device = device
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
 
-    def take(self, host: torch.Tensor) -> torch.Tensor:
-        """Memory like `host`'s, once its last user is done (the current stream waits)."""
-        if self._memory.numel() < host.nbytes:
-            # Its last user may still be at work in another stream than the one that frees it.
+    def take(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Memory for all parts, whole and in their slices, once its last user is done.
+
+        The current stream waits for that user; a buffer that has to grow waits itself.
+        """
+        needed = sum(part.nbytes for part in parts)
+        if self._memory.numel() < needed:
             self.free.synchronize()
-            self._memory = torch.empty(host.nbytes, dtype=torch.uint8, device=self._device)
+            size = max(needed, min(BUFFER_BYTES, needed * 2))
+            self._memory = torch.empty(size, dtype=torch.uint8, device=self._device)
         self.free.wait()
-        return self._memory[: host.nbytes].view(host.dtype).view(host.shape)
+        staged = self._memory[:needed].view(parts[0].dtype)
+        return staged, list(torch.split(staged, [part.numel() for part in parts]))
 
 
 def transfer_of(view: PagedView) -> Transfer:
@@ -129,3 +203,35 @@ def transfer_of(view: PagedView) -> Transfer:
 
         return TritonTransfer.of(view)
     return TorchTransfer.of(view)
+
+
+def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.view(-1).copy_(source.view(-1), non_blocking=True)
+
+
+def _spans(totals: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
+    """Cut chunks into runs of at most `limit` rows, and of at least one chunk."""
+    first, rows = 0, 0
+    for number, total in enumerate(totals):
+        if number > first and rows + total > limit:
+            yield first, number
+            first, rows = number, 0
+        rows += total
+    if totals:
+        yield first, len(totals)
+
+
+def _join(rows: Sequence[Rows]) -> Rows:
+    """Chunks one after another as one."""
+    if len(rows) == 1:
+        return rows[0]
+    total = sum(r.total for r in rows)
+    engine = torch.cat([r.engine for r in rows])
+    if all(r.host is None for r in rows):
+        return Rows(engine=engine, host=None, total=total)
+    hosts, start = [], 0
+    for r in rows:
+        hosts.append((torch.arange(r.total) if r.host is None else r.host) + start)
+        start += r.total
+    return Rows(engine=engine, host=torch.cat(hosts), total=total)

@@ -12,9 +12,12 @@ which LMCache brings (llvmlite's, by way of numba).
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import yaml
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
 from vllm.logger import init_logger
@@ -47,6 +50,15 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
             without a cache, each request waiting for a time-out.)
     """
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Whether vLLM must call us between layers, which a full graph would not.
+
+        Answered from the setting that LMCache will use: `lmcache.use_layerwise` in vLLM's extra
+        configuration, else LMCACHE_USE_LAYERWISE, else the file LMCACHE_CONFIG_FILE.
+        """
+        return _use_layerwise(extra_config)
+
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
@@ -67,6 +79,8 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
         facts = engine_facts(vllm_config, kv_cache_config)
         with seam.building(facts):
             super().__init__(vllm_config, role, kv_cache_config)
+        # Slots are planned on the host (see `slots`); LMCache would send them to the device.
+        self._lmcache_engine.device = torch.device("cpu")
         self._facts = facts
         _check_features(self._config)
         check_chunks(
@@ -119,8 +133,9 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
         the ZeroMQ library may abort the process. vLLM's connector does not call it either.
         """
         engine = self._lmcache_engine.lmcache_engine if self._served else None
-        manager = getattr(engine, "storage_manager", None)
-        for tier in (self._config.storage_plugins or ()) if manager is not None else ():
+        if (manager := getattr(engine, "storage_manager", None)) is None:
+            return
+        for tier in self._config.storage_plugins or ():
             if tier in manager.storage_backends:
                 manager.storage_backends[tier].close()
 
@@ -133,14 +148,14 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
             )
 
     def _check_connector(self, facts: EngineFacts) -> None:
-        from lmcache_xpu.connector import VLLMPagedMemXPUConnectorV2
+        from lmcache_xpu.connector import PagedMemConnector
 
         engine = self._lmcache_engine.lmcache_engine
         connector = getattr(engine, "gpu_connector", None)
-        if not isinstance(connector, VLLMPagedMemXPUConnectorV2):
+        if not isinstance(connector, PagedMemConnector):
             raise SeamError(
                 f"{type(connector).__name__} in LMCache's engine",
-                VLLMPagedMemXPUConnectorV2.__name__,
+                "a connector of lmcache-xpu",
                 "Another package replaces LMCache's CreateGPUConnector after us.",
             )
         found = versions.installed()
@@ -179,7 +194,15 @@ def _make_hash_safe(config: LMCacheEngineConfig, extra: dict[str, Any]) -> None:
     )
 
 
+def _use_layerwise(extra: Mapping[str, Any]) -> bool:
+    # Not by LMCache's own loader: vLLM asks before LMCache may be imported (see above).
+    value = extra.get("lmcache.use_layerwise", os.environ.get("LMCACHE_USE_LAYERWISE"))
+    if value is None and (path := os.environ.get("LMCACHE_CONFIG_FILE")):
+        value = (yaml.safe_load(Path(path).read_text()) or {}).get("use_layerwise")
+    return str(value).strip().lower() in ("true", "1", "yes", "on")
+
+
 def _check_features(config: LMCacheEngineConfig) -> None:
-    for name in ("use_layerwise", "enable_blending", "use_gpu_connector_v3"):
+    for name in ("enable_blending", "use_gpu_connector_v3"):
         if getattr(config, name):
             raise SettingsError(f"LMCache {name} true", "false: it is not supported here")

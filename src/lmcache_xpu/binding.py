@@ -1,0 +1,256 @@
+"""What both connectors share: LMCache's keywords, the engine's KV cache, and every check."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+import torch
+from lmcache.v1.memory_management import MemoryFormat, MemoryObj
+
+from lmcache_xpu.devices import is_host
+from lmcache_xpu.engine_layout import Geometry
+from lmcache_xpu.errors import (
+    HostMemoryError,
+    LayoutError,
+    SettingsError,
+    SlotError,
+    TransferError,
+)
+from lmcache_xpu.paged_view import EngineLayer, PagedView
+from lmcache_xpu.slots import check_slots, chunk_rows
+from lmcache_xpu.staging import HostFormat, Plan, Stager
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorOptions:
+    """What a connector is created with beside its sizes.
+
+    Args:
+        chunk_size: LMCache's tokens per chunk; None where the caller does not know.
+        dtype: of LMCache's host memory; None accepts the engine's.
+        device: of the engine's KV cache; None accepts any.
+        use_mla: the model has one latent plane instead of keys and values.
+        layout_hints: `{"kv_layout": name}` as the engine names its memory order.
+        opaque_blocks: see `PagedView.from_engine`.
+    """
+
+    chunk_size: int | None = None
+    dtype: torch.dtype | None = None
+    device: torch.device | str | None = None
+    use_mla: bool = False
+    layout_hints: Mapping[str, str] | None = None
+    opaque_blocks: bool = False
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> Self:
+        """Options from keyword arguments.
+
+        Raises:
+            SettingsError: a name that is not an option.
+        """
+        known = {field.name for field in fields(cls)}
+        if unknown := sorted(set(given) - known):
+            raise SettingsError(f"connector option {unknown[0]!r}", f"one of {sorted(known)}")
+        return cls(**given)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What LMCache passes along with a transfer, of all the keywords it may pass.
+
+    Args:
+        kvcaches: the engine's layers; None means those of the last request.
+        slot_mapping: `[tokens]`, one slot per token of the whole request.
+        cached: leading tokens that the engine has itself; loads leave them alone.
+    """
+
+    kvcaches: Sequence[EngineLayer] | None
+    slot_mapping: torch.Tensor
+    cached: int
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> Self:
+        """A request from keyword arguments.
+
+        Raises:
+            TransferError: no slot mapping.
+        """
+        slot_mapping = given.get("slot_mapping")
+        if slot_mapping is None:
+            raise TransferError("no slot_mapping", "a slot per token as keyword 'slot_mapping'")
+        cached = given.get("vllm_cached_tokens", 0)
+        return cls(kvcaches=given.get("kvcaches"), slot_mapping=slot_mapping, cached=cached)
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The engine's KV cache, ready to be stored and loaded."""
+
+    addresses: tuple[int, ...]
+    view: PagedView
+    stager: Stager
+
+
+class Binding:
+    """A connector's hold on the engine's KV cache.
+
+    Args:
+        hidden: elements of one token in one plane.
+        num_layers: layers of the model.
+        options: see there.
+        fmt: LMCache's name of the host format; MLA has its own.
+        layerwise: host memory holds one layer, rows first.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        num_layers: int,
+        options: ConnectorOptions,
+        fmt: MemoryFormat,
+        *,
+        layerwise: bool,
+    ) -> None:
+        self.options = options
+        self.num_layers = num_layers
+        self.kvcaches: Sequence[EngineLayer] | None = None
+        self._geometry = Geometry(
+            hidden=hidden,
+            mla=options.use_mla,
+            kv_layout=(options.layout_hints or {}).get("kv_layout"),
+        )
+        self._fmt = MemoryFormat.KV_MLA_FMT if options.use_mla else fmt
+        layers = 1 if layerwise else num_layers
+        self._form = HostFormat(layers, self._geometry.planes, rows_first=layerwise)
+        self._bound: Bound | None = None
+
+    def host_shape(self, tokens: int) -> torch.Size:
+        """Shape of the host memory of some tokens."""
+        planes, hidden = self._geometry.planes, self._geometry.hidden
+        if not self._form.rows_first:
+            return torch.Size([planes, self._form.layers, tokens, hidden])
+        return torch.Size([tokens, hidden] if planes == 1 else [tokens, planes, hidden])
+
+    def bind(self, kvcaches: Sequence[EngineLayer] | None) -> Bound:
+        """The engine's KV cache; read anew when the engine has moved it.
+
+        Raises:
+            TransferError: none was ever given.
+            LayoutError: it can't be read, or is not what this connector was made for.
+        """
+        kvcaches = self.kvcaches if kvcaches is None else kvcaches
+        if kvcaches is None:
+            raise TransferError("no kvcaches", "the engine's KV cache as keyword 'kvcaches'")
+        # By address, because an engine may move its KV cache (sleep and wake).
+        addresses = tuple(
+            tensor.data_ptr()
+            for layer in kvcaches
+            for tensor in ([layer] if isinstance(layer, torch.Tensor) else layer)
+        )
+        if self._bound is None or self._bound.addresses != addresses:
+            view = PagedView.from_engine(
+                kvcaches,
+                self._geometry,
+                num_layers=self.num_layers,
+                opaque_blocks=self.options.opaque_blocks,
+            )
+            self._check_view(view)
+            self._bound = Bound(addresses, view, Stager(view))
+            self.kvcaches = kvcaches
+        return self._bound
+
+    def plan(
+        self,
+        bound: Bound,
+        starts: Sequence[int],
+        ends: Sequence[int],
+        request: Request,
+        *,
+        loading: bool,
+    ) -> Plan:
+        """Where each chunk's tokens go; tokens that the engine has are left out of a load.
+
+        Raises:
+            TransferError: spans that don't fit each other or the slot mapping, bad slots.
+        """
+        if len(starts) != len(ends):
+            raise TransferError(f"{len(starts)} starts and {len(ends)} ends", "as many of each")
+        slots = check_slots(bound.view, request.slot_mapping)
+        rows = []
+        for start, end in zip(starts, ends, strict=True):
+            if not 0 <= start <= end:
+                raise TransferError(f"a chunk of tokens {start}:{end}", "0 <= start <= end")
+            if end > slots.numel():
+                raise SlotError(f"a chunk up to token {end}", f"one of {slots.numel()} slots")
+            skip = min(end - start, max(0, request.cached - start)) if loading else 0
+            rows.append(chunk_rows(bound.view, slots[start:end], skip))
+        return bound.stager.plan(self._form, rows)
+
+    def host_memory(
+        self,
+        bound: Bound,
+        memory_objs: Sequence[MemoryObj],
+        starts: Sequence[int],
+        ends: Sequence[int],
+        *,
+        loading: bool,
+    ) -> list[torch.Tensor]:
+        """The memory objects' tensors, each checked against its chunk.
+
+        Raises:
+            HostMemoryError: one that does not fit.
+            TransferError: not one per chunk.
+        """
+        if not len(memory_objs) == len(starts) == len(ends):
+            raise TransferError(
+                f"{len(memory_objs)} memory objects, {len(starts)} starts and {len(ends)} ends",
+                "as many of each",
+            )
+        return [
+            self._tensor(bound.view, memory_obj, end - start, loading=loading)
+            for memory_obj, start, end in zip(memory_objs, starts, ends, strict=True)
+        ]
+
+    def _tensor(
+        self, view: PagedView, memory_obj: MemoryObj, tokens: int, *, loading: bool
+    ) -> torch.Tensor:
+        tensor: torch.Tensor | None = memory_obj.tensor
+        if tensor is None:
+            raise HostMemoryError("a memory object without a tensor", "one that is still valid")
+        if self.options.use_mla and not loading:
+            # LMCache's allocators name their default format; what we store is MLA's.
+            memory_obj.metadata.fmt = self._fmt
+        given, wanted = memory_obj.metadata.fmt, self.host_shape(tokens)
+        if given != self._fmt:
+            raise HostMemoryError(f"host memory in format {given}", str(self._fmt))
+        if tensor.shape != wanted or not tensor.is_contiguous():
+            raise HostMemoryError(
+                f"host memory of shape {list(tensor.shape)} and strides {list(tensor.stride())}",
+                f"a contiguous {list(wanted)} for {tokens} tokens",
+            )
+        if not _same_bytes(tensor.dtype, view.dtype):
+            raise HostMemoryError(f"host memory of {tensor.dtype}", f"{view.dtype}")
+        if not (is_host(tensor.device) or tensor.device == view.device):
+            raise HostMemoryError(f"memory on {tensor.device}", f"cpu or {view.device}")
+        return tensor
+
+    def _check_view(self, view: PagedView) -> None:
+        device, dtype, chunk = self.options.device, self.options.dtype, self.options.chunk_size
+        # The type alone: engines name "xpu" where tensors say "xpu:0".
+        if device is not None and torch.device(device).type != view.device.type:
+            raise LayoutError(f"a KV cache on {view.device}", f"one on {device}")
+        if dtype is not None and not _same_bytes(dtype, view.dtype):
+            raise LayoutError(f"a KV cache of {view.dtype}", f"{dtype}, as LMCache's memory")
+        if chunk is not None and chunk % view.tokens_per_row:
+            raise LayoutError(
+                f"chunks of {chunk} tokens on blocks of {view.tokens_per_row}",
+                "a multiple of the block size: this engine packs the tokens of a block together",
+                f"Set LMCache's chunk_size to a multiple of {view.tokens_per_row}.",
+            )
+
+
+def _same_bytes(one: torch.dtype, other: torch.dtype) -> bool:
+    # Engines name fp8 either as such or as uint8; its bytes are the same.
+    return one == other or one.itemsize == other.itemsize == 1

@@ -1,0 +1,144 @@
+"""The layerwise connector: one layer at a time, while the engine computes the others.
+
+LMCache drives it as generators, one per request, interleaved layer by layer. The protocol is
+that of LMCache 0.5.6's `LMCacheEngine.retrieve_layer` and `store_layer`:
+
+    load    next                 prepare
+            send(layer 0) ...    enqueue that layer; the engine's stream waits for the one before
+            send(layer N - 1)
+            next                 the engine's stream waits for the last layer
+    store   next                 enqueue layer 0
+            next x (N - 1)       enqueue the next layer; the one before is complete on the host
+            next                 layer N - 1 is complete on the host
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from lmcache.v1.memory_management import MemoryFormat, MemoryObj
+
+from lmcache_xpu.binding import Request
+from lmcache_xpu.connector import PagedMemConnector
+from lmcache_xpu.devices import Event
+from lmcache_xpu.errors import TransferError
+
+
+class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
+    """Copies chunks of one layer, KV_T2D `[tokens, 2, hidden]` or KV_MLA_FMT `[tokens, hidden]`.
+
+    Ordering is by an event per layer and request. LMCache's `sync` flag is not needed: it is
+    given to one request of a batch alone.
+    """
+
+    FORMAT = MemoryFormat.KV_T2D
+    LAYERWISE = True
+
+    def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> NoReturn:
+        """Not part of a layerwise connector."""
+        raise NotImplementedError("a layerwise connector loads with batched_to_gpu")
+
+    def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> NoReturn:
+        """Not part of a layerwise connector."""
+        raise NotImplementedError("a layerwise connector stores with batched_from_gpu")
+
+    @torch.inference_mode()
+    def batched_to_gpu(
+        self, starts: Sequence[int], ends: Sequence[int], **kwargs: Any
+    ) -> Generator[None, Sequence[MemoryObj] | None, None]:
+        """Load a request layer by layer; yields `num_layers + 2` times.
+
+        A layer's copy overlaps what the engine computes of the layers before it. Host memory is
+        held until its copies are done, also when the generator is closed half-way.
+
+        Args:
+            starts: first token of each chunk.
+            ends: token after the last of each chunk.
+            kwargs: see `Request`.
+
+        Raises:
+            TransferError: arguments or a layer's objects that don't fit (that layer is not
+                touched), a layer that is missing, or one too many.
+            LayoutError: a KV cache that can't be read.
+        """
+        request = Request.read(kwargs)
+        bound = self._binding.bind(request.kvcaches)
+        plan = self._binding.plan(bound, starts, ends, request, loading=True)
+        bound.stager.follow_engine()  # blocks may have been freed by a step that is running
+        held: list[MemoryObj] = []
+        loaded: Event | None = None
+        try:
+            for layer in range(self.num_layers):
+                objs = yield
+                if objs is None:
+                    raise TransferError(f"no memory objects for layer {layer}", "one per chunk")
+                memory = self._binding.host_memory(bound, objs, starts, ends, loading=True)
+                for obj in objs:  # LMCache lets go of them before the last step
+                    obj.ref_count_up()
+                    held.append(obj)
+                before, loaded = loaded, bound.stager.load(plan, memory, layer)
+                if before is not None:
+                    before.wait()
+            if (yield) is not None:
+                raise TransferError(f"a layer {self.num_layers}", f"{self.num_layers} layers")
+            if loaded is not None:
+                loaded.wait()
+        finally:
+            if loaded is not None:
+                loaded.synchronize()
+            for obj in held:
+                obj.ref_count_down()
+        yield
+        raise _ended("load", self.num_layers + 2)
+
+    @torch.inference_mode()
+    def batched_from_gpu(
+        self,
+        memory_objs: Sequence[Sequence[MemoryObj]],
+        starts: Sequence[int],
+        ends: Sequence[int],
+        **kwargs: Any,
+    ) -> Generator[None, None, None]:
+        """Store a request layer by layer; yields `num_layers + 1` times.
+
+        Each step enqueues one layer behind what the engine has enqueued, and returns when the
+        layer before is complete on the host, because LMCache publishes that one next.
+
+        Args:
+            memory_objs: `[layer][chunk]`.
+            starts: first token of each chunk; chunks need not follow each other.
+            ends: token after the last of each chunk.
+            kwargs: see `Request`.
+
+        Raises:
+            TransferError: arguments that don't fit; nothing was changed.
+            LayoutError: a KV cache that can't be read.
+        """
+        request = Request.read(kwargs)
+        bound = self._binding.bind(request.kvcaches)
+        plan = self._binding.plan(bound, starts, ends, request, loading=False)
+        if len(memory_objs) != self.num_layers:
+            raise TransferError(f"objects of {len(memory_objs)} layers", f"{self.num_layers}")
+        memory = [
+            self._binding.host_memory(bound, objs, starts, ends, loading=False)
+            for objs in memory_objs
+        ]
+        stored: Event | None = None
+        try:
+            for layer in range(self.num_layers):
+                bound.stager.follow_engine()  # this layer's attention has been enqueued by now
+                before, stored = stored, bound.stager.store(plan, memory[layer], layer)
+                if before is not None:
+                    before.synchronize()
+                yield
+        finally:
+            if stored is not None:
+                stored.synchronize()
+        yield
+        raise _ended("store", self.num_layers + 1)
+
+
+def _ended(what: str, steps: int) -> TransferError:
+    return TransferError(f"a {what} advanced beyond its end", f"{steps} steps")
