@@ -118,7 +118,7 @@ class FakeStatus:
     vllm_version: str | None = None
     torch_version: str | None = "2.13.0"
     tested: bool = False
-    devices: dict = dataclasses.field(default_factory=lambda: {"xpu": "a.B"})
+    devices: dict = dataclasses.field(default_factory=lambda: {"xpu": ["a.B", "a.C"]})
     patches: dict = dataclasses.field(default_factory=lambda: {"c.d": True, "e.f": False})
 
 
@@ -131,6 +131,7 @@ def test_status_for_people_and_for_programs(monkeypatch):
         "torch 2.13.0",
         "versions not a tested combination",
         "connector on xpu a.B",
+        "layerwise on xpu a.C",
         "c.d in place",
         "e.f missing",
     ]

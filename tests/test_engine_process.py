@@ -130,7 +130,8 @@ def test_an_engine_that_answers_with_an_error_is_not_up(start):
         pass
 
 
-def test_one_that_ignores_sigterm_is_killed(start):
+def test_one_that_ignores_sigterm_is_killed(start, monkeypatch):
+    monkeypatch.setattr(engine, "KILL_S", 2.0)
     deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
     with start(HEALTHY, deaf, "serve()", stop_s=0.5) as process:
         pid = process.pid

@@ -177,8 +177,9 @@ def status(
     for name in ("lmcache", "vllm", "torch"):
         table.add_row(name, getattr(found, f"{name}_version") or "not installed")
     table.add_row("versions", "tested" if found.tested else "not a tested combination")
-    for device, path in found.devices.items():
-        table.add_row(f"connector on {device}", path)
+    for device, (standard, layerwise) in found.devices.items():
+        table.add_row(f"connector on {device}", standard)
+        table.add_row(f"layerwise on {device}", layerwise)
     for name, in_place in found.patches.items():
         table.add_row(name, "in place" if in_place else "[red]missing[/red]")
     Console().print(table)

@@ -184,8 +184,8 @@ def _gone(process: subprocess.Popen[bytes], seconds: float) -> bool:
     """Wait until no process of the group runs; False when some still do after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
-        process.poll()  # or our own child would stay a zombie
-        if not any(_running(process.pid)):
+        # poll() collects our own child, which would stay a zombie.
+        if process.poll() is not None and not any(_running(process.pid)):
             return True
         if time.monotonic() > deadline:
             return False
