@@ -1,6 +1,6 @@
 """A real vLLM on CPU with real LMCache in this process: what a hit writes, byte by byte.
 
-Run by test_engine.py as `python engine_probe.py STEP MODEL DISK REFERENCE`. The step `store`
+Run by test_engine.py as `python engine_probe.py STEP MODEL DISK REFERENCE MODE`. The step `store`
 recomputes prompts, hits them in the CPU tier, and hits them again with planted faults; the step
 `restart` is a new process that finds them on disk. Each prints a JSON object last.
 """
@@ -57,13 +57,20 @@ def disk_hits(worker):
 class Engine:
     """The engine and what is asked of it."""
 
-    def __init__(self, model: str, disk: str) -> None:
+    def __init__(self, model: str, disk: str, mode: str) -> None:
         from vllm import LLM
 
         from lmcache_xpu.settings import Settings
 
         settings = Settings.load(
-            {"model": model, "device": "cpu", "cpu_gib": 0.25, "disk_path": disk, "disk_gib": 1}
+            {
+                "model": model,
+                "device": "cpu",
+                "cpu_gib": 0.25,
+                "disk_path": disk,
+                "disk_gib": 1,
+                "layerwise": mode == "layerwise",
+            }
         )
         args = settings.vllm_args()
         os.environ.update(settings.environment())
@@ -115,6 +122,16 @@ def hit(engine: Engine, tokens: list[int], cold: list[list[str]]) -> dict:
     }
 
 
+def counts(worker):
+    """LMCache's references and pins that outlive a request."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    engine = get_kv_transfer_group()._lmcache_engine.lmcache_engine
+    objs = engine.storage_manager.storage_backends["LocalCPUBackend"].hot_cache.values()
+    facts = [obj.metadata for obj in objs]
+    return sorted({(fact.ref_count, fact.pin_count) for fact in facts})
+
+
 def store(engine: Engine, reference: Path) -> dict:
     from lmcache_xpu.transfer import TorchTransfer
 
@@ -129,32 +146,39 @@ def store(engine: Engine, reference: Path) -> dict:
 
     scatter = TorchTransfer.scatter
 
-    def shifted(self, rows, source):
+    def shifted(self, rows, source, first_layer=0):
         moved = rows.engine + 1  # one block further: opaque blocks are rows
-        scatter(self, type(rows)(engine=moved, host=rows.host, total=rows.total), source)
+        other = type(rows)(engine=moved, host=rows.host, total=rows.total)
+        scatter(self, other, source, first_layer)
 
-    def without_values(self, rows, source):
+    def without_values(self, rows, source, first_layer=0):
         source = source.clone()
         source[1].zero_()
-        scatter(self, rows, source)
+        scatter(self, rows, source, first_layer)
 
     for fault, broken in (("shifted", shifted), ("without values", without_values)):
         TorchTransfer.scatter = broken
         for name, length in LENGTHS.items():
             found[name][fault] = hit(engine, prompt(length), found[name]["cold"])
     TorchTransfer.scatter = scatter
-    return {name: {k: v for k, v in f.items() if k != "cold"} for name, f in found.items()}
+    prompts = {name: {k: v for k, v in f.items() if k != "cold"} for name, f in found.items()}
+    return {"prompts": prompts, "counts": engine.llm.collective_rpc(counts)[0]}
 
 
 def restart(engine: Engine, reference: Path) -> dict:
     cold = json.loads(reference.read_text())
     found = {name: hit(engine, prompt(n), cold[name]["cold"]) for name, n in LENGTHS.items()}
-    return {"prompts": found, "disk_hits": engine.llm.collective_rpc(disk_hits)[0]}
+    return {
+        "prompts": found,
+        "again": {name: hit(engine, prompt(n), cold[name]["cold"]) for name, n in LENGTHS.items()},
+        "disk_hits": engine.llm.collective_rpc(disk_hits)[0],
+        "counts": engine.llm.collective_rpc(counts)[0],
+    }
 
 
 if __name__ == "__main__":
-    step, model, disk, reference = sys.argv[1:]
-    engine = Engine(model, disk)
+    step, model, disk, reference, mode = sys.argv[1:]
+    engine = Engine(model, disk, mode)
     result = {"store": store, "restart": restart}[step](engine, Path(reference))
     engine.llm.llm_engine.engine_core.shutdown()
     print("\n" + json.dumps(result), flush=True)

@@ -19,8 +19,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from lmcache_xpu.chunk_file import HEADER_BYTES, disk_bytes
-from lmcache_xpu.chunk_store import ChunkStore
+from lmcache_xpu.disk.chunk_file import HEADER_BYTES, disk_bytes
+from lmcache_xpu.disk.chunk_store import ChunkStore
 from lmcache_xpu.errors import SettingsError
 
 KIB = 1024
@@ -360,7 +360,7 @@ def test_short_writes_and_reads_are_continued(store, monkeypatch):
 KILLED = """
 import os, sys
 from pathlib import Path
-from lmcache_xpu.chunk_store import ChunkStore
+from lmcache_xpu.disk.chunk_store import ChunkStore
 store = ChunkStore(Path(sys.argv[1]), 1 << 40)
 store.put("whole", "", b"w" * 100_000)
 write = os.write

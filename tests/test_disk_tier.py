@@ -20,9 +20,9 @@ from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.pin_monitor import PinMonitor
 from lmcache.v1.storage_backend.storage_manager import StorageManager
 
-from lmcache_xpu import chunk_store
-from lmcache_xpu.disk_settings import DiskSettings, check_hash
-from lmcache_xpu.disk_tier import DiskTier
+from lmcache_xpu.disk import chunk_store
+from lmcache_xpu.disk.settings import DiskSettings, check_hash
+from lmcache_xpu.disk.tier import DiskTier
 from lmcache_xpu.errors import SettingsError
 
 LAYERS, TOKENS, HEADS, DIM = 2, 16, 2, 64
@@ -39,7 +39,7 @@ def make_config(path, *, chunks=1000, pool_chunks=POOL_CHUNKS, hot=False, **extr
         pre_caching_hash_algorithm="sha256_cbor",
         storage_plugins=["disk"],
         extra_config={
-            "storage_plugin.disk.module_path": "lmcache_xpu.disk_tier",
+            "storage_plugin.disk.module_path": "lmcache_xpu.disk.tier",
             "storage_plugin.disk.class_name": "DiskTier",
             "disk.path": str(path),
             "disk.gib": chunks * (CHUNK + 4096) / 2**30,
@@ -257,13 +257,6 @@ def test_tags_that_lmcache_writes_alike_are_told_apart(engines):
     engine.settle()
     assert engine.tier.contains(one)
     assert not engine.tier.contains(two)
-
-
-def test_another_layout_does_not_find_the_chunks(engines):
-    first = engines(**{"disk.layout": "block 16, amx"})
-    first.store([0])
-    first.close()
-    assert engines(**{"disk.layout": "block 32, amx"}).load([0]) == []
 
 
 def test_another_shape_of_the_model_does_not_find_the_chunks(engines):
@@ -487,7 +480,7 @@ def test_close_ends_the_writes_before_the_pool_is_freed(engines, monkeypatch):
 
 def test_what_cannot_be_written_in_time_is_let_go(engines, monkeypatch):
     engine = engines(**{"disk.threads": 1})
-    monkeypatch.setattr("lmcache_xpu.disk_writer._DRAIN_SECONDS", 0.1)
+    monkeypatch.setattr("lmcache_xpu.disk.writer._DRAIN_SECONDS", 0.1)
     write = chunk_store.write_chunk
     monkeypatch.setattr(chunk_store, "write_chunk", lambda *a: (time.sleep(0.3), write(*a)))
     engine.store(range(6), wait=False)
@@ -657,7 +650,6 @@ def test_a_directory_in_use_is_refused_with_the_reason(engines, tmp_path, monkey
         ("disk.threads", 0),
         ("disk.threads", 2.0),
         ("disk.threads", True),
-        ("disk.layout", 1),
         ("disk.gb", 5),
     ],
 )

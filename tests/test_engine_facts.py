@@ -87,7 +87,7 @@ def test_cpu_blocks_are_opaque_and_named_by_their_packing(monkeypatch):
         monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_, isa=isa: isa)
         facts = read(FullAttentionSpec(**FULL), device="cpu", monkeypatch=monkeypatch)
         assert facts.opaque_blocks
-        assert facts.namespace == f"+cpu.{isa}.LBNHC.b64.bfloat16"
+        assert facts.namespace == f"+cpu.{isa}.LBNHC.b64.bfloat16.vllm0.32.0"
         check_chunks(facts, chunk_size=256, save_unfull_chunk=False)
         with pytest.raises(SettingsError, match="chunk_size 96 with blocks of 64"):
             check_chunks(facts, chunk_size=96, save_unfull_chunk=False)

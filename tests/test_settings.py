@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
@@ -133,12 +134,16 @@ def test_the_disk_tier_reaches_lmcache_through_vllms_command_line(parser):
     assert config.save_unfull_chunk is False
     assert config.pre_caching_hash_algorithm == "sha256"
     assert config.storage_plugins == ["disk"]
-    assert config.extra_config == {
-        "storage_plugin.disk.module_path": "lmcache_xpu.disk_tier",
-        "storage_plugin.disk.class_name": "DiskTier",
-        "disk.path": "/data/kv",
-        "disk.gib": 2.5,
-    }
+    extra = dict(config.extra_config)
+    module = importlib.import_module(extra.pop("storage_plugin.disk.module_path"))
+    assert isinstance(getattr(module, extra.pop("storage_plugin.disk.class_name")), type)
+    assert extra == {"disk.path": "/data/kv", "disk.gib": 2.5}
+
+
+def test_a_chunk_that_is_lost_is_recomputed(parser):
+    """vLLM's default fails the request."""
+    transfer = parser.parse_args(load().vllm_args()).kv_transfer_config
+    assert transfer.kv_load_failure_policy == "recompute"
 
 
 def test_the_hash_is_one_that_vllm_knows():

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lmcache_xpu import versions
 from lmcache_xpu.errors import LayoutError, SettingsError
 
 if TYPE_CHECKING:
@@ -72,7 +73,9 @@ def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Eng
     if opaque:
         isa = _cpu_packing(vllm_config, spec)
         dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
-        marks += ["cpu", isa, layout, f"b{spec.block_size}", dtype]
+        # The packing is vLLM's own affair and may change with its version.
+        version = versions.installed().vllm
+        marks += ["cpu", isa, layout, f"b{spec.block_size}", dtype, f"vllm{version}"]
     if cache.cache_dtype not in ("auto", "float16", "bfloat16", "float32"):
         marks.append(cache.cache_dtype)  # fp8 formats share LMCache's dtype uint8
     if not mla and head_size != spec.head_size:

@@ -36,6 +36,12 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
     FORMAT = MemoryFormat.KV_T2D
     LAYERWISE = True
 
+    def __init__(
+        self, hidden_dim_size: int, num_layers: int, use_gpu: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(hidden_dim_size, num_layers, use_gpu, **kwargs)
+        self.failed_slots: list[torch.Tensor] = []  # of loads that ended early; for vLLM
+
     def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> NoReturn:
         """Not part of a layerwise connector."""
         raise NotImplementedError("a layerwise connector loads with batched_to_gpu")
@@ -51,7 +57,9 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
         """Load a request layer by layer; yields `num_layers + 2` times.
 
         A layer's copy overlaps what the engine computes of the layers before it. Host memory is
-        held until its copies are done, also when the generator is closed half-way.
+        held until its copies are done, also when the generator is closed half-way. A layer that
+        has fewer objects than chunks ends the load there: the slots from the first missing
+        chunk on go to `failed_slots`.
 
         Args:
             starts: first token of each chunk.
@@ -69,12 +77,22 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
         bound.stager.follow_engine()  # blocks may have been freed by a step that is running
         held: list[MemoryObj] = []
         loaded: Event | None = None
+        count = len(starts)
         try:
             for layer in range(self.num_layers):
                 objs = yield
                 if objs is None:
                     raise TransferError(f"no memory objects for layer {layer}", "one per chunk")
-                memory = self._binding.host_memory(bound, objs, starts, ends, loading=True)
+                if len(objs) > len(starts):
+                    raise TransferError(f"{len(objs)} memory objects", f"{len(starts)} chunks")
+                if len(objs) < count:  # a tier lost the rest since the look-up
+                    count = len(objs)
+                    self.failed_slots.append(request.slot_mapping[starts[count] :])
+                    plan = self._binding.plan(
+                        bound, starts[:count], ends[:count], request, loading=True
+                    )
+                spans = starts[:count], ends[:count]
+                memory = self._binding.host_memory(bound, objs[:count], *spans, loading=True)
                 for obj in objs:  # LMCache lets go of them before the last step
                     obj.ref_count_up()
                     held.append(obj)

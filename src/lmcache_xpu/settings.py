@@ -204,7 +204,7 @@ class Settings(BaseSettings):
         if self.disk_path is not None:
             config["storage_plugins"] = ["disk"]
             config["extra_config"] = {
-                "storage_plugin.disk.module_path": "lmcache_xpu.disk_tier",
+                "storage_plugin.disk.module_path": "lmcache_xpu.disk.tier",
                 "storage_plugin.disk.class_name": "DiskTier",
                 "disk.path": str(self.disk_path),
                 "disk.gib": self.disk_gib,
@@ -232,6 +232,8 @@ class Settings(BaseSettings):
             "kv_connector": "LMCacheXPUConnector",
             "kv_connector_module_path": "lmcache_xpu.vllm_connector",
             "kv_role": "kv_both",
+            # A chunk may be lost between look-up and load; vLLM's default fails the request.
+            "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {
                 f"lmcache.{key}": value for key, value in self.lmcache_config().items()
             },

@@ -126,6 +126,20 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
             forward_context.attn_metadata = given
         super().start_load_kv(forward_context, **kwargs)
 
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that a load left unfilled since the last call; vLLM recomputes them.
+
+        LMCache reports those of its standard mode; of its layerwise mode it knows nothing.
+        """
+        blocks: set[int] = super().get_block_ids_with_load_errors()
+        engine = self._lmcache_engine.lmcache_engine if self._facts is not None else None
+        failed = getattr(getattr(engine, "gpu_connector", None), "failed_slots", None)
+        if self._facts is not None and failed:
+            slots = torch.cat([part.to("cpu") for part in failed])
+            failed.clear()
+            blocks |= set((slots[slots >= 0] // self._facts.block_size).tolist())
+        return blocks
+
     def shutdown(self) -> None:
         """Close the tiers of this package, so that what is queued for the disk gets there.
 

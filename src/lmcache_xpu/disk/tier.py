@@ -4,12 +4,11 @@ Switched on in LMCache's configuration:
 
     storage_plugins: ["disk"]
     extra_config:
-      storage_plugin.disk.module_path: lmcache_xpu.disk_tier
+      storage_plugin.disk.module_path: lmcache_xpu.disk.tier
       storage_plugin.disk.class_name: DiskTier
       disk.path: /var/cache/kv    # each worker uses <path>/kv-worker-<worker id>
       disk.gib: 100               # per worker, as LMCache's own sizes are
       disk.threads: 4             # reads at a time; half as many writes
-      disk.layout: ""             # what the bytes depend on beside LMCache's key, as text
 
 Who calls what, and which references and pins that leaves (LMCache 0.5.6):
 
@@ -38,9 +37,9 @@ from lmcache import torch_device_type
 from lmcache.utils import LayerCacheEngineKey
 from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 
-from lmcache_xpu.chunk_layout import ChunkLayout
-from lmcache_xpu.disk_settings import DiskSettings, check_hash
-from lmcache_xpu.disk_writer import Complaint, DiskWriter
+from lmcache_xpu.disk.chunk_layout import ChunkLayout
+from lmcache_xpu.disk.settings import DiskSettings, check_hash
+from lmcache_xpu.disk.writer import Complaint, DiskWriter
 from lmcache_xpu.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ if TYPE_CHECKING:
     from lmcache.v1.metadata import LMCacheMetadata
     from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
-    from lmcache_xpu.chunk_store import Counters
+    from lmcache_xpu.disk.chunk_store import Counters
 
 __all__ = ["DiskTier"]
 
@@ -96,8 +95,9 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
             )
         check_hash(config.pre_caching_hash_algorithm)
         settings = DiskSettings.parse(config.extra_config or {})
-        # What the same key could stand for with another engine on the same directory.
-        self._origin = f"{settings.layout}@{torch_device_type}@{metadata.kv_shape}"
+        # What the same key could stand for with another engine on the same directory. (How the
+        # engine packs its blocks is part of the model's name by now: see `engine_facts`.)
+        self._origin = f"{torch_device_type}@{metadata.kv_shape}"
         self._num_layers = metadata.kv_shape[0]
         self._store = settings.open_store(
             metadata.worker_id, metadata.world_size, config.pin_timeout_sec

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lmcache_xpu.chunk_store import ChunkStore
+from lmcache_xpu.disk.chunk_store import ChunkStore
 from lmcache_xpu.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -32,35 +32,30 @@ class DiskSettings:
         path: directory that holds one directory for each worker.
         limit_bytes: what one worker may use; `disk.gib` in bytes.
         threads: reads at a time.
-        layout: what a chunk's bytes depend on beside LMCache's key; chunks stored under another
-            value are not found.
     """
 
     path: Path
     limit_bytes: int
     threads: int = 4
-    layout: str = ""
 
     @classmethod
     def parse(cls, extra: Mapping[str, object]) -> DiskSettings:
         """Check and convert; raises SettingsError for a wrong, missing or unknown entry."""
-        known = {"disk.path", "disk.gib", "disk.threads", "disk.layout"}
+        known = {"disk.path", "disk.gib", "disk.threads"}
         unknown = {key for key in extra if key.startswith(_PREFIX)} - known
         if unknown:
             raise SettingsError(
                 f"{', '.join(sorted(unknown))} in extra_config", f"of {sorted(known)}"
             )
         path, gib = extra.get("disk.path"), extra.get("disk.gib")
-        threads, layout = extra.get("disk.threads", 4), extra.get("disk.layout", "")
+        threads = extra.get("disk.threads", 4)
         if not isinstance(path, str) or not path:
             raise SettingsError(f"disk.path={path!r}", "a directory", "Name one on a local disk.")
         if isinstance(gib, bool) or not isinstance(gib, int | float) or not 0 < gib < math.inf:
             raise SettingsError(f"disk.gib={gib!r}", "a number above 0, of GiB per worker")
         if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
             raise SettingsError(f"disk.threads={threads!r}", "a whole number from 1 up")
-        if not isinstance(layout, str):
-            raise SettingsError(f"disk.layout={layout!r}", "text")
-        return cls(Path(path), int(gib * 2**30), threads, layout)
+        return cls(Path(path), int(gib * 2**30), threads)
 
     def open_store(self, worker_id: int, world_size: int, pin_seconds: float) -> ChunkStore:
         """Open this worker's directory, and empty what workers left that no longer exist.

@@ -9,7 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
-from lmcache_xpu.chunk_layout import ChunkLayout
+from lmcache_xpu.disk.chunk_layout import ChunkLayout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lmcache.utils import CacheEngineKey
     from lmcache.v1.memory_management import MemoryObj
 
-    from lmcache_xpu.chunk_store import ChunkStore
+    from lmcache_xpu.disk.chunk_store import ChunkStore
 
 __all__ = ["Complaint", "DiskWriter"]
 

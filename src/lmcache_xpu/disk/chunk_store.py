@@ -21,8 +21,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lmcache_xpu.chunk_file import ChunkInfo, disk_bytes, read_chunk, scan_chunk, write_chunk
-from lmcache_xpu.directory_lock import DirectoryLock
+from lmcache_xpu.disk.chunk_file import ChunkInfo, disk_bytes, read_chunk, scan_chunk, write_chunk
+from lmcache_xpu.disk.lock import DirectoryLock
 from lmcache_xpu.errors import SettingsError
 
 if TYPE_CHECKING:
