@@ -12,6 +12,8 @@ import torch
 
 from lmcache_xpu.engine_layout import Geometry
 
+# The tests run where an accelerator is, else on CPU.
+DEVICE = str(torch.accelerator.current_accelerator() or "cpu")
 MARGIN = 64  # elements before and after the cache; also makes the storage offset non-zero
 
 
@@ -26,7 +28,7 @@ class Spec:
     tokens: int = 4
     heads: int = 2
     dim: int = 8
-    device: str = "cpu"
+    device: str = DEVICE
 
     def __str__(self) -> str:
         return f"{self.kind}-{str(self.dtype).removeprefix('torch.')}"

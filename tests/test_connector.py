@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from caches import KINDS, LATENT, Spec, bits, build
+from caches import DEVICE, KINDS, LATENT, Spec, bits, build
 from lmcache.v1.memory_allocators.ad_hoc_memory_allocator import AdHocMemoryAllocator
 from lmcache.v1.memory_management import MemoryFormat
 from lmcache.v1.metadata import LMCacheMetadata
@@ -27,7 +27,7 @@ def make(cache, kind=VLLMPagedMemXPUConnectorV2, **options):
         cache.geometry.hidden,
         cache.spec.layers,
         dtype=cache.spec.dtype,
-        device="cpu",
+        device=DEVICE,
         use_mla=cache.geometry.mla,
         layout_hints={"kv_layout": cache.geometry.kv_layout} if cache.geometry.kv_layout else None,
         **options,
@@ -228,8 +228,8 @@ def test_options_and_engine_are_checked():
     cache = build(Spec("LBHNC"))
     spans = {"starts": [], "ends": [], "memory_objs": []}
     call = {**spans, "kvcaches": cache.engine, "slot_mapping": slots_of(1)}
-    with pytest.raises(LayoutError, match=r"on cpu; expected one on xpu"):
-        VLLMPagedMemXPUConnectorV2(16, 3, device="xpu").batched_to_gpu(**call)
+    with pytest.raises(LayoutError, match=r"expected one on hpu"):
+        VLLMPagedMemXPUConnectorV2(16, 3, device="hpu").batched_to_gpu(**call)
     with pytest.raises(LayoutError, match=r"bfloat16; expected torch\.float16"):
         VLLMPagedMemXPUConnectorV2(16, 3, dtype=torch.float16).batched_to_gpu(**call)
     with pytest.raises(LayoutError, match="chunks of 6 tokens on blocks of 4"):
@@ -244,7 +244,7 @@ def test_from_metadata_and_shapes():
     for kind in ("LBHNC", LATENT[1]):
         cache = build(Spec(kind))
         connector = VLLMPagedMemXPUConnectorV2.from_metadata(
-            metadata(cache.geometry.mla), use_gpu=True, device=torch.device("cpu")
+            metadata(cache.geometry.mla), use_gpu=True, device=torch.device(DEVICE)
         )
         planes = 1 if cache.geometry.mla else 2
         assert connector.get_shape(7) == torch.Size([planes, 3, 7, cache.geometry.hidden])

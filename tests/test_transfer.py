@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from caches import KINDS, SCALED, TOKENWISE_DTYPES, EngineCache, Spec, bits, build
+from caches import DEVICE, KINDS, SCALED, TOKENWISE_DTYPES, EngineCache, Spec, bits, build
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,8 +16,6 @@ from lmcache_xpu.engine_layout import Geometry
 from lmcache_xpu.paged_view import PagedView
 from lmcache_xpu.slots import Rows, check_slots, chunk_rows, rows_to
 from lmcache_xpu.transfer import TorchTransfer, Transfer
-
-DEVICE = str(torch.accelerator.current_accelerator() or "cpu")
 
 INTERPRET = {"TRITON_INTERPRET": "1"} if DEVICE == "cpu" else {}
 
@@ -40,7 +38,7 @@ def interpreter():
 KERNEL_DTYPES = (torch.bfloat16, torch.uint8)  # the interpreter is slow; words are two of four
 DTYPES = {kind: (torch.uint8,) if kind in SCALED else TOKENWISE_DTYPES for kind in KINDS}
 CASES = [
-    pytest.param(transfer, Spec(kind, dtype, device=DEVICE), id=f"{name}-{Spec(kind, dtype)}")
+    pytest.param(transfer, Spec(kind, dtype), id=f"{name}-{Spec(kind, dtype)}")
     for name, transfer in (("torch", TorchTransfer), ("triton", TritonTransfer))
     for kind in KINDS
     for dtype in DTYPES[kind]
@@ -134,7 +132,7 @@ BOTH = pytest.mark.parametrize("transfer", [TorchTransfer, TritonTransfer])
 @pytest.mark.parametrize("kind", ["LBNHC", "2,NB,NH,BS,HS", "MLA LBHNC"])
 def test_skipped_tokens_are_left_alone(transfer, kind: str, skip: int):
     slots = [4, 5, -1, 20, 21, 1]
-    cache = build(Spec(kind, device=DEVICE))
+    cache = build(Spec(kind))
     source = cache.host(len(slots))
     wanted = expected_scatter(cache, slots, source, skip)
     scatter(transfer, cache, slots, source, skip)
@@ -145,7 +143,7 @@ def test_skipped_tokens_are_left_alone(transfer, kind: str, skip: int):
 @pytest.mark.parametrize("slots", [[4, 5, 20], [-1, 5, 20]])
 def test_some_layers_of_a_chunk_whose_tokens_lie_between(transfer, slots: list[int]):
     """As a layerwise transfer needs: `[tokens, planes, hidden]` of one layer."""
-    cache = build(Spec("BLHNC", device=DEVICE))
+    cache = build(Spec("BLHNC"))
     mover, rows = prepare(cache, transfer, slots, 0)
     whole = cache.host(3)
     wanted = expected_gather(cache, slots, whole)
@@ -190,7 +188,6 @@ def situations(draw: st.DrawFn) -> tuple[Spec, list[int], int]:
         tokens=draw(st.sampled_from((1, 2, 3, 16))),
         heads=draw(st.sampled_from((1, 2, 5))),
         dim=draw(st.sampled_from((2, 4, 6, 64))),
-        device=DEVICE,
     )
     places = st.integers(0, spec.blocks * spec.tokens - 1)
     slots = draw(st.lists(places, unique=True, max_size=24))
