@@ -2,7 +2,8 @@
 
 Run by test_engine.py as `python engine_probe.py STEP MODEL DISK REFERENCE MODE`. The step `store`
 recomputes prompts, hits them in the CPU tier, and hits them again with planted faults; the step
-`restart` is a new process that finds them on disk. Each prints a JSON object last.
+`restart` is a new process that finds them on disk; the step `broken` has a disk tier that can't be
+opened. Each prints a JSON object last.
 """
 
 from __future__ import annotations
@@ -178,6 +179,8 @@ def restart(engine: Engine, reference: Path) -> dict:
 
 if __name__ == "__main__":
     step, model, disk, reference, mode = sys.argv[1:]
+    if step == "broken":
+        Engine(model, "/dev/null/no-directory", mode)
     engine = Engine(model, disk, mode)
     result = {"store": store, "restart": restart}[step](engine, Path(reference))
     engine.llm.llm_engine.engine_core.shutdown()

@@ -22,26 +22,34 @@ pytestmark = pytest.mark.engine
 HERE = Path(__file__).parent
 
 
-def probe(step: str, *args: str) -> dict:
+def run_probe(step: str, *args: str) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("LMCACHE", "VLLM_"))}
     env.pop("PYTHONHASHSEED", None)
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, str(HERE / "engine_probe.py"), step, *args],
         env=env,
         capture_output=True,
         text=True,
         timeout=280,
     )
+
+
+def probe(step: str, *args: str) -> dict:
+    done = run_probe(step, *args)
     if done.returncode:
         pytest.fail(f"{step}: exit {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-6000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_model(EXACT, tmp_path_factory.mktemp("models")))
+
+
 @pytest.fixture(scope="module", params=["standard", "layerwise"])
-def place(request, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+def place(request, model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     directory = tmp_path_factory.mktemp(request.param)
-    model = make_model(EXACT, tmp_path_factory.getbasetemp() / "models")
-    return str(model), str(directory / "disk"), str(directory / "reference.json"), request.param
+    return model, str(directory / "disk"), str(directory / "reference.json"), request.param
 
 
 @pytest.fixture(scope="module")
@@ -94,3 +102,11 @@ def test_a_wrong_load_would_be_seen(stored: dict, name: str, fault: str):
     assert found[fault]["hit"] == cached(name)  # reported as a hit all the same
     assert found[fault]["answer"] != found["recompute"]
     assert found[fault]["restored"] < cached(name) // BLOCK
+
+
+def test_a_tier_that_does_not_open_ends_the_engine_with_the_reason(model: str):
+    """LMCache alone would go on without it; and its threads would keep a failed process alive."""
+    done = run_probe("broken", model, "unused", "unused", "standard")
+    assert done.returncode == 1
+    assert "SeamError: found LMCache tiers ['LocalCPUBackend']" in done.stderr
+    assert "Failed to create backend disk" in done.stdout + done.stderr

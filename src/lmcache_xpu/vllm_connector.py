@@ -12,7 +12,9 @@ which LMCache brings (llvmlite's, by way of numba).
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,24 +75,27 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
         seam.install()
         from lmcache.integration.vllm.utils import lmcache_get_or_create_config
 
+        # All that can be refused is refused before LMCache starts its threads.
         self._config = lmcache_get_or_create_config()
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
+        _apply(self._config, extra)
         _make_hash_safe(self._config, extra)
         facts = engine_facts(vllm_config, kv_cache_config)
-        with seam.building(facts):
-            super().__init__(vllm_config, role, kv_cache_config)
-        # Slots are planned on the host (see `slots`); LMCache would send them to the device.
-        self._lmcache_engine.device = torch.device("cpu")
-        self._facts = facts
         _check_features(self._config)
         check_chunks(
             facts,
             chunk_size=self._config.chunk_size,
             save_unfull_chunk=self._config.save_unfull_chunk,
         )
-        self._check_healthy()
-        if role == KVConnectorRole.WORKER:
-            self._check_connector(facts)
+        with _ending_on_failure():
+            with seam.building(facts):
+                super().__init__(vllm_config, role, kv_cache_config)
+            # Slots are planned on the host (see `slots`); LMCache would send them to the device.
+            self._lmcache_engine.device = torch.device("cpu")
+            self._facts = facts
+            self._check_healthy()
+            if role == KVConnectorRole.WORKER:
+                self._check_connector(facts)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take over the engine's KV cache; LMCache opens its tiers now.
@@ -99,20 +104,22 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
             LayoutError: a KV cache that can't be read.
             SeamError: LMCache or one of its tiers did not come up.
         """
-        super().register_kv_caches(kv_caches)
         if not self._served:
+            super().register_kv_caches(kv_caches)
             return
-        self._check_healthy()
-        engine = self._lmcache_engine.lmcache_engine
-        engine.gpu_connector.initialize_kvcaches_ptr(kvcaches=list(kv_caches.values()))
-        backends = engine.storage_manager.storage_backends
-        for tier in self._config.storage_plugins or ():
-            if tier not in backends:  # LMCache only logs why
-                raise SeamError(
-                    f"LMCache tiers {list(backends)}",
-                    f"the configured tier {tier!r} among them",
-                    "Its error is in the log above, after 'Failed to create backend'.",
-                )
+        with _ending_on_failure():
+            super().register_kv_caches(kv_caches)
+            self._check_healthy()
+            engine = self._lmcache_engine.lmcache_engine
+            engine.gpu_connector.initialize_kvcaches_ptr(kvcaches=list(kv_caches.values()))
+            backends = engine.storage_manager.storage_backends
+            for tier in self._config.storage_plugins or ():
+                if tier not in backends:  # LMCache only logs why
+                    raise SeamError(
+                        f"LMCache tiers {list(backends)}",
+                        f"the configured tier {tier!r} among them",
+                        "Its error is in the log above, after 'Failed to create backend'.",
+                    )
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Load what this step needs; see LMCache's connector.
@@ -183,6 +190,35 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
             found.lmcache,
             found.vllm,
         )
+
+
+@contextmanager
+def _ending_on_failure() -> Iterator[None]:
+    """Let the process end if this fails.
+
+    LMCache's threads would keep it, and vLLM would wait for it for ever. Its own way to stop them
+    may abort the process before the error is logged (see `shutdown`), so the process ends when
+    its main thread has: by then vLLM has said why.
+    """
+    try:
+        yield
+    except BaseException:
+        threading.Thread(target=_end_with_main_thread, daemon=True).start()
+        raise
+
+
+def _end_with_main_thread() -> None:
+    threading.main_thread().join()
+    os._exit(1)
+
+
+def _apply(config: LMCacheEngineConfig, extra: dict[str, Any]) -> None:
+    """vLLM's `lmcache.*` settings into LMCache's configuration, as LMCache does later itself."""
+    from lmcache.v1.config_base import validate_and_set_config_value
+
+    for name, value in extra.items():
+        if name.startswith("lmcache."):
+            validate_and_set_config_value(config, name.removeprefix("lmcache."), value)
 
 
 def _make_hash_safe(config: LMCacheEngineConfig, extra: dict[str, Any]) -> None:
