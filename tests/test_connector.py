@@ -125,7 +125,7 @@ def test_opaque_blocks_travel_whole():
 
 
 @pytest.mark.parametrize(
-    ("ends", "cached", "says"), [([4, 7], 0, "3 tokens"), ([4, 8], 2, "2 are skipped")]
+    ("ends", "cached", "says"), [([4, 7], 0, "tokens 4:7"), ([4, 8], 2, "2 are skipped")]
 )
 def test_opaque_blocks_are_never_cut(ends: list[int], cached: int, says: str):
     cache = build(Spec("LBHNC"))
@@ -189,7 +189,7 @@ WRONG = {
     "one object too many": (TransferError, "3 memory objects"),
     "ends before it starts": (TransferError, "tokens 4:3"),
     "starts below zero": (TransferError, "tokens -4:4"),
-    "beyond the slot mapping": (SlotError, "up to token 8; expected one of 7 slots"),
+    "beyond the slot mapping": (SlotError, "tokens 4:8 with 7 slots"),
     "no slot mapping": (TransferError, "no slot_mapping"),
     "no kv cache": (TransferError, "no kvcaches"),
     "slot out of range": (SlotError, "slot 27; expected slots below 24"),

@@ -119,7 +119,7 @@ def test_opaque_blocks_travel_whole():
     for layer in range(LAYERS):
         for there, here in ((1, 5), (4, 0), (0, 2), (2, 3)):
             assert torch.equal(bits(target.engine[layer][there]), bits(source.engine[layer][here]))
-    with pytest.raises(SlotError, match="3 tokens"):
+    with pytest.raises(SlotError, match="tokens 0:3"):
         store(connector, objects(connector, ([0], [3])), ([0], [3]), slots_of(5), source)
 
 

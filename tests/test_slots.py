@@ -8,7 +8,7 @@ from caches import Spec, build
 
 from lmcache_xpu.errors import SlotError
 from lmcache_xpu.paged_view import PagedView
-from lmcache_xpu.slots import check_slots, chunk_rows
+from lmcache_xpu.slots import check_slots, request_rows
 
 
 @pytest.fixture
@@ -23,29 +23,55 @@ def blocks() -> PagedView:
     return PagedView.from_engine(cache.engine, cache.geometry, num_layers=3, opaque_blocks=True)
 
 
-def rows(view: PagedView, slots: list[int], skip: int = 0):
-    found = chunk_rows(view, check_slots(view, torch.tensor(slots)), skip)
-    return found.engine.tolist(), None if found.host is None else found.host.tolist(), found.total
+def rows(view: PagedView, slots: list[int], skip: int = 0, spans=None):
+    spans = spans or [(0, len(slots))]
+    found = request_rows(view, check_slots(view, torch.tensor(slots)), spans, skip)
+    return [
+        (r.engine.tolist(), None if r.host is None else r.host.tolist(), r.total) for r in found
+    ]
 
 
 def test_tokens(tokens: PagedView):
-    assert rows(tokens, [5, 3, 23]) == ([5, 3, 23], None, 3)
-    assert rows(tokens, [5, 3, 23], skip=1) == ([3, 23], [1, 2], 3)
-    assert rows(tokens, [-1, 3, -1, 7]) == ([3, 7], [1, 3], 4)
-    assert rows(tokens, [-1, 3, -1, 7], skip=2) == ([7], [3], 4)
-    assert rows(tokens, [5, 3], skip=2) == ([], [], 2)
+    assert rows(tokens, [5, 3, 23]) == [([5, 3, 23], None, 3)]
+    assert rows(tokens, [5, 3, 23], skip=1) == [([3, 23], [1, 2], 3)]
+    assert rows(tokens, [-1, 3, -1, 7]) == [([3, 7], [1, 3], 4)]
+    assert rows(tokens, [-1, 3, -1, 7], skip=2) == [([7], [3], 4)]
+    assert rows(tokens, [5, 3], skip=2) == [([], [], 2)]
+
+
+def test_chunks_of_a_request(tokens: PagedView):
+    spans = [(0, 2), (3, 3), (3, 5)]  # with a gap, and an empty one
+    assert rows(tokens, [5, 3, 9, 23, 1], spans=spans) == [
+        ([5, 3], None, 2),
+        ([], None, 0),
+        ([23, 1], None, 2),
+    ]
+    assert rows(tokens, [5, 3, 9, 23, 1], skip=4, spans=spans) == [
+        ([], [], 2),
+        ([], None, 0),
+        ([1], [1], 2),
+    ]
+    assert rows(tokens, [5, -1, 9, 23, 1], spans=spans)[0] == ([5], [0], 2)
+
+
+@pytest.mark.parametrize("span", [(-1, 2), (2, 1), (4, 6)])
+def test_chunks_outside_the_request_are_refused(tokens: PagedView, span: tuple[int, int]):
+    with pytest.raises(SlotError, match=f"tokens {span[0]}:{span[1]} with 5 slots"):
+        rows(tokens, [5, 3, 9, 23, 1], spans=[span])
 
 
 def test_blocks(blocks: PagedView):
-    assert rows(blocks, [8, 9, 10, 11, 0, 1, 2, 3]) == ([2, 0], None, 2)
-    assert rows(blocks, [8, 9, 10, 11, 0, 1, 2, 3], skip=4) == ([0], [1], 2)
-    assert rows(blocks, [-1, -1, -1, -1, 0, 1, 2, 3]) == ([0], [1], 2)
+    assert rows(blocks, [8, 9, 10, 11, 0, 1, 2, 3]) == [([2, 0], None, 2)]
+    assert rows(blocks, [8, 9, 10, 11, 0, 1, 2, 3], skip=4) == [([0], [1], 2)]
+    assert rows(blocks, [-1, -1, -1, -1, 0, 1, 2, 3]) == [([0], [1], 2)]
+    # Only chunks must consist of whole blocks, not what lies between and after them.
+    assert rows(blocks, [8, 9, 11, 10, 0, 1, 2, 3, 4], spans=[(4, 8)]) == [([0], None, 1)]
 
 
 @pytest.mark.parametrize(
     ("slots", "skip", "says"),
     [
-        ([8, 9, 10], 0, "a chunk of 3 tokens"),
+        ([8, 9, 10], 0, "a chunk of tokens 0:3"),
         ([8, 9, 10, 11], 2, "2 are skipped"),
         ([8, 9, 11, 10], 0, "cut or reorder"),
         ([9, 10, 11, 12], 0, "cut or reorder"),

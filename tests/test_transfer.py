@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lmcache_xpu.engine_layout import Geometry
 from lmcache_xpu.paged_view import PagedView
-from lmcache_xpu.slots import Rows, check_slots, chunk_rows, rows_to
+from lmcache_xpu.slots import Rows, check_slots, request_rows, rows_to
 from lmcache_xpu.transfer import TorchTransfer, Transfer
 
 INTERPRET = {"TRITON_INTERPRET": "1"} if DEVICE == "cpu" else {}
@@ -60,12 +60,16 @@ def view_of(cache: EngineCache) -> PagedView:
     return PagedView.from_engine(cache.engine, cache.geometry, num_layers=cache.spec.layers)
 
 
+def rows_of(view: PagedView, slots: list[int], skip: int = 0) -> Rows:
+    checked = check_slots(view, torch.tensor(slots, dtype=torch.int64))
+    return rows_to(request_rows(view, checked, [(0, len(slots))], skip), view.device)[0]
+
+
 def prepare(
     cache: EngineCache, transfer: type[Transfer], slots: list[int], skip: int
 ) -> tuple[Transfer, Rows]:
     view = view_of(cache)
-    rows = chunk_rows(view, check_slots(view, torch.tensor(slots, dtype=torch.int64)), skip)
-    return transfer.of(view), rows_to([rows], view.device)[0]
+    return transfer.of(view), rows_of(view, slots, skip)
 
 
 def gather(transfer, cache: EngineCache, slots: list[int], out: torch.Tensor, skip: int = 0):
@@ -166,7 +170,7 @@ def test_a_cache_of_more_than_two_to_the_31_elements(transfer):
     view = PagedView.from_engine([layer], Geometry(hidden=64), num_layers=1)
     slots = [0, 5, blocks * tokens // 2 + 3, blocks * tokens - 1]
     source = torch.randint(1, 256, (2, 1, 4, 64), dtype=torch.uint8, device=DEVICE)
-    rows = rows_to([chunk_rows(view, check_slots(view, torch.tensor(slots)))], view.device)[0]
+    rows = rows_of(view, slots)
     mover = transfer.of(view)
     mover.scatter(rows, source)
     for token, slot in enumerate(slots):

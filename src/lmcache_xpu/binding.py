@@ -15,11 +15,10 @@ from lmcache_xpu.errors import (
     HostMemoryError,
     LayoutError,
     SettingsError,
-    SlotError,
     TransferError,
 )
 from lmcache_xpu.paged_view import EngineLayer, PagedView
-from lmcache_xpu.slots import check_slots, chunk_rows
+from lmcache_xpu.slots import check_slots, request_rows
 from lmcache_xpu.staging import HostFormat, Plan, Stager
 
 
@@ -178,15 +177,9 @@ class Binding:
         if len(starts) != len(ends):
             raise TransferError(f"{len(starts)} starts and {len(ends)} ends", "as many of each")
         slots = check_slots(bound.view, request.slot_mapping)
-        rows = []
-        for start, end in zip(starts, ends, strict=True):
-            if not 0 <= start <= end:
-                raise TransferError(f"a chunk of tokens {start}:{end}", "0 <= start <= end")
-            if end > slots.numel():
-                raise SlotError(f"a chunk up to token {end}", f"one of {slots.numel()} slots")
-            skip = min(end - start, max(0, request.cached - start)) if loading else 0
-            rows.append(chunk_rows(bound.view, slots[start:end], skip))
-        return bound.stager.plan(self._form, rows)
+        spans = list(zip(starts, ends, strict=True))
+        cached = request.cached if loading else 0
+        return bound.stager.plan(self._form, request_rows(bound.view, slots, spans, cached))
 
     def host_memory(
         self,
@@ -208,13 +201,17 @@ class Binding:
                 f"{len(memory_objs)} memory objects, {len(starts)} starts and {len(ends)} ends",
                 "as many of each",
             )
+        wanted = {
+            tokens: self.host_shape(tokens)
+            for tokens in {e - s for s, e in zip(starts, ends, strict=True)}
+        }
         return [
-            self._tensor(bound.view, memory_obj, end - start, loading=loading)
+            self._tensor(bound.view, memory_obj, wanted[end - start], loading=loading)
             for memory_obj, start, end in zip(memory_objs, starts, ends, strict=True)
         ]
 
     def _tensor(
-        self, view: PagedView, memory_obj: MemoryObj, tokens: int, *, loading: bool
+        self, view: PagedView, memory_obj: MemoryObj, wanted: torch.Size, *, loading: bool
     ) -> torch.Tensor:
         tensor: torch.Tensor | None = memory_obj.tensor
         if tensor is None:
@@ -222,13 +219,14 @@ class Binding:
         if self.options.use_mla and not loading:
             # LMCache's allocators name their default format; what we store is MLA's.
             memory_obj.metadata.fmt = self._fmt
-        given, wanted = memory_obj.metadata.fmt, self.host_shape(tokens)
-        if given != self._fmt:
-            raise HostMemoryError(f"host memory in format {given}", str(self._fmt))
+        if memory_obj.metadata.fmt != self._fmt:
+            raise HostMemoryError(
+                f"host memory in format {memory_obj.metadata.fmt}", str(self._fmt)
+            )
         if tensor.shape != wanted or not tensor.is_contiguous():
             raise HostMemoryError(
                 f"host memory of shape {list(tensor.shape)} and strides {list(tensor.stride())}",
-                f"a contiguous {list(wanted)} for {tokens} tokens",
+                f"a contiguous {list(wanted)}",
             )
         if not _same_bytes(tensor.dtype, view.dtype):
             raise HostMemoryError(f"host memory of {tensor.dtype}", f"{view.dtype}")

@@ -9,6 +9,7 @@ result there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,27 +58,51 @@ def check_slots(view: PagedView, slot_mapping: torch.Tensor) -> torch.Tensor:
     return slots
 
 
-def chunk_rows(view: PagedView, slots: torch.Tensor, skip: int = 0) -> Rows:
-    """The rows of one chunk.
+def request_rows(
+    view: PagedView, slots: torch.Tensor, spans: Sequence[tuple[int, int]], cached: int = 0
+) -> list[Rows]:
+    """The rows of each chunk of a request.
 
     Args:
         view: the paged view.
-        slots: `[tokens]` from `check_slots`, those of this chunk.
-        skip: leading tokens to leave alone, because the engine has them already.
+        slots: `[tokens]` from `check_slots`, those of the whole request.
+        spans: first token of each chunk, and the token after its last.
+        cached: leading tokens of the request to leave alone, because the engine has them.
 
     Raises:
-        SlotError: opaque blocks, and the chunk, the skip or the slots cut one.
+        SlotError: a chunk that is no part of the request; or opaque blocks, and a chunk, the
+            cached tokens or the slots cut one.
     """
     size = view.tokens_per_row
-    if size > 1:
-        slots = _whole_blocks(slots, size, skip)
-        skip //= size
-    mapped = slots[skip:] >= 0
-    if bool(mapped.all()):
-        host = None if skip == 0 else torch.arange(skip, slots.numel())
-        return Rows(engine=slots[skip:], host=host, total=slots.numel())
-    host = mapped.nonzero().squeeze(1) + skip
-    return Rows(engine=slots[host], host=host, total=slots.numel())
+    for start, end in spans:
+        if not 0 <= start <= end <= slots.numel():
+            raise SlotError(
+                f"a chunk of tokens {start}:{end} with {slots.numel()} slots",
+                "0 <= start <= end <= the number of slots",
+            )
+        skip = min(end - start, max(0, cached - start))
+        if size > 1 and (start % size or (end - start) % size or skip % size):
+            raise SlotError(
+                f"a chunk of tokens {start}:{end} of which {skip} are skipped",
+                f"multiples of {size}: this engine packs the {size} tokens of a block together",
+                "Use a chunk size that is a multiple of the block size, and no partial chunks.",
+            )
+    rows = slots if size == 1 else _whole_blocks(slots, size, spans)
+    # One look at all of them: most requests have no hole, and then chunks are just slices.
+    holes = bool((rows < 0).any()) if len(rows) else False
+    return [
+        _chunk(rows, start // size, end // size, -(-cached // size), holes) for start, end in spans
+    ]
+
+
+def _chunk(rows: torch.Tensor, start: int, end: int, cached: int, holes: bool) -> Rows:
+    first = min(end, max(start, cached))
+    engine, total = rows[first:end], end - start
+    if not holes:
+        host = None if first == start else torch.arange(first - start, total)
+        return Rows(engine=engine, host=host, total=total)
+    mapped = (engine >= 0).nonzero().squeeze(1)
+    return Rows(engine=engine[mapped], host=mapped + (first - start), total=total)
 
 
 def rows_to(rows: list[Rows], device: torch.device) -> list[Rows]:
@@ -93,21 +118,16 @@ def rows_to(rows: list[Rows], device: torch.device) -> list[Rows]:
     ]
 
 
-def _whole_blocks(slots: torch.Tensor, size: int, skip: int) -> torch.Tensor:
-    """Block numbers of a chunk that consists of whole, aligned blocks; -1 for unmapped ones."""
-    if slots.numel() % size or skip % size:
-        raise SlotError(
-            f"a chunk of {slots.numel()} tokens of which {skip} are skipped",
-            f"multiples of {size}: this engine packs the {size} tokens of a block together",
-            "Use a chunk size that is a multiple of the block size, and no partial chunks.",
-        )
-    groups = slots.view(-1, size)
+def _whole_blocks(slots: torch.Tensor, size: int, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Block numbers of a request, -1 for unmapped ones, with every chunk in whole blocks."""
+    groups = slots[: slots.numel() // size * size].view(-1, size)
     blocks = groups[:, 0].div(size, rounding_mode="floor")
-    straight = (blocks[:, None] * size + torch.arange(size)) == groups
-    unmapped = groups < 0
-    if not bool((straight.all(dim=1) | unmapped.all(dim=1)).all()):
-        raise SlotError(
-            f"slots that cut or reorder a block of {size} tokens",
-            "whole blocks with their tokens in order",
-        )
-    return blocks.where(~unmapped[:, 0], -1)
+    straight = ((blocks[:, None] * size + torch.arange(size)) == groups).all(dim=1)
+    unmapped = (groups < 0).all(dim=1)
+    for block in (~(straight | unmapped)).nonzero().flatten().tolist():
+        if any(start <= block * size < end for start, end in spans):
+            raise SlotError(
+                f"slots that cut or reorder a block of {size} tokens",
+                "whole blocks with their tokens in order",
+            )
+    return blocks.where(~unmapped, -1)

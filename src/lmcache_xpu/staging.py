@@ -161,7 +161,8 @@ class Stager:
         self, plan: Plan, memory: Sequence[torch.Tensor]
     ) -> Iterator[tuple[_Piece, Sequence[torch.Tensor]]]:
         for piece in plan.pieces:
-            yield piece, memory[piece.first : piece.first + len(piece.totals)]
+            parts = memory[piece.first : piece.first + len(piece.totals)]
+            yield piece, [part.view(-1) for part in parts]
 
     def _chunk(self, plan: Plan, memory: torch.Tensor) -> torch.Tensor:
         rows = memory.numel() // (plan.form.planes * plan.form.layers * self._view.row_size)
@@ -206,8 +207,8 @@ def transfer_of(view: PagedView) -> Transfer:
 
 
 def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        target.view(-1).copy_(source.view(-1), non_blocking=True)
+    """One copy per chunk, enqueued from C++: chunks of one layer are many and small."""
+    torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
 
 
 def _spans(totals: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
