@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
@@ -145,7 +145,7 @@ class Workload:
         ]
 
 
-def store_layers(connector, work: Workload, objs, **more) -> None:  # noqa: ANN001, ANN003 - any layerwise connector
+def store_layers(connector: Any, work: Workload, objs: Any, **more: Any) -> None:
     """What LMCache does to store a request layer by layer."""
     request = {**work.request, **more}
     steps = connector.batched_from_gpu(objs, work.starts, work.ends, **request)
@@ -154,8 +154,12 @@ def store_layers(connector, work: Workload, objs, **more) -> None:  # noqa: ANN0
 
 
 def load_layers(
-    connector, work: Workload, objs, compute: Callable[[], object] | None = None, **more
-) -> None:  # noqa: ANN001, ANN003, E501
+    connector: Any,
+    work: Workload,
+    objs: Any,
+    compute: Callable[[], object] | None = None,
+    **more: Any,
+) -> None:
     """What LMCache and vLLM do to load a request layer by layer, with compute in between."""
     request = {**work.request, **more}
     steps = connector.batched_to_gpu(work.starts, work.ends, **request)
