@@ -21,7 +21,7 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
 )
 
-CHUNK, BLOCK = 256, 128
+CHUNK, BLOCK, KV_HEADS = 256, 128, 2
 # On a chunk's boundary, inside a block, and on a block's boundary inside a chunk.
 LENGTHS = {"boundary": 4 * CHUNK, "inside": 4 * CHUNK + 77, "block": 3 * CHUNK + BLOCK}
 
@@ -154,7 +154,8 @@ def store(engine: Engine, reference: Path) -> dict:
 
     def without_values(self, rows, source, first_layer=0):
         source = source.clone()
-        source[1].zero_()
+        # A block of vLLM's CPU attention: per head the keys of all its tokens, then the values.
+        source.unflatten(-1, (KV_HEADS, 2, -1))[..., 1, :].zero_()
         scatter(self, rows, source, first_layer)
 
     for fault, broken in (("shifted", shifted), ("without values", without_values)):

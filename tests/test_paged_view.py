@@ -35,13 +35,13 @@ def test_the_view_is_the_engine_s_own_memory(kind: str):
 def test_opaque_blocks_are_rows_of_all_their_bytes(kind: str):
     cache = build(Spec(kind))
     view = view_of(cache, opaque_blocks=True)
-    assert view.shape == (6, 1, 1, 4 * 2 * 8)
-    assert (view.tokens_per_row, view.num_slots) == (4, 24)
+    assert view.shape == (6, 1, 1, 4 * 2 * 16)
+    assert (view.planes, view.tokens_per_row, view.num_slots) == (1, 4, 24)
     for layer, tensor in enumerate(cache.engine):
         start = tensor.storage_offset()
         for block in range(6):
             at = start + block * tensor.stride(0)
-            whole = torch.cat([plane[block].flatten() for plane in view.tensors[layer]])
+            whole = view.tensors[layer][0][block].flatten()
             assert torch.equal(bits(whole), bits(cache.raw[at : at + 128]))
 
 

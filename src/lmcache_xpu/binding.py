@@ -121,8 +121,10 @@ class Binding:
             kv_layout=(options.layout_hints or {}).get("kv_layout"),
         )
         self._fmt = MemoryFormat.KV_MLA_FMT if options.use_mla else fmt
+        # Opaque blocks lie in host memory of the same size as wholes, not in planes.
+        planes = 1 if options.opaque_blocks else self._geometry.planes
         layers = 1 if layerwise else num_layers
-        self._form = HostFormat(layers, self._geometry.planes, rows_first=layerwise)
+        self._form = HostFormat(layers, planes, rows_first=layerwise)
         self._bound: Bound | None = None
 
     def host_shape(self, tokens: int) -> torch.Size:

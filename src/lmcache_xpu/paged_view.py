@@ -1,7 +1,7 @@
 """The canonical paged view: every engine's KV cache as `[layer][plane, block, row, head, dim]`.
 
 A *row* is the least that is copied on its own. It is one token, except where the engine packs
-the tokens of a block together: there it is the whole block (half of its bytes per plane), of
+the tokens of a block together: there it is the whole block, keys and values in one plane, of
 which nothing but the size is known. Layouts differ in strides alone, so nothing after this
 file asks which engine or layout it has.
 """
@@ -82,7 +82,7 @@ class PagedView:
 
     @property
     def planes(self) -> int:
-        """2 for keys and values, 1 for MLA's latent."""
+        """2 for keys and values; 1 for MLA's latent and for opaque blocks."""
         return len(self.tensors[0])
 
     @property
@@ -165,21 +165,19 @@ def _ordered(tensor: torch.Tensor, axes: str) -> torch.Tensor:
 
 
 def _opaque_planes(layer: EngineLayer, axes: str, count: int) -> tuple[torch.Tensor, ...]:
-    """A layer's blocks as one row each: `[block, 1, 1, bytes]`, halved into planes."""
+    """A layer's blocks as one row each, in one plane: `[block, 1, 1, elements of a block]`."""
     if not isinstance(layer, torch.Tensor) or axes != "bhnc" or count != 2:
         raise LayoutError(
             f"opaque blocks in a KV cache read as {axes!r} with {count} plane(s)",
             "vLLM's [B, H, N, C] with keys and values in C",
         )
     blocks, inside = layer.shape[0], layer.shape[1:]
-    inner = sorted(zip(layer.stride()[1:], inside, strict=True))
     size = 1
-    for stride, extent in inner:
+    for stride, extent in sorted(zip(layer.stride()[1:], inside, strict=True)):
         if extent > 1 and stride != size:
             raise LayoutError(
                 f"opaque blocks of shape {list(inside)} with strides {list(layer.stride()[1:])}",
                 "blocks whose bytes lie side by side, because only whole blocks can be copied",
             )
         size *= extent
-    whole = layer.as_strided((blocks, 1, 1, size), (layer.stride(0), size, size, 1))
-    return whole.chunk(count, dim=-1)
+    return (layer.as_strided((blocks, 1, 1, size), (layer.stride(0), size, size, 1)),)

@@ -26,7 +26,7 @@ class HostFormat:
 
     Args:
         layers: in one piece of host memory.
-        planes: 2, or 1 for MLA.
+        planes: those of the view.
         rows_first: `[rows, planes, row size]` of one layer, so that chunks can be joined.
     """
 

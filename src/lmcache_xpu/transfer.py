@@ -16,6 +16,11 @@ import torch
 from lmcache_xpu.paged_view import PagedView
 from lmcache_xpu.slots import Rows
 
+# Rows of this many bytes are copied one by one. torch splits such a copy among its threads, while
+# its index operations move a few large rows in one thread, and twice. Measured on two cores with
+# blocks of 512 KiB: 0.45 of a plain copy's speed by index, 0.75 one by one.
+LARGE = 64 * 1024
+
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
@@ -43,6 +48,7 @@ class TorchTransfer:
     rows: int  # rows per block
     block_step: int  # units from one block to the next
     row_step: int  # units from one row to the next
+    large: bool  # a row is one unit of at least `LARGE` bytes
 
     @classmethod
     def of(cls, view: PagedView) -> TorchTransfer:
@@ -57,14 +63,17 @@ class TorchTransfer:
         if not merged:
             places = (torch.arange(heads)[:, None] * head + places).flatten()
         reach = (blocks - 1) * block + (rows - 1) * row + (heads - 1) * head + dim
+        large = unit == heads * dim and unit * view.dtype.itemsize >= LARGE
         return cls(
             windows=tuple(
-                tuple(_window(plane, reach, unit) for plane in layer) for layer in view.tensors
+                tuple(_window(plane, reach, unit, bytewise=large) for plane in layer)
+                for layer in view.tensors
             ),
             within=(places // unit).to(view.device),
             rows=rows,
             block_step=block // unit if blocks > 1 else 0,
             row_step=row // unit if rows > 1 else 0,
+            large=large,
         )
 
     def gather(self, rows: Rows, out: torch.Tensor, first_layer: int = 0) -> None:
@@ -80,6 +89,10 @@ class TorchTransfer:
         if not len(rows.engine):
             return
         index = self._units(rows)
+        if self.large:
+            for unit, row in self._single(rows, index, out, first_layer):
+                row.copy_(unit)
+            return
         for window, chunk in self._pairs(out, first_layer):
             if rows.host is None and chunk.is_contiguous():
                 torch.index_select(window, 0, index, out=chunk.view(-1, window.shape[1]))
@@ -98,9 +111,24 @@ class TorchTransfer:
         if not len(rows.engine):
             return
         index = self._units(rows)
+        if self.large:
+            for unit, row in self._single(rows, index, source, first_layer):
+                unit.copy_(row)
+            return
         for window, chunk in self._pairs(source, first_layer):
             values = chunk if rows.host is None else chunk.index_select(0, rows.host)
             window.index_copy_(0, index, values.reshape(-1, window.shape[1]))
+
+    def _single(
+        self, rows: Rows, index: torch.Tensor, chunk: torch.Tensor, first_layer: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each unit of the view with its row of the chunk; a large row is one unit."""
+        units = index.tolist()
+        places = range(rows.total) if rows.host is None else rows.host.tolist()
+        for window, part in self._pairs(chunk, first_layer):
+            lines = part.unbind(0)
+            for unit, place in zip(units, places, strict=True):
+                yield window[unit], lines[place]
 
     def _pairs(
         self, chunk: torch.Tensor, first_layer: int
@@ -116,11 +144,15 @@ class TorchTransfer:
         return (first[:, None] + self.within).flatten()
 
 
-def _window(plane: torch.Tensor, reach: int, unit: int) -> torch.Tensor:
-    """The plane's memory as `[units, unit]` integers, without a copy."""
+def _window(plane: torch.Tensor, reach: int, unit: int, *, bytewise: bool) -> torch.Tensor:
+    """The plane's memory as `[units, unit]` integers, without a copy.
+
+    As wide as alignment allows; bytes where torch's threads should share one unit, because they
+    count elements.
+    """
     size = plane.element_size()
     start = plane.storage_offset() * size
-    width = math.gcd(8, unit * size, start)
+    width = 1 if bytewise else math.gcd(8, unit * size, start)
     # The engine may have made the tensor in inference mode; a window made outside of it can be
     # written from both.
     with torch.inference_mode(False):
