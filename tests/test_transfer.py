@@ -163,6 +163,43 @@ def test_some_layers_of_a_chunk_whose_tokens_lie_between(transfer, slots: list[i
     assert torch.equal(bits(cache.raw), bits(truth))
 
 
+@pytest.mark.parametrize("slots", [[4, 5, 20, 1, 0, 9, 13], [-1, 5, 20, -1, 0, 9, -1]])
+@pytest.mark.parametrize("kind", ["BLHNC", "NB,2,BS,NH,HS", "MLA LBNHC"])
+def test_chunks_in_many_places_in_one_launch(kind: str, slots: list[int]):
+    """Host memory addressed by the kernel: pieces of 3, 3 and 1 tokens of one layer."""
+    cache = build(Spec(kind))
+    view = view_of(cache)
+    mover, rows = TritonTransfer.of(view), rows_of(view, slots)
+    sizes, hidden = (3, 3, 1), cache.geometry.hidden
+
+    def pieces(whole: torch.Tensor, layer: int) -> list[torch.Tensor]:
+        tokens = whole[:, layer].transpose(0, 1)  # [tokens, planes, hidden]
+        parts = [part.contiguous() for part in tokens.split(sizes)]
+        return [part.pin_memory() for part in parts] if DEVICE != "cpu" else parts
+
+    def move(parts: list[torch.Tensor], layer: int, *, gather: bool) -> None:
+        form = parts[0].view(sizes[0], cache.planes, hidden).permute(1, 0, 2).unsqueeze(1)
+        mover.move_chunks(rows, parts, form, layer, gather=gather)
+
+    whole = cache.host(len(slots))
+    wanted = expected_gather(cache, slots, whole)
+    for layer in range(3):
+        parts = pieces(whole, layer)
+        assert mover.reaches(parts) == (DEVICE != "cpu")  # a kernel must not see pageable memory
+        move(parts, layer, gather=True)
+        if DEVICE != "cpu":
+            torch.accelerator.synchronize()
+        assert torch.equal(bits(torch.cat(parts).transpose(0, 1)), bits(wanted[:, layer]))
+    source = cache.host(len(slots))
+    truth = expected_scatter(cache, slots, source)
+    for layer in range(3):
+        parts = pieces(source, layer)
+        move(parts, layer, gather=False)
+        if DEVICE != "cpu":
+            torch.accelerator.synchronize()
+    assert torch.equal(bits(cache.raw), bits(truth))
+
+
 @BOTH
 def test_a_cache_of_more_than_two_to_the_31_elements(transfer):
     blocks, tokens, heads, content = 2**21 + 5, 16, 1, 128  # 2^32 bytes; touched pages only

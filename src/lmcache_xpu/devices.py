@@ -74,6 +74,16 @@ def is_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A small host tensor on the device, in the current stream; itself on the host.
+
+    By way of pinned memory, because a copy from pageable memory waits for all of the stream.
+    """
+    if is_host(device):
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 def has_triton(device: torch.device) -> bool:
     """Whether Triton kernels run on this device."""
     return not is_host(device) and importlib.util.find_spec("triton") is not None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lmcache_xpu.devices import is_host
+from lmcache_xpu.devices import is_host, upload
 from lmcache_xpu.errors import SlotError
 from lmcache_xpu.paged_view import PagedView
 
@@ -111,7 +111,7 @@ def rows_to(rows: list[Rows], device: torch.device) -> list[Rows]:
         return rows
     parts = [part for r in rows for part in (r.engine, r.host) if part is not None]
     lengths = [len(part) for part in parts]
-    there = iter(torch.split(torch.cat(parts).to(device), lengths))
+    there = iter(torch.split(upload(torch.cat(parts), device), lengths))
     return [
         Rows(engine=next(there), host=None if r.host is None else next(there), total=r.total)
         for r in rows

@@ -7,9 +7,9 @@ and never looks at what they mean. It is the oracle of faster kernels.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -32,6 +32,25 @@ class Transfer(Protocol):
 
     def scatter(self, rows: Rows, source: torch.Tensor, first_layer: int = 0) -> None:
         """Copy mapped rows of `source` into the view."""
+
+
+@runtime_checkable
+class DirectTransfer(Transfer, Protocol):
+    """A transfer that reaches host memory from the device; see `TritonTransfer`."""
+
+    def reaches(self, memory: Sequence[torch.Tensor]) -> bool:
+        """Whether `move_chunks` can address this memory."""
+
+    def move_chunks(
+        self,
+        rows: Rows,
+        memory: Sequence[torch.Tensor],
+        form: torch.Tensor,
+        first_layer: int,
+        *,
+        gather: bool,
+    ) -> None:
+        """Gather into, or scatter from, host memory without staging."""
 
 
 @dataclass(frozen=True, slots=True)
