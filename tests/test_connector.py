@@ -6,6 +6,7 @@ import pytest
 import torch
 from caches import DEVICE, KINDS, LATENT, Spec, bits, build
 from lmcache.v1.memory_allocators.ad_hoc_memory_allocator import AdHocMemoryAllocator
+from lmcache.v1.memory_allocators.pin_memory_allocator import PinMemoryAllocator
 from lmcache.v1.memory_management import MemoryFormat
 from lmcache.v1.metadata import LMCacheMetadata
 
@@ -19,7 +20,8 @@ from lmcache_xpu.errors import (
     TransferError,
 )
 
-ALLOCATOR = AdHocMemoryAllocator("cpu")
+# Beside an accelerator LMCache's memory is pinned, and kernels reach small pieces of it.
+ALLOCATOR = AdHocMemoryAllocator("cpu") if DEVICE == "cpu" else PinMemoryAllocator(2**26)
 
 
 def make(cache, kind=VLLMPagedMemXPUConnectorV2, **options):
@@ -196,7 +198,7 @@ WRONG = {
     "no tensor": (HostMemoryError, "without a tensor"),
     "wrong format": (HostMemoryError, "KV_T2D"),
     "wrong dtype": (HostMemoryError, "torch.float32; expected torch.bfloat16"),
-    "wrong shape": (HostMemoryError, r"\[2, 3, 3, 16\]"),
+    "wrong shape": (HostMemoryError, r"\[2, 3, 3, 16\]; expected \[2, 3, 4, 16\]"),
 }
 
 

@@ -183,7 +183,7 @@ class Binding:
         cached = request.cached if loading else 0
         return bound.stager.plan(self._form, request_rows(bound.view, slots, spans, cached))
 
-    def host_memory(
+    def check_objects(
         self,
         bound: Bound,
         memory_objs: Sequence[MemoryObj],
@@ -191,11 +191,11 @@ class Binding:
         ends: Sequence[int],
         *,
         loading: bool,
-    ) -> list[torch.Tensor]:
-        """The memory objects' tensors, each checked against its chunk.
+    ) -> None:
+        """Check what LMCache says of its memory objects; cheap, looks at no memory.
 
         Raises:
-            HostMemoryError: one that does not fit.
+            HostMemoryError: one that does not fit its chunk.
             TransferError: not one per chunk.
         """
         if not len(memory_objs) == len(starts) == len(ends):
@@ -203,38 +203,43 @@ class Binding:
                 f"{len(memory_objs)} memory objects, {len(starts)} starts and {len(ends)} ends",
                 "as many of each",
             )
-        wanted = {
-            tokens: self.host_shape(tokens)
-            for tokens in {e - s for s, e in zip(starts, ends, strict=True)}
-        }
-        return [
-            self._tensor(bound.view, memory_obj, wanted[end - start], loading=loading)
-            for memory_obj, start, end in zip(memory_objs, starts, ends, strict=True)
-        ]
+        shapes: dict[int, torch.Size] = {}
+        for memory_obj, start, end in zip(memory_objs, starts, ends, strict=True):
+            wanted = shapes.get(end - start)
+            if wanted is None:
+                wanted = shapes[end - start] = self.host_shape(end - start)
+            facts = memory_obj.metadata
+            if self.options.use_mla and not loading:
+                # LMCache's allocators name their default format; what we store is MLA's.
+                facts.fmt = self._fmt
+            if facts.fmt != self._fmt:
+                raise HostMemoryError(f"host memory in format {facts.fmt}", str(self._fmt))
+            if facts.shape != wanted:
+                raise HostMemoryError(
+                    f"host memory of shape {list(facts.shape)}",
+                    f"{list(wanted)} for {end - start} tokens",
+                )
+            if facts.dtype is None or not _same_bytes(facts.dtype, bound.view.dtype):
+                raise HostMemoryError(f"host memory of {facts.dtype}", f"{bound.view.dtype}")
 
-    def _tensor(
-        self, view: PagedView, memory_obj: MemoryObj, wanted: torch.Size, *, loading: bool
-    ) -> torch.Tensor:
-        tensor: torch.Tensor | None = memory_obj.tensor
-        if tensor is None:
-            raise HostMemoryError("a memory object without a tensor", "one that is still valid")
-        if self.options.use_mla and not loading:
-            # LMCache's allocators name their default format; what we store is MLA's.
-            memory_obj.metadata.fmt = self._fmt
-        if memory_obj.metadata.fmt != self._fmt:
-            raise HostMemoryError(
-                f"host memory in format {memory_obj.metadata.fmt}", str(self._fmt)
-            )
-        if tensor.shape != wanted or not tensor.is_contiguous():
-            raise HostMemoryError(
-                f"host memory of shape {list(tensor.shape)} and strides {list(tensor.stride())}",
-                f"a contiguous {list(wanted)}",
-            )
-        if not _same_bytes(tensor.dtype, view.dtype):
-            raise HostMemoryError(f"host memory of {tensor.dtype}", f"{view.dtype}")
-        if not (is_host(tensor.device) or tensor.device == view.device):
-            raise HostMemoryError(f"memory on {tensor.device}", f"cpu or {view.device}")
-        return tensor
+    def tensors(self, bound: Bound, memory_objs: Sequence[MemoryObj]) -> list[torch.Tensor]:
+        """The memory of objects that `check_objects` has seen.
+
+        Raises:
+            HostMemoryError: memory that is gone, not contiguous, or on a third device.
+        """
+        device = bound.view.device
+        tensors: list[torch.Tensor] = []
+        for memory_obj in memory_objs:
+            tensor = memory_obj.tensor
+            if tensor is None:
+                raise HostMemoryError("a memory object without a tensor", "one that is valid")
+            if not tensor.is_contiguous():
+                raise HostMemoryError(f"memory with strides {list(tensor.stride())}", "contiguous")
+            if not (is_host(tensor.device) or tensor.device == device):
+                raise HostMemoryError(f"memory on {tensor.device}", f"cpu or {device}")
+            tensors.append(tensor)
+        return tensors
 
     def _check_view(self, view: PagedView) -> None:
         device, dtype, chunk = self.options.device, self.options.dtype, self.options.chunk_size

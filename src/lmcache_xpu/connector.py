@@ -124,7 +124,8 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
         request = Request.read(kwargs)
         bound = self._binding.bind(request.kvcaches)
         plan = self._binding.plan(bound, starts, ends, request, loading=True)
-        memory = self._binding.host_memory(bound, memory_objs, starts, ends, loading=True)
+        self._binding.check_objects(bound, memory_objs, starts, ends, loading=True)
+        memory = self._binding.tensors(bound, memory_objs)
         # Blocks may have been freed by a step that is still running.
         bound.stager.follow_engine()
         done = bound.stager.load(plan, memory)
@@ -146,6 +147,7 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
         request = Request.read(kwargs)
         bound = self._binding.bind(request.kvcaches)
         plan = self._binding.plan(bound, starts, ends, request, loading=False)
-        memory = self._binding.host_memory(bound, memory_objs, starts, ends, loading=False)
+        self._binding.check_objects(bound, memory_objs, starts, ends, loading=False)
+        memory = self._binding.tensors(bound, memory_objs)
         bound.stager.follow_engine()
         bound.stager.store(plan, memory).synchronize()  # LMCache publishes it at once

@@ -92,7 +92,8 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
                         bound, starts[:count], ends[:count], request, loading=True
                     )
                 spans = starts[:count], ends[:count]
-                memory = self._binding.host_memory(bound, objs[:count], *spans, loading=True)
+                self._binding.check_objects(bound, objs[:count], *spans, loading=True)
+                memory = self._binding.tensors(bound, objs[:count])
                 for obj in objs:  # LMCache lets go of them before the last step
                     obj.ref_count_up()
                     held.append(obj)
@@ -139,15 +140,14 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
         plan = self._binding.plan(bound, starts, ends, request, loading=False)
         if len(memory_objs) != self.num_layers:
             raise TransferError(f"objects of {len(memory_objs)} layers", f"{self.num_layers}")
-        memory = [
-            self._binding.host_memory(bound, objs, starts, ends, loading=False)
-            for objs in memory_objs
-        ]
+        for objs in memory_objs:
+            self._binding.check_objects(bound, objs, starts, ends, loading=False)
         stored: Event | None = None
         try:
             for layer in range(self.num_layers):
                 bound.stager.follow_engine()  # this layer's attention has been enqueued by now
-                before, stored = stored, bound.stager.store(plan, memory[layer], layer)
+                memory = self._binding.tensors(bound, memory_objs[layer])
+                before, stored = stored, bound.stager.store(plan, memory, layer)
                 if before is not None:
                     before.synchronize()
                 yield

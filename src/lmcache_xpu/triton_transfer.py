@@ -1,7 +1,7 @@
 """Gather and scatter as one Triton kernel: all layers and planes of a chunk in one launch.
 
 Only what Triton's CUDA, ROCm and Intel backends all have: integer loads and stores with masks,
-pointers made from integers, a 3-D grid. No tensor descriptors, no inline assembly, no atomics,
+pointers made from integers. No tensor descriptors, no inline assembly, no atomics,
 no hints of a vendor.
 """
 
@@ -20,7 +20,11 @@ from lmcache_xpu.paged_view import PagedView
 from lmcache_xpu.slots import Rows
 
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-_TILE = 2048  # words that one program moves; enough to hide latency, few enough to fill the device
+_TILE = 2048  # words that one program moves at once; enough to hide latency
+
+# Programs that share a direct move. The link needs few of them, and the engine computes on what
+# they leave: on an H200 a full grid let compute wait for the whole load.
+_DIRECT_PROGRAMS = 16
 
 
 @triton.jit
@@ -31,6 +35,7 @@ def _paged_copy(
     chunk_ptr,  # [planes, layers, rows, words of a row]; with TABLE its type alone counts
     table_ptr,  # [chunks] addresses of chunks, read only with TABLE
     num_rows,
+    num_planes,  # of all layers of the chunk
     rows_per_block,
     block_stride,  # strides in words, of the paged view ...
     row_stride,
@@ -49,32 +54,37 @@ def _paged_copy(
     TABLE: tl.constexpr,  # the chunk is many, each where the table says
 ):
     """chunk[p, l, host row r, w] <-> view[l][p, block, row, w // RUN, w % RUN]."""
-    layer = (tl.program_id(1) // PLANES).to(tl.int64)
-    plane = (tl.program_id(1) % PLANES).to(tl.int64)
-    i = tl.program_id(0).to(tl.int64) * ROWS_TILE + tl.arange(0, ROWS_TILE)
-    w = tl.program_id(2) * WORDS_TILE + tl.arange(0, WORDS_TILE)
-    mask = (i < num_rows)[:, None] & (w < ROW)[None, :]
+    row_tiles = tl.cdiv(num_rows, ROWS_TILE)
+    word_tiles: tl.constexpr = (ROW + WORDS_TILE - 1) // WORDS_TILE
+    for tile in range(tl.program_id(0), row_tiles * word_tiles * num_planes, tl.num_programs(0)):
+        lp = tile // (row_tiles * word_tiles)
+        rest = tile - lp * (row_tiles * word_tiles)
+        layer = (lp // PLANES).to(tl.int64)
+        plane = (lp % PLANES).to(tl.int64)
+        i = (rest // word_tiles).to(tl.int64) * ROWS_TILE + tl.arange(0, ROWS_TILE)
+        w = (rest % word_tiles) * WORDS_TILE + tl.arange(0, WORDS_TILE)
+        mask = (i < num_rows)[:, None] & (w < ROW)[None, :]
 
-    row = tl.load(row_ptr + i, mask=i < num_rows, other=0)  # int64: a cache may pass 2^31 words
-    block = row // rows_per_block
-    place = block * block_stride + (row - block * rows_per_block) * row_stride
-    inside = (w // RUN).to(tl.int64) * head_stride + w % RUN
-    base = tl.load(plane_ptr + layer * PLANES + plane).to(chunk_ptr.dtype)
-    engine = base + place[:, None] + inside[None, :]
+        row = tl.load(row_ptr + i, mask=i < num_rows, other=0)  # int64: may pass 2^31 words
+        block = row // rows_per_block
+        place = block * block_stride + (row - block * rows_per_block) * row_stride
+        inside = (w // RUN).to(tl.int64) * head_stride + w % RUN
+        base = tl.load(plane_ptr + layer * PLANES + plane).to(chunk_ptr.dtype)
+        engine = base + place[:, None] + inside[None, :]
 
-    at = tl.load(host_row_ptr + i, mask=i < num_rows, other=0) if SPARSE else i
-    start = plane * chunk_plane_stride + layer * chunk_layer_stride
-    if TABLE:
-        number = at // rows_per_chunk
-        at = at - number * rows_per_chunk
-        bases = tl.load(table_ptr + number, mask=i < num_rows, other=0).to(chunk_ptr.dtype)
-        chunk = bases[:, None] + start + at[:, None] * chunk_row_stride + w[None, :]
-    else:
-        chunk = chunk_ptr + start + at[:, None] * chunk_row_stride + w[None, :]
-    if GATHER:
-        tl.store(chunk, tl.load(engine, mask=mask), mask=mask)
-    else:
-        tl.store(engine, tl.load(chunk, mask=mask), mask=mask)
+        at = tl.load(host_row_ptr + i, mask=i < num_rows, other=0) if SPARSE else i
+        start = plane * chunk_plane_stride + layer * chunk_layer_stride
+        if TABLE:
+            number = at // rows_per_chunk
+            at = at - number * rows_per_chunk
+            bases = tl.load(table_ptr + number, mask=i < num_rows, other=0).to(chunk_ptr.dtype)
+            chunk = bases[:, None] + start + at[:, None] * chunk_row_stride + w[None, :]
+        else:
+            chunk = chunk_ptr + start + at[:, None] * chunk_row_stride + w[None, :]
+        if GATHER:
+            tl.store(chunk, tl.load(engine, mask=mask), mask=mask)
+        else:
+            tl.store(engine, tl.load(chunk, mask=mask), mask=mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,11 +185,9 @@ class TritonTransfer:
         words = chunk.view(self.word)
         tile = min(_TILE, triton.next_power_of_2(self.row))
         rows_tile = max(1, _TILE // tile)
-        grid = (
-            triton.cdiv(count, rows_tile),
-            words.shape[1] * self.planes,
-            triton.cdiv(self.row, tile),
-        )
+        planes = words.shape[1] * self.planes
+        tiles = triton.cdiv(count, rows_tile) * triton.cdiv(self.row, tile) * planes
+        grid = (tiles if table is None else min(tiles, _DIRECT_PROGRAMS),)
         _paged_copy[grid](
             self.addresses[first_layer * self.planes :],
             rows.engine,
@@ -187,6 +195,7 @@ class TritonTransfer:
             words if table is None else self.addresses.view(self.word),
             self.addresses if table is None else table,
             count,
+            planes,
             self.rows,
             *self.strides,
             *words.stride()[:3],
