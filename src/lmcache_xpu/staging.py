@@ -20,9 +20,10 @@ BUFFERS = 2
 BUFFER_BYTES = 32 * 2**20  # of one buffer, unless a single chunk is larger
 
 # Pieces of host memory below this size are moved by a kernel that addresses them, not by the copy
-# engine, which needs microseconds for each: on an H200, 1 MiB pieces reach 48 of 55 GB/s by the
-# engine and 51 to 52 by the kernel, 4 MiB pieces 53 by the engine.
-DIRECT_BYTES = 2 * 2**20
+# engine, which needs microseconds for each. Measured on an H200 whose link gives 55 GB/s: 288 KiB
+# pieces 33 by the engine and 43 by the kernel, 1 MiB pieces 45 and 49. But compute beside a load
+# takes 1.4 times as long with the kernel and 1.08 with the engine, so the kernel is for the small.
+DIRECT_BYTES = 512 * 2**10
 
 
 @dataclass(frozen=True, slots=True)
