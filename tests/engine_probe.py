@@ -148,9 +148,8 @@ def store(engine: Engine, reference: Path) -> dict:
     scatter = TorchTransfer.scatter
 
     def shifted(self, rows, source, first_layer=0):
-        moved = rows.engine + 1  # one block further: opaque blocks are rows
-        other = type(rows)(engine=moved, host=rows.host, total=rows.total)
-        scatter(self, other, source, first_layer)
+        # One block further: opaque blocks are rows.
+        scatter(self, rows._replace(engine=rows.engine + 1), source, first_layer)
 
     def without_values(self, rows, source, first_layer=0):
         source = source.clone()

@@ -10,7 +10,7 @@ result there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -19,19 +19,12 @@ from lmcache_xpu.errors import SlotError
 from lmcache_xpu.paged_view import PagedView
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
-    """Which rows of a chunk go to which rows of the paged view.
+class Rows(NamedTuple):
+    """Which rows of a chunk go to which rows of the paged view."""
 
-    Args:
-        engine: `[n]` int64, row numbers `block * rows per block + row`.
-        host: `[n]` int64 rows of the chunk, or None for all of them in order.
-        total: rows of the whole chunk.
-    """
-
-    engine: torch.Tensor
-    host: torch.Tensor | None
-    total: int
+    engine: torch.Tensor  # [n] int64, row numbers: block * rows per block + row
+    host: torch.Tensor | None  # [n] int64, rows of the chunk; None for all of them in order
+    total: int  # rows of the whole chunk
 
 
 def check_slots(view: PagedView, slot_mapping: torch.Tensor) -> torch.Tensor:

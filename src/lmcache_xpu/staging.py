@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from lmcache_xpu.devices import Event, SideStream, has_triton
+from lmcache_xpu.devices import Event, SideStream, has_triton, is_host
 from lmcache_xpu.paged_view import PagedView
 from lmcache_xpu.slots import Rows, rows_to
 from lmcache_xpu.transfer import DirectTransfer, TorchTransfer, Transfer
@@ -47,19 +48,12 @@ class HostFormat:
         return memory.view(self.planes, self.layers, rows, row_size)
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """What is staged at once.
+class _Piece(NamedTuple):
+    """What is staged at once."""
 
-    Args:
-        rows: of the piece, on the device.
-        first: number of its first chunk.
-        totals: rows of each of its chunks.
-    """
-
-    rows: Rows
-    first: int
-    totals: tuple[int, ...]
+    rows: Rows  # of the piece, on the device
+    first: int  # number of its first chunk
+    chunks: int  # how many
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +84,7 @@ class Stager:
         """Take the rows of some chunks to the device, and join chunks where they can be."""
         bytes_per_row = form.planes * form.layers * self._view.row_size * self._view.dtype.itemsize
         limit = BUFFER_BYTES // bytes_per_row if form.rows_first else 0
-        if self._view.device.type == "cpu":
+        if is_host(self._view.device):
             limit = 0  # nothing is staged, so nothing gains from being joined
         spans = list(_spans([r.total for r in rows], limit))
         joined = [_join(rows[first:last]) for first, last in spans]
@@ -98,7 +92,7 @@ class Stager:
             there = rows_to(joined, self._view.device)
         return Plan(
             tuple(
-                _Piece(piece, first, tuple(r.total for r in rows[first:last]))
+                _Piece(piece, first, last - first)
                 for piece, (first, last) in zip(there, spans, strict=True)
             ),
             form,
@@ -116,22 +110,8 @@ class Stager:
             memory: contiguous, one per chunk, in the plan's format.
             first_layer: of the view; the first one in `memory`.
         """
-        done = Event(self._view.device)
         for piece, parts in self._pieces(plan, memory):
-            if parts[0].device == self._view.device:
-                with self._kernels.current():
-                    self._transfer.gather(piece.rows, self._chunk(plan, parts[0]), first_layer)
-                    done.record()
-                with self._copies.current():
-                    done.wait()
-                continue
-            if direct := self._directly(parts):
-                with self._kernels.current():
-                    form = self._chunk(plan, parts[0])
-                    direct.move_chunks(piece.rows, parts, form, first_layer, gather=True)
-                    done.record()
-                with self._copies.current():
-                    done.wait()
+            if self._moved_in_place(plan, piece, parts, first_layer, gather=True):
                 continue
             buffer = self._next_buffer()
             with self._kernels.current():
@@ -144,7 +124,11 @@ class Stager:
                 buffer.filled.wait()
                 _copy(parts, slices)
                 buffer.free.record()
+        gathered, done = Event(self._view.device), Event(self._view.device)
+        with self._kernels.current():
+            gathered.record()
         with self._copies.current():
+            gathered.wait()
             done.record()
         return done
 
@@ -154,14 +138,7 @@ class Stager:
         Host memory may be reused after the event. Arguments as for `store`.
         """
         for piece, parts in self._pieces(plan, memory):
-            if parts[0].device == self._view.device:
-                with self._kernels.current():
-                    self._transfer.scatter(piece.rows, self._chunk(plan, parts[0]), first_layer)
-                continue
-            if direct := self._directly(parts):
-                with self._kernels.current():
-                    form = self._chunk(plan, parts[0])
-                    direct.move_chunks(piece.rows, parts, form, first_layer, gather=False)
+            if self._moved_in_place(plan, piece, parts, first_layer, gather=False):
                 continue
             buffer = self._next_buffer()
             with self._copies.current():
@@ -177,6 +154,30 @@ class Stager:
             done.record()
         return done
 
+    def _moved_in_place(
+        self,
+        plan: Plan,
+        piece: _Piece,
+        parts: Sequence[torch.Tensor],
+        first_layer: int,
+        *,
+        gather: bool,
+    ) -> bool:
+        """Move a piece without staging, if that is possible and better; whether it was."""
+        near = parts[0].device == self._view.device
+        direct = None if near else self._directly(parts)
+        if not near and direct is None:
+            return False
+        form = self._chunk(plan, parts[0])
+        with self._kernels.current():
+            if direct is not None:
+                direct.move_chunks(piece.rows, parts, form, first_layer, gather=gather)
+            elif gather:
+                self._transfer.gather(piece.rows, form, first_layer)
+            else:
+                self._transfer.scatter(piece.rows, form, first_layer)
+        return True
+
     def _directly(self, parts: Sequence[torch.Tensor]) -> DirectTransfer | None:
         """The transfer that reaches these small parts without staging, if there is one."""
         if self._direct is None or parts[0].nbytes >= DIRECT_BYTES:
@@ -187,7 +188,7 @@ class Stager:
         self, plan: Plan, memory: Sequence[torch.Tensor]
     ) -> Iterator[tuple[_Piece, Sequence[torch.Tensor]]]:
         for piece in plan.pieces:
-            parts = memory[piece.first : piece.first + len(piece.totals)]
+            parts = memory[piece.first : piece.first + piece.chunks]
             yield piece, [part.view(-1) for part in parts]
 
     def _chunk(self, plan: Plan, memory: torch.Tensor) -> torch.Tensor:
