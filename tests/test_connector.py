@@ -195,7 +195,7 @@ WRONG = {
     "no slot mapping": (TransferError, "no slot_mapping"),
     "no kv cache": (TransferError, "no kvcaches"),
     "slot out of range": (SlotError, "slot 27; expected slots below 24"),
-    "no tensor": (HostMemoryError, "without a tensor"),
+    "no tensor": (HostMemoryError, "was given back"),
     "wrong format": (HostMemoryError, "KV_T2D"),
     "wrong dtype": (HostMemoryError, "torch.float32; expected torch.bfloat16"),
     "wrong shape": (HostMemoryError, r"\[2, 3, 3, 16\]; expected \[2, 3, 4, 16\]"),

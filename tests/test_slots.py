@@ -8,7 +8,7 @@ from caches import Spec, build
 
 from lmcache_xpu.errors import SlotError
 from lmcache_xpu.paged_view import PagedView
-from lmcache_xpu.slots import check_slots, request_rows
+from lmcache_xpu.slots import Rows, check_slots, request_rows
 
 
 @pytest.fixture
@@ -26,9 +26,12 @@ def blocks() -> PagedView:
 def rows(view: PagedView, slots: list[int], skip: int = 0, spans=None):
     spans = spans or [(0, len(slots))]
     found = request_rows(view, check_slots(view, torch.tensor(slots)), spans, skip)
-    return [
-        (r.engine.tolist(), None if r.host is None else r.host.tolist(), r.total) for r in found
-    ]
+    return [readable(found.chunks(i, i + 1)) for i in range(len(spans))]
+
+
+def readable(rows: Rows):
+    host = None if rows.host is None else rows.host.tolist()
+    return rows.engine.tolist(), host, rows.total
 
 
 def test_tokens(tokens: PagedView):
@@ -52,6 +55,18 @@ def test_chunks_of_a_request(tokens: PagedView):
         ([1], [1], 2),
     ]
     assert rows(tokens, [5, -1, 9, 23, 1], spans=spans)[0] == ([5], [0], 2)
+
+
+def test_chunks_joined(tokens: PagedView):
+    def joined(slots: list[int], skip: int = 0):
+        found = request_rows(
+            tokens, check_slots(tokens, torch.tensor(slots)), [(0, 2), (3, 5)], skip
+        )
+        return readable(found.chunks(0, 2))
+
+    assert joined([5, 3, 9, 23, 1]) == ([5, 3, 23, 1], None, 4)
+    assert joined([5, -1, 9, 23, 1]) == ([5, 23, 1], [0, 2, 3], 4)
+    assert joined([5, 3, 9, 23, 1], skip=1) == ([3, 23, 1], [1, 2, 3], 4)
 
 
 @pytest.mark.parametrize("span", [(-1, 2), (2, 1), (4, 6)])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lmcache_xpu.engine_layout import Geometry
 from lmcache_xpu.paged_view import PagedView
-from lmcache_xpu.slots import Rows, check_slots, request_rows, rows_to
+from lmcache_xpu.slots import Rows, check_slots, request_rows
 from lmcache_xpu.transfer import TorchTransfer, Transfer
 
 INTERPRET = {"TRITON_INTERPRET": "1"} if DEVICE == "cpu" else {}
@@ -62,7 +62,7 @@ def view_of(cache: EngineCache) -> PagedView:
 
 def rows_of(view: PagedView, slots: list[int], skip: int = 0) -> Rows:
     checked = check_slots(view, torch.tensor(slots, dtype=torch.int64))
-    return rows_to(request_rows(view, checked, [(0, len(slots))], skip), view.device)[0]
+    return request_rows(view, checked, [(0, len(slots))], skip).chunks(0, 1)
 
 
 def prepare(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
@@ -18,7 +18,7 @@ from lmcache_xpu.errors import (
     TransferError,
 )
 from lmcache_xpu.paged_view import EngineLayer, PagedView
-from lmcache_xpu.slots import check_slots, request_rows
+from lmcache_xpu.slots import check_slots
 from lmcache_xpu.staging import HostFormat, Plan, Stager
 
 
@@ -181,7 +181,7 @@ class Binding:
         slots = check_slots(bound.view, request.slot_mapping)
         spans = list(zip(starts, ends, strict=True))
         cached = request.cached if loading else 0
-        return bound.stager.plan(self._form, request_rows(bound.view, slots, spans, cached))
+        return bound.stager.plan(self._form, slots, spans, cached)
 
     def check_objects(
         self,
@@ -209,6 +209,8 @@ class Binding:
             if wanted is None:
                 wanted = shapes[end - start] = self.host_shape(end - start)
             facts = memory_obj.metadata
+            if not memory_obj.is_valid():
+                raise HostMemoryError("a memory object that was given back", "one that is valid")
             if self.options.use_mla and not loading:
                 # LMCache's allocators name their default format; what we store is MLA's.
                 facts.fmt = self._fmt
@@ -222,24 +224,20 @@ class Binding:
             if facts.dtype is None or not _same_bytes(facts.dtype, bound.view.dtype):
                 raise HostMemoryError(f"host memory of {facts.dtype}", f"{bound.view.dtype}")
 
-    def tensors(self, bound: Bound, memory_objs: Sequence[MemoryObj]) -> list[torch.Tensor]:
-        """The memory of objects that `check_objects` has seen.
+    def tensors(self, bound: Bound, memory_objs: Sequence[MemoryObj]) -> Iterator[torch.Tensor]:
+        """The memory of objects that `check_objects` has seen, one by one as it is needed.
 
         Raises:
-            HostMemoryError: memory that is gone, not contiguous, or on a third device.
+            HostMemoryError: not contiguous, or on a third device.
         """
         device = bound.view.device
-        tensors: list[torch.Tensor] = []
         for memory_obj in memory_objs:
             tensor = memory_obj.tensor
-            if tensor is None:
-                raise HostMemoryError("a memory object without a tensor", "one that is valid")
-            if not tensor.is_contiguous():
-                raise HostMemoryError(f"memory with strides {list(tensor.stride())}", "contiguous")
+            if tensor is None or not tensor.is_contiguous():
+                raise HostMemoryError("memory that is gone or strided", "valid and contiguous")
             if not (is_host(tensor.device) or tensor.device == device):
                 raise HostMemoryError(f"memory on {tensor.device}", f"cpu or {device}")
-            tensors.append(tensor)
-        return tensors
+            yield tensor
 
     def _check_view(self, view: PagedView) -> None:
         device, dtype, chunk = self.options.device, self.options.dtype, self.options.chunk_size

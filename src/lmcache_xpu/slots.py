@@ -3,8 +3,7 @@
 A slot is `block * tokens per block + token in block`, as vLLM numbers them; a negative slot
 maps to nothing. A row of the view is one token, or one block where blocks are opaque.
 
-All of it runs on the host, so that nothing here waits for the device; `rows_to` takes the
-result there.
+All of it is decided on the host, so that nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from lmcache_xpu.devices import is_host, upload
+from lmcache_xpu.devices import upload
 from lmcache_xpu.errors import SlotError
 from lmcache_xpu.paged_view import PagedView
 
@@ -51,9 +50,49 @@ def check_slots(view: PagedView, slot_mapping: torch.Tensor) -> torch.Tensor:
     return slots
 
 
+class RequestRows:
+    """The rows of a request's chunks; everything is checked, and rows are made when asked for.
+
+    Args:
+        rows: `[rows of the request]` rows of the paged view on the host, negative where unmapped.
+        spans: per chunk its first row, the first one to move, and the row after its last.
+        device: of the view.
+    """
+
+    def __init__(
+        self, rows: torch.Tensor, spans: Sequence[tuple[int, int, int]], device: torch.device
+    ) -> None:
+        self.totals = [end - start for start, _, end in spans]
+        self._spans = spans
+        self._rows = rows
+        self._device = device
+        # One look at all rows: most requests have no hole, and then chunks are just slices.
+        self._holes = bool((rows < 0).any()) if len(rows) else False
+        self._there = rows if self._holes else upload(rows, device)
+
+    def chunks(self, first: int, last: int) -> Rows:
+        """Chunks `first` to `last - 1`, one after another as one, on the view's device.
+
+        Enqueues a copy in the current stream where rows are left out; waits for nothing.
+        """
+        spans = self._spans[first:last]
+        total = sum(self.totals[first:last])
+        if not self._holes and all(start == move for start, move, _ in spans):
+            parts = [self._there[start:end] for start, _, end in spans]
+            return Rows(parts[0] if len(parts) == 1 else torch.cat(parts), None, total)
+        engine, host, before = [], [], 0
+        for start, move, end in spans:
+            mapped = (self._rows[move:end] >= 0).nonzero().squeeze(1) + move
+            engine.append(self._rows[mapped])
+            host.append(mapped - start + before)
+            before += end - start
+        there = upload(torch.stack([torch.cat(engine), torch.cat(host)]), self._device)
+        return Rows(there[0], there[1], total)
+
+
 def request_rows(
     view: PagedView, slots: torch.Tensor, spans: Sequence[tuple[int, int]], cached: int = 0
-) -> list[Rows]:
+) -> RequestRows:
     """The rows of each chunk of a request.
 
     Args:
@@ -81,34 +120,12 @@ def request_rows(
                 "Use a chunk size that is a multiple of the block size, and no partial chunks.",
             )
     rows = slots if size == 1 else _whole_blocks(slots, size, spans)
-    # One look at all of them: most requests have no hole, and then chunks are just slices.
-    holes = bool((rows < 0).any()) if len(rows) else False
-    return [
-        _chunk(rows, start // size, end // size, -(-cached // size), holes) for start, end in spans
+    known = -(-cached // size)
+    in_rows = [
+        (start // size, min(end // size, max(start // size, known)), end // size)
+        for start, end in spans
     ]
-
-
-def _chunk(rows: torch.Tensor, start: int, end: int, cached: int, holes: bool) -> Rows:
-    first = min(end, max(start, cached))
-    engine, total = rows[first:end], end - start
-    if not holes:
-        host = None if first == start else torch.arange(first - start, total)
-        return Rows(engine=engine, host=host, total=total)
-    mapped = (engine >= 0).nonzero().squeeze(1)
-    return Rows(engine=engine[mapped], host=mapped + (first - start), total=total)
-
-
-def rows_to(rows: list[Rows], device: torch.device) -> list[Rows]:
-    """The same rows on the engine's device, in one copy; themselves where they are there."""
-    if is_host(device) or not rows:
-        return rows
-    parts = [part for r in rows for part in (r.engine, r.host) if part is not None]
-    lengths = [len(part) for part in parts]
-    there = iter(torch.split(upload(torch.cat(parts), device), lengths))
-    return [
-        Rows(engine=next(there), host=None if r.host is None else next(there), total=r.total)
-        for r in rows
-    ]
+    return RequestRows(rows, in_rows, view.device)
 
 
 def _whole_blocks(slots: torch.Tensor, size: int, spans: Sequence[tuple[int, int]]) -> torch.Tensor:

@@ -6,15 +6,15 @@ Two streams and two buffers: while one piece is copied over the link, the next o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from lmcache_xpu.devices import Event, SideStream, has_triton, is_host
 from lmcache_xpu.paged_view import PagedView
-from lmcache_xpu.slots import Rows, rows_to
+from lmcache_xpu.slots import RequestRows, Rows, request_rows
 from lmcache_xpu.transfer import DirectTransfer, TorchTransfer, Transfer
 
 BUFFERS = 2
@@ -48,20 +48,28 @@ class HostFormat:
         return memory.view(self.planes, self.layers, rows, row_size)
 
 
-class _Piece(NamedTuple):
-    """What is staged at once."""
-
-    rows: Rows  # of the piece, on the device
-    first: int  # number of its first chunk
-    chunks: int  # how many
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
-    """Where the chunks of a request go, once for all of its layers."""
+    """Where the chunks of a request go, once for all of its layers.
 
-    pieces: tuple[_Piece, ...]
-    form: HostFormat
+    Args:
+        form: how a chunk lies in host memory.
+        rows: of the chunks.
+        pieces: first chunk, and the one after the last, of what is staged at once.
+    """
+
+    def __init__(
+        self, form: HostFormat, rows: RequestRows, pieces: Sequence[tuple[int, int]]
+    ) -> None:
+        self.form = form
+        self.pieces = pieces
+        self._rows = rows
+        self._made: dict[tuple[int, int], Rows] = {}
+
+    def rows(self, piece: tuple[int, int]) -> Rows:
+        """Of a piece, made for its first layer: later pieces' while the first is copied."""
+        if piece not in self._made:
+            self._made[piece] = self._rows.chunks(*piece)
+        return self._made[piece]
 
 
 class Stager:
@@ -80,45 +88,44 @@ class Stager:
         self._buffers = [_Buffer(view.device) for _ in range(BUFFERS)]
         self._turn = 0
 
-    def plan(self, form: HostFormat, rows: Sequence[Rows]) -> Plan:
-        """Take the rows of some chunks to the device, and join chunks where they can be."""
+    def plan(
+        self,
+        form: HostFormat,
+        slots: torch.Tensor,
+        spans: Sequence[tuple[int, int]],
+        cached: int = 0,
+    ) -> Plan:
+        """Where the chunks of a request go; arguments and errors as for `slots.request_rows`."""
+        # Rows live and die in the stream that reads them.
+        with self._kernels.current():
+            rows = request_rows(self._view, slots, spans, cached)
         bytes_per_row = form.planes * form.layers * self._view.row_size * self._view.dtype.itemsize
         limit = BUFFER_BYTES // bytes_per_row if form.rows_first else 0
         if is_host(self._view.device):
             limit = 0  # nothing is staged, so nothing gains from being joined
-        spans = list(_spans([r.total for r in rows], limit))
-        joined = [_join(rows[first:last]) for first, last in spans]
-        with self._kernels.current():
-            there = rows_to(joined, self._view.device)
-        return Plan(
-            tuple(
-                _Piece(piece, first, last - first)
-                for piece, (first, last) in zip(there, spans, strict=True)
-            ),
-            form,
-        )
+        return Plan(form, rows, list(_pieces(rows.totals, limit)))
 
     def follow_engine(self) -> None:
         """Order what follows after what the engine has enqueued so far."""
         self._kernels.after_engine()
 
-    def store(self, plan: Plan, memory: Sequence[torch.Tensor], first_layer: int = 0) -> Event:
+    def store(self, plan: Plan, memory: Iterable[torch.Tensor], first_layer: int = 0) -> Event:
         """From the view into host memory; the event is behind the last copy.
 
         Args:
             plan: of these chunks.
-            memory: contiguous, one per chunk, in the plan's format.
+            memory: contiguous, one per chunk, in the plan's format; taken piece by piece.
             first_layer: of the view; the first one in `memory`.
         """
-        for piece, parts in self._pieces(plan, memory):
-            if self._moved_in_place(plan, piece, parts, first_layer, gather=True):
+        for rows, parts in self._pieces(plan, memory):
+            if self._moved_in_place(plan, rows, parts, first_layer, gather=True):
                 continue
             buffer = self._next_buffer()
             with self._kernels.current():
                 staged, slices = buffer.take(parts)
-                if piece.rows.host is not None:  # rows that stay must survive the copy back
+                if rows.host is not None:  # rows that stay must survive the copy back
                     _copy(slices, parts)
-                self._transfer.gather(piece.rows, self._chunk(plan, staged), first_layer)
+                self._transfer.gather(rows, self._chunk(plan, staged), first_layer)
                 buffer.filled.record()
             with self._copies.current():
                 buffer.filled.wait()
@@ -132,13 +139,13 @@ class Stager:
             done.record()
         return done
 
-    def load(self, plan: Plan, memory: Sequence[torch.Tensor], first_layer: int = 0) -> Event:
+    def load(self, plan: Plan, memory: Iterable[torch.Tensor], first_layer: int = 0) -> Event:
         """From host memory into the view; the event is behind the last scatter.
 
         Host memory may be reused after the event. Arguments as for `store`.
         """
-        for piece, parts in self._pieces(plan, memory):
-            if self._moved_in_place(plan, piece, parts, first_layer, gather=False):
+        for rows, parts in self._pieces(plan, memory):
+            if self._moved_in_place(plan, rows, parts, first_layer, gather=False):
                 continue
             buffer = self._next_buffer()
             with self._copies.current():
@@ -147,7 +154,7 @@ class Stager:
                 buffer.filled.record()
             with self._kernels.current():
                 buffer.filled.wait()
-                self._transfer.scatter(piece.rows, self._chunk(plan, staged), first_layer)
+                self._transfer.scatter(rows, self._chunk(plan, staged), first_layer)
                 buffer.free.record()
         done = Event(self._view.device)
         with self._kernels.current():
@@ -157,7 +164,7 @@ class Stager:
     def _moved_in_place(
         self,
         plan: Plan,
-        piece: _Piece,
+        rows: Rows,
         parts: Sequence[torch.Tensor],
         first_layer: int,
         *,
@@ -171,11 +178,11 @@ class Stager:
         form = self._chunk(plan, parts[0])
         with self._kernels.current():
             if direct is not None:
-                direct.move_chunks(piece.rows, parts, form, first_layer, gather=gather)
+                direct.move_chunks(rows, parts, form, first_layer, gather=gather)
             elif gather:
-                self._transfer.gather(piece.rows, form, first_layer)
+                self._transfer.gather(rows, form, first_layer)
             else:
-                self._transfer.scatter(piece.rows, form, first_layer)
+                self._transfer.scatter(rows, form, first_layer)
         return True
 
     def _directly(self, parts: Sequence[torch.Tensor]) -> DirectTransfer | None:
@@ -185,11 +192,16 @@ class Stager:
         return self._direct if self._direct.reaches(parts) else None
 
     def _pieces(
-        self, plan: Plan, memory: Sequence[torch.Tensor]
-    ) -> Iterator[tuple[_Piece, Sequence[torch.Tensor]]]:
+        self, plan: Plan, memory: Iterable[torch.Tensor]
+    ) -> Iterator[tuple[Rows, list[torch.Tensor]]]:
+        """Rows and host memory of each piece, made while the one before is copied."""
+        rest = iter(memory)
         for piece in plan.pieces:
-            parts = memory[piece.first : piece.first + piece.chunks]
-            yield piece, [part.view(-1) for part in parts]
+            first, last = piece
+            parts = [part.view(-1) for part in itertools.islice(rest, last - first)]
+            with self._kernels.current():
+                rows = plan.rows(piece)
+            yield rows, parts
 
     def _chunk(self, plan: Plan, memory: torch.Tensor) -> torch.Tensor:
         rows = memory.numel() // (plan.form.planes * plan.form.layers * self._view.row_size)
@@ -238,7 +250,7 @@ def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
     torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
 
 
-def _spans(totals: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
+def _pieces(totals: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
     """Cut chunks into runs of at most `limit` rows, and of at least one chunk.
 
     The chunks of a run have the same size, but its last may be smaller.
@@ -252,18 +264,3 @@ def _spans(totals: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
         rows += total
     if totals:
         yield first, len(totals)
-
-
-def _join(rows: Sequence[Rows]) -> Rows:
-    """Chunks one after another as one."""
-    if len(rows) == 1:
-        return rows[0]
-    total = sum(r.total for r in rows)
-    engine = torch.cat([r.engine for r in rows])
-    if all(r.host is None for r in rows):
-        return Rows(engine=engine, host=None, total=total)
-    hosts, start = [], 0
-    for r in rows:
-        hosts.append((torch.arange(r.total) if r.host is None else r.host) + start)
-        start += r.total
-    return Rows(engine=engine, host=torch.cat(hosts), total=total)
