@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 help: ## List the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: ## Create or update .venv (vLLM on CPU, LMCache, this package, tools)
 	@$(PYTHON) scripts/bootstrap.py
@@ -21,10 +21,17 @@ check: setup ## Lint, format, types, import order of the package; changes nothin
 fmt: setup ## Format and fix what lint can fix
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 
-lock: setup ## Renew constraints.txt from pyproject.toml
-	@$(PYTHON) scripts/bootstrap.py --lock
+bench: setup ## Time the connectors and the engine on CPU; wants a quiet machine
+	@$(BIN)/python benchmarks/connector.py
+	@$(BIN)/python benchmarks/engine.py
+
+bench-device: ## Time the connectors on an accelerator, in the environment of PYTHON
+	@PYTHONPATH=src $(PYTHON) benchmarks/device.py
+
+lock: setup ## Renew constraints.txt from pyproject.toml (all of it: make lock UPGRADE=1)
+	@$(PYTHON) scripts/bootstrap.py --lock $(if $(UPGRADE),--upgrade)
 
 clean: ## Remove .venv, caches and what the demo left
 	rm -rf .venv .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup demo test check fmt lock clean
+.PHONY: help setup demo test check fmt bench bench-device lock clean

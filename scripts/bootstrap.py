@@ -6,17 +6,22 @@ does nothing when the environment is up to date.
 
 PyTorch's CPU build is taken from pip's find-links where these hold it (an offline machine),
 and from PyTorch's CPU wheel index everywhere else.
+
+With `--lock` it renews constraints.txt instead: what pyproject.toml asks for, everything else as
+it is; with `--lock --upgrade` everything anew.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
 import venv
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
@@ -25,7 +30,7 @@ UV = "uv==0.13.8"
 DISK_GIB = 6  # measured: 3.3 GiB installed, and the wheels while they are unpacked
 
 
-def fail(found: str, fix: str) -> None:
+def fail(found: str, fix: str) -> NoReturn:
     """End with one readable line instead of a traceback."""
     sys.exit(f"bootstrap: {found}\n           {fix}")
 
@@ -44,6 +49,30 @@ def pip_find_links(python: Path) -> str | None:
         if found.returncode == 0 and found.stdout.strip():
             return ",".join(found.stdout.split())
     return None
+
+
+def uv_environment(python: Path) -> dict[str, str]:
+    """What uv needs to know: the environment, the time it may take, and where torch is."""
+    env = {**os.environ, "VIRTUAL_ENV": str(VENV), "UV_HTTP_TIMEOUT": "300"}
+    if links := pip_find_links(python):
+        env.setdefault("UV_FIND_LINKS", links)
+    torch = re.search(r"torch==[^\"+\s]+", (ROOT / "pyproject.toml").read_text())
+    if torch is None:
+        fail("no pinned torch in pyproject.toml.", "Pin it: torch==VERSION in the extra cpu.")
+    probe = ("pip", "install", "--dry-run", "--reinstall", "--no-deps", f"{torch[0]}+cpu")
+    if not run(str(VENV / "bin" / "uv"), *probe, env=env, quiet=True):
+        env["UV_TORCH_BACKEND"] = "cpu"  # not in the find-links: PyTorch's own CPU index
+    return env
+
+
+def lock(*options: str) -> None:
+    """Renew constraints.txt, for the oldest Python and C library that are served."""
+    compile_ = (str(VENV / "bin" / "uv"), "pip", "compile", "-q", "pyproject.toml")
+    what = ("--extra", "cpu", "--extra", "dev", "--no-header", "--no-annotate")
+    where = ("--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_28")
+    env = uv_environment(VENV / "bin" / "python")
+    if not run(*compile_, *what, *where, "-o", "constraints.txt", *options, env=env):
+        fail("uv could not resolve the versions.", "See its message above.")
 
 
 def main() -> None:
@@ -77,16 +106,8 @@ def main() -> None:
     if not run(str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", UV):
         fail("pip could not install uv.", "Check the network and pip's configuration above.")
 
-    env = {**os.environ, "VIRTUAL_ENV": str(VENV), "UV_HTTP_TIMEOUT": "300"}
-    if links := pip_find_links(python):
-        env.setdefault("UV_FIND_LINKS", links)
+    env = uv_environment(python)
     uv = str(VENV / "bin" / "uv")
-    torch = next(
-        line for line in (ROOT / "constraints.txt").read_text().split() if line.startswith("torch=")
-    )
-    probe = (uv, "pip", "install", "--dry-run", "--no-deps", torch)
-    if not run(*probe, env=env, quiet=True):
-        env["UV_TORCH_BACKEND"] = "cpu"  # not in the find-links: PyTorch's own CPU index
     extras = ".[cpu,dev]"
     if not run(uv, "pip", "install", "-q", "-c", "constraints.txt", "-e", extras, env=env):
         fail("uv could not install the packages above.", "See its message; then run again.")
@@ -94,4 +115,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--lock"]:
+        lock(*sys.argv[2:])
+    else:
+        main()
