@@ -25,6 +25,9 @@ bench: setup ## Time the connectors and the engine on CPU; wants a quiet machine
 	@$(BIN)/python benchmarks/connector.py
 	@$(BIN)/python benchmarks/engine.py
 
+bench-engine: setup ## Only the engine, end to end
+	@$(BIN)/python benchmarks/engine.py
+
 bench-device: ## Time the connectors on an accelerator, in the environment of PYTHON
 	@PYTHONPATH=src $(PYTHON) benchmarks/device.py
 
@@ -34,4 +37,4 @@ lock: setup ## Renew constraints.txt from pyproject.toml (all of it: make lock U
 clean: ## Remove .venv, caches and what the demo left
 	rm -rf .venv .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup demo test check fmt bench bench-device lock clean
+.PHONY: help setup demo test check fmt bench bench-engine bench-device lock clean
