@@ -54,7 +54,7 @@ def _paged_copy(
     TABLE: tl.constexpr,  # the chunk is many, each where the table says
 ):
     """chunk[p, l, host row r, w] <-> view[l][p, block, row, w // RUN, w % RUN]."""
-    row_tiles = tl.cdiv(num_rows, ROWS_TILE)
+    row_tiles = (num_rows + ROWS_TILE - 1) // ROWS_TILE
     word_tiles: tl.constexpr = (ROW + WORDS_TILE - 1) // WORDS_TILE
     for tile in range(tl.program_id(0), row_tiles * word_tiles * num_planes, tl.num_programs(0)):
         lp = tile // (row_tiles * word_tiles)
