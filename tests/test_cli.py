@@ -37,7 +37,7 @@ def run(*args):
 def test_every_setting_has_an_option_except_the_key():
     shown = runner.invoke(app, ["serve", "--help"], env={"COLUMNS": "200"}).output
     missing = {n for n in Settings.model_fields if f"--{n.replace('_', '-')}" not in shown}
-    assert missing == {"model", "extra_args", "api_key"}
+    assert missing == {"model", "extra_args", "api_key", "remote_password"}
     assert "--no-offload" in shown
     assert "(default: 256)" in shown
     assert "LMCACHE_XPU_API_KEY" in shown

@@ -140,6 +140,29 @@ def test_the_disk_tier_reaches_lmcache_through_vllms_command_line(parser):
     assert extra == {"disk.path": "/data/kv", "disk.gib": 2.5}
 
 
+def test_the_shared_tier_can_be_with_and_without_a_disk_tier():
+    alone = load(remote_url="redis://cache:6379").lmcache_config()
+    both = load(remote_url="rediss://cache:6379/1", disk_path="/d", disk_gib=1).lmcache_config()
+    assert "storage_plugins" not in alone
+    assert alone["remote_storage_plugins"] == both["remote_storage_plugins"] == ["shared"]
+    assert alone["extra_config"]["shared.url"] == "redis://cache:6379"
+    assert both["extra_config"]["disk.path"] == "/d"
+    extra = alone["extra_config"]
+    module = importlib.import_module(extra["remote_storage_plugin.shared.module_path"])
+    assert isinstance(getattr(module, extra["remote_storage_plugin.shared.class_name"]), type)
+
+
+def test_a_password_in_the_url_is_refused_and_not_shown():
+    with pytest.raises(SettingsError, match="remote_password") as refused:
+        load(remote_url="redis://:s3cret@cache:6379")
+    assert "s3cret" not in str(refused.value)
+
+
+def test_the_shared_tier_is_not_for_layerwise():
+    with pytest.raises(SettingsError, match="one of the two"):
+        load(remote_url="redis://cache:6379", layerwise=True)
+
+
 def test_a_chunk_that_is_lost_is_recomputed(parser):
     """vLLM's default fails the request."""
     transfer = parser.parse_args(load().vllm_args()).kv_transfer_config

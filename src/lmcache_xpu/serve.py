@@ -51,8 +51,8 @@ def command(settings: Settings) -> list[str]:
 def describe(settings: Settings) -> str:
     """The command, the environment it adds and LMCache's configuration, for a reader."""
     env = settings.environment()
-    if "VLLM_API_KEY" in env:
-        env["VLLM_API_KEY"] = "(not shown)"
+    for secret in {"VLLM_API_KEY", f"{ENV_PREFIX}REMOTE_PASSWORD"} & env.keys():
+        env[secret] = "(not shown)"
     lines = ["# command", shlex.join(command(settings)), "", "# environment"]
     lines += [f"{name}={value}" for name, value in sorted(env.items())]
     lines += ["", "# LMCache", json.dumps(settings.lmcache_config(), indent=2)]

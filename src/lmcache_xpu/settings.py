@@ -98,6 +98,12 @@ class Settings(BaseSettings):
     cpu_gib: float = Field(5.0, gt=0, description="CPU tier per device, GiB, allocated at start")
     disk_path: Path | None = Field(None, description="Directory of the disk tier; unset: off")
     disk_gib: float | None = Field(None, gt=0, description="Disk tier per device, GiB")
+    remote_url: str | None = Field(
+        None,
+        pattern=r"^rediss?://[^@/]+(/\d+)?$",
+        description="A Valkey or Redis that engines share, redis://HOST:PORT; unset: off",
+    )
+    remote_password: SecretStr | None = Field(None, description="Password of that server")
     layerwise: bool = Field(False, description="Load and store layer by layer")
     save_decode: bool = Field(False, description="Store the KV of answers too, not only prompts")
     # LMCache's default is Python's hash(), which differs from process to process; then what
@@ -154,6 +160,12 @@ class Settings(BaseSettings):
                 "both, or neither (no disk tier)",
                 f"Set {missing} as well.",
             )
+        if self.remote_url is not None and self.layerwise:
+            raise SettingsError(
+                "layerwise with a remote_url",
+                "one of the two",
+                "The shared tier holds whole chunks only.",
+            )
         return self
 
     def vllm_args(self) -> list[str]:
@@ -201,15 +213,23 @@ class Settings(BaseSettings):
             "save_unfull_chunk": False,
             "pre_caching_hash_algorithm": self.hash_algorithm,
         }
+        extra: dict[str, object] = {}
         if self.disk_path is not None:
             config["storage_plugins"] = ["disk"]
-            config["extra_config"] = {
+            extra |= {
                 "storage_plugin.disk.module_path": "lmcache_xpu.disk.tier",
                 "storage_plugin.disk.class_name": "DiskTier",
                 "disk.path": str(self.disk_path),
                 "disk.gib": self.disk_gib,
             }
-        return config
+        if self.remote_url is not None:
+            config["remote_storage_plugins"] = ["shared"]
+            extra |= {
+                "remote_storage_plugin.shared.module_path": "lmcache_xpu.remote",
+                "remote_storage_plugin.shared.class_name": "RemoteTier",
+                "shared.url": self.remote_url,
+            }
+        return {**config, "extra_config": extra} if extra else config
 
     def environment(self) -> dict[str, str]:
         """The variables that have no argument: to be added to the engine's environment."""
@@ -224,6 +244,9 @@ class Settings(BaseSettings):
         if self.api_key is not None:
             # Not an argument: every user of the machine can read those.
             env["VLLM_API_KEY"] = self.api_key.get_secret_value()
+        if self.remote_password is not None:
+            # Read by `remote` in the engine's worker: LMCache logs its configuration.
+            env[f"{ENV_PREFIX}REMOTE_PASSWORD"] = self.remote_password.get_secret_value()
         return env
 
     def _kv_transfer(self) -> dict[str, object]:
@@ -249,7 +272,7 @@ def _readable(error: ValidationError) -> SettingsError:
         name = str(item["loc"][0]) if item["loc"] else "settings"
         if item["type"] == "missing":
             found.append(f"no {name}")
-        elif name == "api_key":
+        elif name in ("api_key", "remote_password", "remote_url"):  # people put passwords in URLs
             found.append(f"{name} (not shown)")
         else:
             found.append(f"{name}={item['input']!r}")
@@ -259,6 +282,8 @@ def _readable(error: ValidationError) -> SettingsError:
         else:
             message = item["msg"][0].lower() + item["msg"][1:]
             expected.append(f"{name}: {message}")
+        if name == "remote_url":
+            fix = "redis://HOST:PORT, or rediss:// for TLS; a password goes into remote_password."
         if name == "port" and str(item["input"]).startswith("tcp://"):
             fix = (
                 "Kubernetes made this variable for a service named lmcache-xpu: set "

@@ -113,12 +113,13 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
             engine = self._lmcache_engine.lmcache_engine
             engine.gpu_connector.initialize_kvcaches_ptr(kvcaches=list(kv_caches.values()))
             backends = engine.storage_manager.storage_backends
-            for tier in self._config.storage_plugins or ():
-                if tier not in backends:  # LMCache only logs why
+            for tier in self._tiers():
+                # LMCache only logs why a tier is missing, or a remote one without a connector.
+                if getattr(backends.get(tier), "connection", tier) is None or tier not in backends:
                     raise SeamError(
                         f"LMCache tiers {list(backends)}",
-                        f"the configured tier {tier!r} among them",
-                        "Its error is in the log above, after 'Failed to create backend'.",
+                        f"the configured tier {tier!r} among them, and working",
+                        "Its error is in the log above, after 'Failed to'.",
                     )
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -156,9 +157,14 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
         engine = self._lmcache_engine.lmcache_engine if self._served else None
         if (manager := getattr(engine, "storage_manager", None)) is None:
             return
-        for tier in self._config.storage_plugins or ():
+        for tier in self._tiers():
             if tier in manager.storage_backends:
                 manager.storage_backends[tier].close()
+
+    def _tiers(self) -> list[str]:
+        """LMCache's names of the tiers that are configured beside the CPU tier."""
+        remote = [f"RemoteBackend-{name}" for name in self._config.remote_storage_plugins or ()]
+        return [*(self._config.storage_plugins or ()), *remote]
 
     def _check_healthy(self) -> None:
         manager = self._lmcache_engine._manager
