@@ -6,7 +6,7 @@ reads those it knows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -14,7 +14,8 @@ from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 from lmcache.v1.metadata import LMCacheMetadata
 
-from lmcache_xpu.binding import Binding, ConnectorOptions, Request
+from lmcache_xpu.binding import Binding, Bound, ConnectorOptions, Request
+from lmcache_xpu.metrics import LOAD_CPU, STORE_CPU, Flow, Stopwatch
 
 
 class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped base
@@ -82,6 +83,19 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
         if (kvcaches := kwargs.get("kvcaches")) is not None:
             self._binding.bind(kvcaches)
 
+    def _count(
+        self,
+        flow: Flow,
+        bound: Bound,
+        spans: Iterable[tuple[int, int]],
+        cached: int,
+        seconds: float,
+    ) -> None:
+        tokens = sum(end - max(start, min(end, cached)) for start, end in spans)
+        layers = self.num_layers if self.LAYERWISE else 1
+        token_bytes = self.get_shape(1).numel() * layers * bound.view.dtype.itemsize
+        flow.moved(size_bytes=tokens * token_bytes, tokens=tokens, seconds=seconds)
+
 
 class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
     """Copies whole chunks, KV_2LTD `[2, layers, tokens, hidden]` or KV_MLA_FMT `[1, ...]`."""
@@ -126,11 +140,15 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
         plan = self._binding.plan(bound, starts, ends, request, loading=True)
         self._binding.check_objects(bound, memory_objs, starts, ends, loading=True)
         memory = self._binding.tensors(bound, memory_objs)
-        # Blocks may have been freed by a step that is still running.
-        bound.stager.follow_engine()
-        done = bound.stager.load(plan, memory)
-        done.wait()  # the engine's stream
-        done.synchronize()  # LMCache gives up the host memory when this returns
+        watch = Stopwatch()
+        with watch.running():
+            # Blocks may have been freed by a step that is still running.
+            bound.stager.follow_engine()
+            done = bound.stager.load(plan, memory)
+            done.wait()  # the engine's stream
+            done.synchronize()  # LMCache gives up the host memory when this returns
+        spans = zip(starts, ends, strict=True)
+        self._count(LOAD_CPU, bound, spans, request.cached, watch.seconds)
 
     def batched_from_gpu(
         self,
@@ -149,5 +167,8 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
         plan = self._binding.plan(bound, starts, ends, request, loading=False)
         self._binding.check_objects(bound, memory_objs, starts, ends, loading=False)
         memory = self._binding.tensors(bound, memory_objs)
-        bound.stager.follow_engine()
-        bound.stager.store(plan, memory).synchronize()  # LMCache publishes it at once
+        watch = Stopwatch()
+        with watch.running():
+            bound.stager.follow_engine()
+            bound.stager.store(plan, memory).synchronize()  # LMCache publishes it at once
+        self._count(STORE_CPU, bound, zip(starts, ends, strict=True), 0, watch.seconds)

@@ -24,6 +24,7 @@ from lmcache_xpu.binding import Request
 from lmcache_xpu.connector import PagedMemConnector
 from lmcache_xpu.devices import Event
 from lmcache_xpu.errors import TransferError
+from lmcache_xpu.metrics import LOAD_CPU, STORE_CPU, Stopwatch
 
 
 class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
@@ -78,6 +79,7 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
         held: list[MemoryObj] = []
         loaded: Event | None = None
         count = len(starts)
+        watch = Stopwatch()  # not of what the engine does between two layers
         try:
             for layer in range(self.num_layers):
                 objs = yield
@@ -97,18 +99,22 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
                 for obj in objs:  # LMCache lets go of them before the last step
                     obj.ref_count_up()
                     held.append(obj)
-                before, loaded = loaded, bound.stager.load(plan, memory, layer)
-                if before is not None:
-                    before.wait()
+                with watch.running():
+                    before, loaded = loaded, bound.stager.load(plan, memory, layer)
+                    if before is not None:
+                        before.wait()
             if (yield) is not None:
                 raise TransferError(f"a layer {self.num_layers}", f"{self.num_layers} layers")
             if loaded is not None:
                 loaded.wait()
         finally:
             if loaded is not None:
-                loaded.synchronize()
+                with watch.running():
+                    loaded.synchronize()
             for obj in held:
                 obj.ref_count_down()
+        whole = zip(starts[:count], ends[:count], strict=True)
+        self._count(LOAD_CPU, bound, whole, request.cached, watch.seconds)
         yield
         raise _ended("load", self.num_layers + 2)
 
@@ -143,17 +149,21 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
         for objs in memory_objs:
             self._binding.check_objects(bound, objs, starts, ends, loading=False)
         stored: Event | None = None
+        watch = Stopwatch()
         try:
             for layer in range(self.num_layers):
-                bound.stager.follow_engine()  # this layer's attention has been enqueued by now
-                memory = self._binding.tensors(bound, memory_objs[layer])
-                before, stored = stored, bound.stager.store(plan, memory, layer)
-                if before is not None:
-                    before.synchronize()
+                with watch.running():
+                    bound.stager.follow_engine()  # this layer's attention is enqueued by now
+                    memory = self._binding.tensors(bound, memory_objs[layer])
+                    before, stored = stored, bound.stager.store(plan, memory, layer)
+                    if before is not None:
+                        before.synchronize()
                 yield
         finally:
             if stored is not None:
-                stored.synchronize()
+                with watch.running():
+                    stored.synchronize()
+        self._count(STORE_CPU, bound, zip(starts, ends, strict=True), 0, watch.seconds)
         yield
         raise _ended("store", self.num_layers + 1)
 

@@ -5,6 +5,7 @@ The process is replaced (`exec`), not wrapped: signals, exit code and logs are v
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import json
 import os
@@ -18,7 +19,17 @@ from pathlib import Path
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.settings import ENV_PREFIX, Settings
 
-__all__ = ["command", "describe", "preflight", "resolve_device", "serve"]
+__all__ = [
+    "METRICS_VARIABLE",
+    "command",
+    "describe",
+    "environment",
+    "preflight",
+    "resolve_device",
+    "serve",
+]
+
+METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's
 
 
 def serve(settings: Settings, *, dry_run: bool = False) -> None:
@@ -34,7 +45,38 @@ def serve(settings: Settings, *, dry_run: bool = False) -> None:
     preflight(settings, os.environ)
     argv = command(settings)
     sys.stdout.flush()
-    os.execvpe(argv[0], argv, {**os.environ, **settings.environment()})
+    os.execvpe(argv[0], argv, environment(settings, os.environ))
+
+
+def environment(settings: Settings, environ: Mapping[str, str]) -> dict[str, str]:
+    """The engine's whole environment, with an empty directory for its metrics.
+
+    vLLM's server, its engine and LMCache are several processes. prometheus_client lets each write
+    to files of its own in PROMETHEUS_MULTIPROC_DIR, and the server's /metrics sums them up. What
+    an earlier engine left there would count, so it is removed: call this once per engine, after
+    `preflight`, which sees that none of the same port is running.
+
+    Raises:
+        SettingsError: the directory can't be used.
+    """
+    env = {**environ, **settings.environment()}
+    given = environ.get(METRICS_VARIABLE)
+    # By port, not by chance: nothing of ours is left to remove one when the engine ends.
+    name = f"lmcache-xpu-metrics-{os.geteuid()}-{settings.port}"
+    path = Path(given or Path(tempfile.gettempdir()) / name)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not given and path.lstat().st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, "it belongs to another user")
+        for left in path.glob("*.db"):
+            left.unlink()
+    except OSError as error:
+        raise SettingsError(
+            f"{path} for the engine's metrics ({error.strerror})",
+            "a directory that this user may write to",
+            f"Name one in {METRICS_VARIABLE}.",
+        ) from error
+    return {**env, METRICS_VARIABLE: str(path)}
 
 
 def command(settings: Settings) -> list[str]:

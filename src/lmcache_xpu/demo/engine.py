@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,7 +19,13 @@ from typing import IO, Self
 import httpx
 
 from lmcache_xpu.errors import EngineError
-from lmcache_xpu.serve import command, preflight, resolve_device
+from lmcache_xpu.serve import (
+    METRICS_VARIABLE,
+    command,
+    environment,
+    preflight,
+    resolve_device,
+)
 from lmcache_xpu.settings import Settings
 
 __all__ = ["EngineProcess", "free_port"]
@@ -71,6 +78,7 @@ class EngineProcess:
         self._on_wait = on_wait
         self._argv = list(argv or command(self.settings))
         self._process: subprocess.Popen[bytes] | None = None
+        self._metrics: Path | None = None  # the engine's directory for them, if ours to remove
 
     @property
     def url(self) -> str:
@@ -122,9 +130,13 @@ class EngineProcess:
         finally:  # a second Ctrl-C shortens the wait, not the result
             _signal_group(group, signal.SIGKILL)
             _gone(process, KILL_S)
+            if self._metrics is not None:
+                shutil.rmtree(self._metrics, ignore_errors=True)
 
     def _spawn(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
         parent = os.getpid()
+        env = environment(self.settings, os.environ)
+        self._metrics = None if METRICS_VARIABLE in os.environ else Path(env[METRICS_VARIABLE])
 
         def die_with_parent() -> None:
             _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -136,7 +148,7 @@ class EngineProcess:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **self.settings.environment()},
+            env=env,
             start_new_session=True,
             preexec_fn=die_with_parent,
         )

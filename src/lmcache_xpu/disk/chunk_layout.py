@@ -61,4 +61,6 @@ class ChunkLayout:
     @property
     def tokens(self) -> int:
         """Tokens of the chunk."""
-        return int(self.shapes[0][self.fmt.token_dim()])
+        # Not LMCache's `token_dim`: it is of other formats where one layer is a chunk's object.
+        dimension = 0 if self.fmt == MemoryFormat.KV_T2D else -2
+        return int(self.shapes[0][dimension])

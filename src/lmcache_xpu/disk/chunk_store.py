@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from lmcache_xpu.disk.chunk_file import ChunkInfo, disk_bytes, read_chunk, scan_chunk, write_chunk
 from lmcache_xpu.disk.lock import DirectoryLock
 from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.metrics import LOAD_DISK
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -123,6 +124,11 @@ class ChunkStore:
         with self._lock:
             return Counters(**self._count, bytes=self._bytes)
 
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the files."""
+        return self._bytes
+
     def info(self, key: str) -> ChunkInfo | None:
         """What is stored under `key`, or None. Reads no file."""
         entry = self._entries.get(key)
@@ -211,6 +217,7 @@ class ChunkStore:
                 self._remove(key)
                 self._count["corrupt"] += bool(fault) and not failed
         if fault:
+            LOAD_DISK.failed("io" if failed else "corrupt")
             logger.warning("Removed a chunk from %s: %s", self.directory, fault)
         return fault is None
 

@@ -39,8 +39,9 @@ from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 
 from lmcache_xpu.disk.chunk_layout import ChunkLayout
 from lmcache_xpu.disk.settings import DiskSettings, check_hash
-from lmcache_xpu.disk.writer import Complaint, DiskWriter
+from lmcache_xpu.disk.writer import Complaint, DiskWriter, first_layer
 from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.metrics import DISK_LIMIT_BYTES, DISK_USED_BYTES, LOAD_DISK, Stopwatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -102,6 +103,8 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         self._store = settings.open_store(
             metadata.worker_id, metadata.world_size, config.pin_timeout_sec
         )
+        DISK_LIMIT_BYTES.set(settings.limit_bytes)
+        DISK_USED_BYTES.set(self._store.used_bytes)
         half_pool = int(config.max_local_cpu_size * 2**30) // 2
         self._writes = DiskWriter(self._store, half_pool, max(1, settings.threads // 2))
         self._readers = ThreadPoolExecutor(settings.threads, "disk-read")
@@ -216,9 +219,9 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         names = [self._name(key) for key in keys]
         objs = self._allocate(names)
         if len(objs) == 1:  # not worth another thread
-            loaded = _prefix([self._fill(names[0], objs[0])])
+            loaded = _prefix([self._fill(keys[0], names[0], objs[0])])
         else:
-            loaded = _prefix(list(self._readers.map(self._fill, names, objs)))
+            loaded = _prefix(list(self._readers.map(self._fill, keys, names, objs)))
         self._store.touch(names[: len(loaded)])
         return [*loaded, *[None] * (len(keys) - len(loaded))]
 
@@ -236,8 +239,8 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         names = [self._name(key) for key in keys]
         objs = self._allocate(names)
         fills = [
-            loop.run_in_executor(self._readers, self._fill, name, obj)
-            for name, obj in zip(names[: len(objs)], objs, strict=True)
+            loop.run_in_executor(self._readers, self._fill, *chunk)
+            for chunk in zip(keys, names, objs, strict=False)  # objects up to the first miss
         ]
         loaded = _prefix(await asyncio.gather(*fills))
         self._store.touch(names[: len(loaded)])
@@ -263,20 +266,29 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
                 list(layout.shapes), list(layout.dtypes), fmt=layout.fmt, busy_loop=False
             )
             if obj is None:
+                LOAD_DISK.failed("pool_full")
                 self._pool_full.log()
                 break
             objs.append(obj)
         self._unserved += len(names) - len(objs)
         return objs
 
-    def _fill(self, name: str, obj: MemoryObj) -> MemoryObj | None:
+    def _fill(self, key: CacheEngineKey, name: str, obj: MemoryObj) -> MemoryObj | None:
         filled = False
+        watch = Stopwatch()
         try:
-            filled = self._store.read(name, obj.byte_array)
+            with watch.running():
+                filled = self._store.read(name, obj.byte_array)
         finally:
             if not filled:
+                DISK_USED_BYTES.set(self._store.used_bytes)  # a damaged file is gone
                 obj.ref_count_down()
-        return obj if filled else None
+        if not filled:
+            return None
+        layout = ChunkLayout.of(obj)
+        tokens = layout.tokens if layout and first_layer(key) else 0
+        LOAD_DISK.moved(size_bytes=obj.get_size(), tokens=tokens, seconds=watch.seconds)
+        return obj
 
     # The rest of LMCache's interface
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import threading
@@ -10,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
 from lmcache_xpu.disk.chunk_layout import ChunkLayout
+from lmcache_xpu.metrics import DISK_USED_BYTES, STORE_DISK, Stopwatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
     from lmcache_xpu.disk.chunk_store import ChunkStore
 
-__all__ = ["Complaint", "DiskWriter"]
+__all__ = ["Complaint", "DiskWriter", "first_layer"]
 
 logger = logging.getLogger("vllm.lmcache_xpu.disk")  # vLLM prints its own loggers only
 
@@ -43,6 +45,11 @@ class Complaint:
                 return
             self._quiet_until = time.monotonic() + _QUIET_SECONDS
         logger.warning("disk tier: " + self._message, *args)
+
+
+def first_layer(key: CacheEngineKey) -> bool:
+    """Whether a chunk's tokens are counted with this key: it may name one of its layers."""
+    return not getattr(key, "layer_id", 0)
 
 
 class DiskWriter:
@@ -105,6 +112,7 @@ class DiskWriter:
         else:
             return futures
         if not self._closed:
+            STORE_DISK.failed("behind")
             self._behind.log()
         return futures
 
@@ -125,16 +133,25 @@ class DiskWriter:
         on_complete: Callable[[CacheEngineKey], None] | None,
     ) -> None:
         stored = False
+        watch = Stopwatch()
         try:
             layout = ChunkLayout.of(obj)
             if layout is None:
                 with self._lock:
                     self.dropped += 1
             else:
-                stored = self._store.put(name, layout.text, obj.byte_array, used_ns)
-                if not stored:
+                with watch.running():
+                    stored = self._store.put(name, layout.text, obj.byte_array, used_ns)
+                if stored:
+                    tokens = layout.tokens if first_layer(key) else 0
+                    STORE_DISK.moved(size_bytes=layout.size, tokens=tokens, seconds=watch.seconds)
+                    DISK_USED_BYTES.set(self._store.used_bytes)
+                else:
+                    STORE_DISK.failed("crowded")
                     self._crowded.log()
         except (OSError, ValueError) as error:
+            full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+            STORE_DISK.failed("full" if full else "io")
             self._failed.log(error)
         finally:
             self._ended(name, obj)
