@@ -17,10 +17,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.machine import Machine
 from lmcache_xpu.settings import ENV_PREFIX, Settings
 
 __all__ = [
     "METRICS_VARIABLE",
+    "check_disk",
+    "check_environment",
+    "check_memory",
+    "check_model",
+    "check_port",
+    "check_render_nodes",
     "command",
     "describe",
     "environment",
@@ -126,22 +133,27 @@ def resolve_device(settings: Settings) -> Settings:
     return Settings.load({**settings.model_dump(exclude_unset=True), "device": built})
 
 
-def preflight(settings: Settings, environ: Mapping[str, str]) -> None:
+def preflight(
+    settings: Settings, environ: Mapping[str, str], machine: Machine | None = None
+) -> None:
     """Refuse what would fail, or be ignored, minutes later.
 
     Raises:
-        SettingsError: model, port, memory or disk don't fit, or `environ` contradicts.
+        SettingsError: model, port, device, memory or disk don't fit, or `environ` contradicts.
     """
-    _check_environment(settings, environ)
-    _check_model(settings.model)
-    _check_port(settings.host, settings.port)
+    machine = machine or Machine()
+    check_environment(settings, environ)
+    check_model(settings.model)
+    check_port(settings.host, settings.port)
+    if settings.device == "xpu":
+        check_render_nodes(machine)
     if settings.offload:
-        _check_memory(settings.cpu_gib * settings.tensor_parallel)
+        check_memory(settings.cpu_gib * settings.tensor_parallel, machine)
         if settings.disk_path is not None:
-            _check_disk(settings.disk_path)
+            check_disk(settings.disk_path)
 
 
-def _check_environment(settings: Settings, environ: Mapping[str, str]) -> None:
+def check_environment(settings: Settings, environ: Mapping[str, str]) -> None:
     """Other ways to set what is set here: one of the two would silently lose."""
     rivals = {
         "VLLM_CPU_KVCACHE_SPACE",
@@ -155,7 +167,8 @@ def _check_environment(settings: Settings, environ: Mapping[str, str]) -> None:
         )
 
 
-def _check_model(model: str) -> None:
+def check_model(model: str) -> None:
+    """A path has to be a model's; a name on a hub is not looked up."""
     path = Path(model).expanduser()
     is_path = model.startswith(("/", "./", "../", "~")) or path.exists()
     if is_path and not (path / "config.json").is_file():
@@ -166,7 +179,8 @@ def _check_model(model: str) -> None:
         )
 
 
-def _check_port(host: str, port: int) -> None:
+def check_port(host: str, port: int) -> None:
+    """Somebody else may listen there."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         # vLLM's own server does the same: connections in TIME_WAIT must not count.
@@ -181,21 +195,39 @@ def _check_port(host: str, port: int) -> None:
             ) from error
 
 
-def _check_memory(pool_gib: float) -> None:
+def check_memory(pool_gib: float, machine: Machine) -> None:
     """LMCache allocates and zeroes its CPU tier at start; too large means killed."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = Path("/sys/fs/cgroup/memory.max")  # of the container, if there is one
-    if limit.is_file() and (text := limit.read_text().strip()) != "max":
-        total = min(total, int(text))
+    total = machine.memory_bytes()
     if pool_gib * 2**30 > total:
         raise SettingsError(
             f"a CPU tier of {pool_gib:g} GiB in all (cpu_gib x tensor_parallel)",
-            f"less than this machine's {total / 2**30:.1f} GiB",
+            f"less than the {total / 2**30:.1f} GiB of this machine or container",
             "Lower cpu_gib.",
         )
 
 
-def _check_disk(path: Path) -> None:
+def check_render_nodes(machine: Machine) -> None:
+    """An Intel GPU is reached through a render node that this user may open."""
+    nodes = machine.render_nodes()
+    if not nodes:
+        raise SettingsError(
+            f"no renderD* in {machine.root / 'dev/dri'}",
+            "the render node of an Intel GPU",
+            "In a container: pass the device (docker: --device /dev/dri; Kubernetes: request "
+            "gpu.intel.com/xe or i915). On the machine itself: load the driver xe or i915.",
+        )
+    if not any(machine.may_open(node) for node in nodes):
+        groups = ", ".join(sorted({str(node.stat().st_gid) for node in nodes}))
+        raise SettingsError(
+            f"{', '.join(node.name for node in nodes)}, which this user can't open",
+            f"membership in the group that owns them, {groups}",
+            f"Set RENDER_GID={groups} in .env (docker: --group-add), supplementalGroups in "
+            "Kubernetes, or run `usermod -aG render USER`.",
+        )
+
+
+def check_disk(path: Path) -> None:
+    """Make the directory, and write a file in it that is gone again."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path) as probe:
@@ -203,7 +235,8 @@ def _check_disk(path: Path) -> None:
     except OSError as error:
         raise SettingsError(
             f"disk_path={path}, where a file can't be written ({error.strerror})",
-            "a directory with free space that this user may write to",
+            f"a directory with free space that this user ({os.getuid()}) may write to",
+            "Name another with --disk-path, or give this one to the user.",
         ) from error
 
 

@@ -1,0 +1,52 @@
+"""`lmcache-xpu doctor`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
+
+
+def doctor(
+    build: Annotated[
+        bool, typer.Option("--build", help="Only what an image can be checked for as it is built.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Model directory, or its name on a hub.", envvar="LMCACHE_XPU_MODEL"),
+    ] = None,
+) -> None:
+    """Check this machine for an engine with the settings in the environment; explain.
+
+    Exits with 1 when a check fails, with 0 otherwise.
+    """
+    from lmcache_xpu.doctor import NO_MODEL, Machine, examine, examine_build
+    from lmcache_xpu.settings import Settings
+
+    machine = Machine()
+    if build:
+        checks = list(examine_build(machine))
+    else:
+        checks = list(examine(Settings.load({"model": model or NO_MODEL}), machine))
+    failed = any(check.outcome == "fail" for check in checks)
+    if as_json:
+        found = {"ok": not failed, "checks": [dataclasses.asdict(check) for check in checks]}
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        table = Table(box=None, show_header=False)
+        for check in checks:
+            style = _STYLES[check.outcome]
+            text = escape(check.found)
+            if check.advice:
+                text += f"\n[italic]{escape(check.advice)}[/italic]"
+            table.add_row(f"[{style}]{check.outcome}[/{style}]", check.name, text)
+        Console(highlight=False).print(table)
+    raise typer.Exit(1 if failed else 0)

@@ -1,0 +1,73 @@
+"""`lmcache-xpu size`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from lmcache_xpu.settings import ENV_PREFIX, Settings
+
+_DEFAULTS = {name: field.default for name, field in Settings.model_fields.items()}
+
+
+def _tier(name: str, text: str) -> typer.models.OptionInfo:
+    option: typer.models.OptionInfo = typer.Option(
+        help=text, envvar=ENV_PREFIX + name.upper(), show_envvar=True
+    )
+    return option
+
+
+def size(
+    model: Annotated[str, typer.Argument(help="Model directory, config.json, or name on a hub.")],
+    context: Annotated[int, typer.Option(min=1, help="Tokens of one user's history.")] = 8192,
+    users: Annotated[int, typer.Option(min=1, help="Users whose histories are to be kept.")] = 1,
+    kv_dtype: Annotated[
+        str, typer.Option(help="Type of the KV cache: auto, bfloat16, float16, float32 or fp8.")
+    ] = "auto",
+    kv_cache_gib: Annotated[
+        float | None, _tier("kv_cache_gib", "The engine's own KV cache per device, GiB.")
+    ] = None,
+    cpu_gib: Annotated[float, _tier("cpu_gib", "CPU tier per device, GiB.")] = _DEFAULTS["cpu_gib"],
+    disk_gib: Annotated[float | None, _tier("disk_gib", "Disk tier per device, GiB.")] = None,
+    chunk_tokens: Annotated[int, _tier("chunk_tokens", "Tokens per stored chunk.")] = _DEFAULTS[
+        "chunk_tokens"
+    ],
+    tensor_parallel: Annotated[
+        int, _tier("tensor_parallel", "Devices that share each layer.")
+    ] = _DEFAULTS["tensor_parallel"],
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+) -> None:
+    """How many users' histories each tier holds, from a model's configuration.
+
+    Sizes are per device, as the settings of `serve` are. Options not given are read from the
+    variables of `serve`.
+    """
+    from lmcache_xpu.size import GIB, KVShape, fit
+
+    shape = KVShape.of_model(model, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
+    found = fit(
+        shape,
+        context_tokens=context,
+        users=users,
+        chunk_tokens=chunk_tokens,
+        tiers_gib={"engine": kv_cache_gib, "CPU": cpu_gib, "disk": disk_gib},
+    )
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(found), indent=2))
+        return
+    console = Console(highlight=False)
+    console.print(f"{shape}: {found.token_bytes:,} bytes per token and device")
+    console.print(
+        f"{found.history_tokens:,} tokens in whole chunks: {found.history_bytes / GIB:.2f} GiB "
+        f"per user, {found.needed_gib:.2f} GiB for {users:,}"
+    )
+    table = Table("tier", "GiB", "tokens", "users' histories", "enough", box=None)
+    for name, tier in found.tiers.items():
+        enough = "yes" if tier.enough else "[red]no[/red]"
+        table.add_row(name, f"{tier.gib:g}", f"{tier.tokens:,}", f"{tier.histories:,}", enough)
+    console.print(table)

@@ -1,0 +1,69 @@
+"""`lmcache-xpu doctor`: looks at all that has to be right before an engine can run here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lmcache_xpu import versions
+from lmcache_xpu.doctor import gpu, memory, software, storage
+from lmcache_xpu.doctor.check import Check, fail, ok, skip
+from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.machine import Machine
+from lmcache_xpu.serve import resolve_device
+from lmcache_xpu.settings import Settings
+
+__all__ = ["Check", "Machine", "examine", "examine_build"]
+
+NO_MODEL = "(none)"  # stands for a model that was not named
+
+
+def examine_build(machine: Machine) -> Iterator[Check]:
+    """What can be known while an image is built, without its devices and settings."""
+    found = versions.installed()
+    yield software.check_versions(found, machine.environ)
+    imports = software.check_imports(("torch", "vllm", "lmcache", "lmcache_xpu.vllm_connector"))
+    yield imports
+    if imports.outcome == "ok":
+        from lmcache_xpu.seam import status
+
+        yield software.check_patches(status())
+
+
+def examine(settings: Settings, machine: Machine) -> Iterator[Check]:
+    """All checks, in the order in which their subjects depend on each other."""
+    yield from examine_build(machine)
+    try:
+        settings = resolve_device(settings)
+    except SettingsError as error:
+        yield fail("device", error.found, error.fix)
+        return
+    yield ok("device", f"{settings.device}, which vLLM is built for")
+    yield from _gpu(settings, machine)
+    if settings.offload:
+        yield memory.check_memory(machine, settings)
+        yield memory.check_shared_memory(machine, settings)
+        yield storage.check_disk_tier(machine, settings)
+        yield storage.check_shared_tier(settings)
+    else:
+        yield skip("tiers", "offload is off")
+    yield software.check_hash_seed(machine, settings)
+    yield software.check_rivals(machine, settings)
+    if settings.model == NO_MODEL:
+        yield skip("model", "none given: --model or LMCACHE_XPU_MODEL")
+    else:
+        yield software.check_served_model(settings)
+    yield software.check_server_port(settings)
+
+
+def _gpu(settings: Settings, machine: Machine) -> Iterator[Check]:
+    if settings.device != "xpu":
+        yield skip("Intel GPU", f"vLLM here is built for {settings.device}")
+        return
+    yield gpu.check_nodes(machine)
+    yield gpu.check_driver(machine)
+    yield gpu.check_runtime(machine)
+    facts = machine.torch()
+    yield gpu.check_torch(facts, settings.tensor_parallel)
+    yield gpu.check_affinity(machine, settings)
+    if settings.offload:
+        yield memory.check_pinned(machine, settings, facts)

@@ -1,0 +1,107 @@
+"""Checks of the Intel GPU: nodes, permissions, driver, runtime, PyTorch's view."""
+
+from __future__ import annotations
+
+from lmcache_xpu.doctor.check import Check, fail, ok, warn
+from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.machine import Machine, TorchFacts
+from lmcache_xpu.serve import check_render_nodes
+from lmcache_xpu.settings import Settings
+
+__all__ = ["check_affinity", "check_driver", "check_nodes", "check_runtime", "check_torch"]
+
+INTEL = "0x8086"
+LOADER = "libze_loader.so.1"
+DRIVER = "libze_intel_gpu.so.1"
+SYCL = ("libsycl.so.9", "libsycl.so.8")
+
+
+def check_nodes(machine: Machine) -> Check:
+    """Render nodes that this process may use."""
+    name = "device nodes"
+    try:
+        check_render_nodes(machine)
+    except SettingsError as error:
+        return fail(name, error.found, error.fix)
+    shut = [node.name for node in machine.render_nodes() if not machine.may_open(node)]
+    found = ", ".join(node.name for node in machine.render_nodes() if node.name not in shut)
+    if shut:
+        return warn(
+            name,
+            f"{found}; not {', '.join(shut)}",
+            "Fine if those are not for this engine; else add the group that owns them.",
+        )
+    return ok(name, found)
+
+
+def check_driver(machine: Machine) -> Check:
+    """The kernel driver behind the render nodes."""
+    name, drivers = "kernel driver", []
+    for node in machine.render_nodes():
+        device = machine.root / "sys/class/drm" / node.name / "device"
+        vendor = device / "vendor"
+        if vendor.is_file() and vendor.read_text().strip() == INTEL:
+            driver = device / "driver"
+            drivers.append(driver.resolve().name if driver.is_symlink() else "none")
+    if not drivers:
+        return fail(
+            name,
+            "no render node of an Intel GPU",
+            "Check `lspci -nn | grep -i -e vga -e display` on the machine.",
+        )
+    if unknown := sorted(set(drivers) - {"xe", "i915"}):
+        return fail(
+            name, f"{', '.join(unknown)} for an Intel GPU", "Bind it to xe (or i915) again."
+        )
+    return ok(name, ", ".join(drivers))
+
+
+def check_runtime(machine: Machine) -> Check:
+    """The oneAPI runtime in this environment: Level Zero's loader and driver, SYCL."""
+    name = "oneAPI runtime"
+    sycl = next((library for library in SYCL if machine.loads(library)), None)
+    missing = [library for library in (LOADER, DRIVER) if not machine.loads(library)]
+    missing += [] if sycl else [SYCL[0]]
+    if missing:
+        return fail(
+            name,
+            f"{', '.join(missing)} can't be loaded",
+            "Start in vLLM's image for Intel GPUs, or install Intel's compute runtime and the "
+            "packages intel-sycl-rt and intel-cmplr-lib-rt that its vLLM asks for.",
+        )
+    return ok(name, f"{LOADER}, {DRIVER}, {sycl}")
+
+
+def check_torch(facts: TorchFacts, tensor_parallel: int) -> Check:
+    """Whether PyTorch sees enough Intel GPUs."""
+    name = "PyTorch's devices"
+    if not facts.gpus:
+        return fail(
+            name,
+            f"torch {facts.version} sees no Intel GPU",
+            "If it does not end in +xpu, another build was installed over vLLM's; else see the "
+            "checks of nodes, driver and runtime.",
+        )
+    found = ", ".join(f"{gpu} ({size / 2**30:.0f} GiB)" for gpu, size in facts.gpus)
+    if len(facts.gpus) < tensor_parallel:
+        return fail(
+            name,
+            f"{len(facts.gpus)} for tensor_parallel={tensor_parallel}: {found}",
+            "Lower tensor_parallel, pass more devices, or widen ZE_AFFINITY_MASK.",
+        )
+    return ok(name, found)
+
+
+def check_affinity(machine: Machine, settings: Settings) -> Check:
+    """Whether ZE_AFFINITY_MASK leaves enough GPUs."""
+    name, mask = "GPU selection", machine.environ.get("ZE_AFFINITY_MASK", "")
+    if not mask:
+        return ok(name, "ZE_AFFINITY_MASK is not set: all GPUs")
+    chosen = [part for part in mask.split(",") if part.strip()]
+    if len(chosen) < settings.tensor_parallel:
+        return fail(
+            name,
+            f"ZE_AFFINITY_MASK={mask} with tensor_parallel={settings.tensor_parallel}",
+            "Name at least as many GPUs, 0,1 for example, or unset it.",
+        )
+    return ok(name, f"ZE_AFFINITY_MASK={mask}")

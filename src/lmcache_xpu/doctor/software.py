@@ -1,0 +1,115 @@
+"""Checks of what is installed, and of what the environment makes of it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from lmcache_xpu import versions
+from lmcache_xpu.doctor.check import Check, fail, ok, warn
+from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.machine import Machine
+from lmcache_xpu.serve import check_environment, check_model, check_port
+from lmcache_xpu.settings import Settings
+
+if TYPE_CHECKING:
+    from lmcache_xpu.seam import Status
+
+__all__ = [
+    "check_hash_seed",
+    "check_imports",
+    "check_patches",
+    "check_rivals",
+    "check_served_model",
+    "check_server_port",
+    "check_versions",
+]
+
+
+def check_versions(found: versions.Versions, environ: Mapping[str, str]) -> Check:
+    """LMCache and vLLM against the tested matrix."""
+    name = "versions"
+    text = f"LMCache {found.lmcache}, vLLM {found.vllm}, PyTorch {found.torch}"
+    wanted = ", ".join(f"{key} {' or '.join(all_)}" for key, all_ in versions.TESTED.items())
+    if found.tested:
+        return ok(name, text)
+    if versions.allowed(found, environ):
+        return warn(
+            name, text, f"Tested are {wanted}; {versions.UNTESTED_VARIABLE} lets them pass."
+        )
+    return fail(
+        name, text, f"Install {wanted}, or set {versions.UNTESTED_VARIABLE}=1 at your own risk."
+    )
+
+
+def check_imports(modules: tuple[str, ...]) -> Check:
+    """Whether the packages can be imported at all."""
+    name = "imports"
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # any: a broken binary raises what it likes
+            return fail(
+                name,
+                f"{module}: {type(error).__name__}: {error}",
+                "Its packages don't fit each other; reinstall them as the Dockerfile does.",
+            )
+    return ok(name, ", ".join(modules))
+
+
+def check_patches(status: Status) -> Check:
+    """Whether our connector stands in LMCache's place."""
+    name = "patches"
+    missing = [patch for patch, in_place in status.patches.items() if not in_place]
+    if missing or not status.patches:
+        return fail(
+            name,
+            f"not in place: {', '.join(missing) or 'none, the versions are not allowed'}",
+            "Another package patches LMCache too, or see the check of versions.",
+        )
+    return ok(name, f"{len(status.patches)} in place, for {', '.join(status.devices)}")
+
+
+def check_hash_seed(machine: Machine, settings: Settings) -> Check:
+    """Whether chunk keys are the same in every process."""
+    name, seed = "hash seed", machine.environ.get("PYTHONHASHSEED")
+    fixed = settings.environment()["PYTHONHASHSEED"]
+    if seed not in (None, fixed):
+        return warn(
+            name,
+            f"PYTHONHASHSEED={seed}",
+            f"`lmcache-xpu serve` sets {fixed}; engines started otherwise would find nothing "
+            "that these stored. Unset it.",
+        )
+    return ok(name, f"{settings.hash_algorithm} with PYTHONHASHSEED={fixed}, set by serve")
+
+
+def check_rivals(machine: Machine, settings: Settings) -> Check:
+    """Variables of vLLM and LMCache that contradict ours."""
+    name = "environment"
+    try:
+        check_environment(settings, machine.environ)
+    except SettingsError as error:
+        return fail(name, error.found, error.fix)
+    return ok(name, "no variable contradicts the settings")
+
+
+def check_server_port(settings: Settings) -> Check:
+    """Whether the server's port is free."""
+    name = "port"
+    try:
+        check_port(settings.host, settings.port)
+    except SettingsError as error:
+        return fail(name, error.found, error.fix)
+    return ok(name, f"{settings.host}:{settings.port} is free")
+
+
+def check_served_model(settings: Settings) -> Check:
+    """Whether the model's files are there; a hub's name is not looked up."""
+    name = "model"
+    try:
+        check_model(settings.model)
+    except SettingsError as error:
+        return fail(name, f"{error.found}: no config.json there", error.fix)
+    return ok(name, settings.model)

@@ -1,0 +1,95 @@
+"""Checks of the disk tier and the shared tier."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+
+from lmcache_xpu.doctor.check import Check, fail, ok, skip, warn
+from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.machine import Machine
+from lmcache_xpu.serve import check_disk
+from lmcache_xpu.settings import Settings
+
+__all__ = ["check_disk_tier", "check_shared_tier"]
+
+GIB = 2**30
+PROBE_BYTES = 256 * 2**20
+SLOW_BYTES_S = 200e6  # below a SATA disk; recomputing is often faster then
+TIMEOUT_S = 3.0
+_FORGOTTEN = {"overlay": "the container's own layer, gone with it", "tmpfs": "memory"}
+
+
+def check_disk_tier(machine: Machine, settings: Settings) -> Check:
+    """Space, durability and write speed of the disk tier's directory."""
+    name, path = "disk tier", settings.disk_path
+    if path is None or settings.disk_gib is None:
+        return skip(name, "disk_path is not set")
+    try:
+        check_disk(path)
+    except SettingsError as error:
+        return fail(name, error.found, error.fix)
+    kind = machine.file_system(path.resolve())
+    wanted = settings.disk_gib * settings.tensor_parallel
+    held = sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
+    free = (shutil.disk_usage(path).free + held) / GIB
+    speed = _write_speed(path)
+    found = f"{path} ({kind}): {free:.0f} GiB to be had, written at {speed / 1e6:.0f} MB/s"
+    if kind in _FORGOTTEN:
+        return warn(
+            name, f"{path} is on {_FORGOTTEN[kind]}", "Mount a volume or a local disk there."
+        )
+    if free < wanted:
+        return warn(
+            name,
+            f"{found}; disk_gib x tensor_parallel is {wanted:g}",
+            "Lower disk_gib: when the disk is full, new chunks are dropped.",
+        )
+    if speed < SLOW_BYTES_S:
+        return warn(name, found, "Use a local SSD: what is written slower than it is made is lost.")
+    return ok(name, found)
+
+
+def check_shared_tier(settings: Settings) -> Check:
+    """Whether the Valkey or Redis server answers."""
+    name = "shared tier"
+    if settings.remote_url is None:
+        return skip(name, "remote_url is not set")
+    import redis
+
+    password = settings.remote_password
+    client = redis.Redis.from_url(
+        settings.remote_url,
+        password=None if password is None else password.get_secret_value(),
+        socket_connect_timeout=TIMEOUT_S,
+        socket_timeout=TIMEOUT_S,
+    )
+    try:
+        with client:
+            policy = client.config_get("maxmemory-policy").get("maxmemory-policy")
+    except (redis.RedisError, OSError) as error:
+        return fail(
+            name,
+            f"{settings.remote_url}: {error}",
+            "Start the server, and check remote_url and remote_password. (Engines run without.)",
+        )
+    if policy == "noeviction":
+        return warn(
+            name,
+            f"{settings.remote_url} evicts nothing",
+            "When it is full nothing new is kept: set maxmemory and maxmemory-policy allkeys-lru.",
+        )
+    return ok(name, f"{settings.remote_url} answers, {policy}")
+
+
+def _write_speed(path: os.PathLike[str]) -> float:
+    """Bytes per second to the disk itself, measured with a file that is removed again."""
+    block = os.urandom(2**20)  # some disks compress
+    with tempfile.TemporaryFile(dir=path, buffering=0) as file:
+        begin = time.perf_counter()
+        for _ in range(PROBE_BYTES // len(block)):
+            file.write(block)
+        os.fsync(file.fileno())
+        return PROBE_BYTES / (time.perf_counter() - begin)

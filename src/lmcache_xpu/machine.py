@@ -1,0 +1,98 @@
+"""What `serve` and `doctor` look at: this machine, or a planted one."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+__all__ = ["Machine", "TorchFacts"]
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def _may_read_and_write(path: Path) -> bool:
+    return os.access(path, os.R_OK | os.W_OK)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchFacts:
+    """PyTorch's Intel GPUs: its version, and name and memory of each."""
+
+    version: str
+    gpus: tuple[tuple[str, int], ...] = ()
+
+    @classmethod
+    def probe(cls) -> TorchFacts:
+        """Ask the installed PyTorch."""
+        import torch
+
+        gpus = [
+            torch.xpu.get_device_properties(i)
+            for i in range(torch.xpu.device_count() if torch.xpu.is_available() else 0)
+        ]
+        return cls(torch.__version__, tuple((gpu.name, gpu.total_memory) for gpu in gpus))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Ways to look at a machine. The defaults look at this one.
+
+    Args:
+        root: directory that holds /dev, /sys and /proc.
+        environ: the environment's variables.
+        may_open: whether this process may read and write a file.
+        loads: whether a shared library can be loaded.
+        torch: PyTorch's view of the devices.
+        memlock_bytes: limit on locked memory; -1 is none.
+    """
+
+    root: Path = Path("/")
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    may_open: Callable[[Path], bool] = _may_read_and_write
+    loads: Callable[[str], bool] = _loads
+    torch: Callable[[], TorchFacts] = TorchFacts.probe
+    memlock_bytes: int = field(
+        default_factory=lambda: resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    )
+
+    def render_nodes(self) -> list[Path]:
+        """The device nodes that compute goes through."""
+        return sorted((self.root / "dev/dri").glob("renderD*"))
+
+    def memory_bytes(self) -> int:
+        """All memory, or the container's limit when that is less."""
+        total = self._meminfo("MemTotal")
+        for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroup v2, and v1
+            file = self.root / "sys/fs/cgroup" / limit
+            if file.is_file() and (text := file.read_text().strip()) != "max":
+                total = min(total, int(text))
+        return total
+
+    def available_bytes(self) -> int:
+        """Memory that could be had now, of the whole machine."""
+        return self._meminfo("MemAvailable")
+
+    def file_system(self, path: Path) -> str:
+        """Type of the file system that `path` is on; empty when the mounts don't say."""
+        best, found = "", ""
+        for line in (self.root / "proc/mounts").read_text().splitlines():
+            _, mounted, kind, *_ = line.split()
+            if path.is_relative_to(mounted) and len(mounted) >= len(best):
+                best, found = mounted, kind
+        return found
+
+    def _meminfo(self, name: str) -> int:
+        for line in (self.root / "proc/meminfo").read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+        raise ValueError(f"no {name} in {self.root}/proc/meminfo")

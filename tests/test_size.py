@@ -1,0 +1,163 @@
+"""`lmcache-xpu size` against figures that are known from elsewhere."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from lmcache_xpu.cli import app
+from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.size import KVShape, fit
+
+pytestmark = [
+    pytest.mark.filterwarnings(rf"ignore::DeprecationWarning:{package}\..*")
+    for package in ("torch", "transformers")
+]
+
+LLAMA_3_8B = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "torch_dtype": "bfloat16",
+}
+LLAMA_2_7B = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "hidden_size": 4096,
+    "torch_dtype": "float16",
+}
+QWEN_3_8B = {  # heads that are wider than hidden_size / heads, and a window that is switched off
+    "model_type": "qwen3",
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+    "torch_dtype": "bfloat16",
+}
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "hidden_size": 7168,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "torch_dtype": "bfloat16",
+}
+LLAVA = {  # a language model inside
+    "model_type": "llava",
+    "text_config": LLAMA_3_8B,
+    "vision_config": {"model_type": "clip_vision_model"},
+}
+
+
+def write(tmp_path, config):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "kind", "expected"),
+    [
+        (LLAMA_3_8B, {}, "GQA", 131072),
+        (LLAMA_3_8B, {"kv_dtype": "fp8"}, "GQA", 65536),
+        (LLAMA_3_8B, {"kv_dtype": "fp8_e4m3"}, "GQA", 65536),
+        (LLAMA_3_8B, {"tensor_parallel": 4}, "GQA", 32768),
+        (LLAMA_3_8B, {"tensor_parallel": 16}, "GQA", 16384),  # one of eight heads, twice
+        (LLAMA_2_7B, {}, "MHA", 524288),
+        (QWEN_3_8B, {}, "GQA", 147456),
+        (DEEPSEEK_V3, {}, "MLA", 61 * 576 * 2),
+        (DEEPSEEK_V3, {"tensor_parallel": 8}, "MLA", 61 * 576 * 2),
+        (LLAVA, {}, "GQA", 131072),
+        ({**LLAMA_3_8B, "torch_dtype": "float32"}, {}, "GQA", 131072),  # served as float16
+        ({**LLAMA_3_8B, "torch_dtype": "float32"}, {"kv_dtype": "float32"}, "GQA", 262144),
+    ],
+)
+def test_bytes_per_token(tmp_path, config, options, kind, expected):
+    shape = KVShape.of_model(write(tmp_path, config), **options)
+    assert (shape.kind, shape.token_bytes) == (kind, expected)
+
+
+def test_a_file_is_as_good_as_its_directory(tmp_path):
+    directory = write(tmp_path, LLAMA_3_8B)
+    assert KVShape.of_model(f"{directory}/config.json") == KVShape.of_model(directory)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "gemma3_text"},
+        {"model_type": "mistral", "sliding_window": 4096},
+        {"model_type": "jamba"},
+    ],
+)
+def test_models_that_are_not_offloaded_are_refused(tmp_path, config):
+    with pytest.raises(SettingsError, match="--no-offload"):
+        KVShape.of_model(write(tmp_path, config))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("{", "JSONDecodeError"), ("{}", "model_type"), ('{"model_type": "no-such"}', "no-such")],
+)
+def test_what_is_no_configuration_is_said(tmp_path, content, said):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(SettingsError, match=said):
+        KVShape.of_model(str(tmp_path))
+
+
+def test_an_unknown_type_is_refused(tmp_path):
+    with pytest.raises(SettingsError, match="kv_dtype=int3"):
+        KVShape.of_model(write(tmp_path, LLAMA_3_8B), kv_dtype="int3")
+
+
+def test_a_tier_holds_whole_histories_of_whole_chunks(tmp_path):
+    shape = KVShape.of_model(write(tmp_path, LLAMA_3_8B))
+    found = fit(
+        shape,
+        context_tokens=10_000,  # 39 chunks of 256, 32 MiB each, and 16 tokens
+        users=5,
+        chunk_tokens=256,
+        tiers_gib={"engine": None, "CPU": 5, "disk": 39 / 32 * 5},
+    )
+    assert (found.history_tokens, found.history_bytes) == (39 * 256, 39 * 2**25)
+    assert found.needed_gib == 5 * 39 / 32
+    assert {n: (t.histories, t.enough) for n, t in found.tiers.items()} == {
+        "CPU": (4, False),
+        "disk": (5, True),
+    }
+
+
+def test_less_than_a_chunk_is_never_stored(tmp_path):
+    shape = KVShape.of_model(write(tmp_path, LLAMA_3_8B))
+    with pytest.raises(SettingsError, match="one whole chunk"):
+        fit(shape, context_tokens=255, users=1, chunk_tokens=256, tiers_gib={})
+
+
+def test_the_command_reads_the_variables_of_serve(tmp_path):
+    result = CliRunner().invoke(
+        app,
+        ["size", write(tmp_path, LLAMA_3_8B), "--context", "8192", "--users", "9", "--json"],
+        env={"LMCACHE_XPU_CPU_GIB": "8", "LMCACHE_XPU_DISK_GIB": "16"},
+        catch_exceptions=False,
+    )
+    found = json.loads(result.stdout)
+    assert found["token_bytes"] == 131072
+    assert found["tiers"]["CPU"] == {"gib": 8, "tokens": 65536, "histories": 8, "enough": False}
+    assert found["tiers"]["disk"]["enough"] is True
+
+
+def test_the_command_for_people(tmp_path):
+    directory = write(tmp_path, DEEPSEEK_V3)
+    result = CliRunner().invoke(app, ["size", directory], catch_exceptions=False)
+    assert "MLA, 61 layers x 576 x bfloat16: 70,272 bytes per token" in result.stdout
