@@ -31,10 +31,20 @@ bench-engine: setup ## Only the engine, end to end
 bench-device: ## Time the connectors on an accelerator, in the environment of PYTHON
 	@PYTHONPATH=src $(PYTHON) benchmarks/device.py
 
+helm-docs: setup ## Renew the chart's schema and the tables of its README
+	@$(BIN)/python helm/chart_schema.py && $(BIN)/python helm/chart_readme.py
+
+helm-check: setup ## Lint and test the chart, without an engine
+	@$(BIN)/pytest tests/helm -m "not engine"
+
+helm-package: setup ## Package the chart into dist/; REGISTRY=oci://... pushes it
+	@$(BIN)/helm package helm/lmcache-xpu -d dist
+	@$(if $(REGISTRY),$(BIN)/helm push dist/lmcache-xpu-$$($(BIN)/lmcache-xpu --version).tgz $(REGISTRY))
+
 lock: setup ## Renew constraints.txt from pyproject.toml (all of it: make lock UPGRADE=1)
 	@$(PYTHON) scripts/bootstrap.py --lock $(if $(UPGRADE),--upgrade)
 
 clean: ## Remove .venv, caches and what the demo left
-	rm -rf .venv .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv dist .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup demo test check fmt bench bench-engine bench-device lock clean
+.PHONY: help setup demo test check fmt bench bench-engine bench-device helm-docs helm-check helm-package lock clean

@@ -1,0 +1,78 @@
+{{- define "lmcache-xpu.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "lmcache-xpu.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 30 | trimSuffix "-" -}}
+{{- else if contains (include "lmcache-xpu.name" .) .Release.Name -}}
+{{- .Release.Name | trunc 30 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name (include "lmcache-xpu.name" .) | trunc 30 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "lmcache-xpu.selectorLabels" -}}
+app.kubernetes.io/name: {{ include "lmcache-xpu.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "lmcache-xpu.labels" -}}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{ include "lmcache-xpu.selectorLabels" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "lmcache-xpu.serviceAccountName" -}}
+{{- if .Values.serviceAccount.create -}}
+{{- default (include "lmcache-xpu.fullname" .) .Values.serviceAccount.name -}}
+{{- else -}}
+{{- default "default" .Values.serviceAccount.name -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Labels that select one part of one model: (dict "root" $ "name" NAME "component" COMPONENT) */}}
+{{- define "lmcache-xpu.part" -}}
+{{ include "lmcache-xpu.selectorLabels" .root }}
+app.kubernetes.io/component: {{ .component }}
+lmcache-xpu/model: {{ .name }}
+{{- end -}}
+
+{{/* The same with all labels, for metadata */}}
+{{- define "lmcache-xpu.partLabels" -}}
+{{ include "lmcache-xpu.labels" .root }}
+app.kubernetes.io/component: {{ .component }}
+lmcache-xpu/model: {{ .name }}
+{{- end -}}
+
+{{/* Security context of every container */}}
+{{- define "lmcache-xpu.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end -}}
+
+{{/* Security context of every pod, for a user id */}}
+{{- define "lmcache-xpu.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: {{ . }}
+runAsGroup: {{ . }}
+fsGroup: {{ . }}
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile:
+  type: RuntimeDefault
+{{- end -}}
+
+{{/* An environment variable from a secret: (dict "variable" NAME "secret" {name, key}) */}}
+{{- define "lmcache-xpu.secretVariable" -}}
+- name: {{ .variable }}
+  valueFrom:
+    secretKeyRef:
+      name: {{ .secret.name }}
+      key: {{ .secret.key }}
+{{- end -}}

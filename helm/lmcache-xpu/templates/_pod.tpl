@@ -1,0 +1,267 @@
+{{/* Pod template of a model's engine: (dict "root" $ "name" NAME "model" MODEL) */}}
+{{- define "lmcache-xpu.pod" -}}
+{{- $root := .root -}}
+{{- $model := .model -}}
+{{- $part := dict "root" $root "name" .name "component" "engine" -}}
+metadata:
+  labels:
+    {{- include "lmcache-xpu.part" $part | nindent 4 }}
+    {{- with (merge (dict) $model.podLabels $root.Values.commonLabels) }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  annotations:
+    # New settings make new pods.
+    checksum/settings: {{ include "lmcache-xpu.variables" $model | sha256sum }}
+    {{- with $model.podAnnotations }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+spec:
+  # A service named lmcache-xpu would become the variable LMCACHE_XPU_PORT=tcp://...
+  enableServiceLinks: false
+  serviceAccountName: {{ include "lmcache-xpu.serviceAccountName" $root }}
+  automountServiceAccountToken: false
+  {{- with $root.Values.imagePullSecrets }}
+  imagePullSecrets:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $model.priorityClassName }}
+  priorityClassName: {{ . }}
+  {{- end }}
+  {{- with $model.runtimeClassName }}
+  runtimeClassName: {{ . }}
+  {{- end }}
+  terminationGracePeriodSeconds: {{ add $model.stop.preStopS (default 0 $model.settings.drain_s) $model.stop.marginS }}
+  securityContext:
+    {{- $security := include "lmcache-xpu.podSecurity" (int $model.user) | fromYaml }}
+    {{- if $model.gpu.renderGroups }}
+    {{- $_ := set $security "supplementalGroups" $model.gpu.renderGroups }}
+    {{- end }}
+    {{- mergeOverwrite $security (deepCopy $model.podSecurityContext) | toYaml | nindent 4 }}
+  {{- include "lmcache-xpu.placement" . | nindent 2 }}
+  {{- if eq $model.gpu.kind "dra" }}
+  resourceClaims:
+    - name: gpu
+      resourceClaimTemplateName: {{ $model.object }}-gpu
+  {{- end }}
+  {{- if or $model.files.download $model.initContainers }}
+  initContainers:
+    {{- if $model.files.download }}
+    - name: download
+      {{- include "lmcache-xpu.image" $model | nindent 6 }}
+      command: [hf, download, {{ $model.settings.model | quote }}]
+      env:
+        {{- include "lmcache-xpu.environment" $model | nindent 8 }}
+      resources:
+        requests: {cpu: "1", memory: 4Gi}
+        limits: {memory: 4Gi}
+      securityContext:
+        {{- include "lmcache-xpu.containerSecurity" . | nindent 8 }}
+      volumeMounts:
+        {{- include "lmcache-xpu.mounts" $model | nindent 8 }}
+    {{- end }}
+    {{- with $model.initContainers }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- end }}
+  containers:
+    - name: engine
+      {{- include "lmcache-xpu.image" $model | nindent 6 }}
+      command: [lmcache-xpu, serve]
+      args: [{{ $model.settings.model | quote }}]
+      envFrom:
+        - configMapRef:
+            name: {{ $model.object }}
+      env:
+        {{- include "lmcache-xpu.environment" $model | nindent 8 }}
+        {{- if $model.files.download }}
+        - name: HF_HUB_OFFLINE
+          value: "1"
+        {{- end }}
+        {{- with $model.apiKeySecret }}
+        {{- include "lmcache-xpu.secretVariable" (dict "variable" "LMCACHE_XPU_API_KEY" "secret" .) | nindent 8 }}
+        {{- end }}
+        {{- if and $model.settings.remote_url $model.remotePasswordSecret }}
+        {{- include "lmcache-xpu.secretVariable" (dict "variable" "LMCACHE_XPU_REMOTE_PASSWORD" "secret" $model.remotePasswordSecret) | nindent 8 }}
+        {{- end }}
+        {{- with $model.extraEnv }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+      ports:
+        - name: http
+          containerPort: 8000
+      startupProbe:
+        httpGet: {path: /health, port: http}
+        periodSeconds: 10
+        timeoutSeconds: 5
+        failureThreshold: {{ div (add $model.startup.limitS 9) 10 }}
+      readinessProbe:
+        httpGet: {path: /health, port: http}
+        periodSeconds: 5
+        timeoutSeconds: 5
+        failureThreshold: 2
+      # Long prompts may hold the server up for some seconds: only a minute of silence ends it.
+      livenessProbe:
+        httpGet: {path: /health, port: http}
+        periodSeconds: 15
+        timeoutSeconds: 10
+        failureThreshold: 4
+      lifecycle:
+        preStop:
+          sleep:
+            seconds: {{ $model.stop.preStopS }}
+      resources:
+        {{- toYaml $model.resources | nindent 8 }}
+      securityContext:
+        {{- include "lmcache-xpu.containerSecurity" . | nindent 8 }}
+      volumeMounts:
+        {{- include "lmcache-xpu.mounts" $model | nindent 8 }}
+        {{- if $model.settings.disk_gib }}
+        - name: kv
+          mountPath: /var/cache/kv
+        {{- end }}
+        {{- with $model.extraVolumeMounts }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+  volumes:
+    {{- include "lmcache-xpu.volumes" $model | nindent 4 }}
+{{- end -}}
+
+{{/* Where the pod may run */}}
+{{- define "lmcache-xpu.placement" -}}
+{{- $model := .model -}}
+{{- $labels := include "lmcache-xpu.part" (dict "root" .root "name" .name "component" "engine") | fromYaml -}}
+{{- $affinity := dict -}}
+{{- $terms := list -}}
+{{- $gpuLabel := dict "key" "intel.feature.node.kubernetes.io/gpu" "operator" "In" "values" (list "true") -}}
+{{- $wanted := and $model.gpu.nodeAffinity (eq $model.gpu.kind "devicePlugin") -}}
+{{- if ne $model.gpu.kind "none" -}}
+{{- range $model.gpu.deviceIds -}}
+{{- $id := dict "key" (printf "gpu.intel.com/device-id.0300-%s.present" .) "operator" "In" "values" (list "true") -}}
+{{- $terms = append $terms (dict "matchExpressions" (ternary (list $gpuLabel $id) (list $id) $wanted)) -}}
+{{- end -}}
+{{- if and $wanted (not $terms) -}}
+{{- $terms = list (dict "matchExpressions" (list $gpuLabel)) -}}
+{{- end -}}
+{{- end -}}
+{{- if $terms -}}
+{{- $_ := set $affinity "nodeAffinity" (dict "requiredDuringSchedulingIgnoredDuringExecution" (dict "nodeSelectorTerms" $terms)) -}}
+{{- end -}}
+{{- if and $model.settings.disk_gib (eq $model.disk.kind "hostPath") -}}
+{{- /* One process owns the tier's directory. */ -}}
+{{- $apart := dict "topologyKey" "kubernetes.io/hostname" "labelSelector" (dict "matchLabels" $labels) -}}
+{{- $_ := set $affinity "podAntiAffinity" (dict "requiredDuringSchedulingIgnoredDuringExecution" (list $apart)) -}}
+{{- end -}}
+{{- with (default $affinity $model.affinity) }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $model.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $model.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- if $model.topologySpreadConstraints }}
+topologySpreadConstraints:
+  {{- toYaml $model.topologySpreadConstraints | nindent 2 }}
+{{- else if $model.spread }}
+topologySpreadConstraints:
+  - maxSkew: 1
+    topologyKey: kubernetes.io/hostname
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels:
+        {{- toYaml $labels | nindent 8 }}
+{{- end }}
+{{- end -}}
+
+{{- define "lmcache-xpu.image" -}}
+image: {{ printf "%s:%s" .image.repository (default .defaultTag .image.tag) | quote }}
+imagePullPolicy: {{ .image.pullPolicy }}
+{{- end -}}
+
+{{/* Variables that are not settings: caches go where the pod may write, and the hub's token */}}
+{{- define "lmcache-xpu.environment" -}}
+- name: HOME
+  value: /var/cache/engine
+- name: USER
+  value: lmcache-xpu
+- name: HF_HOME
+  value: /var/cache/hub
+{{- with .files.tokenSecret }}
+{{ include "lmcache-xpu.secretVariable" (dict "variable" "HF_TOKEN" "secret" .) }}
+{{- end }}
+{{- end -}}
+
+{{- define "lmcache-xpu.mounts" -}}
+- name: tmp
+  mountPath: /tmp
+- name: shm
+  mountPath: /dev/shm
+- name: cache
+  mountPath: /var/cache/engine
+- name: hub
+  mountPath: /var/cache/hub
+{{- if .files.modelClaim }}
+- name: models
+  mountPath: /models
+  readOnly: true
+{{- end }}
+{{- end -}}
+
+{{- define "lmcache-xpu.volumes" -}}
+- name: tmp
+  emptyDir: {}
+- name: shm
+  emptyDir:
+    medium: Memory
+    sizeLimit: {{ printf "%dGi" (int (ceil .shmGib)) }}
+- name: cache
+  emptyDir: {}
+- name: hub
+  {{- if eq .files.cache "emptyDir" }}
+  emptyDir:
+    sizeLimit: {{ printf "%dGi" (int (ceil .files.cacheGib)) }}
+  {{- else }}
+  persistentVolumeClaim:
+    claimName: {{ ternary .files.claimName (printf "%s-hub" .object) (eq .files.cache "existingClaim") }}
+  {{- end }}
+{{- with .files.modelClaim }}
+- name: models
+  persistentVolumeClaim:
+    claimName: {{ . }}
+    readOnly: true
+{{- end }}
+{{- if and .settings.disk_gib (eq .disk.kind "emptyDir") }}
+- name: kv
+  emptyDir:
+    sizeLimit: {{ .diskSize }}
+{{- end }}
+{{- if and .settings.disk_gib (eq .disk.kind "hostPath") }}
+- name: kv
+  hostPath:
+    path: {{ .disk.hostPath }}
+    # Made by kubelet it would belong to root.
+    type: Directory
+{{- end }}
+{{- with .extraVolumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* The settings as variables; arguments are quoted as for a shell */}}
+{{- define "lmcache-xpu.variables" -}}
+{{- range $name, $value := omit .settings "model" -}}
+{{- if not (kindIs "invalid" $value) }}
+LMCACHE_XPU_{{ upper $name }}: {{ if kindIs "slice" $value -}}
+{{- $words := list -}}
+{{- range $value }}{{ $words = append $words (printf "'%s'" (toString . | replace "'" "'\"'\"'")) }}{{ end -}}
+{{- join " " $words | quote -}}
+{{- else if kindIs "string" $value }}{{ $value | quote }}
+{{- else }}{{ toJson $value | quote }}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

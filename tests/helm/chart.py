@@ -1,0 +1,134 @@
+"""Render the chart with the real helm, and find objects in what it makes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+from lmcache_xpu.settings import ENV_PREFIX, Settings
+
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "helm" / "lmcache-xpu"
+CI_FILES = sorted((CHART / "ci").glob("*-values.yaml"))
+HELM = Path(sys.executable).with_name("helm")
+NAMESPACE = "serving"
+# The smallest values that install.
+MODEL = {"models": {"m": {"settings": {"model": "org/model"}, "gpu": {"renderGroups": [992]}}}}
+
+
+def helm(*args: str, values: Mapping | None = None) -> subprocess.CompletedProcess[str]:
+    """Run helm; `values` go in as a values file."""
+    given = ["-f", "-"] if values is not None else []
+    return subprocess.run(
+        [str(HELM), *args, *given],
+        input=json.dumps(values or {}),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PATH": os.environ["PATH"], "HOME": "/nonexistent"},
+    )
+
+
+def template(*args: str, values: Mapping | None = None) -> subprocess.CompletedProcess[str]:
+    return helm("template", "kv", str(CHART), "-n", NAMESPACE, *args, values=values)
+
+
+class Objects(list):
+    """Rendered objects."""
+
+    def of(self, kind: str) -> list[dict]:
+        return [item for item in self if item["kind"] == kind]
+
+    def one(self, kind: str, name: str | None = None) -> dict:
+        found = [o for o in self.of(kind) if name in (None, o["metadata"]["name"])]
+        assert len(found) == 1, f"{len(found)} of {kind} {name or ''}, 1 expected"
+        return found[0]
+
+    def pods(self) -> list[tuple[str, dict]]:
+        """Every pod that the objects make: where it is from, and its spec."""
+        pods = []
+        for item in self:
+            spec = item["spec"] if item["kind"] == "Pod" else {}
+            if item["kind"] in ("Deployment", "StatefulSet") or item["kind"] == "Job":
+                spec = item["spec"]["template"]["spec"]
+            if spec:
+                pods.append((f"{item['kind']}/{item['metadata']['name']}", spec))
+        return pods
+
+    def engines(self) -> dict[str, dict]:
+        """The workloads that run engines, by model."""
+        label = "app.kubernetes.io/component"
+        return {
+            item["metadata"]["labels"]["lmcache-xpu/model"]: item
+            for item in [*self.of("Deployment"), *self.of("StatefulSet")]
+            if item["metadata"]["labels"].get(label) == "engine"
+        }
+
+
+def merged(base: Mapping, change: Mapping) -> dict:
+    """As helm merges values files."""
+    both = {
+        key: merged(base[key], value)
+        for key, value in change.items()
+        if isinstance(value, Mapping) and isinstance(base.get(key), Mapping)
+    }
+    return {**base, **change, **both}
+
+
+def render(*args: str, **values: object) -> Objects:
+    """The objects of the smallest release with these values merged in."""
+    return rendered(template(*args, values=merged(MODEL, values)))
+
+
+def render_file(path: Path) -> Objects:
+    return rendered(template("-f", str(path)))
+
+
+def rendered(done: subprocess.CompletedProcess[str]) -> Objects:
+    assert done.returncode == 0, done.stderr
+    return Objects(item for item in yaml.safe_load_all(done.stdout) if item)
+
+
+def model(**keys: object) -> Objects:
+    """Rendered with these keys for the one model."""
+    return render(models={"m": keys})
+
+
+def container(workload: dict, name: str = "engine") -> dict:
+    spec = workload["spec"]["template"]["spec"]
+    [found] = [c for c in spec["containers"] if c["name"] == name]
+    return found
+
+
+def environment(objects: Objects, workload: dict) -> dict[str, str]:
+    """The variables that the engine's container would have; secrets as (secret NAME/KEY)."""
+    engine = container(workload)
+    found: dict[str, str] = {}
+    for source in engine["envFrom"]:
+        found |= objects.one("ConfigMap", source["configMapRef"]["name"])["data"]
+    for item in engine["env"]:
+        if "value" in item:
+            found[item["name"]] = item["value"]
+        else:
+            secret = item["valueFrom"]["secretKeyRef"]
+            found[item["name"]] = f"(secret {secret['name']}/{secret['key']})"
+    return found
+
+
+def settings(objects: Objects, workload: dict, monkeypatch) -> Settings:
+    """The settings that the pod's process would read, by the code that reads them."""
+    engine = container(workload)
+    assert engine["command"] == ["lmcache-xpu", "serve"], shlex.join(engine["command"])
+    [model_name] = engine["args"]
+    for name in [name for name in os.environ if name.startswith(ENV_PREFIX)]:
+        monkeypatch.delenv(name)
+    for name, value in environment(objects, workload).items():
+        monkeypatch.setenv(name, value)
+    return Settings.load({"model": model_name})

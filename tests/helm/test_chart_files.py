@@ -1,0 +1,108 @@
+"""The chart's own files: versions, what is made from what, packaging, earlier values."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tarfile
+from pathlib import Path
+
+import pytest
+import yaml
+from chart import CHART, CI_FILES, MODEL, ROOT, helm, rendered, template
+
+import lmcache_xpu
+
+FROZEN = sorted((Path(__file__).parent / "frozen").glob("*.yaml"))
+
+
+def test_both_versions_are_the_packages():
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["version"] == chart["appVersion"] == lmcache_xpu.__version__
+
+
+def test_the_schema_is_made_from_its_sources():
+    from chart_schema import SCHEMA, schema
+
+    assert SCHEMA.read_text() == schema(), "stale: run `make helm-docs`"
+
+
+def test_the_readmes_tables_are_made_from_the_values():
+    from chart_readme import README, readme
+
+    assert README.read_text() == readme(README.read_text()), "stale: run `make helm-docs`"
+
+
+def test_every_value_says_what_it_is():
+    from chart_readme import README
+
+    rows = re.findall(r"^\| (`.*`) \| .* \|(.*)\|$", README.read_text(), re.MULTILINE)
+    assert len(rows) > 100
+    assert [name for name, meaning in rows if not meaning.strip()] == []
+
+
+@pytest.mark.parametrize("path", CI_FILES, ids=lambda path: path.name)
+def test_lint_finds_nothing(path):
+    done = helm("lint", "--strict", str(CHART), "-f", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_package_holds_the_files_of_monitoring(tmp_path):
+    """They are links in the chart; a package with links in it would render empty objects."""
+    done = helm("package", str(CHART), "-d", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    package = tmp_path / f"lmcache-xpu-{lmcache_xpu.__version__}.tgz"
+    with tarfile.open(package) as archive:
+        members = {member.name: member for member in archive.getmembers()}
+
+        def text(name: str) -> str:
+            member = members[f"lmcache-xpu/{name}"]
+            assert member.isfile()
+            return archive.extractfile(member).read().decode()
+
+        monitoring = ROOT / "monitoring"
+        assert text("files/alerts.yaml") == (monitoring / "alerts.yaml").read_text()
+        dashboard = monitoring / "dashboards" / "lmcache-xpu.json"
+        assert text("files/dashboard.json") == dashboard.read_text()
+    assert not [name for name in members if "/ci/" in name]
+    values = {**MODEL, "monitor": {"rules": True, "dashboard": True}}
+    objects = rendered(helm("template", "kv", str(package), values=values))
+    rules = objects.one("PrometheusRule")["spec"]
+    assert rules == yaml.safe_load((monitoring / "alerts.yaml").read_text())
+    shown = objects.one("ConfigMap", "kv-lmcache-xpu-dashboard")["data"]["lmcache-xpu.json"]
+    assert json.loads(shown) == json.loads(dashboard.read_text())
+
+
+def test_this_versions_values_are_frozen_for_the_next_one():
+    """So that the next version's tests have them; they don't change within a version."""
+    assert f"{lmcache_xpu.__version__}.yaml" in [path.name for path in FROZEN], (
+        "copy helm/lmcache-xpu/values.yaml to tests/helm/frozen/VERSION.yaml"
+    )
+
+
+@pytest.mark.parametrize("path", FROZEN, ids=lambda path: path.name)
+def test_values_of_an_earlier_version_still_render(path):
+    """All of them at once, as a user's copy of values.yaml would give them."""
+    done = template("-f", str(path), "--set-json", "models=" + json.dumps(MODEL["models"]))
+    assert rendered(done).engines(), done.stderr
+
+
+def test_notes_name_the_next_commands(tmp_path):
+    """`helm template` leaves the notes out, and `helm install` wants a cluster: a copy of the
+    chart has them in a template."""
+    copy = tmp_path / "chart"
+    shutil.copytree(CHART, copy)
+    (copy / "templates" / "NOTES.txt").rename(copy / "files" / "notes.txt")
+    (copy / "templates" / "notes.yaml").write_text(
+        "kind: Notes\nmetadata: {name: n}\n"
+        'text: {{ tpl (.Files.Get "files/notes.txt") . | toJson }}\n'
+    )
+    values = {"models": {**MODEL["models"], "n": {**MODEL["models"]["m"], "replicas": 2}}}
+    done = helm("template", "kv", str(copy), "-n", "serving", values=values)
+    notes = rendered(done).one("Notes")["text"]
+    assert "helm -n serving test kv --logs" in notes
+    assert "rollout status deployment/kv-lmcache-xpu-n --timeout=1800s" in notes
+    assert notes.count("no router") == 1
+    assert "No API key" in notes
+    assert "at http://kv-lmcache-xpu-m:80/v1" in notes

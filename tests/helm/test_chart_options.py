@@ -1,0 +1,331 @@
+"""Each option: there when on, not there when off."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from chart import ROOT, Objects, container, model, render
+
+SECRET = {"name": "s", "key": "k"}
+KEDA = {"kind": "keda", "prometheusUrl": "http://p:9090"}
+
+
+def spec(objects: Objects) -> dict:
+    """The engine's pod."""
+    return objects.engines()["m"]["spec"]["template"]["spec"]
+
+
+def volume(objects: Objects, name: str) -> dict:
+    return next((v for v in spec(objects)["volumes"] if v["name"] == name), {})
+
+
+MONITOR = {"kind": "serviceMonitor"}
+VALKEY = {"enabled": True, "passwordSecret": SECRET}
+ROUTER = {"kind": "vllmRouter"}
+POOL = {"kind": "inferencePool", "endpointPicker": {"name": "epp"}}
+ROUTE = {"enabled": True, "parentRefs": [{"name": "gateway"}]}
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "end"),
+    [
+        ({"monitor": MONITOR}, "ServiceMonitor", ""),
+        ({"monitor": {"kind": "podMonitor"}}, "PodMonitor", ""),
+        ({"monitor": MONITOR, "defaults": {"router": ROUTER}}, "PodMonitor", "-router"),
+        ({"monitor": {"rules": True}}, "PrometheusRule", ""),
+        ({"monitor": {"dashboard": True}}, "ConfigMap", "-dashboard"),
+        ({"valkey": VALKEY}, "Deployment", "-valkey"),
+        ({"valkey": VALKEY}, "Service", "-valkey"),
+        ({"valkey": VALKEY}, "NetworkPolicy", "-valkey"),
+        ({"defaults": {"autoscaling": {"kind": "hpa"}}}, "HorizontalPodAutoscaler", ""),
+        ({"defaults": {"autoscaling": KEDA}}, "ScaledObject", ""),
+        ({"defaults": {"ingress": {"enabled": True, "host": "a.b"}}}, "Ingress", ""),
+        ({"defaults": {"httpRoute": ROUTE}}, "HTTPRoute", ""),
+        ({"defaults": {"gpu": {"kind": "dra"}}}, "ResourceClaimTemplate", ""),
+        ({"defaults": {"files": {"cache": "volumeClaim"}}}, "PersistentVolumeClaim", ""),
+        ({"defaults": {"router": ROUTER}}, "Deployment", "-router"),
+        ({"defaults": {"router": ROUTER}}, "Role", ""),
+        ({"defaults": {"router": ROUTER}}, "RoleBinding", ""),
+        ({"defaults": {"router": ROUTER}}, "ServiceAccount", "-router"),
+        ({"defaults": {"router": ROUTER}}, "NetworkPolicy", "-router"),
+        ({"defaults": {"router": POOL}}, "InferencePool", ""),
+        ({"defaults": {"settings": {"disk_gib": 5}}}, "StatefulSet", ""),
+        ({"extraObjects": [{"kind": "Event", "metadata": {"name": "x"}}]}, "Event", ""),
+    ],
+)
+def test_an_object_is_there_when_asked_for_and_not_otherwise(values, kind, end):
+    def found(objects: Objects) -> list[dict]:
+        return [o for o in objects.of(kind) if o["metadata"]["name"].endswith(end)]
+
+    assert len(found(render(**values))) == 1
+    assert found(render()) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ({"networkPolicy": {"enabled": False}}, "NetworkPolicy"),
+        ({"serviceAccount": {"create": False}}, "ServiceAccount"),
+        ({"defaults": {"podDisruptionBudget": {"enabled": False}}}, "PodDisruptionBudget"),
+    ],
+)
+def test_an_object_is_there_unless_switched_off(values, kind):
+    assert len(render().of(kind)) == 1
+    assert render(**values).of(kind) == []
+
+
+def test_the_disk_tier_is_on_a_claim_that_comes_back_with_the_pod():
+    objects = model(
+        settings={"disk_gib": 100, "tensor_parallel": 2}, disk={"storageClassName": "x"}
+    )
+    workload = objects.one("StatefulSet")["spec"]
+    [claim] = workload["volumeClaimTemplates"]
+    assert claim["spec"]["storageClassName"] == "x"
+    # Of each device, and a tenth for headers and the file system.
+    assert claim["spec"]["resources"]["requests"]["storage"] == "220Gi"
+    assert (
+        workload["serviceName"]
+        == objects.one("Service", "kv-lmcache-xpu-m-engine")["metadata"]["name"]
+    )
+    assert workload["persistentVolumeClaimRetentionPolicy"]["whenDeleted"] == "Retain"
+    assert "kv" not in [v["name"] for v in workload["template"]["spec"]["volumes"]]
+
+
+def test_the_disk_tier_may_be_the_nodes():
+    objects = model(settings={"disk_gib": 10}, disk={"kind": "hostPath", "hostPath": "/mnt/kv"})
+    assert volume(objects, "kv")["hostPath"] == {"path": "/mnt/kv", "type": "Directory"}
+    [apart] = spec(objects)["affinity"]["podAntiAffinity"][
+        "requiredDuringSchedulingIgnoredDuringExecution"
+    ]
+    labels = objects.engines()["m"]["spec"]["template"]["metadata"]["labels"]
+    assert apart["labelSelector"]["matchLabels"].items() <= labels.items()
+    assert objects.engines()["m"]["spec"]["strategy"]["rollingUpdate"]["maxSurge"] == 0
+
+
+def test_the_disk_tier_may_end_with_the_pod():
+    objects = model(settings={"disk_gib": 10}, disk={"kind": "emptyDir"})
+    assert volume(objects, "kv")["emptyDir"] == {"sizeLimit": "11Gi"}
+
+
+def test_no_disk_tier_no_volume():
+    assert volume(model(), "kv") == {}
+    assert "kv" not in [m["name"] for m in container(model().engines()["m"])["volumeMounts"]]
+
+
+@pytest.mark.parametrize("resource", ["gpu.intel.com/xe", "gpu.intel.com/i915"])
+def test_gpus_of_the_device_plugin(resource):
+    objects = model(gpu={"resource": resource}, settings={"tensor_parallel": 2})
+    assert container(objects.engines()["m"])["resources"]["limits"][resource] == "2"
+    assert spec(objects)["securityContext"]["supplementalGroups"] == [992]
+    [term] = spec(objects)["affinity"]["nodeAffinity"][
+        "requiredDuringSchedulingIgnoredDuringExecution"
+    ]["nodeSelectorTerms"]
+    assert term["matchExpressions"][0]["key"] == "intel.feature.node.kubernetes.io/gpu"
+    assert "resourceClaims" not in spec(objects)
+
+
+def test_only_nodes_with_certain_gpus():
+    objects = model(gpu={"deviceIds": ["e211", "e20b"]})
+    terms = spec(objects)["affinity"]["nodeAffinity"][
+        "requiredDuringSchedulingIgnoredDuringExecution"
+    ]["nodeSelectorTerms"]
+    # Terms are alternatives.
+    assert [term["matchExpressions"][1]["key"] for term in terms] == [
+        "gpu.intel.com/device-id.0300-e211.present",
+        "gpu.intel.com/device-id.0300-e20b.present",
+    ]
+
+
+def test_gpus_of_the_dra_driver():
+    objects = model(gpu={"kind": "dra", "selectors": ["x == 'y'"]}, settings={"tensor_parallel": 2})
+    request = objects.one("ResourceClaimTemplate")["spec"]["spec"]["devices"]["requests"][0]
+    assert request["exactly"]["deviceClassName"] == "gpu.intel.com"
+    assert request["exactly"]["count"] == 2
+    assert request["exactly"]["selectors"] == [{"cel": {"expression": "x == 'y'"}}]
+    [claim] = spec(objects)["resourceClaims"]
+    assert claim["resourceClaimTemplateName"] == "kv-lmcache-xpu-m-gpu"
+    resources = container(objects.engines()["m"])["resources"]
+    assert resources["claims"] == [{"name": claim["name"]}]
+    assert not [name for name in resources["limits"] if "gpu" in name]
+
+
+def test_no_gpu_asks_for_none():
+    objects = model(gpu={"kind": "none", "renderGroups": None})
+    resources = container(objects.engines()["m"])["resources"]
+    assert resources.keys() == {"requests", "limits"}
+    assert resources["limits"].keys() == {"memory"}
+    assert "affinity" not in spec(objects)
+    assert "supplementalGroups" not in spec(objects)["securityContext"]
+    assert container(objects.engines()["m"])["image"].endswith("-cpu")
+    assert container(model().engines()["m"])["image"].endswith("-xpu")
+
+
+def test_the_time_to_start_and_to_stop():
+    objects = model(startup={"limitS": 605}, settings={"drain_s": 90}, stop={"preStopS": 5})
+    engine = container(objects.engines()["m"])
+    probe = engine["startupProbe"]
+    assert probe["failureThreshold"] * probe["periodSeconds"] >= 605
+    assert engine["lifecycle"]["preStop"] == {"sleep": {"seconds": 5}}
+    # Nothing is cut off: waiting, draining, and the engine's own end.
+    assert spec(objects)["terminationGracePeriodSeconds"] == 5 + 90 + 30
+    for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert engine[kind]["httpGet"] == {"path": "/health", "port": "http"}
+
+
+def test_new_settings_make_new_pods_and_nothing_else_does():
+    def checksum(**keys: object) -> str:
+        workload = model(**keys).engines()["m"]
+        return workload["spec"]["template"]["metadata"]["annotations"]["checksum/settings"]
+
+    assert checksum() != checksum(settings={"cpu_gib": 17})
+    assert checksum() == checksum(replicas=2)
+
+
+def test_files_from_a_claim_are_read_only():
+    objects = model(files={"modelClaim": "models"}, settings={"model": "/models/a"})
+    assert volume(objects, "models")["persistentVolumeClaim"] == {
+        "claimName": "models",
+        "readOnly": True,
+    }
+
+
+def test_a_download_comes_before_the_engine_which_then_stays_offline():
+    objects = model(files={"download": True, "tokenSecret": SECRET})
+    [download] = spec(objects)["initContainers"]
+    assert download["command"] == ["hf", "download", "org/model"]
+    assert "HF_TOKEN" in [item["name"] for item in download["env"]]
+    engine = container(objects.engines()["m"])
+    assert {"name": "HF_HUB_OFFLINE", "value": "1"} in engine["env"]
+    assert {"name": "hub", "mountPath": "/var/cache/hub"} in download["volumeMounts"]
+    assert "initContainers" not in spec(model())
+
+
+def test_the_download_command_is_one_that_the_hubs_program_takes():
+    program = Path(sys.executable).with_name("hf")
+    shown = subprocess.run([program, "download", "--help"], capture_output=True, text=True)
+    assert shown.returncode == 0
+    assert "REPO_ID" in shown.stdout
+
+
+def test_caches_are_where_the_pod_may_write():
+    engine = container(model().engines()["m"])
+    paths = [mount["mountPath"] for mount in engine["volumeMounts"] if not mount.get("readOnly")]
+    for item in engine["env"]:
+        if item["name"] in ("HOME", "HF_HOME"):
+            assert item["value"] in paths
+    assert {"/tmp", "/dev/shm"} <= set(paths)
+    assert volume(model(shmGib=9), "shm")["emptyDir"] == {"medium": "Memory", "sizeLimit": "9Gi"}
+
+
+def test_several_models_share_nothing_but_the_account():
+    objects = render(models={"n": {"settings": {"model": "b"}, "gpu": {"renderGroups": []}}})
+    assert set(objects.engines()) == {"m", "n"}
+    first, second = (w["spec"]["selector"]["matchLabels"] for w in objects.engines().values())
+    assert first != second
+    assert len(objects.of("Pod")) == 2  # a test for each
+
+
+def test_a_models_own_values_win_also_when_they_are_empty_or_false():
+    defaults = {"settings": {"prefix_caching": True, "drain_s": 60}, "replicas": 3, "spread": True}
+    own = {"settings": {"prefix_caching": False, "drain_s": 0}, "replicas": 0, "spread": False}
+    objects = render(defaults=defaults, models={"m": own})
+    data = objects.one("ConfigMap")["data"]
+    assert (data["LMCACHE_XPU_PREFIX_CACHING"], data["LMCACHE_XPU_DRAIN_S"]) == ("false", "0")
+    assert objects.engines()["m"]["spec"]["replicas"] == 0
+    assert "topologySpreadConstraints" not in spec(objects)
+
+
+def test_the_shared_tier_is_a_setting_of_every_engine_and_its_password_a_secret():
+    objects = render(valkey={**VALKEY, "gib": 8})
+    data = objects.one("ConfigMap")["data"]
+    service = objects.one("Service", "kv-lmcache-xpu-valkey")
+    assert data["LMCACHE_XPU_REMOTE_URL"] == f"redis://{service['metadata']['name']}:6379"
+    password = {"name": "s", "key": "k"}
+    engine = container(objects.engines()["m"])["env"][-1]
+    assert engine["valueFrom"]["secretKeyRef"] == password
+    server = container(objects.one("Deployment", "kv-lmcache-xpu-valkey"), "valkey")
+    assert server["env"][0]["valueFrom"]["secretKeyRef"] == password
+    assert "--maxmemory 8192mb" in server["args"][0]
+    assert server["resources"]["limits"]["memory"] == "11Gi"
+
+
+def test_the_service_that_clients_use_stays_when_a_router_comes():
+    plain, routed = model(), model(router=ROUTER)
+    for objects, component in ((plain, "engine"), (routed, "router")):
+        service = objects.one("Service", "kv-lmcache-xpu-m")["spec"]
+        assert service["selector"]["app.kubernetes.io/component"] == component
+        assert service["ports"] == [{"name": "http", "port": 80, "targetPort": "http"}]
+
+
+def test_autoscaling_decides_the_number_of_pods_alone():
+    assert model(replicas=2).engines()["m"]["spec"]["replicas"] == 2
+    assert "replicas" not in model(autoscaling=KEDA).engines()["m"]["spec"]
+    scaled = model(autoscaling=KEDA, settings={"disk_gib": 1}).one("ScaledObject")["spec"]
+    assert scaled["scaleTargetRef"]["kind"] == "StatefulSet"
+
+
+def test_a_route_leads_to_the_pool_when_there_is_one():
+    [ref] = model(httpRoute=ROUTE, router=POOL).one("HTTPRoute")["spec"]["rules"][0]["backendRefs"]
+    assert (ref["kind"], ref["name"]) == ("InferencePool", "kv-lmcache-xpu-m")
+    [ref] = model(httpRoute=ROUTE).one("HTTPRoute")["spec"]["rules"][0]["backendRefs"]
+    assert (ref["name"], ref["port"]) == ("kv-lmcache-xpu-m", 80)
+
+
+def test_metrics_and_health_are_not_on_the_ingress():
+    ingress = model(ingress={"enabled": True, "host": "a.b", "tlsSecret": "t"}).one("Ingress")
+    [rule] = ingress["spec"]["rules"]
+    assert [path["path"] for path in rule["http"]["paths"]] == ["/v1"]
+    assert ingress["spec"]["tls"] == [{"secretName": "t", "hosts": ["a.b"]}]
+
+
+def test_the_job_of_the_monitors_is_the_one_of_the_alert_rules():
+    """Alerts and dashboard look for it; the operator would take the service's name."""
+    rules = (ROOT / "monitoring" / "alerts.yaml").read_text()
+    assert "lmcache-xpu" in yaml.safe_load(rules)["groups"][0]["rules"][0]["expr"]
+    for kind, key in (("serviceMonitor", "endpoints"), ("podMonitor", "podMetricsEndpoints")):
+        objects = render(monitor={"kind": kind}, nameOverride="x", fullnameOverride="y")
+        [endpoint] = objects.one(kind[0].upper() + kind[1:])["spec"][key]
+        assert endpoint["relabelings"] == [{"targetLabel": "job", "replacement": "lmcache-xpu"}]
+        assert endpoint["path"] == "/metrics"
+
+
+def test_what_is_added_is_there():
+    objects = model(
+        extraEnv=[{"name": "ZE_AFFINITY_MASK", "value": "0"}],
+        extraVolumes=[{"name": "v", "emptyDir": {}}],
+        extraVolumeMounts=[{"name": "v", "mountPath": "/v"}],
+        podLabels={"a": "b"},
+        podAnnotations={"c": "d"},
+        nodeSelector={"disk": "nvme"},
+        tolerations=[{"operator": "Exists"}],
+        affinity={"podAffinity": {}},
+        priorityClassName="high",
+        runtimeClassName="kata",
+        podSecurityContext={"fsGroup": 5},
+        resources={"requests": {"cpu": "9"}},
+        topologySpreadConstraints=[{"maxSkew": 2}],
+    )
+    text = json.dumps(objects.engines()["m"]["spec"]["template"])
+    for part in ("ZE_AFFINITY_MASK", '"/v"', '"a": "b"', '"c": "d"', '"nvme"', "Exists", '"high"'):
+        assert part in text
+    pod = spec(objects)
+    assert pod["affinity"] == {"podAffinity": {}}
+    assert pod["runtimeClassName"] == "kata"
+    assert pod["securityContext"]["fsGroup"] == 5
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    resources = container(objects.engines()["m"])["resources"]
+    assert resources["requests"] == {"cpu": "9", "memory": "36Gi"}
+    assert pod["topologySpreadConstraints"] == [{"maxSkew": 2}]
+    objects = render(
+        imagePullSecrets=[{"name": "r"}],
+        commonLabels={"team": "x"},
+        extraObjects=[{"kind": "ConfigMap", "metadata": {"name": "{{ .Release.Name }}-x"}}],
+    )
+    assert spec(objects)["imagePullSecrets"] == [{"name": "r"}]
+    assert {o["metadata"]["labels"]["team"] for o in objects if "labels" in o["metadata"]} == {"x"}
+    assert objects.one("ConfigMap", "kv-x")

@@ -1,0 +1,146 @@
+"""What a rendered pod runs is what vLLM and LMCache read: both by their real code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from chart import CI_FILES, container, environment, model, settings
+
+from lmcache_xpu.settings import ENV_PREFIX, Settings
+
+# vLLM and LMCache import parts of other packages that these packages deprecate.
+pytestmark = [
+    pytest.mark.filterwarnings(rf"ignore::DeprecationWarning:{package}\..*")
+    for package in ("torch", "opentelemetry", "vllm", "lmcache", "transformers")
+]
+
+
+@pytest.fixture(scope="module")
+def parser():
+    """vLLM's own parser of `vllm serve`."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    return make_arg_parser(FlexibleArgumentParser())
+
+
+@pytest.mark.parametrize("path", CI_FILES, ids=lambda path: path.name)
+def test_vllm_and_lmcache_read_every_shape(path, shapes, parser, monkeypatch):
+    from lmcache.v1.config import LMCacheEngineConfig
+    from lmcache.v1.config_base import validate_and_set_config_value
+
+    objects = shapes[path.name.removesuffix("-values.yaml")]
+    for workload in objects.engines().values():
+        found = settings(objects, workload, monkeypatch)
+        args = parser.parse_args(found.vllm_args())
+        assert args.model_tag == found.model
+        assert (args.host, args.port) == ("0.0.0.0", 8000)
+        assert args.shutdown_timeout == 60
+        assert args.enable_prefix_caching is True
+        extra = args.kv_transfer_config.kv_connector_extra_config
+        config = LMCacheEngineConfig.from_defaults()
+        for name, value in extra.items():
+            key = name.removeprefix("lmcache.")
+            assert validate_and_set_config_value(config, key, value), name
+        config.validate()
+        assert config.max_local_cpu_size == found.cpu_gib
+        assert config.use_layerwise is found.layerwise
+        assert ("disk.path" in (config.extra_config or {})) is (found.disk_path is not None)
+        assert bool(config.remote_storage_plugins) is (found.remote_url is not None)
+
+
+def test_every_setting_reaches_the_process_as_it_was_given(monkeypatch):
+    given = {
+        "served_model_name": "a name with spaces",
+        "drain_s": 7,
+        "log_level": "debug",
+        "device": "xpu",
+        "dtype": "bfloat16",
+        "max_model_len": 1048576,
+        "block_tokens": 64,
+        "kv_cache_gib": 1.25,
+        "memory_fraction": 0.85,
+        "tensor_parallel": 4,
+        "prefix_caching": False,
+        "max_num_batched_tokens": 16384,
+        "max_num_seqs": 0x100,
+        "enforce_eager": True,
+        "chunk_tokens": 512,
+        "cpu_gib": 0.5,
+        "disk_gib": 1234.5,
+        "remote_url": "redis://cache:6379/2",
+        "save_decode": True,
+        "hash_algorithm": "sha256",
+        "extra_args": ["--seed", "7", "--chat-template", 'it\'s "so"; $(rm -rf /)\\n'],
+    }
+    objects = model(settings={"model": "org/model", **given})
+    found = settings(objects, objects.engines()["m"], monkeypatch)
+    for name, value in given.items():
+        want = tuple(value) if isinstance(value, list) else value
+        assert getattr(found, name) == want, name
+    off = model(settings={"offload": False, "layerwise": True, "host": "::"})
+    found = settings(off, off.engines()["m"], monkeypatch)
+    assert (found.offload, found.layerwise, found.host) == (False, True, "::")
+    tested = {*given, "offload", "layerwise", "host"}
+    from chart_schema import CHARTS_OWN
+
+    assert set(Settings.model_fields) - CHARTS_OWN - tested == {"model"}, "a setting without a test"
+
+
+def test_the_chart_sets_what_depends_on_it(monkeypatch):
+    objects = model(settings={"disk_gib": 10}, gpu={"kind": "none"})
+    found = settings(objects, objects.engines()["m"], monkeypatch)
+    assert found.device == "cpu"
+    mounts = container(objects.engines()["m"])["volumeMounts"]
+    assert str(found.disk_path).startswith(
+        next(mount["mountPath"] for mount in mounts if mount["name"] == "kv") + "/"
+    )
+    found = settings(plain := model(), plain.engines()["m"], monkeypatch)
+    assert (found.device, found.disk_path) == ("xpu", None)
+
+
+def test_secrets_are_references():
+    secret = {"name": "s", "key": "k"}
+    objects = model(
+        apiKeySecret=secret,
+        remotePasswordSecret=secret,
+        files={"tokenSecret": secret},
+        settings={"remote_url": "redis://cache:6379"},
+    )
+    found = environment(objects, objects.engines()["m"])
+    for name in ("LMCACHE_XPU_API_KEY", "LMCACHE_XPU_REMOTE_PASSWORD", "HF_TOKEN"):
+        assert found[name] == "(secret s/k)"
+    names = {name for name, value in environment(model(), model().engines()["m"]).items()}
+    assert not names & {"LMCACHE_XPU_API_KEY", "LMCACHE_XPU_REMOTE_PASSWORD", "HF_TOKEN"}
+
+
+def test_the_command_of_the_cpu_pod_is_one_that_the_program_takes(shapes, tmp_path):
+    """As a process, with the pod's variables; the model's name is the pod's own."""
+    objects = shapes["cpu"]
+    workload = objects.engines()["small"]
+    engine = container(workload)
+    program = Path(sys.executable).with_name(engine["command"][0])
+    done = subprocess.run(
+        [program, *engine["command"][1:], *engine["args"], "--dry-run"],
+        env={"PATH": os.environ["PATH"], **environment(objects, workload)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--port 8000" in done.stdout
+    assert "--max-model-len 8192" in done.stdout
+    assert '"max_local_cpu_size": 4.0' in done.stdout
+
+
+def test_variables_of_the_pod_are_settings_or_not_ours(shapes):
+    """Our own prefix with a name that is no setting would stop the start."""
+    for objects in shapes.values():
+        for workload in objects.engines().values():
+            known = {ENV_PREFIX + name.upper() for name in Settings.model_fields}
+            ours = [n for n in environment(objects, workload) if n.startswith(ENV_PREFIX)]
+            assert set(ours) <= known
