@@ -75,13 +75,13 @@ def prepare(
 def gather(transfer, cache: EngineCache, slots: list[int], out: torch.Tensor, skip: int = 0):
     mover, rows = prepare(cache, transfer, slots, skip)
     there = out.to(DEVICE)
-    mover.gather(rows, there)
+    mover.gather(rows, there[None])
     out.copy_(there)
 
 
 def scatter(transfer, cache: EngineCache, slots: list[int], source: torch.Tensor, skip: int = 0):
     mover, rows = prepare(cache, transfer, slots, skip)
-    mover.scatter(rows, source.to(DEVICE))
+    mover.scatter(rows, source.to(DEVICE)[None])
 
 
 def expected_gather(cache: EngineCache, slots: list[int], out: torch.Tensor, skip: int = 0):
@@ -153,13 +153,13 @@ def test_some_layers_of_a_chunk_whose_tokens_lie_between(transfer, slots: list[i
     wanted = expected_gather(cache, slots, whole)
     for layer in range(3):
         chunk = whole[:, layer].transpose(0, 1).contiguous().to(DEVICE)
-        mover.gather(rows, chunk.permute(1, 0, 2).unsqueeze(1), layer)
+        mover.gather(rows, chunk.permute(1, 0, 2)[None, :, None], layer)
         assert torch.equal(bits(chunk.transpose(0, 1)), bits(wanted[:, layer]))
     source = cache.host(3)
     truth = expected_scatter(cache, slots, source)
     for layer in range(3):
         chunk = source[:, layer].transpose(0, 1).contiguous().to(DEVICE)
-        mover.scatter(rows, chunk.permute(1, 0, 2).unsqueeze(1), layer)
+        mover.scatter(rows, chunk.permute(1, 0, 2)[None, :, None], layer)
     assert torch.equal(bits(cache.raw), bits(truth))
 
 
@@ -178,14 +178,15 @@ def test_chunks_in_many_places_in_one_launch(kind: str, slots: list[int]):
         return [part.pin_memory() for part in parts] if DEVICE != "cpu" else parts
 
     def move(parts: list[torch.Tensor], layer: int, *, gather: bool) -> None:
-        form = parts[0].view(sizes[0], cache.planes, hidden).permute(1, 0, 2).unsqueeze(1)
-        mover.move_chunks(rows, parts, form, layer, gather=gather)
+        form = parts[0].view(sizes[0], cache.planes, hidden).permute(1, 0, 2)[None, :, None]
+        mover.move_chunks(rows, [part.data_ptr() for part in parts], form, layer, gather=gather)
 
     whole = cache.host(len(slots))
     wanted = expected_gather(cache, slots, whole)
     for layer in range(3):
         parts = pieces(whole, layer)
-        assert mover.reaches(parts) == (DEVICE != "cpu")  # a kernel must not see pageable memory
+        assert mover.aligned([part.data_ptr() for part in parts])
+        assert not mover.aligned([parts[0].data_ptr() + 1])
         move(parts, layer, gather=True)
         if DEVICE != "cpu":
             torch.accelerator.synchronize()
@@ -201,6 +202,34 @@ def test_chunks_in_many_places_in_one_launch(kind: str, slots: list[int]):
 
 
 @BOTH
+@pytest.mark.parametrize(
+    "slots", [[4, 5, 20, 1, 0, 9], [-1, 5, 20, -1, 0, 9], [-1, -1, -1, 1, 2, 3]]
+)
+@pytest.mark.parametrize("kind", ["BLHNC", "(K,V) HND", "MLA LBNHC"])
+def test_several_chunks_at_once_and_some_of_their_layers(transfer, kind: str, slots: list[int]):
+    """As they are staged: chunk after chunk, each `[planes, layers, rows, row size]`."""
+    cache = build(Spec(kind))
+    mover, rows = prepare(cache, transfer, slots, 0)
+    first = 1
+    whole = cache.host(6)
+    wanted = expected_gather(cache, slots, whole)[:, first:]
+    staged = torch.stack([whole[:, first:, :3], whole[:, first:, 3:]]).to(DEVICE)
+    mover.gather(rows, staged, first)
+    assert torch.equal(bits(torch.cat([*staged], dim=2)), bits(wanted))
+    source = cache.host(6)
+    untouched = cache.twin()
+    truth = expected_scatter(cache, slots, source)
+    mover.scatter(
+        rows, torch.stack([source[:, first:, :3], source[:, first:, 3:]]).to(DEVICE), first
+    )
+    got, wanted_cache = cache.twin(), build(cache.spec, truth)
+    for plane in range(cache.planes):
+        for slot in (s for s in slots if s >= 0):  # layers before the first are left alone
+            wanted_cache.put(plane, 0, slot, untouched.token(plane, 0, slot))
+    assert torch.equal(bits(got.raw), bits(wanted_cache.raw))
+
+
+@BOTH
 def test_a_cache_of_more_than_two_to_the_31_elements(transfer):
     blocks, tokens, heads, content = 2**21 + 5, 16, 1, 128  # 2^32 bytes; touched pages only
     layer = torch.empty(blocks, heads, tokens, content, dtype=torch.uint8, device=DEVICE)
@@ -209,12 +238,12 @@ def test_a_cache_of_more_than_two_to_the_31_elements(transfer):
     source = torch.randint(1, 256, (2, 1, 4, 64), dtype=torch.uint8, device=DEVICE)
     rows = rows_of(view, slots)
     mover = transfer.of(view)
-    mover.scatter(rows, source)
+    mover.scatter(rows, source[None])
     for token, slot in enumerate(slots):
         block, at = divmod(slot, tokens)
         assert torch.equal(layer[block, 0, at], source[:, 0, token].flatten())
     back = torch.zeros_like(source)
-    mover.gather(rows, back)
+    mover.gather(rows, back[None])
     assert torch.equal(back, source)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any, Self, overload
 
 import torch
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
@@ -18,8 +18,9 @@ from lmcache_xpu.errors import (
     TransferError,
 )
 from lmcache_xpu.paged_view import EngineLayer, PagedView
+from lmcache_xpu.plan import HostFormat, Plan
 from lmcache_xpu.slots import check_slots
-from lmcache_xpu.staging import HostFormat, Plan, Stager
+from lmcache_xpu.staging import STAGING_BYTES, Stager
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,7 @@ class ConnectorOptions:
         use_mla: the model has one latent plane instead of keys and values.
         layout_hints: `{"kv_layout": name}` as the engine names its memory order.
         opaque_blocks: see `PagedView.from_engine`.
+        staging_bytes: see `Stager`.
     """
 
     chunk_size: int | None = None
@@ -41,6 +43,7 @@ class ConnectorOptions:
     use_mla: bool = False
     layout_hints: Mapping[str, str] | None = None
     opaque_blocks: bool = False
+    staging_bytes: int = STAGING_BYTES
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Self:
@@ -81,6 +84,44 @@ class Request:
             raise TransferError("no slot_mapping", "a slot per token as keyword 'slot_mapping'")
         cached = given.get("vllm_cached_tokens", 0)
         return cls(kvcaches=given.get("kvcaches"), slot_mapping=slot_mapping, cached=cached)
+
+
+class HostChunks(Sequence[torch.Tensor]):
+    """The memory of LMCache's objects; looked at one by one, when it is needed.
+
+    Args:
+        memory_objs: one per chunk.
+        device: of the engine.
+    """
+
+    def __init__(self, memory_objs: Sequence[MemoryObj], device: torch.device) -> None:
+        self._objs = memory_objs
+        self._device = device
+        self._seen: dict[int, torch.Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._objs)
+
+    @overload
+    def __getitem__(self, index: int) -> torch.Tensor: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[torch.Tensor]: ...
+
+    def __getitem__(self, index: int | slice) -> torch.Tensor | list[torch.Tensor]:
+        """Raises HostMemoryError for memory that is not contiguous, or on a third device."""
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        if index not in self._seen:
+            self._seen[index] = self._checked(self._objs[index].tensor)
+        return self._seen[index]
+
+    def _checked(self, tensor: torch.Tensor | None) -> torch.Tensor:
+        if tensor is None or not tensor.is_contiguous():
+            raise HostMemoryError("memory that is gone or strided", "valid and contiguous")
+        if not (is_host(tensor.device) or tensor.device == self._device):
+            raise HostMemoryError(f"memory on {tensor.device}", f"cpu or {self._device}")
+        return tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +199,7 @@ class Binding:
                 opaque_blocks=self.options.opaque_blocks,
             )
             self._check_view(view)
-            self._bound = Bound(addresses, view, Stager(view))
+            self._bound = Bound(addresses, view, Stager(view, self.options.staging_bytes))
             self.kvcaches = kvcaches
         return self._bound
 
@@ -224,20 +265,9 @@ class Binding:
             if facts.dtype is None or not _same_bytes(facts.dtype, bound.view.dtype):
                 raise HostMemoryError(f"host memory of {facts.dtype}", f"{bound.view.dtype}")
 
-    def tensors(self, bound: Bound, memory_objs: Sequence[MemoryObj]) -> Iterator[torch.Tensor]:
-        """The memory of objects that `check_objects` has seen, one by one as it is needed.
-
-        Raises:
-            HostMemoryError: not contiguous, or on a third device.
-        """
-        device = bound.view.device
-        for memory_obj in memory_objs:
-            tensor = memory_obj.tensor
-            if tensor is None or not tensor.is_contiguous():
-                raise HostMemoryError("memory that is gone or strided", "valid and contiguous")
-            if not (is_host(tensor.device) or tensor.device == device):
-                raise HostMemoryError(f"memory on {tensor.device}", f"cpu or {device}")
-            yield tensor
+    def memory(self, bound: Bound, memory_objs: Sequence[MemoryObj]) -> HostChunks:
+        """The memory of objects that `check_objects` has seen."""
+        return HostChunks(memory_objs, bound.view.device)
 
     def _check_view(self, view: PagedView) -> None:
         device, dtype, chunk = self.options.device, self.options.dtype, self.options.chunk_size

@@ -6,6 +6,7 @@ reads those it knows.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
@@ -15,7 +16,9 @@ from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 from lmcache.v1.metadata import LMCacheMetadata
 
 from lmcache_xpu.binding import Binding, Bound, ConnectorOptions, Request
-from lmcache_xpu.metrics import LOAD_CPU, STORE_CPU, Flow, Stopwatch
+from lmcache_xpu.metrics import LOAD_CPU, STORE_CPU, Flow
+from lmcache_xpu.overlap import LayeredLoad, Overlap
+from lmcache_xpu.staging import STAGING_BYTES
 
 
 class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped base
@@ -42,6 +45,8 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
         self.hidden_dim_size = hidden_dim_size
         self.num_layers = num_layers
         self.use_mla = options.use_mla
+        self.overlap: Overlap | None = None  # set by who tells the connector of the engine's steps
+        self.failed_slots: list[torch.Tensor] = []  # of loads that ended early; for vLLM
         self._binding = Binding(
             hidden_dim_size, num_layers, options, self.FORMAT, layerwise=self.LAYERWISE
         )
@@ -55,6 +60,7 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
         *,
         layout_hints: Mapping[str, str] | None = None,
         opaque_blocks: bool = False,
+        staging_bytes: int = STAGING_BYTES,
     ) -> Self:
         """A connector for an engine as LMCache describes it."""
         layers, _, chunk_size, heads, head_size = metadata.kv_shape
@@ -68,6 +74,7 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
             use_mla=metadata.use_mla,
             layout_hints=layout_hints,
             opaque_blocks=opaque_blocks,
+            staging_bytes=staging_bytes,
         )
 
     def get_shape(self, num_tokens: int) -> torch.Size:
@@ -77,8 +84,11 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
     def initialize_kvcaches_ptr(self, **kwargs: Any) -> None:
         """Bind to the engine's KV cache, given as `kvcaches`; cheap when it is bound already.
 
+        Allocates staging memory.
+
         Raises:
             LayoutError: a KV cache that can't be read.
+            SettingsError: no memory for staging.
         """
         if (kvcaches := kwargs.get("kvcaches")) is not None:
             self._binding.bind(kvcaches)
@@ -123,7 +133,8 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
         Chunk i holds tokens `starts[i]:ends[i]` of the request. Tokens below
         `vllm_cached_tokens` and with negative slots are left alone. The copies run behind what
         the engine has enqueued and before what it enqueues next; host memory may be reused as
-        soon as this returns.
+        soon as this returns. With `overlap.loads` this returns at once, and the engine waits layer
+        by layer (see there).
 
         Args:
             memory_objs: LMCache's memory, one per chunk.
@@ -139,16 +150,20 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
         bound = self._binding.bind(request.kvcaches)
         plan = self._binding.plan(bound, starts, ends, request, loading=True)
         self._binding.check_objects(bound, memory_objs, starts, ends, loading=True)
-        memory = self._binding.tensors(bound, memory_objs)
-        watch = Stopwatch()
-        with watch.running():
-            # Blocks may have been freed by a step that is still running.
-            bound.stager.follow_engine()
-            done = bound.stager.load(plan, memory)
-            done.wait()  # the engine's stream
-            done.synchronize()  # LMCache gives up the host memory when this returns
-        spans = zip(starts, ends, strict=True)
-        self._count(LOAD_CPU, bound, spans, request.cached, watch.seconds)
+        memory = self._binding.memory(bound, memory_objs)
+        spans = list(zip(starts, ends, strict=True))
+        count = functools.partial(self._count, LOAD_CPU, bound, spans, request.cached)
+        # Blocks may have been freed by a step that is still running.
+        bound.stager.follow_engine()
+        if self.overlap is not None and self.overlap.loads:
+            slots = request.slot_mapping[min(starts, default=0) : max(ends, default=0)]
+            load = LayeredLoad(bound.stager, plan, memory, slots)
+            self.overlap.add_load(load, memory_objs, count)
+            return
+        moved = bound.stager.load(plan, memory)
+        moved.done.wait()  # the engine's stream
+        moved.done.synchronize()  # LMCache gives up the host memory when this returns
+        count(moved.seconds())
 
     def batched_from_gpu(
         self,
@@ -159,6 +174,9 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
     ) -> None:
         """Store chunks from the engine's KV cache; complete on the host when this returns.
 
+        With `overlap.stores` this returns at once, and LMCache's objects are complete when
+        `Overlap.publish` lets them go.
+
         Arguments and errors as for `batched_to_gpu`. Tokens with negative slots leave their
         part of the host memory as it is.
         """
@@ -166,9 +184,15 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
         bound = self._binding.bind(request.kvcaches)
         plan = self._binding.plan(bound, starts, ends, request, loading=False)
         self._binding.check_objects(bound, memory_objs, starts, ends, loading=False)
-        memory = self._binding.tensors(bound, memory_objs)
-        watch = Stopwatch()
-        with watch.running():
-            bound.stager.follow_engine()
-            bound.stager.store(plan, memory).synchronize()  # LMCache publishes it at once
-        self._count(STORE_CPU, bound, zip(starts, ends, strict=True), 0, watch.seconds)
+        memory = self._binding.memory(bound, memory_objs)
+        spans = list(zip(starts, ends, strict=True))
+        count = functools.partial(self._count, STORE_CPU, bound, spans, 0)
+        bound.stager.follow_engine()
+        stored = bound.stager.store(plan, memory)
+        if self.overlap is not None and self.overlap.stores:
+            slots = request.slot_mapping[min(starts, default=0) : max(ends, default=0)]
+            self.overlap.add_store(memory_objs, stored, slots.to("cpu"))
+            self.overlap.release((), [stored.moved], count)
+            return
+        stored.moved.done.synchronize()  # LMCache publishes it at once
+        count(stored.moved.seconds())

@@ -9,22 +9,33 @@ others  (xpu, cuda, ...) run asynchronously in streams, through device-generic P
 from __future__ import annotations
 
 import importlib.util
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 
 class Event:
-    """A point in a stream that other streams can wait for; nothing on CPU."""
+    """A point in a stream that other streams can wait for; on CPU only a point in time.
 
-    def __init__(self, device: torch.device) -> None:
-        self._event = None if is_host(device) else torch.Event(device=device)
+    Args:
+        device: of the stream.
+        timed: `seconds_until` will be asked.
+    """
+
+    def __init__(self, device: torch.device, *, timed: bool = False) -> None:
+        on_host = is_host(device)
+        self._event = None if on_host else torch.Event(device=device, enable_timing=timed)
+        self._at = 0.0
 
     def record(self) -> None:
         """Put it at the end of the current stream."""
         if self._event is not None:
             self._event.record()
+        else:
+            self._at = time.perf_counter()
 
     def wait(self) -> None:
         """Let the current stream wait for it. Does not wait itself."""
@@ -35,6 +46,16 @@ class Event:
         """Wait for it."""
         if self._event is not None:
             self._event.synchronize()
+
+    def reached(self) -> bool:
+        """Whether the device has come by it."""
+        return self._event is None or self._event.query()
+
+    def seconds_until(self, later: Event) -> float:
+        """From this one to a later one, both timed and reached."""
+        if self._event is None or later._event is None:
+            return later._at - self._at
+        return self._event.elapsed_time(later._event) / 1e3
 
 
 class SideStream:
@@ -82,6 +103,18 @@ def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if is_host(device):
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def register_host(address: int, size: int, device: torch.device) -> bool:
+    """Pin memory that is allocated already, `size` bytes at `address`; whether that worked.
+
+    The drivers have no common call for it: CUDA's is in its runtime, XPU's comes with vLLM.
+    """
+    if device.type == "cuda":
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        return int(runtime.cudaHostRegister(address, size, 0)) == 0
+    register = getattr(torch.ops._C, "xpu_host_register", None) if device.type == "xpu" else None
+    return register is not None and bool(register(address, size))
 
 
 def has_triton(device: torch.device) -> bool:

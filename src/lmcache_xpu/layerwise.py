@@ -14,17 +14,18 @@ that of LMCache 0.5.6's `LMCacheEngine.retrieve_layer` and `store_layer`:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Generator, Sequence
 from typing import Any, NoReturn
 
 import torch
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 
-from lmcache_xpu.binding import Request
+from lmcache_xpu.binding import Bound, Request
 from lmcache_xpu.connector import PagedMemConnector
-from lmcache_xpu.devices import Event
 from lmcache_xpu.errors import TransferError
-from lmcache_xpu.metrics import LOAD_CPU, STORE_CPU, Stopwatch
+from lmcache_xpu.metrics import LOAD_CPU, STORE_CPU
+from lmcache_xpu.staging import Moved
 
 
 class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
@@ -36,12 +37,6 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
 
     FORMAT = MemoryFormat.KV_T2D
     LAYERWISE = True
-
-    def __init__(
-        self, hidden_dim_size: int, num_layers: int, use_gpu: bool = False, **kwargs: Any
-    ) -> None:
-        super().__init__(hidden_dim_size, num_layers, use_gpu, **kwargs)
-        self.failed_slots: list[torch.Tensor] = []  # of loads that ended early; for vLLM
 
     def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> NoReturn:
         """Not part of a layerwise connector."""
@@ -77,9 +72,8 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
         plan = self._binding.plan(bound, starts, ends, request, loading=True)
         bound.stager.follow_engine()  # blocks may have been freed by a step that is running
         held: list[MemoryObj] = []
-        loaded: Event | None = None
+        moved: list[Moved] = []
         count = len(starts)
-        watch = Stopwatch()  # not of what the engine does between two layers
         try:
             for layer in range(self.num_layers):
                 objs = yield
@@ -95,28 +89,41 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
                     )
                 spans = starts[:count], ends[:count]
                 self._binding.check_objects(bound, objs[:count], *spans, loading=True)
-                memory = self._binding.tensors(bound, objs[:count])
+                memory = self._binding.memory(bound, objs[:count])
                 for obj in objs:  # LMCache lets go of them before the last step
                     obj.ref_count_up()
                     held.append(obj)
-                with watch.running():
-                    before, loaded = loaded, bound.stager.load(plan, memory, layer)
-                    if before is not None:
-                        before.wait()
+                moved.append(bound.stager.load(plan, memory, layer))
+                for before in moved[-2:-1]:
+                    before.done.wait()
             if (yield) is not None:
                 raise TransferError(f"a layer {self.num_layers}", f"{self.num_layers} layers")
-            if loaded is not None:
-                loaded.wait()
+            for last in moved[-1:]:
+                last.done.wait()
         finally:
-            if loaded is not None:
-                with watch.running():
-                    loaded.synchronize()
-            for obj in held:
-                obj.ref_count_down()
-        whole = zip(starts[:count], ends[:count], strict=True)
-        self._count(LOAD_CPU, bound, whole, request.cached, watch.seconds)
+            whole = list(zip(starts[:count], ends[:count], strict=True))
+            self._end_load(bound, held, moved, whole, request.cached)
         yield
         raise _ended("load", self.num_layers + 2)
+
+    def _end_load(
+        self,
+        bound: Bound,
+        held: Sequence[MemoryObj],
+        moved: Sequence[Moved],
+        spans: Sequence[tuple[int, int]],
+        cached: int,
+    ) -> None:
+        """Let go of host memory when its copies are done; wait for them if nobody else does."""
+        count = functools.partial(self._count, LOAD_CPU, bound, spans, cached)
+        if self.overlap is not None and self.overlap.loads:
+            self.overlap.release(held, moved, count)
+            return
+        for last in moved[-1:]:
+            last.done.synchronize()
+        for obj in held:
+            obj.ref_count_down()
+        count(sum(one.seconds() for one in moved))
 
     @torch.inference_mode()
     def batched_from_gpu(
@@ -129,7 +136,8 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
         """Store a request layer by layer; yields `num_layers + 1` times.
 
         Each step enqueues one layer behind what the engine has enqueued, and returns when the
-        layer before is complete on the host, because LMCache publishes that one next.
+        layer before is complete on the host, because LMCache publishes that one next. With
+        `overlap.stores` it returns at once, and `Overlap.publish` waits instead.
 
         Args:
             memory_objs: `[layer][chunk]`.
@@ -148,22 +156,31 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
             raise TransferError(f"objects of {len(memory_objs)} layers", f"{self.num_layers}")
         for objs in memory_objs:
             self._binding.check_objects(bound, objs, starts, ends, loading=False)
-        stored: Event | None = None
-        watch = Stopwatch()
+        spans = list(zip(starts, ends, strict=True))
+        slots = request.slot_mapping[min(starts, default=0) : max(ends, default=0)].to("cpu")
+        beside = self.overlap if self.overlap is not None and self.overlap.stores else None
+        moved: list[Moved] = []
         try:
             for layer in range(self.num_layers):
-                with watch.running():
-                    bound.stager.follow_engine()  # this layer's attention is enqueued by now
-                    memory = self._binding.tensors(bound, memory_objs[layer])
-                    before, stored = stored, bound.stager.store(plan, memory, layer)
-                    if before is not None:
-                        before.synchronize()
+                bound.stager.follow_engine()  # this layer's attention is enqueued by now
+                memory = self._binding.memory(bound, memory_objs[layer])
+                stored = bound.stager.store(plan, memory, layer)
+                moved.append(stored.moved)
+                if beside is not None:
+                    beside.add_store(memory_objs[layer], stored, slots)
+                else:
+                    for before in moved[-2:-1]:
+                        before.done.synchronize()
                 yield
         finally:
-            if stored is not None:
-                with watch.running():
-                    stored.synchronize()
-        self._count(STORE_CPU, bound, zip(starts, ends, strict=True), 0, watch.seconds)
+            if beside is None:
+                for last in moved[-1:]:
+                    last.done.synchronize()
+        count = functools.partial(self._count, STORE_CPU, bound, spans, 0)
+        if beside is not None:
+            beside.release((), moved, count)
+        else:
+            count(sum(one.seconds() for one in moved))
         yield
         raise _ended("store", self.num_layers + 1)
 

@@ -26,6 +26,7 @@ from lmcache_xpu.errors import SettingsError
 
 if TYPE_CHECKING:
     from lmcache_xpu.engine_facts import EngineFacts
+    from lmcache_xpu.overlap import Overlap
 
 STANDARD = "lmcache_xpu.connector.VLLMPagedMemXPUConnectorV2"
 LAYERWISE = "lmcache_xpu.layerwise.VLLMPagedMemLayerwiseXPUConnector"
@@ -82,9 +83,30 @@ def _create_connector(original: Callable[..., Any]) -> Callable[..., Any]:
             device=facts.device_type,
             layout_hints=layout_hints,
             opaque_blocks=facts.opaque_blocks,
+            **_staging(config),
         )
 
     return create
+
+
+def _staging(config: Any) -> dict[str, int]:
+    """What the settings say of staging, if anything."""
+    mib = config.get_extra_config_value("xpu.staging_mib", None)
+    return {} if mib is None else {"staging_bytes": int(mib) * 2**20}
+
+
+def publish_when_complete(manager: Any, overlap: Overlap) -> None:
+    """Let LMCache's storage manager take over stored chunks only when they are complete.
+
+    LMCache publishes as soon as the connector returns; its tiers would read what is being written.
+    """
+    put = manager.batched_put
+
+    @functools.wraps(put)
+    def batched_put(keys: Any, memory_objs: Any, *args: Any, **kwargs: Any) -> None:
+        overlap.publish(memory_objs, functools.partial(put, keys, memory_objs, *args, **kwargs))
+
+    manager.batched_put = batched_put
 
 
 def _resolve(name: str) -> Any:

@@ -8,6 +8,7 @@ All of it is decided on the host, so that nothing here waits for the device.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -78,8 +79,10 @@ class RequestRows:
         spans = self._spans[first:last]
         total = sum(self.totals[first:last])
         if not self._holes and all(start == move for start, move, _ in spans):
+            if all(one[2] == two[0] for one, two in itertools.pairwise(spans)):
+                return Rows(self._there[spans[0][0] : spans[-1][2]], None, total)
             parts = [self._there[start:end] for start, _, end in spans]
-            return Rows(parts[0] if len(parts) == 1 else torch.cat(parts), None, total)
+            return Rows(torch.cat(parts), None, total)
         engine, host, before = [], [], 0
         for start, move, end in spans:
             mapped = (self._rows[move:end] >= 0).nonzero().squeeze(1) + move

@@ -38,13 +38,13 @@ class Transfer(Protocol):
 class DirectTransfer(Transfer, Protocol):
     """A transfer that reaches host memory from the device; see `TritonTransfer`."""
 
-    def reaches(self, memory: Sequence[torch.Tensor]) -> bool:
-        """Whether `move_chunks` can address this memory."""
+    def aligned(self, addresses: Sequence[int]) -> bool:
+        """Whether `move_chunks` can use these addresses."""
 
     def move_chunks(
         self,
         rows: Rows,
-        memory: Sequence[torch.Tensor],
+        addresses: Sequence[int],
         form: torch.Tensor,
         first_layer: int,
         *,
@@ -109,8 +109,9 @@ class TorchTransfer:
 
         Args:
             rows: which rows, on the view's device.
-            out: `[planes, layers, rows, row size]` on the view's device, of a dtype as wide as
-                the view's; the last stride is 1. Its layers begin with the view's `first_layer`.
+            out: `[chunks, planes, layers, rows, row size]` on the view's device, of a dtype as wide
+                as the view's; the last stride is 1. Its layers begin with the view's
+                `first_layer`. Row r of the rows is row r % R of chunk r // R.
 
         Runs on the current stream, without waiting.
         """
@@ -125,11 +126,11 @@ class TorchTransfer:
             if rows.host is None and chunk.is_contiguous():
                 torch.index_select(window, 0, index, out=chunk.view(-1, window.shape[1]))
                 continue
-            values = window.index_select(0, index).view(len(rows.engine), -1)
+            values = window.index_select(0, index)
             if rows.host is None:
-                chunk.copy_(values)
+                chunk.copy_(values.view(chunk.shape))
             else:
-                chunk.index_copy_(0, rows.host, values)
+                chunk.index_put_(_places(rows.host, chunk), values.view(len(rows.engine), -1))
 
     def scatter(self, rows: Rows, source: torch.Tensor, first_layer: int = 0) -> None:
         """Copy mapped rows of `source` into the view; the rest of the view stays as it is.
@@ -144,7 +145,7 @@ class TorchTransfer:
                 unit.copy_(row)
             return
         for window, chunk in self._pairs(source, first_layer):
-            by_row = chunk if rows.host is None else chunk.index_select(0, rows.host)
+            by_row = chunk if rows.host is None else chunk[_places(rows.host, chunk)]
             values = by_row.reshape(-1, window.shape[1])
             if self.wide and values.storage_offset() % 2 == 0:
                 window, values = window.view(torch.complex128), values.view(torch.complex128)
@@ -157,22 +158,28 @@ class TorchTransfer:
         units = index.tolist()
         places = range(rows.total) if rows.host is None else rows.host.tolist()
         for window, part in self._pairs(chunk, first_layer):
-            lines = part.unbind(0)
+            lines = [line for chunk_part in part.unbind(0) for line in chunk_part.unbind(0)]
             for unit, place in zip(units, places, strict=True):
                 yield window[unit], lines[place]
 
     def _pairs(
         self, chunk: torch.Tensor, first_layer: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each plane's window with its part of the chunk, `[rows, words of a row]`."""
-        for layer in range(chunk.shape[1]):
+        """Each plane's window with its part of the chunks, `[chunks, rows, words of a row]`."""
+        for layer in range(chunk.shape[2]):
             for plane, window in enumerate(self.windows[first_layer + layer]):
-                yield window, chunk[plane, layer].view(window.dtype)
+                yield window, chunk[:, plane, layer].view(window.dtype)
 
     def _units(self, rows: Rows) -> torch.Tensor:
         block = rows.engine.div(self.rows, rounding_mode="floor")
         first = block * self.block_step + (rows.engine - block * self.rows) * self.row_step
         return (first[:, None] + self.within).flatten()
+
+
+def _places(rows: torch.Tensor, chunks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of several chunks as chunk and row."""
+    size = max(1, chunks.shape[1])
+    return rows.div(size, rounding_mode="floor"), rows % size
 
 
 def _window(plane: torch.Tensor, reach: int, unit: int, *, bytewise: bool) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -32,7 +32,7 @@ def _paged_copy(
     plane_ptr,  # [layers * planes] addresses of the first word of each layer's plane
     row_ptr,  # [rows] rows of the paged view
     host_row_ptr,  # [rows] rows of the chunk; read only with SPARSE
-    chunk_ptr,  # [planes, layers, rows, words of a row]; with TABLE its type alone counts
+    chunk_ptr,  # [chunks, planes, layers, rows, words]; with TABLE its type alone counts
     table_ptr,  # [chunks] addresses of chunks, read only with TABLE
     num_rows,
     num_planes,  # of all layers of the chunk
@@ -40,7 +40,8 @@ def _paged_copy(
     block_stride,  # strides in words, of the paged view ...
     row_stride,
     head_stride,
-    chunk_plane_stride,  # ... and of the chunk
+    chunk_stride,  # ... and of the chunks; not read with TABLE
+    chunk_plane_stride,
     chunk_layer_stride,
     chunk_row_stride,
     rows_per_chunk,
@@ -51,9 +52,9 @@ def _paged_copy(
     WORDS_TILE: tl.constexpr,
     GATHER: tl.constexpr,  # view to chunk; else chunk to view
     SPARSE: tl.constexpr,
-    TABLE: tl.constexpr,  # the chunk is many, each where the table says
+    TABLE: tl.constexpr,  # each chunk is where the table says
 ):
-    """chunk[p, l, host row r, w] <-> view[l][p, block, row, w // RUN, w % RUN]."""
+    """chunk[r // R, p, l, r % R, w] <-> view[l][p, block, row, w // RUN, w % RUN], r a host row."""
     row_tiles = (num_rows + ROWS_TILE - 1) // ROWS_TILE
     word_tiles: tl.constexpr = (ROW + WORDS_TILE - 1) // WORDS_TILE
     for tile in range(tl.program_id(0), row_tiles * word_tiles * num_planes, tl.num_programs(0)):
@@ -73,14 +74,14 @@ def _paged_copy(
         engine = base + place[:, None] + inside[None, :]
 
         at = tl.load(host_row_ptr + i, mask=i < num_rows, other=0) if SPARSE else i
+        number = at // rows_per_chunk
         start = plane * chunk_plane_stride + layer * chunk_layer_stride
+        start += (at - number * rows_per_chunk) * chunk_row_stride
         if TABLE:
-            number = at // rows_per_chunk
-            at = at - number * rows_per_chunk
             bases = tl.load(table_ptr + number, mask=i < num_rows, other=0).to(chunk_ptr.dtype)
-            chunk = bases[:, None] + start + at[:, None] * chunk_row_stride + w[None, :]
+            chunk = bases[:, None] + start[:, None] + w[None, :]
         else:
-            chunk = chunk_ptr + start + at[:, None] * chunk_row_stride + w[None, :]
+            chunk = chunk_ptr + (start + number * chunk_stride)[:, None] + w[None, :]
         if GATHER:
             tl.store(chunk, tl.load(engine, mask=mask), mask=mask)
         else:
@@ -98,7 +99,6 @@ class TritonTransfer:
     strides: tuple[int, int, int]  # of block, row and head, in words
     run: int
     row: int
-    pinned: dict[int, bool] = field(default_factory=dict)  # host allocations asked about so far
 
     @classmethod
     def of(cls, view: PagedView) -> TritonTransfer:
@@ -131,16 +131,14 @@ class TritonTransfer:
         """Copy mapped rows of `source` into the view; see `TorchTransfer.scatter`."""
         self._launch(rows, source, first_layer, gather=False)
 
-    def reaches(self, memory: Sequence[torch.Tensor]) -> bool:
-        """Whether `move_chunks` can address this memory: pinned, and aligned as the view is."""
-        return all(
-            part.data_ptr() % self.word.itemsize == 0 and self._pinned(part) for part in memory
-        )
+    def aligned(self, addresses: Sequence[int]) -> bool:
+        """Whether `move_chunks` can use these addresses: aligned as the view is."""
+        return all(address % self.word.itemsize == 0 for address in addresses)
 
     def move_chunks(
         self,
         rows: Rows,
-        memory: Sequence[torch.Tensor],
+        addresses: Sequence[int],
         form: torch.Tensor,
         first_layer: int,
         *,
@@ -153,22 +151,14 @@ class TritonTransfer:
 
         Args:
             rows: of all chunks, one after another.
-            memory: one piece per chunk, for which `reaches` holds; all of the same size, but
-                the last may be smaller.
-            form: the first piece as `[planes, layers, rows, row size]`.
+            addresses: of each chunk's first element, in pinned memory; `aligned` holds. All
+                chunks are of the same size, but the last may be smaller.
+            form: the first chunk as `[1, planes, layers, rows, row size]`.
             first_layer: of the view.
             gather: from the view to the host; else the other way.
         """
-        addresses = torch.tensor([part.data_ptr() for part in memory], dtype=torch.int64)
-        table = upload(addresses, self.addresses.device)
+        table = upload(torch.tensor(addresses, dtype=torch.int64), self.addresses.device)
         self._launch(rows, form, first_layer, gather=gather, table=table)
-
-    def _pinned(self, part: torch.Tensor) -> bool:
-        # Asked once per allocation: the answer takes a call to the driver.
-        address = part.untyped_storage().data_ptr()
-        if address not in self.pinned:
-            self.pinned[address] = part.is_pinned()
-        return self.pinned[address]
 
     def _launch(
         self,
@@ -185,7 +175,7 @@ class TritonTransfer:
         words = chunk.view(self.word)
         tile = min(_TILE, triton.next_power_of_2(self.row))
         rows_tile = max(1, _TILE // tile)
-        planes = words.shape[1] * self.planes
+        planes = words.shape[2] * self.planes
         tiles = triton.cdiv(count, rows_tile) * triton.cdiv(self.row, tile) * planes
         grid = (tiles if table is None else min(tiles, _DIRECT_PROGRAMS),)
         _paged_copy[grid](
@@ -198,8 +188,8 @@ class TritonTransfer:
             planes,
             self.rows,
             *self.strides,
-            *words.stride()[:3],
-            words.shape[2],
+            *words.stride()[:4],
+            words.shape[3],
             PLANES=self.planes,
             RUN=self.run,
             ROW=self.row,

@@ -26,17 +26,23 @@ from vllm.logger import init_logger
 
 from lmcache_xpu import __version__, seam, versions
 from lmcache_xpu.engine_facts import EngineFacts, check_chunks, engine_facts
+from lmcache_xpu.engine_steps import may_run_as_one_graph, written_blocks
 from lmcache_xpu.errors import SeamError, SettingsError
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.forward_context import ForwardContext
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from lmcache_xpu.overlap import Overlap
 
 logger = init_logger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 SAFE_HASH = "sha256_cbor"
+WRITTEN = "lmcache_xpu_written_blocks"  # what we add to LMCache's metadata of a step
 
 
 class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped base
@@ -68,6 +74,8 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
 
         self._served = current_platform.device_type in seam.served_devices()
         self._facts: EngineFacts | None = None
+        self._overlap: Overlap | None = None
+        self._layers: dict[str, int] = {}
         if not self._served:
             super().__init__(vllm_config, role, kv_cache_config)
             return
@@ -112,6 +120,7 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
             self._check_healthy()
             engine = self._lmcache_engine.lmcache_engine
             engine.gpu_connector.initialize_kvcaches_ptr(kvcaches=list(kv_caches.values()))
+            self._run_beside(engine, kv_caches)
             backends = engine.storage_manager.storage_backends
             for tier in self._tiers():
                 # LMCache only logs why a tier is missing, or a remote one without a connector.
@@ -133,12 +142,46 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
         if self._served and forward_context.attn_metadata is None and given is not None:
             forward_context.attn_metadata = given
         super().start_load_kv(forward_context, **kwargs)
+        if self._overlap is not None and may_run_as_one_graph(
+            self._vllm_config, forward_context, kwargs
+        ):
+            self._overlap.before_all()
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """A step begins. Blocks that it may write wait for stores that still read them."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._overlap is not None:
+            self._overlap.begin_step(getattr(connector_metadata, WRITTEN, None))
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Let the engine's stream wait for a layer of what this step loads."""
+        super().wait_for_layer_load(layer_name)  # of layerwise loads
+        if self._overlap is not None:
+            self._overlap.before_layer(self._layers[layer_name])
+
+    def wait_for_save(self) -> None:
+        """Store what this step computed; see LMCache's connector."""
+        self._end_loads()
+        super().wait_for_save()
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """What the workers must know of a step; LMCache's, and which blocks it may write."""
+        meta = super().build_connector_meta(scheduler_output)
+        if self._facts is not None:
+            kept = {
+                request.req_id: request.load_spec.vllm_cached_tokens
+                for request in meta.requests
+                if request.load_spec is not None
+            }
+            setattr(meta, WRITTEN, written_blocks(scheduler_output, self._facts.block_size, kept))
+        return meta
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that a load left unfilled since the last call; vLLM recomputes them.
 
         LMCache reports those of its standard mode; of its layerwise mode it knows nothing.
         """
+        self._end_loads()  # vLLM may ask before it calls wait_for_save
         blocks: set[int] = super().get_block_ids_with_load_errors()
         engine = self._lmcache_engine.lmcache_engine if self._facts is not None else None
         failed = getattr(getattr(engine, "gpu_connector", None), "failed_slots", None)
@@ -154,6 +197,8 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
         Not LMCache's own shutdown: it closes a socket that another thread reads from, at which
         the ZeroMQ library may abort the process. vLLM's connector does not call it either.
         """
+        if self._overlap is not None:
+            self._overlap.drain()
         engine = self._lmcache_engine.lmcache_engine if self._served else None
         if (manager := getattr(engine, "storage_manager", None)) is None:
             return
@@ -165,6 +210,28 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
         """LMCache's names of the tiers that are configured beside the CPU tier."""
         remote = [f"RemoteBackend-{name}" for name in self._config.remote_storage_plugins or ()]
         return [*(self._config.storage_plugins or ()), *remote]
+
+    def _run_beside(self, engine: Any, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Let transfers run beside the engine, as far as the settings allow it."""
+        from lmcache_xpu.overlap import Overlap
+
+        assert self._facts is not None
+        extra = self._config.extra_config or {}
+        loads, stores = (bool(extra.get(f"xpu.overlap_{way}", True)) for way in ("load", "store"))
+        self._layers = {name: number for number, name in enumerate(kv_caches)}
+        self._overlap = engine.gpu_connector.overlap = Overlap(
+            block_tokens=self._facts.block_size, loads=loads, stores=stores
+        )
+        seam.publish_when_complete(engine.storage_manager, self._overlap)
+
+    def _end_loads(self) -> None:
+        if self._overlap is None or not (missed := self._overlap.end_step()):
+            return
+        logger.error(
+            "vLLM computed without waiting for the KV cache of %d requests; they are recomputed",
+            len(missed),
+        )
+        self._lmcache_engine.lmcache_engine.gpu_connector.failed_slots.extend(missed)
 
     def _check_healthy(self) -> None:
         manager = self._lmcache_engine._manager

@@ -1,0 +1,60 @@
+"""What the connector must know of one step of a vLLM engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+FULL = "FULL"  # vLLM's CUDAGraphMode
+
+
+def written_blocks(
+    step: SchedulerOutput, block_size: int, kept: Mapping[str, int]
+) -> frozenset[int]:
+    """Blocks that the engine, or a load, may write for the first time since a request got them.
+
+    Args:
+        step: what is scheduled.
+        block_size: tokens of a block.
+        kept: of requests whose computed tokens include some to be loaded, those that are not.
+    """
+    blocks: set[int] = set()
+
+    def add(request: str, groups: tuple[list[int], ...] | None, computed: int) -> None:
+        skip = min(computed, kept.get(request, computed)) // block_size
+        for group in groups or ():
+            blocks.update(group[skip:])
+
+    for new in step.scheduled_new_reqs:
+        add(new.req_id, new.block_ids, new.num_computed_tokens)
+    cached = step.scheduled_cached_reqs
+    rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+    for request, groups, computed in rows:
+        # A resumed request gets all of its blocks anew; another one those that it lacked.
+        add(request, groups, computed if request in cached.resumed_req_ids else 0)
+    return frozenset(blocks)
+
+
+def may_run_as_one_graph(config: VllmConfig, context: Any, given: dict[str, Any]) -> bool:
+    """Whether this step may run as one graph, which does not stop at the layers.
+
+    Args:
+        config: of the engine.
+        context: vLLM's forward context; of the step, or an empty one.
+        given: what vLLM passes to `start_load_kv` beside it.
+    """
+    if context.attn_metadata is not None and "attn_metadata" not in given:
+        return bool(context.cudagraph_runtime_mode.name == FULL)  # decided already
+    # The newer model runner loads before it decides.
+    mode = config.compilation_config.cudagraph_mode
+    if mode is None or not mode.has_full_cudagraphs():
+        return False
+    step = given.get("scheduler_output")
+    if step is None or mode.mixed_mode().name == FULL:
+        return True
+    decode_tokens = 1 + (config.num_speculative_tokens or 0)
+    return max(step.num_scheduled_tokens.values(), default=0) <= decode_tokens

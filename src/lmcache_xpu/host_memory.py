@@ -1,0 +1,137 @@
+"""Copies between the device and LMCache's host memory, pinned or not.
+
+A device copies by itself only from and to pinned memory. LMCache pins its memory where it can. If
+it did not, its pool is pinned here, where the device's driver allows that; if not even that works,
+copies go by way of a small ring of pinned memory, and the calling thread moves the bytes between
+that and LMCache's memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from lmcache_xpu.devices import Event, register_host
+
+logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
+
+# What is pinned here stays pinned until the process ends. That is right for a pool, and wrong for
+# passing memory, whose addresses are given to others.
+POOL_BYTES = 64 * 2**20
+
+
+class HostMemory:
+    """What a device can reach of the host's memory; asked once per allocation.
+
+    Args:
+        device: that copies.
+        ring_bytes: pinned memory of one of the two steps of a ring, allocated when it is needed.
+    """
+
+    def __init__(self, device: torch.device, ring_bytes: int) -> None:
+        self._device = device
+        self._ring_bytes = ring_bytes
+        self._ring: list[_Step] = []
+        self._turn = 0
+        self._pinned: dict[tuple[int, int], bool] = {}
+
+    def pinned(self, memory: Sequence[torch.Tensor]) -> bool:
+        """Whether the device reaches all of this memory by itself."""
+        return all(self._is_pinned(part) for part in memory)
+
+    def load(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Enqueue copies from the host; sources may be reused when the current stream is done.
+
+        With memory that is not pinned this waits for the copy before the last.
+        """
+        if self.pinned(sources):
+            _copy(targets, sources)
+            return
+        step = self._next()
+        staged = step.parts(sources)
+        torch._foreach_copy_(staged, list(sources))
+        _copy(targets, staged)
+        step.used.record()
+
+    def store(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Enqueue copies to the host; complete after `flush` when the current stream is done.
+
+        With memory that is not pinned this waits for the copy before the last.
+        """
+        if self.pinned(targets):
+            _copy(targets, sources)
+            return
+        step = self._next()
+        staged = step.parts(targets)
+        _copy(staged, sources)
+        step.used.record()
+        step.pending = list(zip(targets, staged, strict=True))
+
+    def flush(self) -> None:
+        """Finish stores to memory that is not pinned; waits for them."""
+        for offset in range(1, len(self._ring) + 1):  # the older one first
+            self._ring[(self._turn + offset) % len(self._ring)].finish()
+
+    def _next(self) -> _Step:
+        if not self._ring:
+            self._ring = [_Step(self._device, self._ring_bytes) for _ in range(2)]
+        self._turn = (self._turn + 1) % len(self._ring)
+        step = self._ring[self._turn]
+        step.finish()
+        return step
+
+    def _is_pinned(self, part: torch.Tensor) -> bool:
+        storage = part.untyped_storage()
+        allocation = (storage.data_ptr(), storage.nbytes())
+        known = self._pinned.get(allocation)
+        if known is None:
+            known = self._pinned[allocation] = self._ask(part, *allocation)
+        return known
+
+    def _ask(self, part: torch.Tensor, address: int, size: int) -> bool:
+        if part.is_pinned():
+            return True
+        if size < POOL_BYTES:
+            return False
+        registered = register_host(address, size, self._device)
+        logger.info(
+            "host memory of %.1f GiB was not pinned; %s",
+            size / 2**30,
+            f"it is now, for {self._device}"
+            if registered
+            else f"{self._device} can't pin it, so copies go through a ring of pinned memory",
+        )
+        return registered
+
+
+class _Step:
+    """Pinned memory for one copy at a time."""
+
+    def __init__(self, device: torch.device, size: int) -> None:
+        self.used = Event(device)
+        self.pending: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+        self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def parts(self, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The memory cut into parts of these shapes; it grows if it has to."""
+        needed = sum(part.nbytes for part in like)
+        if needed > len(self._memory):
+            self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=True)
+        flat = torch.split(self._memory[:needed], [part.nbytes for part in like])
+        return [
+            piece.view(part.dtype).view(part.shape) for piece, part in zip(flat, like, strict=True)
+        ]
+
+    def finish(self) -> None:
+        """Wait for the copy, and bring what it stored to where it belongs."""
+        self.used.synchronize()
+        for target, source in self.pending:
+            target.copy_(source)
+        self.pending = ()
+
+
+def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """One copy per part, enqueued from C++: the parts may be many and small."""
+    torch._foreach_copy_(list(targets), list(sources), non_blocking=True)

@@ -1,0 +1,218 @@
+"""Transfers beside the engine's own work: loads ahead of its layers, stores behind its steps.
+
+A load is enqueued in the order of the layers, group by group; the engine's stream waits for a
+group only where it comes to the group's first layer. A store is enqueued behind the step that
+computed it, and LMCache gets to publish it when it is complete. The order on the device is kept by
+events; nothing here waits on the engine's thread.
+
+    begin_step    blocks that this step writes anew wait until a store has read them
+    add_load ...  enqueue the first layers
+    before_layer  the engine's stream waits for this layer; enqueue more
+    end_step      nothing may be left to load
+    add_store ..., publish
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from lmcache.v1.memory_management import MemoryObj
+
+from lmcache_xpu.plan import Plan
+from lmcache_xpu.staging import Moved, Stager, Stored
+
+logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
+
+
+class LayeredLoad:
+    """The load of one request, in the order of the layers.
+
+    Groups double from one layer on. The first layers come early that way, the rest in few large
+    copies, and each group is there by the time that the ones before it have been computed.
+
+    Args:
+        stager: of the engine's KV cache.
+        plan: of the request's chunks.
+        memory: one per chunk, in the plan's format.
+        slots: those of the loaded tokens, for a report.
+    """
+
+    def __init__(
+        self, stager: Stager, plan: Plan, memory: Sequence[torch.Tensor], slots: torch.Tensor
+    ) -> None:
+        self.slots = slots
+        self._stager = stager
+        self._plan = plan
+        self._memory = memory
+        self._starts = layer_groups(plan.form.layers)
+        self._moved: list[Moved] = []
+        self._waited = 0  # groups
+
+    def start(self) -> None:
+        """Enqueue the first layers."""
+        self._enqueue(2)
+
+    def before_layer(self, layer: int) -> None:
+        """Let the current stream wait for a layer, and enqueue the group after it."""
+        groups = bisect.bisect_right(self._starts, layer)
+        if groups > self._waited:
+            self._enqueue(groups + 1)
+            self._moved[groups - 1].done.wait()
+            self._waited = groups
+
+    def before_all(self) -> None:
+        """Enqueue what is left, and let the current stream wait for it."""
+        self.before_layer(self._plan.form.layers)
+
+    @property
+    def waited_for(self) -> bool:
+        """Whether the engine's stream waits for all of it."""
+        return self._waited == len(self._starts)
+
+    def moved(self) -> Moved:
+        """From the first copy to the last that was enqueued."""
+        return Moved(self._moved[0].begun, self._moved[-1].done)
+
+    def _enqueue(self, groups: int) -> None:
+        ends = [*self._starts[1:], self._plan.form.layers]
+        while len(self._moved) < min(groups, len(self._starts)):
+            number = len(self._moved)
+            layers = self._starts[number], ends[number]
+            self._moved.append(self._stager.load(self._plan, self._memory, layers=layers))
+
+
+def layer_groups(layers: int) -> list[int]:
+    """The first layer of each group: 0, 1, 2, 4, 8, ..."""
+    return [0, *(2**power for power in range((layers - 1).bit_length()))]
+
+
+Finished = Callable[[float], None]  # is told how many seconds a transfer took
+
+
+class _Load(NamedTuple):
+    load: LayeredLoad
+    objs: Sequence[MemoryObj]
+    finished: Finished
+
+
+@dataclass
+class Overlap:
+    """What a connector has under way. Called from the engine's worker thread alone.
+
+    Args:
+        block_tokens: tokens of a block, as the engine numbers blocks.
+        loads: loads run beside the engine's layers; else they are complete when they return.
+        stores: stores run beside the engine's next steps; else they are complete when they return.
+    """
+
+    block_tokens: int
+    loads: bool = True
+    stores: bool = True
+    _loads: list[_Load] = field(default_factory=list, init=False)
+    _reading: list[tuple[Stored, torch.Tensor]] = field(default_factory=list, init=False)
+    _unpublished: dict[int, Moved] = field(default_factory=dict, init=False)  # by id of object
+    _finisher: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, "lmcache-xpu-finish"), init=False
+    )
+
+    def begin_step(self, written: frozenset[int] | None) -> None:
+        """Protect blocks that a store has yet to read.
+
+        Args:
+            written: blocks that were given to a request since the last step, so that the engine
+                may write them; None if that is not known.
+        """
+        self._reading = [item for item in self._reading if not item[0].gathered.reached()]
+        if written == frozenset():
+            return
+        for stored, slots in self._reading:
+            if written is None or not written.isdisjoint(self._blocks(slots)):
+                stored.gathered.wait()
+
+    def add_load(self, load: LayeredLoad, objs: Sequence[MemoryObj], finished: Finished) -> None:
+        """Begin a load for this step. Its memory is held until it is complete, come what may."""
+        for obj in objs:
+            obj.ref_count_up()
+        self._loads.append(_Load(load, objs, finished))
+        load.start()
+
+    def before_layer(self, layer: int) -> None:
+        """Let the engine's stream wait for a layer of all loads."""
+        for item in self._loads:
+            item.load.before_layer(layer)
+
+    def before_all(self) -> None:
+        """Let the engine's stream wait for all layers, where it does not stop at each."""
+        for item in self._loads:
+            item.load.before_all()
+
+    def end_step(self) -> list[torch.Tensor]:
+        """Let go of this step's loads; slots of those that the engine did not wait for."""
+        missed = []
+        loads, self._loads = self._loads, []
+        for item in loads:
+            if not item.load.waited_for:
+                missed.append(item.load.slots)
+            try:
+                item.load.before_all()
+            finally:
+                self.release(item.objs, [item.load.moved()], item.finished)
+        return missed
+
+    def release(
+        self, objs: Sequence[MemoryObj], moved: Sequence[Moved], finished: Finished
+    ) -> None:
+        """Give up memory that is held for transfers, when these are done."""
+
+        def end() -> None:
+            for obj in objs:
+                obj.ref_count_down()
+            finished(sum(one.seconds() for one in moved))
+
+        self._when(moved, end)
+
+    def add_store(self, objs: Sequence[MemoryObj], stored: Stored, slots: torch.Tensor) -> None:
+        """A store that was enqueued: `publish` waits for it.
+
+        Args:
+            objs: where it goes.
+            stored: when.
+            slots: on the host, those that are read until it is gathered.
+        """
+        self._reading.append((stored, slots))
+        for obj in objs:
+            self._unpublished[id(obj)] = stored.moved
+
+    def publish(self, objs: Sequence[MemoryObj], put: Callable[[], None]) -> None:
+        """Call `put` when these objects are complete: now, or later from another thread."""
+        moves = {self._unpublished.pop(id(obj), None) for obj in objs}
+        self._when([moved for moved in moves if moved is not None], put)
+
+    def drain(self) -> None:
+        """Wait until everything is complete and published."""
+        self._finisher.submit(lambda: None).result()
+
+    def _blocks(self, slots: torch.Tensor) -> set[int]:
+        return set(slots.div(self.block_tokens, rounding_mode="floor").tolist())
+
+    def _when(self, moves: Sequence[Moved], action: Callable[[], None]) -> None:
+        if all(moved.done.reached() for moved in moves):
+            action()
+        else:
+            self._finisher.submit(_finish, moves, action)
+
+
+def _finish(moves: Sequence[Moved], action: Callable[[], None]) -> None:
+    try:
+        for moved in moves:
+            moved.done.synchronize()
+        with torch.inference_mode():
+            action()
+    except Exception:
+        logger.exception("lmcache-xpu could not finish a transfer")
