@@ -115,6 +115,8 @@ def test_the_disk_tier_reaches_lmcache_through_vllms_command_line(parser):
         layerwise=True,
         save_decode=True,
         hash_algorithm="sha256",
+        overlap_store=False,
+        staging_mib=128,
     )
     transfer = parser.parse_args(settings.vllm_args()).kv_transfer_config
     assert transfer.kv_connector == "LMCacheXPUConnector"

@@ -9,11 +9,11 @@ that and LMCache's memory.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from lmcache_xpu.devices import Event, register_host
+from lmcache_xpu.devices import Event, is_host, register_host
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
@@ -28,10 +28,17 @@ class HostMemory:
     Args:
         device: that copies.
         ring_bytes: pinned memory of one of the two steps of a ring, allocated when it is needed.
+        register: pins memory, by address and size.
     """
 
-    def __init__(self, device: torch.device, ring_bytes: int) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        ring_bytes: int,
+        register: Callable[[int, int, torch.device], bool] = register_host,
+    ) -> None:
         self._device = device
+        self._register = register
         self._ring_bytes = ring_bytes
         self._ring: list[_Step] = []
         self._turn = 0
@@ -95,7 +102,7 @@ class HostMemory:
             return True
         if size < POOL_BYTES:
             return False
-        registered = register_host(address, size, self._device)
+        registered = self._register(address, size, self._device)
         logger.info(
             "host memory of %.1f GiB was not pinned; %s",
             size / 2**30,
@@ -112,13 +119,14 @@ class _Step:
     def __init__(self, device: torch.device, size: int) -> None:
         self.used = Event(device)
         self.pending: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
-        self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        self._pin = not is_host(device)
+        self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._pin)
 
     def parts(self, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The memory cut into parts of these shapes; it grows if it has to."""
         needed = sum(part.nbytes for part in like)
         if needed > len(self._memory):
-            self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=True)
+            self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=self._pin)
         flat = torch.split(self._memory[:needed], [part.nbytes for part in like])
         return [
             piece.view(part.dtype).view(part.shape) for piece, part in zip(flat, like, strict=True)

@@ -105,6 +105,9 @@ class Settings(BaseSettings):
     )
     remote_password: SecretStr | None = Field(None, description="Password of that server")
     layerwise: bool = Field(False, description="Load and store layer by layer")
+    overlap_load: bool = Field(True, description="Load beside the engine's computing of layers")
+    overlap_store: bool = Field(True, description="Store beside the engine's next steps")
+    staging_mib: int = Field(64, ge=2, description="Device memory that copies go through, MiB")
     save_decode: bool = Field(False, description="Store the KV of answers too, not only prompts")
     # LMCache's default is Python's hash(), which differs from process to process; then what
     # one process stored, another one never finds.
@@ -213,7 +216,10 @@ class Settings(BaseSettings):
             "save_unfull_chunk": False,
             "pre_caching_hash_algorithm": self.hash_algorithm,
         }
-        extra: dict[str, object] = {}
+        extra: dict[str, object] = {
+            f"xpu.{name}": getattr(self, name)
+            for name in ("overlap_load", "overlap_store", "staging_mib")
+        }
         if self.disk_path is not None:
             config["storage_plugins"] = ["disk"]
             extra |= {
@@ -229,7 +235,7 @@ class Settings(BaseSettings):
                 "remote_storage_plugin.shared.class_name": "RemoteTier",
                 "shared.url": self.remote_url,
             }
-        return {**config, "extra_config": extra} if extra else config
+        return {**config, "extra_config": extra}
 
     def environment(self) -> dict[str, str]:
         """The variables that have no argument: to be added to the engine's environment."""

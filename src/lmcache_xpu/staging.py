@@ -62,20 +62,25 @@ class Stager:
     Args:
         view: the engine's KV cache.
         staging_bytes: device memory of all buffers, allocated here. Where there is not enough,
-            half of it is tried, and so on. None is used where host memory is on the view's
-            device.
+            half of it is tried, and so on. None is used where the view is on the host.
+        in_place: memory on the view's device is not staged. Off for tests, which then take an
+            accelerator's way on the host.
 
     Raises:
         SettingsError: not even the least can be allocated.
     """
 
-    def __init__(self, view: PagedView, staging_bytes: int = STAGING_BYTES) -> None:
+    def __init__(
+        self, view: PagedView, staging_bytes: int = STAGING_BYTES, *, in_place: bool = True
+    ) -> None:
         self._view = view
+        self._in_place = in_place
         self._transfer = transfer_of(view)
         self._direct = self._transfer if isinstance(self._transfer, DirectTransfer) else None
         self._kernels = SideStream(view.device)
         self._copies = SideStream(view.device)
-        self._buffers = [] if is_host(view.device) else _buffers(staging_bytes, view.device)
+        nothing = in_place and is_host(view.device)
+        self._buffers = [] if nothing else _buffers(staging_bytes, view.device)
         self._turn = 0
         size = self._buffers[0].size if self._buffers else 0
         self.buffer_bytes = size
@@ -188,7 +193,7 @@ class Stager:
     ) -> bool:
         """Move a piece without staging, if that is possible and better; whether it was."""
         first_layer += piece.first_layer
-        if memory[piece.first].device == self._view.device:
+        if self._in_place and memory[piece.first].device == self._view.device:
             for number in range(piece.first, piece.last):
                 one = piece._replace(first=number, last=number + 1)
                 chunk = plan.form.chunk(memory[number], one, self._view.row_size)

@@ -1,0 +1,252 @@
+"""Transfers beside the engine: order, held memory, and what is published when."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+import torch
+from caches import DEVICE, Spec, bits, build
+from test_connector import make, memory, slots_of
+from test_layerwise import objects
+
+from lmcache_xpu.layerwise import VLLMPagedMemLayerwiseXPUConnector
+from lmcache_xpu.overlap import Overlap, layer_groups
+from lmcache_xpu.staging import Moved, Stored
+
+SPANS = STARTS, ENDS = [0, 4, 8], [4, 8, 11]
+LAYERS = 6
+
+
+def settle() -> None:
+    if DEVICE != "cpu":
+        torch.accelerator.synchronize()
+
+
+class Point:
+    """An event that is reached when the test says so."""
+
+    def __init__(self, reached: bool = False) -> None:
+        self._reached = threading.Event()
+        self.waited = 0
+        if reached:
+            self._reached.set()
+
+    def reach(self) -> None:
+        self._reached.set()
+
+    def reached(self) -> bool:
+        return self._reached.is_set()
+
+    def synchronize(self) -> None:
+        assert self._reached.wait(20)
+
+    def wait(self) -> None:
+        self.waited += 1
+
+    def seconds_until(self, later: Point) -> float:
+        return 2.0
+
+
+def stored(*, reached: bool = False) -> Stored:
+    return Stored(Moved(Point(reached), Point(reached)), Point(reached))
+
+
+class Case:
+    """A cache, a connector with overlap, and chunks that hold what another cache has."""
+
+    def __init__(self) -> None:
+        spec = Spec("BLHNC", layers=LAYERS)
+        self.source, self.target = build(spec), build(spec)
+        self.slots = slots_of(4, 1, 3)[:11]
+        connector = make(self.source)
+        self.objs = [memory(connector, end - start) for start, end in zip(*SPANS, strict=True)]
+        self.call = {"starts": STARTS, "ends": ENDS, "slot_mapping": self.slots}
+        connector.batched_from_gpu(self.objs, kvcaches=self.source.engine, **self.call)
+        self.connector = make(self.target)
+        self.overlap = self.connector.overlap = Overlap(block_tokens=4)
+
+    def load(self) -> None:
+        self.connector.batched_to_gpu(self.objs, kvcaches=self.target.engine, **self.call)
+
+    def there(self, layer: int) -> bool:
+        settle()
+        return all(
+            torch.equal(
+                bits(self.target.token(plane, layer, slot)),
+                bits(self.source.token(plane, layer, slot)),
+            )
+            for plane in range(2)
+            for slot in self.slots.tolist()
+        )
+
+    @property
+    def held(self) -> set[int]:
+        return {obj.metadata.ref_count for obj in self.objs}
+
+
+@pytest.mark.parametrize(
+    ("layers", "starts"), [(1, [0]), (2, [0, 1]), (5, [0, 1, 2, 4]), (32, [0, 1, 2, 4, 8, 16])]
+)
+def test_groups_double_from_one_layer(layers: int, starts: list[int]):
+    assert layer_groups(layers) == starts
+
+
+def test_every_layer_is_there_when_the_engine_comes_to_it():
+    case = Case()
+    case.load()
+    assert case.held == {2}  # LMCache lets go of its own reference when the call returns
+    for layer in range(LAYERS):
+        case.overlap.before_layer(layer)
+        assert case.there(layer)
+    assert case.overlap.end_step() == []
+    settle()
+    case.overlap.drain()
+    assert case.held == {1}
+    assert torch.equal(bits(case.target.raw), bits(expected(case)))
+
+
+def expected(case: Case) -> torch.Tensor:
+    """The target with the request's tokens from the source, and nothing else changed."""
+    fresh = build(case.target.spec, case.target.raw.clone())
+    for plane in range(2):
+        for layer in range(LAYERS):
+            for slot in case.slots.tolist():
+                fresh.put(plane, layer, slot, case.source.token(plane, layer, slot))
+    return fresh.raw
+
+
+def test_later_layers_are_not_copied_before_the_first_are_waited_for():
+    """The order is that of the layers; what comes late must not delay what is needed first."""
+    case = Case()
+    case.load()
+    assert [case.there(layer) for layer in range(LAYERS)] == [True] * 2 + [False] * 4
+    case.overlap.before_layer(0)
+    assert not case.there(2)
+    case.overlap.before_layer(1)
+    assert [case.there(layer) for layer in (2, 3, 4)] == [True, True, False]
+
+
+def test_a_step_that_does_not_stop_at_layers_waits_for_all():
+    case = Case()
+    case.load()
+    case.overlap.before_all()
+    assert all(case.there(layer) for layer in range(LAYERS))
+    assert case.overlap.end_step() == []
+
+
+def test_a_load_the_engine_did_not_wait_for_is_reported():
+    case = Case()
+    case.load()
+    case.overlap.before_layer(2)
+    (missed,) = case.overlap.end_step()
+    assert torch.equal(missed, case.slots)
+    assert all(case.there(layer) for layer in range(LAYERS))  # blocks are not written later
+    case.overlap.drain()
+    assert case.held == {1}
+    assert case.overlap.end_step() == []  # once
+
+
+def test_loads_of_several_requests_share_a_step():
+    one, other = Case(), Case()
+    other.connector.overlap = one.overlap
+    one.load()
+    other.load()
+    for layer in range(LAYERS):
+        one.overlap.before_layer(layer)
+        assert one.there(layer)
+        assert other.there(layer)
+    assert one.overlap.end_step() == []
+
+
+def test_switched_off_a_load_is_whole_when_it_returns():
+    case = Case()
+    case.connector.overlap = Overlap(block_tokens=4, loads=False, stores=False)
+    case.load()
+    assert all(case.there(layer) for layer in range(LAYERS))
+    assert case.held == {1}
+
+
+def test_a_store_is_published_when_it_is_complete():
+    overlap, move, put = Overlap(block_tokens=4), stored(), threading.Event()
+    objs = [object(), object()]
+    overlap.add_store(objs, move, torch.arange(4))
+    overlap.publish(objs, put.set)
+    assert not put.wait(0.05)
+    move.moved.done.reach()
+    assert put.wait(10)
+
+
+def test_what_is_complete_is_published_at_once():
+    overlap, called = Overlap(block_tokens=4), []
+    objs = [object()]
+    overlap.add_store(objs, stored(reached=True), torch.arange(4))
+    overlap.publish(objs, lambda: called.append(threading.current_thread()))
+    overlap.publish([object()], lambda: called.append(threading.current_thread()))  # not ours
+    assert called == [threading.current_thread()] * 2
+
+
+def test_publishing_that_fails_is_logged_and_the_next_one_goes_on(caplog):
+    overlap, done = Overlap(block_tokens=4), threading.Event()
+    for put in (lambda: 1 / 0, done.set):
+        move = stored()
+        objs = [object()]
+        overlap.add_store(objs, move, torch.arange(4))
+        with caplog.at_level(logging.ERROR):
+            overlap.publish(objs, put)
+            move.moved.done.reach()
+            overlap.drain()
+    assert done.is_set()
+    assert "could not finish a transfer" in caplog.text
+
+
+def test_memory_is_held_until_the_copy_is_done():
+    case = Case()
+    moves = [Moved(Point(), Point()), Moved(Point(), Point())]
+    took = []
+    for obj in case.objs:
+        obj.ref_count_up()
+    case.overlap.release(case.objs, moves, took.append)
+    moves[0].done.reach()
+    assert case.held == {2}
+    moves[1].done.reach()
+    case.overlap.drain()
+    assert case.held == {1}
+    assert took == [4.0]
+
+
+@pytest.mark.parametrize(
+    ("written", "waits"),
+    [(frozenset({7, 2}), 1), (frozenset({0, 3}), 0), (frozenset(), 0), (None, 1)],
+)
+def test_blocks_that_are_being_read_are_not_written(written, waits: int):
+    overlap, move = Overlap(block_tokens=4), stored()
+    overlap.add_store([], move, torch.tensor([4, 5, 6, 7, 8, 9]))  # blocks 1 and 2
+    overlap.begin_step(written)
+    assert move.gathered.waited == waits
+    move.gathered.reach()
+    overlap.begin_step(None)
+    assert move.gathered.waited == waits  # read by now
+
+
+def test_a_layerwise_store_publishes_each_layer_when_it_is_complete():
+    cache = build(Spec("LBNHC"))
+    connector = make(cache, kind=VLLMPagedMemLayerwiseXPUConnector)
+    connector.overlap = Overlap(block_tokens=4)
+    slots = slots_of(4, 1, 3)[:11]
+    objs = objects(connector, SPANS)
+    steps = connector.batched_from_gpu(
+        objs, STARTS, ENDS, kvcaches=cache.engine, slot_mapping=slots
+    )
+    published: list[int] = []
+    for layer in range(3):
+        next(steps)
+        connector.overlap.publish(objs[layer], lambda layer=layer: published.append(layer))
+    next(steps)
+    connector.overlap.drain()
+    assert published == [0, 1, 2]
+    for layer in range(3):
+        for token in range(11):
+            wanted = cache.token(1, layer, int(slots[token]))
+            assert torch.equal(bits(objs[layer][token // 4].tensor[token % 4, 1]), bits(wanted))

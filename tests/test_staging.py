@@ -1,0 +1,175 @@
+"""Staging: the way of an accelerator, taken on the host too, with buffers of all sizes."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from caches import DEVICE, Spec, bits, build
+
+from lmcache_xpu.devices import Event
+from lmcache_xpu.errors import SettingsError, TransferError
+from lmcache_xpu.host_memory import POOL_BYTES, HostMemory
+from lmcache_xpu.paged_view import PagedView
+from lmcache_xpu.plan import HostFormat
+from lmcache_xpu.slots import check_slots
+from lmcache_xpu.staging import BUFFERS, SMALLEST_STAGING_BYTES, Stager
+
+SPANS = ((0, 4), (4, 8), (8, 11))
+HERE = [16, 17, 18, 19, 4, 5, 6, 7, 12, 13, 14]
+THERE = [0, 1, 2, 3, 20, 21, -1, 23, 8, 9, 10]  # one token has no place
+ONE_LAYER = 4 * 2 * 16 * 2  # bytes of a chunk of the spec below
+
+
+def stager_of(cache, buffer: int) -> Stager:
+    view = PagedView.from_engine(cache.engine, cache.geometry, num_layers=cache.spec.layers)
+    stager = Stager(view, SMALLEST_STAGING_BYTES, in_place=False)
+    stager.buffer_bytes = buffer  # smaller than what a real one may be
+    return stager
+
+
+def slots(stager: Stager, numbers: list[int]) -> torch.Tensor:
+    return check_slots(stager._view, torch.tensor(numbers))
+
+
+def host(cache, pinned: bool) -> list[torch.Tensor]:
+    chunks = [cache.host(end - start) for start, end in SPANS]
+    return [chunk.pin_memory() if pinned else chunk for chunk in chunks]
+
+
+def moved(source, target):
+    wanted = target.twin()
+    for plane in range(2):
+        for layer in range(source.spec.layers):
+            for one, other in zip(HERE, THERE, strict=True):
+                if other >= 0:
+                    wanted.put(plane, layer, other, source.token(plane, layer, one))
+    return wanted.raw
+
+
+PINNED = [False] if DEVICE == "cpu" else [False, True]
+
+
+@pytest.mark.parametrize("pinned", PINNED)
+@pytest.mark.parametrize("buffer", [ONE_LAYER, 2 * ONE_LAYER, 3 * ONE_LAYER, 7 * ONE_LAYER])
+@pytest.mark.parametrize("kind", ["BLHNC", "NB,2,BS,NH,HS"])
+def test_a_round_trip_with_buffers_of_every_size(kind: str, buffer: int, pinned: bool):
+    source, target = build(Spec(kind)), build(Spec(kind))
+    stager, form = stager_of(source, buffer), HostFormat(3, 2)
+    memory = host(source, pinned)
+    stored = stager.store(stager.plan(form, slots(stager, HERE), SPANS), memory)
+    stored.moved.done.synchronize()
+    wanted = moved(source, target)
+    back = stager_of(target, buffer)
+    plan = back.plan(form, slots(back, THERE), SPANS)
+    for layers in ((0, 1), (1, 3)):
+        done = back.load(plan, memory, layers=layers)
+    done.done.synchronize()
+    assert torch.equal(bits(target.raw), bits(wanted))
+    assert done.seconds() >= 0
+
+
+def test_a_store_keeps_the_rows_of_unmapped_tokens():
+    cache = build(Spec("LBNHC"))
+    stager, memory = stager_of(cache, 2 * ONE_LAYER), host(cache, False)
+    before = [chunk.clone() for chunk in memory]
+    plan = stager.plan(HostFormat(3, 2), slots(stager, THERE), SPANS)
+    stager.store(plan, memory).moved.done.synchronize()
+    for plane in range(2):
+        for layer in range(3):
+            kept = memory[1][plane, layer, 2]
+            assert torch.equal(bits(kept), bits(before[1][plane, layer, 2]))
+            token = memory[1][plane, layer, 3]
+            assert torch.equal(bits(token), bits(cache.token(plane, layer, 23)))
+
+
+def test_a_layer_that_fits_no_buffer_is_an_error_before_anything_moves():
+    cache = build(Spec("LBNHC"))
+    stager, memory = stager_of(cache, ONE_LAYER - 1), host(cache, False)
+    before = cache.raw.clone()
+    plan = stager.plan(HostFormat(3, 2), slots(stager, HERE), SPANS)
+    with pytest.raises(TransferError, match="Raise staging_mib"):
+        stager.load(plan, memory)
+    assert torch.equal(bits(cache.raw), bits(before))
+
+
+@pytest.mark.parametrize("free", [2**23, 2**20])
+def test_less_memory_than_asked_for(free: int, monkeypatch, caplog):
+    """A smaller step where there is some, a clear error at start where there is none."""
+    real, taken = torch.empty, []
+
+    def empty(size, *args, **given):
+        if isinstance(size, int):
+            if sum(taken) + size > free:
+                taken.clear()
+                raise torch.OutOfMemoryError("out of memory")
+            taken.append(size)
+        return real(size, *args, **given)
+
+    cache = build(Spec("LBNHC"))
+    view = PagedView.from_engine(cache.engine, cache.geometry, num_layers=3)
+    monkeypatch.setattr(torch, "empty", empty)
+    if free < SMALLEST_STAGING_BYTES:
+        with pytest.raises(SettingsError, match="Lower memory_fraction"):
+            Stager(view, 2**25, in_place=False)
+        return
+    with caplog.at_level(logging.WARNING):
+        assert Stager(view, 2**25, in_place=False).buffer_bytes == free // BUFFERS
+    assert "staging uses 8 MiB" in caplog.text
+
+
+class Driver:
+    """Pins what it is asked to, or refuses."""
+
+    def __init__(self, answer: bool) -> None:
+        self.answer = answer
+        self.asked: list[int] = []
+
+    def __call__(self, address: int, size: int, device: torch.device) -> bool:
+        self.asked.append(size)
+        return self.answer
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_a_pool_that_is_not_pinned_is_pinned_once_and_said_once(answer: bool, caplog):
+    driver = Driver(answer)
+    memory = HostMemory(torch.device(DEVICE), 64, driver)
+    pool = torch.empty(POOL_BYTES, dtype=torch.uint8)
+    with caplog.at_level(logging.INFO):
+        assert memory.pinned([pool[:5], pool[7:9]]) is answer
+        assert memory.pinned([pool[100:]]) is answer
+    assert driver.asked == [POOL_BYTES]
+    assert len(caplog.records) == 1
+    assert ("it is now" if answer else "ring of pinned memory") in caplog.text
+
+
+def test_passing_memory_is_never_pinned():
+    """Its addresses are given to others, which would find them pinned."""
+    driver = Driver(True)
+    assert not HostMemory(torch.device(DEVICE), 64, driver).pinned([torch.empty(4096)])
+    assert driver.asked == []
+
+
+def test_a_ring_brings_bytes_there_and_back():
+    """Of parts of several shapes, more of them than steps, and larger than a step."""
+    memory = HostMemory(torch.device(DEVICE), 16)
+    sources = [torch.randn(size, 3) for size in (1, 2, 40, 5, 1)]
+    there = [torch.empty(part.shape, device=DEVICE) for part in sources]
+    for target, source in zip(there, sources, strict=True):
+        memory.load([target], [source])
+    back = [torch.zeros_like(part) for part in sources]
+    for target, source in zip(back, there, strict=True):
+        memory.store([target], [source])
+    memory.flush()
+    for target, source in zip(back, sources, strict=True):
+        assert torch.equal(target, source)
+
+
+def test_events_tell_how_long_it_took():
+    first, last = (Event(torch.device(DEVICE), timed=True) for _ in range(2))
+    first.record()
+    last.record()
+    last.synchronize()
+    assert last.reached()
+    assert 0 <= first.seconds_until(last) < 1
