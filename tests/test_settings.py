@@ -139,7 +139,13 @@ def test_the_disk_tier_reaches_lmcache_through_vllms_command_line(parser):
     extra = dict(config.extra_config)
     module = importlib.import_module(extra.pop("storage_plugin.disk.module_path"))
     assert isinstance(getattr(module, extra.pop("storage_plugin.disk.class_name")), type)
-    assert extra == {"disk.path": "/data/kv", "disk.gib": 2.5}
+    assert extra == {
+        "disk.path": "/data/kv",
+        "disk.gib": 2.5,
+        "xpu.overlap_load": True,
+        "xpu.overlap_store": False,
+        "xpu.staging_mib": 128,
+    }
 
 
 def test_the_shared_tier_can_be_with_and_without_a_disk_tier():

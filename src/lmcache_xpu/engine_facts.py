@@ -11,7 +11,7 @@ from lmcache_xpu import versions
 from lmcache_xpu.errors import LayoutError, SettingsError
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import CacheConfig, VllmConfig
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec
 
 # Groups that keep all of a request's tokens; only these can be restored from a prefix.
@@ -58,16 +58,17 @@ def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Eng
     from vllm.platforms import current_platform
 
     spec = _only_spec(kv_cache_config)
-    mla = spec.num_heads == 1 and type(spec).__name__ == "MLAAttentionSpec"
-    content, rest = divmod(spec.state_content_size_bytes, spec.dtype.itemsize)
+    heads, content_bytes = _heads(spec), _content_bytes(spec)
+    mla = heads == 1 and type(spec).__name__ == "MLAAttentionSpec"
+    content, rest = divmod(content_bytes, spec.dtype.itemsize)
     head_size, odd = divmod(content, 1 if mla else 2)
     if rest or odd:
         raise LayoutError(
-            f"{spec.state_content_size_bytes} bytes of {spec.dtype} per head and token",
+            f"{content_bytes} bytes of {spec.dtype} per head and token",
             "a content that splits into two planes",
         )
     cache = vllm_config.cache_config
-    layout = cache.get_resolved_kv_cache_layout().name
+    layout = _layout(cache)
     opaque = current_platform.device_type == "cpu" and not mla
     marks = []
     if opaque:
@@ -79,12 +80,12 @@ def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Eng
     if cache.cache_dtype not in ("auto", "float16", "bfloat16", "float32"):
         marks.append(cache.cache_dtype)  # fp8 formats share LMCache's dtype uint8
     if not mla and head_size != spec.head_size:
-        marks.append(f"c{spec.state_content_size_bytes}")
+        marks.append(f"c{content_bytes}")
     return EngineFacts(
         device_type=current_platform.device_type,
         kv_layout=layout,
         opaque_blocks=opaque,
-        heads=spec.num_heads,
+        heads=heads,
         head_size=head_size,
         block_size=spec.block_size,
         namespace="+" + ".".join(marks) if marks else "",
@@ -116,7 +117,8 @@ def _only_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
     """The one spec that all layers share."""
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
-    groups = [group for group in kv_cache_config.kv_cache_groups if group.enable_kv_transfer]
+    # Older vLLM has no groups that stay out of it.
+    groups = [g for g in kv_cache_config.kv_cache_groups if getattr(g, "enable_kv_transfer", True)]
     specs: list[KVCacheSpec] = []
     for group in groups:
         spec = group.kv_cache_spec
@@ -143,7 +145,35 @@ def _only_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
 
 
 def _shape(spec: AttentionSpec) -> tuple[int, int, int, torch.dtype]:
-    return spec.num_heads, spec.state_content_size_bytes, spec.block_size, spec.dtype
+    return _heads(spec), _content_bytes(spec), spec.block_size, spec.dtype
+
+
+# What vLLM 0.25 and 0.26 name or lack otherwise.
+
+
+def _heads(spec: AttentionSpec) -> int:
+    heads: int = spec.num_heads if hasattr(spec, "num_heads") else spec.num_kv_heads
+    return heads
+
+
+def _content_bytes(spec: AttentionSpec) -> int:
+    """Of one head of one token, keys and values."""
+    if hasattr(spec, "state_content_size_bytes"):
+        size: int = spec.state_content_size_bytes
+    else:
+        size = spec.real_page_size_bytes // (spec.block_size * _heads(spec))
+    return size
+
+
+def _layout(cache: CacheConfig) -> str:
+    """The memory order of the KV cache: vLLM's name for it."""
+    if hasattr(cache, "get_resolved_kv_cache_layout"):
+        name: str = cache.get_resolved_kv_cache_layout().name
+    else:
+        from vllm.v1.attention.backends.utils import get_kv_cache_layout
+
+        name = get_kv_cache_layout()
+    return name
 
 
 def _cpu_packing(vllm_config: VllmConfig, spec: AttentionSpec) -> str:
