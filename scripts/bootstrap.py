@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 STAMP = VENV / "bootstrap.sha256"
 UV = "uv==0.13.8"
+EXTRAS = ("cpu", "dev", "loadtest")
 DISK_GIB = 6  # measured: 3.3 GiB installed, and the wheels while they are unpacked
 
 
@@ -68,7 +69,8 @@ def uv_environment(python: Path) -> dict[str, str]:
 def lock(*options: str) -> None:
     """Renew constraints.txt, for the oldest Python and C library that are served."""
     compile_ = (str(VENV / "bin" / "uv"), "pip", "compile", "-q", "pyproject.toml")
-    what = ("--extra", "cpu", "--extra", "dev", "--no-header", "--no-annotate")
+    extras = (flag for extra in EXTRAS for flag in ("--extra", extra))
+    what = (*extras, "--no-header", "--no-annotate")
     where = ("--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_28")
     env = uv_environment(VENV / "bin" / "python")
     if not run(*compile_, *what, *where, "-o", "constraints.txt", *options, env=env):
@@ -108,8 +110,8 @@ def main() -> None:
 
     env = uv_environment(python)
     uv = str(VENV / "bin" / "uv")
-    extras = ".[cpu,dev]"
-    if not run(uv, "pip", "install", "-q", "-c", "constraints.txt", "-e", extras, env=env):
+    what = f".[{','.join(EXTRAS)}]"
+    if not run(uv, "pip", "install", "-q", "-c", "constraints.txt", "-e", what, env=env):
         fail("uv could not install the packages above.", "See its message; then run again.")
     STAMP.write_text(digest)
 
