@@ -41,10 +41,13 @@ helm-package: setup ## Package the chart into dist/; REGISTRY=oci://... pushes i
 	@$(BIN)/helm package helm/lmcache-xpu -d dist
 	@$(if $(REGISTRY),$(BIN)/helm push dist/lmcache-xpu-$$($(BIN)/lmcache-xpu --version).tgz $(REGISTRY))
 
+loadtest: setup ## Put load on a running server: make loadtest HOST=http://... [ARGS="..."]
+	@$(BIN)/locust -f loadtests/locustfile.py --host $(HOST) --headless --only-summary $(ARGS)
+
 lock: setup ## Renew constraints.txt from pyproject.toml (all of it: make lock UPGRADE=1)
 	@$(PYTHON) scripts/bootstrap.py --lock $(if $(UPGRADE),--upgrade)
 
 clean: ## Remove .venv, caches and what the demo left
 	rm -rf .venv dist .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup demo test check fmt bench bench-engine bench-device helm-docs helm-check helm-package lock clean
+.PHONY: help setup demo test check fmt bench bench-engine bench-device helm-docs helm-check helm-package loadtest lock clean

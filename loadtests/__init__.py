@@ -1,0 +1,1 @@
+"""The load test: Locust users that hold conversations, and what they measured."""

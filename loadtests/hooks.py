@@ -1,0 +1,87 @@
+"""Where the load test hooks into Locust's events."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from typing import Any
+
+from locust import events
+from locust.env import Environment
+from locust.runners import WorkerRunner
+from pydantic import ValidationError
+
+from loadtests import run as runs
+from loadtests.options import Options, parsed
+from loadtests.report import report_run
+
+__all__: list[str] = []
+
+LOG = logging.getLogger("loadtests")
+FAILED, REFUSED = 1, 2  # exit codes: thresholds missed or run cut short; nothing measured
+
+
+@events.init_command_line_parser.add_listener
+def _options(parser: argparse.ArgumentParser, **_: Any) -> None:
+    Options.add_to(parser)
+    parser.set_defaults(tags=["multi-round"])
+
+
+@events.test_start.add_listener
+def _start(environment: Environment, **_: Any) -> None:
+    try:
+        runs.start(environment)
+    except (ValueError, RuntimeError) as error:
+        LOG.error("%s", _short(error))
+        environment.process_exit_code = REFUSED
+        assert environment.runner is not None
+        environment.runner.quit()
+
+
+@events.test_stop.add_listener
+def _stop(environment: Environment, **_: Any) -> None:
+    """The web page's stop, after which there may be another run.
+
+    Not for headless runs: their workers send their last rows later than this.
+    """
+    if not parsed(environment).headless:
+        _finish(environment)
+
+
+@events.quitting.add_listener
+def _quitting(environment: Environment, **_: Any) -> None:
+    _finish(environment)
+
+
+@events.report_to_master.add_listener
+def _report(data: dict[str, Any], **_: Any) -> None:
+    run = runs.current()
+    if run is not None and run.is_worker:
+        data["rows"] = run.recorder.take()
+
+
+@events.worker_report.add_listener
+def _receive(data: dict[str, Any], **_: Any) -> None:
+    run = runs.current()
+    if run is not None and (rows := data.get("rows")):
+        run.recorder.put(rows)
+
+
+def _finish(environment: Environment) -> None:
+    run = runs.current()
+    if run is None or not run.active or isinstance(environment.runner, WorkerRunner):
+        return
+    run.close()
+    verdict = report_run(run.directory, run.options.slo)
+    LOG.info("%s\nReport: %s", verdict.text, run.directory / "report.html")
+    if not verdict.holds:
+        environment.process_exit_code = FAILED
+
+
+def _short(error: Exception) -> str:
+    if not isinstance(error, ValidationError):
+        return str(error)
+    return "; ".join(
+        f"--{str(item['loc'][0]).replace('_', '-')}: {item['msg']}, found {item['input']!r}"
+        for item in error.errors()
+    )

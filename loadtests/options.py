@@ -1,0 +1,98 @@
+"""What a run can be told. Each field is an option of Locust's command line and of its web page."""
+
+from __future__ import annotations
+
+import argparse
+import types
+from pathlib import Path
+from typing import Any, Self, get_args, get_origin
+
+from locust.env import Environment
+from pydantic import BaseModel, ConfigDict, Field
+
+__all__ = ["Options", "parsed"]
+
+SECRET = ("api_key",)
+
+
+class Options(BaseModel):
+    """One run. The number of users is Locust's own (`-u`), and so is the server (`--host`)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    # The workload. Names and meanings of the first six are those of LMCache's multi-round-qa.
+    num_rounds: int = Field(5, ge=1, description="R: questions per session")
+    qps: float = Field(0.5, ge=0, description="Q: queries per second; 0: each at the last's end")
+    shared_system_prompt: int = Field(1000, ge=0, description="S: words that all users share")
+    user_history_prompt: int = Field(2000, ge=0, description="H: words that are a user's own")
+    answer_len: int = Field(100, ge=1, description="A: tokens per answer")
+    init_user_id: int = Field(0, ge=0, description="The first user's number is one more")
+    conversations: Path | None = Field(None, description="ShareGPT file, for conversations")
+    documents: int = Field(20, ge=1, description="Documents, for long-documents")
+    duration_s: float = Field(100, gt=0, description="Length of the run after the warm-up")
+    enforce_strict_concurrent_users: bool = Field(
+        False, description="No new session while as many are active as there are users"
+    )
+    stages: str = Field("", description="Users over time, as seconds:users,... ; only with qps 0")
+    seed: int = Field(0, description="Of all texts that are drawn")
+    salt: str = Field("auto", description="A word that keeps an earlier run's cache out; none: off")
+    canned: bool = Field(False, description="Histories get fixed answers, not the model's")
+    ignore_eos: bool = Field(True, description="Answers of exactly answer_len tokens (vLLM)")
+    warm_up: int = Field(10, ge=0, description="Requests before the run, all at once")
+
+    # The server.
+    model: str = Field("", description="Model to ask for; empty: the server's first")
+    api_key: str = Field("", description="Key of the server's API")
+    metrics_url: str = Field("", description="More metrics, e.g. of GPUs; comma separated")
+    connect_s: float = Field(10, gt=0, description="Longest wait for a connection")
+    silence_s: float = Field(60, gt=0, description="Longest wait for the next byte")
+    request_s: float = Field(300, gt=0, description="Longest request in all")
+    gone_s: float = Field(10, gt=0, description="A server away for so long ends the run")
+
+    # The report.
+    report_dir: Path | None = Field(None, description="Default: reports/<time>")
+    slo: Path = Field(
+        Path(__file__).with_name("slo.toml"), description="Thresholds that decide the exit code"
+    )
+
+    @classmethod
+    def add_to(cls, parser: argparse.ArgumentParser) -> None:
+        """Make an option of each field."""
+        for name, about in cls.model_fields.items():
+            kind = about.annotation
+            more: dict[str, Any] = {"type": _plain(kind)}
+            if kind is bool:
+                more = {"action": argparse.BooleanOptionalAction}
+            elif name in SECRET:
+                more["is_secret"] = True  # Locust's own: masked on the web page
+            parser.add_argument(
+                "--" + name.replace("_", "-"),
+                default=str(about.default) if isinstance(about.default, Path) else about.default,
+                help=about.description,
+                **more,
+            )
+
+    @classmethod
+    def of(cls, environment: Environment) -> Self:
+        """The options out of Locust's.
+
+        Raises:
+            ValidationError: a value is not allowed.
+        """
+        values = {name: getattr(parsed(environment), name) for name in cls.model_fields}
+        # The web page sends an empty text for what is unset.
+        return cls.model_validate({k: v for k, v in values.items() if v not in (None, "")})
+
+
+def parsed(environment: Environment) -> argparse.Namespace:
+    """Locust's options, ours among them."""
+    options = environment.parsed_options
+    assert isinstance(options, argparse.Namespace), "Locust was not started by its command"
+    return options
+
+
+def _plain(annotation: Any) -> type:
+    """A type that the web page and the messages between processes can carry."""
+    if get_origin(annotation) is types.UnionType:
+        annotation = get_args(annotation)[0]
+    return str if annotation is Path else annotation

@@ -1,0 +1,115 @@
+"""A report: verdict, pictures, tables; as one HTML file, PNG files, and summary.json."""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from loadtests.comparison import Arm, Verdict, compare, judge
+from loadtests.figures import PERCENTILES, load
+from loadtests.plots import draw
+from loadtests.slo import Slo
+
+__all__ = ["report_run", "write_report"]
+
+TEMPLATE = "report.html.j2"
+TIMES = (
+    ("ttft_s", "Time to first token"),
+    ("ttft_first_round_s", "  of round 1"),
+    ("ttft_later_rounds_s", "  of rounds 2 and later"),
+    ("intended_to_first_token_s", "From when it was due by the plan to the first token"),
+    ("itl_s", "Between chunks (ITL)"),
+    ("tpot_s", "Per token after the first (TPOT)"),
+    ("e2e_s", "Whole request"),
+)
+
+
+def report_run(directory: Path, slo: Path) -> Verdict:
+    """Report on the one run that is in a directory, in that directory."""
+    run = load(directory)
+    arm = Arm(name="server", about=f"{run.meta['workload']} on {run.meta['host']}", runs=[run])
+    return write_report([arm], directory, slo, facts={})
+
+
+def write_report(
+    arms: Sequence[Arm], directory: Path, slo: Path, *, facts: dict[str, Any]
+) -> Verdict:
+    """Write report.html, summary.json and PNG files.
+
+    Args:
+        arms: what was measured; the first one is what the others are compared with.
+        directory: where to write.
+        slo: the file of thresholds.
+        facts: about machine, versions and command; shown at the end.
+    """
+    limits = Slo.load(slo)
+    found = compare(arms, limits)
+    verdict = judge(arms, found, limits)
+    pictures = draw(arms, found, directory)
+    settings = {arm.name: arm.runs[0].meta for arm in arms if arm.runs}
+    summary = {
+        "verdict": verdict.sentences,
+        "holds": verdict.holds,
+        "checks": [
+            {"what": str(check), "found": check.found, "holds": check.holds}
+            for check in verdict.checks
+        ],
+        "variants": found,
+        "settings": settings,
+        "facts": facts,
+    }
+    (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    page = _environment().get_template(TEMPLATE)
+    (directory / "report.html").write_text(
+        page.render(
+            arms=arms,
+            found=found,
+            verdict=verdict,
+            pictures=[(caption, _embedded(path)) for caption, path in pictures],
+            times=TIMES,
+            percentiles=PERCENTILES,
+            settings=settings,
+            facts=facts,
+            written=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            goodput=limits.goodput,
+        )
+    )
+    return verdict
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters |= {"ms": _ms, "percent": _percent, "count": _count}
+    return environment
+
+
+def _embedded(path: Path) -> str:
+    return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
+
+
+def _ms(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"  # noqa: RUF001  # a dash in a table
+    return f"{seconds * 1e3:,.1f}" if seconds < 0.1 else f"{seconds * 1e3:,.0f}"
+
+
+def _percent(rate: float | None) -> str:
+    return "–" if rate is None else f"{rate:.1%}"  # noqa: RUF001
+
+
+def _count(value: float | None) -> str:
+    if value is None:
+        return "–"  # noqa: RUF001
+    return f"{value:,.0f}" if value == int(value) else f"{value:,.3g}"

@@ -1,0 +1,204 @@
+"""One run in one process: its sessions, its clock and what it leaves behind."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import logging
+import platform
+import secrets
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import orjson
+from gevent.pool import Pool
+from geventhttpclient.client import HTTPClient
+from locust.env import Environment
+from locust.runners import WorkerRunner
+
+from loadtests.client import OK, StreamingClient
+from loadtests.options import Options, parsed
+from loadtests.recorder import META, Recorder, RunClock
+from loadtests.scrape import Scraper
+from loadtests.session import Session
+from loadtests.workloads import WORKLOADS, Plan
+
+__all__ = ["Run", "current", "start"]
+
+SETTLE_S = 1.0  # users are made meanwhile
+LOG = logging.getLogger("loadtests")
+
+_current: Run | None = None
+
+
+def current() -> Run | None:
+    """This process's run; None before the first one."""
+    return _current
+
+
+def start(environment: Environment) -> Run:
+    """Begin a run: warm the server up, then start the clock.
+
+    Raises:
+        ValueError: options that don't fit each other.
+        RuntimeError: the server doesn't answer.
+    """
+    global _current
+    _current = Run(environment)
+    return _current
+
+
+class Run:
+    """What the users, the shape and the event hooks of this process share.
+
+    The process that isn't a worker decides what has to be the same everywhere (salt, model,
+    number of workers) and sends it along with Locust's options.
+    """
+
+    def __init__(self, environment: Environment) -> None:
+        given, runner = parsed(environment), environment.runner
+        self.options = Options.of(environment)
+        self.users = int(given.num_users or 1)
+        self.host = str(environment.host)
+        self.workload = _workload(environment)
+        self.ended_by = ""
+        self.active = False
+        self.is_worker = isinstance(environment.runner, WorkerRunner)
+        if not self.is_worker:
+            given.shared = self._decide(getattr(runner, "worker_count", 1))
+        self.shared: dict[str, Any] = given.shared
+        plan = Plan(options=self.options, users=self.users, salt=self.shared["salt"])
+        self.plan = plan
+        index = getattr(runner, "worker_index", 0)  # a master has none, and holds no sessions
+        self._sessions: Iterator[Session] = islice(
+            WORKLOADS[self.workload](plan), index, None, self.shared["workers"]
+        )
+        self.directory = self.options.report_dir or Path("reports", _stamp())
+        self.scraper: Scraper | None = None
+        if not self.is_worker:
+            self._warm_up()
+        # What is there by now stays; to search it for garbage makes a pause of tens of ms.
+        gc.collect()
+        gc.freeze()
+        self.clock = RunClock(delay_s=SETTLE_S)
+        self.recorder = Recorder(
+            self.clock, worker=index, directory=None if self.is_worker else self.directory
+        )
+        if not self.is_worker:
+            others = [url for url in self.options.metrics_url.split(",") if url]
+            self.scraper = Scraper(self.host, others, clock=self.clock, directory=self.directory)
+            self.write_meta()
+        self.active = True
+
+    def next_session(self) -> Session | None:
+        """The next one to be held in this process; None when there are no more."""
+        return next(self._sessions, None)
+
+    def client(self) -> StreamingClient:
+        """A user's connection."""
+        options = self.options
+        return StreamingClient(
+            self.host,
+            model=self.shared["model"],
+            api_key=options.api_key,
+            connect_s=options.connect_s,
+            silence_s=options.silence_s,
+            request_s=options.request_s,
+        )
+
+    def over(self, *, users: int) -> bool:
+        """Whether the run is to end, with so many users still there."""
+        if self.clock.now() >= self.options.duration_s:
+            self.ended_by = self.ended_by or "time"
+        elif self.scraper is not None and self.scraper.away_s() > self.options.gone_s:
+            self.ended_by = self.ended_by or "server gone"
+        elif users == 0 and self.clock.now() > SETTLE_S:
+            self.ended_by = self.ended_by or "all sessions held"
+        return bool(self.ended_by)
+
+    def close(self) -> None:
+        """Stop measuring; the files are whole after this."""
+        self.active = False
+        self.ended_by = self.ended_by or "interrupted"
+        if self.scraper is not None:
+            self.scraper.close()
+            self.write_meta()
+        self.recorder.close()
+
+    def write_meta(self) -> None:
+        """Write what the rows are to be read with."""
+        options = self.options.model_dump(mode="json", exclude={"api_key"})
+        meta: dict[str, Any] = {
+            "workload": self.workload,
+            "host": self.host,
+            "users": self.users,
+            **self.shared,
+            "options": options,
+            "lasted_s": min(self.clock.now(), self.options.duration_s),
+            "ended_by": self.ended_by,
+            "offered_qps": self.options.qps or None,
+            "steady_from_s": 0.0,
+            "client": {"python": platform.python_version(), "machine": platform.machine()},
+        }
+        if self.workload == "multi-round":
+            rounds = self.plan.multi_round()
+            meta |= {"offered_qps": rounds.offered_qps, "steady_from_s": rounds.gap_s}
+        path = self.directory / META
+        path.write_bytes(orjson.dumps(meta, option=orjson.OPT_INDENT_2) + b"\n")
+
+    def _decide(self, workers: int) -> dict[str, Any]:
+        salt = {"auto": "s" + secrets.token_hex(4), "none": ""}.get(
+            self.options.salt, self.options.salt
+        )
+        return {
+            "salt": salt,
+            "model": self.options.model or _first_model(self.host, self.options),
+            "workers": max(1, workers),
+            "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        }
+
+    def _warm_up(self) -> None:
+        """What the original sends before it measures; a server that fails it is not measured."""
+
+        def ask(i: int) -> str:
+            text = f"WARMUP: Hi, I'm user {i}. Here are some text: {' '.join(['hi'] * 100)}."
+            messages = [{"role": "user", "content": text}]
+            with self.client() as client:
+                reply = client.chat(messages, max_tokens=100, ignore_eos=False, headers={})
+            return "" if reply.outcome == OK else f"{reply.outcome} {reply.detail}"
+
+        failures = [said for said in Pool(64).imap(ask, range(self.options.warm_up)) if said]
+        if failures:
+            raise RuntimeError(
+                f"found {len(failures)} of {self.options.warm_up} warm-up requests failed (first: "
+                f"{failures[0]}); expected a server at {self.host} that answers."
+            )
+
+
+def _workload(environment: Environment) -> str:
+    tags = parsed(environment).tags or []
+    if len(tags) != 1 or tags[0] not in WORKLOADS:
+        raise ValueError(
+            f"found --tags {' '.join(tags) or '(none)'}; expected one of {', '.join(WORKLOADS)}."
+        )
+    return str(tags[0])
+
+
+def _first_model(host: str, options: Options) -> str:
+    headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+    try:
+        http = HTTPClient.from_url(host, connection_timeout=10, network_timeout=30)
+        response = http.get(f"{urlsplit(host).path.rstrip('/')}/v1/models", headers=headers)
+        return str(orjson.loads(response.read())["data"][0]["id"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise RuntimeError(
+            f"found no list of models at {host}/v1/models ({error}); expected an OpenAI-style "
+            "server. Check HOST, or name the model with --model."
+        ) from error
+
+
+def _stamp() -> str:
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H-%M-%S")

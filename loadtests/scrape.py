@@ -1,0 +1,126 @@
+"""The server's metrics, read once a second while the load runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO
+from urllib.parse import urlsplit
+
+import gevent
+import orjson
+from geventhttpclient.client import HTTPClient
+from geventhttpclient.response import HTTPParseError
+from prometheus_client.parser import text_string_to_metric_families
+
+from loadtests.recorder import RunClock
+
+__all__ = ["METRICS", "Scraper", "samples"]
+
+METRICS = "metrics.jsonl"
+EVERY_S = 1.0
+TIMEOUT_S = 5.0
+# What is kept of a page that has hundreds of lines. The parser is too slow for all of them: it
+# would make the client late.
+PREFIXES = (
+    "vllm:prefix_cache_",
+    "vllm:external_prefix_cache_",
+    "vllm:prompt_tokens_total",
+    "vllm:generation_tokens_total",
+    "vllm:kv_cache_usage_perc",
+    "vllm:num_requests_",
+    "vllm:num_preemptions_total",
+    "lmcache:local_cache_usage",
+    "lmcache:local_storage_usage",
+    "lmcache_mp_lookup_",
+    "lmcache_mp_l1_memory_usage_bytes",
+    "lmcache_xpu_",
+    "hw_gpu_utilization_ratio",
+    "hw_memory_utilization_ratio",
+)
+
+
+def samples(page: str) -> dict[str, float]:
+    """The values of a page of metrics, summed over engines; other labels stay in the name."""
+    lines = [line for line in page.splitlines() if line.startswith(PREFIXES)]
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families("\n".join(lines) + "\n"):
+        for sample in family.samples:
+            if sample.name.endswith("_created"):
+                continue
+            labels = {k: v for k, v in sample.labels.items() if k in ("direction", "tier")}
+            name = sample.name + "".join(f" {k}={v}" for k, v in sorted(labels.items()))
+            found[name] = found.get(name, 0.0) + sample.value
+    return found
+
+
+class Scraper:
+    """Reads pages of metrics until it is closed, and notices when the server is away.
+
+    Args:
+        host: the server; its page is /metrics.
+        others: further pages, as whole addresses.
+        clock: of the run.
+        directory: where to write.
+    """
+
+    def __init__(
+        self, host: str, others: Iterable[str], *, clock: RunClock, directory: Path
+    ) -> None:
+        self._clock = clock
+        self._pages = [_Page(host.rstrip("/") + "/metrics"), *(_Page(url) for url in others)]
+        self._file: IO[bytes] = (directory / METRICS).open("ab")
+        self.away_since_s: float | None = None
+        self._greenlet = gevent.spawn(self._run)
+
+    def once(self) -> None:
+        """Read all pages now."""
+        at_s = self._clock.now()
+        row: dict[str, float] = {"at_s": at_s}
+        for page in self._pages:
+            row |= page.read()
+        server = self._pages[0]
+        if not server.away:
+            self.away_since_s = None
+        elif self.away_since_s is None:
+            self.away_since_s = at_s
+        if len(row) > 1:
+            self._file.write(orjson.dumps(row) + b"\n")
+            self._file.flush()
+
+    def away_s(self) -> float:
+        """For how long the server has not accepted a connection."""
+        return 0.0 if self.away_since_s is None else self._clock.now() - self.away_since_s
+
+    def close(self) -> None:
+        """Read a last time and stop."""
+        self._greenlet.kill()
+        self.once()
+        self._file.close()
+
+    def _run(self) -> None:
+        while True:
+            self.once()
+            gevent.sleep(EVERY_S)
+
+
+class _Page:
+    def __init__(self, url: str) -> None:
+        self._path = urlsplit(url).path
+        self._http = HTTPClient.from_url(
+            url, connection_timeout=TIMEOUT_S, network_timeout=TIMEOUT_S
+        )
+        self.away = False
+
+    def read(self) -> dict[str, float]:
+        """Its values; none when it is away, busy for too long, or has no metrics."""
+        self.away = False
+        try:
+            response = self._http.get(self._path)
+            page = response.read().decode()
+            return samples(page) if response.status_code == 200 else {}
+        except TimeoutError:
+            return {}  # busy: requests in flight tell more than this page would
+        except (OSError, HTTPParseError):
+            self.away = True
+            return {}

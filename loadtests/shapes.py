@@ -1,0 +1,56 @@
+"""How many Locust users there are: enough to hold the sessions, until the run is over."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from locust import LoadTestShape
+
+from loadtests.options import Options, parsed
+from loadtests.run import current
+
+__all__ = ["SessionShape", "stage_users"]
+
+SPAWN_PER_S = 100.0  # all at once: when a session begins is the workload's to say
+# Without strict concurrency sessions join on time even when those before are slow. Each needs a
+# user; more than this many times the nominal number have to wait, and are counted as late.
+USERS_PER_SESSION = 4
+
+
+def stage_users(stages: str, at_s: float) -> int:
+    """The number of users at a time, by `seconds:users,seconds:users`; at last it stays.
+
+    Raises:
+        ValueError: `stages` can't be read.
+    """
+    end_s, users = 0.0, 0
+    for stage in stages.split(","):
+        seconds, _, number = stage.partition(":")
+        end_s, users = end_s + float(seconds), int(number)
+        if at_s < end_s:
+            break
+    return users
+
+
+class SessionShape(LoadTestShape):
+    """Users for the run's sessions; ends the run when its time, or its sessions, are over."""
+
+    use_common_options: ClassVar[bool] = True  # -u is the workload's number of users
+
+    def tick(self) -> tuple[int, float] | None:
+        """Users and spawn rate now; None ends the run."""
+        assert self.runner is not None
+        run = current()
+        if run is not None and run.active:
+            if run.over(users=self.get_current_user_count()):
+                return None
+            at_s = run.clock.now()
+        else:
+            at_s = 0.0  # this tick starts the run
+        environment = self.runner.environment
+        options, users = Options.of(environment), int(parsed(environment).num_users or 1)
+        if options.stages:
+            return stage_users(options.stages, at_s), SPAWN_PER_S
+        if options.qps and not options.enforce_strict_concurrent_users:
+            users *= USERS_PER_SESSION
+        return users, SPAWN_PER_S

@@ -1,0 +1,40 @@
+"""Files of conversations in ShareGPT's format."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Talk", "read_share_gpt"]
+
+# Question, answer, and the answer's length in tokens, of each round.
+Talk = list[tuple[str, str, int]]
+TOKENS_PER_WORD = 1.5  # where the file doesn't count tokens; in most languages there are fewer
+
+
+def read_share_gpt(path: Path, rounds: int) -> list[Talk]:
+    """The conversations of a file, each up to so many rounds.
+
+    Raises:
+        ValueError: the file has none.
+        OSError: it can't be read.
+    """
+    talks = [_rounds(entry.get("conversations", [])) for entry in json.loads(path.read_text())]
+    if not (talks := [talk[:rounds] for talk in talks if talk]):
+        raise ValueError(
+            f"found no conversation in {path}; expected a list of "
+            '{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", ...}]}'
+        )
+    return talks
+
+
+def _rounds(messages: list[dict[str, Any]]) -> Talk:
+    found = []
+    for asked, answer in pairwise(messages):
+        if asked.get("from") in ("human", "user") and answer.get("from") in ("gpt", "assistant"):
+            words = len(answer["value"].split())
+            tokens = int(answer.get("num_tokens") or words * TOKENS_PER_WORD)
+            found.append((str(asked["value"]), str(answer["value"]), max(1, tokens)))
+    return found

@@ -1,0 +1,93 @@
+"""Thresholds, and whether they hold."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+__all__ = ["Check", "Goodput", "Slo", "Threshold"]
+
+
+class Goodput(BaseModel):
+    """When an answer is good."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    ttft_s: float = Field(gt=0)
+    itl_s: float = Field(gt=0)
+
+
+class Threshold(BaseModel):
+    """A bound on one figure, of one variant or of all of them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    figure: str
+    variant: str | None = None
+    min: float | None = None
+    max: float | None = None
+
+    @model_validator(mode="after")
+    def _one_bound(self) -> Self:
+        if (self.min is None) == (self.max is None):
+            raise ValueError(f"{self.figure} has to have either a min or a max")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One threshold against one variant's figure; a figure that is missing doesn't hold."""
+
+    threshold: Threshold
+    variant: str
+    found: float | None
+
+    @property
+    def holds(self) -> bool:
+        """Whether the figure is there and within the bound."""
+        low, high = self.threshold.min, self.threshold.max
+        if self.found is None:
+            return False
+        return (low is None or self.found >= low) and (high is None or self.found <= high)
+
+    def __str__(self) -> str:
+        low, high = self.threshold.min, self.threshold.max
+        bound = f"at least {low:g}" if low is not None else f"at most {high:g}"
+        found = "was not measured" if self.found is None else f"is {self.found:.3g}"
+        return f"{self.variant}: {self.threshold.figure} {found}, {bound} wanted"
+
+
+class Slo(BaseModel):
+    """The file slo.toml."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    goodput: Goodput
+    run: tuple[Threshold, ...] = ()
+    compare: tuple[Threshold, ...] = ()
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a file.
+
+        Raises:
+            OSError: it can't be read.
+            ValueError: it isn't TOML, or not as described in docs/loadtest.md.
+        """
+        return cls.model_validate(tomllib.loads(path.read_text()))
+
+    def check(
+        self, thresholds: tuple[Threshold, ...], figures: Mapping[str, Mapping[str, Any]]
+    ) -> list[Check]:
+        """Each threshold against the figures of the variants that it is about.
+
+        A variant that is named and was not run has no check.
+        """
+        return [
+            Check(threshold, variant, found.get(threshold.figure))
+            for threshold in thresholds
+            for variant, found in figures.items()
+            if threshold.variant in (None, variant)
+        ]
