@@ -49,14 +49,14 @@ def make_command() -> Any:
 
     keyword_only = inspect.Parameter.KEYWORD_ONLY
     positional = {
-        "model": (str, ...),
+        "model": (str | None, None),  # then from its variable
         "extra_args": (list[str] | None, None),
     }
     parameters = [
         inspect.Parameter(
             name,
             keyword_only,
-            default=inspect.Parameter.empty if default is ... else default,
+            default=default,
             annotation=Annotated[
                 kind,
                 typer.Argument(
