@@ -44,10 +44,25 @@ helm-package: setup ## Package the chart into dist/; REGISTRY=oci://... pushes i
 loadtest: setup ## Put load on a running server: make loadtest HOST=http://... [ARGS="..."]
 	@$(BIN)/locust -f loadtests/locustfile.py --host $(HOST) --headless --only-summary $(ARGS)
 
+up: ## Start the compose stack on an Intel GPU (settings: .env)
+	@docker/up xpu
+
+up-cpu: ## The same on CPU
+	@docker/up cpu
+
+down: ## Stop the stack; its volumes stay
+	@docker compose --profile '*' down
+
+logs: ## Follow the stack's logs
+	@docker compose --profile '*' logs -f --tail 100
+
+test-containers: setup ## Build the images and test the stack on CPU, with a Docker of its own
+	@$(BIN)/pytest tests/containers
+
 lock: setup ## Renew constraints.txt from pyproject.toml (all of it: make lock UPGRADE=1)
 	@$(PYTHON) scripts/bootstrap.py --lock $(if $(UPGRADE),--upgrade)
 
 clean: ## Remove .venv, caches and what the demo left
 	rm -rf .venv dist .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup demo test check fmt bench bench-engine bench-device helm-docs helm-check helm-package loadtest lock clean
+.PHONY: help setup demo test check fmt bench bench-engine bench-device up up-cpu down logs test-containers helm-docs helm-check helm-package loadtest lock clean
