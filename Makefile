@@ -33,6 +33,7 @@ bench-device: ## Time the connectors on an accelerator, in the environment of PY
 
 helm-docs: setup ## Renew the chart's schema and the tables of its README
 	@$(BIN)/python helm/chart_schema.py && $(BIN)/python helm/chart_readme.py
+	@cp helm/lmcache-xpu/values.yaml tests/helm/frozen/$$($(BIN)/lmcache-xpu --version).yaml
 
 helm-check: setup ## Lint and test the chart, without an engine
 	@$(BIN)/pytest tests/helm -m "not engine"

@@ -39,7 +39,7 @@ def _leaves(node: yaml.MappingNode, lines: list[str], prefix: str) -> Iterator[t
         name = prefix + key.value
         comment = _comment(lines, key.start_mark.line)
         block = isinstance(value, yaml.MappingNode) and not value.flow_style
-        if block and name != "defaults.router.resources":
+        if block and key.value != "resources":
             if comment:
                 yield name, "", comment
             yield from _leaves(value, lines, name + ".")

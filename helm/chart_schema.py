@@ -30,6 +30,8 @@ Texts = dict[str, str]
 Gib = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[int, Field(ge=0)]
+# With a tag or a digest: what comes without one is `latest`.
+ImageName = Annotated[str, Field(pattern=r"^([^:@]+(:[0-9]+/[^:@]+)?[:@][A-Za-z0-9_.:-]+)?$")]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,18}[a-z0-9])?$")]
 
 
@@ -49,7 +51,7 @@ class SecretKey(Values):
 
 
 class Image(Values):
-    repository: str = Field(min_length=1)
+    registry: str = Field(min_length=1)
     tag: str = Field(pattern=r"^[A-Za-z0-9_.-]*$")
     pullPolicy: Literal["IfNotPresent", "Always", "Never"]
 
@@ -109,7 +111,7 @@ class Router(Values):
     kind: Literal["none", "vllmRouter", "inferencePool"]
     policy: Literal["cache_aware", "consistent_hash", "round_robin", "random", "power_of_two"]
     replicas: Count
-    image: Image
+    image: ImageName
     extraArgs: list[str]
     resources: Any_
     endpointPicker: EndpointPicker
@@ -147,7 +149,7 @@ class HttpRoute(Values):
 
 class Model(Values):
     replicas: Annotated[int, Field(ge=0)]
-    image: Image
+    engineImage: ImageName
     settings: Any_  # replaced by what Settings says
     disk: Disk
     gpu: Gpu
@@ -200,7 +202,7 @@ class NetworkPolicy(Values):
 
 class Valkey(Values):
     enabled: bool
-    image: Image
+    image: ImageName
     passwordSecret: SecretKey
     gib: Gib
     cpus: Annotated[float, Field(gt=0)] | str
@@ -216,12 +218,26 @@ class Tests(Values):
     timeoutS: Count
 
 
+class Loadtest(Values):
+    enabled: bool
+    now: bool
+    model: str
+    users: Count
+    workload: Literal["multi-round", "conversations", "long-documents", "agents", "no-reuse"]
+    durationS: Count
+    args: list[str]
+    reportClaim: str
+    image: ImageName
+    resources: Any_
+
+
 class Chart(Values):
     """All values."""
 
     nameOverride: str
     fullnameOverride: str
     commonLabels: Texts
+    image: Image
     imagePullSecrets: list[Any_]
     models: dict[Name, Model]
     defaults: Model
@@ -230,6 +246,7 @@ class Chart(Values):
     valkey: Valkey
     serviceAccount: ServiceAccount
     tests: Tests
+    loadtest: Loadtest
     extraObjects: list[Any_ | str]
     # Helm passes these to every chart that is a dependency of another.
     global_: Any_ = Field(alias="global")

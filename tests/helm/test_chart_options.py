@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from chart import ROOT, Objects, container, model, render
+from chart import CHART, ROOT, Objects, container, model, render
 
 SECRET = {"name": "s", "key": "k"}
 KEDA = {"kind": "keda", "prometheusUrl": "http://p:9090"}
@@ -161,8 +161,7 @@ def test_no_gpu_asks_for_none():
     assert resources["limits"].keys() == {"memory"}
     assert "affinity" not in spec(objects)
     assert "supplementalGroups" not in spec(objects)["securityContext"]
-    assert container(objects.engines()["m"])["image"].endswith("-cpu")
-    assert container(model().engines()["m"])["image"].endswith("-xpu")
+    assert "/cpu:" in container(objects.engines()["m"])["image"]
 
 
 def test_the_time_to_start_and_to_stop():
@@ -201,7 +200,7 @@ def test_a_download_comes_before_the_engine_which_then_stays_offline():
     assert "HF_TOKEN" in [item["name"] for item in download["env"]]
     engine = container(objects.engines()["m"])
     assert {"name": "HF_HUB_OFFLINE", "value": "1"} in engine["env"]
-    assert {"name": "hub", "mountPath": "/var/cache/hub"} in download["volumeMounts"]
+    assert {"name": "hub", "mountPath": "/cache/huggingface"} in download["volumeMounts"]
     assert "initContainers" not in spec(model())
 
 
@@ -329,3 +328,49 @@ def test_what_is_added_is_there():
     assert spec(objects)["imagePullSecrets"] == [{"name": "r"}]
     assert {o["metadata"]["labels"]["team"] for o in objects if "labels" in o["metadata"]} == {"x"}
     assert objects.one("ConfigMap", "kv-x")
+
+
+def test_images_are_those_that_the_project_builds():
+    """By the names that docker-bake.hcl gives them, and all from one place."""
+    objects = render(
+        image={"registry": "r.example:5000/kv", "tag": "1.2"},
+        models={"n": {"gpu": {"kind": "none"}, "settings": {"model": "x"}}},
+        defaults={"router": ROUTER},
+        loadtest={"enabled": True, "model": "m"},
+    )
+    images = {c["image"] for _, pod in objects.pods() for c in pod["containers"]}
+    assert images == {
+        f"r.example:5000/kv/{name}:1.2" for name in ("xpu", "cpu", "router", "loadtest")
+    }
+    own = model(engineImage="other/engine:3", router={**ROUTER, "image": "other/router@sha256:1"})
+    images = {c["image"] for _, pod in own.pods() for c in pod["containers"]}
+    assert images == {"other/engine:3", "other/router@sha256:1"}
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
+    assert container(model().engines()["m"])["image"] == f"lmcache-xpu/xpu:{version}"
+
+
+def test_the_load_test_is_started_by_helm_test_or_at_once():
+    [job] = render(loadtest={"enabled": True}).of("Job")
+    assert job["metadata"]["name"] == "kv-lmcache-xpu-loadtest"
+    assert job["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    [now] = render(loadtest={"enabled": True, "now": True}).of("Job")
+    assert now["metadata"]["name"] == "kv-lmcache-xpu-loadtest-1"
+    assert "annotations" not in now["metadata"]
+    assert render().of("Job") == []
+    labels = job["spec"]["template"]["metadata"]["labels"]
+    # What the network policies let in.
+    assert labels["app.kubernetes.io/component"] == "test"
+
+
+def test_the_load_test_names_the_service_the_model_and_the_key():
+    objects = render(
+        defaults={"apiKeySecret": SECRET, "settings": {"served_model_name": "small"}},
+        loadtest={"enabled": True, "reportClaim": "r"},
+    )
+    [(_, pod)] = [(where, pod) for where, pod in objects.pods() if where.startswith("Job/")]
+    [locust] = pod["containers"]
+    assert "--host=http://kv-lmcache-xpu-m:80" in locust["args"]
+    assert "--model=small" in locust["args"]
+    assert "--api-key=$(API_KEY)" in locust["args"]
+    assert locust["env"][-1]["valueFrom"]["secretKeyRef"] == SECRET
+    assert pod["volumes"][1]["persistentVolumeClaim"] == {"claimName": "r"}

@@ -84,6 +84,8 @@ from chart import MODEL, merged, template
             ["models.m.files.claimName is not set"],
         ),
         ({"valkey": {"enabled": True}}, ["valkey.passwordSecret is not set"]),
+        ({"loadtest": {"enabled": True, "model": "x"}}, ['loadtest.model is "x"', "one of: m"]),
+        ({"defaults": {"engineImage": "a/b"}}, ["defaults.engineImage: Does not match pattern"]),
     ],
 )
 def test_mistakes_are_named(values, says):

@@ -15,7 +15,7 @@ import sys
 import time
 import urllib.parse
 
-CHAT_WORDS = 1500  # several chunks of 256 tokens
+WORDS = 750  # of about four tokens: several chunks of 256
 HITS = "vllm:external_prefix_cache_hits_total"
 SALT = f"{time.time_ns():x}"  # no earlier run has cached these prompts
 
@@ -32,6 +32,11 @@ class Engine:
         self.headers = {"Content-Type": "application/json"}
         if key := os.environ.get("API_KEY"):
             self.headers["Authorization"] = f"Bearer {key}"
+        models = json.loads(self.ask("GET", "/v1/models"))["data"]
+        lengths = {entry["id"]: entry["max_model_len"] for entry in models}
+        if model not in lengths:
+            sys.exit(f"{url} serves {', '.join(lengths)}, not {model}")
+        self.words = min(WORDS, lengths[model] // 10)
 
     def ask(self, method: str, path: str, body: object = None) -> str:
         """The answer's text; ends the program when it is not 200."""
@@ -46,9 +51,9 @@ class Engine:
             sys.exit(f"{method} {path}: status {answer.status}, 200 expected: {text[:500]}")
         return text
 
-    def chat(self, topic: str, words: int) -> int:
-        """Say `words` words about a topic; the number of tokens in that prompt."""
-        text = f"{SALT} {topic}. " + " ".join(f"{topic}-{i}" for i in range(words // 2))
+    def chat(self, topic: str) -> int:
+        """Say much about a topic; the number of tokens in that prompt."""
+        text = f"{SALT} {topic}. " + " ".join(f"{topic}-{i}" for i in range(self.words))
         body = {
             "model": self.model,
             "messages": [{"role": "user", "content": text}],
@@ -79,15 +84,15 @@ class Engine:
 def main(url: str, model: str) -> None:
     """Run the check; ends with a message and code 1 when a chat does not come back."""
     engine = Engine(url, model)
-    first = engine.chat("tides", CHAT_WORDS)
+    first = engine.chat("tides")
     capacity = engine.cache_tokens()
     print(f"a chat of {first} tokens; the engine's own cache holds {capacity}", flush=True)
     spoken, number = 0, 0
     while spoken < capacity:
         number += 1
-        spoken += engine.chat(f"filler{number}", CHAT_WORDS)
+        spoken += engine.chat(f"filler{number}")
     before = engine.metric(HITS)
-    again = engine.chat("tides", CHAT_WORDS)
+    again = engine.chat("tides")
     hits = engine.metric(HITS) - before
     print(f"after {spoken} other tokens: {hits:.0f} of {again} tokens came from a tier", flush=True)
     if hits < 256:

@@ -76,3 +76,10 @@ seccompProfile:
       name: {{ .secret.name }}
       key: {{ .secret.key }}
 {{- end -}}
+
+{{/* Image of a container: (dict "root" $ "own" IMAGE "name" NAME), where an empty IMAGE is the project's NAME */}}
+{{- define "lmcache-xpu.image" -}}
+{{- $image := .root.Values.image -}}
+image: {{ default (printf "%s/%s:%s" $image.registry .name (default .root.Chart.AppVersion $image.tag)) .own | quote }}
+imagePullPolicy: {{ $image.pullPolicy }}
+{{- end -}}

@@ -57,7 +57,6 @@ Returns {models: {NAME: {...}}} as JSON; a mistake that the schema can't see end
 {{- if and (eq $model.files.cache "existingClaim") (not $model.files.claimName) -}}
 {{- fail (printf "%s.files.claimName is not set; expected the claim to use, as files.cache is existingClaim." $where) -}}
 {{- end -}}
-{{- $_ := set $model "defaultTag" (printf "%s-%s" .root.Chart.AppVersion $settings.device) -}}
 {{- $devices := int (default 1 $settings.tensor_parallel) -}}
 {{- $_ := set $model "devices" $devices -}}
 {{- $_ := set $model "gpus" (int (default $devices $model.gpu.count)) -}}

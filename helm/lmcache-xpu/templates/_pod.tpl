@@ -3,6 +3,7 @@
 {{- $root := .root -}}
 {{- $model := .model -}}
 {{- $part := dict "root" $root "name" .name "component" "engine" -}}
+{{- $image := dict "root" $root "own" $model.engineImage "name" $model.settings.device -}}
 metadata:
   labels:
     {{- include "lmcache-xpu.part" $part | nindent 4 }}
@@ -47,7 +48,7 @@ spec:
   initContainers:
     {{- if $model.files.download }}
     - name: download
-      {{- include "lmcache-xpu.image" $model | nindent 6 }}
+      {{- include "lmcache-xpu.image" $image | nindent 6 }}
       command: [hf, download, {{ $model.settings.model | quote }}]
       env:
         {{- include "lmcache-xpu.environment" $model | nindent 8 }}
@@ -65,7 +66,7 @@ spec:
   {{- end }}
   containers:
     - name: engine
-      {{- include "lmcache-xpu.image" $model | nindent 6 }}
+      {{- include "lmcache-xpu.image" $image | nindent 6 }}
       command: [lmcache-xpu, serve]
       args: [{{ $model.settings.model | quote }}]
       envFrom:
@@ -177,19 +178,14 @@ topologySpreadConstraints:
 {{- end }}
 {{- end -}}
 
-{{- define "lmcache-xpu.image" -}}
-image: {{ printf "%s:%s" .image.repository (default .defaultTag .image.tag) | quote }}
-imagePullPolicy: {{ .image.pullPolicy }}
-{{- end -}}
-
 {{/* Variables that are not settings: caches go where the pod may write, and the hub's token */}}
 {{- define "lmcache-xpu.environment" -}}
 - name: HOME
-  value: /var/cache/engine
+  value: /cache
 - name: USER
-  value: lmcache-xpu
+  value: engine
 - name: HF_HOME
-  value: /var/cache/hub
+  value: /cache/huggingface
 {{- with .files.tokenSecret }}
 {{ include "lmcache-xpu.secretVariable" (dict "variable" "HF_TOKEN" "secret" .) }}
 {{- end }}
@@ -201,9 +197,9 @@ imagePullPolicy: {{ .image.pullPolicy }}
 - name: shm
   mountPath: /dev/shm
 - name: cache
-  mountPath: /var/cache/engine
+  mountPath: /cache
 - name: hub
-  mountPath: /var/cache/hub
+  mountPath: /cache/huggingface
 {{- if .files.modelClaim }}
 - name: models
   mountPath: /models

@@ -1,0 +1,47 @@
+"""A server that answers what a test says."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, urlsplit
+
+
+class Stub(ThreadingHTTPServer):
+    """Answers on a loopback port of its own, and remembers what it was asked."""
+
+    def __init__(self, answer: Callable[[str], object]) -> None:
+        stub = self
+        self.seen: list[tuple[str, str, dict[str, str]]] = []
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                headers = {name.lower(): value for name, value in self.headers.items()}
+                stub.seen.append((self.command, self.path, headers))
+                if "watch" in parse_qs(urlsplit(self.path).query):
+                    time.sleep(1)  # an event stream without events
+                given = answer(self.path)
+                body = (given if isinstance(given, str) else json.dumps(given)).encode()
+                self.send_response(200)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            do_POST = do_GET  # noqa: N815
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        super().__init__(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        return self.server_address[1]
