@@ -74,8 +74,9 @@ class Engine:
     def cache_tokens(self) -> int:
         """How many tokens the engine's own cache holds."""
         text = self.ask("GET", "/metrics")
-        blocks = re.search(r'vllm:cache_config_info\{.*?num_gpu_blocks="(\d+)"', text)
-        size = re.search(r'vllm:cache_config_info\{.*?[{,]block_size="(\d+)"', text)
+        config = r'vllm:cache_config_info\{(?:[^}]*,)?%s="(\d+)"'
+        blocks = re.search(config % "num_gpu_blocks", text)
+        size = re.search(config % "block_size", text)
         if not (blocks and size):
             sys.exit("no vllm:cache_config_info with num_gpu_blocks and block_size")
         return int(blocks[1]) * int(size[1])
