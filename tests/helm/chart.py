@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shlex
@@ -19,6 +20,8 @@ CHART = ROOT / "helm" / "lmcache-xpu"
 CI_FILES = sorted((CHART / "ci").glob("*-values.yaml"))
 HELM = Path(sys.executable).with_name("helm")
 NAMESPACE = "serving"
+sys.path.insert(0, str(ROOT / "helm"))  # chart_schema and chart_readme
+
 # The smallest values that install.
 MODEL = {"models": {"m": {"settings": {"model": "org/model"}, "gpu": {"renderGroups": [992]}}}}
 
@@ -89,6 +92,12 @@ def render(*args: str, **values: object) -> Objects:
 
 def render_file(path: Path) -> Objects:
     return rendered(template("-f", str(path)))
+
+
+@functools.cache
+def shapes() -> dict[str, Objects]:
+    """Every file of ci/, rendered; not to be changed."""
+    return {path.name.removesuffix("-values.yaml"): render_file(path) for path in CI_FILES}
 
 
 def rendered(done: subprocess.CompletedProcess[str]) -> Objects:

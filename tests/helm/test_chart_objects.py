@@ -6,7 +6,7 @@ import json
 
 import kubernetes_validate
 import pytest
-from chart import CI_FILES, render, render_file
+from chart import CI_FILES, render, render_file, shapes
 
 # The oldest and the newest that the validator knows and the chart's DRA objects exist in.
 KUBERNETES = ("1.34", "1.37")
@@ -26,8 +26,8 @@ CUSTOM = {
 
 @pytest.mark.parametrize("version", KUBERNETES)
 @pytest.mark.parametrize("path", CI_FILES, ids=lambda path: path.name)
-def test_every_object_is_valid(path, version, shapes):
-    objects = shapes[path.name.removesuffix("-values.yaml")]
+def test_every_object_is_valid(path, version):
+    objects = shapes()[path.name.removesuffix("-values.yaml")]
     assert objects
     for item in objects:
         if item["kind"] in CUSTOM:
@@ -46,21 +46,21 @@ def test_the_validator_sees_mistakes():
         kubernetes_validate.validate(broken, KUBERNETES[-1], strict=True)
 
 
-def test_the_shapes_use_every_template_and_custom_resource(shapes):
-    kinds = {item["kind"] for objects in shapes.values() for item in objects}
+def test_the_shapes_use_every_template_and_custom_resource():
+    kinds = {item["kind"] for objects in shapes().values() for item in objects}
     assert kinds >= set(CUSTOM)
     assert kinds >= {"StatefulSet", "Deployment", "ResourceClaimTemplate", "Ingress", "Pod"}
     assert "HorizontalPodAutoscaler" in kinds
 
 
-def test_names_are_unique(shapes):
-    for objects in shapes.values():
+def test_names_are_unique():
+    for objects in shapes().values():
         names = [(item["kind"], item["metadata"]["name"]) for item in objects]
         assert len(set(names)) == len(names)
 
 
-def test_every_selector_finds_its_pods_and_no_others(shapes):
-    for objects in shapes.values():
+def test_every_selector_finds_its_pods_and_no_others():
+    for objects in shapes().values():
         for workload in [*objects.of("Deployment"), *objects.of("StatefulSet")]:
             labels = workload["spec"]["template"]["metadata"]["labels"]
             assert workload["spec"]["selector"]["matchLabels"].items() <= labels.items()
@@ -73,8 +73,8 @@ def test_every_selector_finds_its_pods_and_no_others(shapes):
             assert sum(selector <= labels.items() for labels in pods) == 1, service["metadata"]
 
 
-def test_ports_are_found_by_name(shapes):
-    for objects in shapes.values():
+def test_ports_are_found_by_name():
+    for objects in shapes().values():
         named = {
             port["name"]
             for _, spec in objects.pods()
@@ -111,8 +111,8 @@ VALKEY = {"enabled": True, "passwordSecret": {"name": "v", "key": "p"}}
 ROUTED = {"m": {"router": {"kind": "vllmRouter"}}}
 
 
-def test_only_routers_get_a_token_of_the_api(shapes):
-    for objects in shapes.values():
+def test_only_routers_get_a_token_of_the_api():
+    for objects in shapes().values():
         for where, spec in objects.pods():
             wanted = where.endswith("-router")
             assert spec["automountServiceAccountToken"] is wanted, where
@@ -147,8 +147,8 @@ def test_engines_let_in_their_router_the_monitor_and_the_tests(routed):
     assert policy["podSelector"]["matchLabels"].items() <= labels.items()
 
 
-def test_the_memory_asked_for_holds_the_tiers(shapes):
-    for objects in shapes.values():
+def test_the_memory_asked_for_holds_the_tiers():
+    for objects in shapes().values():
         for workload in objects.engines().values():
             [engine] = workload["spec"]["template"]["spec"]["containers"]
             asked = engine["resources"]["requests"]["memory"]

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from chart import CI_FILES, container, environment, model, settings
+from chart import CI_FILES, container, environment, model, settings, shapes
 
 from lmcache_xpu.settings import ENV_PREFIX, Settings
 
@@ -29,11 +29,11 @@ def parser():
 
 
 @pytest.mark.parametrize("path", CI_FILES, ids=lambda path: path.name)
-def test_vllm_and_lmcache_read_every_shape(path, shapes, parser, monkeypatch):
+def test_vllm_and_lmcache_read_every_shape(path, parser, monkeypatch):
     from lmcache.v1.config import LMCacheEngineConfig
     from lmcache.v1.config_base import validate_and_set_config_value
 
-    objects = shapes[path.name.removesuffix("-values.yaml")]
+    objects = shapes()[path.name.removesuffix("-values.yaml")]
     for workload in objects.engines().values():
         found = settings(objects, workload, monkeypatch)
         args = parser.parse_args(found.vllm_args())
@@ -126,9 +126,9 @@ def test_secrets_are_references():
     assert not names & {"LMCACHE_XPU_API_KEY", "LMCACHE_XPU_REMOTE_PASSWORD", "HF_TOKEN"}
 
 
-def test_the_command_of_the_cpu_pod_is_one_that_the_program_takes(shapes, tmp_path):
+def test_the_command_of_the_cpu_pod_is_one_that_the_program_takes(tmp_path):
     """As a process, with the pod's variables; the model's name is the pod's own."""
-    objects = shapes["cpu"]
+    objects = shapes()["cpu"]
     workload = objects.engines()["small"]
     engine = container(workload)
     program = Path(sys.executable).with_name(engine["command"][0])
@@ -145,9 +145,9 @@ def test_the_command_of_the_cpu_pod_is_one_that_the_program_takes(shapes, tmp_pa
     assert '"max_local_cpu_size": 4.0' in done.stdout
 
 
-def test_variables_of_the_pod_are_settings_or_not_ours(shapes):
+def test_variables_of_the_pod_are_settings_or_not_ours():
     """Our own prefix with a name that is no setting would stop the start."""
-    for objects in shapes.values():
+    for objects in shapes().values():
         for workload in objects.engines().values():
             known = {ENV_PREFIX + name.upper() for name in Settings.model_fields}
             ours = [n for n in environment(objects, workload) if n.startswith(ENV_PREFIX)]
