@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 
@@ -12,7 +13,7 @@ from test_connector import make, memory, slots_of
 from test_layerwise import objects
 
 from lmcache_xpu.layerwise import VLLMPagedMemLayerwiseXPUConnector
-from lmcache_xpu.overlap import Overlap, layer_groups
+from lmcache_xpu.overlap import Overlap, layer_cuts
 from lmcache_xpu.staging import Moved, Stored
 
 SPANS = STARTS, ENDS = [0, 4, 8], [4, 8, 11]
@@ -87,10 +88,25 @@ class Case:
 
 
 @pytest.mark.parametrize(
-    ("layers", "starts"), [(1, [0]), (2, [0, 1]), (5, [0, 1, 2, 4]), (32, [0, 1, 2, 4, 8, 16])]
+    ("layers", "sizes"),
+    [
+        (1, [1]),
+        (2, [1, 1]),
+        (6, [1, 1, 2, 1, 1]),
+        (28, [1, 1, 2, 4, 12, 4, 2, 1, 1]),
+        (32, [1, 1, 2, 4, 8, 8, 4, 2, 1, 1]),
+    ],
 )
-def test_groups_double_from_one_layer(layers: int, starts: list[int]):
-    assert layer_groups(layers) == starts
+def test_cuts_grow_from_one_layer_and_end_with_one(layers: int, sizes: list[int]):
+    assert [b - a for a, b in itertools.pairwise([*layer_cuts(layers), layers])] == sizes
+
+
+@pytest.mark.parametrize("layers", range(1, 100))
+def test_cuts_begin_at_the_first_layer_and_grow(layers: int):
+    cuts = layer_cuts(layers)
+    assert cuts[0] == 0
+    assert cuts == sorted(set(cuts))
+    assert cuts[-1] < layers
 
 
 def test_every_layer_is_there_when_the_engine_comes_to_it():

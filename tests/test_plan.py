@@ -14,13 +14,15 @@ from lmcache_xpu.slots import RequestRows
 ROW = 4  # bytes
 
 
-def plan(sizes: list[int], layers: int, buffer: int, *, planes: int = 2, rows_first=False) -> Plan:
+def plan(
+    sizes: list[int], layers: int, buffer: int, *, planes: int = 2, rows_first=False, cuts=(0,)
+) -> Plan:
     spans, at = [], 0
     for size in sizes:
         spans.append((at, at, at + size))
         at += size
     rows = RequestRows(torch.arange(at), spans, torch.device("cpu"))
-    return Plan(HostFormat(layers, planes, rows_first), rows, ROW, buffer)
+    return Plan(HostFormat(layers, planes, rows_first), rows, ROW, buffer, cuts)
 
 
 sizes = st.lists(st.integers(0, 9), max_size=12)
@@ -28,18 +30,19 @@ sizes = st.lists(st.integers(0, 9), max_size=12)
 
 @given(sizes, st.integers(1, 9), st.integers(1, 2), st.integers(0, 700), st.data())
 def test_pieces_cover_everything_once_and_fit(sizes, layers, planes, buffer, data):
-    made = plan(sizes, layers, buffer, planes=planes)
-    start = data.draw(st.integers(0, layers - 1))
-    end = data.draw(st.integers(start + 1, layers))
+    cuts = [0, *sorted(data.draw(st.sets(st.integers(1, layers), max_size=4)) - {layers})]
     if buffer and sizes and buffer < max(sizes) * planes * ROW:
-        with pytest.raises(TransferError, match="Raise staging_mib"):
-            next(made.pieces(start, end))
+        with pytest.raises(TransferError, match="raise staging_mib"):
+            plan(sizes, layers, buffer, planes=planes, cuts=cuts)
         return
+    made = plan(sizes, layers, buffer, planes=planes, cuts=cuts)
+    assert {start for start, _ in made.cuts} >= set(cuts)
     seen = set()
-    for piece in made.pieces(start, end):
-        run = sizes[piece.first : piece.last]
+    for piece in made.all_pieces():
+        run, count = sizes[piece.first : piece.last], piece.last_layer - piece.first_layer
+        assert (piece.first_layer, piece.last_layer) == made.cuts[piece.cut]
         assert len(set(run)) == 1  # staged as one tensor
-        assert len(run) == 1 or sum(run) * piece.layers * planes * ROW <= buffer
+        assert not buffer or sum(run) * count * planes * ROW <= buffer
         cells = {
             (chunk, layer)
             for chunk in range(piece.first, piece.last)
@@ -47,38 +50,39 @@ def test_pieces_cover_everything_once_and_fit(sizes, layers, planes, buffer, dat
         }
         assert not seen & cells
         seen |= cells
-    assert seen == {(c, y) for c in range(len(sizes)) for y in range(start, end)}
+    assert seen == {(c, y) for c in range(len(sizes)) for y in range(layers)}
 
 
 def test_chunks_of_one_layer_join_even_if_the_last_is_smaller():
-    pieces = plan([4, 4, 4, 1, 4], 1, 10**6, rows_first=True).pieces(0, 1)
+    pieces = plan([4, 4, 4, 1, 4], 1, 10**6, rows_first=True).all_pieces()
     assert [(piece.first, piece.last) for piece in pieces] == [(0, 4), (4, 5)]
 
 
 def test_layers_are_cut_where_a_chunk_is_larger_than_a_buffer():
-    pieces = plan([8], 7, 3 * 8 * 2 * ROW).pieces(0, 7)
-    assert [(piece.first_layer, piece.last_layer) for piece in pieces] == [(0, 3), (3, 6), (6, 7)]
+    assert plan([8], 7, 3 * 8 * 2 * ROW).cuts == [(0, 3), (3, 6), (6, 7)]
+    assert plan([8], 7, 3 * 8 * 2 * ROW, cuts=[0, 1]).cuts == [(0, 1), (1, 4), (4, 7)]
 
 
 def test_neighbours_share_a_piece_and_rows_are_made_once():
     made = plan([2, 2, 2, 2], 4, 2 * 4 * 2 * 2 * ROW)
-    pieces = list(made.pieces(0, 4))
+    pieces = list(made.all_pieces())
     assert [(piece.first, piece.last) for piece in pieces] == [(0, 2), (2, 4)]
     rows = made.rows(pieces[1])
     assert rows.engine.tolist() == [4, 5, 6, 7]
     assert made.rows(pieces[1]) is rows
 
 
-def test_slices_and_staged_memory_agree():
+@pytest.mark.parametrize("cuts", [[0], [0, 1], [0, 1, 2]])
+def test_slices_and_staged_memory_agree(cuts: list[int]):
     """A slice copied to its place in a buffer is where the kernel looks for it."""
-    form = HostFormat(layers=3, planes=2)
-    made = plan([2, 2], 3, 10**6)
+    made = plan([2, 2], 3, 10**6, cuts=cuts)
+    form = made.form
     chunks = [torch.arange(2 * 3 * 2 * 4).view(2, 3, 2, 4) + 100 * c for c in range(2)]
-    for first, last in ((0, 3), (1, 3), (2, 3)):
-        (piece,) = made.pieces(first, last)
+    for piece in made.all_pieces():
         parts = made.slices(piece, chunks)
         assert made.slice_bytes(piece) == max(part.numel() for part in parts) * (ROW // 4)
-        staged = form.staged(torch.cat([part.flatten() for part in parts]), piece, 4)
+        staged = form.staged(torch.cat(parts), piece, 4)
         for number, chunk in enumerate(chunks):
-            assert torch.equal(staged[number], chunk[:, first:last])
-            assert torch.equal(form.chunk(chunk, piece, 4)[0], chunk[:, first:last])
+            wanted = chunk[:, piece.first_layer : piece.last_layer]
+            assert torch.equal(staged[number], wanted)
+            assert torch.equal(form.chunk(chunk, piece, 4)[0], wanted)

@@ -211,8 +211,11 @@ class Binding:
         request: Request,
         *,
         loading: bool,
+        cuts: Sequence[int] = (0,),
     ) -> Plan:
         """Where each chunk's tokens go; tokens that the engine has are left out of a load.
+
+        See `Plan` for the cuts.
 
         Raises:
             TransferError: spans that don't fit each other or the slot mapping, bad slots.
@@ -222,7 +225,7 @@ class Binding:
         slots = check_slots(bound.view, request.slot_mapping)
         spans = list(zip(starts, ends, strict=True))
         cached = request.cached if loading else 0
-        return bound.stager.plan(self._form, slots, spans, cached)
+        return bound.stager.plan(self._form, slots, spans, cached, cuts)
 
     def check_objects(
         self,

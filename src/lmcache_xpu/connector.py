@@ -17,7 +17,7 @@ from lmcache.v1.metadata import LMCacheMetadata
 
 from lmcache_xpu.binding import Binding, Bound, ConnectorOptions, Request
 from lmcache_xpu.metrics import LOAD_CPU, STORE_CPU, Flow
-from lmcache_xpu.overlap import LayeredLoad, Overlap
+from lmcache_xpu.overlap import LayeredLoad, Overlap, layer_cuts
 from lmcache_xpu.staging import STAGING_BYTES
 
 
@@ -148,7 +148,9 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
         """
         request = Request.read(kwargs)
         bound = self._binding.bind(request.kvcaches)
-        plan = self._binding.plan(bound, starts, ends, request, loading=True)
+        beside = self.overlap is not None and self.overlap.loads
+        cuts = layer_cuts(self.num_layers) if beside else (0,)
+        plan = self._binding.plan(bound, starts, ends, request, loading=True, cuts=cuts)
         self._binding.check_objects(bound, memory_objs, starts, ends, loading=True)
         memory = self._binding.memory(bound, memory_objs)
         spans = list(zip(starts, ends, strict=True))

@@ -59,11 +59,15 @@ class Event:
 
 
 class SideStream:
-    """A stream beside the engine's own, on one device."""
+    """A stream beside the engine's own, on one device.
+
+    Its short operations go before the engine's: one of the engine's may fill the device for
+    milliseconds, and what waits for it would keep the link idle meanwhile.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = None if is_host(device) else torch.Stream(device=device)
+        self._stream = None if is_host(device) else torch.Stream(device=device, priority=-1)
 
     @contextmanager
     def current(self) -> Iterator[None]:

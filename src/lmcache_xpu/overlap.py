@@ -15,6 +15,7 @@ events; nothing here waits on the engine's thread.
 from __future__ import annotations
 
 import bisect
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,10 +32,7 @@ logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers on
 
 
 class LayeredLoad:
-    """The load of one request, in the order of the layers.
-
-    Groups double from one layer on. The first layers come early that way, the rest in few large
-    copies, and each group is there by the time that the ones before it have been computed.
+    """The load of one request, cut by cut of its plan, which has them in the order of the layers.
 
     Args:
         stager: of the engine's KV cache.
@@ -50,21 +48,21 @@ class LayeredLoad:
         self._stager = stager
         self._plan = plan
         self._memory = memory
-        self._starts = layer_groups(plan.form.layers)
-        self._moved: list[Moved] = []
-        self._waited = 0  # groups
+        self._starts = [start for start, _ in plan.cuts]
+        self._moved: list[Moved] = []  # by cut
+        self._waited = 0  # cuts
 
     def start(self) -> None:
         """Enqueue the first layers."""
         self._enqueue(2)
 
     def before_layer(self, layer: int) -> None:
-        """Let the current stream wait for a layer, and enqueue the group after it."""
-        groups = bisect.bisect_right(self._starts, layer)
-        if groups > self._waited:
-            self._enqueue(groups + 1)
-            self._moved[groups - 1].done.wait()
-            self._waited = groups
+        """Let the current stream wait for a layer, and enqueue the cut after it."""
+        cuts = bisect.bisect_right(self._starts, layer)
+        if cuts > self._waited:
+            self._enqueue(cuts + 1)
+            self._moved[cuts - 1].done.wait()
+            self._waited = cuts
 
     def before_all(self) -> None:
         """Enqueue what is left, and let the current stream wait for it."""
@@ -79,17 +77,27 @@ class LayeredLoad:
         """From the first copy to the last that was enqueued."""
         return Moved(self._moved[0].begun, self._moved[-1].done)
 
-    def _enqueue(self, groups: int) -> None:
-        ends = [*self._starts[1:], self._plan.form.layers]
-        while len(self._moved) < min(groups, len(self._starts)):
-            number = len(self._moved)
-            layers = self._starts[number], ends[number]
-            self._moved.append(self._stager.load(self._plan, self._memory, layers=layers))
+    def _enqueue(self, cuts: int) -> None:
+        for cut in range(len(self._moved), min(cuts, len(self._starts))):
+            self._moved.append(self._stager.load(self._plan, self._memory, cut=cut))
 
 
-def layer_groups(layers: int) -> list[int]:
-    """The first layer of each group: 0, 1, 2, 4, 8, ..."""
-    return [0, *(2**power for power in range((layers - 1).bit_length()))]
+def layer_cuts(layers: int) -> list[int]:
+    """The first layer of each cut: 1, 1, 2, 4, ... layers, and down to 1 again at the end.
+
+    The first layers come early that way, and little is left to compute when the last are there.
+    Most lie in between, in few large copies; each cut is there by the time that the ones before it
+    have been computed.
+    """
+    sizes: list[int] = []
+    left = layers
+    for size in (1, 1, *(2**power for power in range(1, layers.bit_length()))):
+        if left < 2 * size:
+            break
+        sizes.append(size)
+        left -= 2 * size
+    middle = [left] if left else []
+    return [0, *itertools.accumulate([*sizes, *middle, *sizes[:0:-1]])] if sizes else [0]
 
 
 Finished = Callable[[float], None]  # is told how many seconds a transfer took

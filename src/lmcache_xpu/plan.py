@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,13 +18,9 @@ class Piece(NamedTuple):
 
     first: int
     last: int
+    cut: int  # which of the plan's cuts these layers are
     first_layer: int
     last_layer: int
-
-    @property
-    def layers(self) -> int:
-        """How many."""
-        return self.last_layer - self.first_layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +45,15 @@ class HostFormat:
         whole = memory.view(1, self.planes, self.layers, rows, row_size)
         return whole[:, :, piece.first_layer : piece.last_layer]
 
-    def slices(self, memory: torch.Tensor, piece: Piece) -> list[torch.Tensor]:
-        """What a piece has of a chunk's memory: contiguous parts."""
-        if piece.layers == self.layers:
-            return [memory.view(-1)]
-        layers = memory.view(self.planes, self.layers, memory.numel() // self.planes // self.layers)
-        return list(layers[:, piece.first_layer : piece.last_layer].unbind(0))
-
     def staged(self, memory: torch.Tensor, piece: Piece, row_size: int) -> torch.Tensor:
         """A piece's slices, one after another, as `[chunks, planes, layers, rows, row size]`."""
         chunks = 1 if self.rows_first else piece.last - piece.first
-        rows = memory.numel() // (chunks * self.planes * piece.layers * row_size)
+        layers = piece.last_layer - piece.first_layer
+        rows = memory.numel() // (chunks * self.planes * layers * row_size)
         if self.rows_first:  # chunks of one layer join to one
             joined = memory.view(rows, self.planes, row_size)
             return joined.permute(1, 0, 2)[None, :, None]
-        return memory.view(chunks, self.planes, piece.layers, rows, row_size)
+        return memory.view(chunks, self.planes, layers, rows, row_size)
 
 
 class Plan:
@@ -73,39 +64,40 @@ class Plan:
         rows: of the chunks.
         row_bytes: of one row in one layer and plane.
         buffer_bytes: most that a piece may have; 0 for pieces of one chunk and any size.
+        cuts: first layer of each group of layers that is moved at once, from 0 on; groups of which
+            one chunk would not fit a buffer are cut further.
+
+    Raises:
+        TransferError: a single layer of a chunk does not fit.
     """
 
     def __init__(
-        self, form: HostFormat, rows: RequestRows, row_bytes: int, buffer_bytes: int
+        self,
+        form: HostFormat,
+        rows: RequestRows,
+        row_bytes: int,
+        buffer_bytes: int,
+        cuts: Sequence[int] = (0,),
     ) -> None:
         self.form = form
         self.request = rows
         self._plane_bytes = form.planes * row_bytes  # of a row, in one layer
         self._buffer_bytes = buffer_bytes
+        starts = self._fitting(cuts)
+        self.cuts = list(itertools.pairwise([*starts, form.layers]))
         self._rows: dict[tuple[int, int], Rows] = {}
+        self._slices: dict[int, tuple[torch.Tensor, ...]] = {}
 
-    def pieces(self, first_layer: int, last_layer: int) -> Iterator[Piece]:
-        """All chunks in these layers of host memory, as few pieces as fit the buffer.
+    def pieces(self, cut: int) -> Iterator[Piece]:
+        """All chunks in the layers of a cut, as few pieces as fit the buffer."""
+        start, end = self.cuts[cut]
+        limit = self._buffer_bytes // ((end - start) * self._plane_bytes)
+        for first, last in _runs(self.request.totals, limit, same_size=not self.form.rows_first):
+            yield Piece(first, last, cut, start, end)
 
-        Raises:
-            TransferError: a layer of a chunk does not fit; before the first piece.
-        """
-        totals = self.request.totals
-        layers = last_layer - first_layer
-        if self._buffer_bytes and totals:
-            fit = self._buffer_bytes // max(1, max(totals) * self._plane_bytes)
-            if not fit:
-                raise TransferError(
-                    f"{max(totals) * self._plane_bytes} bytes of one layer of a chunk",
-                    f"at most {self._buffer_bytes}, the size of a staging buffer",
-                    "Raise staging_mib, or lower chunk_tokens.",
-                )
-            layers = min(layers, fit)
-        for start in range(first_layer, last_layer, max(1, layers)):
-            end = min(last_layer, start + layers)
-            limit = self._buffer_bytes // ((end - start) * self._plane_bytes)
-            for first, last in _runs(totals, limit, same_size=not self.form.rows_first):
-                yield Piece(first, last, start, end)
+    def all_pieces(self) -> Iterator[Piece]:
+        """Those of all cuts, one cut after another."""
+        return itertools.chain.from_iterable(map(self.pieces, range(len(self.cuts))))
 
     def rows(self, piece: Piece) -> Rows:
         """Of a piece's chunks; made once, in the current stream."""
@@ -115,15 +107,43 @@ class Plan:
         return self._rows[run]
 
     def slices(self, piece: Piece, memory: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Contiguous parts of host memory in the order in which they are staged."""
-        chunks = (memory[number] for number in range(piece.first, piece.last))
-        return [part for chunk in chunks for part in self.form.slices(chunk, piece)]
+        """Contiguous parts of host memory, flat, in the order in which they are staged."""
+        if len(self.cuts) == 1:
+            return [memory[number].view(-1) for number in range(piece.first, piece.last)]
+        parts: list[torch.Tensor] = []
+        for number in range(piece.first, piece.last):
+            if number not in self._slices:  # of all cuts at once: this is done for every chunk
+                self._slices[number] = self._cut(memory[number])
+            # [plane][cut]; of one cut one slice per plane
+            parts += self._slices[number][piece.cut :: len(self.cuts)]
+        return parts
 
     def slice_bytes(self, piece: Piece) -> int:
         """Size of the largest slice of a piece."""
         rows = max(self.request.totals[piece.first : piece.last])
-        whole = rows * piece.layers * self._plane_bytes
-        return whole if piece.layers == self.form.layers else whole // self.form.planes
+        whole = rows * (piece.last_layer - piece.first_layer) * self._plane_bytes
+        return whole if len(self.cuts) == 1 else whole // self.form.planes
+
+    def _cut(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        layer = memory.numel() // (self.form.planes * self.form.layers)
+        sizes = [(end - start) * layer for start, end in self.cuts]
+        return torch.split(memory.view(-1), sizes * self.form.planes)
+
+    def _fitting(self, cuts: Sequence[int]) -> list[int]:
+        largest = max(self.request.totals, default=0) * self._plane_bytes
+        if not (self._buffer_bytes and largest):
+            return list(cuts)
+        fit = self._buffer_bytes // largest
+        if not fit:
+            raise TransferError(
+                f"{largest} bytes of one layer of a chunk",
+                f"at most {self._buffer_bytes}, the size of a staging buffer",
+                "Lower chunk_tokens, or raise staging_mib.",
+            )
+        ends = [*cuts[1:], self.form.layers]
+        return [
+            layer for start, end in zip(cuts, ends, strict=True) for layer in range(start, end, fit)
+        ]
 
 
 def _runs(totals: Sequence[int], limit: int, *, same_size: bool) -> Iterator[tuple[int, int]]:

@@ -107,7 +107,7 @@ class Settings(BaseSettings):
     layerwise: bool = Field(False, description="Load and store layer by layer")
     overlap_load: bool = Field(True, description="Load beside the engine's computing of layers")
     overlap_store: bool = Field(True, description="Store beside the engine's next steps")
-    staging_mib: int = Field(64, ge=2, description="Device memory that copies go through, MiB")
+    staging_mib: int = Field(256, ge=2, description="Device memory that copies go through, MiB")
     save_decode: bool = Field(False, description="Store the KV of answers too, not only prompts")
     # LMCache's default is Python's hash(), which differs from process to process; then what
     # one process stored, another one never finds.

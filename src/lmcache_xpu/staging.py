@@ -1,7 +1,8 @@
 """Chunks between the paged view and host memory, by way of the device where the two differ.
 
-Two streams and two buffers: while one piece is copied over the link, the next one is gathered
-(or the last one scattered). The link is the bottleneck by far, so two of each keep it busy.
+Two streams and a ring of buffers: while one piece is copied over the link, the next one is gathered
+(or the last one scattered). The link is the bottleneck by far, so two buffers keep it busy beside
+an idle engine. More of them keep it busy while one of the engine's kernels fills the device.
 
 A piece is what is staged at once: some layers of one chunk or of several neighbours.
 """
@@ -24,8 +25,8 @@ from lmcache_xpu.transfer import DirectTransfer, TorchTransfer, Transfer
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
-BUFFERS = 2
-STAGING_BYTES = 64 * 2**20  # of all buffers; the default
+BUFFER_BYTES = 32 * 2**20  # of one; fewer where there are not two of them
+STAGING_BYTES = 256 * 2**20  # of all buffers; the default
 SMALLEST_STAGING_BYTES = 2 * 2**20
 
 # Slices of host memory below this size are moved by a kernel that addresses them, not by the copy
@@ -92,13 +93,14 @@ class Stager:
         slots: torch.Tensor,
         spans: Sequence[tuple[int, int]],
         cached: int = 0,
+        cuts: Sequence[int] = (0,),
     ) -> Plan:
-        """Where the chunks of a request go; arguments and errors as for `slots.request_rows`."""
+        """Where the chunks of a request go; see `slots.request_rows` and `Plan`."""
         # Rows live and die in the stream that reads them.
         with self._kernels.current():
             rows = request_rows(self._view, slots, spans, cached)
         row_bytes = self._view.row_size * self._view.dtype.itemsize
-        return Plan(form, rows, row_bytes, self.buffer_bytes)
+        return Plan(form, rows, row_bytes, self.buffer_bytes, cuts)
 
     def follow_engine(self) -> None:
         """Order what follows after what the engine has enqueued so far."""
@@ -115,7 +117,7 @@ class Stager:
         Waits for the copies if host memory is not pinned, and for nothing else.
         """
         moved = self._begin(self._kernels)
-        for piece in plan.pieces(0, plan.form.layers):
+        for piece in plan.all_pieces():
             if self._moved_in_place(plan, piece, memory, first_layer, gather=True):
                 continue
             parts = plan.slices(piece, memory)
@@ -146,18 +148,17 @@ class Stager:
         plan: Plan,
         memory: Sequence[torch.Tensor],
         first_layer: int = 0,
-        layers: tuple[int, int] | None = None,
+        cut: int | None = None,
     ) -> Moved:
         """From host memory into the view; waits as `store` does.
 
         Arguments as for `store`, and
 
         Args:
-            layers: those of `memory` to load, the first and the one after the last; all of them
-                if not given.
+            cut: which of the plan's cuts to load; all of them if not given.
         """
         moved = self._begin(self._copies)
-        for piece in plan.pieces(*(layers or (0, plan.form.layers))):
+        for piece in plan.all_pieces() if cut is None else plan.pieces(cut):
             if self._moved_in_place(plan, piece, memory, first_layer, gather=False):
                 continue
             parts = plan.slices(piece, memory)
@@ -214,7 +215,7 @@ class Stager:
         return True
 
     def _next_buffer(self) -> _Buffer:
-        self._turn = (self._turn + 1) % BUFFERS
+        self._turn = (self._turn + 1) % len(self._buffers)
         return self._buffers[self._turn]
 
 
@@ -233,12 +234,10 @@ class _Buffer:
         The current stream waits for the last user.
         """
         self.free.wait()
-        first = parts[0]
-        staged = self._memory[: sum(part.nbytes for part in parts)].view(first.dtype)
-        if all(part.shape == first.shape for part in parts):
-            return staged, list(staged.view(len(parts), *first.shape).unbind(0))
-        flat = torch.split(staged, [part.numel() for part in parts])
-        return staged, [one.view(part.shape) for one, part in zip(flat, parts, strict=True)]
+        sizes = [part.numel() for part in parts]
+        dtype = parts[0].dtype
+        staged = self._memory[: sum(sizes) * dtype.itemsize].view(dtype)
+        return staged, list(torch.split(staged, sizes))
 
 
 def transfer_of(view: PagedView) -> Transfer:
@@ -254,7 +253,8 @@ def _buffers(wanted: int, device: torch.device) -> list[_Buffer]:
     size = wanted
     while size >= SMALLEST_STAGING_BYTES:
         try:
-            found = [_Buffer(size // BUFFERS, device) for _ in range(BUFFERS)]
+            count = max(2, size // BUFFER_BYTES)
+            found = [_Buffer(size // count, device) for _ in range(count)]
         except torch.OutOfMemoryError:
             size //= 2
             continue
