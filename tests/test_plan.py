@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_xpu.errors import TransferError
@@ -28,6 +28,7 @@ def plan(
 sizes = st.lists(st.integers(0, 9), max_size=12)
 
 
+@settings(deadline=None)
 @given(sizes, st.integers(1, 9), st.integers(1, 2), st.integers(0, 700), st.data())
 def test_pieces_cover_everything_once_and_fit(sizes, layers, planes, buffer, data):
     cuts = [0, *sorted(data.draw(st.sets(st.integers(1, layers), max_size=4)) - {layers})]

@@ -156,10 +156,10 @@ def test_a_ring_brings_bytes_there_and_back():
     sources = [torch.randn(size, 3) for size in (1, 2, 40, 5, 1)]
     there = [torch.empty(part.shape, device=DEVICE) for part in sources]
     for target, source in zip(there, sources, strict=True):
-        memory.load([target], [source])
+        memory.load([target], [source], pinned=False)
     back = [torch.zeros_like(part) for part in sources]
     for target, source in zip(back, there, strict=True):
-        memory.store([target], [source])
+        memory.store([target], [source], pinned=False)
     memory.flush()
     for target, source in zip(back, sources, strict=True):
         assert torch.equal(target, source)

@@ -48,12 +48,14 @@ class HostMemory:
         """Whether the device reaches all of this memory by itself."""
         return all(self._is_pinned(part) for part in memory)
 
-    def load(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    def load(
+        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, pinned: bool
+    ) -> None:
         """Enqueue copies from the host; sources may be reused when the current stream is done.
 
         With memory that is not pinned this waits for the copy before the last.
         """
-        if self.pinned(sources):
+        if pinned:
             _copy(targets, sources)
             return
         step = self._next()
@@ -62,12 +64,14 @@ class HostMemory:
         _copy(targets, staged)
         step.used.record()
 
-    def store(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    def store(
+        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, pinned: bool
+    ) -> None:
         """Enqueue copies to the host; complete after `flush` when the current stream is done.
 
         With memory that is not pinned this waits for the copy before the last.
         """
-        if self.pinned(targets):
+        if pinned:
             _copy(targets, sources)
             return
         step = self._next()

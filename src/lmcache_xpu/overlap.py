@@ -6,8 +6,9 @@ computed it, and LMCache gets to publish it when it is complete. The order on th
 events; nothing here waits on the engine's thread.
 
     begin_step    blocks that this step writes anew wait until a store has read them
-    add_load ...  enqueue the first layers
-    before_layer  the engine's stream waits for this layer; enqueue more
+    add_load ...  enqueue the first layer
+    before_layer  the engine's stream waits for this layer
+    after_layer   enqueue the next ones
     end_step      nothing may be left to load
     add_store ..., publish
 """
@@ -17,7 +18,8 @@ from __future__ import annotations
 import bisect
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -29,6 +31,9 @@ from lmcache_xpu.plan import Plan
 from lmcache_xpu.staging import Moved, Stager, Stored
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
+
+AHEAD = 2  # cuts that are enqueued beyond the layer that the engine is at
+POLL_S = 5e-4
 
 
 class LayeredLoad:
@@ -53,16 +58,24 @@ class LayeredLoad:
         self._waited = 0  # cuts
 
     def start(self) -> None:
-        """Enqueue the first layers."""
-        self._enqueue(2)
+        """Enqueue the first layer."""
+        self._enqueue(1)
 
     def before_layer(self, layer: int) -> None:
-        """Let the current stream wait for a layer, and enqueue the cut after it."""
+        """Let the current stream wait for a layer."""
         cuts = bisect.bisect_right(self._starts, layer)
         if cuts > self._waited:
-            self._enqueue(cuts + 1)
+            self._enqueue(cuts)
             self._moved[cuts - 1].done.wait()
             self._waited = cuts
+
+    def after_layer(self, layer: int) -> None:
+        """Enqueue what comes next.
+
+        Only now, when the layer's own work is enqueued: drivers take about a thousand copies and
+        then let the caller wait.
+        """
+        self._enqueue(bisect.bisect_right(self._starts, layer) + AHEAD)
 
     def before_all(self) -> None:
         """Enqueue what is left, and let the current stream wait for it."""
@@ -83,21 +96,18 @@ class LayeredLoad:
 
 
 def layer_cuts(layers: int) -> list[int]:
-    """The first layer of each cut: 1, 1, 2, 4, ... layers, and down to 1 again at the end.
+    """The first layer of each cut: of 1, 2, 3, ... layers, up to 8.
 
-    The first layers come early that way, and little is left to compute when the last are there.
-    Most lie in between, in few large copies; each cut is there by the time that the ones before it
-    have been computed.
+    The first layer comes early that way, the rest in ever larger copies. They grow so slowly that
+    each cut is there by the time that the ones before it have been computed, also where computing
+    a layer takes little longer than loading it.
     """
-    sizes: list[int] = []
-    left = layers
-    for size in (1, 1, *(2**power for power in range(1, layers.bit_length()))):
-        if left < 2 * size:
-            break
-        sizes.append(size)
-        left -= 2 * size
-    middle = [left] if left else []
-    return [0, *itertools.accumulate([*sizes, *middle, *sizes[:0:-1]])] if sizes else [0]
+    sizes = (min(number, 8) for number in itertools.count(1))
+    return list(itertools.takewhile(lambda start: start < layers, _sums(sizes)))
+
+
+def _sums(sizes: Iterator[int]) -> Iterator[int]:
+    return itertools.accumulate(sizes, initial=0)
 
 
 Finished = Callable[[float], None]  # is told how many seconds a transfer took
@@ -154,6 +164,11 @@ class Overlap:
         """Let the engine's stream wait for a layer of all loads."""
         for item in self._loads:
             item.load.before_layer(layer)
+
+    def after_layer(self, layer: int) -> None:
+        """Enqueue what comes after a layer that the engine has enqueued."""
+        for item in self._loads:
+            item.load.after_layer(layer)
 
     def before_all(self) -> None:
         """Let the engine's stream wait for all layers, where it does not stop at each."""
@@ -219,7 +234,8 @@ class Overlap:
 def _finish(moves: Sequence[Moved], action: Callable[[], None]) -> None:
     try:
         for moved in moves:
-            moved.done.synchronize()
+            while not moved.done.reached():  # synchronize() keeps the interpreter to itself
+                time.sleep(POLL_S)
         with torch.inference_mode():
             action()
     except Exception:

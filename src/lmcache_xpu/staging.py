@@ -121,18 +121,19 @@ class Stager:
             if self._moved_in_place(plan, piece, memory, first_layer, gather=True):
                 continue
             parts = plan.slices(piece, memory)
+            pinned = self._host.pinned(memory[piece.first : piece.last])
             buffer = self._next_buffer()
             with self._kernels.current():
                 staged, slices = buffer.take(parts)
                 rows = plan.rows(piece)
                 if rows.host is not None:  # rows that stay must survive the copy back
-                    self._host.load(slices, parts)
+                    self._host.load(slices, parts, pinned=pinned)
                 chunks = plan.form.staged(staged, piece, self._view.row_size)
                 self._transfer.gather(rows, chunks, first_layer + piece.first_layer)
                 buffer.filled.record()
             with self._copies.current():
                 buffer.filled.wait()
-                self._host.store(parts, slices)
+                self._host.store(parts, slices, pinned=pinned)
                 buffer.free.record()
         self._host.flush()
         gathered = Event(self._view.device)
@@ -162,10 +163,11 @@ class Stager:
             if self._moved_in_place(plan, piece, memory, first_layer, gather=False):
                 continue
             parts = plan.slices(piece, memory)
+            pinned = self._host.pinned(memory[piece.first : piece.last])
             buffer = self._next_buffer()
             with self._copies.current():
                 staged, slices = buffer.take(parts)
-                self._host.load(slices, parts)
+                self._host.load(slices, parts, pinned=pinned)
                 buffer.filled.record()
             with self._kernels.current():
                 rows = plan.rows(piece)  # while the piece is copied

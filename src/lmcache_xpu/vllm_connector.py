@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -158,6 +159,18 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
         super().wait_for_layer_load(layer_name)  # of layerwise loads
         if self._overlap is not None:
             self._overlap.before_layer(self._layers[layer_name])
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,
+    ) -> None:
+        """A layer's attention is enqueued; see LMCache's connector."""
+        super().save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
+        if self._overlap is not None:
+            self._overlap.after_layer(self._layers[layer_name])
 
     def wait_for_save(self) -> None:
         """Store what this step computed; see LMCache's connector."""
