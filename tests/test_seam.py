@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from conftest import run_script
 
 from lmcache_xpu import seam, versions
 from lmcache_xpu.errors import SettingsError, VersionError
+from scripts import run_script
 
 PLUGIN = """
 import json, sys

@@ -16,7 +16,7 @@ import httpx
 import pytest
 import yaml
 from chart import NAMESPACE, container, model, render
-from stub import Stub
+from stub_server import Stub
 
 from lmcache_xpu.demo.engine import free_port
 

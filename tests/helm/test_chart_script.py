@@ -11,7 +11,7 @@ import sys
 
 import pytest
 from chart import CHART
-from stub import Stub
+from stub_server import Stub
 
 METRICS = """\
 vllm:cache_config_info{{block_size="16",engine="0",num_gpu_blocks="{blocks}"}} 1.0

@@ -1,4 +1,4 @@
-"""What several test files share."""
+"""Code that tests run in processes of their own."""
 
 from __future__ import annotations
 

@@ -1,0 +1,93 @@
+"""What the other pods run: Valkey's command by a real server, Locust's options by the load test."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import redis
+from chart import ROOT, container, render, shapes
+
+from lmcache_xpu.demo.engine import free_port
+
+SERVER = shutil.which("valkey-server") or shutil.which("redis-server")
+
+
+@pytest.mark.skipif(SERVER is None, reason="no valkey-server or redis-server here")
+@pytest.mark.parametrize("password", ["plain", 'with space, "quotes", \\back\\slash and $HOME'])
+def test_valkeys_command_starts_a_server_with_the_secrets_password(tmp_path: Path, password: str):
+    objects = render(
+        valkey={"enabled": True, "gib": 1, "passwordSecret": {"name": "s", "key": "k"}}
+    )
+    valkey = container(objects.one("Deployment", "kv-lmcache-xpu-valkey"), "valkey")
+    [script] = valkey["args"]
+    port = free_port()
+    # Where it listens and writes differs here; the rest is as rendered.
+    here = script.replace("--dir /data", f"--dir {tmp_path} --bind 127.0.0.1 --port {port}")
+    assert here != script
+    (tmp_path / "valkey-server").symlink_to(SERVER)
+    process = subprocess.Popen(
+        [*valkey["command"], here],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "PASSWORD": password},
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        client = redis.Redis(port=port, password=password, decode_responses=True)
+        for _ in range(500):
+            try:
+                client.ping()
+                break
+            except redis.ConnectionError:
+                time.sleep(0.01)
+        memory = client.config_get("maxmemory*")
+        assert memory["maxmemory"] == str(2**30)
+        assert memory["maxmemory-policy"] == "allkeys-lru"
+        assert client.config_get("save") == {"save": ""}
+        with pytest.raises(redis.AuthenticationError):
+            redis.Redis(port=port).ping()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_the_load_test_takes_the_jobs_options():
+    """In a process of its own: Locust replaces parts of Python's library."""
+    [job] = shapes()["loadtest"].of("Job")
+    [locust] = job["spec"]["template"]["spec"]["containers"]
+    script = """
+import json, sys
+import loadtests.hooks
+from locust.argument_parser import parse_options
+from locust.env import Environment
+from loadtests.options import Options
+from loadtests.workloads import WORKLOADS
+given = parse_options(sys.argv[1:])
+found = Options.of(Environment(parsed_options=given)).model_dump(mode="json")
+found |= {name: getattr(given, name) for name in ("host", "num_users", "tags", "headless")}
+print(json.dumps({**found, "workloads": list(WORKLOADS)}))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, *locust["args"]],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={},
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    from chart_schema import Loadtest
+
+    assert Loadtest.model_json_schema()["properties"]["workload"]["enum"] == found["workloads"]
+    assert found["headless"] is True
+    assert found["host"] == "http://kv-lmcache-xpu-small:80"
+    assert (found["num_users"], found["tags"]) == (4, ["multi-round"])
+    assert (found["duration_s"], found["num_rounds"]) == (60, 3)
+    assert found["model"] == "Qwen/Qwen3-0.6B"
+    assert found["report_dir"] == "/reports/kv-1"
+    assert found["api_key"] == "$(API_KEY)"  # Kubernetes fills it in
