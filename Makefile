@@ -42,8 +42,12 @@ helm-package: setup ## Package the chart into dist/; REGISTRY=oci://... pushes i
 	@$(BIN)/helm package helm/lmcache-xpu -d dist
 	@$(if $(REGISTRY),$(BIN)/helm push dist/lmcache-xpu-$$($(BIN)/lmcache-xpu --version).tgz $(REGISTRY))
 
-loadtest: setup ## Put load on a running server: make loadtest HOST=http://... [ARGS="..."]
-	@$(BIN)/locust -f loadtests/locustfile.py --host $(HOST) --headless --only-summary $(ARGS)
+loadtest: setup ## Load on a running server: HOST=http://... [WEB=1 for the web page] [ARGS=...]
+	@$(BIN)/locust -f loadtests/locustfile.py --host $(or $(HOST),$(error HOST=http://... is missing)) \
+		--only-summary $(if $(WEB),--web-host 127.0.0.1,--headless) $(ARGS)
+
+loadtest-compare: setup ## Engines on CPU without and with offload, under the same load: PROFILE=long
+	@$(BIN)/python -m loadtests.compare --profile $(or $(PROFILE),long) $(ARGS)
 
 up: ## Start the compose stack on an Intel GPU (settings: .env)
 	@docker/up xpu
@@ -66,4 +70,4 @@ lock: setup ## Renew constraints.txt from pyproject.toml (all of it: make lock U
 clean: ## Remove .venv, caches and what the demo left
 	rm -rf .venv dist .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup demo test check fmt bench bench-engine bench-device up up-cpu down logs test-containers helm-docs helm-check helm-package loadtest lock clean
+.PHONY: help setup demo test check fmt bench bench-engine bench-device up up-cpu down logs test-containers helm-docs helm-check helm-package loadtest loadtest-compare lock clean

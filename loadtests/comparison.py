@@ -11,6 +11,7 @@ import numpy.typing as npt
 from scipy import stats
 
 from loadtests.figures import Figures, Measured, figures
+from loadtests.recorder import ENDS
 from loadtests.slo import Check, Slo
 
 __all__ = ["Arm", "Ratio", "Verdict", "compare", "judge"]
@@ -83,6 +84,9 @@ def compare(arms: Sequence[Arm], slo: Slo) -> dict[str, Figures]:
             found[arm.name]["no_reuse"] = figures(arm.control, slo.goodput)
         if arm is not arms[0]:
             found[arm.name] |= _ratios(arms[0], arm)
+            before, now = (found[name].get("found_rate") for name in (arms[0].name, arm.name))
+            if before is not None and now is not None:
+                found[arm.name]["found_rate_gain"] = now - before
     return found
 
 
@@ -207,7 +211,7 @@ def _gain(arm: Arm, found: dict[str, Figures], base: Arm) -> list[str]:
 
 
 def _cut_short(found: Figures) -> str:
-    others = [why for why in found.get("ended_by", []) if why not in ("time", "all sessions held")]
+    others = [why for why in found.get("ended_by", []) if why not in ENDS]
     return f"the run was cut short ({', '.join(others)})." if others else ""
 
 

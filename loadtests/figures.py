@@ -158,5 +158,6 @@ def _server(runs: Sequence[Measured]) -> Figures:
         "hit_rates": {phase: hits.figures() for phase, hits in phases.items()},
         "device_hit_rate": main.device_rate,
         "external_hit_rate": main.external_rate,
+        "found_rate": None if main.computed_rate is None else 1 - main.computed_rate,
         "most": {name: float(samples[name].max()) for name in (*tiers, *gauges) if name in samples},
     }

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
+import signal
 from typing import Any
 
+import gevent
 from locust import events
 from locust.env import Environment
 from locust.runners import WorkerRunner
@@ -13,7 +16,6 @@ from pydantic import ValidationError
 
 from loadtests import run as runs
 from loadtests.options import Options, parsed
-from loadtests.report import report_run
 
 __all__: list[str] = []
 
@@ -25,6 +27,21 @@ FAILED, REFUSED = 1, 2  # exit codes: thresholds missed or run cut short; nothin
 def _options(parser: argparse.ArgumentParser, **_: Any) -> None:
     Options.add_to(parser)
     parser.set_defaults(tags=["multi-round"])
+
+
+@events.init.add_listener
+def _init(environment: Environment, **_: Any) -> None:
+    """Refuse bad options before anything starts; and let SIGTERM end a run as Ctrl-C does.
+
+    Locust's own handler for it comes only after a headless run with a shape has ended.
+    """
+    try:
+        Options.of(environment)
+    except ValidationError as error:
+        LOG.error("%s", _short(error))
+        raise SystemExit(REFUSED) from None
+    if not isinstance(environment.runner, WorkerRunner):
+        gevent.signal_handler(signal.SIGTERM, os.kill, os.getpid(), signal.SIGINT)
 
 
 @events.test_start.add_listener
@@ -72,9 +89,13 @@ def _finish(environment: Environment) -> None:
     if run is None or not run.active or isinstance(environment.runner, WorkerRunner):
         return
     run.close()
+    # Here, because it brings pandas and matplotlib, which workers don't need, and which would
+    # take seconds from the start.
+    from loadtests.report import report_run
+
     verdict = report_run(run.directory, run.options.slo)
     LOG.info("%s\nReport: %s", verdict.text, run.directory / "report.html")
-    if not verdict.holds:
+    if not verdict.holds or not run.whole:
         environment.process_exit_code = FAILED
 
 

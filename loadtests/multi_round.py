@@ -113,7 +113,7 @@ class MultiRound:
                     question=question,
                     round=question - asked,
                     prompt=prompt,
-                    answer=" ".join([f"{user_id}.{question}", *["ho"] * (self.answer_tokens - 1)]),
+                    answer=" ".join([f"{user_id}.{question}", *["a"] * (self.answer_tokens - 1)]),
                     answer_tokens=self.answer_tokens,
                 )
 

@@ -9,7 +9,9 @@ import matplotlib as mpl
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from loadtests.client import OK
 from loadtests.comparison import Arm
@@ -85,9 +87,9 @@ def _cdf(arms: Sequence[Arm]) -> Figure | None:
             continue
         later = rows[rows["round"] > 1] if (rows["round"] > 1).any() else rows
         times_ms = np.sort(later["ttft_s"].to_numpy(dtype=float)) * 1e3
-        shares = np.arange(1, len(times_ms) + 1) / len(times_ms) * 100
+        shares = np.arange(len(times_ms) + 1) / len(times_ms) * 100
         axes.step(
-            times_ms,
+            [times_ms[0], *times_ms],
             shares,
             where="post",
             color=_colours(arms)[arm.name],
@@ -95,11 +97,13 @@ def _cdf(arms: Sequence[Arm]) -> Figure | None:
             label=f"{arm.about} (n = {len(times_ms)})",
         )
         drawn = True
+    if not drawn:
+        return None
     axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.4g}")
+    _plain_ticks(axes.xaxis)
     axes.set_ylim(0, 101)
     axes.legend(loc="lower right", frameon=False)
-    return figure if drawn else None
+    return figure
 
 
 def _by_round(arms: Sequence[Arm]) -> Figure | None:
@@ -128,17 +132,17 @@ def _by_round(arms: Sequence[Arm]) -> Figure | None:
     if not rounds:
         return None
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.4g}")
-    axes.yaxis.set_minor_formatter(lambda value, _: f"{value:,.4g}" if _few(axes) else "")
+    _plain_ticks(axes.yaxis)
     axes.set_xticks(sorted(rounds))
     axes.legend(frameon=False)
     return figure
 
 
-def _few(axes: Axes) -> bool:
-    """Whether the axis spans so little that it needs its minor labels."""
-    low, high = axes.get_ylim()
-    return bool(high / low < 20)
+def _plain_ticks(axis: Axis) -> None:
+    """Numbers that people read, on a logarithmic axis of whatever span."""
+    axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _hit_rate(arms: Sequence[Arm]) -> Figure | None:
@@ -163,6 +167,7 @@ def _hit_rate(arms: Sequence[Arm]) -> Figure | None:
             alpha=0.85,
         )
         axes.set_ylim(0, 100)
+        axes.set_xlim(left=0)
         axes.set_ylabel("% of tokens")
         axes.set_title(about[name], loc="left", fontsize=10)
         axes.grid(alpha=0.25)

@@ -18,9 +18,10 @@ import psutil
 from loadtests.client import Reply
 from loadtests.session import Sending, Session, Turn
 
-__all__ = ["CLIENT", "META", "REQUESTS", "Recorder", "RunClock"]
+__all__ = ["CLIENT", "ENDS", "META", "REQUESTS", "Recorder", "RunClock"]
 
 META, REQUESTS, CLIENT = "meta.json", "rows.jsonl", "client.jsonl"
+ENDS = ("time", "all sessions held")  # how a run ends that was not cut short
 LAG_STEP_S = 0.01
 LAG_WINDOW_S = 1.0
 

@@ -21,7 +21,7 @@ from locust.runners import WorkerRunner
 
 from loadtests.client import OK, StreamingClient
 from loadtests.options import Options, parsed
-from loadtests.recorder import META, Recorder, RunClock
+from loadtests.recorder import ENDS, META, Recorder, RunClock
 from loadtests.scrape import Scraper
 from loadtests.session import Session
 from loadtests.workloads import WORKLOADS, Plan
@@ -112,12 +112,17 @@ class Run:
     def over(self, *, users: int) -> bool:
         """Whether the run is to end, with so many users still there."""
         if self.clock.now() >= self.options.duration_s:
-            self.ended_by = self.ended_by or "time"
+            self.ended_by = self.ended_by or ENDS[0]
         elif self.scraper is not None and self.scraper.away_s() > self.options.gone_s:
             self.ended_by = self.ended_by or "server gone"
         elif users == 0 and self.clock.now() > SETTLE_S:
-            self.ended_by = self.ended_by or "all sessions held"
+            self.ended_by = self.ended_by or ENDS[1]
         return bool(self.ended_by)
+
+    @property
+    def whole(self) -> bool:
+        """Whether it went on to its planned end."""
+        return self.ended_by in ENDS
 
     def close(self) -> None:
         """Stop measuring; the files are whole after this."""
@@ -161,19 +166,31 @@ class Run:
         }
 
     def _warm_up(self) -> None:
-        """What the original sends before it measures; a server that fails it is not measured."""
+        """What the original sends before it measures, and once a prompt as long as the load's.
+
+        Kernels that are made for a length are made then; a server that fails is not measured.
+        """
+        options = self.options
+        if not options.warm_up:
+            return
+        long = options.shared_system_prompt + options.user_history_prompt
+        words = [*[100] * options.warm_up, long]
 
         def ask(i: int) -> str:
-            text = f"WARMUP: Hi, I'm user {i}. Here are some text: {' '.join(['hi'] * 100)}."
-            messages = [{"role": "user", "content": text}]
+            text = f"WARMUP: Hi, I'm user {i}. Here are some text: {' '.join(['hi'] * words[i])}."
             with self.client() as client:
-                reply = client.chat(messages, max_tokens=100, ignore_eos=False, headers={})
+                reply = client.chat(
+                    [{"role": "user", "content": text}],
+                    max_tokens=options.answer_len,
+                    ignore_eos=False,
+                    headers={},
+                )
             return "" if reply.outcome == OK else f"{reply.outcome} {reply.detail}"
 
-        failures = [said for said in Pool(64).imap(ask, range(self.options.warm_up)) if said]
-        if failures:
+        said = [*Pool(64).imap(ask, range(options.warm_up)), ask(options.warm_up)]
+        if failures := [failure for failure in said if failure]:
             raise RuntimeError(
-                f"found {len(failures)} of {self.options.warm_up} warm-up requests failed (first: "
+                f"found {len(failures)} of {len(words)} warm-up requests failed (first: "
                 f"{failures[0]}); expected a server at {self.host} that answers."
             )
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from locust import LoadTestShape
 
-from loadtests.options import Options, parsed
+from loadtests.options import parsed
 from loadtests.run import current
 
 __all__ = ["SessionShape", "stage_users"]
@@ -47,10 +47,11 @@ class SessionShape(LoadTestShape):
             at_s = run.clock.now()
         else:
             at_s = 0.0  # this tick starts the run
-        environment = self.runner.environment
-        options, users = Options.of(environment), int(parsed(environment).num_users or 1)
-        if options.stages:
-            return stage_users(options.stages, at_s), SPAWN_PER_S
-        if options.qps and not options.enforce_strict_concurrent_users:
+        # As they were given: the run's start, which this tick may be, says what is wrong with them.
+        given = parsed(self.runner.environment)
+        users = int(given.num_users or 1)
+        if given.stages:
+            return stage_users(given.stages, at_s), SPAWN_PER_S
+        if given.qps and not given.enforce_strict_concurrent_users:
             users *= USERS_PER_SESSION
         return users, SPAWN_PER_S

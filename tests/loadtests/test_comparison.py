@@ -1,0 +1,217 @@
+"""Figures, hit rates, ratios and the verdict, from rows whose answers are known."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from loadtests.comparison import Arm, compare, judge
+from loadtests.figures import figures, load, percentiles
+from loadtests.hits import COUNTERS, hits_by_phase, hits_over_time
+from loadtests.report import write_report
+from loadtests.slo import Goodput, Slo
+
+GOODPUT = Goodput(ttft_s=0.5, itl_s=0.02)
+SLO = """
+[goodput]
+ttft_s = 0.5
+itl_s = 0.02
+[[run]]
+figure = "failure_rate"
+max = 0.1
+[[compare]]
+variant = "cpu"
+figure = "ttft_p50_ratio"
+min = 3.0
+[[compare]]
+variant = "cpu"
+figure = "external_hit_rate"
+min = 0.8
+[[compare]]
+variant = "disk"
+figure = "first_round_p50_ratio"
+min = 2.0
+"""
+
+
+def row(number, *, round_=2, ttft_s=0.1, outcome="ok", late=False, gap_s=0.01):
+    ok = outcome == "ok"
+    return {
+        "worker": 0,
+        "user_id": number,
+        "question": round_,
+        "round": round_,
+        "intended_s": number - 0.5 * late,
+        "due_s": number - 0.25 * late,
+        "late": late,
+        "started_s": float(number),
+        "ended_s": number + ttft_s + 2 * gap_s,
+        "outcome": outcome,
+        "detail": "",
+        "ttft_s": ttft_s if ok else None,
+        "tpot_s": gap_s if ok else None,
+        "e2e_s": ttft_s + 2 * gap_s,
+        "gaps_s": [gap_s, gap_s] if ok else [],
+        "prompt_tokens": 100 if ok else None,
+        "completion_tokens": 3 if ok else None,
+        "cached_tokens": None,
+    }
+
+
+def run(directory, rows, *, counters=(), lasted_s=20.0, steady_from_s=5.0, ended_by="time"):
+    directory.mkdir(parents=True)
+    meta = {"workload": "multi-round", "host": "http://x", "offered_qps": 1.0, "users": 2}
+    meta |= {"lasted_s": lasted_s, "steady_from_s": steady_from_s, "ended_by": ended_by}
+    (directory / "meta.json").write_text(json.dumps(meta))
+    client = [{"at_s": i, "lag_s": 0.001, "cpu_percent": 5, "memory_mib": 80} for i in range(20)]
+    metrics = [{"at_s": at_s} | dict(zip(COUNTERS, c, strict=False)) for at_s, *c in counters]
+    for name, lines in (("rows", rows), ("client", client), ("metrics", metrics)):
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    return load(directory)
+
+
+def slo_file(tmp_path):
+    path = tmp_path / "slo.toml"
+    path.write_text(SLO)
+    return path
+
+
+def test_figures_count_what_is_steady_and_answered(tmp_path):
+    rows = [row(0, round_=1, ttft_s=9.0)]  # ramp-up: neither its time nor its rate counts
+    rows += [row(i, ttft_s=0.1 if i % 2 else 0.3) for i in range(5, 15)]
+    rows += [row(15, outcome="stalled"), row(16, outcome="HTTP 503"), row(17, outcome="dropped")]
+    rows += [row(18, late=True), row(19, gap_s=0.05)]
+    found = figures([run(tmp_path / "r", rows)], GOODPUT)
+    assert (found["requests"], found["dropped"]) == (15, 1)
+    assert found["failures"] == {"stalled": 1, "HTTP 503": 1}
+    assert found["failure_rate"] == pytest.approx(2 / 15)
+    assert found["late_sends"] == 1
+    assert found["achieved_qps"] == pytest.approx(15 / 15)
+    assert found["answered_qps"] == pytest.approx(12 / 15)
+    assert found["answer_tokens_per_s"] == pytest.approx(36 / 15)
+    assert found["ttft_s"]["p50"] == pytest.approx(0.1)
+    assert found["ttft_first_round_s"]["p50"] == pytest.approx(9.0)
+    assert found["goodput_share"] == pytest.approx(11 / 12)
+    assert found["intended_to_first_token_s"]["p99"] > 0.5  # the late one, by the plan
+    assert found["ttft_s"]["p99"] < 0.31  # by its send
+
+
+def test_percentiles_are_exact_and_unknown_without_values():
+    assert percentiles(range(101)) == {"p50": 50, "p90": 90, "p95": 95, "p99": 99}
+    assert percentiles([None, 2.0])["p99"] == 2.0
+    assert percentiles([])["p50"] is None
+
+
+COUNTED = [  # at_s, then the four counters, which began before the run
+    (-0.5, 1000, 500, 500, 100),
+    (2.0, 1400, 600, 800, 100),
+    (5.0, 2000, 700, 1300, 300),
+    (10.0, 4000, 1200, 2800, 1500),
+    (15.0, 6000, 1700, 4300, 2700),
+]
+
+
+def test_hit_rates_by_phase_have_each_their_own_denominator(tmp_path):
+    measured = run(tmp_path / "r", [], counters=COUNTED)
+    phases = hits_by_phase(measured.metrics, 5.0)
+    assert phases.keys() == {"whole run", "ramp-up", "steady"}
+    whole, ramp, steady = phases["whole run"], phases["ramp-up"], phases["steady"]
+    assert whole == ramp + steady
+    assert whole.device_rate == pytest.approx(1200 / 5000)
+    assert steady.device_rate == pytest.approx(1000 / 4000)
+    assert steady.external_rate == pytest.approx(2400 / 3000)
+    assert steady.computed_rate == pytest.approx(1 - 3400 / 4000)
+    over_time = hits_over_time(measured.metrics, 5.0)
+    assert over_time["external"].iloc[-1] == pytest.approx(1200 / 2000)
+
+
+def test_a_server_without_metrics_has_no_hit_rates(tmp_path):
+    assert hits_by_phase(run(tmp_path / "r", []).metrics, 5.0) == {}
+
+
+def arms(tmp_path, *, base_s, cpu_s, disk_first_s=0.1, ended_by="time"):
+    noise = np.random.default_rng(1)
+
+    def rows(later_s, first_s):
+        drawn = noise.normal(1, 0.05, 60)
+        return [
+            row(i, round_=1 if i % 5 == 0 else 2, ttft_s=(later_s, first_s)[i % 5 == 0] * drawn[i])
+            for i in range(60)
+        ]
+
+    def control(whole_s):
+        return [row(i, round_=1, ttft_s=whole_s * noise.normal(1, 0.01)) for i in range(30)]
+
+    def made(name, about, later_s, first_s, whole_s):
+        one = run(tmp_path / name, rows(later_s, first_s), counters=COUNTED, ended_by=ended_by)
+        return Arm(name, about, [one], [run(tmp_path / f"{name}-c", control(whole_s))])
+
+    return [
+        made("none", "vLLM without offload", base_s, base_s, 1.0),
+        made("cpu", "CPU tier", cpu_s, base_s, 1.03),
+        made("disk", "disk tier after a restart", cpu_s, disk_first_s, 1.0),
+    ]
+
+
+def test_a_gain_is_said_with_its_confidence(tmp_path):
+    made = arms(tmp_path, base_s=1.0, cpu_s=0.1)
+    slo = Slo.load(slo_file(tmp_path))
+    found = compare(made, slo)
+    cpu, disk = found["cpu"], found["disk"]
+    assert cpu["ttft_p50_ratio"] == pytest.approx(10, rel=0.1)
+    low, high = cpu["ttft_p50_ratio_ci"]
+    assert 9 < low < cpu["ttft_p50_ratio"] < high < 11
+    assert disk["first_round_p50_ratio"] == pytest.approx(10, rel=0.15)
+    assert cpu["no_reuse_overhead"] == pytest.approx(0.03, abs=0.02)
+    assert cpu["no_reuse_overhead_ci"][0] < cpu["no_reuse_overhead"]
+    verdict = judge(made, found, slo)
+    assert verdict.holds
+    assert verdict.sentences[0].startswith("CPU tier helps: time to first token of rounds 2 and")
+    assert "external 80% of the rest" in verdict.sentences[0]
+    assert "All 3 thresholds hold." in verdict.sentences
+
+
+@pytest.mark.parametrize(
+    ("cpu_s", "says"), [(1.0, "CPU tier shows no clear gain"), (1.5, "CPU tier costs time")]
+)
+def test_no_gain_is_said_as_well(tmp_path, cpu_s, says):
+    made = arms(tmp_path, base_s=1.0, cpu_s=cpu_s, disk_first_s=0.9)
+    slo = Slo.load(slo_file(tmp_path))
+    verdict = judge(made, compare(made, slo), slo)
+    assert not verdict.holds
+    assert verdict.sentences[0].startswith(says)
+    assert "cpu: ttft_p50_ratio is" in verdict.text
+    assert "disk: first_round_p50_ratio is" in verdict.text
+
+
+def test_a_figure_that_is_missing_does_not_hold(tmp_path):
+    slo = Slo.load(slo_file(tmp_path))
+    checks = slo.check(slo.compare, {"none": {}, "cpu": {"external_hit_rate": None}})
+    assert [str(check) for check in checks if not check.holds] == [
+        "cpu: ttft_p50_ratio was not measured, at least 3 wanted",
+        "cpu: external_hit_rate was not measured, at least 0.8 wanted",
+    ]
+
+
+@pytest.mark.parametrize("name", ["slo.toml", "slo-short.toml"])
+def test_thresholds_that_come_with_this_name_figures_that_there_are(tmp_path, name):
+    from loadtests import slo as module
+
+    slo = Slo.load(tmp_path.joinpath(module.__file__).parent / name)
+    found = compare(arms(tmp_path, base_s=1.0, cpu_s=0.1), slo)
+    known = set().union(*found.values())
+    assert {t.figure for t in (*slo.run, *slo.compare)} <= known
+    assert slo.compare
+
+
+def test_the_report_of_a_comparison_is_whole(tmp_path):
+    made = arms(tmp_path, base_s=1.0, cpu_s=0.1, ended_by="server gone")
+    write_report(made, tmp_path, slo_file(tmp_path), facts={"command": "make <it>"})
+    page = (tmp_path / "report.html").read_text()
+    verdict = json.loads((tmp_path / "summary.json").read_text())["verdict"]
+    assert page.index("CPU tier helps") < page.index("<h2>")
+    assert "none: the run was cut short (server gone)." in verdict
+    assert "make &lt;it&gt;" in page or "make \\u003cit\\u003e" in page
+    assert page.count("data:image/png") == 4

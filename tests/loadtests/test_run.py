@@ -1,0 +1,232 @@
+"""Whole runs of Locust against the stub server."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlencode
+
+import pytest
+from stub_process import stub_server
+
+ROOT = Path(__file__).parents[2]
+OPTIONS = {
+    "--users": 4,
+    "--num-rounds": 4,
+    "--qps": 4,
+    "--answer-len": 8,
+    "--shared-system-prompt": 20,
+    "--user-history-prompt": 30,
+    "--duration-s": 4,
+}
+
+
+@contextmanager
+def locust(url, directory, *more, headless=True, **options):
+    """A Locust that runs; ended in any case."""
+    given = OPTIONS | {"--host": url, "--report-dir": directory} | options
+    command = [sys.executable, "-m", "locust", "-f", "loadtests/locustfile.py", "--only-summary"]
+    command += [str(word) for pair in given.items() for word in pair]
+    command += [*more, *(["--headless"] if headless else [])]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def end(process, within_s=40):
+    """Its exit code and what it said."""
+    said, _ = process.communicate(timeout=within_s)
+    return process.returncode, said
+
+
+def rows_of(directory):
+    return [json.loads(line) for line in (directory / "rows.jsonl").read_text().splitlines()]
+
+
+def read(directory, name):
+    return json.loads((directory / name).read_text())
+
+
+def wait_for(condition, within_s=20.0):
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_run_leaves_rows_figures_pictures_and_a_page(stub, tmp_path):
+    directory = tmp_path / "report"
+    with locust(stub.url, directory) as process:
+        code, said = end(process)
+    assert code == 0, said
+    rows, meta, summary = (
+        rows_of(directory),
+        read(directory, "meta.json"),
+        read(directory, "summary.json"),
+    )
+    assert meta["ended_by"] == "time"
+    assert {row["outcome"] for row in rows} <= {"ok", "dropped"}
+    # 4 users, 4 rounds, 4 per second: 16 / 3 per second, after a gap of 1 s; by number, not by
+    # rate, since both ends of 3 s count.
+    steady = [row for row in rows if 1.0 <= row["started_s"] < 4.0]
+    assert len(steady) == pytest.approx(16, abs=2)
+    assert all(row["started_s"] - row["due_s"] < 0.1 for row in rows)
+    found = summary["variants"]["server"]
+    assert found["offered_qps"] == pytest.approx(16 / 3)
+    assert found["ttft_s"]["p50"] == pytest.approx(0.05, abs=0.02)
+    assert found["tpot_s"]["p50"] == pytest.approx(0.01, abs=0.005)
+    assert found["device_hit_rate"] == pytest.approx(1 / 4, abs=0.01)
+    assert found["external_hit_rate"] == pytest.approx(2 / 3, abs=0.01)
+    page = (directory / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == len(list(directory.glob("*.png"))) == 4
+    assert not re.findall(r'(?:src|href)="(?!data:)', page)
+    assert "Time to first token" in said
+
+
+def test_conversations_grow_and_a_salt_is_in_front(stub, tmp_path):
+    with locust(stub.url, tmp_path / "r", "--canned", **{"--salt": "pepper"}) as process:
+        code, said = end(process)
+    assert code == 0, said
+    bodies = {body["id"]: body for body in stub.read("bodies") if body["id"]}
+    first, second = (bodies[f"pepper-5-{question}"]["messages"] for question in (1, 2))
+    assert first[0]["content"].startswith("Hi, here's some system prompt: pepper hi hi")
+    assert second[0] == first[0]
+    assert [message["role"] for message in second] == ["user", "assistant", "user"]
+    assert second[1]["content"].split() == ["5.1", *["a"] * 7]
+
+
+def test_the_rows_of_all_workers_arrive(stub, tmp_path):
+    directory = tmp_path / "report"
+    with locust(stub.url, directory, "--processes", "2", **{"--warm-up": 0}) as process:
+        code, said = end(process)
+    assert code == 0, said
+    rows = rows_of(directory)
+    assert {row["worker"] for row in rows} == {0, 1}
+    asked = [(row["user_id"], row["question"]) for row in rows]
+    assert len(set(asked)) == len(asked)
+    assert len([r for r in rows if 1.0 <= r["started_s"] < 4.0]) == pytest.approx(16, abs=3)
+    # Every request that the server saw has its row, those of the last second as well.
+    assert len(rows) == len([key for key in stub.read("log") if key])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_is_reported(stub, tmp_path, number):
+    directory = tmp_path / "report"
+    with locust(stub.url, directory, **{"--duration-s": 60}) as process:
+        rows = directory / "rows.jsonl"
+        wait_for(lambda: rows.exists() and rows.read_text().count("\n") > 5)
+        process.send_signal(number)
+        code, said = end(process, within_s=20)
+    assert code == 1, said
+    assert read(directory, "meta.json")["ended_by"] == "interrupted"
+    assert "cut short (interrupted)" in (directory / "report.html").read_text()
+
+
+def test_a_server_that_goes_away_ends_the_run_with_a_report(tmp_path):
+    directory = tmp_path / "report"
+    with (
+        stub_server() as stub,
+        locust(stub.url, directory, **{"--duration-s": 60, "--gone-s": 2}) as process,
+    ):
+        rows = directory / "rows.jsonl"
+        wait_for(lambda: rows.exists() and rows.read_text().count("\n") > 5)
+        stub.process.kill()
+        code, said = end(process, within_s=20)
+    assert code == 1, said
+    assert read(directory, "meta.json")["ended_by"] == "server gone"
+    failures = read(directory, "summary.json")["variants"]["server"]["failures"]
+    assert failures.keys() <= {"broken off", "not connected"}
+    assert failures["not connected"] > 0
+
+
+def test_requests_that_stall_are_counted_and_sessions_go_on(stub, tmp_path):
+    directory = tmp_path / "report"
+    options = {"--model": "stub-stall", "--warm-up": 0, "--silence-s": 0.3, "--duration-s": 5}
+    with locust(stub.url, directory, **options) as process:
+        code, said = end(process)
+    assert code == 1, said
+    rows = rows_of(directory)
+    assert {row["outcome"] for row in rows} <= {"stalled", "dropped"}
+    assert max(row["question"] for row in rows if row["user_id"] > 4) > 1
+    assert "failure_rate is 1, at most 0.01 wanted" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"--tags": "nonsense"}, "found --tags nonsense; expected one of multi-round"),
+        ({"--num-rounds": 1}, "expected at least 1 user, at least 2 rounds"),
+        ({"--silence-s": -1}, "--silence-s: Input should be greater than 0, found -1"),
+        ({"--tags": "conversations"}, "expected --conversations FILE"),
+        ({"--model": "stub-http-503"}, "warm-up requests failed (first: HTTP 503"),
+        ({"--host": "http://127.0.0.1:9"}, "found no list of models at http://127.0.0.1:9"),
+    ],
+)
+def test_what_can_not_be_run_is_refused(stub, tmp_path, options, says):
+    with locust(stub.url, tmp_path / "r", **options) as process:
+        code, said = end(process)
+    assert code == 2, said
+    assert says in said
+    assert "Traceback" not in said
+
+
+def test_a_file_of_conversations_is_held_to_its_end(stub, tmp_path):
+    talk = [
+        {"from": "human", "value": "one two"},
+        {"from": "gpt", "value": "three", "num_tokens": 3},
+        {"from": "human", "value": "four"},
+        {"from": "gpt", "value": "five six"},
+    ]
+    file = tmp_path / "talks.json"
+    file.write_text(json.dumps([{"conversations": talk}, {"conversations": []}] * 6))
+    options = {"--tags": "conversations", "--conversations": file, "--qps": 0, "--duration-s": 30}
+    with locust(stub.url, tmp_path / "r", "--canned", **options) as process:
+        code, said = end(process, within_s=20)
+    assert code == 0, said
+    assert read(tmp_path / "r", "meta.json")["ended_by"] == "all sessions held"
+    rows = rows_of(tmp_path / "r")
+    assert sorted((r["user_id"], r["round"]) for r in rows) == [
+        (user, k) for user in range(1, 7) for k in (1, 2)
+    ]
+    assert {row["completion_tokens"] for row in rows} == {3}
+
+
+def test_the_web_page_starts_and_stops_runs(stub, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    directory = tmp_path / "report"
+    page = f"http://127.0.0.1:{port}"
+    more = ("--web-host", "127.0.0.1", "--web-port", str(port))
+    with locust(stub.url, directory, *more, headless=False, **{"--duration-s": 60}) as process:
+
+        def answers():
+            try:
+                return urllib.request.urlopen(page, timeout=5).status == 200
+            except OSError:
+                return False
+
+        wait_for(answers)
+        form = urlencode({"user_count": 4, "spawn_rate": 1, "host": stub.url, "qps": 8}).encode()
+        with urllib.request.urlopen(f"{page}/swarm", form, timeout=20) as response:
+            assert json.load(response)["success"]
+        wait_for(lambda: (directory / "rows.jsonl").exists() and len(rows_of(directory)) > 10)
+        urllib.request.urlopen(f"{page}/stop", b"", timeout=20).close()
+        wait_for(lambda: (directory / "report.html").exists())
+        process.terminate()
+        end(process, within_s=20)
+    assert read(directory, "meta.json")["options"]["qps"] == 8
