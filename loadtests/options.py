@@ -1,4 +1,8 @@
-"""What a run can be told. Each field is an option of Locust's command line and of its web page."""
+"""What a run can be told.
+
+Each field is an option of Locust's command line, a variable LOCUST_<FIELD>, and a field of
+Locust's web page.
+"""
 
 from __future__ import annotations
 
@@ -69,6 +73,7 @@ class Options(BaseModel):
                 "--" + name.replace("_", "-"),
                 default=str(about.default) if isinstance(about.default, Path) else about.default,
                 help=about.description,
+                env_var="LOCUST_" + name.upper(),
                 **more,
             )
 

@@ -77,6 +77,8 @@ class Run:
             WORKLOADS[self.workload](plan), index, None, self.shared["workers"]
         )
         self.directory = self.options.report_dir or Path("reports", _stamp())
+        if (self.directory / META).exists():  # of another run, e.g. the web page's last one
+            self.directory /= _stamp()
         self.scraper: Scraper | None = None
         if not self.is_worker:
             self._warm_up()
