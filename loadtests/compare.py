@@ -89,6 +89,15 @@ class Comparison:
         self._console.print(f"Report: {self._directory / 'report.html'}")
         return verdict.holds
 
+    def read(self) -> None:
+        """Take the runs that an earlier comparison left in the directory, instead of measuring."""
+        for path in sorted(self._directory.glob(f"rows/*/{META}")):
+            name, _, part = path.parent.name.partition("-")
+            _, _, what = part.partition("-")
+            arm = self.arms.setdefault(name, Arm(name=name, about=VARIANTS[name].about))
+            if what in ("", "no-reuse"):  # else of the engine before a restart
+                (arm.control if what else arm.runs).append(load(path.parent))
+
     def _variant(self, variant: Variant, repeat: int) -> None:
         """All runs of a variant's turn. Every variant gets the same texts in the same repeat."""
         profile, arm = self._profile, self.arms[variant.name]
@@ -201,6 +210,9 @@ def main(
     work: Annotated[Path, typer.Option(help="Model, logs and disk tier of engines")] = Path(
         ".demo"
     ),
+    again: Annotated[
+        Path | None, typer.Option(help="Only write the report again, of a directory with rows")
+    ] = None,
     option: Annotated[list[str] | None, typer.Option(help="More for Locust: --qps=2")] = None,
 ) -> None:
     """Run each variant under the same load, one after another, and write a report."""
@@ -214,16 +226,20 @@ def main(
         chosen = dataclasses.replace(chosen, order=tuple(names))
     if urls and (missing := set(chosen.order) - urls.keys()):
         _refuse(f"found no --url for {sorted(missing)}; expected one for each variant.")
+    if restarted := [name for name in urls if VARIANTS[name].restarted]:
+        _refuse(f"found --url for {restarted}, which needs a restart; expected --compose for that.")
     slo = slo or next(p for p in (HERE / f"slo-{profile}.toml", HERE / "slo.toml") if p.exists())
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H-%M-%S")
-    directory = report_dir or Path("reports", stamp)
+    directory = again or report_dir or Path("reports", stamp)
     for path in (directory, work):
         path.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, _interrupt)  # as Ctrl-C: stop, and report
     facts = _facts(["make", "loadtest-compare", f"PROFILE={profile}"], chosen)
     with tempfile.TemporaryDirectory(prefix="loadtest-disk-", dir=work) as disk:
         servers: Servers
-        if compose is not None:
+        if again is not None:
+            servers = Urls({})
+        elif compose is not None:
             servers = Compose(compose, service=service, url=compose_url, work=work)
         elif urls:
             servers = Urls(urls)
@@ -234,7 +250,11 @@ def main(
         )
         broken = ""
         try:
-            comparison.measure()
+            if again is None:
+                comparison.measure()
+            else:
+                facts = json.loads((again / "summary.json").read_text())["facts"]
+                comparison.read()
         except (CutShortError, LMCacheXPUError) as error:
             broken = str(error)
         except KeyboardInterrupt:

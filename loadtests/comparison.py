@@ -20,6 +20,7 @@ Times = npt.NDArray[np.float64]
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
+KEPT_UP = 0.8  # of the offered rate; short runs may miss a tenth by their ends alone
 FEWEST = 5  # values on each side of a ratio
 
 
@@ -149,6 +150,10 @@ def judge(arms: Sequence[Arm], found: dict[str, Figures], slo: Slo) -> Verdict:
         (lambda arm: [_one(found[arm.name])]) if alone else (lambda arm: _gain(arm, found, arms[0]))
     )
     sentences = [sentence for arm in (arms if alone else arms[1:]) for sentence in tell(arm)]
+    if not alone and (behind := _behind(found[arms[0].name])):
+        sentences.append(
+            f"{arms[0].about} did not keep up: {behind}. Ratios have its queue in them."
+        )
     broken = [f"{arm.name}: {why}" for arm in arms if (why := _cut_short(found[arm.name]))]
     missed = [check for check in checks if not check.holds]
     if not checks:
@@ -208,6 +213,13 @@ def _gain(arm: Arm, found: dict[str, Figures], base: Arm) -> list[str]:
             f"(95 % CI {low:+.1%} to {high:+.1%})."
         )
     return said
+
+
+def _behind(found: Figures) -> str:
+    offered, answered = found.get("offered_qps"), found.get("answered_qps")
+    if not offered or answered is None or answered >= KEPT_UP * offered:
+        return ""
+    return f"it answered {answered:.2f} of {offered:.2f} requests/s"
 
 
 def _cut_short(found: Figures) -> str:

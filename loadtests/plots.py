@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from loadtests.client import OK
 from loadtests.comparison import Arm
@@ -102,7 +102,7 @@ def _cdf(arms: Sequence[Arm]) -> Figure | None:
     axes.set_xscale("log")
     _plain_ticks(axes.xaxis)
     axes.set_ylim(0, 101)
-    axes.legend(loc="lower right", frameon=False)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     return figure
 
 
@@ -134,15 +134,15 @@ def _by_round(arms: Sequence[Arm]) -> Figure | None:
     axes.set_yscale("log")
     _plain_ticks(axes.yaxis)
     axes.set_xticks(sorted(rounds))
-    axes.legend(frameon=False)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     return figure
 
 
 def _plain_ticks(axis: Axis) -> None:
     """Numbers that people read, on a logarithmic axis of whatever span."""
-    axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    axis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-    axis.set_minor_formatter(NullFormatter())
+    axis.set_minor_locator(NullLocator())
 
 
 def _hit_rate(arms: Sequence[Arm]) -> Figure | None:

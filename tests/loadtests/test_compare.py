@@ -54,6 +54,10 @@ def test_given_servers_are_compared_and_judged(tmp_path):
     assert 5 < summary["variants"]["cpu"]["ttft_p50_ratio"] < 11
     assert said.replace("\n", " ").count("CPU tier helps") == 1
     assert (tmp_path / "report" / "rows" / "cpu-1" / "rows.jsonl").exists()
+    again = compare("--again", str(tmp_path / "report"), "--slo", str(slo), tmp_path=tmp_path)
+    said, _ = again.communicate(timeout=60)
+    assert again.returncode == 0, said
+    assert json.loads((tmp_path / "report" / "summary.json").read_text()) == summary
 
 
 def test_an_interrupted_comparison_reports_what_it_has(stub, tmp_path):
@@ -79,6 +83,13 @@ def test_nothing_measured_is_an_exit_code_of_its_own(tmp_path):
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 2, said
     assert "nothing was measured" in said
+
+
+def test_a_restart_needs_somebody_who_restarts(tmp_path):
+    process = compare("--url", "none=http://x", "--url", "disk=http://y", tmp_path=tmp_path)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 2, said
+    assert "which needs a restart" in said
 
 
 @pytest.mark.parametrize("name", PROFILES)

@@ -186,6 +186,15 @@ def test_no_gain_is_said_as_well(tmp_path, cpu_s, says):
     assert "disk: first_round_p50_ratio is" in verdict.text
 
 
+def test_a_base_that_fell_behind_is_said(tmp_path):
+    made = arms(tmp_path, base_s=1.0, cpu_s=0.1)
+    slo = Slo.load(slo_file(tmp_path))
+    found = compare(made, slo)
+    assert "keep up" not in judge(made, found, slo).text
+    found["none"] |= {"offered_qps": 10.0}
+    assert "vLLM without offload did not keep up: it answered" in judge(made, found, slo).text
+
+
 def test_a_figure_that_is_missing_does_not_hold(tmp_path):
     slo = Slo.load(slo_file(tmp_path))
     checks = slo.check(slo.compare, {"none": {}, "cpu": {"external_hit_rate": None}})
