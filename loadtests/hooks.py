@@ -102,7 +102,9 @@ def _finish(environment: Environment) -> None:
 def _short(error: Exception) -> str:
     if not isinstance(error, ValidationError):
         return str(error)
-    return "; ".join(
-        f"--{str(item['loc'][0]).replace('_', '-')}: {item['msg']}, found {item['input']!r}"
-        for item in error.errors()
-    )
+    said = []
+    for item in error.errors():
+        option = "".join(f"--{name}".replace("_", "-") + ": " for name in item["loc"])
+        found = f", found {item['input']!r}" if item["loc"] else ""
+        said.append(f"{option}{item['msg']}{found}")
+    return "; ".join(said)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import types
 from pathlib import Path
-from typing import Any, Self, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Self, get_args, get_origin
 
-from locust.env import Environment
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-__all__ = ["Options", "parsed"]
+if TYPE_CHECKING:  # its import patches the whole process for gevent
+    from locust.env import Environment
+
+__all__ = ["Options", "parsed", "stage_users"]
 
 SECRET = ("api_key",)
 
@@ -59,6 +61,14 @@ class Options(BaseModel):
         Path(__file__).with_name("slo.toml"), description="Thresholds that decide the exit code"
     )
 
+    @model_validator(mode="after")
+    def _stages_are_for_closed_loops(self) -> Self:
+        if self.stages:
+            stage_users(self.stages, 0.0)
+            if self.qps:
+                raise ValueError(f"found --stages with --qps {self.qps:g}; expected --qps 0")
+        return self
+
     @classmethod
     def add_to(cls, parser: argparse.ArgumentParser) -> None:
         """Make an option of each field."""
@@ -94,6 +104,21 @@ def parsed(environment: Environment) -> argparse.Namespace:
     options = environment.parsed_options
     assert isinstance(options, argparse.Namespace), "Locust was not started by its command"
     return options
+
+
+def stage_users(stages: str, at_s: float) -> int:
+    """The number of users at a time, by `seconds:users,seconds:users`; at last it stays.
+
+    Raises:
+        ValueError: `stages` can't be read.
+    """
+    end_s, users = 0.0, 0
+    for stage in stages.split(","):
+        seconds, _, number = stage.partition(":")
+        end_s, users = end_s + float(seconds), int(number)
+        if at_s < end_s:
+            break
+    return users
 
 
 def _plain(annotation: Any) -> type:

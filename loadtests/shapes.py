@@ -6,30 +6,15 @@ from typing import ClassVar
 
 from locust import LoadTestShape
 
-from loadtests.options import parsed
+from loadtests.options import parsed, stage_users
 from loadtests.run import current
 
-__all__ = ["SessionShape", "stage_users"]
+__all__ = ["SessionShape"]
 
 SPAWN_PER_S = 100.0  # all at once: when a session begins is the workload's to say
 # Without strict concurrency sessions join on time even when those before are slow. Each needs a
 # user; more than this many times the nominal number have to wait, and are counted as late.
 USERS_PER_SESSION = 4
-
-
-def stage_users(stages: str, at_s: float) -> int:
-    """The number of users at a time, by `seconds:users,seconds:users`; at last it stays.
-
-    Raises:
-        ValueError: `stages` can't be read.
-    """
-    end_s, users = 0.0, 0
-    for stage in stages.split(","):
-        seconds, _, number = stage.partition(":")
-        end_s, users = end_s + float(seconds), int(number)
-        if at_s < end_s:
-            break
-    return users
 
 
 class SessionShape(LoadTestShape):

@@ -171,6 +171,7 @@ def test_requests_that_stall_are_counted_and_sessions_go_on(stub, tmp_path):
         ({"--tags": "nonsense"}, "found --tags nonsense; expected one of multi-round"),
         ({"--num-rounds": 1}, "expected at least 1 user, at least 2 rounds"),
         ({"--silence-s": -1}, "--silence-s: Input should be greater than 0, found -1"),
+        ({"--stages": "9:2"}, "found --stages with --qps 4; expected --qps 0"),
         ({"--tags": "conversations"}, "expected --conversations FILE"),
         ({"--model": "stub-http-503"}, "warm-up requests failed (first: HTTP 503"),
         ({"--host": "http://127.0.0.1:9"}, "found no list of models at http://127.0.0.1:9"),
@@ -203,6 +204,19 @@ def test_a_file_of_conversations_is_held_to_its_end(stub, tmp_path):
         (user, k) for user in range(1, 7) for k in (1, 2)
     ]
     assert {row["completion_tokens"] for row in rows} == {3}
+
+
+def test_stages_change_the_number_of_users(stub, tmp_path):
+    directory = tmp_path / "report"
+    options = {"--tags": "agents", "--qps": 0, "--stages": "3:2,9:6", "--duration-s": 6}
+    with locust(stub.url, directory, **options) as process:
+        code, said = end(process)
+    assert code == 0, said
+    rows = rows_of(directory)
+    at_a_time = [
+        sum(row["started_s"] <= at_s < row["ended_s"] for row in rows) for at_s in (2.0, 5.5)
+    ]
+    assert at_a_time == pytest.approx([2, 6], abs=1)
 
 
 def test_the_web_page_starts_and_stops_runs(stub, tmp_path):
