@@ -280,6 +280,14 @@ def test_a_patch_that_is_missing():
     assert software.check_patches(status).outcome == "fail"
 
 
+def test_the_compiler_that_a_cpu_engine_needs(machine):
+    none = machine(environ={"PATH": "/nowhere"})
+    assert said(software.check_compiler(none, load()), "fail", "no g++", "enforce_eager")
+    assert software.check_compiler(none, load(enforce_eager=True)).outcome == "skip"
+    here = machine(environ={"PATH": os.environ["PATH"], "CXX": "sh"})
+    assert said(software.check_compiler(here, load()), "ok", "sh")
+
+
 def test_a_hash_seed_of_someone_else(machine):
     assert software.check_hash_seed(machine(), load()).outcome == "ok"
     other = machine(environ={"PYTHONHASHSEED": "123"})

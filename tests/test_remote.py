@@ -15,6 +15,7 @@ from lmcache.v1.event_manager import EventManager
 from lmcache.v1.memory_management import MemoryFormat
 from lmcache.v1.pin_monitor import PinMonitor
 from lmcache.v1.storage_backend.storage_manager import StorageManager
+from prometheus_client import REGISTRY
 from test_disk_tier import CHUNK, SHAPE, TOKENS, content, make_key, make_metadata
 
 from lmcache_xpu import remote, settings
@@ -120,6 +121,22 @@ def test_what_one_engine_stores_another_one_finds(engine):
         assert (obj.metadata.fmt, obj.get_ref_count()) == (MemoryFormat.KV_2LTD, 1)
         obj.ref_count_down()
     assert second.load(8) is None
+
+
+def test_what_moves_is_counted(engine):
+    def moved(direction):
+        labels = {"direction": direction, "tier": "shared"}
+        return [
+            REGISTRY.get_sample_value(f"lmcache_xpu_{name}_total", labels)
+            for name in ("bytes", "tokens")
+        ]
+
+    stored, loaded = moved("store"), moved("load")
+    first = engine()
+    first.store([1, 2])
+    first.load(1).ref_count_down()
+    assert moved("store") == [stored[0] + 2 * CHUNK, stored[1] + 2 * TOKENS]
+    assert moved("load") == [loaded[0] + CHUNK, loaded[1] + TOKENS]
 
 
 def test_another_layout_finds_nothing(engine):

@@ -8,9 +8,10 @@
     lmcache_xpu_disk_used_bytes, lmcache_xpu_disk_limit_bytes
 
 Direction is `store` or `load`. Tier `cpu` is between the engine's KV cache and host memory, `disk`
-between host memory and files, so a load from disk counts in both. The engine runs in processes of
-its own: `serve` gives them all one directory, where prometheus_client keeps its files and from
-which vLLM's server sums them up.
+between host memory and files, `shared` between host memory and a Valkey or Redis server; so a load
+from the latter two counts in `cpu` as well. The engine runs in processes of its own: `serve` gives
+them all one directory, where prometheus_client keeps its files and from which vLLM's server sums
+them up.
 """
 
 from __future__ import annotations
@@ -27,14 +28,17 @@ __all__ = [
     "DISK_USED_BYTES",
     "LOAD_CPU",
     "LOAD_DISK",
+    "LOAD_SHARED",
     "STORE_CPU",
     "STORE_DISK",
+    "STORE_SHARED",
     "Flow",
     "Stopwatch",
     "fallback",
 ]
 
 _LABELS = ("direction", "tier")
+_DIRECTIONS: tuple[Literal["store"], Literal["load"]] = ("store", "load")
 _BYTES = Counter("lmcache_xpu_bytes_total", "Bytes of KV cache moved.", _LABELS)
 _TOKENS = Counter("lmcache_xpu_tokens_total", "Tokens whose KV cache was moved.", _LABELS)
 _SECONDS = Counter("lmcache_xpu_seconds_total", "Seconds that moves took.", _LABELS)
@@ -53,8 +57,15 @@ DISK_LIMIT_BYTES = Gauge(
 class Flow:
     """What moves in one direction between two places. Labels are looked up once, here."""
 
-    def __init__(self, direction: Literal["store", "load"], tier: Literal["cpu", "disk"]) -> None:
+    def __init__(
+        self,
+        direction: Literal["store", "load"],
+        tier: Literal["cpu", "disk", "shared"],
+        reasons: tuple[str, ...] = (),
+    ) -> None:
         self._labels = (direction, tier)
+        for reason in reasons:  # the first failure is an increase only where there was a zero
+            _ERRORS.labels(direction, tier, reason)
         self._bytes = _BYTES.labels(*self._labels)
         self._tokens = _TOKENS.labels(*self._labels)
         self._seconds = _SECONDS.labels(*self._labels)
@@ -91,5 +102,9 @@ def fallback(reason: str) -> None:
     _FALLBACKS.labels(reason).inc()
 
 
-STORE_CPU, LOAD_CPU = Flow("store", "cpu"), Flow("load", "cpu")
-STORE_DISK, LOAD_DISK = Flow("store", "disk"), Flow("load", "disk")
+STORE_CPU, LOAD_CPU = (Flow(d, "cpu", ("incomplete", "RuntimeError")) for d in _DIRECTIONS)
+STORE_DISK = Flow("store", "disk", ("behind", "crowded", "full", "io"))
+LOAD_DISK = Flow("load", "disk", ("corrupt", "io", "pool_full"))
+STORE_SHARED = Flow("store", "shared", ("behind", "server"))
+LOAD_SHARED = Flow("load", "shared", ("corrupt", "pool_full", "server"))
+_FALLBACKS.labels("load")

@@ -34,6 +34,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from lmcache_xpu.disk.chunk_layout import ChunkLayout
+from lmcache_xpu.metrics import LOAD_SHARED, STORE_SHARED, Flow
 
 if TYPE_CHECKING:
     from lmcache.utils import CacheEngineKey
@@ -127,12 +128,17 @@ class RemoteTier(RemoteConnector):  # type: ignore[misc]  # untyped base
         """The chunk, with one reference for the caller; None on a miss."""
         if self._away:
             return None
+        begin = time.perf_counter()
         try:
             value: Any = await self._server.get(self._name(key))
         except (RedisError, OSError) as error:
             self._leave_alone(error)
+            LOAD_SHARED.failed("server")
             return None
-        return None if value is None else self._unpack(memoryview(value))
+        obj = None if value is None else self._unpack(memoryview(value))
+        if obj is not None:
+            _count(LOAD_SHARED, obj, time.perf_counter() - begin)
+        return obj
 
     def _unpack(self, value: memoryview) -> MemoryObj | None:
         (length,) = _LENGTH.unpack_from(value)
@@ -140,12 +146,15 @@ class RemoteTier(RemoteConnector):  # type: ignore[misc]  # untyped base
         layout = ChunkLayout.parse(str(value[_LENGTH.size : begin], "utf-8"))
         if layout.size != len(value) - begin:
             logger.warning("shared tier: a chunk of %d bytes, not %d", len(value), layout.size)
+            LOAD_SHARED.failed("corrupt")
             return None
         # Waiting here for memory could be for ever: this load's own chunks may fill the pool.
         obj = self._pool.allocate(
             list(layout.shapes), list(layout.dtypes), fmt=layout.fmt, busy_loop=False
         )
-        if obj is not None:
+        if obj is None:
+            LOAD_SHARED.failed("pool_full")
+        else:
             memoryview(obj.byte_array).cast("B")[: layout.size] = value[begin:]
         return obj
 
@@ -154,16 +163,22 @@ class RemoteTier(RemoteConnector):  # type: ignore[misc]  # untyped base
     async def put(self, key: CacheEngineKey, memory_obj: MemoryObj) -> None:
         """Send a chunk, unless the server has it or too much is on its way already."""
         layout, size = ChunkLayout.of(memory_obj), memory_obj.get_size()
-        if self._away or layout is None or self._sending_bytes + size > self._limit_bytes:
+        if self._away or layout is None:
             return
+        if self._sending_bytes + size > self._limit_bytes:
+            STORE_SHARED.failed("behind")
+            return
+        begin = time.perf_counter()
         self._sending_bytes += size
         try:
             if not await self._server.exists(name := self._name(key)):
                 text = layout.text.encode()
                 payload = memoryview(memory_obj.byte_array).cast("B")[: layout.size]
                 await self._server.set(name, b"".join((_LENGTH.pack(len(text)), text, payload)))
+                _count(STORE_SHARED, memory_obj, time.perf_counter() - begin)
         except (RedisError, OSError) as error:
             self._leave_alone(error)
+            STORE_SHARED.failed("server")
         finally:
             self._sending_bytes -= size
 
@@ -203,3 +218,7 @@ class RemoteTier(RemoteConnector):  # type: ignore[misc]  # untyped base
             f"kv@{self._origin}@{key.world_size}@{key.worker_id}@{key.chunk_hash_hex}@{key.dtype}"
             f"@{layer}@{key.model_name}"
         )
+
+
+def _count(flow: Flow, obj: MemoryObj, seconds: float) -> None:
+    flow.moved(size_bytes=obj.get_size(), tokens=obj.get_num_tokens(), seconds=seconds)

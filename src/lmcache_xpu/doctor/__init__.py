@@ -58,6 +58,8 @@ def examine(settings: Settings, machine: Machine) -> Iterator[Check]:
 def _gpu(settings: Settings, machine: Machine) -> Iterator[Check]:
     if settings.device != "xpu":
         yield skip("Intel GPU", f"vLLM here is built for {settings.device}")
+        if settings.device == "cpu":
+            yield software.check_compiler(machine, settings)
         return
     yield gpu.check_nodes(machine)
     yield gpu.check_driver(machine)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from lmcache_xpu import versions
-from lmcache_xpu.doctor.check import Check, fail, ok, warn
+from lmcache_xpu.doctor.check import Check, fail, ok, skip, warn
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.machine import Machine
 from lmcache_xpu.serve import check_environment, check_model, check_port
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from lmcache_xpu.seam import Status
 
 __all__ = [
+    "check_compiler",
     "check_hash_seed",
     "check_imports",
     "check_patches",
@@ -56,6 +58,18 @@ def check_imports(modules: tuple[str, ...]) -> Check:
                 "Its packages don't fit each other; reinstall them as the Dockerfile does.",
             )
     return ok(name, ", ".join(modules))
+
+
+def check_compiler(machine: Machine, settings: Settings) -> Check:
+    """The C++ compiler that PyTorch compiles the model with on CPU."""
+    name, compiler = "compiler", machine.environ.get("CXX", "g++")
+    if settings.enforce_eager:
+        return skip(name, "enforce_eager is on: nothing is compiled")
+    if shutil.which(compiler, path=machine.environ.get("PATH")) is None:
+        return fail(
+            name, f"no {compiler}", "Install g++ and Python's headers, or set enforce_eager."
+        )
+    return ok(name, compiler)
 
 
 def check_patches(status: Status) -> Check:

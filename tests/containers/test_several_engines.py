@@ -1,0 +1,89 @@
+"""Two engines: a shared tier between them, and the router before them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from stack import ask, conversation
+
+PASSWORD = "s3cret"
+
+
+@pytest.fixture(scope="module")
+def stack(make_stack):
+    stack = make_stack(
+        LMCACHE_XPU_REMOTE_URL="redis://cache:6379",
+        LMCACHE_XPU_REMOTE_PASSWORD=PASSWORD,
+        ROUTER_POLICY="cache_aware",
+        SHARED_CACHE_MB="512",
+    )
+    stack.up("cpu", "cpu-2", "shared-cache", "router")
+    return stack
+
+
+def shared_bytes(stack, url, direction):
+    name = f'lmcache_xpu_bytes_total{{direction="{direction}",tier="shared"'
+    return sum(stack.samples(name, url).values())
+
+
+def test_what_one_engine_computed_the_other_one_finds(stack):
+    first, second = stack.address("engine-cpu"), stack.address("engine-cpu-2")
+    with stack.client(first) as one, stack.client(second) as other:
+        expected = ask(one, conversation(1))
+        end = time.monotonic() + 20
+        while shared_bytes(stack, first, "store") < 7 * 256 * 4096:
+            assert time.monotonic() < end, "nothing reached the shared tier"
+            time.sleep(0.2)
+        before = other.counts()
+        answer = ask(other, conversation(1))
+        hits = (other.counts() - before).external_hits
+    assert hits >= 1024
+    assert answer.token_ids == expected.token_ids
+    assert shared_bytes(stack, second, "load") >= hits * 4096
+
+
+def test_the_server_wants_its_password_and_shows_it_to_nobody(stack):
+    done = stack.compose("exec", "-e", "PASSWORD=", "valkey", "valkey-cli", "ping", check=False)
+    assert "NOAUTH" in done.stdout
+    for service in ("valkey", "engine-cpu"):
+        assert PASSWORD not in stack.compose("top", service).stdout
+        assert PASSWORD not in stack.logs(service)
+
+
+def test_a_conversation_stays_with_its_engine(stack):
+    router = f"http://127.0.0.1:{stack.ports['ROUTER_PORT']}"
+    urls = [stack.address("engine-cpu"), stack.address("engine-cpu-2")]
+
+    def asked():
+        return [sum(stack.samples("vllm:prefix_cache_queries_total", url).values()) for url in urls]
+
+    with stack.client(router) as client:
+        messages = conversation(50)
+        first = ask(client, messages)
+        before = asked()
+        for question in ("And then?", "Why?"):
+            messages += [
+                {"role": "assistant", "content": first.text},
+                {"role": "user", "content": question},
+            ]
+            first = ask(client, messages)
+    grown = [b > a for a, b in zip(before, asked(), strict=True)]
+    assert sorted(grown) == [False, True]
+
+
+def test_every_request_through_the_router_arrives_once(stack):
+    router = f"http://127.0.0.1:{stack.ports['ROUTER_PORT']}"
+    urls = [stack.address("engine-cpu"), stack.address("engine-cpu-2")]
+    before = [sum(stack.samples("vllm:request_success_total", url).values()) for url in urls]
+    with stack.client(router) as client:
+        for seed in range(60, 68):
+            ask(client, conversation(seed), tokens=2)
+    after = [sum(stack.samples("vllm:request_success_total", url).values()) for url in urls]
+    assert sum(after) - sum(before) == 8
+
+
+def test_without_the_server_the_engines_go_on(stack):
+    stack.compose("stop", "valkey")
+    with stack.client(stack.address("engine-cpu")) as client:
+        assert ask(client, conversation(80)).completion_tokens == 24
