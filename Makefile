@@ -3,6 +3,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
+INTEGRATION := $(BIN)/pytest integration_tests --junitxml=reports/integration.xml $(INTEGRATION_ARGS)
+
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -14,6 +16,12 @@ demo: setup ## Real vLLM + LMCache + our connector on CPU: a conversation, timed
 
 test: setup ## Unit tests and the end-to-end test against the real engine
 	@$(BIN)/pytest
+
+integration: setup ## The stack keeps its promises, also when things break (short form)
+	@$(INTEGRATION) --stack $(or $(STACK),processes)
+
+integration-long: setup ## The same with REQUESTS (10,000) per mode and a soak of SOAK_S (1,200) seconds
+	@$(INTEGRATION) --requests $(or $(REQUESTS),10000) --soak-s $(or $(SOAK_S),1200)
 
 check: setup ## Lint, format, types, import order of the package; changes nothing
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
@@ -70,4 +78,4 @@ lock: setup ## Renew constraints.txt from pyproject.toml (all of it: make lock U
 clean: ## Remove .venv, caches and what the demo left
 	rm -rf .venv dist .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup demo test check fmt bench bench-engine bench-device up up-cpu down logs test-containers helm-docs helm-check helm-package loadtest loadtest-compare lock clean
+.PHONY: help setup demo test integration integration-long check fmt bench bench-engine bench-device up up-cpu down logs test-containers helm-docs helm-check helm-package loadtest loadtest-compare lock clean

@@ -232,7 +232,7 @@ def test_a_removed_directory_is_made_again(store, directory):
 
 
 def test_least_recently_used_goes_first(store):
-    store.limit_bytes = 3 * disk_bytes(3 * KIB)
+    store._index.limit_bytes = 3 * disk_bytes(3 * KIB)
     for key in "abc":
         store.put(key, "", payload(key))
     store.touch(["a"])
@@ -269,7 +269,7 @@ def test_a_limit_of_zero_empties(store, directory):
 
 
 def test_a_chunk_above_the_limit_evicts_nothing(store):
-    store.limit_bytes = 3 * disk_bytes(3 * KIB)
+    store._index.limit_bytes = 3 * disk_bytes(3 * KIB)
     store.put("a", "", payload("a"))
     assert not store.put("big", "", bytes(64 * KIB))
     assert "a" in store
@@ -277,7 +277,7 @@ def test_a_chunk_above_the_limit_evicts_nothing(store):
 
 
 def test_pinned_chunks_are_not_evicted(store):
-    store.limit_bytes = 2 * disk_bytes(3 * KIB)
+    store._index.limit_bytes = 2 * disk_bytes(3 * KIB)
     store.put("a", "", payload("a"))
     store.put("b", "", payload("b"))
     assert store.pin("a")
@@ -345,7 +345,7 @@ def test_a_full_disk_drops_the_chunk_and_nothing_else(store, directory, monkeypa
     counters = store.counters
     assert (counters.dropped, counters.errors) == (1, 1)
     assert counters.bytes == disk_bytes(3 * KIB)
-    assert store._reserved == 0
+    assert store._index.reserved_bytes == 0
     assert store.put("b", "", payload("b"))
 
 
@@ -464,8 +464,8 @@ def test_many_threads_never_see_another_chunk(directory):
         thread.join(60)
         assert not thread.is_alive()
     assert errors == []
-    assert store._pins == {}
-    assert store._reserved == 0
+    assert store._index._pins == {}
+    assert store._index.reserved_bytes == 0
     used = sum(disk_bytes(p.stat().st_size - HEADER_BYTES) for p in files(directory))
     assert used <= limit
     assert {store._path(key) for key in contents if key in store} == set(files(directory))

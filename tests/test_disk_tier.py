@@ -358,7 +358,7 @@ def test_looked_up_chunks_are_not_evicted(engines, log):
     engine.manager.batched_unpin(keys, ["disk"])
     engine.store([7])
     assert engine.tier.contains(make_key(7))
-    assert engine.tier._store._pins == {}
+    assert engine.tier._store._index._pins == {}
 
 
 def test_pin_and_unpin(engines):
@@ -577,7 +577,7 @@ def test_a_lookup_of_some_layers_pins_none(engines):
     layers = make_key(0).split_layers(LAYERS)
     engine.tier.remove(layers[1])
     assert engine.manager.batched_contains(layers, pin=True) == (0, {})
-    assert engine.tier._store._pins == {}
+    assert engine.tier._store._index._pins == {}
 
 
 def test_prefetch(engines):
@@ -593,7 +593,7 @@ def test_prefetch(engines):
     assert not any(obj.is_pinned for obj in objs)  # LMCache drops a reference, no more
     for obj in objs:
         obj.ref_count_down()
-    assert engine.tier._store._pins == {}
+    assert engine.tier._store._index._pins == {}
     assert engine.tier.get_non_blocking(make_key(9)).result(10) is None
 
 
@@ -719,6 +719,6 @@ def test_stores_and_loads_at_once_neither_mix_nor_stop(engines):
     engine.settle()
     assert failures == []
     assert engine.pool_in_use == 0
-    assert engine.tier._store._pins == {}
+    assert engine.tier._store._index._pins == {}
     assert engine.tier.counters.bytes <= 20 * (CHUNK + 4096)
     assert engine.tier.counters.corrupt == 0

@@ -19,7 +19,10 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from lmcache_xpu.engine_facts import EngineFacts, check_chunks, engine_facts
 from lmcache_xpu.errors import LayoutError, SettingsError
+from lmcache_xpu.weights import fingerprint
 
+COMMIT = "c0ffee"
+WEIGHTS = f"+w{fingerprint('org/model', COMMIT)}"
 FULL = {"block_size": 64, "num_kv_heads": 8, "head_size": 128, "dtype": torch.bfloat16}
 
 
@@ -32,9 +35,10 @@ def read(*specs, device: str = "xpu", cache_dtype: str = "auto", monkeypatch) ->
     resolved = SimpleNamespace(
         cache_dtype=cache_dtype, get_resolved_kv_cache_layout=lambda: KVCacheLayout.LBNHC
     )
-    vllm_config = SimpleNamespace(
-        cache_config=resolved, model_config=SimpleNamespace(dtype=torch.bfloat16)
+    model_config = SimpleNamespace(
+        model="org/model", dtype=torch.bfloat16, hf_config=SimpleNamespace(_commit_hash=COMMIT)
     )
+    vllm_config = SimpleNamespace(cache_config=resolved, model_config=model_config)
     return engine_facts(vllm_config, KVCacheConfig(8, [], groups))
 
 
@@ -47,7 +51,7 @@ def test_a_dense_cache_is_what_lmcache_s_key_says(monkeypatch):
         heads=8,
         head_size=128,
         block_size=64,
-        namespace="",
+        namespace=WEIGHTS,
     )
 
 
@@ -55,7 +59,7 @@ def test_the_content_counts_not_the_model_s_head(monkeypatch):
     fp8 = {**FULL, "dtype": torch.uint8}
     scaled = FullAttentionSpec(**fp8, state_content_bytes=2 * 128 + 8)
     facts = read(scaled, cache_dtype="fp8_e4m3", monkeypatch=monkeypatch)
-    assert (facts.head_size, facts.namespace) == (132, "+fp8_e4m3.c264")
+    assert (facts.head_size, facts.namespace) == (132, f"{WEIGHTS}.fp8_e4m3.c264")
     unequal = FullAttentionSpec(**FULL, head_size_v=64)
     assert read(unequal, monkeypatch=monkeypatch).head_size == 96
     odd = FullAttentionSpec(**fp8, state_content_bytes=257)
@@ -77,7 +81,7 @@ def test_mla_is_one_plane_and_row_major_everywhere(monkeypatch):
     latent = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
     facts = read(latent, device="cpu", monkeypatch=monkeypatch)
     assert (facts.heads, facts.head_size, facts.opaque_blocks) == (1, 576, False)
-    assert facts.namespace == ""
+    assert facts.namespace == WEIGHTS
 
 
 def test_cpu_blocks_are_opaque_and_named_by_their_packing(monkeypatch):
@@ -87,7 +91,7 @@ def test_cpu_blocks_are_opaque_and_named_by_their_packing(monkeypatch):
         monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_, isa=isa: isa)
         facts = read(FullAttentionSpec(**FULL), device="cpu", monkeypatch=monkeypatch)
         assert facts.opaque_blocks
-        assert facts.namespace == f"+cpu.{isa}.LBNHC.b64.bfloat16.vllm0.32.0"
+        assert facts.namespace == f"{WEIGHTS}.cpu.{isa}.LBNHC.b64.bfloat16.vllm0.32.0"
         check_chunks(facts, chunk_size=256, save_unfull_chunk=False)
         with pytest.raises(SettingsError, match="chunk_size 96 with blocks of 64"):
             check_chunks(facts, chunk_size=96, save_unfull_chunk=False)

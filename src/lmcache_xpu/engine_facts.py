@@ -9,6 +9,7 @@ import torch
 
 from lmcache_xpu import versions
 from lmcache_xpu.errors import LayoutError, SettingsError
+from lmcache_xpu.weights import fingerprint
 
 if TYPE_CHECKING:
     from vllm.config import CacheConfig, VllmConfig
@@ -37,7 +38,7 @@ class EngineFacts:
         head_size: elements per head and plane (half of the content where that is fused).
         block_size: tokens of a block.
         namespace: what sets this cache's bytes apart from those of engines with the same
-            model name, dtype and world size; empty where LMCache's own key says it all.
+            model name, dtype and world size: the weights, and how blocks are packed.
     """
 
     device_type: str
@@ -70,10 +71,12 @@ def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Eng
     cache = vllm_config.cache_config
     layout = _layout(cache)
     opaque = current_platform.device_type == "cpu" and not mla
-    marks = []
+    model = vllm_config.model_config
+    commit = getattr(model.hf_config, "_commit_hash", None)
+    marks = [f"w{fingerprint(model.model, commit)}"]
     if opaque:
         isa = _cpu_packing(vllm_config, spec)
-        dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
+        dtype = str(model.dtype).removeprefix("torch.")
         # The packing is vLLM's own affair and may change with its version.
         version = versions.installed().vllm
         marks += ["cpu", isa, layout, f"b{spec.block_size}", dtype, f"vllm{version}"]
@@ -88,7 +91,7 @@ def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Eng
         heads=heads,
         head_size=head_size,
         block_size=spec.block_size,
-        namespace="+" + ".".join(marks) if marks else "",
+        namespace="+" + ".".join(marks),
     )
 
 

@@ -21,12 +21,14 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from lmcache.v1.memory_management import MemoryObj
 
+from lmcache_xpu.metrics import LOAD_CPU
 from lmcache_xpu.plan import Plan
 from lmcache_xpu.staging import Moved, Stager, Stored
 
@@ -56,6 +58,17 @@ class LayeredLoad:
         self._starts = [start for start, _ in plan.cuts]
         self._moved: list[Moved] = []  # by cut
         self._waited = 0  # cuts
+        self._failed = False
+
+    @contextmanager
+    def enduring(self) -> Iterator[None]:
+        """An error in a step of the load ends the load, not the engine's step."""
+        try:
+            yield
+        except Exception as error:
+            self._failed = True
+            LOAD_CPU.failed(type(error).__name__)
+            logger.exception("A load failed and is computed instead: %s", error)
 
     def start(self) -> None:
         """Enqueue the first layer."""
@@ -63,6 +76,8 @@ class LayeredLoad:
 
     def before_layer(self, layer: int) -> None:
         """Let the current stream wait for a layer."""
+        if self._failed:
+            return
         cuts = bisect.bisect_right(self._starts, layer)
         if cuts > self._waited:
             self._enqueue(cuts)
@@ -75,7 +90,8 @@ class LayeredLoad:
         Only now, when the layer's own work is enqueued: drivers take about a thousand copies and
         then let the caller wait.
         """
-        self._enqueue(bisect.bisect_right(self._starts, layer) + AHEAD)
+        if not self._failed:
+            self._enqueue(bisect.bisect_right(self._starts, layer) + AHEAD)
 
     def before_all(self) -> None:
         """Enqueue what is left, and let the current stream wait for it."""
@@ -84,11 +100,11 @@ class LayeredLoad:
     @property
     def waited_for(self) -> bool:
         """Whether the engine's stream waits for all of it."""
-        return self._waited == len(self._starts)
+        return not self._failed and self._waited == len(self._starts)
 
-    def moved(self) -> Moved:
-        """From the first copy to the last that was enqueued."""
-        return Moved(self._moved[0].begun, self._moved[-1].done)
+    def moved(self) -> list[Moved]:
+        """From the first copy to the last that was enqueued; nothing if none was."""
+        return [Moved(self._moved[0].begun, self._moved[-1].done)] if self._moved else []
 
     def _enqueue(self, cuts: int) -> None:
         for cut in range(len(self._moved), min(cuts, len(self._starts))):
@@ -158,22 +174,26 @@ class Overlap:
         for obj in objs:
             obj.ref_count_up()
         self._loads.append(_Load(load, objs, finished))
-        load.start()
+        with load.enduring():
+            load.start()
 
     def before_layer(self, layer: int) -> None:
         """Let the engine's stream wait for a layer of all loads."""
         for item in self._loads:
-            item.load.before_layer(layer)
+            with item.load.enduring():
+                item.load.before_layer(layer)
 
     def after_layer(self, layer: int) -> None:
         """Enqueue what comes after a layer that the engine has enqueued."""
         for item in self._loads:
-            item.load.after_layer(layer)
+            with item.load.enduring():
+                item.load.after_layer(layer)
 
     def before_all(self) -> None:
         """Let the engine's stream wait for all layers, where it does not stop at each."""
         for item in self._loads:
-            item.load.before_all()
+            with item.load.enduring():
+                item.load.before_all()
 
     def end_step(self) -> list[torch.Tensor]:
         """Let go of this step's loads; slots of those that the engine did not wait for."""
@@ -182,10 +202,9 @@ class Overlap:
         for item in loads:
             if not item.load.waited_for:
                 missed.append(item.load.slots)
-            try:
+            with item.load.enduring():
                 item.load.before_all()
-            finally:
-                self.release(item.objs, [item.load.moved()], item.finished)
+            self.release(item.objs, item.load.moved(), item.finished)
         return missed
 
     def release(

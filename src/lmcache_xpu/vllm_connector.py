@@ -28,6 +28,8 @@ from lmcache_xpu import __version__, seam, versions
 from lmcache_xpu.engine_facts import EngineFacts, check_chunks, engine_facts
 from lmcache_xpu.engine_steps import may_run_as_one_graph, written_blocks
 from lmcache_xpu.errors import SeamError, SettingsError
+from lmcache_xpu.guards import Guard
+from lmcache_xpu.isolation import Isolation
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
 
     from lmcache_xpu.overlap import Overlap
 
@@ -77,6 +80,8 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
         self._facts: EngineFacts | None = None
         self._overlap: Overlap | None = None
         self._layers: dict[str, int] = {}
+        self._guard: Guard | None = None  # the worker's
+        self._isolation: Isolation | None = None  # the scheduler's
         if not self._served:
             super().__init__(vllm_config, role, kv_cache_config)
             return
@@ -105,6 +110,9 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
             self._check_healthy()
             if role == KVConnectorRole.WORKER:
                 self._check_connector(facts)
+                self._guard = Guard(self._lmcache_engine, facts.block_size)
+            else:
+                self._isolation = Isolation(self._lmcache_engine)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take over the engine's KV cache; LMCache opens its tiers now.
@@ -151,6 +159,8 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """A step begins. Blocks that it may write wait for stores that still read them."""
         super().bind_connector_metadata(connector_metadata)
+        if self._guard is not None:
+            self._guard.begin_step()
         if self._overlap is not None:
             self._overlap.begin_step(getattr(connector_metadata, WRITTEN, None))
 
@@ -173,36 +183,53 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
             self._overlap.after_layer(self._layers[layer_name])
 
     def wait_for_save(self) -> None:
-        """Store what this step computed; see LMCache's connector."""
+        """Store what this step computed, but not from a failed load; see LMCache's connector."""
         self._end_loads()
+        if self._guard is not None:
+            self._guard.withhold(self._get_connector_metadata().requests)
         super().wait_for_save()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that a load left unfilled since the last call; vLLM recomputes them."""
+        self._end_loads()  # vLLM may ask before it calls wait_for_save
+        failed = self._guard.take_unfilled() if self._guard is not None else set()
+        reported: set[int] = super().get_block_ids_with_load_errors()
+        return failed | reported
+
+    # The scheduler's half
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Tokens that can be loaded beyond those that the engine has; see `isolation`."""
+        if self._isolation is not None:
+            self._isolation.admit(request)
+        found: tuple[int | None, bool] = super().get_num_new_matched_tokens(
+            request, num_computed_tokens
+        )
+        return found
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """What the workers must know of a step; LMCache's, and which blocks it may write."""
         meta = super().build_connector_meta(scheduler_output)
-        if self._facts is not None:
+        if self._facts is not None and self._isolation is not None:
             kept = {
                 request.req_id: request.load_spec.vllm_cached_tokens
                 for request in meta.requests
                 if request.load_spec is not None
             }
             setattr(meta, WRITTEN, written_blocks(scheduler_output, self._facts.block_size, kept))
+            self._isolation.mark(meta)
         return meta
 
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that a load left unfilled since the last call; vLLM recomputes them.
-
-        LMCache reports those of its standard mode; of its layerwise mode it knows nothing.
-        """
-        self._end_loads()  # vLLM may ask before it calls wait_for_save
-        blocks: set[int] = super().get_block_ids_with_load_errors()
-        engine = self._lmcache_engine.lmcache_engine if self._facts is not None else None
-        failed = getattr(getattr(engine, "gpu_connector", None), "failed_slots", None)
-        if self._facts is not None and failed:
-            slots = torch.cat([part.to("cpu") for part in failed])
-            failed.clear()
-            blocks |= set((slots[slots >= 0] // self._facts.block_size).tolist())
-        return blocks
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Forget a request; its blocks may be freed at once."""
+        if self._isolation is not None:
+            self._isolation.finished(request.request_id)
+        done: tuple[bool, dict[str, Any] | None] = super().request_finished(request, block_ids)
+        return done
 
     def shutdown(self) -> None:
         """Close the tiers of this package, so that what is queued for the disk gets there.

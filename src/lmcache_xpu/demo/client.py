@@ -140,11 +140,13 @@ class Client:
         max_tokens: int,
         ignore_eos: bool = True,
         seed: int = 0,
+        options: Mapping[str, Any] | None = None,
     ) -> Answer:
-        """The greedy continuation of a text or of token ids."""
+        """The greedy continuation of a text or of token ids; `options` go into the request."""
         body = {
             "prompt": prompt if isinstance(prompt, str) else list(prompt),
             **self._sampling(max_tokens, ignore_eos, seed),
+            **(options or {}),
         }
         return self._stream("/v1/completions", body)
 

@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -55,6 +55,7 @@ class EngineProcess:
         stop_s: seconds that it gets to stop before it is killed.
         on_wait: called about five times per second while waiting, with the seconds so far.
         argv: run this instead of the engine.
+        env: variables on top of this process's and the settings' own.
 
     Raises:
         SettingsError: the settings don't fit this machine; nothing was started.
@@ -70,6 +71,7 @@ class EngineProcess:
         stop_s: float = 30.0,
         on_wait: Callable[[float], None] | None = None,
         argv: Sequence[str] | None = None,
+        env: Mapping[str, str] | None = None,
     ) -> None:
         self.settings = resolve_device(settings)
         self.log = log
@@ -77,6 +79,7 @@ class EngineProcess:
         self._stop_s = stop_s
         self._on_wait = on_wait
         self._argv = list(argv or command(self.settings))
+        self._env = dict(env or {})
         self._process: subprocess.Popen[bytes] | None = None
         self._metrics: Path | None = None  # the engine's directory for them, if ours to remove
 
@@ -135,7 +138,7 @@ class EngineProcess:
 
     def _spawn(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
         parent = os.getpid()
-        env = environment(self.settings, os.environ)
+        env = environment(self.settings, os.environ) | self._env
         self._metrics = None if METRICS_VARIABLE in os.environ else Path(env[METRICS_VARIABLE])
 
         def die_with_parent() -> None:

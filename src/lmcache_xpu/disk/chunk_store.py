@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import heapq
 import itertools
 import logging
 import os
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lmcache_xpu.disk.chunk_file import ChunkInfo, disk_bytes, read_chunk, scan_chunk, write_chunk
+from lmcache_xpu.disk.chunk_index import ChunkIndex
 from lmcache_xpu.disk.lock import DirectoryLock
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import LOAD_DISK
@@ -56,18 +56,6 @@ class Counters:
     bytes: int = 0
 
 
-@dataclass(slots=True)
-class _Entry:
-    info: ChunkInfo
-    used_ns: int
-
-
-@dataclass(slots=True)
-class _Pin:
-    count: int
-    since: float
-
-
 class ChunkStore:
     """Chunks under string keys in one directory, within a size, least recently used out first.
 
@@ -96,16 +84,9 @@ class ChunkStore:
         lock_seconds: float = 5.0,
     ) -> None:
         self.directory = directory
-        self.limit_bytes = limit_bytes
-        self._pin_seconds = pin_seconds
         self._lock = threading.Lock()
         self._held: DirectoryLock | None = None
-        self._entries: dict[str, _Entry] = {}
-        # Oldest first. An item may be out of date: the entry's own time decides, see _make_room.
-        self._by_age: list[tuple[int, str]] = []
-        self._pins: dict[str, _Pin] = {}
-        self._bytes = 0
-        self._reserved = 0  # by puts under way
+        self._index = ChunkIndex(limit_bytes, pin_seconds)
         self._count: Counter[str] = Counter()
         self._serial = itertools.count()
         self._closed = False
@@ -113,25 +94,25 @@ class ChunkStore:
             self._open(lock_seconds)
 
     def __contains__(self, key: str) -> bool:
-        return key in self._entries
+        return key in self._index
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._index)
 
     @property
     def counters(self) -> Counters:
         """A snapshot."""
         with self._lock:
-            return Counters(**self._count, bytes=self._bytes)
+            return Counters(**self._count, bytes=self._index.used_bytes)
 
     @property
     def used_bytes(self) -> int:
         """Bytes of the files."""
-        return self._bytes
+        return self._index.used_bytes
 
     def info(self, key: str) -> ChunkInfo | None:
         """What is stored under `key`, or None. Reads no file."""
-        entry = self._entries.get(key)
+        entry = self._index.get(key)
         return entry.info if entry else None
 
     def put(
@@ -156,13 +137,13 @@ class ChunkStore:
         used_ns = time.time_ns() if used_ns is None else used_ns
         need = disk_bytes(len(payload))
         with self._lock:
-            if key in self._entries:
+            if key in self._index:
                 self._mark(key, used_ns)
                 return True
             if self._closed or not self._make_room(need):
                 self._count["dropped"] += 1
                 return False
-            self._reserved += need
+            self._index.reserved_bytes += need
         temporary = self.directory / f"{next(self._serial)}{_TEMPORARY}"
         try:
             try:
@@ -176,7 +157,7 @@ class ChunkStore:
                 if self._closed:  # the directory may belong to another process by now
                     raise OSError("the store was closed during the write")
                 temporary.rename(self._path(key))
-                self._remember(key, ChunkInfo(meta, len(payload)), used_ns)
+                self._index.add(key, ChunkInfo(meta, len(payload)), used_ns)
                 self._count["stored"] += 1
         except (OSError, ValueError) as error:
             with contextlib.suppress(OSError):
@@ -186,7 +167,7 @@ class ChunkStore:
             raise
         finally:
             with self._lock:
-                self._reserved -= need
+                self._index.reserved_bytes -= need
         return True
 
     def read(self, key: str, buffer: memoryview) -> bool:
@@ -198,7 +179,7 @@ class ChunkStore:
         Returns:
             True if `buffer` holds the chunk; False on a miss, and then it may hold anything.
         """
-        entry = self._entries.get(key)
+        entry = self._index.get(key)
         if entry is None or entry.info.payload_bytes != len(buffer):
             with self._lock:
                 self._count["misses"] += 1
@@ -213,7 +194,7 @@ class ChunkStore:
         with self._lock:
             self._count.update(hits=int(fault is None), misses=int(fault is not None))
             self._count["errors"] += failed
-            if fault is not None and self._entries.get(key) is entry:
+            if fault is not None and self._index.get(key) is entry:
                 self._remove(key)
                 self._count["corrupt"] += bool(fault) and not failed
         if fault:
@@ -231,31 +212,22 @@ class ChunkStore:
     def pin(self, key: str) -> bool:
         """Keep a chunk from eviction until as many `unpin`; False if it is not stored."""
         with self._lock:
-            if key not in self._entries:
-                return False
-            count = self._pins[key].count if self._pinned(key) else 0
-            self._pins[key] = _Pin(count + 1, time.monotonic())
-            return True
+            return self._index.pin(key)
 
     def unpin(self, key: str) -> bool:
         """Take one pin back; False if there was none."""
         with self._lock:
-            if not self._pinned(key):
-                return False
-            self._pins[key].count -= 1
-            if not self._pins[key].count:
-                del self._pins[key]
-            return True
+            return self._index.unpin(key)
 
     def pinned(self, key: str) -> bool:
         """Whether a pin holds `key`; it stays when the file turns out to be damaged."""
         with self._lock:
-            return self._pinned(key)
+            return self._index.pinned(key)
 
     def remove(self, key: str) -> bool:
         """Remove a chunk, pinned or not; False if it was not stored."""
         with self._lock:
-            if key not in self._entries:
+            if key not in self._index:
                 return False
             self._remove(key)
             return True
@@ -263,7 +235,7 @@ class ChunkStore:
     def clear(self) -> list[ChunkInfo]:
         """Remove all chunks that are not pinned, and return what they were."""
         with self._lock:
-            gone = {k: e.info for k, e in self._entries.items() if not self._pinned(k)}
+            gone = self._index.unpinned()
             for key in gone:
                 self._remove(key)
             return list(gone.values())
@@ -307,9 +279,7 @@ class ChunkStore:
 
     def _scan(self) -> None:
         """Build the index from the files' headers; remove leftovers and damaged files."""
-        self._entries.clear()
-        self._by_age.clear()
-        self._bytes = 0
+        self._index.clear()
         for file in self.directory.iterdir():
             damaged = file.name.endswith(_SUFFIX) and not self._adopt(file)
             self._count["corrupt"] += damaged
@@ -326,58 +296,27 @@ class ChunkStore:
             return False
         if found is None or file.name != self._path(found[0]).name:
             return False
-        self._remember(*found)
+        self._index.add(*found)
         return True
 
-    def _remember(self, key: str, info: ChunkInfo, used_ns: int) -> None:
-        self._forget(key)
-        self._entries[key] = _Entry(info, used_ns)
-        heapq.heappush(self._by_age, (used_ns, key))
-        self._bytes += disk_bytes(info.payload_bytes)
-
     def _mark(self, key: str, used_ns: int) -> None:
-        if entry := self._entries.get(key):
+        if entry := self._index.get(key):
             entry.used_ns = used_ns
             with contextlib.suppress(OSError):  # removed by hand: there is nothing to keep
                 os.utime(self._path(key), ns=(used_ns, used_ns))
 
-    def _forget(self, key: str) -> None:
-        if entry := self._entries.pop(key, None):
-            self._bytes -= disk_bytes(entry.info.payload_bytes)
-
     def _remove(self, key: str) -> None:
-        self._forget(key)
+        self._index.remove(key)
         with contextlib.suppress(OSError):  # gone already, or not ours to remove any more
             self._path(key).unlink()
 
-    def _pinned(self, key: str) -> bool:
-        pin = self._pins.get(key)
-        if pin and time.monotonic() - pin.since >= self._pin_seconds:
-            del self._pins[key]
-            return False
-        return pin is not None
-
     def _make_room(self, need: int) -> bool:
         """Evict until `need` more bytes fit; False, with nothing evicted, if they can't."""
-        if self._bytes + self._reserved + need <= self.limit_bytes:
+        if self._index.fits(need):
             return True
-        held = [key for key in list(self._pins) if self._pinned(key) and key in self._entries]
-        held_bytes = sum(disk_bytes(self._entries[key].info.payload_bytes) for key in held)
-        if held_bytes + self._reserved + need > self.limit_bytes:
+        if not self._index.can_fit(need):
             return False
-        skipped = []
-        while self._bytes + self._reserved + need > self.limit_bytes:
-            used_ns, key = item = heapq.heappop(self._by_age)
-            entry = self._entries.get(key)
-            if entry is None:
-                continue  # removed since it was pushed
-            if entry.used_ns != used_ns:
-                heapq.heappush(self._by_age, (entry.used_ns, key))
-            elif self._pinned(key):
-                skipped.append(item)
-            else:
-                self._remove(key)
-                self._count["evicted"] += 1
-        for item in skipped:
-            heapq.heappush(self._by_age, item)
+        for key in self._index.evict(need):
+            self._remove(key)
+            self._count["evicted"] += 1
         return True

@@ -293,8 +293,10 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
     # The rest of LMCache's interface
 
     def remove(self, key: CacheEngineKey, force: bool = True) -> bool:
-        """Remove a chunk, pinned or not; False if it was not stored."""
-        return self._store.remove(self._name(key))
+        """Remove a chunk, pinned or not, also one that is being written; False if there is none."""
+        name = self._name(key)
+        self._writes.settle(name)
+        return self._store.remove(name)
 
     def clear(self) -> int:
         """Remove all that is not pinned; returns its tokens, each layer's where stored so."""

@@ -116,6 +116,11 @@ class DiskWriter:
             self._behind.log()
         return futures
 
+    def settle(self, name: str) -> None:
+        """Wait until no write of this chunk is queued or under way."""
+        if (future := self._held.get(name)) is not None:
+            wait([future], timeout=_DRAIN_SECONDS)
+
     def close(self) -> None:
         """Refuse further chunks and end the queued writes; those not begun in 10 s are dropped."""
         with self._lock:

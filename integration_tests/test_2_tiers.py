@@ -1,0 +1,60 @@
+"""A prompt is found where it should be, to the token."""
+
+from __future__ import annotations
+
+import pytest
+from prompts import tokens, whole
+from stack import CHUNK, Engine
+
+pytestmark = pytest.mark.promise("2 tiers")
+
+CPU_CHUNKS, DISK_CHUNKS = 24, 64
+
+
+def fill(engine: Engine, seed: object, chunks: int) -> None:
+    """Store so many other chunks; those of before go, the oldest first."""
+    for number in range(-(-chunks // 8)):
+        engine.ask(tokens((seed, number), 8 * CHUNK + 1), max_tokens=1)
+    engine.settle()
+
+
+def hit(engine: Engine, prompt: list[int]) -> tuple[int, int]:
+    """Tokens found, and how many of them came from the disk."""
+    engine.forget()
+    before, disk = engine.counts(), engine.metrics().flow("tokens", "load", "disk")
+    engine.ask(prompt)
+    found = engine.counts() - before
+    assert found.prompt == len(prompt)
+    return found.external_hits, int(engine.metrics().flow("tokens", "load", "disk") - disk)
+
+
+LENGTHS = [CHUNK - 1, CHUNK, 4 * CHUNK, 4 * CHUNK + 1, 4 * CHUNK + 77]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_prompt_is_found_in_the_cpu_tier(engine: Engine, length: int):
+    """Seen to fail with a chunk size of 128 in the engine, and with one chunk less reported."""
+    prompt = tokens(("cpu", length), length)
+    assert hit(engine, prompt) == (0, 0)
+    engine.settle()
+    assert hit(engine, prompt) == (whole(length) if length >= CHUNK else 0, 0)
+
+
+def test_what_the_cpu_tier_evicted_is_found_on_disk(engine: Engine):
+    """Seen to fail without the disk tier."""
+    prompt = tokens("evicted", 4 * CHUNK + 77)
+    engine.ask(prompt)
+    fill(engine, "evicts cpu", CPU_CHUNKS)
+    assert hit(engine, prompt) == (4 * CHUNK, 4 * CHUNK)
+
+
+def test_what_both_tiers_evicted_is_computed_again(engine: Engine):
+    """Both are full now and go on storing. Seen to fail with a disk tier that ignores its size."""
+    prompt = tokens("gone", 4 * CHUNK + 77)
+    engine.ask(prompt)
+    fill(engine, "evicts all", DISK_CHUNKS + 8)
+    assert hit(engine, prompt) == (0, 0)
+    limit = engine.metrics().sum("lmcache_xpu_disk_limit_bytes")
+    used = engine.metrics().sum("lmcache_xpu_disk_used_bytes")
+    assert 0.9 * limit < used <= limit
+    assert hit(engine, prompt)[0] == 4 * CHUNK  # stored again just now

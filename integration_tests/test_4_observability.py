@@ -1,0 +1,75 @@
+"""The counters are on /metrics, and they add up to what requests did."""
+
+from __future__ import annotations
+
+import pytest
+from prompts import tokens
+from stack import CHUNK, MIB, Engine
+from test_2_tiers import CPU_CHUNKS, fill
+
+pytestmark = pytest.mark.promise("7 observability")
+
+FLOWS = [(d, t) for d in ("store", "load") for t in ("cpu", "disk")]
+
+
+def test_three_sources_are_on_one_page(engine: Engine):
+    """Seen to fail without PROMETHEUS_MULTIPROC_DIR: then the page has vLLM's alone."""
+    names = {name for name, _, _ in engine.metrics().samples}
+    assert "vllm:prompt_tokens_total" in names
+    assert "lmcache:num_retrieve_requests_total" in names
+    assert {
+        "lmcache_xpu_bytes_total",
+        "lmcache_xpu_tokens_total",
+        "lmcache_xpu_seconds_total",
+        "lmcache_xpu_disk_used_bytes",
+        "lmcache_xpu_disk_limit_bytes",
+    } <= names
+
+
+def test_they_add_up_to_what_a_request_did(engine: Engine):
+    """Three chunks stored, then loaded from disk and from memory; 1 MiB each in this model.
+
+    Seen to fail with a connector that counts a layer's bytes as a chunk's.
+    """
+    prompt = tokens("adds up", 3 * CHUNK + 9)
+
+    def spent(action):
+        engine.settle()
+        before = engine.metrics()
+        action()
+        engine.settle()
+        after = engine.metrics()
+        return {
+            (d, t): tuple(after.flow(n, d, t) - before.flow(n, d, t) for n in ("bytes", "tokens"))
+            for d, t in FLOWS
+        }, after.sum("vllm:external_prefix_cache_hits_total") - before.sum(
+            "vllm:external_prefix_cache_hits_total"
+        )
+
+    nothing, moved = (0, 0), (3 * MIB, 3 * CHUNK)
+    stored, hits = spent(lambda: engine.ask(prompt))
+    assert stored == {
+        ("store", "cpu"): moved,
+        ("store", "disk"): moved,
+        ("load", "cpu"): nothing,
+        ("load", "disk"): nothing,
+    }
+    assert hits == 0
+    engine.forget()
+    again, hits = spent(lambda: engine.ask(prompt))
+    assert again[("load", "cpu")] == moved
+    assert again[("load", "disk")] == nothing
+    assert again[("store", "disk")] == nothing
+    assert hits == 3 * CHUNK
+    fill(engine, "evicts what adds up", CPU_CHUNKS)
+    engine.forget()
+    from_disk, hits = spent(lambda: engine.ask(prompt))
+    assert from_disk[("load", "cpu")] == moved
+    assert from_disk[("load", "disk")] == moved
+    assert hits == 3 * CHUNK
+
+
+def test_seconds_grow_with_moves_and_stay_below_the_clock(engine: Engine):
+    metrics = engine.metrics()
+    for direction, tier in FLOWS:
+        assert 0 < metrics.flow("seconds", direction, tier) < 600

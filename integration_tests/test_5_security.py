@@ -1,0 +1,94 @@
+"""Who may see what: the network, the key, other clients' entries, files."""
+
+from __future__ import annotations
+
+import ipaddress
+import stat
+from pathlib import Path
+
+import httpx
+import pytest
+from prompts import tokens
+from stack import CHUNK, Engine
+from test_2_tiers import hit
+
+from lmcache_xpu.demo.engine import _running
+
+pytestmark = pytest.mark.promise("8 security")
+
+
+def listening(group: int) -> set[str]:
+    """Addresses that the processes of a group listen on for TCP."""
+    inodes = set()
+    for pid in _running(group):
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                target = str(file.readlink())
+            except FileNotFoundError:
+                continue
+            if target.startswith("socket:["):
+                inodes.add(target.removeprefix("socket:[").rstrip("]"))
+    found = set()
+    for table, size in (("tcp", 4), ("tcp6", 16)):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:  # 0A: LISTEN
+                address, port = fields[1].split(":")
+                raw = bytes.fromhex(address)
+                # Words of four bytes in the machine's order.
+                raw = b"".join(raw[i : i + 4][::-1] for i in range(0, size, 4))
+                found.add(f"{ipaddress.ip_address(raw)} {int(port, 16)}")
+    return found
+
+
+def test_nothing_listens_beyond_loopback(engine: Engine):
+    """Nor does LMCache's internal API, which can run any code: it has a port of its own.
+
+    Seen to fail with host 0.0.0.0.
+    """
+    if engine.process is None or engine.process.pid is None:
+        pytest.skip("needs an engine that runs as a process here")
+    addresses = listening(engine.process.pid)
+    assert any(entry.endswith(f" {engine.process.settings.port}") for entry in addresses)
+    for entry in addresses:
+        address, port = entry.split()
+        assert ipaddress.ip_address(address).is_loopback, entry
+        if int(port) != engine.process.settings.port:
+            try:
+                answer = httpx.get(
+                    f"http://127.0.0.1:{port}/metadata", timeout=0.3, trust_env=False
+                )
+            except httpx.HTTPError:
+                continue  # no HTTP there
+            pytest.fail(f"port {port} answers HTTP: {answer.status_code}")
+
+
+def test_entries_of_a_salt_are_for_that_salt(engine: Engine):
+    """Seen to fail without `Isolation`: each of these is a hit (LMCache hashes tokens alone)."""
+    prompt = tokens("salted", 3 * CHUNK + 7)
+    assert found(engine, prompt, cache_salt="one") == 0
+    assert found(engine, prompt, cache_salt="one") == 3 * CHUNK
+    assert found(engine, prompt, cache_salt="two") == 0
+    assert found(engine, prompt) == 0
+    assert found(engine, prompt) == 3 * CHUNK
+    assert found(engine, prompt, cache_salt="three") == 0
+    assert found(engine, prompt, cache_salt="one") == 3 * CHUNK
+
+
+def found(engine: Engine, prompt: list[int], **options: object) -> int:
+    engine.forget()
+    before = engine.counts()
+    engine.ask(prompt, **options)
+    return (engine.counts() - before).external_hits
+
+
+def test_files_are_for_the_service_alone(engine: Engine, disk: Path):
+    """Seen to fail with files opened with mode 0644."""
+    hit(engine, tokens("files", 2 * CHUNK))
+    engine.settle()
+    inside = [path for path in disk.rglob("*") if path.is_file() or path.is_dir()]
+    if not inside:
+        pytest.skip("needs the disk tier's files")
+    for path in inside:
+        allowed = 0o700 if path.is_dir() else 0o600
+        assert stat.S_IMODE(path.stat().st_mode) == allowed, path

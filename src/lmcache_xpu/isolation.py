@@ -1,0 +1,112 @@
+"""Requests whose KV differs although their tokens don't: each gets keys of its own.
+
+LMCache names a chunk by its tokens. Not in them: the `cache_salt` with which a client keeps its
+entries from others, the LoRA adapter, and embeddings given in place of tokens. LMCache's own tags
+don't reach its layerwise mode. So the first token of such a request is exchanged, in what LMCache
+hashes and nowhere else, for a number that no token has; every key of the request follows from it.
+
+This is the scheduler's half of a connector, where the request is known. The worker sees only the
+exchanged token, in lists that LMCache uses for nothing but keys.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lmcache_xpu.weights import fingerprint
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+__all__ = ["Isolation", "salt_of"]
+
+
+def salt_of(request: Request) -> str:
+    """What sets this request's KV apart beside its tokens; empty if nothing does."""
+    parts: dict[str, object] = {}
+    if request.cache_salt:
+        parts["salt"] = request.cache_salt
+    if (lora := request.lora_request) is not None:
+        # By content as well: an adapter may change under its name, and disks remember.
+        newest = max((f.stat().st_mtime_ns for f in Path(lora.lora_path).glob("*")), default=0)
+        parts["lora"] = [lora.lora_name, _adapter(lora.lora_path, newest)]
+    if request.prompt_embeds is not None:
+        parts["embeddings"] = uuid.uuid4().hex  # never found again
+    return json.dumps(parts) if parts else ""
+
+
+def salted(token_ids: Sequence[int], salt: str) -> list[int]:
+    """The tokens to hash, of which the first stands for the salt as well."""
+    digest = hashlib.sha256(f"{token_ids[0]} {salt}".encode()).digest()
+    # Beyond any vocabulary, within the 64 bits of LMCache's messages.
+    first = int.from_bytes(digest[:8], "big") >> 1 | 1 << 62
+    return [first, *token_ids[1:]]
+
+
+class Isolation:
+    """Exchanges tokens for one scheduler's connector, and unpins what aborted requests looked up.
+
+    Args:
+        adapter: LMCache's connector; its look-ups go through here from now on.
+    """
+
+    def __init__(self, adapter: Any) -> None:
+        self._adapter = adapter
+        self._salts: dict[str, str] = {}
+        self._looked_up: set[str] = set()
+        self._abandoned: list[str] = []
+        if (client := adapter.lookup_client) is not None:
+            client.lookup = functools.partial(self._lookup, client.lookup)
+
+    def admit(self, request: Request) -> None:
+        """Before a request is looked up."""
+        if request.request_id not in self._salts and (salt := salt_of(request)):
+            self._salts[request.request_id] = salt
+
+    def mark(self, metadata: Any) -> None:
+        """Complete what the worker is told to load and store in a step."""
+        for meta in metadata.requests:
+            self._looked_up.discard(meta.req_id)  # the worker unpins it after this step
+            salt = self._salts.get(meta.req_id)
+            if salt and meta.token_ids:
+                meta.token_ids = salted(meta.token_ids, salt)
+        if self._abandoned:
+            from lmcache.integration.vllm.vllm_v1_adapter import ReqMeta
+
+            for req_id in self._abandoned:
+                nothing = torch.empty(0, dtype=torch.long)
+                metadata.add_request(ReqMeta(req_id, token_ids=[], slot_mapping=nothing))
+            self._abandoned.clear()
+
+    def finished(self, request_id: str) -> None:
+        """When a request has ended, in whatever way.
+
+        One that was looked up and never scheduled has left pins in the worker, and entries in
+        LMCache's adapter. The worker hears of it with the next step.
+        """
+        self._salts.pop(request_id, None)
+        if request_id in self._looked_up:
+            self._looked_up.discard(request_id)
+            self._abandoned.append(request_id)
+            self._adapter.lookup_client.clear_lookup_status(request_id)
+            self._adapter.load_specs.pop(request_id, None)
+            self._adapter._requests_priority.pop(request_id, None)
+
+    def _lookup(self, lookup: Any, token_ids: Any, lookup_id: str, **rest: Any) -> Any:
+        self._looked_up.add(lookup_id)
+        if (salt := self._salts.get(lookup_id)) and len(token_ids):
+            token_ids = salted(list(token_ids), salt)
+        return lookup(token_ids, lookup_id=lookup_id, **rest)
+
+
+@functools.lru_cache(maxsize=1024)
+def _adapter(path: str, newest: int) -> str:
+    return fingerprint(path)

@@ -1,0 +1,82 @@
+"""A short name for a model's or an adapter's weights, for keys: the model's name says too little.
+
+A model may change under one name, and KV caches outlive engines on disk and in a shared tier. The
+name is made from content, not from times or places, so that hosts with the same files share.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import struct
+from pathlib import Path
+from typing import Any
+
+__all__ = ["fingerprint"]
+
+logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
+
+_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
+_CONFIGS = ("config.json", "adapter_config.json")
+_SAMPLE_BYTES = 256
+_SAMPLES = 64  # of a file whose tensors are not listed
+_DIGITS = 12
+
+
+def fingerprint(model: str, commit: str | None = None) -> str:
+    """Twelve digits of a hash; equal for equal files, different after any usual training.
+
+    Reads the configuration, the list of tensors, and some bytes from the middle of each: 700
+    reads for a model of 70 billion parameters, whatever its size. A change that keeps all of these
+    (single rows of an embedding, for example) is not seen.
+
+    Args:
+        model: directory, file, or name on a hub.
+        commit: of the hub's repository; says it all where there is one.
+    """
+    if commit:
+        return hashlib.sha256(commit.encode()).hexdigest()[:_DIGITS]
+    path = Path(model)
+    files = [path] if path.is_file() else sorted(path.glob("*")) if path.is_dir() else []
+    digest = hashlib.sha256()
+    found = False
+    for file in files:
+        if file.name in _CONFIGS:
+            digest.update(file.read_bytes())
+        elif file.suffix in _SUFFIXES:
+            found = True
+            digest.update(f"{file.name} {file.stat().st_size}".encode())
+            for sample in _samples(file):
+                digest.update(sample)
+    if not found:
+        logger.warning(
+            "lmcache-xpu: no weights found at %s, so cached KV is told apart by the model's name "
+            "alone: empty the disk tier when the model changes",
+            model,
+        )
+        return "unknown"
+    return digest.hexdigest()[:_DIGITS]
+
+
+def _samples(file: Path) -> list[bytes]:
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        if file.suffix == ".safetensors":
+            (length,) = struct.unpack("<Q", opened.read(8))
+            header = opened.read(length)
+            middles = [8 + length + middle for middle in _middles(json.loads(header))]
+        else:
+            header = b""
+            middles = [size * part // _SAMPLES for part in range(_SAMPLES)]
+        samples = [header]
+        for middle in middles:
+            opened.seek(middle)
+            samples.append(opened.read(_SAMPLE_BYTES))
+        return samples
+
+
+def _middles(header: dict[str, Any]) -> list[int]:
+    """The middle of each tensor in a safetensors file, in the order of the file."""
+    spans = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
+    return sorted((begin + end) // 2 for begin, end in spans)
