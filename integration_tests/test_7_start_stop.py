@@ -1,0 +1,127 @@
+"""It starts or says why not, and stops without losing an answer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from prompts import tokens, whole
+from stack import CHUNK, Processes, Stack
+from test_2_tiers import hit
+
+from lmcache_xpu.demo.client import Answer
+from lmcache_xpu.errors import EngineError, SettingsError
+from lmcache_xpu.settings import ENV_PREFIX, Settings
+
+pytestmark = pytest.mark.promise("6 start and stop")
+
+# A wrong value for each setting that has one; the others take any text.
+WRONG = {
+    "port": "99999",
+    "drain_s": "-1",
+    "log_level": "loud",
+    "device": "tpu",
+    "dtype": "int4",
+    "max_model_len": "0",
+    "block_tokens": "x",
+    "kv_cache_gib": "0",
+    "memory_fraction": "1.5",
+    "tensor_parallel": "0",
+    "prefix_caching": "perhaps",
+    "max_num_batched_tokens": "-5",
+    "max_num_seqs": "0",
+    "enforce_eager": "maybe",
+    "offload": "some",
+    "chunk_tokens": "0",
+    "cpu_gib": "nan",
+    "disk_gib": "-1",
+    "remote_url": "http://cache:6379",
+    "layerwise": "2",
+    "save_decode": "no way",
+    "hash_algorithm": "builtin",
+    "overlap_load": "maybe",
+    "overlap_store": "2",
+    "staging_mib": "-1",
+}
+ANY_TEXT = {
+    "model",
+    "host",
+    "api_key",
+    "served_model_name",
+    "disk_path",
+    "remote_password",
+    "extra_args",
+}
+
+
+def test_every_setting_is_here():
+    assert WRONG.keys() | ANY_TEXT == Settings.model_fields.keys()
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_value_is_refused_by_name(name: str):
+    """Key, value and what is allowed, in one line, before anything has started."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(ENV_PREFIX)}
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("lmcache-xpu")), "serve", "org/model", "--dry-run"],
+        env={**env, ENV_PREFIX + name.upper(): WRONG[name]},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert name in done.stderr
+    assert "expected" in done.stderr
+    assert WRONG[name] in done.stderr or "not shown" in done.stderr
+
+
+def test_more_memory_than_there_is_is_refused(stack: Stack):
+    if not isinstance(stack, Processes):
+        pytest.skip("starts an engine that must not start")
+    with pytest.raises(SettingsError, match=r"CPU tier of 1e\+06 GiB"), stack.start(cpu_gib=1e6):
+        pass
+
+
+def test_sigkill_restart_drain_and_api_key(stack: Stack, tmp_path: Path):
+    """One engine, killed in the middle of a store, and its successor on the same directory.
+
+    The successor finds what was complete, to the token, and no more; it has other keys for other
+    clients; and when it is asked to stop it ends its answers first.
+
+    Seen to fail with a hash seed that differs (nothing found), with files that get their name
+    before they are complete (wrong tokens but for the checksum), and with drain_s 0 (no answer).
+    """
+    if not isinstance(stack, Processes):
+        pytest.skip("kills its engine")
+    prompt, second = tokens("killed", 5 * CHUNK + 3), tokens("killed second", 8 * CHUNK)
+    shared = {"own": True, "disk_path": tmp_path / "disk", "disk_gib": 0.25, "drain_s": 30}
+    with stack.start(**shared) as engine:
+        expected = engine.ask(prompt).token_ids
+        engine.settle()
+        engine.plant("disk write", kill=True)
+        with pytest.raises(EngineError, match="expected a whole answer"):
+            engine.ask(second, 1500)
+        engine.kill()
+    with stack.start(**shared, api_key="secret") as engine:
+        assert hit(engine, prompt) == (whole(len(prompt)), 5 * CHUNK)
+        engine.forget()
+        assert engine.ask(prompt).token_ids == expected
+        assert not list((tmp_path / "disk").rglob("*.tmp"))
+        unkeyed = engine._http.post("/v1/completions", json={"model": "exact", "prompt": "a"})
+        assert unkeyed.status_code == 401
+        answers: list[Answer] = []
+        asking = threading.Thread(
+            target=lambda: answers.append(engine.ask(tokens("drained", 500), 400))
+        )
+        asking.start()
+        time.sleep(1)
+        assert engine.process is not None
+        engine.process.stop()
+        asking.join()
+        assert [answer.completion_tokens for answer in answers] == [400]

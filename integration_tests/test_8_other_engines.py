@@ -1,0 +1,116 @@
+"""Engines with settings of their own: adapters, the other failure policy, other weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from prompts import tokens, whole
+from safetensors.torch import save_file
+from stack import CHUNK, Engine, Processes, Stack
+from test_2_tiers import CPU_CHUNKS, fill, hit
+
+from lmcache_xpu.demo.model import EXACT, make_model
+from lmcache_xpu.errors import EngineError
+from lmcache_xpu.settings import Settings
+
+RANK = 4
+
+
+def make_adapter(directory: Path, seed: int) -> Path:
+    """A LoRA adapter for EXACT with random weights, large enough to change its answers."""
+    directory.mkdir()
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 64, "target_modules": ["v_proj"]}
+    (directory / "adapter_config.json").write_text(json.dumps({**config, "bias": "none"}))
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(EXACT.layers):
+        name = f"base_model.model.model.layers.{layer}.self_attn.v_proj"
+        keys = EXACT.kv_heads * EXACT.head_dim
+        weights[f"{name}.lora_A.weight"] = torch.randn(RANK, EXACT.hidden, generator=generator)
+        weights[f"{name}.lora_B.weight"] = torch.randn(keys, RANK, generator=generator)
+    save_file(weights, directory / "adapter_model.safetensors")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def adapters(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """Two adapters; no disk tier; a load that fails fails its request."""
+    if not isinstance(stack, Processes):
+        pytest.skip("needs settings of its own")
+    places = tmp_path_factory.mktemp("adapters")
+    modules = [f"{name}={make_adapter(places / name, seed)}" for seed, name in enumerate("ab")]
+    extra = ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", *modules]
+    transfer = Settings.load({"model": "m", "cpu_gib": 24 / 1024})._kv_transfer()
+    transfer["kv_load_failure_policy"] = "fail"
+    extra += ["--kv-transfer-config", json.dumps(transfer)]
+    with stack.start(extra_args=tuple(extra)) as engine:
+        yield engine
+
+
+@pytest.mark.promise("8 security")
+def test_entries_of_an_adapter_are_for_that_adapter(adapters: Engine):
+    """Seen to fail without `Isolation`: each is a hit, and the answers are the first one's."""
+    prompt = tokens("adapters", 3 * CHUNK + 7)
+    answers = {}
+    for name in ("exact", "a", "b"):
+        adapters.forget()
+        before = adapters.counts()
+        answers[name] = adapters.ask(prompt, model=name).token_ids
+        assert (adapters.counts() - before).external_hits == 0
+    assert len(set(answers.values())) == 3
+    for name in ("exact", "a", "b"):
+        adapters.forget()
+        before = adapters.counts()
+        assert adapters.ask(prompt, model=name).token_ids == answers[name]
+        assert (adapters.counts() - before).external_hits == 3 * CHUNK
+
+
+@pytest.mark.promise("2 tiers")
+def test_without_a_disk_tier_what_was_evicted_is_computed_again(adapters: Engine):
+    prompt = tokens("no disk", 4 * CHUNK + 77)
+    adapters.ask(prompt)
+    assert hit(adapters, prompt) == (4 * CHUNK, 0)
+    fill(adapters, "no disk", CPU_CHUNKS)
+    assert hit(adapters, prompt) == (0, 0)
+
+
+@pytest.mark.promise("4 faults")
+def test_with_the_policy_fail_a_failed_load_fails_its_request_alone(adapters: Engine):
+    """An error for the client, never a wrong token; the engine and the next request go on."""
+    prompt = tokens("fails", 4 * CHUNK + 77)
+    expected = adapters.ask(prompt).token_ids
+    adapters.forget()
+    adapters.plant("before load")
+    with pytest.raises(EngineError):
+        adapters.ask(prompt)
+    assert adapters.alive()
+    adapters.forget()
+    assert adapters.ask(prompt).token_ids == expected
+
+
+@pytest.mark.promise("4 faults")
+def test_another_model_under_the_same_name_finds_nothing(stack: Stack, tmp_path: Path):
+    """On the same disk directory: other weights, and then a layout of another version's files.
+
+    Seen to fail without the weights in the namespace: a hit, and the other model's answer.
+    """
+    if not isinstance(stack, Processes):
+        pytest.skip("exchanges the model's files")
+    prompt, place = tokens("weights", 4 * CHUNK + 3), tmp_path / "model"
+    disk = {"disk_path": tmp_path / "disk", "disk_gib": 0.25, "model": str(place)}
+    answers = []
+    for seed in (1, 2):
+        shutil.rmtree(place, ignore_errors=True)
+        make_model(dataclasses.replace(EXACT, seed=seed), tmp_path).rename(place)
+        with stack.start(**disk) as engine:
+            assert hit(engine, prompt) == (0, 0)
+            answers.append(engine.ask(prompt).token_ids)
+            engine.settle()
+            assert hit(engine, prompt) == (whole(len(prompt)), 0)
+    assert answers[0] != answers[1]
