@@ -139,5 +139,5 @@ def ask(client: Client, messages: list[dict[str, str]], tokens: int = 24) -> Ans
 
 def crowd_out(client: Client, first_seed: int) -> None:
     """Fill the engine's own cache with other prompts."""
-    for seed in range(first_seed, first_seed + 4):
+    for seed in range(first_seed, first_seed + 8):
         ask(client, conversation(seed), tokens=2)
