@@ -371,6 +371,6 @@ def test_the_load_test_names_the_service_the_model_and_the_key():
     [locust] = pod["containers"]
     assert "--host=http://kv-lmcache-xpu-m:80" in locust["args"]
     assert "--model=small" in locust["args"]
-    assert "--api-key=$(API_KEY)" in locust["args"]
-    assert locust["env"][-1]["valueFrom"]["secretKeyRef"] == SECRET
+    key = locust["env"][-1]
+    assert (key["name"], key["valueFrom"]["secretKeyRef"]) == ("LOCUST_API_KEY", SECRET)
     assert pod["volumes"][1]["persistentVolumeClaim"] == {"claimName": "r"}
