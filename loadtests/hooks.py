@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import signal
 from typing import Any
 
-import gevent
 from locust import events
 from locust.env import Environment
 from locust.runners import WorkerRunner
@@ -41,7 +39,7 @@ def _init(environment: Environment, **_: Any) -> None:
         LOG.error("%s", _short(error))
         raise SystemExit(REFUSED) from None
     if not isinstance(environment.runner, WorkerRunner):
-        gevent.signal_handler(signal.SIGTERM, os.kill, os.getpid(), signal.SIGINT)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 @events.test_start.add_listener

@@ -123,10 +123,13 @@ def test_the_rows_of_all_workers_arrive(stub, tmp_path):
     assert len(rows) == len([key for key in stub.read("log") if key])
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_is_reported(stub, tmp_path, number):
+@pytest.mark.parametrize(
+    ("number", "processes"),
+    [(signal.SIGINT, ()), (signal.SIGTERM, ()), (signal.SIGTERM, ("--processes", "2"))],
+)
+def test_an_interrupted_run_is_reported(stub, tmp_path, number, processes):
     directory = tmp_path / "report"
-    with locust(stub.url, directory, **{"--duration-s": 60}) as process:
+    with locust(stub.url, directory, *processes, **{"--duration-s": 60}) as process:
         rows = directory / "rows.jsonl"
         wait_for(lambda: rows.exists() and rows.read_text().count("\n") > 5)
         process.send_signal(number)
