@@ -19,6 +19,7 @@ from loadtests.slo import Slo
 __all__ = ["report_run", "write_report"]
 
 TEMPLATE = "report.html.j2"
+PATHS = ("report_dir", "slo", "conversations")
 TIMES = (
     ("ttft_s", "Time to first token"),
     ("ttft_first_round_s", "  of round 1"),
@@ -52,7 +53,7 @@ def write_report(
     found = compare(arms, limits)
     verdict = judge(arms, found, limits)
     pictures = draw(arms, found, directory)
-    settings = {arm.name: arm.runs[0].meta for arm in arms if arm.runs}
+    settings = {arm.name: _settings(arm.runs[0].meta) for arm in arms if arm.runs}
     summary = {
         "verdict": verdict.sentences,
         "holds": verdict.holds,
@@ -81,6 +82,12 @@ def write_report(
         )
     )
     return verdict
+
+
+def _settings(meta: dict[str, Any]) -> dict[str, Any]:
+    """Of a run, without what says only where its files are."""
+    options = {k: v for k, v in meta.get("options", {}).items() if k not in PATHS}
+    return meta | {"options": options}
 
 
 def _environment() -> jinja2.Environment:
