@@ -122,3 +122,12 @@ def test_the_load_test_knows_its_workload(inside):
 
 def test_the_router_starts(inside):
     assert "cache_aware" in inside("vllm-router", "--help", image="router").stdout
+
+
+def test_each_alert_fires_when_it_should(host, images):
+    """By Prometheus's own tool: alerts_test.yaml has an engine in trouble, and one that is well."""
+    files = {"alerts.yaml": "monitoring", "alerts_test.yaml": "tests/containers"}
+    mounts = [f"-v={ROOT / folder / name}:/rules/{name}:ro" for name, folder in files.items()]
+    command = ("test", "rules", "/rules/alerts_test.yaml")
+    done = host.run("run", "--rm", *mounts, "--entrypoint", "promtool", tag("prometheus"), *command)
+    assert "SUCCESS" in done.stdout
