@@ -1,0 +1,69 @@
+"""What Compose makes of its files: the stack for Intel GPUs, too, which can not run here."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from docker_host import ROOT
+
+
+def render(host, *profiles: str, **environment: str) -> dict:
+    options = [option for profile in profiles for option in ("--profile", profile)]
+    done = host.run(
+        *("compose", "-f", str(ROOT / "compose.yaml"), "--env-file", str(ROOT / ".env.example")),
+        *(*options, "config", "--format", "json"),
+        env={"COMPOSE_PROFILES": "", **environment},
+    )
+    return json.loads(done.stdout)
+
+
+def test_the_example_is_one_engine_on_an_intel_gpu(host):
+    services = render(host, "xpu")["services"]
+    assert set(services) == {"engine-xpu"}
+    engine = services["engine-xpu"]
+    [device] = engine["devices"]
+    assert "/dev/dri" in str(device)
+    assert engine["group_add"] == ["992", "44"]
+    assert engine["ulimits"] == {"memlock": -1}
+    assert engine["stop_grace_period"] == "1m0s"
+    assert engine["build"]["args"] == {"XPU_IMAGE": "vllm/vllm-openai-xpu:v0.32.0"}
+    [port] = engine["ports"]
+    assert (port["host_ip"], port["published"], port["target"]) == ("127.0.0.1", "8000", 8000)
+    assert engine["environment"] | {"LMCACHE_XPU_DISK_GIB": "50"} == engine["environment"]
+    targets = {volume["target"]: volume["type"] for volume in engine["volumes"]}
+    assert targets == {
+        "/cache": "volume",
+        "/dev/dri/by-path": "bind",
+        "/models": "volume",
+        "/var/cache/kv": "volume",
+    }
+
+
+@pytest.mark.parametrize(
+    ("profiles", "services"),
+    [
+        (("cpu",), {"engine-cpu"}),
+        (("xpu", "monitoring"), {"engine-xpu", "prometheus", "grafana"}),
+        (("xpu", "xpu-2", "router"), {"engine-xpu", "engine-xpu-2", "router"}),
+        (("cpu", "cpu-2", "shared-cache"), {"engine-cpu", "engine-cpu-2", "valkey"}),
+        (("loadtest",), {"loadtest"}),
+    ],
+)
+def test_profiles_bring_their_services(host, profiles, services):
+    assert set(render(host, *profiles)["services"]) == services
+
+
+def test_two_engines_get_a_gpu_each(host):
+    services = render(host, "xpu", "xpu-2", GPUS="0")["services"]
+    masks = [services[name]["environment"]["ZE_AFFINITY_MASK"] for name in sorted(services)]
+    assert masks == ["0", "1"]
+
+
+def test_bake_reads_its_file_and_names_every_image(host):
+    names = ("wheel", "xpu", "xpu-ubuntu", "xpu-legacy", "cpu", "loadtest", "router")
+    shown = host.run("buildx", "bake", "-f", str(ROOT / "docker-bake.hcl"), "--print", *names)
+    text = shown.stdout[shown.stdout.index("{\n") :]
+    targets = json.loads(text)["target"]
+    assert set(targets) == set(names)
+    assert targets["xpu-legacy"]["args"]["ALLOW_UNTESTED"] == "1"
