@@ -109,7 +109,7 @@ class DockerHost:
             archive, unpacked = self.folder / f"{package}.deb", self.folder / package
             urllib.request.urlretrieve(f"{DEBIAN}/{file[1]}", archive)
             _call("dpkg-deb", "-x", str(archive), str(unpacked))
-            [program] = unpacked.rglob(f"docker-{plugin}")
+            [program] = unpacked.glob(f"usr/lib*/docker/cli-plugins/docker-{plugin}")
             shutil.copy(program, plugins / f"docker-{plugin}")
         self.env["DOCKER_CONFIG"] = str(self.folder / "config")
 
@@ -119,18 +119,19 @@ class DockerHost:
         if os.geteuid():
             pytest.fail("no Docker runs here. Start it, run as root, or set SKIP_CONTAINERS=1.")
         socket = self.folder / "docker.sock"
-        log = (self.folder / "dockerd.log").open("wb")
-        daemon = subprocess.Popen(
-            [
-                *("dockerd", "--host", f"unix://{socket}", "--pidfile", str(self.folder / "pid")),
-                *("--data-root", str(self.folder / "data")),
-                *("--exec-root", str(self.folder / "exec")),
-            ],
-            stdout=log,
-            stderr=log,
-            env=self.env,
-            start_new_session=True,
-        )
+        with (self.folder / "dockerd.log").open("wb") as log:
+            daemon = subprocess.Popen(
+                [
+                    *("dockerd", "--host", f"unix://{socket}"),
+                    *("--pidfile", str(self.folder / "pid")),
+                    *("--data-root", str(self.folder / "data")),
+                    *("--exec-root", str(self.folder / "exec")),
+                ],
+                stdout=log,
+                stderr=log,
+                env=self.env,
+                start_new_session=True,
+            )
         self._stack.callback(self._stop, daemon)
         self.env["DOCKER_HOST"] = f"unix://{socket}"
         for _ in range(120):
