@@ -207,10 +207,10 @@ def _gain(arm: Arm, found: dict[str, Figures], base: Arm) -> list[str]:
             "faster than without offload."
         )
     if "no_reuse_overhead" in figure:
-        low, high = figure["no_reuse_overhead_ci"]
+        overhead, (low, high) = figure["no_reuse_overhead"], figure["no_reuse_overhead_ci"]
         said.append(
-            f"Where nothing can be found, whole requests take {figure['no_reuse_overhead']:+.1%} "
-            f"(95 % CI {low:+.1%} to {high:+.1%})."
+            f"Where nothing can be found, whole requests take {abs(overhead):.1%} "
+            f"{'more' if overhead > 0 else 'less'} time (95 % CI {low:+.1%} to {high:+.1%})."
         )
     return said
 
