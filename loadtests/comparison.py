@@ -156,6 +156,11 @@ def judge(arms: Sequence[Arm], found: dict[str, Figures], slo: Slo) -> Verdict:
         )
     broken = [f"{arm.name}: {why}" for arm in arms if (why := _cut_short(found[arm.name]))]
     missed = [check for check in checks if not check.holds]
+    if any(check.threshold.figure == "client_lag_p95_s" for check in missed):
+        sentences.append(
+            "The client was the bottleneck: it came late to its own timers, so times are its own "
+            "as well. Use more processes (--processes), or another machine for it."
+        )
     if not checks:
         sentences.append("No threshold applies.")
     elif missed:

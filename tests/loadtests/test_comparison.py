@@ -195,6 +195,16 @@ def test_a_base_that_fell_behind_is_said(tmp_path):
     assert "vLLM without offload did not keep up: it answered" in judge(made, found, slo).text
 
 
+def test_a_client_that_is_the_bottleneck_is_said_and_fails(tmp_path):
+    path = slo_file(tmp_path)
+    path.write_text(SLO + '[[run]]\nfigure = "client_lag_p95_s"\nmax = 0.0005\n')
+    arm = Arm("server", "it", [run(tmp_path / "r", [row(i) for i in range(5, 20)])])
+    slo = Slo.load(path)
+    verdict = judge([arm], compare([arm], slo), slo)
+    assert not verdict.holds
+    assert "The client was the bottleneck" in verdict.text
+
+
 def test_a_figure_that_is_missing_does_not_hold(tmp_path):
     slo = Slo.load(slo_file(tmp_path))
     checks = slo.check(slo.compare, {"none": {}, "cpu": {"external_hit_rate": None}})
