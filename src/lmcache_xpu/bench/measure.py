@@ -1,0 +1,233 @@
+"""One engine in this process: first what a hit restores, byte by byte, then times.
+
+    python -m lmcache_xpu.bench.measure JOB
+
+JOB is a JSON object with `values` (for `Settings.load`), `shape` and `repeats`. Results are lines
+that begin with `MARK`, each a JSON object; everything else is the engine's own output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from lmcache_xpu.bench.shapes import Shape, Turn, shape_named
+from lmcache_xpu.settings import Settings
+
+MARK = "BENCH "
+SETTLE_S = 1.0  # stores go on after an answer
+
+
+def say(**facts: Any) -> None:
+    """One line for the parent process."""
+    print(MARK + json.dumps(facts), flush=True)
+
+
+class Engine:
+    """A vLLM engine in this process.
+
+    Args:
+        settings: of the engine.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        from vllm import LLM, SamplingParams
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+        # What is left over is for the server.
+        args, _ = parser.parse_known_args(["--model", *settings.vllm_args()])
+        self._llm = LLM.from_engine_args(EngineArgs.from_cli_args(args))
+        self._one = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
+        self._two = SamplingParams(max_tokens=2, temperature=0, detokenize=False)
+        self._numbers = random.Random(1)
+
+    def prompt(self, length: int) -> list[int]:
+        """Tokens that were never used before."""
+        return [self._numbers.randrange(3, 8000) for _ in range(length)]
+
+    def seconds(self, *prompts: list[int]) -> float:
+        """Until all of these have their first token."""
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        begin = time.perf_counter()
+        self._llm.generate(asked, self._one, use_tqdm=False)
+        return time.perf_counter() - begin
+
+    def forget(self) -> None:
+        """Empty the engine's own prefix cache."""
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("the engine keeps its prefix cache: blocks are still in use")
+
+    def zero(self) -> None:
+        """Zero the engine's KV cache."""
+        self._llm.collective_rpc(_zero)
+
+    def written(self, prompt: list[int]) -> torch.Tensor:
+        """Digests `[layers, blocks]` of the blocks of a prompt, in order, without its last one.
+
+        In the last block a hit computes a token anew, which may round in another way.
+        """
+        engine: Any = self._llm.llm_engine
+        engine.add_request("written", {"prompt_token_ids": prompt}, self._two)
+        scheduler = engine.engine_core.engine_core.scheduler
+        digests: torch.Tensor | None = None
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+            if outputs and not outputs[0].finished and digests is None:
+                (request,) = scheduler.requests
+                blocks = scheduler.kv_cache_manager.get_block_ids(request)[0]
+                size = len(prompt) // (len(prompt) // scheduler.block_size)
+                ids = blocks[: len(prompt) // size - 1]
+                count = scheduler.kv_cache_config.num_blocks
+                digests = self._llm.collective_rpc(_digests, args=(ids, count))[0]
+        assert digests is not None
+        return digests
+
+
+def _zero(worker: Any) -> None:
+    for cache in worker.model_runner.kv_caches:
+        cache.zero_()
+    _synchronize()
+
+
+def _digests(worker: Any, ids: Sequence[int], count: int) -> torch.Tensor:
+    """A number per layer and block that depends on every byte and its place."""
+    _synchronize()
+    rows = []
+    for cache in worker.model_runner.kv_caches:
+        blocks = cache.movedim(list(cache.shape).index(count), 0)
+        words = blocks[torch.tensor(ids, device=cache.device)].contiguous()
+        words = words.view(len(ids), -1).view(torch.int16).long()
+        places = torch.arange(words.shape[1], device=cache.device)
+        weights = (places * 2654435761 + 40503) | 1
+        rows.append((words * weights).sum(dim=1).cpu())
+    return torch.stack(rows)
+
+
+def _synchronize() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+def exactness(engine: Engine, length: int) -> float:
+    """Share of blocks, of all layers, that a hit in the tier restores to the byte."""
+    prompt = engine.prompt(length)
+    engine.forget()
+    engine.zero()
+    cold = engine.written(prompt)
+    time.sleep(SETTLE_S)
+    engine.forget()
+    engine.zero()
+    warm = engine.written(prompt)
+    return float((cold == warm).float().mean())
+
+
+def link_gb_s(repeats: int) -> dict[str, float]:
+    """GB/s of one large copy from pinned memory (on CPU: of a plain copy) and back."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    size = 2**30 if device else 2**28
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=device is not None).fill_(1)
+    there = torch.ones(size, dtype=torch.uint8, device=device or "cpu")
+    found = {}
+    for name, target, source in (("load", there, host), ("store", host, there)):
+        times = []
+        for _ in range(repeats + 2):
+            _synchronize()
+            begin = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            _synchronize()
+            times.append(time.perf_counter() - begin)
+        found[name] = size / sorted(times)[len(times) // 2] / 1e9
+    return found
+
+
+def whole(engine: Engine, length: int, *, tier: bool) -> dict[str, float]:
+    """A whole prompt: recomputed, in the engine's own cache, in the tier."""
+    prompt = engine.prompt(length)
+    found = {"recompute": engine.seconds(prompt)}
+    time.sleep(SETTLE_S / 2)
+    found["own prefix"] = engine.seconds(prompt)
+    if tier:
+        engine.forget()
+        found["tier"] = engine.seconds(prompt)
+    return found
+
+
+def later(engine: Engine, turns: Sequence[Turn], *, tier: bool) -> dict[str, float]:
+    """Later turns at once: histories in the engine's own cache, and in the tier."""
+    histories = [engine.prompt(turn.history) for turn in turns]
+
+    def ask() -> float:
+        return engine.seconds(
+            *(
+                history + engine.prompt(turn.new)
+                for history, turn in zip(histories, turns, strict=True)
+            )
+        )
+
+    for history in histories:
+        engine.seconds(history)
+    time.sleep(SETTLE_S / 2)
+    found = {"own prefix": ask()}
+    if tier:
+        time.sleep(SETTLE_S)
+        engine.forget()
+        found["tier"] = ask()
+    return found
+
+
+def medians(measured: Callable[[], dict[str, float]], repeats: int) -> dict[str, float]:
+    """Milliseconds, of each source the median."""
+    rounds = [measured() for _ in range(repeats)]
+    return {
+        name: sorted(one[name] for one in rounds)[repeats // 2] * 1e3 for name in rounds[0]
+    }
+
+
+def measure(engine: Engine, shape: Shape, repeats: int, *, tier: bool) -> None:
+    """Everything, each result as a line."""
+    engine.seconds(engine.prompt(shape.lengths[0] // 2))  # what is compiled at first use
+    if tier:
+        say(exact=exactness(engine, shape.lengths[0]))
+    else:
+        say(link=link_gb_s(repeats))
+    for length in shape.lengths:
+        times = medians(lambda n=length: whole(engine, n, tier=tier), repeats)  # type: ignore[misc]
+        say(row=f"{length}", tokens=length, ms=times)
+    for turn in shape.turns:
+        times = medians(lambda t=turn: later(engine, [t], tier=tier), repeats)  # type: ignore[misc]
+        say(row=f"{turn.history} + {turn.new}", tokens=turn.history, ms=times)
+    crowd = [shape.crowd_turn] * shape.crowd
+    times = medians(lambda: later(engine, crowd, tier=tier), repeats)
+    name = f"{shape.crowd} x ({shape.crowd_turn.history} + {shape.crowd_turn.new})"
+    say(row=name, tokens=shape.crowd * shape.crowd_turn.history, ms=times)
+
+
+def main() -> None:
+    """See the module."""
+    job = json.loads(sys.argv[1])
+    settings = Settings.load(job["values"])
+    os.environ.update(settings.environment())
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine in this process: its cache is looked at
+        VLLM_ALLOW_INSECURE_SERIALIZATION="1",
+        TOKENIZERS_PARALLELISM="false",
+        HF_HUB_OFFLINE="1",
+    )
+    engine = Engine(settings)
+    say(started=True)
+    measure(engine, shape_named(job["shape"]), job["repeats"], tier=job["tier"])
+    sys.stdout.flush()
+    os._exit(0)  # LMCache's threads would keep the process
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Tables, a plot, and one file to send."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lmcache_xpu.bench.engine import Result
+from lmcache_xpu.bench.shapes import Shape
+from lmcache_xpu.errors import SettingsError
+
+
+class Figures:
+    """The figures of a run, and what they are compared with.
+
+    The limit of a hit is the engine's own prefix hit without a connector, plus the time of a raw
+    copy of its bytes; of a later turn it is that prefix hit alone, because the copy can hide behind
+    the computing.
+
+    Args:
+        shape: of the model.
+        results: of the engines.
+    """
+
+    def __init__(self, shape: Shape, results: list[Result]) -> None:
+        self.shape = shape
+        self.results = results
+        self._none = next((r for r in results if r.variant == "none" and r.ms), None)
+
+    @property
+    def rows(self) -> list[str]:
+        """The requests, in the order in which they were timed."""
+        return list(dict.fromkeys(row for result in self.results for row in result.ms))
+
+    def limit_ms(self, row: str) -> float | None:
+        """The least that a hit can cost; None if it was not measured."""
+        if self._none is None or row not in self._none.ms:
+            return None
+        own = self._none.ms[row]["own prefix"]
+        if "+" in row:
+            return own
+        size = self._none.tokens[row] * self.shape.token_bytes
+        return own + size / self._none.link_gb_s["load"] / 1e6
+
+    def hit_ratio(self, result: Result, row: str) -> float | None:
+        """A hit in the tier over its limit."""
+        limit, tier = self.limit_ms(row), result.ms.get(row, {}).get("tier")
+        return tier / limit if limit and tier else None
+
+    def store_ratio(self, result: Result, row: str) -> float | None:
+        """Recomputing while storing over recomputing without a connector."""
+        if self._none is None or result is self._none:
+            return None
+        plain = self._none.ms.get(row, {}).get("recompute")
+        mine = result.ms.get(row, {}).get("recompute")
+        return mine / plain if plain and mine else None
+
+    def as_dict(self, machine: dict[str, str], command: str) -> dict[str, Any]:
+        """All of it, for a file."""
+        return {
+            "machine": machine,
+            "command": command,
+            "shape": self.shape.name,
+            "limits_ms": {row: self.limit_ms(row) for row in self.rows},
+            "results": [
+                asdict(result)
+                | {
+                    "hit_over_limit": {row: self.hit_ratio(result, row) for row in self.rows},
+                    "store_over_recompute": {
+                        row: self.store_ratio(result, row) for row in self.rows
+                    },
+                }
+                for result in self.results
+            ],
+        }
+
+
+def show(figures: Figures, console: Console) -> None:
+    """Print the tables."""
+    for title, source, ratio in (
+        ("Hit in the tier, ms (and over its limit)", "tier", figures.hit_ratio),
+        ("Recompute while storing, ms (and over recomputing alone)", "recompute", None),
+        ("The engine's own prefix hit, ms", "own prefix", None),
+    ):
+        ratio = figures.store_ratio if source == "recompute" else ratio
+        rows = [r for r in figures.rows if any(source in x.ms.get(r, {}) for x in figures.results)]
+        table = Table(title=title, title_justify="left", box=None)
+        table.add_column("")
+        for row in rows:
+            table.add_column(row, justify="right")
+        if source == "tier":
+            limits = [figures.limit_ms(row) for row in rows]
+            table.add_row("limit", *("" if ms is None else f"{ms:.1f}" for ms in limits))
+        for result in figures.results:
+            cells = []
+            for row in rows:
+                ms = result.ms.get(row, {}).get(source)
+                over = ratio(result, row) if ratio else None
+                note = f" ({over:.2f})" if over is not None else ""
+                cells.append("" if ms is None else f"{ms:.1f}{note}")
+            if any(cells):
+                table.add_row(result.title, *cells)
+        console.print(table)
+    for result in figures.results:
+        if result.exact is not None and result.exact < 1:
+            console.print(f"{result.title}: NOT EXACT, {result.exact:.4f} of the blocks restored")
+        if result.error:
+            console.print(f"{result.title}: {result.error}", markup=False, highlight=False)
+
+
+def plot(figures: Figures, path: Path) -> None:
+    """A picture of the hits beside their limits.
+
+    Raises:
+        SettingsError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise SettingsError(
+            "no matplotlib", "it to be installed for a plot", "pip install matplotlib"
+        ) from None
+    rows = [row for row in figures.rows if figures.limit_ms(row) is not None]
+    shown = [r for r in figures.results if any("tier" in r.ms.get(row, {}) for row in rows)]
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    axes = figure.subplots()
+    width = 0.8 / max(1, len(shown))
+    for number, result in enumerate(shown):
+        heights = [figures.hit_ratio(result, row) or 0 for row in rows]
+        places = [at + (number - (len(shown) - 1) / 2) * width for at in range(len(rows))]
+        exact = result.exact is None or result.exact == 1
+        label = result.title if exact else f"{result.title} (not exact)"
+        axes.bar(places, heights, width, label=label, hatch=None if exact else "//")
+    axes.axhline(1, color="black", linewidth=1)
+    axes.set_xticks(range(len(rows)), [f"{row} tokens" for row in rows])
+    axes.set_ylabel("time to first token of a hit over its limit")
+    axes.set_title("A hit in the CPU tier; 1 is the least that it can cost")
+    axes.legend(ncols=2, fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+def write(
+    figures: Figures, machine: dict[str, str], command: str, path: Path, console: Console
+) -> None:
+    """One readable file with everything: facts, tables, and the figures as JSON."""
+    with path.open("w") as file:
+        facts = Console(file=file, width=160)
+        facts.print("# lmcache-xpu bench engine", highlight=False)
+        for name, value in {**machine, "command": command}.items():
+            facts.print(f"{name}: {value}", markup=False, highlight=False)
+        show(figures, facts)
+        file.write("\n" + json.dumps(figures.as_dict(machine, command), indent=1) + "\n")
+    console.print(f"Report: {path}", markup=False, highlight=False)

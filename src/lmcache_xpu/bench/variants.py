@@ -1,0 +1,104 @@
+"""Engines to compare. All of them are started from `Settings`; they differ in the KV connector."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmcache_xpu.bench.shapes import Shape
+from lmcache_xpu.errors import SettingsError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One engine.
+
+    Args:
+        name: as on the command line.
+        title: for readers.
+        settings: beside those of the shape.
+        connector: another one than ours, as vLLM's KV transfer configuration.
+        environment: variables of its process.
+    """
+
+    name: str
+    title: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    connector: dict[str, Any] | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def values(self, shape: Shape, model: str, device: str) -> dict[str, Any]:
+        """For `Settings.load`."""
+        extra = ["--load-format", "dummy", "--skip-tokenizer-init"]
+        if self.connector is not None:
+            extra += ["--kv-transfer-config", json.dumps(self.connector)]
+        return {
+            "model": model,
+            "device": device,
+            "dtype": shape.dtype,
+            "enforce_eager": True,
+            "log_level": "warning",
+            **shape.settings,
+            **self.settings,
+            "extra_args": extra,
+        }
+
+    def variables(self, shape: Shape, device: str) -> dict[str, str]:
+        """Of the process, beside those of the settings."""
+        gib = shape.settings["cpu_gib"]
+        common = {"LMCACHE_XPU_DEVICES": device}
+        if self.connector is not None:
+            common = {"LMCACHE_XPU_STOCK": "1"}
+        if self.name.startswith("lmcache"):
+            common |= {
+                "LMCACHE_CHUNK_SIZE": "256",
+                "LMCACHE_LOCAL_CPU": "True",
+                "LMCACHE_MAX_LOCAL_CPU_SIZE": str(gib),
+            }
+        return common | self.environment
+
+
+def _stock(name: str, title: str, layerwise: bool) -> Variant:
+    return Variant(
+        name=name,
+        title=title,
+        settings={"offload": False},
+        connector={"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"},
+        environment={"LMCACHE_USE_LAYERWISE": str(layerwise)},
+    )
+
+
+def variants(shape: Shape) -> tuple[Variant, ...]:
+    """All of them, the one without a connector first: it sets the limits."""
+    offloading = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": int(shape.settings["cpu_gib"] * 2**30)},
+    }
+    return (
+        Variant(name="none", title="no connector", settings={"offload": False}),
+        Variant(name="ours", title="ours, standard"),
+        Variant(name="ours-layerwise", title="ours, layerwise", settings={"layerwise": True}),
+        _stock("lmcache", "LMCache, standard", layerwise=False),
+        _stock("lmcache-layerwise", "LMCache, layerwise", layerwise=True),
+        Variant(
+            name="offloading",
+            title="vLLM's OffloadingConnector",
+            settings={"offload": False},
+            connector=offloading,
+        ),
+    )
+
+
+def chosen(shape: Shape, names: list[str] | None) -> list[Variant]:
+    """Those of these names, in their own order; all if none are named.
+
+    Raises:
+        SettingsError: a name that is none.
+    """
+    known = {variant.name: variant for variant in variants(shape)}
+    for name in names or ():
+        if name not in known:
+            raise SettingsError(f"variant {name!r}", f"one of {', '.join(known)}")
+    return [variant for name, variant in known.items() if not names or name in names]
