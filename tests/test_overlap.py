@@ -88,25 +88,29 @@ class Case:
 
 
 @pytest.mark.parametrize(
-    ("layers", "sizes"),
+    ("layers", "much", "sizes"),
     [
-        (1, [1]),
-        (2, [1, 1]),
-        (6, [1, 2, 3]),
-        (28, [1, 2, 3, 4, 5, 6, 7]),
-        (61, [1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8, 1]),
+        (1, True, [1]),
+        (6, True, [1, 2, 3]),
+        (28, True, [1, 2, 3, 4, 5, 6, 7]),
+        (61, True, [1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8, 1]),
+        (1, False, [1]),
+        (3, False, [3]),
+        (6, False, [4, 2]),
+        (32, False, [16, 8, 4, 4]),
+        (61, False, [30, 15, 8, 4, 4]),
     ],
 )
-def test_cuts_grow_from_one_layer(layers: int, sizes: list[int]):
-    assert [b - a for a, b in itertools.pairwise([*layer_cuts(layers), layers])] == sizes
+def test_cuts_grow_beside_much_computing_and_shrink_beside_little(layers, much, sizes):
+    cuts = layer_cuts(layers, much_to_compute=much)
+    assert [b - a for a, b in itertools.pairwise([*cuts, layers])] == sizes
 
 
-@pytest.mark.parametrize("layers", range(1, 100))
-def test_cuts_begin_at_the_first_layer_and_grow(layers: int):
-    cuts = layer_cuts(layers)
-    assert cuts[0] == 0
-    assert cuts == sorted(set(cuts))
-    assert cuts[-1] < layers
+@pytest.mark.parametrize(("tokens", "first"), [(None, 1), (4096, 1), (1024, 1), (512, 16), (1, 16)])
+def test_what_a_step_computes_decides_the_cuts(tokens, first):
+    overlap = Overlap(block_tokens=16)
+    overlap.begin_step(None, tokens)
+    assert overlap.cuts(32, 32768)[1] == first
 
 
 def test_every_layer_is_there_when_the_engine_comes_to_it():

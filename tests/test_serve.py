@@ -46,13 +46,21 @@ def free(unused_port=None):
         ({"vllm": "0.32.0+cpu"}, "cpu"),
         ({"vllm": "0.33.0+xpu"}, "xpu"),
         ({"vllm": "0.33.1.dev4+gabc123.xpu"}, "xpu"),
-        ({"vllm": "0.32.0"}, "cuda"),
     ],
 )
 def test_the_device_is_what_vllm_is_built_for(installed, versions, device):
     installed(**versions)
     assert resolve_device(load()).device == device
     assert resolve_device(load(device=device)).device == device
+
+
+def test_on_cuda_it_serves_on_request(installed):
+    installed(vllm="0.32.0")
+    with pytest.raises(SettingsError, match="on request: --device cuda"):
+        resolve_device(load())
+    settings = resolve_device(load(device="cuda"))
+    assert settings.device == "cuda"
+    assert settings.environment()["LMCACHE_XPU_DEVICES"] == "cuda"
 
 
 def test_another_device_than_vllms_is_a_mistake(installed):

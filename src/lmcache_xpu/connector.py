@@ -17,7 +17,7 @@ from lmcache.v1.metadata import LMCacheMetadata
 
 from lmcache_xpu.binding import Binding, Bound, ConnectorOptions, Request
 from lmcache_xpu.metrics import LOAD_CPU, STORE_CPU, Flow
-from lmcache_xpu.overlap import LayeredLoad, Overlap, layer_cuts
+from lmcache_xpu.overlap import LayeredLoad, Overlap
 from lmcache_xpu.staging import STAGING_BYTES
 
 
@@ -148,8 +148,8 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
         """
         request = Request.read(kwargs)
         bound = self._binding.bind(request.kvcaches)
-        beside = self.overlap is not None and self.overlap.loads
-        cuts = layer_cuts(self.num_layers) if beside else (0,)
+        beside = self.overlap if self.overlap is not None and self.overlap.loads else None
+        cuts = [0] if beside is None else beside.cuts(self.num_layers, sum(ends) - sum(starts))
         plan = self._binding.plan(bound, starts, ends, request, loading=True, cuts=cuts)
         self._binding.check_objects(bound, memory_objs, starts, ends, loading=True)
         memory = self._binding.memory(bound, memory_objs)
@@ -157,10 +157,10 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
         count = functools.partial(self._count, LOAD_CPU, bound, spans, request.cached)
         # Blocks may have been freed by a step that is still running.
         bound.stager.follow_engine()
-        if self.overlap is not None and self.overlap.loads:
+        if beside is not None:
             slots = request.slot_mapping[min(starts, default=0) : max(ends, default=0)]
             load = LayeredLoad(bound.stager, plan, memory, slots)
-            self.overlap.add_load(load, memory_objs, count)
+            beside.add_load(load, memory_objs, count)
             return
         moved = bound.stager.load(plan, memory)
         moved.done.wait()  # the engine's stream

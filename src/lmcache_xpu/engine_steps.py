@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
 
 FULL = "FULL"  # vLLM's CUDAGraphMode
+
+
+class StepFacts(NamedTuple):
+    """What the workers must know of a step, beside what LMCache tells them."""
+
+    written: frozenset[int]  # blocks; see `written_blocks`
+    tokens: int  # to compute
 
 
 def written_blocks(

@@ -16,10 +16,9 @@ events; nothing here waits on the engine's thread.
 from __future__ import annotations
 
 import bisect
-import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,6 +32,13 @@ from lmcache_xpu.plan import Plan
 from lmcache_xpu.staging import Moved, Stager, Stored
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
+
+MOST_LAYERS = 8  # of a cut that grows; larger copies are hardly faster
+LEAST_LAYERS = 4  # of a cut that shrinks; smaller copies are much slower
+
+# Loaded tokens per token to compute from which on copying takes longer than computing. A guess:
+# measured, 20 on an H200 and PCIe 5; more on devices that compute more slowly.
+LOAD_BOUND = 32
 
 AHEAD = 2  # cuts that are enqueued beyond the layer that the engine is at
 POLL_S = 5e-4
@@ -111,19 +117,21 @@ class LayeredLoad:
             self._moved.append(self._stager.load(self._plan, self._memory, cut=cut))
 
 
-def layer_cuts(layers: int) -> list[int]:
-    """The first layer of each cut: of 1, 2, 3, ... layers, up to 8.
+def layer_cuts(layers: int, *, much_to_compute: bool) -> list[int]:
+    """The first layer of each cut.
 
-    The first layer comes early that way, the rest in ever larger copies. They grow so slowly that
-    each cut is there by the time that the ones before it have been computed, also where computing
-    a layer takes little longer than loading it.
+    With much to compute beside the load, cuts of 1, 2, 3, ... up to 8 layers: the first layer comes
+    early, and each cut is there by the time that the ones before it have been computed. Else the
+    copies are what takes time: each cut is half of what is left, so that most layers come in few
+    large copies, and little is left to compute behind the last.
     """
-    sizes = (min(number, 8) for number in itertools.count(1))
-    return list(itertools.takewhile(lambda start: start < layers, _sums(sizes)))
-
-
-def _sums(sizes: Iterator[int]) -> Iterator[int]:
-    return itertools.accumulate(sizes, initial=0)
+    starts = [0]
+    while starts[-1] < layers:
+        left = layers - starts[-1]
+        growing = min(len(starts), MOST_LAYERS)
+        halving = max(left // 2, min(left, LEAST_LAYERS))
+        starts.append(starts[-1] + (growing if much_to_compute else halving))
+    return starts[:-1]
 
 
 Finished = Callable[[float], None]  # is told how many seconds a transfer took
@@ -148,6 +156,7 @@ class Overlap:
     block_tokens: int
     loads: bool = True
     stores: bool = True
+    _tokens: int | None = field(default=None, init=False)  # that this step computes
     _loads: list[_Load] = field(default_factory=list, init=False)
     _reading: list[tuple[Stored, torch.Tensor]] = field(default_factory=list, init=False)
     _unpublished: dict[int, Moved] = field(default_factory=dict, init=False)  # by id of object
@@ -155,19 +164,26 @@ class Overlap:
         default_factory=lambda: ThreadPoolExecutor(1, "lmcache-xpu-finish"), init=False
     )
 
-    def begin_step(self, written: frozenset[int] | None) -> None:
+    def begin_step(self, written: frozenset[int] | None, tokens: int | None = None) -> None:
         """Protect blocks that a store has yet to read.
 
         Args:
             written: blocks that were given to a request since the last step, so that the engine
                 may write them; None if that is not known.
+            tokens: that this step computes; None if that is not known.
         """
+        self._tokens = tokens
         self._reading = [item for item in self._reading if not item[0].gathered.reached()]
         if written == frozenset():
             return
         for stored, slots in self._reading:
             if written is None or not written.isdisjoint(self._blocks(slots)):
                 stored.gathered.wait()
+
+    def cuts(self, layers: int, tokens: int) -> list[int]:
+        """How to cut a load of some tokens in this step; see `layer_cuts`."""
+        much = self._tokens is None or self._tokens * LOAD_BOUND >= tokens
+        return layer_cuts(layers, much_to_compute=much)
 
     def add_load(self, load: LayeredLoad, objs: Sequence[MemoryObj], finished: Finished) -> None:
         """Begin a load for this step. Its memory is held until it is complete, come what may."""
@@ -253,7 +269,8 @@ class Overlap:
 def _finish(moves: Sequence[Moved], action: Callable[[], None]) -> None:
     try:
         for moved in moves:
-            while not moved.done.reached():  # synchronize() keeps the interpreter to itself
+            # Not synchronize(): beside it, another thread's launches took several times as long.
+            while not moved.done.reached():
                 time.sleep(POLL_S)
         with torch.inference_mode():
             action()

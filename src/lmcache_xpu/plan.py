@@ -127,7 +127,7 @@ class Plan:
     def _cut(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
         layer = memory.numel() // (self.form.planes * self.form.layers)
         sizes = [(end - start) * layer for start, end in self.cuts]
-        return torch.split(memory.view(-1), sizes * self.form.planes)
+        return memory.view(-1).split_with_sizes(sizes * self.form.planes)
 
     def _fitting(self, cuts: Sequence[int]) -> list[int]:
         largest = max(self.request.totals, default=0) * self._plane_bytes

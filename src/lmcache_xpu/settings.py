@@ -247,6 +247,8 @@ class Settings(BaseSettings):
             "VLLM_LOGGING_LEVEL": self.log_level.upper(),
             "LMCACHE_LOG_LEVEL": self.log_level.upper(),
         }
+        if self.device == "cuda":
+            env[f"{ENV_PREFIX}DEVICES"] = "cuda"  # where this package is off unless asked for
         if self.api_key is not None:
             # Not an argument: every user of the machine can read those.
             env["VLLM_API_KEY"] = self.api_key.get_secret_value()

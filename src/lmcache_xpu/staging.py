@@ -25,7 +25,7 @@ from lmcache_xpu.transfer import DirectTransfer, TorchTransfer, Transfer
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
-BUFFER_BYTES = 32 * 2**20  # of one; fewer where there are not two of them
+BUFFER_BYTES = 64 * 2**20  # of one; fewer where there are not two of them
 STAGING_BYTES = 256 * 2**20  # of all buffers; the default
 SMALLEST_STAGING_BYTES = 2 * 2**20
 
@@ -239,7 +239,7 @@ class _Buffer:
         sizes = [part.numel() for part in parts]
         dtype = parts[0].dtype
         staged = self._memory[: sum(sizes) * dtype.itemsize].view(dtype)
-        return staged, list(torch.split(staged, sizes))
+        return staged, list(staged.split_with_sizes(sizes))
 
 
 def transfer_of(view: PagedView) -> Transfer:

@@ -26,7 +26,7 @@ from vllm.logger import init_logger
 
 from lmcache_xpu import __version__, seam, versions
 from lmcache_xpu.engine_facts import EngineFacts, check_chunks, engine_facts
-from lmcache_xpu.engine_steps import may_run_as_one_graph, written_blocks
+from lmcache_xpu.engine_steps import StepFacts, may_run_as_one_graph, written_blocks
 from lmcache_xpu.errors import SeamError, SettingsError
 from lmcache_xpu.guards import Guard
 from lmcache_xpu.isolation import Isolation
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 SAFE_HASH = "sha256_cbor"
-WRITTEN = "lmcache_xpu_written_blocks"  # what we add to LMCache's metadata of a step
+STEP = "lmcache_xpu_step"  # what we add to LMCache's metadata of a step: StepFacts
 
 
 class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped base
@@ -162,7 +162,8 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
         if self._guard is not None:
             self._guard.begin_step()
         if self._overlap is not None:
-            self._overlap.begin_step(getattr(connector_metadata, WRITTEN, None))
+            facts = getattr(connector_metadata, STEP, (None, None))
+            self._overlap.begin_step(*facts)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Let the engine's stream wait for a layer of what this step loads."""
@@ -218,7 +219,8 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
                 for request in meta.requests
                 if request.load_spec is not None
             }
-            setattr(meta, WRITTEN, written_blocks(scheduler_output, self._facts.block_size, kept))
+            written = written_blocks(scheduler_output, self._facts.block_size, kept)
+            setattr(meta, STEP, StepFacts(written, scheduler_output.total_num_scheduled_tokens))
             self._isolation.mark(meta)
         return meta
 

@@ -137,7 +137,8 @@ def plot(figures: Figures, path: Path) -> None:
         label = result.title if exact else f"{result.title} (not exact)"
         axes.bar(places, heights, width, label=label, hatch=None if exact else "//")
     axes.axhline(1, color="black", linewidth=1)
-    axes.set_xticks(range(len(rows)), [f"{row} tokens" for row in rows])
+    axes.set_xticks(range(len(rows)), [row.replace(" (", "\n(") for row in rows])
+    axes.set_xlabel("tokens of the request: cached, or cached + new")
     axes.set_ylabel("time to first token of a hit over its limit")
     axes.set_title("A hit in the CPU tier; 1 is the least that it can cost")
     axes.legend(ncols=2, fontsize="small")

@@ -9,7 +9,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from lmcache_xpu import __version__
-from lmcache_xpu.cli import demo, doctor, serve, size, status
+from lmcache_xpu.cli import bench, demo, doctor, serve, size, status
 from lmcache_xpu.errors import LMCacheXPUError
 
 __all__ = ["app"]
@@ -57,3 +57,4 @@ app.command("demo")(demo.demo)
 app.command("status")(status.status)
 app.command("size")(size.size)
 app.command("doctor")(doctor.doctor)
+app.add_typer(bench.app, name="bench")

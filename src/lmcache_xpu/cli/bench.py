@@ -1,0 +1,79 @@
+"""`lmcache-xpu bench`."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
+
+
+@app.callback()
+def _main() -> None:
+    """A group, though it has one command yet."""
+
+
+@app.command()
+def engine(
+    shape: Annotated[
+        str | None, typer.Option(help="8b, or small (default: small on CPU, else 8b).")
+    ] = None,
+    variant: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="none, ours, ours-layerwise, lmcache, lmcache-layerwise or offloading; may be "
+            "given several times (default: all)."
+        ),
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Of each request; medians count.")] = 3,
+    timeout_s: Annotated[float, typer.Option(help="Seconds that one engine may take.")] = 900,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the figures to this file.")
+    ] = None,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", help="Write a picture to this file (.png, .svg).")
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Write one file with versions, device and figures.")
+    ] = None,
+) -> None:
+    """Time hits and stores in a real engine with random weights; nothing is downloaded.
+
+    Compares vLLM without a connector, ours, LMCache's own and vLLM's OffloadingConnector. One that
+    does not start, or restores other bytes than recomputing wrote, is shown as such. Ends with
+    code 1 if ours is one of these.
+    """
+    from lmcache_xpu.bench import engine as engines
+    from lmcache_xpu.bench import report as reports
+    from lmcache_xpu.bench.shapes import shape_named
+    from lmcache_xpu.bench.variants import chosen
+    from lmcache_xpu.serve import built_for
+
+    # Ending by SIGTERM would skip what stops the engine.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    console = Console()
+    found = shape_named(shape or ("small" if built_for() == "cpu" else "8b"))
+    results = engines.run(
+        found, chosen(found, variant), repeats=repeats, timeout_s=timeout_s, console=console
+    )
+    figures, machine = reports.Figures(found, results), engines.machine()
+    options = [f"--variant {name}" for name in variant or ()]
+    command = " ".join(
+        ["lmcache-xpu bench engine", f"--shape {found.name}", f"--repeats {repeats}", *options]
+    )
+    reports.show(figures, console)
+    if json_file is not None:
+        json_file.write_text(json.dumps(figures.as_dict(machine, command), indent=1) + "\n")
+    if report is not None:
+        reports.write(figures, machine, command, report, console)
+    if plot_file is not None:
+        reports.plot(figures, plot_file)
+    ours = [result for result in results if result.variant.startswith("ours")]
+    if any(result.error or result.exact != 1 for result in ours):
+        raise typer.Exit(1)
