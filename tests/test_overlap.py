@@ -283,3 +283,27 @@ def test_a_layerwise_store_publishes_each_layer_when_it_is_complete():
         for token in range(11):
             wanted = cache.token(1, layer, int(slots[token]))
             assert torch.equal(bits(objs[layer][token // 4].tensor[token % 4, 1]), bits(wanted))
+
+
+def test_a_load_that_fails_half_way_is_reported_and_waited_for():
+    """A part of a cut may be on its way: its blocks and its memory are not given to others."""
+    case = Case()
+    case.load()
+    stager = case.connector._binding._bound.stager
+    fence, real = Moved(Point(), Point()), stager.load
+    stager.fence = lambda: fence
+
+    def broken(*args, cut: int, **given):
+        real(*args, cut=cut, **given)
+        raise RuntimeError("half-way")
+
+    stager.load = broken
+    case.overlap.after_layer(0)
+    case.overlap.before_layer(1)
+    (missed,) = case.overlap.end_step()
+    assert torch.equal(missed, case.slots)
+    assert fence.done.waited
+    assert case.held == {2}
+    fence.done.reach()
+    case.overlap.drain()
+    assert case.held == {1}

@@ -18,7 +18,7 @@ from __future__ import annotations
 import bisect
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -73,6 +73,7 @@ class LayeredLoad:
             yield
         except Exception as error:
             self._failed = True
+            self._moved.append(self._stager.fence())  # a part of a cut may be on its way
             LOAD_CPU.failed(type(error).__name__)
             logger.exception("A load failed and is computed instead: %s", error)
 
@@ -100,8 +101,10 @@ class LayeredLoad:
             self._enqueue(bisect.bisect_right(self._starts, layer) + AHEAD)
 
     def before_all(self) -> None:
-        """Enqueue what is left, and let the current stream wait for it."""
+        """Enqueue what is left, and let the current stream wait for all that was enqueued."""
         self.before_layer(self._plan.form.layers)
+        if self._failed:
+            self._moved[-1].done.wait()
 
     @property
     def waited_for(self) -> bool:
@@ -220,7 +223,9 @@ class Overlap:
                 missed.append(item.load.slots)
             with item.load.enduring():
                 item.load.before_all()
-            self.release(item.objs, item.load.moved(), item.finished)
+            item.load.before_all()  # also of one that failed just now
+            finished = item.finished if item.load.waited_for else _not_counted
+            self.release(item.objs, item.load.moved(), finished)
         return missed
 
     def release(
@@ -264,6 +269,10 @@ class Overlap:
             action()
         else:
             self._finisher.submit(_finish, moves, action)
+
+
+def _not_counted(seconds: float) -> None:
+    """Of a load that failed."""
 
 
 def _finish(moves: Sequence[Moved], action: Callable[[], None]) -> None:

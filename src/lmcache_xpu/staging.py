@@ -179,6 +179,16 @@ class Stager:
             moved.done.record()
         return moved
 
+    def fence(self) -> Moved:
+        """A point behind everything that was enqueued here, whatever became of it."""
+        moved, copied = self._begin(self._copies), Event(self._view.device)
+        with self._copies.current():
+            copied.record()
+        with self._kernels.current():
+            copied.wait()
+            moved.done.record()
+        return moved
+
     def _begin(self, stream: SideStream) -> Moved:
         moved = Moved(*(Event(self._view.device, timed=True) for _ in range(2)))
         with stream.current():
