@@ -32,7 +32,7 @@ def test_answers_equal_the_recomputed_ones(
     The recomputed answer comes one at a time, so that a difference by batching would show as well:
     the model is float32, and its engine repeats itself whatever else is in the batch.
 
-    Seen to fail: with one block's slot off by one in `Stager.load`, with loads that leave out the
+    Must fail: with one block's slot off by one in `Stager.load`, with loads that leave out the
     values, and with the stores of a step whose load failed (see test_3_faults).
     """
     count = request.config.getoption("--requests")

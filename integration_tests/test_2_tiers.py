@@ -33,7 +33,7 @@ LENGTHS = [CHUNK - 1, CHUNK, 4 * CHUNK, 4 * CHUNK + 1, 4 * CHUNK + 77]
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_prompt_is_found_in_the_cpu_tier(engine: Engine, length: int):
-    """Seen to fail with a chunk size of 128 in the engine, and with one chunk less reported."""
+    """Must fail with a chunk size of 128 in the engine, and with one chunk less reported."""
     prompt = tokens(("cpu", length), length)
     assert hit(engine, prompt) == (0, 0)
     engine.settle()
@@ -41,7 +41,7 @@ def test_a_prompt_is_found_in_the_cpu_tier(engine: Engine, length: int):
 
 
 def test_what_the_cpu_tier_evicted_is_found_on_disk(engine: Engine):
-    """Seen to fail without the disk tier."""
+    """Must fail without the disk tier."""
     prompt = tokens("evicted", 4 * CHUNK + 77)
     engine.ask(prompt)
     fill(engine, "evicts cpu", CPU_CHUNKS)
@@ -49,7 +49,7 @@ def test_what_the_cpu_tier_evicted_is_found_on_disk(engine: Engine):
 
 
 def test_what_both_tiers_evicted_is_computed_again(engine: Engine):
-    """Both are full now and go on storing. Seen to fail with a disk tier that ignores its size."""
+    """Both are full now and go on storing. Must fail with a disk tier that ignores its size."""
     prompt = tokens("gone", 4 * CHUNK + 77)
     engine.ask(prompt)
     fill(engine, "evicts all", DISK_CHUNKS + 8)
@@ -58,3 +58,28 @@ def test_what_both_tiers_evicted_is_computed_again(engine: Engine):
     used = engine.metrics().sum("lmcache_xpu_disk_used_bytes")
     assert 0.9 * limit < used <= limit
     assert hit(engine, prompt)[0] == 4 * CHUNK  # stored again just now
+
+
+def test_a_prompt_in_two_tiers_is_found_in_both(engine: Engine, mode: str):
+    """Half of it evicted from the CPU tier. LMCache's layerwise loads come from one tier.
+
+    There the rest is computed again (see docs/known-limits.md), and the answer is the same.
+    Must fail without `Guard`: an assertion of LMCache ends the layerwise engine.
+    """
+    prompt = tokens("two tiers", 8 * CHUNK + 9)
+    expected = engine.ask(prompt, cache_salt="recompute").token_ids
+    engine.ask(prompt)
+    fill(engine, "half of it", 16)
+    engine.ask(tokens("the other half stays", 4 * CHUNK + 1), max_tokens=1)
+    engine.settle()
+    engine.forget()
+    before, disk = engine.counts(), engine.metrics().flow("tokens", "load", "disk")
+    assert engine.ask(prompt).token_ids == expected
+    found = (engine.counts() - before).external_hits
+    from_disk = engine.metrics().flow("tokens", "load", "disk") - disk
+    if mode == "standard":
+        assert found == 8 * CHUNK
+        assert 0 < from_disk < 8 * CHUNK
+    engine.settle()
+    engine.forget()
+    assert engine.ask(prompt).token_ids == expected

@@ -66,7 +66,7 @@ def test_a_load_that_raises_is_computed_instead(engine: Engine, mode: str, point
     """At each step of a load; the prompt goes on beyond what was stored.
 
     Its new chunks are computed in the step whose load failed, from blocks that hold anything. A
-    third request finds what that step stored. Seen to fail without `Guard.withhold`: wrong tokens
+    third request finds what that step stored. Must fail without `Guard.withhold`: wrong tokens
     in the third answer; and without `Guard` at all: the engine ends.
     """
     if mode == "layerwise" and point == "get":
@@ -92,7 +92,7 @@ def test_a_load_that_raises_is_computed_instead(engine: Engine, mode: str, point
 
 @pytest.mark.parametrize("point", STORES)
 def test_a_store_that_raises_is_left_out(engine: Engine, mode: str, point: str):
-    """At each step of a store. Seen to fail without `Guard`: the engine ends.
+    """At each step of a store. Must fail without `Guard`: the engine ends.
 
     Without `Guard._take_back` a layerwise store that failed half-way is never made up for.
     """
@@ -116,7 +116,7 @@ def test_a_store_that_raises_is_left_out(engine: Engine, mode: str, point: str):
 
 
 def test_a_full_disk_stores_less(engine: Engine, disk: Path):
-    """A write that finds no space. Seen to fail with a writer that lets the error through."""
+    """A write that finds no space. Must fail with a writer that lets the error through."""
     prompt = tokens("full disk", LENGTH)
     expected = recomputed(engine, prompt)
     before = engine.metrics().sum("lmcache_xpu_errors_total", tier="disk", reason="full")
@@ -173,7 +173,7 @@ def test_a_damaged_file_is_a_miss(
 ):
     """In the middle of a prompt that goes on.
 
-    Seen to fail with `read_chunk` that skips the checksum: wrong tokens with `flipped`.
+    Must fail with `read_chunk` that skips the checksum: wrong tokens with `flipped`.
     """
     if engine.process is None:
         pytest.skip("needs the disk tier's files")
@@ -199,7 +199,7 @@ def test_a_damaged_file_is_a_miss(
 
 
 def test_a_client_that_hangs_up_leaves_nothing(engine: Engine):
-    """While its prompt waits, loads or is answered. Seen to fail without `Isolation.finished`."""
+    """While its prompt waits, loads or is answered. Must fail without `Isolation.finished`."""
     prompt = tokens("hangs up", 3000)
     expected = recomputed(engine, prompt)
     engine.ask(prompt)

@@ -13,7 +13,7 @@ FLOWS = [(d, t) for d in ("store", "load") for t in ("cpu", "disk")]
 
 
 def test_three_sources_are_on_one_page(engine: Engine):
-    """Seen to fail without PROMETHEUS_MULTIPROC_DIR: then the page has vLLM's alone."""
+    """Must fail without PROMETHEUS_MULTIPROC_DIR: then the page has vLLM's alone."""
     names = {name for name, _, _ in engine.metrics().samples}
     assert "vllm:prompt_tokens_total" in names
     assert "lmcache:num_retrieve_requests_total" in names
@@ -29,7 +29,7 @@ def test_three_sources_are_on_one_page(engine: Engine):
 def test_they_add_up_to_what_a_request_did(engine: Engine):
     """Three chunks stored, then loaded from disk and from memory; 1 MiB each in this model.
 
-    Seen to fail with a connector that counts a layer's bytes as a chunk's.
+    Must fail with a connector that counts a layer's bytes as a chunk's.
     """
     prompt = tokens("adds up", 3 * CHUNK + 9)
 

@@ -44,7 +44,7 @@ def listening(group: int) -> set[str]:
 def test_nothing_listens_beyond_loopback(engine: Engine):
     """Nor does LMCache's internal API, which can run any code: it has a port of its own.
 
-    Seen to fail with host 0.0.0.0.
+    Must fail with host 0.0.0.0.
     """
     if engine.process is None or engine.process.pid is None:
         pytest.skip("needs an engine that runs as a process here")
@@ -64,7 +64,7 @@ def test_nothing_listens_beyond_loopback(engine: Engine):
 
 
 def test_entries_of_a_salt_are_for_that_salt(engine: Engine):
-    """Seen to fail without `Isolation`: each of these is a hit (LMCache hashes tokens alone)."""
+    """Must fail without `Isolation`: each of these is a hit (LMCache hashes tokens alone)."""
     prompt = tokens("salted", 3 * CHUNK + 7)
     assert found(engine, prompt, cache_salt="one") == 0
     assert found(engine, prompt, cache_salt="one") == 3 * CHUNK
@@ -83,7 +83,7 @@ def found(engine: Engine, prompt: list[int], **options: object) -> int:
 
 
 def test_files_are_for_the_service_alone(engine: Engine, disk: Path):
-    """Seen to fail with files opened with mode 0644."""
+    """Must fail with files opened with mode 0644."""
     hit(engine, tokens("files", 2 * CHUNK))
     engine.settle()
     inside = [path for path in disk.rglob("*") if path.is_file() or path.is_dir()]

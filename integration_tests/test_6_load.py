@@ -21,7 +21,7 @@ Figure = Callable[[str, object], None]
 def test_a_burst_of_64_conversations(engine: Engine, figure: Figure):
     """All begin at once, two turns each; every answer comes, and nothing stays behind.
 
-    Seen to fail with a connector that keeps a reference to what it loaded.
+    Must fail with a connector that keeps a reference to what it loaded.
     """
 
     def talk(user: int) -> list[float]:

@@ -94,7 +94,7 @@ def test_sigkill_restart_drain_and_api_key(stack: Stack, tmp_path: Path):
     The successor finds what was complete, to the token, and no more; it has other keys for other
     clients; and when it is asked to stop it ends its answers first.
 
-    Seen to fail with a hash seed that differs (nothing found), with files that get their name
+    Must fail with a hash seed that differs (nothing found), with files that get their name
     before they are complete (wrong tokens but for the checksum), and with drain_s 0 (no answer).
     """
     if not isinstance(stack, Processes):

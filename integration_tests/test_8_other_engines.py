@@ -55,7 +55,7 @@ def adapters(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.mark.promise("8 security")
 def test_entries_of_an_adapter_are_for_that_adapter(adapters: Engine):
-    """Seen to fail without `Isolation`: each is a hit, and the answers are the first one's."""
+    """Must fail without `Isolation`: each is a hit, and the answers are the first one's."""
     prompt = tokens("adapters", 3 * CHUNK + 7)
     answers = {}
     for name in ("exact", "a", "b"):
@@ -98,7 +98,7 @@ def test_with_the_policy_fail_a_failed_load_fails_its_request_alone(adapters: En
 def test_another_model_under_the_same_name_finds_nothing(stack: Stack, tmp_path: Path):
     """On the same disk directory: other weights, and then a layout of another version's files.
 
-    Seen to fail without the weights in the namespace: a hit, and the other model's answer.
+    Must fail without the weights in the namespace: a hit, and the other model's answer.
     """
     if not isinstance(stack, Processes):
         pytest.skip("exchanges the model's files")

@@ -1,0 +1,159 @@
+"""Two engines and a shared tier that comes and goes, alone and behind a router."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from prompts import tokens, whole
+from stack import CHUNK, Engine, Processes, Stack
+from test_2_tiers import hit
+
+from lmcache_xpu.demo.engine import free_port
+
+pytestmark = [pytest.mark.promise("3 sharing"), pytest.mark.timeout(600)]
+
+PASSWORD = "only for this test"
+AWAY_S = 10.5  # that engines leave a server alone after an error, see lmcache_xpu.remote
+
+
+class Server:
+    """A Redis or Valkey on loopback that can be stopped and started."""
+
+    def __init__(self, directory: Path) -> None:
+        program = shutil.which("valkey-server") or shutil.which("redis-server")
+        if program is None:
+            pytest.skip("needs redis-server or valkey-server (apt-get install redis-server)")
+        self.port = free_port()
+        self._directory = directory
+        self._program = program
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
+
+    def start(self, password: str = PASSWORD) -> None:
+        options = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", ""]
+        self._process = subprocess.Popen(
+            [self._program, *options, "--requirepass", password, "--dir", str(self._directory)],
+            stdout=subprocess.DEVNULL,
+        )
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("server"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def pair(stack: Stack, server: Server) -> Iterator[tuple[Engine, Engine]]:
+    if not isinstance(stack, Processes):
+        pytest.skip("needs two engines")
+    settings = {"remote_url": server.url, "remote_password": PASSWORD}
+    with stack.start(**settings) as one, stack.start(**settings) as two:
+        yield one, two
+
+
+def shared_hit(pair: tuple[Engine, Engine], seed: str) -> int:
+    """Stored by the one, found by the other; checked against recomputing."""
+    one, two = pair
+    prompt = tokens(seed, 4 * CHUNK + 77)
+    expected = one.ask(prompt).token_ids
+    time.sleep(1)  # until it is sent
+    before = two.counts()
+    assert two.ask(prompt).token_ids == expected
+    return (two.counts() - before).external_hits
+
+
+def test_what_one_engine_stored_the_other_finds(pair: tuple[Engine, Engine]):
+    """Must fail with a password that is wrong in one of the two."""
+    assert shared_hit(pair, "shared") == 4 * CHUNK
+
+
+def test_a_server_that_dies_and_comes_back(pair: tuple[Engine, Engine], server: Server):
+    """Answers stay right and come without waiting; afterwards it is used again."""
+    server.stop()
+    begin = time.monotonic()
+    assert shared_hit(pair, "without a server") == 0
+    assert time.monotonic() - begin < 10
+    own = tokens("without a server", 4 * CHUNK + 77)
+    assert hit(pair[0], own)[0] == whole(len(own))  # its own CPU tier
+    server.start()
+    time.sleep(AWAY_S)
+    assert shared_hit(pair, "with a server again") == 4 * CHUNK
+
+
+def test_a_wrong_password_is_a_server_that_is_away(pair: tuple[Engine, Engine], server: Server):
+    server.stop()
+    server.start("another")
+    assert shared_hit(pair, "wrong password") == 0
+    assert all(engine.alive() for engine in pair)
+    assert any("left alone" in engine.log() for engine in pair)
+    assert all(PASSWORD not in engine.log() for engine in pair)
+    server.stop()
+    server.start()
+    time.sleep(AWAY_S)
+    assert shared_hit(pair, "right password") == 4 * CHUNK
+
+
+@contextlib.contextmanager
+def router(pair: tuple[Engine, Engine], log: Path) -> Iterator[Engine]:
+    port, prometheus = free_port(), free_port()
+    command = [str(Path(sys.executable).with_name("vllm-router")), "--port", str(port)]
+    command += ["--policy", "round_robin", "--prometheus-port", str(prometheus)]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [*command, "--worker-urls", *(engine.url for engine in pair)],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            with contextlib.suppress(httpx.HTTPError):
+                answer = httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False)
+                if answer.is_success:
+                    break
+            time.sleep(0.2)
+        with contextlib.closing(Engine(f"http://127.0.0.1:{port}")) as engine:
+            yield engine
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def test_behind_a_router_it_does_not_matter_who_answers(
+    pair: tuple[Engine, Engine], tmp_path: Path, figure: Callable[[str, object], None]
+):
+    """Round robin, the worst of its policies for a cache: both engines see each prompt."""
+    prompts = [tokens(("router", number), 4 * CHUNK + 77) for number in range(5)]
+    before = [engine.counts() for engine in pair]
+    with router(pair, tmp_path / "router.log") as behind:
+        first = []
+        for prompt in prompts:
+            first.append(behind.ask(prompt).token_ids)
+        time.sleep(1)
+        for _ in range(2):
+            assert [behind.ask(prompt).token_ids for prompt in prompts] == first
+    spent = [engine.counts() - past for engine, past in zip(pair, before, strict=True)]
+    assert all(counts.prompt > 0 for counts in spent)
+    hits = sum(counts.external_hits for counts in spent)
+    figure("found in the shared tier", f"{hits} tokens")
+    assert hits >= 4 * CHUNK
