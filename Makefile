@@ -29,12 +29,12 @@ check: setup ## Lint, format, types, import order of the package; changes nothin
 fmt: setup ## Format and fix what lint can fix
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 
-bench: setup ## Time the connectors and the engine on CPU; wants a quiet machine
+bench: setup ## Time the connectors and the demo's engine on CPU; wants a quiet machine
 	@$(BIN)/python benchmarks/connector.py
 	@$(BIN)/python benchmarks/engine.py
 
-bench-engine: setup ## Only the engine, end to end
-	@$(BIN)/python benchmarks/engine.py
+bench-engine: setup ## Time hits and stores in an engine, beside LMCache's own: [ARGS="--report FILE"]
+	@$(BIN)/lmcache-xpu bench engine $(ARGS)
 
 bench-device: ## Time the connectors on an accelerator, in the environment of PYTHON
 	@PYTHONPATH=src $(PYTHON) benchmarks/device.py

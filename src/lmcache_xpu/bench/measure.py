@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -187,7 +188,7 @@ def later(engine: Engine, turns: Sequence[Turn], *, tier: bool) -> dict[str, flo
 def medians(measured: Callable[[], dict[str, float]], repeats: int) -> dict[str, float]:
     """Milliseconds, of each source the median."""
     rounds = [measured() for _ in range(repeats)]
-    return {name: sorted(one[name] for one in rounds)[repeats // 2] * 1e3 for name in rounds[0]}
+    return {name: statistics.median(one[name] for one in rounds) * 1e3 for name in rounds[0]}
 
 
 def measure(engine: Engine, shape: Shape, repeats: int, *, tier: bool) -> None:
