@@ -158,7 +158,7 @@ from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.token_database import ChunkedTokenDatabase
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.vllm_connector import _make_hash_safe
+from lmcache_xpu.lmcache_config import make_hash_safe
 config = LMCacheEngineConfig.from_defaults(chunk_size=4)
 metadata = LMCacheMetadata("model", 1, 1, 0, 0, torch.uint8, (3, 2, 256, 2, 8))
 def keys():
@@ -166,11 +166,11 @@ def keys():
     return [key.to_string() for _, _, key in database.process_tokens(list(range(8)))]
 stock = keys()
 try:
-    _make_hash_safe(config, {"lmcache.pre_caching_hash_algorithm": "builtin"})
+    make_hash_safe(config, {"lmcache.pre_caching_hash_algorithm": "builtin"})
     refused = None
 except SettingsError as error:
     refused = str(error)
-_make_hash_safe(config, {})
+make_hash_safe(config, {})
 print(json.dumps({"stock": stock, "ours": keys(), "refused": refused,
                   "algorithm": config.pre_caching_hash_algorithm}))
 """

@@ -15,24 +15,21 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import yaml
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
 from vllm.logger import init_logger
 
-from lmcache_xpu import __version__, seam, versions
+from lmcache_xpu import __version__, lmcache_config, seam, versions
 from lmcache_xpu.engine_facts import EngineFacts, check_chunks, engine_facts
 from lmcache_xpu.engine_steps import StepFacts, may_run_as_one_graph, written_blocks
-from lmcache_xpu.errors import SeamError, SettingsError
+from lmcache_xpu.errors import SeamError
 from lmcache_xpu.guards import Guard
 from lmcache_xpu.isolation import Isolation
 
 if TYPE_CHECKING:
-    from lmcache.v1.config import LMCacheEngineConfig
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.forward_context import ForwardContext
@@ -45,7 +42,6 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
-SAFE_HASH = "sha256_cbor"
 STEP = "lmcache_xpu_step"  # what we add to LMCache's metadata of a step: StepFacts
 
 
@@ -69,7 +65,7 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
         Answered from the setting that LMCache will use: `lmcache.use_layerwise` in vLLM's extra
         configuration, else LMCACHE_USE_LAYERWISE, else the file LMCACHE_CONFIG_FILE.
         """
-        return _use_layerwise(extra_config)
+        return lmcache_config.use_layerwise(extra_config)
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -92,10 +88,10 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
         # All that can be refused is refused before LMCache starts its threads.
         self._config = lmcache_get_or_create_config()
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
-        _apply(self._config, extra)
-        _make_hash_safe(self._config, extra)
+        lmcache_config.apply(self._config, extra)
+        lmcache_config.make_hash_safe(self._config, extra)
         facts = engine_facts(vllm_config, kv_cache_config)
-        _check_features(self._config)
+        lmcache_config.check_features(self._config)
         check_chunks(
             facts,
             chunk_size=self._config.chunk_size,
@@ -325,49 +321,3 @@ def _ending_on_failure() -> Iterator[None]:
 def _end_with_main_thread() -> None:
     threading.main_thread().join()
     os._exit(1)
-
-
-def _apply(config: LMCacheEngineConfig, extra: dict[str, Any]) -> None:
-    """vLLM's `lmcache.*` settings into LMCache's configuration, as LMCache does later itself."""
-    from lmcache.v1.config_base import validate_and_set_config_value
-
-    for name, value in extra.items():
-        if name.startswith("lmcache."):
-            validate_and_set_config_value(config, name.removeprefix("lmcache."), value)
-
-
-def _make_hash_safe(config: LMCacheEngineConfig, extra: dict[str, Any]) -> None:
-    """Give LMCache a hash that is the same in every process.
-
-    Its default is Python's, which differs between processes unless PYTHONHASHSEED is fixed:
-    keys would never match, and nothing would say so.
-    """
-    given = extra.get("lmcache.pre_caching_hash_algorithm", config.pre_caching_hash_algorithm)
-    if given != "builtin" or os.environ.get("PYTHONHASHSEED", "random") != "random":
-        return
-    if "lmcache.pre_caching_hash_algorithm" in extra:
-        raise SettingsError(
-            "LMCache pre_caching_hash_algorithm 'builtin' without PYTHONHASHSEED",
-            f"{SAFE_HASH!r}, or a fixed PYTHONHASHSEED",
-            "Python's hash differs between processes, so nothing would ever be found.",
-        )
-    config.pre_caching_hash_algorithm = SAFE_HASH
-    logger.warning(
-        "PYTHONHASHSEED is not set: LMCache's keys use %s instead of Python's hash, which "
-        "differs between processes",
-        SAFE_HASH,
-    )
-
-
-def _use_layerwise(extra: Mapping[str, Any]) -> bool:
-    # Not by LMCache's own loader: vLLM asks before LMCache may be imported (see above).
-    value = extra.get("lmcache.use_layerwise", os.environ.get("LMCACHE_USE_LAYERWISE"))
-    if value is None and (path := os.environ.get("LMCACHE_CONFIG_FILE")):
-        value = (yaml.safe_load(Path(path).read_text()) or {}).get("use_layerwise")
-    return str(value).strip().lower() in ("true", "1", "yes", "on")
-
-
-def _check_features(config: LMCacheEngineConfig) -> None:
-    for name in ("enable_blending", "use_gpu_connector_v3"):
-        if getattr(config, name):
-            raise SettingsError(f"LMCache {name} true", "false: it is not supported here")
