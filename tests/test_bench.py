@@ -41,7 +41,7 @@ def test_limits_and_ratios():
     """A whole prompt's limit has a copy in it, a later turn's has none: it can hide."""
     figures = Figures(SMALL, results())
     _, ours, bad = figures.results
-    copy_ms = 1024 * SMALL.token_bytes / 1.0e9 * 1e3
+    copy_ms = 1024 * SMALL.model.kv_bytes_per_token / 1.0e9 * 1e3
     assert figures.limit_ms("1024") == pytest.approx(10 + copy_ms)
     assert figures.limit_ms("2048 + 256") == 50
     assert figures.hit_ratio(ours, "1024") == pytest.approx(40 / (10 + copy_ms))

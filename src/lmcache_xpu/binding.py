@@ -85,6 +85,10 @@ class Request:
         cached = given.get("vllm_cached_tokens", 0)
         return cls(kvcaches=given.get("kvcaches"), slot_mapping=slot_mapping, cached=cached)
 
+    def slots(self, starts: Sequence[int], ends: Sequence[int]) -> torch.Tensor:
+        """Those from the first chunk to the last, on the host."""
+        return self.slot_mapping[min(starts, default=0) : max(ends, default=0)].to("cpu")
+
 
 class HostChunks(Sequence[torch.Tensor]):
     """The memory of LMCache's objects; looked at one by one, when it is needed.

@@ -93,6 +93,14 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
         if (kvcaches := kwargs.get("kvcaches")) is not None:
             self._binding.bind(kvcaches)
 
+    @property
+    def _loads_beside(self) -> Overlap | None:
+        return self.overlap if self.overlap is not None and self.overlap.loads else None
+
+    @property
+    def _stores_beside(self) -> Overlap | None:
+        return self.overlap if self.overlap is not None and self.overlap.stores else None
+
     def _count(
         self,
         flow: Flow,
@@ -148,7 +156,7 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
         """
         request = Request.read(kwargs)
         bound = self._binding.bind(request.kvcaches)
-        beside = self.overlap if self.overlap is not None and self.overlap.loads else None
+        beside = self._loads_beside
         cuts = [0] if beside is None else beside.cuts(self.num_layers, sum(ends) - sum(starts))
         plan = self._binding.plan(bound, starts, ends, request, loading=True, cuts=cuts)
         self._binding.check_objects(bound, memory_objs, starts, ends, loading=True)
@@ -158,8 +166,7 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
         # Blocks may have been freed by a step that is still running.
         bound.stager.follow_engine()
         if beside is not None:
-            slots = request.slot_mapping[min(starts, default=0) : max(ends, default=0)]
-            load = LayeredLoad(bound.stager, plan, memory, slots)
+            load = LayeredLoad(bound.stager, plan, memory, request.slots(starts, ends))
             beside.add_load(load, memory_objs, count)
             return
         moved = bound.stager.load(plan, memory)
@@ -191,10 +198,9 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
         count = functools.partial(self._count, STORE_CPU, bound, spans, 0)
         bound.stager.follow_engine()
         stored = bound.stager.store(plan, memory)
-        if self.overlap is not None and self.overlap.stores:
-            slots = request.slot_mapping[min(starts, default=0) : max(ends, default=0)]
-            self.overlap.add_store(memory_objs, stored, slots.to("cpu"))
-            self.overlap.release((), [stored.moved], count)
+        if (beside := self._stores_beside) is not None:
+            beside.add_store(memory_objs, stored, request.slots(starts, ends))
+            beside.release((), [stored.moved], count)
             return
         stored.moved.done.synchronize()  # LMCache publishes it at once
         count(stored.moved.seconds())

@@ -83,16 +83,6 @@ class SideStream:
         if self._stream is not None:
             self._stream.wait_stream(torch.accelerator.current_stream(self._device))
 
-    def before_engine(self) -> None:
-        """Order what the engine enqueues from now on after this stream."""
-        if self._stream is not None:
-            torch.accelerator.current_stream(self._device).wait_stream(self._stream)
-
-    def synchronize(self) -> None:
-        """Wait until everything in this stream is done."""
-        if self._stream is not None:
-            self._stream.synchronize()
-
 
 def is_host(device: torch.device) -> bool:
     """Whether engine memory and LMCache's host memory are the same memory."""

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from lmcache_xpu.metrics import LOAD_CPU, STORE_CPU, Flow, fallback
+from lmcache_xpu.slots import blocks_of
 
 __all__ = ["Guard"]
 
@@ -75,7 +76,7 @@ class Guard:
             return
         fallback("load")
         for request in requests:
-            blocks = set((request.slot_mapping // self._block_size).tolist())
+            blocks = blocks_of(request.slot_mapping, self._block_size)
             if blocks & self._bad and request.save_spec is not None:
                 request.save_spec.can_save = False
                 if storer := self._adapter._layerwise_save_storers.pop(request.req_id, None):
@@ -86,7 +87,7 @@ class Guard:
         """Add what the connector found missing, and what LMCache did (it reports that itself)."""
         failed: list[torch.Tensor] = self._engine.gpu_connector.failed_slots
         while failed:
-            self._unfilled |= self._blocks(failed.pop())
+            self._unfilled |= blocks_of(failed.pop(), self._block_size)
         self._bad |= self._unfilled | self._adapter._invalid_block_ids
 
     # Loads
@@ -223,11 +224,8 @@ class Guard:
     def _lost(self, why: Exception | str, kwargs: dict[str, Any], first: int) -> None:
         """The tokens of a load from `first` on are not in the engine's cache."""
         first = max(first, kwargs.get("vllm_cached_tokens", 0))
-        self._unfilled |= self._blocks(kwargs["slot_mapping"][first:])
+        self._unfilled |= blocks_of(kwargs["slot_mapping"][first:], self._block_size)
         _complain(LOAD_CPU, "load", why)
-
-    def _blocks(self, slots: torch.Tensor) -> set[int]:
-        return set((slots[slots >= 0] // self._block_size).tolist())
 
 
 def _complain(flow: Flow, what: str, why: Exception | str) -> None:

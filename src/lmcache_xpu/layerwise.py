@@ -116,8 +116,8 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
     ) -> None:
         """Let go of host memory when its copies are done; wait for them if nobody else does."""
         count = functools.partial(self._count, LOAD_CPU, bound, spans, cached)
-        if self.overlap is not None and self.overlap.loads:
-            self.overlap.release(held, moved, count)
+        if (beside := self._loads_beside) is not None:
+            beside.release(held, moved, count)
             return
         for last in moved[-1:]:
             last.done.synchronize()
@@ -157,8 +157,8 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
         for objs in memory_objs:
             self._binding.check_objects(bound, objs, starts, ends, loading=False)
         spans = list(zip(starts, ends, strict=True))
-        slots = request.slot_mapping[min(starts, default=0) : max(ends, default=0)].to("cpu")
-        beside = self.overlap if self.overlap is not None and self.overlap.stores else None
+        slots = request.slots(starts, ends)
+        beside = self._stores_beside
         moved: list[Moved] = []
         try:
             for layer in range(self.num_layers):

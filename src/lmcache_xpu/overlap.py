@@ -29,6 +29,7 @@ from lmcache.v1.memory_management import MemoryObj
 
 from lmcache_xpu.metrics import LOAD_CPU
 from lmcache_xpu.plan import Plan
+from lmcache_xpu.slots import blocks_of
 from lmcache_xpu.staging import Moved, Stager, Stored
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
@@ -180,7 +181,7 @@ class Overlap:
         if written == frozenset():
             return
         for stored, slots in self._reading:
-            if written is None or not written.isdisjoint(self._blocks(slots)):
+            if written is None or not written.isdisjoint(blocks_of(slots, self.block_tokens)):
                 stored.gathered.wait()
 
     def cuts(self, layers: int, tokens: int) -> list[int]:
@@ -260,9 +261,6 @@ class Overlap:
     def drain(self) -> None:
         """Wait until everything is complete and published."""
         self._finisher.submit(lambda: None).result()
-
-    def _blocks(self, slots: torch.Tensor) -> set[int]:
-        return set(slots.div(self.block_tokens, rounding_mode="floor").tolist())
 
     def _when(self, moves: Sequence[Moved], action: Callable[[], None]) -> None:
         if all(moved.done.reached() for moved in moves):

@@ -51,6 +51,16 @@ def check_slots(view: PagedView, slot_mapping: torch.Tensor) -> torch.Tensor:
     return slots
 
 
+def blocks_of(slots: torch.Tensor, block_tokens: int) -> set[int]:
+    """The engine's blocks that slots lie in; unmapped slots lie in none.
+
+    Args:
+        slots: on the host.
+        block_tokens: tokens of a block, as the engine numbers blocks.
+    """
+    return set((slots[slots >= 0] // block_tokens).tolist())
+
+
 class RequestRows:
     """The rows of a request's chunks; everything is checked, and rows are made when asked for.
 

@@ -26,7 +26,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-DEBIAN = "http://deb.debian.org/debian"
 BASE = "lmcache-xpu-test/base"
 # Compose v2 and buildx are no packages of Debian 12; those of 13 run there.
 PLUGINS = {"docker-compose": "compose", "docker-buildx": "buildx"}
@@ -97,7 +96,8 @@ class DockerHost:
             self._install_plugins()
 
     def _install_plugins(self) -> None:
-        url = f"{DEBIAN}/dists/trixie/main/binary-amd64/Packages.xz"
+        mirror = _debian_mirror()
+        url = f"{mirror}/dists/trixie/main/binary-amd64/Packages.xz"
         with urllib.request.urlopen(url, timeout=120) as answer:
             index = lzma.decompress(answer.read()).decode()
         plugins = self.folder / "config/cli-plugins"
@@ -107,7 +107,7 @@ class DockerHost:
             file = re.search(r"^Filename: (.*)$", entry, re.MULTILINE)
             assert file, f"no {package} in {url}"
             archive, unpacked = self.folder / f"{package}.deb", self.folder / package
-            urllib.request.urlretrieve(f"{DEBIAN}/{file[1]}", archive)
+            urllib.request.urlretrieve(f"{mirror}/{file[1]}", archive)
             _call("dpkg-deb", "-x", str(archive), str(unpacked))
             [program] = unpacked.glob(f"usr/lib*/docker/cli-plugins/docker-{plugin}")
             shutil.copy(program, plugins / f"docker-{plugin}")
@@ -161,7 +161,7 @@ class DockerHost:
         if self.run("image", "inspect", BASE, check=False).returncode == 0:
             return
         tree = self.folder / "base"
-        _call("debootstrap", "--variant=minbase", "bookworm", str(tree), DEBIAN)
+        _call("debootstrap", "--variant=minbase", "bookworm", str(tree), _debian_mirror())
         changes = []
         own = Path("/usr/local/share/ca-certificates")
         if (bundle := os.environ.get("SSL_CERT_FILE")) and own.is_dir():
@@ -213,6 +213,15 @@ class DockerHost:
 class _Quiet(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         """Nothing: the tests' output is theirs."""
+
+
+def _debian_mirror() -> str:
+    """The first Debian archive that this machine's apt is configured with."""
+    asked = ["apt-get", "indextargets", "--format", "$(REPO_URI)", "Origin: Debian"]
+    found = subprocess.run(asked, capture_output=True, text=True, timeout=60).stdout.split()
+    if not found:
+        pytest.fail("apt knows no Debian archive here. Configure one, or set SKIP_CONTAINERS=1.")
+    return found[0].rstrip("/")
 
 
 def _call(*command: str) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -65,8 +67,6 @@ def run(
 
 def machine() -> dict[str, str]:
     """What the figures belong to."""
-    import platform
-
     import torch
 
     found = versions.installed()
@@ -128,7 +128,8 @@ def _measure(
             errors="replace",
         ) as child,
     ):
-        timer = _Ending(child, timeout_s)
+        timer = threading.Timer(timeout_s, child.kill)
+        timer.start()
         assert child.stdout is not None
         for line in child.stdout:
             if line.startswith(MARK):
@@ -140,30 +141,10 @@ def _measure(
         timer.cancel()
     result.seconds = time.monotonic() - begin
     if child.returncode:
-        result.error = _cause(list(last), timer.ended, child.returncode, timeout_s)
+        result.error = _cause(list(last), result.seconds >= timeout_s, child.returncode, timeout_s)
     end = result.error or f"{result.seconds:.0f} s"
     console.print(f"{variant.title}: {end}", markup=False, highlight=False)
     return result
-
-
-class _Ending:
-    """Ends a process that takes too long."""
-
-    def __init__(self, child: subprocess.Popen[str], timeout_s: float) -> None:
-        import threading
-
-        self.ended = False
-        self._child = child
-        self._timer = threading.Timer(timeout_s, self._end)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def cancel(self) -> None:
-        self._timer.cancel()
-
-    def _end(self) -> None:
-        self.ended = True
-        self._child.kill()
 
 
 def _take(result: Result, facts: dict[str, object]) -> str:

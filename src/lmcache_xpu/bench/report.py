@@ -44,7 +44,7 @@ class Figures:
         own = self._none.ms[row]["own prefix"]
         if "+" in row:
             return own
-        size = self._none.tokens[row] * self.shape.token_bytes
+        size = self._none.tokens[row] * self.shape.model.kv_bytes_per_token
         return own + size / self._none.link_gb_s["load"] / 1e6
 
     def hit_ratio(self, result: Result, row: str) -> float | None:
@@ -84,10 +84,13 @@ def show(figures: Figures, console: Console) -> None:
     """Print the tables."""
     for title, source, ratio in (
         ("Hit in the tier, ms (and over its limit)", "tier", figures.hit_ratio),
-        ("Recompute while storing, ms (and over recomputing alone)", "recompute", None),
+        (
+            "Recompute while storing, ms (and over recomputing alone)",
+            "recompute",
+            figures.store_ratio,
+        ),
         ("The engine's own prefix hit, ms", "own prefix", None),
     ):
-        ratio = figures.store_ratio if source == "recompute" else ratio
         rows = [r for r in figures.rows if any(source in x.ms.get(r, {}) for x in figures.results)]
         table = Table(title=title, title_justify="left", box=None)
         table.add_column("")

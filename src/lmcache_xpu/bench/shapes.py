@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lmcache_xpu.demo.model import ModelSpec, llama_config
 from lmcache_xpu.errors import SettingsError
 
 
@@ -23,9 +24,7 @@ class Shape:
     """A Llama without weights of its own, and what is asked of it.
 
     Args:
-        name: as on the command line.
-        layers, heads, kv_heads, head_size, intermediate: of the model.
-        dtype: of weights and KV cache.
+        model: the Llama; its name is the shape's.
         lengths: of whole prompts, tokens; the first is also compared byte by byte.
         turns: later turns.
         crowd: this many later turns at once.
@@ -33,13 +32,7 @@ class Shape:
         settings: of the engine, beside the model.
     """
 
-    name: str
-    layers: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    intermediate: int
-    dtype: str
+    model: ModelSpec
     lengths: tuple[int, ...]
     turns: tuple[Turn, ...]
     crowd: int
@@ -47,44 +40,30 @@ class Shape:
     settings: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def token_bytes(self) -> int:
-        """Of the KV cache of one token."""
-        size = 4 if self.dtype == "float32" else 2
-        return 2 * self.layers * self.kv_heads * self.head_size * size
+    def name(self) -> str:
+        """As on the command line."""
+        return self.model.name
 
     def write(self, directory: Path) -> None:
         """The model's configuration; weights are made up when it is loaded."""
-        config = {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "hidden_size": self.heads * self.head_size,
-            "intermediate_size": self.intermediate,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_size,
-            "vocab_size": 128256 if self.layers > 16 else 8192,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 500000.0,
-            "torch_dtype": self.dtype,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "hidden_act": "silu",
-            "tie_word_embeddings": False,
-        }
-        (directory / "config.json").write_text(json.dumps(config))
+        (directory / "config.json").write_text(json.dumps(llama_config(self.model)))
 
 
 SHAPES = (
     Shape(
-        name="8b",
-        layers=32,
-        heads=32,
-        kv_heads=8,
-        head_size=128,
-        intermediate=14336,
-        dtype="bfloat16",
+        model=ModelSpec(
+            name="8b",
+            hidden=4096,
+            layers=32,
+            heads=32,
+            kv_heads=8,
+            head_dim=128,
+            intermediate=14336,
+            vocabulary=128256,
+            positions=131072,
+            dtype="bfloat16",
+            qk_gain=1.0,
+        ),
         lengths=(8192, 32768, 65536),
         turns=(Turn(32768, 2048), Turn(61440, 4096)),
         crowd=4,
@@ -92,13 +71,17 @@ SHAPES = (
         settings={"max_model_len": 70_000, "memory_fraction": 0.35, "cpu_gib": 24},
     ),
     Shape(
-        name="small",
-        layers=8,
-        heads=8,
-        kv_heads=4,
-        head_size=64,
-        intermediate=1408,
-        dtype="float32",
+        model=ModelSpec(
+            name="small",
+            hidden=512,
+            layers=8,
+            heads=8,
+            kv_heads=4,
+            head_dim=64,
+            intermediate=1408,
+            vocabulary=8192,
+            qk_gain=1.0,
+        ),
         lengths=(1024, 2048, 4096),
         turns=(Turn(2048, 256), Turn(3840, 256)),
         crowd=4,

@@ -36,7 +36,7 @@ class Variant:
         return {
             "model": model,
             "device": device,
-            "dtype": shape.dtype,
+            "dtype": shape.model.dtype,
             "enforce_eager": True,
             "log_level": "warning",
             **shape.settings,

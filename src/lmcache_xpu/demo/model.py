@@ -113,7 +113,7 @@ def make_model(spec: ModelSpec, parent: Path) -> Path:
     try:
         silent = _write_tokenizer(spec, text, work)
         _write_weights(spec, silent, work)
-        config = _config(spec)
+        config = llama_config(spec)
         (work / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         work.chmod(0o755)  # mkdtemp and safetensors write for their owner only
         (work / "model.safetensors").chmod(0o644)
@@ -134,7 +134,8 @@ def corpus() -> str:
     return "\n".join(text for _, text in sorted(topics.items()))
 
 
-def _config(spec: ModelSpec) -> dict[str, Any]:
+def llama_config(spec: ModelSpec) -> dict[str, Any]:
+    """The content of a Llama's `config.json`."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
