@@ -2,8 +2,9 @@
 
 200 streams at a time of 100 tokens per second each, from one process with one thread. The stub's
 own lateness is not the client's, so times are compared with what the stub noted. Both need a core
-to themselves; a measurement that other processes disturbed says nothing about the client, and is
-made again.
+to themselves; a measurement that something disturbed says nothing about the client. Not all that
+disturbs can be seen from here (a virtual machine's host, say), so a bad one is made again: a
+client that is late by itself is late every time.
 """
 
 from __future__ import annotations
@@ -114,24 +115,26 @@ def errors_s(rows, log):
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="client and stub need a core each")
 def test_times_are_right_within_two_milliseconds(tmp_path):
+    late, disturbances = {}, []
     for attempt in range(ATTEMPTS):
         directory = tmp_path / str(attempt) / "report"
         directory.parent.mkdir()
         rows, log, own, disturbed = measure(directory)
         done = [row for row in rows if row["outcome"] == "ok"]
-        found_s = errors_s(done, log)
-        print({k: (v * 1e3).round(2).tolist() for k, v in found_s.items()}, disturbed)
+        found_ms = {k: (v * 1e3).round(2).tolist() for k, v in errors_s(done, log).items()}
+        print("ms at 50, 95, 99 and 100 %:", found_ms, disturbed)
         # What a busy machine does not excuse.
         assert {row["outcome"] for row in rows} <= {"ok", "dropped"}
         assert all(len(row["gaps_s"]) == TOKENS - 1 for row in done)
         memory_mib = [sample["memory_mib"] for sample in own if sample["at_s"] > 2]
         assert max(memory_mib) - min(memory_mib) < 2, memory_mib
-        if not disturbed or all(error[1] < WITHIN_S for error in found_s.values()):
+        late = {name: error for name, error in found_ms.items() if error[1] >= WITHIN_S * 1e3}
+        disturbances.append(disturbed)
+        if not late:
             break
-    else:
+    if late and all(disturbances):
         pytest.skip(f"the machine, {ATTEMPTS} times; last: {disturbed}")
-    for name, error in found_s.items():
-        assert error[1] < WITHIN_S, f"{name}: {error * 1e3} ms at 50, 95, 99 and 100 %"
+    assert late == {}, f"ms at 50, 95, 99 and 100 %, {ATTEMPTS} times, last of them"
     at_a_time = [
         sum(row["started_s"] <= at_s < row["ended_s"] for row in rows)
         for at_s in np.linspace(2, RUN_S - 2, 20)
