@@ -7,23 +7,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from breaks import PARTS
+from engine import Engine
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from stack import Compose, Engine, Processes, Stack, Url
+from stack import Compose, Kept, Processes, Stack, Url
 
 from lmcache_xpu.demo.model import EXACT, make_model
 
-BREAKS = (
-    "guard",
-    "withhold",
-    "_take_back",
-    "salt",
-    "finished",
-    "weights",
-    "checksum",
-    "shift",
-)
 MODES = ["standard", "layerwise"]
 DISK_GIB = 64 / 1024
 
@@ -36,15 +28,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--break",
         default="",
-        choices=("", *BREAKS),
-        help="take a part of the product away inside the engine: its tests must fail",
+        choices=("", *PARTS),
+        help="run the tests that must fail without this part of the product, without it",
     )
-    group.addoption("--requests", type=int, default=300, help="of the exactness test, per mode")
-    group.addoption("--soak-s", type=float, default=0, help="length of the soak; 0: none")
+    group.addoption("--requests", type=int, default=500, help="of the exactness test, per mode")
+    group.addoption("--soak-s", type=float, default=0, help="length of a mode's soak; 0: none")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "promise(name): which promise a test checks")
+    config.addinivalue_line(
+        "markers",
+        "fails_without(*parts, mode=None): that --break may name; of one mode alone",
+    )
 
 
 @pytest.fixture(scope="session")
@@ -60,13 +56,20 @@ def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         if not (url := request.config.getoption("--url")):
             raise pytest.UsageError("--stack url needs --url")
         return Url(url, request.config.getoption("--api-key"))
-    if chosen == "compose":
-        return Compose()
-    return Processes(
+    make = Compose if chosen == "compose" else Processes
+    return make(
         tmp_path_factory.mktemp("stack"),
         request.getfixturevalue("model"),
         request.config.getoption("--break"),
     )
+
+
+@pytest.fixture(scope="session")
+def starts(stack: Stack) -> Stack:
+    """A stack that starts engines with settings that a test chooses."""
+    if isinstance(stack, Url):
+        pytest.skip("needs an engine with settings of its own; this one is given by --url")
+    return stack
 
 
 @pytest.fixture(scope="session", params=MODES)
@@ -81,13 +84,27 @@ def disk(mode: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def engine(stack: Stack, mode: str, disk: Path) -> Iterator[Engine]:
-    """One engine for all tests of a mode: small CPU tier, small disk tier."""
+def kept(stack: Stack, mode: str, disk: Path) -> Iterator[Kept]:
+    """The engine of a mode: small CPU tier, small disk tier."""
     if mode == "layerwise" and isinstance(stack, Url):
         pytest.skip("a given engine has one mode; it is tested as the standard one")
-    with stack.start(layerwise=mode == "layerwise", disk_path=disk, disk_gib=DISK_GIB) as started:
-        started.ask([300] * 300)  # what is compiled or allocated once
-        yield started
+    layerwise = mode == "layerwise"
+    with Kept(stack, layerwise=layerwise, disk_path=disk, disk_gib=DISK_GIB) as kept:
+        yield kept
+
+
+@pytest.fixture
+def engine(kept: Kept) -> Engine:
+    """The engine of a mode, running."""
+    return kept.engine()
+
+
+@pytest.fixture
+def small(engine: Engine) -> Engine:
+    """As `engine`, where a few prompts fill its tiers."""
+    if not engine.small:
+        pytest.skip("needs tiers of a few MiB, to fill them; this engine is given by --url")
+    return engine
 
 
 @pytest.fixture
@@ -96,9 +113,27 @@ def figure(record_property: Callable[[str, object], None]) -> Callable[[str, obj
     return record_property
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One engine after the other; tests that end or wreck it come last."""
-    items.sort(key=lambda item: item.get_closest_marker("last") is not None)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With --break: the tests that must fail, and only those."""
+    if not (part := config.getoption("--break")):
+        return
+    chosen = [item for item in items if part in _needs(item)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    for item in chosen:
+        item.add_marker(pytest.mark.xfail(strict=True, reason=f"without: {PARTS[part]}"))
+    items[:] = chosen
+
+
+def _needs(item: pytest.Item) -> set[str]:
+    """The parts that a test fails without, in its mode."""
+    mode = item.callspec.params.get("mode") if hasattr(item, "callspec") else None
+    markers = item.iter_markers("fails_without")
+    return {
+        part
+        for marker in markers
+        for part in marker.args
+        if marker.kwargs.get("mode") in (None, mode)
+    }
 
 
 @pytest.hookimpl(wrapper=True)
@@ -106,24 +141,35 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     report = yield
     if marker := item.get_closest_marker("promise"):
         report.promise = marker.args[0]
+    if item.config.getoption("--break") and report.when != "call" and hasattr(report, "wasxfail"):
+        report.outcome = "failed"  # no engine: that says nothing about the test
+        del report.wasxfail
     return report
 
 
-WORDS = {"passed": "kept", "failed": "BROKEN", "skipped": "skipped", "xfailed": "known limit"}
+WORDS = {"passed": "kept", "failed": "BROKEN", "error": "ERROR", "skipped": "skipped"}
+WORDS_OF_BREAKS = {**WORDS, "failed": "NOT SEEN", "xfailed": "seen"}
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     """The promises, and what was measured for each."""
+    part = config.getoption("--break")
+    words = WORDS_OF_BREAKS if part else {**WORDS, "xfailed": "known limit"}
     rows: dict[tuple[str, str], list[tuple[str, pytest.TestReport]]] = {}
-    for outcome in WORDS:
+    for outcome in words:
         for report in terminalreporter.stats.get(outcome, ()):
+            if not isinstance(report, pytest.TestReport):
+                continue  # of a file that could not be collected
             if outcome != "passed" or report.when == "call":
                 name = report.nodeid.rpartition("::")[2].partition("[")[0]
                 key = getattr(report, "promise", ""), name.removeprefix("test_").replace("_", " ")
                 rows.setdefault(key, []).append((outcome, report))
-    table = Table("promise", "test", "outcome", "s", "figures", title="Promises")
+    title = f"Without: {PARTS[part]}" if part else "Promises"
+    table = Table("promise", "test", "outcome", "s", "figures", title=title)
     for (promise, name), reports in sorted(rows.items()):
-        outcomes = Counter(WORDS[outcome] for outcome, _ in reports)
+        outcomes = Counter(words[outcome] for outcome, _ in reports)
         figures = [
             f"{report.nodeid.partition('[')[2].rstrip(']')}: "
             + ", ".join(f"{key} {value}" for key, value in report.user_properties)

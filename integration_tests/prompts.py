@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from stack import CHUNK
+from engine import CHUNK
 
 FIRST, LAST = 300, 4000  # tokens of EXACT's vocabulary without special ones
 

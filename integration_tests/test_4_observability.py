@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from engine import CHUNK, MIB, Engine
 from prompts import tokens
-from stack import CHUNK, MIB, Engine
 from test_2_tiers import CPU_CHUNKS, fill
 
 pytestmark = pytest.mark.promise("7 observability")
@@ -12,8 +12,9 @@ pytestmark = pytest.mark.promise("7 observability")
 FLOWS = [(d, t) for d in ("store", "load") for t in ("cpu", "disk")]
 
 
+@pytest.mark.fails_without("metrics")
 def test_three_sources_are_on_one_page(engine: Engine):
-    """Must fail without PROMETHEUS_MULTIPROC_DIR: then the page has vLLM's alone."""
+    """Seen to fail without PROMETHEUS_MULTIPROC_DIR: then the page has vLLM's alone."""
     names = {name for name, _, _ in engine.metrics().samples}
     assert "vllm:prompt_tokens_total" in names
     assert "lmcache:num_retrieve_requests_total" in names
@@ -26,11 +27,13 @@ def test_three_sources_are_on_one_page(engine: Engine):
     } <= names
 
 
-def test_they_add_up_to_what_a_request_did(engine: Engine):
+@pytest.mark.fails_without("bytes")
+def test_they_add_up_to_what_a_request_did(small: Engine):
     """Three chunks stored, then loaded from disk and from memory; 1 MiB each in this model.
 
-    Must fail with a connector that counts a layer's bytes as a chunk's.
+    Seen to fail with half of the bytes counted.
     """
+    engine = small
     prompt = tokens("adds up", 3 * CHUNK + 9)
 
     def spent(action):
@@ -69,7 +72,10 @@ def test_they_add_up_to_what_a_request_did(engine: Engine):
     assert hits == 3 * CHUNK
 
 
-def test_seconds_grow_with_moves_and_stay_below_the_clock(engine: Engine):
+@pytest.mark.fails_without("bytes")
+def test_seconds_grow_with_moves_and_stay_below_the_clock(small: Engine):
+    """Seen to fail with seconds that are not counted."""
+    engine = small
     metrics = engine.metrics()
     for direction, tier in FLOWS:
         assert 0 < metrics.flow("seconds", direction, tier) < 600

@@ -7,12 +7,14 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from engine import CHUNK, Engine
 from prompts import tokens, whole
 from safetensors.torch import save_file
-from stack import CHUNK, Engine, Processes, Stack
+from stack import Kept, Stack
 from test_2_tiers import CPU_CHUNKS, fill, hit
 
 from lmcache_xpu.demo.model import EXACT, make_model
@@ -39,23 +41,27 @@ def make_adapter(directory: Path, seed: int) -> Path:
 
 
 @pytest.fixture(scope="module")
-def adapters(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def adapters_kept(starts: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
     """Two adapters; no disk tier; a load that fails fails its request."""
-    if not isinstance(stack, Processes):
-        pytest.skip("needs settings of its own")
     places = tmp_path_factory.mktemp("adapters")
     modules = [f"{name}={make_adapter(places / name, seed)}" for seed, name in enumerate("ab")]
     extra = ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", *modules]
     transfer = Settings.load({"model": "m", "cpu_gib": 24 / 1024})._kv_transfer()
     transfer["kv_load_failure_policy"] = "fail"
     extra += ["--kv-transfer-config", json.dumps(transfer)]
-    with stack.start(extra_args=tuple(extra)) as engine:
-        yield engine
+    with Kept(starts, extra_args=tuple(extra)) as kept:
+        yield kept
+
+
+@pytest.fixture
+def adapters(adapters_kept: Kept) -> Engine:
+    return adapters_kept.engine()
 
 
 @pytest.mark.promise("8 security")
+@pytest.mark.fails_without("salt")
 def test_entries_of_an_adapter_are_for_that_adapter(adapters: Engine):
-    """Must fail without `Isolation`: each is a hit, and the answers are the first one's."""
+    """Seen to fail with LMCache's own keys: each is a hit, and the answers are the first one's."""
     prompt = tokens("adapters", 3 * CHUNK + 7)
     answers = {}
     for name in ("exact", "a", "b"):
@@ -72,7 +78,9 @@ def test_entries_of_an_adapter_are_for_that_adapter(adapters: Engine):
 
 
 @pytest.mark.promise("2 tiers")
+@pytest.mark.fails_without("roomy")
 def test_without_a_disk_tier_what_was_evicted_is_computed_again(adapters: Engine):
+    """Seen to fail with a CPU tier that does not evict."""
     prompt = tokens("no disk", 4 * CHUNK + 77)
     adapters.ask(prompt)
     assert hit(adapters, prompt) == (4 * CHUNK, 0)
@@ -81,8 +89,12 @@ def test_without_a_disk_tier_what_was_evicted_is_computed_again(adapters: Engine
 
 
 @pytest.mark.promise("4 faults")
+@pytest.mark.fails_without("guard")
 def test_with_the_policy_fail_a_failed_load_fails_its_request_alone(adapters: Engine):
-    """An error for the client, never a wrong token; the engine and the next request go on."""
+    """An error for the client, never a wrong token; the engine and the next request go on.
+
+    Seen to fail with errors let through.
+    """
     prompt = tokens("fails", 4 * CHUNK + 77)
     expected = adapters.ask(prompt).token_ids
     adapters.forget()
@@ -95,22 +107,31 @@ def test_with_the_policy_fail_a_failed_load_fails_its_request_alone(adapters: En
 
 
 @pytest.mark.promise("4 faults")
-def test_another_model_under_the_same_name_finds_nothing(stack: Stack, tmp_path: Path):
-    """On the same disk directory: other weights, and then a layout of another version's files.
+@pytest.mark.fails_without("weights")
+def test_what_another_engine_left_on_the_disk_is_not_taken(starts: Stack, tmp_path: Path):
+    """Other weights under the same name, another dtype, and keys from another hash seed.
 
-    Must fail without the weights in the namespace: a hit, and the other model's answer.
+    Each starts on the directory of the one before it: it finds nothing, computes its own answer,
+    and finds that. The last one has the first one's weights again, and its answer.
+
+    Seen to fail with keys that know nothing of the weights: a hit, and the other model's answer.
     """
-    if not isinstance(stack, Processes):
-        pytest.skip("exchanges the model's files")
     prompt, place = tokens("weights", 4 * CHUNK + 3), tmp_path / "model"
     disk = {"disk_path": tmp_path / "disk", "disk_gib": 0.25, "model": str(place)}
+    engines: list[tuple[int, dict[str, Any]]] = [
+        (1, {}),
+        (2, {}),
+        (2, {"dtype": "bfloat16"}),
+        (1, {"env": {"PYTHONHASHSEED": "1"}}),
+    ]
     answers = []
-    for seed in (1, 2):
+    for seed, changes in engines:
         shutil.rmtree(place, ignore_errors=True)
         make_model(dataclasses.replace(EXACT, seed=seed), tmp_path).rename(place)
-        with stack.start(**disk) as engine:
+        with starts.start(**disk, **changes) as engine:
             assert hit(engine, prompt) == (0, 0)
             answers.append(engine.ask(prompt).token_ids)
             engine.settle()
             assert hit(engine, prompt) == (whole(len(prompt)), 0)
     assert answers[0] != answers[1]
+    assert answers[0] == answers[3]

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from engine import CHUNK, Engine
 from prompts import tokens, whole
-from stack import CHUNK, Engine, Processes, Stack
+from stack import Processes, Stack
 from test_2_tiers import hit
 
 from lmcache_xpu.demo.engine import free_port
@@ -65,7 +66,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def pair(stack: Stack, server: Server) -> Iterator[tuple[Engine, Engine]]:
     if not isinstance(stack, Processes):
-        pytest.skip("needs two engines")
+        pytest.skip("needs two engines beside a server, as processes here; containers have theirs")
     settings = {"remote_url": server.url, "remote_password": PASSWORD}
     with stack.start(**settings) as one, stack.start(**settings) as two:
         yield one, two
@@ -82,13 +83,18 @@ def shared_hit(pair: tuple[Engine, Engine], seed: str) -> int:
     return (two.counts() - before).external_hits
 
 
+@pytest.mark.fails_without("shared", "shift")
 def test_what_one_engine_stored_the_other_finds(pair: tuple[Engine, Engine]):
-    """Must fail with a password that is wrong in one of the two."""
+    """Seen to fail with look-ups that ask no server, and with blocks one place too far."""
     assert shared_hit(pair, "shared") == 4 * CHUNK
 
 
+@pytest.mark.fails_without("shared")
 def test_a_server_that_dies_and_comes_back(pair: tuple[Engine, Engine], server: Server):
-    """Answers stay right and come without waiting; afterwards it is used again."""
+    """Answers stay right and come without waiting; afterwards it is used again.
+
+    Seen to fail with look-ups that ask no server.
+    """
     server.stop()
     begin = time.monotonic()
     assert shared_hit(pair, "without a server") == 0
@@ -100,13 +106,18 @@ def test_a_server_that_dies_and_comes_back(pair: tuple[Engine, Engine], server: 
     assert shared_hit(pair, "with a server again") == 4 * CHUNK
 
 
+@pytest.mark.fails_without("away")
 def test_a_wrong_password_is_a_server_that_is_away(pair: tuple[Engine, Engine], server: Server):
+    """Said once, not with every request; and nobody reads the password in a log.
+
+    Seen to fail with a server that is asked again and again.
+    """
     server.stop()
     server.start("another")
     assert shared_hit(pair, "wrong password") == 0
     assert all(engine.alive() for engine in pair)
-    assert any("left alone" in engine.log() for engine in pair)
-    assert all(PASSWORD not in engine.log() for engine in pair)
+    assert any("left alone" in engine.runner.log() for engine in pair)
+    assert all(PASSWORD not in engine.runner.log() for engine in pair)
     server.stop()
     server.start()
     time.sleep(AWAY_S)
@@ -139,10 +150,14 @@ def router(pair: tuple[Engine, Engine], log: Path) -> Iterator[Engine]:
         process.wait()
 
 
+@pytest.mark.fails_without("shared")
 def test_behind_a_router_it_does_not_matter_who_answers(
     pair: tuple[Engine, Engine], tmp_path: Path, figure: Callable[[str, object], None]
 ):
-    """Round robin, the worst of its policies for a cache: both engines see each prompt."""
+    """Round robin, the worst of its policies for a cache: both engines see each prompt.
+
+    Seen to fail with look-ups that ask no server.
+    """
     prompts = [tokens(("router", number), 4 * CHUNK + 77) for number in range(5)]
     before = [engine.counts() for engine in pair]
     with router(pair, tmp_path / "router.log") as behind:

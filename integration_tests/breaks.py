@@ -1,0 +1,52 @@
+"""Parts of the product that `--break PART` takes away, so that its tests are seen to fail.
+
+A test names the parts that it must fail without: `@pytest.mark.fails_without("shift")`. With
+`--break shift` only those tests run, and each has to fail. Most parts go inside the engine (see
+hooks/broken.py); the others are settings and variables of its start, here.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+PARTS = {
+    "shift": "loads put blocks where they belong",
+    "guard": "an error in a load or a store is caught",
+    "withhold": "a step whose load failed stores nothing of what read its blocks",
+    "take_back": "a layerwise store that failed half-way is taken back",
+    "counters": "errors and fallbacks are counted",
+    "bytes": "bytes and seconds are counted as they are",
+    "metrics": "all processes of an engine share their metrics",
+    "salt": "cache_salt and LoRA adapter are in the keys",
+    "finished": "what an aborted request had looked up is unpinned",
+    "references": "references to what was loaded are given back",
+    "weights": "the model's weights are in the keys",
+    "checksum": "files are compared with their checksum",
+    "evict": "the disk tier keeps to its size",
+    "modes": "files are for their owner alone",
+    "shared": "what another engine stored is found in the shared tier",
+    "away": "a server that fails is left alone for a while",
+    "settings": "settings are checked",
+    "preflight": "the machine is checked before the start",
+    "chunk": "the chunk size is the one that was asked for",
+    "disk": "there is a disk tier",
+    "roomy": "the CPU tier keeps to its size",
+    "seed": "the hash seed is the same in every process",
+    "loopback": "the server listens on loopback",
+    "drain": "answers may end when the engine is stopped",
+    "api_key": "the API key reaches the engine",
+}
+
+SETTINGS: dict[str, dict[str, object]] = {
+    "chunk": {"chunk_tokens": 128},
+    "disk": {"disk_path": None, "disk_gib": None},
+    "roomy": {"cpu_gib": 1.0},
+    "loopback": {"host": "0.0.0.0"},
+    "drain": {"drain_s": 0},
+}
+
+ENVIRONMENTS: dict[str, Callable[[], dict[str, str]]] = {
+    "seed": lambda: {"PYTHONHASHSEED": str(secrets.randbelow(2**32))},
+    "api_key": lambda: {"VLLM_API_KEY": ""},
+}
