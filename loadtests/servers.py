@@ -93,7 +93,13 @@ class Compose:
         override.write_text(yaml.safe_dump(self.override(variant)))
         command = ("docker", "compose", "-f", str(self._file), "-f", str(override))
         try:
-            subprocess.run([*command, "up", "--detach", self._service], check=True)
+            # It waits where the service has a health check, and ends when the service does.
+            if subprocess.run([*command, "up", "--detach", "--wait", self._service]).returncode:
+                raise EngineError(
+                    f"service {self._service} of {self._file} did not start",
+                    "a service that answers",
+                    f"`docker compose logs {self._service}` has the cause.",
+                )
             _wait(self._url)
             yield self._url
         finally:  # volumes stay: the disk tier is to be found again
@@ -108,6 +114,7 @@ class Compose:
             ENV_PREFIX + name.upper(): "" if value is None else str(value).lower()
             for name, value in values.items()
         }
+        environment.update([RESERVED_CORES])
         return {"services": {self._service: {"environment": environment}}}
 
 

@@ -41,7 +41,10 @@ class Stack:
             copy(ROOT / name, folder / name)
         self.ports = {
             name: free_port()
-            for name in ("API_PORT", "PROMETHEUS_PORT", "GRAFANA_PORT", "ROUTER_PORT")
+            for name in (
+                *("API_PORT", "PROMETHEUS_PORT", "GRAFANA_PORT", "ROUTER_PORT"),
+                "LOADTEST_PORT",
+            )
         }
         self.settings = {
             "COMPOSE_PROJECT_NAME": PROJECT,
@@ -103,12 +106,17 @@ class Stack:
             assert time.monotonic() < end, self.logs(service)[-4000:]
             time.sleep(0.5)
 
+    def url(self, port: str = "API_PORT") -> str:
+        """Where a published port answers."""
+        return f"http://127.0.0.1:{self.ports[port]}"
+
     def client(self, url: str | None = None) -> Client:
-        return Client(url or f"http://127.0.0.1:{self.ports['API_PORT']}", timeout_s=120)
+        key = self.settings.get("LMCACHE_XPU_API_KEY")
+        return Client(url or self.url(), api_key=key, timeout_s=120)
 
     def samples(self, text: str, url: str | None = None) -> dict[str, float]:
         """Samples on /metrics whose line begins with `text`."""
-        url = url or f"http://127.0.0.1:{self.ports['API_PORT']}"
+        url = url or self.url()
         lines = httpx.get(f"{url}/metrics", trust_env=False).text.splitlines()
         found = (line.rpartition(" ") for line in lines if line.startswith(text))
         return {name: float(value) for name, _, value in found}
@@ -116,7 +124,7 @@ class Stack:
     def query(self, expression: str) -> list:
         """What Prometheus answers now."""
         answer = httpx.get(
-            f"http://127.0.0.1:{self.ports['PROMETHEUS_PORT']}/api/v1/query",
+            f"{self.url('PROMETHEUS_PORT')}/api/v1/query",
             params={"query": expression},
             trust_env=False,
         ).json()

@@ -20,4 +20,5 @@ WORKDIR /data
 # Grafana has no package in Debian: this only holds its place, so that its mounts can be looked at.
 FROM packages AS grafana
 USER 10001:10001
+STOPSIGNAL SIGKILL
 CMD ["sleep", "infinity"]

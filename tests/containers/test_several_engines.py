@@ -7,6 +7,8 @@ import time
 import pytest
 from stack import ask, conversation
 
+from lmcache_xpu.demo.model import EXACT
+
 PASSWORD = "s3cret"
 
 
@@ -17,6 +19,8 @@ def stack(make_stack):
         LMCACHE_XPU_REMOTE_PASSWORD=PASSWORD,
         ROUTER_POLICY="cache_aware",
         SHARED_CACHE_MB="512",
+        LMCACHE_XPU_API_KEY="key-of-these-tests",
+        LMCACHE_XPU_ENFORCE_EAGER="true",
     )
     stack.up("cpu", "cpu-2", "shared-cache", "router")
     return stack
@@ -32,7 +36,8 @@ def test_what_one_engine_computed_the_other_one_finds(stack):
     with stack.client(first) as one, stack.client(second) as other:
         expected = ask(one, conversation(1))
         end = time.monotonic() + 20
-        while shared_bytes(stack, first, "store") < 7 * 256 * 4096:
+        stored = expected.prompt_tokens // 256 * 256 * EXACT.kv_bytes_per_token
+        while shared_bytes(stack, first, "store") < stored:
             assert time.monotonic() < end, "nothing reached the shared tier"
             time.sleep(0.2)
         before = other.counts()
@@ -40,7 +45,7 @@ def test_what_one_engine_computed_the_other_one_finds(stack):
         hits = (other.counts() - before).external_hits
     assert hits >= 1024
     assert answer.token_ids == expected.token_ids
-    assert shared_bytes(stack, second, "load") >= hits * 4096
+    assert shared_bytes(stack, second, "load") >= hits * EXACT.kv_bytes_per_token
 
 
 def test_the_server_wants_its_password_and_shows_it_to_nobody(stack):
@@ -52,7 +57,7 @@ def test_the_server_wants_its_password_and_shows_it_to_nobody(stack):
 
 
 def test_a_conversation_stays_with_its_engine(stack):
-    router = f"http://127.0.0.1:{stack.ports['ROUTER_PORT']}"
+    router = stack.url("ROUTER_PORT")
     urls = [stack.address("engine-cpu"), stack.address("engine-cpu-2")]
 
     def asked():
@@ -73,7 +78,7 @@ def test_a_conversation_stays_with_its_engine(stack):
 
 
 def test_every_request_through_the_router_arrives_once(stack):
-    router = f"http://127.0.0.1:{stack.ports['ROUTER_PORT']}"
+    router = stack.url("ROUTER_PORT")
     urls = [stack.address("engine-cpu"), stack.address("engine-cpu-2")]
     before = [sum(stack.samples("vllm:request_success_total", url).values()) for url in urls]
     with stack.client(router) as client:

@@ -21,10 +21,13 @@ ENGINE = "engine-cpu"
 NEEDS_A_GPU = {"GPU utilisation", "GPU memory", "GPU power", "GPU temperature"}
 
 
+KEY = "key-of-these-tests"
+
+
 @pytest.fixture(scope="module")
 def stack(make_stack):
-    stack = make_stack()
-    stack.up("cpu", "monitoring")
+    stack = make_stack(LMCACHE_XPU_API_KEY=KEY)
+    stack.up("cpu", "monitoring", "loadtest")
     return stack
 
 
@@ -51,9 +54,17 @@ def external_hits(stack, messages):
 
 
 def test_the_engine_answers_and_says_which_model(stack, story):
-    url = f"http://127.0.0.1:{stack.ports['API_PORT']}"
-    assert httpx.get(f"{url}/v1/models", trust_env=False).json()["data"][0]["id"] == "exact"
+    with stack.client() as client:
+        assert client.model == "exact"
     assert story[1].completion_tokens == 24
+
+
+def test_it_wants_its_key_and_shows_it_to_nobody(stack, story):
+    for headers in ({}, {"Authorization": "Bearer another"}):
+        answer = httpx.get(f"{stack.url()}/v1/models", headers=headers, trust_env=False)
+        assert answer.status_code == 401
+    assert KEY not in stack.compose("top", ENGINE).stdout
+    assert KEY not in stack.logs(ENGINE)
 
 
 def test_it_has_no_rights_that_it_does_not_need(stack):
@@ -71,11 +82,11 @@ def test_it_has_no_rights_that_it_does_not_need(stack):
 def test_only_what_was_asked_for_is_published_and_only_on_loopback(stack):
     bound = [
         binding["HostIp"]
-        for service in (ENGINE, "prometheus", "grafana")
+        for service in (ENGINE, "prometheus", "grafana", "loadtest")
         for bindings in stack.inspect(service)["HostConfig"]["PortBindings"].values()
         for binding in bindings
     ]
-    assert bound == ["127.0.0.1"] * 3
+    assert bound == ["127.0.0.1"] * 4
 
 
 def test_what_the_engine_forgot_the_cpu_tier_gives_back(stack, story):
@@ -176,9 +187,9 @@ def test_every_alert_looks_at_something_that_is_there(stack, load):
         without_thresholds = re.sub(r"\s[<>]=? [\d.]+", "", rule["expr"])
         assert without_thresholds != rule["expr"], rule["alert"]
         assert stack.query(without_thresholds.replace("1h", "1m")), rule["alert"]
-    loaded = httpx.get(
-        f"http://127.0.0.1:{stack.ports['PROMETHEUS_PORT']}/api/v1/rules", trust_env=False
-    ).json()["data"]["groups"][0]["rules"]
+    loaded = httpx.get(f"{stack.url('PROMETHEUS_PORT')}/api/v1/rules", trust_env=False).json()[
+        "data"
+    ]["groups"][0]["rules"]
     assert {r["name"] for r in loaded} == {r["alert"] for r in rules}
     assert all(r["health"] in ("ok", "unknown") for r in loaded)
 
@@ -192,6 +203,30 @@ def test_hits_show_on_the_dashboard(stack, load):
         'rate(lmcache_xpu_bytes_total{tier="disk",direction="store"}[1m])',
     ):
         assert any(float(r["value"][1]) > 0 for r in stack.query(expression)), expression
+
+
+def test_a_load_test_from_its_web_page(stack, story):
+    """Started by what the page sends; it knows the server, its key, and where reports go."""
+    page = stack.url("LOADTEST_PORT")
+    form = {
+        **{"user_count": 2, "spawn_rate": 2, "host": f"http://{ENGINE}:8000", "qps": 2},
+        **{"num_rounds": 3, "shared_system_prompt": 50, "user_history_prompt": 200},
+        **{"answer_len": 8, "duration_s": 12},
+    }
+    assert httpx.post(f"{page}/swarm", data=form, trust_env=False).json()["success"]
+    end = time.monotonic() + 60
+    while "report.html" not in (written := files_of(stack)):
+        assert time.monotonic() < end, stack.logs("loadtest")[-3000:]
+        time.sleep(1)
+    rows = stack.compose("exec", "loadtest", "sh", "-c", "cat /reports/rows.jsonl").stdout
+    outcomes = [json.loads(row)["outcome"] for row in rows.splitlines()]
+    assert {"summary.json", "ttft-cdf.png"} <= written
+    assert outcomes.count("ok") > 10
+    assert set(outcomes) <= {"ok", "dropped"}
+
+
+def files_of(stack):
+    return set(stack.compose("exec", "loadtest", "ls", "/reports").stdout.split())
 
 
 def test_a_restart_finds_the_disk_tier_and_the_same_answer(stack, story):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from typing import Annotated
 
 import typer
@@ -29,8 +30,12 @@ def doctor(
     Exits with 1 when a check fails, with 0 otherwise.
     """
     from lmcache_xpu.doctor import NO_MODEL, Machine, examine, examine_build
+    from lmcache_xpu.serve import METRICS_VARIABLE
     from lmcache_xpu.settings import Settings
 
+    # In a container it names a directory that the engine makes as it starts; there is none yet,
+    # and what is imported here would write to it.
+    os.environ.pop(METRICS_VARIABLE, None)
     machine = Machine()
     if build:
         checks = list(examine_build(machine))
