@@ -17,11 +17,16 @@ demo: setup ## Real vLLM + LMCache + our connector on CPU: a conversation, timed
 test: setup ## Unit tests and the end-to-end test against the real engine
 	@$(BIN)/pytest
 
-integration: setup ## The stack keeps its promises, also when things break (short form)
+integration: setup ## The stack keeps its promises, also when things break (short form): [STACK=compose]
+	@$(if $(filter compose,$(STACK)),docker compose build engine-cpu)
 	@$(INTEGRATION) --stack $(or $(STACK),processes)
 
-integration-long: setup ## The same with REQUESTS (10,000) per mode and a soak of SOAK_S (1,200) seconds
-	@$(INTEGRATION) --requests $(or $(REQUESTS),10000) --soak-s $(or $(SOAK_S),1200)
+integration-long: setup ## The same with REQUESTS (5,000) and a soak of SOAK_S (600) seconds in each of the two modes
+	@$(INTEGRATION) --requests $(or $(REQUESTS),5000) --soak-s $(or $(SOAK_S),600)
+
+integration-broken: setup ## Take away one part of the product after the other: the tests that name it must fail
+	@for part in $(or $(PARTS),$$($(BIN)/python integration_tests/breaks.py)); do \
+		$(BIN)/pytest integration_tests --break $$part --requests 60 --soak-s 20 || exit; done
 
 check: setup ## Lint, format, types, import order of the package; changes nothing
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
@@ -78,4 +83,4 @@ lock: setup ## Renew constraints.txt from pyproject.toml (all of it: make lock U
 clean: ## Remove .venv, caches and what the demo left
 	rm -rf .venv dist .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup demo test integration integration-long check fmt bench bench-engine bench-device up up-cpu down logs test-containers helm-docs helm-check helm-package loadtest loadtest-compare lock clean
+.PHONY: help setup demo test integration integration-long integration-broken check fmt bench bench-engine bench-device up up-cpu down logs test-containers helm-docs helm-check helm-package loadtest loadtest-compare lock clean

@@ -30,6 +30,7 @@ PARTS = {
     "settings": "settings are checked",
     "preflight": "the machine is checked before the start",
     "chunk": "the chunk size is the one that was asked for",
+    "offload": "there are tiers",
     "disk": "there is a disk tier",
     "roomy": "the CPU tier keeps to its size",
     "seed": "the hash seed is the same in every process",
@@ -40,6 +41,7 @@ PARTS = {
 
 SETTINGS: dict[str, dict[str, object]] = {
     "chunk": {"chunk_tokens": 128},
+    "offload": {"offload": False},
     "disk": {"disk_path": None, "disk_gib": None},
     "roomy": {"cpu_gib": 1.0},
     "loopback": {"host": "0.0.0.0"},
@@ -50,3 +52,6 @@ ENVIRONMENTS: dict[str, Callable[[], dict[str, str]]] = {
     "seed": lambda: {"PYTHONHASHSEED": str(secrets.randbelow(2**32))},
     "api_key": lambda: {"VLLM_API_KEY": ""},
 }
+
+if __name__ == "__main__":
+    print(*PARTS)

@@ -31,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=("", *PARTS),
         help="run the tests that must fail without this part of the product, without it",
     )
-    group.addoption("--requests", type=int, default=500, help="of the exactness test, per mode")
+    group.addoption("--requests", type=int, default=120, help="of the exactness test, per mode")
     group.addoption("--soak-s", type=float, default=0, help="length of a mode's soak; 0: none")
 
 
@@ -90,7 +90,19 @@ def kept(stack: Stack, mode: str, disk: Path) -> Iterator[Kept]:
         pytest.skip("a given engine has one mode; it is tested as the standard one")
     layerwise = mode == "layerwise"
     with Kept(stack, layerwise=layerwise, disk_path=disk, disk_gib=DISK_GIB) as kept:
+        _kept.append(kept)
         yield kept
+    _kept.clear()
+
+
+_kept: list[Kept] = []  # the mode's, once it was asked for
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """The engine of a mode rests while a test has engines of its own: it would take a core."""
+    if "kept" not in item.fixturenames:
+        for kept in _kept:
+            kept.rest()
 
 
 @pytest.fixture
@@ -114,7 +126,9 @@ def figure(record_property: Callable[[str, object], None]) -> Callable[[str, obj
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With --break: the tests that must fail, and only those."""
+    """Every test names a part that it fails without; with --break, run those that name it."""
+    if nameless := [item.name for item in items if not list(item.iter_markers("fails_without"))]:
+        raise pytest.UsageError(f"{nameless}: expected the mark fails_without; see breaks.py")
     if not (part := config.getoption("--break")):
         return
     chosen = [item for item in items if part in _needs(item)]

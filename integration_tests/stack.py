@@ -229,12 +229,17 @@ class Kept:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.rest()
+
+    def rest(self) -> None:
+        """End the engine until it is asked for again."""
+        self._engine = None
         self._running.close()
 
     def engine(self) -> Engine:
         """The one that runs."""
         if self._engine is None or not self._engine.alive():
-            self._running.close()
+            self.rest()
             self._engine = self._running.enter_context(self._stack.start(**self._settings))
             self._engine.ask([300] * 300)  # what is compiled or allocated once
         return self._engine

@@ -22,7 +22,8 @@ from lmcache_xpu.settings import ENV_PREFIX, Settings
 
 pytestmark = pytest.mark.promise("6 start and stop")
 
-# A wrong value for each setting that has one; the others take any text.
+# A wrong value for each setting that has one; the others take any text. A new setting has no value
+# here, so that its test fails until it gets one.
 WRONG = {
     "port": "99999",
     "drain_s": "-1",
@@ -61,12 +62,8 @@ ANY_TEXT = {
 }
 
 
-def test_every_setting_is_here():
-    assert WRONG.keys() | ANY_TEXT == Settings.model_fields.keys()
-
-
 @pytest.mark.fails_without("settings")
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", sorted(Settings.model_fields.keys() - ANY_TEXT))
 def test_a_wrong_value_is_refused_by_name(
     name: str, request: pytest.FixtureRequest, tmp_path: Path
 ):
