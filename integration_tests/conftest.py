@@ -89,19 +89,13 @@ def kept(stack: Stack, mode: str, disk: Path) -> Iterator[Kept]:
     if mode == "layerwise" and isinstance(stack, Url):
         pytest.skip("a given engine has one mode; it is tested as the standard one")
     layerwise = mode == "layerwise"
-    with Kept(stack, layerwise=layerwise, disk_path=disk, disk_gib=DISK_GIB) as kept:
-        _kept.append(kept)
+    with Kept("kept", stack, layerwise=layerwise, disk_path=disk, disk_gib=DISK_GIB) as kept:
         yield kept
-    _kept.clear()
-
-
-_kept: list[Kept] = []  # the mode's, once it was asked for
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """The engine of a mode rests while a test has engines of its own: it would take a core."""
-    if "kept" not in item.fixturenames:
-        for kept in _kept:
+    for fixture, kept in Kept.all.items():
+        if fixture not in item.fixturenames:
             kept.rest()
 
 

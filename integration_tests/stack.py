@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import yaml
@@ -216,19 +216,25 @@ class Kept:
     """One engine for many tests; started again when a test has ended it.
 
     Args:
+        fixture: whose tests need it. It rests during others: idle it would take part of a core.
         stack: that starts it.
         settings: that it gets.
     """
 
-    def __init__(self, stack: Stack, **settings: Any) -> None:
+    all: ClassVar[dict[str, Kept]] = {}
+
+    def __init__(self, fixture: str, stack: Stack, **settings: Any) -> None:
+        self._fixture = fixture
         self._stack, self._settings = stack, settings
         self._running = contextlib.ExitStack()
         self._engine: Engine | None = None
 
     def __enter__(self) -> Kept:
+        self.all[self._fixture] = self
         return self
 
     def __exit__(self, *_: object) -> None:
+        del self.all[self._fixture]
         self.rest()
 
     def rest(self) -> None:

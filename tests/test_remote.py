@@ -207,6 +207,18 @@ def test_without_a_server_nothing_waits_and_nothing_fails_and_it_comes_back(
     assert first.found([3]) == 1
 
 
+def test_a_server_that_was_restarted_is_used_at_once(engine, server, caplog, monkeypatch):
+    """The pool's connections, several after a store, are closed; nobody is to wait for that."""
+    monkeypatch.setattr(remote.logger, "propagate", True)
+    first = engine()
+    first.store(range(6))
+    server.stop()
+    server.start()
+    first.store(range(10, 16))
+    assert first.found(range(10, 16)) == 6
+    assert "left alone" not in caplog.text
+
+
 def test_a_wrong_password_is_said_and_not_shown(engine, monkeypatch, caplog):
     monkeypatch.setenv(remote.PASSWORD_VARIABLE, "wr0ng")
     monkeypatch.setattr(remote.logger, "propagate", True)

@@ -31,6 +31,9 @@ from lmcache import torch_device_type
 from lmcache.utils import LayerCacheEngineKey
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
 from lmcache_xpu.disk.chunk_layout import ChunkLayout
@@ -83,6 +86,9 @@ class RemoteTier(RemoteConnector):  # type: ignore[misc]  # untyped base
             password=os.environ.get(PASSWORD_VARIABLE) or None,
             socket_connect_timeout=CONNECT_S,
             socket_timeout=ANSWER_S,
+            # A server that was restarted has left the pool with closed connections: an operation
+            # that meets one is tried once more, on a new one. Not after a time-out.
+            retry=Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,)),
         )
 
     # Lookup
