@@ -19,7 +19,7 @@ test: setup ## Unit tests and the end-to-end test against the real engine
 
 integration: setup ## The stack keeps its promises, also when things break (short form): [STACK=compose]
 	@$(if $(filter compose,$(STACK)),docker compose build engine-cpu)
-	@$(INTEGRATION) --stack $(or $(STACK),processes)
+	@$(INTEGRATION) --stack $(or $(STACK),processes) -n 2 --dist loadgroup
 
 integration-long: setup ## The same with REQUESTS (5,000) and a soak of SOAK_S (600) seconds in each of the two modes
 	@$(INTEGRATION) --requests $(or $(REQUESTS),5000) --soak-s $(or $(SOAK_S),600)

@@ -89,14 +89,8 @@ def kept(stack: Stack, mode: str, disk: Path) -> Iterator[Kept]:
     if mode == "layerwise" and isinstance(stack, Url):
         pytest.skip("a given engine has one mode; it is tested as the standard one")
     layerwise = mode == "layerwise"
-    with Kept("kept", stack, layerwise=layerwise, disk_path=disk, disk_gib=DISK_GIB) as kept:
+    with Kept(stack, layerwise=layerwise, disk_path=disk, disk_gib=DISK_GIB) as kept:
         yield kept
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    for fixture, kept in Kept.all.items():
-        if fixture not in item.fixturenames:
-            kept.rest()
 
 
 @pytest.fixture
@@ -119,8 +113,12 @@ def figure(record_property: Callable[[str, object], None]) -> Callable[[str, obj
     return record_property
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Every test names a part that it fails without; with --break, run those that name it."""
+    for item in items:  # with pytest-xdist, these keep to one worker and its engines
+        group = _mode(item) or item.path.stem
+        item.add_marker(pytest.mark.xdist_group(group))
     if nameless := [item.name for item in items if not list(item.iter_markers("fails_without"))]:
         raise pytest.UsageError(f"{nameless}: expected the mark fails_without; see breaks.py")
     if not (part := config.getoption("--break")):
@@ -134,14 +132,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _needs(item: pytest.Item) -> set[str]:
     """The parts that a test fails without, in its mode."""
-    mode = item.callspec.params.get("mode") if hasattr(item, "callspec") else None
-    markers = item.iter_markers("fails_without")
     return {
         part
-        for marker in markers
+        for marker in item.iter_markers("fails_without")
         for part in marker.args
-        if marker.kwargs.get("mode") in (None, mode)
+        if marker.kwargs.get("mode") in (None, _mode(item))
     }
+
+
+def _mode(item: pytest.Item) -> str | None:
+    return item.callspec.params.get("mode") if hasattr(item, "callspec") else None
 
 
 @pytest.hookimpl(wrapper=True)

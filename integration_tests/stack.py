@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import yaml
@@ -62,11 +62,24 @@ class Made:
             "HOOKS_BREAK": self._broken,
             "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
             "HF_HUB_OFFLINE": "1",
+            **_own_core(),
             **changes.pop("env", {}),
         }
         if make := ENVIRONMENTS.get(self._broken):
             env |= make()
         return {**SMALL, **changes}, env, hooks
+
+
+def _own_core() -> dict[str, str]:
+    """A core for the engines of each of pytest-xdist's workers.
+
+    Threads of two engines on one core wait for each other's time slices at every barrier.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+    if not worker:
+        return {}
+    cores = sorted(os.sched_getaffinity(0))
+    return {"VLLM_CPU_OMP_THREADS_BIND": str(cores[int(worker) % len(cores)])}
 
 
 class Processes(Made):
@@ -216,36 +229,25 @@ class Kept:
     """One engine for many tests; started again when a test has ended it.
 
     Args:
-        fixture: whose tests need it. It rests during others: idle it would take part of a core.
         stack: that starts it.
         settings: that it gets.
     """
 
-    all: ClassVar[dict[str, Kept]] = {}
-
-    def __init__(self, fixture: str, stack: Stack, **settings: Any) -> None:
-        self._fixture = fixture
+    def __init__(self, stack: Stack, **settings: Any) -> None:
         self._stack, self._settings = stack, settings
         self._running = contextlib.ExitStack()
         self._engine: Engine | None = None
 
     def __enter__(self) -> Kept:
-        self.all[self._fixture] = self
         return self
 
     def __exit__(self, *_: object) -> None:
-        del self.all[self._fixture]
-        self.rest()
-
-    def rest(self) -> None:
-        """End the engine until it is asked for again."""
-        self._engine = None
         self._running.close()
 
     def engine(self) -> Engine:
         """The one that runs."""
         if self._engine is None or not self._engine.alive():
-            self.rest()
+            self._running.close()
             self._engine = self._running.enter_context(self._stack.start(**self._settings))
             self._engine.ask([300] * 300)  # what is compiled or allocated once
         return self._engine

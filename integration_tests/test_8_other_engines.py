@@ -49,7 +49,7 @@ def adapters_kept(starts: Stack, tmp_path_factory: pytest.TempPathFactory) -> It
     transfer = Settings.load({"model": "m", "cpu_gib": 24 / 1024})._kv_transfer()
     transfer["kv_load_failure_policy"] = "fail"
     extra += ["--kv-transfer-config", json.dumps(transfer)]
-    with Kept("adapters_kept", starts, extra_args=tuple(extra)) as kept:
+    with Kept(starts, extra_args=tuple(extra)) as kept:
         yield kept
 
 
