@@ -186,7 +186,7 @@ class There:
         """
         name = f"integration-{os.getpid()}-{self.project.name}"
         command = ["docker", "compose", "--project-directory", str(self.project)]
-        command += ["--project-name", name, "-f", str(ROOT / "compose.yaml")]
+        command += ["--project-name", name, "--profile", "*", "-f", str(ROOT / "compose.yaml")]
         done = subprocess.run(
             [*command, "-f", str(self.override), *args],
             env={**os.environ, **self.env},

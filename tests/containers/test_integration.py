@@ -1,4 +1,4 @@
-"""The integration tests against the engine of compose.yaml: its image, its rights, its entry point."""
+"""The integration tests against the engine of compose.yaml: its image, rights and entry point."""
 
 from __future__ import annotations
 
