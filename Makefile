@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-INTEGRATION := $(BIN)/pytest integration_tests -o junit_family=xunit1 --junitxml=reports/integration.xml $(INTEGRATION_ARGS)
+INTEGRATION := $(BIN)/pytest integration_tests -n 2 -o junit_family=xunit1 --junitxml=reports/integration.xml $(INTEGRATION_ARGS)
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -19,14 +19,14 @@ test: setup ## Unit tests and the end-to-end test against the real engine
 
 integration: setup ## The stack keeps its promises, also when things break (short form): [STACK=compose]
 	@$(if $(filter compose,$(STACK)),docker compose build engine-cpu)
-	@$(INTEGRATION) --stack $(or $(STACK),processes) -n 2 --dist loadgroup
+	@$(INTEGRATION) --stack $(or $(STACK),processes)
 
 integration-long: setup ## The same with REQUESTS (5,000) and a soak of SOAK_S (600) seconds in each of the two modes
 	@$(INTEGRATION) --requests $(or $(REQUESTS),5000) --soak-s $(or $(SOAK_S),600)
 
 integration-broken: setup ## Take away one part of the product after the other: the tests that name it must fail
 	@for part in $(or $(PARTS),$$($(BIN)/python integration_tests/breaks.py)); do \
-		$(BIN)/pytest integration_tests --break $$part --requests 60 --soak-s 20 || exit; done
+		$(BIN)/pytest integration_tests -n 2 --break $$part --requests 60 --soak-s 20 || exit; done
 
 check: setup ## Lint, format, types, import order of the package; changes nothing
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from breaks import PARTS
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from stack import Compose, Kept, Processes, Stack, Url
+from xdist.scheduler import LoadScopeScheduling
 
 from lmcache_xpu.demo.model import EXACT, make_model
 
@@ -113,35 +115,41 @@ def figure(record_property: Callable[[str, object], None]) -> Callable[[str, obj
     return record_property
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups
+class ByEngine(LoadScopeScheduling):
+    """With pytest-xdist: the tests of an engine, or of a file, go to one worker."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file, _, rest = nodeid.partition("::")
+        parameters = rest.partition("[")[2]
+        return next((mode for mode in MODES if parameters.startswith(mode)), file)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByEngine:
+    return ByEngine(config, log)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Every test names a part that it fails without; with --break, run those that name it."""
-    for item in items:  # with pytest-xdist, these keep to one worker and its engines
-        group = _mode(item) or item.path.stem
-        item.add_marker(pytest.mark.xdist_group(group))
     if nameless := [item.name for item in items if not list(item.iter_markers("fails_without"))]:
         raise pytest.UsageError(f"{nameless}: expected the mark fails_without; see breaks.py")
-    if not (part := config.getoption("--break")):
-        return
-    chosen = [item for item in items if part in _needs(item)]
-    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-    for item in chosen:
-        item.add_marker(pytest.mark.xfail(strict=True, reason=f"without: {PARTS[part]}"))
-    items[:] = chosen
+    if part := config.getoption("--break"):
+        chosen = [item for item in items if part in _needs(item)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        for item in chosen:
+            item.add_marker(pytest.mark.xfail(strict=True, reason=f"without: {PARTS[part]}"))
+        items[:] = chosen
 
 
 def _needs(item: pytest.Item) -> set[str]:
     """The parts that a test fails without, in its mode."""
+    mode = item.callspec.params.get("mode") if hasattr(item, "callspec") else None
     return {
         part
         for marker in item.iter_markers("fails_without")
         for part in marker.args
-        if marker.kwargs.get("mode") in (None, _mode(item))
+        if marker.kwargs.get("mode") in (None, mode)
     }
-
-
-def _mode(item: pytest.Item) -> str | None:
-    return item.callspec.params.get("mode") if hasattr(item, "callspec") else None
 
 
 @pytest.hookimpl(wrapper=True)
