@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,17 +49,18 @@ class Made:
 
     def __init__(self, work: Path, model: Path, broken: str = "") -> None:
         self._work, self._model, self._broken = work, model, broken
-        self._count = 0
+        self._count, self._lock = 0, threading.Lock()
 
     def _next(self, changes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str], Path]:
         """Settings, variables and the directory of one more engine."""
-        self._count += 1
-        hooks = self._work / f"hooks-{self._count}"
-        hooks.mkdir()
+        with self._lock:
+            self._count += 1
+            place = self._work / f"engine-{self._count}"
+        (place / "hooks").mkdir(parents=True)
         changes = {"model": str(self._model), **changes, **SETTINGS.get(self._broken, {})}
         env = {
             "PYTHONPATH": str(HOOKS),
-            "HOOKS_DIRECTORY": str(hooks),
+            "HOOKS_DIRECTORY": str(place / "hooks"),
             "HOOKS_BREAK": self._broken,
             "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
             "HF_HUB_OFFLINE": "1",
@@ -67,7 +69,7 @@ class Made:
         }
         if make := ENVIRONMENTS.get(self._broken):
             env |= make()
-        return {**SMALL, **changes}, env, hooks
+        return {**SMALL, **changes}, env, place
 
 
 def _own_core() -> dict[str, str]:
@@ -88,14 +90,14 @@ class Processes(Made):
     @contextlib.contextmanager
     def start(self, **changes: Any) -> Iterator[Engine]:
         """An engine with the small settings, changed; `env` has variables."""
-        values, env, hooks = self._next(changes)
+        values, env, place = self._next(changes)
         settings = Settings.load({"port": free_port(), **values})
-        log = self._work / f"engine-{self._count}.log"
         key = settings.api_key.get_secret_value() if settings.api_key else None
-        with EngineProcess(settings, log, env=env) as process:
+        with EngineProcess(settings, place / "log", env=env) as process:
             url = process.url.replace("0.0.0.0", "127.0.0.1")
-            with contextlib.closing(Engine(url, api_key=key, runner=Here(process, hooks))) as one:
-                yield one
+            runner = Here(process, place / "hooks")
+            with contextlib.closing(Engine(url, api_key=key, runner=runner)) as engine:
+                yield engine
 
 
 class Here:
@@ -127,14 +129,13 @@ class Compose(Made):
     @contextlib.contextmanager
     def start(self, **changes: Any) -> Iterator[Engine]:
         """A project of its own with the small settings, changed."""
-        values, env, hooks = self._next(changes)
-        values = {"disk_path": "", "disk_gib": "", **values}
-        project = self._work / f"compose-{self._count}"
-        (project / "cache").mkdir(parents=True)
+        values, env, project = self._next(changes)
+        values = {"disk_path": None, "disk_gib": None, **values}
+        (project / "cache").mkdir()
         port = free_port()
         file = project / "override.yaml"
         file.write_text(yaml.safe_dump(self._override(values, env, project)))
-        there = There(project, file, {"API_PORT": str(port), "SHM_SIZE": "1gb"}, hooks)
+        there = There(project, file, {"API_PORT": str(port), "SHM_SIZE": "1gb"})
         try:
             there.compose("up", "--no-build", "--detach", "--wait", "engine-cpu")
             engine = Engine(f"http://127.0.0.1:{port}", api_key=values.get("api_key"), runner=there)
@@ -164,6 +165,8 @@ class Compose(Made):
 
 def _text(value: Any) -> str:
     """A setting as a variable has it."""
+    if value is None:
+        return ""
     if isinstance(value, tuple):
         return shlex.join(value)
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -176,8 +179,11 @@ class There:
     project: Path
     override: Path
     env: dict[str, str]
-    hooks: Path
     group: None = None
+
+    @property
+    def hooks(self) -> Path:
+        return self.project / "hooks"
 
     def compose(self, *args: str) -> str:
         """Run `docker compose`; its output.

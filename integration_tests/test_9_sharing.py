@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -68,7 +69,10 @@ def pair(stack: Stack, server: Server) -> Iterator[tuple[Engine, Engine]]:
     if not isinstance(stack, Processes):
         pytest.skip("needs two engines beside a server, as processes here; containers have theirs")
     settings = {"remote_url": server.url, "remote_password": PASSWORD}
-    with stack.start(**settings) as one, stack.start(**settings) as two:
+    with ThreadPoolExecutor(2) as threads, contextlib.ExitStack() as running:
+        # Both at once, by threads that live as long as the engines do (see EngineProcess).
+        starts = [stack.start(**settings) for _ in range(2)]
+        one, two = threads.map(running.enter_context, starts)
         yield one, two
 
 
