@@ -1,7 +1,7 @@
 """Parts of the product that `--break PART` takes away, so that its tests are seen to fail.
 
-A test names the parts that it must fail without: `@pytest.mark.fails_without("shift")`. With
-`--break shift` only those tests run, and each has to fail. Most parts go inside the engine (see
+A test names the parts that it must fail without: `@pytest.mark.fails_without("blocks")`. With
+`--break blocks` only those tests run, and each has to fail. Most parts go inside the engine (see
 hooks/broken.py); the others are settings and variables of its start, here.
 """
 
@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Callable
 
 PARTS = {
-    "shift": "loads put blocks where they belong",
+    "blocks": "loads fill all blocks",
     "guard": "an error in a load or a store is caught",
     "withhold": "a step whose load failed stores nothing of what read its blocks",
     "take_back": "a layerwise store that failed half-way is taken back",

@@ -29,7 +29,7 @@ def repeats_itself(engine: Engine, prompt: list[int], threads: ThreadPoolExecuto
     return {answer.token_ids for answer in again} == {_recomputed[tuple(prompt)]}
 
 
-@pytest.mark.fails_without("shift")
+@pytest.mark.fails_without("blocks")
 @pytest.mark.timeout(7200)
 def test_answers_equal_the_recomputed_ones(
     engine: Engine, mode: str, request: pytest.FixtureRequest, figure: Callable[[str, object], None]
@@ -40,7 +40,7 @@ def test_answers_equal_the_recomputed_ones(
     batch. An engine given by --url may not: there a prompt counts only where recomputing it
     several times gives one answer, and the others are said.
 
-    Seen to fail with loads that put each block one place too far.
+    Seen to fail with loads that leave out one block of each.
     """
     count = request.config.getoption("--requests")
     prompts = list(shared(seed=1, count=count))

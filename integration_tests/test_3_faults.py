@@ -265,11 +265,11 @@ def hang_up(engine: Engine, prompt: list[int], wait_s: float) -> None:
         time.sleep(wait_s)
 
 
-@pytest.mark.fails_without("shift", "references")
+@pytest.mark.fails_without("blocks", "references")
 def test_a_cpu_tier_too_small_for_a_request_stores_what_fits(small: Engine):
     """16 chunks at a time do not fit with what is being written; nothing waits for ever.
 
-    Seen to fail with blocks one place too far, and with references kept.
+    Seen to fail with loads that leave out a block, and with references kept.
     """
     engine = small
     prompt = tokens("large", 4096 - 16)
