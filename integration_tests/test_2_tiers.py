@@ -79,8 +79,8 @@ def test_a_prompt_in_two_tiers_is_found_in_both(small: Engine, mode: str):
     """Half of it or more evicted from the CPU tier. LMCache's layerwise loads come from one tier.
 
     There the rest is computed again (see docs/known-limits.md), and the answer is the same.
-    Seen to fail with loads that leave out a block, and in layerwise mode with errors let through: an
-    assertion of LMCache ends that engine.
+    Seen to fail with loads that leave out a block, and in layerwise mode with errors let through:
+    an assertion of LMCache ends that engine.
     """
     engine = small
     prompt = tokens("two tiers", 8 * CHUNK + 9)
