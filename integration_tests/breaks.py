@@ -13,6 +13,7 @@ from collections.abc import Callable
 PARTS = {
     "blocks": "loads fill all blocks",
     "guard": "an error in a load or a store is caught",
+    "report": "vLLM hears of blocks that a load left unfilled",
     "withhold": "a step whose load failed stores nothing of what read its blocks",
     "take_back": "a layerwise store that failed half-way is taken back",
     "counters": "errors and fallbacks are counted",

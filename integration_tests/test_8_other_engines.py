@@ -89,11 +89,11 @@ def test_without_a_disk_tier_what_was_evicted_is_computed_again(adapters: Engine
 
 
 @pytest.mark.promise("4 faults")
-@pytest.mark.fails_without("guard")
+@pytest.mark.fails_without("report")
 def test_with_the_policy_fail_a_failed_load_fails_its_request_alone(adapters: Engine):
     """An error for the client, never a wrong token; the engine and the next request go on.
 
-    Seen to fail with errors let through.
+    Seen to fail when vLLM does not hear of the blocks.
     """
     prompt = tokens("fails", 4 * CHUNK + 77)
     expected = adapters.ask(prompt).token_ids
