@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from breaks import SETTINGS
 from engine import CHUNK, Engine
 from prompts import tokens, whole
 from safetensors.torch import save_file
-from stack import Kept, Stack
+from stack import SMALL, Kept, Stack
 from test_2_tiers import CPU_CHUNKS, fill, hit
 
 from lmcache_xpu.demo.model import EXACT, make_model
@@ -41,12 +42,15 @@ def make_adapter(directory: Path, seed: int) -> Path:
 
 
 @pytest.fixture(scope="module")
-def adapters_kept(starts: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
+def adapters_kept(
+    starts: Stack, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Kept]:
     """Two adapters; no disk tier; a load that fails fails its request."""
     places = tmp_path_factory.mktemp("adapters")
     modules = [f"{name}={make_adapter(places / name, seed)}" for seed, name in enumerate("ab")]
     extra = ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", *modules]
-    transfer = Settings.load({"model": "m", "cpu_gib": 24 / 1024})._kv_transfer()
+    broken = SETTINGS.get(request.config.getoption("--break"), {})
+    transfer = Settings.load({**SMALL, "model": "m", **broken})._kv_transfer()
     transfer["kv_load_failure_policy"] = "fail"
     extra += ["--kv-transfer-config", json.dumps(transfer)]
     with Kept(starts, extra_args=tuple(extra)) as kept:

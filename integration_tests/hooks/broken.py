@@ -46,6 +46,7 @@ def _(module) -> None:
 @breaks("guard", "guards")
 def _(module) -> None:
     module.Guard._lost = reraise
+    module.Guard._best_tier = reraise
     module._complain = reraise
 
 
