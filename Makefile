@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-INTEGRATION := $(BIN)/pytest integration_tests -n 2 -o junit_family=xunit1 --junitxml=reports/integration.xml $(INTEGRATION_ARGS)
+INTEGRATION := $(BIN)/pytest integration_tests -n 2 --junitxml=reports/integration.xml $(INTEGRATION_ARGS)
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
