@@ -153,13 +153,17 @@ def _needs(item: pytest.Item) -> set[str]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Iterator[pytest.TestReport]:
     report = yield
     if marker := item.get_closest_marker("promise"):
         report.promise = marker.args[0]
-    if item.config.getoption("--break") and report.when != "call" and hasattr(report, "wasxfail"):
-        report.outcome = "failed"  # no engine: that says nothing about the test
-        del report.wasxfail
+    if item.config.getoption("--break") and hasattr(report, "wasxfail"):
+        assert call.excinfo is not None
+        if report.when != "call" or "an engine that answers" in str(call.excinfo.value):
+            report.outcome = "failed"  # no engine: that says nothing about the test
+            del report.wasxfail
     return report
 
 
