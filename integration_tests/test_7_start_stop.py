@@ -98,7 +98,9 @@ def test_more_memory_than_there_is_is_refused(
         pytest.skip("processes only; tests/containers/test_mistakes.py has it for compose.yaml")
     if request.config.getoption("--break"):
         monkeypatch.setattr("lmcache_xpu.demo.engine.preflight", lambda *_: None)
-        monkeypatch.setattr("lmcache_xpu.demo.engine.command", lambda *_: ["false"])
+        # Nor an engine: it would take all of the memory.
+        monkeypatch.setattr("lmcache_xpu.demo.engine.command", lambda *_: ["sleep", "60"])
+        monkeypatch.setattr("lmcache_xpu.demo.engine.EngineProcess._wait", lambda *_: None)
     with pytest.raises(SettingsError, match=r"CPU tier of 1e\+06 GiB"), stack.start(cpu_gib=1e6):
         pass
 

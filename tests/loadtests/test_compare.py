@@ -120,6 +120,8 @@ def test_a_compose_service_gets_the_variants_settings(tmp_path):
         name: compose.override(VARIANTS[name])["services"]["engine-xpu"]["environment"]
         for name in VARIANTS
     }
+    # On CPU all variants compute on the same number of cores.
+    assert {each.pop("VLLM_CPU_NUM_OF_RESERVED_CPU") for each in environment.values()} == {"0"}
     assert environment == {
         "none": {"LMCACHE_XPU_OFFLOAD": "false"},
         "cpu": {"LMCACHE_XPU_DISK_PATH": "", "LMCACHE_XPU_DISK_GIB": ""},
