@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from prompts import tokens, whole
 from stack import HOOKS, Processes, Stack
 from test_2_tiers import hit
 
-from lmcache_xpu.demo.client import Answer
 from lmcache_xpu.errors import EngineError, SettingsError
 from lmcache_xpu.settings import ENV_PREFIX, Settings
 
@@ -130,12 +129,8 @@ def test_sigkill_restart_drain_and_api_key(starts: Stack, tmp_path: Path):
         assert engine.ask(prompt).token_ids == expected
         assert not list((tmp_path / "disk").rglob("*.tmp"))
         assert engine.status("/v1/completions", model="exact", prompt="a") == 401
-        answers: list[Answer] = []
-        asking = threading.Thread(
-            target=lambda: answers.append(engine.ask(tokens("drained", 500), 400))
-        )
-        asking.start()
-        time.sleep(1)
-        engine.runner.stop()
-        asking.join()
-        assert [answer.completion_tokens for answer in answers] == [400]
+        with ThreadPoolExecutor(1) as threads:
+            answer = threads.submit(engine.ask, tokens("drained", 500), 400)
+            time.sleep(1)
+            engine.runner.stop()
+            assert answer.result().completion_tokens == 400
