@@ -20,6 +20,7 @@ PARTS = {
     "bytes": "bytes and seconds are counted as they are",
     "metrics": "all processes of an engine share their metrics",
     "salt": "cache_salt and LoRA adapter are in the keys",
+    "computed": "nothing is looked up for a request that computes its whole prompt",
     "finished": "what an aborted request had looked up is unpinned",
     "references": "references to what was loaded are given back",
     "weights": "the model's weights are in the keys",

@@ -131,7 +131,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByEngine:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Every test names a part that it fails without; with --break, run those that name it."""
-    if nameless := [item.name for item in items if not list(item.iter_markers("fails_without"))]:
+
+    def named(item: pytest.Item) -> bool:
+        return any(item.iter_markers("fails_without")) or any(item.iter_markers("xfail"))
+
+    if nameless := [item.name for item in items if not named(item)]:
         raise pytest.UsageError(f"{nameless}: expected the mark fails_without; see breaks.py")
     if part := config.getoption("--break"):
         chosen = [item for item in items if part in _needs(item)]

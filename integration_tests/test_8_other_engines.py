@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import io
 import json
 import shutil
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +52,14 @@ def adapters_kept(
     """Two adapters; no disk tier; a load that fails fails its request."""
     places = tmp_path_factory.mktemp("adapters")
     modules = [f"{name}={make_adapter(places / name, seed)}" for seed, name in enumerate("ab")]
-    extra = ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", *modules]
+    extra = [
+        "--enable-prompt-embeds",
+        "--enable-lora",
+        "--max-lora-rank",
+        "8",
+        "--lora-modules",
+        *modules,
+    ]
     broken = SETTINGS.get(request.config.getoption("--break"), {})
     transfer = Settings.load({**SMALL, "model": "m", **broken})._kv_transfer()
     transfer["kv_load_failure_policy"] = "fail"
@@ -108,6 +119,41 @@ def test_with_the_policy_fail_a_failed_load_fails_its_request_alone(adapters: En
     assert adapters.alive()
     adapters.forget()
     assert adapters.ask(prompt).token_ids == expected
+
+
+@pytest.mark.promise("4 faults")
+@pytest.mark.fails_without("computed")
+def test_a_request_for_prompt_logprobs_may_be_preempted(adapters: Engine):
+    """It arrives last, finds three that leave it little room, and has to give way to them.
+
+    Seen to fail when LMCache looks it up: an assertion of its ends the engine.
+    """
+    prompt = tokens("logprobs", 4 * CHUNK + 77)
+    expected = adapters.recompute(prompt, 400).token_ids
+    adapters.ask(prompt, 1)
+    adapters.forget()
+    before = adapters.metrics().sum("vllm:num_preemptions_total")
+    with ThreadPoolExecutor(4) as threads:
+        others = [tokens(("beside", number), 3500) for number in range(3)]
+        beside = [threads.submit(adapters.ask, other, 400) for other in others]
+        while adapters.metrics().sum("vllm:num_requests_running") < len(others):
+            assert not any(answer.done() for answer in beside)
+            time.sleep(0.05)
+        assert adapters.ask(prompt, 400, prompt_logprobs=0).token_ids == expected
+        assert {answer.result().completion_tokens for answer in beside} == {400}
+    assert adapters.metrics().sum("vllm:num_preemptions_total") > before
+    assert adapters.alive()
+
+
+@pytest.mark.promise("4 faults")
+@pytest.mark.xfail(strict=True, reason="known limit: LMCache's connector needs token ids")
+def test_embeddings_in_place_of_tokens(adapters: Engine):
+    """docs/known-limits.md: vLLM's option for them, off by default, has to stay off."""
+    torch.save(torch.zeros(300, EXACT.hidden), buffer := io.BytesIO())
+    embeddings = base64.b64encode(buffer.getvalue()).decode()
+    body = {"model": "exact", "prompt_embeds": embeddings, "max_tokens": 4}
+    assert adapters.status("/v1/completions", **body) == 200
+    assert adapters.alive()
 
 
 @pytest.mark.promise("4 faults")

@@ -10,9 +10,13 @@ import torch
 from lmcache_xpu.isolation import Isolation, salt_of, salted
 
 
-def request(request_id="r", cache_salt=None, lora=None, prompt_embeds=None):
+def request(request_id="r", cache_salt=None, lora=None, prompt_embeds=None, computed=False):
     return SimpleNamespace(
-        request_id=request_id, cache_salt=cache_salt, lora_request=lora, prompt_embeds=prompt_embeds
+        request_id=request_id,
+        cache_salt=cache_salt,
+        lora_request=lora,
+        prompt_embeds=prompt_embeds,
+        skip_reading_prefix_cache=computed,
     )
 
 
@@ -55,6 +59,18 @@ def test_most_requests_are_left_as_they_are():
     isolation.mark(Metadata(meta))
     assert inner.asked == [[5, 6, 7]]
     assert meta.token_ids == [5, 6]
+
+
+def test_a_request_that_computes_its_whole_prompt_finds_nothing():
+    inner = Adapter()
+    isolation = Isolation(inner)
+    isolation.admit(request(computed=True))
+    assert inner.lookup_client.lookup([5, 6, 7], lookup_id="r") == 0
+    assert inner.asked == []
+    isolation.finished("r")
+    assert inner.forgotten == []  # nothing was pinned
+    inner.lookup_client.lookup([5, 6, 7], lookup_id="r")
+    assert inner.asked == [[5, 6, 7]]
 
 
 def test_look_up_and_worker_see_the_same_exchanged_token():

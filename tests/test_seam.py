@@ -176,6 +176,13 @@ print(json.dumps({"stock": stock, "ours": keys(), "refused": refused,
 """
 
 
+@pytest.mark.xfail(strict=True, reason="known limit: LMCache keeps 64 bits of a chunk's hash")
+def test_names_of_chunks_are_too_long_to_meet_by_chance():
+    """docs/known-limits.md: two prompts whose chunks have equal names would share them."""
+    names = [key.split("@")[3] for key in run_script(KEYS)["ours"]]
+    assert min(len(name) * 4 for name in names) > 64, names
+
+
 def test_keys_are_the_same_in_every_process():
     one, other = run_script(KEYS), run_script(KEYS)
     assert one["stock"] != other["stock"]  # LMCache's default without a fixed seed: never a hit

@@ -60,3 +60,13 @@ def test_a_commit_says_it_all():
 def test_without_weights_it_says_what_to_do(caplog):
     assert fingerprint("org/model") == "unknown"
     assert "empty the disk tier when the model changes" in caplog.text
+
+
+@pytest.mark.xfail(strict=True, reason="known limit: the name is made from the middle of tensors")
+def test_a_change_of_one_row_has_another_name(model):
+    """docs/known-limits.md: after such an edit the disk tier has to be emptied by hand."""
+    before = fingerprint(str(model))
+    weight = torch.arange(64 * 64).reshape(64, 64).float()
+    weight[0] += 0.5
+    save(model, weight)
+    assert fingerprint(str(model)) != before

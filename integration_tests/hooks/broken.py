@@ -92,6 +92,17 @@ def _(module) -> None:
     module.salt_of = lambda request: ""
 
 
+@breaks("computed", "isolation")
+def _(module) -> None:
+    admit = module.Isolation.admit
+
+    def forgetful(self, request):
+        admit(self, request)
+        self._computed.clear()
+
+    module.Isolation.admit = forgetful
+
+
 @breaks("finished", "isolation")
 def _(module) -> None:
     module.Isolation.finished = nothing

@@ -5,6 +5,9 @@ entries from others, the LoRA adapter, and embeddings given in place of tokens. 
 don't reach its layerwise mode. So the first token of such a request is exchanged, in what LMCache
 hashes and nowhere else, for a number that no token has; every key of the request follows from it.
 
+Nothing is found for a request that must compute its whole prompt, e.g. for `prompt_logprobs`. vLLM
+takes no hit for it, and LMCache, which does not know, ends the engine when it is preempted.
+
 This is the scheduler's half of a connector, where the request is known. The worker sees only the
 exchanged token, in lists that LMCache uses for nothing but keys.
 """
@@ -61,6 +64,7 @@ class Isolation:
     def __init__(self, adapter: Any) -> None:
         self._adapter = adapter
         self._salts: dict[str, str] = {}
+        self._computed: set[str] = set()
         self._looked_up: set[str] = set()
         self._abandoned: list[str] = []
         if (client := adapter.lookup_client) is not None:
@@ -70,6 +74,8 @@ class Isolation:
         """Before a request is looked up."""
         if request.request_id not in self._salts and (salt := salt_of(request)):
             self._salts[request.request_id] = salt
+        if request.skip_reading_prefix_cache:
+            self._computed.add(request.request_id)
 
     def mark(self, metadata: Any) -> None:
         """Complete what the worker is told to load and store in a step."""
@@ -93,6 +99,7 @@ class Isolation:
         LMCache's adapter. The worker hears of it with the next step.
         """
         self._salts.pop(request_id, None)
+        self._computed.discard(request_id)
         if request_id in self._looked_up:
             self._looked_up.discard(request_id)
             self._abandoned.append(request_id)
@@ -101,6 +108,8 @@ class Isolation:
             self._adapter._requests_priority.pop(request_id, None)
 
     def _lookup(self, lookup: Any, token_ids: Any, lookup_id: str, **rest: Any) -> Any:
+        if lookup_id in self._computed:
+            return 0
         self._looked_up.add(lookup_id)
         if (salt := self._salts.get(lookup_id)) and len(token_ids):
             token_ids = salted(list(token_ids), salt)
