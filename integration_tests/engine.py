@@ -151,17 +151,17 @@ class Engine:
         file.unlink(missing_ok=True)
         return waiting
 
-    def look(self) -> dict[str, Any]:
-        """Inside the worker: references, pins, memory, files."""
-        seen = self.runner.hooks / "seen.json"
-        seen.unlink(missing_ok=True)
-        (self.runner.hooks / "look").touch()
+    def inside(self, question: str) -> Any:
+        """What the worker answers; hooks/inside.py has the questions."""
+        answer = self.runner.hooks / "answer.json"
+        answer.unlink(missing_ok=True)
+        (self.runner.hooks / question).touch()
         deadline = time.monotonic() + 20
-        while not seen.exists():
+        while not answer.exists():
             if time.monotonic() > deadline:
                 pytest.fail("the worker does not answer")
             time.sleep(0.05)
-        return json.loads(seen.read_text())
+        return json.loads(answer.read_text())
 
     def settle(self) -> None:
         """Wait until what is queued for the disk is there."""

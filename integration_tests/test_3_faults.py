@@ -33,7 +33,7 @@ def chunk_files(disk: Path) -> list[Path]:
 def leaks(engine: Engine) -> dict[str, object]:
     """What must be the same after a fault as before: all that outlives a request."""
     engine.settle()
-    seen = engine.look()
+    seen = engine.inside("look")
     left = {name: seen[name] for name in ("references", "pins", "lookup_pins", "storers")}
     # What the pool has given out beyond what the CPU tier holds.
     left["unaccounted_bytes"] = (seen["allocated_bytes"] or 0) - seen["held_bytes"]

@@ -1,4 +1,7 @@
-"""Answers a test's question from inside the worker: what must come back to its start."""
+"""Answers a test's question from inside the worker: what must come back to its start.
+
+The question is a file by the name of a function of QUESTIONS.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,24 @@ from pathlib import Path
 HOOKS = Path(os.environ["HOOKS_DIRECTORY"])
 
 
-def seen() -> dict:
-    """References, pins, memory, files."""
+def connector():
+    """LMCache's, in the worker."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    adapter = get_kv_transfer_group()._lmcache_engine
+    return get_kv_transfer_group()._lmcache_engine
+
+
+def split() -> int:
+    """Leave the last layer of each chunk to the disk tier; how many layers that were."""
+    engine = connector().lmcache_engine
+    backend = engine.storage_manager.storage_backends["LocalCPUBackend"]
+    last = [key for key in list(backend.hot_cache) if key.layer_id == engine.num_layers - 1]
+    return sum(backend.remove(key) for key in last)
+
+
+def look() -> dict:
+    """References, pins, memory, files."""
+    adapter = connector()
     engine = adapter.lmcache_engine
     backend = engine.storage_manager.storage_backends["LocalCPUBackend"]
     held = [obj.metadata for obj in list(backend.hot_cache.values())]
@@ -35,19 +51,22 @@ def seen() -> dict:
     }
 
 
+QUESTIONS = {question.__name__: question for question in (look, split)}
+
+
 def watch() -> None:
     """Answer, if this process is the worker."""
     while True:
         time.sleep(0.1)
-        if not (HOOKS / "look").exists():
-            continue
+        asked = [name for name in QUESTIONS if (HOOKS / name).exists()]
         try:
-            answer = json.dumps(seen())
+            answers = [json.dumps(QUESTIONS[name]()) for name in asked]
         except (ImportError, AssertionError, AttributeError):
             continue  # not the worker
-        (HOOKS / "look").unlink(missing_ok=True)
-        (HOOKS / "seen.tmp").write_text(answer)
-        (HOOKS / "seen.tmp").rename(HOOKS / "seen.json")
+        for name, answer in zip(asked, answers, strict=True):
+            (HOOKS / name).unlink(missing_ok=True)
+            (HOOKS / "answer.tmp").write_text(answer)
+            (HOOKS / "answer.tmp").rename(HOOKS / "answer.json")
 
 
 def start() -> None:

@@ -1,9 +1,9 @@
 """Imported by every Python process of an engine under test: plants faults, and looks inside.
 
 A stack starts its engines with this directory on PYTHONPATH and in HOOKS_DIRECTORY the name of
-another one: the test writes `fault.json` there, and the next call that fits it raises. It writes
-`look`, and the worker answers with `seen.json`. HOOKS_BREAK names a part of the product that is
-taken away. Without all that everything is as it is.
+another one: the test writes `fault.json` there, and the next call that fits it raises. It writes a
+question, and the worker answers with `answer.json`. HOOKS_BREAK names a part of the product that
+is taken away. Without all that everything is as it is.
 """
 
 from __future__ import annotations
