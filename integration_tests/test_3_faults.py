@@ -290,3 +290,27 @@ def test_a_cpu_tier_too_small_for_a_request_stores_what_fits(small: Engine):
     engine.forget()
     assert engine.ask(prompt).token_ids == expected
     assert leaks(engine) == CLEAN
+
+
+@pytest.mark.fails_without("computed")
+def test_a_request_for_prompt_logprobs_may_be_preempted(small: Engine):
+    """It arrives last, finds three that leave it little room, and has to give way to them.
+
+    Seen to fail when LMCache looks it up: an assertion of its ends the engine.
+    """
+    engine = small
+    prompt = tokens("logprobs", 4 * CHUNK + 77)
+    expected = engine.recompute(prompt, 400).token_ids
+    engine.ask(prompt, 1)
+    engine.forget()
+    before = engine.metrics().sum("vllm:num_preemptions_total")
+    with ThreadPoolExecutor(4) as threads:
+        others = [tokens(("beside", number), 3500) for number in range(3)]
+        beside = [threads.submit(engine.ask, other, 400) for other in others]
+        while engine.metrics().sum("vllm:num_requests_running") < len(others):
+            assert not any(answer.done() for answer in beside)
+            time.sleep(0.05)
+        assert engine.ask(prompt, 400, prompt_logprobs=0).token_ids == expected
+        assert {answer.result().completion_tokens for answer in beside} == {400}
+    assert engine.metrics().sum("vllm:num_preemptions_total") > before
+    assert engine.alive()

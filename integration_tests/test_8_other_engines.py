@@ -7,9 +7,7 @@ import dataclasses
 import io
 import json
 import shutil
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -119,30 +117,6 @@ def test_with_the_policy_fail_a_failed_load_fails_its_request_alone(adapters: En
     assert adapters.alive()
     adapters.forget()
     assert adapters.ask(prompt).token_ids == expected
-
-
-@pytest.mark.promise("4 faults")
-@pytest.mark.fails_without("computed")
-def test_a_request_for_prompt_logprobs_may_be_preempted(adapters: Engine):
-    """It arrives last, finds three that leave it little room, and has to give way to them.
-
-    Seen to fail when LMCache looks it up: an assertion of its ends the engine.
-    """
-    prompt = tokens("logprobs", 4 * CHUNK + 77)
-    expected = adapters.recompute(prompt, 400).token_ids
-    adapters.ask(prompt, 1)
-    adapters.forget()
-    before = adapters.metrics().sum("vllm:num_preemptions_total")
-    with ThreadPoolExecutor(4) as threads:
-        others = [tokens(("beside", number), 3500) for number in range(3)]
-        beside = [threads.submit(adapters.ask, other, 400) for other in others]
-        while adapters.metrics().sum("vllm:num_requests_running") < len(others):
-            assert not any(answer.done() for answer in beside)
-            time.sleep(0.05)
-        assert adapters.ask(prompt, 400, prompt_logprobs=0).token_ids == expected
-        assert {answer.result().completion_tokens for answer in beside} == {400}
-    assert adapters.metrics().sum("vllm:num_preemptions_total") > before
-    assert adapters.alive()
 
 
 @pytest.mark.promise("4 faults")
