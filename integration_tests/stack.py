@@ -19,7 +19,7 @@ from breaks import ENVIRONMENTS, SETTINGS
 from engine import Engine
 
 from lmcache_xpu.demo.engine import EngineProcess, free_port
-from lmcache_xpu.settings import ENV_PREFIX, Settings
+from lmcache_xpu.settings import Settings, variables
 
 ROOT = Path(__file__).parent.parent
 HOOKS = Path(__file__).parent / "hooks"
@@ -147,10 +147,9 @@ class Compose(Made):
     def _override(
         self, values: Mapping[str, Any], env: dict[str, str], project: Path
     ) -> dict[str, Any]:
-        settings = {ENV_PREFIX + name.upper(): _text(value) for name, value in values.items()}
         base = self._work.parent  # the model and the disk tiers are in here as well
         service = {
-            "environment": env | settings,
+            "environment": env | variables(values),
             "healthcheck": {"interval": "2s"},
             "restart": "no",
             "user": f"{os.getuid()}:{os.getgid()}",
@@ -161,15 +160,6 @@ class Compose(Made):
             ],
         }
         return {"services": {"engine-cpu": service}}
-
-
-def _text(value: Any) -> str:
-    """A setting as a variable has it."""
-    if value is None:
-        return ""
-    if isinstance(value, tuple):
-        return shlex.join(value)
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import yaml
 from lmcache_xpu.demo.engine import EngineProcess, free_port
 from lmcache_xpu.demo.model import DEMO, make_model
 from lmcache_xpu.errors import EngineError
-from lmcache_xpu.settings import ENV_PREFIX
+from lmcache_xpu.settings import variables
 from loadtests.variants import Profile, Variant, settings_of
 
 __all__ = ["Compose", "LocalEngines", "Servers", "Urls"]
@@ -110,11 +110,7 @@ class Compose:
         values = dict(variant.settings)
         if "disk_path" in values:  # whole tiers go, not half of their settings
             values["disk_gib"] = values["disk_path"]
-        environment = {
-            ENV_PREFIX + name.upper(): "" if value is None else str(value).lower()
-            for name, value in values.items()
-        }
-        environment.update([RESERVED_CORES])
+        environment = {**variables(values), **dict([RESERVED_CORES])}
         return {"services": {self._service: {"environment": environment}}}
 
 

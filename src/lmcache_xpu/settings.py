@@ -23,7 +23,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from lmcache_xpu.errors import SettingsError
 
-__all__ = ["ENV_PREFIX", "Settings"]
+__all__ = ["ENV_PREFIX", "Settings", "variables"]
 
 ENV_PREFIX = "LMCACHE_XPU_"
 # Not settings of a deployment but switches for diagnosis, read inside the engine's processes by
@@ -41,6 +41,19 @@ CPU_BLOCK_TOKENS = 128
 def _split(value: object) -> object:
     """Let a variable hold arguments as a shell would write them."""
     return shlex.split(value) if isinstance(value, str) else value
+
+
+def variables(values: Mapping[str, object]) -> dict[str, str]:
+    """Settings as the `LMCACHE_XPU_*` variables that `Settings.load` reads; None is left empty."""
+    return {ENV_PREFIX + name.upper(): _text(value) for name, value in values.items()}
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, tuple):
+        return shlex.join(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 class Settings(BaseSettings):
