@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -83,6 +82,33 @@ class _StreamError(Exception):
         self.kind, self.detail = kind, detail
 
 
+class _Silence:
+    """Raises its `timeout` when nothing has come for so long, or a hundredth longer.
+
+    A new timer for every token would cost as much as all else that is done with it.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+
+    def __enter__(self) -> None:
+        self._listen(time.perf_counter())
+
+    def __exit__(self, *_: object) -> None:
+        self.timeout.close()
+
+    def broken(self) -> None:
+        """Something came."""
+        now = time.perf_counter()
+        if now - self._since_s > self._limit_s / 100:
+            self.timeout.close()
+            self._listen(now)
+
+    def _listen(self, now: float) -> None:
+        self._since_s = now
+        self.timeout = gevent.Timeout.start_new(self._limit_s * 1.01)
+
+
 class StreamingClient:
     """One user's connection to a server; one request at a time.
 
@@ -110,9 +136,9 @@ class StreamingClient:
             headers["Authorization"] = f"Bearer {api_key}"
         self._model = model
         self._path = urlsplit(url).path.rstrip("/") + "/v1/chat/completions"
-        self._request_s = request_s
+        self._request_s, self._silence_s = request_s, silence_s
         self._http = HTTPClient.from_url(
-            url, headers=headers, connection_timeout=connect_s, network_timeout=silence_s
+            url, headers=headers, connection_timeout=connect_s, network_timeout=None
         )
 
     def __enter__(self) -> Self:
@@ -168,16 +194,19 @@ class StreamingClient:
                 "stream_options": {"include_usage": True},
             }
         )
-        deadline = gevent.Timeout(self._request_s)
+        deadline, silence = gevent.Timeout(self._request_s), _Silence(self._silence_s)
         reply.started_s = time.perf_counter()
         try:
-            with deadline:
-                self._exchange(reply, body, headers)
+            with deadline, silence:
+                self._exchange(reply, body, headers, silence)
             outcome, detail = OK, ""
         except gevent.Timeout as timeout:
-            if timeout is not deadline:
+            if timeout is deadline:
+                outcome, detail = "deadline", f"not finished after {self._request_s:g} s"
+            elif timeout is silence.timeout:
+                outcome, detail = "stalled", f"nothing came for {self._silence_s:g} s"
+            else:
                 raise
-            outcome, detail = "deadline", f"not finished after {self._request_s:g} s"
         except _StreamError as failure:
             outcome, detail = failure.kind, failure.detail
         except TimeoutError as error:  # before OSError, which it is
@@ -190,22 +219,23 @@ class StreamingClient:
             reply.ended_s = time.perf_counter()
         reply.outcome, reply.detail = outcome, detail[:300]
 
-    def _exchange(self, reply: Reply, body: bytes, headers: Mapping[str, str]) -> None:
+    def _exchange(
+        self, reply: Reply, body: bytes, headers: Mapping[str, str], silence: _Silence
+    ) -> None:
         response = self._http.request("POST", self._path, body=body, headers=dict(headers))
         try:
             if response.status_code != 200:
                 refusal = response.read().decode(errors="replace")
                 raise _StreamError(f"HTTP {response.status_code}", refusal)
-            self._read(reply, response)
+            self._read(reply, response, silence)
         except BaseException:
             response.release()  # closes it: what is left of a broken stream is nobody's answer
             raise
 
-    def _read(self, reply: Reply, response: HTTPSocketPoolResponse) -> None:
+    def _read(self, reply: Reply, response: HTTPSocketPoolResponse, silence: _Silence) -> None:
         text: list[str] = []
         ended = False
-        # A line is given as soon as its end has come; reading blocks would wait for full ones.
-        for data in sse_data(iter(partial(response.readline, b"\n"), b"")):
+        for data in sse_data(_arriving(response, silence)):
             now = time.perf_counter()
             if ended := data == "[DONE]":
                 response.read()  # the end of the body, so that the connection can be used again
@@ -223,6 +253,23 @@ class StreamingClient:
             raise _StreamError("broken off", "the stream ended without [DONE]")
         if not reply.arrivals_s:
             raise _StreamError("no content", "the stream ended without any text")
+
+
+def _arriving(response: HTTPSocketPoolResponse, silence: _Silence) -> Iterator[bytes]:
+    """The body's bytes as they come, each of which begins the silence anew.
+
+    Not the response's own `read`, which waits for full blocks, nor `readline`, nor the socket's
+    timeout: they cost more than all else that a stream does.
+    """
+    body, sock = response._body_buffer, response._sock
+    while True:
+        if body:
+            yield bytes(body)
+            body.clear()
+        if response.message_complete:
+            return
+        response.feed(sock.recv(response.block_size))
+        silence.broken()
 
 
 def _event(data: str) -> dict[str, Any]:

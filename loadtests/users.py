@@ -96,11 +96,11 @@ class SessionUser(User):
                 exception=RequestError(reply.outcome) if failed else None,
                 context={},
             )
-        if reply.gaps_s and not failed:
+        if (gaps_s := reply.gaps_s) and not failed:
             self.environment.events.request.fire(
                 request_type="ITL",
                 name="longest of an answer",
-                response_time=max(reply.gaps_s) * 1e3,
+                response_time=max(gaps_s) * 1e3,
                 response_length=0,
                 exception=None,
                 context={},

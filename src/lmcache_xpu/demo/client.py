@@ -249,15 +249,13 @@ def sse_data(chunks: Iterable[bytes]) -> Iterator[str]:
 
     Not httpx's iter_lines: it also splits where a text has U+2028 or \x85, and JSON may.
     """
-    buffer = b""
+    rest = b""
     data: list[bytes] = []
     for chunk in chunks:
-        buffer += chunk
-        while b"\n" in buffer:
-            line, _, buffer = buffer.partition(b"\n")
-            line = line.removesuffix(b"\r")
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
             if line.startswith(b"data:"):
-                data.append(line[5:].removeprefix(b" "))
-            elif not line and data:
+                data.append(line[5:].removeprefix(b" ").removesuffix(b"\r"))
+            elif data and line in (b"", b"\r"):
                 yield b"\n".join(data).decode()
                 data = []
