@@ -266,7 +266,7 @@ def _arriving(response: HTTPSocketPoolResponse, silence: _Silence) -> Iterator[b
         if body:
             yield bytes(body)
             body.clear()
-        if response.message_complete:
+        if sock is None or response.message_complete:
             return
         response.feed(sock.recv(response.block_size))
         silence.broken()
