@@ -21,8 +21,8 @@ integration: setup ## The stack keeps its promises, also when things break (shor
 	@$(if $(filter compose,$(STACK)),docker compose build engine-cpu)
 	@$(INTEGRATION) --stack $(or $(STACK),processes)
 
-integration-long: setup ## The same with REQUESTS (5,000) and a soak of SOAK_S (600) seconds in each of the two modes
-	@$(INTEGRATION) --requests $(or $(REQUESTS),5000) --soak-s $(or $(SOAK_S),600)
+integration-long: setup ## The same with REQUESTS (5,000) and a soak of SOAK_S (1,200) seconds in each of the two modes
+	@$(INTEGRATION) --requests $(or $(REQUESTS),5000) --soak-s $(or $(SOAK_S),1200)
 
 integration-broken: setup ## Take away one part of the product after the other: the tests that name it must fail
 	@for part in $(or $(PARTS),$$($(BIN)/python integration_tests/breaks.py)); do \

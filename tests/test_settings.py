@@ -211,6 +211,12 @@ def test_the_switches_that_stop_reporting_are_the_ones_both_obey(monkeypatch):
     assert not any(check() for check in checks)
 
 
+def test_on_cpu_onednn_keeps_nothing():
+    name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+    assert load(device="cpu").environment()[name] == "0"
+    assert name not in load(device="xpu").environment()
+
+
 def test_values_win_over_variables_and_empty_variables_are_unset(monkeypatch):
     monkeypatch.setenv(ENV_PREFIX + "PORT", "9000")
     monkeypatch.setenv(ENV_PREFIX + "CHUNK_TOKENS", "512")

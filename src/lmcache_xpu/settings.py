@@ -260,6 +260,10 @@ class Settings(BaseSettings):
             "VLLM_LOGGING_LEVEL": self.log_level.upper(),
             "LMCACHE_LOG_LEVEL": self.log_level.upper(),
         }
+        if self.device == "cpu":
+            # oneDNN keeps what it compiled for each of 1,024 numbers of tokens, and vLLM what it
+            # needs again: half a GiB, and a heap that grows with every request, for nothing.
+            env["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "0"
         if self.device == "cuda":
             env[f"{ENV_PREFIX}DEVICES"] = "cuda"  # where this package is off unless asked for
         if self.api_key is not None:
