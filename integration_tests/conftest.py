@@ -33,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=("", *PARTS),
         help="run the tests that must fail without this part of the product, without it",
     )
-    group.addoption("--requests", type=int, default=100, help="of the exactness test, per mode")
+    group.addoption("--requests", type=int, default=80, help="of the exactness test, per mode")
     group.addoption("--soak-s", type=float, default=0, help="length of a mode's soak; 0: none")
 
 

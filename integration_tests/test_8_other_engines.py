@@ -1,26 +1,23 @@
-"""Engines with settings of their own: adapters, the other failure policy, other weights."""
+"""An engine with settings of its own: adapters, no disk tier, the other failure policy."""
 
 from __future__ import annotations
 
 import base64
-import dataclasses
 import io
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from breaks import SETTINGS
 from engine import CHUNK, Engine
-from prompts import tokens, whole
+from prompts import tokens
 from safetensors.torch import save_file
 from stack import SMALL, Kept, Stack
 from test_2_tiers import CPU_CHUNKS, fill, hit
 
-from lmcache_xpu.demo.model import EXACT, make_model
+from lmcache_xpu.demo.model import EXACT
 from lmcache_xpu.errors import EngineError
 from lmcache_xpu.settings import Settings
 
@@ -128,34 +125,3 @@ def test_embeddings_in_place_of_tokens(adapters: Engine):
     body = {"model": "exact", "prompt_embeds": embeddings, "max_tokens": 4}
     assert adapters.status("/v1/completions", **body) == 200
     assert adapters.alive()
-
-
-@pytest.mark.promise("4 faults")
-@pytest.mark.fails_without("weights")
-def test_what_another_engine_left_on_the_disk_is_not_taken(starts: Stack, tmp_path: Path):
-    """Other weights under the same name, another dtype, and keys from another hash seed.
-
-    Each starts on the directory of the one before it: it finds nothing, computes its own answer,
-    and finds that. The last one has the first one's weights again, and its answer.
-
-    Seen to fail with keys that know nothing of the weights: a hit, and the other model's answer.
-    """
-    prompt, place = tokens("weights", 4 * CHUNK + 3), tmp_path / "model"
-    disk = {"disk_path": tmp_path / "disk", "disk_gib": 0.25, "model": str(place)}
-    engines: list[tuple[int, dict[str, Any]]] = [
-        (1, {}),
-        (2, {}),
-        (2, {"dtype": "bfloat16"}),
-        (1, {"env": {"PYTHONHASHSEED": "1"}}),
-    ]
-    answers = []
-    for seed, changes in engines:
-        shutil.rmtree(place, ignore_errors=True)
-        make_model(dataclasses.replace(EXACT, seed=seed), tmp_path).rename(place)
-        with starts.start(**disk, **changes) as engine:
-            assert hit(engine, prompt) == (0, 0)
-            answers.append(engine.ask(prompt).token_ids)
-            engine.settle()
-            assert hit(engine, prompt) == (whole(len(prompt)), 0)
-    assert answers[0] != answers[1]
-    assert answers[0] == answers[3]
