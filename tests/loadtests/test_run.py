@@ -37,7 +37,12 @@ def locust(url, directory, *more, headless=True, **options):
     command += [str(word) for pair in given.items() for word in pair]
     command += [*more, *(["--headless"] if headless else [])]
     process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=interruptible,
     )
     try:
         yield process
@@ -45,6 +50,11 @@ def locust(url, directory, *more, headless=True, **options):
         if process.poll() is None:
             process.kill()
         process.communicate()
+
+
+def interruptible():
+    """A shell lets what it starts in the background ignore Ctrl-C, and that is inherited."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def end(process, within_s=40):
