@@ -33,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=("", *PARTS),
         help="run the tests that must fail without this part of the product, without it",
     )
-    group.addoption("--requests", type=int, default=80, help="of the exactness test, per mode")
+    group.addoption("--requests", type=int, default=60, help="of the exactness test, per mode")
     group.addoption("--soak-s", type=float, default=0, help="length of a mode's soak; 0: none")
 
 
@@ -116,7 +116,10 @@ def figure(record_property: Callable[[str, object], None]) -> Callable[[str, obj
 
 
 class ByEngine(LoadScopeScheduling):
-    """With pytest-xdist: the tests of an engine, or of a file, go to one worker."""
+    """With pytest-xdist: the tests of an engine, or of a file, go to one worker.
+
+    It gives a worker its next ones while two are left: long tests come first in a file.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         file, _, rest = nodeid.partition("::")

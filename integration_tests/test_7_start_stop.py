@@ -25,88 +25,6 @@ from lmcache_xpu.settings import ENV_PREFIX, Settings
 
 pytestmark = pytest.mark.promise("6 start and stop")
 
-# A wrong value for each setting that has one; the others take any text. A new setting has no value
-# here, so that its test fails until it gets one.
-WRONG = {
-    "port": "99999",
-    "drain_s": "-1",
-    "log_level": "loud",
-    "device": "tpu",
-    "dtype": "int4",
-    "max_model_len": "0",
-    "block_tokens": "x",
-    "kv_cache_gib": "0",
-    "memory_fraction": "1.5",
-    "tensor_parallel": "0",
-    "prefix_caching": "perhaps",
-    "max_num_batched_tokens": "-5",
-    "max_num_seqs": "0",
-    "enforce_eager": "maybe",
-    "offload": "some",
-    "chunk_tokens": "0",
-    "cpu_gib": "nan",
-    "disk_gib": "-1",
-    "remote_url": "http://cache:6379",
-    "layerwise": "2",
-    "save_decode": "no way",
-    "hash_algorithm": "builtin",
-    "overlap_load": "maybe",
-    "overlap_store": "2",
-    "staging_mib": "-1",
-}
-ANY_TEXT = {
-    "model",
-    "host",
-    "api_key",
-    "served_model_name",
-    "disk_path",
-    "remote_password",
-    "extra_args",
-}
-
-
-@pytest.mark.fails_without("settings")
-@pytest.mark.parametrize("name", sorted(Settings.model_fields.keys() - ANY_TEXT))
-def test_a_wrong_value_is_refused_by_name(
-    name: str, request: pytest.FixtureRequest, tmp_path: Path
-):
-    """Key, value and what is allowed, in one line, before anything has started.
-
-    Seen to fail with settings that nobody checks.
-    """
-    env = {k: v for k, v in os.environ.items() if not k.startswith(ENV_PREFIX)}
-    if part := request.config.getoption("--break"):
-        hooks = {"HOOKS_DIRECTORY": str(tmp_path), "HOOKS_BREAK": part}
-        env |= {"PYTHONPATH": str(HOOKS), **hooks}
-    done = subprocess.run(
-        [str(Path(sys.executable).with_name("lmcache-xpu")), "serve", "org/model", "--dry-run"],
-        env={**env, ENV_PREFIX + name.upper(): WRONG[name]},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert name in done.stderr
-    assert "expected" in done.stderr
-    assert WRONG[name] in done.stderr or "not shown" in done.stderr
-
-
-@pytest.mark.fails_without("preflight")
-def test_more_memory_than_there_is_is_refused(
-    stack: Stack, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-):
-    """Before anything has started. Seen to fail without a look at the machine."""
-    if not isinstance(stack, Processes):
-        pytest.skip("processes only; tests/containers/test_mistakes.py has it for compose.yaml")
-    if request.config.getoption("--break"):
-        monkeypatch.setattr("lmcache_xpu.demo.engine.preflight", lambda *_: None)
-        # Nor an engine: it would take all of the memory.
-        monkeypatch.setattr("lmcache_xpu.demo.engine.command", lambda *_: ["sleep", "60"])
-        monkeypatch.setattr("lmcache_xpu.demo.engine.EngineProcess._wait", lambda *_: None)
-    with pytest.raises(SettingsError, match=r"CPU tier of 1e\+06 GiB"), stack.start(cpu_gib=1e6):
-        pass
-
 
 @dataclass(frozen=True)
 class Killed:
@@ -188,3 +106,86 @@ def test_what_another_engine_left_on_the_disk_is_not_taken(killed: Killed, start
             assert hit(engine, prompt) == (whole(len(prompt)), 0)
     assert answers[0] != answers[1]
     assert answers[0] == answers[3]
+
+
+# A wrong value for each setting that has one; the others take any text. A new setting has no value
+# here, so that its test fails until it gets one.
+WRONG = {
+    "port": "99999",
+    "drain_s": "-1",
+    "log_level": "loud",
+    "device": "tpu",
+    "dtype": "int4",
+    "max_model_len": "0",
+    "block_tokens": "x",
+    "kv_cache_gib": "0",
+    "memory_fraction": "1.5",
+    "tensor_parallel": "0",
+    "prefix_caching": "perhaps",
+    "max_num_batched_tokens": "-5",
+    "max_num_seqs": "0",
+    "enforce_eager": "maybe",
+    "offload": "some",
+    "chunk_tokens": "0",
+    "cpu_gib": "nan",
+    "disk_gib": "-1",
+    "remote_url": "http://cache:6379",
+    "layerwise": "2",
+    "save_decode": "no way",
+    "hash_algorithm": "builtin",
+    "overlap_load": "maybe",
+    "overlap_store": "2",
+    "staging_mib": "-1",
+}
+ANY_TEXT = {
+    "model",
+    "host",
+    "api_key",
+    "served_model_name",
+    "disk_path",
+    "remote_password",
+    "extra_args",
+}
+
+
+@pytest.mark.fails_without("settings")
+@pytest.mark.parametrize("name", sorted(Settings.model_fields.keys() - ANY_TEXT))
+def test_a_wrong_value_is_refused_by_name(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path
+):
+    """Key, value and what is allowed, in one line, before anything has started.
+
+    Seen to fail with settings that nobody checks.
+    """
+    env = {k: v for k, v in os.environ.items() if not k.startswith(ENV_PREFIX)}
+    if part := request.config.getoption("--break"):
+        hooks = {"HOOKS_DIRECTORY": str(tmp_path), "HOOKS_BREAK": part}
+        env |= {"PYTHONPATH": str(HOOKS), **hooks}
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("lmcache-xpu")), "serve", "org/model", "--dry-run"],
+        env={**env, ENV_PREFIX + name.upper(): WRONG[name]},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert name in done.stderr
+    assert "expected" in done.stderr
+    assert WRONG[name] in done.stderr or "not shown" in done.stderr
+
+
+@pytest.mark.fails_without("preflight")
+def test_more_memory_than_there_is_is_refused(
+    stack: Stack, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+):
+    """Before anything has started. Seen to fail without a look at the machine."""
+    if not isinstance(stack, Processes):
+        pytest.skip("processes only; tests/containers/test_mistakes.py has it for compose.yaml")
+    if request.config.getoption("--break"):
+        monkeypatch.setattr("lmcache_xpu.demo.engine.preflight", lambda *_: None)
+        # Nor an engine: it would take all of the memory.
+        monkeypatch.setattr("lmcache_xpu.demo.engine.command", lambda *_: ["sleep", "60"])
+        monkeypatch.setattr("lmcache_xpu.demo.engine.EngineProcess._wait", lambda *_: None)
+    with pytest.raises(SettingsError, match=r"CPU tier of 1e\+06 GiB"), stack.start(cpu_gib=1e6):
+        pass
