@@ -60,12 +60,12 @@ def killed(starts: Stack, tmp_path_factory: pytest.TempPathFactory) -> Killed:
     return dataclasses.replace(left, answer=answer)
 
 
-@pytest.mark.fails_without("seed", "drain", "disk", "api_key")
+@pytest.mark.fails_without("seed", "drain", "api_key")
 def test_after_sigkill_its_successor_finds_what_was_complete(killed: Killed, starts: Stack):
     """To the token, and no more. And it has an API key; asked to stop, it ends its answers first.
 
-    Seen to fail with a hash seed that differs (nothing found), without a disk tier, with drain_s 0
-    (no answer), and with a key that does not reach the engine.
+    Seen to fail with a hash seed that differs (nothing found), with drain_s 0 (no answer), and with
+    a key that does not reach the engine.
     """
     length = len(killed.prompt)
     with starts.start(**killed.settings, drain_s=30, api_key="secret") as engine:
