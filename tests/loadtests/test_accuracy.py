@@ -26,7 +26,7 @@ STREAMS, TOKENS, FIRST_S, TOKEN_S = 200, 100, 0.050, 0.010
 RATE = STREAMS / (FIRST_S + TOKENS * TOKEN_S)
 RUN_S = 8
 WITHIN_S = 0.002
-ATTEMPTS = 4
+ATTEMPTS = 6
 # Of a core, that other processes may take meanwhile; and of the time, that ours may wait for one.
 OTHERS, WAITING = 0.25, 0.03
 ROOT = Path(__file__).parents[2]
