@@ -128,7 +128,7 @@ class Comparison:
             locust = subprocess.Popen(command, stdout=log, stderr=log, cwd=HERE.parent)
             try:
                 code = locust.wait()
-            except BaseException:
+            except BaseException:  # Ctrl-C too: Locust ends with us, and reports
                 locust.send_signal(signal.SIGINT)
                 locust.wait(STOP_S)
                 raise

@@ -113,10 +113,10 @@ def _ms(seconds: float | None) -> str:
 
 
 def _percent(rate: float | None) -> str:
-    return "–" if rate is None else f"{rate:.1%}"  # noqa: RUF001
+    return "–" if rate is None else f"{rate:.1%}"  # noqa: RUF001  # a dash in a table
 
 
 def _count(value: float | None) -> str:
     if value is None:
-        return "–"  # noqa: RUF001
+        return "–"  # noqa: RUF001  # a dash in a table
     return f"{value:,.0f}" if value == int(value) else f"{value:,.3g}"

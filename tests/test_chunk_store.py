@@ -454,7 +454,7 @@ def test_many_threads_never_see_another_chunk(directory):
                     case 4:
                         with contextlib.suppress(FileNotFoundError):  # evicted meanwhile
                             os.truncate(store._path(key), 5000)
-        except BaseException as error:
+        except BaseException as error:  # for the test's thread, which fails by it
             errors.append(error)
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]

@@ -707,7 +707,7 @@ def test_stores_and_loads_at_once_neither_mix_nor_stop(engines):
                 engine.manager.batched_unpin(keys[:found], ["disk"])
                 if turn % 5 == 0:
                     engine.tier.remove(keys[0])
-        except BaseException as error:
+        except BaseException as error:  # for the test's thread, which fails by it
             failures.append(error)
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]

@@ -105,7 +105,7 @@ def register_host(address: int, size: int, device: torch.device) -> bool:
     The drivers have no common call for it: CUDA's is in its runtime, XPU's comes with vLLM.
     """
     if device.type == "cuda":
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no types for it
         return int(runtime.cudaHostRegister(address, size, 0)) == 0
     register = getattr(torch.ops._C, "xpu_host_register", None) if device.type == "xpu" else None
     return register is not None and bool(register(address, size))

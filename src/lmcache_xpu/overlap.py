@@ -281,5 +281,5 @@ def _finish(moves: Sequence[Moved], action: Callable[[], None]) -> None:
                 time.sleep(POLL_S)
         with torch.inference_mode():
             action()
-    except Exception:
+    except Exception:  # whatever it is: this thread has the next transfers to finish
         logger.exception("lmcache-xpu could not finish a transfer")

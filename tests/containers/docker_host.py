@@ -49,7 +49,7 @@ class DockerHost:
             self.env["DOCKER_BUILDKIT"] = "1"
             self._make_base()
             self._make_secret()
-        except BaseException:
+        except BaseException:  # Ctrl-C too: nothing that was started stays
             self._stack.close()
             raise
         return self

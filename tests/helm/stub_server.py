@@ -34,7 +34,7 @@ class Stub(ThreadingHTTPServer):
                 self.end_headers()
                 self.wfile.write(body)
 
-            do_POST = do_GET  # noqa: N815
+            do_POST = do_GET  # noqa: N815  # the name that http.server calls
 
             def log_message(self, *_: object) -> None:
                 pass

@@ -82,7 +82,7 @@ def make_command() -> Any:
             ],
         )
     )
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # for typer
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__doc__ = f"""Serve MODEL with vLLM and LMCache.
 
