@@ -300,18 +300,22 @@ def test_a_request_for_prompt_logprobs_may_be_preempted(small: Engine):
     """
     engine = small
     prompt = tokens("logprobs", 4 * CHUNK + 77)
-    expected = engine.recompute(prompt, 100).token_ids
+    expected = engine.recompute(prompt, 160).token_ids
     engine.ask(prompt, 1)
-    engine.forget()
     before = engine.metrics().sum("vllm:num_preemptions_total")
-    with ThreadPoolExecutor(4) as threads:
-        # 28 blocks each, which are full 40 tokens later; with the prompt's 9 all but two are taken.
-        others = [tokens(("beside", number), 28 * 128 - 40) for number in range(3)]
-        beside = [threads.submit(engine.ask, other, 100) for other in others]
-        while engine.metrics().sum("vllm:num_requests_running") < len(others):
-            assert not any(answer.done() for answer in beside)
-            time.sleep(0.05)
-        assert engine.ask(prompt, 100, prompt_logprobs=0).token_ids == expected
-        assert {answer.result().completion_tokens for answer in beside} == {100}
+    # On a busy host the request may arrive when the others have taken the room already: then once more.
+    for attempt in range(3):
+        engine.forget()
+        with ThreadPoolExecutor(4) as threads:
+            # 28 blocks each, which are full 80 tokens later; with the prompt's 9 all but two are taken.
+            others = [tokens(("beside", attempt, number), 28 * 128 - 80) for number in range(3)]
+            beside = [threads.submit(engine.ask, other, 160) for other in others]
+            while engine.metrics().sum("vllm:num_requests_running") < len(others):
+                assert not any(answer.done() for answer in beside)
+                time.sleep(0.05)
+            assert engine.ask(prompt, 160, prompt_logprobs=0).token_ids == expected
+            assert {answer.result().completion_tokens for answer in beside} == {160}
+        if engine.metrics().sum("vllm:num_preemptions_total") > before:
+            break
     assert engine.metrics().sum("vllm:num_preemptions_total") > before
     assert engine.alive()

@@ -186,7 +186,7 @@ def test_names_of_chunks_are_too_long_to_meet_by_chance():
 def test_keys_are_the_same_in_every_process():
     one, other = run_script(KEYS), run_script(KEYS)
     assert one["stock"] != other["stock"]  # LMCache's default without a fixed seed: never a hit
-    assert one["algorithm"] == "sha256_cbor"
+    assert one["algorithm"] == "sha256"
     assert len(one["ours"]) == 2
     assert one["ours"] == other["ours"]
     assert "nothing would ever be found" in one["refused"]

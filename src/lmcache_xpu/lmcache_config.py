@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
-SAFE_HASH = "sha256_cbor"
+SAFE_HASH = "sha256"
 
 
 def apply(config: LMCacheEngineConfig, extra: dict[str, Any]) -> None:

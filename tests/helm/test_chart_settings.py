@@ -74,7 +74,7 @@ def test_every_setting_reaches_the_process_as_it_was_given(monkeypatch):
         "disk_gib": 1234.5,
         "remote_url": "redis://cache:6379/2",
         "save_decode": True,
-        "hash_algorithm": "sha256",
+        "hash_algorithm": "sha256_cbor",
         "extra_args": ["--seed", "7", "--chat-template", 'it\'s "so"; $(rm -rf /)\\n'],
     }
     objects = model(settings={"model": "org/model", **given})

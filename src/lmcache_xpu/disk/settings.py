@@ -99,5 +99,5 @@ def check_hash(algorithm: str) -> None:
         raise SettingsError(
             f"pre_caching_hash_algorithm={algorithm!r} without PYTHONHASHSEED",
             "keys that are the same after a restart",
-            "Set it to 'sha256_cbor', or fix PYTHONHASHSEED.",
+            "Set it to 'sha256', or fix PYTHONHASHSEED.",
         )
