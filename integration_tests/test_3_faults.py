@@ -303,11 +303,11 @@ def test_a_request_for_prompt_logprobs_may_be_preempted(small: Engine):
     expected = engine.recompute(prompt, 160).token_ids
     engine.ask(prompt, 1)
     before = engine.metrics().sum("vllm:num_preemptions_total")
-    # On a busy host the request may arrive when the others have taken the room already: then once more.
+    # On a busy host it may arrive when the others have taken the room already: then once more.
     for attempt in range(3):
         engine.forget()
         with ThreadPoolExecutor(4) as threads:
-            # 28 blocks each, which are full 80 tokens later; with the prompt's 9 all but two are taken.
+            # 28 blocks each, full 80 tokens later; with the prompt's 9 all but two are taken.
             others = [tokens(("beside", attempt, number), 28 * 128 - 80) for number in range(3)]
             beside = [threads.submit(engine.ask, other, 160) for other in others]
             while engine.metrics().sum("vllm:num_requests_running") < len(others):

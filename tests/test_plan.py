@@ -21,7 +21,7 @@ def plan(
     for size in sizes:
         spans.append((at, at, at + size))
         at += size
-    rows = RequestRows(torch.arange(at), spans, torch.device("cpu"))
+    rows = RequestRows(torch.arange(at), spans, lambda rows: rows)
     return Plan(HostFormat(layers, planes, rows_first), rows, ROW, buffer, cuts)
 
 

@@ -179,7 +179,8 @@ def test_chunks_in_many_places_in_one_launch(kind: str, slots: list[int]):
 
     def move(parts: list[torch.Tensor], layer: int, *, gather: bool) -> None:
         form = parts[0].view(sizes[0], cache.planes, hidden).permute(1, 0, 2)[None, :, None]
-        mover.move_chunks(rows, [part.data_ptr() for part in parts], form, layer, gather=gather)
+        table = torch.tensor([part.data_ptr() for part in parts], device=DEVICE)
+        mover.move_chunks(rows, table, form, layer, gather=gather)
 
     whole = cache.host(len(slots))
     wanted = expected_gather(cache, slots, whole)

@@ -89,16 +89,6 @@ def is_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A small host tensor on the device, in the current stream; itself on the host.
-
-    By way of pinned memory, because a copy from pageable memory waits for all of the stream.
-    """
-    if is_host(device):
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
 def register_host(address: int, size: int, device: torch.device) -> bool:
     """Pin memory that is allocated already, `size` bytes at `address`; whether that worked.
 

@@ -34,8 +34,8 @@ from lmcache_xpu.staging import Moved, Stager, Stored
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
-MOST_LAYERS = 8  # of a cut that grows; larger copies are hardly faster
-LEAST_LAYERS = 4  # of a cut that shrinks; smaller copies are much slower
+MOST_LAYERS = 4  # of a cut that grows; larger copies are hardly faster
+LEAST_LAYERS = 8  # of a cut that shrinks; smaller copies are slower
 
 # Loaded tokens per token to compute from which on copying takes longer than computing. A guess:
 # measured, 20 on an H200 and PCIe 5; more on devices that compute more slowly.
@@ -118,23 +118,25 @@ class LayeredLoad:
 
     def _enqueue(self, cuts: int) -> None:
         for cut in range(len(self._moved), min(cuts, len(self._starts))):
-            self._moved.append(self._stager.load(self._plan, self._memory, cut=cut))
+            # What the engine computes in this step waits for the first cut.
+            self._moved.append(self._stager.load(self._plan, self._memory, cut=cut, alone=cut == 0))
 
 
 def layer_cuts(layers: int, *, much_to_compute: bool) -> list[int]:
     """The first layer of each cut.
 
-    With much to compute beside the load, cuts of 1, 2, 3, ... up to 8 layers: the first layer comes
-    early, and each cut is there by the time that the ones before it have been computed. Else the
-    copies are what takes time: each cut is half of what is left, so that most layers come in few
-    large copies, and little is left to compute behind the last.
+    With much to compute beside the load, cuts of 1, 1, 2, 2, ... up to 4 layers: the first layer
+    comes early, and each cut is there by the time that the ones before it have been computed, also
+    where copying takes about as long as computing. The last cuts are small again: what is computed
+    behind them hides nothing. With little to compute the copies are what takes time: each cut is
+    three quarters of what is left, so that most layers come in few large copies.
     """
     starts = [0]
     while starts[-1] < layers:
         left = layers - starts[-1]
-        growing = min(len(starts), MOST_LAYERS)
-        halving = max(left // 2, min(left, LEAST_LAYERS))
-        starts.append(starts[-1] + (growing if much_to_compute else halving))
+        growing = min((len(starts) + 1) // 2, MOST_LAYERS, max(1, left // 2))
+        shrinking = max(left - left // 4, min(left, LEAST_LAYERS))
+        starts.append(starts[-1] + (growing if much_to_compute else shrinking))
     return starts[:-1]
 
 

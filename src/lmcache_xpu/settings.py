@@ -124,8 +124,8 @@ class Settings(BaseSettings):
     save_decode: bool = Field(False, description="Store the KV of answers too, not only prompts")
     # LMCache's default is Python's hash(), which differs from process to process; then what
     # one process stored, another one never finds.
-    # sha256 of a pickle takes 7 us for a chunk of 256 tokens, of CBOR 55; hashing is most of a hit's
-    # work on the engine's thread. CBOR is for tiers that several Python versions share.
+    # sha256 of a pickle takes 7 us for a chunk of 256 tokens, of CBOR 55: then hashing is most of a
+    # hit's work on the engine's thread. CBOR is for tiers that several Python versions share.
     hash_algorithm: Literal["sha256", "sha256_cbor"] = Field(
         "sha256", description="Hash that names a chunk; the same in every process"
     )

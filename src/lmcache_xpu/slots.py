@@ -8,15 +8,17 @@ All of it is decided on the host, so that nothing here waits for the device.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
-from lmcache_xpu.devices import upload
 from lmcache_xpu.errors import SlotError
 from lmcache_xpu.paged_view import PagedView
+
+Upload = Callable[[torch.Tensor], torch.Tensor]  # from the host to the view's device
 
 
 class Rows(NamedTuple):
@@ -67,19 +69,19 @@ class RequestRows:
     Args:
         rows: `[rows of the request]` rows of the paged view on the host, negative where unmapped.
         spans: per chunk its first row, the first one to move, and the row after its last.
-        device: of the view.
+        upload: brings a tensor to the view's device, in the current stream.
     """
 
     def __init__(
-        self, rows: torch.Tensor, spans: Sequence[tuple[int, int, int]], device: torch.device
+        self, rows: torch.Tensor, spans: Sequence[tuple[int, int, int]], upload: Upload
     ) -> None:
         self.totals = [end - start for start, _, end in spans]
         self._spans = spans
         self._rows = rows
-        self._device = device
+        self._upload = upload
         # One look at all rows: most requests have no hole, and then chunks are just slices.
         self._holes = bool((rows < 0).any()) if len(rows) else False
-        self._there = rows if self._holes else upload(rows, device)
+        self._there = rows if self._holes else upload(rows)
 
     def chunks(self, first: int, last: int) -> Rows:
         """Chunks `first` to `last - 1`, one after another as one, on the view's device.
@@ -99,12 +101,16 @@ class RequestRows:
             engine.append(self._rows[mapped])
             host.append(mapped - start + before)
             before += end - start
-        there = upload(torch.stack([torch.cat(engine), torch.cat(host)]), self._device)
+        there = self._upload(torch.stack([torch.cat(engine), torch.cat(host)]))
         return Rows(there[0], there[1], total)
 
 
 def request_rows(
-    view: PagedView, slots: torch.Tensor, spans: Sequence[tuple[int, int]], cached: int = 0
+    view: PagedView,
+    slots: torch.Tensor,
+    spans: Sequence[tuple[int, int]],
+    cached: int = 0,
+    upload: Upload | None = None,
 ) -> RequestRows:
     """The rows of each chunk of a request.
 
@@ -113,6 +119,7 @@ def request_rows(
         slots: `[tokens]` from `check_slots`, those of the whole request.
         spans: first token of each chunk, and the token after its last.
         cached: leading tokens of the request to leave alone, because the engine has them.
+        upload: see `RequestRows`; a plain copy if not given.
 
     Raises:
         SlotError: a chunk that is no part of the request; or opaque blocks, and a chunk, the
@@ -138,7 +145,11 @@ def request_rows(
         (start // size, min(end // size, max(start // size, known)), end // size)
         for start, end in spans
     ]
-    return RequestRows(rows, in_rows, view.device)
+    return RequestRows(rows, in_rows, upload or functools.partial(_copied, view.device))
+
+
+def _copied(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(device)
 
 
 def _whole_blocks(slots: torch.Tensor, size: int, spans: Sequence[tuple[int, int]]) -> torch.Tensor:

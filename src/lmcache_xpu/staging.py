@@ -22,6 +22,7 @@ from lmcache_xpu.paged_view import PagedView
 from lmcache_xpu.plan import HostFormat, Piece, Plan
 from lmcache_xpu.slots import request_rows
 from lmcache_xpu.transfer import DirectTransfer, TorchTransfer, Transfer
+from lmcache_xpu.uploads import Uploads
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
@@ -34,6 +35,10 @@ SMALLEST_STAGING_BYTES = 2 * 2**20
 # slices 33 by the engine and 43 by the kernel, 1 MiB slices 45 and 49. But compute beside a load
 # takes 1.4 times as long with the kernel and 1.08 with the engine, so the kernel is for the small.
 DIRECT_BYTES = 512 * 2**10
+
+# The same where the device has nothing else to do: 2 MiB slices 52 by the engine, 51 by the kernel.
+# And one launch is enqueued much earlier than hundreds of copies.
+DIRECT_BYTES_ALONE = 2 * 2**20
 
 
 class Moved(NamedTuple):
@@ -86,6 +91,7 @@ class Stager:
         size = self._buffers[0].size if self._buffers else 0
         self.buffer_bytes = size
         self._host = HostMemory(view.device, size)
+        self._upload = Uploads(view.device)
 
     def plan(
         self,
@@ -98,7 +104,7 @@ class Stager:
         """Where the chunks of a request go; see `slots.request_rows` and `Plan`."""
         # Rows live and die in the stream that reads them.
         with self._kernels.current():
-            rows = request_rows(self._view, slots, spans, cached)
+            rows = request_rows(self._view, slots, spans, cached, self._upload)
         row_bytes = self._view.row_size * self._view.dtype.itemsize
         return Plan(form, rows, row_bytes, self.buffer_bytes, cuts)
 
@@ -118,7 +124,7 @@ class Stager:
         """
         moved = self._begin(self._kernels)
         for piece in plan.all_pieces():
-            if self._moved_in_place(plan, piece, memory, first_layer, gather=True):
+            if self._moved_in_place(plan, piece, memory, first_layer, DIRECT_BYTES, gather=True):
                 continue
             parts = plan.slices(piece, memory)
             pinned = self._host.pinned(memory[piece.first : piece.last])
@@ -150,6 +156,8 @@ class Stager:
         memory: Sequence[torch.Tensor],
         first_layer: int = 0,
         cut: int | None = None,
+        *,
+        alone: bool = False,
     ) -> Moved:
         """From host memory into the view; waits as `store` does.
 
@@ -157,10 +165,12 @@ class Stager:
 
         Args:
             cut: which of the plan's cuts to load; all of them if not given.
+            alone: the device has nothing else to do meanwhile.
         """
         moved = self._begin(self._copies)
+        direct = DIRECT_BYTES_ALONE if alone else DIRECT_BYTES
         for piece in plan.all_pieces() if cut is None else plan.pieces(cut):
-            if self._moved_in_place(plan, piece, memory, first_layer, gather=False):
+            if self._moved_in_place(plan, piece, memory, first_layer, direct, gather=False):
                 continue
             parts = plan.slices(piece, memory)
             pinned = self._host.pinned(memory[piece.first : piece.last])
@@ -201,10 +211,14 @@ class Stager:
         piece: Piece,
         memory: Sequence[torch.Tensor],
         first_layer: int,
+        direct_bytes: int,
         *,
         gather: bool,
     ) -> bool:
-        """Move a piece without staging, if that is possible and better; whether it was."""
+        """Move a piece without staging, if that is possible and better; whether it was.
+
+        `direct_bytes` is the size of slices from which on staging is better.
+        """
         first_layer += piece.first_layer
         if self._in_place and memory[piece.first].device == self._view.device:
             for number in range(piece.first, piece.last):
@@ -214,7 +228,7 @@ class Stager:
                 with self._kernels.current():
                     move(plan.rows(one), chunk, first_layer)
             return True
-        if self._direct is None or plan.slice_bytes(piece) >= DIRECT_BYTES:
+        if self._direct is None or plan.slice_bytes(piece) >= direct_bytes:
             return False
         parts = memory[piece.first : piece.last]
         chunk = plan.form.chunk(parts[0], piece, self._view.row_size)
@@ -223,7 +237,8 @@ class Stager:
         if not (self._host.pinned(parts) and self._direct.aligned(addresses)):
             return False
         with self._kernels.current():
-            self._direct.move_chunks(plan.rows(piece), addresses, chunk, first_layer, gather=gather)
+            table = self._upload(torch.tensor(addresses, dtype=torch.int64))
+            self._direct.move_chunks(plan.rows(piece), table, chunk, first_layer, gather=gather)
         return True
 
     def _next_buffer(self) -> _Buffer:

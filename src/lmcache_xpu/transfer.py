@@ -44,7 +44,7 @@ class DirectTransfer(Transfer, Protocol):
     def move_chunks(
         self,
         rows: Rows,
-        addresses: Sequence[int],
+        table: torch.Tensor,
         form: torch.Tensor,
         first_layer: int,
         *,

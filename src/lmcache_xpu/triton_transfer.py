@@ -15,7 +15,6 @@ import torch
 import triton
 import triton.language as tl
 
-from lmcache_xpu.devices import upload
 from lmcache_xpu.paged_view import PagedView
 from lmcache_xpu.slots import Rows
 
@@ -138,7 +137,7 @@ class TritonTransfer:
     def move_chunks(
         self,
         rows: Rows,
-        addresses: Sequence[int],
+        table: torch.Tensor,
         form: torch.Tensor,
         first_layer: int,
         *,
@@ -151,13 +150,13 @@ class TritonTransfer:
 
         Args:
             rows: of all chunks, one after another.
-            addresses: of each chunk's first element, in pinned memory; `aligned` holds. All
-                chunks are of the same size, but the last may be smaller.
+            table: `[chunks]` int64 on the view's device, the address of each chunk's first element,
+                in pinned memory; `aligned` holds. All chunks are of the same size, but the last
+                may be smaller.
             form: the first chunk as `[1, planes, layers, rows, row size]`.
             first_layer: of the view.
             gather: from the view to the host; else the other way.
         """
-        table = upload(torch.tensor(addresses, dtype=torch.int64), self.addresses.device)
         self._launch(rows, form, first_layer, gather=gather, table=table)
 
     def _launch(
