@@ -43,17 +43,18 @@ class Manager:
 class Engine:
     """LMCache's engine: what it does is given by each test."""
 
-    def __init__(self, *, layerwise):
+    def __init__(self, *, layerwise, groups):
         self.use_layerwise = layerwise
         self.num_layers = LAYERS
         self.retrieve_locations = None
         self.storage_manager = Manager()
         self.token_database = SimpleNamespace(process_tokens=self.keys)
         self.gpu_connector = SimpleNamespace(
-            failed_slots=[], overlap=None, batched_to_gpu=self.to_gpu
+            failed_slots=[], overlap=None, batched_to_gpu=self.to_gpu, groups=groups
         )
         self.fails = False
         self.fails_at = None
+        self.steps = 0  # that a generator has begun
         self.found = len(TOKENS)
 
     def keys(self, tokens, mask=None):
@@ -84,16 +85,20 @@ class Engine:
         retrieved = torch.zeros(len(tokens), dtype=torch.bool)
         retrieved[: len(held) * CHUNK] = True
         for step in range(LAYERS):
+            self.steps += 1
             if step == self.fails_at:
                 raise RuntimeError("planted")
             yield retrieved.sum() if step == 0 and held else None
+        self.steps += 1
         yield None
         if not held:
             raise UnboundLocalError
+        self.steps += 1
         yield retrieved
 
     def store_layer(self, tokens, mask=None, **kwargs):
         for layer in range(LAYERS + 1):
+            self.steps += 1
             if layer == self.fails_at:
                 raise RuntimeError("planted")
             if layer:
@@ -102,8 +107,11 @@ class Engine:
             yield
 
 
-def guarded(*, layerwise=False):
-    engine = Engine(layerwise=layerwise)
+ONE_BY_ONE = [(layer, layer + 1) for layer in range(LAYERS)]
+
+
+def guarded(*, layerwise=False, groups=ONE_BY_ONE):
+    engine = Engine(layerwise=layerwise, groups=groups)
     adapter = SimpleNamespace(
         lmcache_engine=engine, _invalid_block_ids=set(), _layerwise_save_storers={}
     )
@@ -181,6 +189,29 @@ def test_a_layerwise_load_passes_through():
     assert len(steps) == LAYERS + 2
     assert steps[-1].all()
     assert guard.take_unfilled() == set()
+
+
+GROUPS = [(0, 3), (3, 6), (6, 8)]  # of a model with eight layers; LMCache knows of three
+
+
+def test_layers_that_move_together_are_loaded_before_the_first_of_them():
+    """Two steps at the start of the engine's step, then one before each layer."""
+    engine, guard, _ = guarded(layerwise=True, groups=GROUPS)
+    hold(engine, "cpu", 0, 1, 2)
+    seen = []
+    for found in engine.retrieve_layer(TOKENS, MASK, slot_mapping=SLOTS):
+        seen.append(engine.steps)
+        last = found
+    assert seen == [1, 2, 3, 3, 3, 4, 4, 4, 5, 5]  # step g + 3 waits for group g
+    assert last.all()
+    assert guard.take_unfilled() == set()
+
+
+def test_layers_that_move_together_are_stored_behind_the_last_of_them():
+    """Calls are for layers 0 to 7, and for the end."""
+    engine, _, _ = guarded(layerwise=True, groups=GROUPS)
+    seen = [engine.steps for _ in engine.store_layer(TOKENS, mask=MASK)]
+    assert seen == [0, 0, 1, 1, 1, 2, 2, 3, 4]  # step g + 1 stores group g
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))

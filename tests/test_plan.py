@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_xpu.errors import TransferError
-from lmcache_xpu.plan import HostFormat, Plan
+from lmcache_xpu.plan import HostFormat, Plan, layer_groups
 from lmcache_xpu.slots import RequestRows
 
 ROW = 4  # bytes
@@ -71,6 +71,38 @@ def test_neighbours_share_a_piece_and_rows_are_made_once():
     rows = made.rows(pieces[1])
     assert rows.engine.tolist() == [4, 5, 6, 7]
     assert made.rows(pieces[1]) is rows
+
+
+@pytest.mark.parametrize("layers", [3, 2, 1])
+@pytest.mark.parametrize("buffer", [2 * 2 * 2 * ROW, 2 * 2 * ROW, 10**6])
+def test_slices_with_rows_first_agree_also_of_leading_layers_alone(layers: int, buffer: int):
+    made = plan([2, 2], 3, buffer, rows_first=True).of_layers(layers)
+    form = made.form
+    for shift in (0, 1000):  # other memory, as of other layers, with the same plan
+        chunks = [torch.arange(3 * 2 * 2 * 4).view(3, 2, 2, 4) + 100 * c + shift for c in range(2)]
+        seen = 0
+        for piece in made.all_pieces():
+            parts = made.slices(piece, chunks)
+            staged = form.staged(torch.cat(parts), piece, 4)
+            for at, number in enumerate(range(piece.first, piece.last)):
+                wanted = chunks[number][piece.first_layer : piece.last_layer].permute(2, 0, 1, 3)
+                assert torch.equal(staged[at], wanted)
+                assert torch.equal(form.chunk(chunks[number], piece, 4)[0], wanted)
+                seen += wanted.shape[1]
+        assert seen == 2 * layers
+
+
+@pytest.mark.parametrize(
+    ("layers", "most", "groups"),
+    [
+        (3, 1, [(0, 1), (1, 2), (2, 3)]),
+        (8, 8, [(0, 8)]),
+        (26, 8, [(0, 7), (7, 14), (14, 21), (21, 26)]),
+        (61, 8, [*((8 * g, 8 * g + 8) for g in range(7)), (56, 61)]),
+    ],
+)
+def test_groups_of_layers_are_few_and_of_one_size(layers, most, groups):
+    assert layer_groups(layers, most) == groups
 
 
 @pytest.mark.parametrize("cuts", [[0], [0, 1], [0, 1, 2]])

@@ -117,6 +117,7 @@ def test_the_disk_tier_reaches_lmcache_through_vllms_command_line(parser):
         hash_algorithm="sha256_cbor",
         overlap_store=False,
         staging_mib=128,
+        layers_at_once=4,
     )
     transfer = parser.parse_args(settings.vllm_args()).kv_transfer_config
     assert transfer.kv_connector == "LMCacheXPUConnector"
@@ -145,6 +146,7 @@ def test_the_disk_tier_reaches_lmcache_through_vllms_command_line(parser):
         "xpu.overlap_load": True,
         "xpu.overlap_store": False,
         "xpu.staging_mib": 128,
+        "xpu.layers_at_once": 4,
     }
 
 

@@ -18,7 +18,7 @@ from lmcache_xpu.errors import (
     TransferError,
 )
 from lmcache_xpu.paged_view import EngineLayer, PagedView
-from lmcache_xpu.plan import HostFormat, Plan
+from lmcache_xpu.plan import HostFormat, Plan, layer_groups
 from lmcache_xpu.slots import check_slots
 from lmcache_xpu.staging import STAGING_BYTES, Stager
 
@@ -35,6 +35,7 @@ class ConnectorOptions:
         layout_hints: `{"kv_layout": name}` as the engine names its memory order.
         opaque_blocks: see `PagedView.from_engine`.
         staging_bytes: see `Stager`.
+        layers_at_once: most layers in one memory object of a layerwise connector.
     """
 
     chunk_size: int | None = None
@@ -44,6 +45,7 @@ class ConnectorOptions:
     layout_hints: Mapping[str, str] | None = None
     opaque_blocks: bool = False
     staging_bytes: int = STAGING_BYTES
+    layers_at_once: int = 1
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Self:
@@ -145,7 +147,7 @@ class Binding:
         num_layers: layers of the model.
         options: see there.
         fmt: LMCache's name of the host format; MLA has its own.
-        layerwise: host memory holds one layer, rows first.
+        layerwise: host memory holds a group of layers, rows first.
     """
 
     def __init__(
@@ -168,8 +170,10 @@ class Binding:
         self._fmt = MemoryFormat.KV_MLA_FMT if options.use_mla else fmt
         # Opaque blocks lie in host memory of the same size as wholes, not in planes.
         planes = 1 if options.opaque_blocks else self._geometry.planes
-        layers = 1 if layerwise else num_layers
-        self._form = HostFormat(layers, planes, rows_first=layerwise)
+        # Per memory object, its layers. One format for all: the last may have layers to spare.
+        most = options.layers_at_once if layerwise else num_layers
+        self.groups = layer_groups(num_layers, most)
+        self._form = HostFormat(self.groups[0][1], planes, rows_first=layerwise)
         self._bound: Bound | None = None
 
     def host_shape(self, tokens: int) -> torch.Size:
@@ -177,7 +181,8 @@ class Binding:
         planes, hidden = self._geometry.planes, self._geometry.hidden
         if not self._form.rows_first:
             return torch.Size([planes, self._form.layers, tokens, hidden])
-        return torch.Size([tokens, hidden] if planes == 1 else [tokens, planes, hidden])
+        rows = self._form.layers * tokens
+        return torch.Size([rows, hidden] if planes == 1 else [rows, planes, hidden])
 
     def bind(self, kvcaches: Sequence[EngineLayer] | None) -> Bound:
         """The engine's KV cache; read anew when the engine has moved it.

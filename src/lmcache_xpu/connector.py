@@ -61,6 +61,7 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
         layout_hints: Mapping[str, str] | None = None,
         opaque_blocks: bool = False,
         staging_bytes: int = STAGING_BYTES,
+        layers_at_once: int = 1,
     ) -> Self:
         """A connector for an engine as LMCache describes it."""
         layers, _, chunk_size, heads, head_size = metadata.kv_shape
@@ -75,7 +76,13 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
             layout_hints=layout_hints,
             opaque_blocks=opaque_blocks,
             staging_bytes=staging_bytes,
+            layers_at_once=layers_at_once,
         )
+
+    @property
+    def groups(self) -> Sequence[tuple[int, int]]:
+        """Of each memory object of a chunk its first layer, and the one after its last."""
+        return self._binding.groups
 
     def get_shape(self, num_tokens: int) -> torch.Size:
         """Shape of the host memory of `num_tokens` tokens."""
@@ -110,8 +117,8 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
         seconds: float,
     ) -> None:
         tokens = sum(end - max(start, min(end, cached)) for start, end in spans)
-        layers = self.num_layers if self.LAYERWISE else 1
-        token_bytes = self.get_shape(1).numel() * layers * bound.view.dtype.itemsize
+        layer_size = self.get_shape(1).numel() // self.groups[0][1]
+        token_bytes = self.num_layers * layer_size * bound.view.dtype.itemsize
         flow.moved(size_bytes=tokens * token_bytes, tokens=tokens, seconds=seconds)
 
 

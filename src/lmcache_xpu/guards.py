@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -46,11 +46,12 @@ class Guard:
         self._adapter = adapter
         self._engine: Any = adapter.lmcache_engine
         self._block_size = block_size
-        self._layers: int = self._engine.num_layers
+        self._objects: int = self._engine.num_layers  # of a chunk: groups of the model's layers
         self._unfilled: set[int] = set()  # to be reported
         self._bad: set[int] = set()  # in this step
         engine, connector = self._engine, self._engine.gpu_connector
         if engine.use_layerwise:
+            self._groups: Sequence[tuple[int, int]] = connector.groups
             connector.batched_to_gpu = functools.partial(self._to_layers, connector.batched_to_gpu)
             engine.retrieve_layer = functools.partial(self._retrieve_layer, engine.retrieve_layer)
             engine.store_layer = functools.partial(self._store_layer, engine.store_layer)
@@ -105,7 +106,7 @@ class Guard:
         """The layerwise connector's load; after an error it takes the layers and drops them."""
         inner: Layers | None = load(starts, ends, **kwargs)
         given = None
-        for _ in range(self._layers + 2):
+        for _ in range(self._objects + 2):
             if inner is not None:
                 try:
                     inner.send(given)
@@ -125,7 +126,11 @@ class Guard:
     def _retrieve_layer(
         self, retrieve: Callable[..., Layers], tokens: Any, mask: Any, **kwargs: Any
     ) -> Layers:
-        """As `_retrieve`, layer by layer; also when LMCache finds less than it promised."""
+        """As `_retrieve`, layer by layer; also when LMCache finds less than it promised.
+
+        Of the calls for a group's layers LMCache sees the one for the first: the group before is to
+        be there by then.
+        """
         skipped = len(tokens) - int(mask.sum())
         inner: Layers | None
         try:
@@ -139,7 +144,7 @@ class Guard:
             inner = None
         yield None
         nothing = torch.zeros(len(tokens), dtype=torch.bool)
-        for _ in range(self._layers + 1):
+        for calls in (1, *(last - first for first, last in self._groups)):
             retrieved = None
             if inner is not None:
                 try:
@@ -147,7 +152,8 @@ class Guard:
                 except Exception as error:
                     self._lost(error, kwargs, skipped)
                     inner = None
-            yield nothing if retrieved is None else retrieved
+            for _ in range(calls):
+                yield nothing if retrieved is None else retrieved
 
     def _first_layer(
         self, retrieve: Callable[..., Layers], tokens: Any, mask: Any, kwargs: dict[str, Any]
@@ -170,7 +176,7 @@ class Guard:
     def _best_tier(self, tokens: Any, mask: Any) -> str:
         """The tier that holds most of the prefix."""
         manager = self._engine.storage_manager
-        keys = [k.split_layers(self._layers)[0] for _, _, k in self._keys(tokens, mask)]
+        keys = [k.split_layers(self._objects)[0] for _, _, k in self._keys(tokens, mask)]
         held: dict[str, int] = dict.fromkeys(manager.storage_backends, 0)
         for name in held:
             for key in keys:
@@ -191,10 +197,15 @@ class Guard:
     def _store_layer(
         self, store: Callable[..., Layers], tokens: Any, mask: Any = None, **kwargs: Any
     ) -> Layers:
-        """The layerwise mode's store: an error may come when some layers are published."""
+        """The layerwise mode's store: an error may come when some layers are published.
+
+        Of the calls for a group's layers LMCache sees the one for the last, and the one at the end.
+        """
         inner: Layers | None = store(tokens, mask=mask, **kwargs)
         try:
-            for _ in range(self._layers + 1):
+            for calls in (*(last - first for first, last in self._groups), 1):
+                for _ in range(calls - 1):
+                    yield
                 if inner is not None:
                     try:
                         next(inner)
@@ -213,7 +224,7 @@ class Guard:
         if (overlap := self._engine.gpu_connector.overlap) is not None:
             overlap.drain()  # what is complete only now is to be published first
         for _, _, key in self._keys(tokens, mask):
-            layers = key.split_layers(self._layers)
+            layers = key.split_layers(self._objects)
             if not all(manager.contains(layer) for layer in layers):
                 for layer in layers:
                     manager.remove(layer)

@@ -1,7 +1,8 @@
 """The layerwise connector: one layer at a time, while the engine computes the others.
 
 LMCache drives it as generators, one per request, interleaved layer by layer. The protocol is
-that of LMCache 0.5.6's `LMCacheEngine.retrieve_layer` and `store_layer`:
+that of LMCache 0.5.6's `LMCacheEngine.retrieve_layer` and `store_layer`, where N counts memory
+objects of a chunk:
 
     load    next                 prepare
             send(layer 0) ...    enqueue that layer; the engine's stream waits for the one before
@@ -10,6 +11,9 @@ that of LMCache 0.5.6's `LMCacheEngine.retrieve_layer` and `store_layer`:
     store   next                 enqueue layer 0
             next x (N - 1)       enqueue the next layer; the one before is complete on the host
             next                 layer N - 1 is complete on the host
+
+With `layers_at_once` a "layer" of this protocol is a group of the model's layers: fewer objects for
+LMCache to handle, and larger copies.
 """
 
 from __future__ import annotations
@@ -31,6 +35,9 @@ from lmcache_xpu.staging import Moved
 class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
     """Copies chunks of one layer, KV_T2D `[tokens, 2, hidden]` or KV_MLA_FMT `[tokens, hidden]`.
 
+    With `layers_at_once` of a group of layers, one after another: `[layers * tokens, ...]`. Groups
+    are of equal size; the end of the last one's memory may be left as it is.
+
     Ordering is by an event per layer and request. LMCache's `sync` flag is not needed: it is
     given to one request of a batch alone.
     """
@@ -50,7 +57,7 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
     def batched_to_gpu(
         self, starts: Sequence[int], ends: Sequence[int], **kwargs: Any
     ) -> Generator[None, Sequence[MemoryObj] | None, None]:
-        """Load a request layer by layer; yields `num_layers + 2` times.
+        """Load a request layer by layer; yields `len(groups) + 2` times.
 
         A layer's copy overlaps what the engine computes of the layers before it. Host memory is
         held until its copies are done, also when the generator is closed half-way. A layer that
@@ -75,7 +82,7 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
         moved: list[Moved] = []
         count = len(starts)
         try:
-            for layer in range(self.num_layers):
+            for layer, (first, last) in enumerate(self.groups):
                 objs = yield
                 if objs is None:
                     raise TransferError(f"no memory objects for layer {layer}", "one per chunk")
@@ -93,18 +100,18 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
                 for obj in objs:  # LMCache lets go of them before the last step
                     obj.ref_count_up()
                     held.append(obj)
-                moved.append(bound.stager.load(plan, memory, layer))
+                moved.append(bound.stager.load(plan.of_layers(last - first), memory, first))
                 for before in moved[-2:-1]:
                     before.done.wait()
             if (yield) is not None:
-                raise TransferError(f"a layer {self.num_layers}", f"{self.num_layers} layers")
-            for last in moved[-1:]:
-                last.done.wait()
+                raise TransferError(f"a layer {len(self.groups)}", f"{len(self.groups)} layers")
+            for end in moved[-1:]:
+                end.done.wait()
         finally:
             whole = list(zip(starts[:count], ends[:count], strict=True))
             self._end_load(bound, held, moved, whole, request.cached)
         yield
-        raise _ended("load", self.num_layers + 2)
+        raise _ended("load", len(self.groups) + 2)
 
     def _end_load(
         self,
@@ -133,7 +140,7 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
         ends: Sequence[int],
         **kwargs: Any,
     ) -> Generator[None, None, None]:
-        """Store a request layer by layer; yields `num_layers + 1` times.
+        """Store a request layer by layer; yields `len(groups) + 1` times.
 
         Each step enqueues one layer behind what the engine has enqueued, and returns when the
         layer before is complete on the host, because LMCache publishes that one next. With
@@ -152,8 +159,8 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
         request = Request.read(kwargs)
         bound = self._binding.bind(request.kvcaches)
         plan = self._binding.plan(bound, starts, ends, request, loading=False)
-        if len(memory_objs) != self.num_layers:
-            raise TransferError(f"objects of {len(memory_objs)} layers", f"{self.num_layers}")
+        if len(memory_objs) != len(self.groups):
+            raise TransferError(f"objects of {len(memory_objs)} layers", f"{len(self.groups)}")
         for objs in memory_objs:
             self._binding.check_objects(bound, objs, starts, ends, loading=False)
         spans = list(zip(starts, ends, strict=True))
@@ -161,28 +168,28 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
         beside = self._stores_beside
         moved: list[Moved] = []
         try:
-            for layer in range(self.num_layers):
-                bound.stager.follow_engine()  # this layer's attention is enqueued by now
-                memory = self._binding.memory(bound, memory_objs[layer])
-                stored = bound.stager.store(plan, memory, layer)
+            for objs, (first, last) in zip(memory_objs, self.groups, strict=True):
+                bound.stager.follow_engine()  # these layers' attention is enqueued by now
+                memory = self._binding.memory(bound, objs)
+                stored = bound.stager.store(plan.of_layers(last - first), memory, first)
                 moved.append(stored.moved)
                 if beside is not None:
-                    beside.add_store(memory_objs[layer], stored, slots)
+                    beside.add_store(objs, stored, slots)
                 else:
                     for before in moved[-2:-1]:
                         before.done.synchronize()
                 yield
         finally:
             if beside is None:
-                for last in moved[-1:]:
-                    last.done.synchronize()
+                for end in moved[-1:]:
+                    end.done.synchronize()
         count = functools.partial(self._count, STORE_CPU, bound, spans, 0)
         if beside is not None:
             beside.release((), moved, count)
         else:
             count(sum(one.seconds() for one in moved))
         yield
-        raise _ended("store", self.num_layers + 1)
+        raise _ended("store", len(self.groups) + 1)
 
 
 def _ended(what: str, steps: int) -> TransferError:

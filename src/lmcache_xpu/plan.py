@@ -30,29 +30,39 @@ class HostFormat:
     Args:
         layers: in one piece of host memory.
         planes: those of the view.
-        rows_first: `[rows, planes, row size]` of one layer.
+        rows_first: `[layers, rows, planes, row size]`.
     """
 
     layers: int
     planes: int
     rows_first: bool = False
 
+    @property
+    def joins(self) -> bool:
+        """Whether chunks that follow each other in memory are one, whatever their sizes."""
+        return self.rows_first and self.layers == 1
+
+    @property
+    def runs(self) -> int:
+        """In how many places of a chunk neighbouring layers lie."""
+        return 1 if self.rows_first else self.planes
+
     def chunk(self, memory: torch.Tensor, piece: Piece, row_size: int) -> torch.Tensor:
         """A chunk's memory as `[1, planes, layers of the piece, rows, row size]`, no copy."""
-        if self.rows_first:
-            return self.staged(memory.view(-1), piece, row_size)
         rows = memory.numel() // (self.planes * self.layers * row_size)
-        whole = memory.view(1, self.planes, self.layers, rows, row_size)
+        if self.rows_first:
+            whole = memory.view(1, self.layers, rows, self.planes, row_size).permute(0, 3, 1, 2, 4)
+        else:
+            whole = memory.view(1, self.planes, self.layers, rows, row_size)
         return whole[:, :, piece.first_layer : piece.last_layer]
 
     def staged(self, memory: torch.Tensor, piece: Piece, row_size: int) -> torch.Tensor:
         """A piece's slices, one after another, as `[chunks, planes, layers, rows, row size]`."""
-        chunks = 1 if self.rows_first else piece.last - piece.first
+        chunks = 1 if self.joins else piece.last - piece.first
         layers = piece.last_layer - piece.first_layer
         rows = memory.numel() // (chunks * self.planes * layers * row_size)
-        if self.rows_first:  # chunks of one layer join to one
-            joined = memory.view(rows, self.planes, row_size)
-            return joined.permute(1, 0, 2)[None, :, None]
+        if self.rows_first:
+            return memory.view(chunks, layers, rows, self.planes, row_size).permute(0, 3, 1, 2, 4)
         return memory.view(chunks, self.planes, layers, rows, row_size)
 
 
@@ -66,6 +76,7 @@ class Plan:
         buffer_bytes: most that a piece may have; 0 for pieces of one chunk and any size.
         cuts: first layer of each group of layers that is moved at once, from 0 on; groups of which
             one chunk would not fit a buffer are cut further.
+        layers: leading ones of the host memory that are moved; all of them if not given.
 
     Raises:
         TransferError: a single layer of a chunk does not fit.
@@ -78,21 +89,32 @@ class Plan:
         row_bytes: int,
         buffer_bytes: int,
         cuts: Sequence[int] = (0,),
+        layers: int | None = None,
     ) -> None:
         self.form = form
         self.request = rows
+        self._layers = form.layers if layers is None else layers
+        self._row_bytes = row_bytes
         self._plane_bytes = form.planes * row_bytes  # of a row, in one layer
         self._buffer_bytes = buffer_bytes
         starts = self._fitting(cuts)
-        self.cuts = list(itertools.pairwise([*starts, form.layers]))
+        self.cuts = list(itertools.pairwise([*starts, self._layers]))
+        self._whole = len(self.cuts) == 1 and self._layers == form.layers
         self._rows: dict[tuple[int, int], Rows] = {}
         self._slices: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._sliced: Sequence[torch.Tensor] = ()
+
+    def of_layers(self, layers: int) -> Plan:
+        """The same for the leading layers alone."""
+        if layers == self._layers:
+            return self
+        return Plan(self.form, self.request, self._row_bytes, self._buffer_bytes, layers=layers)
 
     def pieces(self, cut: int) -> Iterator[Piece]:
         """All chunks in the layers of a cut, as few pieces as fit the buffer."""
         start, end = self.cuts[cut]
         limit = self._buffer_bytes // ((end - start) * self._plane_bytes)
-        for first, last in _runs(self.request.totals, limit, same_size=not self.form.rows_first):
+        for first, last in _runs(self.request.totals, limit, same_size=not self.form.joins):
             yield Piece(first, last, cut, start, end)
 
     def all_pieces(self) -> Iterator[Piece]:
@@ -108,26 +130,30 @@ class Plan:
 
     def slices(self, piece: Piece, memory: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Contiguous parts of host memory, flat, in the order in which they are staged."""
-        if len(self.cuts) == 1:
+        if self._whole:
             return [memory[number].view(-1) for number in range(piece.first, piece.last)]
+        if memory is not self._sliced:
+            self._slices, self._sliced = {}, memory
         parts: list[torch.Tensor] = []
         for number in range(piece.first, piece.last):
             if number not in self._slices:  # of all cuts at once: this is done for every chunk
                 self._slices[number] = self._cut(memory[number])
-            # [plane][cut]; of one cut one slice per plane
-            parts += self._slices[number][piece.cut :: len(self.cuts)]
+            slices = self._slices[number]  # [run][cut], and what is left out as if it were a cut
+            parts += slices[piece.cut :: len(slices) // self.form.runs]
         return parts
 
     def slice_bytes(self, piece: Piece) -> int:
         """Size of the largest slice of a piece."""
         rows = max(self.request.totals[piece.first : piece.last])
         whole = rows * (piece.last_layer - piece.first_layer) * self._plane_bytes
-        return whole if len(self.cuts) == 1 else whole // self.form.planes
+        return whole if self._whole else whole // self.form.runs
 
     def _cut(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        layer = memory.numel() // (self.form.planes * self.form.layers)
+        layer = memory.numel() // (self.form.runs * self.form.layers)
         sizes = [(end - start) * layer for start, end in self.cuts]
-        return memory.view(-1).split_with_sizes(sizes * self.form.planes)
+        if left_out := self.form.layers - self._layers:
+            sizes.append(left_out * layer)
+        return memory.view(-1).split_with_sizes(sizes * self.form.runs)
 
     def _fitting(self, cuts: Sequence[int]) -> list[int]:
         largest = max(self.request.totals, default=0) * self._plane_bytes
@@ -140,10 +166,17 @@ class Plan:
                 f"at most {self._buffer_bytes}, the size of a staging buffer",
                 "Lower chunk_tokens, or raise staging_mib.",
             )
-        ends = [*cuts[1:], self.form.layers]
+        ends = [*cuts[1:], self._layers]
         return [
             layer for start, end in zip(cuts, ends, strict=True) for layer in range(start, end, fit)
         ]
+
+
+def layer_groups(layers: int, most: int) -> list[tuple[int, int]]:
+    """Layers in as few groups of at most `most` as there can be; the last may be smaller."""
+    count = -(-layers // most)
+    size = -(-layers // max(count, 1))
+    return [(first, min(first + size, layers)) for first in range(0, layers, size)]
 
 
 def _runs(totals: Sequence[int], limit: int, *, same_size: bool) -> Iterator[tuple[int, int]]:

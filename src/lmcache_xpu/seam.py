@@ -77,22 +77,34 @@ def _create_connector(original: Callable[..., Any]) -> Callable[..., Any]:
         layers, planes, chunk_size, _, _ = metadata.kv_shape
         metadata.kv_shape = (layers, planes, chunk_size, facts.heads, facts.head_size)
         metadata.model_name += facts.namespace  # the part of every key that we may extend
-        connector = _resolve(LAYERWISE if config.use_layerwise else STANDARD)
-        return connector.from_metadata(
+        connector = _resolve(LAYERWISE if config.use_layerwise else STANDARD).from_metadata(
             metadata,
             device=facts.device_type,
             layout_hints=layout_hints,
             opaque_blocks=facts.opaque_blocks,
-            **_staging(config),
+            **_options(config),
         )
+        if config.use_layerwise and (size := connector.groups[0][1]) > 1:
+            # To LMCache a group of layers is a layer with as many times the heads.
+            heads = facts.heads * size
+            metadata.kv_shape = (
+                len(connector.groups), planes, chunk_size, heads, facts.head_size
+            )  # fmt: skip
+            metadata.model_name += f".{size}layers"
+        return connector
 
     return create
 
 
-def _staging(config: Any) -> dict[str, int]:
-    """What the settings say of staging, if anything."""
+def _options(config: Any) -> dict[str, int]:
+    """What the settings say of how to move, if anything."""
     mib = config.get_extra_config_value("xpu.staging_mib", None)
-    return {} if mib is None else {"staging_bytes": int(mib) * 2**20}
+    layers = config.get_extra_config_value("xpu.layers_at_once", None)
+    found = {
+        "staging_bytes": mib and int(mib) * 2**20,
+        "layers_at_once": layers and int(layers),
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def publish_when_complete(manager: Any, overlap: Overlap) -> None:

@@ -118,6 +118,7 @@ class Settings(BaseSettings):
     )
     remote_password: SecretStr | None = Field(None, description="Password of that server")
     layerwise: bool = Field(False, description="Load and store layer by layer")
+    layers_at_once: int = Field(8, ge=1, description="Layers that move together with layerwise")
     overlap_load: bool = Field(True, description="Load beside the engine's computing of layers")
     overlap_store: bool = Field(True, description="Store beside the engine's next steps")
     staging_mib: int = Field(256, ge=2, description="Device memory that copies go through, MiB")
@@ -233,7 +234,7 @@ class Settings(BaseSettings):
         }
         extra: dict[str, object] = {
             f"xpu.{name}": getattr(self, name)
-            for name in ("overlap_load", "overlap_store", "staging_mib")
+            for name in ("overlap_load", "overlap_store", "staging_mib", "layers_at_once")
         }
         if self.disk_path is not None:
             config["storage_plugins"] = ["disk"]
