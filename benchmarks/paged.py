@@ -13,8 +13,12 @@ from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, Tensor
 
 from lmcache_xpu.connector import VLLMPagedMemXPUConnectorV2
 from lmcache_xpu.layerwise import VLLMPagedMemLayerwiseXPUConnector
+from lmcache_xpu.overlap import Overlap
+from lmcache_xpu.plan import layer_groups
+from lmcache_xpu.settings import Settings
 
 DTYPE = torch.bfloat16
+AT_ONCE: int = Settings.model_fields["layers_at_once"].default
 Ours = TypeVar("Ours", VLLMPagedMemXPUConnectorV2, VLLMPagedMemLayerwiseXPUConnector)
 
 
@@ -121,6 +125,7 @@ class Workload:
             use_mla=self.model.mla,
             layout_hints={"kv_layout": self.layout.hint},
             opaque_blocks=self.opaque,
+            layers_at_once=AT_ONCE,
         )
 
     def chunks(self) -> list[TensorMemoryObj]:
@@ -132,16 +137,26 @@ class Workload:
         pieces = self.pool.view(len(self.starts), -1)
         return [_memory(piece, shape, fmt) for piece in pieces]
 
-    def layers(self) -> list[list[TensorMemoryObj]]:
-        """Memory objects `[layer][chunk]`, each chunk's layers side by side as LMCache has them."""
+    def layers(self, at_once: int = AT_ONCE) -> list[list[TensorMemoryObj]]:
+        """Memory objects `[group][chunk]` of so many layers each, or fewer (see `layer_groups`).
+
+        Each chunk's objects lie side by side as LMCache has them.
+        """
         fmt = MemoryFormat.KV_MLA_FMT if self.model.mla else MemoryFormat.KV_T2D
-        tokens = self.ends[0] - self.starts[0]
+        groups = layer_groups(self.model.layers, at_once)
+        rows = groups[0][1] * (self.ends[0] - self.starts[0])
         hidden = self.model.hidden
-        shape = torch.Size([tokens, hidden] if self.model.mla else [tokens, 2, hidden])
-        pieces = self.pool.view(len(self.starts), self.model.layers, -1)
+        shape = torch.Size([rows, hidden] if self.model.mla else [rows, 2, hidden])
+        count = len(self.starts), len(groups)
+        size = shape.numel() * DTYPE.itemsize
+        pool = self.pool
+        if pool.numel() < count[0] * count[1] * size:  # the last group has layers to spare
+            pool = torch.ones(
+                count[0] * count[1] * size, dtype=pool.dtype, pin_memory=pool.is_pinned()
+            )
+        pieces = pool.view(*count, size)
         return [
-            [_memory(chunk[layer], shape, fmt) for chunk in pieces]
-            for layer in range(self.model.layers)
+            [_memory(chunk[group], shape, fmt) for chunk in pieces] for group in range(count[1])
         ]
 
 
@@ -149,7 +164,7 @@ def store_layers(connector: Any, work: Workload, objs: Any, **more: Any) -> None
     """What LMCache does to store a request layer by layer."""
     request = {**work.request, **more}
     steps = connector.batched_from_gpu(objs, work.starts, work.ends, **request)
-    for _ in range(work.model.layers + 1):
+    for _ in range(len(objs) + 1):
         next(steps)
 
 
@@ -160,18 +175,30 @@ def load_layers(
     compute: Callable[[], object] | None = None,
     **more: Any,
 ) -> None:
-    """What LMCache and vLLM do to load a request layer by layer, with compute in between."""
+    """What LMCache and vLLM do to load a request layer by layer, with compute in between.
+
+    A connector with `overlap` hears of each layer, as in an engine.
+    """
     request = {**work.request, **more}
+    overlap: Overlap | None = getattr(connector, "overlap", None)
+    if overlap is not None:
+        overlap.begin_step(frozenset())
     steps = connector.batched_to_gpu(work.starts, work.ends, **request)
     next(steps)
     steps.send(objs[0])
+    size = -(-work.model.layers // len(objs))
     for layer in range(work.model.layers):
-        if layer + 1 < work.model.layers:
-            steps.send(objs[layer + 1])
-        else:
-            next(steps)
+        if layer % size == 0:
+            ahead = objs[layer // size + 1 :]
+            steps.send(ahead[0] if ahead else None)
+        if overlap is not None:
+            overlap.before_layer(layer)
         if compute is not None:
             compute()
+        if overlap is not None:
+            overlap.after_layer(layer)
+    if overlap is not None and overlap.end_step():
+        raise RuntimeError("a load was not waited for")
 
 
 def median_seconds(

@@ -170,6 +170,61 @@ def test_a_step_that_does_not_stop_at_layers_waits_for_all():
     assert case.overlap.end_step() == []
 
 
+class LayerwiseCase(Case):
+    """The same with a layerwise connector whose objects hold two layers each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kind = {"kind": VLLMPagedMemLayerwiseXPUConnector, "layers_at_once": 2}
+        sizes = [end - start for start, end in zip(*SPANS, strict=True)]
+        connector = make(self.source, **kind)
+        self.layers = [[memory(connector, size) for size in sizes] for _ in range(LAYERS // 2)]
+        self.objs = [obj for objs in self.layers for obj in objs]
+        steps = connector.batched_from_gpu(self.layers, kvcaches=self.source.engine, **self.call)
+        for _ in range(len(self.layers) + 1):
+            next(steps)
+        self.connector = make(self.target, **kind)
+        self.connector.overlap = self.overlap
+
+    def steps(self):
+        """LMCache's way through a load, told by the engine of each layer."""
+        steps = self.connector.batched_to_gpu(kvcaches=self.target.engine, **self.call)
+        next(steps)
+        steps.send(self.layers[0])
+        for layer in range(LAYERS):
+            if layer % 2 == 0:
+                ahead = self.layers[layer // 2 + 1 :]
+                steps.send(ahead[0] if ahead else None)
+            self.overlap.before_layer(layer)
+            yield layer
+            self.overlap.after_layer(layer)
+
+
+def test_layers_that_come_in_groups_are_waited_for_one_by_one():
+    case = LayerwiseCase()
+    for layer in case.steps():
+        assert case.there(layer)
+        if layer == 0:
+            assert not case.there(LAYERS - 1)  # they come as the engine goes on
+    assert case.overlap.end_step() == []
+    settle()
+    case.overlap.drain()
+    assert case.held == {1}
+    assert torch.equal(bits(case.target.raw), bits(expected(case)))
+
+
+def test_a_load_by_layers_that_ends_early_is_reported_and_its_memory_held():
+    case = LayerwiseCase()
+    steps = case.steps()
+    next(steps)
+    steps.close()
+    (missed,) = case.overlap.end_step()
+    assert missed.tolist() == case.slots.tolist()
+    settle()
+    case.overlap.drain()
+    assert case.held == {1}
+
+
 def test_a_load_the_engine_did_not_wait_for_is_reported():
     case = Case()
     case.load()

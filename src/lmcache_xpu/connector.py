@@ -173,7 +173,8 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
         # Blocks may have been freed by a step that is still running.
         bound.stager.follow_engine()
         if beside is not None:
-            load = LayeredLoad(bound.stager, plan, memory, request.slots(starts, ends))
+            load = LayeredLoad(bound.stager, request.slots(starts, ends))
+            load.add(plan, memory)
             beside.add_load(load, memory_objs, count)
             return
         moved = bound.stager.load(plan, memory)

@@ -25,10 +25,11 @@ from typing import Any, NoReturn
 import torch
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 
-from lmcache_xpu.binding import Bound, Request
+from lmcache_xpu.binding import Request
 from lmcache_xpu.connector import PagedMemConnector
 from lmcache_xpu.errors import TransferError
 from lmcache_xpu.metrics import LOAD_CPU, STORE_CPU
+from lmcache_xpu.overlap import LayeredLoad
 from lmcache_xpu.staging import Moved
 
 
@@ -59,10 +60,11 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
     ) -> Generator[None, Sequence[MemoryObj] | None, None]:
         """Load a request layer by layer; yields `len(groups) + 2` times.
 
-        A layer's copy overlaps what the engine computes of the layers before it. Host memory is
-        held until its copies are done, also when the generator is closed half-way. A layer that
-        has fewer objects than chunks ends the load there: the slots from the first missing
-        chunk on go to `failed_slots`.
+        A layer's copy overlaps what the engine computes of the layers before it. Its stream waits
+        for a layer with the next step, or with `overlap.loads` when `Overlap` hears of it. Host
+        memory is held until its copies are done, also when the generator is closed half-way. A
+        layer that has fewer objects than chunks ends the load there: the slots from the first
+        missing chunk on go to `failed_slots`.
 
         Args:
             starts: first token of each chunk.
@@ -78,9 +80,16 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
         bound = self._binding.bind(request.kvcaches)
         plan = self._binding.plan(bound, starts, ends, request, loading=True)
         bound.stager.follow_engine()  # blocks may have been freed by a step that is running
+        load = LayeredLoad(bound.stager, request.slots(starts, ends))
         held: list[MemoryObj] = []
-        moved: list[Moved] = []
         count = len(starts)
+        beside = self._loads_beside
+        cuts = [0] if beside is None else beside.cuts(self.num_layers, sum(ends) - sum(starts))
+
+        def finished(seconds: float) -> None:
+            spans = zip(starts[:count], ends[:count], strict=True)
+            self._count(LOAD_CPU, bound, spans, request.cached, seconds)
+
         try:
             for layer, (first, last) in enumerate(self.groups):
                 objs = yield
@@ -96,41 +105,32 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
                     )
                 spans = starts[:count], ends[:count]
                 self._binding.check_objects(bound, objs[:count], *spans, loading=True)
+                here = [0, *(cut - first for cut in cuts if first < cut < last)]
                 memory = self._binding.memory(bound, objs[:count])
-                for obj in objs:  # LMCache lets go of them before the last step
-                    obj.ref_count_up()
-                    held.append(obj)
-                moved.append(bound.stager.load(plan.of_layers(last - first), memory, first))
-                for before in moved[-2:-1]:
-                    before.done.wait()
+                load.add(plan.of_layers(last - first, here), memory, first)
+                # LMCache lets go of them before the last step.
+                if beside is None:
+                    for obj in objs:
+                        obj.ref_count_up()
+                        held.append(obj)
+                    load.after_layer(first)
+                    load.before_layer(first - 1)
+                elif first == 0:
+                    beside.add_load(load, objs, finished)
+                else:
+                    beside.hold(load, objs)
             if (yield) is not None:
                 raise TransferError(f"a layer {len(self.groups)}", f"{len(self.groups)} layers")
-            for end in moved[-1:]:
-                end.done.wait()
+            if beside is None:
+                load.before_all()
         finally:
-            whole = list(zip(starts[:count], ends[:count], strict=True))
-            self._end_load(bound, held, moved, whole, request.cached)
+            if beside is None:
+                bound.stager.fence().done.synchronize()  # also after an error
+                for obj in held:
+                    obj.ref_count_down()
+                finished(sum(moved.seconds() for moved in load.moved()))
         yield
         raise _ended("load", len(self.groups) + 2)
-
-    def _end_load(
-        self,
-        bound: Bound,
-        held: Sequence[MemoryObj],
-        moved: Sequence[Moved],
-        spans: Sequence[tuple[int, int]],
-        cached: int,
-    ) -> None:
-        """Let go of host memory when its copies are done; wait for them if nobody else does."""
-        count = functools.partial(self._count, LOAD_CPU, bound, spans, cached)
-        if (beside := self._loads_beside) is not None:
-            beside.release(held, moved, count)
-            return
-        for last in moved[-1:]:
-            last.done.synchronize()
-        for obj in held:
-            obj.ref_count_down()
-        count(sum(one.seconds() for one in moved))
 
     @torch.inference_mode()
     def batched_from_gpu(

@@ -45,27 +45,43 @@ AHEAD = 2  # cuts that are enqueued beyond the layer that the engine is at
 POLL_S = 5e-4
 
 
+class _Cut(NamedTuple):
+    """Some layers of all chunks of a request: one of a plan's cuts."""
+
+    plan: Plan
+    memory: Sequence[torch.Tensor]
+    first_layer: int  # of the memory
+    number: int
+
+
 class LayeredLoad:
-    """The load of one request, cut by cut of its plan, which has them in the order of the layers.
+    """The load of one request, cut by cut in the order of the layers.
 
     Args:
         stager: of the engine's KV cache.
-        plan: of the request's chunks.
-        memory: one per chunk, in the plan's format.
         slots: those of the loaded tokens, for a report.
     """
 
-    def __init__(
-        self, stager: Stager, plan: Plan, memory: Sequence[torch.Tensor], slots: torch.Tensor
-    ) -> None:
+    def __init__(self, stager: Stager, slots: torch.Tensor) -> None:
         self.slots = slots
         self._stager = stager
-        self._plan = plan
-        self._memory = memory
-        self._starts = [start for start, _ in plan.cuts]
+        self._cuts: list[_Cut] = []
+        self._starts: list[int] = []  # first layer of each cut
         self._moved: list[Moved] = []  # by cut
         self._waited = 0  # cuts
         self._failed = False
+
+    def add(self, plan: Plan, memory: Sequence[torch.Tensor], first_layer: int = 0) -> None:
+        """Layers behind those that were added before.
+
+        Args:
+            plan: of the request's chunks.
+            memory: one per chunk, in the plan's format.
+            first_layer: of the engine's, the first one in `memory`.
+        """
+        for number, (start, _) in enumerate(plan.cuts):
+            self._cuts.append(_Cut(plan, memory, first_layer, number))
+            self._starts.append(first_layer + start)
 
     @contextmanager
     def enduring(self) -> Iterator[None]:
@@ -103,7 +119,8 @@ class LayeredLoad:
 
     def before_all(self) -> None:
         """Enqueue what is left, and let the current stream wait for all that was enqueued."""
-        self.before_layer(self._plan.form.layers)
+        for last in self._starts[-1:]:
+            self.before_layer(last)
         if self._failed:
             self._moved[-1].done.wait()
 
@@ -117,9 +134,10 @@ class LayeredLoad:
         return [Moved(self._moved[0].begun, self._moved[-1].done)] if self._moved else []
 
     def _enqueue(self, cuts: int) -> None:
-        for cut in range(len(self._moved), min(cuts, len(self._starts))):
+        for at in range(len(self._moved), min(cuts, len(self._cuts))):
+            plan, memory, first, number = self._cuts[at]
             # What the engine computes in this step waits for the first cut.
-            self._moved.append(self._stager.load(self._plan, self._memory, cut=cut, alone=cut == 0))
+            self._moved.append(self._stager.load(plan, memory, first, number, alone=at == 0))
 
 
 def layer_cuts(layers: int, *, much_to_compute: bool) -> list[int]:
@@ -145,7 +163,7 @@ Finished = Callable[[float], None]  # is told how many seconds a transfer took
 
 class _Load(NamedTuple):
     load: LayeredLoad
-    objs: Sequence[MemoryObj]
+    objs: list[MemoryObj]
     finished: Finished
 
 
@@ -193,11 +211,18 @@ class Overlap:
 
     def add_load(self, load: LayeredLoad, objs: Sequence[MemoryObj], finished: Finished) -> None:
         """Begin a load for this step. Its memory is held until it is complete, come what may."""
-        for obj in objs:
-            obj.ref_count_up()
-        self._loads.append(_Load(load, objs, finished))
+        self._loads.append(_Load(load, [], finished))
+        self.hold(load, objs)
         with load.enduring():
             load.start()
+
+    def hold(self, load: LayeredLoad, objs: Sequence[MemoryObj]) -> None:
+        """Hold more memory for a load of this step."""
+        for item in self._loads:
+            if item.load is load:
+                for obj in objs:
+                    obj.ref_count_up()
+                item.objs.extend(objs)
 
     def before_layer(self, layer: int) -> None:
         """Let the engine's stream wait for a layer of all loads."""

@@ -104,11 +104,13 @@ class Plan:
         self._slices: dict[int, tuple[torch.Tensor, ...]] = {}
         self._sliced: Sequence[torch.Tensor] = ()
 
-    def of_layers(self, layers: int) -> Plan:
-        """The same for the leading layers alone."""
-        if layers == self._layers:
+    def of_layers(self, layers: int, cuts: Sequence[int] = (0,)) -> Plan:
+        """The same for the leading layers alone, or with other cuts."""
+        if layers == self._layers and len(cuts) == 1:
             return self
-        return Plan(self.form, self.request, self._row_bytes, self._buffer_bytes, layers=layers)
+        made = Plan(self.form, self.request, self._row_bytes, self._buffer_bytes, cuts, layers)
+        made._rows = self._rows
+        return made
 
     def pieces(self, cut: int) -> Iterator[Piece]:
         """All chunks in the layers of a cut, as few pieces as fit the buffer."""
