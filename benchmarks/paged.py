@@ -14,11 +14,9 @@ from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, Tensor
 from lmcache_xpu.connector import VLLMPagedMemXPUConnectorV2
 from lmcache_xpu.layerwise import VLLMPagedMemLayerwiseXPUConnector
 from lmcache_xpu.overlap import Overlap
-from lmcache_xpu.plan import layer_groups
-from lmcache_xpu.settings import Settings
+from lmcache_xpu.plan import layer_groups, layers_of
 
 DTYPE = torch.bfloat16
-AT_ONCE: int = Settings.model_fields["layers_at_once"].default
 Ours = TypeVar("Ours", VLLMPagedMemXPUConnectorV2, VLLMPagedMemLayerwiseXPUConnector)
 
 
@@ -111,6 +109,7 @@ class Workload:
         self.starts = list(range(0, tokens, chunk))
         self.ends = [start + chunk for start in self.starts]
         self.bytes = tokens * model.token_bytes
+        self.at_once = layers_of(chunk * model.token_bytes // model.layers)
         self.pool = torch.empty(self.bytes, dtype=torch.uint8, pin_memory=device != "cpu")
         self.pool.fill_(1)
         self.request = {"kvcaches": self.kvcaches, "slot_mapping": self.slots}
@@ -125,7 +124,7 @@ class Workload:
             use_mla=self.model.mla,
             layout_hints={"kv_layout": self.layout.hint},
             opaque_blocks=self.opaque,
-            layers_at_once=AT_ONCE,
+            layers_at_once=self.at_once,
         )
 
     def chunks(self) -> list[TensorMemoryObj]:
@@ -137,13 +136,13 @@ class Workload:
         pieces = self.pool.view(len(self.starts), -1)
         return [_memory(piece, shape, fmt) for piece in pieces]
 
-    def layers(self, at_once: int = AT_ONCE) -> list[list[TensorMemoryObj]]:
+    def layers(self, at_once: int | None = None) -> list[list[TensorMemoryObj]]:
         """Memory objects `[group][chunk]` of so many layers each, or fewer (see `layer_groups`).
 
         Each chunk's objects lie side by side as LMCache has them.
         """
         fmt = MemoryFormat.KV_MLA_FMT if self.model.mla else MemoryFormat.KV_T2D
-        groups = layer_groups(self.model.layers, at_once)
+        groups = layer_groups(self.model.layers, at_once or self.at_once)
         rows = groups[0][1] * (self.ends[0] - self.starts[0])
         hidden = self.model.hidden
         shape = torch.Size([rows, hidden] if self.model.mla else [rows, 2, hidden])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_xpu.errors import TransferError
-from lmcache_xpu.plan import HostFormat, Plan, layer_groups
+from lmcache_xpu.plan import HostFormat, Plan, layer_groups, layers_of
 from lmcache_xpu.slots import RequestRows
 
 ROW = 4  # bytes
@@ -90,6 +90,11 @@ def test_slices_with_rows_first_agree_also_of_leading_layers_alone(layers: int, 
                 assert torch.equal(form.chunk(chunks[number], piece, 4)[0], wanted)
                 seen += wanted.shape[1]
         assert seen == 2 * layers
+
+
+@pytest.mark.parametrize(("layer_mib", "layers"), [(1, 8), (0.28, 29), (20, 1), (0, 2**23)])
+def test_layers_of_about_eight_mebibytes(layer_mib, layers):
+    assert layers_of(int(layer_mib * 2**20)) == layers
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self, overload
@@ -194,12 +195,9 @@ class Binding:
         kvcaches = self.kvcaches if kvcaches is None else kvcaches
         if kvcaches is None:
             raise TransferError("no kvcaches", "the engine's KV cache as keyword 'kvcaches'")
-        # By address, because an engine may move its KV cache (sleep and wake).
-        addresses = tuple(
-            tensor.data_ptr()
-            for layer in kvcaches
-            for tensor in ([layer] if isinstance(layer, torch.Tensor) else layer)
-        )
+        if self._bound is not None and self._is_bound(self._bound, kvcaches):
+            return self._bound
+        addresses = tuple(address for layer in kvcaches for address in _addresses(layer))
         if self._bound is None or self._bound.addresses != addresses:
             view = PagedView.from_engine(
                 kvcaches,
@@ -209,8 +207,21 @@ class Binding:
             )
             self._check_view(view)
             self._bound = Bound(addresses, view, Stager(view, self.options.staging_bytes))
-            self.kvcaches = kvcaches
+        self.kvcaches = kvcaches
         return self._bound
+
+    def _is_bound(self, bound: Bound, kvcaches: Sequence[EngineLayer]) -> bool:
+        """Whether these are the same tensors at the same place, judged by the first address.
+
+        An engine that moves its KV cache (sleep and wake) moves all of it.
+        """
+        known = self.kvcaches
+        return (
+            known is not None
+            and 0 < len(known) == len(kvcaches)
+            and all(map(operator.is_, known, kvcaches))
+            and _addresses(kvcaches[0])[0] == bound.addresses[0]
+        )
 
     def plan(
         self,
@@ -294,6 +305,11 @@ class Binding:
                 "a multiple of the block size: this engine packs the tokens of a block together",
                 f"Set LMCache's chunk_size to a multiple of {view.tokens_per_row}.",
             )
+
+
+def _addresses(layer: EngineLayer) -> list[int]:
+    tensors = [layer] if isinstance(layer, torch.Tensor) else layer
+    return [tensor.data_ptr() for tensor in tensors]
 
 
 def _same_bytes(one: torch.dtype, other: torch.dtype) -> bool:

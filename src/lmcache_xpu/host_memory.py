@@ -43,6 +43,7 @@ class HostMemory:
         self._ring: list[_Step] = []
         self._turn = 0
         self._pinned: dict[tuple[int, int], bool] = {}
+        self._last = range(0)  # addresses of the pinned allocation that was asked for last
 
     def pinned(self, memory: Sequence[torch.Tensor]) -> bool:
         """Whether the device reaches all of this memory by itself."""
@@ -94,11 +95,17 @@ class HostMemory:
         return step
 
     def _is_pinned(self, part: torch.Tensor) -> bool:
+        if (
+            part.data_ptr() in self._last
+        ):  # a pool is one allocation, and this is asked for each part
+            return True
         storage = part.untyped_storage()
         allocation = (storage.data_ptr(), storage.nbytes())
         known = self._pinned.get(allocation)
         if known is None:
             known = self._pinned[allocation] = self._ask(part, *allocation)
+        if known:
+            self._last = range(allocation[0], sum(allocation))
         return known
 
     def _ask(self, part: torch.Tensor, address: int, size: int) -> bool:

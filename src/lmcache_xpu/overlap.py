@@ -34,7 +34,7 @@ from lmcache_xpu.staging import Moved, Stager, Stored
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
-MOST_LAYERS = 4  # of a cut that grows; larger copies are hardly faster
+MOST_LAYERS = 2  # of a cut beside much computing
 LEAST_LAYERS = 8  # of a cut that shrinks; smaller copies are slower
 
 # Loaded tokens per token to compute from which on copying takes longer than computing. A guess:
@@ -143,11 +143,11 @@ class LayeredLoad:
 def layer_cuts(layers: int, *, much_to_compute: bool) -> list[int]:
     """The first layer of each cut.
 
-    With much to compute beside the load, cuts of 1, 1, 2, 2, ... up to 4 layers: the first layer
-    comes early, and each cut is there by the time that the ones before it have been computed, also
-    where copying takes about as long as computing. The last cuts are small again: what is computed
-    behind them hides nothing. With little to compute the copies are what takes time: each cut is
-    three quarters of what is left, so that most layers come in few large copies.
+    With much to compute beside the load, cuts of 1, 1, 2, 2, 2, ..., 1, 1 layers: the first comes
+    early, and each is there by the time that the ones before it have been computed, also where
+    copying takes about as long as computing (larger ones, which copy faster, make the engine wait).
+    With little to compute the copies are what takes time: each cut is three quarters of what is
+    left, so that most layers come in few large copies.
     """
     starts = [0]
     while starts[-1] < layers:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ import wrapt
 
 from lmcache_xpu import versions
 from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.plan import layers_of
 
 if TYPE_CHECKING:
     from lmcache_xpu.engine_facts import EngineFacts
@@ -82,7 +84,7 @@ def _create_connector(original: Callable[..., Any]) -> Callable[..., Any]:
             device=facts.device_type,
             layout_hints=layout_hints,
             opaque_blocks=facts.opaque_blocks,
-            **_options(config),
+            **_options(config, metadata),
         )
         if config.use_layerwise and (size := connector.groups[0][1]) > 1:
             # To LMCache a group of layers is a layer with as many times the heads.
@@ -96,15 +98,16 @@ def _create_connector(original: Callable[..., Any]) -> Callable[..., Any]:
     return create
 
 
-def _options(config: Any) -> dict[str, int]:
-    """What the settings say of how to move, if anything."""
-    mib = config.get_extra_config_value("xpu.staging_mib", None)
+def _options(config: Any, metadata: Any) -> dict[str, int]:
+    """How to move: what the settings say, or else what suits the size of a chunk."""
+    _, *layer = metadata.kv_shape
     layers = config.get_extra_config_value("xpu.layers_at_once", None)
-    found = {
-        "staging_bytes": mib and int(mib) * 2**20,
-        "layers_at_once": layers and int(layers),
-    }
-    return {name: value for name, value in found.items() if value is not None}
+    if layers is None:
+        layers = layers_of(math.prod(layer) * metadata.kv_dtype.itemsize)
+    found = {"layers_at_once": int(layers)}
+    if (mib := config.get_extra_config_value("xpu.staging_mib", None)) is not None:
+        found["staging_bytes"] = int(mib) * 2**20
+    return found
 
 
 def publish_when_complete(manager: Any, overlap: Overlap) -> None:

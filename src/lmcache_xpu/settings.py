@@ -118,7 +118,9 @@ class Settings(BaseSettings):
     )
     remote_password: SecretStr | None = Field(None, description="Password of that server")
     layerwise: bool = Field(False, description="Load and store layer by layer")
-    layers_at_once: int = Field(8, ge=1, description="Layers that move together with layerwise")
+    layers_at_once: int | None = Field(
+        None, ge=1, description="Layers that move together with layerwise; unset: by their size"
+    )
     overlap_load: bool = Field(True, description="Load beside the engine's computing of layers")
     overlap_store: bool = Field(True, description="Store beside the engine's next steps")
     staging_mib: int = Field(256, ge=2, description="Device memory that copies go through, MiB")
@@ -233,8 +235,9 @@ class Settings(BaseSettings):
             "pre_caching_hash_algorithm": self.hash_algorithm,
         }
         extra: dict[str, object] = {
-            f"xpu.{name}": getattr(self, name)
+            f"xpu.{name}": value
             for name in ("overlap_load", "overlap_store", "staging_mib", "layers_at_once")
+            if (value := getattr(self, name)) is not None
         }
         if self.disk_path is not None:
             config["storage_plugins"] = ["disk"]

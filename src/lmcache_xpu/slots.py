@@ -81,7 +81,7 @@ class RequestRows:
         self._upload = upload
         # One look at all rows: most requests have no hole, and then chunks are just slices.
         self._holes = bool((rows < 0).any()) if len(rows) else False
-        self._there = rows if self._holes else upload(rows)
+        self._there: torch.Tensor | None = None  # all of them; made when the first are asked for
 
     def chunks(self, first: int, last: int) -> Rows:
         """Chunks `first` to `last - 1`, one after another as one, on the view's device.
@@ -91,6 +91,8 @@ class RequestRows:
         spans = self._spans[first:last]
         total = sum(self.totals[first:last])
         if not self._holes and all(start == move for start, move, _ in spans):
+            if self._there is None:
+                self._there = self._upload(self._rows)
             if all(one[2] == two[0] for one, two in itertools.pairwise(spans)):
                 return Rows(self._there[spans[0][0] : spans[-1][2]], None, total)
             parts = [self._there[start:end] for start, _, end in spans]
