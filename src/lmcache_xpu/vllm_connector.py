@@ -139,14 +139,18 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Load what this step needs; see LMCache's connector.
 
-        vLLM's newer model runner loads before it enters a forward context, and passes the
-        attention metadata beside it. LMCache looks in the context alone and would skip the
-        load, though the scheduler counts its tokens as computed.
+        vLLM's newer model runner loads before it enters a forward context where the step is one
+        graph (up to 0.26), or always (since). LMCache skips the load if the context has no
+        attention metadata, though the scheduler counts its tokens as computed: the step would
+        compute from whatever the blocks hold. It looks at nothing else of them.
         """
-        given = kwargs.get("attn_metadata")
-        if self._served and forward_context.attn_metadata is None and given is not None:
-            forward_context.attn_metadata = given
-        super().start_load_kv(forward_context, **kwargs)
+        found = forward_context.attn_metadata
+        if self._served and found is None and self._loads_in_step():
+            forward_context.attn_metadata = kwargs.get("attn_metadata", {})
+        try:
+            super().start_load_kv(forward_context, **kwargs)
+        finally:
+            forward_context.attn_metadata = found
         if self._overlap is not None and may_run_as_one_graph(
             self._vllm_config, forward_context, kwargs
         ):
@@ -261,6 +265,10 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
             block_tokens=self._facts.block_size, loads=loads, stores=stores
         )
         seam.publish_when_complete(engine.storage_manager, self._overlap)
+
+    def _loads_in_step(self) -> bool:
+        specs = [request.load_spec for request in self._get_connector_metadata().requests]
+        return any(spec is not None and spec.can_load for spec in specs)
 
     def _end_loads(self) -> None:
         if self._overlap is None or not (missed := self._overlap.end_step()):
