@@ -75,7 +75,7 @@ def test_without_the_plain_engine_there_are_no_limits():
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_every_variant_is_made_of_settings(shape):
     for variant in variants(shape):
-        settings = Settings.load(variant.values(shape, "model", "cuda"))
+        settings = Settings.load(variant.values(shape, "model", "cuda", graphs=False))
         assert ("LMCacheXPUConnector" in " ".join(settings.vllm_args())) == (
             variant.name.startswith("ours")
         )
@@ -99,12 +99,22 @@ def test_an_engine_that_hangs_or_fails_is_a_result(monkeypatch):
     script = "print('RuntimeError: broken'); raise SystemExit(4)"
     monkeypatch.setattr(sys, "executable", _stand_in(script))
     (result,) = run(
-        SMALL, chosen(SMALL, ["ours"]), repeats=1, timeout_s=60, console=Console(quiet=True)
+        SMALL,
+        chosen(SMALL, ["ours"]),
+        repeats=1,
+        graphs=False,
+        timeout_s=60,
+        console=Console(quiet=True),
     )
     assert result.error == "RuntimeError: broken"
     monkeypatch.setattr(sys, "executable", _stand_in("import time; time.sleep(60)"))
     (result,) = run(
-        SMALL, chosen(SMALL, ["ours"]), repeats=1, timeout_s=1, console=Console(quiet=True)
+        SMALL,
+        chosen(SMALL, ["ours"]),
+        repeats=1,
+        graphs=False,
+        timeout_s=1,
+        console=Console(quiet=True),
     )
     assert result.error == "not done within 1 s"
 

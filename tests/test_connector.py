@@ -47,11 +47,12 @@ def slots_of(*blocks: int, tokens: int = 4) -> torch.Tensor:
     return (torch.tensor(blocks)[:, None] * tokens + torch.arange(tokens)).flatten()
 
 
+@pytest.mark.parametrize("layer_major", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stored_request_loads_back_into_other_slots(kind: str):
+def test_a_stored_request_loads_back_into_other_slots(kind: str, layer_major: bool):
     spec = Spec(kind, torch.uint8 if "scales" in kind else torch.bfloat16)
     source, target = build(spec), build(spec)
-    connector = make(source)
+    connector = make(source, layer_major=layer_major)
     here, there = slots_of(4, 1, 3)[:11], slots_of(0, 5, 2)[:11]
     spans = ([0, 4, 8], [4, 8, 11])  # the last chunk ends inside a block
     objs = [memory(connector, end - start, spec.dtype) for start, end in zip(*spans, strict=True)]
@@ -63,6 +64,18 @@ def test_a_stored_request_loads_back_into_other_slots(kind: str):
                 wanted.put(plane, layer, other, source.token(plane, layer, one))
     connector.batched_to_gpu(objs, *spans, kvcaches=target.engine, slot_mapping=there, req_id="r")
     assert torch.equal(bits(target.raw), bits(wanted.raw))
+
+
+def test_layer_major_memory_has_keys_and_values_of_a_layer_side_by_side():
+    cache = build(Spec("BLHNC"))
+    connector = make(cache, layer_major=True)
+    obj = memory(connector, 4)
+    connector.from_gpu(obj, 4, 8, kvcaches=cache.engine, slot_mapping=slots_of(0, 3))
+    found = obj.tensor.view(3, 2, 4, -1)  # three layers
+    for layer in range(3):
+        for plane in range(2):
+            wanted = cache.token(plane, layer, 3 * 4 + 1)  # block 3, its second token
+            assert torch.equal(bits(found[layer, plane, 1]), bits(wanted))
 
 
 def test_host_memory_is_lmcache_s_format():

@@ -57,15 +57,15 @@ def stored(*, reached: bool = False) -> Stored:
 class Case:
     """A cache, a connector with overlap, and chunks that hold what another cache has."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options) -> None:
         spec = Spec("BLHNC", layers=LAYERS)
         self.source, self.target = build(spec), build(spec)
         self.slots = slots_of(4, 1, 3)[:11]
-        connector = make(self.source)
+        connector = make(self.source, **options)
         self.objs = [memory(connector, end - start) for start, end in zip(*SPANS, strict=True)]
         self.call = {"starts": STARTS, "ends": ENDS, "slot_mapping": self.slots}
         connector.batched_from_gpu(self.objs, kvcaches=self.source.engine, **self.call)
-        self.connector = make(self.target)
+        self.connector = make(self.target, **options)
         self.overlap = self.connector.overlap = Overlap(block_tokens=4)
 
     def load(self) -> None:
@@ -113,8 +113,9 @@ def test_what_a_step_computes_decides_the_cuts(tokens, first):
     assert overlap.cuts(32, 32768)[1] == first
 
 
-def test_every_layer_is_there_when_the_engine_comes_to_it():
-    case = Case()
+@pytest.mark.parametrize("layer_major", [False, True])
+def test_every_layer_is_there_when_the_engine_comes_to_it(layer_major):
+    case = Case(layer_major=layer_major)
     case.load()
     assert case.held == {2}  # LMCache lets go of its own reference when the call returns
     for layer in range(LAYERS):

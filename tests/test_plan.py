@@ -15,14 +15,14 @@ ROW = 4  # bytes
 
 
 def plan(
-    sizes: list[int], layers: int, buffer: int, *, planes: int = 2, rows_first=False, cuts=(0,)
+    sizes: list[int], layers: int, buffer: int, *, planes: int = 2, order="planes", cuts=(0,)
 ) -> Plan:
     spans, at = [], 0
     for size in sizes:
         spans.append((at, at, at + size))
         at += size
     rows = RequestRows(torch.arange(at), spans, lambda rows: rows)
-    return Plan(HostFormat(layers, planes, rows_first), rows, ROW, buffer, cuts)
+    return Plan(HostFormat(layers, planes, order), rows, ROW, buffer, cuts)
 
 
 sizes = st.lists(st.integers(0, 9), max_size=12)
@@ -55,7 +55,7 @@ def test_pieces_cover_everything_once_and_fit(sizes, layers, planes, buffer, dat
 
 
 def test_chunks_of_one_layer_join_even_if_the_last_is_smaller():
-    pieces = plan([4, 4, 4, 1, 4], 1, 10**6, rows_first=True).all_pieces()
+    pieces = plan([4, 4, 4, 1, 4], 1, 10**6, order="rows").all_pieces()
     assert [(piece.first, piece.last) for piece in pieces] == [(0, 4), (4, 5)]
 
 
@@ -76,7 +76,7 @@ def test_neighbours_share_a_piece_and_rows_are_made_once():
 @pytest.mark.parametrize("layers", [3, 2, 1])
 @pytest.mark.parametrize("buffer", [2 * 2 * 2 * ROW, 2 * 2 * ROW, 10**6])
 def test_slices_with_rows_first_agree_also_of_leading_layers_alone(layers: int, buffer: int):
-    made = plan([2, 2], 3, buffer, rows_first=True).of_layers(layers)
+    made = plan([2, 2], 3, buffer, order="rows").of_layers(layers)
     form = made.form
     for shift in (0, 1000):  # other memory, as of other layers, with the same plan
         chunks = [torch.arange(3 * 2 * 2 * 4).view(3, 2, 2, 4) + 100 * c + shift for c in range(2)]
@@ -110,17 +110,20 @@ def test_groups_of_layers_are_few_and_of_one_size(layers, most, groups):
     assert layer_groups(layers, most) == groups
 
 
+@pytest.mark.parametrize("order", ["planes", "layers"])
 @pytest.mark.parametrize("cuts", [[0], [0, 1], [0, 1, 2]])
-def test_slices_and_staged_memory_agree(cuts: list[int]):
+def test_slices_and_staged_memory_agree(cuts: list[int], order: str):
     """A slice copied to its place in a buffer is where the kernel looks for it."""
-    made = plan([2, 2], 3, 10**6, cuts=cuts)
+    made = plan([2, 2], 3, 10**6, cuts=cuts, order=order)
     form = made.form
-    chunks = [torch.arange(2 * 3 * 2 * 4).view(2, 3, 2, 4) + 100 * c for c in range(2)]
+    first, second = (2, 3) if order == "planes" else (3, 2)
+    chunks = [torch.arange(2 * 3 * 2 * 4).view(first, second, 2, 4) + 100 * c for c in range(2)]
     for piece in made.all_pieces():
         parts = made.slices(piece, chunks)
         assert made.slice_bytes(piece) == max(part.numel() for part in parts) * (ROW // 4)
         staged = form.staged(torch.cat(parts), piece, 4)
         for number, chunk in enumerate(chunks):
-            wanted = chunk[:, piece.first_layer : piece.last_layer]
+            planes_first = chunk if order == "planes" else chunk.transpose(0, 1)
+            wanted = planes_first[:, piece.first_layer : piece.last_layer]
             assert torch.equal(staged[number], wanted)
             assert torch.equal(form.chunk(chunk, piece, 4)[0], wanted)

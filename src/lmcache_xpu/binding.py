@@ -19,7 +19,7 @@ from lmcache_xpu.errors import (
     TransferError,
 )
 from lmcache_xpu.paged_view import EngineLayer, PagedView
-from lmcache_xpu.plan import HostFormat, Plan, layer_groups
+from lmcache_xpu.plan import HostFormat, Order, Plan, layer_groups
 from lmcache_xpu.slots import check_slots
 from lmcache_xpu.staging import STAGING_BYTES, Stager
 
@@ -37,6 +37,8 @@ class ConnectorOptions:
         opaque_blocks: see `PagedView.from_engine`.
         staging_bytes: see `Stager`.
         layers_at_once: most layers in one memory object of a layerwise connector.
+        layer_major: of a standard connector: host memory has the shape that LMCache's format
+            says, `[planes, layers, ...]`, and in it the bytes of `[layers, planes, ...]`.
     """
 
     chunk_size: int | None = None
@@ -47,6 +49,7 @@ class ConnectorOptions:
     opaque_blocks: bool = False
     staging_bytes: int = STAGING_BYTES
     layers_at_once: int = 1
+    layer_major: bool = False
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Self:
@@ -174,13 +177,14 @@ class Binding:
         # Per memory object, its layers. One format for all: the last may have layers to spare.
         most = options.layers_at_once if layerwise else num_layers
         self.groups = layer_groups(num_layers, most)
-        self._form = HostFormat(self.groups[0][1], planes, rows_first=layerwise)
+        order: Order = "rows" if layerwise else "layers" if options.layer_major else "planes"
+        self._form = HostFormat(self.groups[0][1], planes, order)
         self._bound: Bound | None = None
 
     def host_shape(self, tokens: int) -> torch.Size:
         """Shape of the host memory of some tokens."""
         planes, hidden = self._geometry.planes, self._geometry.hidden
-        if not self._form.rows_first:
+        if self._form.order != "rows":
             return torch.Size([planes, self._form.layers, tokens, hidden])
         rows = self._form.layers * tokens
         return torch.Size([rows, hidden] if planes == 1 else [rows, planes, hidden])

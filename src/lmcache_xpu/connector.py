@@ -62,6 +62,7 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
         opaque_blocks: bool = False,
         staging_bytes: int = STAGING_BYTES,
         layers_at_once: int = 1,
+        layer_major: bool = False,
     ) -> Self:
         """A connector for an engine as LMCache describes it."""
         layers, _, chunk_size, heads, head_size = metadata.kv_shape
@@ -77,6 +78,7 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
             opaque_blocks=opaque_blocks,
             staging_bytes=staging_bytes,
             layers_at_once=layers_at_once,
+            layer_major=layer_major,
         )
 
     @property
@@ -123,7 +125,11 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
 
 
 class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
-    """Copies whole chunks, KV_2LTD `[2, layers, tokens, hidden]` or KV_MLA_FMT `[1, ...]`."""
+    """Copies whole chunks, KV_2LTD `[2, layers, tokens, hidden]` or KV_MLA_FMT `[1, ...]`.
+
+    With `layer_major` keys and values of a layer lie together, `[layers, 2, tokens, hidden]` behind
+    the same shape: one layer of a chunk is one copy, twice as large.
+    """
 
     FORMAT = MemoryFormat.KV_2LTD
     LAYERWISE = False

@@ -73,3 +73,8 @@ def check_features(config: LMCacheEngineConfig) -> None:
     for name in ("enable_blending", "use_gpu_connector_v3"):
         if getattr(config, name):
             raise SettingsError(f"LMCache {name} true", "false: it is not supported here")
+    if config.remote_serde not in (None, "naive"):
+        raise SettingsError(
+            f"LMCache remote_serde {config.remote_serde!r}",
+            "'naive': others look into a chunk, where keys and values lie in our own order",
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -26,47 +26,59 @@ class Piece(NamedTuple):
     last_layer: int
 
 
+Order = Literal["planes", "layers", "rows"]
+
+# The dimensions of a chunk after the first, which counts chunks, by what comes first in them, and
+# where each of planes, layers and rows is then found.
+_ORDERS: dict[Order, tuple[int, int, int]] = {
+    "planes": (1, 2, 3),  # planes, layers, rows: LMCache's KV_2LTD and KV_MLA_FMT
+    "layers": (2, 1, 3),  # layers, planes, rows: a few layers are one run of memory
+    "rows": (3, 1, 2),  # layers, rows, planes: of one layer, LMCache's KV_T2D
+}
+
+
 @dataclass(frozen=True, slots=True)
 class HostFormat:
-    """How a chunk lies in host memory: `[planes, layers, rows, row size]`, or with rows first.
+    """How a chunk lies in host memory.
 
     Args:
         layers: in one piece of host memory.
         planes: those of the view.
-        rows_first: `[layers, rows, planes, row size]`.
+        order: `planes`: `[planes, layers, rows, row size]`; `layers`: `[layers, planes, rows, row
+            size]`; `rows`: `[layers, rows, planes, row size]`.
     """
 
     layers: int
     planes: int
-    rows_first: bool = False
+    order: Order = "planes"
 
     @property
     def joins(self) -> bool:
         """Whether chunks that follow each other in memory are one, whatever their sizes."""
-        return self.rows_first and self.layers == 1
+        return self.order == "rows" and self.layers == 1
 
     @property
     def runs(self) -> int:
         """In how many places of a chunk neighbouring layers lie."""
-        return 1 if self.rows_first else self.planes
+        return self.planes if self.order == "planes" else 1
 
     def chunk(self, memory: torch.Tensor, piece: Piece, row_size: int) -> torch.Tensor:
         """A chunk's memory as `[1, planes, layers of the piece, rows, row size]`, no copy."""
-        rows = memory.numel() // (self.planes * self.layers * row_size)
-        if self.rows_first:
-            whole = memory.view(1, self.layers, rows, self.planes, row_size).permute(0, 3, 1, 2, 4)
-        else:
-            whole = memory.view(1, self.planes, self.layers, rows, row_size)
+        whole = self._shaped(memory, 1, self.layers, row_size)
         return whole[:, :, piece.first_layer : piece.last_layer]
 
     def staged(self, memory: torch.Tensor, piece: Piece, row_size: int) -> torch.Tensor:
         """A piece's slices, one after another, as `[chunks, planes, layers, rows, row size]`."""
         chunks = 1 if self.joins else piece.last - piece.first
-        layers = piece.last_layer - piece.first_layer
+        return self._shaped(memory, chunks, piece.last_layer - piece.first_layer, row_size)
+
+    def _shaped(
+        self, memory: torch.Tensor, chunks: int, layers: int, row_size: int
+    ) -> torch.Tensor:
         rows = memory.numel() // (chunks * self.planes * layers * row_size)
-        if self.rows_first:
-            return memory.view(chunks, layers, rows, self.planes, row_size).permute(0, 3, 1, 2, 4)
-        return memory.view(chunks, self.planes, layers, rows, row_size)
+        at = _ORDERS[self.order]
+        sizes = dict(zip(at, (self.planes, layers, rows), strict=True))
+        return memory.view(chunks, sizes[1], sizes[2], sizes[3], row_size).permute(0, *at, 4)
 
 
 class Plan:

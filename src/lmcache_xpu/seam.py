@@ -86,6 +86,8 @@ def _create_connector(original: Callable[..., Any]) -> Callable[..., Any]:
             opaque_blocks=facts.opaque_blocks,
             **_options(config, metadata),
         )
+        if not config.use_layerwise and planes > 1 and not facts.opaque_blocks:
+            metadata.model_name += ".layers"  # bytes in another order than LMCache's format says
         if config.use_layerwise and (size := connector.groups[0][1]) > 1:
             # To LMCache a group of layers is a layer with as many times the heads.
             heads = facts.heads * size
@@ -98,13 +100,13 @@ def _create_connector(original: Callable[..., Any]) -> Callable[..., Any]:
     return create
 
 
-def _options(config: Any, metadata: Any) -> dict[str, int]:
+def _options(config: Any, metadata: Any) -> dict[str, Any]:
     """How to move: what the settings say, or else what suits the size of a chunk."""
     _, *layer = metadata.kv_shape
     layers = config.get_extra_config_value("xpu.layers_at_once", None)
     if layers is None:
         layers = layers_of(math.prod(layer) * metadata.kv_dtype.itemsize)
-    found = {"layers_at_once": int(layers)}
+    found: dict[str, Any] = {"layers_at_once": int(layers), "layer_major": True}
     if (mib := config.get_extra_config_value("xpu.staging_mib", None)) is not None:
         found["staging_bytes"] = int(mib) * 2**20
     return found

@@ -53,14 +53,20 @@ class Result:
 
 
 def run(
-    shape: Shape, chosen: list[Variant], *, repeats: int, timeout_s: float, console: Console
+    shape: Shape,
+    chosen: list[Variant],
+    *,
+    repeats: int,
+    graphs: bool,
+    timeout_s: float,
+    console: Console,
 ) -> list[Result]:
     """Measure engines; one that fails is a result with an error."""
     device = built_for()
     with tempfile.TemporaryDirectory() as directory:
         shape.write(Path(directory))
         return [
-            _measure(variant, shape, directory, device, repeats, timeout_s, console)
+            _measure(variant, shape, directory, device, repeats, graphs, timeout_s, console)
             for variant in chosen
         ]
 
@@ -103,11 +109,12 @@ def _measure(
     model: str,
     device: str,
     repeats: int,
+    graphs: bool,
     timeout_s: float,
     console: Console,
 ) -> Result:
     job = {
-        "values": variant.values(shape, model, device),
+        "values": variant.values(shape, model, device, graphs=graphs),
         "shape": shape.name,
         "repeats": repeats,
         "tier": variant.name != "none",

@@ -28,7 +28,7 @@ class Variant:
     connector: dict[str, Any] | None = None
     environment: dict[str, str] = field(default_factory=dict)
 
-    def values(self, shape: Shape, model: str, device: str) -> dict[str, Any]:
+    def values(self, shape: Shape, model: str, device: str, *, graphs: bool) -> dict[str, Any]:
         """For `Settings.load`."""
         extra = ["--load-format", "dummy", "--skip-tokenizer-init"]
         if self.connector is not None:
@@ -37,7 +37,7 @@ class Variant:
             "model": model,
             "device": device,
             "dtype": shape.model.dtype,
-            "enforce_eager": True,
+            "enforce_eager": not graphs,
             "log_level": "warning",
             **shape.settings,
             **self.settings,

@@ -32,6 +32,9 @@ def engine(
         ),
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Of each request; medians count.")] = 3,
+    graphs: Annotated[
+        bool, typer.Option("--graphs", help="With vLLM's compiled graphs; they take minutes.")
+    ] = False,
     timeout_s: Annotated[float, typer.Option(help="Seconds that one engine may take.")] = 900,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the figures to this file.")
@@ -60,10 +63,15 @@ def engine(
     console = Console()
     found = shape_named(shape or ("small" if built_for() == "cpu" else "8b"))
     results = engines.run(
-        found, chosen(found, variant), repeats=repeats, timeout_s=timeout_s, console=console
+        found,
+        chosen(found, variant),
+        repeats=repeats,
+        graphs=graphs,
+        timeout_s=timeout_s,
+        console=console,
     )
     figures, machine = reports.Figures(found, results), engines.machine()
-    options = [f"--variant {name}" for name in variant or ()]
+    options = [f"--variant {name}" for name in variant or ()] + ["--graphs"] * graphs
     command = " ".join(
         ["lmcache-xpu bench engine", f"--shape {found.name}", f"--repeats {repeats}", *options]
     )
