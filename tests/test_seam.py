@@ -147,7 +147,7 @@ def test_lmcache_s_factory_is_ours_only_while_our_engine_is_built():
     # The engine's content (12 elements a plane here), not what the model's heads suggest (8).
     assert found["shape"] == [2, 3, 5, 24]
     assert found["metadata"] == [[2, 3, 5, 24]]
-    assert found["model"] == "model+c24"
+    assert found["model"] == "model+c24.layers"
     assert found["hint"] == "BHLNC"  # LMCache's own hints would have refused this layout
 
 
