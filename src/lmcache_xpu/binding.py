@@ -5,12 +5,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Self, overload
+from typing import Any, Self
 
 import torch
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 
-from lmcache_xpu.devices import is_host
 from lmcache_xpu.engine_layout import Geometry
 from lmcache_xpu.errors import (
     HostMemoryError,
@@ -18,6 +17,7 @@ from lmcache_xpu.errors import (
     SettingsError,
     TransferError,
 )
+from lmcache_xpu.host_chunks import HostChunks
 from lmcache_xpu.paged_view import EngineLayer, PagedView
 from lmcache_xpu.plan import HostFormat, Order, Plan, layer_groups
 from lmcache_xpu.slots import check_slots
@@ -94,44 +94,6 @@ class Request:
     def slots(self, starts: Sequence[int], ends: Sequence[int]) -> torch.Tensor:
         """Those from the first chunk to the last, on the host."""
         return self.slot_mapping[min(starts, default=0) : max(ends, default=0)].to("cpu")
-
-
-class HostChunks(Sequence[torch.Tensor]):
-    """The memory of LMCache's objects; looked at one by one, when it is needed.
-
-    Args:
-        memory_objs: one per chunk.
-        device: of the engine.
-    """
-
-    def __init__(self, memory_objs: Sequence[MemoryObj], device: torch.device) -> None:
-        self._objs = memory_objs
-        self._device = device
-        self._seen: dict[int, torch.Tensor] = {}
-
-    def __len__(self) -> int:
-        return len(self._objs)
-
-    @overload
-    def __getitem__(self, index: int) -> torch.Tensor: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[torch.Tensor]: ...
-
-    def __getitem__(self, index: int | slice) -> torch.Tensor | list[torch.Tensor]:
-        """Raises HostMemoryError for memory that is not contiguous, or on a third device."""
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
-        if index not in self._seen:
-            self._seen[index] = self._checked(self._objs[index].tensor)
-        return self._seen[index]
-
-    def _checked(self, tensor: torch.Tensor | None) -> torch.Tensor:
-        if tensor is None or not tensor.is_contiguous():
-            raise HostMemoryError("memory that is gone or strided", "valid and contiguous")
-        if not (is_host(tensor.device) or tensor.device == self._device):
-            raise HostMemoryError(f"memory on {tensor.device}", f"cpu or {self._device}")
-        return tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,26 +233,35 @@ class Binding:
                 f"{len(memory_objs)} memory objects, {len(starts)} starts and {len(ends)} ends",
                 "as many of each",
             )
-        shapes: dict[int, torch.Size] = {}
+        known = None  # what was found good; nearly all chunks are alike
         for memory_obj, start, end in zip(memory_objs, starts, ends, strict=True):
-            wanted = shapes.get(end - start)
-            if wanted is None:
-                wanted = shapes[end - start] = self.host_shape(end - start)
             facts = memory_obj.metadata
             if not memory_obj.is_valid():
                 raise HostMemoryError("a memory object that was given back", "one that is valid")
             if self.options.use_mla and not loading:
                 # LMCache's allocators name their default format; what we store is MLA's.
                 facts.fmt = self._fmt
-            if facts.fmt != self._fmt:
-                raise HostMemoryError(f"host memory in format {facts.fmt}", str(self._fmt))
-            if facts.shape != wanted:
-                raise HostMemoryError(
-                    f"host memory of shape {list(facts.shape)}",
-                    f"{list(wanted)} for {end - start} tokens",
-                )
-            if facts.dtype is None or not _same_bytes(facts.dtype, bound.view.dtype):
-                raise HostMemoryError(f"host memory of {facts.dtype}", f"{bound.view.dtype}")
+            found = (end - start, facts.fmt, facts.shape, facts.dtype)
+            if found != known:
+                self._check_object(bound, *found)
+                known = found
+
+    def _check_object(
+        self,
+        bound: Bound,
+        tokens: int,
+        fmt: MemoryFormat,
+        shape: torch.Size,
+        dtype: torch.dtype | None,
+    ) -> None:
+        if fmt != self._fmt:
+            raise HostMemoryError(f"host memory in format {fmt}", str(self._fmt))
+        if shape != (wanted := self.host_shape(tokens)):
+            raise HostMemoryError(
+                f"host memory of shape {list(shape)}", f"{list(wanted)} for {tokens} tokens"
+            )
+        if dtype is None or not _same_bytes(dtype, bound.view.dtype):
+            raise HostMemoryError(f"host memory of {dtype}", f"{bound.view.dtype}")
 
     def memory(self, bound: Bound, memory_objs: Sequence[MemoryObj]) -> HostChunks:
         """The memory of objects that `check_objects` has seen."""

@@ -28,8 +28,8 @@ from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 from lmcache_xpu.binding import Request
 from lmcache_xpu.connector import PagedMemConnector
 from lmcache_xpu.errors import TransferError
+from lmcache_xpu.layered_load import LayeredLoad
 from lmcache_xpu.metrics import LOAD_CPU, STORE_CPU
-from lmcache_xpu.overlap import LayeredLoad
 from lmcache_xpu.staging import Moved
 
 

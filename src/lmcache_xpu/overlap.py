@@ -15,147 +15,27 @@ events; nothing here waits on the engine's thread.
 
 from __future__ import annotations
 
-import bisect
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from lmcache.v1.memory_management import MemoryObj
 
-from lmcache_xpu.metrics import LOAD_CPU
-from lmcache_xpu.plan import Plan
+from lmcache_xpu.layered_load import LayeredLoad, layer_cuts
 from lmcache_xpu.slots import blocks_of
-from lmcache_xpu.staging import Moved, Stager, Stored
+from lmcache_xpu.staging import Moved, Stored
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
-
-MOST_LAYERS = 2  # of a cut beside much computing
-LEAST_LAYERS = 8  # of a cut that shrinks; smaller copies are slower
 
 # Loaded tokens per token to compute from which on copying takes longer than computing. A guess:
 # measured, 20 on an H200 and PCIe 5; more on devices that compute more slowly.
 LOAD_BOUND = 32
 
-AHEAD = 2  # cuts that are enqueued beyond the layer that the engine is at
 POLL_S = 5e-4
-
-
-class _Cut(NamedTuple):
-    """Some layers of all chunks of a request: one of a plan's cuts."""
-
-    plan: Plan
-    memory: Sequence[torch.Tensor]
-    first_layer: int  # of the memory
-    number: int
-
-
-class LayeredLoad:
-    """The load of one request, cut by cut in the order of the layers.
-
-    Args:
-        stager: of the engine's KV cache.
-        slots: those of the loaded tokens, for a report.
-    """
-
-    def __init__(self, stager: Stager, slots: torch.Tensor) -> None:
-        self.slots = slots
-        self._stager = stager
-        self._cuts: list[_Cut] = []
-        self._starts: list[int] = []  # first layer of each cut
-        self._moved: list[Moved] = []  # by cut
-        self._waited = 0  # cuts
-        self._failed = False
-
-    def add(self, plan: Plan, memory: Sequence[torch.Tensor], first_layer: int = 0) -> None:
-        """Layers behind those that were added before.
-
-        Args:
-            plan: of the request's chunks.
-            memory: one per chunk, in the plan's format.
-            first_layer: of the engine's, the first one in `memory`.
-        """
-        for number, (start, _) in enumerate(plan.cuts):
-            self._cuts.append(_Cut(plan, memory, first_layer, number))
-            self._starts.append(first_layer + start)
-
-    @contextmanager
-    def enduring(self) -> Iterator[None]:
-        """An error in a step of the load ends the load, not the engine's step."""
-        try:
-            yield
-        except Exception as error:
-            self._failed = True
-            self._moved.append(self._stager.fence())  # a part of a cut may be on its way
-            LOAD_CPU.failed(type(error).__name__)
-            logger.exception("A load failed and is computed instead: %s", error)
-
-    def start(self) -> None:
-        """Enqueue the first layer."""
-        self._enqueue(1)
-
-    def before_layer(self, layer: int) -> None:
-        """Let the current stream wait for a layer."""
-        if self._failed:
-            return
-        cuts = bisect.bisect_right(self._starts, layer)
-        if cuts > self._waited:
-            self._enqueue(cuts)
-            self._moved[cuts - 1].done.wait()
-            self._waited = cuts
-
-    def after_layer(self, layer: int) -> None:
-        """Enqueue what comes next.
-
-        Only now, when the layer's own work is enqueued: drivers take about a thousand copies and
-        then let the caller wait.
-        """
-        if not self._failed:
-            self._enqueue(bisect.bisect_right(self._starts, layer) + AHEAD)
-
-    def before_all(self) -> None:
-        """Enqueue what is left, and let the current stream wait for all that was enqueued."""
-        for last in self._starts[-1:]:
-            self.before_layer(last)
-        if self._failed:
-            self._moved[-1].done.wait()
-
-    @property
-    def waited_for(self) -> bool:
-        """Whether the engine's stream waits for all of it."""
-        return not self._failed and self._waited == len(self._starts)
-
-    def moved(self) -> list[Moved]:
-        """From the first copy to the last that was enqueued; nothing if none was."""
-        return [Moved(self._moved[0].begun, self._moved[-1].done)] if self._moved else []
-
-    def _enqueue(self, cuts: int) -> None:
-        for at in range(len(self._moved), min(cuts, len(self._cuts))):
-            plan, memory, first, number = self._cuts[at]
-            # What the engine computes in this step waits for the first cut.
-            self._moved.append(self._stager.load(plan, memory, first, number, alone=at == 0))
-
-
-def layer_cuts(layers: int, *, much_to_compute: bool) -> list[int]:
-    """The first layer of each cut.
-
-    With much to compute beside the load, cuts of 1, 1, 2, 2, 2, ..., 1, 1 layers: the first comes
-    early, and each is there by the time that the ones before it have been computed, also where
-    copying takes about as long as computing (larger ones, which copy faster, make the engine wait).
-    With little to compute the copies are what takes time: each cut is three quarters of what is
-    left, so that most layers come in few large copies.
-    """
-    starts = [0]
-    while starts[-1] < layers:
-        left = layers - starts[-1]
-        growing = min((len(starts) + 1) // 2, MOST_LAYERS, max(1, left // 2))
-        shrinking = max(left - left // 4, min(left, LEAST_LAYERS))
-        starts.append(starts[-1] + (growing if much_to_compute else shrinking))
-    return starts[:-1]
 
 
 Finished = Callable[[float], None]  # is told how many seconds a transfer took
