@@ -151,7 +151,7 @@ def test_later_layers_are_not_copied_before_the_first_are_waited_for():
     case.overlap.before_layer(0)
     assert there() == 1
     case.overlap.after_layer(0)
-    assert there() == 2
+    assert there() == 4  # cuts of 1, 1 and 2 layers
     assert case.overlap.end_step() != []
 
 

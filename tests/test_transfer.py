@@ -6,6 +6,8 @@ too, else in Triton's interpreter.
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from caches import DEVICE, KINDS, SCALED, TOKENWISE_DTYPES, EngineCache, Spec, bits, build
@@ -129,6 +131,33 @@ def test_scatter_writes_the_mapped_slots_and_nothing_else(transfer, spec: Spec, 
 
 
 BOTH = pytest.mark.parametrize("transfer", [TorchTransfer, TritonTransfer])
+
+
+@BOTH
+@pytest.mark.parametrize("kind", KINDS)
+def test_warming_up_leaves_the_cache_as_it_is(kind: str, transfer: type[Transfer]):
+    cache = build(Spec(kind, torch.uint8 if kind in SCALED else torch.bfloat16))
+    before = cache.raw.clone()
+    transfer.of(view_of(cache)).warm_up()
+    assert torch.equal(bits(cache.raw), bits(before))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="nothing is compiled in Triton's interpreter")
+def test_nothing_is_compiled_after_warming_up():
+    """Compiling takes half a second, and would take it from an engine's step."""
+    cache = build(Spec("MLA LBNHC"))
+    mover = TritonTransfer.of(view_of(cache))
+    mover.warm_up()
+    kernel = importlib.import_module("lmcache_xpu.triton_transfer")._paged_copy
+    known = [len(caches[0]) for caches in kernel.device_caches.values()]
+    for slots in ([4, 5, 20, 1, 0, 9, 13], [-1, 5, 20, -1, 0, 9, -1], list(range(16))):
+        rows = rows_of(view_of(cache), slots)
+        for layers in (1, 2, 3):
+            whole = cache.host(rows.total)[:, :layers].contiguous().to(DEVICE)[None]
+            for first in range(3 - layers + 1):
+                mover.scatter(rows, whole, first)
+                mover.gather(rows, whole, first)
+    assert [len(caches[0]) for caches in kernel.device_caches.values()] == known
 
 
 @BOTH

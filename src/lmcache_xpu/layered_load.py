@@ -19,9 +19,7 @@ logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers on
 MOST_LAYERS = 2  # of a cut beside much computing
 LEAST_LAYERS = 8  # of a cut that shrinks; smaller copies are slower
 
-# Cuts that are enqueued beyond the layer that the engine is at. The engine's thread is ahead of the
-# device; what it enqueues here keeps it from enqueuing the engine's next layer.
-AHEAD = 1
+AHEAD = 2  # cuts that are enqueued beyond the layer that the engine is at
 
 
 class _Cut(NamedTuple):

@@ -82,6 +82,7 @@ class Stager:
         self._view = view
         self._in_place = in_place
         self._transfer = transfer_of(view)
+        self._transfer.warm_up()
         self._direct = self._transfer if isinstance(self._transfer, DirectTransfer) else None
         self._kernels = SideStream(view.device)
         self._copies = SideStream(view.device)

@@ -33,6 +33,9 @@ class Transfer(Protocol):
     def scatter(self, rows: Rows, source: torch.Tensor, first_layer: int = 0) -> None:
         """Copy mapped rows of `source` into the view."""
 
+    def warm_up(self) -> None:
+        """Make ready what the first calls would wait for; the view's contents stay."""
+
 
 @runtime_checkable
 class DirectTransfer(Transfer, Protocol):
@@ -150,6 +153,9 @@ class TorchTransfer:
             if self.wide and values.storage_offset() % 2 == 0:
                 window, values = window.view(torch.complex128), values.view(torch.complex128)
             window.index_put_((index,), values)
+
+    def warm_up(self) -> None:
+        """Nothing: torch's operations are compiled."""
 
     def _single(
         self, rows: Rows, index: torch.Tensor, chunk: torch.Tensor, first_layer: int

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lmcache_xpu.devices import is_host
 from lmcache_xpu.paged_view import PagedView
 from lmcache_xpu.slots import Rows
 
@@ -26,7 +27,12 @@ _TILE = 2048  # words that one program moves at once; enough to hide latency
 _DIRECT_PROGRAMS = 16
 
 
-@triton.jit
+# Triton compiles a kernel anew for integers that 16 divides, for 1, and for pointers that are less
+# aligned. What changes from call to call must not cost an engine's step half a second.
+@triton.jit(
+    do_not_specialize=["num_rows", "num_planes", "rows_per_chunk"],
+    do_not_specialize_on_alignment=["plane_ptr", "row_ptr", "host_row_ptr", "table_ptr"],
+)
 def _paged_copy(
     plane_ptr,  # [layers * planes] addresses of the first word of each layer's plane
     row_ptr,  # [rows] rows of the paged view
@@ -158,6 +164,24 @@ class TritonTransfer:
             gather: from the view to the host; else the other way.
         """
         self._launch(rows, form, first_layer, gather=gather, table=table)
+
+    def warm_up(self) -> None:
+        """Compile what this view will need, by moving its first row out and in again.
+
+        For an engine that does not use its cache yet. Triton keeps what it compiled on disk.
+        """
+        at = torch.zeros(1, dtype=torch.int64, device=self.addresses.device)
+        size = self.row * self.word.itemsize * self.planes
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=not is_host(at.device))
+        table = torch.tensor([host.data_ptr()]).to(at.device)
+        chunk = torch.empty(size, dtype=torch.uint8, device=at.device)
+        for where, to in ((chunk, None), (host, table)):
+            form = where.view(self.word).view(1, self.planes, 1, 1, self.row)
+            for rows in (Rows(at, None, 1), Rows(at, at, 1)):
+                for gather in (True, False):
+                    self._launch(rows, form, 0, gather=gather, table=to)
+        if not is_host(at.device):
+            torch.accelerator.synchronize()  # the host's memory is given up here
 
     def _launch(
         self,
