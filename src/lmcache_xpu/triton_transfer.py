@@ -20,6 +20,7 @@ from lmcache_xpu.paged_view import PagedView
 from lmcache_xpu.slots import Rows
 
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+_WARM_ROWS = 16  # so that strides are as divisible as those of whole chunks
 _TILE = 2048  # words that one program moves at once; enough to hide latency
 
 # Programs that share a direct move. 16 fill the link of an H200; a full grid would take the device
@@ -171,15 +172,19 @@ class TritonTransfer:
         For an engine that does not use its cache yet. Triton keeps what it compiled on disk.
         """
         at = torch.zeros(1, dtype=torch.int64, device=self.addresses.device)
-        size = self.row * self.word.itemsize * self.planes
+        size = _WARM_ROWS * self.row * self.word.itemsize * self.planes
         host = torch.empty(size, dtype=torch.uint8, pin_memory=not is_host(at.device))
         table = torch.tensor([host.data_ptr()]).to(at.device)
         chunk = torch.empty(size, dtype=torch.uint8, device=at.device)
         for where, to in ((chunk, None), (host, table)):
-            form = where.view(self.word).view(1, self.planes, 1, 1, self.row)
-            for rows in (Rows(at, None, 1), Rows(at, at, 1)):
-                for gather in (True, False):
-                    self._launch(rows, form, 0, gather=gather, table=to)
+            words = where.view(self.word)
+            for form in (  # planes first, and rows first
+                words.view(1, self.planes, 1, _WARM_ROWS, self.row),
+                words.view(1, 1, _WARM_ROWS, self.planes, self.row).permute(0, 3, 1, 2, 4),
+            ):
+                for rows in (Rows(at, None, _WARM_ROWS), Rows(at, at, _WARM_ROWS)):
+                    for gather in (True, False):
+                        self._launch(rows, form, 0, gather=gather, table=to)
         if not is_host(at.device):
             torch.accelerator.synchronize()  # the host's memory is given up here
 
