@@ -136,6 +136,7 @@ WRONG = {
     "overlap_load": "maybe",
     "overlap_store": "2",
     "staging_mib": "-1",
+    "layers_at_once": "0",
 }
 ANY_TEXT = {
     "model",

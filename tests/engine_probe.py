@@ -71,6 +71,7 @@ class Engine:
                 "disk_path": disk,
                 "disk_gib": 1,
                 "layerwise": mode == "layerwise",
+                "layers_at_once": 3,  # of eight: three, three and two
             }
         )
         args = settings.vllm_args()
