@@ -75,8 +75,10 @@ STORES = [
 
 
 def layers_of(mode: str, point: str) -> list[int]:
-    """The first layer and the last; the standard mode loads in cuts of several."""
-    if mode == "layerwise" and point.startswith(("before", "after")):
+    """The first layer and the last that something begins with; the standard mode stores at once."""
+    if mode == "layerwise" and point in ("before store", "after store"):
+        return [0, LAYERS - 2]  # two of them move together
+    if mode == "layerwise" and point in ("before load", "after load"):
         return [0, LAYERS - 1]
     return [0, 1] if point in ("before load", "after load") else [0]
 

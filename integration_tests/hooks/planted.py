@@ -43,7 +43,8 @@ def fragile(owner: type, name: str, point: str, *, after: bool = False) -> None:
     @functools.wraps(original)
     def wrapped(self, *args, **kwargs):
         layer = args[2] if name in ("load", "store") and len(args) > 2 else 0
-        layer = kwargs.get("cut") or layer  # of a load in cuts of several layers
+        if name == "load" and len(args) > 3:  # in cuts, each of some layers
+            layer += args[0].cuts[args[3]][0]
         where = point
         if name in ("plan", "check_objects"):
             where = f"{point} {'load' if kwargs['loading'] else 'store'}"

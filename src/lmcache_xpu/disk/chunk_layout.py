@@ -58,9 +58,14 @@ class ChunkLayout:
         """Bytes of the payload."""
         return sum(s.numel() * d.itemsize for s, d in zip(self.shapes, self.dtypes, strict=True))
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of the chunk."""
+    def tokens(self, hidden: int) -> int:
+        """Tokens of the chunk.
+
+        Args:
+            hidden: elements of a token in one plane of one object, as LMCache's metadata has it.
+                A multiple of the shape's where an object holds a group of layers.
+        """
         # Not LMCache's `token_dim`: it is of other formats where one layer is a chunk's object.
         dimension = 0 if self.fmt == MemoryFormat.KV_T2D else -2
-        return int(self.shapes[0][dimension])
+        layers = max(1, hidden // max(1, self.shapes[0][-1]))
+        return int(self.shapes[0][dimension]) // layers

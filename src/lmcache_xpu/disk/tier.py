@@ -100,13 +100,16 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         # engine packs its blocks is part of the model's name by now: see `engine_facts`.)
         self._origin = f"{torch_device_type}@{metadata.kv_shape}"
         self._num_layers = metadata.kv_shape[0]
+        self._hidden = metadata.kv_shape[3] * metadata.kv_shape[4]
         self._store = settings.open_store(
             metadata.worker_id, metadata.world_size, config.pin_timeout_sec
         )
         DISK_LIMIT_BYTES.set(settings.limit_bytes)
         DISK_USED_BYTES.set(self._store.used_bytes)
         half_pool = int(config.max_local_cpu_size * 2**30) // 2
-        self._writes = DiskWriter(self._store, half_pool, max(1, settings.threads // 2))
+        self._writes = DiskWriter(
+            self._store, half_pool, max(1, settings.threads // 2), self._hidden
+        )
         self._readers = ThreadPoolExecutor(settings.threads, "disk-read")
         self._unserved = 0
         self._pool_full = Complaint("no room in LMCache's CPU pool for a whole load; cut short")
@@ -286,7 +289,7 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         if not filled:
             return None
         layout = ChunkLayout.of(obj)
-        tokens = layout.tokens if layout and first_layer(key) else 0
+        tokens = layout.tokens(self._hidden) if layout and first_layer(key) else 0
         LOAD_DISK.moved(size_bytes=obj.get_size(), tokens=tokens, seconds=watch.seconds)
         return obj
 
@@ -300,7 +303,8 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
 
     def clear(self) -> int:
         """Remove all that is not pinned; returns its tokens, each layer's where stored so."""
-        return sum(ChunkLayout.parse(info.meta).tokens for info in self._store.clear())
+        layouts = [ChunkLayout.parse(info.meta) for info in self._store.clear()]
+        return sum(layout.tokens(self._hidden) for layout in layouts)
 
     def get_allocator_backend(self) -> LocalCPUBackend:
         """LMCache's CPU pool: what is stored comes from it, what is loaded goes to it."""

@@ -59,12 +59,14 @@ class DiskWriter:
         store: where they go.
         limit_bytes: of chunks that are held; a single larger one is taken if no other is held.
         threads: writes at a time.
+        hidden: see `ChunkLayout.tokens`.
     """
 
-    def __init__(self, store: ChunkStore, limit_bytes: int, threads: int) -> None:
+    def __init__(self, store: ChunkStore, limit_bytes: int, threads: int, hidden: int = 0) -> None:
         self.dropped = 0
         self._store = store
         self._limit_bytes = limit_bytes
+        self._hidden = hidden
         self._lock = threading.Lock()
         self._held: dict[str, Future[None]] = {}
         self._held_bytes = 0
@@ -148,7 +150,7 @@ class DiskWriter:
                 with watch.running():
                     stored = self._store.put(name, layout.text, obj.byte_array, used_ns)
                 if stored:
-                    tokens = layout.tokens if first_layer(key) else 0
+                    tokens = layout.tokens(self._hidden) if first_layer(key) else 0
                     STORE_DISK.moved(size_bytes=layout.size, tokens=tokens, seconds=watch.seconds)
                     DISK_USED_BYTES.set(self._store.used_bytes)
                 else:
