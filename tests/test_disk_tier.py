@@ -21,6 +21,7 @@ from lmcache.v1.pin_monitor import PinMonitor
 from lmcache.v1.storage_backend.storage_manager import StorageManager
 
 from lmcache_xpu.disk import chunk_store
+from lmcache_xpu.disk.chunk_layout import ChunkLayout
 from lmcache_xpu.disk.settings import DiskSettings, check_hash
 from lmcache_xpu.disk.tier import DiskTier
 from lmcache_xpu.errors import SettingsError
