@@ -305,16 +305,14 @@ def test_a_request_for_prompt_logprobs_may_be_preempted(small: Engine):
     expected = engine.recompute(prompt, 160).token_ids
     engine.ask(prompt, 1)
     before = engine.metrics().sum("vllm:num_preemptions_total")
-    # On a busy host it may arrive when the others have taken the room already: then once more.
+    # On a busy host it may come before one of the others: then once more.
     for attempt in range(3):
         engine.forget()
         with ThreadPoolExecutor(4) as threads:
             # 28 blocks each, full 80 tokens later; with the prompt's 9 all but two are taken.
             others = [tokens(("beside", attempt, number), 28 * 128 - 80) for number in range(3)]
             beside = [threads.submit(engine.ask, other, 160) for other in others]
-            while engine.metrics().sum("vllm:num_requests_running") < len(others):
-                assert not any(answer.done() for answer in beside)
-                time.sleep(0.05)
+            time.sleep(0.3)  # they are served in turn, and this one last
             assert engine.ask(prompt, 160, prompt_logprobs=0).token_ids == expected
             assert {answer.result().completion_tokens for answer in beside} == {160}
         if engine.metrics().sum("vllm:num_preemptions_total") > before:
