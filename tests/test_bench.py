@@ -96,27 +96,15 @@ def test_why_an_engine_ended():
 
 
 def test_an_engine_that_hangs_or_fails_is_a_result(monkeypatch):
-    script = "print('RuntimeError: broken'); raise SystemExit(4)"
-    monkeypatch.setattr(sys, "executable", _stand_in(script))
-    (result,) = run(
-        SMALL,
-        chosen(SMALL, ["ours"]),
-        repeats=1,
-        graphs=False,
-        timeout_s=60,
-        console=Console(quiet=True),
-    )
-    assert result.error == "RuntimeError: broken"
-    monkeypatch.setattr(sys, "executable", _stand_in("import time; time.sleep(60)"))
-    (result,) = run(
-        SMALL,
-        chosen(SMALL, ["ours"]),
-        repeats=1,
-        graphs=False,
-        timeout_s=1,
-        console=Console(quiet=True),
-    )
-    assert result.error == "not done within 1 s"
+    def error(script, timeout_s):
+        monkeypatch.setattr(sys, "executable", _stand_in(script))
+        once = {"repeats": 1, "graphs": False, "console": Console(quiet=True)}
+        (result,) = run(SMALL, chosen(SMALL, ["ours"]), timeout_s=timeout_s, **once)
+        return result.error
+
+    broken = "print('RuntimeError: broken'); raise SystemExit(4)"
+    assert error(broken, 60) == "RuntimeError: broken"
+    assert error("import time; time.sleep(60)", 1) == "not done within 1 s"
 
 
 def _stand_in(script: str) -> str:

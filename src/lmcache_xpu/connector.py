@@ -111,6 +111,12 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
     def _stores_beside(self) -> Overlap | None:
         return self.overlap if self.overlap is not None and self.overlap.stores else None
 
+    def _cuts(self, starts: Sequence[int], ends: Sequence[int]) -> list[int]:
+        """First layer of each group of layers that a load of these chunks waits for at once."""
+        if self._loads_beside is None:
+            return [0]
+        return self._loads_beside.cuts(self.num_layers, sum(ends) - sum(starts))
+
     def _count(
         self,
         flow: Flow,
@@ -171,7 +177,7 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
         request = Request.read(kwargs)
         bound = self._binding.bind(request.kvcaches)
         beside = self._loads_beside
-        cuts = [0] if beside is None else beside.cuts(self.num_layers, sum(ends) - sum(starts))
+        cuts = self._cuts(starts, ends)
         plan = self._binding.plan(bound, starts, ends, request, loading=True, cuts=cuts)
         self._binding.check_objects(bound, memory_objs, starts, ends, loading=True)
         memory = self._binding.memory(bound, memory_objs)

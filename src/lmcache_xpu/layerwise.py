@@ -84,7 +84,7 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
         held: list[MemoryObj] = []
         count = len(starts)
         beside = self._loads_beside
-        cuts = [0] if beside is None else beside.cuts(self.num_layers, sum(ends) - sum(starts))
+        cuts = self._cuts(starts, ends)
 
         def finished(seconds: float) -> None:
             spans = zip(starts[:count], ends[:count], strict=True)

@@ -115,7 +115,6 @@ class Plan:
         starts = self._fitting(cuts)
         self.cuts = list(itertools.pairwise([*starts, self._layers]))
         self._whole = len(self.cuts) == 1 and self._layers == form.layers
-        self._rows: dict[tuple[int, int], Rows] = {}
         self._flat: dict[int, torch.Tensor] = {}
         self._sliced: Sequence[torch.Tensor] = ()
 
@@ -123,9 +122,7 @@ class Plan:
         """The same for the leading layers alone, or with other cuts."""
         if layers == self._layers and len(cuts) == 1:
             return self
-        made = Plan(self.form, self.request, self._row_bytes, self._buffer_bytes, cuts, layers)
-        made._rows = self._rows
-        return made
+        return Plan(self.form, self.request, self._row_bytes, self._buffer_bytes, cuts, layers)
 
     def pieces(self, cut: int) -> Iterator[Piece]:
         """All chunks in the layers of a cut, as few pieces as fit the buffer."""
@@ -140,10 +137,7 @@ class Plan:
 
     def rows(self, piece: Piece) -> Rows:
         """Of a piece's chunks; made once, in the current stream."""
-        run = piece.first, piece.last
-        if run not in self._rows:
-            self._rows[run] = self.request.chunks(*run)
-        return self._rows[run]
+        return self.request.chunks(piece.first, piece.last)
 
     def slices(self, piece: Piece, memory: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Contiguous parts of host memory, flat, in the order in which they are staged."""
@@ -151,15 +145,17 @@ class Plan:
             return [memory[number].view(-1) for number in range(piece.first, piece.last)]
         if memory is not self._sliced:
             self._flat, self._sliced = {}, memory
+        # A piece that is sliced has chunks of one size.
+        run = memory[piece.first].numel() // self.form.runs
+        layer = run // self.form.layers
+        size = (piece.last_layer - piece.first_layer) * layer
+        places = [at * run + piece.first_layer * layer for at in range(self.form.runs)]
         parts: list[torch.Tensor] = []
         for number in range(piece.first, piece.last):
             flat = self._flat.get(number)
             if flat is None:
                 flat = self._flat[number] = memory[number].view(-1)
-            run = flat.numel() // self.form.runs
-            layer = run // self.form.layers
-            start, size = piece.first_layer * layer, (piece.last_layer - piece.first_layer) * layer
-            parts += [flat.narrow(0, at * run + start, size) for at in range(self.form.runs)]
+            parts += [flat.narrow(0, place, size) for place in places]
         return parts
 
     def slice_bytes(self, piece: Piece) -> int:

@@ -90,10 +90,8 @@ def _create_connector(original: Callable[..., Any]) -> Callable[..., Any]:
             metadata.model_name += ".layers"  # bytes in another order than LMCache's format says
         if config.use_layerwise and (size := connector.groups[0][1]) > 1:
             # To LMCache a group of layers is a layer with as many times the heads.
-            heads = facts.heads * size
-            metadata.kv_shape = (
-                len(connector.groups), planes, chunk_size, heads, facts.head_size
-            )  # fmt: skip
+            count, heads = len(connector.groups), facts.heads * size
+            metadata.kv_shape = (count, planes, chunk_size, heads, facts.head_size)
             metadata.model_name += f".{size}layers"
         return connector
 

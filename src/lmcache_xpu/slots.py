@@ -82,12 +82,19 @@ class RequestRows:
         # One look at all rows: most requests have no hole, and then chunks are just slices.
         self._holes = bool((rows < 0).any()) if len(rows) else False
         self._there: torch.Tensor | None = None  # all of them; made when the first are asked for
+        self._made: dict[tuple[int, int], Rows] = {}
 
     def chunks(self, first: int, last: int) -> Rows:
         """Chunks `first` to `last - 1`, one after another as one, on the view's device.
 
-        Enqueues a copy in the current stream where rows are left out; waits for nothing.
+        Made once, for all layers. Enqueues a copy in the current stream where rows are left out;
+        waits for nothing.
         """
+        if (first, last) not in self._made:
+            self._made[first, last] = self._make(first, last)
+        return self._made[first, last]
+
+    def _make(self, first: int, last: int) -> Rows:
         spans = self._spans[first:last]
         total = sum(self.totals[first:last])
         if not self._holes and all(start == move for start, move, _ in spans):

@@ -11,10 +11,7 @@ which LMCache brings (llvmlite's, by way of numba).
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +23,7 @@ from lmcache_xpu import __version__, lmcache_config, seam, versions
 from lmcache_xpu.engine_facts import EngineFacts, check_chunks, engine_facts
 from lmcache_xpu.engine_steps import StepFacts, may_run_as_one_graph, written_blocks
 from lmcache_xpu.errors import SeamError
+from lmcache_xpu.failed_start import ending_on_failure
 from lmcache_xpu.guards import Guard
 from lmcache_xpu.isolation import Isolation
 
@@ -97,7 +95,7 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
             chunk_size=self._config.chunk_size,
             save_unfull_chunk=self._config.save_unfull_chunk,
         )
-        with _ending_on_failure():
+        with ending_on_failure():
             with seam.building(facts):
                 super().__init__(vllm_config, role, kv_cache_config)
             # Slots are planned on the host (see `slots`); LMCache would send them to the device.
@@ -120,7 +118,7 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
         if not self._served:
             super().register_kv_caches(kv_caches)
             return
-        with _ending_on_failure():
+        with ending_on_failure():
             super().register_kv_caches(kv_caches)
             self._check_healthy()
             engine = self._lmcache_engine.lmcache_engine
@@ -309,23 +307,3 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
             found.lmcache,
             found.vllm,
         )
-
-
-@contextmanager
-def _ending_on_failure() -> Iterator[None]:
-    """Let the process end if this fails.
-
-    LMCache's threads would keep it, and vLLM would wait for it for ever. Its own way to stop them
-    may abort the process before the error is logged (see `shutdown`), so the process ends when
-    its main thread has: by then vLLM has said why.
-    """
-    try:
-        yield
-    except BaseException:
-        threading.Thread(target=_end_with_main_thread, daemon=True).start()
-        raise
-
-
-def _end_with_main_thread() -> None:
-    threading.main_thread().join()
-    os._exit(1)

@@ -9,7 +9,7 @@ from stack import ask, conversation
 
 from lmcache_xpu.demo.model import EXACT
 
-PASSWORD = "s3cret"
+PASSWORD = r's3"cr\et'
 
 
 @pytest.fixture(scope="module")

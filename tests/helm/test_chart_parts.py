@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -35,6 +38,7 @@ def test_valkeys_command_starts_a_server_with_the_secrets_password(tmp_path: Pat
         [*valkey["command"], here],
         env={"PATH": f"{tmp_path}:/usr/bin:/bin", "PASSWORD": password},
         stdout=subprocess.DEVNULL,
+        start_new_session=True,
     )
     try:
         client = redis.Redis(port=port, password=password, decode_responses=True)
@@ -50,8 +54,13 @@ def test_valkeys_command_starts_a_server_with_the_secrets_password(tmp_path: Pat
         assert client.config_get("save") == {"save": ""}
         with pytest.raises(redis.AuthenticationError):
             redis.Redis(port=port).ping()
+        # The server has the shell's place: a pod's end reaches it.
+        assert client.info("server")["process_id"] == process.pid
+        process.terminate()
+        assert process.wait(10) == 0
     finally:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 

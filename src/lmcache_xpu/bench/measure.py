@@ -8,6 +8,7 @@ that begin with `MARK`, each a JSON object; everything else is the engine's own 
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -199,13 +200,13 @@ def measure(engine: Engine, shape: Shape, repeats: int, *, tier: bool) -> None:
     else:
         say(link=link_gb_s(repeats))
     for length in shape.lengths:
-        times = medians(lambda n=length: whole(engine, n, tier=tier), repeats)  # type: ignore[misc]
+        times = medians(functools.partial(whole, engine, length, tier=tier), repeats)
         say(row=f"{length}", tokens=length, ms=times)
     for turn in shape.turns:
-        times = medians(lambda t=turn: later(engine, [t], tier=tier), repeats)  # type: ignore[misc]
+        times = medians(functools.partial(later, engine, [turn], tier=tier), repeats)
         say(row=f"{turn.history} + {turn.new}", tokens=turn.history, ms=times)
     crowd = [shape.crowd_turn] * shape.crowd
-    times = medians(lambda: later(engine, crowd, tier=tier), repeats)
+    times = medians(functools.partial(later, engine, crowd, tier=tier), repeats)
     name = f"{shape.crowd} x ({shape.crowd_turn.history} + {shape.crowd_turn.new})"
     say(row=name, tokens=shape.crowd * shape.crowd_turn.history, ms=times)
 

@@ -16,7 +16,7 @@ from lmcache.v1.memory_management import MemoryFormat
 from lmcache.v1.pin_monitor import PinMonitor
 from lmcache.v1.storage_backend.storage_manager import StorageManager
 from prometheus_client import REGISTRY
-from test_disk_tier import CHUNK, SHAPE, TOKENS, content, make_key, make_metadata
+from storage import CHUNK, SHAPE, TOKENS, content, make_key, make_metadata
 
 from lmcache_xpu import remote, settings
 

@@ -1,0 +1,28 @@
+"""A start that fails ends its process."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def ending_on_failure() -> Iterator[None]:
+    """Let the process end if this fails.
+
+    LMCache's threads would keep it, and vLLM would wait for it for ever. Its own way to stop them
+    may abort the process before the error is logged (see `LMCacheXPUConnector.shutdown`), so the
+    process ends when its main thread has: by then vLLM has said why.
+    """
+    try:
+        yield
+    except BaseException:
+        threading.Thread(target=_end_with_main_thread, daemon=True).start()
+        raise
+
+
+def _end_with_main_thread() -> None:
+    threading.main_thread().join()
+    os._exit(1)

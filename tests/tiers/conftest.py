@@ -1,0 +1,51 @@
+"""A disk tier in LMCache's engine, and a chunk store alone."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from chunk_files import NO_LIMIT
+from storage import Engine
+
+from lmcache_xpu.disk.chunk_store import ChunkStore
+
+
+@pytest.fixture
+def engines(tmp_path):
+    opened = []
+
+    def start(**settings):
+        engine = Engine(settings.pop("path", tmp_path / "kv"), **settings)
+        opened.append(engine)
+        return engine
+
+    yield start
+    for engine in opened:
+        engine.close()
+        assert engine.pool_in_use == 0  # every reference and pin came back
+        assert {(obj.get_ref_count(), obj.is_pinned) for obj in engine.lent} <= {(0, False)}
+
+
+@pytest.fixture
+def log():
+    """The tier's log lines."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("vllm.lmcache_xpu.disk")
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return tmp_path / "kv"
+
+
+@pytest.fixture
+def store(directory):
+    store = ChunkStore(directory, NO_LIMIT)
+    yield store
+    store.close()
