@@ -15,7 +15,8 @@ demo: setup ## Real vLLM + LMCache + our connector on CPU: a conversation, timed
 	@$(BIN)/lmcache-xpu demo
 
 test: setup ## Unit tests and the end-to-end test against the real engine
-	@$(BIN)/pytest
+	@$(BIN)/pytest -n 2 --dist loadfile -m "not alone"
+	@$(BIN)/pytest -m alone
 
 integration: setup ## The stack keeps its promises, also when things break (short form): [STACK=compose]
 	@$(if $(filter compose,$(STACK)),docker compose build engine-cpu)

@@ -160,11 +160,14 @@ class Engine:
         while not answer.exists():
             if time.monotonic() > deadline:
                 pytest.fail("the worker does not answer")
-            time.sleep(0.05)
+            time.sleep(0.02)
         return json.loads(answer.read_text())
 
     def settle(self) -> None:
         """Wait until what is queued for the disk is there."""
+        if self._runner is not None:
+            assert self.inside("settled"), "writes to the disk do not end"
+            return
         written = -1.0
         while written != (now := self.metrics().flow("bytes", "store", "disk")):
             written = now

@@ -21,11 +21,16 @@ def fill(engine: Engine, seed: object, chunks: int) -> None:
 def hit(engine: Engine, prompt: list[int]) -> tuple[int, int]:
     """Tokens found, and how many of them came from the disk."""
     engine.forget()
-    before, disk = engine.counts(), engine.metrics().flow("tokens", "load", "disk")
+    before = engine.metrics()
     engine.ask(prompt)
-    found = engine.counts() - before
-    assert found.prompt == len(prompt)
-    return found.external_hits, int(engine.metrics().flow("tokens", "load", "disk") - disk)
+    after = engine.metrics()
+
+    def more(name: str, **labels: str) -> int:
+        return int(after.sum(name, **labels) - before.sum(name, **labels))
+
+    assert more("vllm:prompt_tokens_total") == len(prompt)
+    from_disk = more("lmcache_xpu_tokens_total", direction="load", tier="disk")
+    return more("vllm:external_prefix_cache_hits_total"), from_disk
 
 
 @pytest.mark.parametrize(

@@ -302,19 +302,19 @@ def test_a_request_for_prompt_logprobs_may_be_preempted(small: Engine):
     """
     engine = small
     prompt = tokens("logprobs", 4 * CHUNK + 77)
-    expected = engine.recompute(prompt, 160).token_ids
+    expected = engine.recompute(prompt, 80).token_ids
     engine.ask(prompt, 1)
     before = engine.metrics().sum("vllm:num_preemptions_total")
     # On a busy host it may come before one of the others: then once more.
     for attempt in range(3):
         engine.forget()
         with ThreadPoolExecutor(4) as threads:
-            # 28 blocks each, full 80 tokens later; with the prompt's 9 all but two are taken.
-            others = [tokens(("beside", attempt, number), 28 * 128 - 80) for number in range(3)]
-            beside = [threads.submit(engine.ask, other, 160) for other in others]
+            # 28 blocks each, full 40 tokens later; with the prompt's 9 all but two are taken.
+            others = [tokens(("beside", attempt, number), 28 * 128 - 40) for number in range(3)]
+            beside = [threads.submit(engine.ask, other, 80) for other in others]
             time.sleep(0.3)  # they are served in turn, and this one last
-            assert engine.ask(prompt, 160, prompt_logprobs=0).token_ids == expected
-            assert {answer.result().completion_tokens for answer in beside} == {160}
+            assert engine.ask(prompt, 80, prompt_logprobs=0).token_ids == expected
+            assert {answer.result().completion_tokens for answer in beside} == {80}
         if engine.metrics().sum("vllm:num_preemptions_total") > before:
             break
     assert engine.metrics().sum("vllm:num_preemptions_total") > before

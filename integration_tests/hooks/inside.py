@@ -51,13 +51,26 @@ def look() -> dict:
     }
 
 
-QUESTIONS = {question.__name__: question for question in (look, split)}
+def settled() -> bool:
+    """Wait until all that was stored is published and written; whether it is."""
+    engine = connector().lmcache_engine
+    engine.gpu_connector.overlap.drain()
+    tier = engine.storage_manager.storage_backends.get("disk")
+    deadline = time.monotonic() + 15
+    while tier is not None and tier._writes._held:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+QUESTIONS = {question.__name__: question for question in (look, settled, split)}
 
 
 def watch() -> None:
     """Answer, if this process is the worker."""
     while True:
-        time.sleep(0.1)
+        time.sleep(0.05)
         asked = [name for name in QUESTIONS if (HOOKS / name).exists()]
         try:
             answers = [json.dumps(QUESTIONS[name]()) for name in asked]

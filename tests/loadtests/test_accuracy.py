@@ -118,6 +118,7 @@ def errors_s(rows, log):
     return {k: np.percentile(np.abs(v), [50, 95, 99, 100]) for k, v in errors.items()}
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="client and stub need a core each")
 def test_times_are_right_within_two_milliseconds(tmp_path):
     late, disturbances = {}, []

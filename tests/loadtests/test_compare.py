@@ -17,6 +17,8 @@ from lmcache_xpu.demo.model import DEMO
 from loadtests.servers import Compose
 from loadtests.variants import PROFILES, VARIANTS, settings_of
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).parents[2]
 SHORT_RUN = ["--option=--duration-s=5", "--option=--qps=4", "--option=--warm-up=0"]
 

@@ -17,6 +17,8 @@ from urllib.parse import urlencode
 import pytest
 from stub_process import stub_server
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).parents[2]
 OPTIONS = {
     "--users": 4,

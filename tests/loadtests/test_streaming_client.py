@@ -11,6 +11,8 @@ from stub import WORDS
 
 from loadtests.client import OK, StreamingClient
 
+pytestmark = pytest.mark.alone
+
 
 def ask(url, *, model="stub", tokens=8, client=None, **limits):
     with ExitStack() as stack:
