@@ -147,6 +147,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in chosen:
             item.add_marker(pytest.mark.xfail(strict=True, reason=f"without: {PARTS[part]}"))
         items[:] = chosen
+    # The longest first, one engine after another, so that the workers end together.
+    items.sort(key=lambda item: "test_7_start_stop" not in item.nodeid)
 
 
 def _needs(item: pytest.Item) -> set[str]:

@@ -23,7 +23,7 @@ from lmcache_xpu.demo.model import EXACT, make_model
 from lmcache_xpu.errors import EngineError, SettingsError
 from lmcache_xpu.settings import ENV_PREFIX, Settings
 
-pytestmark = pytest.mark.promise("6 start and stop")
+pytestmark = [pytest.mark.promise("6 start and stop"), pytest.mark.timeout(600)]
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,10 @@ def test_after_sigkill_its_successor_finds_what_was_complete(killed: Killed, sta
         assert not list(killed.settings["disk_path"].rglob("*.tmp"))
         assert engine.status("/v1/completions", model="exact", prompt="a") == 401
         with ThreadPoolExecutor(1) as threads:
-            answer = threads.submit(engine.ask, tokens("drained", 500), 400)
-            time.sleep(1)
+            answer = threads.submit(engine.ask, tokens("drained", 500), 200)
+            time.sleep(0.5)
             engine.runner.stop()
-            assert answer.result().completion_tokens == 400
+            assert answer.result().completion_tokens == 200
 
 
 @pytest.mark.promise("4 faults")

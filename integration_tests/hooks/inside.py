@@ -6,6 +6,7 @@ The question is a file by the name of a function of QUESTIONS.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import threading
 import time
@@ -53,6 +54,10 @@ def look() -> dict:
 
 def settled() -> bool:
     """Wait until all that was stored is published and written; whether it is."""
+    from vllm.distributed.kv_transfer import has_kv_transfer_group
+
+    if not has_kv_transfer_group():
+        return True  # an engine without offload
     engine = connector().lmcache_engine
     engine.gpu_connector.overlap.drain()
     tier = engine.storage_manager.storage_backends.get("disk")
@@ -71,11 +76,13 @@ def watch() -> None:
     """Answer, if this process is the worker."""
     while True:
         time.sleep(0.05)
+        if "Worker" not in multiprocessing.current_process().name:
+            continue
         asked = [name for name in QUESTIONS if (HOOKS / name).exists()]
         try:
             answers = [json.dumps(QUESTIONS[name]()) for name in asked]
         except (ImportError, AssertionError, AttributeError):
-            continue  # not the worker
+            continue  # not yet up
         for name, answer in zip(asked, answers, strict=True):
             (HOOKS / name).unlink(missing_ok=True)
             (HOOKS / "answer.tmp").write_text(answer)
