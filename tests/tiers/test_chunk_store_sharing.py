@@ -22,7 +22,7 @@ from lmcache_xpu.disk.chunk_file import HEADER_BYTES, disk_bytes
 from lmcache_xpu.disk.chunk_store import ChunkStore
 from lmcache_xpu.errors import SettingsError
 
-KILLED = """
+WRITING = """
 import os, sys
 from pathlib import Path
 from lmcache_xpu.disk.chunk_store import ChunkStore
@@ -39,13 +39,17 @@ store.put("half", "", b"h" * 100_000)
 """
 
 
-def test_kill_in_the_middle_of_a_write(directory):
-    with subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(directory)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as child:
+@contextlib.contextmanager
+def writing(directory):
+    """A process that has stored a chunk and is in the middle of writing another."""
+    command = [sys.executable, "-c", WRITING, str(directory)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout.readline() == b"writing\n"
+        yield child
+
+
+def test_kill_in_the_middle_of_a_write(directory):
+    with writing(directory) as child:
         child.send_signal(signal.SIGKILL)
         child.wait()
         assert len([p for p in directory.iterdir() if p.name.endswith(".tmp")]) == 1
@@ -57,12 +61,7 @@ def test_kill_in_the_middle_of_a_write(directory):
 
 
 def test_a_second_process_is_told_who_has_the_directory(directory):
-    with subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(directory)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as child:
-        assert child.stdout.readline() == b"writing\n"
+    with writing(directory) as child:
         with pytest.raises(SettingsError, match=f"in use by process {child.pid}"):
             ChunkStore(directory, NO_LIMIT, lock_seconds=0)
         child.stdin.close()  # and the first goes on undisturbed
