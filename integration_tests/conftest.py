@@ -147,9 +147,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in chosen:
             item.add_marker(pytest.mark.xfail(strict=True, reason=f"without: {PARTS[part]}"))
         items[:] = chosen
-    # So that both workers end together: the longest file first, the shortest last.
-    order = {"test_7_start_stop.py": 0, "test_8_other_engines.py": 2}
-    items.sort(key=lambda item: order.get(item.path.name, 1))
+    # The longest first, one engine after another, so that the workers end together.
+    items.sort(key=lambda item: item.path.name != "test_7_start_stop.py")
 
 
 def _needs(item: pytest.Item) -> set[str]:
