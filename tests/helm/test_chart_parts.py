@@ -59,7 +59,7 @@ def test_valkeys_command_starts_a_server_with_the_secrets_password(tmp_path: Pat
         process.terminate()
         assert process.wait(10) == 0
     finally:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):  # it has ended
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 

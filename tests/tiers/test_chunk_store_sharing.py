@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -95,36 +96,27 @@ def test_many_threads_never_see_another_chunk(directory):
     limit = 12 * disk_bytes(20 * KIB)
     store = ChunkStore(directory, limit)
     contents = {f"k{i}": payload(i, 20 * KIB) for i in range(30)}
-    errors = []
 
     def work(seed):
         rng = random.Random(seed)
-        try:
-            for _ in range(300):
-                key = rng.choice(list(contents))
-                match rng.randrange(5):
-                    case 0 | 1:
-                        store.put(key, "", contents[key])
-                    case 2:
-                        found = load(store, key)
-                        assert found in (None, contents[key])
-                    case 3:
-                        if store.pin(key):
-                            store.touch([key])
-                            store.unpin(key)
-                    case 4:
-                        with contextlib.suppress(FileNotFoundError):  # evicted meanwhile
-                            os.truncate(store._path(key), 5000)
-        except BaseException as error:  # for the test's thread, which fails by it
-            errors.append(error)
+        for _ in range(300):
+            key = rng.choice(list(contents))
+            match rng.randrange(5):
+                case 0 | 1:
+                    store.put(key, "", contents[key])
+                case 2:
+                    found = load(store, key)
+                    assert found in (None, contents[key])
+                case 3:
+                    if store.pin(key):
+                        store.touch([key])
+                        store.unpin(key)
+                case 4:
+                    with contextlib.suppress(FileNotFoundError):  # evicted meanwhile
+                        os.truncate(store._path(key), 5000)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    assert errors == []
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(work, range(8), timeout=60))  # raises what a thread raised
     assert store._index._pins == {}
     assert store._index.reserved_bytes == 0
     used = sum(disk_bytes(p.stat().st_size - HEADER_BYTES) for p in files(directory))

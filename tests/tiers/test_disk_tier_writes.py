@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from storage import (
@@ -139,37 +140,28 @@ def test_after_close_nothing_is_stored_or_found(engines):
 
 def test_stores_and_loads_at_once_neither_mix_nor_stop(engines):
     engine = engines(chunks=20, pool_chunks=40)
-    failures = []
 
     def work(seed):
-        try:
-            for turn in range(25):
-                numbers = [(seed * 7 + turn * 3 + i) % 30 for i in range(4)]
-                keys = [make_key(n) for n in numbers]
-                objs = []
-                for number in numbers:
-                    obj = engine.manager.allocate(SHAPE, torch.bfloat16, busy_loop=False)
-                    if obj is None:
-                        break
-                    obj.tensor.copy_(content(number))
-                    objs.append(obj)
-                engine.manager.batched_put(keys[: len(objs)], objs)
-                found, _ = engine.manager.batched_contains(keys, pin=True)
-                engine.load(numbers[:found])
-                engine.manager.batched_unpin(keys[:found], ["disk"])
-                if turn % 5 == 0:
-                    engine.tier.remove(keys[0])
-        except BaseException as error:  # for the test's thread, which fails by it
-            failures.append(error)
+        for turn in range(25):
+            numbers = [(seed * 7 + turn * 3 + i) % 30 for i in range(4)]
+            keys = [make_key(n) for n in numbers]
+            objs = []
+            for number in numbers:
+                obj = engine.manager.allocate(SHAPE, torch.bfloat16, busy_loop=False)
+                if obj is None:
+                    break
+                obj.tensor.copy_(content(number))
+                objs.append(obj)
+            engine.manager.batched_put(keys[: len(objs)], objs)
+            found, _ = engine.manager.batched_contains(keys, pin=True)
+            engine.load(numbers[:found])
+            engine.manager.batched_unpin(keys[:found], ["disk"])
+            if turn % 5 == 0:
+                engine.tier.remove(keys[0])
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(work, range(6), timeout=60))  # raises what a thread raised
     engine.settle()
-    assert failures == []
     assert engine.pool_in_use == 0
     assert engine.tier._store._index._pins == {}
     assert engine.tier.counters.bytes <= 20 * (CHUNK + 4096)
