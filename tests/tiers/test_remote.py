@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -76,15 +77,21 @@ class Engine:
         self.backend = self.manager.storage_backends["RemoteBackend-shared"]
 
     def store(self, numbers):
+        self.send(numbers)
+        self.wait_until_on_their_way(0)
+
+    def send(self, numbers):
         objs = []
         for number in numbers:
             obj = self.manager.allocate(SHAPE, torch.bfloat16, fmt=MemoryFormat.KV_2LTD)
             obj.tensor.copy_(content(number))
             objs.append(obj)
         self.manager.batched_put([make_key(n) for n in numbers], objs)
+
+    def wait_until_on_their_way(self, number):
         end = time.monotonic() + 10
-        while self.backend.put_tasks:
-            assert time.monotonic() < end, "a chunk is still on its way"
+        while (now := len(self.backend.put_tasks)) > number:
+            assert time.monotonic() < end, f"{now} chunks are still on their way"
             time.sleep(0.002)
 
     def found(self, numbers):
@@ -182,9 +189,13 @@ def test_no_room_for_a_chunk_is_a_miss(engine):
     held.ref_count_down()
 
 
-def test_what_is_on_its_way_is_bounded(engine, server, monkeypatch):
+def test_what_is_on_its_way_is_bounded(engine, server):
     small = engine(pool_chunks=8)  # two may be on their way
-    small.store(range(8))
+    server.process.send_signal(signal.SIGSTOP)  # none is there before the last one is sent
+    small.send(range(8))
+    small.wait_until_on_their_way(2)
+    server.process.send_signal(signal.SIGCONT)
+    small.wait_until_on_their_way(0)
     assert len(server.client.keys()) == 2
 
 
