@@ -36,6 +36,7 @@ PARTS = {
     "disk": "there is a disk tier",
     "roomy": "the CPU tier keeps to its size",
     "seed": "the hash seed is the same in every process",
+    "other_seed": "another hash seed makes other keys",
     "loopback": "the server listens on loopback",
     "drain": "answers may end when the engine is stopped",
     "api_key": "the API key reaches the engine",
@@ -52,6 +53,7 @@ SETTINGS: dict[str, dict[str, object]] = {
 
 ENVIRONMENTS: dict[str, Callable[[], dict[str, str]]] = {
     "seed": lambda: {"PYTHONHASHSEED": str(secrets.randbelow(2**32))},
+    "other_seed": lambda: {"PYTHONHASHSEED": "0"},
     "api_key": lambda: {"VLLM_API_KEY": ""},
 }
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -101,6 +102,13 @@ class Engine:
         """The same without any cache: a salt of its own finds nothing."""
         salt = f"recompute {hash(tuple(tokens))} {again}"
         return self.ask(tokens, max_tokens, cache_salt=salt)
+
+    @contextlib.contextmanager
+    def answering(self, tokens: Sequence[int]) -> Iterator[None]:
+        """While a long answer comes, or is waited for; then the connection is closed."""
+        body = {"model": self.client.model, "prompt": tokens, "max_tokens": 512, "stream": True}
+        with self._http.stream("POST", "/v1/completions", json={**body, "ignore_eos": True}):
+            yield
 
     def counts(self) -> CacheCounts:
         """vLLM's own counters of cache hits."""

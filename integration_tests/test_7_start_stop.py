@@ -1,111 +1,19 @@
-"""It starts or says why not, and stops without losing an answer."""
+"""It starts or says why not; test_8_other_engines.py has how it stops."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import shutil
 import subprocess
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
-from engine import CHUNK
-from prompts import tokens, whole
 from stack import HOOKS, Processes, Stack
-from test_2_tiers import hit
 
-from lmcache_xpu.demo.model import EXACT, make_model
-from lmcache_xpu.errors import EngineError, SettingsError
+from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.settings import ENV_PREFIX, Settings
 
-pytestmark = [pytest.mark.promise("6 start and stop"), pytest.mark.timeout(600)]
-
-
-@dataclass(frozen=True)
-class Killed:
-    """What a killed engine leaves."""
-
-    settings: dict[str, Any]
-    prompt: list[int]
-    answer: list[int]
-    place: Path
-
-    def weights(self, seed: int) -> None:
-        """Put a model with other weights in the place of the one that is there."""
-        shutil.rmtree(self.place, ignore_errors=True)
-        model = dataclasses.replace(EXACT, seed=seed)
-        make_model(model, self.place.parent).rename(self.place)
-
-
-@pytest.fixture(scope="module")
-def killed(starts: Stack, tmp_path_factory: pytest.TempPathFactory) -> Killed:
-    """An engine has stored one prompt, and died by SIGKILL in a write of the next one's."""
-    directory = tmp_path_factory.mktemp("killed")
-    place, prompt = directory / "model", tokens("killed", 5 * CHUNK + 3)
-    settings = {"disk_path": directory / "disk", "disk_gib": 0.25, "model": str(place)}
-    left = Killed(settings, prompt, [], place)
-    left.weights(1)
-    with starts.start(**settings) as engine:
-        answer = engine.ask(prompt).token_ids
-        engine.settle()
-        engine.plant("disk write", kill=True)
-        with pytest.raises(EngineError, match="expected a whole answer"):
-            engine.ask(tokens("killed second", 8 * CHUNK), 1500)
-        engine.runner.kill()
-    return dataclasses.replace(left, answer=answer)
-
-
-@pytest.mark.fails_without("seed", "drain", "api_key")
-def test_after_sigkill_its_successor_finds_what_was_complete(killed: Killed, starts: Stack):
-    """To the token, and no more. And it has an API key; asked to stop, it ends its answers first.
-
-    Seen to fail with a hash seed that differs (nothing found), with drain_s 0 (no answer), and with
-    a key that does not reach the engine.
-    """
-    length = len(killed.prompt)
-    with starts.start(**killed.settings, drain_s=30, api_key="secret") as engine:
-        assert hit(engine, killed.prompt) == (whole(length), whole(length))
-        engine.forget()
-        assert engine.ask(killed.prompt).token_ids == killed.answer
-        assert not list(killed.settings["disk_path"].rglob("*.tmp"))
-        assert engine.status("/v1/completions", model="exact", prompt="a") == 401
-        with ThreadPoolExecutor(1) as threads:
-            answer = threads.submit(engine.ask, tokens("drained", 500), 200)
-            time.sleep(0.5)
-            engine.runner.stop()
-            assert answer.result().completion_tokens == 200
-
-
-@pytest.mark.promise("4 faults")
-@pytest.mark.fails_without("weights")
-def test_what_another_engine_left_on_the_disk_is_not_taken(killed: Killed, starts: Stack):
-    """Other weights under the same name, another dtype, and keys from another hash seed.
-
-    Each starts on the directory of the one before it: it finds nothing, computes its own answer,
-    and finds that. The last one has the first one's weights again, and its answer.
-
-    Seen to fail with keys that know nothing of the weights: a hit, and the other model's answer.
-    """
-    prompt, answers = killed.prompt, [killed.answer]
-    engines: list[tuple[int, dict[str, Any]]] = [
-        (2, {}),
-        (2, {"dtype": "bfloat16"}),
-        (1, {"env": {"PYTHONHASHSEED": "1"}}),
-    ]
-    for seed, changes in engines:
-        killed.weights(seed)
-        with starts.start(**killed.settings, **changes) as engine:
-            assert hit(engine, prompt) == (0, 0)
-            answers.append(engine.ask(prompt).token_ids)
-            engine.settle()
-            assert hit(engine, prompt) == (whole(len(prompt)), 0)
-    assert answers[0] != answers[1]
-    assert answers[0] == answers[3]
+pytestmark = pytest.mark.promise("6 start and stop")
 
 
 # A wrong value for each setting that has one; the others take any text. A new setting has no value

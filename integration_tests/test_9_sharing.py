@@ -16,14 +16,14 @@ import pytest
 from engine import CHUNK, Engine
 from prompts import tokens, whole
 from stack import Processes, Stack
-from test_2_tiers import hit
+from test_2_tiers import CPU_CHUNKS, fill, hit
 
 from lmcache_xpu.demo.engine import free_port
 
 pytestmark = [pytest.mark.promise("3 sharing"), pytest.mark.timeout(600)]
 
 PASSWORD = "only for this test"
-AWAY_S = 10.5  # that engines leave a server alone after an error, see lmcache_xpu.remote
+AWAY_S = 3.5  # engines leave a server alone after an error; a little less, see hooks/planted.py
 
 
 class Server:
@@ -91,6 +91,20 @@ def shared_hit(pair: tuple[Engine, Engine], seed: str) -> int:
 def test_what_one_engine_stored_the_other_finds(pair: tuple[Engine, Engine]):
     """Seen to fail with look-ups that ask no server, and with loads that leave out a block."""
     assert shared_hit(pair, "shared") == 4 * CHUNK
+
+
+@pytest.mark.promise("2 tiers")
+@pytest.mark.fails_without("roomy")
+def test_without_another_tier_what_was_evicted_is_computed_again(
+    pair: tuple[Engine, Engine], server: Server
+):
+    """No disk tier, and no server. Seen to fail with a CPU tier that does not evict."""
+    server.stop()
+    engine, prompt = pair[0], tokens("no other tier", 4 * CHUNK + 77)
+    engine.ask(prompt)
+    assert hit(engine, prompt) == (4 * CHUNK, 0)
+    fill(engine, "no other tier", CPU_CHUNKS)
+    assert hit(engine, prompt) == (0, 0)
 
 
 @pytest.mark.fails_without("shared")

@@ -13,8 +13,10 @@ MODULES = (
     "lmcache_xpu.staging",
     "lmcache_xpu.binding",
     "lmcache_xpu.disk.chunk_store",
+    "lmcache_xpu.remote",
     "lmcache.v1.storage_backend.storage_manager",
 )
+AWAY_S = 3.0  # a server that failed is left alone; 10 s is long to wait for in a test
 
 
 class PlantedError(RuntimeError):
@@ -87,6 +89,8 @@ def plant(module) -> None:
         fragile(module.Binding, "check_objects", "check")
     elif module.__name__ == "lmcache_xpu.disk.chunk_store":
         module.write_chunk = full_disk(module.write_chunk)
+    elif module.__name__ == "lmcache_xpu.remote":
+        module.AWAY_S = AWAY_S
     else:
         fragile(module.StorageManager, "batched_get", "get")
         fragile(module.StorageManager, "batched_put", "put")
