@@ -104,10 +104,11 @@ class Engine:
         return self.ask(tokens, max_tokens, cache_salt=salt)
 
     @contextlib.contextmanager
-    def answering(self, tokens: Sequence[int]) -> Iterator[None]:
-        """While a long answer comes, or is waited for; then the connection is closed."""
-        body = {"model": self.client.model, "prompt": tokens, "max_tokens": 512, "stream": True}
-        with self._http.stream("POST", "/v1/completions", json={**body, "ignore_eos": True}):
+    def answering(self, tokens: Sequence[int], max_tokens: int = 512) -> Iterator[None]:
+        """While an answer comes, or is waited for; then the connection is closed."""
+        body = {"model": self.client.model, "prompt": tokens, "max_tokens": max_tokens}
+        body |= {"stream": True, "ignore_eos": True}
+        with self._http.stream("POST", "/v1/completions", json=body):
             yield
 
     def counts(self) -> CacheCounts:

@@ -281,8 +281,8 @@ def hang_up(engine: Engine, prompt: list[int], wait_s: float) -> None:
 
 def until(engine: Engine, name: str, value: float) -> None:
     deadline = time.monotonic() + 20
-    while (now := engine.metrics().sum(name)) != value:
-        assert time.monotonic() < deadline, f"{name} is {now}, not {value}"
+    while (now := engine.metrics().sum(name)) < value:
+        assert time.monotonic() < deadline, f"{name} is {now}, not {value} or more"
         time.sleep(0.05)
 
 
@@ -312,20 +312,15 @@ def test_a_request_for_prompt_logprobs_may_be_preempted(small: Engine):
     """
     engine = small
     prompt = tokens("logprobs", 4 * CHUNK + 77)
-    expected = engine.recompute(prompt, 80).token_ids
+    expected = engine.recompute(prompt, 120).token_ids
     engine.ask(prompt, 1)
+    engine.forget()
     before = engine.metrics().sum("vllm:num_preemptions_total")
-    # On a busy host one of the others may end too soon: then once more.
-    for attempt in range(3):
-        engine.forget()
-        with ThreadPoolExecutor(4) as threads:
-            # 28 blocks each, full 40 tokens later; with the prompt's 9 all but two are taken.
-            others = [tokens(("beside", attempt, number), 28 * 128 - 40) for number in range(3)]
-            beside = [threads.submit(engine.ask, other, 80) for other in others]
-            until(engine, "vllm:num_requests_running", len(others))
-            assert engine.ask(prompt, 80, prompt_logprobs=0).token_ids == expected
-            assert {answer.result().completion_tokens for answer in beside} == {80}
-        if engine.metrics().sum("vllm:num_preemptions_total") > before:
-            break
+    with contextlib.ExitStack() as beside:
+        for number in range(3):
+            # 28 blocks each, full 64 tokens later; with the prompt's 9 all but two are taken.
+            other = tokens(("beside", number), 28 * 128 - 64)
+            beside.enter_context(engine.answering(other, 100))
+        assert engine.ask(prompt, 120, prompt_logprobs=0).token_ids == expected
     assert engine.metrics().sum("vllm:num_preemptions_total") > before
     assert engine.alive()
