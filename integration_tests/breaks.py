@@ -15,7 +15,6 @@ PARTS = {
     "guard": "an error in a load or a store is caught",
     "report": "vLLM hears of blocks that a load left unfilled",
     "withhold": "a step whose load failed stores nothing of what read its blocks",
-    "take_back": "a layerwise store that failed half-way is taken back",
     "counters": "errors and fallbacks are counted",
     "bytes": "bytes and seconds are counted as they are",
     "metrics": "all processes of an engine share their metrics",

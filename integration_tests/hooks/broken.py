@@ -66,11 +66,6 @@ def _(module) -> None:
     module.Guard.withhold = nothing
 
 
-@breaks("take_back", "guards")
-def _(module) -> None:
-    module.Guard._take_back = nothing
-
-
 @breaks("counters", "metrics")
 def _(module) -> None:
     module.Flow.failed = nothing
