@@ -104,12 +104,12 @@ class Engine:
         return self.ask(tokens, max_tokens, cache_salt=salt)
 
     @contextlib.contextmanager
-    def answering(self, tokens: Sequence[int], max_tokens: int = 512) -> Iterator[None]:
-        """While an answer comes, or is waited for; then the connection is closed."""
+    def answering(self, tokens: Sequence[int], max_tokens: int = 512) -> Iterator[httpx.Response]:
+        """An answer that comes, or is waited for; the connection is closed at the end."""
         body = {"model": self.client.model, "prompt": tokens, "max_tokens": max_tokens}
         body |= {"stream": True, "ignore_eos": True}
-        with self._http.stream("POST", "/v1/completions", json=body):
-            yield
+        with self._http.stream("POST", "/v1/completions", json=body) as answer:
+            yield answer
 
     def counts(self) -> CacheCounts:
         """vLLM's own counters of cache hits."""

@@ -64,13 +64,7 @@ LOADS = [
     pytest.param("after load", marks=COPYING),
     pytest.param("get", marks=GUARDED),
 ]
-STORES = [
-    "plan store",
-    "check store",
-    "before store",
-    "after store",
-    "put",
-]
+STORES = ["plan store", "check store", "before store", "after store", "put"]
 
 
 def layers_of(mode: str, point: str) -> list[int]:
@@ -314,11 +308,11 @@ def test_a_request_for_prompt_logprobs_may_be_preempted(small: Engine):
     engine.ask(prompt, 1)
     engine.forget()
     before = engine.metrics().sum("vllm:num_preemptions_total")
-    with contextlib.ExitStack() as beside:
-        for number in range(3):
-            # 28 blocks each, full 64 tokens later; with the prompt's 9 all but two are taken.
-            other = tokens(("beside", number), 28 * 128 - 64)
-            beside.enter_context(engine.answering(other, 100))
+    with contextlib.ExitStack() as stack:
+        # 28 blocks each, full 64 tokens later; with the prompt's 9 all but two are taken.
+        others = [tokens(("beside", number), 28 * 128 - 64) for number in range(3)]
+        beside = [stack.enter_context(engine.answering(other, 100)) for other in others]
         assert engine.ask(prompt, 120, prompt_logprobs=0).token_ids == expected
+        assert all('"finish_reason":"length"' in answer.read().decode() for answer in beside)
     assert engine.metrics().sum("vllm:num_preemptions_total") > before
     assert engine.alive()

@@ -87,6 +87,18 @@ def shared_hit(pair: tuple[Engine, Engine], seed: str) -> int:
     return (two.counts() - before).external_hits
 
 
+@contextlib.contextmanager
+def away(server: Server) -> Iterator[None]:
+    """Without the server; afterwards it is there, and no engine leaves it alone any more."""
+    server.stop()
+    try:
+        yield
+    finally:
+        server.stop()
+        server.start()
+        time.sleep(AWAY_S)
+
+
 @pytest.mark.fails_without("shared", "blocks")
 def test_what_one_engine_stored_the_other_finds(pair: tuple[Engine, Engine]):
     """Seen to fail with look-ups that ask no server, and with loads that leave out a block."""
@@ -99,12 +111,12 @@ def test_without_another_tier_what_was_evicted_is_computed_again(
     pair: tuple[Engine, Engine], server: Server
 ):
     """No disk tier, and no server. Seen to fail with a CPU tier that does not evict."""
-    server.stop()
     engine, prompt = pair[0], tokens("no other tier", 4 * CHUNK + 77)
-    engine.ask(prompt)
-    assert hit(engine, prompt) == (4 * CHUNK, 0)
-    fill(engine, "no other tier", CPU_CHUNKS)
-    assert hit(engine, prompt) == (0, 0)
+    with away(server):
+        engine.ask(prompt)
+        assert hit(engine, prompt) == (4 * CHUNK, 0)
+        fill(engine, "no other tier", CPU_CHUNKS)
+        assert hit(engine, prompt) == (0, 0)
 
 
 @pytest.mark.fails_without("shared")
@@ -113,14 +125,12 @@ def test_a_server_that_dies_and_comes_back(pair: tuple[Engine, Engine], server: 
 
     Seen to fail with look-ups that ask no server.
     """
-    server.stop()
-    begin = time.monotonic()
-    assert shared_hit(pair, "without a server") == 0
-    assert time.monotonic() - begin < 10
-    own = tokens("without a server", 4 * CHUNK + 77)
-    assert hit(pair[0], own)[0] == whole(len(own))  # its own CPU tier
-    server.start()
-    time.sleep(AWAY_S)
+    with away(server):
+        begin = time.monotonic()
+        assert shared_hit(pair, "without a server") == 0
+        assert time.monotonic() - begin < 10
+        own = tokens("without a server", 4 * CHUNK + 77)
+        assert hit(pair[0], own)[0] == whole(len(own))  # its own CPU tier
     assert shared_hit(pair, "with a server again") == 4 * CHUNK
 
 
@@ -130,15 +140,12 @@ def test_a_wrong_password_is_a_server_that_is_away(pair: tuple[Engine, Engine], 
 
     Seen to fail with a server that is asked again and again.
     """
-    server.stop()
-    server.start("another")
-    assert shared_hit(pair, "wrong password") == 0
-    assert all(engine.alive() for engine in pair)
-    assert any("left alone" in engine.runner.log() for engine in pair)
-    assert all(PASSWORD not in engine.runner.log() for engine in pair)
-    server.stop()
-    server.start()
-    time.sleep(AWAY_S)
+    with away(server):
+        server.start("another")
+        assert shared_hit(pair, "wrong password") == 0
+        assert all(engine.alive() for engine in pair)
+        assert any("left alone" in engine.runner.log() for engine in pair)
+        assert all(PASSWORD not in engine.runner.log() for engine in pair)
     assert shared_hit(pair, "right password") == 4 * CHUNK
 
 
