@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lmcache_xpu.errors import TransferError
 from lmcache_xpu.plan import HostFormat, Plan, layer_groups, layers_of
-from lmcache_xpu.slots import RequestRows
+from lmcache_xpu.slots import RequestRows, Slots
 
 ROW = 4  # bytes
 
@@ -21,7 +21,7 @@ def plan(
     for size in sizes:
         spans.append((at, at, at + size))
         at += size
-    rows = RequestRows(torch.arange(at), spans, lambda rows: rows)
+    rows = RequestRows(Slots(torch.arange(at), holes=False), spans, lambda rows: rows)
     return Plan(HostFormat(layers, planes, order), rows, ROW, buffer, cuts)
 
 
@@ -73,27 +73,32 @@ def test_neighbours_share_a_piece_and_rows_are_made_once():
     assert made.rows(pieces[1]) is rows
 
 
+def flat(chunk: torch.Tensor) -> torch.Tensor:
+    """A chunk's memory, with bytes behind it that are not the chunk's."""
+    return torch.cat([chunk.flatten(), torch.zeros(5, dtype=torch.uint8)])
+
+
 @pytest.mark.parametrize("layers", [3, 2, 1])
 @pytest.mark.parametrize("buffer", [2 * 2 * 2 * ROW, 2 * 2 * ROW, 10**6])
 def test_slices_with_rows_first_agree_also_of_leading_layers_alone(layers: int, buffer: int):
     made = plan([2, 2], 3, buffer, order="rows").of_layers(layers)
-    form = made.form
-    for shift in (0, 1000):  # other memory, as of other layers, with the same plan
-        chunks = [torch.arange(3 * 2 * 2 * 4).view(3, 2, 2, 4) + 100 * c + shift for c in range(2)]
+    for shift in (0, 100):  # other memory, as of other layers, with the same plan
+        numbers = torch.arange(3 * 2 * 2 * ROW, dtype=torch.uint8).view(3, 2, 2, ROW)
+        chunks = [numbers + 50 * c + shift for c in range(2)]
+        memory = list(map(flat, chunks))
         seen = 0
         for piece in made.all_pieces():
-            parts = made.slices(piece, chunks)
-            staged = form.staged(torch.cat(parts), piece, 4)
+            staged = made.staged(piece, torch.cat(made.slices(piece, memory)))
             for at, number in enumerate(range(piece.first, piece.last)):
                 wanted = chunks[number][piece.first_layer : piece.last_layer].permute(2, 0, 1, 3)
                 assert torch.equal(staged[at], wanted)
-                assert torch.equal(form.chunk(chunks[number], piece, 4)[0], wanted)
+                assert torch.equal(made.chunk(piece, number, memory[number])[0], wanted)
                 seen += wanted.shape[1]
         assert seen == 2 * layers
 
 
-@pytest.mark.parametrize(("layer_mib", "layers"), [(1, 8), (0.28, 29), (20, 1), (0, 2**23)])
-def test_layers_of_about_eight_mebibytes(layer_mib, layers):
+@pytest.mark.parametrize(("layer_mib", "layers"), [(1, 16), (0.28, 57), (20, 1), (0, 2**24)])
+def test_layers_of_about_sixteen_mebibytes(layer_mib, layers):
     assert layers_of(int(layer_mib * 2**20)) == layers
 
 
@@ -115,15 +120,16 @@ def test_groups_of_layers_are_few_and_of_one_size(layers, most, groups):
 def test_slices_and_staged_memory_agree(cuts: list[int], order: str):
     """A slice copied to its place in a buffer is where the kernel looks for it."""
     made = plan([2, 2], 3, 10**6, cuts=cuts, order=order)
-    form = made.form
     first, second = (2, 3) if order == "planes" else (3, 2)
-    chunks = [torch.arange(2 * 3 * 2 * 4).view(first, second, 2, 4) + 100 * c for c in range(2)]
+    numbers = torch.arange(2 * 3 * 2 * ROW, dtype=torch.uint8).view(first, second, 2, ROW)
+    chunks = [numbers + 100 * c for c in range(2)]
+    memory = list(map(flat, chunks))
     for piece in made.all_pieces():
-        parts = made.slices(piece, chunks)
-        assert made.slice_bytes(piece) == max(part.numel() for part in parts) * (ROW // 4)
-        staged = form.staged(torch.cat(parts), piece, 4)
+        parts = made.slices(piece, memory)
+        assert made.slice_bytes(piece) == max(part.numel() for part in parts)
+        staged = made.staged(piece, torch.cat(parts))
         for number, chunk in enumerate(chunks):
             planes_first = chunk if order == "planes" else chunk.transpose(0, 1)
             wanted = planes_first[:, piece.first_layer : piece.last_layer]
             assert torch.equal(staged[number], wanted)
-            assert torch.equal(form.chunk(chunk, piece, 4)[0], wanted)
+            assert torch.equal(made.chunk(piece, number, memory[number])[0], wanted)

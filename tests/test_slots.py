@@ -115,4 +115,4 @@ def test_what_is_no_slot_mapping_is_refused(tokens: PagedView, mapping, says: st
 
 
 def test_narrow_integers_are_welcome(tokens: PagedView):
-    assert check_slots(tokens, torch.tensor([3], dtype=torch.int32)).dtype == torch.int64
+    assert check_slots(tokens, torch.tensor([3], dtype=torch.int32)).numbers.dtype == torch.int64

@@ -13,7 +13,7 @@ from lmcache_xpu.errors import SettingsError, TransferError
 from lmcache_xpu.host_memory import POOL_BYTES, HostMemory
 from lmcache_xpu.paged_view import PagedView
 from lmcache_xpu.plan import HostFormat
-from lmcache_xpu.slots import check_slots
+from lmcache_xpu.slots import Slots, check_slots
 from lmcache_xpu.staging import SMALLEST_STAGING_BYTES, Stager
 
 SPANS = ((0, 4), (4, 8), (8, 11))
@@ -29,13 +29,17 @@ def stager_of(cache, buffer: int) -> Stager:
     return stager
 
 
-def slots(stager: Stager, numbers: list[int]) -> torch.Tensor:
+def slots(stager: Stager, numbers: list[int]) -> Slots:
     return check_slots(stager._view, torch.tensor(numbers))
 
 
 def host(cache, pinned: bool) -> list[torch.Tensor]:
     chunks = [cache.host(end - start) for start, end in SPANS]
     return [chunk.pin_memory() if pinned else chunk for chunk in chunks]
+
+
+def flat(chunks: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [chunk.view(-1).view(torch.uint8) for chunk in chunks]
 
 
 def moved(source, target):
@@ -57,7 +61,7 @@ PINNED = [False] if DEVICE == "cpu" else [False, True]
 def test_a_round_trip_with_buffers_of_every_size(kind: str, buffer: int, pinned: bool):
     source, target = build(Spec(kind)), build(Spec(kind))
     stager, form = stager_of(source, buffer), HostFormat(3, 2)
-    memory = host(source, pinned)
+    memory = flat(host(source, pinned))
     stored = stager.store(stager.plan(form, slots(stager, HERE), SPANS), memory)
     stored.moved.done.synchronize()
     wanted = moved(source, target)
@@ -75,7 +79,7 @@ def test_a_store_keeps_the_rows_of_unmapped_tokens():
     stager, memory = stager_of(cache, 2 * ONE_LAYER), host(cache, False)
     before = [chunk.clone() for chunk in memory]
     plan = stager.plan(HostFormat(3, 2), slots(stager, THERE), SPANS)
-    stager.store(plan, memory).moved.done.synchronize()
+    stager.store(plan, flat(memory)).moved.done.synchronize()
     for plane in range(2):
         for layer in range(3):
             kept = memory[1][plane, layer, 2]
@@ -89,7 +93,7 @@ def test_a_layer_that_fits_no_buffer_is_an_error_before_anything_moves():
     stager, memory = stager_of(cache, ONE_LAYER - 1), host(cache, False)
     before = cache.raw.clone()
     with pytest.raises(TransferError, match="raise staging_mib"):
-        stager.load(stager.plan(HostFormat(3, 2), slots(stager, HERE), SPANS), memory)
+        stager.load(stager.plan(HostFormat(3, 2), slots(stager, HERE), SPANS), flat(memory))
     assert torch.equal(bits(cache.raw), bits(before))
 
 

@@ -190,9 +190,9 @@ def test_nothing_is_compiled_after_warming_up(heads: int, dim: int, order: str, 
         made = request_rows(view, slots, [(0, 32), (32, 64)], cached)
         for layers in (1, 2, 5):
             plan = Plan(HostFormat(layers, 2, order), made, view.row_size * 2, 0)
-            whole = torch.zeros(2 * 2 * layers * 32 * view.row_size, dtype=torch.bfloat16)
+            whole = torch.zeros(2 * 2 * layers * 32 * view.row_size * 2, dtype=torch.uint8)
             piece = Piece(0, 2, 0, 0, layers)
-            form = plan.form.staged(whole, piece, view.row_size)
+            form = plan.staged(piece, whole)
             for first in range(5 - layers + 1):
                 mover.scatter(made.chunks(0, 2), form, first)
                 mover.gather(made.chunks(0, 2), form, first)

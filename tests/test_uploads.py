@@ -28,7 +28,7 @@ class SlowEvent:
 
 @pytest.fixture
 def pending(monkeypatch) -> Uploads:
-    """A ring of 64 bytes whose copies last until somebody waits for them."""
+    """A ring of 8 numbers whose copies last until somebody waits for them."""
     monkeypatch.setattr(uploads, "Event", SlowEvent)
     monkeypatch.setattr(uploads, "is_host", lambda device: False)
     if DEVICE == "cpu":
@@ -55,11 +55,11 @@ def test_what_is_uploaded_is_what_was_given():
 
 def test_room_is_taken_only_from_copies_that_are_done(pending):
     for size, waiting in [
-        (2, 1),  # 0:16
-        (2, 2),  # 16:32
-        (3, 3),  # 32:56
-        (1, 4),  # 0:8: behind 56 no place is aligned
-        (4, 2),  # 16:48, over the second and the third
+        (2, 1),  # 0:2
+        (2, 2),  # 2:4
+        (3, 3),  # 4:7
+        (2, 3),  # 0:2, over the first: behind 7 there is no room
+        (4, 2),  # 2:6, over the second and the third
     ]:
         before = list(pending._copies)
         pending(numbers(size))
@@ -67,19 +67,19 @@ def test_room_is_taken_only_from_copies_that_are_done(pending):
         for copy in before:
             if copy.start < new.end and new.start < copy.end:
                 assert copy.done.done
-        assert new.end <= 64
+        assert new.end <= 8
         assert len(pending._copies) <= waiting
 
 
 def test_room_behind_the_last_copy_is_skipped_with_the_copies_in_it(pending):
     """The oldest copy lies in the part that is skipped, and the ones to wait for are younger."""
-    pending(numbers(6))  # 0:48
-    pending(numbers(2))  # 48:64
-    pending(numbers(4))  # 0:32
-    pending(numbers(3))  # 32:56, over the first one of 48:64
+    pending(numbers(6))  # 0:6
+    pending(numbers(2))  # 6:8
+    pending(numbers(4))  # 0:4
+    pending(numbers(3))  # 4:7, over the first one of 6:8
     young = pending._copies[-2]
-    assert (young.start, young.end) == (0, 32)
-    pending(numbers(2))  # 0:16
+    assert (young.start, young.end) == (0, 4)
+    pending(numbers(2))  # 0:2
     assert young.done.done
 
 

@@ -213,7 +213,7 @@ class Binding:
         cached = request.cached if loading else 0
         return bound.stager.plan(self._form, slots, spans, cached, cuts)
 
-    def check_objects(
+    def memory(
         self,
         bound: Bound,
         memory_objs: Sequence[MemoryObj],
@@ -221,8 +221,8 @@ class Binding:
         ends: Sequence[int],
         *,
         loading: bool,
-    ) -> None:
-        """Check what LMCache says of its memory objects; cheap, looks at no memory.
+    ) -> HostChunks:
+        """The memory of LMCache's objects; checks what is said of them, and looks at none.
 
         Raises:
             HostMemoryError: one that does not fit its chunk.
@@ -233,7 +233,7 @@ class Binding:
                 f"{len(memory_objs)} memory objects, {len(starts)} starts and {len(ends)} ends",
                 "as many of each",
             )
-        known = None  # what was found good; nearly all chunks are alike
+        known, size, sizes = None, 0, []  # what was found good; nearly all chunks are alike
         for memory_obj, start, end in zip(memory_objs, starts, ends, strict=True):
             facts = memory_obj.metadata
             if not memory_obj.is_valid():
@@ -243,17 +243,19 @@ class Binding:
                 facts.fmt = self._fmt
             found = (end - start, facts.fmt, facts.shape, facts.dtype)
             if found != known:
-                self._check_object(bound, *found)
+                size = self._size_of(bound, *found)
                 known = found
+            sizes.append(size)
+        return HostChunks(memory_objs, sizes, bound.view.device)
 
-    def _check_object(
+    def _size_of(
         self,
         bound: Bound,
         tokens: int,
         fmt: MemoryFormat,
         shape: torch.Size,
         dtype: torch.dtype | None,
-    ) -> None:
+    ) -> int:
         if fmt != self._fmt:
             raise HostMemoryError(f"host memory in format {fmt}", str(self._fmt))
         if shape != (wanted := self.host_shape(tokens)):
@@ -262,10 +264,7 @@ class Binding:
             )
         if dtype is None or not _same_bytes(dtype, bound.view.dtype):
             raise HostMemoryError(f"host memory of {dtype}", f"{bound.view.dtype}")
-
-    def memory(self, bound: Bound, memory_objs: Sequence[MemoryObj]) -> HostChunks:
-        """The memory of objects that `check_objects` has seen."""
-        return HostChunks(memory_objs, bound.view.device)
+        return shape.numel() * dtype.itemsize
 
     def _check_view(self, view: PagedView) -> None:
         device, dtype, chunk = self.options.device, self.options.dtype, self.options.chunk_size

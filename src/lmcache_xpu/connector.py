@@ -7,7 +7,7 @@ reads those it knows.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -117,18 +117,20 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
             return [0]
         return self._loads_beside.cuts(self.num_layers, sum(ends) - sum(starts))
 
-    def _count(
+    def _counter(
         self,
         flow: Flow,
         bound: Bound,
-        spans: Iterable[tuple[int, int]],
-        cached: int,
-        seconds: float,
-    ) -> None:
+        starts: Sequence[int],
+        ends: Sequence[int],
+        cached: int = 0,
+    ) -> Callable[[float], None]:
+        """To be told how many seconds these chunks took."""
+        spans = zip(starts, ends, strict=True)
         tokens = sum(end - max(start, min(end, cached)) for start, end in spans)
         layer_size = self.get_shape(1).numel() // self.groups[0][1]
         token_bytes = self.num_layers * layer_size * bound.view.dtype.itemsize
-        flow.moved(size_bytes=tokens * token_bytes, tokens=tokens, seconds=seconds)
+        return functools.partial(flow.moved, size_bytes=tokens * token_bytes, tokens=tokens)
 
 
 class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
@@ -149,6 +151,7 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
         """Store one chunk; see `batched_from_gpu`."""
         self.batched_from_gpu([memory_obj], [start], [end], **kwargs)
 
+    @torch.inference_mode()
     def batched_to_gpu(
         self,
         memory_objs: Sequence[MemoryObj],
@@ -179,22 +182,23 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
         beside = self._loads_beside
         cuts = self._cuts(starts, ends)
         plan = self._binding.plan(bound, starts, ends, request, loading=True, cuts=cuts)
-        self._binding.check_objects(bound, memory_objs, starts, ends, loading=True)
-        memory = self._binding.memory(bound, memory_objs)
-        spans = list(zip(starts, ends, strict=True))
-        count = functools.partial(self._count, LOAD_CPU, bound, spans, request.cached)
+        memory = self._binding.memory(bound, memory_objs, starts, ends, loading=True)
         # Blocks may have been freed by a step that is still running.
         bound.stager.follow_engine()
         if beside is not None:
             load = LayeredLoad(bound.stager, request.slots(starts, ends))
             load.add(plan, memory)
-            beside.add_load(load, memory_objs, count)
+            beside.add_load(
+                load, memory_objs, self._counter(LOAD_CPU, bound, starts, ends, request.cached)
+            )
             return
         moved = bound.stager.load(plan, memory)
         moved.done.wait()  # the engine's stream
+        count = self._counter(LOAD_CPU, bound, starts, ends, request.cached)
         moved.done.synchronize()  # LMCache gives up the host memory when this returns
         count(moved.seconds())
 
+    @torch.inference_mode()
     def batched_from_gpu(
         self,
         memory_objs: Sequence[MemoryObj],
@@ -213,12 +217,10 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
         request = Request.read(kwargs)
         bound = self._binding.bind(request.kvcaches)
         plan = self._binding.plan(bound, starts, ends, request, loading=False)
-        self._binding.check_objects(bound, memory_objs, starts, ends, loading=False)
-        memory = self._binding.memory(bound, memory_objs)
-        spans = list(zip(starts, ends, strict=True))
-        count = functools.partial(self._count, STORE_CPU, bound, spans, 0)
+        memory = self._binding.memory(bound, memory_objs, starts, ends, loading=False)
         bound.stager.follow_engine()
         stored = bound.stager.store(plan, memory)
+        count = self._counter(STORE_CPU, bound, starts, ends)
         if (beside := self._stores_beside) is not None:
             beside.add_store(memory_objs, stored, request.slots(starts, ends))
             beside.release((), [stored.moved], count)

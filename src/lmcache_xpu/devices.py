@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+
+_NO_STREAM = nullcontext()
 
 
 class Event:
@@ -69,14 +70,15 @@ class SideStream:
         self._device = device
         self._stream = None if is_host(device) else torch.Stream(device=device, priority=-1)
 
-    @contextmanager
-    def current(self) -> Iterator[None]:
+    def current(self) -> AbstractContextManager[object]:
         """Make this the current stream, in which operations are enqueued."""
-        if self._stream is None:
-            yield
-        else:
-            with self._stream:
-                yield
+        return _NO_STREAM if self._stream is None else self._stream
+
+    def reads(self, *tensors: torch.Tensor | None) -> None:
+        """Keep memory that another stream made until what is enqueued here has read it."""
+        for tensor in tensors:
+            if self._stream is not None and tensor is not None:
+                tensor.record_stream(self._stream)
 
     def after_engine(self) -> None:
         """Order what follows here after what the engine's current stream holds now."""

@@ -18,7 +18,6 @@ LMCache to handle, and larger copies.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Generator, Sequence
 from typing import Any, NoReturn
 
@@ -87,8 +86,7 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
         cuts = self._cuts(starts, ends)
 
         def finished(seconds: float) -> None:
-            spans = zip(starts[:count], ends[:count], strict=True)
-            self._count(LOAD_CPU, bound, spans, request.cached, seconds)
+            self._counter(LOAD_CPU, bound, starts[:count], ends[:count], request.cached)(seconds)
 
         try:
             for layer, (first, last) in enumerate(self.groups):
@@ -104,9 +102,8 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
                         bound, starts[:count], ends[:count], request, loading=True
                     )
                 spans = starts[:count], ends[:count]
-                self._binding.check_objects(bound, objs[:count], *spans, loading=True)
+                memory = self._binding.memory(bound, objs[:count], *spans, loading=True)
                 here = [0, *(cut - first for cut in cuts if first < cut < last)]
-                memory = self._binding.memory(bound, objs[:count])
                 load.add(plan.of_layers(last - first, here), memory, first)
                 # LMCache lets go of them before the last step.
                 if beside is None:
@@ -125,7 +122,9 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
                 load.before_all()
         finally:
             if beside is None:
-                bound.stager.fence().done.synchronize()  # also after an error
+                whole = load.moved() if load.waited_for else []
+                end = whole[-1] if whole else bound.stager.fence()  # after an error
+                end.done.synchronize()
                 for obj in held:
                     obj.ref_count_down()
                 finished(sum(moved.seconds() for moved in load.moved()))
@@ -161,17 +160,16 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
         plan = self._binding.plan(bound, starts, ends, request, loading=False)
         if len(memory_objs) != len(self.groups):
             raise TransferError(f"objects of {len(memory_objs)} layers", f"{len(self.groups)}")
-        for objs in memory_objs:
-            self._binding.check_objects(bound, objs, starts, ends, loading=False)
-        spans = list(zip(starts, ends, strict=True))
+        memory = [
+            self._binding.memory(bound, objs, starts, ends, loading=False) for objs in memory_objs
+        ]
         slots = request.slots(starts, ends)
         beside = self._stores_beside
         moved: list[Moved] = []
         try:
-            for objs, (first, last) in zip(memory_objs, self.groups, strict=True):
+            for objs, group, (first, last) in zip(memory_objs, memory, self.groups, strict=True):
                 bound.stager.follow_engine()  # these layers' attention is enqueued by now
-                memory = self._binding.memory(bound, objs)
-                stored = bound.stager.store(plan.of_layers(last - first), memory, first)
+                stored = bound.stager.store(plan.of_layers(last - first), group, first)
                 moved.append(stored.moved)
                 if beside is not None:
                     beside.add_store(objs, stored, slots)
@@ -183,7 +181,7 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
             if beside is None:
                 for end in moved[-1:]:
                     end.done.synchronize()
-        count = functools.partial(self._count, STORE_CPU, bound, spans, 0)
+        count = self._counter(STORE_CPU, bound, starts, ends)
         if beside is not None:
             beside.release((), moved, count)
         else:

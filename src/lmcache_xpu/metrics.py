@@ -70,7 +70,7 @@ class Flow:
         self._tokens = _TOKENS.labels(*self._labels)
         self._seconds = _SECONDS.labels(*self._labels)
 
-    def moved(self, *, size_bytes: int, tokens: int, seconds: float) -> None:
+    def moved(self, seconds: float, *, size_bytes: int, tokens: int) -> None:
         """Count a move that has ended well."""
         self._bytes.inc(size_bytes)
         self._tokens.inc(tokens)

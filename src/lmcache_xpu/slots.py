@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from lmcache_xpu.devices import is_host
 from lmcache_xpu.errors import SlotError
 from lmcache_xpu.paged_view import PagedView
 
@@ -29,7 +30,14 @@ class Rows(NamedTuple):
     total: int  # rows of the whole chunk
 
 
-def check_slots(view: PagedView, slot_mapping: torch.Tensor) -> torch.Tensor:
+class Slots(NamedTuple):
+    """Numbers of slots, or of rows, on the host."""
+
+    numbers: torch.Tensor  # [n] int64
+    holes: bool  # some are negative
+
+
+def check_slots(view: PagedView, slot_mapping: torch.Tensor) -> Slots:
     """The mapping as int64 on the host, every slot in range.
 
     Waits for the engine's stream if the mapping is on its device.
@@ -45,12 +53,17 @@ def check_slots(view: PagedView, slot_mapping: torch.Tensor) -> torch.Tensor:
             f"slot_mapping of shape {list(slot_mapping.shape)} and {kind}",
             "one integer per token of the request",
         )
-    slots = slot_mapping.to(device="cpu", dtype=torch.int64)
-    if slots.numel() and (largest := int(slots.max())) >= view.num_slots:
+    slots = slot_mapping
+    if kind != torch.int64 or not is_host(slot_mapping.device):
+        slots = slot_mapping.to(device="cpu", dtype=torch.int64)
+    if not slots.numel():
+        return Slots(slots, holes=False)
+    smallest, largest = map(int, torch.aminmax(slots))
+    if largest >= view.num_slots:
         raise SlotError(
             f"slot {largest}", f"slots below {view.num_slots}, the size of the paged KV cache"
         )
-    return slots
+    return Slots(slots, holes=smallest < 0)
 
 
 def blocks_of(slots: torch.Tensor, block_tokens: int) -> set[int]:
@@ -67,28 +80,23 @@ class RequestRows:
     """The rows of a request's chunks; everything is checked, and rows are made when asked for.
 
     Args:
-        rows: `[rows of the request]` rows of the paged view on the host, negative where unmapped.
+        rows: those of the request in the paged view, negative where unmapped.
         spans: per chunk its first row, the first one to move, and the row after its last.
         upload: brings a tensor to the view's device, in the current stream.
     """
 
-    def __init__(
-        self, rows: torch.Tensor, spans: Sequence[tuple[int, int, int]], upload: Upload
-    ) -> None:
+    def __init__(self, rows: Slots, spans: Sequence[tuple[int, int, int]], upload: Upload) -> None:
         self.totals = [end - start for start, _, end in spans]
         self._spans = spans
-        self._rows = rows
+        self._rows, self._holes = rows  # most requests have no hole: chunks are just slices
         self._upload = upload
-        # One look at all rows: most requests have no hole, and then chunks are just slices.
-        self._holes = bool((rows < 0).any()) if len(rows) else False
         self._there: torch.Tensor | None = None  # all of them; made when the first are asked for
         self._made: dict[tuple[int, int], Rows] = {}
 
     def chunks(self, first: int, last: int) -> Rows:
         """Chunks `first` to `last - 1`, one after another as one, on the view's device.
 
-        Made once, for all layers. Enqueues a copy in the current stream where rows are left out;
-        waits for nothing.
+        Made once, for all layers. May enqueue a copy in the current stream; waits for nothing.
         """
         if (first, last) not in self._made:
             self._made[first, last] = self._make(first, last)
@@ -98,12 +106,12 @@ class RequestRows:
         spans = self._spans[first:last]
         total = sum(self.totals[first:last])
         if not self._holes and all(start == move for start, move, _ in spans):
+            if not all(one[2] == two[0] for one, two in itertools.pairwise(spans)):
+                parts = [self._rows[start:end] for start, _, end in spans]
+                return Rows(self._upload(torch.cat(parts)), None, total)
             if self._there is None:
                 self._there = self._upload(self._rows)
-            if all(one[2] == two[0] for one, two in itertools.pairwise(spans)):
-                return Rows(self._there[spans[0][0] : spans[-1][2]], None, total)
-            parts = [self._there[start:end] for start, _, end in spans]
-            return Rows(torch.cat(parts), None, total)
+            return Rows(self._there[spans[0][0] : spans[-1][2]], None, total)
         engine, host, before = [], [], 0
         for start, move, end in spans:
             mapped = (self._rows[move:end] >= 0).nonzero().squeeze(1) + move
@@ -116,7 +124,7 @@ class RequestRows:
 
 def request_rows(
     view: PagedView,
-    slots: torch.Tensor,
+    slots: Slots,
     spans: Sequence[tuple[int, int]],
     cached: int = 0,
     upload: Upload | None = None,
@@ -125,7 +133,7 @@ def request_rows(
 
     Args:
         view: the paged view.
-        slots: `[tokens]` from `check_slots`, those of the whole request.
+        slots: from `check_slots`, those of the whole request.
         spans: first token of each chunk, and the token after its last.
         cached: leading tokens of the request to leave alone, because the engine has them.
         upload: see `RequestRows`; a plain copy if not given.
@@ -134,21 +142,23 @@ def request_rows(
         SlotError: a chunk that is no part of the request; or opaque blocks, and a chunk, the
             cached tokens or the slots cut one.
     """
-    size = view.tokens_per_row
+    size, count = view.tokens_per_row, len(slots.numbers)
     for start, end in spans:
-        if not 0 <= start <= end <= slots.numel():
+        if not 0 <= start <= end <= count:
             raise SlotError(
-                f"a chunk of tokens {start}:{end} with {slots.numel()} slots",
+                f"a chunk of tokens {start}:{end} with {count} slots",
                 "0 <= start <= end <= the number of slots",
             )
+        if size == 1:
+            continue
         skip = min(end - start, max(0, cached - start))
-        if size > 1 and (start % size or (end - start) % size or skip % size):
+        if start % size or (end - start) % size or skip % size:
             raise SlotError(
                 f"a chunk of tokens {start}:{end} of which {skip} are skipped",
                 f"multiples of {size}: this engine packs the {size} tokens of a block together",
                 "Use a chunk size that is a multiple of the block size, and no partial chunks.",
             )
-    rows = slots if size == 1 else _whole_blocks(slots, size, spans)
+    rows = slots if size == 1 else _whole_blocks(slots.numbers, size, spans)
     known = -(-cached // size)
     in_rows = [
         (start // size, min(end // size, max(start // size, known)), end // size)
@@ -161,7 +171,7 @@ def _copied(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(device)
 
 
-def _whole_blocks(slots: torch.Tensor, size: int, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
+def _whole_blocks(slots: torch.Tensor, size: int, spans: Sequence[tuple[int, int]]) -> Slots:
     """Block numbers of a request, -1 for unmapped ones, with every chunk in whole blocks."""
     groups = slots[: slots.numel() // size * size].view(-1, size)
     blocks = groups[:, 0].div(size, rounding_mode="floor")
@@ -173,4 +183,4 @@ def _whole_blocks(slots: torch.Tensor, size: int, spans: Sequence[tuple[int, int
                 f"slots that cut or reorder a block of {size} tokens",
                 "whole blocks with their tokens in order",
             )
-    return blocks.where(~unmapped, -1)
+    return Slots(blocks.where(~unmapped, -1), holes=bool(unmapped.any()))

@@ -20,13 +20,16 @@ from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.host_memory import HostMemory
 from lmcache_xpu.paged_view import PagedView
 from lmcache_xpu.plan import HostFormat, Piece, Plan
-from lmcache_xpu.slots import request_rows
+from lmcache_xpu.slots import Slots, request_rows
 from lmcache_xpu.transfer import DirectTransfer, TorchTransfer, Transfer
 from lmcache_xpu.uploads import Uploads
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
-BUFFER_BYTES = 64 * 2**20  # of one; fewer where there are not two of them
+# Of one buffer where there are less than the most of them. Nothing runs beside the first gather of
+# a store and the last scatter of a load, so buffers are small.
+BUFFER_BYTES = 32 * 2**20
+MOST_BUFFERS = 8
 STAGING_BYTES = 256 * 2**20  # of all buffers; the default
 SMALLEST_STAGING_BYTES = 2 * 2**20
 
@@ -80,6 +83,7 @@ class Stager:
         self, view: PagedView, staging_bytes: int = STAGING_BYTES, *, in_place: bool = True
     ) -> None:
         self._view = view
+        self._row_bytes = view.row_size * view.dtype.itemsize
         self._in_place = in_place
         self._transfer = transfer_of(view)
         self._transfer.warm_up()
@@ -97,17 +101,14 @@ class Stager:
     def plan(
         self,
         form: HostFormat,
-        slots: torch.Tensor,
+        slots: Slots,
         spans: Sequence[tuple[int, int]],
         cached: int = 0,
         cuts: Sequence[int] = (0,),
     ) -> Plan:
         """Where the chunks of a request go; see `slots.request_rows` and `Plan`."""
-        # Rows live and die in the stream that reads them.
-        with self._kernels.current():
-            rows = request_rows(self._view, slots, spans, cached, self._upload)
-        row_bytes = self._view.row_size * self._view.dtype.itemsize
-        return Plan(form, rows, row_bytes, self.buffer_bytes, cuts)
+        rows = request_rows(self._view, slots, spans, cached, self._upload)
+        return Plan(form, rows, self._row_bytes, self.buffer_bytes, cuts)
 
     def follow_engine(self) -> None:
         """Order what follows after what the engine has enqueued so far."""
@@ -118,7 +119,7 @@ class Stager:
 
         Args:
             plan: of these chunks.
-            memory: contiguous, one per chunk, in the plan's format; looked at piece by piece.
+            memory: bytes, flat, one per chunk, in the plan's format; looked at piece by piece.
             first_layer: of the view; the first one in `memory`.
 
         Waits for the copies if host memory is not pinned, and for nothing else.
@@ -135,7 +136,7 @@ class Stager:
                 rows = plan.rows(piece)
                 if rows.host is not None:  # rows that stay must survive the copy back
                     self._host.load(slices, parts, pinned=pinned)
-                chunks = plan.form.staged(staged, piece, self._view.row_size)
+                chunks = plan.staged(piece, staged)
                 self._transfer.gather(rows, chunks, first_layer + piece.first_layer)
                 buffer.filled.record()
             with self._copies.current():
@@ -179,10 +180,12 @@ class Stager:
             with self._copies.current():
                 staged, slices = buffer.take(parts)
                 self._host.load(slices, parts, pinned=pinned)
+                # In this stream, or they would be copied behind all pieces that are enqueued.
+                rows = plan.rows(piece)
+                self._kernels.reads(rows.engine, rows.host)
                 buffer.filled.record()
             with self._kernels.current():
-                rows = plan.rows(piece)  # while the piece is copied
-                chunks = plan.form.staged(staged, piece, self._view.row_size)
+                chunks = plan.staged(piece, staged)
                 buffer.filled.wait()
                 self._transfer.scatter(rows, chunks, first_layer + piece.first_layer)
                 buffer.free.record()
@@ -224,7 +227,7 @@ class Stager:
         if self._in_place and memory[piece.first].device == self._view.device:
             for number in range(piece.first, piece.last):
                 one = piece._replace(first=number, last=number + 1)
-                chunk = plan.form.chunk(memory[number], one, self._view.row_size)
+                chunk = plan.chunk(one, number, memory[number])
                 move = self._transfer.gather if gather else self._transfer.scatter
                 with self._kernels.current():
                     move(plan.rows(one), chunk, first_layer)
@@ -232,7 +235,7 @@ class Stager:
         if self._direct is None or plan.slice_bytes(piece) >= direct_bytes:
             return False
         parts = memory[piece.first : piece.last]
-        chunk = plan.form.chunk(parts[0], piece, self._view.row_size)
+        chunk = plan.chunk(piece, piece.first, parts[0])
         offset = chunk.data_ptr() - parts[0].data_ptr()
         addresses = [part.data_ptr() + offset for part in parts]
         if not (self._host.pinned(parts) and self._direct.aligned(addresses)):
@@ -248,7 +251,7 @@ class Stager:
 
 
 class _Buffer:
-    """Device memory for one piece at a time; `filled` and `free` order the two streams."""
+    """Bytes on the device for one piece at a time; `filled` and `free` order the two streams."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.size = size
@@ -257,14 +260,13 @@ class _Buffer:
         self._memory = torch.empty(size, dtype=torch.uint8, device=device)
 
     def take(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Memory for all parts, whole and in slices shaped like them.
+        """Memory for all parts, whole and in slices of their sizes.
 
         The current stream waits for the last user.
         """
         self.free.wait()
         sizes = [part.numel() for part in parts]
-        dtype = parts[0].dtype
-        staged = self._memory[: sum(sizes) * dtype.itemsize].view(dtype)
+        staged = self._memory[: sum(sizes)]
         return staged, list(staged.split_with_sizes(sizes))
 
 
@@ -281,7 +283,7 @@ def _buffers(wanted: int, device: torch.device) -> list[_Buffer]:
     size = wanted
     while size >= SMALLEST_STAGING_BYTES:
         try:
-            count = max(2, size // BUFFER_BYTES)
+            count = min(max(2, size // BUFFER_BYTES), MOST_BUFFERS)
             found = [_Buffer(size // count, device) for _ in range(count)]
         except torch.OutOfMemoryError:
             size //= 2

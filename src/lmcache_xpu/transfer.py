@@ -112,8 +112,8 @@ class TorchTransfer:
 
         Args:
             rows: which rows, on the view's device.
-            out: `[chunks, planes, layers, rows, row size]` on the view's device, of a dtype as wide
-                as the view's; the last stride is 1. Its layers begin with the view's
+            out: `[chunks, planes, layers, rows, row]` on the view's device, rows as bytes or as
+                elements of any dtype; the last stride is 1. Its layers begin with the view's
                 `first_layer`. Row r of the rows is row r % R of chunk r // R.
 
         Runs on the current stream, without waiting.

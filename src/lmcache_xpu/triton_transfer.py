@@ -98,13 +98,14 @@ def _paged_copy(
 class TritonTransfer:
     """Moves rows of one paged view; the same calls as `TorchTransfer`."""
 
-    addresses: torch.Tensor  # [layers * planes] int64 on the view's device
+    addresses: tuple[torch.Tensor, ...]  # by first layer, [layers * planes] int64 on the device
     word: torch.dtype
     planes: int
     rows: int  # rows per block
     strides: tuple[int, int, int]  # of block, row and head, in words
     run: int
     row: int
+    tile: tuple[int, int]  # rows and words that one program moves at once
 
     @classmethod
     def of(cls, view: PagedView) -> TritonTransfer:
@@ -119,14 +120,17 @@ class TritonTransfer:
         addresses = [plane.data_ptr() for layer in view.tensors for plane in layer]
         width = math.gcd(8, run * size, *(s * size for s in strides), *addresses)
         words = [value * size // width for value in (*strides, run, view.row_size)]
+        table = torch.tensor(addresses, dtype=torch.int64).to(view.device)
+        tile = min(_TILE, triton.next_power_of_2(words[4]))
         return cls(
-            addresses=torch.tensor(addresses, dtype=torch.int64).to(view.device),
+            addresses=tuple(table[layer * view.planes :] for layer in range(view.layers)),
             word=_INTEGERS[width],
             planes=view.planes,
             rows=rows,
             strides=(words[0], words[1], words[2]),
             run=words[3],
             row=words[4],
+            tile=(max(1, _TILE // tile), tile),
         )
 
     def gather(self, rows: Rows, out: torch.Tensor, first_layer: int = 0) -> None:
@@ -160,7 +164,7 @@ class TritonTransfer:
             table: `[chunks]` int64 on the view's device, the address of each chunk's first element,
                 in pinned memory; `aligned` holds. All chunks are of the same size, but the last
                 may be smaller.
-            form: the first chunk as `[1, planes, layers, rows, row size]`.
+            form: the first chunk as `[1, planes, layers, rows, row]`.
             first_layer: of the view.
             gather: from the view to the host; else the other way.
         """
@@ -171,7 +175,7 @@ class TritonTransfer:
 
         For an engine that does not use its cache yet. Triton keeps what it compiled on disk.
         """
-        at = torch.zeros(1, dtype=torch.int64, device=self.addresses.device)
+        at = torch.zeros(1, dtype=torch.int64, device=self.addresses[0].device)
         size = _WARM_ROWS * self.row * self.word.itemsize * self.planes
         host = torch.empty(size, dtype=torch.uint8, pin_memory=not is_host(at.device))
         table = torch.tensor([host.data_ptr()]).to(at.device)
@@ -201,17 +205,16 @@ class TritonTransfer:
         if not count:
             return
         words = chunk.view(self.word)
-        tile = min(_TILE, triton.next_power_of_2(self.row))
-        rows_tile = max(1, _TILE // tile)
+        addresses, (rows_tile, tile) = self.addresses[first_layer], self.tile
         planes = words.shape[2] * self.planes
-        tiles = triton.cdiv(count, rows_tile) * triton.cdiv(self.row, tile) * planes
+        tiles = -(-count // rows_tile) * -(-self.row // tile) * planes
         grid = (tiles if table is None else min(tiles, _DIRECT_PROGRAMS),)
         _paged_copy[grid](
-            self.addresses[first_layer * self.planes :],
+            addresses,
             rows.engine,
             rows.engine if rows.host is None else rows.host,
-            words if table is None else self.addresses.view(self.word),
-            self.addresses if table is None else table,
+            words if table is None else addresses.view(self.word),
+            addresses if table is None else table,
             count,
             planes,
             self.rows,

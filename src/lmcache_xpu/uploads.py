@@ -1,4 +1,4 @@
-"""Small tensors on their way to the device, by way of pinned memory that is kept.
+"""Row numbers and addresses on their way to the device, by way of pinned memory that is kept.
 
 A copy from pageable memory waits for all of the stream, and pinning memory anew may wait for the
 device: 33 ms were seen beside a step of an engine.
@@ -14,11 +14,10 @@ import torch
 from lmcache_xpu.devices import Event, is_host
 
 RING_BYTES = 8 * 2**20  # a slot mapping of 1,000,000 tokens; most have a hundredth of that
-_ALIGNMENT = 16
 
 
 class _Copy(NamedTuple):
-    """A copy that reads bytes `start` to `end - 1` of the ring until it is done."""
+    """A copy that reads numbers `start` to `end - 1` of the ring until it is done."""
 
     start: int
     end: int
@@ -37,30 +36,31 @@ class Uploads:
         self._device = device
         self._copies: deque[_Copy] = deque()  # the oldest first
         self._next = 0
-        size = 0 if is_host(device) else ring_bytes
-        self._ring = torch.empty(size, dtype=torch.uint8, pin_memory=size > 0)
+        self._size = 0 if is_host(device) else ring_bytes // torch.int64.itemsize
+        self._ring = torch.empty(self._size, dtype=torch.int64, pin_memory=self._size > 0)
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A contiguous host tensor on the device, copied in the current stream.
+        """Contiguous int64 numbers of the host on the device, copied in the current stream.
 
         Waits only where the ring is full of copies that are not done yet.
         """
         if is_host(self._device):
             return tensor
-        if tensor.nbytes > len(self._ring):
+        count = tensor.numel()
+        if count > self._size:
             return tensor.to(self._device)
-        start = self._next if self._next + tensor.nbytes <= len(self._ring) else 0
-        end = start + tensor.nbytes
+        start = self._next if self._next + count <= self._size else 0
+        end = start + count
         while self._copies and (
             self._copies[0].done.reached()
             or any(copy.start < end and start < copy.end for copy in self._copies)
         ):
             self._copies.popleft().done.synchronize()
-        staged = self._ring[start:end].view(tensor.dtype).view(tensor.shape)
+        staged = self._ring.narrow(0, start, count).view(tensor.shape)
         staged.copy_(tensor)
         there = staged.to(self._device, non_blocking=True)
         copy = _Copy(start, end, Event(self._device))
         copy.done.record()
         self._copies.append(copy)
-        self._next = -(-end // _ALIGNMENT) * _ALIGNMENT
+        self._next = end
         return there

@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCac
 from vllm.logger import init_logger
 
 from lmcache_xpu import __version__, lmcache_config, seam, versions
+from lmcache_xpu.chunk_hashes import ChunkHashes
 from lmcache_xpu.engine_facts import EngineFacts, check_chunks, engine_facts
 from lmcache_xpu.engine_steps import StepFacts, may_run_as_one_graph, written_blocks
 from lmcache_xpu.errors import SeamError
@@ -104,6 +105,8 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
             self._check_healthy()
             if role == KVConnectorRole.WORKER:
                 self._check_connector(facts)
+                if not self._config.use_layerwise:
+                    ChunkHashes(self._lmcache_engine.lmcache_engine)
                 self._guard = Guard(self._lmcache_engine, facts.block_size)
             else:
                 self._isolation = Isolation(self._lmcache_engine)

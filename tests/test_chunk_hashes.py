@@ -1,0 +1,124 @@
+"""Hashes of a look-up name the chunks of the load, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lmcache.v1.config import LMCacheEngineConfig
+from lmcache.v1.metadata import LMCacheMetadata
+from lmcache.v1.token_database import ChunkedTokenDatabase
+
+from lmcache_xpu.chunk_hashes import ChunkHashes
+
+CHUNK = 8
+TOKENS = list(range(100, 100 + 5 * CHUNK + 3))
+
+
+class Engine:
+    """LMCache's engine: what it looks up is there, and it loads by the keys that it makes."""
+
+    def __init__(self, *, partial: bool = False) -> None:
+        config = LMCacheEngineConfig.from_defaults(chunk_size=CHUNK, save_unfull_chunk=partial)
+        shape = (2, 2, CHUNK, 2, 8)
+        metadata = LMCacheMetadata("model", 1, 1, 0, 0, torch.float16, shape)
+        self.token_database = ChunkedTokenDatabase(config, metadata)
+        self.hashed = 0
+        self.unpinned: list[str] = []
+        real = self.token_database._hash_tokens
+
+        def count(*args, **kwargs):
+            self.hashed += 1
+            return real(*args, **kwargs)
+
+        self.token_database._hash_tokens = count
+
+    def lookup(self, tokens=None, hashes=None, offsets=None, lookup_id=None):
+        return sum(offsets)
+
+    def lookup_unpin(self, lookup_id):
+        self.unpinned.append(lookup_id)
+
+    def retrieve(self, tokens, mask=None, **kwargs):
+        if kwargs.get("fails"):
+            raise RuntimeError("planted")
+        return list(
+            self.token_database.process_tokens(
+                tokens=tokens, mask=mask, request_configs=kwargs.get("request_configs")
+            )
+        )
+
+
+def asked(*, partial: bool = False) -> tuple[Engine, Engine, ChunkHashes]:
+    """An engine as LMCache has it, and one whose scheduler has looked up request "one"."""
+    plain, engine = Engine(partial=partial), Engine(partial=partial)
+    chunks = list(engine.token_database.process_tokens(TOKENS, make_key=False))
+    known = ChunkHashes(engine)
+    engine.lookup(
+        hashes=[chunk for _, _, chunk in chunks],
+        offsets=[end - start for start, end, _ in chunks],
+        lookup_id="one",
+    )
+    engine.hashed = 0
+    return plain, engine, known
+
+
+@pytest.mark.parametrize(
+    ("loaded", "partial"),
+    [(CHUNK, False), (3 * CHUNK, False), (5 * CHUNK, False), (len(TOKENS), True)],
+)
+@pytest.mark.parametrize("skipped", [0, CHUNK])
+def test_the_same_keys_without_hashing_again(loaded: int, partial: bool, skipped: int):
+    plain, engine, known = asked(partial=partial)
+    mask = torch.ones(loaded, dtype=torch.bool)
+    mask[:skipped] = False
+    given = {"req_id": "one", "request_configs": {"lmcache.tag.user": "a"}}
+    assert engine.retrieve(TOKENS[:loaded], mask, **given) == plain.retrieve(
+        TOKENS[:loaded], mask, **given
+    )
+    assert plain.hashed == -(-loaded // CHUNK)
+    assert engine.hashed == 0
+    assert len(known) == 0
+
+
+@pytest.mark.parametrize(
+    ("loaded", "request_id"), [(CHUNK + 1, "one"), (CHUNK, "other"), (len(TOKENS) - 1, "one")]
+)
+def test_other_lengths_and_other_requests_are_hashed(loaded: int, request_id: str):
+    plain, engine, _ = asked()
+    wanted = plain.retrieve(TOKENS[:loaded])
+    assert engine.retrieve(TOKENS[:loaded], req_id=request_id) == wanted
+    assert engine.hashed == plain.hashed
+
+
+def test_hashes_are_used_once():
+    """A request of the same name may have other tokens."""
+    plain, engine, _ = asked()
+    engine.retrieve(TOKENS[:CHUNK], req_id="one")
+    other = [token + 1 for token in TOKENS[:CHUNK]]
+    assert engine.retrieve(other, req_id="one") == plain.retrieve(other)
+
+
+def test_a_request_that_is_given_up_is_forgotten():
+    _, engine, known = asked()
+    assert len(known) == 1
+    engine.lookup_unpin("one")
+    assert len(known) == 0
+    assert engine.unpinned == ["one"]
+
+
+def test_what_an_error_leaves_behind_names_no_other_load():
+    plain, engine, _ = asked()
+    with pytest.raises(RuntimeError, match="planted"):
+        engine.retrieve(TOKENS, req_id="one", fails=True)
+    other = [token + 1 for token in TOKENS]
+    assert engine.retrieve(other, req_id="two") == plain.retrieve(other)
+    assert list(engine.token_database.process_tokens(other)) == list(
+        plain.token_database.process_tokens(other)
+    )
+
+
+def test_nothing_found_is_nothing_kept():
+    _, engine, known = asked()
+    engine.lookup_unpin("one")
+    engine.lookup(hashes=[], offsets=[], lookup_id="two")
+    assert len(known) == 0
