@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import threading
@@ -12,10 +13,11 @@ from caches import DEVICE, Spec, bits, build
 from test_connector import make, memory, slots_of
 from test_layerwise import objects
 
+from lmcache_xpu import binding
 from lmcache_xpu.layered_load import layer_cuts
 from lmcache_xpu.layerwise import VLLMPagedMemLayerwiseXPUConnector
 from lmcache_xpu.overlap import Overlap
-from lmcache_xpu.staging import Moved, Stored
+from lmcache_xpu.staging import SMALLEST_STAGING_BYTES, Moved, Stager, Stored
 
 SPANS = STARTS, ENDS = [0, 4, 8], [4, 8, 11]
 LAYERS = 6
@@ -151,8 +153,22 @@ def test_later_layers_are_not_copied_before_the_first_are_waited_for():
     case.overlap.before_layer(0)
     assert there() == 1
     case.overlap.after_layer(0)
-    assert there() == 4  # cuts of 1, 1 and 2 layers
+    assert there() == 2  # cuts of 1, 1 and 2 layers, one more with each layer
+    case.overlap.after_layer(1)
+    assert there() == 4
     assert case.overlap.end_step() != []
+
+
+def test_what_is_made_in_inference_mode_serves_outside_of_it(monkeypatch):
+    """LMCache's calls come in inference mode, vLLM's for each layer may not."""
+    monkeypatch.setattr(binding, "Stager", functools.partial(Stager, in_place=False))
+    case = Case(staging_bytes=SMALLEST_STAGING_BYTES)
+    case.load()
+    for layer in range(LAYERS):
+        case.overlap.before_layer(layer)
+        case.overlap.after_layer(layer)
+    assert case.overlap.end_step() == []
+    assert torch.equal(bits(case.target.raw), bits(expected(case)))
 
 
 def test_a_layer_is_there_even_if_nothing_was_enqueued_ahead():

@@ -172,7 +172,9 @@ class Binding:
                 opaque_blocks=self.options.opaque_blocks,
             )
             self._check_view(view)
-            self._bound = Bound(addresses, view, Stager(view, self.options.staging_bytes))
+            with torch.inference_mode(False):  # what is kept may be written from either mode
+                stager = Stager(view, self.options.staging_bytes)
+            self._bound = Bound(addresses, view, stager)
         self.kvcaches = kvcaches
         return self._bound
 

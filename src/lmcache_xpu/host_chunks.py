@@ -29,6 +29,7 @@ class HostChunks(Sequence[torch.Tensor]):
         self._objs = memory_objs
         self._sizes = sizes
         self._device = device
+        self._seen: dict[int, torch.Tensor] = {}
 
     def __len__(self) -> int:
         return len(self._objs)
@@ -43,6 +44,11 @@ class HostChunks(Sequence[torch.Tensor]):
         """Raises HostMemoryError for memory that is gone or strided, too small, or elsewhere."""
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
+        if index not in self._seen:
+            self._seen[index] = self._checked(index)
+        return self._seen[index]
+
+    def _checked(self, index: int) -> torch.Tensor:
         # Not `tensor`, which makes three views of it: hundreds of chunks wait for this.
         memory: torch.Tensor | None = self._objs[index].raw_tensor
         if memory is None or not memory.is_contiguous():

@@ -88,7 +88,8 @@ class HostMemory:
 
     def _next(self) -> _Step:
         if not self._ring:
-            self._ring = [_Step(self._device, self._ring_bytes) for _ in range(2)]
+            with torch.inference_mode(False):  # written from either mode
+                self._ring = [_Step(self._device, self._ring_bytes) for _ in range(2)]
         self._turn = (self._turn + 1) % len(self._ring)
         step = self._ring[self._turn]
         step.finish()
@@ -137,7 +138,8 @@ class _Step:
         """The memory cut into parts of these shapes; it grows if it has to."""
         needed = sum(part.nbytes for part in like)
         if needed > len(self._memory):
-            self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=self._pin)
+            with torch.inference_mode(False):
+                self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=self._pin)
         flat = torch.split(self._memory[:needed], [part.nbytes for part in like])
         return [
             piece.view(part.dtype).view(part.shape) for piece, part in zip(flat, like, strict=True)

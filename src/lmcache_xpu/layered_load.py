@@ -89,10 +89,12 @@ class LayeredLoad:
         """Enqueue what comes next.
 
         Only now, when the layer's own work is enqueued: drivers take about a thousand copies and
-        then let the caller wait.
+        then let the caller wait. And one cut at most: a hundred copies take a millisecond to
+        enqueue, and behind the first layer the device has no other work yet.
         """
         if not self._failed:
-            self._enqueue(bisect.bisect_right(self._starts, layer) + AHEAD)
+            ahead = bisect.bisect_right(self._starts, layer) + AHEAD
+            self._enqueue(min(ahead, len(self._moved) + 1))
 
     def before_all(self) -> None:
         """Enqueue what is left, and let the current stream wait for all that was enqueued."""
