@@ -108,6 +108,15 @@ class LayeredLoad:
         """Whether the engine's stream waits for all of it."""
         return not self._failed and self._waited == len(self._starts)
 
+    def __len__(self) -> int:
+        """Cuts that were added."""
+        return len(self._cuts)
+
+    def synchronize(self, cuts: int) -> None:
+        """Wait for the first cuts, of those that were enqueued."""
+        for last in self._moved[:cuts][-1:]:
+            last.done.synchronize()
+
     def moved(self) -> list[Moved]:
         """From the first copy to the last that was enqueued; nothing if none was."""
         return [Moved(self._moved[0].begun, self._moved[-1].done)] if self._moved else []

@@ -80,7 +80,7 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
         plan = self._binding.plan(bound, starts, ends, request, loading=True)
         bound.stager.follow_engine()  # blocks may have been freed by a step that is running
         load = LayeredLoad(bound.stager, request.slots(starts, ends))
-        held: list[MemoryObj] = []
+        held: list[tuple[int, Sequence[MemoryObj]]] = []  # with the number of cuts up to theirs
         count = len(starts)
         beside = self._loads_beside
         cuts = self._cuts(starts, ends)
@@ -107,10 +107,10 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
                 load.add(plan.of_layers(last - first, here), memory, first)
                 # LMCache lets go of them before the last step.
                 if beside is None:
+                    load.after_layer(first)
                     for obj in objs:
                         obj.ref_count_up()
-                        held.append(obj)
-                    load.after_layer(first)
+                    held.append((len(load), objs))
                     load.before_layer(first - 1)
                 elif first == 0:
                     beside.add_load(load, objs, finished)
@@ -122,11 +122,12 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
                 load.before_all()
         finally:
             if beside is None:
-                whole = load.moved() if load.waited_for else []
-                end = whole[-1] if whole else bound.stager.fence()  # after an error
-                end.done.synchronize()
-                for obj in held:
-                    obj.ref_count_down()
+                if not load.waited_for:  # after an error a part may be on its way
+                    bound.stager.fence().done.synchronize()
+                for enqueued, objs in held:
+                    load.synchronize(enqueued)
+                    for obj in objs:
+                        obj.ref_count_down()
                 finished(sum(moved.seconds() for moved in load.moved()))
         yield
         raise _ended("load", len(self.groups) + 2)
