@@ -113,16 +113,19 @@ class Plan:
             return self
         return Plan(self.form, self.request, self._row_bytes, self._buffer_bytes, cuts, layers)
 
-    def pieces(self, cut: int) -> Iterator[Piece]:
-        """All chunks in the layers of a cut, as few pieces as fit the buffer."""
-        start, end = self.cuts[cut]
-        limit = self._buffer_bytes // ((end - start) * self._plane_bytes)
-        for first, last in _runs(self.request.totals, limit, same_size=not self.form.joins):
-            yield Piece(first, last, cut, start, end)
+    def runs(self, cut: int | None = None) -> Iterator[Piece]:
+        """All chunks in the layers of a cut, or of each, as few pieces as one kernel can move."""
+        for number in range(len(self.cuts)) if cut is None else (cut,):
+            for first, last in _runs(self.request.totals, same_size=not self.form.joins):
+                yield Piece(first, last, number, *self.cuts[number])
 
-    def all_pieces(self) -> Iterator[Piece]:
-        """Those of all cuts, one cut after another."""
-        return itertools.chain.from_iterable(map(self.pieces, range(len(self.cuts))))
+    def pieces(self, run: Piece) -> Iterator[Piece]:
+        """A run in as few pieces as fit the buffer."""
+        layers = run.last_layer - run.first_layer
+        rows = self._buffer_bytes // (layers * self._plane_bytes)
+        count = max(1, rows // max(1, self.request.totals[run.first]))
+        for first in range(run.first, run.last, count):
+            yield run._replace(first=first, last=min(first + count, run.last))
 
     def rows(self, piece: Piece) -> Rows:
         """Of a piece's chunks; made once, in the current stream."""
@@ -199,21 +202,16 @@ def layer_groups(layers: int, most: int) -> list[tuple[int, int]]:
     return [(first, min(first + size, layers)) for first in range(0, layers, size)]
 
 
-def _runs(totals: Sequence[int], limit: int, *, same_size: bool) -> Iterator[tuple[int, int]]:
-    """Cut chunks into runs of at most `limit` rows, and of at least one chunk.
-
-    The chunks of a run have the same size; without `same_size` its last may be smaller.
-    """
-    first, rows = 0, 0
+def _runs(totals: Sequence[int], *, same_size: bool) -> Iterator[tuple[int, int]]:
+    """Cut chunks into runs of the same size; without `same_size` the last may be smaller."""
+    first = 0
     for number, total in enumerate(totals):
-        uneven = number > first and (
+        if number > first and (
             totals[number - 1] != totals[first]
             or total > totals[first]
             or (same_size and total != totals[first])
-        )
-        if uneven or (number > first and rows + total > limit):
+        ):
             yield first, number
-            first, rows = number, 0
-        rows += total
+            first = number
     if totals:
         yield first, len(totals)

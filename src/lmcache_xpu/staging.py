@@ -125,24 +125,11 @@ class Stager:
         Waits for the copies if host memory is not pinned, and for nothing else.
         """
         moved = self._begin(self._kernels)
-        for piece in plan.all_pieces():
-            if self._moved_in_place(plan, piece, memory, first_layer, DIRECT_BYTES, gather=True):
+        for run in plan.runs():
+            if self._moved_in_place(plan, run, memory, first_layer, DIRECT_BYTES, gather=True):
                 continue
-            parts = plan.slices(piece, memory)
-            pinned = self._host.pinned(memory[piece.first : piece.last])
-            buffer = self._next_buffer()
-            with self._kernels.current():
-                staged, slices = buffer.take(parts)
-                rows = plan.rows(piece)
-                if rows.host is not None:  # rows that stay must survive the copy back
-                    self._host.load(slices, parts, pinned=pinned)
-                chunks = plan.staged(piece, staged)
-                self._transfer.gather(rows, chunks, first_layer + piece.first_layer)
-                buffer.filled.record()
-            with self._copies.current():
-                buffer.filled.wait()
-                self._host.store(parts, slices, pinned=pinned)
-                buffer.free.record()
+            for piece in plan.pieces(run):
+                self._store_staged(plan, piece, memory, first_layer)
         self._host.flush()
         gathered = Event(self._view.device)
         with self._kernels.current():
@@ -171,24 +158,11 @@ class Stager:
         """
         moved = self._begin(self._copies)
         direct = DIRECT_BYTES_ALONE if alone else DIRECT_BYTES
-        for piece in plan.all_pieces() if cut is None else plan.pieces(cut):
-            if self._moved_in_place(plan, piece, memory, first_layer, direct, gather=False):
+        for run in plan.runs(cut):
+            if self._moved_in_place(plan, run, memory, first_layer, direct, gather=False):
                 continue
-            parts = plan.slices(piece, memory)
-            pinned = self._host.pinned(memory[piece.first : piece.last])
-            buffer = self._next_buffer()
-            with self._copies.current():
-                staged, slices = buffer.take(parts)
-                self._host.load(slices, parts, pinned=pinned)
-                # In this stream, or they would be copied behind all pieces that are enqueued.
-                rows = plan.rows(piece)
-                self._kernels.reads(rows.engine, rows.host)
-                buffer.filled.record()
-            with self._kernels.current():
-                chunks = plan.staged(piece, staged)
-                buffer.filled.wait()
-                self._transfer.scatter(rows, chunks, first_layer + piece.first_layer)
-                buffer.free.record()
+            for piece in plan.pieces(run):
+                self._load_staged(plan, piece, memory, first_layer)
         with self._kernels.current():
             moved.done.record()
         return moved
@@ -209,6 +183,44 @@ class Stager:
             moved.begun.record()
         return moved
 
+    def _store_staged(
+        self, plan: Plan, piece: Piece, memory: Sequence[torch.Tensor], first_layer: int
+    ) -> None:
+        parts = plan.slices(piece, memory)
+        pinned = self._host.pinned(memory[piece.first : piece.last])
+        buffer = self._next_buffer()
+        with self._kernels.current():
+            staged, slices = buffer.take(parts)
+            rows = plan.rows(piece)
+            if rows.host is not None:  # rows that stay must survive the copy back
+                self._host.load(slices, parts, pinned=pinned)
+            chunks = plan.staged(piece, staged)
+            self._transfer.gather(rows, chunks, first_layer + piece.first_layer)
+            buffer.filled.record()
+        with self._copies.current():
+            buffer.filled.wait()
+            self._host.store(parts, slices, pinned=pinned)
+            buffer.free.record()
+
+    def _load_staged(
+        self, plan: Plan, piece: Piece, memory: Sequence[torch.Tensor], first_layer: int
+    ) -> None:
+        parts = plan.slices(piece, memory)
+        pinned = self._host.pinned(memory[piece.first : piece.last])
+        buffer = self._next_buffer()
+        with self._copies.current():
+            staged, slices = buffer.take(parts)
+            self._host.load(slices, parts, pinned=pinned)
+            # In this stream, or they would be copied behind all pieces that are enqueued.
+            rows = plan.rows(piece)
+            self._kernels.reads(rows.engine, rows.host)
+            buffer.filled.record()
+        with self._kernels.current():
+            chunks = plan.staged(piece, staged)
+            buffer.filled.wait()
+            self._transfer.scatter(rows, chunks, first_layer + piece.first_layer)
+            buffer.free.record()
+
     def _moved_in_place(
         self,
         plan: Plan,
@@ -219,13 +231,14 @@ class Stager:
         *,
         gather: bool,
     ) -> bool:
-        """Move a piece without staging, if that is possible and better; whether it was.
+        """Move a run without staging, if that is possible and better; whether it was.
 
         `direct_bytes` is the size of slices from which on staging is better.
         """
         first_layer += piece.first_layer
-        if self._in_place and memory[piece.first].device == self._view.device:
-            for number in range(piece.first, piece.last):
+        numbers = range(piece.first, piece.last)
+        if self._in_place and all(memory[n].device == self._view.device for n in numbers):
+            for number in numbers:
                 one = piece._replace(first=number, last=number + 1)
                 chunk = plan.chunk(one, number, memory[number])
                 move = self._transfer.gather if gather else self._transfer.scatter
