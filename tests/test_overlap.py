@@ -14,10 +14,11 @@ from test_connector import make, memory, slots_of
 from test_layerwise import objects
 
 from lmcache_xpu import binding
+from lmcache_xpu.buffers import SMALLEST_STAGING_BYTES
 from lmcache_xpu.layered_load import layer_cuts
 from lmcache_xpu.layerwise import VLLMPagedMemLayerwiseXPUConnector
 from lmcache_xpu.overlap import Overlap
-from lmcache_xpu.staging import SMALLEST_STAGING_BYTES, Moved, Stager, Stored
+from lmcache_xpu.staging import Moved, Stager, Stored
 
 SPANS = STARTS, ENDS = [0, 4, 8], [4, 8, 11]
 LAYERS = 6

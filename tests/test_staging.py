@@ -8,13 +8,14 @@ import pytest
 import torch
 from caches import DEVICE, Spec, bits, build
 
+from lmcache_xpu.buffers import SMALLEST_STAGING_BYTES
 from lmcache_xpu.devices import Event
 from lmcache_xpu.errors import SettingsError, TransferError
 from lmcache_xpu.host_memory import POOL_BYTES, HostMemory
 from lmcache_xpu.paged_view import PagedView
 from lmcache_xpu.plan import HostFormat
 from lmcache_xpu.slots import Slots, check_slots
-from lmcache_xpu.staging import SMALLEST_STAGING_BYTES, Stager
+from lmcache_xpu.staging import Stager
 
 SPANS = ((0, 4), (4, 8), (8, 11))
 HERE = [16, 17, 18, 19, 4, 5, 6, 7, 12, 13, 14]

@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 
+from lmcache_xpu.buffers import STAGING_BYTES
 from lmcache_xpu.engine_layout import Geometry
 from lmcache_xpu.errors import (
     HostMemoryError,
@@ -21,7 +22,7 @@ from lmcache_xpu.host_chunks import HostChunks
 from lmcache_xpu.paged_view import EngineLayer, PagedView
 from lmcache_xpu.plan import HostFormat, Order, Plan, layer_groups
 from lmcache_xpu.slots import check_slots
-from lmcache_xpu.staging import STAGING_BYTES, Stager
+from lmcache_xpu.staging import Stager
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,10 +16,10 @@ from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 from lmcache.v1.metadata import LMCacheMetadata
 
 from lmcache_xpu.binding import Binding, Bound, ConnectorOptions, Request
+from lmcache_xpu.buffers import STAGING_BYTES
 from lmcache_xpu.layered_load import LayeredLoad
 from lmcache_xpu.metrics import LOAD_CPU, STORE_CPU, Flow
 from lmcache_xpu.overlap import Overlap
-from lmcache_xpu.staging import STAGING_BYTES
 
 
 class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped base

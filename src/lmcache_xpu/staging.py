@@ -9,29 +9,19 @@ A piece is what is staged at once: some layers of one chunk or of several neighb
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
+from lmcache_xpu.buffers import STAGING_BYTES, Buffer, buffers
 from lmcache_xpu.devices import Event, SideStream, has_triton, is_host
-from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.host_memory import HostMemory
 from lmcache_xpu.paged_view import PagedView
 from lmcache_xpu.plan import HostFormat, Piece, Plan
 from lmcache_xpu.slots import Slots, request_rows
 from lmcache_xpu.transfer import DirectTransfer, TorchTransfer, Transfer
 from lmcache_xpu.uploads import Uploads
-
-logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
-
-# Of one buffer where there are less than the most of them. Nothing runs beside the first gather of
-# a store and the last scatter of a load, so buffers are small.
-BUFFER_BYTES = 32 * 2**20
-MOST_BUFFERS = 8
-STAGING_BYTES = 256 * 2**20  # of all buffers; the default
-SMALLEST_STAGING_BYTES = 2 * 2**20
 
 # Slices of host memory below this size are moved by a kernel that addresses them, not by the copy
 # engine, which needs microseconds for each. Measured on an H200 whose link gives 55 GB/s: 288 KiB
@@ -91,7 +81,7 @@ class Stager:
         self._kernels = SideStream(view.device)
         self._copies = SideStream(view.device)
         nothing = in_place and is_host(view.device)
-        self._buffers = [] if nothing else _buffers(staging_bytes, view.device)
+        self._buffers = [] if nothing else buffers(staging_bytes, view.device)
         self._turn = 0
         size = self._buffers[0].size if self._buffers else 0
         self.buffer_bytes = size
@@ -258,29 +248,9 @@ class Stager:
             self._direct.move_chunks(plan.rows(piece), table, chunk, first_layer, gather=gather)
         return True
 
-    def _next_buffer(self) -> _Buffer:
+    def _next_buffer(self) -> Buffer:
         self._turn = (self._turn + 1) % len(self._buffers)
         return self._buffers[self._turn]
-
-
-class _Buffer:
-    """Bytes on the device for one piece at a time; `filled` and `free` order the two streams."""
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.size = size
-        self.filled = Event(device)
-        self.free = Event(device)
-        self._memory = torch.empty(size, dtype=torch.uint8, device=device)
-
-    def take(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Memory for all parts, whole and in slices of their sizes.
-
-        The current stream waits for the last user.
-        """
-        self.free.wait()
-        sizes = [part.numel() for part in parts]
-        staged = self._memory[: sum(sizes)]
-        return staged, list(staged.split_with_sizes(sizes))
 
 
 def transfer_of(view: PagedView) -> Transfer:
@@ -290,25 +260,3 @@ def transfer_of(view: PagedView) -> Transfer:
 
         return TritonTransfer.of(view)
     return TorchTransfer.of(view)
-
-
-def _buffers(wanted: int, device: torch.device) -> list[_Buffer]:
-    size = wanted
-    while size >= SMALLEST_STAGING_BYTES:
-        try:
-            count = min(max(2, size // BUFFER_BYTES), MOST_BUFFERS)
-            found = [_Buffer(size // count, device) for _ in range(count)]
-        except torch.OutOfMemoryError:
-            size //= 2
-            continue
-        if size < wanted:
-            logger.warning(
-                "staging uses %.0f MiB of %s, not %.0f: there is not more free memory",
-                *(size / 2**20, device, wanted / 2**20),
-            )
-        return found
-    raise SettingsError(
-        f"no {SMALLEST_STAGING_BYTES >> 20} MiB of free memory on {device} to stage copies in",
-        f"{wanted >> 20} MiB (staging_mib)",
-        "Lower memory_fraction, so that the engine leaves some.",
-    )
