@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from engine import CHUNK, MIB, Engine
+from leftovers import CLEAN, leaks
 from prompts import shared, tokens
-from test_3_faults import CLEAN, leaks
 
 pytestmark = pytest.mark.promise("5 load")
 
