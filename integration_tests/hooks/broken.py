@@ -76,8 +76,8 @@ def _(module) -> None:
 def _(module) -> None:
     moved = module.Flow.moved
 
-    def half(self, *, size_bytes, tokens, seconds):
-        moved(self, size_bytes=size_bytes // 2, tokens=tokens, seconds=0.0)
+    def half(self, seconds, *, size_bytes, tokens):
+        moved(self, 0.0, size_bytes=size_bytes // 2, tokens=tokens)
 
     module.Flow.moved = half
 
@@ -105,7 +105,7 @@ def _(module) -> None:
 
 @breaks("references", "binding")
 def _(module) -> None:
-    check = module.Binding.check_objects
+    check = module.Binding.memory
 
     @functools.wraps(check)
     def kept(self, bound, memory_objs, *args, **kwargs):
@@ -114,7 +114,7 @@ def _(module) -> None:
                 obj.ref_count_up()
         return check(self, bound, memory_objs, *args, **kwargs)
 
-    module.Binding.check_objects = kept
+    module.Binding.memory = kept
 
 
 @breaks("weights", "weights")

@@ -48,7 +48,7 @@ def fragile(owner: type, name: str, point: str, *, after: bool = False) -> None:
         if name == "load" and len(args) > 3:  # in cuts, each of some layers
             layer += args[0].cuts[args[3]][0]
         where = point
-        if name in ("plan", "check_objects"):
+        if name in ("plan", "memory"):
             where = f"{point} {'load' if kwargs['loading'] else 'store'}"
         if after:
             result = original(self, *args, **kwargs)
@@ -86,7 +86,7 @@ def plant(module) -> None:
             fragile(module.Stager, name, f"after {name}", after=True)
     elif module.__name__ == "lmcache_xpu.binding":
         fragile(module.Binding, "plan", "plan")
-        fragile(module.Binding, "check_objects", "check")
+        fragile(module.Binding, "memory", "check")
     elif module.__name__ == "lmcache_xpu.disk.chunk_store":
         module.write_chunk = full_disk(module.write_chunk)
     elif module.__name__ == "lmcache_xpu.remote":
