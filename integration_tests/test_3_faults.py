@@ -15,11 +15,8 @@ LENGTH = 4 * CHUNK + 77
 
 
 GUARDED = pytest.mark.fails_without("guard")
-# In standard mode a copy is beside the engine's steps, and says itself what it left unfilled.
-COPYING = (
-    pytest.mark.fails_without("guard", mode="layerwise"),
-    pytest.mark.fails_without("report", mode="standard"),
-)
+# A copy is beside the engine's steps, and says itself what it left unfilled.
+COPYING = pytest.mark.fails_without("report")
 LOADS = [
     pytest.param("plan load", marks=GUARDED),
     pytest.param("check load", marks=GUARDED),
