@@ -105,14 +105,14 @@ def _(module) -> None:
 
 @breaks("references", "binding")
 def _(module) -> None:
-    check = module.Binding.memory
+    memory = module.Binding.memory
 
-    @functools.wraps(check)
+    @functools.wraps(memory)
     def kept(self, bound, memory_objs, *args, **kwargs):
         if kwargs["loading"]:
             for obj in memory_objs:
                 obj.ref_count_up()
-        return check(self, bound, memory_objs, *args, **kwargs)
+        return memory(self, bound, memory_objs, *args, **kwargs)
 
     module.Binding.memory = kept
 

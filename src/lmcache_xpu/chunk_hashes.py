@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -73,8 +73,4 @@ class ChunkHashes:
         skipped = 0 if mask is None else len(mask) - int(mask.sum())
         del kwargs["tokens"]
         found = process(hashes=known.hashes[:count], offsets=known.sizes[:count], **kwargs)
-        return _from(found, skipped)
-
-
-def _from(chunks: Iterable[Any], start: int) -> Iterator[Any]:
-    return (chunk for chunk in chunks if chunk[0] >= start)
+        return (chunk for chunk in found if chunk[0] >= skipped)

@@ -88,8 +88,7 @@ class HostMemory:
 
     def _next(self) -> _Step:
         if not self._ring:
-            with torch.inference_mode(False):  # written from either mode
-                self._ring = [_Step(self._device, self._ring_bytes) for _ in range(2)]
+            self._ring = [_Step(self._device, self._ring_bytes) for _ in range(2)]
         self._turn = (self._turn + 1) % len(self._ring)
         step = self._ring[self._turn]
         step.finish()
@@ -132,18 +131,21 @@ class _Step:
         self.used = Event(device)
         self.pending: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
         self._pin = not is_host(device)
-        self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._pin)
+        self._memory = self._allocated(size)
 
     def parts(self, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The memory cut into parts of these shapes; it grows if it has to."""
         needed = sum(part.nbytes for part in like)
         if needed > len(self._memory):
-            with torch.inference_mode(False):
-                self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=self._pin)
+            self._memory = self._allocated(needed)
         flat = torch.split(self._memory[:needed], [part.nbytes for part in like])
         return [
             piece.view(part.dtype).view(part.shape) for piece, part in zip(flat, like, strict=True)
         ]
+
+    @torch.inference_mode(False)  # written from either mode
+    def _allocated(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._pin)
 
     def finish(self) -> None:
         """Wait for the copy, and bring what it stored to where it belongs."""

@@ -36,8 +36,8 @@ class Uploads:
         self._device = device
         self._copies: deque[_Copy] = deque()  # the oldest first
         self._next = 0
-        self._size = 0 if is_host(device) else ring_bytes // torch.int64.itemsize
-        self._ring = torch.empty(self._size, dtype=torch.int64, pin_memory=self._size > 0)
+        size = 0 if is_host(device) else ring_bytes // torch.int64.itemsize
+        self._ring = torch.empty(size, dtype=torch.int64, pin_memory=size > 0)
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """Contiguous int64 numbers of the host on the device, copied in the current stream.
@@ -46,10 +46,10 @@ class Uploads:
         """
         if is_host(self._device):
             return tensor
-        count = tensor.numel()
-        if count > self._size:
+        count, size = tensor.numel(), self._ring.numel()
+        if count > size:
             return tensor.to(self._device)
-        start = self._next if self._next + count <= self._size else 0
+        start = self._next if self._next + count <= size else 0
         end = start + count
         while self._copies and (
             self._copies[0].done.reached()
