@@ -10,6 +10,7 @@ many small chunks, and a layerwise load beside compute. Medians; GB/s are 10^9 b
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lmcache_xpu.connector import VLLMPagedMemXPUConnectorV2
+from lmcache_xpu.devices import batched_copy
 from lmcache_xpu.layerwise import VLLMPagedMemLayerwiseXPUConnector
 from lmcache_xpu.overlap import Overlap
 
@@ -217,6 +219,8 @@ def main(
     """Measure every case on the accelerator of this machine and print tables."""
     if DEVICE == "cpu":
         raise typer.BadParameter("PyTorch sees no accelerator here; use benchmarks/connector.py")
+    with contextlib.suppress(ImportError):  # an engine has loaded vLLM's operations
+        import vllm._custom_ops  # noqa: F401  # for what it loads
     console = Console(width=150)
     begin = time.perf_counter()
     results = []
@@ -241,6 +245,7 @@ def main(
         facts = {
             "device": torch.get_device_module(DEVICE).get_device_name(),
             "torch": torch.__version__,
+            "batched copies": batched_copy(torch.device(DEVICE)) is not None,
             "seconds": time.perf_counter() - begin,
             "results": [asdict(result) for result in results],
             "overlap_ms": beside,

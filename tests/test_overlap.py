@@ -13,7 +13,7 @@ from caches import DEVICE, Spec, bits, build
 from test_connector import make, memory, slots_of
 from test_layerwise import objects
 
-from lmcache_xpu import binding
+from lmcache_xpu import binding, layered_load
 from lmcache_xpu.buffers import SMALLEST_STAGING_BYTES
 from lmcache_xpu.layered_load import layer_cuts
 from lmcache_xpu.layerwise import VLLMPagedMemLayerwiseXPUConnector
@@ -22,6 +22,13 @@ from lmcache_xpu.staging import Moved, Stager, Stored
 
 SPANS = STARTS, ENDS = [0, 4, 8], [4, 8, 11]
 LAYERS = 6
+
+
+@pytest.fixture(autouse=True)
+def few_layers(monkeypatch):
+    """Cuts of 1, 1, 2, 1 and 1 layers, of which the first is enqueued at once."""
+    monkeypatch.setattr(layered_load, "FIRST", 1)
+    monkeypatch.setattr(layered_load, "SINGLE", 2)
 
 
 def settle() -> None:
@@ -95,9 +102,10 @@ class Case:
     ("layers", "much", "sizes"),
     [
         (1, True, [1]),
-        (6, True, [1, 1, 2, 1, 1]),
-        (32, True, [1, 1, *[2] * 14, 1, 1]),
-        (61, True, [1, 1, *[2] * 28, 1, 1, 1]),
+        (6, True, [1, 1, 1, 1, 1, 1]),
+        (8, True, [1, 1, 1, 1, 2, 1, 1]),
+        (32, True, [1, 1, 1, 1, *[2] * 13, 1, 1]),
+        (61, True, [1, 1, 1, 1, *[2] * 27, 1, 1, 1]),
         (1, False, [1]),
         (3, False, [3]),
         (6, False, [6]),
@@ -105,7 +113,8 @@ class Case:
         (61, False, [46, 12, 3]),
     ],
 )
-def test_cuts_grow_beside_much_computing_and_shrink_beside_little(layers, much, sizes):
+def test_cuts_grow_beside_much_computing_and_shrink_beside_little(layers, much, sizes, monkeypatch):
+    monkeypatch.undo()
     cuts = layer_cuts(layers, much_to_compute=much)
     assert [b - a for a, b in itertools.pairwise([*cuts, layers])] == sizes
 
@@ -140,6 +149,16 @@ def expected(case: Case) -> torch.Tensor:
             for slot in case.slots.tolist():
                 fresh.put(plane, layer, slot, case.source.token(plane, layer, slot))
     return fresh.raw
+
+
+@pytest.mark.parametrize("first", [1, 2, 3])
+def test_a_load_starts_with_its_first_cuts(first: int, monkeypatch):
+    monkeypatch.setattr(layered_load, "FIRST", first)
+    case = Case()
+    case.load()
+    there = [case.there(layer) for layer in range(LAYERS)]
+    layers = [0, *layer_cuts(LAYERS, much_to_compute=True)[1:], LAYERS][first]
+    assert there == [True] * layers + [False] * (LAYERS - layers)
 
 
 def test_later_layers_are_not_copied_before_the_first_are_waited_for():

@@ -76,6 +76,35 @@ def test_an_untested_version_goes_on_when_asked():
     assert found["standard"] == "lmcache_xpu.connector"
 
 
+STEP = """
+import json
+from types import SimpleNamespace
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.v1.worker.gpu_worker import Worker
+from lmcache_xpu import seam
+events = []
+def execute_model(worker, step):
+    events.append("vLLM")
+    return "its output"
+Worker.execute_model = execute_model
+seam.install()
+ours, other = SimpleNamespace(begin_step=events.append), SimpleNamespace()
+found = []
+for connector, metadata in ((None, "no one's"), (other, "another's"), (ours, None), (ours, "ours")):
+    kv_transfer_state._KV_CONNECTOR_AGENT = connector
+    step = SimpleNamespace(kv_connector_metadata=metadata)
+    found.append((Worker.execute_model(None, step), list(events)))
+    events.clear()
+print(json.dumps(found))
+"""
+
+
+def test_our_connector_hears_of_a_step_first():
+    nobody, stock, idle, ours = run_script(STEP)
+    assert nobody == stock == idle == ["its output", ["vLLM"]]
+    assert ours == ["its output", ["ours", "vLLM"]]
+
+
 def test_versions():
     tested = versions.Versions(lmcache="0.5.6", vllm="0.32.0", torch="2.13.0")
     assert tested.tested

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 
 import pytest
 import torch
 from caches import DEVICE, Spec, bits, build
 
+from lmcache_xpu import host_memory
 from lmcache_xpu.buffers import SMALLEST_STAGING_BYTES
 from lmcache_xpu.devices import Event
 from lmcache_xpu.errors import SettingsError, TransferError
@@ -56,10 +58,27 @@ def moved(source, target):
 PINNED = [False] if DEVICE == "cpu" else [False, True]
 
 
+@pytest.fixture(params=["as the device does", "in batches"])
+def batches(request, monkeypatch) -> list[int]:
+    """How many copies each call of vLLM's operation made, where it is imitated: on the host."""
+    sizes: list[int] = []
+
+    def batched(sources: torch.Tensor, targets: torch.Tensor, sizes_: torch.Tensor) -> None:
+        sizes.append(len(sources))
+        for one in zip(targets.tolist(), sources.tolist(), sizes_.tolist(), strict=True):
+            ctypes.memmove(*one)
+
+    if request.param == "in batches":
+        if DEVICE != "cpu":
+            pytest.skip("the operation is imitated on the host only; a device has its own")
+        monkeypatch.setattr(host_memory, "batched_copy", lambda device: batched)
+    return sizes
+
+
 @pytest.mark.parametrize("pinned", PINNED)
 @pytest.mark.parametrize("buffer", [ONE_LAYER, 2 * ONE_LAYER, 3 * ONE_LAYER, 7 * ONE_LAYER])
 @pytest.mark.parametrize("kind", ["BLHNC", "NB,2,BS,NH,HS"])
-def test_a_round_trip_with_buffers_of_every_size(kind: str, buffer: int, pinned: bool):
+def test_a_round_trip_with_buffers_of_every_size(kind: str, buffer: int, pinned: bool, batches):
     source, target = build(Spec(kind)), build(Spec(kind))
     stager, form = stager_of(source, buffer), HostFormat(3, 2)
     memory = flat(host(source, pinned))
@@ -73,6 +92,8 @@ def test_a_round_trip_with_buffers_of_every_size(kind: str, buffer: int, pinned:
     done.done.synchronize()
     assert torch.equal(bits(target.raw), bits(wanted))
     assert done.seconds() >= 0
+    assert all(count > 1 for count in batches)
+    assert bool(batches) == (stager._host.copies_in_batches and DEVICE == "cpu")
 
 
 def test_a_store_keeps_the_rows_of_unmapped_tokens():
@@ -153,6 +174,17 @@ def test_passing_memory_is_never_pinned():
     driver = Driver(True)
     assert not HostMemory(torch.device(DEVICE), 64, driver).pinned([torch.empty(4096)])
     assert driver.asked == []
+
+
+@pytest.mark.parametrize(("kind", "reached"), [("xpu", False), ("cuda", True)])
+def test_kernels_address_only_what_the_driver_lets_them(kind: str, reached: bool):
+    """SYCL registers memory for copies alone: a kernel that addressed it would lose the device."""
+    memory = HostMemory(torch.device(kind), 64, lambda *asked: True)
+    pool = [torch.empty(POOL_BYTES, dtype=torch.uint8)]
+    assert memory.pinned(pool)
+    assert memory.addressable(pool) is reached
+    refused = HostMemory(torch.device(kind), 64, lambda *asked: False)
+    assert not refused.addressable(pool)
 
 
 def test_a_ring_brings_bytes_there_and_back():

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
 
+from lmcache_xpu import vllm_connector
 from lmcache_xpu.vllm_connector import LMCacheXPUConnector
 
 STEP = {"attention": "of the step"}
@@ -17,7 +18,9 @@ STEP = {"attention": "of the step"}
 
 def connector(*, served: bool = True, can_load: tuple[bool | None, ...] = (True,)) -> Any:
     made: Any = object.__new__(LMCacheXPUConnector)
-    made._served, made._overlap = served, None
+    made._served, made._overlap, made._guard = served, None, None
+    made._loading, made._loads_early = False, True
+    made._lmcache_engine = SimpleNamespace()
     specs = [None if can is None else SimpleNamespace(can_load=can) for can in can_load]
     made._connector_metadata = SimpleNamespace(
         requests=[SimpleNamespace(load_spec=spec) for spec in specs]
@@ -50,3 +53,47 @@ def test_a_load_is_not_skipped_for_want_of_attention_metadata(
     made.start_load_kv(context, **given)
     assert found == [seen]
     assert context.attn_metadata == in_context
+
+
+def begin_two_steps(made: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The calls in which vLLM makes a step, twice; what LMCache was told to load."""
+    loaded: list[Any] = []
+    monkeypatch.setattr(
+        LMCacheConnectorV1,
+        "start_load_kv",
+        lambda self, context, **kwargs: loaded.append(
+            (self._get_connector_metadata(), context.attn_metadata)
+        ),
+    )
+    requests = made._connector_metadata.requests
+    for _ in range(2):
+        meta: Any = SimpleNamespace(requests=requests)
+        made.begin_step(meta)
+        loaded.append("prepared")
+        made.bind_connector_metadata(meta)
+        made.start_load_kv(SimpleNamespace(attn_metadata=STEP))
+        made.clear_connector_metadata()
+    return loaded
+
+
+def test_a_step_loads_once_and_before_vllm_prepares_it(monkeypatch):
+    one, prepared, two, prepared_again = begin_two_steps(connector(), monkeypatch)
+    assert (prepared, prepared_again) == ("prepared", "prepared")
+    assert one[0] is not two[0]
+    assert (one[1], two[1]) == ({}, {}), "LMCache skips a load without attention metadata"
+
+
+def test_blocks_that_vllm_zeroes_are_loaded_after_that(monkeypatch):
+    made = connector()
+    made._loads_early = False
+    events = begin_two_steps(made, monkeypatch)
+    assert [event == "prepared" for event in events] == [True, False, True, False]
+
+
+def test_a_step_begins_once(monkeypatch):
+    made, began = connector(), []
+    made._overlap = SimpleNamespace(begin_step=lambda *facts: began.append(facts))
+    monkeypatch.setattr(vllm_connector, "may_run_as_one_graph", lambda *args: False)
+    made._vllm_config = None
+    begin_two_steps(made, monkeypatch)
+    assert len(began) == 2

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -95,12 +96,37 @@ def register_host(address: int, size: int, device: torch.device) -> bool:
     """Pin memory that is allocated already, `size` bytes at `address`; whether that worked.
 
     The drivers have no common call for it: CUDA's is in its runtime, XPU's comes with vLLM.
+    See `kernels_reach_registered`.
     """
     if device.type == "cuda":
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no types for it
         return int(runtime.cudaHostRegister(address, size, 0)) == 0
     register = getattr(torch.ops._C, "xpu_host_register", None) if device.type == "xpu" else None
     return register is not None and bool(register(address, size))
+
+
+def kernels_reach_registered(device: torch.device) -> bool:
+    """Whether kernels may address memory that `register_host` pinned, as they may what torch did.
+
+    XPU's call (SYCL's `prepare_for_device_copy`) is for copies alone.
+    """
+    return device.type == "cuda"
+
+
+def batched_copy(
+    device: torch.device,
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None:
+    """vLLM's operation that enqueues many copies at once, where there is one that helps.
+
+    It takes sources, targets (addresses) and sizes in bytes, `[n]` int64 on the host each, and
+    enqueues in the current stream. On CUDA the driver takes them as one: measured on an H200, 1 MiB
+    each, 54.5 GB/s and 1 microsecond of the caller's time instead of 41.4 and 17. XPU's operation
+    of that name first copies what the host has on the host (vllm-xpu-kernels, csrc/utils/
+    mem_cpy.cpp), so it is not used.
+    """
+    if device.type != "cuda":
+        return None
+    return getattr(torch.ops._C_cache_ops, "swap_blocks_batch", None)
 
 
 def has_triton(device: torch.device) -> bool:

@@ -13,7 +13,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from lmcache_xpu.devices import Event, is_host, register_host
+from lmcache_xpu.devices import (
+    Event,
+    batched_copy,
+    is_host,
+    kernels_reach_registered,
+    register_host,
+)
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
@@ -39,6 +45,8 @@ class HostMemory:
     ) -> None:
         self._device = device
         self._register = register
+        self._registered = False  # some memory, here
+        self._batched = batched_copy(device)
         self._ring_bytes = ring_bytes
         self._ring: list[_Step] = []
         self._turn = 0
@@ -49,6 +57,17 @@ class HostMemory:
         """Whether the device reaches all of this memory by itself."""
         return all(self._is_pinned(part) for part in memory)
 
+    def addressable(self, memory: Sequence[torch.Tensor]) -> bool:
+        """Whether kernels may address all of this memory as well."""
+        return self.pinned(memory) and (
+            not self._registered or kernels_reach_registered(self._device)
+        )
+
+    @property
+    def copies_in_batches(self) -> bool:
+        """Whether many small copies are about as fast as few large ones."""
+        return self._batched is not None
+
     def load(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, pinned: bool
     ) -> None:
@@ -57,12 +76,12 @@ class HostMemory:
         With memory that is not pinned this waits for the copy before the last.
         """
         if pinned:
-            _copy(targets, sources)
+            self._copy(targets, sources)
             return
         step = self._next()
         staged = step.parts(sources)
         torch._foreach_copy_(staged, list(sources))
-        _copy(targets, staged)
+        self._copy(targets, staged)
         step.used.record()
 
     def store(
@@ -73,11 +92,11 @@ class HostMemory:
         With memory that is not pinned this waits for the copy before the last.
         """
         if pinned:
-            _copy(targets, sources)
+            self._copy(targets, sources)
             return
         step = self._next()
         staged = step.parts(targets)
-        _copy(staged, sources)
+        self._copy(staged, sources)
         step.used.record()
         step.pending = list(zip(targets, staged, strict=True))
 
@@ -85,6 +104,17 @@ class HostMemory:
         """Finish stores to memory that is not pinned; waits for them."""
         for offset in range(1, len(self._ring) + 1):  # the older one first
             self._ring[(self._turn + offset) % len(self._ring)].finish()
+
+    def _copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """One copy per part, enqueued by one call: the parts may be many and small."""
+        if self._batched is None or len(targets) == 1:
+            torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
+            return
+        self._batched(
+            torch.tensor([part.data_ptr() for part in sources]),
+            torch.tensor([part.data_ptr() for part in targets]),
+            torch.tensor([part.nbytes for part in targets]),
+        )
 
     def _next(self) -> _Step:
         if not self._ring:
@@ -114,6 +144,7 @@ class HostMemory:
         if size < POOL_BYTES:
             return False
         registered = self._register(address, size, self._device)
+        self._registered |= registered
         logger.info(
             "host memory of %.1f GiB was not pinned; %s",
             size / 2**30,
@@ -153,8 +184,3 @@ class _Step:
         for target, source in self.pending:
             target.copy_(source)
         self.pending = ()
-
-
-def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """One copy per part, enqueued from C++: the parts may be many and small."""
-    torch._foreach_copy_(list(targets), list(sources), non_blocking=True)

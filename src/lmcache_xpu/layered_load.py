@@ -16,10 +16,15 @@ from lmcache_xpu.staging import Moved, Stager
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
-MOST_LAYERS = 2  # of a cut beside much computing
+SINGLE = 4  # cuts of one layer each, at the start beside much computing
+MOST_LAYERS = 2  # of a later one
 LEAST_LAYERS = 8  # of a cut that shrinks; smaller copies are slower
 
 AHEAD = 2  # cuts that are enqueued beyond the layer that the engine is at
+
+# Cuts that are enqueued at once: the engine prepares its step meanwhile (8 ms were seen), and other
+# requests' loads are enqueued.
+FIRST = 2
 
 
 class _Cut(NamedTuple):
@@ -72,8 +77,8 @@ class LayeredLoad:
             logger.exception("A load failed and is computed instead: %s", error)
 
     def start(self) -> None:
-        """Enqueue the first layer."""
-        self._enqueue(1)
+        """Enqueue the first cuts."""
+        self._enqueue(FIRST)
 
     def before_layer(self, layer: int) -> None:
         """Let the current stream wait for a layer."""
@@ -131,16 +136,17 @@ class LayeredLoad:
 def layer_cuts(layers: int, *, much_to_compute: bool) -> list[int]:
     """The first layer of each cut.
 
-    With much to compute beside the load, cuts of 1, 1, 2, 2, 2, ..., 1, 1 layers: the first comes
-    early, and each is there by the time that the ones before it have been computed, also where
-    copying takes about as long as computing (larger ones, which copy faster, make the engine wait).
+    With much to compute beside the load, cuts of 1, 1, 1, 1, 2, 2, ..., 1, 1 layers: the first
+    come early and are enqueued quickly, while the device has no other work yet, and each is there
+    by the time that the ones before it have been computed, also where copying takes about as long
+    as computing (larger ones make the engine wait).
     With little to compute the copies are what takes time: each cut is three quarters of what is
     left, so that most layers come in few large copies.
     """
     starts = [0]
     while starts[-1] < layers:
         left = layers - starts[-1]
-        growing = min((len(starts) + 1) // 2, MOST_LAYERS, max(1, left // 2))
+        growing = 1 if len(starts) <= SINGLE else min(MOST_LAYERS, max(1, left // 2))
         shrinking = max(left - left // 4, min(left, LEAST_LAYERS))
         starts.append(starts[-1] + (growing if much_to_compute else shrinking))
     return starts[:-1]

@@ -1,9 +1,9 @@
 """The one place that knows how LMCache and vLLM are patched.
 
 LMCache has no plug-in point for connectors: its `CreateGPUConnector` is a fixed list of
-devices. `install` wraps that function, and two names beside it, when the modules that hold them
-are imported (so that a process which never imports LMCache pays nothing). Without an engine
-being built by our vLLM connector every wrapper passes straight through.
+devices. `install` wraps that function, two names beside it and vLLM's worker, when the modules that
+hold them are imported (so that a process which never imports LMCache pays nothing). Without an
+engine being built by our vLLM connector every wrapper passes straight through.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+import operator
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -44,9 +45,9 @@ class Patch:
 
     Args:
         module: where the attribute is.
-        attribute: its name.
+        attribute: its name; with a dot, of a class.
         replace: makes the replacement from the original.
-        cause: why LMCache can't do without it.
+        cause: why it has to be.
     """
 
     module: str
@@ -56,16 +57,16 @@ class Patch:
 
     def __call__(self, module: ModuleType) -> None:
         """Replace the attribute; does nothing when it is replaced already."""
-        original = getattr(module, self.attribute)
-        if not self.in_place(original):
-            replacement = self.replace(original)
+        if not self.in_place(module):
+            owner, _, name = self.attribute.rpartition(".")
+            holder = getattr(module, owner) if owner else module
+            replacement = self.replace(getattr(holder, name))
             replacement.__lmcache_xpu__ = True
-            setattr(module, self.attribute, replacement)
+            setattr(holder, name, replacement)
 
-    @staticmethod
-    def in_place(attribute: Any) -> bool:
-        """Whether this attribute is a replacement made here."""
-        return "__lmcache_xpu__" in vars(attribute)
+    def in_place(self, module: ModuleType) -> bool:
+        """Whether the attribute is a replacement made here."""
+        return "__lmcache_xpu__" in vars(operator.attrgetter(self.attribute)(module))
 
 
 def _create_connector(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -138,6 +139,20 @@ def _layout_hints(original: Callable[..., Any]) -> Callable[..., Any]:
     return hints
 
 
+def _begin_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def execute_model(worker: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm.distributed import kv_transfer
+
+        if kv_transfer.has_kv_transfer_group():
+            begin = getattr(kv_transfer.get_kv_transfer_group(), "begin_step", None)
+            if begin is not None and scheduler_output.kv_connector_metadata is not None:
+                begin(scheduler_output.kv_connector_metadata)
+        return original(worker, scheduler_output, *args, **kwargs)
+
+    return execute_model
+
+
 PATCHES = (
     Patch(
         "lmcache.v1.gpu_connector",
@@ -162,6 +177,12 @@ PATCHES = (
         "vllm_layout_hints",
         _layout_hints,
         "raises for layouts that LMCache's own connectors can't read, and ours can",
+    ),
+    Patch(
+        "vllm.v1.worker.gpu_worker",  # every device's worker is made from it
+        "Worker.execute_model",
+        _begin_step,
+        "tells a connector of a step only when it has prepared it, 8 ms after it could load",
     ),
 )
 
@@ -238,7 +259,7 @@ def status() -> Status:
         for patch in PATCHES:
             module = importlib.import_module(patch.module)
             name = f"{patch.module}.{patch.attribute}"
-            patches[name] = patch.in_place(getattr(module, patch.attribute))
+            patches[name] = patch.in_place(module)
     return Status(
         lmcache_version=found.lmcache,
         vllm_version=found.vllm,

@@ -26,8 +26,12 @@ from lmcache_xpu.uploads import Uploads
 # Slices of host memory below this size are moved by a kernel that addresses them, not by the copy
 # engine, which needs microseconds for each. Measured on an H200 whose link gives 55 GB/s: 288 KiB
 # slices 33 by the engine and 43 by the kernel, 1 MiB slices 45 and 49. But compute beside a load
-# takes 1.4 times as long with the kernel and 1.08 with the engine, so the kernel is for the small.
+# takes 1.1 to 1.4 times as long with the kernel and 1.08 with the engine, so the kernel is for the
+# small.
 DIRECT_BYTES = 512 * 2**10
+
+# The same where copies are enqueued in batches: 256 KiB slices 53; smaller ones were not measured.
+DIRECT_BYTES_BATCHED = 256 * 2**10
 
 # The same where the device has nothing else to do: 2 MiB slices 52 by the engine, 51 by the kernel.
 # And one launch is enqueued much earlier than hundreds of copies.
@@ -86,6 +90,7 @@ class Stager:
         size = self._buffers[0].size if self._buffers else 0
         self.buffer_bytes = size
         self._host = HostMemory(view.device, size)
+        self._direct_bytes = DIRECT_BYTES_BATCHED if self._host.copies_in_batches else DIRECT_BYTES
         self._upload = Uploads(view.device)
 
     def plan(
@@ -116,7 +121,9 @@ class Stager:
         """
         moved = self._begin(self._kernels)
         for run in plan.runs():
-            if self._moved_in_place(plan, run, memory, first_layer, DIRECT_BYTES, gather=True):
+            if self._moved_in_place(
+                plan, run, memory, first_layer, self._direct_bytes, gather=True
+            ):
                 continue
             for piece in plan.pieces(run):
                 self._store_staged(plan, piece, memory, first_layer)
@@ -147,14 +154,19 @@ class Stager:
             alone: the device has nothing else to do meanwhile.
         """
         moved = self._begin(self._copies)
-        direct = DIRECT_BYTES_ALONE if alone else DIRECT_BYTES
+        direct = DIRECT_BYTES_ALONE if alone else self._direct_bytes
+        staged = False
         for run in plan.runs(cut):
             if self._moved_in_place(plan, run, memory, first_layer, direct, gather=False):
                 continue
+            staged = True
             for piece in plan.pieces(run):
                 self._load_staged(plan, piece, memory, first_layer)
         with self._kernels.current():
             moved.done.record()
+        if not staged:
+            with self._copies.current():
+                moved.done.wait()  # what is copied next would slow what is needed first
         return moved
 
     def fence(self) -> Moved:
@@ -241,7 +253,7 @@ class Stager:
         chunk = plan.chunk(piece, piece.first, parts[0])
         offset = chunk.data_ptr() - parts[0].data_ptr()
         addresses = [part.data_ptr() + offset for part in parts]
-        if not (self._host.pinned(parts) and self._direct.aligned(addresses)):
+        if not (self._host.addressable(parts) and self._direct.aligned(addresses)):
             return False
         with self._kernels.current():
             table = self._upload(torch.tensor(addresses, dtype=torch.int64))

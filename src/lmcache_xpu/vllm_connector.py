@@ -12,6 +12,7 @@ which LMCache brings (llvmlite's, by way of numba).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,6 +76,8 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
         self._facts: EngineFacts | None = None
         self._overlap: Overlap | None = None
         self._layers: dict[str, int] = {}
+        self._loading = False  # this step's loads have begun
+        self._loads_early = False  # before vLLM has prepared the step
         self._guard: Guard | None = None  # the worker's
         self._isolation: Isolation | None = None  # the scheduler's
         if not self._served:
@@ -90,6 +93,8 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
         lmcache_config.apply(self._config, extra)
         lmcache_config.make_hash_safe(self._config, extra)
         facts = engine_facts(vllm_config, kv_cache_config)
+        # Where vLLM zeroes new blocks, it does so while it prepares a step.
+        self._loads_early = not kv_cache_config.needs_kv_cache_zeroing
         lmcache_config.check_features(self._config)
         check_chunks(
             facts,
@@ -137,34 +142,50 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
                         "Its error is in the log above, after 'Failed to'.",
                     )
 
+    def begin_step(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Load what a step needs while vLLM prepares it, which takes milliseconds.
+
+        Called first in each step (see `seam`); vLLM itself asks when it is ready to compute.
+        """
+        if not (self._served and self._loads_early):
+            return
+        self.bind_connector_metadata(connector_metadata)
+        if self._loads_in_step():
+            self._loading = True
+            super().start_load_kv(SimpleNamespace(attn_metadata={}))
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """A step begins. Blocks that it may write wait for stores that still read them."""
+        if self.has_connector_metadata() and self._get_connector_metadata() is connector_metadata:
+            return  # again would forget layerwise loads that have begun
+        super().bind_connector_metadata(connector_metadata)
+        self._loading = False
+        if self._guard is not None:
+            self._guard.begin_step()
+        if self._overlap is not None:
+            facts = getattr(connector_metadata, STEP, (None, None))
+            self._overlap.begin_step(*facts)
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Load what this step needs; see LMCache's connector.
+        """Load what this step needs, if that has not begun; see LMCache's connector.
 
         vLLM's newer model runner loads before it enters a forward context where the step is one
         graph (up to 0.26), or always (since). LMCache skips the load if the context has no
         attention metadata, though the scheduler counts its tokens as computed: the step would
         compute from whatever the blocks hold. It looks at nothing else of them.
         """
-        found = forward_context.attn_metadata
-        if self._served and found is None and self._loads_in_step():
-            forward_context.attn_metadata = kwargs.get("attn_metadata", {})
-        try:
-            super().start_load_kv(forward_context, **kwargs)
-        finally:
-            forward_context.attn_metadata = found
+        if not self._loading:
+            found = forward_context.attn_metadata
+            if self._served and found is None and self._loads_in_step():
+                forward_context.attn_metadata = kwargs.get("attn_metadata", {})
+            try:
+                super().start_load_kv(forward_context, **kwargs)
+            finally:
+                forward_context.attn_metadata = found
         if self._overlap is not None and may_run_as_one_graph(
             self._vllm_config, forward_context, kwargs
         ):
             self._overlap.before_all()
-
-    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """A step begins. Blocks that it may write wait for stores that still read them."""
-        super().bind_connector_metadata(connector_metadata)
-        if self._guard is not None:
-            self._guard.begin_step()
-        if self._overlap is not None:
-            facts = getattr(connector_metadata, STEP, (None, None))
-            self._overlap.begin_step(*facts)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Let the engine's stream wait for a layer of what this step loads."""
