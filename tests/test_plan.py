@@ -77,6 +77,21 @@ def test_neighbours_share_a_piece_and_rows_are_made_once():
     assert made.rows(pieces[1]) is rows
 
 
+def parts_of(made: Plan, piece: Piece, memory: list[torch.Tensor]) -> list[torch.Tensor]:
+    """A piece's slices, which are the same as tensors, as addresses and where they are staged."""
+    slices = made.slices(piece, memory[piece.first : piece.last])
+    parts = slices.tensors()
+    assert len(slices) == len(parts)
+    assert slices.nbytes == sum(slices.sizes)
+    assert slices.sizes == [part.nbytes for part in parts]
+    assert slices.addresses() == [part.data_ptr() for part in parts]
+    staged = torch.empty(slices.nbytes, dtype=torch.uint8)
+    places = slices.split(staged)
+    assert [place.nbytes for place in places] == slices.sizes
+    assert slices.staged_addresses(staged) == [place.data_ptr() for place in places]
+    return parts
+
+
 def flat(chunk: torch.Tensor) -> torch.Tensor:
     """A chunk's memory, with bytes behind it that are not the chunk's."""
     return torch.cat([chunk.flatten(), torch.zeros(5, dtype=torch.uint8)])
@@ -92,7 +107,7 @@ def test_slices_with_rows_first_agree_also_of_leading_layers_alone(layers: int, 
         memory = list(map(flat, chunks))
         seen = 0
         for piece in all_pieces(made):
-            staged = made.staged(piece, torch.cat(made.slices(piece, memory)))
+            staged = made.staged(piece, torch.cat(parts_of(made, piece, memory)))
             for at, number in enumerate(range(piece.first, piece.last)):
                 wanted = chunks[number][piece.first_layer : piece.last_layer].permute(2, 0, 1, 3)
                 assert torch.equal(staged[at], wanted)
@@ -129,7 +144,7 @@ def test_slices_and_staged_memory_agree(cuts: list[int], order: str):
     chunks = [numbers + 100 * c for c in range(2)]
     memory = list(map(flat, chunks))
     for piece in all_pieces(made):
-        parts = made.slices(piece, memory)
+        parts = parts_of(made, piece, memory)
         assert made.slice_bytes(piece) == max(part.numel() for part in parts)
         staged = made.staged(piece, torch.cat(parts))
         for number, chunk in enumerate(chunks):

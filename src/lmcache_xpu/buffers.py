@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 import torch
 
@@ -29,15 +28,10 @@ class Buffer:
         self.free = Event(device)
         self._memory = torch.empty(size, dtype=torch.uint8, device=device)
 
-    def take(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Memory for all parts, whole and in slices of their sizes.
-
-        The current stream waits for the last user.
-        """
+    def take(self, nbytes: int) -> torch.Tensor:
+        """So much of the memory; the current stream waits for the last user."""
         self.free.wait()
-        sizes = [part.numel() for part in parts]
-        staged = self._memory[: sum(sizes)]
-        return staged, list(staged.split_with_sizes(sizes))
+        return self._memory[:nbytes]
 
 
 def buffers(wanted: int, device: torch.device) -> list[Buffer]:

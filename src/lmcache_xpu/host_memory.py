@@ -20,6 +20,7 @@ from lmcache_xpu.devices import (
     kernels_reach_registered,
     register_host,
 )
+from lmcache_xpu.slices import Slices
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
@@ -68,53 +69,50 @@ class HostMemory:
         """Whether many small copies are about as fast as few large ones."""
         return self._batched is not None
 
-    def load(
-        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, pinned: bool
-    ) -> None:
-        """Enqueue copies from the host; sources may be reused when the current stream is done.
+    def load(self, target: torch.Tensor, source: Slices, *, pinned: bool) -> None:
+        """Enqueue copies from the host; `source` may be reused when the current stream is done.
 
-        With memory that is not pinned this waits for the copy before the last.
+        Args:
+            target: bytes on the device for all slices.
+            source: `pinned` memory or not.
+            pinned: what `pinned` said of it. If not, this waits for the copy before the last.
         """
-        if pinned:
-            self._copy(targets, sources)
-            return
-        step = self._next()
-        staged = step.parts(sources)
-        torch._foreach_copy_(staged, list(sources))
-        self._copy(targets, staged)
-        step.used.record()
+        if not pinned:
+            step = self._next()
+            staged = step.memory(source.nbytes)
+            torch._foreach_copy_(source.split(staged), source.tensors())
+            target.copy_(staged, non_blocking=True)
+            step.used.record()
+        elif self._batched is not None and len(source) > 1:
+            self._enqueue(source.addresses(), source.staged_addresses(target), source.sizes)
+        else:
+            torch._foreach_copy_(source.split(target), source.tensors(), non_blocking=True)
 
-    def store(
-        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, pinned: bool
-    ) -> None:
+    def store(self, target: Slices, source: torch.Tensor, *, pinned: bool) -> None:
         """Enqueue copies to the host; complete after `flush` when the current stream is done.
 
-        With memory that is not pinned this waits for the copy before the last.
+        Arguments as for `load`, the other way.
         """
-        if pinned:
-            self._copy(targets, sources)
-            return
-        step = self._next()
-        staged = step.parts(targets)
-        self._copy(staged, sources)
-        step.used.record()
-        step.pending = list(zip(targets, staged, strict=True))
+        if not pinned:
+            step = self._next()
+            staged = step.memory(target.nbytes)
+            staged.copy_(source, non_blocking=True)
+            step.used.record()
+            step.pending = target.tensors(), target.split(staged)
+        elif self._batched is not None and len(target) > 1:
+            self._enqueue(target.staged_addresses(source), target.addresses(), target.sizes)
+        else:
+            torch._foreach_copy_(target.tensors(), target.split(source), non_blocking=True)
 
     def flush(self) -> None:
         """Finish stores to memory that is not pinned; waits for them."""
         for offset in range(1, len(self._ring) + 1):  # the older one first
             self._ring[(self._turn + offset) % len(self._ring)].finish()
 
-    def _copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """One copy per part, enqueued by one call: the parts may be many and small."""
-        if self._batched is None or len(targets) == 1:
-            torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
-            return
-        self._batched(
-            torch.tensor([part.data_ptr() for part in sources]),
-            torch.tensor([part.data_ptr() for part in targets]),
-            torch.tensor([part.nbytes for part in targets]),
-        )
+    def _enqueue(self, sources: list[int], targets: list[int], sizes: list[int]) -> None:
+        assert self._batched is not None
+        copies = torch.tensor([sources, targets, sizes])
+        self._batched(*(copies if all(sizes) else copies[:, copies[2] > 0]))
 
     def _next(self) -> _Step:
         if not self._ring:
@@ -160,19 +158,15 @@ class _Step:
 
     def __init__(self, device: torch.device, size: int) -> None:
         self.used = Event(device)
-        self.pending: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+        self.pending: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] = ((), ())
         self._pin = not is_host(device)
         self._memory = self._allocated(size)
 
-    def parts(self, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The memory cut into parts of these shapes; it grows if it has to."""
-        needed = sum(part.nbytes for part in like)
-        if needed > len(self._memory):
-            self._memory = self._allocated(needed)
-        flat = torch.split(self._memory[:needed], [part.nbytes for part in like])
-        return [
-            piece.view(part.dtype).view(part.shape) for piece, part in zip(flat, like, strict=True)
-        ]
+    def memory(self, nbytes: int) -> torch.Tensor:
+        """So many bytes of it; it grows if it has to."""
+        if nbytes > len(self._memory):
+            self._memory = self._allocated(nbytes)
+        return self._memory[:nbytes]
 
     @torch.inference_mode(False)  # written from either mode
     def _allocated(self, size: int) -> torch.Tensor:
@@ -181,6 +175,6 @@ class _Step:
     def finish(self) -> None:
         """Wait for the copy, and bring what it stored to where it belongs."""
         self.used.synchronize()
-        for target, source in self.pending:
+        for target, source in zip(*self.pending, strict=True):
             target.copy_(source)
-        self.pending = ()
+        self.pending = ((), ())

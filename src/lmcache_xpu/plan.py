@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from lmcache_xpu.errors import TransferError
+from lmcache_xpu.slices import Slices
 from lmcache_xpu.slots import RequestRows, Rows
 
 # A copy costs the link 4 microseconds on an H200 with PCIe 5: one of this size, a hundredth.
@@ -131,22 +132,22 @@ class Plan:
         """Of a piece's chunks; made once, in the current stream."""
         return self.request.chunks(piece.first, piece.last)
 
-    def slices(self, piece: Piece, memory: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def slices(self, piece: Piece, chunks: Sequence[torch.Tensor]) -> Slices:
         """Parts of host memory, in the order in which they are staged.
 
         Args:
             piece: of this plan.
-            memory: per chunk its bytes, flat; those behind the chunk's own are left alone.
+            chunks: of the piece, per chunk its bytes, flat; those behind its own are left alone.
         """
-        numbers = range(piece.first, piece.last)
         if self._whole:
-            return [self._own(memory[number], number) for number in numbers]
+            numbers = range(piece.first, piece.last)
+            return Slices(chunks, (0,), [self._chunk_bytes(number) for number in numbers])
         # A piece that is sliced has chunks of one size.
         run = self._chunk_bytes(piece.first) // self.form.runs
         layer = run // self.form.layers
         size = (piece.last_layer - piece.first_layer) * layer
         places = [at * run + piece.first_layer * layer for at in range(self.form.runs)]
-        return [memory[number].narrow(0, place, size) for number in numbers for place in places]
+        return Slices(chunks, places, [size] * len(chunks))
 
     def chunk(self, piece: Piece, number: int, memory: torch.Tensor) -> torch.Tensor:
         """A chunk's memory as `[1, planes, layers of the piece, rows, row bytes]`, no copy."""

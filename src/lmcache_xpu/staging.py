@@ -188,39 +188,39 @@ class Stager:
     def _store_staged(
         self, plan: Plan, piece: Piece, memory: Sequence[torch.Tensor], first_layer: int
     ) -> None:
-        parts = plan.slices(piece, memory)
-        pinned = self._host.pinned(memory[piece.first : piece.last])
+        chunks = memory[piece.first : piece.last]
+        slices, pinned = plan.slices(piece, chunks), self._host.pinned(chunks)
         buffer = self._next_buffer()
         with self._kernels.current():
-            staged, slices = buffer.take(parts)
+            staged = buffer.take(slices.nbytes)
             rows = plan.rows(piece)
             if rows.host is not None:  # rows that stay must survive the copy back
-                self._host.load(slices, parts, pinned=pinned)
-            chunks = plan.staged(piece, staged)
-            self._transfer.gather(rows, chunks, first_layer + piece.first_layer)
+                self._host.load(staged, slices, pinned=pinned)
+            self._transfer.gather(rows, plan.staged(piece, staged), first_layer + piece.first_layer)
             buffer.filled.record()
         with self._copies.current():
             buffer.filled.wait()
-            self._host.store(parts, slices, pinned=pinned)
+            self._host.store(slices, staged, pinned=pinned)
             buffer.free.record()
 
     def _load_staged(
         self, plan: Plan, piece: Piece, memory: Sequence[torch.Tensor], first_layer: int
     ) -> None:
-        parts = plan.slices(piece, memory)
-        pinned = self._host.pinned(memory[piece.first : piece.last])
+        chunks = memory[piece.first : piece.last]
+        slices, pinned = plan.slices(piece, chunks), self._host.pinned(chunks)
         buffer = self._next_buffer()
         with self._copies.current():
-            staged, slices = buffer.take(parts)
-            self._host.load(slices, parts, pinned=pinned)
+            staged = buffer.take(slices.nbytes)
+            self._host.load(staged, slices, pinned=pinned)
             # In this stream, or they would be copied behind all pieces that are enqueued.
             rows = plan.rows(piece)
             self._kernels.reads(rows.engine, rows.host)
             buffer.filled.record()
         with self._kernels.current():
-            chunks = plan.staged(piece, staged)
             buffer.filled.wait()
-            self._transfer.scatter(rows, chunks, first_layer + piece.first_layer)
+            self._transfer.scatter(
+                rows, plan.staged(piece, staged), first_layer + piece.first_layer
+            )
             buffer.free.record()
 
     def _moved_in_place(
