@@ -20,11 +20,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
 from vllm.logger import init_logger
 
-from lmcache_xpu import __version__, lmcache_config, seam, versions
+from lmcache_xpu import lmcache_config, lmcache_engine, seam, versions
 from lmcache_xpu.chunk_hashes import ChunkHashes
 from lmcache_xpu.engine_facts import EngineFacts, check_chunks, engine_facts
 from lmcache_xpu.engine_steps import StepFacts, may_run_as_one_graph, written_blocks
-from lmcache_xpu.errors import SeamError
 from lmcache_xpu.failed_start import ending_on_failure
 from lmcache_xpu.guards import Guard
 from lmcache_xpu.isolation import Isolation
@@ -107,9 +106,9 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
             # Slots are planned on the host (see `slots`); LMCache would send them to the device.
             self._lmcache_engine.device = torch.device("cpu")
             self._facts = facts
-            self._check_healthy()
+            lmcache_engine.check_healthy(self._lmcache_engine)
             if role == KVConnectorRole.WORKER:
-                self._check_connector(facts)
+                lmcache_engine.check_connector(self._lmcache_engine, facts)
                 if not self._config.use_layerwise:
                     ChunkHashes(self._lmcache_engine.lmcache_engine)
                 self._guard = Guard(self._lmcache_engine, facts.block_size)
@@ -128,19 +127,11 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
             return
         with ending_on_failure():
             super().register_kv_caches(kv_caches)
-            self._check_healthy()
+            lmcache_engine.check_healthy(self._lmcache_engine)
             engine = self._lmcache_engine.lmcache_engine
             engine.gpu_connector.initialize_kvcaches_ptr(kvcaches=list(kv_caches.values()))
             self._run_beside(engine, kv_caches)
-            backends = engine.storage_manager.storage_backends
-            for tier in self._tiers():
-                # LMCache only logs why a tier is missing, or a remote one without a connector.
-                if getattr(backends.get(tier), "connection", tier) is None or tier not in backends:
-                    raise SeamError(
-                        f"LMCache tiers {list(backends)}",
-                        f"the configured tier {tier!r} among them, and working",
-                        "Its error is in the log above, after 'Failed to'.",
-                    )
+            lmcache_engine.check_tiers(engine, self._config)
 
     def begin_step(self, connector_metadata: KVConnectorMetadata) -> None:
         """Load what a step needs while vLLM prepares it, which takes milliseconds.
@@ -263,17 +254,8 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
         """
         if self._overlap is not None:
             self._overlap.drain()
-        engine = self._lmcache_engine.lmcache_engine if self._served else None
-        if (manager := getattr(engine, "storage_manager", None)) is None:
-            return
-        for tier in self._tiers():
-            if tier in manager.storage_backends:
-                manager.storage_backends[tier].close()
-
-    def _tiers(self) -> list[str]:
-        """LMCache's names of the tiers that are configured beside the CPU tier."""
-        remote = [f"RemoteBackend-{name}" for name in self._config.remote_storage_plugins or ()]
-        return [*(self._config.storage_plugins or ()), *remote]
+        if self._served:
+            lmcache_engine.close_tiers(self._lmcache_engine.lmcache_engine, self._config)
 
     def _run_beside(self, engine: Any, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Let transfers run beside the engine, as far as the settings allow it."""
@@ -300,34 +282,3 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
             len(missed),
         )
         self._lmcache_engine.lmcache_engine.gpu_connector.failed_slots.extend(missed)
-
-    def _check_healthy(self) -> None:
-        manager = self._lmcache_engine._manager
-        if not manager.is_healthy():
-            raise SeamError(
-                f"LMCache without a cache: {manager._init_failed_reason or 'unhealthy'}",
-                "LMCache up and healthy",
-            )
-
-    def _check_connector(self, facts: EngineFacts) -> None:
-        from lmcache_xpu.connector import PagedMemConnector
-
-        engine = self._lmcache_engine.lmcache_engine
-        connector = getattr(engine, "gpu_connector", None)
-        if not isinstance(connector, PagedMemConnector):
-            raise SeamError(
-                f"{type(connector).__name__} in LMCache's engine",
-                "a connector of lmcache-xpu",
-                "Another package replaces LMCache's CreateGPUConnector after us.",
-            )
-        found = versions.installed()
-        logger.info(
-            "lmcache-xpu %s: %s serves %s, KV cache %s%s (LMCache %s, vLLM %s)",
-            __version__,
-            type(connector).__name__,
-            facts.device_type,
-            facts.kv_layout,
-            " in opaque blocks" if facts.opaque_blocks else "",
-            found.lmcache,
-            found.vllm,
-        )
