@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lmcache_xpu.engine_layout import Geometry
+from lmcache_xpu.paged_view import PagedView
 
 # The tests run where an accelerator is, else on CPU.
 DEVICE = str(torch.accelerator.current_accelerator() or "cpu")
@@ -201,3 +202,8 @@ def _latent(spec: Spec, raw: torch.Tensor | None) -> EngineCache:
         engine,
         [[layer.unsqueeze(2) for layer in whole]],
     )
+
+
+def view_of(cache: EngineCache) -> PagedView:
+    """The canonical view of a cache."""
+    return PagedView.from_engine(cache.engine, cache.geometry, num_layers=cache.spec.layers)

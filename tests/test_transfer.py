@@ -6,37 +6,17 @@ too, else in Triton's interpreter.
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
-from caches import DEVICE, KINDS, SCALED, TOKENWISE_DTYPES, EngineCache, Spec, bits, build
+from caches import DEVICE, KINDS, SCALED, TOKENWISE_DTYPES, EngineCache, Spec, bits, build, view_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels import TritonTransfer, interpreter  # noqa: F401  # a fixture
 
 from lmcache_xpu.engine_layout import Geometry
 from lmcache_xpu.paged_view import PagedView
-from lmcache_xpu.plan import HostFormat, Piece, Plan
 from lmcache_xpu.slots import Rows, check_slots, request_rows
 from lmcache_xpu.transfer import TorchTransfer, Transfer
-
-INTERPRET = {"TRITON_INTERPRET": "1"} if DEVICE == "cpu" else {}
-
-# Triton looks at the variable when a kernel is defined, and again when it runs. It is set for
-# these alone, because processes that other tests start would inherit it.
-with pytest.MonkeyPatch.context() as patch:
-    for variable, value in INTERPRET.items():
-        patch.setenv(variable, value)
-    from lmcache_xpu.triton_transfer import TritonTransfer
-
-
-@pytest.fixture(autouse=True, scope="module")
-def interpreter():
-    with pytest.MonkeyPatch.context() as patch:
-        for variable, value in INTERPRET.items():
-            patch.setenv(variable, value)
-        yield
-
 
 KERNEL_DTYPES = (torch.bfloat16, torch.uint8)  # the interpreter is slow; words are two of four
 DTYPES = {kind: (torch.uint8,) if kind in SCALED else TOKENWISE_DTYPES for kind in KINDS}
@@ -57,10 +37,6 @@ SLOTS = {
     "all unmapped": [-1, -1, -1],
     "no tokens": [],
 }
-
-
-def view_of(cache: EngineCache) -> PagedView:
-    return PagedView.from_engine(cache.engine, cache.geometry, num_layers=cache.spec.layers)
 
 
 def rows_of(view: PagedView, slots: list[int], skip: int = 0) -> Rows:
@@ -132,74 +108,6 @@ def test_scatter_writes_the_mapped_slots_and_nothing_else(transfer, spec: Spec, 
 
 
 BOTH = pytest.mark.parametrize("transfer", [TorchTransfer, TritonTransfer])
-
-
-@BOTH
-@pytest.mark.parametrize("kind", KINDS)
-def test_warming_up_leaves_the_cache_as_it_is(kind: str, transfer: type[Transfer]):
-    cache = build(Spec(kind, torch.uint8 if kind in SCALED else torch.bfloat16))
-    before = cache.raw.clone()
-    transfer.of(view_of(cache)).warm_up()
-    assert torch.equal(bits(cache.raw), bits(before))
-
-
-class Recorder:
-    """Takes the kernel's place, and notes what Triton would compile it for.
-
-    Integers by whether they are 1, and pointers and integers by whether 16 divides them, unless
-    the kernel excludes them.
-    """
-
-    def __init__(self, kernel) -> None:
-        self.names, self.seen = kernel.arg_names, set()
-        options = kernel.kwargs if hasattr(kernel, "kwargs") else vars(kernel)
-        self.any_value = set(options["do_not_specialize"])
-        self.any_place = set(options["do_not_specialize_on_alignment"])
-
-    def __getitem__(self, grid):
-        return self.launch
-
-    def launch(self, *args, **constants) -> None:
-        found = []
-        for name, value in zip(self.names, args, strict=False):  # constants come by name
-            if isinstance(value, torch.Tensor):
-                found.append((name, name in self.any_place or value.data_ptr() % 16 == 0))
-            elif name in self.any_value:
-                found.append((name, value.bit_length() > 31))  # its type is still the value's
-            else:
-                found.append((name, value == 1, value % 16 == 0))
-        self.seen.add((tuple(found), tuple(constants.items())))
-
-
-@pytest.mark.parametrize("order", ["planes", "layers", "rows"])
-@pytest.mark.parametrize(("heads", "dim"), [(8, 128), (1, 64), (1, 80), (3, 20)])
-def test_nothing_is_compiled_after_warming_up(heads: int, dim: int, order: str, monkeypatch):
-    """Compiling takes half a second, and a first hit would wait for it."""
-    module = importlib.import_module("lmcache_xpu.triton_transfer")
-    engine = [torch.zeros(2, 8, 16, heads, dim, dtype=torch.bfloat16) for _ in range(5)]
-    geometry = Geometry(hidden=heads * dim, mla=False, kv_layout="NHD")
-    view = PagedView.from_engine(engine, geometry, num_layers=5)
-    mover = module.TritonTransfer.of(view)
-    recorder = Recorder(module._paged_copy)
-    monkeypatch.setattr(module, "_paged_copy", recorder)
-    mover.warm_up()
-    known = set(recorder.seen)
-    assert len(known) >= 8  # in and out, with rows left out or not, staged or not
-    slots = check_slots(view, torch.arange(64))
-    for cached in (0, 5):
-        made = request_rows(view, slots, [(0, 32), (32, 64)], cached)
-        for layers in (1, 2, 5):
-            plan = Plan(HostFormat(layers, 2, order), made, view.row_size * 2, 0)
-            whole = torch.zeros(2 * 2 * layers * 32 * view.row_size * 2, dtype=torch.uint8)
-            piece = Piece(0, 2, 0, 0, layers)
-            form = plan.staged(piece, whole)
-            for first in range(5 - layers + 1):
-                mover.scatter(made.chunks(0, 2), form, first)
-                mover.gather(made.chunks(0, 2), form, first)
-                for gather in (True, False):
-                    table = torch.zeros(2, dtype=torch.int64)
-                    mover.move_chunks(made.chunks(0, 2), table, form, first, gather=gather)
-    assert recorder.seen == known
 
 
 @BOTH

@@ -80,8 +80,9 @@ class Stager:
         self._row_bytes = view.row_size * view.dtype.itemsize
         self._in_place = in_place
         self._transfer = transfer_of(view)
-        self._transfer.warm_up()
-        self._direct = self._transfer if isinstance(self._transfer, DirectTransfer) else None
+        reaches_host = self._transfer.warm_up()
+        direct = self._transfer if isinstance(self._transfer, DirectTransfer) else None
+        self._direct = direct if reaches_host else None
         self._kernels = SideStream(view.device)
         self._copies = SideStream(view.device)
         nothing = in_place and is_host(view.device)

@@ -33,8 +33,12 @@ class Transfer(Protocol):
     def scatter(self, rows: Rows, source: torch.Tensor, first_layer: int = 0) -> None:
         """Copy mapped rows of `source` into the view."""
 
-    def warm_up(self) -> None:
-        """Make ready what the first calls would wait for; the view's contents stay."""
+    def warm_up(self) -> bool:
+        """Make ready what the first calls would wait for; the view's contents stay.
+
+        Returns:
+            Whether a `DirectTransfer` reaches host memory on this device.
+        """
 
 
 @runtime_checkable
@@ -154,8 +158,9 @@ class TorchTransfer:
                 window, values = window.view(torch.complex128), values.view(torch.complex128)
             window.index_put_((index,), values)
 
-    def warm_up(self) -> None:
+    def warm_up(self) -> bool:
         """Nothing: torch's operations are compiled."""
+        return False
 
     def _single(
         self, rows: Rows, index: torch.Tensor, chunk: torch.Tensor, first_layer: int

@@ -7,6 +7,7 @@ no hints of a vendor.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ import triton.language as tl
 from lmcache_xpu.devices import is_host
 from lmcache_xpu.paged_view import PagedView
 from lmcache_xpu.slots import Rows
+
+logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 _WARM_ROWS = 16  # so that strides are as divisible as those of whole chunks
@@ -171,27 +174,45 @@ class TritonTransfer:
         """
         self._launch(rows, form, first_layer, gather=gather, table=table)
 
-    def warm_up(self) -> None:
+    def warm_up(self) -> bool:
         """Compile what this view will need, by moving its first row out and in again.
 
         For an engine that does not use its cache yet. Triton keeps what it compiled on disk.
+
+        Returns:
+            Whether `move_chunks` works: a kernel brought the same bytes to pinned host memory as
+            to the device. Drivers differ in what of the host kernels may address.
         """
         at = torch.zeros(1, dtype=torch.int64, device=self.addresses[0].device)
         size = _WARM_ROWS * self.row * self.word.itemsize * self.planes
-        host = torch.empty(size, dtype=torch.uint8, pin_memory=not is_host(at.device))
+        chunk = torch.full((size,), 0xFF, dtype=torch.uint8, device=at.device)
+        self._move_first_row(at, chunk, None, gather=True)
+        self._move_first_row(at, chunk, None, gather=False)
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=not is_host(at.device)).fill_(0xFF)
         table = torch.tensor([host.data_ptr()]).to(at.device)
-        chunk = torch.empty(size, dtype=torch.uint8, device=at.device)
-        for where, to in ((chunk, None), (host, table)):
-            words = where.view(self.word)
-            for form in (  # planes first, and rows first
-                words.view(1, self.planes, 1, _WARM_ROWS, self.row),
-                words.view(1, 1, _WARM_ROWS, self.planes, self.row).permute(0, 3, 1, 2, 4),
-            ):
-                for rows in (Rows(at, None, _WARM_ROWS), Rows(at, at, _WARM_ROWS)):
-                    for gather in (True, False):
-                        self._launch(rows, form, 0, gather=gather, table=to)
-        if not is_host(at.device):
-            torch.accelerator.synchronize()  # the host's memory is given up here
+        try:
+            self._move_first_row(at, host, table, gather=True)
+            wanted = chunk.cpu()  # waits for both
+            if torch.equal(host, wanted):
+                self._move_first_row(at, host, table, gather=False)
+                torch.empty(1, device=at.device).cpu()  # waits: the host's memory is given up here
+                return True
+            why = "other bytes arrived"
+        except RuntimeError as error:
+            why = str(error)
+        logger.warning("Kernels on %s don't reach pinned host memory: %s", at.device, why)
+        return False
+
+    def _move_first_row(
+        self, at: torch.Tensor, chunk: torch.Tensor, table: torch.Tensor | None, *, gather: bool
+    ) -> None:
+        words = chunk.view(self.word)
+        for form in (  # planes first, and rows first
+            words.view(1, self.planes, 1, _WARM_ROWS, self.row),
+            words.view(1, 1, _WARM_ROWS, self.planes, self.row).permute(0, 3, 1, 2, 4),
+        ):
+            for rows in (Rows(at, None, _WARM_ROWS), Rows(at, at, _WARM_ROWS)):
+                self._launch(rows, form, 0, gather=gather, table=table)
 
     def _launch(
         self,
