@@ -134,9 +134,25 @@ def counts(worker):
     return sorted({(fact.ref_count, fact.pin_count) for fact in facts})
 
 
+def watch_loads() -> list[bool]:
+    """Of each step that loads, whether that had begun when vLLM asked for it."""
+    from lmcache_xpu.vllm_connector import LMCacheXPUConnector
+
+    start, began = LMCacheXPUConnector.start_load_kv, []
+
+    def watched(self, *args, **kwargs):
+        if self._loads_in_step():
+            began.append(self._loading)
+        return start(self, *args, **kwargs)
+
+    LMCacheXPUConnector.start_load_kv = watched
+    return began
+
+
 def store(engine: Engine, reference: Path) -> dict:
     from lmcache_xpu.transfer import TorchTransfer
 
+    began = watch_loads()
     found: dict = {}
     for name, length in LENGTHS.items():
         engine.forget()
@@ -164,7 +180,7 @@ def store(engine: Engine, reference: Path) -> dict:
             found[name][fault] = hit(engine, prompt(length), found[name]["cold"])
     TorchTransfer.scatter = scatter
     prompts = {name: {k: v for k, v in f.items() if k != "cold"} for name, f in found.items()}
-    return {"prompts": prompts, "counts": engine.llm.collective_rpc(counts)[0]}
+    return {"prompts": prompts, "counts": engine.llm.collective_rpc(counts)[0], "began": began}
 
 
 def restart(engine: Engine, reference: Path) -> dict:

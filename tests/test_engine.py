@@ -95,6 +95,11 @@ def test_no_reference_or_pin_outlives_its_request(stored: dict, restarted: dict)
     assert restarted["counts"] in ([[1, 0]], [])  # layerwise loads leave nothing in CPU memory
 
 
+def test_loads_have_begun_when_vllm_has_prepared_their_step(stored: dict):
+    """vLLM's worker is wrapped for it; vLLM's own call would do, later."""
+    assert stored["began"] == [True] * 3 * len(LENGTHS)
+
+
 @pytest.mark.parametrize("fault", ["shifted", "without values"])
 @pytest.mark.parametrize("name", LENGTHS)
 def test_a_wrong_load_would_be_seen(stored: dict, name: str, fault: str):
