@@ -34,7 +34,7 @@ def stager_of(cache, buffer: int) -> Stager:
 
 
 def slots(stager: Stager, numbers: list[int]) -> Slots:
-    return check_slots(stager._view, torch.tensor(numbers))
+    return check_slots(stager.view, torch.tensor(numbers))
 
 
 def host(cache, pinned: bool) -> list[torch.Tensor]:

@@ -76,7 +76,7 @@ class Stager:
     def __init__(
         self, view: PagedView, staging_bytes: int = STAGING_BYTES, *, in_place: bool = True
     ) -> None:
-        self._view = view
+        self.view = view
         self._row_bytes = view.row_size * view.dtype.itemsize
         self._in_place = in_place
         self._transfer = transfer_of(view)
@@ -94,6 +94,11 @@ class Stager:
         self._direct_bytes = DIRECT_BYTES_BATCHED if self._host.copies_in_batches else DIRECT_BYTES
         self._upload = Uploads(view.device)
 
+    @property
+    def reaches_host(self) -> bool:
+        """Whether a kernel may move what lies in pinned host memory."""
+        return self._direct is not None
+
     def plan(
         self,
         form: HostFormat,
@@ -103,7 +108,7 @@ class Stager:
         cuts: Sequence[int] = (0,),
     ) -> Plan:
         """Where the chunks of a request go; see `slots.request_rows` and `Plan`."""
-        rows = request_rows(self._view, slots, spans, cached, self._upload)
+        rows = request_rows(self.view, slots, spans, cached, self._upload)
         return Plan(form, rows, self._row_bytes, self.buffer_bytes, cuts)
 
     def follow_engine(self) -> None:
@@ -129,7 +134,7 @@ class Stager:
             for piece in plan.pieces(run):
                 self._store_staged(plan, piece, memory, first_layer)
         self._host.flush()
-        gathered = Event(self._view.device)
+        gathered = Event(self.view.device)
         with self._kernels.current():
             gathered.record()
         with self._copies.current():
@@ -172,7 +177,7 @@ class Stager:
 
     def fence(self) -> Moved:
         """A point behind everything that was enqueued here, whatever became of it."""
-        moved, copied = self._begin(self._copies), Event(self._view.device)
+        moved, copied = self._begin(self._copies), Event(self.view.device)
         with self._copies.current():
             copied.record()
         with self._kernels.current():
@@ -181,7 +186,7 @@ class Stager:
         return moved
 
     def _begin(self, stream: SideStream) -> Moved:
-        moved = Moved(*(Event(self._view.device, timed=True) for _ in range(2)))
+        moved = Moved(*(Event(self.view.device, timed=True) for _ in range(2)))
         with stream.current():
             moved.begun.record()
         return moved
@@ -240,7 +245,7 @@ class Stager:
         """
         first_layer += piece.first_layer
         numbers = range(piece.first, piece.last)
-        if self._in_place and all(memory[n].device == self._view.device for n in numbers):
+        if self._in_place and all(memory[n].device == self.view.device for n in numbers):
             for number in numbers:
                 one = piece._replace(first=number, last=number + 1)
                 chunk = plan.chunk(one, number, memory[number])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lmcache_xpu import versions
-from lmcache_xpu.doctor import gpu, memory, software, storage
+from lmcache_xpu.doctor import gpu, memory, software, storage, transfer
 from lmcache_xpu.doctor.check import Check, fail, ok, skip
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.machine import Machine
@@ -40,6 +40,7 @@ def examine(settings: Settings, machine: Machine) -> Iterator[Check]:
     yield ok("device", f"{settings.device}, which vLLM is built for")
     yield from _gpu(settings, machine)
     if settings.offload:
+        yield transfer.check_transfer(settings.device)
         yield memory.check_memory(machine, settings)
         yield memory.check_shared_memory(machine, settings)
         yield storage.check_disk_tier(machine, settings)

@@ -1,0 +1,53 @@
+"""The round trip of `lmcache-xpu doctor`: on this device, and with planted faults."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from caches import DEVICE
+from test_doctor import said
+
+from lmcache_xpu.doctor import transfer
+from lmcache_xpu.staging import Stager
+
+HERE = DEVICE.partition(":")[0]
+ABSENT = "cuda" if HERE == "xpu" else "xpu"
+
+
+def test_chunks_come_back_on_this_machine():
+    assert said(transfer.check_transfer(HERE), "ok", "every byte")
+
+
+def test_a_device_that_is_not_here_is_not_tried():
+    assert said(transfer.check_transfer(ABSENT), "skip", f"no {ABSENT}")
+
+
+def test_a_transfer_that_goes_wrong_is_seen(monkeypatch):
+    load = Stager.load
+
+    def shifted(self, plan, memory, *args, **kwargs):
+        return load(self, plan, memory[::-1], *args, **kwargs)
+
+    monkeypatch.setattr(Stager, "load", shifted)
+    found = transfer.check_transfer(HERE)
+    assert said(found, "fail", "other bytes", "staged", "offload=false")
+
+    def refused(self, *args, **kwargs):
+        raise RuntimeError("no timed events")
+
+    monkeypatch.setattr(Stager, "store", refused)
+    found = transfer.check_transfer(HERE)
+    assert said(found, "fail", "RuntimeError: no timed events")
+
+
+@pytest.mark.parametrize(
+    ("direct", "outcome", "words"),
+    [(None, "ok", "staged: every"), (True, "ok", "by a kernel"), (False, "fail", "by a kernel")],
+)
+def test_each_way_of_a_load_counts(direct, outcome, words, monkeypatch):
+    monkeypatch.setattr(transfer, "round_trips", lambda device: transfer.Ways(True, direct))
+    module = SimpleNamespace(is_available=lambda: True)
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
+    assert said(transfer.check_transfer("xpu"), outcome, words)
