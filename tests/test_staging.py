@@ -178,17 +178,6 @@ def test_passing_memory_is_never_pinned():
     assert driver.asked == []
 
 
-@pytest.mark.parametrize(("kind", "reached"), [("xpu", False), ("cuda", True)])
-def test_kernels_address_only_what_the_driver_lets_them(kind: str, reached: bool):
-    """SYCL registers memory for copies alone: a kernel that addressed it would lose the device."""
-    memory = HostMemory(torch.device(kind), 64, lambda *asked: True)
-    pool = [torch.empty(POOL_BYTES, dtype=torch.uint8)]
-    assert memory.pinned(pool)
-    assert memory.addressable(pool) is reached
-    refused = HostMemory(torch.device(kind), 64, lambda *asked: False)
-    assert not refused.addressable(pool)
-
-
 def test_a_ring_brings_bytes_there_and_back():
     """Of parts of several sizes, more of them than steps, and larger than a step."""
     memory = HostMemory(torch.device(DEVICE), 16)

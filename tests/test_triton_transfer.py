@@ -11,6 +11,7 @@ from caches import KINDS, SCALED, Spec, bits, build, view_of
 from kernels import TritonTransfer, interpreter  # noqa: F401  # a fixture
 
 from lmcache_xpu import staging
+from lmcache_xpu.devices import kernels_reach_host
 from lmcache_xpu.engine_layout import Geometry
 from lmcache_xpu.paged_view import PagedView
 from lmcache_xpu.plan import HostFormat, Piece, Plan
@@ -50,6 +51,24 @@ def test_host_memory_that_kernels_do_not_reach_is_staged(fault: str, monkeypatch
     assert torch.equal(bits(cache.raw), bits(before))
     monkeypatch.setattr(staging, "transfer_of", lambda view: mover)
     assert staging.Stager(view_of(cache), in_place=False)._direct is None
+
+
+@pytest.mark.parametrize(("kind", "reached"), [("xpu", False), ("cuda", True), ("cpu", True)])
+def test_where_kernels_may_address_host_memory(kind: str, reached: bool):
+    assert kernels_reach_host(torch.device(kind)) is reached
+
+
+def test_host_memory_that_kernels_must_not_address_is_not_tried(monkeypatch):
+    module = importlib.import_module("lmcache_xpu.triton_transfer")
+    monkeypatch.setattr(module, "kernels_reach_host", lambda device: False)
+    launch = TritonTransfer._launch
+
+    def launched(self, *args, gather: bool, table=None) -> None:
+        assert table is None, "a wrong address costs the device"
+        launch(self, *args, gather=gather)
+
+    monkeypatch.setattr(TritonTransfer, "_launch", launched)
+    assert not TritonTransfer.of(view_of(build(Spec("LBNHC")))).warm_up()
 
 
 class Recorder:

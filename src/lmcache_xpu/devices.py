@@ -96,7 +96,6 @@ def register_host(address: int, size: int, device: torch.device) -> bool:
     """Pin memory that is allocated already, `size` bytes at `address`; whether that worked.
 
     The drivers have no common call for it: CUDA's is in its runtime, XPU's comes with vLLM.
-    See `kernels_reach_registered`.
     """
     if device.type == "cuda":
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no types for it
@@ -105,12 +104,14 @@ def register_host(address: int, size: int, device: torch.device) -> bool:
     return register is not None and bool(register(address, size))
 
 
-def kernels_reach_registered(device: torch.device) -> bool:
-    """Whether kernels may address memory that `register_host` pinned, as they may what torch did.
+def kernels_reach_host(device: torch.device) -> bool:
+    """Whether a Triton kernel may address pinned host memory.
 
-    XPU's call (SYCL's `prepare_for_device_copy`) is for copies alone.
+    vLLM's offloading says that on XPU it may not (vllm/v1/kv_offload/cpu/gpu_worker.py). SYCL
+    would allow it for what was allocated pinned; nobody tried it here, and a wrong address costs
+    the device.
     """
-    return device.type == "cuda"
+    return device.type != "xpu"
 
 
 def batched_copy(

@@ -13,13 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from lmcache_xpu.devices import (
-    Event,
-    batched_copy,
-    is_host,
-    kernels_reach_registered,
-    register_host,
-)
+from lmcache_xpu.devices import Event, batched_copy, is_host, register_host
 from lmcache_xpu.slices import Slices
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
@@ -46,7 +40,6 @@ class HostMemory:
     ) -> None:
         self._device = device
         self._register = register
-        self._registered = False  # some memory, here
         self._batched = batched_copy(device)
         self._ring_bytes = ring_bytes
         self._ring: list[_Step] = []
@@ -57,12 +50,6 @@ class HostMemory:
     def pinned(self, memory: Sequence[torch.Tensor]) -> bool:
         """Whether the device reaches all of this memory by itself."""
         return all(self._is_pinned(part) for part in memory)
-
-    def addressable(self, memory: Sequence[torch.Tensor]) -> bool:
-        """Whether kernels may address all of this memory as well."""
-        return self.pinned(memory) and (
-            not self._registered or kernels_reach_registered(self._device)
-        )
 
     @property
     def copies_in_batches(self) -> bool:
@@ -142,7 +129,6 @@ class HostMemory:
         if size < POOL_BYTES:
             return False
         registered = self._register(address, size, self._device)
-        self._registered |= registered
         logger.info(
             "host memory of %.1f GiB was not pinned; %s",
             size / 2**30,

@@ -259,7 +259,7 @@ class Stager:
         chunk = plan.chunk(piece, piece.first, parts[0])
         offset = chunk.data_ptr() - parts[0].data_ptr()
         addresses = [part.data_ptr() + offset for part in parts]
-        if not (self._host.addressable(parts) and self._direct.aligned(addresses)):
+        if not (self._host.pinned(parts) and self._direct.aligned(addresses)):
             return False
         with self._kernels.current():
             table = self._upload(torch.tensor(addresses, dtype=torch.int64))

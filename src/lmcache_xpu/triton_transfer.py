@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lmcache_xpu.devices import is_host
+from lmcache_xpu.devices import is_host, kernels_reach_host
 from lmcache_xpu.paged_view import PagedView
 from lmcache_xpu.slots import Rows
 
@@ -181,13 +181,15 @@ class TritonTransfer:
 
         Returns:
             Whether `move_chunks` works: a kernel brought the same bytes to pinned host memory as
-            to the device. Drivers differ in what of the host kernels may address.
+            to the device. Not tried where kernels must not (see `devices`).
         """
         at = torch.zeros(1, dtype=torch.int64, device=self.addresses[0].device)
         size = _WARM_ROWS * self.row * self.word.itemsize * self.planes
         chunk = torch.full((size,), 0xFF, dtype=torch.uint8, device=at.device)
         self._move_first_row(at, chunk, None, gather=True)
         self._move_first_row(at, chunk, None, gather=False)
+        if not kernels_reach_host(at.device):
+            return False
         host = torch.empty(size, dtype=torch.uint8, pin_memory=not is_host(at.device)).fill_(0xFF)
         table = torch.tensor([host.data_ptr()]).to(at.device)
         try:
