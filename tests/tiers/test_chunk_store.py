@@ -103,6 +103,37 @@ def test_a_limit_of_zero_empties(store, directory):
     assert files(directory) == []
 
 
+class Between:
+    """A lock; whenever it is given back, `run` comes next, as another thread might."""
+
+    def __init__(self, lock, run):
+        self._lock, self._run = lock, run
+
+    def __enter__(self):
+        self._lock.acquire()
+
+    def __exit__(self, *error):
+        self._lock.release()
+        run, self._run = self._run, lambda: None  # not while it runs itself
+        run()
+        self._run = run
+
+
+def test_a_chunk_that_was_just_written_is_not_counted_twice(directory):
+    """Another put would evict for it, in a store that holds all of them."""
+    store = ChunkStore(directory, 2 * disk_bytes(3 * KIB))
+
+    def put_other():
+        if store.info("a"):
+            store.put("b", "", payload("b"))
+
+    store._lock = Between(store._lock, put_other)
+    store.put("a", "", payload("a"))
+    assert store.counters.evicted == 0
+    assert len(files(directory)) == 2
+    store.close()
+
+
 def test_a_chunk_above_the_limit_evicts_nothing(store):
     store._index.limit_bytes = 3 * disk_bytes(3 * KIB)
     store.put("a", "", payload("a"))

@@ -157,6 +157,9 @@ class ChunkStore:
                 if self._closed:  # the directory may belong to another process by now
                     raise OSError("the store was closed during the write")
                 temporary.rename(self._path(key))
+                # At once, or another put would find it counted twice, and evict for it.
+                self._index.reserved_bytes -= need
+                need = 0
                 self._index.add(key, ChunkInfo(meta, len(payload)), used_ns)
                 self._count["stored"] += 1
         except (OSError, ValueError) as error:
