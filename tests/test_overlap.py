@@ -1,101 +1,26 @@
-"""Transfers beside the engine: order, held memory, and what is published when."""
+"""Transfers beside the engine: cuts, held memory, and what is published when."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import threading
 
 import pytest
 import torch
-from caches import DEVICE, Spec, bits, build
-from test_connector import make, memory, slots_of
+from caches import Spec, bits, build
+from test_connector import make, slots_of
+from test_layered_load import ENDS, SPANS, STARTS, Case, Point
 from test_layerwise import objects
 
-from lmcache_xpu import binding, layered_load
-from lmcache_xpu.buffers import SMALLEST_STAGING_BYTES
 from lmcache_xpu.layered_load import layer_cuts
 from lmcache_xpu.layerwise import VLLMPagedMemLayerwiseXPUConnector
 from lmcache_xpu.overlap import Overlap
-from lmcache_xpu.staging import Moved, Stager, Stored
-
-SPANS = STARTS, ENDS = [0, 4, 8], [4, 8, 11]
-LAYERS = 6
-
-
-@pytest.fixture(autouse=True)
-def few_layers(monkeypatch):
-    """Cuts of 1, 1, 2, 1 and 1 layers, of which the first is enqueued at once."""
-    monkeypatch.setattr(layered_load, "FIRST", 1)
-    monkeypatch.setattr(layered_load, "SINGLE", 2)
-
-
-def settle() -> None:
-    if DEVICE != "cpu":
-        torch.accelerator.synchronize()
-
-
-class Point:
-    """An event that is reached when the test says so."""
-
-    def __init__(self, reached: bool = False) -> None:
-        self._reached = threading.Event()
-        self.waited = 0
-        if reached:
-            self._reached.set()
-
-    def reach(self) -> None:
-        self._reached.set()
-
-    def reached(self) -> bool:
-        return self._reached.is_set()
-
-    def synchronize(self) -> None:
-        assert self._reached.wait(20)
-
-    def wait(self) -> None:
-        self.waited += 1
-
-    def seconds_until(self, later: Point) -> float:
-        return 2.0
+from lmcache_xpu.staging import Moved, Stored
 
 
 def stored(*, reached: bool = False) -> Stored:
     return Stored(Moved(Point(reached), Point(reached)), Point(reached))
-
-
-class Case:
-    """A cache, a connector with overlap, and chunks that hold what another cache has."""
-
-    def __init__(self, **options) -> None:
-        spec = Spec("BLHNC", layers=LAYERS)
-        self.source, self.target = build(spec), build(spec)
-        self.slots = slots_of(4, 1, 3)[:11]
-        connector = make(self.source, **options)
-        self.objs = [memory(connector, end - start) for start, end in zip(*SPANS, strict=True)]
-        self.call = {"starts": STARTS, "ends": ENDS, "slot_mapping": self.slots}
-        connector.batched_from_gpu(self.objs, kvcaches=self.source.engine, **self.call)
-        self.connector = make(self.target, **options)
-        self.overlap = self.connector.overlap = Overlap(block_tokens=4)
-
-    def load(self) -> None:
-        self.connector.batched_to_gpu(self.objs, kvcaches=self.target.engine, **self.call)
-
-    def there(self, layer: int) -> bool:
-        settle()
-        return all(
-            torch.equal(
-                bits(self.target.token(plane, layer, slot)),
-                bits(self.source.token(plane, layer, slot)),
-            )
-            for plane in range(2)
-            for slot in self.slots.tolist()
-        )
-
-    @property
-    def held(self) -> set[int]:
-        return {obj.metadata.ref_count for obj in self.objs}
 
 
 @pytest.mark.parametrize(
@@ -113,8 +38,7 @@ class Case:
         (61, False, [46, 12, 3]),
     ],
 )
-def test_cuts_grow_beside_much_computing_and_shrink_beside_little(layers, much, sizes, monkeypatch):
-    monkeypatch.undo()
+def test_cuts_grow_beside_much_computing_and_shrink_beside_little(layers, much, sizes):
     cuts = layer_cuts(layers, much_to_compute=much)
     assert [b - a for a, b in itertools.pairwise([*cuts, layers])] == sizes
 
@@ -124,175 +48,6 @@ def test_what_a_step_computes_decides_the_cuts(tokens, first):
     overlap = Overlap(block_tokens=16)
     overlap.begin_step(None, tokens)
     assert overlap.cuts(32, 32768)[1] == first
-
-
-@pytest.mark.parametrize("layer_major", [False, True])
-def test_every_layer_is_there_when_the_engine_comes_to_it(layer_major):
-    case = Case(layer_major=layer_major)
-    case.load()
-    assert case.held == {2}  # LMCache lets go of its own reference when the call returns
-    for layer in range(LAYERS):
-        case.overlap.before_layer(layer)
-        assert case.there(layer)
-    assert case.overlap.end_step() == []
-    settle()
-    case.overlap.drain()
-    assert case.held == {1}
-    assert torch.equal(bits(case.target.raw), bits(expected(case)))
-
-
-def expected(case: Case) -> torch.Tensor:
-    """The target with the request's tokens from the source, and nothing else changed."""
-    fresh = build(case.target.spec, case.target.raw.clone())
-    for plane in range(2):
-        for layer in range(LAYERS):
-            for slot in case.slots.tolist():
-                fresh.put(plane, layer, slot, case.source.token(plane, layer, slot))
-    return fresh.raw
-
-
-@pytest.mark.parametrize("first", [1, 2, 3])
-def test_a_load_starts_with_its_first_cuts(first: int, monkeypatch):
-    monkeypatch.setattr(layered_load, "FIRST", first)
-    case = Case()
-    case.load()
-    there = [case.there(layer) for layer in range(LAYERS)]
-    layers = [0, *layer_cuts(LAYERS, much_to_compute=True)[1:], LAYERS][first]
-    assert there == [True] * layers + [False] * (LAYERS - layers)
-
-
-def test_later_layers_are_not_copied_before_the_first_are_waited_for():
-    """The order is that of the layers; what comes late must not delay what is needed first."""
-    case = Case()
-
-    def there() -> int:
-        return sum(case.there(layer) for layer in range(LAYERS))
-
-    case.load()
-    assert there() == 1
-    case.overlap.before_layer(0)
-    assert there() == 1
-    case.overlap.after_layer(0)
-    assert there() == 2  # cuts of 1, 1 and 2 layers, one more with each layer
-    case.overlap.after_layer(1)
-    assert there() == 4
-    assert case.overlap.end_step() != []
-
-
-def test_what_is_made_in_inference_mode_serves_outside_of_it(monkeypatch):
-    """LMCache's calls come in inference mode, vLLM's for each layer may not."""
-    monkeypatch.setattr(binding, "Stager", functools.partial(Stager, in_place=False))
-    case = Case(staging_bytes=SMALLEST_STAGING_BYTES)
-    case.load()
-    for layer in range(LAYERS):
-        case.overlap.before_layer(layer)
-        case.overlap.after_layer(layer)
-    assert case.overlap.end_step() == []
-    assert torch.equal(bits(case.target.raw), bits(expected(case)))
-
-
-def test_a_layer_is_there_even_if_nothing_was_enqueued_ahead():
-    case = Case()
-    case.load()
-    case.overlap.before_layer(2)
-    assert case.there(2)
-    assert case.there(3)  # of the same cut
-    assert not case.there(4)
-
-
-def test_a_step_that_does_not_stop_at_layers_waits_for_all():
-    case = Case()
-    case.load()
-    case.overlap.before_all()
-    assert all(case.there(layer) for layer in range(LAYERS))
-    assert case.overlap.end_step() == []
-
-
-class LayerwiseCase(Case):
-    """The same with a layerwise connector whose objects hold two layers each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        kind = {"kind": VLLMPagedMemLayerwiseXPUConnector, "layers_at_once": 2}
-        sizes = [end - start for start, end in zip(*SPANS, strict=True)]
-        connector = make(self.source, **kind)
-        self.layers = [[memory(connector, size) for size in sizes] for _ in range(LAYERS // 2)]
-        self.objs = [obj for objs in self.layers for obj in objs]
-        steps = connector.batched_from_gpu(self.layers, kvcaches=self.source.engine, **self.call)
-        for _ in range(len(self.layers) + 1):
-            next(steps)
-        self.connector = make(self.target, **kind)
-        self.connector.overlap = self.overlap
-
-    def steps(self):
-        """LMCache's way through a load, told by the engine of each layer."""
-        steps = self.connector.batched_to_gpu(kvcaches=self.target.engine, **self.call)
-        next(steps)
-        steps.send(self.layers[0])
-        for layer in range(LAYERS):
-            if layer % 2 == 0:
-                ahead = self.layers[layer // 2 + 1 :]
-                steps.send(ahead[0] if ahead else None)
-            self.overlap.before_layer(layer)
-            yield layer
-            self.overlap.after_layer(layer)
-
-
-def test_layers_that_come_in_groups_are_waited_for_one_by_one():
-    case = LayerwiseCase()
-    for layer in case.steps():
-        assert case.there(layer)
-        if layer == 0:
-            assert not case.there(LAYERS - 1)  # they come as the engine goes on
-    assert case.overlap.end_step() == []
-    settle()
-    case.overlap.drain()
-    assert case.held == {1}
-    assert torch.equal(bits(case.target.raw), bits(expected(case)))
-
-
-def test_a_load_by_layers_that_ends_early_is_reported_and_its_memory_held():
-    case = LayerwiseCase()
-    steps = case.steps()
-    next(steps)
-    steps.close()
-    (missed,) = case.overlap.end_step()
-    assert missed.tolist() == case.slots.tolist()
-    settle()
-    case.overlap.drain()
-    assert case.held == {1}
-
-
-def test_a_load_the_engine_did_not_wait_for_is_reported():
-    case = Case()
-    case.load()
-    case.overlap.before_layer(2)
-    (missed,) = case.overlap.end_step()
-    assert torch.equal(missed, case.slots)
-    assert all(case.there(layer) for layer in range(LAYERS))  # blocks are not written later
-    case.overlap.drain()
-    assert case.held == {1}
-    assert case.overlap.end_step() == []  # once
-
-
-def test_loads_of_several_requests_share_a_step():
-    one, other = Case(), Case()
-    other.connector.overlap = one.overlap
-    one.load()
-    other.load()
-    for layer in range(LAYERS):
-        one.overlap.before_layer(layer)
-        assert one.there(layer)
-        assert other.there(layer)
-    assert one.overlap.end_step() == []
-
-
-def test_switched_off_a_load_is_whole_when_it_returns():
-    case = Case()
-    case.connector.overlap = Overlap(block_tokens=4, loads=False, stores=False)
-    case.load()
-    assert all(case.there(layer) for layer in range(LAYERS))
-    assert case.held == {1}
 
 
 def test_a_store_is_published_when_it_is_complete():
@@ -377,27 +132,3 @@ def test_a_layerwise_store_publishes_each_layer_when_it_is_complete():
         for token in range(11):
             wanted = cache.token(1, layer, int(slots[token]))
             assert torch.equal(bits(objs[layer][token // 4].tensor[token % 4, 1]), bits(wanted))
-
-
-def test_a_load_that_fails_half_way_is_reported_and_waited_for():
-    """A part of a cut may be on its way: its blocks and its memory are not given to others."""
-    case = Case()
-    case.load()
-    stager = case.connector._binding._bound.stager
-    fence, real = Moved(Point(), Point()), stager.load
-    stager.fence = lambda: fence
-
-    def broken(*args, cut: int, **given):
-        real(*args, cut=cut, **given)
-        raise RuntimeError("half-way")
-
-    stager.load = broken
-    case.overlap.after_layer(0)
-    case.overlap.before_layer(1)
-    (missed,) = case.overlap.end_step()
-    assert torch.equal(missed, case.slots)
-    assert fence.done.waited
-    assert case.held == {2}
-    fence.done.reach()
-    case.overlap.drain()
-    assert case.held == {1}

@@ -2,8 +2,9 @@
 
 LMCache has no plug-in point for connectors: its `CreateGPUConnector` is a fixed list of
 devices. `install` wraps that function, two names beside it and vLLM's worker, when the modules that
-hold them are imported (so that a process which never imports LMCache pays nothing). Without an
-engine being built by our vLLM connector every wrapper passes straight through.
+hold them are imported (so that a process which never imports LMCache does not do so for this).
+Without an engine being built by our vLLM connector, or one that has it, every wrapper passes
+straight through.
 """
 
 from __future__ import annotations
@@ -140,10 +141,10 @@ def _layout_hints(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _begin_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    from vllm.distributed import kv_transfer
+
     @functools.wraps(original)
     def execute_model(worker: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        from vllm.distributed import kv_transfer
-
         if kv_transfer.has_kv_transfer_group():
             begin = getattr(kv_transfer.get_kv_transfer_group(), "begin_step", None)
             if begin is not None and scheduler_output.kv_connector_metadata is not None:

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lmcache_xpu.devices import is_host, kernels_reach_host
+from lmcache_xpu.devices import Event, is_host, kernels_reach_host
 from lmcache_xpu.paged_view import PagedView
 from lmcache_xpu.slots import Rows
 
@@ -191,13 +191,14 @@ class TritonTransfer:
         if not kernels_reach_host(at.device):
             return False
         host = torch.empty(size, dtype=torch.uint8, pin_memory=not is_host(at.device)).fill_(0xFF)
-        table = torch.tensor([host.data_ptr()]).to(at.device)
+        table, done = torch.tensor([host.data_ptr()]).to(at.device), Event(at.device)
         try:
             self._move_first_row(at, host, table, gather=True)
             wanted = chunk.cpu()  # waits for both
             if torch.equal(host, wanted):
                 self._move_first_row(at, host, table, gather=False)
-                torch.empty(1, device=at.device).cpu()  # waits: the host's memory is given up here
+                done.record()
+                done.synchronize()  # the host's memory is given up here
                 return True
             why = "other bytes arrived"
         except RuntimeError as error:
