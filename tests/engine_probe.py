@@ -13,6 +13,7 @@ import json
 import os
 import random
 import sys
+import traceback
 from pathlib import Path
 
 os.environ.update(
@@ -134,18 +135,30 @@ def counts(worker):
     return sorted({(fact.ref_count, fact.pin_count) for fact in facts})
 
 
-def watch_loads() -> list[bool]:
-    """Of each step that loads, whether that had begun when vLLM asked for it."""
-    from lmcache_xpu.vllm_connector import LMCacheXPUConnector
+def watch_loads() -> list[str]:
+    """When the loads of a step had begun."""
+    from lmcache_xpu.vllm_connector import LMCacheXPUConnector as Connector
 
-    start, began = LMCacheXPUConnector.start_load_kv, []
+    began: list[str] = []
+    load, step, prepared = Connector.begin_load, Connector.begin_step, Connector.start_load_kv
 
-    def watched(self, *args, **kwargs):
-        if self._loads_in_step():
-            began.append(self._loading)
-        return start(self, *args, **kwargs)
+    def begin_load(self, *args):
+        if done := load(self, *args):
+            began.append("scheduled")
+        return done
 
-    LMCacheXPUConnector.start_load_kv = watched
+    def begin_step(self, *args):
+        step(self, *args)
+        if self._loading:
+            began.append("told")
+
+    def start_load_kv(self, *args, **kwargs):
+        if self._loads_in_step() and not self._loading:
+            began.append("prepared")
+        prepared(self, *args, **kwargs)
+
+    Connector.begin_load, Connector.begin_step = begin_load, begin_step
+    Connector.start_load_kv = start_load_kv
     return began
 
 
@@ -199,7 +212,14 @@ if __name__ == "__main__":
     if step == "broken":
         Engine(model, "/dev/null/no-directory", mode)
     engine = Engine(model, disk, mode)
-    result = {"store": store, "restart": restart}[step](engine, Path(reference))
-    engine.llm.llm_engine.engine_core.shutdown()
-    print("\n" + json.dumps(result), flush=True)
-    os._exit(0)  # LMCache leaves threads behind that would keep the interpreter waiting
+    status = 1
+    try:
+        result = {"store": store, "restart": restart}[step](engine, Path(reference))
+        engine.llm.llm_engine.engine_core.shutdown()
+        print("\n" + json.dumps(result), flush=True)
+        status = 0
+    except Exception:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)  # LMCache leaves threads behind that would keep the interpreter waiting

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 FULL = "FULL"  # vLLM's CUDAGraphMode
 
+STEP = "lmcache_xpu_step"  # what we add to LMCache's metadata of a step: StepFacts
+
 
 class StepFacts(NamedTuple):
     """What the workers must know of a step, beside what LMCache tells them."""

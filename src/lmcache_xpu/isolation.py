@@ -77,13 +77,16 @@ class Isolation:
         if request.skip_reading_prefix_cache:
             self._computed.add(request.request_id)
 
+    def named(self, request_id: str, token_ids: Sequence[int]) -> Sequence[int]:
+        """The tokens by which LMCache is to name a request's chunks; most are its own."""
+        salt = self._salts.get(request_id)
+        return salted(token_ids, salt) if salt and len(token_ids) else token_ids
+
     def mark(self, metadata: Any) -> None:
         """Complete what the worker is told to load and store in a step."""
         for meta in metadata.requests:
             self._looked_up.discard(meta.req_id)  # the worker unpins it after this step
-            salt = self._salts.get(meta.req_id)
-            if salt and meta.token_ids:
-                meta.token_ids = salted(meta.token_ids, salt)
+            meta.token_ids = self.named(meta.req_id, meta.token_ids)
         if self._abandoned:
             from lmcache.integration.vllm.vllm_v1_adapter import ReqMeta
 
@@ -111,9 +114,7 @@ class Isolation:
         if lookup_id in self._computed:
             return 0
         self._looked_up.add(lookup_id)
-        if (salt := self._salts.get(lookup_id)) and len(token_ids):
-            token_ids = salted(list(token_ids), salt)
-        return lookup(token_ids, lookup_id=lookup_id, **rest)
+        return lookup(self.named(lookup_id, token_ids), lookup_id=lookup_id, **rest)
 
 
 @functools.lru_cache(maxsize=1024)

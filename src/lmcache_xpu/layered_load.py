@@ -51,6 +51,7 @@ class LayeredLoad:
         self._starts: list[int] = []  # first layer of each cut
         self._moved: list[Moved] = []  # by cut
         self._waited = 0  # cuts
+        self._arrived = 0  # cuts; asked by `bytes_under_way` alone
         self._failed = False
 
     def add(self, plan: Plan, memory: Sequence[torch.Tensor], first_layer: int = 0) -> None:
@@ -79,6 +80,26 @@ class LayeredLoad:
     def start(self) -> None:
         """Enqueue the first cuts."""
         self._enqueue(FIRST)
+
+    def go_on(self) -> int:
+        """Enqueue one more cut; its bytes, 0 if none is left."""
+        at = len(self._moved)
+        if self._failed or at == len(self._cuts):
+            return 0
+        self._enqueue(at + 1)
+        return self._bytes(at)
+
+    @property
+    def enqueued(self) -> int:
+        """Cuts so far."""
+        return len(self._moved)
+
+    def bytes_under_way(self) -> int:
+        """Those of the enqueued cuts that are not there yet."""
+        last = len(self._moved)
+        while self._arrived < last and self._moved[self._arrived].done.reached():
+            self._arrived += 1
+        return 0 if self._failed else sum(map(self._bytes, range(self._arrived, last)))
 
     def before_layer(self, layer: int) -> None:
         """Let the current stream wait for a layer."""
@@ -125,6 +146,10 @@ class LayeredLoad:
     def moved(self) -> list[Moved]:
         """From the first copy to the last that was enqueued; nothing if none was."""
         return [Moved(self._moved[0].begun, self._moved[-1].done)] if self._moved else []
+
+    def _bytes(self, at: int) -> int:
+        plan, _, _, number = self._cuts[at]
+        return plan.cut_bytes(number)
 
     def _enqueue(self, cuts: int) -> None:
         for at in range(len(self._moved), min(cuts, len(self._cuts))):

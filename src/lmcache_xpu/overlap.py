@@ -6,7 +6,8 @@ computed it, and LMCache gets to publish it when it is complete. The order on th
 events; nothing here waits on the engine's thread.
 
     begin_step    blocks that this step writes anew wait until a store has read them
-    add_load ...  enqueue the first layer
+    add_load ...  enqueue the first layers
+    feed          more of loads that began before the step was decided on
     before_layer  the engine's stream waits for this layer
     after_layer   enqueue the next ones
     end_step      nothing may be left to load
@@ -34,6 +35,9 @@ logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers on
 # Loaded tokens per token to compute from which on copying takes longer than computing. A guess:
 # measured, 20 on an H200 and PCIe 5; more on devices that compute more slowly.
 LOAD_BOUND = 32
+
+# Loads that are enqueued before the step that they are for: 10 ms of the link, on an H200.
+AHEAD_BYTES = 512 * 2**20
 
 POLL_S = 5e-4
 
@@ -95,6 +99,23 @@ class Overlap:
         self.hold(load, objs)
         with load.enduring():
             load.start()
+
+    def feed(self) -> None:
+        """Enqueue so much that the link is busy until the engine computes, or calls again.
+
+        In the order of the layers. For loads that begin before their step; the others follow the
+        layers (`after_layer`).
+        """
+        ahead = sum(item.load.bytes_under_way() for item in self._loads)
+        loads = [item.load for item in self._loads]
+        while loads and ahead < AHEAD_BYTES:
+            load = min(loads, key=lambda one: one.enqueued)
+            more = 0
+            with load.enduring():
+                more = load.go_on()
+            ahead += more
+            if not more:
+                loads.remove(load)
 
     def hold(self, load: LayeredLoad, objs: Sequence[MemoryObj]) -> None:
         """Hold more memory for a load of this step."""

@@ -120,6 +120,11 @@ class Plan:
             for first, last in _runs(self.request.totals, same_size=not self.form.joins):
                 yield Piece(first, last, number, *self.cuts[number])
 
+    def cut_bytes(self, cut: int) -> int:
+        """Size of all chunks in the layers of a cut."""
+        first, last = self.cuts[cut]
+        return sum(self.request.totals) * (last - first) * self._plane_bytes
+
     def pieces(self, run: Piece) -> Iterator[Piece]:
         """A run in as few pieces as fit the buffer."""
         layers = run.last_layer - run.first_layer

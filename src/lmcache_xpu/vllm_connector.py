@@ -23,16 +23,18 @@ from vllm.logger import init_logger
 from lmcache_xpu import lmcache_config, lmcache_engine, seam, versions
 from lmcache_xpu.chunk_hashes import ChunkHashes
 from lmcache_xpu.engine_facts import EngineFacts, check_chunks, engine_facts
-from lmcache_xpu.engine_steps import StepFacts, may_run_as_one_graph, written_blocks
+from lmcache_xpu.engine_steps import STEP, may_run_as_one_graph
 from lmcache_xpu.failed_start import ending_on_failure
 from lmcache_xpu.guards import Guard
-from lmcache_xpu.isolation import Isolation
+from lmcache_xpu.scheduler_side import SchedulerSide
+from lmcache_xpu.slots import blocks_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
@@ -40,8 +42,6 @@ if TYPE_CHECKING:
     from lmcache_xpu.overlap import Overlap
 
 logger = init_logger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
-
-STEP = "lmcache_xpu_step"  # what we add to LMCache's metadata of a step: StepFacts
 
 
 class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped base
@@ -78,7 +78,7 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
         self._loading = False  # this step's loads have begun
         self._loads_early = False  # before vLLM has prepared the step
         self._guard: Guard | None = None  # the worker's
-        self._isolation: Isolation | None = None  # the scheduler's
+        self._scheduler: SchedulerSide | None = None
         if not self._served:
             super().__init__(vllm_config, role, kv_cache_config)
             return
@@ -113,7 +113,7 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
                     ChunkHashes(self._lmcache_engine.lmcache_engine)
                 self._guard = Guard(self._lmcache_engine, facts.block_size)
             else:
-                self._isolation = Isolation(self._lmcache_engine)
+                self._scheduler = SchedulerSide(self._lmcache_engine, vllm_config, facts.block_size)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take over the engine's KV cache; LMCache opens its tiers now.
@@ -145,6 +145,30 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
             self._loading = True
             super().start_load_kv(SimpleNamespace(attn_metadata={}))
 
+    def begin_load(self, metadata: Any, tokens: int) -> bool:
+        """Begin a load of the next step, while that is being decided on; see `scheduled_loads`.
+
+        Args:
+            metadata: LMCache's, of one request.
+            tokens: of it that remain to be computed.
+        """
+        beside = self._overlap is not None and self._overlap.loads
+        layerwise = self._config.use_layerwise  # LMCache begins those of a step together
+        if not (self._loads_early and beside) or layerwise or self.has_connector_metadata():
+            return False
+        assert self._overlap is not None
+        assert self._facts is not None
+        (request,) = metadata.requests
+        loaded = request.slot_mapping[request.load_spec.vllm_cached_tokens :]
+        self._overlap.begin_step(frozenset(blocks_of(loaded, self._facts.block_size)), tokens)
+        super().bind_connector_metadata(metadata)
+        try:
+            super().start_load_kv(SimpleNamespace(attn_metadata={}))
+        finally:
+            self.clear_connector_metadata()
+        self._overlap.feed()
+        return True
+
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """A step begins. Blocks that it may write wait for stores that still read them."""
         if self.has_connector_metadata() and self._get_connector_metadata() is connector_metadata:
@@ -156,6 +180,7 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
         if self._overlap is not None:
             facts = getattr(connector_metadata, STEP, (None, None))
             self._overlap.begin_step(*facts)
+            self._overlap.feed()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Load what this step needs, if that has not begun; see LMCache's connector.
@@ -216,33 +241,34 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond those that the engine has; see `isolation`."""
-        if self._isolation is not None:
-            self._isolation.admit(request)
+        if self._scheduler is not None:
+            self._scheduler.admit(request)
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(
             request, num_computed_tokens
         )
         return found
 
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """A request has its blocks, and will be in the next step."""
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if self._scheduler is not None:
+            self._scheduler.allocated(request, blocks)
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """What the workers must know of a step; LMCache's, and which blocks it may write."""
         meta = super().build_connector_meta(scheduler_output)
-        if self._facts is not None and self._isolation is not None:
-            kept = {
-                request.req_id: request.load_spec.vllm_cached_tokens
-                for request in meta.requests
-                if request.load_spec is not None
-            }
-            written = written_blocks(scheduler_output, self._facts.block_size, kept)
-            setattr(meta, STEP, StepFacts(written, scheduler_output.total_num_scheduled_tokens))
-            self._isolation.mark(meta)
+        if self._scheduler is not None:
+            self._scheduler.describe(meta, scheduler_output)
         return meta
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request; its blocks may be freed at once."""
-        if self._isolation is not None:
-            self._isolation.finished(request.request_id)
+        if self._scheduler is not None:
+            self._scheduler.finished(request.request_id)
         done: tuple[bool, dict[str, Any] | None] = super().request_finished(request, block_ids)
         return done
 

@@ -1,0 +1,70 @@
+"""The scheduler's half of the connector: what it adds to LMCache's description of a step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lmcache_xpu.engine_steps import STEP, StepFacts, written_blocks
+from lmcache_xpu.isolation import Isolation
+from lmcache_xpu.scheduled_loads import ScheduledLoads
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+__all__ = ["SchedulerSide"]
+
+
+class SchedulerSide:
+    """Told of requests and steps by vLLM's scheduler.
+
+    Args:
+        adapter: LMCache's connector.
+        config: of the engine.
+        block_size: tokens of a block.
+    """
+
+    def __init__(self, adapter: Any, config: VllmConfig, block_size: int) -> None:
+        self._config = config
+        self._block_size = block_size
+        self._isolation = Isolation(adapter)
+        self._loads = ScheduledLoads(adapter, block_size, self._worker, self._isolation.named)
+
+    def admit(self, request: Request) -> None:
+        """Before a request is looked up."""
+        self._isolation.admit(request)
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks) -> None:
+        """A request has its blocks, and will be in the next step."""
+        self._loads.begin(request, blocks.get_block_ids()[0])
+
+    def describe(self, metadata: Any, step: SchedulerOutput) -> None:
+        """Complete LMCache's description of a step."""
+        kept = {
+            request.req_id: request.load_spec.vllm_cached_tokens
+            for request in metadata.requests
+            if request.load_spec is not None
+        }
+        written = written_blocks(step, self._block_size, kept)
+        setattr(metadata, STEP, StepFacts(written, step.total_num_scheduled_tokens))
+        self._isolation.mark(metadata)
+        self._loads.mark(metadata)
+
+    def finished(self, request_id: str) -> None:
+        """When a request has ended, in whatever way."""
+        self._isolation.finished(request_id)
+
+    def _worker(self) -> Any:
+        """The worker's connector of the same engine, if it is in this process."""
+        from vllm.distributed import kv_transfer
+
+        if not kv_transfer.has_kv_transfer_group():
+            return None
+        found = kv_transfer.get_kv_transfer_group()
+        # Another connector may hold ours among others.
+        if not hasattr(found, "begin_load"):
+            return None
+        engines = [one.kv_transfer_config for one in (self._config, found._vllm_config)]
+        return found if engines[0].engine_id == engines[1].engine_id else None
