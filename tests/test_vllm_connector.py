@@ -92,9 +92,7 @@ def test_blocks_that_vllm_zeroes_are_loaded_after_that(monkeypatch):
 
 def test_a_step_begins_once(monkeypatch):
     made, began = connector(), []
-    made._overlap = SimpleNamespace(
-        begin_step=lambda *facts: began.append(facts), feed=lambda: None
-    )
+    made._overlap = SimpleNamespace(begin_step=lambda *facts: began.append(facts))
     monkeypatch.setattr(vllm_connector, "may_run_as_one_graph", lambda *args: False)
     made._vllm_config = None
     begin_two_steps(made, monkeypatch)

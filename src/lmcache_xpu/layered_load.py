@@ -51,6 +51,7 @@ class LayeredLoad:
         self._starts: list[int] = []  # first layer of each cut
         self._moved: list[Moved] = []  # by cut
         self._waited = 0  # cuts
+        self._head_start = 0  # cuts that were enqueued before the step
         self._arrived = 0  # cuts; asked by `bytes_under_way` alone
         self._failed = False
 
@@ -82,11 +83,12 @@ class LayeredLoad:
         self._enqueue(FIRST)
 
     def go_on(self) -> int:
-        """Enqueue one more cut; its bytes, 0 if none is left."""
+        """Enqueue one more cut before the step that waits for it; its bytes, 0 if none is left."""
         at = len(self._moved)
         if self._failed or at == len(self._cuts):
             return 0
-        self._enqueue(at + 1)
+        self._enqueue(at + 1, alone=True)
+        self._head_start = at + 1
         return self._bytes(at)
 
     @property
@@ -119,7 +121,7 @@ class LayeredLoad:
         enqueue, and behind the first layer the device has no other work yet.
         """
         if not self._failed:
-            ahead = bisect.bisect_right(self._starts, layer) + AHEAD
+            ahead = bisect.bisect_right(self._starts, layer) + max(AHEAD, self._head_start)
             self._enqueue(min(ahead, len(self._moved) + 1))
 
     def before_all(self) -> None:
@@ -151,11 +153,12 @@ class LayeredLoad:
         plan, _, _, number = self._cuts[at]
         return plan.cut_bytes(number)
 
-    def _enqueue(self, cuts: int) -> None:
+    def _enqueue(self, cuts: int, *, alone: bool = False) -> None:
         for at in range(len(self._moved), min(cuts, len(self._cuts))):
             plan, memory, first, number = self._cuts[at]
             # What the engine computes in this step waits for the first cut.
-            self._moved.append(self._stager.load(plan, memory, first, number, alone=at == 0))
+            idle = alone or at == 0
+            self._moved.append(self._stager.load(plan, memory, first, number, alone=idle))
 
 
 def layer_cuts(layers: int, *, much_to_compute: bool) -> list[int]:

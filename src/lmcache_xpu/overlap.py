@@ -5,9 +5,9 @@ group only where it comes to the group's first layer. A store is enqueued behind
 computed it, and LMCache gets to publish it when it is complete. The order on the device is kept by
 events; nothing here waits on the engine's thread.
 
+    schedule      a load begins while the step is still being decided on
     begin_step    blocks that this step writes anew wait until a store has read them
     add_load ...  enqueue the first layers
-    feed          more of loads that began before the step was decided on
     before_layer  the engine's stream waits for this layer
     after_layer   enqueue the next ones
     end_step      nothing may be left to load
@@ -65,6 +65,7 @@ class Overlap:
     loads: bool = True
     stores: bool = True
     _tokens: int | None = field(default=None, init=False)  # that this step computes
+    _scheduling: bool = field(default=False, init=False)  # the step is still being decided on
     _loads: list[_Load] = field(default_factory=list, init=False)
     _reading: list[tuple[Stored, torch.Tensor]] = field(default_factory=list, init=False)
     _unpublished: dict[int, Moved] = field(default_factory=dict, init=False)  # by id of object
@@ -72,15 +73,21 @@ class Overlap:
         default_factory=lambda: ThreadPoolExecutor(1, "lmcache-xpu-finish"), init=False
     )
 
+    def schedule(self, written: frozenset[int], tokens: int) -> None:
+        """As `begin_step`, of one request in a step that is still being decided on."""
+        self.begin_step(written, tokens)
+        self._scheduling = True
+
     def begin_step(self, written: frozenset[int] | None, tokens: int | None = None) -> None:
-        """Protect blocks that a store has yet to read.
+        """Protect blocks that a store has yet to read, and go on with loads that have begun.
 
         Args:
             written: blocks that were given to a request since the last step, so that the engine
                 may write them; None if that is not known.
             tokens: that this step computes; None if that is not known.
         """
-        self._tokens = tokens
+        self._tokens, self._scheduling = tokens, False
+        self._feed()
         self._reading = [item for item in self._reading if not item[0].gathered.reached()]
         if written == frozenset():
             return
@@ -97,25 +104,11 @@ class Overlap:
         """Begin a load for this step. Its memory is held until it is complete, come what may."""
         self._loads.append(_Load(load, [], finished))
         self.hold(load, objs)
-        with load.enduring():
-            load.start()
-
-    def feed(self) -> None:
-        """Enqueue so much that the link is busy until the engine computes, or calls again.
-
-        In the order of the layers. For loads that begin before their step; the others follow the
-        layers (`after_layer`).
-        """
-        ahead = sum(item.load.bytes_under_way() for item in self._loads)
-        loads = [item.load for item in self._loads]
-        while loads and ahead < AHEAD_BYTES:
-            load = min(loads, key=lambda one: one.enqueued)
-            more = 0
+        if self._scheduling:
+            self._feed()
+        else:
             with load.enduring():
-                more = load.go_on()
-            ahead += more
-            if not more:
-                loads.remove(load)
+                load.start()
 
     def hold(self, load: LayeredLoad, objs: Sequence[MemoryObj]) -> None:
         """Hold more memory for a load of this step."""
@@ -189,6 +182,22 @@ class Overlap:
     def drain(self) -> None:
         """Wait until everything is complete and published."""
         self._finisher.submit(lambda: None).result()
+
+    def _feed(self) -> None:
+        """Of loads that began before their step, enqueue so much that the link stays busy.
+
+        In the order of the layers, until the engine computes or the next one begins.
+        """
+        ahead = sum(item.load.bytes_under_way() for item in self._loads)
+        loads = [item.load for item in self._loads]
+        while loads and ahead < AHEAD_BYTES:
+            load = min(loads, key=lambda one: one.enqueued)
+            more = 0
+            with load.enduring():
+                more = load.go_on()
+            ahead += more
+            if not more:
+                loads.remove(load)
 
     def _when(self, moves: Sequence[Moved], action: Callable[[], None]) -> None:
         if all(moved.done.reached() for moved in moves):

@@ -26,7 +26,7 @@ __all__ = ["ScheduledLoads"]
 class Worker(Protocol):
     """The connector of a worker in this process."""
 
-    def begin_load(self, metadata: Any, tokens: int) -> bool:
+    def begin_load(self, metadata: Any, written: frozenset[int], tokens: int) -> bool:
         """Begin to load what LMCache says of one request; whether that was possible."""
 
 
@@ -73,7 +73,7 @@ class ScheduledLoads:
             extract_request_configs,
         )
 
-        loaded = spec.lmcache_cached_tokens
+        loaded, kept = spec.lmcache_cached_tokens, spec.vllm_cached_tokens // self._block_size
         places = torch.arange(self._block_size)
         slots = torch.tensor(blocks).unsqueeze(1) * self._block_size + places
         load = ReqMeta(
@@ -83,7 +83,8 @@ class ScheduledLoads:
             load_spec=spec,
             request_configs=extract_request_configs(request.sampling_params),
         )
-        if worker.begin_load(LMCacheConnectorMetadata([load]), request.num_tokens - loaded):
+        described = LMCacheConnectorMetadata([load])
+        if worker.begin_load(described, frozenset(blocks[kept:]), request.num_tokens - loaded):
             self._begun.add(request.request_id)
 
     def mark(self, metadata: Any) -> None:

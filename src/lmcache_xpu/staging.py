@@ -83,8 +83,8 @@ class Stager:
         reaches_host = self._transfer.warm_up()
         direct = self._transfer if isinstance(self._transfer, DirectTransfer) else None
         self._direct = direct if reaches_host else None
-        self._kernels = SideStream(view.device)
-        self._copies = SideStream(view.device)
+        self._kernels = SideStream(view.device, urgent=True)
+        self._copies = SideStream(view.device, urgent=False)
         nothing = in_place and is_host(view.device)
         self._buffers = [] if nothing else buffers(staging_bytes, view.device)
         self._turn = 0

@@ -27,7 +27,6 @@ from lmcache_xpu.engine_steps import STEP, may_run_as_one_graph
 from lmcache_xpu.failed_start import ending_on_failure
 from lmcache_xpu.guards import Guard
 from lmcache_xpu.scheduler_side import SchedulerSide
-from lmcache_xpu.slots import blocks_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -145,28 +144,25 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
             self._loading = True
             super().start_load_kv(SimpleNamespace(attn_metadata={}))
 
-    def begin_load(self, metadata: Any, tokens: int) -> bool:
+    def begin_load(self, metadata: Any, written: frozenset[int], tokens: int) -> bool:
         """Begin a load of the next step, while that is being decided on; see `scheduled_loads`.
 
         Args:
             metadata: LMCache's, of one request.
-            tokens: of it that remain to be computed.
+            written: blocks that are loaded.
+            tokens: of the request that remain to be computed.
         """
         beside = self._overlap is not None and self._overlap.loads
         layerwise = self._config.use_layerwise  # LMCache begins those of a step together
         if not (self._loads_early and beside) or layerwise or self.has_connector_metadata():
             return False
         assert self._overlap is not None
-        assert self._facts is not None
-        (request,) = metadata.requests
-        loaded = request.slot_mapping[request.load_spec.vllm_cached_tokens :]
-        self._overlap.begin_step(frozenset(blocks_of(loaded, self._facts.block_size)), tokens)
+        self._overlap.schedule(written, tokens)
         super().bind_connector_metadata(metadata)
         try:
             super().start_load_kv(SimpleNamespace(attn_metadata={}))
         finally:
             self.clear_connector_metadata()
-        self._overlap.feed()
         return True
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -180,7 +176,6 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
         if self._overlap is not None:
             facts = getattr(connector_metadata, STEP, (None, None))
             self._overlap.begin_step(*facts)
-            self._overlap.feed()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Load what this step needs, if that has not begun; see LMCache's connector.
