@@ -161,20 +161,21 @@ class LayeredLoad:
             self._moved.append(self._stager.load(plan, memory, first, number, alone=idle))
 
 
-def layer_cuts(layers: int, *, much_to_compute: bool) -> list[int]:
+def layer_cuts(layers: int, *, much_to_compute: bool, single: int | None = None) -> list[int]:
     """The first layer of each cut.
 
-    With much to compute beside the load, cuts of 1, 1, 1, 1, 2, 2, ..., 1, 1 layers: the first
-    come early and are enqueued quickly, while the device has no other work yet, and each is there
-    by the time that the ones before it have been computed, also where copying takes about as long
-    as computing (larger ones make the engine wait).
+    With much to compute beside the load, cuts of 1, 1, 1, 1, 2, 2, ..., 1, 1 layers (`single` of
+    one layer at the start; SINGLE if not given): the first come early and are enqueued quickly,
+    while the device has no other work yet, and each is there by the time that the ones before it
+    have been computed, also where copying takes about as long as computing (larger ones make the
+    engine wait).
     With little to compute the copies are what takes time: each cut is three quarters of what is
     left, so that most layers come in few large copies.
     """
-    starts = [0]
+    starts, single = [0], SINGLE if single is None else single
     while starts[-1] < layers:
         left = layers - starts[-1]
-        growing = 1 if len(starts) <= SINGLE else min(MOST_LAYERS, max(1, left // 2))
+        growing = 1 if len(starts) <= single else min(MOST_LAYERS, max(1, left // 2))
         shrinking = max(left - left // 4, min(left, LEAST_LAYERS))
         starts.append(starts[-1] + (growing if much_to_compute else shrinking))
     return starts[:-1]

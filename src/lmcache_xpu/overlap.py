@@ -36,8 +36,8 @@ logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers on
 # measured, 20 on an H200 and PCIe 5; more on devices that compute more slowly.
 LOAD_BOUND = 32
 
-# Loads that are enqueued before the step that they are for: 10 ms of the link, on an H200.
-AHEAD_BYTES = 512 * 2**20
+# Of loads that begin before their step, what is enqueued at once: 7 ms of the link, on an H200.
+AHEAD_BYTES = 384 * 2**20
 
 POLL_S = 5e-4
 
@@ -98,7 +98,9 @@ class Overlap:
     def cuts(self, layers: int, tokens: int) -> list[int]:
         """How to cut a load of some tokens in this step; see `layer_cuts`."""
         much = self._tokens is None or self._tokens * LOAD_BOUND >= tokens
-        return layer_cuts(layers, much_to_compute=much)
+        # Until a step is decided on, fewer launches count for more than an early first layer.
+        single = 0 if self._scheduling else None
+        return layer_cuts(layers, much_to_compute=much, single=single)
 
     def add_load(self, load: LayeredLoad, objs: Sequence[MemoryObj], finished: Finished) -> None:
         """Begin a load for this step. Its memory is held until it is complete, come what may."""

@@ -34,8 +34,8 @@ DIRECT_BYTES = 512 * 2**10
 DIRECT_BYTES_BATCHED = 256 * 2**10
 
 # The same where the device has nothing else to do: 2 MiB slices 52 by the engine, 51 by the kernel.
-# And one launch is enqueued much earlier than hundreds of copies.
-DIRECT_BYTES_ALONE = 2 * 2**20
+# And one launch is enqueued much earlier than hundreds of copies. Two layers of a chunk are 2 MiB.
+DIRECT_BYTES_ALONE = 4 * 2**20
 
 
 class Moved(NamedTuple):

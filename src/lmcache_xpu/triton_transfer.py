@@ -30,7 +30,6 @@ _TILE = 2048  # words that one program moves at once; enough to hide latency
 # gives to a kernel. A full grid would take the device from the engine: matrix products beside it
 # took 1.9 times as long, with 32 programs 1.14 times.
 _DIRECT_PROGRAMS = 32
-_STAGED_PROGRAMS = 1 << 30
 
 
 # Triton compiles a kernel anew for integers that 16 divides, for 1, and for pointers that are less
@@ -234,7 +233,7 @@ class TritonTransfer:
         addresses, (rows_tile, tile) = self.addresses[first_layer], self.tile
         planes = words.shape[2] * self.planes
         tiles = -(-count // rows_tile) * -(-self.row // tile) * planes
-        grid = (min(tiles, _STAGED_PROGRAMS if table is None else _DIRECT_PROGRAMS),)
+        grid = (tiles if table is None else min(tiles, _DIRECT_PROGRAMS),)
         _paged_copy[grid](
             addresses,
             rows.engine,
