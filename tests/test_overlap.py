@@ -47,7 +47,7 @@ def test_cuts_grow_beside_much_computing_and_shrink_beside_little(layers, much, 
 def test_what_a_step_computes_decides_the_cuts(tokens, first):
     overlap = Overlap(block_tokens=16)
     overlap.begin_step(None, tokens)
-    assert overlap.cuts(32, 32768)[1] == first
+    assert overlap.cuts(32, 32768, 2**27)[1] == first
 
 
 def test_a_store_is_published_when_it_is_complete():

@@ -111,11 +111,16 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
     def _stores_beside(self) -> Overlap | None:
         return self.overlap if self.overlap is not None and self.overlap.stores else None
 
-    def _cuts(self, starts: Sequence[int], ends: Sequence[int]) -> list[int]:
+    def _cuts(self, bound: Bound, starts: Sequence[int], ends: Sequence[int]) -> list[int]:
         """First layer of each group of layers that a load of these chunks waits for at once."""
         if self._loads_beside is None:
             return [0]
-        return self._loads_beside.cuts(self.num_layers, sum(ends) - sum(starts))
+        tokens = sum(ends) - sum(starts)
+        return self._loads_beside.cuts(self.num_layers, tokens, self._layer_bytes(bound, tokens))
+
+    def _layer_bytes(self, bound: Bound, tokens: int) -> int:
+        layer_size = self.get_shape(1).numel() // self.groups[0][1]
+        return tokens * layer_size * bound.view.dtype.itemsize
 
     def _counter(
         self,
@@ -128,9 +133,8 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
         """To be told how many seconds these chunks took."""
         spans = zip(starts, ends, strict=True)
         tokens = sum(end - max(start, min(end, cached)) for start, end in spans)
-        layer_size = self.get_shape(1).numel() // self.groups[0][1]
-        token_bytes = self.num_layers * layer_size * bound.view.dtype.itemsize
-        return functools.partial(flow.moved, size_bytes=tokens * token_bytes, tokens=tokens)
+        size = self.num_layers * self._layer_bytes(bound, tokens)
+        return functools.partial(flow.moved, size_bytes=size, tokens=tokens)
 
 
 class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
@@ -180,7 +184,7 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
         request = Request.read(kwargs)
         bound = self._binding.bind(request.kvcaches)
         beside = self._loads_beside
-        cuts = self._cuts(starts, ends)
+        cuts = self._cuts(bound, starts, ends)
         plan = self._binding.plan(bound, starts, ends, request, loading=True, cuts=cuts)
         memory = self._binding.memory(bound, memory_objs, starts, ends, loading=True)
         # Blocks may have been freed by a step that is still running.

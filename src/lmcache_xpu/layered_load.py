@@ -22,6 +22,8 @@ LEAST_LAYERS = 8  # of a cut that shrinks; smaller copies are slower
 
 AHEAD = 2  # cuts that are enqueued beyond the layer that the engine is at
 
+HEAD_CUTS = 2  # larger ones, of a load that begins before its step
+
 # Cuts that are enqueued at once: the engine prepares its step meanwhile (8 ms were seen), and other
 # requests' loads are enqueued.
 FIRST = 2
@@ -161,21 +163,31 @@ class LayeredLoad:
             self._moved.append(self._stager.load(plan, memory, first, number, alone=idle))
 
 
-def layer_cuts(layers: int, *, much_to_compute: bool, single: int | None = None) -> list[int]:
+def layer_cuts(layers: int, *, much_to_compute: bool, head: int = 0) -> list[int]:
     """The first layer of each cut.
 
-    With much to compute beside the load, cuts of 1, 1, 1, 1, 2, 2, ..., 1, 1 layers (`single` of
-    one layer at the start; SINGLE if not given): the first come early and are enqueued quickly,
-    while the device has no other work yet, and each is there by the time that the ones before it
-    have been computed, also where copying takes about as long as computing (larger ones make the
-    engine wait).
+    With much to compute beside the load, cuts of 1, 1, 1, 1, 2, 2, ..., 1, 1 layers: the first
+    come early and are enqueued quickly, while the device has no other work yet, and each is there
+    by the time that the ones before it have been computed, also where copying takes about as long
+    as computing (larger ones make the engine wait).
     With little to compute the copies are what takes time: each cut is three quarters of what is
     left, so that most layers come in few large copies.
+
+    Args:
+        layers: of the engine.
+        much_to_compute: see above.
+        head: of a load that begins before its step: layers of the first two cuts, beside much.
     """
-    starts, single = [0], SINGLE if single is None else single
-    while starts[-1] < layers:
-        left = layers - starts[-1]
-        growing = 1 if len(starts) <= single else min(MOST_LAYERS, max(1, left // 2))
-        shrinking = max(left - left // 4, min(left, LEAST_LAYERS))
-        starts.append(starts[-1] + (growing if much_to_compute else shrinking))
+    starts = [0]
+    while (at := starts[-1]) < layers:
+        left = layers - at
+        if not much_to_compute:
+            size = max(left - left // 4, min(left, LEAST_LAYERS))
+        elif head and len(starts) <= HEAD_CUTS:
+            size = min(head, left)
+        elif not head and len(starts) <= SINGLE:
+            size = 1
+        else:
+            size = min(MOST_LAYERS, max(1, left // 2))
+        starts.append(at + size)
     return starts[:-1]

@@ -83,7 +83,7 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
         held: list[tuple[int, Sequence[MemoryObj]]] = []  # with the number of cuts up to theirs
         count = len(starts)
         beside = self._loads_beside
-        cuts = self._cuts(starts, ends)
+        cuts = self._cuts(bound, starts, ends)
 
         def finished(seconds: float) -> None:
             self._counter(LOAD_CPU, bound, starts[:count], ends[:count], request.cached)(seconds)

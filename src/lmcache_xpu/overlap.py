@@ -28,7 +28,7 @@ from lmcache.v1.memory_management import MemoryObj
 
 from lmcache_xpu.layered_load import LayeredLoad, layer_cuts
 from lmcache_xpu.slots import blocks_of
-from lmcache_xpu.staging import Moved, Stored
+from lmcache_xpu.staging import AT_ONCE_BYTES, Moved, Stored
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
@@ -36,8 +36,8 @@ logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers on
 # measured, 20 on an H200 and PCIe 5; more on devices that compute more slowly.
 LOAD_BOUND = 32
 
-# Of loads that begin before their step, what is enqueued at once: 7 ms of the link, on an H200.
-AHEAD_BYTES = 384 * 2**20
+# Of loads that begin before their step: what is enqueued at once, 10 ms of the link on an H200.
+AHEAD_BYTES = 512 * 2**20
 
 POLL_S = 5e-4
 
@@ -95,12 +95,17 @@ class Overlap:
             if written is None or not written.isdisjoint(blocks_of(slots, self.block_tokens)):
                 stored.gathered.wait()
 
-    def cuts(self, layers: int, tokens: int) -> list[int]:
-        """How to cut a load of some tokens in this step; see `layer_cuts`."""
+    def cuts(self, layers: int, tokens: int, layer_bytes: int) -> list[int]:
+        """How to cut a load in this step; see `layer_cuts`.
+
+        Args:
+            layers: of the engine.
+            tokens: that are loaded.
+            layer_bytes: of these tokens in one layer.
+        """
         much = self._tokens is None or self._tokens * LOAD_BOUND >= tokens
-        # Until a step is decided on, fewer launches count for more than an early first layer.
-        single = 0 if self._scheduling else None
-        return layer_cuts(layers, much_to_compute=much, single=single)
+        head = max(1, AT_ONCE_BYTES // max(layer_bytes, 1)) if self._scheduling else 0
+        return layer_cuts(layers, much_to_compute=much, head=head)
 
     def add_load(self, load: LayeredLoad, objs: Sequence[MemoryObj], finished: Finished) -> None:
         """Begin a load for this step. Its memory is held until it is complete, come what may."""

@@ -9,6 +9,7 @@ A piece is what is staged at once: some layers of one chunk or of several neighb
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -33,9 +34,11 @@ DIRECT_BYTES = 512 * 2**10
 # The same where copies are enqueued in batches: 256 KiB slices 53; smaller ones were not measured.
 DIRECT_BYTES_BATCHED = 256 * 2**10
 
-# The same where the device has nothing else to do: 2 MiB slices 52 by the engine, 51 by the kernel.
-# And one launch is enqueued much earlier than hundreds of copies. Two layers of a chunk are 2 MiB.
-DIRECT_BYTES_ALONE = 4 * 2**20
+# The same where the device has nothing else to do: 2 MiB slices 52 by the engine, 51 by the kernel,
+# and one launch is enqueued much earlier than hundreds of copies. That counts for more than the
+# link's last GB/s up to the second size, of all slices together.
+DIRECT_BYTES_ALONE = 2 * 2**20
+AT_ONCE_BYTES = 256 * 2**20
 
 
 class Moved(NamedTuple):
@@ -160,7 +163,10 @@ class Stager:
             alone: the device has nothing else to do meanwhile.
         """
         moved = self._begin(self._copies)
-        direct = DIRECT_BYTES_ALONE if alone else self._direct_bytes
+        direct = self._direct_bytes
+        if alone:
+            at_once = cut is not None and plan.cut_bytes(cut) <= AT_ONCE_BYTES
+            direct = sys.maxsize if at_once else DIRECT_BYTES_ALONE
         staged = False
         for run in plan.runs(cut):
             if self._moved_in_place(plan, run, memory, first_layer, direct, gather=False):

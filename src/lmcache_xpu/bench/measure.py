@@ -8,14 +8,13 @@ that begin with `MARK`, each a JSON object; everything else is the engine's own 
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from lmcache_xpu.settings import Settings
 
 MARK = "BENCH "
 SETTLE_S = 1.0  # stores go on after an answer
+ASKED = 3  # times that a history is asked about
 
 
 def say(**facts: Any) -> None:
@@ -163,8 +163,8 @@ def whole(engine: Engine, length: int, *, tier: bool) -> dict[str, float]:
     return found
 
 
-def later(engine: Engine, turns: Sequence[Turn], *, tier: bool) -> dict[str, float]:
-    """Later turns at once: histories in the engine's own cache, and in the tier."""
+def later(engine: Engine, turns: Sequence[Turn], *, tier: bool) -> list[dict[str, float]]:
+    """Later turns at once: histories in the engine's own cache, and in the tier; several times."""
     histories = [engine.prompt(turn.history) for turn in turns]
 
     def ask() -> float:
@@ -177,18 +177,20 @@ def later(engine: Engine, turns: Sequence[Turn], *, tier: bool) -> dict[str, flo
 
     for history in histories:
         engine.seconds(history)
-    time.sleep(SETTLE_S / 2)
-    found = {"own prefix": ask()}
-    if tier:
-        time.sleep(SETTLE_S)
-        engine.forget()
-        found["tier"] = ask()
-    return found
+    rounds = []
+    for _ in range(ASKED):
+        time.sleep(SETTLE_S / 2)
+        found = {"own prefix": ask()}
+        if tier:
+            time.sleep(SETTLE_S / 2)
+            engine.forget()
+            found["tier"] = ask()
+        rounds.append(found)
+    return rounds
 
 
-def medians(measured: Callable[[], dict[str, float]], repeats: int) -> dict[str, float]:
+def medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
     """Milliseconds, of each source the median."""
-    rounds = [measured() for _ in range(repeats)]
     return {name: statistics.median(one[name] for one in rounds) * 1e3 for name in rounds[0]}
 
 
@@ -200,13 +202,17 @@ def measure(engine: Engine, shape: Shape, repeats: int, *, tier: bool) -> None:
     else:
         say(link=link_gb_s(repeats))
     for length in shape.lengths:
-        times = medians(functools.partial(whole, engine, length, tier=tier), repeats)
+        times = medians([whole(engine, length, tier=tier) for _ in range(repeats)])
         say(row=f"{length}", tokens=length, ms=times)
+
+    def of_turns(turns: Sequence[Turn]) -> dict[str, float]:
+        return medians([r for _ in range(repeats) for r in later(engine, turns, tier=tier)])
+
     for turn in shape.turns:
-        times = medians(functools.partial(later, engine, [turn], tier=tier), repeats)
+        times = of_turns([turn])
         say(row=f"{turn.history} + {turn.new}", tokens=turn.history, ms=times)
     crowd = [shape.crowd_turn] * shape.crowd
-    times = medians(functools.partial(later, engine, crowd, tier=tier), repeats)
+    times = of_turns(crowd)
     name = f"{shape.crowd} x ({shape.crowd_turn.history} + {shape.crowd_turn.new})"
     say(row=name, tokens=shape.crowd * shape.crowd_turn.history, ms=times)
 
