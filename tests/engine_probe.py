@@ -191,6 +191,13 @@ def store(engine: Engine, reference: Path) -> dict:
         TorchTransfer.scatter = broken
         for name, length in LENGTHS.items():
             found[name][fault] = hit(engine, prompt(length), found[name]["cold"])
+
+    def failing(self, rows, source, first_layer=0):
+        raise RuntimeError("planted")
+
+    TorchTransfer.scatter = failing
+    for name, length in LENGTHS.items():
+        found[name]["failing"] = hit(engine, prompt(length), found[name]["cold"])
     TorchTransfer.scatter = scatter
     prompts = {name: {k: v for k, v in f.items() if k != "cold"} for name, f in found.items()}
     return {"prompts": prompts, "counts": engine.llm.collective_rpc(counts)[0], "began": began}

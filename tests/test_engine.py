@@ -98,7 +98,7 @@ def test_no_reference_or_pin_outlives_its_request(stored: dict, restarted: dict)
 def test_loads_begin_as_early_as_they_can(stored: dict, place: tuple[str, ...]):
     """Each could begin later as well: when vLLM has prepared its step."""
     earliest = {"standard": "scheduled", "layerwise": "told"}[place[-1]]
-    assert stored["began"] == [earliest] * 3 * len(LENGTHS)
+    assert stored["began"] == [earliest] * 4 * len(LENGTHS)
 
 
 @pytest.mark.parametrize("fault", ["shifted", "without values"])
@@ -108,6 +108,13 @@ def test_a_wrong_load_would_be_seen(stored: dict, name: str, fault: str):
     assert found[fault]["hit"] == cached(name)  # reported as a hit all the same
     assert found[fault]["answer"] != found["recompute"]
     assert found[fault]["restored"] < cached(name) // BLOCK
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_a_load_that_fails_is_recomputed(stored: dict, name: str):
+    found = stored["prompts"][name]
+    assert found["failing"]["answer"] == found["recompute"]
+    assert found["failing"]["restored"] >= cached(name) // BLOCK
 
 
 def test_a_tier_that_does_not_open_ends_the_engine_with_the_reason(model: str):

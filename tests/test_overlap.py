@@ -43,6 +43,21 @@ def test_cuts_grow_beside_much_computing_and_shrink_beside_little(layers, much, 
     assert [b - a for a, b in itertools.pairwise([*cuts, layers])] == sizes
 
 
+@pytest.mark.parametrize(
+    ("head", "sizes"),
+    [
+        (1, [1, 1, *[2] * 14, 1, 1]),
+        (4, [4, 4, *[2] * 11, 1, 1]),
+        (20, [20, 12]),
+        (40, [32]),
+    ],
+)
+def test_a_load_that_begins_before_its_step_starts_with_two_large_cuts(head: int, sizes: list[int]):
+    cuts = layer_cuts(32, much_to_compute=True, head=head)
+    assert [b - a for a, b in itertools.pairwise([*cuts, 32])] == sizes
+    assert layer_cuts(32, much_to_compute=False, head=head) == [0, 24]
+
+
 @pytest.mark.parametrize(("tokens", "first"), [(None, 1), (4096, 1), (1024, 1), (512, 24), (1, 24)])
 def test_what_a_step_computes_decides_the_cuts(tokens, first):
     overlap = Overlap(block_tokens=16)

@@ -85,9 +85,16 @@ class LayeredLoad:
         self._enqueue(FIRST)
 
     def go_on(self) -> int:
-        """Enqueue one more cut before the step that waits for it; its bytes, 0 if none is left."""
+        """Enqueue one more cut before the step that waits for it, and give its bytes.
+
+        0 if none is left, or none that kernels load: the engine has its own few bytes to copy
+        before it computes, and copies that are enqueued now would go before them.
+        """
         at = len(self._moved)
         if self._failed or at == len(self._cuts):
+            return 0
+        plan, _, _, number = self._cuts[at]
+        if not self._stager.needs_no_copies(plan, number):
             return 0
         self._enqueue(at + 1, alone=True)
         self._head_start = at + 1
@@ -104,6 +111,10 @@ class LayeredLoad:
         while self._arrived < last and self._moved[self._arrived].done.reached():
             self._arrived += 1
         return 0 if self._failed else sum(map(self._bytes, range(self._arrived, last)))
+
+    def let_engine_copy(self) -> None:
+        """Order copies that follow after what the engine has enqueued; see `Stager`."""
+        self._stager.let_engine_copy()
 
     def before_layer(self, layer: int) -> None:
         """Let the current stream wait for a layer."""

@@ -66,6 +66,7 @@ class Overlap:
     stores: bool = True
     _tokens: int | None = field(default=None, init=False)  # that this step computes
     _scheduling: bool = field(default=False, init=False)  # the step is still being decided on
+    _computing: bool = field(default=False, init=False)  # the engine is at its layers
     _loads: list[_Load] = field(default_factory=list, init=False)
     _reading: list[tuple[Stored, torch.Tensor]] = field(default_factory=list, init=False)
     _unpublished: dict[int, Moved] = field(default_factory=dict, init=False)  # by id of object
@@ -75,8 +76,8 @@ class Overlap:
 
     def schedule(self, written: frozenset[int], tokens: int) -> None:
         """As `begin_step`, of one request in a step that is still being decided on."""
-        self.begin_step(written, tokens)
         self._scheduling = True
+        self._protect(written, tokens)
 
     def begin_step(self, written: frozenset[int] | None, tokens: int | None = None) -> None:
         """Protect blocks that a store has yet to read, and go on with loads that have begun.
@@ -86,14 +87,12 @@ class Overlap:
                 may write them; None if that is not known.
             tokens: that this step computes; None if that is not known.
         """
-        self._tokens, self._scheduling = tokens, False
-        self._feed()
-        self._reading = [item for item in self._reading if not item[0].gathered.reached()]
-        if written == frozenset():
-            return
-        for stored, slots in self._reading:
-            if written is None or not written.isdisjoint(blocks_of(slots, self.block_tokens)):
-                stored.gathered.wait()
+        self._scheduling = self._computing = False
+        self._protect(written, tokens)
+        for item in self._loads:
+            if not item.load.enqueued:
+                with item.load.enduring():
+                    item.load.start()
 
     def cuts(self, layers: int, tokens: int, layer_bytes: int) -> list[int]:
         """How to cut a load in this step; see `layer_cuts`.
@@ -127,6 +126,9 @@ class Overlap:
 
     def before_layer(self, layer: int) -> None:
         """Let the engine's stream wait for a layer of all loads."""
+        if self._loads and not self._computing:
+            self._computing = True
+            self._loads[0].load.let_engine_copy()
         for item in self._loads:
             with item.load.enduring():
                 item.load.before_layer(layer)
@@ -189,6 +191,16 @@ class Overlap:
     def drain(self) -> None:
         """Wait until everything is complete and published."""
         self._finisher.submit(lambda: None).result()
+
+    def _protect(self, written: frozenset[int] | None, tokens: int | None) -> None:
+        self._tokens = tokens
+        self._feed()
+        self._reading = [item for item in self._reading if not item[0].gathered.reached()]
+        if written == frozenset():
+            return
+        for stored, slots in self._reading:
+            if written is None or not written.isdisjoint(blocks_of(slots, self.block_tokens)):
+                stored.gathered.wait()
 
     def _feed(self) -> None:
         """Of loads that began before their step, enqueue so much that the link stays busy.
