@@ -11,6 +11,7 @@ pytest.importorskip("vllm")
 from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
 
 from lmcache_xpu import vllm_connector
+from lmcache_xpu.scheduler_side import SchedulerSide
 from lmcache_xpu.vllm_connector import LMCacheXPUConnector
 
 STEP = {"attention": "of the step"}
@@ -97,3 +98,76 @@ def test_a_step_begins_once(monkeypatch):
     made._vllm_config = None
     begin_two_steps(made, monkeypatch)
     assert len(began) == 2
+
+
+class Beside:
+    """What runs beside the engine, as far as a load that begins early tells it."""
+
+    def __init__(self, *, loads: bool = True) -> None:
+        self.loads, self.told = loads, []
+
+    def schedule(self, written: frozenset[int], tokens: int) -> None:
+        self.told.append((written, tokens))
+
+
+def early(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tuple[Any, list[Any]]:
+    """A worker's connector between two steps; what LMCache was told to load."""
+    loaded: list[Any] = []
+    monkeypatch.setattr(
+        LMCacheConnectorV1,
+        "start_load_kv",
+        lambda self, context, **kwargs: loaded.append(self._get_connector_metadata()),
+    )
+    made = connector()
+    made._connector_metadata, made._overlap = None, Beside()
+    made._config = SimpleNamespace(use_layerwise=False)
+    vars(made).update(changes)
+    return made, loaded
+
+
+def test_a_load_begins_between_two_steps_and_leaves_no_trace_of_one(monkeypatch):
+    made, loaded = early(monkeypatch)
+    meta = SimpleNamespace(requests=["one"])
+    assert made.begin_load(meta, frozenset({3}), 5)
+    assert loaded == [meta]
+    assert made._overlap.told == [({3}, 5)]
+    assert not made.has_connector_metadata()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"_loads_early": False},  # vLLM zeroes blocks when it prepares the step
+        {"_overlap": None},
+        {"_overlap": Beside(loads=False)},
+        {"_config": SimpleNamespace(use_layerwise=True)},
+        {"_connector_metadata": SimpleNamespace(requests=[])},  # a step is under way
+    ],
+)
+def test_a_load_that_must_wait_for_its_step_does_not_begin(changes, monkeypatch):
+    made, loaded = early(monkeypatch, **changes)
+    assert not made.begin_load(SimpleNamespace(requests=["one"]), frozenset(), 5)
+    assert loaded == []
+
+
+@pytest.mark.parametrize(
+    ("group", "found"),
+    [
+        (None, False),  # in another process
+        (SimpleNamespace(_vllm_config="ours"), False),  # another connector
+        (SimpleNamespace(_vllm_config="another's", begin_load=None), False),
+        (SimpleNamespace(_vllm_config="ours", begin_load=None), True),
+    ],
+)
+def test_the_scheduler_finds_the_worker_of_its_own_engine(group, found: bool, monkeypatch):
+    from vllm.distributed import kv_transfer
+
+    def config(engine: str) -> SimpleNamespace:
+        return SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id=engine))
+
+    if group is not None:
+        group = SimpleNamespace(**vars(group) | {"_vllm_config": config(group._vllm_config)})
+    monkeypatch.setattr(kv_transfer, "has_kv_transfer_group", lambda: group is not None)
+    monkeypatch.setattr(kv_transfer, "get_kv_transfer_group", lambda: group)
+    side = SchedulerSide(SimpleNamespace(lookup_client=None), config("ours"), 16)
+    assert side._worker() is (group if found else None)
