@@ -23,7 +23,8 @@ os.environ.update(
 )
 
 CHUNK, BLOCK, KV_HEADS = 256, 128, 2
-# On a chunk's boundary, inside a block, and on a block's boundary inside a chunk.
+# Of the lengths: on a chunk's boundary, inside a block, and on a block's boundary inside a chunk.
+CROWD = 16
 LENGTHS = {"boundary": 4 * CHUNK, "inside": 4 * CHUNK + 77, "block": 3 * CHUNK + BLOCK}
 
 
@@ -90,11 +91,15 @@ class Engine:
         )
 
     def ask(self, tokens: list[int]) -> list[int]:
+        return self.ask_at_once([tokens])[0]
+
+    def ask_at_once(self, prompts: list[list[int]]) -> list[list[int]]:
         from vllm import SamplingParams
 
         sampling = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
-        answer = self.llm.generate({"prompt_token_ids": tokens}, sampling, use_tqdm=False)
-        return list(answer[0].outputs[0].token_ids)
+        asked = [{"prompt_token_ids": tokens} for tokens in prompts]
+        answers = self.llm.generate(asked, sampling, use_tqdm=False)
+        return [list(answer.outputs[0].token_ids) for answer in answers]
 
     def forget(self) -> None:
         """Empty the engine's own cache: not only its index, its bytes too."""
@@ -104,9 +109,37 @@ class Engine:
     def blocks(self) -> list[list[str]]:
         return self.llm.collective_rpc(digests)[0]
 
-    def external_hits(self) -> int:
+    def counter(self, name: str) -> int:
         named = {metric.name: metric for metric in self.llm.get_metrics()}
-        return named["vllm:external_prefix_cache_hits"].value
+        return named[f"vllm:{name}"].value
+
+    def external_hits(self) -> int:
+        return self.counter("external_prefix_cache_hits")
+
+
+def crowd(engine: Engine) -> dict:
+    """More prompts at once than the engine's cache holds, some of them twice."""
+    # Each needs one more block when it has answered a few tokens; there are none, so some are
+    # preempted and loaded again.
+    prompts = [prompt((6 + at % 8) * BLOCK - 6 - at // 8) for at in range(CROWD)]
+    alone = []
+    for tokens in prompts:
+        engine.forget()
+        alone.append(engine.ask(tokens))
+    rounds = []
+    for order in (1, -1):
+        engine.forget()
+        before = engine.counter("external_prefix_cache_hits"), engine.counter("num_preemptions")
+        asked = [*range(CROWD), *range(0, CROWD, 5)][::order]
+        answers = engine.ask_at_once([prompts[number] for number in asked])
+        rounds.append(
+            {
+                "right": [answers[at] == alone[number] for at, number in enumerate(asked)],
+                "hit": engine.counter("external_prefix_cache_hits") - before[0],
+                "preempted": engine.counter("num_preemptions") - before[1],
+            }
+        )
+    return {"tokens": sum(map(len, prompts)), "rounds": rounds}
 
 
 def restored(cold: list[list[str]], warm: list[list[str]]) -> int:
@@ -200,7 +233,13 @@ def store(engine: Engine, reference: Path) -> dict:
         found[name]["failing"] = hit(engine, prompt(length), found[name]["cold"])
     TorchTransfer.scatter = scatter
     prompts = {name: {k: v for k, v in f.items() if k != "cold"} for name, f in found.items()}
-    return {"prompts": prompts, "counts": engine.llm.collective_rpc(counts)[0], "began": began}
+    began = list(began)
+    return {
+        "prompts": prompts,
+        "began": began,
+        "crowd": crowd(engine),
+        "counts": engine.llm.collective_rpc(counts)[0],
+    }
 
 
 def restart(engine: Engine, reference: Path) -> dict:

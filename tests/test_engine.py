@@ -101,6 +101,14 @@ def test_loads_begin_as_early_as_they_can(stored: dict, place: tuple[str, ...]):
     assert stored["began"] == [earliest] * 4 * len(LENGTHS)
 
 
+def test_many_at_once_get_their_own_tokens(stored: dict):
+    """Loads begin one by one while their steps are decided on; what is preempted loads again."""
+    for found in stored["crowd"]["rounds"]:
+        assert all(found["right"])
+        assert found["preempted"] > 0
+        assert found["hit"] > stored["crowd"]["tokens"] / 2
+
+
 @pytest.mark.parametrize("fault", ["shifted", "without values"])
 @pytest.mark.parametrize("name", LENGTHS)
 def test_a_wrong_load_would_be_seen(stored: dict, name: str, fault: str):

@@ -75,11 +75,13 @@ class ScheduledLoads:
 
         loaded, kept = spec.lmcache_cached_tokens, spec.vllm_cached_tokens // self._block_size
         places = torch.arange(self._block_size)
-        slots = torch.tensor(blocks).unsqueeze(1) * self._block_size + places
+        slots = (torch.tensor(blocks).unsqueeze(1) * self._block_size + places).flatten()
+        # LMCache loads what its own look-up found of these, and counts all of them.
+        tokens = list(request.all_token_ids[: len(slots)])
         load = ReqMeta(
             request.request_id,
-            token_ids=self._named(request.request_id, list(request.all_token_ids[:loaded])),
-            slot_mapping=slots.flatten()[:loaded],
+            token_ids=self._named(request.request_id, tokens),
+            slot_mapping=slots[: len(tokens)],
             load_spec=spec,
             request_configs=extract_request_configs(request.sampling_params),
         )
