@@ -33,8 +33,8 @@ def test_a_client_that_hangs_up_leaves_nothing(small: Engine):
             list(threads.map(hang_up, repeat(engine), prompts, repeat(wait_s)))
     engine.forget()
     with contextlib.ExitStack() as running:
-        for prompt in prompts[:4]:
-            running.enter_context(engine.answering(prompt))
+        for prompt in prompts[:4]:  # long answers: machines stand still for seconds at times
+            running.enter_context(engine.answering(prompt, 1500))
         until(engine, "vllm:num_requests_running", 4)
         with engine.answering(prompts[4]):  # looked up, and waits for their room
             until(engine, "vllm:num_requests_waiting", 1)
