@@ -23,9 +23,9 @@ os.environ.update(
 )
 
 CHUNK, BLOCK, KV_HEADS = 256, 128, 2
-# Of the lengths: on a chunk's boundary, inside a block, and on a block's boundary inside a chunk.
-CROWD = 16
+# On a chunk's boundary, inside a block, and on a block's boundary inside a chunk.
 LENGTHS = {"boundary": 4 * CHUNK, "inside": 4 * CHUNK + 77, "block": 3 * CHUNK + BLOCK}
+CROWD = 16  # prompts at once
 
 
 def prompt(length: int) -> list[int]:
@@ -129,14 +129,14 @@ def crowd(engine: Engine) -> dict:
     rounds = []
     for order in (1, -1):
         engine.forget()
-        before = engine.counter("external_prefix_cache_hits"), engine.counter("num_preemptions")
+        hits, preempted = engine.external_hits(), engine.counter("num_preemptions")
         asked = [*range(CROWD), *range(0, CROWD, 5)][::order]
         answers = engine.ask_at_once([prompts[number] for number in asked])
         rounds.append(
             {
                 "right": [answers[at] == alone[number] for at, number in enumerate(asked)],
-                "hit": engine.counter("external_prefix_cache_hits") - before[0],
-                "preempted": engine.counter("num_preemptions") - before[1],
+                "hit": engine.external_hits() - hits,
+                "preempted": engine.counter("num_preemptions") - preempted,
             }
         )
     return {"tokens": sum(map(len, prompts)), "rounds": rounds}
@@ -233,10 +233,9 @@ def store(engine: Engine, reference: Path) -> dict:
         found[name]["failing"] = hit(engine, prompt(length), found[name]["cold"])
     TorchTransfer.scatter = scatter
     prompts = {name: {k: v for k, v in f.items() if k != "cold"} for name, f in found.items()}
-    began = list(began)
     return {
         "prompts": prompts,
-        "began": began,
+        "began": list(began),  # before the crowd, whose loads nobody counts
         "crowd": crowd(engine),
         "counts": engine.llm.collective_rpc(counts)[0],
     }
@@ -264,7 +263,7 @@ if __name__ == "__main__":
         engine.llm.llm_engine.engine_core.shutdown()
         print("\n" + json.dumps(result), flush=True)
         status = 0
-    except Exception:
+    except Exception:  # whatever it is: the same threads would keep a failed process
         traceback.print_exc()
     finally:
         sys.stderr.flush()

@@ -149,6 +149,7 @@ def request(**changes: Any) -> SimpleNamespace:
 
 
 def scheduled(worker: Worker | None, *, can_load: bool = True) -> tuple[ScheduledLoads, Any]:
+    pytest.importorskip("vllm", reason="LMCache's adapter for vLLM imports it")
     spec = SimpleNamespace(can_load=can_load, lmcache_cached_tokens=16, vllm_cached_tokens=4)
     adapter = SimpleNamespace(load_specs={"r": spec})
     loads = ScheduledLoads(
@@ -162,7 +163,6 @@ def step(spec: Any) -> SimpleNamespace:
 
 
 def test_a_worker_loads_what_lmcache_promised_and_the_step_does_not_again():
-    pytest.importorskip("vllm")
     loads, spec = scheduled(worker := Worker())
     loads.begin(request(), [7, 9, 2, 3, 8])
     ((described, written, tokens),) = worker.loads
@@ -192,7 +192,6 @@ def test_a_worker_loads_what_lmcache_promised_and_the_step_does_not_again():
     ],
 )
 def test_all_else_is_left_to_the_step(worker, can_load: bool, changes: dict[str, Any]):
-    pytest.importorskip("vllm")
     loads, spec = scheduled(worker, can_load=can_load)
     loads.begin(request(**changes), [7, 9, 2, 3, 8])
     assert worker is None or not worker.able or worker.loads == []

@@ -54,7 +54,6 @@ class LayeredLoad:
         self._moved: list[Moved] = []  # by cut
         self._waited = 0  # cuts
         self._head_start = 0  # cuts that were enqueued before the step
-        self._arrived = 0  # cuts; asked by `bytes_under_way` alone
         self._failed = False
 
     def add(self, plan: Plan, memory: Sequence[torch.Tensor], first_layer: int = 0) -> None:
@@ -107,10 +106,9 @@ class LayeredLoad:
 
     def bytes_under_way(self) -> int:
         """Those of the enqueued cuts that are not there yet."""
-        last = len(self._moved)
-        while self._arrived < last and self._moved[self._arrived].done.reached():
-            self._arrived += 1
-        return 0 if self._failed else sum(map(self._bytes, range(self._arrived, last)))
+        if self._failed:
+            return 0
+        return sum(self._bytes(at) for at, one in enumerate(self._moved) if not one.done.reached())
 
     def let_engine_copy(self) -> None:
         """Order copies that follow after what the engine has enqueued; see `Stager`."""

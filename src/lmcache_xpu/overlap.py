@@ -77,7 +77,7 @@ class Overlap:
     def schedule(self, written: frozenset[int], tokens: int) -> None:
         """As `begin_step`, of one request in a step that is still being decided on."""
         self._scheduling = True
-        self._protect(written, tokens)
+        self._begin(written, tokens)
 
     def begin_step(self, written: frozenset[int] | None, tokens: int | None = None) -> None:
         """Protect blocks that a store has yet to read, and go on with loads that have begun.
@@ -88,7 +88,7 @@ class Overlap:
             tokens: that this step computes; None if that is not known.
         """
         self._scheduling = self._computing = False
-        self._protect(written, tokens)
+        self._begin(written, tokens)
         for item in self._loads:
             if not item.load.enqueued:
                 with item.load.enduring():
@@ -192,7 +192,8 @@ class Overlap:
         """Wait until everything is complete and published."""
         self._finisher.submit(lambda: None).result()
 
-    def _protect(self, written: frozenset[int] | None, tokens: int | None) -> None:
+    def _begin(self, written: frozenset[int] | None, tokens: int | None) -> None:
+        """What is the same for a step and for a request of one; see `begin_step`."""
         self._tokens = tokens
         self._feed()
         self._reading = [item for item in self._reading if not item[0].gathered.reached()]

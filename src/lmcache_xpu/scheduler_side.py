@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed import kv_transfer
+
 from lmcache_xpu.engine_steps import STEP, StepFacts, written_blocks
 from lmcache_xpu.isolation import Isolation
 from lmcache_xpu.scheduled_loads import ScheduledLoads
@@ -58,8 +60,6 @@ class SchedulerSide:
 
     def _worker(self) -> Any:
         """The worker's connector of the same engine, if it is in this process."""
-        from vllm.distributed import kv_transfer
-
         if not kv_transfer.has_kv_transfer_group():
             return None
         found = kv_transfer.get_kv_transfer_group()

@@ -152,11 +152,11 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
             written: blocks that are loaded.
             tokens: of the request that remain to be computed.
         """
-        beside = self._overlap is not None and self._overlap.loads
-        layerwise = self._config.use_layerwise  # LMCache begins those of a step together
-        if not (self._loads_early and beside) or layerwise or self.has_connector_metadata():
+        if self._overlap is None or not (self._overlap.loads and self._loads_early):
             return False
-        assert self._overlap is not None
+        # LMCache begins the layerwise loads of a step together; and a step may be under way.
+        if self._config.use_layerwise or self.has_connector_metadata():
+            return False
         self._overlap.schedule(written, tokens)
         super().bind_connector_metadata(metadata)
         try:
