@@ -195,10 +195,32 @@ def watch_loads() -> list[str]:
     return began
 
 
+def watch_lookups() -> list[str]:
+    """How the worker was asked: by a call, or through LMCache's socket."""
+    from lmcache.v1.rpc.zmq_transport import ZmqReqRepClientTransport as Far
+
+    from lmcache_xpu.near_lookups import NearLookups as Near
+
+    asked: list[str] = []
+
+    def watch(kind: type, name: str) -> None:
+        send = kind.send_and_recv_all
+
+        def seen(self, message):
+            asked.append(name)
+            return send(self, message)
+
+        kind.send_and_recv_all = seen
+
+    watch(Near, "near")
+    watch(Far, "far")
+    return asked
+
+
 def store(engine: Engine, reference: Path) -> dict:
     from lmcache_xpu.transfer import TorchTransfer
 
-    began = watch_loads()
+    asked, began = watch_lookups(), watch_loads()
     found: dict = {}
     for name, length in LENGTHS.items():
         engine.forget()
@@ -235,6 +257,7 @@ def store(engine: Engine, reference: Path) -> dict:
     prompts = {name: {k: v for k, v in f.items() if k != "cold"} for name, f in found.items()}
     return {
         "prompts": prompts,
+        "asked": sorted(set(asked)),
         "began": list(began),  # before the crowd, whose loads nobody counts
         "crowd": crowd(engine),
         "counts": engine.llm.collective_rpc(counts)[0],

@@ -14,7 +14,7 @@ from test_layered_load import LAYERS, Case, expected, settle
 from lmcache_xpu import binding, overlap
 from lmcache_xpu.buffers import SMALLEST_STAGING_BYTES
 from lmcache_xpu.overlap import Overlap
-from lmcache_xpu.scheduled_loads import ScheduledLoads
+from lmcache_xpu.scheduled_loads import ScheduledLoads, _Prefix
 from lmcache_xpu.staging import Stager
 
 LOADED = frozenset({4, 1, 3})  # blocks of a case
@@ -197,3 +197,18 @@ def test_all_else_is_left_to_the_step(worker, can_load: bool, changes: dict[str,
     assert worker is None or not worker.able or worker.loads == []
     loads.mark(meta := step(spec))
     assert meta.requests[0].load_spec is spec
+
+
+def test_a_prefix_is_a_list_without_a_copy():
+    tokens = list(range(10, 30))
+    prefix, wanted = _Prefix(tokens, 8), tokens[:8]
+    assert list(prefix) == wanted
+    assert len(prefix) == 8
+    assert (prefix[0], prefix[-1]) == (10, 17)
+    with pytest.raises(IndexError):
+        prefix[8]
+    for cut in (slice(5), slice(50), slice(-2), slice(None)):  # what LMCache counts
+        assert isinstance(prefix[cut], _Prefix)
+        assert list(prefix[cut]) == wanted[cut]
+    for cut in (slice(0, 4), slice(4, 8), slice(6, 50), slice(None, None, 3), slice(1, None)):
+        assert prefix[cut] == wanted[cut]  # what it hashes

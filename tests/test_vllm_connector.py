@@ -11,6 +11,7 @@ pytest.importorskip("vllm")
 from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
 
 from lmcache_xpu import vllm_connector
+from lmcache_xpu.near_lookups import NearLookups
 from lmcache_xpu.scheduler_side import SchedulerSide
 from lmcache_xpu.vllm_connector import LMCacheXPUConnector
 
@@ -171,3 +172,22 @@ def test_the_scheduler_finds_the_worker_of_its_own_engine(group, found: bool, mo
     monkeypatch.setattr(kv_transfer, "get_kv_transfer_group", lambda: group)
     side = SchedulerSide(SimpleNamespace(lookup_client=None), config("ours"), 16)
     assert side._worker() is (group if found else None)
+
+
+@pytest.mark.parametrize(("workers", "near"), [(1, True), (2, False)])
+def test_look_ups_of_one_worker_alone_may_be_calls(workers: int, near: bool):
+    far = SimpleNamespace(world_size=workers)
+    client = SimpleNamespace(transport=far, lookup=None)
+    SchedulerSide(SimpleNamespace(lookup_client=client), None, 16)
+    assert isinstance(client.transport, NearLookups) is near
+    assert near or client.transport is far
+
+
+@pytest.mark.parametrize("setting", [None, "remote_storage_plugins", "remote_url"])
+def test_a_worker_whose_tier_may_take_long_is_not_called(setting: str | None):
+    made = LMCacheXPUConnector.__new__(LMCacheXPUConnector)
+    made._config = SimpleNamespace(remote_storage_plugins=None, remote_url=None)
+    made._lmcache_engine = SimpleNamespace(lmcache_engine="LMCache's")
+    if setting is not None:
+        setattr(made._config, setting, "a server")
+    assert made.near_engine() == (None if setting else "LMCache's")

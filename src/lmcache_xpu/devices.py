@@ -32,17 +32,17 @@ class Event:
         self._event = None if on_host else torch.Event(device=device, enable_timing=timed)
         self._at = 0.0
 
-    def record(self) -> None:
-        """Put it at the end of the current stream."""
+    def record(self, stream: SideStream | None = None) -> None:
+        """Put it at the end of a stream; of the current one if none is given."""
         if self._event is not None:
-            self._event.record()
+            self._event.record(None if stream is None else stream.handle)
         else:
             self._at = time.perf_counter()
 
-    def wait(self) -> None:
-        """Let the current stream wait for it. Does not wait itself."""
+    def wait(self, stream: SideStream | None = None) -> None:
+        """Let a stream wait for it, or the current one. Does not wait itself."""
         if self._event is not None:
-            self._event.wait()
+            self._event.wait(None if stream is None else stream.handle)
 
     def synchronize(self) -> None:
         """Wait for it."""
@@ -74,22 +74,22 @@ class SideStream:
     def __init__(self, device: torch.device, *, urgent: bool) -> None:
         self._device = device
         priority = -1 if urgent else 0
-        self._stream = None if is_host(device) else torch.Stream(device=device, priority=priority)
+        self.handle = None if is_host(device) else torch.Stream(device=device, priority=priority)
 
     def current(self) -> AbstractContextManager[object]:
         """Make this the current stream, in which operations are enqueued."""
-        return _NO_STREAM if self._stream is None else self._stream
+        return _NO_STREAM if self.handle is None else self.handle
 
     def reads(self, *tensors: torch.Tensor | None) -> None:
         """Keep memory that another stream made until what is enqueued here has read it."""
         for tensor in tensors:
-            if self._stream is not None and tensor is not None:
-                tensor.record_stream(self._stream)
+            if self.handle is not None and tensor is not None:
+                tensor.record_stream(self.handle)
 
     def after_engine(self) -> None:
         """Order what follows here after what the engine's current stream holds now."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        if self.handle is not None:
+            self.handle.wait_stream(torch.accelerator.current_stream(self._device))
 
 
 def is_host(device: torch.device) -> bool:

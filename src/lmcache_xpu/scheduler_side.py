@@ -8,6 +8,7 @@ from vllm.distributed import kv_transfer
 
 from lmcache_xpu.engine_steps import STEP, StepFacts, written_blocks
 from lmcache_xpu.isolation import Isolation
+from lmcache_xpu.near_lookups import NearLookups
 from lmcache_xpu.scheduled_loads import ScheduledLoads
 
 if TYPE_CHECKING:
@@ -33,6 +34,9 @@ class SchedulerSide:
         self._block_size = block_size
         self._isolation = Isolation(adapter)
         self._loads = ScheduledLoads(adapter, block_size, self._worker, self._isolation.named)
+        client = adapter.lookup_client
+        if (far := getattr(client, "transport", None)) is not None and far.world_size == 1:
+            client.transport = NearLookups(far, self._near_engine)
 
     def admit(self, request: Request) -> None:
         """Before a request is looked up."""
@@ -57,6 +61,11 @@ class SchedulerSide:
     def finished(self, request_id: str) -> None:
         """When a request has ended, in whatever way."""
         self._isolation.finished(request_id)
+
+    def _near_engine(self) -> Any:
+        """LMCache's engine in this process, if it answers look-ups from memory."""
+        worker = self._worker()
+        return None if worker is None else worker.near_engine()
 
     def _worker(self) -> Any:
         """The worker's connector of the same engine, if it is in this process."""

@@ -153,11 +153,9 @@ class Stager:
                 self._store_staged(plan, piece, memory, first_layer)
         self._host.flush()
         gathered = Event(self.view.device)
-        with self._kernels.current():
-            gathered.record()
-        with self._copies.current():
-            gathered.wait()
-            moved.done.record()
+        gathered.record(self._kernels)
+        gathered.wait(self._copies)
+        moved.done.record(self._copies)
         return Stored(moved, gathered)
 
     def load(
@@ -188,27 +186,22 @@ class Stager:
             staged = True
             for piece in plan.pieces(run):
                 self._load_staged(plan, piece, memory, first_layer)
-        with self._kernels.current():
-            moved.done.record()
+        moved.done.record(self._kernels)
         if not staged:
-            with self._copies.current():
-                moved.done.wait()  # what is copied next would slow what is needed first
+            moved.done.wait(self._copies)  # what is copied next would slow what is needed first
         return moved
 
     def fence(self) -> Moved:
         """A point behind everything that was enqueued here, whatever became of it."""
         moved, copied = self._begin(self._copies), Event(self.view.device)
-        with self._copies.current():
-            copied.record()
-        with self._kernels.current():
-            copied.wait()
-            moved.done.record()
+        copied.record(self._copies)
+        copied.wait(self._kernels)
+        moved.done.record(self._kernels)
         return moved
 
     def _begin(self, stream: SideStream) -> Moved:
         moved = Moved(*(Event(self.view.device, timed=True) for _ in range(2)))
-        with stream.current():
-            moved.begun.record()
+        moved.begun.record(stream)
         return moved
 
     def _store_staged(

@@ -24,7 +24,9 @@ logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers on
 
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 _WARM_ROWS = 16  # so that strides are as divisible as those of whole chunks
-_TILE = 2048  # words that one program moves at once; enough to hide latency
+# Words that one program moves at once. Measured on an H200, 32 MiB of an 8B shape: 45 to 52
+# microseconds, with 2048 words 47 to 60, with more 55 to 85.
+_TILE = 1024
 
 # Programs that share a direct move. On an H200 16 of them reach 47 GB/s, 32 the 50 that the link
 # gives to a kernel. A full grid would take the device from the engine: matrix products beside it

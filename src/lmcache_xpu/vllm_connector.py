@@ -144,6 +144,11 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
             self._loading = True
             super().start_load_kv(SimpleNamespace(attn_metadata={}))
 
+    def near_engine(self) -> Any:
+        """LMCache's engine, to be asked for chunks by a call; None with a tier on another host."""
+        far = self._config.remote_storage_plugins or self._config.remote_url
+        return None if far else self._lmcache_engine.lmcache_engine
+
     def begin_load(self, metadata: Any, written: frozenset[int], tokens: int) -> bool:
         """Begin a load of the next step, while that is being decided on; see `scheduled_loads`.
 

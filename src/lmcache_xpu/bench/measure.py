@@ -48,6 +48,10 @@ class Engine:
         # What is left over is for the server.
         args, _ = parser.parse_known_args(["--model", *settings.vllm_args()])
         self._llm = LLM.from_engine_args(EngineArgs.from_cli_args(args))
+        if settings.device != "cpu":
+            # As vLLM itself has it (0.32; 0.26 did not). Threads that wait for torch's next
+            # parallel operation took the engine's thread up to 50 ms at a time.
+            torch.set_num_threads(1)
         self._one = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
         self._two = SamplingParams(max_tokens=2, temperature=0, detokenize=False)
         self._numbers = random.Random(1)
@@ -119,6 +123,14 @@ def _synchronize() -> None:
         torch.accelerator.synchronize()
 
 
+def python_s() -> float:
+    """Seconds of a fixed piece of Python: hosts were seen to change their speed by 1.7."""
+    begin = time.perf_counter()
+    for _ in range(100_000):
+        pass
+    return time.perf_counter() - begin
+
+
 def exactness(engine: Engine, length: int) -> float:
     """Share of blocks, of all layers, that a hit in the tier restores to the byte."""
     prompt = engine.prompt(length)
@@ -160,6 +172,7 @@ def whole(engine: Engine, length: int, *, tier: bool) -> dict[str, float]:
     if tier:
         engine.forget()
         found["tier"] = engine.seconds(prompt)
+    found["python"] = python_s()
     return found
 
 
@@ -185,6 +198,7 @@ def later(engine: Engine, turns: Sequence[Turn], *, tier: bool) -> list[dict[str
             time.sleep(SETTLE_S / 2)
             engine.forget()
             found["tier"] = ask()
+        found["python"] = python_s()
         rounds.append(found)
     return rounds
 

@@ -90,6 +90,7 @@ def show(figures: Figures, console: Console) -> None:
             figures.store_ratio,
         ),
         ("The engine's own prefix hit, ms", "own prefix", None),
+        ("A fixed piece of Python meanwhile, ms: how fast the host was", "python", None),
     ):
         rows = [r for r in figures.rows if any(source in x.ms.get(r, {}) for x in figures.results)]
         table = Table(title=title, title_justify="left", box=None)
@@ -105,7 +106,8 @@ def show(figures: Figures, console: Console) -> None:
                 ms = result.ms.get(row, {}).get(source)
                 over = ratio(result, row) if ratio else None
                 note = f" ({over:.2f})" if over is not None else ""
-                cells.append("" if ms is None else f"{ms:.1f}{note}")
+                digits = 2 if source == "python" else 1
+                cells.append("" if ms is None else f"{ms:.{digits}f}{note}")
             if any(cells):
                 table.add_row(result.title, *cells)
         console.print(table)
