@@ -106,6 +106,20 @@ def test_a_request_that_is_given_up_is_forgotten():
     assert engine.unpinned == ["one"]
 
 
+def test_chunks_of_a_load_before_its_step_stay_pinned():
+    _, engine, known = asked()
+    with known.pinned():
+        engine.lookup_unpin("one")
+    assert len(known) == 0
+    assert engine.unpinned == []
+    engine.lookup_unpin("one")  # at the end of the step
+    assert engine.unpinned == ["one"]
+    with pytest.raises(RuntimeError, match="planted"), known.pinned():
+        raise RuntimeError("planted")
+    engine.lookup_unpin("two")
+    assert engine.unpinned == ["one", "two"]
+
+
 def test_what_an_error_leaves_behind_names_no_other_load():
     plain, engine, _ = asked()
     with pytest.raises(RuntimeError, match="planted"):

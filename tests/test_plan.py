@@ -29,6 +29,23 @@ def all_pieces(made: Plan) -> list[Piece]:
     return [piece for run in made.runs() for piece in made.pieces(run)]
 
 
+def test_what_is_known_of_memory_is_asked_once_and_of_each_memory():
+    made, asked = plan([2, 2, 2], 4, 0, cuts=(0, 1, 3)), []
+
+    def addresses(chunks: list[torch.Tensor]) -> torch.Tensor:
+        asked.append(chunks)
+        return torch.tensor(len(asked))
+
+    for number in (1, 2):
+        memory = [torch.full((1,), number)] * 3
+        tables = {int(made.table(run, memory, addresses)) for run in made.runs()}
+        assert tables == {number}
+        del memory  # its id may be the next one's
+    one = all_pieces(made)[0]._replace(first=1, last=2)
+    assert int(made.table(one, [torch.zeros(1)] * 3, addresses)) == 3
+    assert [len(chunks) for chunks in asked] == [3, 3, 1]
+
+
 sizes = st.lists(st.integers(0, 9), max_size=12)
 
 

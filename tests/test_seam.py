@@ -77,32 +77,49 @@ def test_an_untested_version_goes_on_when_asked():
 
 
 STEP = """
+import gc
 import json
 from types import SimpleNamespace
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.v1.worker.gpu_worker import Worker
-from lmcache_xpu import seam
+from lmcache_xpu import garbage, seam
 events = []
 def execute_model(worker, step):
     events.append("vLLM")
+    collects.append(gc.isenabled())
+    if step is None:
+        raise RuntimeError("planted")
     return "its output"
 Worker.execute_model = execute_model
 seam.install()
 ours, other = SimpleNamespace(begin_step=events.append), SimpleNamespace()
-found = []
+found, collects = [], []
 for connector, metadata in ((None, "no one's"), (other, "another's"), (ours, None), (ours, "ours")):
     kv_transfer_state._KV_CONNECTOR_AGENT = connector
     step = SimpleNamespace(kv_connector_metadata=metadata)
+    garbage.put_off()
     found.append((Worker.execute_model(None, step), list(events)))
+    collects.append(gc.isenabled())
     events.clear()
-print(json.dumps(found))
+kv_transfer_state._KV_CONNECTOR_AGENT = None
+garbage.put_off()
+try:
+    Worker.execute_model(None, None)
+except RuntimeError:
+    collects.append(gc.isenabled())
+print(json.dumps([*found, collects]))
 """
 
 
 def test_our_connector_hears_of_a_step_first():
-    nobody, stock, idle, ours = run_script(STEP)
+    nobody, stock, idle, ours, _ = run_script(STEP)
     assert nobody == stock == idle == ["its output", ["vLLM"]]
     assert ours == ["its output", ["ours", "vLLM"]]
+
+
+def test_garbage_is_collected_again_when_a_step_is_enqueued_or_has_failed():
+    *_, collects = run_script(STEP)
+    assert collects == [False, True] * 5
 
 
 def test_versions():

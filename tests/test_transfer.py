@@ -144,7 +144,8 @@ def test_some_layers_of_a_chunk_whose_tokens_lie_between(transfer, slots: list[i
 
 @pytest.mark.parametrize("slots", [[4, 5, 20, 1, 0, 9, 13], [-1, 5, 20, -1, 0, 9, -1]])
 @pytest.mark.parametrize("kind", ["BLHNC", "NB,2,BS,NH,HS", "MLA LBNHC"])
-def test_chunks_in_many_places_in_one_launch(kind: str, slots: list[int]):
+@pytest.mark.parametrize("offset", [0, 64, 72])
+def test_chunks_in_many_places_in_one_launch(offset: int, kind: str, slots: list[int]):
     """Host memory addressed by the kernel: pieces of 3, 3 and 1 tokens of one layer."""
     cache = build(Spec(kind))
     view = view_of(cache)
@@ -158,8 +159,8 @@ def test_chunks_in_many_places_in_one_launch(kind: str, slots: list[int]):
 
     def move(parts: list[torch.Tensor], layer: int, *, gather: bool) -> None:
         form = parts[0].view(sizes[0], cache.planes, hidden).permute(1, 0, 2)[None, :, None]
-        table = torch.tensor([part.data_ptr() for part in parts], device=DEVICE)
-        mover.move_chunks(rows, table, form, layer, gather=gather)
+        table = torch.tensor([part.data_ptr() - offset for part in parts], device=DEVICE)
+        mover.move_chunks(rows, table, form, layer, gather=gather, offset=offset)
 
     whole = cache.host(len(slots))
     wanted = expected_gather(cache, slots, whole)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +13,7 @@ import pytest
 pytest.importorskip("vllm")
 from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
 
-from lmcache_xpu import vllm_connector
+from lmcache_xpu import garbage, scheduler_side, vllm_connector
 from lmcache_xpu.near_lookups import NearLookups
 from lmcache_xpu.scheduler_side import SchedulerSide
 from lmcache_xpu.vllm_connector import LMCacheXPUConnector
@@ -111,6 +114,13 @@ class Beside:
         self.told.append((written, tokens))
 
 
+@contextmanager
+def events_of(seen: list[Any]) -> Iterator[None]:
+    seen.append("pins stay")
+    yield
+    seen.append("pins go")
+
+
 def early(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tuple[Any, list[Any]]:
     """A worker's connector between two steps; what LMCache was told to load."""
     loaded: list[Any] = []
@@ -121,7 +131,7 @@ def early(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tuple[Any, list[An
     )
     made = connector()
     made._connector_metadata, made._overlap = None, Beside()
-    made._config = SimpleNamespace(use_layerwise=False)
+    made._hashes = SimpleNamespace(pinned=lambda: events_of(loaded))
     vars(made).update(changes)
     return made, loaded
 
@@ -130,7 +140,7 @@ def test_a_load_begins_between_two_steps_and_leaves_no_trace_of_one(monkeypatch)
     made, loaded = early(monkeypatch)
     meta = SimpleNamespace(requests=["one"])
     assert made.begin_load(meta, frozenset({3}), 5)
-    assert loaded == [meta]
+    assert loaded == ["pins stay", meta, "pins go"]
     assert made._overlap.told == [({3}, 5)]
     assert not made.has_connector_metadata()
 
@@ -141,7 +151,7 @@ def test_a_load_begins_between_two_steps_and_leaves_no_trace_of_one(monkeypatch)
         {"_loads_early": False},  # vLLM zeroes blocks when it prepares the step
         {"_overlap": None},
         {"_overlap": Beside(loads=False)},
-        {"_config": SimpleNamespace(use_layerwise=True)},
+        {"_hashes": None},  # layerwise
         {"_connector_metadata": SimpleNamespace(requests=[])},  # a step is under way
     ],
 )
@@ -172,6 +182,26 @@ def test_the_scheduler_finds_the_worker_of_its_own_engine(group, found: bool, mo
     monkeypatch.setattr(kv_transfer, "get_kv_transfer_group", lambda: group)
     side = SchedulerSide(SimpleNamespace(lookup_client=None), config("ours"), 16)
     assert side._worker() is (group if found else None)
+
+
+@pytest.mark.parametrize("worker", [None, "in this process"])
+def test_garbage_waits_from_a_look_up_to_the_end_of_scheduling_or_of_the_step(worker, monkeypatch):
+    side = SchedulerSide(SimpleNamespace(lookup_client=None), None, 16)
+    monkeypatch.setattr(side, "_worker", lambda: worker)
+    monkeypatch.setattr(scheduler_side, "written_blocks", lambda *args: frozenset())
+    asked = SimpleNamespace(
+        request_id="r",
+        cache_salt=None,
+        lora_request=None,
+        prompt_embeds=None,
+        skip_reading_prefix_cache=False,
+    )
+    side.admit(asked)
+    assert not gc.isenabled()
+    side.describe(SimpleNamespace(requests=[]), SimpleNamespace(total_num_scheduled_tokens=1))
+    assert gc.isenabled() is (worker is None)
+    garbage.allow()
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize(("workers", "near"), [(1, True), (2, False)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -107,6 +107,7 @@ class Plan:
         starts = self._fitting(cuts)
         self.cuts = list(itertools.pairwise([*starts, self._layers]))
         self._whole = len(self.cuts) == 1 and self._layers == form.layers
+        self._tables: dict[tuple[int, int, int], tuple[object, torch.Tensor | None]] = {}
 
     def of_layers(self, layers: int, cuts: Sequence[int] = (0,)) -> Plan:
         """The same for the leading layers alone, or with other cuts."""
@@ -136,6 +137,19 @@ class Plan:
     def rows(self, piece: Piece) -> Rows:
         """Of a piece's chunks; made once, in the current stream."""
         return self.request.chunks(piece.first, piece.last)
+
+    def table(
+        self,
+        piece: Piece,
+        memory: Sequence[torch.Tensor],
+        make: Callable[[Sequence[torch.Tensor]], torch.Tensor | None],
+    ) -> torch.Tensor | None:
+        """What `make` says of a piece's chunks in this memory; asked once, for all layers."""
+        key = (id(memory), piece.first, piece.last)
+        if key not in self._tables:
+            # The memory is kept, too: another would get its id.
+            self._tables[key] = memory, make(memory[piece.first : piece.last])
+        return self._tables[key][1]
 
     def slices(self, piece: Piece, chunks: Sequence[torch.Tensor]) -> Slices:
         """Parts of host memory, in the order in which they are staged.

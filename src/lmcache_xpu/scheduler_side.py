@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed import kv_transfer
 
+from lmcache_xpu import garbage
 from lmcache_xpu.engine_steps import STEP, StepFacts, written_blocks
 from lmcache_xpu.isolation import Isolation
 from lmcache_xpu.near_lookups import NearLookups
@@ -40,6 +41,7 @@ class SchedulerSide:
 
     def admit(self, request: Request) -> None:
         """Before a request is looked up."""
+        garbage.put_off()
         self._isolation.admit(request)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks) -> None:
@@ -57,6 +59,8 @@ class SchedulerSide:
         setattr(metadata, STEP, StepFacts(written, step.total_num_scheduled_tokens))
         self._isolation.mark(metadata)
         self._loads.mark(metadata)
+        if self._worker() is None:  # which has a step of its own to enqueue
+            garbage.allow()
 
     def finished(self, request_id: str) -> None:
         """When a request has ended, in whatever way."""

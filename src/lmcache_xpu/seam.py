@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import wrapt
 
-from lmcache_xpu import versions
+from lmcache_xpu import garbage, versions
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.plan import layers_of
 
@@ -145,6 +145,12 @@ def _begin_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def execute_model(worker: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return begun(worker, scheduler_output, *args, **kwargs)
+        finally:
+            garbage.allow()
+
+    def begun(worker: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if kv_transfer.has_kv_transfer_group():
             begin = getattr(kv_transfer.get_kv_transfer_group(), "begin_step", None)
             if begin is not None and scheduler_output.kv_connector_metadata is not None:

@@ -268,16 +268,29 @@ class Stager:
             return True
         if self._direct is None or plan.slice_bytes(piece) >= direct_bytes:
             return False
-        parts = memory[piece.first : piece.last]
-        chunk = plan.chunk(piece, piece.first, parts[0])
-        offset = chunk.data_ptr() - parts[0].data_ptr()
-        addresses = [part.data_ptr() + offset for part in parts]
-        if not (self._host.pinned(parts) and self._direct.aligned(addresses)):
-            return False
         with self._kernels.current():
-            table = self._upload(torch.tensor(addresses, dtype=torch.int64))
-            self._direct.move_chunks(plan.rows(piece), table, chunk, first_layer, gather=gather)
+            table = plan.table(piece, memory, self._addresses)
+            if table is None:
+                return False
+            first = memory[piece.first]
+            chunk = plan.chunk(piece, piece.first, first)
+            self._direct.move_chunks(
+                plan.rows(piece),
+                table,
+                chunk,
+                first_layer,
+                gather=gather,
+                offset=chunk.data_ptr() - first.data_ptr(),
+            )
         return True
+
+    def _addresses(self, chunks: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Of chunks, on the device; None if kernels can't use them."""
+        assert self._direct is not None
+        addresses = [chunk.data_ptr() for chunk in chunks]
+        if not (self._host.pinned(chunks) and self._direct.aligned(addresses)):
+            return None
+        return self._upload(torch.tensor(addresses, dtype=torch.int64))
 
     def _next_buffer(self) -> Buffer:
         self._turn = (self._turn + 1) % len(self._buffers)

@@ -56,6 +56,7 @@ class DirectTransfer(Transfer, Protocol):
         first_layer: int,
         *,
         gather: bool,
+        offset: int = 0,
     ) -> None:
         """Gather into, or scatter from, host memory without staging."""
 

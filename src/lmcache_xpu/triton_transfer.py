@@ -37,7 +37,7 @@ _DIRECT_PROGRAMS = 32
 # Triton compiles a kernel anew for integers that 16 divides, for 1, and for pointers that are less
 # aligned. What changes from call to call must not cost an engine's step half a second.
 @triton.jit(
-    do_not_specialize=["num_rows", "num_planes", "rows_per_chunk"],
+    do_not_specialize=["num_rows", "num_planes", "rows_per_chunk", "table_offset"],
     do_not_specialize_on_alignment=["plane_ptr", "row_ptr", "host_row_ptr", "table_ptr"],
 )
 def _paged_copy(
@@ -57,6 +57,7 @@ def _paged_copy(
     chunk_layer_stride,
     chunk_row_stride,
     rows_per_chunk,
+    table_offset,  # words from each of the table's addresses to where the chunk begins
     PLANES: tl.constexpr,
     RUN: tl.constexpr,  # words that lie side by side: a head, or a whole row
     ROW: tl.constexpr,  # words of a row
@@ -91,7 +92,7 @@ def _paged_copy(
         start += (at - number * rows_per_chunk) * chunk_row_stride
         if TABLE:
             bases = tl.load(table_ptr + number, mask=i < num_rows, other=0).to(chunk_ptr.dtype)
-            chunk = bases[:, None] + start[:, None] + w[None, :]
+            chunk = bases[:, None] + (start + table_offset)[:, None] + w[None, :]
         else:
             chunk = chunk_ptr + (start + number * chunk_stride)[:, None] + w[None, :]
         if GATHER:
@@ -159,6 +160,7 @@ class TritonTransfer:
         first_layer: int,
         *,
         gather: bool,
+        offset: int = 0,
     ) -> None:
         """Gather into, or scatter from, pinned host memory in one launch, without staging.
 
@@ -167,14 +169,14 @@ class TritonTransfer:
 
         Args:
             rows: of all chunks, one after another.
-            table: `[chunks]` int64 on the view's device, the address of each chunk's first element,
-                in pinned memory; `aligned` holds. All chunks are of the same size, but the last
-                may be smaller.
+            table: `[chunks]` int64 on the view's device, an address of each chunk in pinned memory;
+                `aligned` holds. All chunks are of the same size, but the last may be smaller.
             form: the first chunk as `[1, planes, layers, rows, row]`.
             first_layer: of the view.
             gather: from the view to the host; else the other way.
+            offset: bytes from each of these addresses to the chunk's first element.
         """
-        self._launch(rows, form, first_layer, gather=gather, table=table)
+        self._launch(rows, form, first_layer, gather=gather, table=table, offset=offset)
 
     def warm_up(self) -> bool:
         """Compile what this view will need, by moving its first row out and in again.
@@ -227,6 +229,7 @@ class TritonTransfer:
         *,
         gather: bool,
         table: torch.Tensor | None = None,
+        offset: int = 0,
     ) -> None:
         count = len(rows.engine)
         if not count:
@@ -248,6 +251,7 @@ class TritonTransfer:
             *self.strides,
             *words.stride()[:4],
             words.shape[3],
+            offset // self.word.itemsize,
             PLANES=self.planes,
             RUN=self.run,
             ROW=self.row,

@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
 from vllm.logger import init_logger
 
-from lmcache_xpu import lmcache_config, lmcache_engine, seam, versions
+from lmcache_xpu import garbage, lmcache_config, lmcache_engine, seam, versions
 from lmcache_xpu.chunk_hashes import ChunkHashes
 from lmcache_xpu.engine_facts import EngineFacts, check_chunks, engine_facts
 from lmcache_xpu.engine_steps import STEP, may_run_as_one_graph
@@ -77,6 +77,7 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
         self._loading = False  # this step's loads have begun
         self._loads_early = False  # before vLLM has prepared the step
         self._guard: Guard | None = None  # the worker's
+        self._hashes: ChunkHashes | None = None  # the worker's, in standard mode
         self._scheduler: SchedulerSide | None = None
         if not self._served:
             super().__init__(vllm_config, role, kv_cache_config)
@@ -109,7 +110,7 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
             if role == KVConnectorRole.WORKER:
                 lmcache_engine.check_connector(self._lmcache_engine, facts)
                 if not self._config.use_layerwise:
-                    ChunkHashes(self._lmcache_engine.lmcache_engine)
+                    self._hashes = ChunkHashes(self._lmcache_engine.lmcache_engine)
                 self._guard = Guard(self._lmcache_engine, facts.block_size)
             else:
                 self._scheduler = SchedulerSide(self._lmcache_engine, vllm_config, facts.block_size)
@@ -141,6 +142,7 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
             return
         self.bind_connector_metadata(connector_metadata)
         if self._loads_in_step():
+            garbage.put_off()  # until the step is enqueued (see `seam`)
             self._loading = True
             super().start_load_kv(SimpleNamespace(attn_metadata={}))
 
@@ -160,12 +162,13 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
         if self._overlap is None or not (self._overlap.loads and self._loads_early):
             return False
         # LMCache begins the layerwise loads of a step together; and a step may be under way.
-        if self._config.use_layerwise or self.has_connector_metadata():
+        if self._hashes is None or self.has_connector_metadata():
             return False
         self._overlap.schedule(written, tokens)
         super().bind_connector_metadata(metadata)
         try:
-            super().start_load_kv(SimpleNamespace(attn_metadata={}))
+            with self._hashes.pinned():
+                super().start_load_kv(SimpleNamespace(attn_metadata={}))
         finally:
             self.clear_connector_metadata()
         return True
