@@ -31,7 +31,10 @@ def engine(
             "given several times (default: all)."
         ),
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Of each request; medians count.")] = 3,
+    repeats: Annotated[
+        int,
+        typer.Option(min=1, help="Of each request, of later turns three each; medians count."),
+    ] = 3,
     graphs: Annotated[
         bool, typer.Option("--graphs", help="With vLLM's compiled graphs; they take minutes.")
     ] = False,
