@@ -103,6 +103,21 @@ class Engine:
         salt = f"recompute {hash(tuple(tokens))} {again}"
         return self.ask(tokens, max_tokens, cache_salt=salt)
 
+    def likeliest(self, tokens: Sequence[int]) -> dict[int, float]:
+        """The five likeliest next tokens and their log probabilities, without any cache."""
+        body = {
+            "model": self.client.model,
+            "prompt": list(tokens),
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "logprobs": 5,
+            "return_tokens_as_token_ids": True,
+            "cache_salt": f"likeliest {hash(tuple(tokens))}",
+        }
+        answer = self._http.post("/v1/completions", json=body).raise_for_status().json()
+        (found,) = answer["choices"][0]["logprobs"]["top_logprobs"]
+        return {int(name.removeprefix("token_id:")): value for name, value in found.items()}
+
     @contextlib.contextmanager
     def answering(self, tokens: Sequence[int], max_tokens: int = 512) -> Iterator[httpx.Response]:
         """An answer that comes, or is waited for; the connection is closed at the end."""
