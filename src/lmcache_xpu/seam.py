@@ -146,16 +146,13 @@ def _begin_step(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def execute_model(worker: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return begun(worker, scheduler_output, *args, **kwargs)
+            if kv_transfer.has_kv_transfer_group():
+                begin = getattr(kv_transfer.get_kv_transfer_group(), "begin_step", None)
+                if begin is not None and scheduler_output.kv_connector_metadata is not None:
+                    begin(scheduler_output.kv_connector_metadata)
+            return original(worker, scheduler_output, *args, **kwargs)
         finally:
             garbage.allow()
-
-    def begun(worker: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        if kv_transfer.has_kv_transfer_group():
-            begin = getattr(kv_transfer.get_kv_transfer_group(), "begin_step", None)
-            if begin is not None and scheduler_output.kv_connector_metadata is not None:
-                begin(scheduler_output.kv_connector_metadata)
-        return original(worker, scheduler_output, *args, **kwargs)
 
     return execute_model
 
