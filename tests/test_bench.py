@@ -12,7 +12,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from lmcache_xpu.bench.engine import Result, _cause, run
+from lmcache_xpu.bench.child import _cause
+from lmcache_xpu.bench.engine import Result, run
 from lmcache_xpu.bench.measure import MARK, _digests
 from lmcache_xpu.bench.report import Figures, plot, show, write
 from lmcache_xpu.bench.shapes import SHAPES, shape_named
@@ -90,21 +91,58 @@ def test_names_are_checked():
 
 
 def test_why_an_engine_ended():
-    assert _cause(["x", "ValueError: no", "y"], False, 1, 5) == "ValueError: no"
-    assert _cause(["x"], False, 3, 5) == "exit code 3"
-    assert _cause([], True, -9, 5) == "not done within 5 s"
+    assert _cause(["x", "ValueError: no", "y"], 1) == "ValueError: no"
+    assert _cause(["x"], 3) == "exit code 3"
 
 
-def test_an_engine_that_hangs_or_fails_is_a_result(monkeypatch):
-    def error(script, timeout_s):
-        monkeypatch.setattr(sys, "executable", _stand_in(script))
-        once = {"repeats": 1, "graphs": False, "console": Console(quiet=True)}
-        (result,) = run(SMALL, chosen(SMALL, ["ours"]), timeout_s=timeout_s, **once)
-        return result.error
+def run_small(monkeypatch, script, names, **options):
+    """The bench, with a program in place of the engines."""
+    monkeypatch.setattr(sys, "executable", _stand_in(script))
+    how = {"repeats": 1, "in_turn": False, "graphs": False, "timeout_s": 60} | options
+    return run(SMALL, chosen(SMALL, names), console=Console(quiet=True), **how)
 
-    broken = "print('RuntimeError: broken'); raise SystemExit(4)"
-    assert error(broken, 60) == "RuntimeError: broken"
-    assert error("import time; time.sleep(60)", 1) == "not done within 1 s"
+
+@pytest.mark.parametrize(
+    ("script", "timeout_s", "error"),
+    [
+        ("print('RuntimeError: broken'); raise SystemExit(4)", 60, "RuntimeError: broken"),
+        ("import time; time.sleep(60)", 1, "no answer within 1 s"),
+        ("print('BENCH {}', flush=True); input(); raise SystemExit(5)", 60, "exit code 5"),
+    ],
+    ids=["fails", "hangs", "ends later"],
+)
+def test_an_engine_that_hangs_or_fails_is_a_result(monkeypatch, script, timeout_s, error):
+    (result,) = run_small(monkeypatch, script, ["ours"], timeout_s=timeout_s)
+    assert result.error == error
+    assert not result.ms
+
+
+STAND_IN = """
+import json, os, sys
+def say(**facts): print("BENCH " + json.dumps(facts), flush=True)
+def note(what):
+    with open(os.environ["NOTES"], "a") as file: file.write(what + "\\n")
+name = "none" if "kv-transfer" not in str(sys.argv) and '"offload": false' in str(sys.argv) else "x"
+say(started=True)
+for line in sys.stdin:
+    ((job, _),) = json.loads(line)["do"].items()
+    note(f"{name} {job}")
+    say(link={"load": 1.0}, exact=1.0, rounds=[{"own prefix": 0.5}, {"own prefix": 0.25}])
+note(f"{name} ended")
+"""
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_engines_are_asked_one_after_another_or_in_turn(monkeypatch, tmp_path, in_turn):
+    monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
+    none, ours = run_small(monkeypatch, STAND_IN, ["none", "ours"], in_turn=in_turn, repeats=2)
+    assert (none.error, ours.error, ours.exact, none.link_gb_s) == (None, None, 1.0, {"load": 1.0})
+    assert none.ms["4096"] == ours.ms["4 x (1024 + 128)"] == {"own prefix": 375}
+    notes = (tmp_path / "notes").read_text().splitlines()
+    rows = [note for note in notes if "whole" in note or "later" in note]
+    each = ["none", "x"] * 12 if in_turn else ["none"] * 12 + ["x"] * 12
+    assert [note.split()[0] for note in rows] == each
+    assert (notes.index("none ended") > notes.index("x whole")) == in_turn
 
 
 def _stand_in(script: str) -> str:

@@ -1,4 +1,4 @@
-"""Hashes of a look-up name the chunks of the load, and nothing else."""
+"""The keys of a look-up name the chunks of the load, and nothing else."""
 
 from __future__ import annotations
 
@@ -24,16 +24,25 @@ class Engine:
         self.token_database = ChunkedTokenDatabase(config, metadata)
         self.hashed = 0
         self.unpinned: list[str] = []
-        real = self.token_database._hash_tokens
+        self.named = 0
+        for attribute in ("_hash_tokens", "_make_key_by_hash"):
+            self._count(attribute)
+
+    def _count(self, attribute):
+        real = getattr(self.token_database, attribute)
 
         def count(*args, **kwargs):
-            self.hashed += 1
+            self.hashed += attribute == "_hash_tokens"
+            self.named += attribute == "_make_key_by_hash"
             return real(*args, **kwargs)
 
-        self.token_database._hash_tokens = count
+        setattr(self.token_database, attribute, count)
 
-    def lookup(self, tokens=None, hashes=None, offsets=None, lookup_id=None):
-        return sum(offsets)
+    def lookup(self, hashes=None, offsets=None, lookup_id=None, request_configs=None):
+        chunks = self.token_database.process_tokens(
+            hashes=hashes, offsets=offsets, request_configs=request_configs
+        )
+        return max((end for _, end, _ in chunks), default=0)
 
     def lookup_unpin(self, lookup_id):
         self.unpinned.append(lookup_id)
@@ -48,7 +57,7 @@ class Engine:
         )
 
 
-def asked(*, partial: bool = False) -> tuple[Engine, Engine, ChunkHashes]:
+def asked(*, partial: bool = False, options=None) -> tuple[Engine, Engine, ChunkHashes]:
     """An engine as LMCache has it, and one whose scheduler has looked up request "one"."""
     plain, engine = Engine(partial=partial), Engine(partial=partial)
     chunks = list(engine.token_database.process_tokens(TOKENS, make_key=False))
@@ -57,8 +66,9 @@ def asked(*, partial: bool = False) -> tuple[Engine, Engine, ChunkHashes]:
         hashes=[chunk for _, _, chunk in chunks],
         offsets=[end - start for start, end, _ in chunks],
         lookup_id="one",
+        request_configs=options,
     )
-    engine.hashed = 0
+    engine.hashed = engine.named = 0
     return plain, engine, known
 
 
@@ -68,16 +78,30 @@ def asked(*, partial: bool = False) -> tuple[Engine, Engine, ChunkHashes]:
 )
 @pytest.mark.parametrize("skipped", [0, CHUNK])
 def test_the_same_keys_without_hashing_again(loaded: int, partial: bool, skipped: int):
-    plain, engine, known = asked(partial=partial)
+    options = {"lmcache.tag.user": "a"}
+    plain, engine, known = asked(partial=partial, options=options)
     mask = torch.ones(loaded, dtype=torch.bool)
     mask[:skipped] = False
-    given = {"req_id": "one", "request_configs": {"lmcache.tag.user": "a"}}
+    given = {"req_id": "one", "request_configs": options}
     assert engine.retrieve(TOKENS[:loaded], mask, **given) == plain.retrieve(
         TOKENS[:loaded], mask, **given
     )
     assert plain.hashed == -(-loaded // CHUNK)
-    assert engine.hashed == 0
+    assert (engine.hashed, engine.named) == (0, 0)
     assert len(known) == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"lmcache.tag.user": "b"}])
+def test_other_options_are_other_keys(options):
+    plain, engine, _ = asked(options={"lmcache.tag.user": "a"})
+    given = {"req_id": "one", "request_configs": options}
+    assert engine.retrieve(TOKENS[:CHUNK], **given) == plain.retrieve(TOKENS[:CHUNK], **given)
+
+
+def test_no_options_are_the_same_as_empty_ones():
+    _, engine, _ = asked(options=None)
+    engine.retrieve(TOKENS[:CHUNK], req_id="one", request_configs={})
+    assert engine.named == 0
 
 
 @pytest.mark.parametrize(
@@ -90,7 +114,7 @@ def test_other_lengths_and_other_requests_are_hashed(loaded: int, request_id: st
     assert engine.hashed == plain.hashed
 
 
-def test_hashes_are_used_once():
+def test_keys_are_used_once():
     """A request of the same name may have other tokens."""
     plain, engine, _ = asked()
     engine.retrieve(TOKENS[:CHUNK], req_id="one")

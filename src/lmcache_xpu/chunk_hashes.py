@@ -1,15 +1,14 @@
-"""The chunks of a prompt are hashed once for its look-up, and not again to load them.
+"""The chunks of a prompt are named once for its look-up, and not again to load them.
 
 The scheduler's half of LMCache hashes a prompt and asks the workers by hash. To load what was
 found, a worker hashes the same tokens anew, on the engine's thread, while nothing computes yet. So
-the worker keeps the hashes that it was asked for until the request is loaded or given up.
+the worker keeps the keys that it made of the hashes until the request is loaded or given up.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -17,9 +16,12 @@ from typing import Any, NamedTuple
 __all__ = ["ChunkHashes"]
 
 
-class _Chunks(NamedTuple):
-    hashes: Sequence[Any]
-    sizes: Sequence[int]  # tokens
+Chunk = tuple[int, int, Any]  # its first token, the one after its last, and its key
+
+
+class _Asked(NamedTuple):
+    chunks: list[Chunk]
+    options: dict[str, Any] | None  # of the request; some are part of the keys
 
 
 class ChunkHashes:
@@ -29,8 +31,9 @@ class ChunkHashes:
     """
 
     def __init__(self, engine: Any) -> None:
-        self._asked: dict[str, _Chunks] = {}  # by request
-        self._loading: ContextVar[_Chunks | None] = ContextVar("loading", default=None)
+        self._asked: dict[str, _Asked] = {}  # by request
+        self._asking: ContextVar[list[Chunk] | None] = ContextVar("asking", default=None)
+        self._loading: ContextVar[_Asked | None] = ContextVar("loading", default=None)
         self._pins_stay = False
         database = engine.token_database
         engine.lookup = functools.partial(self._lookup, engine.lookup)
@@ -39,7 +42,7 @@ class ChunkHashes:
         database.process_tokens = functools.partial(self._process, database.process_tokens)
 
     def __len__(self) -> int:
-        """Requests whose hashes are kept."""
+        """Requests whose keys are kept."""
         return len(self._asked)
 
     @contextmanager
@@ -56,10 +59,14 @@ class ChunkHashes:
             self._pins_stay = False
 
     def _lookup(self, lookup: Callable[..., int], *args: Any, **kwargs: Any) -> int:
-        found = lookup(*args, **kwargs)
-        hashes, sizes = kwargs.get("hashes"), kwargs.get("offsets")
-        if found and hashes and sizes and (request := kwargs.get("lookup_id")):
-            self._asked[request] = _Chunks(hashes, sizes)
+        chunks: list[Chunk] = []
+        token = self._asking.set(chunks)
+        try:
+            found = lookup(*args, **kwargs)
+        finally:
+            self._asking.reset(token)
+        if found and (request := kwargs.get("lookup_id")):
+            self._asked[request] = _Asked(chunks, kwargs.get("request_configs"))
         return found
 
     def _lookup_unpin(self, unpin: Callable[[str], None], lookup_id: str) -> None:
@@ -75,18 +82,18 @@ class ChunkHashes:
             self._loading.reset(token)
 
     def _process(
-        self, process: Callable[..., Iterable[Any]], *args: Any, **kwargs: Any
-    ) -> Iterable[Any]:
-        """LMCache's chunks of some tokens, with keys; of a known prefix, from its hashes."""
+        self, process: Callable[..., Iterable[Chunk]], *args: Any, **kwargs: Any
+    ) -> Iterable[Chunk]:
+        """LMCache's chunks of some tokens; of a prefix that was looked up, those from then."""
+        if (asking := self._asking.get()) is not None:
+            asking.extend(process(*args, **kwargs))
+            return asking
         known, tokens = self._loading.get(), kwargs.get("tokens")
-        if known is None or tokens is None:
+        options = kwargs.get("request_configs")
+        if known is None or tokens is None or (known.options or None) != (options or None):
             return process(*args, **kwargs)
-        ends = list(itertools.accumulate(known.sizes))
-        if len(tokens) not in ends:
+        if all(end != len(tokens) for _, end, _ in known.chunks):
             return process(*args, **kwargs)
-        count = ends.index(len(tokens)) + 1
-        mask = kwargs.pop("mask", None)
+        mask = kwargs.get("mask")
         skipped = 0 if mask is None else len(mask) - int(mask.sum())
-        del kwargs["tokens"]
-        found = process(hashes=known.hashes[:count], offsets=known.sizes[:count], **kwargs)
-        return (chunk for chunk in found if chunk[0] >= skipped)
+        return [one for one in known.chunks if one[0] >= skipped and one[1] <= len(tokens)]

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, overload
 
-import torch
+from lmcache_xpu.slots import slots_of
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -103,8 +103,7 @@ class ScheduledLoads:
         )
 
         loaded, kept = spec.lmcache_cached_tokens, spec.vllm_cached_tokens // self._block_size
-        places = torch.arange(self._block_size)
-        slots = (torch.tensor(blocks).unsqueeze(1) * self._block_size + places).flatten()
+        slots = slots_of(blocks, self._block_size)
         # LMCache loads what its own look-up found of these, and counts all of them.
         tokens = _Prefix(request.all_token_ids, min(len(slots), len(request.all_token_ids)))
         load = ReqMeta(

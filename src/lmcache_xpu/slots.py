@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -35,6 +36,13 @@ class Slots(NamedTuple):
 
     numbers: torch.Tensor  # [n] int64
     holes: bool  # some are negative
+
+
+def slots_of(blocks: Sequence[int], block_tokens: int) -> torch.Tensor:
+    """All slots of some blocks, `[blocks * block_tokens]` int64 on the host; of one at least."""
+    # A third of the time that torch takes for a list of Python's numbers.
+    numbers = torch.frombuffer(array("q", blocks), dtype=torch.int64)
+    return (numbers.unsqueeze(1) * block_tokens + torch.arange(block_tokens)).flatten()
 
 
 def check_slots(view: PagedView, slot_mapping: torch.Tensor) -> Slots:
@@ -73,7 +81,9 @@ def blocks_of(slots: torch.Tensor, block_tokens: int) -> set[int]:
         slots: on the host.
         block_tokens: tokens of a block, as the engine numbers blocks.
     """
-    return set((slots[slots >= 0] // block_tokens).tolist())
+    # Neighbours are in one block nearly always; a Python number for each token takes long.
+    blocks = torch.unique_consecutive(slots[slots >= 0] // block_tokens)
+    return set(blocks.tolist())
 
 
 class RequestRows:

@@ -1,30 +1,25 @@
-"""All engines one after another, each in a process of its own."""
+"""Engines, one after another or in turn, each in a process of its own."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
-import subprocess
-import sys
+import statistics
 import tempfile
-import threading
 import time
-from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from lmcache_xpu import versions
-from lmcache_xpu.bench.measure import MARK
+from lmcache_xpu.bench.child import Child
 from lmcache_xpu.bench.shapes import Shape
 from lmcache_xpu.bench.variants import Variant
 from lmcache_xpu.serve import built_for
-
-# vLLM keeps one core from its CPU worker, and with a KV connector another one: engines with and
-# without would compute on different numbers of cores.
-COMMON = {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
 
 
 @dataclass(slots=True)
@@ -39,7 +34,7 @@ class Result:
         tokens: row -> cached tokens.
         link_gb_s: of a raw copy; from the engine without a connector.
         error: why it did not start, or did not end.
-        seconds: that it took in all.
+        seconds: that were waited for it.
     """
 
     variant: str
@@ -57,18 +52,39 @@ def run(
     chosen: list[Variant],
     *,
     repeats: int,
+    in_turn: bool,
     graphs: bool,
     timeout_s: float,
     console: Console,
 ) -> list[Result]:
-    """Measure engines; one that fails is a result with an error."""
+    """Measure engines; one that fails is a result with an error.
+
+    Args:
+        shape: of the model.
+        chosen: the engines.
+        repeats: of each row; medians count.
+        in_turn: all of them at once on the device, and each row asked of one after another, so
+            that they meet the same host. Else one after another.
+        graphs: with vLLM's compiled graphs.
+        timeout_s: that an engine may take to start, and for each answer.
+        console: for the progress.
+    """
     device = built_for()
+    results = []
     with tempfile.TemporaryDirectory() as directory:
         shape.write(Path(directory))
-        return [
-            _measure(variant, shape, directory, device, repeats, graphs, timeout_s, console)
-            for variant in chosen
-        ]
+        for together in [chosen] if in_turn else [[variant] for variant in chosen]:
+            with ExitStack() as stack:
+                asked = []
+                for variant in together:
+                    child = Child(
+                        variant, shape, directory, device, graphs=graphs, timeout_s=timeout_s
+                    )
+                    result = Result(variant.name, variant.title)
+                    asked.append((result, stack.enter_context(child)))
+                _measure(asked, shape, repeats, console)
+            results += [result for result, _ in asked]
+    return results
 
 
 def machine() -> dict[str, str]:
@@ -104,74 +120,45 @@ def _cpu_name() -> str:
 
 
 def _measure(
-    variant: Variant,
-    shape: Shape,
-    model: str,
-    device: str,
-    repeats: int,
-    graphs: bool,
-    timeout_s: float,
-    console: Console,
-) -> Result:
-    job = {
-        "values": variant.values(shape, model, device, graphs=graphs),
-        "shape": shape.name,
-        "repeats": repeats,
-        "tier": variant.name != "none",
-    }
-    result = Result(variant.name, variant.title)
-    begin = time.monotonic()
-    environment = {**os.environ, **COMMON, **variant.variables(shape, device)}
-    command = [sys.executable, "-m", "lmcache_xpu.bench.measure", json.dumps(job)]
-    last: deque[str] = deque(maxlen=60)
-    with (
-        console.status(f"{variant.title}: starting") as status,
-        subprocess.Popen(
-            command,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        ) as child,
-    ):
-        timer = threading.Timer(timeout_s, child.kill)
-        timer.start()
-        assert child.stdout is not None
-        for line in child.stdout:
-            if line.startswith(MARK):
-                done = _take(result, json.loads(line.removeprefix(MARK)))
-                status.update(f"{variant.title}: {done}")
+    asked: list[tuple[Result, Child]], shape: Shape, repeats: int, console: Console
+) -> None:
+    """Ask each of them for everything."""
+    first = shape.lengths[0]
+    with console.status("") as status:
+
+        def ask(result: Result, child: Child, name: str, job: dict[str, Any]) -> dict[str, Any]:
+            if result.error is not None:
+                return {}
+            status.update(f"{result.title}: {name}")
+            begin = time.monotonic()
+            answer = child.ask(job)
+            result.seconds += time.monotonic() - begin
+            if answer is None:
+                result.error = child.error
+                console.print(f"{result.title}: {child.error}", markup=False, highlight=False)
+            return answer or {}
+
+        for result, child in asked:
+            ask(result, child, "start", {"warm up": first // 2})
+            if result.variant == "none":
+                result.link_gb_s = ask(result, child, "raw copy", {"link": repeats}).get("link", {})
             else:
-                last.append(line.rstrip())
-        child.wait()
-        timer.cancel()
-    result.seconds = time.monotonic() - begin
-    if child.returncode:
-        result.error = _cause(list(last), result.seconds >= timeout_s, child.returncode, timeout_s)
-    end = result.error or f"{result.seconds:.0f} s"
-    console.print(f"{variant.title}: {end}", markup=False, highlight=False)
-    return result
+                result.exact = ask(result, child, "exactness", {"exact": first}).get("exact")
+        for row in shape.rows():
+            rounds: dict[str, list[dict[str, float]]] = {}
+            for _ in range(repeats):
+                for result, child in asked:
+                    answer = ask(result, child, row.name, row.job)
+                    rounds.setdefault(result.variant, []).extend(answer.get("rounds", []))
+            for result, _ in asked:
+                if result.error is None:
+                    result.ms[row.name] = medians(rounds[result.variant])
+                    result.tokens[row.name] = row.tokens
+    for result, _ in asked:
+        if result.error is None:
+            console.print(f"{result.title}: {result.seconds:.0f} s", highlight=False)
 
 
-def _take(result: Result, facts: dict[str, object]) -> str:
-    """Put a line of the child into the result; what it says for the progress."""
-    match facts:
-        case {"exact": float() as share}:
-            result.exact = share
-            return f"exact {share:.4f}"
-        case {"link": dict() as rates}:
-            result.link_gb_s = rates
-            return "raw copies timed"
-        case {"row": str() as row, "ms": dict() as times, "tokens": int() as tokens}:
-            result.ms[row] = times
-            result.tokens[row] = tokens
-            return f"{row} timed"
-    return "started"
-
-
-def _cause(lines: list[str], ended: bool, code: int, timeout_s: float) -> str:
-    if ended:
-        return f"not done within {timeout_s:.0f} s"
-    errors = [line for line in lines if "Error" in line and "raise " not in line]
-    return (errors[-1].strip() if errors else f"exit code {code}")[:300]
+def medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Milliseconds, of each source the median."""
+    return {name: statistics.median(one[name] for one in rounds) * 1e3 for name in rounds[0]}

@@ -1,9 +1,10 @@
-"""One engine in this process: first what a hit restores, byte by byte, then times.
+"""One engine in this process, that does what its parent process asks for.
 
-    python -m lmcache_xpu.bench.measure JOB
+    python -m lmcache_xpu.bench.measure VALUES
 
-JOB is a JSON object with `values` (for `Settings.load`), `shape` and `repeats`. Results are lines
-that begin with `MARK`, each a JSON object; everything else is the engine's own output.
+VALUES is a JSON object for `Settings.load`. Jobs are lines of JSON on the standard input (see
+`answer`). Answers are lines that begin with `MARK`, each a JSON object; everything else is the
+engine's own output.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from lmcache_xpu.bench.shapes import Shape, Turn, shape_named
+from lmcache_xpu.bench.shapes import Turn
 from lmcache_xpu.settings import Settings
 
 MARK = "BENCH "
@@ -203,38 +203,34 @@ def later(engine: Engine, turns: Sequence[Turn], *, tier: bool) -> list[dict[str
     return rounds
 
 
-def medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Milliseconds, of each source the median."""
-    return {name: statistics.median(one[name] for one in rounds) * 1e3 for name in rounds[0]}
+def answer(engine: Engine, job: dict[str, Any], *, tier: bool) -> dict[str, Any]:
+    """Do what the parent process asks for, one thing at a time.
 
+    Args:
+        engine: that is measured.
+        job: its only item says what.
+        tier: whether the engine has one.
 
-def measure(engine: Engine, shape: Shape, repeats: int, *, tier: bool) -> None:
-    """Everything, each result as a line."""
-    engine.seconds(engine.prompt(shape.lengths[0] // 2))  # what is compiled at first use
-    if tier:
-        say(exact=exactness(engine, shape.lengths[0]))
-    else:
-        say(link=link_gb_s(repeats))
-    for length in shape.lengths:
-        times = medians([whole(engine, length, tier=tier) for _ in range(repeats)])
-        say(row=f"{length}", tokens=length, ms=times)
-
-    def of_turns(turns: Sequence[Turn]) -> dict[str, float]:
-        return medians([r for _ in range(repeats) for r in later(engine, turns, tier=tier)])
-
-    for turn in shape.turns:
-        times = of_turns([turn])
-        say(row=f"{turn.history} + {turn.new}", tokens=turn.history, ms=times)
-    crowd = [shape.crowd_turn] * shape.crowd
-    times = of_turns(crowd)
-    name = f"{shape.crowd} x ({shape.crowd_turn.history} + {shape.crowd_turn.new})"
-    say(row=name, tokens=shape.crowd * shape.crowd_turn.history, ms=times)
+    Raises:
+        ValueError: a job that is none.
+    """
+    match job:
+        case {"warm up": int() as length}:  # what is compiled at first use
+            return {"seconds": engine.seconds(engine.prompt(length))}
+        case {"exact": int() as length}:
+            return {"exact": exactness(engine, length)}
+        case {"link": int() as repeats}:
+            return {"link": link_gb_s(repeats)}
+        case {"whole": int() as length}:
+            return {"rounds": [whole(engine, length, tier=tier)]}
+        case {"later": list() as turns}:
+            return {"rounds": later(engine, [Turn(*turn) for turn in turns], tier=tier)}
+    raise ValueError(f"a job that is none: {job}")
 
 
 def main() -> None:
     """See the module."""
-    job = json.loads(sys.argv[1])
-    settings = Settings.load(job["values"])
+    settings = Settings.load(json.loads(sys.argv[1]))
     os.environ.update(settings.environment())
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine in this process: its cache is looked at
@@ -244,7 +240,10 @@ def main() -> None:
     )
     engine = Engine(settings)
     say(started=True)
-    measure(engine, shape_named(job["shape"]), job["repeats"], tier=job["tier"])
+    for line in sys.stdin:
+        job = json.loads(line)
+        time.sleep(SETTLE_S / 2)  # the engine before this one may still store
+        say(**answer(engine, job["do"], tier=job["tier"]))
     sys.stdout.flush()
     os._exit(0)  # LMCache's threads would keep the process
 

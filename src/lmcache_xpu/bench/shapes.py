@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,24 @@ class Turn:
 
     history: int
     new: int
+
+    def __str__(self) -> str:
+        return f"{self.history} + {self.new}"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What is timed together.
+
+    Args:
+        name: for readers.
+        tokens: that are cached, of all prompts.
+        job: see `measure.answer`.
+    """
+
+    name: str
+    tokens: int
+    job: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +63,26 @@ class Shape:
         """As on the command line."""
         return self.model.name
 
+    def rows(self) -> list[Row]:
+        """What is timed, in this order."""
+        crowd = [self.crowd_turn] * self.crowd
+        return [
+            *(Row(f"{length}", length, {"whole": length}) for length in self.lengths),
+            *(Row(f"{turn}", turn.history, _later([turn])) for turn in self.turns),
+            Row(
+                f"{self.crowd} x ({self.crowd_turn})",
+                sum(turn.history for turn in crowd),
+                _later(crowd),
+            ),
+        ]
+
     def write(self, directory: Path) -> None:
         """The model's configuration; weights are made up when it is loaded."""
         (directory / "config.json").write_text(json.dumps(llama_config(self.model)))
+
+
+def _later(turns: Sequence[Turn]) -> dict[str, Any]:
+    return {"later": [[turn.history, turn.new] for turn in turns]}
 
 
 SHAPES = (
@@ -68,7 +104,12 @@ SHAPES = (
         turns=(Turn(32768, 2048), Turn(61440, 4096)),
         crowd=4,
         crowd_turn=Turn(16384, 1024),
-        settings={"max_model_len": 70_000, "memory_fraction": 0.35, "cpu_gib": 24},
+        settings={
+            "max_model_len": 70_000,
+            "memory_fraction": 0.2,  # several engines may share the device
+            "kv_cache_gib": 12,
+            "cpu_gib": 24,
+        },
     ),
     Shape(
         model=ModelSpec(

@@ -35,10 +35,20 @@ def engine(
         int,
         typer.Option(min=1, help="Of each request, of later turns three each; medians count."),
     ] = 3,
+    in_turn: Annotated[
+        bool,
+        typer.Option(
+            "--in-turn",
+            help="All engines at once on the device, asked in turn: a host that changes its speed "
+            "does so for all of them. Needs memory for all.",
+        ),
+    ] = False,
     graphs: Annotated[
         bool, typer.Option("--graphs", help="With vLLM's compiled graphs; they take minutes.")
     ] = False,
-    timeout_s: Annotated[float, typer.Option(help="Seconds that one engine may take.")] = 900,
+    timeout_s: Annotated[
+        float, typer.Option(help="Seconds until an engine starts or answers.")
+    ] = 900,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the figures to this file.")
     ] = None,
@@ -69,12 +79,14 @@ def engine(
         found,
         chosen(found, variant),
         repeats=repeats,
+        in_turn=in_turn,
         graphs=graphs,
         timeout_s=timeout_s,
         console=console,
     )
     figures, machine = reports.Figures(found, results), engines.machine()
-    options = [f"--variant {name}" for name in variant or ()] + ["--graphs"] * graphs
+    options = [f"--variant {name}" for name in variant or ()]
+    options += ["--in-turn"] * in_turn + ["--graphs"] * graphs
     command = " ".join(
         ["lmcache-xpu bench engine", f"--shape {found.name}", f"--repeats {repeats}", *options]
     )
