@@ -52,6 +52,7 @@ class LayeredLoad:
         self._cuts: list[_Cut] = []
         self._starts: list[int] = []  # first layer of each cut
         self._moved: list[Moved] = []  # by cut
+        self._arrived = 0  # cuts
         self._waited = 0  # cuts
         self._head_start = 0  # cuts that were enqueued before the step
         self._failed = False
@@ -108,7 +109,10 @@ class LayeredLoad:
         """Those of the enqueued cuts that are not there yet."""
         if self._failed:
             return 0
-        return sum(self._bytes(at) for at, one in enumerate(self._moved) if not one.done.reached())
+        # In order: what was found once is not asked again.
+        while self._arrived < len(self._moved) and self._moved[self._arrived].done.reached():
+            self._arrived += 1
+        return sum(self._bytes(at) for at in range(self._arrived, len(self._moved)))
 
     def let_engine_copy(self) -> None:
         """Order copies that follow after what the engine has enqueued; see `Stager`."""
@@ -124,16 +128,19 @@ class LayeredLoad:
             self._moved[cuts - 1].done.wait()
             self._waited = cuts
 
-    def after_layer(self, layer: int) -> None:
-        """Enqueue what comes next.
+    def after_layer(self, layer: int) -> int:
+        """Enqueue what comes next, and give its bytes.
 
         Only now, when the layer's own work is enqueued: drivers take about a thousand copies and
         then let the caller wait. And one cut at most: a hundred copies take a millisecond to
         enqueue, and behind the first layer the device has no other work yet.
         """
-        if not self._failed:
-            ahead = bisect.bisect_right(self._starts, layer) + max(AHEAD, self._head_start)
-            self._enqueue(min(ahead, len(self._moved) + 1))
+        at = len(self._moved)
+        ahead = bisect.bisect_right(self._starts, layer) + max(AHEAD, self._head_start)
+        if self._failed or at >= min(ahead, len(self._cuts)):
+            return 0
+        self._enqueue(at + 1)
+        return self._bytes(at)
 
     def before_all(self) -> None:
         """Enqueue what is left, and let the current stream wait for all that was enqueued."""

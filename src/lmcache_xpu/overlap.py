@@ -36,7 +36,8 @@ logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers on
 # measured, 20 on an H200 and PCIe 5; more on devices that compute more slowly.
 LOAD_BOUND = 32
 
-# Of loads that begin before their step: what is enqueued at once, 10 ms of the link on an H200.
+# What is enqueued beyond what the engine waits for next, 10 ms of the link on an H200. More would
+# only take the engine's thread, before its first layer and behind it.
 AHEAD_BYTES = 512 * 2**20
 
 POLL_S = 5e-4
@@ -134,10 +135,17 @@ class Overlap:
                 item.load.before_layer(layer)
 
     def after_layer(self, layer: int) -> None:
-        """Enqueue what comes after a layer that the engine has enqueued."""
-        for item in self._loads:
-            with item.load.enduring():
-                item.load.after_layer(layer)
+        """Enqueue what comes after a layer that the engine has enqueued.
+
+        So much that the link stays busy. Behind the first layers the device has nothing else to
+        do than what this thread enqueues for the next one.
+        """
+        ahead = self._bytes_under_way()
+        for load in sorted((item.load for item in self._loads), key=lambda one: one.enqueued):
+            if ahead >= AHEAD_BYTES:
+                break
+            with load.enduring():
+                ahead += load.after_layer(layer)
 
     def before_all(self) -> None:
         """Let the engine's stream wait for all layers, where it does not stop at each."""
@@ -208,7 +216,7 @@ class Overlap:
 
         In the order of the layers, until the engine computes or the next one begins.
         """
-        ahead = sum(item.load.bytes_under_way() for item in self._loads)
+        ahead = self._bytes_under_way()
         loads = [item.load for item in self._loads]
         while loads and ahead < AHEAD_BYTES:
             load = min(loads, key=lambda one: one.enqueued)
@@ -218,6 +226,9 @@ class Overlap:
             ahead += more
             if not more:
                 loads.remove(load)
+
+    def _bytes_under_way(self) -> int:
+        return sum(item.load.bytes_under_way() for item in self._loads)
 
     def _when(self, moves: Sequence[Moved], action: Callable[[], None]) -> None:
         if all(moved.done.reached() for moved in moves):
