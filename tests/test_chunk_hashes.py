@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lmcache.v1.cache_engine import LMCacheEngine
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.token_database import ChunkedTokenDatabase
@@ -12,6 +13,37 @@ from lmcache_xpu.chunk_hashes import ChunkHashes
 
 CHUNK = 8
 TOKENS = list(range(100, 100 + 5 * CHUNK + 3))
+
+
+class Memory:
+    """Of a chunk; whoever gets it has a reference."""
+
+    def __init__(self) -> None:
+        self.references = 1
+
+    def ref_count_down(self) -> None:
+        self.references -= 1
+
+    def get_size(self) -> int:
+        return 8
+
+
+class Storage:
+    """Has every chunk but those of `lost` keys, in one tier."""
+
+    def __init__(self) -> None:
+        self.lost: list = []
+        self.asked: list[tuple[list, str]] = []
+        self.given: list[Memory] = []
+
+    def get_block_mapping(self, chunks):
+        return {"tier": chunks}
+
+    def batched_get(self, keys, location):
+        self.asked.append((keys, location))
+        found = [None if key in self.lost else Memory() for key in keys]
+        self.given += [memory for memory in found if memory is not None]
+        return found
 
 
 class Engine:
@@ -24,7 +56,9 @@ class Engine:
         self.token_database = ChunkedTokenDatabase(config, metadata)
         self.hashed = 0
         self.unpinned: list[str] = []
-        self.named = 0
+        self.lookup_pins: dict[str, dict[str, list]] = {}
+        self.storage_manager = Storage()
+        self.named = self.looped = 0
         for attribute in ("_hash_tokens", "_make_key_by_hash"):
             self._count(attribute)
 
@@ -50,11 +84,15 @@ class Engine:
     def retrieve(self, tokens, mask=None, **kwargs):
         if kwargs.get("fails"):
             raise RuntimeError("planted")
-        return list(
-            self.token_database.process_tokens(
-                tokens=tokens, mask=mask, request_configs=kwargs.get("request_configs")
-            )
-        )
+        self.found = torch.zeros(len(tokens), dtype=torch.bool)
+        chunks, self.size = self._process_tokens_internal(tokens, mask, self.found, **kwargs)
+        return [(start, end, key) for key, _, start, end in chunks]
+
+    def _process_tokens_internal(self, *args, **kwargs):
+        self.looped += 1
+        return LMCacheEngine._process_tokens_internal(self, *args, **kwargs)
+
+    remove_after_retrieve = False
 
 
 def asked(*, partial: bool = False, options=None) -> tuple[Engine, Engine, ChunkHashes]:
@@ -120,6 +158,28 @@ def test_keys_are_used_once():
     engine.retrieve(TOKENS[:CHUNK], req_id="one")
     other = [token + 1 for token in TOKENS[:CHUNK]]
     assert engine.retrieve(other, req_id="one") == plain.retrieve(other)
+
+
+@pytest.mark.parametrize("lost", [None, 2])
+@pytest.mark.parametrize("skipped", [0, CHUNK])
+def test_memory_of_what_one_tier_has_promised_comes_at_once(skipped: int, lost: int | None):
+    """The same as from LMCache's loop, and if a chunk is gone by now, from its loop."""
+    plain, engine, _ = asked()
+    mask = torch.ones(4 * CHUNK, dtype=torch.bool)
+    mask[:skipped] = False
+    keys = [key for _, _, key in plain.token_database.process_tokens(TOKENS)]
+    for one in (plain, engine):
+        one.lookup_pins["one"] = {"tier": []}
+        one.storage_manager.lost = [] if lost is None else [keys[lost]]
+    wanted = plain.retrieve(TOKENS[: 4 * CHUNK], mask, req_id="one")
+    assert engine.retrieve(TOKENS[: 4 * CHUNK], mask, req_id="one") == wanted
+    assert engine.found.tolist() == plain.found.tolist()
+    assert engine.size == plain.size == 8 * len(wanted)
+    assert len(wanted) == (4 if lost is None else lost) - skipped // CHUNK
+    assert engine.looped == (lost is not None)
+    held = [memory.references for memory in engine.storage_manager.given]
+    assert sum(held) == len(wanted)
+    assert {location for _, location in engine.storage_manager.asked} == {"tier"}
 
 
 def test_a_request_that_is_given_up_is_forgotten():

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
+import torch
+
 __all__ = ["ChunkHashes"]
 
 
@@ -35,10 +37,14 @@ class ChunkHashes:
         self._asking: ContextVar[list[Chunk] | None] = ContextVar("asking", default=None)
         self._loading: ContextVar[_Asked | None] = ContextVar("loading", default=None)
         self._pins_stay = False
+        self._engine = engine
         database = engine.token_database
         engine.lookup = functools.partial(self._lookup, engine.lookup)
         engine.lookup_unpin = functools.partial(self._lookup_unpin, engine.lookup_unpin)
         engine.retrieve = functools.partial(self._retrieve, engine.retrieve)
+        engine._process_tokens_internal = functools.partial(
+            self._memory, engine._process_tokens_internal
+        )
         database.process_tokens = functools.partial(self._process, database.process_tokens)
 
     def __len__(self) -> int:
@@ -81,6 +87,34 @@ class ChunkHashes:
         finally:
             self._loading.reset(token)
 
+    def _memory(
+        self,
+        collect: Callable[..., Any],
+        tokens: Any,
+        mask: torch.Tensor | None,
+        found: torch.Tensor,
+        **kwargs: Any,
+    ) -> Any:
+        """LMCache's chunks of a load, each with its memory, and their bytes.
+
+        Of a prefix that one tier has promised, all at once: LMCache's loop marks what it found
+        with an operation of torch per chunk.
+        """
+        tiers = self._engine.lookup_pins.get(kwargs.get("req_id"), ())
+        chunks = self._known(tokens, mask, kwargs.get("request_configs"))
+        if chunks and len(tiers) == 1:
+            keys = [key for _, _, key in chunks]
+            memory = self._engine.storage_manager.batched_get(keys=keys, location=next(iter(tiers)))
+            if None not in memory:
+                found[chunks[0][0] : chunks[-1][1]] = True
+                spans = zip(chunks, memory, strict=True)
+                parts = [(key, obj, start, end) for (start, end, key), obj in spans]
+                return parts, sum(obj.get_size() for obj in memory)
+            for obj in memory:  # taken away since; LMCache deals with that
+                if obj is not None:
+                    obj.ref_count_down()
+        return collect(tokens, mask, found, **kwargs)
+
     def _process(
         self, process: Callable[..., Iterable[Chunk]], *args: Any, **kwargs: Any
     ) -> Iterable[Chunk]:
@@ -88,12 +122,18 @@ class ChunkHashes:
         if (asking := self._asking.get()) is not None:
             asking.extend(process(*args, **kwargs))
             return asking
-        known, tokens = self._loading.get(), kwargs.get("tokens")
-        options = kwargs.get("request_configs")
-        if known is None or tokens is None or (known.options or None) != (options or None):
-            return process(*args, **kwargs)
-        if all(end != len(tokens) for _, end, _ in known.chunks):
-            return process(*args, **kwargs)
-        mask = kwargs.get("mask")
+        tokens, mask = kwargs.get("tokens"), kwargs.get("mask")
+        known = self._known(tokens, mask, kwargs.get("request_configs"))
+        return process(*args, **kwargs) if known is None else known
+
+    def _known(
+        self, tokens: Any, mask: torch.Tensor | None, options: dict[str, Any] | None
+    ) -> list[Chunk] | None:
+        """Chunks of the request that is being loaded, if these tokens are a prefix of it."""
+        asked = self._loading.get()
+        if asked is None or tokens is None or (asked.options or None) != (options or None):
+            return None
+        if all(end != len(tokens) for _, end, _ in asked.chunks):
+            return None
         skipped = 0 if mask is None else len(mask) - int(mask.sum())
-        return [one for one in known.chunks if one[0] >= skipped and one[1] <= len(tokens)]
+        return [one for one in asked.chunks if one[0] >= skipped and one[1] <= len(tokens)]
