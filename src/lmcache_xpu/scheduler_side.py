@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed import kv_transfer
 
 from lmcache_xpu import garbage
+from lmcache_xpu.chunk_names import ChunkNames
 from lmcache_xpu.engine_steps import STEP, StepFacts, written_blocks
 from lmcache_xpu.isolation import Isolation
 from lmcache_xpu.near_lookups import NearLookups
@@ -36,6 +37,8 @@ class SchedulerSide:
         self._isolation = Isolation(adapter)
         self._loads = ScheduledLoads(adapter, block_size, self._worker, self._isolation.named)
         client = adapter.lookup_client
+        database = getattr(client, "token_database", None)
+        self._names = None if database is None else ChunkNames(database, block_size)
         if (far := getattr(client, "transport", None)) is not None and far.world_size == 1:
             client.transport = NearLookups(far, self._near_engine)
 
@@ -43,6 +46,8 @@ class SchedulerSide:
         """Before a request is looked up."""
         garbage.put_off()
         self._isolation.admit(request)
+        if self._names is not None:
+            self._names.admit(request)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks) -> None:
         """A request has its blocks, and will be in the next step."""
