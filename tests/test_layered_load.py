@@ -10,7 +10,7 @@ import torch
 from caches import DEVICE, Spec, bits, build
 from test_connector import make, memory, slots_of
 
-from lmcache_xpu import binding, layered_load
+from lmcache_xpu import binding, layered_load, overlap
 from lmcache_xpu.buffers import SMALLEST_STAGING_BYTES
 from lmcache_xpu.layered_load import layer_cuts
 from lmcache_xpu.layerwise import VLLMPagedMemLayerwiseXPUConnector
@@ -141,6 +141,45 @@ def test_later_layers_are_not_copied_before_the_first_are_waited_for():
     assert there() == 2  # cuts of 1, 1 and 2 layers, one more with each layer
     case.overlap.after_layer(1)
     assert there() == 4
+    assert case.overlap.end_step() != []
+
+
+@pytest.mark.parametrize(("room", "cuts"), [(1, 1), (10**9, 2)])
+def test_behind_a_layer_no_more_is_enqueued_than_the_link_has_room_for(room, cuts, monkeypatch):
+    """Of the load that has the fewest first; the engine finds its layers there all the same."""
+    monkeypatch.setattr(overlap, "AHEAD_BYTES", room)
+    one, other = cases = Case(), Case()
+    other.overlap = other.connector.overlap = one.overlap
+    for case in cases:
+        case.load()
+    one.overlap.before_layer(0)
+    for behind in range(2):
+        before = sum(item.load.enqueued for item in one.overlap._loads)
+        one.overlap.after_layer(behind)
+        enqueued = [item.load.enqueued for item in one.overlap._loads]
+        assert sum(enqueued) - before == cuts
+        assert max(enqueued) - min(enqueued) <= 1
+    for layer in range(1, LAYERS):
+        one.overlap.before_layer(layer)
+        assert all(case.there(layer) for case in cases)
+        one.overlap.after_layer(layer)
+    assert one.overlap.end_step() == []
+
+
+def test_what_is_under_way_leaves_less_room(monkeypatch):
+    case = Case()
+    case.load()
+    (item,) = case.overlap._loads
+    size = item.load._bytes(0)
+    first = item.load._moved[0] = Moved(Point(True), Point())
+    assert item.load.bytes_under_way() == size
+    monkeypatch.setattr(overlap, "AHEAD_BYTES", size)
+    case.overlap.after_layer(0)
+    assert item.load.enqueued == 1
+    first.done.reach()
+    assert item.load.bytes_under_way() == 0
+    case.overlap.after_layer(0)
+    assert item.load.enqueued == 2
     assert case.overlap.end_step() != []
 
 

@@ -131,7 +131,7 @@ def early(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tuple[Any, list[An
     )
     made = connector()
     made._connector_metadata, made._overlap = None, Beside()
-    made._hashes = SimpleNamespace(pinned=lambda: events_of(loaded))
+    made._keys = SimpleNamespace(pinned=lambda: events_of(loaded))
     vars(made).update(changes)
     return made, loaded
 
@@ -151,7 +151,7 @@ def test_a_load_begins_between_two_steps_and_leaves_no_trace_of_one(monkeypatch)
         {"_loads_early": False},  # vLLM zeroes blocks when it prepares the step
         {"_overlap": None},
         {"_overlap": Beside(loads=False)},
-        {"_hashes": None},  # layerwise
+        {"_keys": None},  # layerwise
         {"_connector_metadata": SimpleNamespace(requests=[])},  # a step is under way
     ],
 )

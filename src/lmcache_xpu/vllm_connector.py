@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCac
 from vllm.logger import init_logger
 
 from lmcache_xpu import garbage, lmcache_config, lmcache_engine, seam, versions
-from lmcache_xpu.chunk_hashes import ChunkHashes
+from lmcache_xpu.chunk_keys import ChunkKeys
 from lmcache_xpu.engine_facts import EngineFacts, check_chunks, engine_facts
 from lmcache_xpu.engine_steps import STEP, may_run_as_one_graph
 from lmcache_xpu.failed_start import ending_on_failure
@@ -77,7 +77,7 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
         self._loading = False  # this step's loads have begun
         self._loads_early = False  # before vLLM has prepared the step
         self._guard: Guard | None = None  # the worker's
-        self._hashes: ChunkHashes | None = None  # the worker's, in standard mode
+        self._keys: ChunkKeys | None = None  # the worker's, in standard mode
         self._scheduler: SchedulerSide | None = None
         if not self._served:
             super().__init__(vllm_config, role, kv_cache_config)
@@ -110,7 +110,7 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
             if role == KVConnectorRole.WORKER:
                 lmcache_engine.check_connector(self._lmcache_engine, facts)
                 if not self._config.use_layerwise:
-                    self._hashes = ChunkHashes(self._lmcache_engine.lmcache_engine)
+                    self._keys = ChunkKeys(self._lmcache_engine.lmcache_engine)
                 self._guard = Guard(self._lmcache_engine, facts.block_size)
             else:
                 self._scheduler = SchedulerSide(self._lmcache_engine, vllm_config, facts.block_size)
@@ -162,12 +162,12 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
         if self._overlap is None or not (self._overlap.loads and self._loads_early):
             return False
         # LMCache begins the layerwise loads of a step together; and a step may be under way.
-        if self._hashes is None or self.has_connector_metadata():
+        if self._keys is None or self.has_connector_metadata():
             return False
         self._overlap.schedule(written, tokens)
         super().bind_connector_metadata(metadata)
         try:
-            with self._hashes.pinned():
+            with self._keys.pinned():
                 super().start_load_kv(SimpleNamespace(attn_metadata={}))
         finally:
             self.clear_connector_metadata()

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["ChunkHashes"]
+__all__ = ["ChunkKeys"]
 
 
 Chunk = tuple[int, int, Any]  # its first token, the one after its last, and its key
@@ -26,7 +26,7 @@ class _Asked(NamedTuple):
     options: dict[str, Any] | None  # of the request; some are part of the keys
 
 
-class ChunkHashes:
+class ChunkKeys:
     """Wraps methods of one worker's LMCache engine, of 0.5's standard mode.
 
     Look-ups come in a thread of their own; all else in the engine's.

@@ -9,7 +9,7 @@ from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.token_database import ChunkedTokenDatabase
 
-from lmcache_xpu.chunk_hashes import ChunkHashes
+from lmcache_xpu.chunk_keys import ChunkKeys
 
 CHUNK = 8
 TOKENS = list(range(100, 100 + 5 * CHUNK + 3))
@@ -95,11 +95,11 @@ class Engine:
     remove_after_retrieve = False
 
 
-def asked(*, partial: bool = False, options=None) -> tuple[Engine, Engine, ChunkHashes]:
+def asked(*, partial: bool = False, options=None) -> tuple[Engine, Engine, ChunkKeys]:
     """An engine as LMCache has it, and one whose scheduler has looked up request "one"."""
     plain, engine = Engine(partial=partial), Engine(partial=partial)
     chunks = list(engine.token_database.process_tokens(TOKENS, make_key=False))
-    known = ChunkHashes(engine)
+    known = ChunkKeys(engine)
     engine.lookup(
         hashes=[chunk for _, _, chunk in chunks],
         offsets=[end - start for start, end, _ in chunks],
