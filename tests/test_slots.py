@@ -8,7 +8,7 @@ from caches import Spec, build
 
 from lmcache_xpu.errors import SlotError
 from lmcache_xpu.paged_view import PagedView
-from lmcache_xpu.slots import Rows, check_slots, request_rows
+from lmcache_xpu.slots import Rows, blocks_of, check_slots, request_rows, slots_of
 
 
 @pytest.fixture
@@ -116,3 +116,11 @@ def test_what_is_no_slot_mapping_is_refused(tokens: PagedView, mapping, says: st
 
 def test_narrow_integers_are_welcome(tokens: PagedView):
     assert check_slots(tokens, torch.tensor([3], dtype=torch.int32)).numbers.dtype == torch.int64
+
+
+def test_slots_of_blocks_and_back():
+    slots = slots_of([5, 2, 3], 4)
+    assert slots.tolist() == [20, 21, 22, 23, 8, 9, 10, 11, 12, 13, 14, 15]
+    assert slots.dtype == torch.int64
+    slots[4:6] = -1
+    assert blocks_of(slots, 4) == {2, 3, 5}

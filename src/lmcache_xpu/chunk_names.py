@@ -52,8 +52,9 @@ class ChunkNames:
     ) -> Iterable[Any]:
         """LMCache's chunks of some tokens, without keys."""
         request, self._request = self._request, None
+        names_of_all = not args and kwargs == {"make_key": False}
         # Not of tokens that stand for something else as well; see `isolation`.
-        if request is None or tokens is not request.all_token_ids or args or _other(kwargs):
+        if request is None or tokens is not request.all_token_ids or not names_of_all:
             return process(tokens, *args, **kwargs)
         hashes = request.block_hashes
         if len(hashes) != len(tokens) // self._block_tokens:
@@ -73,8 +74,3 @@ class ChunkNames:
                     del self._names[next(iter(self._names))]
             name = known
             yield start, end, name
-
-
-def _other(options: dict[str, Any]) -> bool:
-    """Whether more is asked for than the names of all chunks."""
-    return options != {"make_key": False}

@@ -10,7 +10,6 @@ import sys
 import threading
 from collections import deque
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Self
 
 from lmcache_xpu.bench.measure import MARK
@@ -82,12 +81,7 @@ class Child:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None or self.error is not None:
             self._process.kill()
         assert self._process.stdin is not None
