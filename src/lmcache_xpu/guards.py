@@ -10,7 +10,7 @@ So, in the worker, per request:
             learns its blocks and computes them again
     store   an error: nothing more of the request is stored in this step; what was published of a
             chunk without its last layer is taken back
-    both    requests that read an unfilled block store nothing in this step
+    both    requests that read an unfilled block store nothing until it is given away
 
 Wraps methods of one LMCache engine and its connector; the protocols are those of `layerwise`.
 """
@@ -48,7 +48,7 @@ class Guard:
         self._block_size = block_size
         self._objects: int = self._engine.num_layers  # of a chunk: groups of the model's layers
         self._unfilled: set[int] = set()  # to be reported
-        self._bad: set[int] = set()  # in this step
+        self._bad: set[int] = set()  # until they are written anew
         engine, connector = self._engine, self._engine.gpu_connector
         if engine.use_layerwise:
             self._groups: Sequence[tuple[int, int]] = connector.groups
@@ -60,9 +60,17 @@ class Guard:
             engine.retrieve = functools.partial(self._retrieve, engine.retrieve)
             engine.store = functools.partial(self._store, engine.store)
 
-    def begin_step(self) -> None:
-        """Forget the last step's failures; what was not asked for yet is still to be reported."""
-        self._bad = set()
+    def begin_step(self, written: frozenset[int] | None) -> None:
+        """Take blocks that are written anew for good ones.
+
+        The others that are unfilled stay so. With asynchronous scheduling a request goes on for one
+        more step before the scheduler hears of its failure, and what that step computes is wrong.
+
+        Args:
+            written: blocks that were given to a request since the last step; None if that is not
+                known, which clears nothing.
+        """
+        self._bad -= written or frozenset()
 
     def take_unfilled(self) -> set[int]:
         """Blocks that loads left unfilled since the last call."""

@@ -75,7 +75,11 @@ class Isolation:
         if request.request_id not in self._salts and (salt := salt_of(request)):
             self._salts[request.request_id] = salt
         if request.skip_reading_prefix_cache:
-            self._computed.add(request.request_id)
+            self.compute(request.request_id)
+
+    def compute(self, request_id: str) -> None:
+        """Find nothing for a request until it ends."""
+        self._computed.add(request_id)
 
     def named(self, request_id: str, token_ids: Sequence[int]) -> Sequence[int]:
         """The tokens by which LMCache is to name a request's chunks; most are its own."""

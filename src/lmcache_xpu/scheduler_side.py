@@ -49,6 +49,10 @@ class SchedulerSide:
         if self._names is not None:
             self._names.admit(request)
 
+    def give_up_hits(self, request_id: str) -> None:
+        """When a load of a request has failed: nothing is found for it any more."""
+        self._isolation.compute(request_id)
+
     def allocated(self, request: Request, blocks: KVCacheBlocks) -> None:
         """A request has its blocks, and will be in the next step."""
         self._loads.begin(request, blocks.get_block_ids()[0])

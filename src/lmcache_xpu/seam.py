@@ -26,6 +26,7 @@ import wrapt
 
 from lmcache_xpu import garbage, versions
 from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.failed_loads import beginning_anew
 from lmcache_xpu.plan import layers_of
 
 if TYPE_CHECKING:
@@ -187,6 +188,12 @@ PATCHES = (
         "Worker.execute_model",
         _begin_step,
         "tells a connector of a step only when it has prepared it, 8 ms after it could load",
+    ),
+    Patch(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler._handle_invalid_blocks",
+        beginning_anew,
+        "after a load that failed, gives wrong tokens with the runner that XPU uses",
     ),
 )
 

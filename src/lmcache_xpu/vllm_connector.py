@@ -179,11 +179,11 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
             return  # again would forget layerwise loads that have begun
         super().bind_connector_metadata(connector_metadata)
         self._loading = False
+        written, tokens = getattr(connector_metadata, STEP, (None, None))
         if self._guard is not None:
-            self._guard.begin_step()
+            self._guard.begin_step(written)
         if self._overlap is not None:
-            facts = getattr(connector_metadata, STEP, (None, None))
-            self._overlap.begin_step(*facts)
+            self._overlap.begin_step(written, tokens)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Load what this step needs, if that has not begun; see LMCache's connector.
@@ -250,6 +250,11 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
             request, num_computed_tokens
         )
         return found
+
+    def give_up_hits(self, request_id: str) -> None:
+        """A load of this request failed: from now on it is computed; see `failed_loads`."""
+        if self._scheduler is not None:
+            self._scheduler.give_up_hits(request_id)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
