@@ -1,9 +1,9 @@
 """A real vLLM on CPU with real LMCache in this process: what a hit writes, byte by byte.
 
-Run by test_engine.py as `python engine_probe.py STEP MODEL DISK REFERENCE MODE`. The step `store`
-recomputes prompts, hits them in the CPU tier, and hits them again with planted faults; the step
-`restart` is a new process that finds them on disk; the step `broken` has a disk tier that can't be
-opened. Each prints a JSON object last.
+Run by test_engine.py as `python engine_probe.py STEP MODEL DISK REFERENCE MODE RUNNER`. The step
+`store` recomputes prompts, hits them in the CPU tier, and hits them again with planted faults; the
+step `restart` is a new process that finds them on disk; the step `broken` has a disk tier that
+can't be opened. Each prints a JSON object last. RUNNER is `default` or `newer` (newer_runner.py).
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import sys
 import traceback
 from pathlib import Path
 
+import newer_runner
+
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine in this process: faults can be planted
     VLLM_ALLOW_INSECURE_SERIALIZATION="1",
@@ -26,11 +28,17 @@ CHUNK, BLOCK, KV_HEADS = 256, 128, 2
 # On a chunk's boundary, inside a block, and on a block's boundary inside a chunk.
 LENGTHS = {"boundary": 4 * CHUNK, "inside": 4 * CHUNK + 77, "block": 3 * CHUNK + BLOCK}
 CROWD = 16  # prompts at once
+NEW = [900, 77, 600, 1300]  # tokens behind a history: most are computed in several steps
 
 
 def prompt(length: int) -> list[int]:
     chosen = random.Random(length)
     return [chosen.randrange(300, 4000) for _ in range(length)]
+
+
+def turn(length: int) -> list[int]:
+    """A history that all turns share, and what is new."""
+    return prompt(4 * CHUNK + 1)[:-1] + prompt(length)
 
 
 def caches(worker):
@@ -90,14 +98,16 @@ class Engine:
             kv_transfer_config=json.loads(args[args.index("--kv-transfer-config") + 1]),
         )
 
-    def ask(self, tokens: list[int]) -> list[int]:
-        return self.ask_at_once([tokens])[0]
+    def ask(self, tokens: list[int], salt: str | None = None) -> list[int]:
+        return self.ask_at_once([tokens], salt)[0]
 
-    def ask_at_once(self, prompts: list[list[int]]) -> list[list[int]]:
+    def ask_at_once(self, prompts: list[list[int]], salt: str | None = None) -> list[list[int]]:
         from vllm import SamplingParams
 
         sampling = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
         asked = [{"prompt_token_ids": tokens} for tokens in prompts]
+        for request in asked if salt else ():
+            request["cache_salt"] = salt  # finds nothing of others
         answers = self.llm.generate(asked, sampling, use_tqdm=False)
         return [list(answer.outputs[0].token_ids) for answer in answers]
 
@@ -140,6 +150,52 @@ def crowd(engine: Engine) -> dict:
             }
         )
     return {"tokens": sum(map(len, prompts)), "rounds": rounds}
+
+
+def stumble(engine: Engine) -> dict:
+    """Turns at once, some of whose loads fail; and what is found of them afterwards."""
+    from lmcache_xpu.transfer import TorchTransfer
+
+    prompts = [turn(length) for length in NEW]
+    engine.forget()
+    engine.ask(turn(0))  # what the turns load
+    scatter, calls = TorchTransfer.scatter, []
+
+    def stumbling(self, *args):
+        calls.append(len(calls) % 5 == 0)
+        if calls[-1]:
+            raise RuntimeError("planted")
+        scatter(self, *args)
+
+    engine.forget()
+    hits = engine.external_hits()
+    TorchTransfer.scatter = stumbling
+    failing = engine.ask_at_once(prompts)
+    TorchTransfer.scatter = scatter
+    hits = engine.external_hits() - hits
+    afterwards, cold = [], []
+    for tokens in prompts:
+        engine.forget()
+        afterwards.append(engine.ask(tokens))
+        engine.forget()
+        cold.append(engine.ask(tokens, salt="somebody else's"))
+    return {
+        "failed": sum(calls),
+        "hit": hits,
+        "failing": failing,
+        "afterwards": afterwards,
+        "cold": cold,
+    }
+
+
+def what_runs(engine: Engine) -> dict:
+    core = engine.llm.llm_engine.engine_core.engine_core
+    runner = core.model_executor.driver_worker.worker.model_runner
+    return {
+        "runner": type(runner).__module__,
+        "scheduler": type(core.scheduler).__name__,
+        "ahead": core.batch_queue is not None,
+    }
 
 
 def restored(cold: list[list[str]], warm: list[list[str]]) -> int:
@@ -256,9 +312,11 @@ def store(engine: Engine, reference: Path) -> dict:
     TorchTransfer.scatter = scatter
     prompts = {name: {k: v for k, v in f.items() if k != "cold"} for name, f in found.items()}
     return {
+        "began": list(began),  # before the others, whose loads nobody counts
+        "runs": what_runs(engine),
         "prompts": prompts,
+        "stumbled": stumble(engine),
         "asked": sorted(set(asked)),
-        "began": list(began),  # before the crowd, whose loads nobody counts
         "crowd": crowd(engine),
         "counts": engine.llm.collective_rpc(counts)[0],
     }
@@ -276,7 +334,9 @@ def restart(engine: Engine, reference: Path) -> dict:
 
 
 if __name__ == "__main__":
-    step, model, disk, reference, mode = sys.argv[1:]
+    step, model, disk, reference, mode, runner = sys.argv[1:]
+    if runner == "newer":
+        newer_runner.use()
     if step == "broken":
         Engine(model, "/dev/null/no-directory", mode)
     engine = Engine(model, disk, mode)

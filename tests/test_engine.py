@@ -1,11 +1,13 @@
 """End to end on CPU: a real vLLM, a real LMCache, our connector and our disk tier.
 
 A reported hit proves nothing, so these compare bytes and tokens, and show that both would differ
-if a hit wrote the wrong thing.
+if a hit wrote the wrong thing. With vLLM's default on CPU, and with its default on Intel GPUs: the
+newer model runner and asynchronous scheduling.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -46,10 +48,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_model(EXACT, tmp_path_factory.mktemp("models")))
 
 
-@pytest.fixture(scope="module", params=["standard", "layerwise"])
+@pytest.fixture(
+    scope="module",
+    params=itertools.product(["standard", "layerwise"], ["default", "newer"]),
+    ids="-".join,
+)
 def place(request, model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    directory = tmp_path_factory.mktemp(request.param)
-    return model, str(directory / "disk"), str(directory / "reference.json"), request.param
+    directory = tmp_path_factory.mktemp("-".join(request.param))
+    return model, str(directory / "disk"), str(directory / "reference.json"), *request.param
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +66,15 @@ def stored(place: tuple[str, ...]) -> dict:
 @pytest.fixture(scope="module")
 def restarted(place: tuple[str, ...], stored: dict) -> dict:
     return probe("restart", *place)
+
+
+def test_this_is_what_runs(stored: dict, place: tuple[str, ...]):
+    newer = place[-1] == "newer"
+    assert stored["runs"] == {
+        "runner": "vllm.v1.worker.cpu.model_runner" if newer else "vllm.v1.worker.cpu_model_runner",
+        "scheduler": "AsyncScheduler" if newer else "Scheduler",
+        "ahead": newer,
+    }
 
 
 def cached(name: str) -> int:
@@ -97,7 +112,7 @@ def test_no_reference_or_pin_outlives_its_request(stored: dict, restarted: dict)
 
 def test_loads_begin_as_early_as_they_can(stored: dict, place: tuple[str, ...]):
     """Each could begin later as well: when vLLM has prepared its step."""
-    earliest = {"standard": "scheduled", "layerwise": "told"}[place[-1]]
+    earliest = {"standard": "scheduled", "layerwise": "told"}[place[-2]]
     assert stored["began"] == [earliest] * 4 * len(LENGTHS)
 
 
@@ -129,9 +144,18 @@ def test_a_load_that_fails_is_recomputed(stored: dict, name: str):
     assert found["failing"]["restored"] >= cached(name) // BLOCK
 
 
+def test_turns_whose_loads_fail_are_computed_and_leave_nothing_wrong_behind(stored: dict):
+    """A step that was on its way when a load failed stores nothing, and its tokens are dropped."""
+    found = stored["stumbled"]
+    assert found["failed"] > 0
+    assert found["hit"] >= 4 * CHUNK  # promised
+    assert found["failing"] == found["cold"]
+    assert found["afterwards"] == found["cold"]
+
+
 def test_a_tier_that_does_not_open_ends_the_engine_with_the_reason(model: str):
     """LMCache alone would go on without it; and its threads would keep a failed process alive."""
-    done = run_probe("broken", model, "unused", "unused", "standard")
+    done = run_probe("broken", model, "unused", "unused", "standard", "default")
     assert done.returncode == 1
     assert "SeamError: found LMCache tiers ['LocalCPUBackend']" in done.stderr
     assert "Failed to create backend disk" in done.stdout + done.stderr

@@ -160,18 +160,31 @@ def test_a_failed_store_is_left_out():
 def test_a_step_stores_nothing_that_read_an_unfilled_block(asked_first):
     engine, guard, _ = guarded()
     reader, other = request(), request(SLOTS + 100)
-    guard.begin_step()
+    guard.begin_step(None)
     engine.gpu_connector.failed_slots.append(SLOTS[-BLOCK:])
     if asked_first:  # vLLM may ask for the blocks before it completes the stores
         assert guard.take_unfilled() == {15}
     guard.withhold([reader, other])
     assert (reader.save_spec.can_save, other.save_spec.can_save) == (False, True)
-    guard.begin_step()
+    guard.begin_step(None)
     assert guard.take_unfilled() == (set() if asked_first else {15})
+
+
+@pytest.mark.parametrize(
+    ("written", "stored"), [(None, False), (frozenset({14}), False), (frozenset({15}), True)]
+)
+def test_nor_does_a_later_one_until_the_block_is_given_away(written, stored):
+    """With asynchronous scheduling the next step was on its way when the load failed."""
+    engine, guard, _ = guarded()
+    guard.begin_step(None)
+    engine.gpu_connector.failed_slots.append(SLOTS[-BLOCK:])
+    guard.withhold([request()])
+    assert guard.take_unfilled() == {15}
     following = request()
-    guard.begin_step()
+    guard.begin_step(written)
     guard.withhold([following])
-    assert following.save_spec.can_save
+    assert following.save_spec.can_save == stored
+    assert guard.take_unfilled() == set()  # vLLM knows of it
 
 
 def test_loads_that_lmcache_reports_count_as_well():

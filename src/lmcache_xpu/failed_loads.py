@@ -57,13 +57,10 @@ def _preempt(scheduler: Any, invalid: set[int]) -> tuple[set[str], set[int]]:
         Their names, and their blocks from the first invalid one on. None of these is found by its
         hash any more: what follows an invalid block was computed from it.
     """
-    blocks_of = {
-        request: scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
-        for request in scheduler.running
-    }
     stale: set[int] = set()
     again = []
-    for request, blocks in blocks_of.items():
+    for request in scheduler.running:
+        (blocks,) = scheduler.kv_cache_manager.get_block_ids(request.request_id)
         first = next((at for at, block in enumerate(blocks) if block in invalid), None)
         if first is not None:
             stale.update(blocks[first:])

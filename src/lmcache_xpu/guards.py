@@ -81,9 +81,6 @@ class Guard:
     def withhold(self, requests: list[Any]) -> None:
         """Before a step's stores are completed: none of what was computed from unfilled blocks."""
         self._collect()
-        if not self._bad:
-            return
-        fallback("load")
         for request in requests:
             blocks = blocks_of(request.slot_mapping, self._block_size)
             if blocks & self._bad and request.save_spec is not None:
@@ -97,7 +94,10 @@ class Guard:
         failed: list[torch.Tensor] = self._engine.gpu_connector.failed_slots
         while failed:
             self._unfilled |= blocks_of(failed.pop(), self._block_size)
-        self._bad |= self._unfilled | self._adapter._invalid_block_ids
+        bad = self._unfilled | self._adapter._invalid_block_ids
+        if bad - self._bad:
+            fallback("load")
+        self._bad |= bad
 
     # Loads
 

@@ -1,0 +1,28 @@
+"""What vLLM uses by default on Intel GPUs, on CPU: its newer model runner, asynchronous scheduling.
+
+The runner's kernels are Triton's and run in its interpreter. vLLM asks Triton for a backend for
+CPU, which releases of Triton lack; a stand-in says that there is one.
+"""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+
+def use() -> None:
+    """Make vLLM do so in this process. Call it before vLLM is imported."""
+    os.environ.update(TRITON_INTERPRET="1", VLLM_USE_V2_MODEL_RUNNER="1")
+    from triton.backends import backends
+
+    backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
+
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config
+
+    def check_and_schedule_ahead(config) -> None:
+        check(config)
+        config.scheduler_config.async_scheduling = True  # which the platform switches off
+
+    CpuPlatform.check_and_update_config = staticmethod(check_and_schedule_ahead)
