@@ -34,6 +34,7 @@ class SchedulerSide:
     def __init__(self, adapter: Any, config: VllmConfig, block_size: int) -> None:
         self._config = config
         self._block_size = block_size
+        self._adapter = adapter
         self._isolation = Isolation(adapter)
         self._loads = ScheduledLoads(adapter, block_size, self._worker, self._isolation.named)
         client = adapter.lookup_client
@@ -68,12 +69,23 @@ class SchedulerSide:
         setattr(metadata, STEP, StepFacts(written, step.total_num_scheduled_tokens))
         self._isolation.mark(metadata)
         self._loads.mark(metadata)
+        self._own_blocks(step)
         if self._worker() is None:  # which has a step of its own to enqueue
             garbage.allow()
 
     def finished(self, request_id: str) -> None:
         """When a request has ended, in whatever way."""
         self._isolation.finished(request_id)
+
+    def _own_blocks(self, step: SchedulerOutput) -> None:
+        """Give LMCache a list of its own of the blocks of each request that was preempted.
+
+        It keeps the one that vLLM describes the step with. In one process the worker keeps that,
+        too, and both add what the request gets later: LMCache would store the wrong blocks.
+        """
+        for request_id in step.scheduled_cached_reqs.resumed_req_ids:
+            if (tracker := self._adapter._request_trackers.get(request_id)) is not None:
+                tracker.allocated_block_ids = list(tracker.allocated_block_ids)
 
     def _near_engine(self) -> Any:
         """LMCache's engine in this process, if it answers look-ups from memory."""
