@@ -82,6 +82,7 @@ class Engine:
                 "disk_gib": 1,
                 "layerwise": mode == "layerwise",
                 "layers_at_once": 3,  # of eight: three, three and two
+                "save_decode": True,  # a preempted request's hit reaches into its answer
             }
         )
         args = settings.vllm_args()

@@ -5,8 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace as Fake
 
 import pytest
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
-from lmcache_xpu.engine_steps import may_run_as_one_graph, written_blocks
+from lmcache_xpu.engine_steps import may_run_as_one_graph, with_answers, written_blocks
 
 pytestmark = [
     pytest.mark.filterwarnings(rf"ignore::DeprecationWarning:{package}\..*")
@@ -90,3 +91,36 @@ def test_speculative_decoding_makes_uniform_steps_longer():
     for count, wanted in ((4, True), (5, False)):
         given = {"scheduler_output": Fake(num_scheduled_tokens={"a": count})}
         assert may_run_as_one_graph(config, context, given) is wanted
+
+
+def new_request(name: str, prompt: list[int], prefill: list[int] | None) -> NewRequestData:
+    return NewRequestData(
+        req_id=name,
+        prompt_token_ids=prompt,
+        mm_features=[],
+        sampling_params=None,
+        pooling_params=None,
+        block_ids=([1],),
+        num_computed_tokens=0,
+        lora_request=None,
+        prefill_token_ids=prefill,
+    )
+
+
+def test_lmcache_sees_the_answers_of_requests_that_the_newer_runner_resumes():
+    seen = SchedulerOutput.make_empty()
+    seen.scheduled_new_reqs = [
+        new_request("resumed", [1, 2], [1, 2, 3]),
+        new_request("new", [1, 2], [1, 2]),
+        new_request("other runner's", [1, 2], None),
+    ]
+    told = with_answers(seen)
+    assert [new.prompt_token_ids for new in told.scheduled_new_reqs] == [[1, 2, 3], [1, 2], [1, 2]]
+    # vLLM's own description stays as it is.
+    assert seen.scheduled_new_reqs[0].prompt_token_ids == [1, 2]
+
+
+def test_a_step_without_such_requests_is_not_copied():
+    seen = SchedulerOutput.make_empty()
+    seen.scheduled_new_reqs = [new_request("new", [1, 2], [1, 2])]
+    assert with_answers(seen) is seen

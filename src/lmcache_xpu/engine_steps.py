@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 FULL = "FULL"  # vLLM's CUDAGraphMode
 
@@ -46,6 +47,27 @@ def written_blocks(
         # A resumed request gets all of its blocks anew; another one those that it lacked.
         add(request, groups, computed if request in cached.resumed_req_ids else 0)
     return frozenset(blocks)
+
+
+def with_answers(step: SchedulerOutput) -> SchedulerOutput:
+    """A step in which a preempted request's prompt includes what it has answered so far.
+
+    For its newer model runner, vLLM describes such a request as a new one, and LMCache reads the
+    prompt alone. But a hit may reach into the answer: that part would never be loaded, though its
+    tokens count as computed.
+    """
+    if not any(_has_answered(new) for new in step.scheduled_new_reqs):
+        return step
+    requests = [
+        replace(new, prompt_token_ids=new.prefill_token_ids) if _has_answered(new) else new
+        for new in step.scheduled_new_reqs
+    ]
+    return replace(step, scheduled_new_reqs=requests)
+
+
+def _has_answered(new: NewRequestData) -> bool:
+    tokens, prompt = getattr(new, "prefill_token_ids", None), new.prompt_token_ids
+    return tokens is not None and prompt is not None and len(tokens) > len(prompt)
 
 
 def may_run_as_one_graph(config: VllmConfig, context: Any, given: dict[str, Any]) -> bool:

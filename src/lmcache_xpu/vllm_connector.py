@@ -23,7 +23,7 @@ from vllm.logger import init_logger
 from lmcache_xpu import garbage, lmcache_config, lmcache_engine, seam, versions
 from lmcache_xpu.chunk_keys import ChunkKeys
 from lmcache_xpu.engine_facts import EngineFacts, check_chunks, engine_facts
-from lmcache_xpu.engine_steps import STEP, may_run_as_one_graph
+from lmcache_xpu.engine_steps import STEP, may_run_as_one_graph, with_answers
 from lmcache_xpu.failed_start import ending_on_failure
 from lmcache_xpu.guards import Guard
 from lmcache_xpu.scheduler_side import SchedulerSide
@@ -266,7 +266,7 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """What the workers must know of a step; LMCache's, and which blocks it may write."""
-        meta = super().build_connector_meta(scheduler_output)
+        meta = super().build_connector_meta(with_answers(scheduler_output))
         if self._scheduler is not None:
             self._scheduler.describe(meta, scheduler_output)
         return meta
