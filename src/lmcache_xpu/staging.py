@@ -183,7 +183,8 @@ class Stager:
             cut: which of the plan's cuts to load; all of them if not given.
             alone: the device has nothing else to do meanwhile.
         """
-        moved = self._begin(self._copies)
+        moved, launched = self._begin(self._copies), Event(self.view.device, timed=True)
+        launched.record(self._kernels)
         direct = self._direct_bytes
         if alone and cut is not None and self.needs_no_copies(plan, memory, cut):
             direct = sys.maxsize
@@ -195,9 +196,11 @@ class Stager:
             for piece in plan.pieces(run):
                 self._load_staged(plan, piece, memory, first_layer)
         moved.done.record(self._kernels)
-        if not staged:
-            moved.done.wait(self._copies)  # what is copied next would slow what is needed first
-        return moved
+        if staged:
+            return moved
+        moved.done.wait(self._copies)  # what is copied next would slow what is needed first
+        # Nothing orders the stream of copies before the kernels: its event may not be reached yet.
+        return moved._replace(begun=launched)
 
     def fence(self) -> Moved:
         """A point behind everything that was enqueued here, whatever became of it."""
