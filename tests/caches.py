@@ -13,7 +13,7 @@ import torch
 from lmcache_xpu.engine_layout import Geometry
 from lmcache_xpu.paged_view import PagedView
 
-# The tests run where an accelerator is, else on CPU.
+# The tests run where an accelerator is, else on CPU; see also `intel`, which says "xpu" here.
 DEVICE = str(torch.accelerator.current_accelerator() or "cpu")
 MARGIN = 64  # elements before and after the cache; also makes the storage offset non-zero
 
@@ -29,7 +29,6 @@ class Spec:
     tokens: int = 4
     heads: int = 2
     dim: int = 8
-    device: str = DEVICE
 
     def __str__(self) -> str:
         return f"{self.kind}-{str(self.dtype).removeprefix('torch.')}"
@@ -125,7 +124,7 @@ def build(spec: Spec, raw: torch.Tensor | None = None) -> EngineCache:
 
 def _buffer(spec: Spec, elements: int, raw: torch.Tensor | None) -> torch.Tensor:
     if raw is None:
-        raw = noise((elements + 2 * MARGIN,), spec.dtype).to(spec.device)
+        raw = noise((elements + 2 * MARGIN,), spec.dtype).to(DEVICE)
     return raw
 
 

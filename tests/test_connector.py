@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import caches
 import pytest
 import torch
-from caches import DEVICE, KINDS, LATENT, Spec, bits, build
+from caches import LATENT, Spec, bits, build
+from imitation import GPU, ON_HOST
+from intel import KINDS_ON_MACHINES, MACHINES, on_machines
+from intel import machine as machine  # a fixture
 from lmcache.v1.memory_allocators.ad_hoc_memory_allocator import AdHocMemoryAllocator
 from lmcache.v1.memory_allocators.pin_memory_allocator import PinMemoryAllocator
 from lmcache.v1.memory_management import MemoryFormat
@@ -21,7 +25,8 @@ from lmcache_xpu.errors import (
 )
 
 # Beside an accelerator LMCache's memory is pinned, and kernels reach small pieces of it.
-ALLOCATOR = AdHocMemoryAllocator("cpu") if DEVICE == "cpu" else PinMemoryAllocator(2**26)
+UNPINNED = AdHocMemoryAllocator("cpu")
+ALLOCATOR = UNPINNED if ON_HOST else PinMemoryAllocator(2**26)
 
 
 def make(cache, kind=VLLMPagedMemXPUConnectorV2, **options):
@@ -29,7 +34,7 @@ def make(cache, kind=VLLMPagedMemXPUConnectorV2, **options):
         cache.geometry.hidden,
         cache.spec.layers,
         dtype=cache.spec.dtype,
-        device=DEVICE,
+        device=caches.DEVICE,
         use_mla=cache.geometry.mla,
         layout_hints={"kv_layout": cache.geometry.kv_layout} if cache.geometry.kv_layout else None,
         **options,
@@ -38,7 +43,12 @@ def make(cache, kind=VLLMPagedMemXPUConnectorV2, **options):
 
 def memory(connector, tokens: int, dtype=torch.bfloat16, fmt=None):
     fmt = fmt or (MemoryFormat.KV_MLA_FMT if connector.use_mla else connector.FORMAT)
-    found = ALLOCATOR.allocate(connector.get_shape(tokens), dtype, fmt)
+    gpu = GPU.here
+    pinned = gpu is None or gpu.machine.memory == "pinned"
+    allocator = ALLOCATOR if pinned else UNPINNED
+    found = allocator.allocate(connector.get_shape(tokens), dtype, fmt)
+    if gpu is not None and pinned and ON_HOST:
+        gpu.pin(found.raw_tensor)
     found.tensor.view(torch.uint8).random_(0, 256)
     return found
 
@@ -48,7 +58,7 @@ def slots_of(*blocks: int, tokens: int = 4) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("layer_major", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@KINDS_ON_MACHINES
 def test_a_stored_request_loads_back_into_other_slots(kind: str, layer_major: bool):
     spec = Spec(kind, torch.uint8 if "scales" in kind else torch.bfloat16)
     source, target = build(spec), build(spec)
@@ -92,7 +102,7 @@ def test_host_memory_is_lmcache_s_format():
         assert torch.equal(bits(obj.tensor[1, layer, 2]), bits(value.flatten()))
 
 
-@pytest.mark.parametrize("cached", [0, 1, 4, 5, 7, 8, 100])
+@on_machines("cached", here=[0, 1, 4, 5, 7, 8, 100], there=[5])
 def test_tokens_the_engine_has_are_not_overwritten(cached: int):
     cache = build(Spec("LBNHC"))
     connector = make(cache)
@@ -230,6 +240,7 @@ def test_bad_input_is_a_clear_error_and_changes_neither_side(change: str, direct
         assert torch.equal(bits(obj.tensor), bits(old))
 
 
+@MACHINES
 def test_the_valid_call_is_valid():
     """Else every case above could fail for a reason of its own."""
     _, connector, call = wrong("nothing")
@@ -251,6 +262,7 @@ def test_options_and_engine_are_checked():
         make(cache, opaque_blocks=True, chunk_size=6).batched_to_gpu(**call)
 
 
+@MACHINES
 def test_from_metadata_and_shapes():
     def metadata(mla: bool):
         shape = (3, 1 if mla else 2, 256, 1 if mla else 2, 20 if mla else 8)
@@ -259,7 +271,7 @@ def test_from_metadata_and_shapes():
     for kind in ("LBHNC", LATENT[1]):
         cache = build(Spec(kind))
         connector = VLLMPagedMemXPUConnectorV2.from_metadata(
-            metadata(cache.geometry.mla), use_gpu=True, device=torch.device(DEVICE)
+            metadata(cache.geometry.mla), use_gpu=True, device=torch.device(caches.DEVICE)
         )
         planes = 1 if cache.geometry.mla else 2
         assert connector.get_shape(7) == torch.Size([planes, 3, 7, cache.geometry.hidden])
@@ -273,6 +285,7 @@ def test_from_metadata_and_shapes():
         assert back.metadata.fmt == obj.metadata.fmt
 
 
+@MACHINES
 def test_an_engine_that_moves_its_cache_is_followed():
     one, other = build(Spec("LBNHC")), build(Spec("LBNHC"))
     connector = make(one)
@@ -285,6 +298,7 @@ def test_an_engine_that_moves_its_cache_is_followed():
     assert torch.equal(bits(other.token(0, 0, 5)), bits(obj.tensor[0, 0, 1]))
 
 
+@MACHINES
 def test_inference_mode_makes_no_difference():
     """LMCache stores and loads inside of it, vLLM registers its cache outside of it."""
     cache = build(Spec("LBNHC"))

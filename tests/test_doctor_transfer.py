@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import caches
 import pytest
 import torch
 from caches import DEVICE
+from intel import MACHINES
+from intel import machine as machine  # a fixture
 from test_doctor import said
 
 from lmcache_xpu.doctor import transfer
@@ -18,6 +21,18 @@ ABSENT = "cuda" if HERE == "xpu" else "xpu"
 
 def test_chunks_come_back_on_this_machine():
     assert said(transfer.check_transfer(HERE), "ok", "every byte")
+
+
+@MACHINES
+def test_chunks_come_back_on_an_intel_gpu(machine, monkeypatch):
+    """Smaller ones: kernels are interpreted where there is no accelerator."""
+    for name, size in (("LAYERS", 2), ("HEADS", 2), ("DIM", 32), ("BLOCKS", 12)):
+        monkeypatch.setattr(transfer, name, size)
+    monkeypatch.setattr(transfer, "CHUNK_TOKENS", 64)
+    ways = transfer.round_trips(torch.device(caches.DEVICE))
+    assert ways.staged
+    reached = DEVICE != "cpu" if machine is None else machine.kernels
+    assert ways.direct is (True if reached else None)
 
 
 def test_a_device_that_is_not_here_is_not_tried():

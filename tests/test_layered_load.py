@@ -5,9 +5,12 @@ from __future__ import annotations
 import functools
 import threading
 
+import caches
 import pytest
 import torch
-from caches import DEVICE, Spec, bits, build
+from caches import Spec, bits, build
+from intel import MACHINES, on_machines
+from intel import machine as machine  # a fixture
 from test_connector import make, memory, slots_of
 
 from lmcache_xpu import binding, layered_load, overlap
@@ -29,7 +32,7 @@ def few_layers(monkeypatch):
 
 
 def settle() -> None:
-    if DEVICE != "cpu":
+    if caches.DEVICE != "cpu":
         torch.accelerator.synchronize()
 
 
@@ -91,7 +94,7 @@ class Case:
         return {obj.metadata.ref_count for obj in self.objs}
 
 
-@pytest.mark.parametrize("layer_major", [False, True])
+@on_machines("layer_major", here=[False, True], there=[True])
 def test_every_layer_is_there_when_the_engine_comes_to_it(layer_major):
     case = Case(layer_major=layer_major)
     case.load()
@@ -126,6 +129,7 @@ def test_a_load_starts_with_its_first_cuts(first: int, monkeypatch):
     assert there == [True] * layers + [False] * (LAYERS - layers)
 
 
+@MACHINES
 def test_later_layers_are_not_copied_before_the_first_are_waited_for():
     """The order is that of the layers; what comes late must not delay what is needed first."""
     case = Case()
@@ -204,6 +208,7 @@ def test_a_layer_is_there_even_if_nothing_was_enqueued_ahead():
     assert not case.there(4)
 
 
+@MACHINES
 def test_a_step_that_does_not_stop_at_layers_waits_for_all():
     case = Case()
     case.load()
@@ -242,6 +247,7 @@ class LayerwiseCase(Case):
             self.overlap.after_layer(layer)
 
 
+@MACHINES
 def test_layers_that_come_in_groups_are_waited_for_one_by_one():
     case = LayerwiseCase()
     for layer in case.steps():
@@ -255,6 +261,7 @@ def test_layers_that_come_in_groups_are_waited_for_one_by_one():
     assert torch.equal(bits(case.target.raw), bits(expected(case)))
 
 
+@MACHINES
 def test_a_load_by_layers_that_ends_early_is_reported_and_its_memory_held():
     case = LayerwiseCase()
     steps = case.steps()
@@ -279,6 +286,7 @@ def test_a_load_the_engine_did_not_wait_for_is_reported():
     assert case.overlap.end_step() == []  # once
 
 
+@MACHINES
 def test_loads_of_several_requests_share_a_step():
     one, other = Case(), Case()
     other.connector.overlap = one.overlap
@@ -291,6 +299,7 @@ def test_loads_of_several_requests_share_a_step():
     assert one.overlap.end_step() == []
 
 
+@MACHINES
 def test_switched_off_a_load_is_whole_when_it_returns():
     case = Case()
     case.connector.overlap = Overlap(block_tokens=4, loads=False, stores=False)
@@ -299,6 +308,7 @@ def test_switched_off_a_load_is_whole_when_it_returns():
     assert case.held == {1}
 
 
+@MACHINES
 def test_a_load_that_fails_half_way_is_reported_and_waited_for():
     """A part of a cut may be on its way: its blocks and its memory are not given to others."""
     case = Case()

@@ -6,7 +6,9 @@ import itertools
 
 import pytest
 import torch
-from caches import KINDS, Spec, bits, build
+from caches import Spec, bits, build
+from intel import KINDS_ON_MACHINES, MACHINES, on_machines
+from intel import machine as machine  # a fixture
 from lmcache.v1.memory_management import MemoryFormat
 from test_connector import ALLOCATOR, make, memory, slots_of
 
@@ -57,7 +59,7 @@ def moved(source, here, target, there):
     return wanted.raw
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@KINDS_ON_MACHINES
 def test_a_stored_request_loads_back_into_other_slots(kind: str):
     spec = Spec(kind, torch.uint8 if "scales" in kind else torch.bfloat16)
     source, target = build(spec), build(spec)
@@ -71,7 +73,7 @@ def test_a_stored_request_loads_back_into_other_slots(kind: str):
 
 
 @pytest.mark.parametrize("at_once", [2, 3, 8])
-@pytest.mark.parametrize("kind", KINDS)
+@KINDS_ON_MACHINES
 def test_layers_that_move_together_come_back_together(kind: str, at_once: int):
     """Three layers as two and one, or all three; the rest of the last memory stays as it is."""
     spec = Spec(kind, torch.uint8 if "scales" in kind else torch.bfloat16)
@@ -109,6 +111,7 @@ def test_host_memory_is_lmcache_s_format():
     assert latent.get_shape(5) == torch.Size([5, 20])
 
 
+@MACHINES
 def test_one_token_and_gaps_between_chunks():
     """LMCache's store leaves out chunks that it has already."""
     spec = Spec("LBNHC")
@@ -124,6 +127,7 @@ def test_one_token_and_gaps_between_chunks():
     assert torch.equal(bits(target.raw), bits(wanted))
 
 
+@MACHINES
 def test_tokens_the_engine_has_are_not_overwritten():
     spec = Spec("LBHNC")
     source, target = build(spec), build(spec)
@@ -151,6 +155,7 @@ def test_opaque_blocks_travel_whole():
         store(connector, objects(connector, ([0], [3])), ([0], [3]), slots_of(5), source)
 
 
+@MACHINES
 def test_each_layer_is_complete_when_it_is_published():
     source = build(Spec("LBNHC"))
     connector = connect(source)
@@ -168,6 +173,7 @@ def test_each_layer_is_complete_when_it_is_published():
             assert torch.equal(bits(obj.tensor[at, 1]), bits(wanted))
 
 
+@MACHINES
 def test_requests_interleave_layer_by_layer():
     spec = Spec("LBHNC")
     source, target = build(spec), build(spec)
@@ -197,7 +203,7 @@ def test_requests_interleave_layer_by_layer():
     assert torch.equal(bits(target.raw), bits(wanted))
 
 
-@pytest.mark.parametrize("sent", range(LAYERS + 1))
+@on_machines("sent", here=range(LAYERS + 1), there=[2])
 def test_a_load_that_is_given_up_lets_go_of_its_memory(sent: int):
     cache = build(Spec("LBNHC"))
     connector = connect(cache)
@@ -305,6 +311,7 @@ def test_both_names_of_the_staging_flag():
     assert VLLMPagedMemLayerwiseXPUConnector(16, 3, True).use_gpu
 
 
+@MACHINES
 def test_a_tier_that_lost_chunks_ends_the_load_there():
     source, target = build(Spec("LBNHC")), build(Spec("LBNHC"))
     connector = connect(source)

@@ -9,6 +9,8 @@ import threading
 import pytest
 import torch
 from caches import Spec, bits, build
+from intel import MACHINES
+from intel import machine as machine  # a fixture
 from test_connector import make, slots_of
 from test_layered_load import ENDS, SPANS, STARTS, Case, Point
 from test_layerwise import objects
@@ -98,6 +100,7 @@ def test_publishing_that_fails_is_logged_and_the_next_one_goes_on(caplog):
     assert "could not finish a transfer" in caplog.text
 
 
+@MACHINES
 def test_memory_is_held_until_the_copy_is_done():
     case = Case()
     moves = [Moved(Point(), Point()), Moved(Point(), Point())]
@@ -127,6 +130,7 @@ def test_blocks_that_are_being_read_are_not_written(written, waits: int):
     assert move.gathered.waited == waits  # read by now
 
 
+@MACHINES
 def test_a_layerwise_store_publishes_each_layer_when_it_is_complete():
     cache = build(Spec("LBNHC"))
     connector = make(cache, kind=VLLMPagedMemLayerwiseXPUConnector)

@@ -6,11 +6,14 @@ too, else in Triton's interpreter.
 
 from __future__ import annotations
 
+import caches
 import pytest
 import torch
-from caches import DEVICE, KINDS, SCALED, TOKENWISE_DTYPES, EngineCache, Spec, bits, build, view_of
+from caches import KINDS, SCALED, TOKENWISE_DTYPES, EngineCache, Spec, bits, build, view_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from intel import INTEL
+from intel import machine as machine  # a fixture
 from kernels import TritonTransfer, interpreter  # noqa: F401  # a fixture
 
 from lmcache_xpu.engine_layout import Geometry
@@ -21,12 +24,19 @@ from lmcache_xpu.transfer import TorchTransfer, Transfer
 KERNEL_DTYPES = (torch.bfloat16, torch.uint8)  # the interpreter is slow; words are two of four
 DTYPES = {kind: (torch.uint8,) if kind in SCALED else TOKENWISE_DTYPES for kind in KINDS}
 CASES = [
-    pytest.param(transfer, Spec(kind, dtype), id=f"{name}-{Spec(kind, dtype)}")
+    pytest.param(None, transfer, Spec(kind, dtype), id=f"{name}-{Spec(kind, dtype)}")
     for name, transfer in (("torch", TorchTransfer), ("triton", TritonTransfer))
     for kind in KINDS
     for dtype in DTYPES[kind]
     if transfer is TorchTransfer or dtype in KERNEL_DTYPES
 ]
+UNREACHED, *_, REACHED = INTEL  # whether kernels reach the host
+CASES += [
+    pytest.param(UNREACHED, transfer, Spec(kind), id=f"{name}-{kind} on xpu")
+    for name, transfer in (("torch", TorchTransfer), ("triton", TritonTransfer))
+    for kind in ("LBNHC", "MLA LBNHC")
+]
+ALL = pytest.mark.parametrize(("machine", "transfer", "spec"), CASES, indirect=["machine"])
 
 SLOTS = {
     "one token": [7],
@@ -53,14 +63,14 @@ def prepare(
 
 def gather(transfer, cache: EngineCache, slots: list[int], out: torch.Tensor, skip: int = 0):
     mover, rows = prepare(cache, transfer, slots, skip)
-    there = out.to(DEVICE)
+    there = out.to(caches.DEVICE)
     mover.gather(rows, there[None])
     out.copy_(there)
 
 
 def scatter(transfer, cache: EngineCache, slots: list[int], source: torch.Tensor, skip: int = 0):
     mover, rows = prepare(cache, transfer, slots, skip)
-    mover.scatter(rows, source.to(DEVICE)[None])
+    mover.scatter(rows, source.to(caches.DEVICE)[None])
 
 
 def expected_gather(cache: EngineCache, slots: list[int], out: torch.Tensor, skip: int = 0):
@@ -84,7 +94,7 @@ def expected_scatter(cache: EngineCache, slots: list[int], source: torch.Tensor,
 
 
 @pytest.mark.parametrize("name", SLOTS)
-@pytest.mark.parametrize(("transfer", "spec"), CASES)
+@ALL
 def test_gather_copies_the_mapped_tokens_and_leaves_the_rest(transfer, spec: Spec, name: str):
     cache = build(spec)
     before = cache.raw.clone()
@@ -96,7 +106,7 @@ def test_gather_copies_the_mapped_tokens_and_leaves_the_rest(transfer, spec: Spe
 
 
 @pytest.mark.parametrize("name", SLOTS)
-@pytest.mark.parametrize(("transfer", "spec"), CASES)
+@ALL
 def test_scatter_writes_the_mapped_slots_and_nothing_else(transfer, spec: Spec, name: str):
     cache = build(spec)
     source = cache.host(len(SLOTS[name]))
@@ -131,19 +141,23 @@ def test_some_layers_of_a_chunk_whose_tokens_lie_between(transfer, slots: list[i
     whole = cache.host(3)
     wanted = expected_gather(cache, slots, whole)
     for layer in range(3):
-        chunk = whole[:, layer].transpose(0, 1).contiguous().to(DEVICE)
+        chunk = whole[:, layer].transpose(0, 1).contiguous().to(caches.DEVICE)
         mover.gather(rows, chunk.permute(1, 0, 2)[None, :, None], layer)
         assert torch.equal(bits(chunk.transpose(0, 1)), bits(wanted[:, layer]))
     source = cache.host(3)
     truth = expected_scatter(cache, slots, source)
     for layer in range(3):
-        chunk = source[:, layer].transpose(0, 1).contiguous().to(DEVICE)
+        chunk = source[:, layer].transpose(0, 1).contiguous().to(caches.DEVICE)
         mover.scatter(rows, chunk.permute(1, 0, 2)[None, :, None], layer)
     assert torch.equal(bits(cache.raw), bits(truth))
 
 
 @pytest.mark.parametrize("slots", [[4, 5, 20, 1, 0, 9, 13], [-1, 5, 20, -1, 0, 9, -1]])
-@pytest.mark.parametrize("kind", ["BLHNC", "NB,2,BS,NH,HS", "MLA LBNHC"])
+@pytest.mark.parametrize(
+    ("machine", "kind"),
+    [(None, "BLHNC"), (None, "NB,2,BS,NH,HS"), (None, "MLA LBNHC"), (REACHED, "LBNHC")],
+    indirect=["machine"],
+)
 @pytest.mark.parametrize("offset", [0, 64, 72])
 def test_chunks_in_many_places_in_one_launch(offset: int, kind: str, slots: list[int]):
     """Host memory addressed by the kernel: pieces of 3, 3 and 1 tokens of one layer."""
@@ -155,11 +169,11 @@ def test_chunks_in_many_places_in_one_launch(offset: int, kind: str, slots: list
     def pieces(whole: torch.Tensor, layer: int) -> list[torch.Tensor]:
         tokens = whole[:, layer].transpose(0, 1)  # [tokens, planes, hidden]
         parts = [part.contiguous() for part in tokens.split(sizes)]
-        return [part.pin_memory() for part in parts] if DEVICE != "cpu" else parts
+        return [part.pin_memory() for part in parts] if caches.DEVICE != "cpu" else parts
 
     def move(parts: list[torch.Tensor], layer: int, *, gather: bool) -> None:
         form = parts[0].view(sizes[0], cache.planes, hidden).permute(1, 0, 2)[None, :, None]
-        table = torch.tensor([part.data_ptr() - offset for part in parts], device=DEVICE)
+        table = torch.tensor([part.data_ptr() - offset for part in parts], device=caches.DEVICE)
         mover.move_chunks(rows, table, form, layer, gather=gather, offset=offset)
 
     whole = cache.host(len(slots))
@@ -169,7 +183,7 @@ def test_chunks_in_many_places_in_one_launch(offset: int, kind: str, slots: list
         assert mover.aligned([part.data_ptr() for part in parts])
         assert not mover.aligned([parts[0].data_ptr() + 1])
         move(parts, layer, gather=True)
-        if DEVICE != "cpu":
+        if caches.DEVICE != "cpu":
             torch.accelerator.synchronize()
         assert torch.equal(bits(torch.cat(parts).transpose(0, 1)), bits(wanted[:, layer]))
     source = cache.host(len(slots))
@@ -177,7 +191,7 @@ def test_chunks_in_many_places_in_one_launch(offset: int, kind: str, slots: list
     for layer in range(3):
         parts = pieces(source, layer)
         move(parts, layer, gather=False)
-        if DEVICE != "cpu":
+        if caches.DEVICE != "cpu":
             torch.accelerator.synchronize()
     assert torch.equal(bits(cache.raw), bits(truth))
 
@@ -194,14 +208,14 @@ def test_several_chunks_at_once_and_some_of_their_layers(transfer, kind: str, sl
     first = 1
     whole = cache.host(6)
     wanted = expected_gather(cache, slots, whole)[:, first:]
-    staged = torch.stack([whole[:, first:, :3], whole[:, first:, 3:]]).to(DEVICE)
+    staged = torch.stack([whole[:, first:, :3], whole[:, first:, 3:]]).to(caches.DEVICE)
     mover.gather(rows, staged, first)
     assert torch.equal(bits(torch.cat([*staged], dim=2)), bits(wanted))
     source = cache.host(6)
     untouched = cache.twin()
     truth = expected_scatter(cache, slots, source)
     mover.scatter(
-        rows, torch.stack([source[:, first:, :3], source[:, first:, 3:]]).to(DEVICE), first
+        rows, torch.stack([source[:, first:, :3], source[:, first:, 3:]]).to(caches.DEVICE), first
     )
     got, wanted_cache = cache.twin(), build(cache.spec, truth)
     for plane in range(cache.planes):
@@ -213,10 +227,10 @@ def test_several_chunks_at_once_and_some_of_their_layers(transfer, kind: str, sl
 @BOTH
 def test_a_cache_of_more_than_two_to_the_31_elements(transfer):
     blocks, tokens, heads, content = 2**21 + 5, 16, 1, 128  # 2^32 bytes; touched pages only
-    layer = torch.empty(blocks, heads, tokens, content, dtype=torch.uint8, device=DEVICE)
+    layer = torch.empty(blocks, heads, tokens, content, dtype=torch.uint8, device=caches.DEVICE)
     view = PagedView.from_engine([layer], Geometry(hidden=64), num_layers=1)
     slots = [0, 5, blocks * tokens // 2 + 3, blocks * tokens - 1]
-    source = torch.randint(1, 256, (2, 1, 4, 64), dtype=torch.uint8, device=DEVICE)
+    source = torch.randint(1, 256, (2, 1, 4, 64), dtype=torch.uint8, device=caches.DEVICE)
     rows = rows_of(view, slots)
     mover = transfer.of(view)
     mover.scatter(rows, source[None])

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 
 import pytest
 import torch
 from caches import KINDS, SCALED, Spec, bits, build, view_of
+from intel import INTEL, MACHINES
+from intel import machine as machine  # a fixture
 from kernels import TritonTransfer, interpreter  # noqa: F401  # a fixture
+from triton.runtime.jit import mangle_type
 
 from lmcache_xpu import staging
-from lmcache_xpu.devices import kernels_reach_host
+from lmcache_xpu.devices import KERNELS_READ_HOST_VARIABLE
 from lmcache_xpu.engine_layout import Geometry
 from lmcache_xpu.paged_view import PagedView
 from lmcache_xpu.plan import HostFormat, Piece, Plan
@@ -28,39 +32,52 @@ def test_warming_up_leaves_the_cache_as_it_is(kind: str, transfer: type[Transfer
     assert torch.equal(bits(cache.raw), bits(before))
 
 
-@pytest.mark.parametrize("fault", ["nothing arrives", "an error"])
+@MACHINES
+def test_warming_up_tries_the_host_where_kernels_may_reach_it(machine):
+    cache = build(Spec("LBNHC"))
+    before = cache.raw.clone()
+    reached = TritonTransfer.of(view_of(cache)).warm_up()
+    assert reached is (machine is None or machine.kernels)
+    assert torch.equal(bits(cache.raw), bits(before))
+
+
+FAULTS = {
+    "nothing arrives": "other bytes arrived",
+    "an error": "RuntimeError: no such address",
+    "nothing is read": "other bytes were read",
+    "an error in a read": "RuntimeError: no such address",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_host_memory_that_kernels_do_not_reach_is_staged(fault: str, monkeypatch, caplog):
-    """Nothing of it may get into the cache either."""
+    """Nothing of it may stay in the cache either."""
     cache = build(Spec("LBNHC"))
     before = cache.raw.clone()
     launch = TritonTransfer._launch
+    reading = fault in ("nothing is read", "an error in a read")
 
-    def launched(self, *args, gather: bool, table=None) -> None:
-        if table is None:
-            launch(self, *args, gather=gather)
-        elif not gather:
+    def launched(self, rows, chunk, *args, gather: bool, table=None) -> None:
+        if table is None or (gather and reading):
+            launch(self, rows, chunk, *args, gather=gather, table=table)
+        elif not (gather or reading):
             pytest.fail("what never arrived is brought back")
-        elif fault == "an error":
+        elif fault.startswith("an error"):
+            launch(self, rows, chunk, *args, gather=gather, table=table)
             raise RuntimeError("no such address")
 
     monkeypatch.setattr(TritonTransfer, "_launch", launched)
     mover = TritonTransfer.of(view_of(cache))
     with caplog.at_level(logging.WARNING):
         assert not mover.warm_up()
-    assert "don't reach pinned host memory" in caplog.text
+    assert f"don't reach pinned host memory: {FAULTS[fault]}" in caplog.text
     assert torch.equal(bits(cache.raw), bits(before))
     monkeypatch.setattr(staging, "transfer_of", lambda view: mover)
     assert staging.Stager(view_of(cache), in_place=False)._direct is None
 
 
-@pytest.mark.parametrize(("kind", "reached"), [("xpu", False), ("cuda", True), ("cpu", True)])
-def test_where_kernels_may_address_host_memory(kind: str, reached: bool):
-    assert kernels_reach_host(torch.device(kind)) is reached
-
-
-def test_host_memory_that_kernels_must_not_address_is_not_tried(monkeypatch):
-    module = importlib.import_module("lmcache_xpu.triton_transfer")
-    monkeypatch.setattr(module, "kernels_reach_host", lambda device: False)
+def test_the_switch_leaves_the_try_out(monkeypatch):
+    monkeypatch.setenv(KERNELS_READ_HOST_VARIABLE, "0")
     launch = TritonTransfer._launch
 
     def launched(self, *args, gather: bool, table=None) -> None:
@@ -128,3 +145,32 @@ def test_nothing_is_compiled_after_warming_up(heads: int, dim: int, order: str, 
                     table = torch.zeros(2, dtype=torch.int64)
                     mover.move_chunks(made.chunks(0, 2), table, form, first, gather=gather)
     assert recorder.seen == known
+
+
+@pytest.mark.parametrize("machine", INTEL[-1:], indirect=True, ids=str)
+def test_addresses_come_to_the_kernel_as_pointers_or_in_tables(machine, monkeypatch):
+    """Triton types an integer by its value, so an address among them would be unsigned."""
+    module = importlib.import_module("lmcache_xpu.triton_transfer")
+    kernel, types, tables = module._paged_copy, set(), set()
+
+    class Seen:
+        def __getitem__(self, grid):
+            return functools.partial(self.launch, grid)
+
+        def launch(self, grid, *args, **constants) -> None:
+            for name, value in zip(kernel.arg_names, args, strict=False):
+                types.add((isinstance(value, torch.Tensor), mangle_type(value, specialize=True)))
+                if isinstance(value, torch.Tensor):
+                    assert value.data_ptr() >= 2**63
+                if name in ("plane_ptr", "table_ptr"):
+                    tables.update(value.tolist())
+            kernel[grid](*args, **constants)
+
+    monkeypatch.setattr(module, "_paged_copy", Seen())
+    cache = build(Spec("LBNHC", tokens=64))
+    assert TritonTransfer.of(view_of(cache)).warm_up()
+    assert {kind for pointer, kind in types if pointer} == {"*i64"}
+    assert {kind for pointer, kind in types if not pointer} <= {"i32", "constexpr"}
+    planes = {plane.data_ptr() for layer in view_of(cache).tensors for plane in layer}
+    assert {number % 2**64 for number in tables if number < 0} == planes
+    assert len([number for number in tables if number >= 0]) == 1  # what the try reads and writes

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import caches
 import pytest
 import torch
-from caches import DEVICE
+from intel import MACHINES
+from intel import machine as machine  # a fixture
 
 from lmcache_xpu import uploads
 from lmcache_xpu.uploads import Uploads
@@ -31,9 +33,9 @@ def pending(monkeypatch) -> Uploads:
     """A ring of 8 numbers whose copies last until somebody waits for them."""
     monkeypatch.setattr(uploads, "Event", SlowEvent)
     monkeypatch.setattr(uploads, "is_host", lambda device: False)
-    if DEVICE == "cpu":
+    if caches.DEVICE == "cpu":
         monkeypatch.setattr(torch, "empty", _unpinned(torch.empty))
-    return Uploads(torch.device(DEVICE), 64)
+    return Uploads(torch.device(caches.DEVICE), 64)
 
 
 def _unpinned(empty):
@@ -44,11 +46,12 @@ def numbers(count: int) -> torch.Tensor:
     return torch.arange(count, dtype=torch.int64)
 
 
+@MACHINES
 def test_what_is_uploaded_is_what_was_given():
-    upload = Uploads(torch.device(DEVICE), 4096)
+    upload = Uploads(torch.device(caches.DEVICE), 4096)
     given = [torch.randint(0, 99, (2, size)) for size in (1, 3, 100, 7, 0, 200, 250, 5, 5000)]
     there = [upload(tensor) for tensor in given]
-    assert all(one.device.type == DEVICE for one in there)
+    assert all(one.device.type == caches.DEVICE for one in there)
     for tensor, one in zip(given, there, strict=True):
         assert torch.equal(one.cpu(), tensor)
 

@@ -9,12 +9,20 @@ others  (xpu, cuda, ...) run asynchronously in streams, through device-generic P
 from __future__ import annotations
 
 import importlib.util
+import logging
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+
+from lmcache_xpu.addresses import address_table
+
+logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
+
+KERNELS_READ_HOST_VARIABLE = "LMCACHE_XPU_KERNELS_READ_HOST"
 
 _NO_STREAM = nullcontext()
 
@@ -100,21 +108,51 @@ def is_host(device: torch.device) -> bool:
 def register_host(address: int, size: int, device: torch.device) -> bool:
     """Pin memory that is allocated already, `size` bytes at `address`; whether that worked.
 
-    The drivers have no common call for it: CUDA's is in its runtime, XPU's comes with vLLM.
+    The drivers have no common call for it: CUDA's is in its runtime, XPU's comes with vLLM. Without
+    it copies go by way of pinned memory, so no error in it ends the engine.
     """
-    if device.type == "cuda":
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no types for it
-        return int(runtime.cudaHostRegister(address, size, 0)) == 0
-    register = getattr(torch.ops._C, "xpu_host_register", None) if device.type == "xpu" else None
-    return register is not None and bool(register(address, size))
+    register = {"cuda": _cuda_register, "xpu": _xpu_register}.get(device.type)
+    try:
+        return register is not None and register(address, size)
+    except Exception as error:  # whatever a driver or another version of the call raises
+        logger.warning("%s can't pin memory: %s: %s", device, type(error).__name__, error)
+        return False
 
 
-def kernels_reach_host(device: torch.device) -> bool:
-    """Whether a Triton kernel may address pinned host memory.
+def _cuda_register(address: int, size: int) -> bool:
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no types for it
+    return int(runtime.cudaHostRegister(address, size, 0)) == 0
 
-    vLLM's offloading says that on XPU it may not (vllm/v1/kv_offload/cpu/gpu_worker.py). SYCL
-    would allow it for what was allocated pinned; nobody tried it here, and a wrong address costs
-    the device.
+
+def _xpu_register(address: int, size: int) -> bool:
+    """By vllm-xpu-kernels' operation, of which there are two.
+
+    That of 0.1.15 and 0.1.16 takes a number. The one after them (csrc/utils/host_register.cpp)
+    takes a tensor of one uint64, because a number of torch's is signed.
+    """
+    register = getattr(torch.ops._C, "xpu_host_register", None)
+    if register is None:
+        return False
+    if str(register.default._schema.arguments[0].type) == "Tensor":
+        return bool(register(address_table([address]).view(torch.uint64), size))
+    return bool(register(address, size))
+
+
+def kernels_may_reach_host(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether it may be tried that a kernel reads and writes pinned host memory.
+
+    Everywhere, XPU included: there vLLM's own model runner lets kernels read it in each step
+    (vllm/v1/worker/gpu/buffer_utils.py). A try that goes wrong may cost the device, and then the
+    variable says not to.
+    """
+    return environment.get(KERNELS_READ_HOST_VARIABLE, "") != "0"
+
+
+def kernels_reach_registered(device: torch.device) -> bool:
+    """Whether that holds for memory that `register_host` has pinned, too.
+
+    CUDA maps it into the device's address space. XPU's call prepares it for copies alone (SYCL's
+    `prepare_for_device_copy`): kernels may address what was allocated pinned, and nothing else.
     """
     return device.type != "xpu"
 

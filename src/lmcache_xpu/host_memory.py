@@ -8,12 +8,20 @@ that and LMCache's memory.
 
 from __future__ import annotations
 
+import enum
 import logging
 from collections.abc import Callable, Sequence
 
 import torch
 
-from lmcache_xpu.devices import Event, batched_copy, is_host, register_host
+from lmcache_xpu.addresses import address_table
+from lmcache_xpu.devices import (
+    Event,
+    batched_copy,
+    is_host,
+    kernels_reach_registered,
+    register_host,
+)
 from lmcache_xpu.slices import Slices
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
@@ -21,6 +29,14 @@ logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers on
 # What is pinned here stays pinned until the process ends. That is right for a pool, and wrong for
 # passing memory, whose addresses are given to others.
 POOL_BYTES = 64 * 2**20
+
+
+class Reach(enum.IntEnum):
+    """What of a device reaches an allocation by itself."""
+
+    NOTHING = 0
+    COPIES = 1
+    KERNELS = 2  # copies as well
 
 
 class HostMemory:
@@ -44,12 +60,17 @@ class HostMemory:
         self._ring_bytes = ring_bytes
         self._ring: list[_Step] = []
         self._turn = 0
-        self._pinned: dict[tuple[int, int], bool] = {}
-        self._last = range(0)  # addresses of the pinned allocation that was asked for last
+        self._reach: dict[tuple[int, int], Reach] = {}
+        # Addresses of the allocation that was asked for last, and what reaches it.
+        self._last, self._last_reach = range(0), Reach.NOTHING
 
     def pinned(self, memory: Sequence[torch.Tensor]) -> bool:
-        """Whether the device reaches all of this memory by itself."""
-        return all(self._is_pinned(part) for part in memory)
+        """Whether the device copies from and to all of this memory by itself."""
+        return all(self._reach_of(part) >= Reach.COPIES for part in memory)
+
+    def kernels_reach(self, memory: Sequence[torch.Tensor]) -> bool:
+        """Whether kernels may address all of this memory, on a device where they may any."""
+        return all(self._reach_of(part) >= Reach.KERNELS for part in memory)
 
     @property
     def copies_in_batches(self) -> bool:
@@ -98,7 +119,7 @@ class HostMemory:
 
     def _enqueue(self, sources: list[int], targets: list[int], sizes: list[int]) -> None:
         assert self._batched is not None
-        copies = torch.tensor([sources, targets, sizes])
+        copies = address_table([*sources, *targets, *sizes]).view(3, -1)
         self._batched(*(copies if all(sizes) else copies[:, copies[2] > 0]))
 
     def _next(self) -> _Step:
@@ -109,25 +130,23 @@ class HostMemory:
         step.finish()
         return step
 
-    def _is_pinned(self, part: torch.Tensor) -> bool:
-        if (
-            part.data_ptr() in self._last
-        ):  # a pool is one allocation, and this is asked for each part
-            return True
+    def _reach_of(self, part: torch.Tensor) -> Reach:
+        if part.data_ptr() in self._last:  # a pool is one allocation, and each part asks for it
+            return self._last_reach
         storage = part.untyped_storage()
         allocation = (storage.data_ptr(), storage.nbytes())
-        known = self._pinned.get(allocation)
-        if known is None:
-            known = self._pinned[allocation] = self._ask(part, *allocation)
-        if known:
-            self._last = range(allocation[0], sum(allocation))
-        return known
+        reach = self._reach.get(allocation)
+        if reach is None:
+            reach = self._reach[allocation] = self._ask(part, *allocation)
+        if reach:
+            self._last, self._last_reach = range(allocation[0], sum(allocation)), reach
+        return reach
 
-    def _ask(self, part: torch.Tensor, address: int, size: int) -> bool:
+    def _ask(self, part: torch.Tensor, address: int, size: int) -> Reach:
         if part.is_pinned():
-            return True
+            return Reach.KERNELS
         if size < POOL_BYTES:
-            return False
+            return Reach.NOTHING
         registered = self._register(address, size, self._device)
         logger.info(
             "host memory of %.1f GiB was not pinned; %s",
@@ -136,7 +155,9 @@ class HostMemory:
             if registered
             else f"{self._device} can't pin it, so copies go through a ring of pinned memory",
         )
-        return registered
+        if not registered:
+            return Reach.NOTHING
+        return Reach.KERNELS if kernels_reach_registered(self._device) else Reach.COPIES
 
 
 class _Step:

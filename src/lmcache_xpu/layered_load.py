@@ -93,8 +93,8 @@ class LayeredLoad:
         at = len(self._moved)
         if self._failed or at == len(self._cuts):
             return 0
-        plan, _, _, number = self._cuts[at]
-        if not self._stager.needs_no_copies(plan, number):
+        plan, memory, _, number = self._cuts[at]
+        if not self._stager.needs_no_copies(plan, memory, number):
             return 0
         self._enqueue(at + 1, alone=True)
         self._head_start = at + 1

@@ -27,9 +27,9 @@ __all__ = ["ENV_PREFIX", "Settings", "variables"]
 
 ENV_PREFIX = "LMCACHE_XPU_"
 # Not settings of a deployment but switches for diagnosis, read inside the engine's processes by
-# plugin.py, seam.py and versions.py.
+# plugin.py, seam.py, versions.py and devices.py.
 DIAGNOSTIC_VARIABLES = frozenset(
-    ENV_PREFIX + name for name in ("STOCK", "DEVICES", "ALLOW_UNTESTED")
+    ENV_PREFIX + name for name in ("STOCK", "DEVICES", "ALLOW_UNTESTED", "KERNELS_READ_HOST")
 )
 
 # What vLLM takes on CPU when it isn't told: 92 % of the machine's memory, which leaves

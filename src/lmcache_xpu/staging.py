@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from lmcache_xpu.addresses import address_table
 from lmcache_xpu.buffers import STAGING_BYTES, Buffer, buffers
 from lmcache_xpu.devices import Event, SideStream, has_triton, is_host
 from lmcache_xpu.host_memory import HostMemory
@@ -126,12 +127,19 @@ class Stager:
         """
         self._copies.after_engine()
 
-    def needs_no_copies(self, plan: Plan, cut: int) -> bool:
-        """Whether a cut that is loaded `alone` is for kernels alone, from pinned memory."""
+    def needs_no_copies(self, plan: Plan, memory: Sequence[torch.Tensor], cut: int) -> bool:
+        """Whether a cut that is loaded `alone` is for kernels alone: they reach its memory.
+
+        May enqueue the upload of the memory's addresses; once, as `load` does.
+        """
         if not self._buffers:
             return True
+        if self._direct is None:
+            return False
         small = all(plan.slice_bytes(run) < DIRECT_BYTES_ALONE for run in plan.runs(cut))
-        return self._direct is not None and (small or plan.cut_bytes(cut) <= AT_ONCE_BYTES)
+        return (small or plan.cut_bytes(cut) <= AT_ONCE_BYTES) and all(
+            self._table(plan, run, memory) is not None for run in plan.runs(cut)
+        )
 
     def store(self, plan: Plan, memory: Sequence[torch.Tensor], first_layer: int = 0) -> Stored:
         """From the view into host memory.
@@ -175,9 +183,10 @@ class Stager:
             cut: which of the plan's cuts to load; all of them if not given.
             alone: the device has nothing else to do meanwhile.
         """
-        moved = self._begin(self._copies)
+        moved, launched = self._begin(self._copies), Event(self.view.device, timed=True)
+        launched.record(self._kernels)
         direct = self._direct_bytes
-        if alone and cut is not None and self.needs_no_copies(plan, cut):
+        if alone and cut is not None and self.needs_no_copies(plan, memory, cut):
             direct = sys.maxsize
         staged = False
         for run in plan.runs(cut):
@@ -187,9 +196,11 @@ class Stager:
             for piece in plan.pieces(run):
                 self._load_staged(plan, piece, memory, first_layer)
         moved.done.record(self._kernels)
-        if not staged:
-            moved.done.wait(self._copies)  # what is copied next would slow what is needed first
-        return moved
+        if staged:
+            return moved
+        moved.done.wait(self._copies)  # what is copied next would slow what is needed first
+        # Nothing orders the stream of copies before the kernels: its event may not be reached yet.
+        return moved._replace(begun=launched)
 
     def fence(self) -> Moved:
         """A point behind everything that was enqueued here, whatever became of it."""
@@ -268,10 +279,10 @@ class Stager:
             return True
         if self._direct is None or plan.slice_bytes(piece) >= direct_bytes:
             return False
+        table = self._table(plan, piece, memory)
+        if table is None:
+            return False
         with self._kernels.current():
-            table = plan.table(piece, memory, self._addresses)
-            if table is None:
-                return False
             first = memory[piece.first]
             chunk = plan.chunk(piece, piece.first, first)
             self._direct.move_chunks(
@@ -284,13 +295,19 @@ class Stager:
             )
         return True
 
+    def _table(
+        self, plan: Plan, piece: Piece, memory: Sequence[torch.Tensor]
+    ) -> torch.Tensor | None:
+        """Addresses of a piece's chunks, on the device; None if kernels can't use them."""
+        with self._kernels.current():
+            return plan.table(piece, memory, self._addresses)
+
     def _addresses(self, chunks: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Of chunks, on the device; None if kernels can't use them."""
         assert self._direct is not None
         addresses = [chunk.data_ptr() for chunk in chunks]
-        if not (self._host.pinned(chunks) and self._direct.aligned(addresses)):
+        if not (self._host.kernels_reach(chunks) and self._direct.aligned(addresses)):
             return None
-        return self._upload(torch.tensor(addresses, dtype=torch.int64))
+        return self._upload(address_table(addresses))
 
     def _next_buffer(self) -> Buffer:
         self._turn = (self._turn + 1) % len(self._buffers)

@@ -16,7 +16,13 @@ import torch
 import triton
 import triton.language as tl
 
-from lmcache_xpu.devices import Event, is_host, kernels_reach_host
+from lmcache_xpu.addresses import address_table
+from lmcache_xpu.devices import (
+    KERNELS_READ_HOST_VARIABLE,
+    Event,
+    is_host,
+    kernels_may_reach_host,
+)
 from lmcache_xpu.paged_view import PagedView
 from lmcache_xpu.slots import Rows
 
@@ -129,7 +135,7 @@ class TritonTransfer:
         addresses = [plane.data_ptr() for layer in view.tensors for plane in layer]
         width = math.gcd(8, run * size, *(s * size for s in strides), *addresses)
         words = [value * size // width for value in (*strides, run, view.row_size)]
-        table = torch.tensor(addresses, dtype=torch.int64).to(view.device)
+        table = address_table(addresses).to(view.device)
         tile = min(_TILE, triton.next_power_of_2(words[4]))
         return cls(
             addresses=tuple(table[layer * view.planes :] for layer in range(view.layers)),
@@ -187,30 +193,53 @@ class TritonTransfer:
 
         Returns:
             Whether `move_chunks` works: a kernel brought the same bytes to pinned host memory as
-            to the device. Not tried where kernels must not (see `devices`).
+            to the device, and other bytes back. Not tried where it must not be (see `devices`).
         """
         at = torch.zeros(1, dtype=torch.int64, device=self.addresses[0].device)
         size = _WARM_ROWS * self.row * self.word.itemsize * self.planes
         chunk = torch.full((size,), 0xFF, dtype=torch.uint8, device=at.device)
         self._move_first_row(at, chunk, None, gather=True)
         self._move_first_row(at, chunk, None, gather=False)
-        if not kernels_reach_host(at.device):
+        if not kernels_may_reach_host():
             return False
-        host = torch.empty(size, dtype=torch.uint8, pin_memory=not is_host(at.device)).fill_(0xFF)
-        table, done = torch.tensor([host.data_ptr()]).to(at.device), Event(at.device)
+        # The last line that is seen if the device is lost.
+        logger.info(
+            "Trying whether kernels on %s reach pinned host memory (%s=0 leaves it out)",
+            at.device,
+            KERNELS_READ_HOST_VARIABLE,
+        )
         try:
-            self._move_first_row(at, host, table, gather=True)
-            wanted = chunk.cpu()  # waits for both
-            if torch.equal(host, wanted):
-                self._move_first_row(at, host, table, gather=False)
-                done.record()
-                done.synchronize()  # the host's memory is given up here
-                return True
-            why = "other bytes arrived"
-        except RuntimeError as error:
-            why = str(error)
-        logger.warning("Kernels on %s don't reach pinned host memory: %s", at.device, why)
-        return False
+            wrong = self._wrong_on_host(at, chunk)
+        except Exception as error:  # whatever a driver or a compiler raises
+            wrong = f"{type(error).__name__}: {error}"
+        if wrong:
+            logger.warning("Kernels on %s don't reach pinned host memory: %s", at.device, wrong)
+        self._move_first_row(at, chunk, None, gather=False)
+        return not wrong
+
+    def _wrong_on_host(self, at: torch.Tensor, chunk: torch.Tensor) -> str:
+        """What is wrong with pinned host memory that a kernel writes and reads; empty if nothing.
+
+        Waits for the device, and leaves other bytes in the view's first row.
+
+        Args:
+            at: the first row.
+            chunk: what `_move_first_row` gathered from it.
+        """
+        host = torch.empty(chunk.shape, dtype=torch.uint8, pin_memory=not is_host(at.device))
+        table = address_table([host.data_ptr()]).to(at.device)
+        host.fill_(0xFF)
+        self._move_first_row(at, host, table, gather=True)
+        wanted = chunk.cpu()  # waits for both
+        if not torch.equal(host, wanted):
+            return "other bytes arrived"
+        host.copy_(wanted.bitwise_not())  # a read of what is in the view by now would tell nothing
+        back, done = torch.zeros_like(chunk), Event(at.device)
+        self._move_first_row(at, host, table, gather=False)
+        done.record()
+        done.synchronize()  # the host's memory is given up here
+        self._move_first_row(at, back, None, gather=True)
+        return "" if torch.equal(back.cpu(), host) else "other bytes were read"
 
     def _move_first_row(
         self, at: torch.Tensor, chunk: torch.Tensor, table: torch.Tensor | None, *, gather: bool
