@@ -154,6 +154,19 @@ def test_a_directory_that_is_no_model_is_named(tmp_path, free):
     preflight(load(model=str(tmp_path), port=free), {})
 
 
+@pytest.mark.parametrize("kind", ["qwen3_next", "jamba"])
+def test_a_model_with_states_is_refused_before_vllm_starts(kind: str, tmp_path, free):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(SettingsError, match=rf"linear_attention.* in a {kind}.*--no-offload"):
+        preflight(load(model=str(tmp_path), port=free), {})
+    preflight(load(model=str(tmp_path), port=free, offload=False), {})
+
+
+def test_a_model_with_windows_is_served(tmp_path, free):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3_text"}))
+    preflight(load(model=str(tmp_path), port=free), {})
+
+
 def test_a_disk_path_that_is_a_file(tmp_path, free):
     (tmp_path / "file").touch()
     with pytest.raises(SettingsError, match=r"disk_path=.*can't be written"):
