@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from scripts import run_script
 
 from lmcache_xpu import serve as module
 from lmcache_xpu.errors import SettingsError
@@ -160,6 +161,30 @@ def test_a_model_with_states_is_refused_before_vllm_starts(kind: str, tmp_path, 
     with pytest.raises(SettingsError, match=rf"linear_attention.* in a {kind}.*--no-offload"):
         preflight(load(model=str(tmp_path), port=free), {})
     preflight(load(model=str(tmp_path), port=free, offload=False), {})
+
+
+CACHED = """
+import json
+from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.serve import check_layers
+try:
+    check_layers("org/model")
+    refused = None
+except SettingsError as error:
+    refused = str(error)
+print(json.dumps({"refused": refused}))
+"""
+
+
+def test_of_a_hub_s_model_the_downloaded_configuration_counts(tmp_path):
+    """No hub is asked: there is none here."""
+    assert run_script(CACHED, HF_HOME=str(tmp_path))["refused"] is None
+    kept = tmp_path / "hub/models--org--model"
+    (kept / "snapshots/c0ffee").mkdir(parents=True)
+    (kept / "refs").mkdir()
+    (kept / "refs/main").write_text("c0ffee")
+    (kept / "snapshots/c0ffee/config.json").write_text('{"model_type": "qwen3_next"}')
+    assert "linear_attention" in run_script(CACHED, HF_HOME=str(tmp_path))["refused"]
 
 
 def test_a_model_with_windows_is_served(tmp_path, free):
