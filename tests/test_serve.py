@@ -10,12 +10,12 @@ import subprocess
 import sys
 
 import pytest
-from scripts import run_script
 
 from lmcache_xpu import serve as module
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.serve import command, describe, preflight, resolve_device, serve
 from lmcache_xpu.settings import Settings
+from scripts import run_script
 
 
 def load(**values):
