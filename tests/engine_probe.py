@@ -15,6 +15,7 @@ import random
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 import newer_runner
 
@@ -68,7 +69,9 @@ def disk_hits(worker):
 class Engine:
     """The engine and what is asked of it."""
 
-    def __init__(self, model: str, disk: str, mode: str) -> None:
+    def __init__(
+        self, model: str, disk: str, mode: str, *, layers_at_once: int = 3, **options: Any
+    ) -> None:
         from vllm import LLM
 
         from lmcache_xpu.settings import Settings
@@ -81,23 +84,23 @@ class Engine:
                 "disk_path": disk,
                 "disk_gib": 1,
                 "layerwise": mode == "layerwise",
-                "layers_at_once": 3,  # of eight: three, three and two
+                "layers_at_once": layers_at_once,
                 "save_decode": True,  # a preempted request's hit reaches into its answer
             }
         )
         args = settings.vllm_args()
         os.environ.update(settings.environment())
-        self.llm = LLM(
-            model,
-            dtype="float32",
-            block_size=BLOCK,
-            max_model_len=4096,
-            max_num_batched_tokens=512,  # chunked prefill: stores and loads in several steps
-            enforce_eager=True,
-            kv_cache_memory_bytes=2**26,
-            disable_log_stats=False,
-            kv_transfer_config=json.loads(args[args.index("--kv-transfer-config") + 1]),
-        )
+        usual = {
+            "dtype": "float32",
+            "block_size": BLOCK,
+            "max_model_len": 4096,
+            "max_num_batched_tokens": 512,  # chunked prefill: stores and loads in several steps
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": 2**26,
+            "disable_log_stats": False,
+            "kv_transfer_config": json.loads(args[args.index("--kv-transfer-config") + 1]),
+        }
+        self.llm = LLM(model, **{**usual, **options})
 
     def ask(self, tokens: list[int], salt: str | None = None) -> list[int]:
         return self.ask_at_once([tokens], salt)[0]

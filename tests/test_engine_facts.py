@@ -14,11 +14,19 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from lmcache_xpu.engine_facts import EngineFacts, check_chunks, engine_facts
+from lmcache_xpu.engine_facts import (
+    EngineFacts,
+    _only_spec,
+    check_chunks,
+    engine_facts,
+    promoted_windows,
+)
 from lmcache_xpu.errors import LayoutError, SettingsError
+from lmcache_xpu.layer_kinds import LayerKinds
 from lmcache_xpu.weights import fingerprint
 
 COMMIT = "c0ffee"
@@ -124,3 +132,35 @@ def test_hybrid_shapes_are_refused(monkeypatch):
     other = FullAttentionSpec(**{**FULL, "num_kv_heads": 4})
     with pytest.raises(LayoutError, match="2 KV cache groups with 2 shapes"):
         read(FullAttentionSpec(**FULL), other, monkeypatch=monkeypatch)
+
+
+GEMMA_4 = SimpleNamespace(layer_types=["sliding_attention"] * 5 + ["full_attention"])
+
+
+def promoted(full: dict, window: dict) -> KVCacheConfig:
+    """What vLLM makes of windows for a connector like ours, by its own function."""
+    from vllm.v1.core.kv_cache_utils import unify_hybrid_kv_cache_specs
+
+    specs = {f"layer.{i}": SlidingWindowSpec(**window, sliding_window=1024) for i in range(5)}
+    specs["layer.5"] = FullAttentionSpec(**full)
+    unify_hybrid_kv_cache_specs(specs)
+    return KVCacheConfig(
+        8, [], [KVCacheGroupSpec(list(specs), UniformTypeKVCacheSpecs.from_specs(specs))]
+    )
+
+
+def test_windows_that_are_kept_whole_are_served_and_counted(monkeypatch):
+    config = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=GEMMA_4))
+    kinds = promoted_windows(config, promoted(FULL, FULL))
+    assert kinds == LayerKinds(whole=1, window=5)
+    assert "5 of 6 layers" in kinds.note
+    assert "6.0 times" in kinds.note
+    _only_spec(promoted(FULL, FULL))
+    plain = KVCacheConfig(8, [], [KVCacheGroupSpec(["layer.0"], FullAttentionSpec(**FULL))])
+    assert promoted_windows(config, plain) is None
+
+
+def test_layers_with_heads_of_two_sizes_are_refused():
+    """As Gemma 4's, which vLLM promotes as well."""
+    with pytest.raises(LayoutError, match=r"2 shapes.*Models whose layers differ"):
+        _only_spec(promoted({**FULL, "head_size": 512}, {**FULL, "head_size": 256}))

@@ -331,3 +331,32 @@ def test_a_load_that_fails_half_way_is_reported_and_waited_for():
     fence.done.reach()
     case.overlap.drain()
     assert case.held == {1}
+
+
+@pytest.mark.parametrize(
+    ("visited", "missed"), [(LAYERS - 2, True), (LAYERS - 1, False), (LAYERS, False)]
+)
+def test_a_drafter_s_layers_are_waited_for_when_vllm_asks_what_failed(visited: int, missed: bool):
+    """It asks before the drafter, here of one layer, has run. The model's it must have come to."""
+    case = Case()
+    case.overlap.model_layers = LAYERS - 1
+    case.load()
+    for layer in range(visited):
+        case.overlap.before_layer(layer)
+    assert bool(case.overlap.end_step()) is missed
+    assert all(case.there(layer) for layer in range(LAYERS))
+
+
+def test_a_drafter_s_layer_that_can_t_be_loaded_is_reported():
+    case = Case()
+    case.overlap.model_layers = LAYERS - 1
+    case.load()
+    for layer in range(LAYERS - 1):
+        case.overlap.before_layer(layer)
+
+    def broken(*args, **given):
+        raise RuntimeError("planted")
+
+    case.connector._binding._bound.stager.load = broken
+    (missed,) = case.overlap.end_step()
+    assert torch.equal(missed, case.slots)

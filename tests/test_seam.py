@@ -258,3 +258,40 @@ def test_features_that_look_into_a_chunk_are_refused(setting, value):
     setattr(config, setting, value)
     with pytest.raises(SettingsError, match=setting):
         check_features(config)
+
+
+COPIES = """
+import json
+from lmcache.v1.config import LMCacheEngineConfig
+from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.lmcache_config import apply, keep_own_copies
+def read(workers, **extra):
+    config = LMCacheEngineConfig.from_defaults()
+    settings = {"lmcache.extra_config": extra} if extra else {}
+    apply(config, settings)
+    keep_own_copies(config, settings, workers=workers)
+    apply(config, settings)  # LMCache does so itself, later
+    return [
+        config.get_extra_config_value("save_only_first_rank", True),
+        config.get_extra_config_value("disk.path", None),
+        config.get_lookup_server_worker_ids(True, workers),
+    ]
+try:
+    read(2, save_only_first_rank=True)
+    refused = None
+except SettingsError as error:
+    refused = str(error)
+print(json.dumps({
+    "one": read(1), "two": read(2), "more": read(2, **{"disk.path": "/d"}), "refused": refused,
+}))
+"""
+
+
+def test_each_worker_of_an_mla_model_keeps_its_own_copy():
+    """LMCache's default is one copy, of which the other workers' connectors could make nothing."""
+    pytest.importorskip("vllm")
+    found = run_script(COPIES)
+    assert found["one"] == [True, None, [0]]
+    assert found["two"] == [False, None, [0, 1]]  # what not all of them have was not found
+    assert found["more"] == [False, "/d", [0, 1]]
+    assert "save_only_first_rank true with MLA on 2 devices" in found["refused"]

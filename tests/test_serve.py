@@ -15,6 +15,7 @@ from lmcache_xpu import serve as module
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.serve import command, describe, preflight, resolve_device, serve
 from lmcache_xpu.settings import Settings
+from scripts import run_script
 
 
 def load(**values):
@@ -151,6 +152,43 @@ def test_a_directory_that_is_no_model_is_named(tmp_path, free):
     with pytest.raises(SettingsError, match=f"model={tmp_path}"):
         preflight(load(model=str(tmp_path), port=free), {})
     (tmp_path / "config.json").touch()
+    preflight(load(model=str(tmp_path), port=free), {})
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "jamba"])
+def test_a_model_with_states_is_refused_before_vllm_starts(kind: str, tmp_path, free):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(SettingsError, match=rf"linear_attention.* in a {kind}.*--no-offload"):
+        preflight(load(model=str(tmp_path), port=free), {})
+    preflight(load(model=str(tmp_path), port=free, offload=False), {})
+
+
+CACHED = """
+import json
+from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.serve import check_layers
+try:
+    check_layers("org/model")
+    refused = None
+except SettingsError as error:
+    refused = str(error)
+print(json.dumps({"refused": refused}))
+"""
+
+
+def test_of_a_hub_s_model_the_downloaded_configuration_counts(tmp_path):
+    """No hub is asked: there is none here."""
+    assert run_script(CACHED, HF_HOME=str(tmp_path))["refused"] is None
+    kept = tmp_path / "hub/models--org--model"
+    (kept / "snapshots/c0ffee").mkdir(parents=True)
+    (kept / "refs").mkdir()
+    (kept / "refs/main").write_text("c0ffee")
+    (kept / "snapshots/c0ffee/config.json").write_text('{"model_type": "qwen3_next"}')
+    assert "linear_attention" in run_script(CACHED, HF_HOME=str(tmp_path))["refused"]
+
+
+def test_a_model_with_windows_is_served(tmp_path, free):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3_text"}))
     preflight(load(model=str(tmp_path), port=free), {})
 
 

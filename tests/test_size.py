@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -96,14 +97,39 @@ def test_a_file_is_as_good_as_its_directory(tmp_path):
 @pytest.mark.parametrize(
     "config",
     [
-        {"model_type": "gemma3_text"},
         {"model_type": "mistral", "sliding_window": 4096},
         {"model_type": "jamba"},
+        {"model_type": "qwen3_next"},
+        {"model_type": "deepseek_v32"},
+        {"model_type": "gemma4_text"},  # heads of 256 and of 512
     ],
 )
 def test_models_that_are_not_offloaded_are_refused(tmp_path, config):
     with pytest.raises(SettingsError, match="--no-offload"):
         KVShape.of_model(write(tmp_path, config))
+
+
+@pytest.mark.parametrize(
+    ("config", "layers", "factor"),
+    [
+        ({"model_type": "gpt_oss"}, 36, "18 of 36 .* 2.0 times"),
+        ({"model_type": "gemma3_text", "num_hidden_layers": 62}, 62, "52 of 62 .* 6.2 times"),
+        ({"model_type": "llama4_text", "num_hidden_layers": 48}, 48, "36 of 48 .* 4.0 times"),
+    ],
+)
+def test_windows_count_as_the_whole_prompt_and_it_is_said(tmp_path, config, layers, factor):
+    """vLLM keeps all of it for them where a connector restores prefixes."""
+    shape = KVShape.of_model(write(tmp_path, config))
+    assert shape.layers == layers
+    assert re.search(factor, shape.notes[0])
+    said = CliRunner().invoke(app, ["size", str(tmp_path)], catch_exceptions=False).stdout
+    assert shape.notes[0][-20:] in " ".join(said.split())
+
+
+def test_each_device_keeps_mla_in_full_and_it_is_said(tmp_path):
+    shape = KVShape.of_model(write(tmp_path, DEEPSEEK_V3), tensor_parallel=4)
+    assert shape.notes == ("each of 4 devices keeps a copy of its own",)
+    assert KVShape.of_model(str(tmp_path)).notes == ()
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ pytest.importorskip("vllm")
 from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
 
 from lmcache_xpu import garbage, scheduler_side, vllm_connector
+from lmcache_xpu.engine_facts import check_model
+from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.near_lookups import NearLookups
 from lmcache_xpu.scheduler_side import SchedulerSide
 from lmcache_xpu.vllm_connector import LMCacheXPUConnector
@@ -25,6 +27,7 @@ def connector(*, served: bool = True, can_load: tuple[bool | None, ...] = (True,
     made: Any = object.__new__(LMCacheXPUConnector)
     made._served, made._overlap, made._guard = served, None, None
     made._loading, made._loads_early = False, True
+    made._layers, made._loaded_layers, made._stored_layers = {}, set(), set()
     made._lmcache_engine = SimpleNamespace()
     specs = [None if can is None else SimpleNamespace(can_load=can) for can in can_load]
     made._connector_metadata = SimpleNamespace(
@@ -223,3 +226,96 @@ def test_a_worker_whose_tier_may_take_long_is_not_called(setting: str | None):
     if setting is not None:
         setattr(made._config, setting, "a server")
     assert made.near_engine() == (None if setting else "LMCache's")
+
+
+class Calls:
+    """LMCache's adapter and what runs beside the engine, with a drafter's layer behind two."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[tuple[str, str | int]] = []
+        for name in ("wait_for_layer_load", "save_kv_layer"):
+            monkeypatch.setattr(LMCacheConnectorV1, name, self.lmcache(name))
+        monkeypatch.setattr(LMCacheConnectorV1, "wait_for_save", lambda made: self.note("save", ""))
+        self.made = connector()
+        self.made._layers = {"model.0": 0, "model.1": 1, "draft": 2}
+        self.made._overlap = SimpleNamespace(
+            before_layer=lambda layer: None, after_layer=lambda layer: None, end_step=list
+        )
+        self.made._lmcache_engine.layerwise_retrievers = []
+
+    def note(self, what: str, which: str | int) -> None:
+        self.seen.append((what, which))
+
+    def lmcache(self, name: str) -> Any:
+        return lambda made, layer, *args, **kwargs: self.note(name, layer)
+
+    def forward(self, *layers: str) -> None:
+        for layer in layers:
+            self.made.wait_for_layer_load(layer)
+            self.made.save_kv_layer(layer, None, None)
+
+
+def test_lmcache_hears_of_each_layer_once_however_many_tokens_are_drafted(monkeypatch):
+    """It counts calls: one more ends its generators, and with them the engine."""
+    calls = Calls(monkeypatch)
+    calls.forward("model.0", "model.1", "draft", "draft", "draft")
+    calls.made.wait_for_save()
+    each = [(name, layer) for layer in calls.made._layers for name in ("wait", "save")]
+    assert [(name.split("_")[0], layer) for name, layer in calls.seen] == [*each, ("save", "")]
+
+
+def test_a_step_without_its_drafter_stores_whole_chunks(monkeypatch):
+    calls = Calls(monkeypatch)
+    calls.forward("model.0", "model.1")
+    calls.made.wait_for_save()
+    assert calls.seen[-2:] == [("save_kv_layer", "draft"), ("save", "")]
+
+
+def test_a_step_that_computes_nothing_stores_nothing(monkeypatch):
+    calls = Calls(monkeypatch)
+    calls.made.wait_for_save()
+    assert calls.seen == [("save", "")]
+
+
+def test_a_layerwise_load_comes_to_its_end_before_the_drafter_does(monkeypatch):
+    """Else LMCache would never let go of what it took for it."""
+    calls, steps = Calls(monkeypatch), iter(range(3))
+    calls.made._lmcache_engine.layerwise_retrievers = [steps]
+    monkeypatch.setattr(LMCacheConnectorV1, "get_block_ids_with_load_errors", lambda made: set())
+    assert calls.made.get_block_ids_with_load_errors() == set()
+    assert list(steps) == []
+    assert calls.made._lmcache_engine.layerwise_retrievers == []
+
+
+def config_of(method: str | None = None, *, hybrid: bool = False) -> SimpleNamespace:
+    text = SimpleNamespace(model_type="qwen3_next", layer_types=["linear_attention"])
+    return SimpleNamespace(
+        model_config=SimpleNamespace(is_hybrid=hybrid, hf_text_config=text),
+        speculative_config=None if method is None else SimpleNamespace(method=method),
+    )
+
+
+@pytest.mark.parametrize("device", ["xpu", "cuda"])
+def test_vllm_hears_why_a_model_is_not_served_before_it_fails_on_its_layers(device, monkeypatch):
+    import vllm.platforms
+
+    platform = SimpleNamespace(device_type=device)
+    monkeypatch.setattr(vllm.platforms, "current_platform", platform, raising=False)
+    ask = LMCacheXPUConnector.get_required_kvcache_layout
+    assert ask(config_of()) is None
+    if device == "cuda":  # LMCache's own connector, as it is
+        assert ask(config_of(hybrid=True)) is None
+        return
+    with pytest.raises(SettingsError, match=r"linear_attention in a qwen3_next.*--no-offload"):
+        ask(config_of(hybrid=True))
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix", "eagle", "eagle3", "mtp"])
+def test_drafters_like_the_model_or_without_a_cache_are_served(method):
+    check_model(config_of(method))
+
+
+@pytest.mark.parametrize("method", ["draft_model", "dflash", "extract_hidden_states"])
+def test_drafters_with_caches_of_their_own_are_refused(method):
+    with pytest.raises(SettingsError, match=f"{method}.*ngram, eagle, eagle3 or mtp"):
+        check_model(config_of(method))

@@ -9,14 +9,24 @@ import torch
 
 from lmcache_xpu import versions
 from lmcache_xpu.errors import LayoutError, SettingsError
+from lmcache_xpu.layer_kinds import LayerKinds, states_error
 from lmcache_xpu.weights import fingerprint
 
 if TYPE_CHECKING:
     from vllm.config import CacheConfig, VllmConfig
-    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec
+    from vllm.v1.kv_cache_interface import (
+        AttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        KVCacheSpec,
+    )
 
 # Groups that keep all of a request's tokens; only these can be restored from a prefix.
 _SUPPORTED_KINDS = ("FullAttentionSpec", "MLAAttentionSpec")
+
+# What vLLM may draft tokens with. The first keep no KV cache; the layers of the others are as the
+# model's own, and come behind them.
+_DRAFTERS = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator", "eagle", "eagle3", "mtp")
 
 _REASONS = {
     "SlidingWindowSpec": "blocks that leave the window are freed, so a prefix can't be restored",
@@ -48,6 +58,33 @@ class EngineFacts:
     head_size: int
     block_size: int
     namespace: str
+
+
+def check_model(vllm_config: VllmConfig) -> None:
+    """Refuse a model, or what drafts its tokens, before vLLM makes a KV cache for it.
+
+    Raises:
+        SettingsError: names the layers, or the method.
+    """
+    model, drafter = vllm_config.model_config, vllm_config.speculative_config
+    if model.is_hybrid:
+        raise states_error(model.hf_text_config)
+    if drafter is not None and drafter.method not in _DRAFTERS:
+        raise SettingsError(
+            f"speculative decoding with the method {drafter.method!r}",
+            "ngram, eagle, eagle3 or mtp",
+            "A drafter with a KV cache of its own kind can't be served with offload: use one of "
+            "these, leave --speculative-config out, or serve with --no-offload.",
+        )
+
+
+def promoted_windows(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> LayerKinds | None:
+    """The layers of a model, if vLLM keeps all tokens of some that attend to a window."""
+    specs = _specs(kv_cache_config)
+    names = ("sliding_window", "attention_chunk_size")
+    if not any(getattr(spec, name, None) for spec in specs for name in names):
+        return None
+    return LayerKinds.of_config(vllm_config.model_config.hf_text_config)
 
 
 def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineFacts:
@@ -118,15 +155,7 @@ def check_chunks(facts: EngineFacts, *, chunk_size: int, save_unfull_chunk: bool
 
 def _only_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
     """The one spec that all layers share."""
-    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
-
-    # Older vLLM has no groups that stay out of it.
-    groups = [g for g in kv_cache_config.kv_cache_groups if getattr(g, "enable_kv_transfer", True)]
-    specs: list[KVCacheSpec] = []
-    for group in groups:
-        spec = group.kv_cache_spec
-        uniform = isinstance(spec, UniformTypeKVCacheSpecs)
-        specs += spec.kv_cache_specs.values() if uniform else [spec]
+    specs = _specs(kv_cache_config)
     for spec in specs:
         kind = type(spec).__name__
         if kind not in _SUPPORTED_KINDS:
@@ -138,13 +167,32 @@ def _only_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
             )
         if getattr(spec, "tokens_per_state", 1) != 1:
             raise LayoutError(f"{spec.tokens_per_state} tokens per state", "one state per token")
-    if len(groups) != 1 or len({_shape(spec) for spec in specs}) != 1:
+    groups = len(_groups(kv_cache_config))
+    if groups != 1 or len({_shape(spec) for spec in specs}) != 1:
         raise LayoutError(
-            f"{len(groups)} KV cache groups with {len({_shape(s) for s in specs})} shapes",
+            f"{groups} KV cache groups with {len({_shape(s) for s in specs})} shapes",
             "one group whose layers all have the same shape",
-            "Models with hybrid KV caches are not supported; serve them without offload.",
+            "Models whose layers differ, or differ from their drafter's, are not supported; serve "
+            "them without offload, or without the drafter.",
         )
     return specs[0]
+
+
+def _groups(kv_cache_config: KVCacheConfig) -> list[KVCacheGroupSpec]:
+    # Older vLLM has no groups that stay out of it.
+    return [g for g in kv_cache_config.kv_cache_groups if getattr(g, "enable_kv_transfer", True)]
+
+
+def _specs(kv_cache_config: KVCacheConfig) -> list[KVCacheSpec]:
+    """Of all layers, or of each group whose layers share one."""
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    specs: list[KVCacheSpec] = []
+    for group in _groups(kv_cache_config):
+        spec = group.kv_cache_spec
+        uniform = isinstance(spec, UniformTypeKVCacheSpecs)
+        specs += spec.kv_cache_specs.values() if uniform else [spec]
+    return specs
 
 
 def _shape(spec: AttentionSpec) -> tuple[int, int, int, torch.dtype]:

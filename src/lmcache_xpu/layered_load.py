@@ -149,10 +149,10 @@ class LayeredLoad:
         if self._failed:
             self._moved[-1].done.wait()
 
-    @property
-    def waited_for(self) -> bool:
-        """Whether the engine's stream waits for all of it."""
-        return not self._failed and self._waited == len(self._starts)
+    def waited_for(self, layers: int | None = None) -> bool:
+        """Whether the engine's stream waits for the first layers, or for all of them."""
+        cuts = len(self._starts) if layers is None else bisect.bisect_left(self._starts, layers)
+        return not self._failed and self._waited >= cuts
 
     def __len__(self) -> int:
         """Cuts that were added."""

@@ -122,7 +122,7 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
                 load.before_all()
         finally:
             if beside is None:
-                if not load.waited_for:  # after an error a part may be on its way
+                if not load.waited_for():  # after an error a part may be on its way
                     bound.stager.fence().done.synchronize()
                 for enqueued, objs in held:
                     load.synchronize(enqueued)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 SAFE_HASH = "sha256"
+ONE_COPY = "save_only_first_rank"  # of LMCache's extra_config; of MLA models alone
 
 
 def apply(config: LMCacheEngineConfig, extra: dict[str, Any]) -> None:
@@ -53,6 +54,36 @@ def make_hash_safe(config: LMCacheEngineConfig, extra: dict[str, Any]) -> None:
         "differs between processes",
         SAFE_HASH,
     )
+
+
+def keep_own_copies(config: LMCacheEngineConfig, extra: dict[str, Any], *, workers: int) -> None:
+    """Let each worker of an MLA model keep its own copy, as those of other models keep their part.
+
+    LMCache's default is one copy, which the first worker broadcasts; the others have no tiers that
+    our connector could use. Chunks count as found where all workers have them.
+
+    Args:
+        config: changed.
+        extra: vLLM's settings, from which LMCache reads once more; changed.
+        workers: that share the model.
+
+    Raises:
+        SettingsError: the configuration insists on one copy.
+    """
+    if workers == 1:
+        return
+    own = dict(config.extra_config or {})
+    if own.get(ONE_COPY, False):
+        raise SettingsError(
+            f"LMCache {ONE_COPY} true with MLA on {workers} devices",
+            "false: each device keeps a copy of its own",
+            f"Leave {ONE_COPY} unset.",
+        )
+    own[ONE_COPY] = False
+    config.extra_config = own
+    if "lmcache.extra_config" in extra:
+        extra["lmcache.extra_config"] = own
+    config.lookup_server_worker_ids = config.lookup_server_worker_ids or list(range(workers))
 
 
 def use_layerwise(extra: Mapping[str, Any]) -> bool:

@@ -58,11 +58,13 @@ class Overlap:
 
     Args:
         block_tokens: tokens of a block, as the engine numbers blocks.
+        model_layers: layers of the model itself; those behind them are a drafter's. None: all.
         loads: loads run beside the engine's layers; else they are complete when they return.
         stores: stores run beside the engine's next steps; else they are complete when they return.
     """
 
     block_tokens: int
+    model_layers: int | None = None
     loads: bool = True
     stores: bool = True
     _tokens: int | None = field(default=None, init=False)  # that this step computes
@@ -154,16 +156,22 @@ class Overlap:
                 item.load.before_all()
 
     def end_step(self) -> list[torch.Tensor]:
-        """Let go of this step's loads; slots of those that the engine did not wait for."""
+        """Let go of this step's loads; slots of those that the engine did not wait for.
+
+        The engine may ask for them before its drafter has run, so a drafter's layers are waited for
+        here. Nor would it do harm if that were too late: the model checks what a drafter proposes.
+        """
         missed = []
         loads, self._loads = self._loads, []
         for item in loads:
-            if not item.load.waited_for:
-                missed.append(item.load.slots)
+            in_time = item.load.waited_for(self.model_layers)
             with item.load.enduring():
                 item.load.before_all()
             item.load.before_all()  # also of one that failed just now
-            finished = item.finished if item.load.waited_for else _not_counted
+            loaded = in_time and item.load.waited_for()
+            if not loaded:
+                missed.append(item.load.slots)
+            finished = item.finished if loaded else _not_counted
             self.release(item.objs, item.load.moved(), finished)
         return missed
 

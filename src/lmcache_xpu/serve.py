@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.layer_kinds import check_states, read_config
 from lmcache_xpu.machine import Machine
 from lmcache_xpu.settings import ENV_PREFIX, Settings
 
@@ -25,6 +26,7 @@ __all__ = [
     "METRICS_VARIABLE",
     "check_disk",
     "check_environment",
+    "check_layers",
     "check_memory",
     "check_model",
     "check_port",
@@ -166,6 +168,7 @@ def preflight(
     if settings.device == "xpu":
         check_render_nodes(machine)
     if settings.offload:
+        check_layers(settings.model)
         check_memory(settings.cpu_gib * settings.tensor_parallel, machine)
         if settings.disk_path is not None:
             check_disk(settings.disk_path)
@@ -195,6 +198,19 @@ def check_model(model: str) -> None:
             "a model directory with a config.json, or the name of a model on a hub",
             "Check the path." if not path.exists() else "",
         )
+
+
+def check_layers(model: str) -> None:
+    """Refuse a model whose layers can't be restored from a prefix, before vLLM loads it.
+
+    Of a model on a hub it looks at what was downloaded before. What it can't read is left to the
+    engine, where the connector refuses the same.
+    """
+    try:
+        config = read_config(model, cached=True)
+    except SettingsError:
+        return
+    check_states(config)
 
 
 def check_port(host: str, port: int) -> None:

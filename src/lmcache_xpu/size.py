@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.layer_kinds import LayerKinds, check_states, read_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -17,8 +16,6 @@ __all__ = ["Fit", "KVShape", "Tier", "fit"]
 
 GIB = 2**30
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
-# Layers that only keep a window or a state; see docs/architecture.md, "What is refused".
-_WHOLE = {"full_attention", "attention"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +27,14 @@ class KVShape:
         layers: with a KV cache.
         width: elements per layer: keys and values of this device's heads, or MLA's latent.
         dtype: their type.
+        notes: what is special about them, for a reader.
     """
 
     kind: str
     layers: int
     width: int
     dtype: str
+    notes: tuple[str, ...] = ()
 
     @property
     def token_bytes(self) -> int:
@@ -52,28 +51,30 @@ class KVShape:
         Raises:
             SettingsError: no such model, or one whose KV cache can't be offloaded.
         """
-        return cls.of_config(
-            _read(model).get_text_config(), kv_dtype=kv_dtype, tensor_parallel=tensor_parallel
-        )
+        return cls.of_config(read_config(model), kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
 
     @classmethod
     def of_config(
         cls, config: PretrainedConfig, *, kv_dtype: str = "auto", tensor_parallel: int = 1
     ) -> KVShape:
         """From the configuration of a language model."""
-        _check_layers(config)
+        kinds = _check_layers(config)
+        notes: tuple[str, ...] = (kinds.note,) if kinds.note else ()
         dtype = _dtype(config, kv_dtype)
         layers = config.num_hidden_layers
         if latent := getattr(config, "kv_lora_rank", None):
             width = latent + config.qk_rope_head_dim  # every device has all of it
-            return cls(kind="MLA", layers=layers, width=width, dtype=dtype)
+            if tensor_parallel > 1:
+                notes += (f"each of {tensor_parallel} devices keeps a copy of its own",)
+            return cls(kind="MLA", layers=layers, width=width, dtype=dtype, notes=notes)
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         # vLLM repeats heads when there are more devices than heads.
         here = max(1, kv_heads // tensor_parallel)
         kind = "MHA" if kv_heads == heads else "GQA"
-        return cls(kind=kind, layers=layers, width=2 * here * head_dim, dtype=dtype)
+        width = 2 * here * head_dim
+        return cls(kind=kind, layers=layers, width=width, dtype=dtype, notes=notes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,36 +142,29 @@ def fit(
     )
 
 
-def _read(model: str) -> PretrainedConfig:
-    from transformers import AutoConfig
-
-    path = Path(model).expanduser()
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        if path.is_file():
-            values: dict[str, Any] = json.loads(path.read_text())
-            return AutoConfig.for_model(values.pop("model_type"), **values)
-        return AutoConfig.from_pretrained(model)
-    except (OSError, ValueError, KeyError) as error:
-        raise SettingsError(
-            f"no configuration that transformers can read for model={model} "
-            f"({type(error).__name__}: {str(error).splitlines()[0]})",
-            "a model directory, a config.json, or the name of a model on a hub",
-        ) from error
-
-
-def _check_layers(config: PretrainedConfig) -> None:
-    names = ("layer_types", "layers_block_type")
-    kinds = {kind for name in names for kind in getattr(config, name, None) or ()}
-    window = getattr(config, "sliding_window", None)
-    if not kinds and window and getattr(config, "use_sliding_window", True):
-        kinds = {f"sliding_attention of {window} tokens"}
-    if partial := sorted(kinds - _WHOLE):
+def _check_layers(config: PretrainedConfig) -> LayerKinds:
+    check_states(config)
+    kinds = LayerKinds.of_config(config)
+    if kinds.other or (kinds.window and not kinds.whole):
+        partial = kinds.other or (f"attention to a window of {config.sliding_window} tokens alone",)
         raise SettingsError(
             f"layers of {', '.join(partial)} in a {config.model_type}",
-            "attention to the whole prompt in every layer",
+            "attention to the whole prompt in some layers, and nothing but attention",
             "A prefix can't be restored into other layers: serve this model with --no-offload.",
         )
+    if _widths_differ(config):
+        raise SettingsError(
+            f"heads of several sizes in a {config.model_type}",
+            "layers that all have the same shape",
+            "Serve this model with --no-offload.",
+        )
+    return kinds
+
+
+def _widths_differ(config: PretrainedConfig) -> bool:
+    """Whether layers differ in their heads, as Gemma 4's do; transformers keeps those apart."""
+    layers: dict[str, dict[str, object]] = config.to_dict().get("per_layer_config") or {}
+    return any("head_dim" in layer for layer in layers.values())
 
 
 def _dtype(config: PretrainedConfig, kv_dtype: str) -> str:

@@ -11,6 +11,7 @@ which LMCache brings (llvmlite's, by way of numba).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,13 @@ from vllm.logger import init_logger
 
 from lmcache_xpu import garbage, lmcache_config, lmcache_engine, seam, versions
 from lmcache_xpu.chunk_keys import ChunkKeys
-from lmcache_xpu.engine_facts import EngineFacts, check_chunks, engine_facts
+from lmcache_xpu.engine_facts import (
+    EngineFacts,
+    check_chunks,
+    check_model,
+    engine_facts,
+    promoted_windows,
+)
 from lmcache_xpu.engine_steps import STEP, may_run_as_one_graph, with_answers
 from lmcache_xpu.failed_start import ending_on_failure
 from lmcache_xpu.guards import Guard
@@ -65,6 +72,21 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
         """
         return lmcache_config.use_layerwise(extra_config)
 
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """None: we read any layout. vLLM asks before it sorts the layers into groups.
+
+        That fails for models with states, before a connector is made that could say why.
+
+        Raises:
+            SettingsError: a model that can't be served.
+        """
+        from vllm.platforms import current_platform
+
+        if current_platform.device_type in seam.served_devices():
+            check_model(vllm_config)
+        return None
+
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
@@ -74,6 +96,8 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
         self._facts: EngineFacts | None = None
         self._overlap: Overlap | None = None
         self._layers: dict[str, int] = {}
+        self._loaded_layers: set[str] = set()  # that the engine came to in this step
+        self._stored_layers: set[str] = set()  # that it is done with
         self._loading = False  # this step's loads have begun
         self._loads_early = False  # before vLLM has prepared the step
         self._guard: Guard | None = None  # the worker's
@@ -91,6 +115,10 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
         lmcache_config.apply(self._config, extra)
         lmcache_config.make_hash_safe(self._config, extra)
+        check_model(vllm_config)
+        if vllm_config.model_config.use_mla:
+            workers = vllm_config.parallel_config.world_size
+            lmcache_config.keep_own_copies(self._config, extra, workers=workers)
         facts = engine_facts(vllm_config, kv_cache_config)
         # Where vLLM zeroes new blocks, it does so while it prepares a step.
         self._loads_early = not kv_cache_config.needs_kv_cache_zeroing
@@ -114,6 +142,8 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
                 self._guard = Guard(self._lmcache_engine, facts.block_size)
             else:
                 self._scheduler = SchedulerSide(self._lmcache_engine, vllm_config, facts.block_size)
+                if windows := promoted_windows(vllm_config, kv_cache_config):
+                    logger.warning("%s.", windows.note)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take over the engine's KV cache; LMCache opens its tiers now.
@@ -180,6 +210,8 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
         super().bind_connector_metadata(connector_metadata)
         self._loading = False
         written, tokens = getattr(connector_metadata, STEP, (None, None))
+        self._loaded_layers.clear()
+        self._stored_layers.clear()
         if self._guard is not None:
             self._guard.begin_step(written)
         if self._overlap is not None:
@@ -207,7 +239,13 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
             self._overlap.before_all()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Let the engine's stream wait for a layer of what this step loads."""
+        """Let the engine's stream wait for a layer of what this step loads.
+
+        A drafter comes to its layers once for each token that it proposes. LMCache counts calls.
+        """
+        if layer_name in self._loaded_layers:
+            return
+        self._loaded_layers.add(layer_name)
         super().wait_for_layer_load(layer_name)  # of layerwise loads
         if self._overlap is not None:
             self._overlap.before_layer(self._layers[layer_name])
@@ -219,7 +257,13 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
         attn_metadata: AttentionMetadata,
         **kwargs: Any,
     ) -> None:
-        """A layer's attention is enqueued; see LMCache's connector."""
+        """A layer's attention is enqueued; see LMCache's connector.
+
+        A drafter's first time covers all that the step stores.
+        """
+        if layer_name in self._stored_layers:
+            return
+        self._stored_layers.add(layer_name)
         super().save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
         if self._overlap is not None:
             self._overlap.after_layer(self._layers[layer_name])
@@ -229,6 +273,11 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
         self._end_loads()
         if self._guard is not None:
             self._guard.withhold(self._get_connector_metadata().requests)
+        if self._stored_layers:
+            # vLLM leaves its drafter out near the longest sequence. Without its layers a chunk
+            # would never be complete; what they hold decides no token.
+            for name in self._layers.keys() - self._stored_layers:
+                super().save_kv_layer(name, None, None)
         super().wait_for_save()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -293,6 +342,8 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
 
     def _run_beside(self, engine: Any, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Let transfers run beside the engine, as far as the settings allow it."""
+        from lmcache.integration.vllm.utils import calculate_draft_layers
+
         from lmcache_xpu.overlap import Overlap
 
         assert self._facts is not None
@@ -300,7 +351,11 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
         loads, stores = (bool(extra.get(f"xpu.overlap_{way}", True)) for way in ("load", "store"))
         self._layers = {name: number for number, name in enumerate(kv_caches)}
         self._overlap = engine.gpu_connector.overlap = Overlap(
-            block_tokens=self._facts.block_size, loads=loads, stores=stores
+            block_tokens=self._facts.block_size,
+            # vLLM makes the layers in the order in which it computes them, a drafter's last.
+            model_layers=len(kv_caches) - calculate_draft_layers(self._vllm_config),
+            loads=loads,
+            stores=stores,
         )
         seam.publish_when_complete(engine.storage_manager, self._overlap)
 
@@ -309,7 +364,16 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
         return any(spec is not None and spec.can_load for spec in specs)
 
     def _end_loads(self) -> None:
-        if self._overlap is None or not (missed := self._overlap.end_step()):
+        if self._overlap is None:
+            return
+        # LMCache frees what a layerwise load took at its end, which is behind a drafter's layers.
+        loads, self._lmcache_engine.layerwise_retrievers = (
+            self._lmcache_engine.layerwise_retrievers,
+            [],
+        )
+        for load in loads:
+            deque(load, maxlen=0)
+        if not (missed := self._overlap.end_step()):
             return
         logger.error(
             "vLLM computed without waiting for the KV cache of %d requests; they are recomputed",

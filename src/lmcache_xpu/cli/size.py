@@ -66,6 +66,8 @@ def size(
         f"{found.history_tokens:,} tokens in whole chunks: {found.history_bytes / GIB:.2f} GiB "
         f"per user, {found.needed_gib:.2f} GiB for {users:,}"
     )
+    for note in shape.notes:
+        console.print(f"{note[0].upper()}{note[1:]}.")
     table = Table("tier", "GiB", "tokens", "users' histories", "enough", box=None)
     for name, tier in found.tiers.items():
         enough = "yes" if tier.enough else "[red]no[/red]"

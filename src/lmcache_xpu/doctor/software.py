@@ -11,7 +11,7 @@ from lmcache_xpu import versions
 from lmcache_xpu.doctor.check import Check, fail, ok, skip, warn
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.machine import Machine
-from lmcache_xpu.serve import check_environment, check_model, check_port
+from lmcache_xpu.serve import check_environment, check_layers, check_model, check_port
 from lmcache_xpu.settings import Settings
 
 if TYPE_CHECKING:
@@ -126,4 +126,9 @@ def check_served_model(settings: Settings) -> Check:
         check_model(settings.model)
     except SettingsError as error:
         return fail(name, f"{error.found}: no config.json there", error.fix)
+    try:
+        if settings.offload:
+            check_layers(settings.model)
+    except SettingsError as error:
+        return fail(name, error.found, error.fix)
     return ok(name, settings.model)

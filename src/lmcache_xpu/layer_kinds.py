@@ -1,0 +1,123 @@
+"""Which of a model's layers keep all of a prompt, a window of it, or a state; from its config."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from lmcache_xpu.errors import SettingsError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+__all__ = ["LayerKinds", "check_states", "read_config", "states_error"]
+
+_WHOLE = {"full_attention", "attention"}
+_WINDOW = {"sliding_attention", "chunked_attention"}
+_STATE = {
+    "conv",
+    "hybrid",  # a state beside a KV cache
+    "hybrid_sliding",
+    "linear_attention",
+    "mamba",
+    "mamba2",
+    "recurrent",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerKinds:
+    """How many layers of which kind a language model has; all 0 if its configuration is silent.
+
+    Args:
+        whole: attend to the whole prompt.
+        window: attend to the last tokens, or to those of the same stretch.
+        other: transformers' names of the other kinds.
+    """
+
+    whole: int = 0
+    window: int = 0
+    other: tuple[str, ...] = ()
+
+    @classmethod
+    def of_config(cls, config: PretrainedConfig) -> Self:
+        """From the configuration of a language model."""
+        kinds: list[str] = []
+        for name in ("layer_types", "layers_block_type"):
+            kinds = kinds or list(getattr(config, name, None) or ())
+        window = getattr(config, "sliding_window", None)
+        if not kinds and window and getattr(config, "use_sliding_window", True):
+            kinds = ["sliding_attention"] * config.num_hidden_layers
+        return cls(
+            whole=sum(kind in _WHOLE for kind in kinds),
+            window=sum(kind in _WINDOW for kind in kinds),
+            other=tuple(sorted(set(kinds) - _WHOLE - _WINDOW)),
+        )
+
+    @property
+    def factor(self) -> float:
+        """KV cache of a long prompt, where windows are kept whole, to what the model needs."""
+        return (self.whole + self.window) / self.whole if self.whole else 1.0
+
+    @property
+    def note(self) -> str:
+        """What windows cost where a prefix is to be restored; empty without them."""
+        if not (self.whole and self.window):
+            return ""
+        return (
+            f"{self.window} of {self.whole + self.window} layers attend to a window; with offload "
+            f"the whole prompt is kept for them too: {self.factor:.1f} times the KV cache per "
+            "token of a long prompt, on the device and in the tiers"
+        )
+
+
+def read_config(model: str, *, cached: bool = False) -> PretrainedConfig:
+    """The configuration of the language model in a directory, a config.json, or a hub's model.
+
+    Args:
+        model: the path, or the name on a hub.
+        cached: a hub is not asked; what was downloaded before counts.
+
+    Raises:
+        SettingsError: there is none, or none that transformers can read.
+    """
+    from transformers import AutoConfig
+
+    path = Path(model).expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        if path.is_file():
+            values: dict[str, Any] = json.loads(path.read_text())
+            config = AutoConfig.for_model(values.pop("model_type"), **values)
+        else:
+            config = AutoConfig.from_pretrained(model, local_files_only=cached)
+        return config.get_text_config()
+    except (OSError, ValueError, KeyError) as error:
+        raise SettingsError(
+            f"no configuration that transformers can read for model={model} "
+            f"({type(error).__name__}: {str(error).splitlines()[0]})",
+            "a model directory, a config.json, or the name of a model on a hub",
+        ) from error
+
+
+def check_states(config: PretrainedConfig) -> None:
+    """Refuse a model with layers that keep a state, as Mamba's and linear attention do.
+
+    Raises:
+        SettingsError: names the kinds.
+    """
+    if not _STATE.isdisjoint(LayerKinds.of_config(config).other):
+        raise states_error(config)
+
+
+def states_error(config: PretrainedConfig) -> SettingsError:
+    """What to say of a model that is not attention alone."""
+    kinds = ", ".join(LayerKinds.of_config(config).other) or "a kind that keeps a state"
+    return SettingsError(
+        f"layers of {kinds} in a {config.model_type}",
+        "attention in every layer",
+        "Such layers keep something else than a KV cache per token, which can't be restored from "
+        "a prefix: serve this model with --no-offload (plain vLLM).",
+    )
