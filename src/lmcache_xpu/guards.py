@@ -64,6 +64,16 @@ class Guard:
         """Forget the last step's failures; what was not asked for yet is still to be reported."""
         self._bad = set()
 
+    def refuse(self, requests: list[Any]) -> None:
+        """Before a step's loads: report them as failed, and store nothing of the step."""
+        for request in requests:
+            spec, request.load_spec = request.load_spec, None
+            if spec is not None and spec.can_load:
+                first, end = spec.vllm_cached_tokens, spec.lmcache_cached_tokens
+                self._unfilled |= blocks_of(request.slot_mapping[first:end], self._block_size)
+            if request.save_spec is not None:
+                request.save_spec.can_save = False
+
     def take_unfilled(self) -> set[int]:
         """Blocks that loads left unfilled since the last call."""
         self._collect()
