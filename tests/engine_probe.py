@@ -60,7 +60,7 @@ def disk_hits(worker):
 class Engine:
     """The engine and what is asked of it."""
 
-    def __init__(self, model: str, disk: str, mode: str) -> None:
+    def __init__(self, model: str, disk: str, mode: str, **options) -> None:
         from vllm import LLM
 
         from lmcache_xpu.settings import Settings
@@ -88,16 +88,17 @@ class Engine:
             kv_cache_memory_bytes=2**26,
             disable_log_stats=False,
             kv_transfer_config=json.loads(args[args.index("--kv-transfer-config") + 1]),
+            **options,
         )
 
-    def ask(self, tokens: list[int]) -> list[int]:
-        return self.ask_at_once([tokens])[0]
+    def ask(self, tokens: list[int], **options) -> list[int]:
+        return self.ask_at_once([tokens], **options)[0]
 
-    def ask_at_once(self, prompts: list[list[int]]) -> list[list[int]]:
+    def ask_at_once(self, prompts: list[list[int]], **options) -> list[list[int]]:
         from vllm import SamplingParams
 
         sampling = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
-        asked = [{"prompt_token_ids": tokens} for tokens in prompts]
+        asked = [{"prompt_token_ids": tokens, **options} for tokens in prompts]
         answers = self.llm.generate(asked, sampling, use_tqdm=False)
         return [list(answer.outputs[0].token_ids) for answer in answers]
 

@@ -238,6 +238,8 @@ class ChunkStore:
     def remove_all(self, is_meant: Callable[[str], bool]) -> bool:
         """Remove chunks by their keys, pinned or not; False if a file could not be removed."""
         with self._lock:
+            if self._closed:  # the directory may belong to another process by now
+                return False
             keys = [key for key in self._index if is_meant(key)]
         gone = True
         for key in keys:
