@@ -81,11 +81,10 @@ def begin(engine: Engine, prompts: list[list[int]], steps: int) -> dict[str, lis
     from vllm import SamplingParams
 
     sampling = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
-    for number, tokens in enumerate(prompts):
-        engine.llm.llm_engine.add_request(
-            f"running {number}", {"prompt_token_ids": tokens}, sampling
-        )
-    return advance(engine, {f"running {number}": [] for number in range(len(prompts))}, steps)
+    said: dict[str, list[int]] = {f"running {number:03d}": [] for number in range(len(prompts))}
+    for name, tokens in zip(said, prompts, strict=True):
+        engine.llm.llm_engine.add_request(name, {"prompt_token_ids": tokens}, sampling)
+    return advance(engine, said, steps)
 
 
 def advance(engine: Engine, said: dict[str, list[int]], steps: int) -> dict[str, list[int]]:
