@@ -156,6 +156,15 @@ class Engine:
             time.sleep(0.1)
         pytest.fail(f"prefix cache not reset: {response.status_code} {response.text}")
 
+    def reset(self) -> None:
+        """Let the engine find nothing any more that it or others have stored."""
+        for _ in range(50):  # vLLM's own part says no while a block is in use
+            response = self._http.post("/reset_prefix_cache?reset_external=true")
+            if response.raise_for_status().json()["success"]:
+                return
+            time.sleep(0.1)
+        pytest.fail(f"not reset: {response.text}")
+
     def alive(self) -> bool:
         """Whether the server and its engine answer."""
         try:

@@ -16,7 +16,7 @@ import pytest
 from engine import CHUNK, Engine
 from prompts import tokens, whole
 from stack import Processes, Stack
-from test_2_tiers import CPU_CHUNKS, fill, hit
+from test_2_tiers import CPU_CHUNKS, counted, fill, hit
 
 from lmcache_xpu.demo.engine import free_port
 
@@ -197,3 +197,27 @@ def test_behind_a_router_it_does_not_matter_who_answers(
     hits = sum(counts.external_hits for counts in spent)
     figure("found in the shared tier", f"{hits} tokens")
     assert hits >= 4 * CHUNK
+
+
+@pytest.mark.fails_without("reset")
+def test_a_reset_engine_finds_nothing_of_before_and_the_other_one_all(pair: tuple[Engine, Engine]):
+    """The last one here: engines that were reset share with nobody any more.
+
+    Seen to fail with a reset that vLLM's connectors may leave out.
+    """
+    one, two = pair
+    assert shared_hit(pair, "reset") == 4 * CHUNK
+    prompt = tokens("reset", 4 * CHUNK + 77)
+    expected = one.recompute(prompt).token_ids
+
+    def found(engine: Engine) -> int:
+        answer, hits, _ = counted(engine, prompt)
+        assert answer.token_ids == expected
+        return hits
+
+    one.reset()
+    assert found(one) == 0
+    assert found(two) == 4 * CHUNK
+    two.reset()
+    assert found(two) == 0
+    assert [found(engine) for engine in pair] == [4 * CHUNK] * 2  # of their own

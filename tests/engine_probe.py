@@ -102,16 +102,14 @@ class Engine:
         }
         self.llm = LLM(model, **{**usual, **options})
 
-    def ask(self, tokens: list[int], salt: str | None = None) -> list[int]:
-        return self.ask_at_once([tokens], salt)[0]
+    def ask(self, tokens: list[int], **options: Any) -> list[int]:
+        return self.ask_at_once([tokens], **options)[0]
 
-    def ask_at_once(self, prompts: list[list[int]], salt: str | None = None) -> list[list[int]]:
+    def ask_at_once(self, prompts: list[list[int]], **options: Any) -> list[list[int]]:
         from vllm import SamplingParams
 
         sampling = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
-        asked = [{"prompt_token_ids": tokens} for tokens in prompts]
-        for request in asked if salt else ():
-            request["cache_salt"] = salt  # finds nothing of others
+        asked = [{"prompt_token_ids": tokens, **options} for tokens in prompts]
         answers = self.llm.generate(asked, sampling, use_tqdm=False)
         return [list(answer.outputs[0].token_ids) for answer in answers]
 
@@ -182,7 +180,7 @@ def stumble(engine: Engine) -> dict:
         engine.forget()
         afterwards.append(engine.ask(tokens))
         engine.forget()
-        cold.append(engine.ask(tokens, salt="somebody else's"))
+        cold.append(engine.ask(tokens, cache_salt="somebody else's"))
     return {
         "failed": sum(calls),
         "hit": hits,

@@ -130,3 +130,24 @@ def test_keys_are_made_by_lmcache():
     wanted = list(Database().process_tokens(TOKENS))
     assert list(database.process_tokens(asked.all_token_ids)) == wanted
     assert len(names) == 0
+
+
+def test_names_of_an_epoch_are_those_of_its_first_token_and_of_no_other_epoch():
+    """As `isolation` exchanges it, for all requests alike."""
+    database = Database()
+    names = ChunkNames(database, BLOCK)
+    look_up(database, names, request(TOKENS))
+    for first in (2**62, 2**62 + 1):
+        asked, exchanged = request(TOKENS), [first, *TOKENS[1:]]
+        for hashed in (5, 0):  # the second time they are remembered
+            before = database.hashed
+            names.admit(asked, f"epoch {first}")
+            found = list(database.process_tokens(exchanged, make_key=False))
+            assert found == stock(exchanged)
+            assert database.hashed - before == hashed
+        names.admit(None, f"epoch {first}")  # it has a salt as well
+        salted = [7, *TOKENS[1:]]
+        assert list(database.process_tokens(salted, make_key=False)) == stock(salted)
+        names.admit(asked, f"epoch {first}")  # all but the last tokens are asked for
+        fewer = exchanged[:-CHUNK]
+        assert list(database.process_tokens(fewer, make_key=False)) == stock(fewer)

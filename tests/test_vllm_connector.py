@@ -25,7 +25,7 @@ STEP = {"attention": "of the step"}
 
 def connector(*, served: bool = True, can_load: tuple[bool | None, ...] = (True,)) -> Any:
     made: Any = object.__new__(LMCacheXPUConnector)
-    made._served, made._overlap, made._guard = served, None, None
+    made._served, made._overlap, made._guard, made._epoch = served, None, None, None
     made._loading, made._loads_early = False, True
     made._layers, made._loaded_layers, made._stored_layers = {}, set(), set()
     made._lmcache_engine = SimpleNamespace()
@@ -187,7 +187,9 @@ def test_the_scheduler_finds_the_worker_of_its_own_engine(group, found: bool, mo
     assert side._worker() is (group if found else None)
 
 
-@pytest.mark.parametrize("worker", [None, "in this process"])
+@pytest.mark.parametrize(
+    "worker", [None, SimpleNamespace(build_connector_worker_meta=lambda: None)]
+)
 def test_garbage_waits_from_a_look_up_to_the_end_of_scheduling_or_of_the_step(worker, monkeypatch):
     side = SchedulerSide(SimpleNamespace(lookup_client=None), None, 16)
     monkeypatch.setattr(side, "_worker", lambda: worker)
@@ -199,7 +201,7 @@ def test_garbage_waits_from_a_look_up_to_the_end_of_scheduling_or_of_the_step(wo
         prompt_embeds=None,
         skip_reading_prefix_cache=False,
     )
-    side.admit(asked)
+    side.admit(asked, 0)
     assert not gc.isenabled()
     cached = SimpleNamespace(resumed_req_ids=set())
     step = SimpleNamespace(total_num_scheduled_tokens=1, scheduled_cached_reqs=cached)

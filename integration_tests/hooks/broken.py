@@ -103,6 +103,11 @@ def _(module) -> None:
     module.Isolation.finished = nothing
 
 
+@breaks("reset", "vllm_connector")
+def _(module) -> None:
+    module.LMCacheXPUConnector.reset_cache = nothing
+
+
 @breaks("references", "binding")
 def _(module) -> None:
     memory = module.Binding.memory

@@ -34,6 +34,7 @@ class ChunkNames:
         self._database = database
         self._block_tokens = block_tokens
         self._request: Request | None = None
+        self._epoch = ""
         self._names: dict[bytes, Any] = {}  # the oldest first
         partial = database.config is None or database.config.save_unfull_chunk
         if not partial and database.chunk_size % block_tokens == 0:
@@ -43,8 +44,16 @@ class ChunkNames:
         """Names that are kept."""
         return len(self._names)
 
-    def admit(self, request: Request) -> None:
-        """The request that is looked up next."""
+    def admit(self, request: Request | None, epoch: str = "") -> None:
+        """The request that is looked up next.
+
+        Args:
+            request: None if its names stand for more than its tokens and the epoch.
+            epoch: what all names stand for beside tokens, by another first token; see `epochs`.
+        """
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._names.clear()
         self._request = request
 
     def _process(
@@ -53,8 +62,11 @@ class ChunkNames:
         """LMCache's chunks of some tokens, without keys."""
         request, self._request = self._request, None
         names_of_all = not args and kwargs == {"make_key": False}
+        if request is None or not names_of_all:
+            return process(tokens, *args, **kwargs)
+        own = request.all_token_ids
         # Not of tokens that stand for something else as well; see `isolation`.
-        if request is None or tokens is not request.all_token_ids or not names_of_all:
+        if tokens is not own and not (self._epoch and len(tokens) == len(own)):
             return process(tokens, *args, **kwargs)
         hashes = request.block_hashes
         if len(hashes) != len(tokens) // self._block_tokens:

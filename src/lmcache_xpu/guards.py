@@ -72,6 +72,16 @@ class Guard:
         """
         self._bad -= written or frozenset()
 
+    def refuse(self, requests: list[Any]) -> None:
+        """Before a step's loads: report them as failed, and store nothing of the step."""
+        for request in requests:
+            spec, request.load_spec = request.load_spec, None
+            if spec is not None and spec.can_load:
+                first, end = spec.vllm_cached_tokens, spec.lmcache_cached_tokens
+                self._unfilled |= blocks_of(request.slot_mapping[first:end], self._block_size)
+            if request.save_spec is not None:
+                request.save_spec.can_save = False
+
     def take_unfilled(self) -> set[int]:
         """Blocks that loads left unfilled since the last call."""
         self._collect()

@@ -1,7 +1,8 @@
 """Requests whose KV differs although their tokens don't: each gets keys of its own.
 
 LMCache names a chunk by its tokens. Not in them: the `cache_salt` with which a client keeps its
-entries from others, the LoRA adapter, and embeddings given in place of tokens. LMCache's own tags
+entries from others, the LoRA adapter, embeddings given in place of tokens, and the epoch of an
+engine that was reset (see `epochs`). LMCache's own tags
 don't reach its layerwise mode. So the first token of such a request is exchanged, in what LMCache
 hashes and nowhere else, for a number that no token has; every key of the request follows from it.
 
@@ -18,7 +19,7 @@ import functools
 import hashlib
 import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,10 +60,12 @@ class Isolation:
 
     Args:
         adapter: LMCache's connector; its look-ups go through here from now on.
+        epoch_of: what a request's keys have of its epoch; empty if nothing.
     """
 
-    def __init__(self, adapter: Any) -> None:
+    def __init__(self, adapter: Any, epoch_of: Callable[[str], str] = lambda _: "") -> None:
         self._adapter = adapter
+        self._epoch_of = epoch_of
         self._salts: dict[str, str] = {}
         self._computed: set[str] = set()
         self._looked_up: set[str] = set()
@@ -83,7 +86,7 @@ class Isolation:
 
     def named(self, request_id: str, token_ids: Sequence[int]) -> Sequence[int]:
         """The tokens by which LMCache is to name a request's chunks; most are its own."""
-        salt = self._salts.get(request_id)
+        salt = self._salts.get(request_id, "") + self._epoch_of(request_id)
         return salted(token_ids, salt) if salt and len(token_ids) else token_ids
 
     def mark(self, metadata: Any) -> None:
@@ -108,11 +111,23 @@ class Isolation:
         self._salts.pop(request_id, None)
         self._computed.discard(request_id)
         if request_id in self._looked_up:
-            self._looked_up.discard(request_id)
-            self._abandoned.append(request_id)
-            self._adapter.lookup_client.clear_lookup_status(request_id)
-            self._adapter.load_specs.pop(request_id, None)
-            self._adapter._requests_priority.pop(request_id, None)
+            self._abandon(request_id)
+
+    def forget_lookups(self) -> None:
+        """Take back what was promised to requests that are not scheduled yet: they ask again."""
+        for request_id in tuple(self._looked_up):
+            self._abandon(request_id)
+
+    def is_salted(self, request_id: str) -> bool:
+        """Whether a request's KV differs from others' by more than its tokens and its epoch."""
+        return request_id in self._salts
+
+    def _abandon(self, request_id: str) -> None:
+        self._looked_up.discard(request_id)
+        self._abandoned.append(request_id)
+        self._adapter.lookup_client.clear_lookup_status(request_id)
+        self._adapter.load_specs.pop(request_id, None)
+        self._adapter._requests_priority.pop(request_id, None)
 
     def _lookup(self, lookup: Any, token_ids: Any, lookup_id: str, **rest: Any) -> Any:
         if lookup_id in self._computed:

@@ -85,6 +85,27 @@ def close_tiers(engine: Any, config: LMCacheEngineConfig) -> None:
                 manager.storage_backends[tier].close()
 
 
+def forget_entries(engine: Any) -> bool:
+    """Remove what an engine stored in its own tiers: in host memory, and on disk.
+
+    Call it from the engine's thread, between its steps. Other models' entries are left alone, and
+    tiers that other engines use too.
+
+    Returns:
+        False if something is still there.
+    """
+    if (manager := getattr(engine, "storage_manager", None)) is None:
+        return True
+    for request in tuple(engine.lookup_pins):  # of requests that will be looked up again
+        engine.lookup_unpin(request)
+    backends = manager.storage_backends
+    if (memory := backends.get("LocalCPUBackend")) is not None:
+        model = engine.metadata.model_name
+        memory.batched_remove([key for key in memory.get_keys() if key.model_name == model])
+    gone = [tier.forget_model() for tier in backends.values() if hasattr(tier, "forget_model")]
+    return all(gone)
+
+
 def tiers(config: LMCacheEngineConfig) -> list[str]:
     """LMCache's names of the tiers that are configured beside the CPU tier."""
     remote = [f"RemoteBackend-{name}" for name in config.remote_storage_plugins or ()]

@@ -9,6 +9,7 @@ from vllm.distributed import kv_transfer
 from lmcache_xpu import garbage
 from lmcache_xpu.chunk_names import ChunkNames
 from lmcache_xpu.engine_steps import STEP, StepFacts, written_blocks
+from lmcache_xpu.epochs import Epochs, WeightsChanged
 from lmcache_xpu.isolation import Isolation
 from lmcache_xpu.near_lookups import NearLookups
 from lmcache_xpu.scheduled_loads import ScheduledLoads
@@ -35,7 +36,8 @@ class SchedulerSide:
         self._config = config
         self._block_size = block_size
         self._adapter = adapter
-        self._isolation = Isolation(adapter)
+        self._epochs = Epochs()
+        self._isolation = Isolation(adapter, self._epochs.of)
         self._loads = ScheduledLoads(adapter, block_size, self._worker, self._isolation.named)
         client = adapter.lookup_client
         database = getattr(client, "token_database", None)
@@ -43,12 +45,18 @@ class SchedulerSide:
         if (far := getattr(client, "transport", None)) is not None and far.world_size == 1:
             client.transport = NearLookups(far, self._near_engine)
 
-    def admit(self, request: Request) -> None:
-        """Before a request is looked up."""
+    def admit(self, request: Request, kept: int) -> None:
+        """Before a request is looked up, of which vLLM's own prefix cache has some tokens."""
         garbage.put_off()
+        if (worker := self._worker()) is not None:
+            self.change_weights(worker.build_connector_worker_meta())
+        self._epochs.admit(request.request_id, kept)
         self._isolation.admit(request)
         if self._names is not None:
-            self._names.admit(request)
+            name = request.request_id
+            alike = self._epochs.is_only(name) and not self._isolation.is_salted(name)
+            alike = alike and not request.mm_features
+            self._names.admit(request if alike else None, self._epochs.current.name)
 
     def give_up_hits(self, request_id: str) -> None:
         """When a load of a request has failed: nothing is found for it any more."""
@@ -68,6 +76,7 @@ class SchedulerSide:
         written = written_blocks(step, self._block_size, kept)
         setattr(metadata, STEP, StepFacts(written, step.total_num_scheduled_tokens))
         self._isolation.mark(metadata)
+        self._epochs.describe(metadata)
         self._loads.mark(metadata)
         self._own_blocks(step)
         if self._worker() is None:  # which has a step of its own to enqueue
@@ -76,6 +85,28 @@ class SchedulerSide:
     def finished(self, request_id: str) -> None:
         """When a request has ended, in whatever way."""
         self._isolation.finished(request_id)
+        self._epochs.finished(request_id)
+
+    def bind(self, pool: Any) -> None:
+        """Take vLLM's pool of blocks, to see whether its own prefix cache is empty."""
+        self._epochs.pool = pool
+
+    def reset(self) -> bool:
+        """Begin an epoch, in which nothing is found that was stored before.
+
+        Returns:
+            False if a worker in this process could not give back the room of all that it stored.
+            Workers elsewhere do so with the next step.
+        """
+        self._epochs.begin()
+        self._isolation.forget_lookups()
+        worker = self._worker()
+        return worker is None or bool(worker.begin_epoch(self._epochs.current))
+
+    def change_weights(self, said: Any) -> None:
+        """Begin an epoch if a worker said that its weights changed in this one."""
+        if isinstance(said, WeightsChanged) and said.number >= self._epochs.current.number:
+            self.reset()
 
     def _own_blocks(self, step: SchedulerOutput) -> None:
         """Give LMCache a list of its own of the blocks of each request that was preempted.

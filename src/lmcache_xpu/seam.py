@@ -50,21 +50,28 @@ class Patch:
         attribute: its name; with a dot, of a class.
         replace: makes the replacement from the original.
         cause: why it has to be.
+        optional: some versions do without it.
     """
 
     module: str
     attribute: str
     replace: Callable[[Any], Any]
     cause: str
+    optional: bool = False
 
     def __call__(self, module: ModuleType) -> None:
         """Replace the attribute; does nothing when it is replaced already."""
-        if not self.in_place(module):
+        if self.needed(module) and not self.in_place(module):
             owner, _, name = self.attribute.rpartition(".")
             holder = getattr(module, owner) if owner else module
             replacement = self.replace(getattr(holder, name))
             replacement.__lmcache_xpu__ = True
             setattr(holder, name, replacement)
+
+    def needed(self, module: ModuleType) -> bool:
+        """Whether this version has the attribute, or should have."""
+        owner, _, name = self.attribute.rpartition(".")
+        return not self.optional or hasattr(getattr(module, owner) if owner else module, name)
 
     def in_place(self, module: ModuleType) -> bool:
         """Whether the attribute is a replacement made here."""
@@ -158,6 +165,36 @@ def _begin_step(original: Callable[..., Any]) -> Callable[..., Any]:
     return execute_model
 
 
+def _change_weights(original: Callable[..., Any]) -> Callable[..., Any]:
+    from vllm.distributed import kv_transfer
+
+    @functools.wraps(original)
+    def change(worker: Any, *args: Any, **kwargs: Any) -> Any:
+        if kv_transfer.has_kv_transfer_group():
+            group = kv_transfer.get_kv_transfer_group()
+            # Another connector may hold ours among others.
+            for connector in (group, *getattr(group, "_connectors", ())):
+                if hasattr(connector, "change_weights"):
+                    connector.change_weights()
+        return original(worker, *args, **kwargs)
+
+    return change
+
+
+# What a worker of vLLM 0.32 offers that leaves it with other weights, or may.
+WEIGHT_CHANGES = (
+    "load_model",
+    "reload_weights",
+    "reset_weights",
+    "start_weight_update",
+    "start_draft_weight_update",
+    "update_weights",
+    "finish_weight_update",
+    "sleep",
+    "wake_up",
+    "discard",
+)
+
 PATCHES = (
     Patch(
         "lmcache.v1.gpu_connector",
@@ -194,6 +231,16 @@ PATCHES = (
         "Scheduler._handle_invalid_blocks",
         beginning_anew,
         "after a load that failed, gives wrong tokens with the runner that XPU uses",
+    ),
+    *(
+        Patch(
+            "vllm.v1.worker.gpu_worker",
+            f"Worker.{name}",
+            _change_weights,
+            "tells no connector that the weights change; cached KV would outlive them",
+            optional=True,
+        )
+        for name in WEIGHT_CHANGES
     ),
 )
 
@@ -270,7 +317,8 @@ def status() -> Status:
         for patch in PATCHES:
             module = importlib.import_module(patch.module)
             name = f"{patch.module}.{patch.attribute}"
-            patches[name] = patch.in_place(module)
+            if patch.needed(module):
+                patches[name] = patch.in_place(module)
     return Status(
         lmcache_version=found.lmcache,
         vllm_version=found.vllm,

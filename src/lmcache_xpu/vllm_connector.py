@@ -31,6 +31,7 @@ from lmcache_xpu.engine_facts import (
     promoted_windows,
 )
 from lmcache_xpu.engine_steps import STEP, may_run_as_one_graph, with_answers
+from lmcache_xpu.epochs import Epoch, WeightsChanged, WorkerEpoch
 from lmcache_xpu.failed_start import ending_on_failure
 from lmcache_xpu.guards import Guard
 from lmcache_xpu.scheduler_side import SchedulerSide
@@ -40,9 +41,11 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
     from lmcache_xpu.overlap import Overlap
@@ -102,6 +105,7 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
         self._loads_early = False  # before vLLM has prepared the step
         self._guard: Guard | None = None  # the worker's
         self._keys: ChunkKeys | None = None  # the worker's, in standard mode
+        self._epoch: WorkerEpoch | None = None  # the worker's
         self._scheduler: SchedulerSide | None = None
         if not self._served:
             super().__init__(vllm_config, role, kv_cache_config)
@@ -140,6 +144,8 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
                 if not self._config.use_layerwise:
                     self._keys = ChunkKeys(self._lmcache_engine.lmcache_engine)
                 self._guard = Guard(self._lmcache_engine, facts.block_size)
+                engine = self._lmcache_engine.lmcache_engine
+                self._epoch = WorkerEpoch(engine, self._guard, self._forget_entries)
             else:
                 self._scheduler = SchedulerSide(self._lmcache_engine, vllm_config, facts.block_size)
                 if windows := promoted_windows(vllm_config, kv_cache_config):
@@ -194,6 +200,8 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
         # LMCache begins the layerwise loads of a step together; and a step may be under way.
         if self._keys is None or self.has_connector_metadata():
             return False
+        if self.build_connector_worker_meta() is not None:
+            return False  # the step's description is looked at more closely
         self._overlap.schedule(written, tokens)
         super().bind_connector_metadata(metadata)
         try:
@@ -214,6 +222,8 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
         self._stored_layers.clear()
         if self._guard is not None:
             self._guard.begin_step(written)
+        if self._epoch is not None:
+            self._epoch.begin_step(connector_metadata)
         if self._overlap is not None:
             self._overlap.begin_step(written, tokens)
 
@@ -287,14 +297,50 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
         reported: set[int] = super().get_block_ids_with_load_errors()
         return failed | reported
 
+    def change_weights(self) -> None:
+        """The weights are about to change: nothing is loaded or stored until another epoch."""
+        if self._epoch is not None:
+            self._epoch.change_weights()
+
+    def begin_epoch(self, epoch: Epoch) -> bool:
+        """Give back the room of what was stored before; False if something is still there."""
+        return self._epoch is None or self._epoch.begin(epoch)
+
+    def build_connector_worker_meta(self) -> WeightsChanged | None:
+        """Whether the scheduler must begin another epoch; vLLM carries it there."""
+        return None if self._epoch is None else self._epoch.changed
+
     # The scheduler's half
+
+    def reset_cache(self) -> bool | None:
+        """Let nothing be found any more that was stored before; see `epochs`.
+
+        Returns:
+            False if the room of what was stored could not be given back; None on devices that are
+            not served, where LMCache resets nothing.
+        """
+        if self._scheduler is None:
+            reset: bool | None = super().reset_cache()
+            return reset
+        return self._scheduler.reset()
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Take vLLM's pool of blocks."""
+        if self._scheduler is not None:
+            self._scheduler.bind(gpu_block_pool)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Hear what the workers said at the end of a step."""
+        super().update_connector_output(connector_output)
+        if self._scheduler is not None:
+            self._scheduler.change_weights(connector_output.kv_connector_worker_meta)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond those that the engine has; see `isolation`."""
         if self._scheduler is not None:
-            self._scheduler.admit(request)
+            self._scheduler.admit(request, num_computed_tokens)
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(
             request, num_computed_tokens
         )
@@ -337,6 +383,8 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
         """
         if self._overlap is not None:
             self._overlap.drain()
+        if self._epoch is not None:
+            self._epoch.end()
         if self._served:
             lmcache_engine.close_tiers(self._lmcache_engine.lmcache_engine, self._config)
 
@@ -358,6 +406,11 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
             stores=stores,
         )
         seam.publish_when_complete(engine.storage_manager, self._overlap)
+
+    def _forget_entries(self) -> bool:
+        if self._overlap is not None:
+            self._overlap.drain()  # what is under way is published first, to be forgotten with it
+        return lmcache_engine.forget_entries(self._lmcache_engine.lmcache_engine)
 
     def _loads_in_step(self) -> bool:
         specs = [request.load_spec for request in self._get_connector_metadata().requests]

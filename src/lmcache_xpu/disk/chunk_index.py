@@ -58,6 +58,9 @@ class ChunkIndex:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
     def get(self, key: str) -> Entry | None:
         """The entry of `key`."""
         return self._entries.get(key)

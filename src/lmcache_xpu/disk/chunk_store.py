@@ -27,7 +27,7 @@ from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import LOAD_DISK
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
 __all__ = ["ChunkStore", "Counters"]
@@ -234,6 +234,19 @@ class ChunkStore:
                 return False
             self._remove(key)
             return True
+
+    def remove_all(self, is_meant: Callable[[str], bool]) -> bool:
+        """Remove chunks by their keys, pinned or not; False if a file could not be removed."""
+        with self._lock:
+            if self._closed:  # the directory may belong to another process by now
+                return False
+            keys = [key for key in self._index if is_meant(key)]
+        gone = True
+        for key in keys:
+            with self._lock:
+                self._remove(key)
+                gone = gone and not self._path(key).exists()
+        return gone
 
     def clear(self) -> list[ChunkInfo]:
         """Remove all chunks that are not pinned, and return what they were."""

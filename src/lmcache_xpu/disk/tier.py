@@ -306,6 +306,24 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         layouts = [ChunkLayout.parse(info.meta) for info in self._store.clear()]
         return sum(layout.tokens(self._hidden) for layout in layouts)
 
+    def forget_model(self) -> bool:
+        """Remove all chunks of this engine's model, pinned or not, also those being written.
+
+        Returns:
+            False if something is still there: a file that can't be removed, or a write that has
+            not ended in ten seconds.
+        """
+        model = f"@{self.metadata.model_name}"
+
+        def is_own(name: str) -> bool:
+            text = name.partition("\n")[0]
+            return text.startswith(f"{self._origin}@") and text.endswith(model)
+
+        ended = self._writes.cancel(is_own)
+        removed = self._store.remove_all(is_own)
+        DISK_USED_BYTES.set(self._store.used_bytes)
+        return ended and removed
+
     def get_allocator_backend(self) -> LocalCPUBackend:
         """LMCache's CPU pool: what is stored comes from it, what is loaded goes to it."""
         return self.local_cpu_backend

@@ -123,6 +123,13 @@ class DiskWriter:
         if (future := self._held.get(name)) is not None:
             wait([future], timeout=_DRAIN_SECONDS)
 
+    def cancel(self, is_meant: Callable[[str], bool]) -> bool:
+        """Drop queued writes and wait for those under way; whether they ended in ten seconds."""
+        with self._lock:
+            meant = [future for name, future in self._held.items() if is_meant(name)]
+        under_way = [future for future in meant if not future.cancel()]
+        return not wait(under_way, timeout=_DRAIN_SECONDS).not_done
+
     def close(self) -> None:
         """Refuse further chunks and end the queued writes; those not begun in 10 s are dropped."""
         with self._lock:
