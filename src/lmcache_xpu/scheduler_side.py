@@ -9,6 +9,7 @@ from vllm.distributed import kv_transfer
 from lmcache_xpu import garbage
 from lmcache_xpu.chunk_names import ChunkNames
 from lmcache_xpu.engine_steps import STEP, StepFacts, written_blocks
+from lmcache_xpu.hit_sources import hit_sources, lone_source
 from lmcache_xpu.isolation import Isolation
 from lmcache_xpu.near_lookups import NearLookups
 from lmcache_xpu.scheduled_loads import ScheduledLoads
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
     from vllm.v1.request import Request
+
+    from lmcache_xpu.kv_events import KVEvents
 
 __all__ = ["SchedulerSide"]
 
@@ -32,6 +36,8 @@ class SchedulerSide:
     """
 
     def __init__(self, adapter: Any, config: VllmConfig, block_size: int) -> None:
+        self.events: KVEvents | None = None  # where the engine publishes them
+        self._adapter = adapter
         self._config = config
         self._block_size = block_size
         self._isolation = Isolation(adapter)
@@ -48,6 +54,8 @@ class SchedulerSide:
         self._isolation.admit(request)
         if self._names is not None:
             self._names.admit(request)
+        if self.events is not None:
+            self.events.admit(request)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks) -> None:
         """A request has its blocks, and will be in the next step."""
@@ -63,6 +71,8 @@ class SchedulerSide:
         written = written_blocks(step, self._block_size, kept)
         setattr(metadata, STEP, StepFacts(written, step.total_num_scheduled_tokens))
         self._isolation.mark(metadata)
+        if self.events is not None:
+            self.events.describe(metadata)
         self._loads.mark(metadata)
         if self._worker() is None:  # which has a step of its own to enqueue
             garbage.allow()
@@ -70,6 +80,19 @@ class SchedulerSide:
     def finished(self, request_id: str) -> None:
         """When a request has ended, in whatever way."""
         self._isolation.finished(request_id)
+        if self.events is not None:
+            self.events.finished(request_id)
+
+    def hit_sources(self, request_id: str, tokens: int) -> dict[CacheHitSource, int]:
+        """The tiers that supply a request's tokens; empty if that is not known here."""
+        config = self._adapter.config
+        if (source := lone_source(config)) is not None:
+            return {source: tokens}
+        if (engine := self._near_engine()) is None:
+            return {}
+        pinned = engine.lookup_pins.get(request_id, {})
+        objects = engine.num_layers if engine.use_layerwise else 1
+        return hit_sources(pinned, objects, config.chunk_size, tokens)
 
     def _near_engine(self) -> Any:
         """LMCache's engine in this process, if it answers look-ups from memory."""

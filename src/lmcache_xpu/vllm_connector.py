@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
 from vllm.logger import init_logger
 
 from lmcache_xpu import garbage, lmcache_config, lmcache_engine, seam, versions
@@ -26,6 +25,8 @@ from lmcache_xpu.engine_facts import EngineFacts, check_chunks, engine_facts
 from lmcache_xpu.engine_steps import STEP, may_run_as_one_graph
 from lmcache_xpu.failed_start import ending_on_failure
 from lmcache_xpu.guards import Guard
+from lmcache_xpu.kv_events import KVEvents, published
+from lmcache_xpu.reporting import ReportingConnector
 from lmcache_xpu.scheduler_side import SchedulerSide
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 
-class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped base
+class LMCacheXPUConnector(ReportingConnector):
     """LMCache in process, with the connectors of this package.
 
     On devices that are not served (see `seam.served_devices`) it is LMCache's own connector.
@@ -107,13 +108,19 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
             self._lmcache_engine.device = torch.device("cpu")
             self._facts = facts
             lmcache_engine.check_healthy(self._lmcache_engine)
+            self._publishes = published(vllm_config, self._config.enable_kv_events)
             if role == KVConnectorRole.WORKER:
                 lmcache_engine.check_connector(self._lmcache_engine, facts)
+                # LMCache's own events name tokens that `isolation` exchanged; see `kv_events`.
+                self._lmcache_engine.lmcache_engine.kv_events_enabled = False
                 if not self._config.use_layerwise:
                     self._keys = ChunkKeys(self._lmcache_engine.lmcache_engine)
                 self._guard = Guard(self._lmcache_engine, facts.block_size)
             else:
                 self._scheduler = SchedulerSide(self._lmcache_engine, vllm_config, facts.block_size)
+                if self._publishes:
+                    database = getattr(self._lmcache_engine.lookup_client, "token_database", None)
+                    self._scheduler.events = KVEvents(database, facts.block_size, kv_cache_config)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take over the engine's KV cache; LMCache opens its tiers now.
@@ -132,6 +139,8 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
             engine.gpu_connector.initialize_kvcaches_ptr(kvcaches=list(kv_caches.values()))
             self._run_beside(engine, kv_caches)
             lmcache_engine.check_tiers(engine, self._config)
+            if self._publishes:
+                self._residency = lmcache_engine.watch_tiers(engine, self._config)
 
     def begin_step(self, connector_metadata: KVConnectorMetadata) -> None:
         """Load what a step needs while vLLM prepares it, which takes milliseconds.
@@ -184,6 +193,15 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
         if self._overlap is not None:
             facts = getattr(connector_metadata, STEP, (None, None))
             self._overlap.begin_step(*facts)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Before vLLM may write blocks that stores still read, e.g. to zero them.
+
+        vLLM calls it first in each step, also through a MultiConnector, which `begin_step` is not.
+        The engine's stream waits; this thread does not.
+        """
+        if self._overlap is not None:
+            self._overlap.protect(getattr(kv_connector_metadata, STEP, (None, None))[0])
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Load what this step needs, if that has not begun; see LMCache's connector.

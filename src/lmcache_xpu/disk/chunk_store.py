@@ -27,7 +27,7 @@ from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import LOAD_DISK
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
 __all__ = ["ChunkStore", "Counters"]
@@ -242,6 +242,14 @@ class ChunkStore:
             for key in gone:
                 self._remove(key)
             return list(gone.values())
+
+    def watch(self, changed: Callable[[str, bool], None]) -> None:
+        """Call `changed` with each key and whether it is stored: now, and when that changes.
+
+        The store is locked meanwhile: `changed` must not call it.
+        """
+        with self._lock:
+            self._index.watch(changed)
 
     def close(self) -> None:
         """Let go of the directory. Later puts are refused; may be called twice."""
