@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -90,7 +90,7 @@ class _Chunk:
     tokens: array[int]
     hashes: list[Any]
     parent: Any
-    extra_keys: list[Any] | None
+    extra_keys: list[Any]
     lora: tuple[int | None, str | None]
     tiers: set[str] = field(default_factory=set)  # that hold it, as far as was told
 
@@ -205,59 +205,69 @@ class KVEvents:
         if asked.first != tokens[0]:  # another name for all of them
             asked.end, asked.first = 0, tokens[0]
             asked.name = self._database._get_init_hash()
+        held: list[tuple[str, str]] = []
         while asked.end + size <= len(tokens):
-            self._add(asked, asked.end + size, tokens)
+            self._add(asked, asked.end + size, tokens, held)
             asked.end += size
         if self._database.config.save_unfull_chunk and asked.end < len(tokens):
             whole = asked.name
-            self._add(asked, len(tokens), tokens)
+            self._add(asked, len(tokens), tokens, held)
             asked.name = whole  # it may grow
+        self._announce(held)
 
-    def _add(self, asked: _Asked, end: int, tokens: list[int]) -> None:
+    def _add(self, asked: _Asked, end: int, tokens: list[int], held: list[tuple[str, str]]) -> None:
+        """Describe a request's next chunk, and note the tiers that hold it already."""
         asked.name = self._database._hash_tokens(list(tokens[asked.end : end]), asked.name)
         name = chunk_name(asked.name)
-        if name in self._chunks:
+        if (chunk := self._chunks.get(name)) is not None:
+            # Again, as vLLM does of its own hits: a router may have begun since, or been told by
+            # vLLM that all is gone, when only the engine's own cache was reset.
+            held += [(tier, name) for tier in chunk.tiers]
             return
         blocks = range(asked.end // self._block_tokens, end // self._block_tokens)
         if not blocks:
             return
         self._chunks[name] = _described(asked.request, blocks, self._block_tokens)
         tiers = [tier for tier in PLACES if self._held.get((tier, name), 0) >= self._workers]
-        self._announce([(tier, name) for tier in tiers])  # e.g. on disk since an earlier run
+        held += [(tier, name) for tier in tiers]  # e.g. on disk since an earlier run
         if not tiers:
             self._waiting[name] = None
             if len(self._waiting) > WAITING:
                 oldest = next(iter(self._waiting))
                 del self._waiting[oldest], self._chunks[oldest]
 
-    def _announce(self, stored: Iterable[tuple[str, str]]) -> None:
-        """Tell what tiers hold, a block after those that it follows."""
-        for tier, name, chunk in sorted(self._known(stored), key=lambda item: item[2].start):
+    def _announce(self, held: Iterable[tuple[str, str]]) -> None:
+        """Tell what tiers hold: a block after those that it follows, in one event if possible."""
+        known = [(tier, name, self._chunks[name]) for tier, name in held if name in self._chunks]
+        grows: dict[tuple[str, Any], BlockStored] = {}  # by its last block
+        for tier, name, chunk in sorted(known, key=lambda item: item[2].start):
             chunk.tiers.add(tier)
             self._waiting.pop(name, None)
-            lora_id, lora_name = chunk.lora
-            place = PLACES[tier]
-            self._events.append(
-                BlockStored(
-                    block_hashes=chunk.hashes,
-                    parent_block_hash=chunk.parent,
-                    token_ids=list(chunk.tokens),
-                    block_size=self._block_tokens,
-                    lora_id=lora_id,
-                    medium=place.medium,
-                    lora_name=lora_name,
-                    extra_keys=chunk.extra_keys,
-                    group_idx=self._group,
-                    kv_cache_spec_kind=self._kind,
-                    locality=place.locality,
-                    ownership=place.ownership,
-                )
-            )
+            event = grows.pop((tier, chunk.parent), None) or self._stored(tier, chunk)
+            event.block_hashes += chunk.hashes
+            event.token_ids += chunk.tokens
+            event.extra_keys += chunk.extra_keys
+            grows[tier, chunk.hashes[-1]] = event
 
-    def _known(self, stored: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str, _Chunk]]:
-        for tier, name in stored:
-            if (chunk := self._chunks.get(name)) is not None and tier not in chunk.tiers:
-                yield tier, name, chunk
+    def _stored(self, tier: str, chunk: _Chunk) -> BlockStored:
+        """An event that begins with a chunk's first block, and has none yet."""
+        place, (lora_id, lora_name) = PLACES[tier], chunk.lora
+        event = BlockStored(
+            block_hashes=[],
+            parent_block_hash=chunk.parent,
+            token_ids=[],
+            block_size=self._block_tokens,
+            lora_id=lora_id,
+            medium=place.medium,
+            lora_name=lora_name,
+            extra_keys=[],
+            group_idx=self._group,
+            kv_cache_spec_kind=self._kind,
+            locality=place.locality,
+            ownership=place.ownership,
+        )
+        self._events.append(event)
+        return event
 
     def _remove(self, tier: str, names: list[str]) -> None:
         """Tell that a tier holds some chunks no longer."""
@@ -305,7 +315,7 @@ def _described(request: Request, blocks: range, block_tokens: int) -> _Chunk:
         tokens=array("q", request.all_token_ids[start:end]),
         hashes=hashes,
         parent=None if before < 0 else maybe_convert_block_hash(request.block_hashes[before]),
-        extra_keys=to_event_extra_keys(keys),
+        extra_keys=to_event_extra_keys(keys) or [],
         lora=(None, None) if lora is None else (lora.adapter_id, lora.name),
     )
 
