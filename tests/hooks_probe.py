@@ -19,7 +19,7 @@ from typing import Any
 from engine_probe import BLOCK, CHUNK, counts, digests, prompt, restored, zero
 
 LONG, OTHER, LAST = 4 * CHUNK + 77, 3 * CHUNK + BLOCK + 5, 2 * CHUNK + 9
-POOL_GIB = 0.03  # 15 chunks: fewer than what is stored
+POOL_GIB = 0.012  # 12 chunks: fewer than what is stored
 FLOWS = [(d, t) for d in ("store", "load") for t in ("cpu", "disk")]
 
 
@@ -186,10 +186,10 @@ def run(order: str, model: str, directory: Path) -> dict[str, Any]:
         "salted": engine.visit(prompt(LONG), "s"),
         "hit": engine.visit(prompt(LONG)),
         "salted hit": engine.visit(prompt(LONG), "s"),
-        "longer": engine.visit(prompt(LONG) + prompt(50)),
+        "longer": engine.visit(prompt(LONG) + prompt(200)),
     }
     engine.forget()
-    visits["longer cold"] = engine.visit(prompt(LONG) + prompt(50), "never seen")
+    visits["longer cold"] = engine.visit(prompt(LONG) + prompt(200), "never seen")
     cold = visits["cold"]["blocks"]
     for visit in visits.values():
         visit["restored"] = restored(cold, visit.pop("blocks"))
@@ -198,14 +198,17 @@ def run(order: str, model: str, directory: Path) -> dict[str, Any]:
     engine.ask(prompt(LAST))
     engine.llm.llm_engine.do_log_stats()
     time.sleep(0.5)
-    named = {metric.name: metric for metric in engine.llm.get_metrics()}
     return {
         "visits": visits,
         "events": msgspec.to_builtins(engine.events.heard),
         "lines": lines.lines,
         "counted": counted(),
         "counted by the worker": engine.llm.collective_rpc(counted)[0],
-        "sources": sorted(name for name in named if "source" in name),
+        "sources": {
+            metric.labels["source"]: metric.value
+            for metric in engine.llm.get_metrics()
+            if metric.name == "vllm:prompt_tokens_cached_by_source"
+        },
         "steps": seen,
         "counts": engine.llm.collective_rpc(counts_of_ours)[0],
     }

@@ -38,6 +38,8 @@ class SchedulerSide:
     def __init__(self, adapter: Any, config: VllmConfig, block_size: int) -> None:
         self.events: KVEvents | None = None  # where the engine publishes them
         self._adapter = adapter
+        self._computed: dict[str, int] = {}  # tokens, of requests that were looked up
+        self._filled: set[int] = set()  # blocks that requests got since the last step
         self._config = config
         self._block_size = block_size
         self._isolation = Isolation(adapter)
@@ -48,8 +50,9 @@ class SchedulerSide:
         if (far := getattr(client, "transport", None)) is not None and far.world_size == 1:
             client.transport = NearLookups(far, self._near_engine)
 
-    def admit(self, request: Request) -> None:
-        """Before a request is looked up."""
+    def admit(self, request: Request, computed: int = 0) -> None:
+        """Before a request is looked up, of whose tokens the engine has so many."""
+        self._computed[request.request_id] = computed
         garbage.put_off()
         self._isolation.admit(request)
         if self._names is not None:
@@ -59,7 +62,11 @@ class SchedulerSide:
 
     def allocated(self, request: Request, blocks: KVCacheBlocks) -> None:
         """A request has its blocks, and will be in the next step."""
-        self._loads.begin(request, blocks.get_block_ids()[0])
+        numbers = blocks.get_block_ids()[0]
+        # Another connector may load into them, in this step or while the request waits.
+        kept = self._computed.pop(request.request_id, 0) // self._block_size
+        self._filled.update(numbers[kept:])
+        self._loads.begin(request, numbers)
 
     def describe(self, metadata: Any, step: SchedulerOutput) -> None:
         """Complete LMCache's description of a step."""
@@ -68,7 +75,8 @@ class SchedulerSide:
             for request in metadata.requests
             if request.load_spec is not None
         }
-        written = written_blocks(step, self._block_size, kept)
+        written = written_blocks(step, self._block_size, kept) | self._filled
+        self._filled.clear()
         setattr(metadata, STEP, StepFacts(written, step.total_num_scheduled_tokens))
         self._isolation.mark(metadata)
         if self.events is not None:
@@ -80,6 +88,7 @@ class SchedulerSide:
     def finished(self, request_id: str) -> None:
         """When a request has ended, in whatever way."""
         self._isolation.finished(request_id)
+        self._computed.pop(request_id, None)
         if self.events is not None:
             self.events.finished(request_id)
 

@@ -263,7 +263,7 @@ class LMCacheXPUConnector(ReportingConnector):
     ) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond those that the engine has; see `isolation`."""
         if self._scheduler is not None:
-            self._scheduler.admit(request)
+            self._scheduler.admit(request, num_computed_tokens)
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(
             request, num_computed_tokens
         )
