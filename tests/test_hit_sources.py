@@ -11,6 +11,8 @@ pytest.importorskip("vllm")
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmcache_xpu.hit_sources import hit_sources, lone_source
+from lmcache_xpu.scheduler_side import SchedulerSide
+from lmcache_xpu.vllm_connector import LMCacheXPUConnector
 
 HOST, DISK, OTHER = (
     CacheHitSource.HOST,
@@ -48,3 +50,31 @@ def test_with_one_tier_all_hits_come_from_it(setting):
     if setting is not None:
         setattr(config, setting, ["something"])
     assert lone_source(config) == (HOST if setting is None else None)
+
+
+@pytest.mark.parametrize("layers", [0, 3])
+def test_the_scheduler_asks_the_worker_in_its_process(layers: int, monkeypatch):
+    config = SimpleNamespace(storage_plugins=["disk"], chunk_size=8)
+    side = SchedulerSide(SimpleNamespace(lookup_client=None, config=config), None, 4)
+    engine = SimpleNamespace(
+        lookup_pins={"r": {CPU: [0] * 2 * max(layers, 1), "disk": [0] * max(layers, 1)}},
+        use_layerwise=bool(layers),
+        num_layers=layers,
+    )
+    monkeypatch.setattr(side, "_worker", lambda: None)
+    assert side.hit_sources("r", 20) == {}
+    monkeypatch.setattr(side, "_worker", lambda: SimpleNamespace(near_engine=lambda: engine))
+    assert side.hit_sources("r", 20) == {HOST: 12, DISK: 8}
+    assert side.hit_sources("another", 20) == {}
+    config.storage_plugins = None
+    assert side.hit_sources("another", 20) == {HOST: 20}
+
+
+def test_what_is_not_known_is_left_to_vllm():
+    made: Any = object.__new__(LMCacheXPUConnector)
+    made._scheduler = SimpleNamespace(hit_sources=lambda name, tokens: {})
+    request: Any = SimpleNamespace(request_id="r")
+    assert made.get_external_cache_hit_sources(request, 5) == {OTHER: 5}
+    made._scheduler.hit_sources = lambda name, tokens: {HOST: tokens}
+    assert made.get_external_cache_hit_sources(request, 5) == {HOST: 5}
+    assert made.get_external_cache_hit_sources(request, 0) == {}

@@ -185,8 +185,10 @@ def test_vllms_log_has_the_numbers(alone: dict[str, Any]):
     assert "disk_limit_gib=1.0" in line
 
 
-def test_vllm_counts_the_hits_by_their_tiers(alone: dict[str, Any]):
-    assert alone["sources"]["host"] == 3 * HIT
+def test_hits_that_another_process_looked_up_have_no_tier(alone: dict[str, Any]):
+    """The scheduler is told how much there is, and not where: see `hit_sources`."""
+    assert alone["sources"]["external_unspecified"] == 3 * HIT
+    assert alone["sources"]["host"] == 0
 
 
 def test_hits_are_exact_beside_another_connector(several: dict[str, Any]):
