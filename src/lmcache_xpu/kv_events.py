@@ -32,7 +32,7 @@ __all__ = ["KVEvents", "TierReport", "published"]
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
-WAITING = 2**14  # chunks of requests that no tier has taken yet, about 2 KiB each
+WAITING = 2**14  # chunks of requests that no tier has taken yet, 2 to 3 KiB each
 
 
 class Place(NamedTuple):
@@ -312,7 +312,7 @@ def _described(request: Request, blocks: range, block_tokens: int) -> _Chunk:
     start, end = blocks[0] * block_tokens, (blocks[-1] + 1) * block_tokens
     return _Chunk(
         start=start,
-        tokens=array("q", request.all_token_ids[start:end]),
+        tokens=array("I", request.all_token_ids[start:end]),
         hashes=hashes,
         parent=None if before < 0 else maybe_convert_block_hash(request.block_hashes[before]),
         extra_keys=to_event_extra_keys(keys) or [],
