@@ -40,6 +40,7 @@ WRONG = {
     "remote_url": "http://cache:6379",
     "layerwise": "2",
     "save_decode": "no way",
+    "kv_events": "http://router:5557",
     "hash_algorithm": "builtin",
     "overlap_load": "maybe",
     "overlap_store": "2",

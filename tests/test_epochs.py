@@ -17,6 +17,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from lmcache_xpu import scheduler_side
 from lmcache_xpu.epochs import EPOCH, Epoch, Epochs, WeightsChanged, WorkerEpoch
 from lmcache_xpu.scheduler_side import SchedulerSide
+from lmcache_xpu.worker_report import WorkerReport
 from scripts import run_script
 
 
@@ -54,7 +55,13 @@ class Scheduler:
 
     def step(self, *names: str) -> Any:
         metadata = Metadata(*map(described, names))
-        self.side.describe(metadata, SimpleNamespace(total_num_scheduled_tokens=1))
+        self.side.describe(
+            metadata,
+            SimpleNamespace(
+                total_num_scheduled_tokens=1,
+                scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set()),
+            ),
+        )
         return metadata
 
 
@@ -159,7 +166,8 @@ class Worker:
         self.epoch = WorkerEpoch(self.engine, self, self.forget)
         self.begin_epoch = self.epoch.begin
 
-    def build_connector_worker_meta(self) -> Any:
+    @property
+    def weights_changed(self) -> WeightsChanged | None:
         return self.epoch.changed
 
     def refuse(self, requests: list[Any]) -> None:
@@ -217,7 +225,7 @@ def test_under_changed_weights_nothing_is_found_loaded_or_stored_before_another_
     assert worker.engine.lookup([1], lookup_id="r") == 0
     worker.epoch.begin_step(step)
     assert worker.refused == step.requests
-    one.side.change_weights(worker.epoch.changed)
+    one.side.hear(WorkerReport(weights=worker.epoch.changed))
     # It was alive, so that its KV is of both.
     later = one.step("r")
     assert not later.requests[0].save_spec.can_save
@@ -240,8 +248,8 @@ def test_weights_that_change_after_a_reset_and_before_its_first_step_are_covered
 
 def test_a_change_that_was_heard_of_twice_begins_one_epoch(one):
     for _ in range(2):  # the second in the output of a step that was under way
-        one.side.change_weights(WeightsChanged(0))
-    one.side.change_weights(None)
+        one.side.hear(WorkerReport(weights=WeightsChanged(0)))
+    one.side.hear(WorkerReport())
     assert getattr(one.step(), EPOCH).number == 1
 
 
@@ -259,14 +267,15 @@ def test_in_one_process_a_look_up_after_a_change_is_in_another_epoch_already(mon
 
 def test_vllm_carries_what_any_rank_says():
     def output(said: WeightsChanged | None) -> ModelRunnerOutput:
-        carried = KVConnectorOutput(kv_connector_worker_meta=said)
+        report = said and WorkerReport(weights=said)
+        carried = KVConnectorOutput(kv_connector_worker_meta=report)
         return ModelRunnerOutput.with_kv_conn_output_only(carried)
 
     said = (None, WeightsChanged(3), WeightsChanged(2), None)
     carried = KVOutputAggregator(4).aggregate([output(one) for one in said], 0)
     assert carried is not None
     assert carried.kv_connector_output is not None
-    assert carried.kv_connector_output.kv_connector_worker_meta.number == 3
+    assert carried.kv_connector_output.kv_connector_worker_meta.weights.number == 3
 
 
 WEIGHTS = """

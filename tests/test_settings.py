@@ -102,6 +102,22 @@ def test_without_offload_there_is_no_connector_and_no_lmcache(parser):
     assert settings.lmcache_config() == {}
 
 
+def test_one_setting_lets_routers_hear_of_all_tiers(parser):
+    settings = load(kv_events="tcp://*:5557")
+    args = parser.parse_args(settings.vllm_args())
+    assert args.kv_events_config.enable_kv_cache_events
+    assert (args.kv_events_config.publisher, args.kv_events_config.endpoint) == (
+        "zmq",
+        "tcp://*:5557",
+    )
+    assert settings.lmcache_config()["enable_kv_events"] is True
+    off = load()
+    assert parser.parse_args(off.vllm_args()).kv_events_config is None
+    assert "enable_kv_events" not in off.lmcache_config()
+    without_tiers = load(kv_events="tcp://*:5557", offload=False)
+    assert parser.parse_args(without_tiers.vllm_args()).kv_events_config is not None
+
+
 def test_the_disk_tier_reaches_lmcache_through_vllms_command_line(parser):
     """The whole way: our settings, vLLM's parser and dataclass, LMCache's setter."""
     from lmcache.v1.config import LMCacheEngineConfig

@@ -187,9 +187,7 @@ def test_the_scheduler_finds_the_worker_of_its_own_engine(group, found: bool, mo
     assert side._worker() is (group if found else None)
 
 
-@pytest.mark.parametrize(
-    "worker", [None, SimpleNamespace(build_connector_worker_meta=lambda: None)]
-)
+@pytest.mark.parametrize("worker", [None, SimpleNamespace(weights_changed=None)])
 def test_garbage_waits_from_a_look_up_to_the_end_of_scheduling_or_of_the_step(worker, monkeypatch):
     side = SchedulerSide(SimpleNamespace(lookup_client=None), None, 16)
     monkeypatch.setattr(side, "_worker", lambda: worker)

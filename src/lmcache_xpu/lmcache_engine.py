@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmcache_xpu import __version__, versions
 from lmcache_xpu.errors import SeamError
+from lmcache_xpu.residency import CPU, Residency, chunk_name, watched
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
@@ -75,6 +76,34 @@ def check_tiers(engine: Any, config: LMCacheEngineConfig) -> None:
                 f"the configured tier {tier!r} among them, and working",
                 "Its error is in the log above, after 'Failed to'.",
             )
+
+
+def watch_tiers(engine: Any, config: LMCacheEngineConfig) -> Residency:
+    """Let all tiers tell of the chunks that they hold from now on."""
+    residency = Residency(engine.num_layers if engine.use_layerwise else 1)
+    backends = engine.storage_manager.storage_backends
+    if (pool := backends.get("LocalCPUBackend")) is not None:
+
+        def in_pool(key: Any, held: bool) -> None:
+            name = chunk_name(key.chunk_hash)
+            residency.changed(CPU, name, held, getattr(key, "layer_id", 0))
+
+        assert not pool.hot_cache, "chunks before the tiers were up"
+        pool.hot_cache = watched(pool.hot_cache, in_pool)
+    for tier in tiers(config):
+        backend = backends[tier]
+        # LMCache wraps a remote connector in one that measures.
+        connection = getattr(backend, "connection", None)
+        watch = getattr(getattr(connection, "_connector", backend), "watch", None)
+        if watch is not None:  # one of this package's
+            watch(residency)
+    return residency
+
+
+def storing_workers(adapter: Any) -> int:
+    """Workers of an engine that each store a part of every chunk."""
+    engine = adapter.lmcache_engine
+    return 1 if engine.save_only_first_rank else int(engine.metadata.world_size)
 
 
 def close_tiers(engine: Any, config: LMCacheEngineConfig) -> None:

@@ -16,10 +16,12 @@ them up.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal
+from typing import ClassVar, Literal
 
 from prometheus_client import Counter, Gauge
 
@@ -33,8 +35,11 @@ __all__ = [
     "STORE_DISK",
     "STORE_SHARED",
     "Flow",
+    "Level",
     "Stopwatch",
+    "add",
     "fallback",
+    "take",
 ]
 
 _LABELS = ("direction", "tier")
@@ -45,13 +50,69 @@ _SECONDS = Counter("lmcache_xpu_seconds_total", "Seconds that moves took.", _LAB
 _ERRORS = Counter("lmcache_xpu_errors_total", "Moves that failed.", (*_LABELS, "reason"))
 _FALLBACKS = Counter("lmcache_xpu_fallbacks_total", "Loads that ended in recomputing.", ("reason",))
 
-# Of all processes, each of which has a directory of its own.
-DISK_USED_BYTES = Gauge(
-    "lmcache_xpu_disk_used_bytes", "Bytes that the disk tier holds.", multiprocess_mode="sum"
-)
-DISK_LIMIT_BYTES = Gauge(
-    "lmcache_xpu_disk_limit_bytes", "Bytes that the disk tier may hold.", multiprocess_mode="sum"
-)
+_COUNTERS = {
+    "bytes": _BYTES,
+    "tokens": _TOKENS,
+    "seconds": _SECONDS,
+    "errors": _ERRORS,
+    "fallbacks": _FALLBACKS,
+}
+
+_lock = threading.Lock()
+# Since `take`, by a counter's name and its labels.
+_recent: defaultdict[str, float] = defaultdict(float)
+
+
+def _count(name: str, labels: tuple[str, ...], amount: float) -> None:
+    with _lock:
+        _recent[" ".join((name, *labels))] += amount
+
+
+def take() -> tuple[dict[str, float], dict[str, float]]:
+    """What this process counted since the last call, and its levels if one has changed.
+
+    Returns:
+        Increases by a counter's name and its labels, e.g. `bytes load cpu`; values by a level's
+        name. Both are empty if nothing has happened.
+    """
+    if not (_recent or Level.changed):  # without the lock: asked in every step
+        return {}, {}
+    with _lock:
+        counts, levels = dict(_recent), dict(Level.values) if Level.changed else {}
+        _recent.clear()
+        Level.changed = False
+    return counts, levels
+
+
+def add(counts: Mapping[str, float]) -> None:
+    """Add what another process counted to this one's /metrics; see `take`."""
+    for key, amount in counts.items():
+        name, *labels = key.split(" ")
+        _COUNTERS[name].labels(*labels).inc(amount)
+
+
+class Level:
+    """A gauge of which each process has its own value."""
+
+    values: ClassVar[dict[str, float]] = {}
+    changed: ClassVar[bool] = False
+
+    def __init__(self, name: str, what: str) -> None:
+        self._name = name
+        # Of all processes, each of which has a directory of its own.
+        self.gauge = Gauge(f"lmcache_xpu_{name}", what, multiprocess_mode="sum")
+
+    def set(self, value: float) -> None:
+        """The value in this process."""
+        self.gauge.set(value)
+        with _lock:
+            self.values[self._name] = value
+            Level.changed = True
+
+
+DISK_USED_BYTES = Level("disk_used_bytes", "Bytes that the disk tier holds.")
+DISK_LIMIT_BYTES = Level("disk_limit_bytes", "Bytes that the disk tier may hold.")
+LEVELS = {"disk_used_bytes": DISK_USED_BYTES, "disk_limit_bytes": DISK_LIMIT_BYTES}
 
 
 class Flow:
@@ -75,10 +136,13 @@ class Flow:
         self._bytes.inc(size_bytes)
         self._tokens.inc(tokens)
         self._seconds.inc(seconds)
+        for name, amount in (("bytes", size_bytes), ("tokens", tokens), ("seconds", seconds)):
+            _count(name, self._labels, amount)
 
     def failed(self, reason: str) -> None:
         """Count a move that has failed; `reason` is one of a few words, or an error's class."""
         _ERRORS.labels(*self._labels, reason).inc()
+        _count("errors", (*self._labels, reason), 1)
 
 
 class Stopwatch:
@@ -100,6 +164,7 @@ class Stopwatch:
 def fallback(reason: str) -> None:
     """Count a request whose load ended in recomputing."""
     _FALLBACKS.labels(reason).inc()
+    _count("fallbacks", (reason,), 1)
 
 
 STORE_CPU, LOAD_CPU = (Flow(d, "cpu", ("incomplete", "RuntimeError")) for d in _DIRECTIONS)

@@ -97,6 +97,19 @@ class Overlap:
                 with item.load.enduring():
                     item.load.start()
 
+    def protect(self, written: frozenset[int] | None) -> None:
+        """Let the engine's stream wait for stores that have yet to read some blocks.
+
+        Args:
+            written: see `begin_step`.
+        """
+        self._reading = [item for item in self._reading if not item[0].gathered.reached()]
+        if written == frozenset():
+            return
+        for stored, slots in self._reading:
+            if written is None or not written.isdisjoint(blocks_of(slots, self.block_tokens)):
+                stored.gathered.wait()
+
     def cuts(self, layers: int, tokens: int, layer_bytes: int) -> list[int]:
         """How to cut a load in this step; see `layer_cuts`.
 
@@ -212,12 +225,7 @@ class Overlap:
         """What is the same for a step and for a request of one; see `begin_step`."""
         self._tokens = tokens
         self._feed()
-        self._reading = [item for item in self._reading if not item[0].gathered.reached()]
-        if written == frozenset():
-            return
-        for stored, slots in self._reading:
-            if written is None or not written.isdisjoint(blocks_of(slots, self.block_tokens)):
-                stored.gathered.wait()
+        self.protect(written)
 
     def _feed(self) -> None:
         """Of loads that began before their step, enqueue so much that the link stays busy.

@@ -38,12 +38,15 @@ from redis.exceptions import RedisError
 
 from lmcache_xpu.disk.chunk_layout import ChunkLayout
 from lmcache_xpu.metrics import LOAD_SHARED, STORE_SHARED, Flow
+from lmcache_xpu.residency import SHARED
 
 if TYPE_CHECKING:
     from lmcache.utils import CacheEngineKey
     from lmcache.v1.config import LMCacheEngineConfig
     from lmcache.v1.memory_management import MemoryObj
     from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
+
+    from lmcache_xpu.residency import Residency
 
 __all__ = ["PASSWORD_VARIABLE", "RemoteTier"]
 
@@ -81,6 +84,7 @@ class RemoteTier(RemoteConnector):  # type: ignore[misc]  # untyped base
         self._limit_bytes = int(config.max_local_cpu_size * 2**30) // 4
         self._sending_bytes = 0
         self._away_until = 0.0
+        self._residency: Residency | None = None
         self._server = Redis.from_url(
             (config.extra_config or {})[URL_KEY],
             password=os.environ.get(PASSWORD_VARIABLE) or None,
@@ -90,6 +94,17 @@ class RemoteTier(RemoteConnector):  # type: ignore[misc]  # untyped base
             # that meets one is tried once more, on a new one. Not after a time-out.
             retry=Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,)),
         )
+
+    def watch(self, residency: Residency) -> None:
+        """Tell of chunks that are found on the server, or put there, or missing.
+
+        The server tells of no eviction: that is learned when a chunk is asked for again.
+        """
+        self._residency = residency
+
+    def _tell(self, key: CacheEngineKey, held: bool) -> None:
+        if self._residency is not None:
+            self._residency.changed(SHARED, key.chunk_hash_hex, held)
 
     # Lookup
 
@@ -126,6 +141,8 @@ class RemoteTier(RemoteConnector):  # type: ignore[misc]  # untyped base
         except (RedisError, OSError) as error:
             self._leave_alone(error)
             return 0
+        for key, there in zip(keys, found, strict=True):
+            self._tell(key, bool(there))
         return found.index(0) if 0 in found else len(found)
 
     # Load
@@ -141,6 +158,8 @@ class RemoteTier(RemoteConnector):  # type: ignore[misc]  # untyped base
             self._leave_alone(error)
             LOAD_SHARED.failed("server")
             return None
+        if value is None:
+            self._tell(key, False)
         obj = None if value is None else self._unpack(memoryview(value))
         if obj is not None:
             _count(LOAD_SHARED, obj, time.perf_counter() - begin)
@@ -182,6 +201,7 @@ class RemoteTier(RemoteConnector):  # type: ignore[misc]  # untyped base
                 payload = memoryview(memory_obj.byte_array).cast("B")[: layout.size]
                 await self._server.set(name, b"".join((_LENGTH.pack(len(text)), text, payload)))
                 _count(STORE_SHARED, memory_obj, time.perf_counter() - begin)
+            self._tell(key, True)
         except (RedisError, OSError) as error:
             self._leave_alone(error)
             STORE_SHARED.failed("server")
@@ -199,7 +219,9 @@ class RemoteTier(RemoteConnector):  # type: ignore[misc]  # untyped base
         return asyncio.run_coroutine_threadsafe(self._remove(key), self._loop).result()
 
     async def _remove(self, key: CacheEngineKey) -> bool:
-        return bool(await self._server.delete(self._name(key)))
+        removed = bool(await self._server.delete(self._name(key)))
+        self._tell(key, False)
+        return removed
 
     async def close(self) -> None:
         """Wait a little for what is on its way, then disconnect."""

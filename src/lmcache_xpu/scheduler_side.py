@@ -9,7 +9,8 @@ from vllm.distributed import kv_transfer
 from lmcache_xpu import garbage
 from lmcache_xpu.chunk_names import ChunkNames
 from lmcache_xpu.engine_steps import STEP, StepFacts, written_blocks
-from lmcache_xpu.epochs import Epochs, WeightsChanged
+from lmcache_xpu.epochs import Epochs
+from lmcache_xpu.hit_sources import hit_sources, lone_source
 from lmcache_xpu.isolation import Isolation
 from lmcache_xpu.near_lookups import NearLookups
 from lmcache_xpu.scheduled_loads import ScheduledLoads
@@ -18,7 +19,12 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
     from vllm.v1.request import Request
+
+    from lmcache_xpu.epochs import WeightsChanged
+    from lmcache_xpu.kv_events import KVEvents
+    from lmcache_xpu.worker_report import WorkerReport
 
 __all__ = ["SchedulerSide"]
 
@@ -33,9 +39,12 @@ class SchedulerSide:
     """
 
     def __init__(self, adapter: Any, config: VllmConfig, block_size: int) -> None:
+        self.events: KVEvents | None = None  # where the engine publishes them
+        self._adapter = adapter
+        self._kept: dict[str, int] = {}  # tokens of vLLM's own, of requests that were looked up
+        self._filled: set[int] = set()  # blocks that requests got since the last step
         self._config = config
         self._block_size = block_size
-        self._adapter = adapter
         self._epochs = Epochs()
         self._isolation = Isolation(adapter, self._epochs.of)
         self._loads = ScheduledLoads(adapter, block_size, self._worker, self._isolation.named)
@@ -45,11 +54,12 @@ class SchedulerSide:
         if (far := getattr(client, "transport", None)) is not None and far.world_size == 1:
             client.transport = NearLookups(far, self._near_engine)
 
-    def admit(self, request: Request, kept: int) -> None:
+    def admit(self, request: Request, kept: int = 0) -> None:
         """Before a request is looked up, of which vLLM's own prefix cache has some tokens."""
+        self._kept[request.request_id] = kept
         garbage.put_off()
         if (worker := self._worker()) is not None:
-            self.change_weights(worker.build_connector_worker_meta())
+            self._change_weights(worker.weights_changed)
         self._epochs.admit(request.request_id, kept)
         self._isolation.admit(request)
         if self._names is not None:
@@ -57,6 +67,8 @@ class SchedulerSide:
             alike = self._epochs.is_only(name) and not self._isolation.is_salted(name)
             alike = alike and not request.mm_features
             self._names.admit(request if alike else None, self._epochs.current.name)
+        if self.events is not None:
+            self.events.admit(request)
 
     def give_up_hits(self, request_id: str) -> None:
         """When a load of a request has failed: nothing is found for it any more."""
@@ -64,7 +76,11 @@ class SchedulerSide:
 
     def allocated(self, request: Request, blocks: KVCacheBlocks) -> None:
         """A request has its blocks, and will be in the next step."""
-        self._loads.begin(request, blocks.get_block_ids()[0])
+        numbers = blocks.get_block_ids()[0]
+        # Another connector may load into them, in this step or while the request waits.
+        kept = self._kept.pop(request.request_id, 0) // self._block_size
+        self._filled.update(numbers[kept:])
+        self._loads.begin(request, numbers)
 
     def describe(self, metadata: Any, step: SchedulerOutput) -> None:
         """Complete LMCache's description of a step."""
@@ -73,10 +89,13 @@ class SchedulerSide:
             for request in metadata.requests
             if request.load_spec is not None
         }
-        written = written_blocks(step, self._block_size, kept)
+        written = written_blocks(step, self._block_size, kept) | self._filled
+        self._filled.clear()
         setattr(metadata, STEP, StepFacts(written, step.total_num_scheduled_tokens))
         self._isolation.mark(metadata)
         self._epochs.describe(metadata)
+        if self.events is not None:
+            self.events.describe(metadata)
         self._loads.mark(metadata)
         self._own_blocks(step)
         if self._worker() is None:  # which has a step of its own to enqueue
@@ -86,6 +105,9 @@ class SchedulerSide:
         """When a request has ended, in whatever way."""
         self._isolation.finished(request_id)
         self._epochs.finished(request_id)
+        self._kept.pop(request_id, None)
+        if self.events is not None:
+            self.events.finished(request_id)
 
     def bind(self, pool: Any) -> None:
         """Take vLLM's pool of blocks, to see whether its own prefix cache is empty."""
@@ -100,13 +122,32 @@ class SchedulerSide:
         """
         self._epochs.begin()
         self._isolation.forget_lookups()
+        if self.events is not None:
+            self.events.clear()
         worker = self._worker()
         return worker is None or bool(worker.begin_epoch(self._epochs.current))
 
-    def change_weights(self, said: Any) -> None:
+    def hear(self, report: WorkerReport) -> None:
+        """Take what workers report after a step."""
+        self._change_weights(report.weights)
+        if self.events is not None and report.tiers is not None:
+            self.events.report(report.tiers)
+
+    def _change_weights(self, said: WeightsChanged | None) -> None:
         """Begin an epoch if a worker said that its weights changed in this one."""
-        if isinstance(said, WeightsChanged) and said.number >= self._epochs.current.number:
+        if said is not None and said.number >= self._epochs.current.number:
             self.reset()
+
+    def hit_sources(self, request_id: str, tokens: int) -> dict[CacheHitSource, int]:
+        """The tiers that supply a request's tokens; empty if that is not known here."""
+        config = self._adapter.config
+        if (source := lone_source(config)) is not None:
+            return {source: tokens}
+        if (engine := self._near_engine()) is None:
+            return {}
+        pinned = engine.lookup_pins.get(request_id, {})
+        objects = engine.num_layers if engine.use_layerwise else 1
+        return hit_sources(pinned, objects, config.chunk_size, tokens)
 
     def _own_blocks(self, step: SchedulerOutput) -> None:
         """Give LMCache a list of its own of the blocks of each request that was preempted.

@@ -133,6 +133,12 @@ class Settings(BaseSettings):
         "sha256", description="Hash that names a chunk; the same in every process"
     )
 
+    kv_events: str | None = Field(
+        None,
+        pattern=r"^(tcp|ipc|inproc)://.+",
+        description="Where routers hear of blocks that come and go, e.g. tcp://*:5557; unset: off",
+    )
+
     extra_args: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = Field(
         (), description="More arguments for vLLM, verbatim and last"
     )
@@ -208,6 +214,7 @@ class Settings(BaseSettings):
             "--max-num-batched-tokens": self.max_num_batched_tokens,
             "--max-num-seqs": self.max_num_seqs,
             "--kv-transfer-config": json.dumps(self._kv_transfer()) if self.offload else None,
+            "--kv-events-config": json.dumps(self._events()) if self.kv_events else None,
         }
         args = [self.model]
         for option, value in options.items():
@@ -234,6 +241,8 @@ class Settings(BaseSettings):
             "save_unfull_chunk": False,
             "pre_caching_hash_algorithm": self.hash_algorithm,
         }
+        if self.kv_events is not None:
+            config["enable_kv_events"] = True
         extra: dict[str, object] = {
             f"xpu.{name}": value
             for name in ("overlap_load", "overlap_store", "staging_mib", "layers_at_once")
@@ -279,6 +288,10 @@ class Settings(BaseSettings):
             # Read by `remote` in the engine's worker: LMCache logs its configuration.
             env[f"{ENV_PREFIX}REMOTE_PASSWORD"] = self.remote_password.get_secret_value()
         return env
+
+    def _events(self) -> dict[str, object]:
+        """vLLM's configuration of its publisher of KV events."""
+        return {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self.kv_events}
 
     def _kv_transfer(self) -> dict[str, object]:
         """vLLM's KV transfer configuration, with LMCache's inside."""

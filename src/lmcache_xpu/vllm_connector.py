@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
 from vllm.logger import init_logger
 
 from lmcache_xpu import garbage, lmcache_config, lmcache_engine, seam, versions
@@ -31,9 +30,11 @@ from lmcache_xpu.engine_facts import (
     promoted_windows,
 )
 from lmcache_xpu.engine_steps import STEP, may_run_as_one_graph, with_answers
-from lmcache_xpu.epochs import Epoch, WeightsChanged, WorkerEpoch
+from lmcache_xpu.epochs import Epoch, WorkerEpoch
 from lmcache_xpu.failed_start import ending_on_failure
 from lmcache_xpu.guards import Guard
+from lmcache_xpu.kv_events import KVEvents, published
+from lmcache_xpu.reporting import ReportingConnector
 from lmcache_xpu.scheduler_side import SchedulerSide
 
 if TYPE_CHECKING:
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
     from lmcache_xpu.overlap import Overlap
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 
-class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped base
+class LMCacheXPUConnector(ReportingConnector):
     """LMCache in process, with the connectors of this package.
 
     On devices that are not served (see `seam.served_devices`) it is LMCache's own connector.
@@ -139,8 +139,11 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
             self._lmcache_engine.device = torch.device("cpu")
             self._facts = facts
             lmcache_engine.check_healthy(self._lmcache_engine)
+            self._publishes = published(vllm_config, self._config.enable_kv_events)
             if role == KVConnectorRole.WORKER:
                 lmcache_engine.check_connector(self._lmcache_engine, facts)
+                # LMCache's own events name tokens that `isolation` exchanged; see `kv_events`.
+                self._lmcache_engine.lmcache_engine.kv_events_enabled = False
                 if not self._config.use_layerwise:
                     self._keys = ChunkKeys(self._lmcache_engine.lmcache_engine)
                 self._guard = Guard(self._lmcache_engine, facts.block_size)
@@ -150,6 +153,9 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
                 self._scheduler = SchedulerSide(self._lmcache_engine, vllm_config, facts.block_size)
                 if windows := promoted_windows(vllm_config, kv_cache_config):
                     logger.warning("%s.", windows.note)
+                if self._publishes:
+                    database = getattr(self._lmcache_engine.lookup_client, "token_database", None)
+                    self._scheduler.events = KVEvents(database, facts.block_size, kv_cache_config)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take over the engine's KV cache; LMCache opens its tiers now.
@@ -168,6 +174,8 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
             engine.gpu_connector.initialize_kvcaches_ptr(kvcaches=list(kv_caches.values()))
             self._run_beside(engine, kv_caches)
             lmcache_engine.check_tiers(engine, self._config)
+            if self._publishes:
+                self._residency = lmcache_engine.watch_tiers(engine, self._config)
 
     def begin_step(self, connector_metadata: KVConnectorMetadata) -> None:
         """Load what a step needs while vLLM prepares it, which takes milliseconds.
@@ -200,7 +208,7 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
         # LMCache begins the layerwise loads of a step together; and a step may be under way.
         if self._keys is None or self.has_connector_metadata():
             return False
-        if self.build_connector_worker_meta() is not None:
+        if self.weights_changed is not None:
             return False  # the step's description is looked at more closely
         self._overlap.schedule(written, tokens)
         super().bind_connector_metadata(metadata)
@@ -226,6 +234,15 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
             self._epoch.begin_step(connector_metadata)
         if self._overlap is not None:
             self._overlap.begin_step(written, tokens)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Before vLLM may write blocks that stores still read, e.g. to zero them.
+
+        vLLM calls it first in each step, also through a MultiConnector, which `begin_step` is not.
+        The engine's stream waits; this thread does not.
+        """
+        if self._overlap is not None:
+            self._overlap.protect(getattr(kv_connector_metadata, STEP, (None, None))[0])
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Load what this step needs, if that has not begun; see LMCache's connector.
@@ -306,10 +323,6 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
         """Give back the room of what was stored before; False if something is still there."""
         return self._epoch is None or self._epoch.begin(epoch)
 
-    def build_connector_worker_meta(self) -> WeightsChanged | None:
-        """Whether the scheduler must begin another epoch; vLLM carries it there."""
-        return None if self._epoch is None else self._epoch.changed
-
     # The scheduler's half
 
     def reset_cache(self) -> bool | None:
@@ -328,12 +341,6 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
         """Take vLLM's pool of blocks."""
         if self._scheduler is not None:
             self._scheduler.bind(gpu_block_pool)
-
-    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Hear what the workers said at the end of a step."""
-        super().update_connector_output(connector_output)
-        if self._scheduler is not None:
-            self._scheduler.change_weights(connector_output.kv_connector_worker_meta)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lmcache_xpu.disk.chunk_file import ChunkInfo, disk_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 __all__ = ["ChunkIndex", "Entry"]
 
@@ -51,6 +51,7 @@ class ChunkIndex:
         # Oldest first. An item may be out of date: the entry's own time decides, see `evict`.
         self._by_age: list[tuple[int, str]] = []
         self._pins: dict[str, _Pin] = {}
+        self._watch: Callable[[str, bool], None] | None = None
 
     def __contains__(self, key: str) -> bool:
         return key in self._entries
@@ -65,9 +66,16 @@ class ChunkIndex:
         """The entry of `key`."""
         return self._entries.get(key)
 
+    def watch(self, changed: Callable[[str, bool], None]) -> None:
+        """Tell of every key whether it is there: of those that are now, and of each change."""
+        self._watch = changed
+        for key in self._entries:
+            changed(key, True)
+
     def clear(self) -> None:
         """Forget all entries; pins stay."""
-        self._entries.clear()
+        for key in list(self._entries):
+            self.remove(key)
         self._by_age.clear()
         self.used_bytes = 0
 
@@ -77,11 +85,15 @@ class ChunkIndex:
         self._entries[key] = entry = Entry(info, used_ns)
         heapq.heappush(self._by_age, (used_ns, key))
         self.used_bytes += entry.size_bytes
+        if self._watch is not None:
+            self._watch(key, True)
 
     def remove(self, key: str) -> None:
         """Remove an entry, if there is one."""
         if entry := self._entries.pop(key, None):
             self.used_bytes -= entry.size_bytes
+            if self._watch is not None:
+                self._watch(key, False)
 
     def pin(self, key: str) -> bool:
         """Keep an entry from eviction until as many `unpin`; False if there is none."""

@@ -256,6 +256,14 @@ class ChunkStore:
                 self._remove(key)
             return list(gone.values())
 
+    def watch(self, changed: Callable[[str, bool], None]) -> None:
+        """Call `changed` with each key and whether it is stored: now, and when that changes.
+
+        The store is locked meanwhile: `changed` must not call it.
+        """
+        with self._lock:
+            self._index.watch(changed)
+
     def close(self) -> None:
         """Let go of the directory. Later puts are refused; may be called twice."""
         with self._lock:

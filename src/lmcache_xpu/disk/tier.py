@@ -42,6 +42,7 @@ from lmcache_xpu.disk.settings import DiskSettings, check_hash
 from lmcache_xpu.disk.writer import Complaint, DiskWriter, first_layer
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import DISK_LIMIT_BYTES, DISK_USED_BYTES, LOAD_DISK, Stopwatch
+from lmcache_xpu.residency import DISK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
     from lmcache_xpu.disk.chunk_store import Counters
+    from lmcache_xpu.residency import Residency
 
 __all__ = ["DiskTier"]
 
@@ -65,6 +67,13 @@ def _prefix(objs: Sequence[MemoryObj | None]) -> list[MemoryObj]:
         if obj is not None:
             obj.ref_count_down()
     return loaded
+
+
+def _chunk_of(name: str) -> tuple[str, int]:
+    """The chunk and the layer that a store's key is of; see `DiskTier._name`."""
+    parts = name.split("@")
+    layer = parts[6]
+    return parts[4], 0 if layer == "-" else int(layer)
 
 
 class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
@@ -134,6 +143,15 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
             dropped=counters.dropped + self._writes.dropped,
             misses=counters.misses + self._unserved,
         )
+
+    def watch(self, residency: Residency) -> None:
+        """Tell of the chunks that are stored, and of each that comes or goes."""
+
+        def changed(name: str, held: bool) -> None:
+            chunk, layer = _chunk_of(name)
+            residency.changed(DISK, chunk, held, layer)
+
+        self._store.watch(changed)
 
     # Lookup
 

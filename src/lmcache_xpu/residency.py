@@ -1,0 +1,88 @@
+"""Which chunks a worker's tiers hold, and what has changed since vLLM last asked.
+
+Only kept where the engine publishes KV events; see `kv_events`. Tiers report each part of a chunk
+(a layerwise chunk is several objects): it is held when all parts are.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+__all__ = ["CPU", "DISK", "SHARED", "Change", "Residency", "chunk_name", "watched"]
+
+CPU, DISK, SHARED = "cpu", "disk", "shared"
+
+
+class Change(NamedTuple):
+    """A chunk that a tier of a worker holds now, or no longer."""
+
+    tier: str
+    chunk: str
+    held: bool
+
+
+def chunk_name(chunk_hash: int | bytes) -> str:
+    """A chunk's hash as text, as LMCache's keys have it."""
+    return chunk_hash.hex() if isinstance(chunk_hash, bytes) else f"{chunk_hash:x}"
+
+
+class Residency:
+    """Told by tiers of their chunks, from any thread. The same twice counts once.
+
+    Args:
+        parts: objects of a chunk in tiers of this host: one, or with layerwise several.
+    """
+
+    def __init__(self, parts: int = 1) -> None:
+        self._whole = {CPU: (1 << parts) - 1, DISK: (1 << parts) - 1, SHARED: 1}
+        self._lock = threading.Lock()
+        self._parts: dict[tuple[str, str], int] = {}  # a bit for each that is there
+        self._changes: list[Change] = []
+
+    def changed(self, tier: str, chunk: str, held: bool, part: int = 0) -> None:
+        """A tier holds a part of a chunk, or does not."""
+        with self._lock:
+            before = self._parts.get((tier, chunk), 0)
+            after = before | 1 << part if held else before & ~(1 << part)
+            if after:
+                self._parts[tier, chunk] = after
+            else:
+                self._parts.pop((tier, chunk), None)
+            whole = self._whole[tier]
+            if (before == whole) != (after == whole):
+                self._changes.append(Change(tier, chunk, after == whole))
+
+    def take(self) -> list[Change]:
+        """The changes since the last call, in their order."""
+        if not self._changes:  # without the lock: asked in every step
+            return []
+        with self._lock:
+            changes, self._changes = self._changes, []
+        return changes
+
+
+def watched(entries: Any, changed: Callable[[Any, bool], None]) -> Any:
+    """An empty mapping of the same type that tells of each key that comes or goes.
+
+    Args:
+        entries: empty; LMCache's index of its CPU tier, a kind of `dict`.
+        changed: is told of a key, and whether it is there. Must not change the mapping.
+    """
+
+    class Watched(type(entries)):  # type: ignore[misc]  # of LMCache's choice
+        def __setitem__(self, key: Any, value: Any) -> None:
+            super().__setitem__(key, value)
+            changed(key, True)
+
+        def __delitem__(self, key: Any) -> None:
+            super().__delitem__(key)
+            changed(key, False)
+
+        def pop(self, key: Any, *default: Any) -> Any:
+            value = super().pop(key, *default)
+            changed(key, False)
+            return value
+
+    return Watched()
