@@ -60,7 +60,9 @@ def disk_hits(worker):
 class Engine:
     """The engine and what is asked of it."""
 
-    def __init__(self, model: str, disk: str, mode: str) -> None:
+    def __init__(
+        self, model: str, disk: str, mode: str, options: dict | None = None, **more: object
+    ) -> None:
         from vllm import LLM
 
         from lmcache_xpu.settings import Settings
@@ -78,6 +80,8 @@ class Engine:
         )
         args = settings.vllm_args()
         os.environ.update(settings.environment())
+        transfer = json.loads(args[args.index("--kv-transfer-config") + 1])
+        transfer["kv_connector_extra_config"] |= options or {}
         self.llm = LLM(
             model,
             dtype="float32",
@@ -87,7 +91,8 @@ class Engine:
             enforce_eager=True,
             kv_cache_memory_bytes=2**26,
             disable_log_stats=False,
-            kv_transfer_config=json.loads(args[args.index("--kv-transfer-config") + 1]),
+            kv_transfer_config=transfer,
+            **more,
         )
 
     def ask(self, tokens: list[int]) -> list[int]:
