@@ -46,11 +46,8 @@ _UNTRIED = "It was not tried with these connectors; leave it unset."
 
 OPTIONS = (
     *_served("test_engine.py; a multiple of the engine's block", "chunk_size"),
-    *_served(
-        "false: the pool without what was kept in it; test_disk_tier.py; check_limits wants a pool",
-        "local_cpu",
-        "max_local_cpu_size",
-    ),
+    *_served("test_disk_tier.py; false keeps nothing in host memory", "local_cpu"),
+    *_served("test_lmcache_options.py; more than 0", "max_local_cpu_size"),
     *_served("test_engine.py, both ways", "use_layerwise"),
     *_served(_ENGINE, "save_decode_cache"),
     *_served("test_engine_facts.py; refused where a block can't be split", "save_unfull_chunk"),
@@ -67,7 +64,10 @@ OPTIONS = (
     *_served(
         "'naive' alone: others look into a chunk, see test_lmcache_options.py", "remote_serde"
     ),
-    *_served(f"{_ENGINE}; which chunks go first, of all tiers but the disk tier", "cache_policy"),
+    *_served(
+        f"{_ENGINE}; of host memory: the disk tier drops what was used least recently",
+        "cache_policy",
+    ),
     *_served(
         _ENGINE,
         "min_retrieve_tokens",
@@ -221,7 +221,10 @@ OPTIONS = (
 )
 
 EXTRA = (
-    *_served("settings.py sets them; docs/performance.md", "xpu.*"),
+    *_served(
+        "test_settings.py; this package's: overlap_load, overlap_store, staging_mib, layers_at_once",
+        "xpu.*",
+    ),
     *_served("test_disk_tier.py", "storage_plugin.*", "disk.*"),
     *_served("test_remote.py", "remote_storage_plugin.*", "shared.*"),
     *_served("test_remote.py; the shared tier answers both ways", "use_exists_sync"),

@@ -27,7 +27,10 @@ import hashlib
 import logging
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from lmcache import torch_device_type
 from lmcache.utils import LayerCacheEngineKey
@@ -50,6 +53,9 @@ if TYPE_CHECKING:
 
 __all__ = ["PASSWORD_VARIABLE", "RemoteTier"]
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 logger = logging.getLogger("vllm.lmcache_xpu.remote")  # vLLM prints its own loggers only
 
 PASSWORD_VARIABLE = "LMCACHE_XPU_REMOTE_PASSWORD"
@@ -58,6 +64,7 @@ CONNECT_S = 2.0
 ANSWER_S = 10.0
 AWAY_S = 10.0  # that a server is left alone after an error, or not written to after a refusal
 CLOSE_S = 10.0
+THREADS = 4  # that make and compare checksums: 2 GB/s each
 # Of a value, as part of its name: engines with another version of it share a server with these, and
 # neither finds what the other one stores.
 _FORMAT = "kv2"
@@ -91,6 +98,7 @@ class RemoteTier(RemoteConnector):  # type: ignore[misc]  # untyped base
         self._away = _Pause("left alone")
         self._refusing = _Pause("not written to")
         self._refusal = ""
+        self._threads = ThreadPoolExecutor(THREADS, "lmcache-xpu-shared")
         self._server = Redis.from_url(
             (config.extra_config or {})[URL_KEY],
             password=os.environ.get(PASSWORD_VARIABLE) or None,
@@ -150,7 +158,7 @@ class RemoteTier(RemoteConnector):  # type: ignore[misc]  # untyped base
             if value is None:
                 return None
             try:
-                layout, payload = await asyncio.to_thread(_unpack, name, value)
+                layout, payload = await self._beside(_unpack, name, value)
             except ValueError as damage:
                 LOAD_SHARED.failed("corrupt")
                 logger.warning("shared tier: a damaged chunk of %d bytes: %s", len(value), damage)
@@ -173,7 +181,7 @@ class RemoteTier(RemoteConnector):  # type: ignore[misc]  # untyped base
 
     async def _delete(self, name: str, damaged: bytes) -> None:
         """Delete this value, but not one that another engine has stored there since."""
-        digest = await asyncio.to_thread(lambda: hashlib.sha1(damaged).hexdigest())
+        digest = await self._beside(_digest, damaged)
         with contextlib.suppress(ResponseError):  # it may not be deleted, and stays a miss
             await self._server.eval(_DELETE, 1, name, digest)
 
@@ -195,7 +203,7 @@ class RemoteTier(RemoteConnector):  # type: ignore[misc]  # untyped base
         try:
             if not await self._server.exists(name := self._name(key)):
                 payload = memoryview(memory_obj.byte_array).cast("B")[: layout.size]
-                value = await asyncio.to_thread(pack_chunk, name, layout.text, payload)
+                value = await self._beside(pack_chunk, name, layout.text, payload)
                 await self._server.set(name, value)
                 _count(STORE_SHARED, memory_obj, time.perf_counter() - begin)
         except ResponseError as error:  # it answers: there is no cause to wait for its reads
@@ -228,6 +236,11 @@ class RemoteTier(RemoteConnector):  # type: ignore[misc]  # untyped base
             await asyncio.sleep(0.01)
         with contextlib.suppress(RedisError, OSError):
             await self._server.aclose()
+        self._threads.shutdown()
+
+    async def _beside(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Milliseconds of work on a large chunk, which would hold up LMCache's loop."""
+        return await self._loop.run_in_executor(self._threads, partial(work, *args, **kwargs))
 
     def _leave_alone(self, error: Exception) -> None:
         self._away.begin(error)
@@ -272,6 +285,10 @@ def _unpack(name: str, value: bytes) -> tuple[ChunkLayout, memoryview]:
     if size != len(payload):
         raise ValueError(f"it has {len(payload)} bytes, and its layout {size}")
     return layout, payload
+
+
+def _digest(value: bytes) -> str:
+    return hashlib.sha1(value).hexdigest()
 
 
 def _count(flow: Flow, obj: MemoryObj, seconds: float) -> None:

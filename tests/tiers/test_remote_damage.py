@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
+import threading
 import time
 
 import pytest
@@ -265,3 +266,15 @@ def test_checking_a_chunk_leaves_the_loop_alone(engine, monkeypatch):
     first.store([1])
     assert whole(first, 1)
     assert seen == [("pack_chunk", False), ("_unpack", False)]
+
+
+def test_its_threads_end_with_it(engine):
+    def threads():
+        return [t for t in threading.enumerate() if t.name.startswith("lmcache-xpu-shared")]
+
+    first = engine()
+    first.store([1])
+    assert whole(first, 1)
+    assert threads()
+    first.backend.close()
+    assert not threads()
