@@ -222,7 +222,7 @@ OPTIONS = (
 
 EXTRA = (
     *_served(
-        "test_settings.py; this package's: overlap_load, overlap_store, staging_mib, layers_at_once",
+        "test_settings.py; overlap_load, overlap_store, staging_mib, layers_at_once: this package's",
         "xpu.*",
     ),
     *_served("test_disk_tier.py", "storage_plugin.*", "disk.*"),
