@@ -222,7 +222,7 @@ OPTIONS = (
 
 EXTRA = (
     *_served(
-        "test_settings.py; overlap_load, overlap_store, staging_mib, layers_at_once: this package's",
+        "test_settings.py; overlap_load, overlap_store, staging_mib, layers_at_once: our own",
         "xpu.*",
     ),
     *_served("test_disk_tier.py", "storage_plugin.*", "disk.*"),
