@@ -45,6 +45,9 @@ bench-engine: setup ## Time hits and stores in an engine, beside LMCache's own: 
 bench-device: ## Time the connectors on an accelerator, in the environment of PYTHON
 	@PYTHONPATH=src $(PYTHON) benchmarks/device.py
 
+docs: setup ## Renew the tables of docs/lmcache-options.md
+	@$(BIN)/python scripts/options_doc.py
+
 helm-docs: setup ## Renew the chart's schema and the tables of its README
 	@$(BIN)/python helm/chart_schema.py && $(BIN)/python helm/chart_readme.py
 	@cp helm/lmcache-xpu/values.yaml tests/helm/frozen/$$($(BIN)/lmcache-xpu --version).yaml
@@ -84,4 +87,4 @@ lock: setup ## Renew constraints.txt from pyproject.toml (all of it: make lock U
 clean: ## Remove .venv, caches and what the demo left
 	rm -rf .venv dist .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup demo test integration integration-long integration-broken check fmt bench bench-engine bench-device up up-cpu down logs test-containers helm-docs helm-check helm-package loadtest loadtest-compare lock clean
+.PHONY: help setup demo test integration integration-long integration-broken check fmt docs bench bench-engine bench-device up up-cpu down logs test-containers helm-docs helm-check helm-package loadtest loadtest-compare lock clean

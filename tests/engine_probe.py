@@ -70,7 +70,14 @@ class Engine:
     """The engine and what is asked of it."""
 
     def __init__(
-        self, model: str, disk: str, mode: str, *, layers_at_once: int = 3, **options: Any
+        self,
+        model: str,
+        disk: str,
+        mode: str,
+        *,
+        layers_at_once: int = 3,
+        lmcache: dict[str, Any] | None = None,
+        **options: Any,
     ) -> None:
         from vllm import LLM
 
@@ -90,6 +97,8 @@ class Engine:
         )
         args = settings.vllm_args()
         os.environ.update(settings.environment())
+        transfer = json.loads(args[args.index("--kv-transfer-config") + 1])
+        transfer["kv_connector_extra_config"] |= lmcache or {}
         usual = {
             "dtype": "float32",
             "block_size": BLOCK,
@@ -98,7 +107,7 @@ class Engine:
             "enforce_eager": True,
             "kv_cache_memory_bytes": 2**26,
             "disable_log_stats": False,
-            "kv_transfer_config": json.loads(args[args.index("--kv-transfer-config") + 1]),
+            "kv_transfer_config": transfer,
         }
         self.llm = LLM(model, **{**usual, **options})
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from servers import PASSWORD, Server, needs_server
 
 from lmcache_xpu import doctor
 from lmcache_xpu.doctor import gpu, memory, software, storage
@@ -254,6 +255,43 @@ def test_tiers_that_are_off(machine):
 def test_a_shared_tier_that_is_away():
     check = storage.check_shared_tier(load(remote_url="redis://127.0.0.1:1"))
     assert said(check, "fail", "refused", "remote_password")
+
+
+@pytest.fixture
+def server():
+    server = Server()
+    server.start()
+    yield server
+    server.stop()
+    server.client.close()
+
+
+@needs_server
+def test_what_a_shared_tier_does_when_it_is_full(server):
+    def check():
+        return storage.check_shared_tier(load(remote_url=server.url, remote_password=PASSWORD))
+
+    def policy(name):
+        server.client.config_set("maxmemory-policy", name)
+
+    assert said(check(), "warn", "no maxmemory, noeviction", "maxmemory-policy allkeys-lru")
+    server.client.config_set("maxmemory", 2 * GIB)
+    for drops_none in ("noeviction", "volatile-lru", "volatile-ttl"):
+        policy(drops_none)
+        assert said(check(), "warn", f"2.00 GiB, {drops_none}", "set maxmemory-policy allkeys-lru")
+    for name in ("allkeys-lru", "allkeys-lfu", "allkeys-random"):
+        policy(name)
+        assert said(check(), "ok", f"answers, maxmemory 2.00 GiB, {name}")
+    server.client.acl_setuser("default", enabled=True, commands=["-config"])
+    assert said(check(), "ok", "2.00 GiB, allkeys-random")  # as where a provider keeps it
+    server.client.acl_setuser("default", enabled=True, commands=["-info"])
+    assert said(check(), "ok", "answers; its maxmemory can't be read")
+
+
+@needs_server
+def test_a_shared_tier_with_another_password(server):
+    check = storage.check_shared_tier(load(remote_url=server.url, remote_password="wrong"))
+    assert said(check, "fail", "password", "remote_password")
 
 
 # Software

@@ -244,22 +244,6 @@ def test_a_fixed_seed_leaves_lmcache_s_choice_alone():
     assert found["ours"] == found["stock"]
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"), [("enable_blending", True), ("remote_serde", "cachegen")]
-)
-def test_features_that_look_into_a_chunk_are_refused(setting, value):
-    pytest.importorskip("vllm")
-    from lmcache.v1.config import LMCacheEngineConfig
-
-    from lmcache_xpu.lmcache_config import check_features
-
-    config = LMCacheEngineConfig.from_defaults()
-    check_features(config)
-    setattr(config, setting, value)
-    with pytest.raises(SettingsError, match=setting):
-        check_features(config)
-
-
 COPIES = """
 import json
 from lmcache.v1.config import LMCacheEngineConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ import yaml
 from vllm.logger import init_logger
 
 from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.lmcache_options import OPTIONS, VLLM, Option, extra_option
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
@@ -95,17 +97,84 @@ def use_layerwise(extra: Mapping[str, Any]) -> bool:
     return str(value).strip().lower() in ("true", "1", "yes", "on")
 
 
-def check_features(config: LMCacheEngineConfig) -> None:
-    """Refuse what our connectors don't have.
+def load() -> LMCacheEngineConfig:
+    """LMCache's configuration of this process, from the file LMCACHE_CONFIG_FILE and LMCACHE_*.
 
     Raises:
-        SettingsError: a feature is switched on.
+        SettingsError: LMCache itself refuses it.
     """
-    for name in ("enable_blending", "use_gpu_connector_v3"):
-        if getattr(config, name):
-            raise SettingsError(f"LMCache {name} true", "false: it is not supported here")
+    from lmcache.integration.vllm.utils import lmcache_get_or_create_config
+
+    try:
+        return lmcache_get_or_create_config()
+    except (AssertionError, ValueError) as error:
+        raise SettingsError(
+            f"an LMCache configuration that LMCache refuses: {error or 'a setting misses others'}",
+            "one that it takes",
+            "docs/lmcache-options.md has its options.",
+        ) from error
+
+
+def check_features(config: LMCacheEngineConfig, extra: Mapping[str, Any] | None = None) -> None:
+    """Refuse what our connectors don't have; see `lmcache_options`.
+
+    Args:
+        config: LMCache's.
+        extra: vLLM's kv_connector_extra_config.
+
+    Raises:
+        SettingsError: an option is refused, or says nothing to LMCache.
+    """
+    defaults = type(config).from_defaults()
+    for option in OPTIONS:
+        value = getattr(config, option.name)
+        if option.verdict == "refused" and value != (usual := getattr(defaults, option.name)):
+            raise _refusal(option, option.name, value, f"{usual!r}, its default")
+    for name, value in (config.extra_config or {}).items():
+        if (each := extra_option(name)) and each.verdict == "refused" and value:
+            raise _refusal(each, f"extra_config {name}", value, "none")
+    for name, value in (extra or {}).items():
+        special = next((option for option in VLLM if option.name == name), None)
+        if special is not None:
+            if special.verdict == "refused" and value:
+                raise _refusal(special, name, value, "none")
+        elif name.startswith("lmcache.") and not hasattr(config, name.removeprefix("lmcache.")):
+            close = difflib.get_close_matches(name, [f"lmcache.{o.name}" for o in OPTIONS], n=1)
+            raise SettingsError(
+                f"{name} in vLLM's kv_connector_extra_config",
+                close[0] if close else "an option of LMCache",
+                "docs/lmcache-options.md has them.",
+            )
+    _check_values(config)
+
+
+def _check_values(config: LMCacheEngineConfig) -> None:
+    """Refuse values of served options that can't be served, alone or together."""
     if config.remote_serde not in (None, "naive"):
         raise SettingsError(
             f"LMCache remote_serde {config.remote_serde!r}",
             "'naive': others look into a chunk, where keys and values lie in our own order",
         )
+    if config.max_local_cpu_size <= 0:
+        raise SettingsError(
+            f"LMCache max_local_cpu_size {config.max_local_cpu_size:g}",
+            "more than 0: all chunks go through this memory",
+        )
+    remote = config.remote_storage_plugins or ()
+    if remote and config.use_layerwise:
+        raise SettingsError(
+            "LMCache use_layerwise with remote_storage_plugins",
+            "one of the two",
+            "The shared tier holds whole chunks only.",
+        )
+    for name in remote:
+        if not config.get_extra_config_value(f"remote_storage_plugin.{name}.module_path"):
+            raise SettingsError(
+                f"LMCache remote_storage_plugins {name!r}, a connector that LMCache brings",
+                f"remote_storage_plugin.{name}.module_path in extra_config",
+                "Those keep no checksum. The shared tier's is lmcache_xpu.remote.",
+            )
+
+
+def _refusal(option: Option, name: str, value: object, expected: str) -> SettingsError:
+    return SettingsError(f"LMCache {name} {value!r}", expected, option.note)

@@ -170,6 +170,6 @@ def fallback(reason: str) -> None:
 STORE_CPU, LOAD_CPU = (Flow(d, "cpu", ("incomplete", "RuntimeError")) for d in _DIRECTIONS)
 STORE_DISK = Flow("store", "disk", ("behind", "crowded", "full", "io"))
 LOAD_DISK = Flow("load", "disk", ("corrupt", "io", "pool_full"))
-STORE_SHARED = Flow("store", "shared", ("behind", "server"))
+STORE_SHARED = Flow("store", "shared", ("behind", "full", "refused", "server"))
 LOAD_SHARED = Flow("load", "shared", ("corrupt", "pool_full", "server"))
 _FALLBACKS.labels("load")

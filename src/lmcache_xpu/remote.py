@@ -9,23 +9,28 @@ Switched on in LMCache's configuration, as one of its remote connectors:
       shared.url: redis://cache:6379
 
 LMCache's own Redis connector keeps a chunk under two keys, which the server evicts one by one,
-and holds on to host memory when only one is left. Here a chunk is one value: length of its
-layout, layout, bytes. The password comes from a variable, because LMCache logs its URLs and
-everyone on a machine can read its processes' arguments.
+and holds on to host memory when only one is left. Here a chunk is one value, with the bytes of a
+file of the disk tier: a header with checksums, and the chunk. The password comes from a variable,
+because LMCache logs its URLs and everyone on a machine can read its processes' arguments.
 
-The server may be away, slow or empty at any time: then a chunk is not found, or not kept. After
-an error the server is left alone for a few seconds, as a request would wait for each attempt.
+The server may be away, slow, full or empty at any time, and its values may be damaged: then a chunk
+is not found, or not kept. After an error the server is left alone for a few seconds, as a request
+would wait for each attempt. A server that answers, but takes no writes, is only not written to. A
+damaged value is deleted, so that the next store of the chunk puts a whole one there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import os
-import struct
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from lmcache import torch_device_type
 from lmcache.utils import LayerCacheEngineKey
@@ -34,8 +39,9 @@ from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError
+from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
+from lmcache_xpu.disk.chunk_file import pack_chunk, unpack_chunk
 from lmcache_xpu.disk.chunk_layout import ChunkLayout
 from lmcache_xpu.metrics import LOAD_SHARED, STORE_SHARED, Flow
 from lmcache_xpu.residency import SHARED
@@ -50,16 +56,25 @@ if TYPE_CHECKING:
 
 __all__ = ["PASSWORD_VARIABLE", "RemoteTier"]
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 logger = logging.getLogger("vllm.lmcache_xpu.remote")  # vLLM prints its own loggers only
 
 PASSWORD_VARIABLE = "LMCACHE_XPU_REMOTE_PASSWORD"
 URL_KEY = "shared.url"
 CONNECT_S = 2.0
 ANSWER_S = 10.0
-AWAY_S = 10.0  # that a server is left alone after an error
+AWAY_S = 10.0  # that a server is left alone after an error, or not written to after a refusal
 CLOSE_S = 10.0
-
-_LENGTH = struct.Struct("<I")
+THREADS = 4  # that make and compare checksums: 2 GB/s each
+# Of a value, as part of its name: engines with another version of it share a server with these, and
+# neither finds what the other one stores.
+_FORMAT = "kv2"
+# Not WATCH and MULTI, which a full server refuses.
+_DELETE = """
+if redis.sha1hex(redis.call("GET", KEYS[1]) or "") == ARGV[1] then redis.call("DEL", KEYS[1]) end
+"""
 
 
 class RemoteTier(RemoteConnector):  # type: ignore[misc]  # untyped base
@@ -83,8 +98,11 @@ class RemoteTier(RemoteConnector):  # type: ignore[misc]  # untyped base
         # Chunks on their way stay in host memory, which the engine needs for other things too.
         self._limit_bytes = int(config.max_local_cpu_size * 2**30) // 4
         self._sending_bytes = 0
-        self._away_until = 0.0
         self._residency: Residency | None = None
+        self._away = _Pause("left alone")
+        self._refusing = _Pause("not written to")
+        self._refusal = ""
+        self._threads = ThreadPoolExecutor(THREADS, "lmcache-xpu-shared")
         self._server = Redis.from_url(
             (config.extra_config or {})[URL_KEY],
             password=os.environ.get(PASSWORD_VARIABLE) or None,
@@ -131,7 +149,7 @@ class RemoteTier(RemoteConnector):  # type: ignore[misc]  # untyped base
         return await self._found(keys)
 
     async def _found(self, keys: list[CacheEngineKey]) -> int:
-        if self._away:
+        if self._away.on:
             return 0
         try:
             async with self._server.pipeline(transaction=False) as pipeline:
@@ -149,29 +167,25 @@ class RemoteTier(RemoteConnector):  # type: ignore[misc]  # untyped base
 
     async def get(self, key: CacheEngineKey) -> MemoryObj | None:
         """The chunk, with one reference for the caller; None on a miss."""
-        if self._away:
+        if self._away.on:
             return None
-        begin = time.perf_counter()
+        begin, name = time.perf_counter(), self._name(key)
         try:
-            value: Any = await self._server.get(self._name(key))
+            value: Any = await self._server.get(name)
+            if value is None:
+                self._tell(key, False)
+                return None
+            try:
+                layout, payload = await self._beside(_unpack, name, value)
+            except ValueError as damage:
+                LOAD_SHARED.failed("corrupt")
+                logger.warning("shared tier: a damaged chunk of %d bytes: %s", len(value), damage)
+                self._tell(key, False)
+                await self._delete(name, value)
+                return None
         except (RedisError, OSError) as error:
             self._leave_alone(error)
             LOAD_SHARED.failed("server")
-            return None
-        if value is None:
-            self._tell(key, False)
-        obj = None if value is None else self._unpack(memoryview(value))
-        if obj is not None:
-            _count(LOAD_SHARED, obj, time.perf_counter() - begin)
-        return obj
-
-    def _unpack(self, value: memoryview) -> MemoryObj | None:
-        (length,) = _LENGTH.unpack_from(value)
-        begin = _LENGTH.size + length
-        layout = ChunkLayout.parse(str(value[_LENGTH.size : begin], "utf-8"))
-        if layout.size != len(value) - begin:
-            logger.warning("shared tier: a chunk of %d bytes, not %d", len(value), layout.size)
-            LOAD_SHARED.failed("corrupt")
             return None
         # Waiting here for memory could be for ever: this load's own chunks may fill the pool.
         obj = self._pool.allocate(
@@ -179,16 +193,26 @@ class RemoteTier(RemoteConnector):  # type: ignore[misc]  # untyped base
         )
         if obj is None:
             LOAD_SHARED.failed("pool_full")
-        else:
-            memoryview(obj.byte_array).cast("B")[: layout.size] = value[begin:]
+            return None
+        memoryview(obj.byte_array).cast("B")[: layout.size] = payload
+        _count(LOAD_SHARED, obj, time.perf_counter() - begin)
         return obj
+
+    async def _delete(self, name: str, damaged: bytes) -> None:
+        """Delete this value, but not one that another engine has stored there since."""
+        digest = await self._beside(_digest, damaged)
+        with contextlib.suppress(ResponseError):  # it may not be deleted, and stays a miss
+            await self._server.eval(_DELETE, 1, name, digest)
 
     # Store
 
     async def put(self, key: CacheEngineKey, memory_obj: MemoryObj) -> None:
         """Send a chunk, unless the server has it or too much is on its way already."""
         layout, size = ChunkLayout.of(memory_obj), memory_obj.get_size()
-        if self._away or layout is None:
+        if self._away.on or layout is None:
+            return
+        if self._refusing.on:
+            STORE_SHARED.failed(self._refusal)
             return
         if self._sending_bytes + size > self._limit_bytes:
             STORE_SHARED.failed("behind")
@@ -197,11 +221,15 @@ class RemoteTier(RemoteConnector):  # type: ignore[misc]  # untyped base
         self._sending_bytes += size
         try:
             if not await self._server.exists(name := self._name(key)):
-                text = layout.text.encode()
                 payload = memoryview(memory_obj.byte_array).cast("B")[: layout.size]
-                await self._server.set(name, b"".join((_LENGTH.pack(len(text)), text, payload)))
+                value = await self._beside(pack_chunk, name, layout.text, payload)
+                await self._server.set(name, value)
                 _count(STORE_SHARED, memory_obj, time.perf_counter() - begin)
             self._tell(key, True)
+        except ResponseError as error:  # it answers: there is no cause to wait for its reads
+            self._refusal = "full" if isinstance(error, OutOfMemoryError) else "refused"
+            self._refusing.begin(error)
+            STORE_SHARED.failed(self._refusal)
         except (RedisError, OSError) as error:
             self._leave_alone(error)
             STORE_SHARED.failed("server")
@@ -212,7 +240,7 @@ class RemoteTier(RemoteConnector):  # type: ignore[misc]  # untyped base
 
     async def list(self) -> list[str]:
         """Names of all chunks of all engines on the server."""
-        return [key.decode() async for key in self._server.scan_iter(match="kv@*")]
+        return [key.decode() async for key in self._server.scan_iter(match=f"{_FORMAT}@*")]
 
     def remove_sync(self, key: CacheEngineKey) -> bool:
         """Remove a chunk; False if the server did not have it."""
@@ -230,22 +258,59 @@ class RemoteTier(RemoteConnector):  # type: ignore[misc]  # untyped base
             await asyncio.sleep(0.01)
         with contextlib.suppress(RedisError, OSError):
             await self._server.aclose()
+        self._threads.shutdown()
 
-    @property
-    def _away(self) -> bool:
-        return time.monotonic() < self._away_until
+    async def _beside(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Milliseconds of work on a large chunk, which would hold up LMCache's loop."""
+        return await self._loop.run_in_executor(self._threads, partial(work, *args, **kwargs))
 
     def _leave_alone(self, error: Exception) -> None:
-        if not self._away:
-            logger.warning("shared tier: left alone for %g s: %s", AWAY_S, error)
-        self._away_until = time.monotonic() + AWAY_S
+        self._away.begin(error)
 
     def _name(self, key: CacheEngineKey) -> str:
         layer = key.layer_id if isinstance(key, LayerCacheEngineKey) else "-"
         return (
-            f"kv@{self._origin}@{key.world_size}@{key.worker_id}@{key.chunk_hash_hex}@{key.dtype}"
-            f"@{layer}@{key.model_name}"
+            f"{_FORMAT}@{self._origin}@{key.world_size}@{key.worker_id}@{key.chunk_hash_hex}"
+            f"@{key.dtype}@{layer}@{key.model_name}"
         )
+
+
+class _Pause:
+    """A while in which something is not tried; its beginning is logged with its cause."""
+
+    def __init__(self, meaning: str) -> None:
+        self._meaning = meaning
+        self._end = 0.0
+
+    @property
+    def on(self) -> bool:
+        return time.monotonic() < self._end
+
+    def begin(self, cause: Exception) -> None:
+        if not self.on:
+            logger.warning("shared tier: %s for %g s: %s", self._meaning, AWAY_S, cause)
+        self._end = time.monotonic() + AWAY_S
+
+
+def _unpack(name: str, value: bytes) -> tuple[ChunkLayout, memoryview]:
+    """Layout and bytes of a value. Takes milliseconds for a large one: a thread's work.
+
+    Raises:
+        ValueError: says what is wrong with it.
+    """
+    meta, payload = unpack_chunk(memoryview(value), name)
+    try:
+        layout = ChunkLayout.parse(meta)
+        size = layout.size
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ValueError(f"its layout {meta!r} is unknown") from None
+    if size != len(payload):
+        raise ValueError(f"it has {len(payload)} bytes, and its layout {size}")
+    return layout, payload
+
+
+def _digest(value: bytes) -> str:
+    return hashlib.sha1(value).hexdigest()
 
 
 def _count(flow: Flow, obj: MemoryObj, seconds: float) -> None:

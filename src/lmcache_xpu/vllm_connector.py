@@ -112,12 +112,11 @@ class LMCacheXPUConnector(ReportingConnector):
             return
         versions.check(versions.installed())
         seam.install()
-        from lmcache.integration.vllm.utils import lmcache_get_or_create_config
-
         # All that can be refused is refused before LMCache starts its threads.
-        self._config = lmcache_get_or_create_config()
+        self._config = lmcache_config.load()
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
         lmcache_config.apply(self._config, extra)
+        lmcache_config.check_features(self._config, extra)
         lmcache_config.make_hash_safe(self._config, extra)
         check_model(vllm_config)
         if vllm_config.model_config.use_mla:
@@ -126,7 +125,6 @@ class LMCacheXPUConnector(ReportingConnector):
         facts = engine_facts(vllm_config, kv_cache_config)
         # Where vLLM zeroes new blocks, it does so while it prepares a step.
         self._loads_early = not kv_cache_config.needs_kv_cache_zeroing
-        lmcache_config.check_features(self._config)
         check_chunks(
             facts,
             chunk_size=self._config.chunk_size,

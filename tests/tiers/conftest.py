@@ -1,13 +1,16 @@
-"""A disk tier in LMCache's engine, and a chunk store alone."""
+"""Disk tier and shared tier in LMCache's engine, and a chunk store alone."""
 
 from __future__ import annotations
 
 import logging
 
 import pytest
+import sharing
 from chunk_files import NO_LIMIT
+from servers import PASSWORD, Server
 from storage import Engine
 
+from lmcache_xpu import remote
 from lmcache_xpu.disk.chunk_store import ChunkStore
 
 
@@ -49,3 +52,28 @@ def store(directory):
     store = ChunkStore(directory, NO_LIMIT)
     yield store
     store.close()
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """A server of the shared tier, whose password engines know."""
+    monkeypatch.setenv(remote.PASSWORD_VARIABLE, PASSWORD)
+    server = Server()
+    server.start()
+    yield server
+    server.stop()
+    server.client.close()
+
+
+@pytest.fixture
+def engine(server):
+    """Makes engines that share the server."""
+    engines = []
+
+    def make(**options):
+        engines.append(sharing.Engine(server.port, **options))
+        return engines[-1]
+
+    yield make
+    for each in engines:
+        each.close()

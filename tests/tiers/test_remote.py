@@ -2,120 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
-import socket
-import subprocess
 import time
 
-import pytest
-import redis
 import torch
-from lmcache.v1.config import LMCacheEngineConfig
-from lmcache.v1.event_manager import EventManager
 from lmcache.v1.memory_management import MemoryFormat
-from lmcache.v1.pin_monitor import PinMonitor
-from lmcache.v1.storage_backend.storage_manager import StorageManager
 from prometheus_client import REGISTRY
-from storage import CHUNK, SHAPE, TOKENS, content, make_key, make_metadata
+from servers import PASSWORD, needs_server
+from storage import CHUNK, TOKENS, content, make_metadata
 
 from lmcache_xpu import remote, settings
 
-PASSWORD = "s3cret"
-SERVER = shutil.which("valkey-server") or shutil.which("redis-server")
-pytestmark = pytest.mark.skipif(SERVER is None, reason="no valkey-server or redis-server here")
-
-
-class Server:
-    """A real server on loopback, with a password."""
-
-    def __init__(self):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.client = redis.Redis(port=self.port, password=PASSWORD)
-        self.process = None
-
-    def start(self):
-        options = ["--port", str(self.port), "--requirepass", PASSWORD, "--save", ""]
-        self.process = subprocess.Popen(
-            [SERVER, "--bind", "127.0.0.1", *options], stdout=subprocess.DEVNULL
-        )
-        for _ in range(500):
-            try:
-                return self.client.ping()
-            except redis.ConnectionError:
-                time.sleep(0.01)
-        return pytest.fail("the server did not start")
-
-    def stop(self):
-        self.process.kill()
-        self.process.wait()
-
-
-@pytest.fixture
-def server(monkeypatch):
-    monkeypatch.setenv(remote.PASSWORD_VARIABLE, PASSWORD)
-    server = Server()
-    server.start()
-    yield server
-    server.stop()
-    server.client.close()
-
-
-class Engine:
-    """What LMCacheEngine does with its storage, on a real StorageManager."""
-
-    def __init__(self, port, pool_chunks=64, metadata=None):
-        chosen = settings.Settings.load(
-            {"model": "m", "chunk_tokens": TOKENS, "remote_url": f"redis://127.0.0.1:{port}"}
-        )
-        config = LMCacheEngineConfig.from_defaults(**chosen.lmcache_config())
-        config.max_local_cpu_size = pool_chunks * CHUNK / 2**30
-        PinMonitor.GetOrCreate(config)
-        self.manager = StorageManager(config, metadata or make_metadata(), EventManager())
-        self.backend = self.manager.storage_backends["RemoteBackend-shared"]
-
-    def store(self, numbers):
-        self.send(numbers)
-        self.wait_until_on_their_way(0)
-
-    def send(self, numbers):
-        objs = []
-        for number in numbers:
-            obj = self.manager.allocate(SHAPE, torch.bfloat16, fmt=MemoryFormat.KV_2LTD)
-            obj.tensor.copy_(content(number))
-            objs.append(obj)
-        self.manager.batched_put([make_key(n) for n in numbers], objs)
-
-    def wait_until_on_their_way(self, number):
-        end = time.monotonic() + 10
-        while (now := len(self.backend.put_tasks)) > number:
-            assert time.monotonic() < end, f"{now} chunks are still on their way"
-            time.sleep(0.002)
-
-    def found(self, numbers):
-        return self.backend.batched_contains([make_key(n) for n in numbers])
-
-    def load(self, number):
-        return self.backend.get_blocking(make_key(number))
-
-    def close(self):
-        self.manager.close()
-        self.manager.loop.close()
-
-
-@pytest.fixture
-def engine(server):
-    engines = []
-
-    def make(**options):
-        engines.append(Engine(server.port, **options))
-        return engines[-1]
-
-    yield make
-    for each in engines:
-        each.close()
+pytestmark = needs_server
 
 
 def test_what_one_engine_stores_another_one_finds(engine):
@@ -166,19 +64,6 @@ def test_a_chunk_that_is_there_is_not_sent_again(engine, server):
     sent = server.client.info()["total_net_input_bytes"]
     engine().store([1])
     assert server.client.info()["total_net_input_bytes"] - sent < CHUNK // 4
-
-
-def test_a_value_cut_short_is_a_miss_and_costs_no_memory(engine, server):
-    first = engine()
-    first.store([1])
-    [name] = server.client.keys()
-    first.store([2])
-    server.client.set(name, server.client.get(name)[:-1])
-    small = engine(pool_chunks=4)
-    assert [small.load(1) for _ in range(4)] == [None] * 4
-    obj = small.load(2)
-    assert torch.equal(obj.tensor, content(2))
-    obj.ref_count_down()
 
 
 def test_no_room_for_a_chunk_is_a_miss(engine):

@@ -1,5 +1,7 @@
 """One chunk in one file: what is written, and how a reader knows that it is what was written.
 
+The shared tier keeps the same bytes as a value (`pack_chunk`, `unpack_chunk`).
+
     0       magic, version, header CRC, payload CRC, lengths, key, meta, zeros
     4096    payload
 
@@ -18,7 +20,16 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["HEADER_BYTES", "ChunkInfo", "disk_bytes", "read_chunk", "scan_chunk", "write_chunk"]
+__all__ = [
+    "HEADER_BYTES",
+    "ChunkInfo",
+    "disk_bytes",
+    "pack_chunk",
+    "read_chunk",
+    "scan_chunk",
+    "unpack_chunk",
+    "write_chunk",
+]
 
 HEADER_BYTES = 4096
 _MAGIC = b"LMXCHUNK"
@@ -56,8 +67,7 @@ def write_chunk(path: Path, key: str, meta: str, payload: memoryview, used_ns: i
         ValueError: key and meta don't fit the header; nothing was written.
         OSError: the write failed; the file may be there, without a header.
     """
-    if len(key.encode()) + len(meta.encode()) + _FIXED.size > HEADER_BYTES:
-        raise ValueError(f"key and meta are longer than a header of {HEADER_BYTES} bytes holds")
+    _check_fit(key, meta)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         os.lseek(fd, HEADER_BYTES, os.SEEK_SET)
@@ -117,6 +127,40 @@ def scan_chunk(path: Path) -> tuple[str, ChunkInfo, int] | None:
     if header is None or stat.st_size != HEADER_BYTES + header.info.payload_bytes:
         return None
     return header.key, header.info, stat.st_mtime_ns
+
+
+def pack_chunk(key: str, meta: str, payload: memoryview) -> bytes:
+    """What a file of the chunk would hold. Its checksum is made without holding the GIL.
+
+    Raises:
+        ValueError: key and meta don't fit the header.
+    """
+    _check_fit(key, meta)
+    header = _pack(_Header(key, ChunkInfo(meta, len(payload)), zlib.crc32(payload)))
+    return b"".join((header, payload))
+
+
+def unpack_chunk(value: memoryview, key: str) -> tuple[str, memoryview]:
+    """Meta and payload (a view of `value`) of what `pack_chunk` made for this key.
+
+    Raises:
+        ValueError: says what is wrong with the value.
+    """
+    header, payload = _parse(bytes(value[:HEADER_BYTES])), value[HEADER_BYTES:]
+    if header is None:
+        raise ValueError("its header is damaged")
+    if header.key != key:
+        raise ValueError("it holds another chunk")
+    if len(payload) != header.info.payload_bytes:
+        raise ValueError(f"it has {len(payload)} of {header.info.payload_bytes} bytes")
+    if zlib.crc32(payload) != header.payload_crc:
+        raise ValueError("its checksum does not match")
+    return header.info.meta, payload
+
+
+def _check_fit(key: str, meta: str) -> None:
+    if len(key.encode()) + len(meta.encode()) + _FIXED.size > HEADER_BYTES:
+        raise ValueError(f"key and meta are longer than a header of {HEADER_BYTES} bytes holds")
 
 
 def _pack(header: _Header) -> bytes:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
 import time
+from typing import Any
 
 from lmcache_xpu.doctor.check import Check, fail, ok, skip, warn
 from lmcache_xpu.errors import SettingsError
@@ -53,12 +55,13 @@ def check_disk_tier(machine: Machine, settings: Settings) -> Check:
 
 
 def check_shared_tier(settings: Settings) -> Check:
-    """Whether the Valkey or Redis server answers."""
+    """Whether the Valkey or Redis server answers, and makes room for new chunks when it is full."""
     name = "shared tier"
     if settings.remote_url is None:
         return skip(name, "remote_url is not set")
     import redis
 
+    memory: dict[str, Any] = {}
     password = settings.remote_password
     client = redis.Redis.from_url(
         settings.remote_url,
@@ -68,20 +71,35 @@ def check_shared_tier(settings: Settings) -> Check:
     )
     try:
         with client:
-            policy = client.config_get("maxmemory-policy").get("maxmemory-policy")
+            client.ping()
+            # Not CONFIG GET, which users of a managed server may not call.
+            with contextlib.suppress(redis.ResponseError):
+                memory = client.info("memory")
     except (redis.RedisError, OSError) as error:
         return fail(
             name,
             f"{settings.remote_url}: {error}",
             "Start the server, and check remote_url and remote_password. (Engines run without.)",
         )
-    if policy == "noeviction":
+    limit, policy = memory.get("maxmemory"), memory.get("maxmemory_policy")
+    if limit is None or policy is None:
+        return ok(name, f"{settings.remote_url} answers; its maxmemory can't be read")
+    found = f"{settings.remote_url} answers, maxmemory {limit / GIB:.2f} GiB, {policy}"
+    if not limit:
         return warn(
             name,
-            f"{settings.remote_url} evicts nothing",
-            "When it is full nothing new is kept: set maxmemory and maxmemory-policy allkeys-lru.",
+            f"{settings.remote_url} answers, no maxmemory, {policy}",
+            "It grows until its machine has no memory: set maxmemory and "
+            "maxmemory-policy allkeys-lru.",
         )
-    return ok(name, f"{settings.remote_url} answers, {policy}")
+    if not policy.startswith("allkeys-"):
+        return warn(
+            name,
+            found,
+            "It drops none of the chunks, and takes no new ones when it is full: "
+            "set maxmemory-policy allkeys-lru.",
+        )
+    return ok(name, found)
 
 
 def _write_speed(path: os.PathLike[str]) -> float:
