@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from lmcache_xpu import pinned
+
 _NO_STREAM = nullcontext()
 
 
@@ -107,6 +109,17 @@ def register_host(address: int, size: int, device: torch.device) -> bool:
         return int(runtime.cudaHostRegister(address, size, 0)) == 0
     register = getattr(torch.ops._C, "xpu_host_register", None) if device.type == "xpu" else None
     return register is not None and bool(register(address, size))
+
+
+def most_pinned(device: torch.device) -> int | None:
+    """Bytes of the largest pinned allocation to ask for at once; None where nothing limits it.
+
+    On XPU PyTorch and the driver do (see `pinned`). For CUDA LMCache asks the driver itself, which
+    neither rounds nor limits, and the host pins nothing.
+    """
+    if device.type != "xpu":
+        return None
+    return pinned.limit(torch.xpu.get_device_properties(device).total_memory)
 
 
 def kernels_reach_host(device: torch.device) -> bool:

@@ -88,8 +88,9 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
 
         # All that can be refused is refused before LMCache starts its threads.
         self._config = lmcache_get_or_create_config()
-        extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         lmcache_config.apply(self._config, extra)
+        lmcache_config.set_apart(self._config, extra, vllm_config.parallel_config)
         lmcache_config.make_hash_safe(self._config, extra)
         facts = engine_facts(vllm_config, kv_cache_config)
         # Where vLLM zeroes new blocks, it does so while it prepares a step.
@@ -101,6 +102,8 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
             save_unfull_chunk=self._config.save_unfull_chunk,
         )
         with ending_on_failure():
+            if role == KVConnectorRole.WORKER:
+                lmcache_engine.limit_pinning(torch.device(facts.device_type))
             with seam.building(facts):
                 super().__init__(vllm_config, role, kv_cache_config)
             # Slots are planned on the host (see `slots`); LMCache would send them to the device.
@@ -130,6 +133,8 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
             lmcache_engine.check_healthy(self._lmcache_engine)
             engine = self._lmcache_engine.lmcache_engine
             engine.gpu_connector.initialize_kvcaches_ptr(kvcaches=list(kv_caches.values()))
+            if (pool := lmcache_engine.pool(engine)) is not None:
+                engine.gpu_connector.pin(pool)
             self._run_beside(engine, kv_caches)
             lmcache_engine.check_tiers(engine, self._config)
 
