@@ -140,6 +140,19 @@ def _layout_hints(original: Callable[..., Any]) -> Callable[..., Any]:
     return hints
 
 
+def _device_index(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def index(parallel_config: Any) -> Any:
+        try:
+            return original(parallel_config)
+        except IndexError:
+            if _building.get() is None:
+                raise
+            return parallel_config.rank  # vLLM numbers the devices of this engine from 0
+
+    return index
+
+
 def _begin_step(original: Callable[..., Any]) -> Callable[..., Any]:
     from vllm.distributed import kv_transfer
 
@@ -181,6 +194,13 @@ PATCHES = (
         "vllm_layout_hints",
         _layout_hints,
         "raises for layouts that LMCache's own connectors can't read, and ours can",
+    ),
+    Patch(
+        "lmcache.integration.vllm.utils",
+        "_vllm_local_device_index",
+        _device_index,
+        "raises in all but the first engine of data parallelism on CPU, where each has a list of "
+        "devices of its own; our connectors don't use the number",
     ),
     Patch(
         "vllm.v1.worker.gpu_worker",  # every device's worker is made from it
