@@ -50,8 +50,10 @@ def answers(place: Path) -> list[Answers]:
             "prefix_caching": False,  # so that the second answer is LMCache's
         }
     )
-    with EngineProcess(settings, place / "log", start_s=280) as engine:
-        client = httpx.Client(base_url=engine.url, timeout=60)
+    with (
+        EngineProcess(settings, place / "log", start_s=280) as engine,
+        httpx.Client(base_url=engine.url, timeout=60) as client,
+    ):
 
         def ask(rank: int) -> str:
             body = {"model": settings.model, "prompt": PROMPT, "max_tokens": 16, "temperature": 0}

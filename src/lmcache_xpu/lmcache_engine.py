@@ -23,9 +23,9 @@ logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers on
 
 def limit_pinning(device: torch.device) -> None:
     """Let LMCache's pool be no pinned allocation that would fail or take more; see `pinned`."""
-    from lmcache import device_ops
-
     if (most := most_pinned(device)) is not None:
+        from lmcache import device_ops
+
         PoolMemory.bind(device_ops, most, os.environ)
 
 

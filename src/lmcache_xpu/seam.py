@@ -140,17 +140,18 @@ def _layout_hints(original: Callable[..., Any]) -> Callable[..., Any]:
     return hints
 
 
-def _device_index(original: Callable[..., Any]) -> Callable[..., Any]:
+def _local_rank(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def index(parallel_config: Any) -> Any:
+    def local(vllm_config: Any) -> Any:
         try:
-            return original(parallel_config)
+            return original(vllm_config)
         except IndexError:
             if _building.get() is None:
                 raise
-            return parallel_config.rank  # vLLM numbers the devices of this engine from 0
+            parallel = vllm_config.parallel_config
+            return parallel.rank, parallel.world_size  # vLLM numbers this engine's devices from 0
 
-    return index
+    return local
 
 
 def _begin_step(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -197,8 +198,8 @@ PATCHES = (
     ),
     Patch(
         "lmcache.integration.vllm.utils",
-        "_vllm_local_device_index",
-        _device_index,
+        "calculate_local_rank_and_world_size",
+        _local_rank,
         "raises in all but the first engine of data parallelism on CPU, where each has a list of "
         "devices of its own; our connectors don't use the number",
     ),
