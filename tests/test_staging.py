@@ -171,6 +171,21 @@ def test_a_pool_that_is_not_pinned_is_pinned_once_and_said_once(answer: bool, ca
     assert ("it is now" if answer else "ring of pinned memory") in caplog.text
 
 
+def test_a_stager_pins_a_pool_before_it_is_used_and_none_on_the_host():
+    cache = build(Spec("LBNHC"))
+    stager = stager_of(cache, ONE_LAYER)
+    stager._host = HostMemory(torch.device(DEVICE), 64, driver := Driver(True))
+    pool = torch.empty(POOL_BYTES, dtype=torch.uint8)
+    stager.pin(pool)
+    assert stager._host.pinned([pool[:5]])
+    assert driver.asked == [POOL_BYTES]
+    if DEVICE == "cpu":
+        in_place = Stager(stager.view)
+        in_place._host = HostMemory(torch.device(DEVICE), 64, driver)
+        in_place.pin(torch.empty(POOL_BYTES, dtype=torch.uint8))
+        assert driver.asked == [POOL_BYTES]
+
+
 def test_passing_memory_is_never_pinned():
     """Its addresses are given to others, which would find them pinned."""
     driver = Driver(True)

@@ -221,3 +221,25 @@ def test_a_worker_whose_tier_may_take_long_is_not_called(setting: str | None):
     if setting is not None:
         setattr(made._config, setting, "a server")
     assert made.near_engine() == (None if setting else "LMCache's")
+
+
+def test_lmcaches_memory_is_pinned_while_nobody_waits(monkeypatch):
+    """A driver takes seconds to register many GiB; the first store would wait for it."""
+    pinned = []
+    gpu = SimpleNamespace(initialize_kvcaches_ptr=lambda kvcaches: None, pin=pinned.append)
+    backend = SimpleNamespace(memory_allocator=SimpleNamespace(buffer="memory"))
+    manager = SimpleNamespace(storage_backends={"LocalCPUBackend": backend})
+    made = connector()
+    made._config = None
+    made._lmcache_engine.lmcache_engine = SimpleNamespace(
+        gpu_connector=gpu, storage_manager=manager
+    )
+    monkeypatch.setattr(LMCacheConnectorV1, "register_kv_caches", lambda self, caches: None)
+    for name in ("check_healthy", "check_tiers"):
+        monkeypatch.setattr(vllm_connector.lmcache_engine, name, lambda *args: None)
+    monkeypatch.setattr(made, "_run_beside", lambda *args: None)
+    made.register_kv_caches({})
+    assert pinned == ["memory"]
+    manager.storage_backends = {}  # LMCache without a CPU tier
+    made.register_kv_caches({})
+    assert pinned == ["memory"]
