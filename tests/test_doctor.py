@@ -230,7 +230,9 @@ def test_pinned_memory_against_limits_and_settings_of_others(machine):
     locked = machine(memlock_bytes=2**26)
     assert said(memory.check_pinned(locked, settings, B60), "warn", "64 MiB", "memlock")
     risky = {"PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:1024"}
-    check = memory.check_pinned(machine(environ=risky), settings, B60)
+    check = memory.check_pinned(
+        machine(environ=risky), settings, TorchFacts("2.13.0+xpu", B60.gpus)
+    )
     assert said(check, "warn", "pinned_max_round_threshold_mb", "pinned_max_cached_size_mb")
     harmless = {"PYTORCH_ALLOC_CONF": "pinned_max_cached_size_mb:512,max_split_size_mb:64"}
     assert memory.check_pinned(machine(environ=harmless), settings, B60).outcome == "ok"

@@ -30,10 +30,10 @@ VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC
 ROUNDED, CACHED = "pinned_max_round_threshold_mb", "pinned_max_cached_size_mb"
 # Above this nothing is rounded, and nothing kept for reuse. Not ROUNDED: with it PyTorch 2.13 keeps
 # freed blocks of any size in lists by power of two, and hands one out without looking whether it is
-# large enough (aten/src/ATen/core/CachingHostAllocator.h, get_free_block). A power of two, so that
-# no kept block is larger.
+# large enough (aten/src/ATen/core/CachingHostAllocator.h, get_free_block; 2.14 looks). A power of
+# two, so that no kept block is larger.
 CACHED_MIB = 1024
-SINCE = (2, 13)  # PyTorch with both options; what an older one doesn't know may end it
+SINCE, MENDED = (2, 13), (2, 14)  # what an older PyTorch doesn't know may end it
 
 # One pinned allocation of 16 GiB was reported to work, and one of 32 GiB to fail, on a card of 32.
 MOST_GIB = 16
@@ -63,10 +63,11 @@ def fits(size: int, most: int, environ: Mapping[str, str]) -> bool:
     return exact_above(environ) < size <= most
 
 
-def risky(environ: Mapping[str, str]) -> bool:
-    """Whether PyTorch is told to keep pinned blocks that it did not round up; see CACHED_MIB."""
+def risky(environ: Mapping[str, str], torch: str | None) -> bool:
+    """Whether PyTorch is told to keep pinned blocks that it did not round up, and fails at that."""
     options = _options(environ)
-    return options.get(ROUNDED, math.inf) < options.get(CACHED, math.inf)
+    keeps = options.get(ROUNDED, math.inf) < options.get(CACHED, math.inf)
+    return keeps and _version(torch) < MENDED
 
 
 def allocator_variables(environ: Mapping[str, str], torch: str | None) -> dict[str, str]:
@@ -79,13 +80,16 @@ def allocator_variables(environ: Mapping[str, str], torch: str | None) -> dict[s
     Returns:
         Nothing for a PyTorch that does not know the option.
     """
-    version = tuple(int(part) for part in re.findall(r"\d+", torch or "")[:2])
-    if version < SINCE or exact_above(environ) < math.inf:
+    if _version(torch) < SINCE or exact_above(environ) < math.inf:
         return {}
     # Whichever PyTorch reads.
     names = [name for name in VARIABLES if environ.get(name)] or [VARIABLES[-1]]
     option = f"{CACHED}:{CACHED_MIB}"
     return {name: ",".join(filter(None, (environ.get(name), option))) for name in names}
+
+
+def _version(torch: str | None) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", torch or "")[:2])
 
 
 def _options(environ: Mapping[str, str]) -> dict[str, int]:

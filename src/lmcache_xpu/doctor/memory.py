@@ -36,7 +36,7 @@ def check_pinned(machine: Machine, settings: Settings, facts: TorchFacts) -> Che
     """In which way the device reaches the CPU tier, and whether something is against it."""
     name, tier = "pinned memory", settings.cpu_gib
     environ = {**machine.environ, **settings.environment(machine.environ)}
-    if pinned.risky(environ):
+    if pinned.risky(environ, facts.version):
         return warn(
             name,
             f"PyTorch's allocator keeps blocks above {pinned.ROUNDED} that it does not round up",
