@@ -81,8 +81,11 @@ class Engine:
     ) -> None:
         from vllm import LLM
 
+        from lmcache_xpu import lmcache_engine
         from lmcache_xpu.settings import Settings
 
+        if mode == "layerwise":  # the memory of a pool that is too large to be pinned
+            lmcache_engine.most_pinned = lambda device: 2**20
         settings = Settings.load(
             {
                 "model": model,
@@ -235,6 +238,17 @@ def counts(worker):
     return sorted({(fact.ref_count, fact.pin_count) for fact in facts})
 
 
+def pool(worker):
+    """Bytes of LMCache's memory, and whether it asked PyTorch for them."""
+    from lmcache.v1.platform.torch_ops.mem_alloc import _tensor_registry
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    from lmcache_xpu.lmcache_engine import pool
+
+    memory = pool(get_kv_transfer_group()._lmcache_engine.lmcache_engine)
+    return memory.untyped_storage().nbytes(), memory.data_ptr() in _tensor_registry
+
+
 def watch_loads() -> list[str]:
     """When the loads of a step had begun."""
     from lmcache_xpu.vllm_connector import LMCacheXPUConnector as Connector
@@ -330,6 +344,7 @@ def store(engine: Engine, reference: Path) -> dict:
         "asked": sorted(set(asked)),
         "crowd": crowd(engine),
         "counts": engine.llm.collective_rpc(counts)[0],
+        "pool": engine.llm.collective_rpc(pool)[0],
     }
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from servers import PASSWORD, Server, needs_server
 
-from lmcache_xpu import doctor
+from lmcache_xpu import doctor, pinned
 from lmcache_xpu.doctor import gpu, memory, software, storage
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.machine import Machine, TorchFacts
@@ -149,9 +149,12 @@ def test_libraries_are_really_loaded():
 
 
 def test_what_pytorch_sees():
-    assert said(gpu.check_torch(B60, 1), "ok", "Arc Pro B60 (24 GiB)")
-    assert said(gpu.check_torch(TorchFacts("2.13.0+cpu"), 1), "fail", "2.13.0+cpu", "+xpu")
-    assert said(gpu.check_torch(B60, 2), "fail", "tensor_parallel=2", "ZE_AFFINITY_MASK")
+    assert said(gpu.check_torch(B60, load()), "ok", "Arc Pro B60 (24 GiB)")
+    assert said(gpu.check_torch(TorchFacts("2.13.0+cpu"), load()), "fail", "2.13.0+cpu", "+xpu")
+    two = load(tensor_parallel=2)
+    assert said(gpu.check_torch(B60, two), "fail", "tensor_parallel=2:", "ZE_AFFINITY_MASK")
+    four = load(tensor_parallel=2, data_parallel=2)
+    assert said(gpu.check_torch(B60, four), "fail", "tensor_parallel=2 x data_parallel=2")
 
 
 def test_this_pytorch_can_be_asked():
@@ -166,8 +169,9 @@ def test_this_pytorch_can_be_asked():
 )
 def test_the_affinity_mask_leaves_enough(machine, mask, parallel, outcome):
     chosen = machine(environ={"ZE_AFFINITY_MASK": mask})
-    check = gpu.check_affinity(chosen, load(tensor_parallel=parallel))
-    assert check.outcome == outcome
+    for name in ("tensor_parallel", "data_parallel"):
+        check = gpu.check_affinity(chosen, load(**{name: parallel}))
+        assert check.outcome == outcome
 
 
 # Memory
@@ -191,8 +195,9 @@ def test_the_cpu_tier_against_memory_and_limit(
     if limit:
         (root / "sys/fs/cgroup" / file).parent.mkdir(exist_ok=True)
         (root / "sys/fs/cgroup" / file).write_text(limit)
-    check = memory.check_memory(machine(), load(cpu_gib=cpu_gib, tensor_parallel=parallel))
-    assert check.outcome == outcome, check
+    for name in ("tensor_parallel", "data_parallel"):
+        check = memory.check_memory(machine(), load(cpu_gib=cpu_gib, **{name: parallel}))
+        assert check.outcome == outcome, check
 
 
 def test_the_limit_of_a_container_stops_serve_too(machine, root):
@@ -201,13 +206,37 @@ def test_the_limit_of_a_container_stops_serve_too(machine, root):
         preflight(load(cpu_gib=5, port=65431), {}, machine())
 
 
-def test_pinned_memory_against_the_card_and_the_limit(machine):
-    assert said(memory.check_pinned(machine(), load(cpu_gib=8), B60), "ok", "8 GiB per device")
-    check = memory.check_pinned(machine(), load(cpu_gib=25), B60)
-    assert said(check, "fail", "cards of 24 GiB", "disk")
-    assert said(memory.check_pinned(machine(), load(cpu_gib=20), B60), "warn", "Above 16 GiB")
+@pytest.mark.parametrize(
+    ("cpu_gib", "card_gib", "way"),
+    [
+        (8, 24, "8 GiB per device, one pinned allocation each"),
+        (16, 24, "one pinned allocation each"),
+        (17, 24, "one pinned allocation may be 16 GiB"),
+        (64, 24, "ordinary memory that the driver registers"),
+        (15, 16, "one pinned allocation may be 14.4 GiB"),
+        (0.5, 24, "PyTorch would round a pinned one up"),
+    ],
+)
+def test_the_way_of_the_cpu_tier_is_the_rule_of_the_engine(machine, cpu_gib, card_gib, way):
+    settings = load(cpu_gib=cpu_gib, device="xpu")
+    environ = settings.environment({})
+    size, most = int(cpu_gib * GIB), pinned.limit(card_gib * GIB)
+    assert pinned.fits(size, most, environ) == ("pinned allocation each" in way)
+    facts = TorchFacts("2.14.0+xpu", (("large", 48 * GIB), ("small", card_gib * GIB)))
+    assert said(memory.check_pinned(machine(), settings, facts), "ok", way)
+
+
+def test_pinned_memory_against_limits_and_settings_of_others(machine):
+    settings = load(cpu_gib=8, device="xpu")
     locked = machine(memlock_bytes=2**26)
-    assert said(memory.check_pinned(locked, load(cpu_gib=8), B60), "warn", "64 MiB", "memlock")
+    assert said(memory.check_pinned(locked, settings, B60), "warn", "64 MiB", "memlock")
+    risky = {"PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:1024"}
+    check = memory.check_pinned(
+        machine(environ=risky), settings, TorchFacts("2.13.0+xpu", B60.gpus)
+    )
+    assert said(check, "warn", "pinned_max_round_threshold_mb", "pinned_max_cached_size_mb")
+    harmless = {"PYTORCH_ALLOC_CONF": "pinned_max_cached_size_mb:512,max_split_size_mb:64"}
+    assert memory.check_pinned(machine(environ=harmless), settings, B60).outcome == "ok"
 
 
 def test_shared_memory_matters_with_several_workers(machine, monkeypatch):

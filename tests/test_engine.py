@@ -110,6 +110,11 @@ def test_no_reference_or_pin_outlives_its_request(stored: dict, restarted: dict)
     assert restarted["counts"] in ([[1, 0]], [])  # layerwise loads leave nothing in CPU memory
 
 
+def test_the_cpu_tier_takes_what_it_says(stored: dict, place: tuple[str, ...]):
+    """Asked of PyTorch, or allocated by us, as on an Intel GPU what is too large to be pinned."""
+    assert stored["pool"] == [2**28, place[-1] == "standard"]
+
+
 def test_loads_begin_as_early_as_they_can(stored: dict, place: tuple[str, ...]):
     """Each could begin later as well: when vLLM has prepared its step."""
     earliest = {"standard": "scheduled", "layerwise": "told"}[place[-2]]

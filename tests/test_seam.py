@@ -279,3 +279,31 @@ def test_each_worker_of_an_mla_model_keeps_its_own_copy():
     assert found["two"] == [False, None, [0, 1]]  # what not all of them have was not found
     assert found["more"] == [False, "/d", [0, 1]]
     assert "save_only_first_rank true with MLA on 2 devices" in found["refused"]
+
+
+LATER_ENGINE = """
+import json
+from types import SimpleNamespace
+from lmcache_xpu import seam
+seam.install()
+from lmcache.integration.vllm import utils
+from vllm.platforms import interface
+interface.set_assigned_physical_gpu_ids([1])  # as vLLM does on CPU in the second engine
+config = SimpleNamespace(parallel_config=SimpleNamespace(
+    rank=0, world_size=1, data_parallel_rank_local=1, nnodes_within_dp=1,
+    distributed_executor_backend="mp", data_parallel_backend="mp"))
+def asked():
+    try:
+        return utils.calculate_local_rank_and_world_size(config)
+    except IndexError as error:
+        return str(error)
+without = asked()
+with seam.building(object()):
+    print(json.dumps({"without": without, "building": asked()}))
+"""
+
+
+def test_lmcache_starts_in_every_engine_of_data_parallelism():
+    found = run_script(LATER_ENGINE)
+    assert "out of range for assigned_physical_gpu_ids [1]" in found["without"]  # LMCache alone
+    assert found["building"] == [0, 1]

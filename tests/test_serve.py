@@ -243,3 +243,16 @@ def test_a_signal_reaches_the_engine_itself(tmp_path, free):
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     out, _ = process.communicate(timeout=60)
     assert out.split() == ["engine", str(process.pid)]
+
+
+def test_the_engines_process_has_the_allocators_settings(free, monkeypatch):
+    given = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "not this")
+    env = module.environment(load(port=free, device="xpu"), given)
+    wanted = "max_split_size_mb:64,pinned_max_cached_size_mb:1024"
+    assert env["PYTORCH_CUDA_ALLOC_CONF"] == wanted
+
+
+def test_tiers_are_per_device_of_all_engines(free):
+    with pytest.raises(SettingsError, match=r"CPU tier of 6e\+06 GiB in all \(cpu_gib x devices\)"):
+        preflight(load(cpu_gib=1e6, tensor_parallel=2, data_parallel=3, port=free), {})

@@ -43,6 +43,7 @@ def test_vllm_reads_every_argument_as_it_was_meant(parser):
         kv_cache_gib=1.5,
         memory_fraction=0.5,
         tensor_parallel=2,
+        data_parallel=3,
         prefix_caching=False,
         max_num_batched_tokens=2048,
         max_num_seqs=4,
@@ -62,6 +63,7 @@ def test_vllm_reads_every_argument_as_it_was_meant(parser):
         "kv": args.kv_cache_memory_bytes,
         "fraction": args.gpu_memory_utilization,
         "tp": args.tensor_parallel_size,
+        "dp": args.data_parallel_size,
         "prefix": args.enable_prefix_caching,
         "tokens": args.max_num_batched_tokens,
         "seqs": args.max_num_seqs,
@@ -80,6 +82,7 @@ def test_vllm_reads_every_argument_as_it_was_meant(parser):
         "kv": 3 * 2**29,
         "fraction": 0.5,
         "tp": 2,
+        "dp": 3,
         "prefix": False,
         "tokens": 2048,
         "seqs": 4,
@@ -307,3 +310,14 @@ def test_the_command_line_is_one_line_of_json_and_plain_words():
     transfer = json.loads(args[args.index("--kv-transfer-config") + 1])
     assert transfer["kv_connector_extra_config"]["lmcache.extra_config"]["disk.gib"] == 1.0
     assert "\n" not in " ".join(args)
+
+
+def test_the_allocator_of_an_intel_gpu_is_told_to_pin_no_more_than_it_is_asked_for(monkeypatch):
+    """What is set already is kept, and added to."""
+    name, ours = "PYTORCH_ALLOC_CONF", "pinned_max_cached_size_mb:1024"
+    monkeypatch.setenv(name, "expandable_segments:True")
+    assert load(device="xpu").environment()[name] == f"expandable_segments:True,{ours}"
+    assert load(device="xpu").environment({})[name] == ours
+    assert name not in load(device="xpu").environment({name: "pinned_max_cached_size_mb:64"})
+    assert name not in load(device="xpu", offload=False).environment({})
+    assert name not in load(device="cpu").environment({})

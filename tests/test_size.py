@@ -187,3 +187,14 @@ def test_the_command_for_people(tmp_path):
     directory = write(tmp_path, DEEPSEEK_V3)
     result = CliRunner().invoke(app, ["size", directory], catch_exceptions=False)
     assert "MLA, 61 layers x 576 x bfloat16: 70,272 bytes per token" in result.stdout
+
+
+def test_the_machine_holds_the_tiers_of_every_device(tmp_path):
+    """In the numbers of `serve`, doctor and chart."""
+    given = ["--cpu-gib", "64", "--disk-gib", "500", "--kv-cache-gib", "8"]
+    devices = ["--tensor-parallel", "2", "--data-parallel", "2"]
+    command = ["size", write(tmp_path, LLAMA_3_8B), *given, *devices]
+    result = CliRunner().invoke(app, [*command, "--json"], catch_exceptions=False)
+    assert json.loads(result.stdout)["machine_gib"] == {"CPU": 256, "disk": 2000}
+    result = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert "of the machine, for 4 devices: CPU 256 GiB, disk 2000 GiB" in result.stdout

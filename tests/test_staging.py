@@ -5,10 +5,9 @@ from __future__ import annotations
 import ctypes
 import logging
 
-import caches
 import pytest
 import torch
-from caches import Spec, bits, build
+from caches import DEVICE, Spec, bits, build
 from imitation import GPU, Machine
 from intel import MACHINES, on_machines
 from intel import machine as machine  # a fixture
@@ -61,7 +60,7 @@ def moved(source, target):
     return wanted.raw
 
 
-PINNED = [False] if caches.DEVICE == "cpu" else [False, True]
+PINNED = [False] if DEVICE == "cpu" else [False, True]
 
 
 @pytest.fixture(params=["as the device does", "in batches"])
@@ -75,7 +74,7 @@ def batches(request, monkeypatch) -> list[int]:
             ctypes.memmove(*one)
 
     if request.param == "in batches":
-        if caches.DEVICE != "cpu":
+        if DEVICE != "cpu":
             pytest.skip("the operation is imitated on the host only; a device has its own")
         monkeypatch.setattr(host_memory, "batched_copy", lambda device: batched)
         monkeypatch.setattr(HostMemory, "pinned", lambda self, memory: True)
@@ -88,7 +87,7 @@ def batches(request, monkeypatch) -> list[int]:
 def test_a_round_trip_with_buffers_of_every_size(kind: str, buffer: int, pinned: bool, batches):
     stager = round_trip(kind, buffer, pinned=pinned)
     assert all(count > 1 for count in batches), "one copy alone is quicker as it is"
-    assert bool(batches) == (stager._host.copies_in_batches and caches.DEVICE == "cpu")
+    assert bool(batches) == (stager._host.copies_in_batches and DEVICE == "cpu")
 
 
 @on_machines("buffer", here=(), there=(2 * ONE_LAYER, 7 * ONE_LAYER))
@@ -120,7 +119,7 @@ def round_trip(kind: str, buffer: int, *, pinned: bool) -> Stager:
 @MACHINES
 def test_a_store_keeps_the_rows_of_unmapped_tokens():
     cache = build(Spec("LBNHC"))
-    stager, memory = stager_of(cache, 2 * ONE_LAYER), host(cache, pinned=caches.DEVICE != "cpu")
+    stager, memory = stager_of(cache, 2 * ONE_LAYER), host(cache, pinned=DEVICE != "cpu")
     before = [chunk.clone() for chunk in memory]
     plan = stager.plan(HostFormat(3, 2), slots(stager, THERE), SPANS)
     stager.store(plan, flat(memory)).moved.done.synchronize()
@@ -181,7 +180,7 @@ class Driver:
 @pytest.mark.parametrize("answer", [True, False])
 def test_a_pool_that_is_not_pinned_is_pinned_once_and_said_once(answer: bool, caplog):
     driver = Driver(answer)
-    memory = HostMemory(torch.device(caches.DEVICE), 64, driver)
+    memory = HostMemory(torch.device(DEVICE), 64, driver)
     pool = torch.empty(POOL_BYTES, dtype=torch.uint8)
     with caplog.at_level(logging.INFO):
         assert memory.pinned([pool[:5], pool[7:9]]) is answer
@@ -191,19 +190,34 @@ def test_a_pool_that_is_not_pinned_is_pinned_once_and_said_once(answer: bool, ca
     assert ("it is now" if answer else "ring of pinned memory") in caplog.text
 
 
+def test_a_stager_pins_a_pool_before_it_is_used_and_none_on_the_host():
+    cache = build(Spec("LBNHC"))
+    stager = stager_of(cache, ONE_LAYER)
+    stager._host = HostMemory(torch.device(DEVICE), 64, driver := Driver(True))
+    pool = torch.empty(POOL_BYTES, dtype=torch.uint8)
+    stager.pin(pool)
+    assert stager._host.pinned([pool[:5]])
+    assert driver.asked == [POOL_BYTES]
+    if DEVICE == "cpu":
+        in_place = Stager(stager.view)
+        in_place._host = HostMemory(torch.device(DEVICE), 64, driver)
+        in_place.pin(torch.empty(POOL_BYTES, dtype=torch.uint8))
+        assert driver.asked == [POOL_BYTES]
+
+
 def test_passing_memory_is_never_pinned():
     """Its addresses are given to others, which would find them pinned."""
     driver = Driver(True)
-    assert not HostMemory(torch.device(caches.DEVICE), 64, driver).pinned([torch.empty(4096)])
+    assert not HostMemory(torch.device(DEVICE), 64, driver).pinned([torch.empty(4096)])
     assert driver.asked == []
 
 
 @MACHINES
 def test_a_ring_brings_bytes_there_and_back():
     """Of parts of several sizes, more of them than steps, and larger than a step."""
-    memory = HostMemory(torch.device(caches.DEVICE), 16)
+    memory = HostMemory(torch.device(DEVICE), 16)
     chunks = [torch.randint(256, (size,), dtype=torch.uint8) for size in (1, 2, 40, 5, 1)]
-    there = [torch.empty(chunk.shape, dtype=torch.uint8, device=caches.DEVICE) for chunk in chunks]
+    there = [torch.empty(chunk.shape, dtype=torch.uint8, device=DEVICE) for chunk in chunks]
     for target, chunk in zip(there, chunks, strict=True):
         memory.load(target, Slices([chunk], (0,), [len(chunk)]), pinned=False)
     back = [torch.zeros_like(chunk) for chunk in chunks]
@@ -216,18 +230,18 @@ def test_a_ring_brings_bytes_there_and_back():
 
 def test_nothing_is_not_copied_in_batches(batches):
     """The driver refuses copies of no bytes."""
-    memory = HostMemory(torch.device(caches.DEVICE), 16)
+    memory = HostMemory(torch.device(DEVICE), 16)
     chunks = [torch.arange(size, dtype=torch.uint8) for size in (2, 0, 3)]
-    chunks = [chunk if caches.DEVICE == "cpu" else chunk.pin_memory() for chunk in chunks]
-    there = torch.zeros(5, dtype=torch.uint8, device=caches.DEVICE)
+    chunks = [chunk if DEVICE == "cpu" else chunk.pin_memory() for chunk in chunks]
+    there = torch.zeros(5, dtype=torch.uint8, device=DEVICE)
     memory.load(there, Slices(chunks, (0,), [2, 0, 3]), pinned=True)
     assert there.tolist() == [0, 1, 0, 1, 2]
-    assert batches == ([2] if memory.copies_in_batches and caches.DEVICE == "cpu" else [])
+    assert batches == ([2] if memory.copies_in_batches and DEVICE == "cpu" else [])
 
 
 @MACHINES
 def test_events_tell_how_long_it_took():
-    first, last = (Event(torch.device(caches.DEVICE), timed=True) for _ in range(2))
+    first, last = (Event(torch.device(DEVICE), timed=True) for _ in range(2))
     first.record()
     last.record()
     last.synchronize()

@@ -26,7 +26,7 @@ STEP = {"attention": "of the step"}
 def connector(*, served: bool = True, can_load: tuple[bool | None, ...] = (True,)) -> Any:
     made: Any = object.__new__(LMCacheXPUConnector)
     made._served, made._overlap, made._guard, made._epoch = served, None, None, None
-    made._loading, made._loads_early = False, True
+    made._loading, made._loads_early, made._publishes = False, True, False
     made._layers, made._loaded_layers, made._stored_layers = {}, set(), set()
     made._lmcache_engine = SimpleNamespace()
     specs = [None if can is None else SimpleNamespace(can_load=can) for can in can_load]
@@ -319,3 +319,25 @@ def test_drafters_like_the_model_or_without_a_cache_are_served(method):
 def test_drafters_with_caches_of_their_own_are_refused(method):
     with pytest.raises(SettingsError, match=f"{method}.*ngram, eagle, eagle3 or mtp"):
         check_model(config_of(method))
+
+
+def test_lmcaches_memory_is_pinned_while_nobody_waits(monkeypatch):
+    """A driver takes seconds to register many GiB; the first store would wait for it."""
+    pinned = []
+    gpu = SimpleNamespace(initialize_kvcaches_ptr=lambda kvcaches: None, pin=pinned.append)
+    backend = SimpleNamespace(memory_allocator=SimpleNamespace(buffer="memory"))
+    manager = SimpleNamespace(storage_backends={"LocalCPUBackend": backend})
+    made = connector()
+    made._config = None
+    made._lmcache_engine.lmcache_engine = SimpleNamespace(
+        gpu_connector=gpu, storage_manager=manager
+    )
+    monkeypatch.setattr(LMCacheConnectorV1, "register_kv_caches", lambda self, caches: None)
+    for name in ("check_healthy", "check_tiers"):
+        monkeypatch.setattr(vllm_connector.lmcache_engine, name, lambda *args: None)
+    monkeypatch.setattr(made, "_run_beside", lambda *args: None)
+    made.register_kv_caches({})
+    assert pinned == ["memory"]
+    manager.storage_backends = {}  # LMCache without a CPU tier
+    made.register_kv_caches({})
+    assert pinned == ["memory"]

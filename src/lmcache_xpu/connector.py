@@ -103,6 +103,10 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
         if (kvcaches := kwargs.get("kvcaches")) is not None:
             self._binding.bind(kvcaches)
 
+    def pin(self, pool: torch.Tensor) -> None:
+        """Pin LMCache's memory now, when nobody waits, where the device does not reach it yet."""
+        self._binding.bind(None).stager.pin(pool)
+
     @property
     def _loads_beside(self) -> Overlap | None:
         return self.overlap if self.overlap is not None and self.overlap.loads else None

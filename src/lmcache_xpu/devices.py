@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from lmcache_xpu import pinned
 from lmcache_xpu.addresses import address_table
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
@@ -136,6 +137,17 @@ def _xpu_register(address: int, size: int) -> bool:
     if str(register.default._schema.arguments[0].type) == "Tensor":
         return bool(register(address_table([address]).view(torch.uint64), size))
     return bool(register(address, size))
+
+
+def most_pinned(device: torch.device) -> int | None:
+    """Bytes of the largest pinned allocation to ask for at once; None where nothing limits it.
+
+    On XPU PyTorch and the driver do (see `pinned`). For CUDA LMCache asks the driver itself, which
+    neither rounds nor limits, and the host pins nothing.
+    """
+    if device.type != "xpu":
+        return None
+    return pinned.limit(torch.xpu.get_device_properties(device).total_memory)
 
 
 def kernels_may_reach_host(environment: Mapping[str, str] = os.environ) -> bool:

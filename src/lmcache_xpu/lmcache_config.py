@@ -16,11 +16,13 @@ from lmcache_xpu.lmcache_options import OPTIONS, VLLM, Option, extra_option
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
+    from vllm.config import ParallelConfig
 
 logger = init_logger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 SAFE_HASH = "sha256"
 ONE_COPY = "save_only_first_rank"  # of LMCache's extra_config; of MLA models alone
+ENGINE = "disk.engine"  # the disk tier's name for it
 
 
 def apply(config: LMCacheEngineConfig, extra: dict[str, Any]) -> None:
@@ -30,6 +32,28 @@ def apply(config: LMCacheEngineConfig, extra: dict[str, Any]) -> None:
     for name, value in extra.items():
         if name.startswith("lmcache."):
             validate_and_set_config_value(config, name.removeprefix("lmcache."), value)
+
+
+def set_apart(config: LMCacheEngineConfig, extra: dict[str, Any], parallel: ParallelConfig) -> None:
+    """What an engine of several in one `serve` may not share with the others.
+
+    vLLM tells LMCache's sockets apart by the engine's id. Left are the directories of the disk tier
+    (`disk.engine`) and the ports of LMCache's internal API. The first engine keeps what is set.
+
+    Args:
+        config: LMCache's configuration, with vLLM's settings applied.
+        extra: vLLM's settings, from which LMCache applies them again; changed as well.
+        parallel: vLLM's.
+    """
+    # The rank is 0 in every engine of a dense model; this is not.
+    engine = parallel.data_parallel_index
+    values = dict(config.extra_config or {})
+    if not engine or ENGINE in values:  # scheduler and worker may share `extra`
+        return
+    port = config.internal_api_server_port_start + engine * (1 + parallel.world_size)
+    found = {"extra_config": {**values, ENGINE: engine}, "internal_api_server_port_start": port}
+    extra.update({f"lmcache.{name}": value for name, value in found.items()})
+    apply(config, extra)
 
 
 def make_hash_safe(config: LMCacheEngineConfig, extra: dict[str, Any]) -> None:

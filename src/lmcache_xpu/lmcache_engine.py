@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lmcache_xpu import __version__, versions
+from lmcache_xpu.devices import most_pinned
 from lmcache_xpu.errors import SeamError
+from lmcache_xpu.pinned import PoolMemory
 from lmcache_xpu.residency import CPU, Residency, chunk_name, watched
 
 if TYPE_CHECKING:
@@ -15,6 +20,22 @@ if TYPE_CHECKING:
     from lmcache_xpu.engine_facts import EngineFacts
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
+
+
+def limit_pinning(device: torch.device) -> None:
+    """Let LMCache's pool be no pinned allocation that would fail or take more; see `pinned`."""
+    if (most := most_pinned(device)) is not None:
+        from lmcache import device_ops
+
+        PoolMemory.bind(device_ops, most, os.environ)
+
+
+def pool(engine: Any) -> torch.Tensor | None:
+    """LMCache's host memory, where this worker has some."""
+    manager = engine.storage_manager
+    backend = manager and manager.storage_backends.get("LocalCPUBackend")
+    found: torch.Tensor | None = backend and getattr(backend.memory_allocator, "buffer", None)
+    return found
 
 
 def check_healthy(adapter: Any) -> None:

@@ -148,6 +148,20 @@ def _layout_hints(original: Callable[..., Any]) -> Callable[..., Any]:
     return hints
 
 
+def _local_rank(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def local(vllm_config: Any) -> Any:
+        try:
+            return original(vllm_config)
+        except IndexError:
+            if _building.get() is None:
+                raise
+            parallel = vllm_config.parallel_config
+            return parallel.rank, parallel.world_size  # vLLM numbers this engine's devices from 0
+
+    return local
+
+
 def _begin_step(original: Callable[..., Any]) -> Callable[..., Any]:
     from vllm.distributed import kv_transfer
 
@@ -219,6 +233,13 @@ PATCHES = (
         "vllm_layout_hints",
         _layout_hints,
         "raises for layouts that LMCache's own connectors can't read, and ours can",
+    ),
+    Patch(
+        "lmcache.integration.vllm.utils",
+        "calculate_local_rank_and_world_size",
+        _local_rank,
+        "raises in all but the first engine of data parallelism on CPU, where each has a list of "
+        "devices of its own; our connectors don't use the number",
     ),
     Patch(
         "vllm.v1.worker.gpu_worker",  # every device's worker is made from it

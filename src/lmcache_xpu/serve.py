@@ -69,7 +69,7 @@ def environment(settings: Settings, environ: Mapping[str, str]) -> dict[str, str
     Raises:
         SettingsError: the directory can't be used.
     """
-    env = {**environ, **settings.environment()}
+    env = {**environ, **settings.environment(environ)}
     given = environ.get(METRICS_VARIABLE)
     # By port, not by chance: nothing of ours is left to remove one when the engine ends.
     name = f"lmcache-xpu-metrics-{os.geteuid()}-{settings.port}"
@@ -169,7 +169,7 @@ def preflight(
         check_render_nodes(machine)
     if settings.offload:
         check_layers(settings.model)
-        check_memory(settings.cpu_gib * settings.tensor_parallel, machine)
+        check_memory(settings.cpu_gib * settings.devices, machine)
         if settings.disk_path is not None:
             check_disk(settings.disk_path)
 
@@ -234,7 +234,7 @@ def check_memory(pool_gib: float, machine: Machine) -> None:
     total = machine.memory_bytes()
     if pool_gib * 2**30 > total:
         raise SettingsError(
-            f"a CPU tier of {pool_gib:g} GiB in all (cpu_gib x tensor_parallel)",
+            f"a CPU tier of {pool_gib:g} GiB in all (cpu_gib x devices)",
             f"less than the {total / 2**30:.1f} GiB of this machine or container",
             "Lower cpu_gib.",
         )

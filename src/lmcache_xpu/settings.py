@@ -21,6 +21,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from lmcache_xpu import pinned, versions
 from lmcache_xpu.errors import SettingsError
 
 __all__ = ["ENV_PREFIX", "Settings", "variables"]
@@ -100,6 +101,11 @@ class Settings(BaseSettings):
         0.9, gt=0, le=1, description="Part of the device's memory that the engine may use"
     )
     tensor_parallel: int = Field(1, ge=1, description="Devices that share each layer")
+    data_parallel: int = Field(
+        1,
+        ge=1,
+        description="Engines that share the requests, each with devices and tiers of its own",
+    )
     prefix_caching: bool = Field(True, description="The engine's own prefix cache")
     max_num_batched_tokens: int | None = Field(None, ge=1, description="Tokens per engine step")
     max_num_seqs: int | None = Field(None, ge=1, description="Requests per engine step")
@@ -195,6 +201,11 @@ class Settings(BaseSettings):
             )
         return self
 
+    @property
+    def devices(self) -> int:
+        """Devices of all engines; sizes of tiers are per device."""
+        return self.tensor_parallel * self.data_parallel
+
     def vllm_args(self) -> list[str]:
         """The arguments of `vllm serve`, the model first."""
         kv_cache_gib = self.kv_cache_gib
@@ -211,6 +222,7 @@ class Settings(BaseSettings):
             "--kv-cache-memory-bytes": kv_cache_gib and int(kv_cache_gib * 2**30),
             "--gpu-memory-utilization": self.memory_fraction,
             "--tensor-parallel-size": self.tensor_parallel,
+            "--data-parallel-size": self.data_parallel if self.data_parallel > 1 else None,
             "--max-num-batched-tokens": self.max_num_batched_tokens,
             "--max-num-seqs": self.max_num_seqs,
             "--kv-transfer-config": json.dumps(self._kv_transfer()) if self.offload else None,
@@ -265,8 +277,12 @@ class Settings(BaseSettings):
             }
         return {**config, "extra_config": extra}
 
-    def environment(self) -> dict[str, str]:
-        """The variables that have no argument: to be added to the engine's environment."""
+    def environment(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+        """The variables that have no argument: to be added to the engine's environment.
+
+        Args:
+            environ: that environment. What it says of PyTorch's allocator is kept and added to.
+        """
         env = {
             # One hash seed for all of the engine's processes; see hash_algorithm.
             "PYTHONHASHSEED": "0",
@@ -279,6 +295,8 @@ class Settings(BaseSettings):
             # oneDNN keeps what it compiled for each of 1,024 numbers of tokens, and vLLM what it
             # needs again: half a GiB, and a heap that grows with every request, for nothing.
             env["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "0"
+        if self.device == "xpu" and self.offload:
+            env |= pinned.allocator_variables(environ, versions.installed().torch)
         if self.device == "cuda":
             env[f"{ENV_PREFIX}DEVICES"] = "cuda"  # where this package is off unless asked for
         if self.api_key is not None:

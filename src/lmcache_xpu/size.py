@@ -97,6 +97,7 @@ class Fit:
         history_bytes: their KV cache.
         needed_gib: for all users.
         tiers: name -> what it holds. Tiers don't add up: what is on disk was in the CPU tier.
+        machine_gib: name -> what the tier takes of the machine, for all devices; not the engine's.
     """
 
     token_bytes: int
@@ -104,6 +105,7 @@ class Fit:
     history_bytes: int
     needed_gib: float
     tiers: dict[str, Tier]
+    machine_gib: dict[str, float]
 
 
 def fit(
@@ -113,6 +115,7 @@ def fit(
     users: int,
     chunk_tokens: int,
     tiers_gib: Mapping[str, float | None],
+    devices: int = 1,
 ) -> Fit:
     """How many histories of `context_tokens` each tier holds; a tier of None is left out."""
     chunks = context_tokens // chunk_tokens
@@ -139,6 +142,7 @@ def fit(
         history_bytes=history,
         needed_gib=users * history / GIB,
         tiers=tiers,
+        machine_gib={name: tier.gib * devices for name, tier in tiers.items() if name != "engine"},
     )
 
 

@@ -98,6 +98,11 @@ class Stager:
         self._direct_bytes = DIRECT_BYTES_BATCHED if self._host.copies_in_batches else DIRECT_BYTES
         self._upload = Uploads(view.device)
 
+    def pin(self, pool: torch.Tensor) -> None:
+        """Pin memory that copies will go from and to, if it is not; that takes seconds for GiB."""
+        if self._buffers:
+            self._host.pinned([pool])
+
     @property
     def reaches_host(self) -> bool:
         """Whether a kernel may move what lies in pinned host memory."""

@@ -114,9 +114,10 @@ class LMCacheXPUConnector(ReportingConnector):
         seam.install()
         # All that can be refused is refused before LMCache starts its threads.
         self._config = lmcache_config.load()
-        extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         lmcache_config.apply(self._config, extra)
         lmcache_config.check_features(self._config, extra)
+        lmcache_config.set_apart(self._config, extra, vllm_config.parallel_config)
         lmcache_config.make_hash_safe(self._config, extra)
         check_model(vllm_config)
         if vllm_config.model_config.use_mla:
@@ -131,6 +132,8 @@ class LMCacheXPUConnector(ReportingConnector):
             save_unfull_chunk=self._config.save_unfull_chunk,
         )
         with ending_on_failure():
+            if role == KVConnectorRole.WORKER:
+                lmcache_engine.limit_pinning(torch.device(facts.device_type))
             with seam.building(facts):
                 super().__init__(vllm_config, role, kv_cache_config)
             # Slots are planned on the host (see `slots`); LMCache would send them to the device.
@@ -170,6 +173,8 @@ class LMCacheXPUConnector(ReportingConnector):
             lmcache_engine.check_healthy(self._lmcache_engine)
             engine = self._lmcache_engine.lmcache_engine
             engine.gpu_connector.initialize_kvcaches_ptr(kvcaches=list(kv_caches.values()))
+            if (pool := lmcache_engine.pool(engine)) is not None:
+                engine.gpu_connector.pin(pool)
             self._run_beside(engine, kv_caches)
             lmcache_engine.check_tiers(engine, self._config)
             if self._publishes:

@@ -35,6 +35,44 @@ def test_fewer_workers_than_before_leave_nothing_behind(engines, tmp_path):
     assert list((tmp_path / "kv" / "kv-worker-1").glob("*.lmxkv")) == []
 
 
+def test_engines_of_one_serve_have_directories_of_their_own(engines, tmp_path):
+    """Both have a worker 0. The first has what it had before there were others."""
+    alone = engines()
+    alone.store([0])
+    alone.close()
+    zero, one = engines(), engines(**{"disk.engine": 1})
+    one.store([1])
+    assert (zero.load([0]), zero.load([1])) == ([0], [])
+    assert (one.load([0]), one.load([1])) == ([], [1])
+    names = {path.name for path in (tmp_path / "kv").iterdir()}
+    assert names == {"kv-worker-0", "kv-engine-1-worker-0"}
+    one.close()
+    assert engines(**{"disk.engine": 1}).load([1]) == [1]
+
+
+def test_no_engine_empties_the_directories_of_another(engines, tmp_path):
+    """It may only not have started yet. Of its own it empties what is left of more workers."""
+    left = {0: [0, 1, 11], 1: [0, 1, 11], 12: [1]}
+    for engine, workers in left.items():
+        for worker in workers:
+            wide = engines(metadata=make_metadata(worker, 12), **{"disk.engine": engine})
+            wide.store([worker])
+            wide.close()
+    held = {path.parent.name: path for path in (tmp_path / "kv").glob("*/*.lmxkv")}
+    assert len(held) == 7
+    engines(metadata=make_metadata(0, 1)).close()
+    assert {name for name, path in held.items() if not path.exists()} == {
+        "kv-worker-1",
+        "kv-worker-11",
+    }
+    engines(metadata=make_metadata(0, 1), **{"disk.engine": 1}).close()
+    assert {name for name, path in held.items() if path.exists()} == {
+        "kv-worker-0",
+        "kv-engine-1-worker-0",
+        "kv-engine-12-worker-1",
+    }
+
+
 def test_a_directory_in_use_is_refused_with_the_reason(engines, tmp_path, monkeypatch):
     monkeypatch.setattr(
         chunk_store.ChunkStore.__init__,
@@ -66,6 +104,9 @@ def test_a_directory_in_use_is_refused_with_the_reason(engines, tmp_path, monkey
         ("disk.threads", 0),
         ("disk.threads", 2.0),
         ("disk.threads", True),
+        ("disk.engine", -1),
+        ("disk.engine", "1"),
+        ("disk.engine", True),
         ("disk.gb", 5),
     ],
 )

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
-import test_remote
 import torch
 from lmcache.v1.memory_management import MemoryFormat
+from servers import needs_server
 from storage import LAYERS, Engine, make_key
 from test_disk_tier_layers import LAYER_SHAPE
 
-from lmcache_xpu import remote
 from lmcache_xpu.lmcache_engine import watch_tiers
 from lmcache_xpu.residency import CPU, DISK, SHARED, Change, Residency, chunk_name
 
@@ -97,13 +95,9 @@ def test_layers_of_a_chunk_come_and_go_together(engines):
     engine.lent.clear()  # LMCache frees what it evicts so without giving up its reference
 
 
-@pytest.mark.skipif(test_remote.SERVER is None, reason="no valkey-server or redis-server here")
-def test_a_server_tells_what_it_has_when_it_is_asked(monkeypatch):
-    monkeypatch.setenv(remote.PASSWORD_VARIABLE, test_remote.PASSWORD)
-    server = test_remote.Server()
-    server.start()
-    engines = [test_remote.Engine(server.port) for _ in range(2)]
-    first, second = engines
+@needs_server
+def test_a_server_tells_what_it_has_when_it_is_asked(engine, server):
+    first, second = engines = engine(), engine()
     one, other = (watch(each.manager, each.manager.config) for each in engines)
     first.store(range(3))
     state = held(one.take())
@@ -117,9 +111,6 @@ def test_a_server_tells_what_it_has_when_it_is_asked(monkeypatch):
     assert other.take() == [Change(SHARED, "0", False)]
     for each in engines:
         each.manager.storage_backends["LocalCPUBackend"].clear()
-        each.close()
-    server.stop()
-    server.client.close()
 
 
 def test_a_chunks_name_is_the_one_of_lmcaches_keys():

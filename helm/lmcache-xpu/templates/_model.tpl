@@ -57,7 +57,7 @@ Returns {models: {NAME: {...}}} as JSON; a mistake that the schema can't see end
 {{- if and (eq $model.files.cache "existingClaim") (not $model.files.claimName) -}}
 {{- fail (printf "%s.files.claimName is not set; expected the claim to use, as files.cache is existingClaim." $where) -}}
 {{- end -}}
-{{- $devices := int (default 1 $settings.tensor_parallel) -}}
+{{- $devices := mul (default 1 $settings.tensor_parallel) (default 1 $settings.data_parallel) | int -}}
 {{- $_ := set $model "devices" $devices -}}
 {{- $_ := set $model "gpus" (int (default $devices $model.gpu.count)) -}}
 {{- $_ := set $model "diskSize" (printf "%dGi" (int (ceil (mulf 1.1 $devices (default 0 $settings.disk_gib))))) -}}
@@ -67,8 +67,8 @@ Returns {models: {NAME: {...}}} as JSON; a mistake that the schema can't see end
 {{- end -}}
 
 {{/*
-Resources of a model's pod. The memory counts the CPU tiers although pinned memory of a GPU is
-not charged to the container: so the scheduler keeps them free on the node.
+Resources of a model's pod. The memory counts the CPU tiers also where they are pinned memory of a
+GPU, which is not charged to the container: so the scheduler keeps them free on the node.
 */}}
 {{- define "lmcache-xpu.resources" -}}
 {{- $settings := .settings -}}

@@ -40,6 +40,9 @@ def size(
     tensor_parallel: Annotated[
         int, _tier("tensor_parallel", "Devices that share each layer.")
     ] = _DEFAULTS["tensor_parallel"],
+    data_parallel: Annotated[
+        int, _tier("data_parallel", "Engines that share the requests.")
+    ] = _DEFAULTS["data_parallel"],
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
     """How many users' histories each tier holds, from a model's configuration.
@@ -56,6 +59,7 @@ def size(
         users=users,
         chunk_tokens=chunk_tokens,
         tiers_gib={"engine": kv_cache_gib, "CPU": cpu_gib, "disk": disk_gib},
+        devices=tensor_parallel * data_parallel,
     )
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(found), indent=2))
@@ -73,3 +77,5 @@ def size(
         enough = "yes" if tier.enough else "[red]no[/red]"
         table.add_row(name, f"{tier.gib:g}", f"{tier.tokens:,}", f"{tier.histories:,}", enough)
     console.print(table)
+    taken = ", ".join(f"{name} {gib:g} GiB" for name, gib in found.machine_gib.items())
+    console.print(f"of the machine, for {tensor_parallel * data_parallel} devices: {taken}")

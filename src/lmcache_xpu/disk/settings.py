@@ -21,7 +21,6 @@ __all__ = ["DiskSettings", "check_hash"]
 logger = logging.getLogger("vllm.lmcache_xpu.disk")  # vLLM prints its own loggers only
 
 _PREFIX = "disk."
-_WORKER = "kv-worker-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +31,18 @@ class DiskSettings:
         path: directory that holds one directory for each worker.
         limit_bytes: what one worker may use; `disk.gib` in bytes.
         threads: reads at a time.
+        engine: number of the engine, of those that vLLM runs with data parallelism.
     """
 
     path: Path
     limit_bytes: int
     threads: int = 4
+    engine: int = 0
 
     @classmethod
     def parse(cls, extra: Mapping[str, object]) -> DiskSettings:
         """Check and convert; raises SettingsError for a wrong, missing or unknown entry."""
-        known = {"disk.path", "disk.gib", "disk.threads"}
+        known = {"disk.path", "disk.gib", "disk.threads", "disk.engine"}
         unknown = {key for key in extra if key.startswith(_PREFIX)} - known
         if unknown:
             raise SettingsError(
@@ -55,19 +56,29 @@ class DiskSettings:
             raise SettingsError(f"disk.gib={gib!r}", "a number above 0, of GiB per worker")
         if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
             raise SettingsError(f"disk.threads={threads!r}", "a whole number from 1 up")
-        return cls(Path(path), int(gib * 2**30), threads)
+        engine = extra.get("disk.engine", 0)
+        if isinstance(engine, bool) or not isinstance(engine, int) or engine < 0:
+            raise SettingsError(f"disk.engine={engine!r}", "a whole number from 0 up")
+        return cls(Path(path), int(gib * 2**30), threads, engine)
+
+    @property
+    def prefix(self) -> str:
+        """What the names of this engine's directories start with; the worker's number ends them."""
+        return f"kv-engine-{self.engine}-worker-" if self.engine else "kv-worker-"
 
     def open_store(self, worker_id: int, world_size: int, pin_seconds: float) -> ChunkStore:
         """Open this worker's directory, and empty what workers left that no longer exist.
+
+        What another engine left stays: it may only not have started yet.
 
         Raises:
             SettingsError: the directory can't be used, or another process uses it.
         """
         store = ChunkStore(
-            self.path / f"{_WORKER}{worker_id}", self.limit_bytes, pin_seconds=pin_seconds
+            self.path / f"{self.prefix}{worker_id}", self.limit_bytes, pin_seconds=pin_seconds
         )
-        for other in self.path.glob(f"{_WORKER}*"):
-            number = other.name.removeprefix(_WORKER)
+        for other in self.path.glob(f"{self.prefix}*"):
+            number = other.name.removeprefix(self.prefix)
             if not number.isdigit() or int(number) < world_size:
                 continue
             if int(number) % world_size == worker_id:  # one worker sees to it

@@ -6,7 +6,8 @@ Switched on in LMCache's configuration:
     extra_config:
       storage_plugin.disk.module_path: lmcache_xpu.disk.tier
       storage_plugin.disk.class_name: DiskTier
-      disk.path: /var/cache/kv    # each worker uses <path>/kv-worker-<worker id>
+      disk.path: /var/cache/kv    # each worker uses <path>/kv-worker-<worker id>; in the engines
+                                  # of data parallelism from 1 up kv-engine-<N>-worker-<worker id>
       disk.gib: 100               # per worker, as LMCache's own sizes are
       disk.threads: 4             # reads at a time; half as many writes
 

@@ -66,7 +66,7 @@ def _gpu(settings: Settings, machine: Machine) -> Iterator[Check]:
     yield gpu.check_driver(machine)
     yield gpu.check_runtime(machine)
     facts = machine.torch()
-    yield gpu.check_torch(facts, settings.tensor_parallel)
+    yield gpu.check_torch(facts, settings)
     yield gpu.check_affinity(machine, settings)
     if settings.offload:
         yield memory.check_pinned(machine, settings, facts)

@@ -72,7 +72,7 @@ def check_runtime(machine: Machine) -> Check:
     return ok(name, f"{LOADER}, {DRIVER}, {sycl}")
 
 
-def check_torch(facts: TorchFacts, tensor_parallel: int) -> Check:
+def check_torch(facts: TorchFacts, settings: Settings) -> Check:
     """Whether PyTorch sees enough Intel GPUs."""
     name = "PyTorch's devices"
     if not facts.gpus:
@@ -83,11 +83,11 @@ def check_torch(facts: TorchFacts, tensor_parallel: int) -> Check:
             "checks of nodes, driver and runtime.",
         )
     found = ", ".join(f"{gpu} ({size / 2**30:.0f} GiB)" for gpu, size in facts.gpus)
-    if len(facts.gpus) < tensor_parallel:
+    if len(facts.gpus) < settings.devices:
         return fail(
             name,
-            f"{len(facts.gpus)} for tensor_parallel={tensor_parallel}: {found}",
-            "Lower tensor_parallel, pass more devices, or widen ZE_AFFINITY_MASK.",
+            f"{len(facts.gpus)} for {_devices(settings)}: {found}",
+            "Lower that, pass more devices, or widen ZE_AFFINITY_MASK.",
         )
     return ok(name, found)
 
@@ -98,10 +98,15 @@ def check_affinity(machine: Machine, settings: Settings) -> Check:
     if not mask:
         return ok(name, "ZE_AFFINITY_MASK is not set: all GPUs")
     chosen = [part for part in mask.split(",") if part.strip()]
-    if len(chosen) < settings.tensor_parallel:
+    if len(chosen) < settings.devices:
         return fail(
             name,
-            f"ZE_AFFINITY_MASK={mask} with tensor_parallel={settings.tensor_parallel}",
+            f"ZE_AFFINITY_MASK={mask} with {_devices(settings)}",
             "Name at least as many GPUs, 0,1 for example, or unset it.",
         )
     return ok(name, f"ZE_AFFINITY_MASK={mask}")
+
+
+def _devices(settings: Settings) -> str:
+    names = ("tensor_parallel", "data_parallel")
+    return " x ".join(f"{n}={size}" for n in names if (size := getattr(settings, n)) > 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lmcache_xpu import pinned
 from lmcache_xpu.doctor.check import Check, fail, ok, warn
 from lmcache_xpu.machine import Machine, TorchFacts
 from lmcache_xpu.settings import Settings
@@ -9,56 +10,58 @@ from lmcache_xpu.settings import Settings
 __all__ = ["check_memory", "check_pinned", "check_shared_memory"]
 
 GIB = 2**30
-# Reported upstream: one pinned allocation is capped near the card's memory, and those of
-# PyTorch above this size end in a segmentation fault when they are used.
-PINNED_GIB = 16
-SPARE = 0.8  # of what is available, for the tier
+SPARE = 0.2  # of the memory, besides the tier; more than SPARE_GIB is not needed
+SPARE_GIB = 16
 
 
 def check_memory(machine: Machine, settings: Settings) -> Check:
     """Whether the CPU tier fits into memory, now and at all."""
     name = "host memory"
-    tier = settings.cpu_gib * settings.tensor_parallel
+    tier = settings.cpu_gib * settings.devices
     have, free = machine.memory_bytes() / GIB, machine.available_bytes() / GIB
     found = f"a CPU tier of {tier:g} GiB in all; {free:.1f} GiB available of {have:.1f}"
-    if tier > min(have, free):
+    room = min(have, free)
+    if tier > room:
         return fail(
             name,
             found,
             "Lower cpu_gib, raise the container's memory limit, or stop what uses the memory.",
         )
-    if tier > SPARE * min(have, free):
+    if room - tier < min(SPARE * room, SPARE_GIB):
         return warn(name, found, "Little is left for the model's loading. Lower cpu_gib.")
     return ok(name, found)
 
 
 def check_pinned(machine: Machine, settings: Settings, facts: TorchFacts) -> Check:
-    """Whether the CPU tier, one pinned allocation per device, is within what is known to work."""
+    """In which way the device reaches the CPU tier, and whether something is against it."""
     name, tier = "pinned memory", settings.cpu_gib
-    if facts.gpus and tier * GIB > (least := min(size for _, size in facts.gpus)):
-        return fail(
-            name,
-            f"a CPU tier of {tier:g} GiB per device beside cards of {least / GIB:.0f} GiB",
-            "Intel's driver caps one allocation near the card's memory. Lower cpu_gib, and give "
-            "the disk tier more.",
-        )
-    limit = machine.memlock_bytes
-    if 0 <= limit < tier * GIB:
+    environ = {**machine.environ, **settings.environment(machine.environ)}
+    if pinned.risky(environ, facts.version):
         return warn(
             name,
-            f"at most {limit / 2**20:.0f} MiB may be locked, the CPU tier is {tier:g} GiB",
+            f"PyTorch's allocator keeps blocks above {pinned.ROUNDED} that it does not round up",
+            "PyTorch 2.13 then hands out blocks that are too small, and copies end in a "
+            f"segmentation fault: set {pinned.CACHED} to the same or less.",
+        )
+    lockable = machine.memlock_bytes
+    if 0 <= lockable < tier * GIB:
+        return warn(
+            name,
+            f"at most {lockable / 2**20:.0f} MiB may be locked, the CPU tier is {tier:g} GiB",
             "Raise it (ulimits.memlock: -1 in compose, LimitMEMLOCK in systemd). Intel's driver "
             "does not ask for it today; RDMA does.",
         )
-    if tier > PINNED_GIB:
-        return warn(
-            name,
-            f"a CPU tier of {tier:g} GiB per device, in one pinned allocation",
-            f"Above {PINNED_GIB} GiB crashes were reported for Intel GPUs; nothing of that was "
-            "tried by us. It counts neither as the process's memory nor against the container's "
-            "limit, so leave the machine room.",
+    most = pinned.limit(min((size for _, size in facts.gpus), default=None))
+    if pinned.fits(int(tier * GIB), most, environ):
+        how = "one pinned allocation each, not counted against the container's limit"
+    else:
+        why = (
+            f"one pinned allocation may be {most / GIB:.3g} GiB"
+            if tier * GIB > most
+            else "PyTorch would round a pinned one up"
         )
-    return ok(name, f"{tier:g} GiB per device, not counted against the container's limit")
+        how = f"ordinary memory that the driver registers, counted against the limit: {why}"
+    return ok(name, f"{tier:g} GiB per device, {how}")
 
 
 def check_shared_memory(machine: Machine, settings: Settings) -> Check:
@@ -68,6 +71,6 @@ def check_shared_memory(machine: Machine, settings: Settings) -> Check:
     name = "shared memory"
     size = shutil.disk_usage(machine.root / "dev/shm").total
     found = f"/dev/shm of {size / GIB:.2f} GiB"
-    if settings.tensor_parallel > 1 and size < GIB:
+    if settings.devices > 1 and size < GIB:
         return warn(name, found, "Raise it: shm_size in compose, an emptyDir in memory in a pod.")
     return ok(name, found)

@@ -34,7 +34,7 @@ def check_disk_tier(machine: Machine, settings: Settings) -> Check:
     except SettingsError as error:
         return fail(name, error.found, error.fix)
     kind = machine.file_system(path.resolve())
-    wanted = settings.disk_gib * settings.tensor_parallel
+    wanted = settings.disk_gib * settings.devices
     held = sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
     free = (shutil.disk_usage(path).free + held) / GIB
     speed = _write_speed(path)
@@ -46,7 +46,7 @@ def check_disk_tier(machine: Machine, settings: Settings) -> Check:
     if free < wanted:
         return warn(
             name,
-            f"{found}; disk_gib x tensor_parallel is {wanted:g}",
+            f"{found}; disk_gib x devices is {wanted:g}",
             "Lower disk_gib: when the disk is full, new chunks are dropped.",
         )
     if speed < SLOW_BYTES_S:

@@ -1,0 +1,151 @@
+"""How LMCache's CPU tier gets the memory that it says, and no more, on Intel GPUs.
+
+LMCache asks PyTorch for pinned memory. PyTorch rounds such an allocation up to a power of two, and
+Intel's driver refuses one that comes near the card's memory: at that PyTorch 2.13 hands out
+address 0, and 2.14 raises. So
+
+    PyTorch     is told not to round (`allocator_variables`, set by `lmcache-xpu serve`)
+    the tier    is one pinned allocation as long as that is exact and below a limit (`fits`)
+    beyond it   it is ordinary memory (`PoolMemory`), which `host_memory` registers with the driver
+
+Nothing here was tried on an Intel GPU. The limit is what owners of Arc cards reported to work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import re
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+__all__ = ["MOST_GIB", "PoolMemory", "allocator_variables", "exact_above", "fits", "limit", "risky"]
+
+MIB, GIB = 2**20, 2**30
+
+# PyTorch takes all three, the first one that is set.
+VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+ROUNDED, CACHED = "pinned_max_round_threshold_mb", "pinned_max_cached_size_mb"
+# Above this nothing is rounded, and nothing kept for reuse. Not ROUNDED: with it PyTorch 2.13 keeps
+# freed blocks of any size in lists by power of two, and hands one out without looking whether it is
+# large enough (aten/src/ATen/core/CachingHostAllocator.h, get_free_block; 2.14 looks). A power of
+# two, so that no kept block is larger.
+CACHED_MIB = 1024
+SINCE, MENDED = (2, 13), (2, 14)  # what an older PyTorch doesn't know may end it
+
+# One pinned allocation of 16 GiB was reported to work, and one of 32 GiB to fail, on a card of 32.
+MOST_GIB = 16
+PART_OF_CARD = 0.9
+
+
+def limit(card_bytes: int | None = None) -> int:
+    """Bytes of the largest pinned allocation to ask for at once.
+
+    Args:
+        card_bytes: memory of the card, or of the smallest one; None where that is not known.
+    """
+    most = MOST_GIB * GIB
+    return most if card_bytes is None else min(most, int(PART_OF_CARD * card_bytes))
+
+
+def exact_above(environ: Mapping[str, str]) -> float:
+    """Bytes above which PyTorch pins as much as it is asked for; infinite by default."""
+    options = _options(environ)
+    return min(
+        (options[name] * MIB for name in (ROUNDED, CACHED) if name in options), default=math.inf
+    )
+
+
+def fits(size: int, most: int, environ: Mapping[str, str]) -> bool:
+    """Whether a tier of `size` bytes may be one pinned allocation, and will take no more."""
+    return exact_above(environ) < size <= most
+
+
+def risky(environ: Mapping[str, str], torch: str | None) -> bool:
+    """Whether PyTorch is told to keep pinned blocks that it did not round up, and fails at that."""
+    options = _options(environ)
+    keeps = options.get(ROUNDED, math.inf) < options.get(CACHED, math.inf)
+    return keeps and _version(torch) < MENDED
+
+
+def allocator_variables(environ: Mapping[str, str], torch: str | None) -> dict[str, str]:
+    """The variables that let PyTorch pin exactly what it is asked for, added to what is set.
+
+    Args:
+        environ: of the engine. What it says of pinned memory already stays.
+        torch: version of PyTorch.
+
+    Returns:
+        Nothing for a PyTorch that does not know the option.
+    """
+    if _version(torch) < SINCE or exact_above(environ) < math.inf:
+        return {}
+    # Whichever PyTorch reads.
+    names = [name for name in VARIABLES if environ.get(name)] or [VARIABLES[-1]]
+    option = f"{CACHED}:{CACHED_MIB}"
+    return {name: ",".join(filter(None, (environ.get(name), option))) for name in names}
+
+
+def _version(torch: str | None) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", torch or "")[:2])
+
+
+def _options(environ: Mapping[str, str]) -> dict[str, int]:
+    given = next((environ[name] for name in VARIABLES if environ.get(name)), "")
+    found = re.findall(rf"({ROUNDED}|{CACHED})\s*:\s*(\d+)", given)
+    return {name: int(mib) for name, mib in found}
+
+
+class PoolMemory:
+    """LMCache's operations that allocate and free its pool; those that don't fit go another way.
+
+    What it allocates itself is page-aligned, zero, resident, exactly as large as asked for and
+    counted as this process's memory. It stays until the process ends: the driver may know it.
+
+    Args:
+        ops: LMCache's operations of the device, `lmcache.device_ops`.
+        most: bytes of the largest pinned allocation.
+        environ: of this process.
+    """
+
+    def __init__(self, ops: Any, most: int, environ: Mapping[str, str]) -> None:
+        self._allocate, self._free = ops.alloc_pinned_ptr, ops.free_pinned_ptr
+        self._most, self._environ = most, environ
+        self._pools: dict[int, mmap.mmap] = {}
+
+    @classmethod
+    def bind(cls, ops: Any, most: int, environ: Mapping[str, str]) -> None:
+        """Let LMCache use it from now on; may be called again."""
+        if isinstance(getattr(ops.alloc_pinned_ptr, "__self__", None), cls):
+            return
+        pool = cls(ops, most, environ)
+        # As LMCache binds the operations of its own extensions. Off CUDA it knows no NUMA nodes.
+        names = SimpleNamespace(
+            alloc_pinned_ptr=pool.allocate,
+            free_pinned_ptr=pool.free,
+            alloc_pinned_numa_ptr=pool.allocate,
+            free_pinned_numa_ptr=pool.free,
+        )
+        ops.bind_native(names)
+
+    def allocate(self, size: int, flags: int = 0) -> int:
+        """Address of `size` bytes of zeros.
+
+        Raises:
+            OSError: there is not so much memory.
+        """
+        if fits(size, self._most, self._environ):
+            address: int = self._allocate(size, flags)
+            return address
+        kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+        pool = mmap.mmap(-1, size, flags=kind)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(pool))
+        self._pools[address] = pool
+        return address
+
+    def free(self, address: int, size: int | None = None) -> None:
+        """Free what was pinned; what the driver may know stays."""
+        if address not in self._pools:
+            self._free(address)
