@@ -1,5 +1,6 @@
 # Stand-ins for images that the tests can't pull: Debian's packages of the same programs.
 ARG BASE_IMAGE
+ARG CPU_IMAGE=none
 FROM ${BASE_IMAGE} AS packages
 # hadolint ignore=DL3008
 RUN apt-get update \
@@ -22,3 +23,61 @@ FROM packages AS grafana
 USER 10001:10001
 STOPSIGNAL SIGKILL
 CMD ["sleep", "infinity"]
+
+# Bases for the target xpu: vLLM for CPU, with what vLLM's image for Intel GPUs has beside it, and
+# nothing that only LMCache needs. Debian's Python without python3-venv has no ensurepip.
+FROM ${CPU_IMAGE} AS cpu
+FROM ${BASE_IMAGE} AS vllm
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends libnuma1 libtcmalloc-minimal4 python3 \
+    && rm -rf /var/lib/apt/lists/*
+COPY --from=cpu /opt/venv/lib/python3.11/site-packages /opt/packages
+COPY --from=cpu /opt/venv/bin/vllm /opt/vllm
+ARG PACKAGES
+# hadolint ignore=SC2086
+RUN --mount=type=cache,target=/root/.cache/uv \
+    --mount=type=secret,id=uv,target=/root/.config/uv/uv.toml \
+    --mount=type=bind,from=cpu,source=/opt/uv/bin/uv,target=/run/uv/uv \
+    export UV_LINK_MODE=copy \
+    && /run/uv/uv venv /opt/builder \
+    && rm -r /opt/builder/lib/python3.11/site-packages \
+    && ln -s /opt/packages /opt/builder/lib/python3.11/site-packages \
+    && /run/uv/uv pip uninstall --python /opt/builder aiofile awscrt google-cloud-bigtable \
+        grpcio-status lmcache lmcache-xpu nvtx opentelemetry-exporter-prometheus redis \
+    && /run/uv/uv pip install --python /opt/builder ${PACKAGES} \
+    && rm -r /opt/builder
+
+# As vLLM's image: a virtual environment.
+FROM vllm AS vllm-in-venv
+RUN --mount=type=bind,from=cpu,source=/opt/uv/bin/uv,target=/run/uv/uv \
+    /run/uv/uv venv /opt/venv \
+    && rm -r /opt/venv/lib/python3.11/site-packages \
+    && ln -s /opt/packages /opt/venv/lib/python3.11/site-packages \
+    && sed '1s|.*|#!/opt/venv/bin/python3|' /opt/vllm > /opt/venv/bin/vllm \
+    && chmod +x /opt/venv/bin/vllm
+ENV PATH=/opt/venv/bin:$PATH VIRTUAL_ENV=/opt/venv
+
+# As the legacy image: the system's Python, which Debian and Ubuntu mark as theirs.
+FROM vllm AS vllm-in-system
+RUN rm -rf /usr/local/lib/python3.11/dist-packages \
+    && ln -s /opt/packages /usr/local/lib/python3.11/dist-packages \
+    && sed '1s|.*|#!/usr/bin/python3|' /opt/vllm > /usr/local/bin/vllm \
+    && chmod +x /usr/local/bin/vllm
+
+# What Triton compiles on Intel GPUs, with those of the packages of ubuntu-vllm that are for it.
+FROM ${BASE_IMAGE} AS launcher
+ARG PACKAGES
+# hadolint ignore=DL3008,SC2086
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends ${PACKAGES} \
+    && rm -rf /var/lib/apt/lists/*
+ARG ONEAPI_VERSION
+RUN --mount=type=cache,target=/root/.cache/uv \
+    --mount=type=secret,id=uv,target=/root/.config/uv/uv.toml \
+    --mount=type=bind,from=cpu,source=/opt/uv/bin/uv,target=/run/uv/uv \
+    /run/uv/uv venv /opt/venv \
+    && /run/uv/uv pip install --python /opt/venv intel-sycl-rt==${ONEAPI_VERSION}
+COPY launcher.cpp /
+RUN g++ -std=c++17 -shared -fPIC -o /launcher.so /launcher.cpp \
+        -I/opt/venv/include -I/usr/include/python3.11 -L/opt/venv/lib -lze_loader -lsycl
