@@ -67,8 +67,11 @@ RUN rm -rf /usr/local/lib/python3.11/dist-packages \
     && sed '1s|.*|#!/usr/bin/python3|' /opt/engine/vllm > /usr/local/bin/vllm \
     && chmod +x /usr/local/bin/vllm
 
-# What Triton compiles on Intel GPUs, with those of the packages of ubuntu-vllm that are for it.
-FROM ${BASE_IMAGE} AS launcher
+# What Triton compiles on Intel GPUs, with those of the packages of ubuntu-vllm that are for it; the
+# image has g++ and Python's headers.
+FROM ${CPU_IMAGE} AS launcher
+USER 0
+WORKDIR /launcher
 ARG PACKAGES
 # hadolint ignore=DL3008,SC2086
 RUN apt-get update \
@@ -77,9 +80,9 @@ RUN apt-get update \
 ARG ONEAPI_VERSION
 RUN --mount=type=cache,target=/root/.cache/uv \
     --mount=type=secret,id=uv,target=/root/.config/uv/uv.toml \
-    --mount=type=bind,from=cpu,source=/opt/uv/bin/uv,target=/run/uv/uv \
-    /run/uv/uv venv /opt/venv \
-    && /run/uv/uv pip install --python /opt/venv intel-sycl-rt==${ONEAPI_VERSION}
-COPY launcher.cpp /
-RUN g++ -std=c++17 -shared -fPIC -o /launcher.so /launcher.cpp \
-        -I/opt/venv/include -I/usr/include/python3.11 -L/opt/venv/lib -lze_loader -lsycl
+    uv venv environment \
+    && uv pip install --python environment intel-sycl-rt==${ONEAPI_VERSION}
+COPY launcher.cpp ./
+RUN g++ -std=c++17 -shared -fPIC -o launcher.so launcher.cpp -I/usr/include/python3.11 \
+        -Ienvironment/include -Lenvironment/lib -lze_loader -lsycl
+USER 10001:10001
