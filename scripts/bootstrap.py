@@ -33,7 +33,8 @@ DISK_GIB = 6  # measured: 3.3 GiB installed, and the wheels while they are unpac
 
 def fail(found: str, fix: str) -> NoReturn:
     """End with one readable line instead of a traceback."""
-    sys.exit(f"bootstrap: {found}\n           {fix}")
+    name = Path(sys.argv[0]).stem
+    sys.exit(f"{name}: {found}\n{' ' * len(name)}  {fix}")
 
 
 def run(*command: str, env: dict[str, str] | None = None, quiet: bool = False) -> bool:

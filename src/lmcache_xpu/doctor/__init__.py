@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lmcache_xpu import versions
-from lmcache_xpu.doctor import gpu, memory, software, storage, transfer
+from lmcache_xpu.doctor import gpu, memory, packages, software, storage, transfer
 from lmcache_xpu.doctor.check import Check, fail, ok, skip
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.machine import Machine
@@ -24,6 +24,7 @@ def examine_build(machine: Machine) -> Iterator[Check]:
     imports = software.check_imports(("torch", "vllm", "lmcache", "lmcache_xpu.vllm_connector"))
     yield imports
     if imports.outcome == "ok":
+        yield packages.check_packages(packages.installed())
         from lmcache_xpu.seam import status
 
         yield software.check_patches(status())

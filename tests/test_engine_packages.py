@@ -1,0 +1,89 @@
+"""vLLM, LMCache and this package serve with the packages that vLLM has for Intel GPUs.
+
+LMCache's own metadata allows none of these versions (test_install.py), so that it works with them
+has to be seen: they are laid over the CPU environment, and hits are compared byte by byte.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from engine_probe import BLOCK, LENGTHS
+from installation import pins, uv
+from test_engine import cached
+
+from lmcache_xpu import versions
+from lmcache_xpu.demo.model import EXACT, make_model
+
+pytestmark = pytest.mark.engine
+
+HERE = Path(__file__).parent
+LAID = (
+    "grpcio",
+    "numpy",
+    "opentelemetry-api",
+    "opentelemetry-exporter-otlp",
+    "opentelemetry-sdk",
+    "prometheus-client",
+    "protobuf",
+)
+
+
+# vLLM's image, and what vLLM brings without it.
+TESTED = [f"{base}-{version}" for version in versions.TESTED["vllm"] for base in ("vllm", "ubuntu")]
+
+
+@pytest.fixture(scope="module", params=TESTED)
+def base(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def overlay(base: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the base's packages, and the exporter of LMCache that fits them."""
+    directory = tmp_path_factory.mktemp(base)
+    constraints = directory / "constraints.txt"
+    constraints.write_text("".join(f"{n}=={v}\n" for n, v in pins(base).items()))
+    wanted = (*LAID, "grpcio-status", "opentelemetry-exporter-prometheus")
+    target = directory / "packages"
+    uv("install", "--target", str(target), "-c", str(constraints), *wanted)
+    return target
+
+
+@pytest.fixture(scope="module")
+def served(overlay: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    directory = tmp_path_factory.mktemp("served")
+    model = str(make_model(EXACT, directory))
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("LMCACHE", "VLLM_"))}
+    env.pop("PYTHONHASHSEED", None)
+    before = env.get("PYTHONPATH", "")
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(overlay), before)))
+    done = subprocess.run(
+        [sys.executable, str(HERE / "packages_probe.py"), model, str(directory / "disk"), *LAID],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    if done.returncode:
+        pytest.fail(f"exit {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-6000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def test_the_engine_ran_with_the_packages_of_the_base(served: dict, base: str, overlay: Path):
+    assert served["versions"] == {name: pins(base)[name] for name in LAID}
+    assert all(Path(file).is_relative_to(overlay) for file in served["from"])
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_a_hit_restores_every_byte_and_gives_the_recomputed_tokens(served: dict, name: str):
+    found = served["hits"][name]
+    assert len(found["recompute"]) == 24
+    assert found["answer"] == found["recompute"]
+    assert found["hit"] == cached(name)
+    assert found["restored"] >= cached(name) // BLOCK
