@@ -114,7 +114,8 @@ class LMCacheXPUConnector(ReportingConnector):
         seam.install()
         # All that can be refused is refused before LMCache starts its threads.
         self._config = lmcache_config.load()
-        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        transfer = vllm_config.kv_transfer_config
+        transfer.kv_connector_extra_config = extra = transfer.kv_connector_extra_config or {}
         lmcache_config.apply(self._config, extra)
         lmcache_config.check_features(self._config, extra)
         lmcache_config.set_apart(self._config, extra, vllm_config.parallel_config)
