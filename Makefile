@@ -53,11 +53,7 @@ helm-docs: setup ## Renew the chart's schema and the tables of its README
 	@$(BIN)/python helm/chart_schema.py && $(BIN)/python helm/chart_readme.py
 	@cp helm/lmcache-xpu/values.yaml tests/helm/frozen/$$($(BIN)/lmcache-xpu --version).yaml
 
-helm-fuzz: setup ## Random cases against an oracle of plain Python: [EXAMPLES=...] or [SECONDS=600]
-	@FUZZ_EXAMPLES=$(EXAMPLES) FUZZ_SECONDS=$(or $(SECONDS),$(if $(EXAMPLES),,600)) \
-		$(BIN)/pytest tests/fuzz -s --timeout 0
-
-check: setup ## Lint and test the chart, without an engine
+helm-check: setup ## Lint and test the chart, without an engine
 	@$(BIN)/pytest tests/helm -m "not engine"
 
 helm-package: setup ## Package the chart into dist/; REGISTRY=oci://... pushes it
