@@ -29,6 +29,10 @@ integration-broken: setup ## Take away one part of the product after the other: 
 	@for part in $(or $(PARTS),$$($(BIN)/python integration_tests/breaks.py)); do \
 		$(BIN)/pytest integration_tests -n 2 --break $$part --requests 60 --soak-s 20 || exit; done
 
+fuzz: setup ## Random cases against an oracle of plain Python: [EXAMPLES=...] or [SECONDS=600]
+	@FUZZ_EXAMPLES=$(EXAMPLES) FUZZ_SECONDS=$(or $(SECONDS),$(if $(EXAMPLES),,600)) \
+		$(BIN)/pytest tests/fuzz -s --timeout 0
+
 check: setup ## Lint, format, types, import order of the package; changes nothing
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
 
@@ -87,4 +91,4 @@ lock: setup ## Renew constraints.txt from pyproject.toml (all of it: make lock U
 clean: ## Remove .venv, caches and what the demo left
 	rm -rf .venv dist .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup demo test integration integration-long integration-broken check fmt docs bench bench-engine bench-device up up-cpu down logs test-containers helm-docs helm-check helm-package loadtest loadtest-compare lock clean
+.PHONY: help setup demo test integration integration-long integration-broken fuzz check fmt docs bench bench-engine bench-device up up-cpu down logs test-containers helm-docs helm-check helm-package loadtest loadtest-compare lock clean

@@ -200,7 +200,8 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
                 load, memory_objs, self._counter(LOAD_CPU, bound, starts, ends, request.cached)
             )
             return
-        moved = bound.stager.load(plan, memory)
+        with bound.stager.whole():
+            moved = bound.stager.load(plan, memory)
         moved.done.wait()  # the engine's stream
         count = self._counter(LOAD_CPU, bound, starts, ends, request.cached)
         moved.done.synchronize()  # LMCache gives up the host memory when this returns
@@ -227,7 +228,8 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
         plan = self._binding.plan(bound, starts, ends, request, loading=False)
         memory = self._binding.memory(bound, memory_objs, starts, ends, loading=False)
         bound.stager.follow_engine()
-        stored = bound.stager.store(plan, memory)
+        with bound.stager.whole():
+            stored = bound.stager.store(plan, memory)
         count = self._counter(STORE_CPU, bound, starts, ends)
         if (beside := self._stores_beside) is not None:
             beside.add_store(memory_objs, stored, request.slots(starts, ends))

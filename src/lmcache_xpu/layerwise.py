@@ -170,7 +170,8 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
         try:
             for objs, group, (first, last) in zip(memory_objs, memory, self.groups, strict=True):
                 bound.stager.follow_engine()  # these layers' attention is enqueued by now
-                stored = bound.stager.store(plan.of_layers(last - first), group, first)
+                with bound.stager.whole():
+                    stored = bound.stager.store(plan.of_layers(last - first), group, first)
                 moved.append(stored.moved)
                 if beside is not None:
                     beside.add_store(objs, stored, slots)

@@ -10,7 +10,8 @@ A piece is what is staged at once: some layers of one chunk or of several neighb
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -214,6 +215,19 @@ class Stager:
         copied.wait(self._kernels)
         moved.done.record(self._kernels)
         return moved
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """After an error in a store or a load, wait for the part of it that is on its way.
+
+        The caller then gives its blocks and its host memory to others.
+        """
+        try:
+            yield
+        except BaseException:
+            self.fence().done.synchronize()
+            self._host.flush()  # or the next store would bring the rest
+            raise
 
     def _begin(self, stream: SideStream) -> Moved:
         moved = Moved(*(Event(self.view.device, timed=True) for _ in range(2)))

@@ -1,0 +1,324 @@
+"""One request stored from one cache and loaded into others, on every way that bytes can take."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+import oracle
+import torch
+from host import Arena
+from hypothesis import strategies as st
+from kernels import INTERPRET, TritonTransfer
+from layouts import FORMS, Cache, Layout, layouts
+from lmcache.v1.memory_management import MemoryFormat
+
+from lmcache_xpu import binding, host_memory, staging
+from lmcache_xpu.buffers import Buffer
+from lmcache_xpu.connector import PagedMemConnector, VLLMPagedMemXPUConnectorV2
+from lmcache_xpu.errors import TransferError
+from lmcache_xpu.layerwise import VLLMPagedMemLayerwiseXPUConnector
+from lmcache_xpu.staging import Stager
+from lmcache_xpu.transfer import TorchTransfer
+
+ORDERS = ("planes", "layers", "rows")
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a connector moves bytes.
+
+    order: of host memory; `rows` is the layerwise connector's. buffer: size of a staging buffer in
+    hundredths of a chunk's largest layer; 0 for no staging.
+    """
+
+    order: str
+    at_once: int
+    triton: bool
+    buffer: int
+    buffers: int
+    pinned: bool
+    batched: bool
+
+
+ways = st.builds(
+    Way,
+    order=st.sampled_from(ORDERS),
+    at_once=st.integers(1, 4),
+    triton=st.integers(0, 5).map(lambda n: n == 5),
+    buffer=st.sampled_from((0, 100, 130, 250, 400, 1000, 5000, 90)),
+    buffers=st.integers(2, 4),
+    pinned=st.booleans(),
+    batched=st.booleans(),
+)
+
+
+def copied_in_batches(sources: torch.Tensor, targets: torch.Tensor, sizes: torch.Tensor) -> None:
+    """vLLM's operation of a device, on the host."""
+    for one in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
+        ctypes.memmove(*one)
+
+
+@contextmanager
+def taken(way: Way, buffer_bytes: int) -> Iterator[None]:
+    """While this lasts, connectors that are bound take this way."""
+
+    def stager(view: object, staging_bytes: int) -> Stager:
+        made = Stager(view, staging_bytes, in_place=not way.buffer)
+        if way.buffer:
+            made.buffer_bytes = buffer_bytes
+            made._buffers = [Buffer(buffer_bytes, view.device) for _ in range(way.buffers)]
+            made._host._ring_bytes = max(1, buffer_bytes // 2)
+        return made
+
+    with ExitStack() as stack:
+
+        def patch(place: object, name: str, value: object) -> None:
+            stack.enter_context(mock.patch.object(place, name, value))
+
+        patch(binding, "Stager", stager)
+        patch(staging, "transfer_of", TritonTransfer.of if way.triton else TorchTransfer.of)
+        patch(staging, "buffers", lambda wanted, device: [Buffer(1, device)])
+        if way.triton:
+            patch(TritonTransfer, "warm_up", lambda self: True)  # slow in the interpreter
+            stack.enter_context(mock.patch.dict("os.environ", INTERPRET))
+        if way.batched and way.pinned:
+            patch(host_memory, "batched_copy", lambda device: copied_in_batches)
+        if way.pinned:
+            patch(host_memory.HostMemory, "pinned", lambda self, memory: True)
+        yield
+
+
+def connect(layout: Layout, way: Way) -> PagedMemConnector:
+    layerwise = way.order == "rows"
+    kind = VLLMPagedMemLayerwiseXPUConnector if layerwise else VLLMPagedMemXPUConnectorV2
+    options = {"layers_at_once": way.at_once} if layerwise else {}
+    return kind(
+        layout.hidden,
+        layout.sizes["l"],
+        dtype=layout.dtype,
+        device="cpu",
+        use_mla=layout.mla,
+        layout_hints={"kv_layout": layout.hint} if layout.hint else None,
+        opaque_blocks=layout.opaque,
+        layer_major=way.order == "layers",
+        **options,
+    )
+
+
+def format_of(connector: PagedMemConnector) -> MemoryFormat:
+    return MemoryFormat.KV_MLA_FMT if connector.use_mla else connector.FORMAT
+
+
+def chunks_of(
+    objs: Sequence[Sequence], connector: PagedMemConnector, way: Way, spans: Sequence[tuple]
+) -> list[oracle.Chunk]:
+    """Of objects `[group][chunk]`, what the oracle must know."""
+    groups = connector.groups if way.order == "rows" else [(0, connector.num_layers)]
+    room = groups[0][1]
+    return [
+        oracle.Chunk(obj.meta.address, start, end, way.order, room, first, last - first)
+        for (first, last), group in zip(groups, objs, strict=True)
+        for obj, (start, end) in zip(group, spans, strict=True)
+    ]
+
+
+def call(connector: PagedMemConnector, direction: str, objs: Sequence[Sequence], **given) -> None:
+    """As LMCache's engine drives either connector, to the end."""
+    move = getattr(connector, direction)
+    if not connector.LAYERWISE:
+        move(objs[0], **given)
+    elif direction == "batched_from_gpu":
+        steps = move(objs, **given)
+        for _ in range(len(objs) + 1):
+            next(steps)
+    else:
+        steps = move(**given)
+        next(steps)
+        for group in objs:
+            steps.send(group)
+        next(steps)
+
+
+@dataclass(frozen=True)
+class Request:
+    """Tokens, the chunks of them that are moved, and the slots of both caches."""
+
+    tokens: int
+    spans: tuple[tuple[int, int], ...]
+    here: tuple[int, ...]
+    there: tuple[int, ...]
+    cached: int
+
+
+@st.composite
+def requests(draw: st.DrawFn, here: Layout, there: Layout) -> Request:
+    """Chunks that end inside of blocks, gaps, holes and repeats; whole blocks if opaque."""
+    block = here.sizes["n"] if here.opaque else 1
+    chunk = draw(st.integers(1, 6 if block == 1 else 2)) * block
+    count = draw(st.integers(0, 5))
+    last = draw(st.integers(1, chunk // block)) * block
+    sizes = [chunk] * (count - 1) + [last] * bool(count)
+    start = draw(st.integers(0, 2)) * chunk
+    spans = []
+    for size in sizes:
+        spans.append((start, start + size))
+        start += size
+    kept = [span for span in spans if draw(st.integers(0, 4))]
+    tokens = start + draw(st.integers(0, 2)) * block
+    cached = draw(st.one_of(st.just(0), st.integers(0, max(1, tokens) // block + 1))) * block
+    slots = [
+        _slots(random.Random(draw(st.integers(0, 2**32))), layout, tokens, draw(st.integers(0, 3)))
+        for layout in (here, there)
+    ]
+    return Request(tokens, tuple(kept), *slots, cached)
+
+
+def _slots(rng: random.Random, layout: Layout, tokens: int, kind: int) -> tuple[int, ...]:
+    """0: as vLLM's, block after block; 1: with holes; 2: in any order; 3: with repeats, too."""
+    size, blocks = layout.sizes["n"], layout.sizes["b"]
+    if layout.opaque or kind < 2:
+        order = rng.sample(range(blocks), blocks)
+        if kind == 3 or blocks * size < tokens:
+            order = rng.choices(range(blocks), k=-(-tokens // size))
+        if kind:
+            order = [-1 if rng.random() < 0.3 else one for one in order]
+        slots = [-1 if b < 0 else b * size + n for b in order for n in range(size)][:tokens]
+        if kind and not layout.opaque:
+            slots = [-1 if rng.random() < 0.2 else slot for slot in slots]
+        return tuple(slots)
+    all_slots = range(-1 if kind == 3 else 0, blocks * size)
+    if kind == 2 and tokens <= len(all_slots):
+        return tuple(rng.sample(all_slots, tokens))
+    return tuple(rng.choices(all_slots, k=tokens))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request, the caches that it goes from and to, and the ways."""
+
+    here: Layout
+    there: Layout
+    store: Way
+    load: Way
+    request: Request
+    moves: bool  # the engine moves its cache between two loads
+    seed: int
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Two caches that hold the same tokens in different layouts."""
+    here = draw(layouts())
+    opaque, mla = here.opaque, here.mla
+    forms = tuple(
+        form for form in FORMS if (form == "opaque") == opaque and form.startswith("latent") == mla
+    )
+    fixed = {"l": here.sizes["l"], "d": here.head, "h": here.sizes.get("h", 1)}
+    if opaque:
+        there = here  # an engine's own order within a block means nothing to another one
+    else:
+        other = draw(layouts(forms, **fixed))
+        there = Layout(
+            other.form,
+            other.memory,
+            other.sizes,
+            other.padding,
+            other.lead,
+            here.dtype,
+            other.named,
+        )
+    store, load = draw(ways), draw(ways)
+    load = Way(store.order, store.at_once, *list(vars(load).values())[2:])
+    request = draw(requests(here, there))
+    return Case(here, there, store, load, request, draw(st.booleans()), draw(st.integers(0, 2**32)))
+
+
+def run(case: Case) -> None:
+    """Move, and compare every byte of both caches and of host memory."""
+    request, spans = case.request, case.request.spans
+    source, target = Cache(case.here, case.seed), Cache(case.there, case.seed + 1)
+    connector = connect(case.here, case.store)
+    dtype = case.here.dtype
+    largest = max((end - start for start, end in spans), default=1)
+    arena = Arena(
+        max(1, len(connector.groups) * len(spans)),
+        connector.get_shape(largest).numel() * dtype.itemsize + 8,
+        case.seed,
+    )
+    groups = connector.groups if connector.LAYERWISE else [(0, connector.num_layers)]
+    objs = [
+        [
+            arena.allocate(connector.get_shape(end - start), dtype, format_of(connector))
+            for start, end in spans
+        ]
+        for _ in groups
+    ]
+    chunks = chunks_of(objs, connector, case.store, spans)
+    starts, ends = [start for start, _ in spans], [end for _, end in spans]
+    layer = largest * source.paged.row * source.paged.planes
+    before = bytearray(source.bytes())
+
+    def buffer(way: Way) -> int:
+        return max(1, layer * way.buffer // 100)
+
+    with taken(case.store, buffer(case.store)):
+        moves = oracle.pairs(source.paged, chunks, request.here)
+        given = {"starts": starts, "ends": ends, "kvcaches": source.engine}
+        slots = torch.tensor(request.here, dtype=torch.int64)
+        if _refused(
+            connector, "batched_from_gpu", objs, given | {"slot_mapping": slots}, case.store, spans
+        ):
+            return _unchanged(source, before, arena)
+        oracle.store(before, arena.wanted, moves)
+    oracle.compare("host memory after a store", arena.bytes(), arena.wanted)
+    oracle.compare("the cache that was read", source.bytes(), before)
+
+    loader = connect(case.there, case.load)
+    targets = [target, Cache(case.there, case.seed + 2)] if case.moves else [target]
+    with taken(case.load, buffer(case.load)):
+        for number, cache in enumerate(targets):
+            wanted = bytearray(cache.bytes())
+            skip = 0 if number else request.cached
+            given = {"starts": starts, "ends": ends, "kvcaches": cache.engine}
+            given["slot_mapping"] = torch.tensor(request.there, dtype=torch.int64)
+            given["vllm_cached_tokens"] = skip
+            if _refused(loader, "batched_to_gpu", objs, given, case.load, spans):
+                return _unchanged(cache, wanted, arena)
+            moves = oracle.pairs(cache.paged, chunks, request.there, skip)
+            oracle.load(wanted, arena.wanted, moves, cache.bytes())
+            oracle.compare("the cache after a load", cache.bytes(), wanted)
+            oracle.compare("host memory after a load", arena.bytes(), arena.wanted)
+    for group in objs:
+        for obj in group:
+            if obj.get_ref_count() != 1:
+                raise oracle.MismatchError(f"{obj.get_ref_count()} references are left of one")
+            obj.ref_count_down()
+    return None
+
+
+def _refused(
+    connector: PagedMemConnector, direction: str, objs: Sequence, given: dict, way: Way, spans
+) -> bool:
+    """Make the call; True if it was refused as it must be: a layer of a chunk fits no buffer."""
+    too_small = 0 < way.buffer < 100 and bool(spans)
+    try:
+        call(connector, direction, objs, **given)
+    except TransferError as error:
+        if too_small and "raise staging_mib" in str(error):
+            return True
+        raise
+    if too_small:
+        raise oracle.MismatchError(
+            "a layer of a chunk went through a buffer that is too small for it"
+        )
+    return False
+
+
+def _unchanged(cache: Cache, before: bytes | bytearray, arena: Arena) -> None:
+    oracle.compare("a cache after a refusal", cache.bytes(), before)
+    oracle.compare("host memory after a refusal", arena.bytes(), arena.wanted)

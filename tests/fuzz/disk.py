@@ -1,0 +1,314 @@
+"""The disk tier's store against a model: restarts, kills, damage, evictions, pins, threads.
+
+One thread at a time, the model says exactly what is there: a store that lost a chunk without a
+cause is as wrong as one that serves another's bytes. Of what several threads did at once it knows
+the bytes, the limit, and what must have survived.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import shutil
+import tempfile
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from oracle import MismatchError
+
+from lmcache_xpu.disk import chunk_index, chunk_store
+from lmcache_xpu.disk.chunk_store import ChunkStore
+
+HEADER = 4096
+KEYS = st.integers(0, 7).map("key {}".format)
+SIZES = st.sampled_from((0, 1, 100, 4095, 4096, 4097, 9000))
+ROOM = 4 * (HEADER + 4096)  # not enough for all
+
+
+def size_on_disk(payload: int) -> int:
+    return HEADER + -(-payload // 4096) * 4096
+
+
+@dataclass
+class Chunk:
+    """What is stored under a key. fate: what became of its file since."""
+
+    payload: bytes
+    used: int
+    fate: str = ""  # gone, unreadable from the header on, or from the payload on
+
+
+class Disk(RuleBasedStateMachine):
+    """A directory that outlives its stores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.path = Path(tempfile.mkdtemp(prefix="lmcache-xpu-fuzz-"))
+        self.chunks: dict[str, Chunk] = {}
+        self.pins: Counter[str] = Counter()  # they outlive a damaged file
+        self.limit = ROOM
+        self.version = itertools.count()
+        clock = itertools.count(10**18, 1000)
+        self.time = SimpleNamespace(
+            time_ns=lambda: self.now, monotonic=lambda: 0.0, sleep=lambda s: None
+        )
+        self.clock, self.now = clock, next(clock)
+        self.patches = [
+            mock.patch.object(place, "time", self.time) for place in (chunk_store, chunk_index)
+        ]
+        for patch in self.patches:
+            patch.start()
+        self.store: ChunkStore | None = None
+
+    @initialize(limit=st.sampled_from((ROOM, 2 * ROOM, 100 * ROOM)))
+    def start(self, limit: int) -> None:
+        self.limit = limit
+        self.open()
+
+    def open(self) -> None:
+        self.store = ChunkStore(self.path, self.limit, lock_seconds=0)
+        # A scan reads headers and lengths.
+        for key in [key for key, one in self.chunks.items() if one.fate in ("gone", "header")]:
+            del self.chunks[key]
+        self.pins.clear()
+        self.evict(0)
+
+    def teardown(self) -> None:
+        try:
+            if self.store is not None:
+                self.restart(killed=False, limit=0)
+                for key in sorted(self.chunks):
+                    self.look(key)
+        finally:
+            if self.store is not None:
+                self.store.close()
+            for patch in self.patches:
+                patch.stop()
+            shutil.rmtree(self.path)
+
+    # The model
+
+    @property
+    def used(self) -> int:
+        return sum(size_on_disk(len(one.payload)) for one in self.chunks.values())
+
+    def evict(self, need: int) -> bool:
+        """The least recently used of what is not pinned, until there is room."""
+        pinned = [one for key, one in self.chunks.items() if self.pins[key]]
+        if sum(size_on_disk(len(one.payload)) for one in pinned) + need > self.limit:
+            return self.used + need <= self.limit
+        while self.used + need > self.limit:
+            free = [(one.used, key) for key, one in self.chunks.items() if not self.pins[key]]
+            del self.chunks[min(free)[1]]
+        return True
+
+    def payload(self, key: str, size: int) -> bytes:
+        return random.Random(f"{key} {next(self.version)}").randbytes(size)
+
+    def check(self) -> None:
+        there = {key for key in (f"key {n}" for n in range(8)) if key in self.store}
+        if there != set(self.chunks):
+            raise MismatchError(f"{sorted(there)} are stored; the model has {sorted(self.chunks)}")
+        if self.store.used_bytes != self.used:
+            raise MismatchError(f"{self.store.used_bytes} bytes are counted, and are {self.used}")
+        files = [file.stat().st_size for file in self.path.glob("*.lmxkv")]
+        if sum(files) > self.limit:
+            raise MismatchError(f"files of {sum(files)} bytes, {self.limit} are allowed")
+
+    # What happens
+
+    @rule(keys=st.lists(KEYS, min_size=1, max_size=4), size=SIZES)
+    def puts(self, keys: list[str], size: int) -> None:
+        for key in keys:
+            self.put(key, size)
+
+    def put(self, key: str, size: int) -> None:
+        self.now = next(self.clock)
+        payload = self.payload(key, size)
+        stored = self.store.put(key, f"meta of {key}", payload)
+        if key in self.chunks:
+            wanted = True
+            self.chunks[key].used = self.now
+        elif wanted := self.evict(size_on_disk(size)):
+            self.chunks[key] = Chunk(payload, self.now)
+        if stored != wanted:
+            raise MismatchError(f"a put said {stored}; the model says {wanted}")
+        self.check()
+
+    @rule(number=st.integers(0, 7))
+    def read(self, number: int) -> None:
+        if self.chunks:
+            self.look(sorted(self.chunks)[number % len(self.chunks)])
+
+    def look(self, key: str) -> None:
+        """What is served is what was stored; what is damaged is found, and gone."""
+        chunk, info = self.chunks.get(key), self.store.info(key)
+        if (info is not None) != (chunk is not None):
+            raise MismatchError(f"{key}: {info} is known; the model has {chunk}")
+        if info is None:
+            return
+        buffer = bytearray(random.Random(key).randbytes(info.payload_bytes))
+        if info.meta != f"meta of {key}" or len(buffer) != len(chunk.payload):
+            raise MismatchError(f"{key}: its meta is {info}")
+        served = self.store.read(key, memoryview(buffer))
+        if served != (not chunk.fate):
+            raise MismatchError(f"{key}: served {served}, its file is {chunk.fate or 'whole'}")
+        if served and buffer != chunk.payload:
+            raise MismatchError(f"{key}: other bytes were served")
+        if not served:
+            del self.chunks[key]
+        self.check()
+
+    @rule(keys=st.lists(KEYS, max_size=3, unique=True))
+    def touch(self, keys: list[str]) -> None:
+        self.now = next(self.clock)
+        self.store.touch(keys)
+        for age, key in enumerate(keys):
+            if key in self.chunks:
+                self.chunks[key].used = self.now - age
+
+    @rule(key=KEYS, kind=st.integers(0, 9))
+    def other(self, key: str, kind: int) -> None:
+        if kind < 3:
+            self.pin(key)
+        elif kind < 5:
+            self.unpin(key)
+        elif kind < 8:
+            self.remove(key)
+        elif kind < 9:
+            self.clear()
+        else:
+            self.second()
+
+    def pin(self, key: str) -> None:
+        if self.store.pin(key) != (key in self.chunks):
+            raise MismatchError(f"{key}: a pin is for what is stored")
+        if key in self.chunks:
+            self.pins[key] += 1
+
+    def unpin(self, key: str) -> None:
+        if self.store.unpin(key) != bool(self.pins[key]):
+            raise MismatchError(f"{key}: {self.pins[key]} pins, says the model")
+        self.pins[key] -= bool(self.pins[key])
+
+    def remove(self, key: str) -> None:
+        if self.store.remove(key) != (key in self.chunks):
+            raise MismatchError(f"{key}: removed what was not there, or not what was")
+        self.chunks.pop(key, None)
+        self.check()
+
+    def clear(self) -> None:
+        gone = [key for key in self.chunks if not self.pins[key]]
+        if len(self.store.clear()) != len(gone):
+            raise MismatchError("clear removes what is not pinned")
+        for key in gone:
+            del self.chunks[key]
+        self.check()
+
+    @rule(killed=st.booleans(), limit=st.sampled_from((0, 0, 0, ROOM, 2 * ROOM)))
+    def restart(self, killed: bool, limit: int) -> None:
+        """With a smaller or larger limit; or after a kill in the middle of a write."""
+        if killed:
+            (self.path / "77.lmxkv.tmp").write_bytes(os.urandom(5000))
+            self.store._held.release()  # as the kernel does it
+        else:
+            self.store.close()
+        self.limit = limit or self.limit
+        self.open()
+        self.check()
+        if list(self.path.glob("*.tmp")):
+            raise MismatchError("a file that was not written to its end is left")
+
+    @rule(
+        number=st.integers(0, 7), kind=st.sampled_from((3, 0, 1, 2, 4, 5)), at=st.integers(0, 10**6)
+    )
+    def damage(self, number: int, kind: int, at: int) -> None:
+        """One bit flips, a file is cut or zeroed or goes, or another chunk's takes its place."""
+        whole = [key for key, one in sorted(self.chunks.items()) if not one.fate]
+        if not whole:
+            return
+        key = whole[number % len(whole)]
+        chunk = self.chunks[key]
+        file, size = self.store._path(key), len(chunk.payload)
+        if kind == 0:
+            file.unlink()
+            chunk.fate = "gone"
+        elif kind == 1:
+            os.truncate(file, HEADER + at % size if size else at % HEADER)
+            chunk.fate = "header"
+        elif kind == 2:
+            self.flip(file, at % HEADER)
+            chunk.fate = "header"
+        elif kind == 3 and size:
+            self.flip(file, HEADER + at % size)
+            chunk.fate = "payload"
+        elif kind == 4:
+            others = [k for k, c in sorted(self.chunks.items()) if k != key and not c.fate]
+            if others:
+                shutil.copy2(self.store._path(others[at % len(others)]), file)
+                chunk.fate = "header"
+        elif kind == 5:
+            file.write_bytes(bytes(HEADER + size))
+            chunk.fate = "header"
+
+    @staticmethod
+    def flip(file: Path, at: int) -> None:
+        raw, times = bytearray(file.read_bytes()), file.stat()
+        raw[at] ^= 1 << at % 8
+        file.write_bytes(raw)
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+    @rule(seed=st.integers(0, 2**32), threads=st.integers(2, 4))
+    def storm(self, seed: int, threads: int) -> None:
+        """Several threads at once, each key with one payload; then the model looks what is left."""
+        for key in [key for key, one in self.chunks.items() if one.fate]:
+            self.look(key)
+        before = {key: one.payload for key, one in self.chunks.items()}
+        payloads = {
+            key: self.payload(key, seed % 9000) for key in (f"key {n}" for n in range(8))
+        } | before
+
+        def work(number: int) -> None:
+            rng = random.Random(f"{seed} {number}")
+            for _ in range(12):
+                key = f"key {rng.randrange(8)}"
+                if rng.random() < 0.5:
+                    self.store.put(key, f"meta of {key}", payloads[key])
+                elif (info := self.store.info(key)) is not None:
+                    buffer = bytearray(info.payload_bytes)
+                    served = self.store.read(key, memoryview(buffer))
+                    if served and buffer != payloads[key]:
+                        raise MismatchError(f"{key}: other bytes were served to a thread")
+
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(work, range(threads)))
+        there = {key for key in payloads if key in self.store}
+        kept = {key for key in self.chunks if self.pins[key]}
+        sizes = [size_on_disk(len(one)) for one in payloads.values()]
+        # Two threads may write the same chunk: it then takes room twice for a moment.
+        room = sum(sizes) + threads * max(sizes) <= self.limit
+        if not (kept if not room else set(before)) <= there:
+            raise MismatchError("threads lost a chunk that had room, or was pinned")
+        self.now = next(self.clock)
+        for key in list(self.chunks):
+            if key not in there:
+                del self.chunks[key]
+        for key in sorted(there):
+            self.chunks.setdefault(key, Chunk(payloads[key], 0)).used = self.now
+            self.store.touch([key])
+        self.check()
+
+    def second(self) -> None:
+        """A directory is one store's."""
+        try:
+            ChunkStore(self.path, self.limit, lock_seconds=0)
+        except Exception:
+            return
+        raise MismatchError("two stores share a directory")
