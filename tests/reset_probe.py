@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 if sys.argv[1:2] == ["ranks"]:
@@ -112,8 +113,8 @@ def running(case: Case, *, preempt: bool) -> dict:
     return {"reset": reset, "stored": after, **case.ask("running")}
 
 
-def crowd(case: Case) -> dict:
-    """A reset while some are computed and others wait, to whom stored KV has been promised."""
+def crowd(case: Case, change_weights: Callable[[], object]) -> dict:
+    """Other weights while some are computed and others wait, to whom stored KV was promised."""
     engine = case.engine
     prompts = [prompt(9 * CHUNK // 2 + at) for at in range(CROWD)]
     engine.forget()
@@ -121,28 +122,31 @@ def crowd(case: Case) -> dict:
     engine.forget()
     hits = engine.external_hits()
     said = begin(engine, prompts, steps=5)
-    engine.llm.collective_rpc(change)
-    promised = len(scheduler(engine)._isolation._looked_up)
-    engine.llm.llm_engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    waiting = [name for name in said if any(r.startswith(name) for r in waits(engine))]
+    promised = len(connector(engine)._scheduler._isolation._looked_up)
     hits_before = engine.external_hits() - hits
-    left = engine.llm.collective_rpc(pins)[0]
-    untouched = [number for number, answer in enumerate(said.values()) if not answer]
+    change_weights()
+    left = engine.llm.collective_rpc(pins)
     advance(engine, said, 1000)
-    fresh = [engine.ask(prompts[at], cache_salt=f"crowd {next(SALTS)}") for at in untouched]
-    answers = list(said.values())
+    numbers = [list(said).index(name) for name in waiting]
+    fresh = [engine.ask(prompts[at], cache_salt=f"crowd {next(SALTS)}") for at in numbers]
     return {
         "promised": promised,
         "pins": left,
         "hit_before": hits_before,
         "hit_after": engine.external_hits() - hits - hits_before,
-        "untouched": len(untouched),
-        "right": [answers[at] == wanted for at, wanted in zip(untouched, fresh, strict=True)],
+        "right": [said[name] == wanted for name, wanted in zip(waiting, fresh, strict=True)],
     }
 
 
-def scheduler(engine: Engine):
+def waits(engine: Engine) -> list[str]:
     core = engine.llm.llm_engine.engine_core.engine_core
-    return core.scheduler.connector._scheduler
+    return [request.request_id for request in core.scheduler.waiting]
+
+
+def connector(engine: Engine):
+    """The scheduler's half."""
+    return engine.llm.llm_engine.engine_core.engine_core.scheduler.connector
 
 
 def reset(engine: Engine, reference: Path) -> dict:
@@ -184,7 +188,12 @@ def reset(engine: Engine, reference: Path) -> dict:
     found["pause"] = case.twice()
     found["running"] = running(case, preempt=True)
     found["kept running"] = running(case, preempt=False)
-    found["crowd"] = crowd(case)
+
+    def change_and_reset() -> None:
+        llm.collective_rpc(change)
+        llm.llm_engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+
+    found["crowd"] = crowd(case, change_and_reset)
     found["end"] = case.stored()
     return found
 
@@ -212,6 +221,17 @@ def ranks(engine: Engine, reference: Path) -> dict:
     engine.forget()
     found["later"] = case.twice()
     found["entries"] = case.stored()
+    # What was promised is refused by the workers, and computed.
+    llm.collective_rpc(change)
+    llm.reset_prefix_cache(reset_connector=True)
+
+    def reload_and_make_room() -> None:
+        llm.collective_rpc("reload_weights")
+        core = llm.llm_engine.engine_core.engine_core
+        runs = [request.request_id for request in core.scheduler.running]
+        llm.llm_engine.abort_request(runs, internal=True)
+
+    found["crowd"] = crowd(case, reload_and_make_room)
     return found
 
 

@@ -97,8 +97,8 @@ class Epochs:
             kept: tokens that vLLM's own prefix cache has.
         """
         self._mixed = self._mixed and not self._pool_is_empty()
-        known = not (self._mixed and kept)
-        self._names[request] = self.current.name if known else uuid.uuid4().hex
+        mixed = self._mixed and kept > 0
+        self._names[request] = uuid.uuid4().hex if mixed else self.current.name
 
     def of(self, request: str) -> str:
         """What a request's keys have of its epoch; empty in the first."""
