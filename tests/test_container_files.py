@@ -120,12 +120,25 @@ def test_bake_builds_what_the_dockerfile_and_the_stack_have():
     assert built <= set(re.findall(r'target += "([a-z]+)"', bake))
 
 
+def stage(name):
+    """The lines of one stage of the Dockerfile."""
+    stages = re.split(r"^FROM ", DOCKERFILE, flags=re.MULTILINE)
+    [text] = [part for part in stages if f" AS {name}\n" in part]
+    return text
+
+
 def test_every_image_with_an_engine_checks_itself_last():
-    for stage in ("cpu", "xpu"):
-        body = re.split(r"^FROM ", DOCKERFILE, flags=re.MULTILINE)
-        [text] = [part for part in body if f" AS {stage}\n" in part]
-        steps = re.findall(r"^RUN (?:.*\\\n)*.*$", text, re.MULTILINE)
+    for name in ("cpu", "xpu"):
+        steps = re.findall(r"^RUN (?:.*\\\n)*.*$", stage(name), re.MULTILINE)
         assert "lmcache-xpu doctor --build" in steps[-1]
+
+
+def test_bases_of_others_are_taken_as_they_are():
+    """None of these has ensurepip, and not each has its Python in the same place."""
+    for name in ("ubuntu-vllm", "xpu-install", "xpu"):
+        assert "-m venv" not in stage(name)
+    for name in ("xpu-install", "xpu"):
+        assert "/opt/venv" not in stage(name)
 
 
 def test_panels_use_names_that_exist_and_one_way_to_choose_engines():
