@@ -77,14 +77,6 @@ def check_tiers(engine: Any, config: LMCacheEngineConfig) -> None:
             )
 
 
-def close_tiers(engine: Any, config: LMCacheEngineConfig) -> None:
-    """Close the tiers of this package; does nothing for what never came up."""
-    if (manager := getattr(engine, "storage_manager", None)) is not None:
-        for tier in tiers(config):
-            if tier in manager.storage_backends:
-                manager.storage_backends[tier].close()
-
-
 def tiers(config: LMCacheEngineConfig) -> list[str]:
     """LMCache's names of the tiers that are configured beside the CPU tier."""
     remote = [f"RemoteBackend-{name}" for name in config.remote_storage_plugins or ()]
