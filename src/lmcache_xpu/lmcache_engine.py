@@ -127,14 +127,6 @@ def storing_workers(adapter: Any) -> int:
     return 1 if engine.save_only_first_rank else int(engine.metadata.world_size)
 
 
-def close_tiers(engine: Any, config: LMCacheEngineConfig) -> None:
-    """Close the tiers of this package; does nothing for what never came up."""
-    if (manager := getattr(engine, "storage_manager", None)) is not None:
-        for tier in tiers(config):
-            if tier in manager.storage_backends:
-                manager.storage_backends[tier].close()
-
-
 def forget_entries(engine: Any) -> bool:
     """Remove what an engine stored in its own tiers: in host memory, and on disk.
 

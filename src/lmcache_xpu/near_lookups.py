@@ -26,13 +26,13 @@ class NearLookups:
     """
 
     def __init__(self, far: Any, worker: Callable[[], Any]) -> None:
-        self._far = far
+        self.far = far
         self._worker = worker
 
     @property
     def world_size(self) -> int:
         """Workers that are asked."""
-        size: int = self._far.world_size
+        size: int = self.far.world_size
         return size
 
     def send_and_recv_all(self, message: list[Any]) -> list[bytes]:
@@ -43,7 +43,7 @@ class NearLookups:
         """
         engine = self._worker()
         if engine is None:
-            found: list[bytes] = self._far.send_and_recv_all(message)
+            found: list[bytes] = self.far.send_and_recv_all(message)
             return found
         hashes, sizes, request, options = message
         try:
@@ -61,4 +61,4 @@ class NearLookups:
 
     def close(self) -> None:
         """Close LMCache's transport."""
-        self._far.close()
+        self.far.close()

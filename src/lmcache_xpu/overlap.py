@@ -221,6 +221,10 @@ class Overlap:
         """Wait until everything is complete and published."""
         self._finisher.submit(lambda: None).result()
 
+    def close(self) -> None:
+        """As `drain`, for the last time: its thread ends. May be called again."""
+        self._finisher.shutdown()
+
     def _begin(self, written: frozenset[int] | None, tokens: int | None) -> None:
         """What is the same for a step and for a request of one; see `begin_step`."""
         self._tokens = tokens

@@ -22,6 +22,7 @@ from vllm.logger import init_logger
 
 from lmcache_xpu import garbage, lmcache_config, lmcache_engine, seam, versions
 from lmcache_xpu.chunk_keys import ChunkKeys
+from lmcache_xpu.ending import end_lmcache, end_with_process
 from lmcache_xpu.engine_facts import (
     EngineFacts,
     check_chunks,
@@ -31,6 +32,7 @@ from lmcache_xpu.engine_facts import (
 )
 from lmcache_xpu.engine_steps import STEP, may_run_as_one_graph, with_answers
 from lmcache_xpu.epochs import Epoch, WorkerEpoch
+from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.failed_start import ending_on_failure
 from lmcache_xpu.guards import Guard
 from lmcache_xpu.kv_events import KVEvents, published
@@ -101,6 +103,7 @@ class LMCacheXPUConnector(ReportingConnector):
         self._layers: dict[str, int] = {}
         self._loaded_layers: set[str] = set()  # that the engine came to in this step
         self._stored_layers: set[str] = set()  # that it is done with
+        self._ended = False
         self._loading = False  # this step's loads have begun
         self._loads_early = False  # before vLLM has prepared the step
         self._guard: Guard | None = None  # the worker's
@@ -158,6 +161,7 @@ class LMCacheXPUConnector(ReportingConnector):
                 if self._publishes:
                     database = getattr(self._lmcache_engine.lookup_client, "token_database", None)
                     self._scheduler.events = KVEvents(database, facts.block_size, kv_cache_config)
+        end_with_process(self)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take over the engine's KV cache; LMCache opens its tiers now.
@@ -165,10 +169,18 @@ class LMCacheXPUConnector(ReportingConnector):
         Raises:
             LayoutError: a KV cache that can't be read.
             SeamError: LMCache or one of its tiers did not come up.
+            SettingsError: another engine's; vLLM has one connector for all engines of a process.
         """
         if not self._served:
             super().register_kv_caches(kv_caches)
             return
+        if self._overlap is not None:
+            raise SettingsError(
+                "a second engine in the process of one that has a KV connector",
+                "one at a time: vLLM has a single KV connector in a process",
+                "End the first one (`del llm`, then `gc.collect()`), or leave "
+                "VLLM_ENABLE_V1_MULTIPROCESSING at 1, which gives each engine a process.",
+            )
         with ending_on_failure():
             super().register_kv_caches(kv_caches)
             lmcache_engine.check_healthy(self._lmcache_engine)
@@ -387,17 +399,21 @@ class LMCacheXPUConnector(ReportingConnector):
         return done
 
     def shutdown(self) -> None:
-        """Close the tiers of this package, so that what is queued for the disk gets there.
+        """End what LMCache has started, see `ending`; may be called again.
 
-        Not LMCache's own shutdown: it closes a socket that another thread reads from, at which
-        the ZeroMQ library may abort the process. vLLM's connector does not call it either.
+        What is queued for the disk gets there.
         """
+        if self._ended or not self._served:
+            return
+        self._ended = True
         if self._overlap is not None:
             self._overlap.drain()
         if self._epoch is not None:
             self._epoch.end()
-        if self._served:
-            lmcache_engine.close_tiers(self._lmcache_engine.lmcache_engine, self._config)
+        if self._overlap is not None:
+            self._overlap.close()
+        garbage.allow()
+        end_lmcache(self._lmcache_engine)
 
     def _run_beside(self, engine: Any, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Let transfers run beside the engine, as far as the settings allow it."""

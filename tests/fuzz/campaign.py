@@ -18,6 +18,7 @@ from tier import Tier
 # By target: cases of the short form, and steps of one case.
 SHORT = {"copies": (250, 0), "steps": (80, 10), "disk": (80, 25), "tier": (10, 10)}
 MACHINES: dict[str, type[RuleBasedStateMachine]] = {"steps": Steps, "disk": Disk, "tier": Tier}
+PATIENCE = 5  # times the cases of the short form in which a planted fault has to be seen
 ROUND = 100  # cases of the long form between two looks at the clock
 
 
@@ -68,8 +69,9 @@ def short(target: str) -> int:
 
 
 def seen(target: str) -> None:
-    """The same cases, without making the one that fails small."""
-    run(target, options(target, SHORT[target][0], derandomize=True, phases=[Phase.generate]))
+    """Cases that are the same each time, until one fails, which is not made small."""
+    cases = PATIENCE * SHORT[target][0]
+    run(target, options(target, cases, derandomize=True, phases=[Phase.generate]))
 
 
 def long(target: str, examples: int, seconds: float) -> int:
