@@ -20,7 +20,7 @@ from scripts import HERE, run_script
 PATHS = os.pathsep.join([*sys.path, str(HERE / "tiers")])
 
 PROCESS = """
-import gc, json, sys, threading
+import gc, json, sys, threading, time
 from pathlib import Path
 from types import SimpleNamespace
 import psutil, storage, torch
@@ -111,7 +111,11 @@ for number in range(rounds + 1):
     if number == 0:
         one.shutdown()  # as when a process ends, too
     del one
-    states.append(state())
+    # A socket's thread may take a moment longer than the socket.
+    end = time.monotonic() + 5
+    while (now := state())["threads"] > (states or [now])[0]["threads"] and time.monotonic() < end:
+        time.sleep(0.05)
+    states.append(now)
 kept = Engine("that is left", disk)
 print(json.dumps({"states": states, "found": found, "filled": filled}))
 """

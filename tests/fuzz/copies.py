@@ -89,7 +89,8 @@ def taken(way: Way, buffer_bytes: int) -> Iterator[None]:
         if way.batched and way.pinned:
             patch(host_memory, "batched_copy", lambda device: copied_in_batches)
         if way.pinned:
-            patch(host_memory.HostMemory, "pinned", lambda self, memory: True)
+            for reached in ("pinned", "kernels_reach"):
+                patch(host_memory.HostMemory, reached, lambda self, memory: True)
         yield
 
 
