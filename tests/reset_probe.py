@@ -123,6 +123,7 @@ def crowd(case: Case, change_weights: Callable[[], object]) -> dict:
     hits = engine.external_hits()
     said, scheduler = begin(engine, prompts, steps=1), connector(engine)._scheduler
     while not scheduler._isolation._looked_up:  # until somebody waits
+        assert engine.llm.llm_engine.has_unfinished_requests()
         advance(engine, said, 1)
     waiting = [name for name in said if any(r.startswith(name) for r in waits(engine))]
     hits_before = engine.external_hits() - hits
