@@ -21,7 +21,7 @@ if sys.argv[1:2] == ["ranks"]:
 from engine_probe import CHUNK, Engine, prompt
 
 LENGTHS = {"stored": 4 * CHUNK + 77, "poison": 3 * CHUNK + 50, "running": 4 * CHUNK + 5}
-CROWD = 14  # more than the engine's cache holds
+CROWD = 28  # more than the engine's cache holds, of two ranks too
 SALTS = itertools.count()
 
 
@@ -103,14 +103,14 @@ def running(case: Case, *, preempt: bool) -> dict:
     """A reset with a request at work, whose weights change with it."""
     engine = case.engine
     engine.forget()
-    said = begin(engine, [case.tokens["running"]], steps=2)  # of three that its prompt takes
+    said = begin(engine, [case.tokens["running"]], steps=1)  # of three that its prompt takes
     engine.llm.collective_rpc(change)
     core = engine.llm.llm_engine
     reset = core.reset_prefix_cache(reset_running_requests=preempt, reset_connector=True)
     after = case.stored()
     advance(engine, said, 1000)
     engine.forget()
-    return {"reset": reset, "stored": after, **case.ask("running")}
+    return {"reset": reset, "stored": after, **case.twice("running")}
 
 
 def crowd(case: Case, change_weights: Callable[[], object]) -> dict:
@@ -121,9 +121,11 @@ def crowd(case: Case, change_weights: Callable[[], object]) -> dict:
     engine.ask_at_once(prompts)
     engine.forget()
     hits = engine.external_hits()
-    said = begin(engine, prompts, steps=5)
+    said, scheduler = begin(engine, prompts, steps=1), connector(engine)._scheduler
+    while not scheduler._isolation._looked_up:  # until somebody waits
+        assert engine.llm.llm_engine.has_unfinished_requests()
+        advance(engine, said, 1)
     waiting = [name for name in said if any(r.startswith(name) for r in waits(engine))]
-    promised = len(connector(engine)._scheduler._isolation._looked_up)
     hits_before = engine.external_hits() - hits
     change_weights()
     left = engine.llm.collective_rpc(pins)
@@ -131,7 +133,6 @@ def crowd(case: Case, change_weights: Callable[[], object]) -> dict:
     numbers = [list(said).index(name) for name in waiting]
     fresh = [engine.ask(prompts[at], cache_salt=f"crowd {next(SALTS)}") for at in numbers]
     return {
-        "promised": promised,
         "pins": left,
         "hit_before": hits_before,
         "hit_after": engine.external_hits() - hits - hits_before,
