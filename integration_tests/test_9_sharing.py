@@ -185,16 +185,13 @@ def test_a_damaged_value_is_computed_again_and_heals(
     own = {name: value for name, value in server.values().items() if name not in others}
     assert len(own) == 4
     name, value = next(iter(own.items()))
-    flipped = bytes([value[-1] ^ 0x40])
-    server.set(name, value[:-1] + (flipped if damage == "flipped" else b""))
+    damaged = value[:-1] + (bytes([value[-1] ^ 0x40]) if damage == "flipped" else b"")
+    server.set(name, damaged)
     before = corrupt(two), fallbacks(two)
     assert two.ask(prompt).token_ids == expected
     assert (corrupt(two), fallbacks(two)) == (before[0] + 1, before[1] + 1)
-    assert name not in server.values()
-    two.forget()
-    assert two.ask(prompt).token_ids == expected  # and stores what was not found
-    time.sleep(1)
-    assert len(server.values()[name]) == len(value)
+    time.sleep(1)  # until what it computed is sent
+    assert server.values()[name] != damaged
     fill(one, ("damage", damage), CPU_CHUNKS)
     one.forget()
     before_hit = one.counts()

@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import sys
+import time
 import traceback
 
 from engine_probe import CHUNK, Engine, prompt, restored
@@ -30,12 +31,24 @@ OPTIONS = {
 LENGTHS = [4 * CHUNK + 10 + number for number in range(5)]
 
 
+def settle(worker):
+    """Wait until what is queued for the disk is there."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    connector = get_kv_transfer_group()
+    connector._overlap.drain()
+    manager = connector._lmcache_engine.lmcache_engine.storage_manager
+    while manager.storage_backends["disk"]._writes._held:
+        time.sleep(0.005)
+
+
 def ask(engine: Engine, tokens: list[int], priority: int = 0, **more: str) -> list[int]:
     from vllm import SamplingParams
 
     sampling = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
     asked = [{"prompt_token_ids": tokens, **more}]
     (answer,) = engine.llm.generate(asked, sampling, use_tqdm=False, priority=[priority])
+    engine.llm.collective_rpc(settle)  # so small a pool leaves little room for what is queued
     return list(answer.outputs[0].token_ids)
 
 
