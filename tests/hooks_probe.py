@@ -198,7 +198,7 @@ def run(order: str, model: str, directory: Path) -> dict[str, Any]:
     engine.ask(prompt(LAST))
     engine.llm.llm_engine.do_log_stats()
     time.sleep(0.5)
-    return {
+    found = {
         "visits": visits,
         "events": msgspec.to_builtins(engine.events.heard),
         "lines": lines.lines,
@@ -212,6 +212,8 @@ def run(order: str, model: str, directory: Path) -> dict[str, Any]:
         "steps": seen,
         "counts": engine.llm.collective_rpc(counts_of_ours)[0],
     }
+    engine.llm.llm_engine.engine_core.shutdown()  # its processes would hold on to the output
+    return found
 
 
 def counts_of_ours(worker: Any) -> Any:
