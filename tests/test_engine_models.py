@@ -53,8 +53,8 @@ class Models:
 
         cases: dict[str, tuple[Path, dict[str, Any]]] = {
             "mla, two workers": (self.mla, {**MLA, "tensor_parallel_size": 2}),
-            "mla, mtp": (self.mla, {**MLA, **drafting("mtp")}),
-            "ngram": (self.deep, drafting("ngram", prompt_lookup_max=3)),
+            "mla, mtp": (self.mla, {**MLA, **drafting("mtp", attention_backend="CPU_MLA")}),
+            "ngram": (self.deep, drafting("ngram", prompt_lookup_min=1, prompt_lookup_max=3)),
             "eagle": (self.deep, drafting("eagle", model=str(self.eagle))),
             "gemma3": (self.gemma3, {}),
             "qwen3-next": (self.qwen3_next, {"load_format": "dummy"}),
@@ -104,8 +104,8 @@ def found(request, models: Models, tmp_path_factory: pytest.TempPathFactory) -> 
     if done.returncode:
         pytest.fail(f"exit {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-6000:]}")
     case, _ = request.param
-    prompts = json.loads(done.stdout.strip().splitlines()[-1])
-    return {"case": case, "prompts": prompts, "log": done.stdout + done.stderr}
+    result = json.loads(done.stdout.strip().splitlines()[-1])
+    return {"case": case, **result, "log": done.stdout + done.stderr}
 
 
 def hit_tokens(case: str, name: str) -> int:
@@ -129,6 +129,7 @@ def test_a_hit_restores_every_byte_on_every_worker_and_gives_the_computed_tokens
         if name != "longest":  # of which a drafter's last blocks were never computed
             assert min(seen["restored"]) >= hit_tokens(case, name) // block, name
     assert (RECOMPUTED in found["log"]) is ("not waited for" in found["prompts"])
+    assert (found["drafted"] > 0) is (case in ("eagle", "mla, mtp", "ngram"))
 
 
 def test_an_engine_that_does_not_wait_for_the_model_s_layers_is_still_seen(found):
