@@ -112,7 +112,7 @@ def test_no_reference_or_pin_outlives_its_request(stored: dict, restarted: dict)
 
 def test_the_cpu_tier_takes_what_it_says(stored: dict, place: tuple[str, ...]):
     """Asked of PyTorch, or allocated by us, as on an Intel GPU what is too large to be pinned."""
-    assert stored["pool"] == [2**28, place[-1] == "standard"]
+    assert stored["pool"] == [2**28, place[-2] == "standard"]
 
 
 def test_loads_begin_as_early_as_they_can(stored: dict, place: tuple[str, ...]):

@@ -30,6 +30,7 @@ MLA = {
     "attention_config": {"backend": "CPU_MLA"},
     "block_size": 16,
     "kv_cache_memory_bytes": 2**28,
+    "max_num_batched_tokens": 4096,  # vLLM cuts no prompt of MLA on CPU
 }
 RECOMPUTED = "they are recomputed"
 
