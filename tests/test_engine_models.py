@@ -25,10 +25,11 @@ pytestmark = pytest.mark.engine
 HERE = Path(__file__).parent
 # So deep that a load is cut, and that a drafter's layers are a cut of their own.
 DEEP = dataclasses.replace(EXACT, name="deep", layers=tiny_models.LAYERS, qk_gain=2.0)
-# The one of vLLM's that needs no AMX; it wants these blocks.
+# The one of vLLM's that needs no AMX; it wants these blocks, and prompts that are not cut.
 MLA = {
     "attention_config": {"backend": "CPU_MLA"},
     "block_size": 16,
+    "max_num_batched_tokens": 2 * LONGEST,
     "kv_cache_memory_bytes": 2**28,
     "max_num_batched_tokens": 4096,  # vLLM cuts no prompt of MLA on CPU
 }
