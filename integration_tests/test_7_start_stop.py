@@ -41,6 +41,7 @@ WRONG = {
     "layerwise": "2",
     "save_decode": "no way",
     "kv_events": "http://router:5557",
+    "data_parallel": "0",
     "hash_algorithm": "builtin",
     "overlap_load": "maybe",
     "overlap_store": "2",
