@@ -31,7 +31,6 @@ MLA = {
     "block_size": 16,
     "max_num_batched_tokens": 2 * LONGEST,
     "kv_cache_memory_bytes": 2**28,
-    "max_num_batched_tokens": 4096,  # vLLM cuts no prompt of MLA on CPU
 }
 RECOMPUTED = "they are recomputed"
 

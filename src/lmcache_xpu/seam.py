@@ -14,6 +14,7 @@ import importlib
 import math
 import operator
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -209,6 +210,22 @@ WEIGHT_CHANGES = (
     "discard",
 )
 
+# Modules that hold an object which claims any attribute, `__dict__` included.
+UNREADABLE = ("llvmlite.binding.ffi",)
+
+
+def _without_unreadable(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def look_through_modules(*args: Any, **kwargs: Any) -> Any:
+        hidden = {name: sys.modules.pop(name) for name in UNREADABLE if name in sys.modules}
+        try:
+            return original(*args, **kwargs)
+        finally:
+            sys.modules.update(hidden)
+
+    return look_through_modules
+
+
 PATCHES = (
     Patch(
         "lmcache.v1.gpu_connector",
@@ -252,6 +269,13 @@ PATCHES = (
         "Scheduler._handle_invalid_blocks",
         beginning_anew,
         "after a load that failed, gives wrong tokens with the runner that XPU uses",
+    ),
+    Patch(
+        "vllm.triton_utils.dispatcher",
+        "_rebind_kernels",
+        _without_unreadable,
+        "on CPU a second engine of a process looks through all modules, and fails on LMCache's",
+        optional=True,
     ),
     *(
         Patch(
