@@ -16,7 +16,6 @@ from engine_probe import CHUNK, Engine, prompt, restored
 
 OPTIONS = {
     "lmcache.max_local_cpu_size": 0.02,  # ten chunks: of five prompts some are on disk alone
-    "lmcache.cache_policy": "LFU",
     "lmcache.min_retrieve_tokens": 300,
     "lmcache.priority_limit": 0,
     "lmcache.py_enable_gc": False,
@@ -94,7 +93,8 @@ def look(engine: Engine) -> dict:
 
 if __name__ == "__main__":
     model, disk, mode = sys.argv[1:]
-    engine = Engine(model, disk, mode, lmcache=OPTIONS, scheduling_policy="priority")
+    policy = {"lmcache.cache_policy": "LFU" if mode == "standard" else "LRU"}
+    engine = Engine(model, disk, mode, lmcache=OPTIONS | policy, scheduling_policy="priority")
     status = 1
     try:
         result = look(engine)

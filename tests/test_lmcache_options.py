@@ -133,6 +133,7 @@ PLUGIN = {"remote_storage_plugin.shared.module_path": "lmcache_xpu.remote"}
             },
             "use_layerwise with remote_storage_plugins",
         ),
+        ({"use_layerwise": True, "cache_policy": "LFU"}, "use_layerwise with cache_policy 'LFU'"),
         ({"remote_storage_plugins": ["redis"]}, "'redis', a connector that LMCache brings"),
     ],
 )

@@ -35,7 +35,8 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def test_what_an_lfu_pool_has_evicted_comes_back_from_disk(found):
+def test_what_a_small_pool_has_evicted_comes_back_from_disk(found):
+    """It evicts by LFU in standard mode."""
     for prompt in found["long"]:
         assert prompt["right"]
         assert prompt["hit"] == 4 * CHUNK

@@ -191,6 +191,12 @@ def _check_values(config: LMCacheEngineConfig) -> None:
             "one of the two",
             "The shared tier holds whole chunks only.",
         )
+    if config.use_layerwise and config.cache_policy.upper() != "LRU":
+        raise SettingsError(
+            f"LMCache use_layerwise with cache_policy {config.cache_policy!r}",
+            "LRU with use_layerwise",
+            "Others evict some layers of what has just come; what lies in two tiers is not found.",
+        )
     for name in remote:
         if not config.get_extra_config_value(f"remote_storage_plugin.{name}.module_path"):
             raise SettingsError(

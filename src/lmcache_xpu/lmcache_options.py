@@ -65,7 +65,7 @@ OPTIONS = (
         "'naive' alone: others look into a chunk, see test_lmcache_options.py", "remote_serde"
     ),
     *_served(
-        f"{_ENGINE}; of host memory: the disk tier drops what was used least recently",
+        f"{_ENGINE}; of host memory, the disk tier has LRU; use_layerwise wants LRU",
         "cache_policy",
     ),
     *_served(
