@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 from chart_schema import settings_schema
 
-from lmcache_xpu.settings import Settings
+from lmcache_xpu.launch.settings import Settings
 
 CHART = Path(__file__).resolve().parent / "lmcache-xpu"
 README = CHART / "README.md"

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
-from lmcache_xpu.settings import Settings
+from lmcache_xpu.launch.settings import Settings
 
 SCHEMA = Path(__file__).resolve().parent / "lmcache-xpu" / "values.schema.json"
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from stack import Compose, Kept, Processes, Stack, Url
 from xdist.scheduler import LoadScopeScheduling
 
-from lmcache_xpu.demo.model import EXACT, make_model
+from lmcache_xpu.harness.random_model import EXACT, make_model
 
 MODES = ["standard", "layerwise"]
 DISK_GIB = 64 / 1024

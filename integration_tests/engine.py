@@ -14,7 +14,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from lmcache_xpu.demo.client import Answer, CacheCounts, Client
+from lmcache_xpu.harness.client import Answer, CacheCounts, Client
 
 CHUNK = 256
 MIB = 2**20

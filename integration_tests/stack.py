@@ -18,8 +18,8 @@ import yaml
 from breaks import ENVIRONMENTS, SETTINGS
 from engine import Engine
 
-from lmcache_xpu.demo.engine import EngineProcess, free_port
-from lmcache_xpu.settings import Settings, variables
+from lmcache_xpu.harness.engine_process import EngineProcess, free_port
+from lmcache_xpu.launch.settings import Settings, variables
 
 ROOT = Path(__file__).parent.parent
 HOOKS = Path(__file__).parent / "hooks"

@@ -6,7 +6,7 @@ import pytest
 from engine import CHUNK, Engine
 from prompts import tokens, whole
 
-from lmcache_xpu.demo.client import Answer
+from lmcache_xpu.harness.client import Answer
 
 pytestmark = pytest.mark.promise("2 tiers")
 

@@ -15,7 +15,7 @@ from leftovers import CLEAN, fallbacks, leaks
 from prompts import tokens, whole
 from test_2_tiers import CPU_CHUNKS, fill, hit
 
-from lmcache_xpu.disk import chunk_file
+from lmcache_xpu.tiers.disk import chunk_file
 
 pytestmark = pytest.mark.promise("4 faults")
 

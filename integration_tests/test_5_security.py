@@ -12,7 +12,7 @@ from engine import CHUNK, Engine
 from prompts import tokens
 from test_2_tiers import hit
 
-from lmcache_xpu.demo.engine import _running
+from lmcache_xpu.harness.engine_process import _running
 
 pytestmark = pytest.mark.promise("8 security")
 

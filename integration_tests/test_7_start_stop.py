@@ -11,7 +11,7 @@ import pytest
 from stack import HOOKS, Processes, Stack
 
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.settings import ENV_PREFIX, Settings
+from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
 
 pytestmark = pytest.mark.promise("6 start and stop")
 
@@ -94,9 +94,13 @@ def test_more_memory_than_there_is_is_refused(
     if not isinstance(stack, Processes):
         pytest.skip("processes only; tests/containers/test_mistakes.py has it for compose.yaml")
     if request.config.getoption("--break"):
-        monkeypatch.setattr("lmcache_xpu.demo.engine.preflight", lambda *_: None)
+        monkeypatch.setattr("lmcache_xpu.harness.engine_process.preflight", lambda *_: None)
         # Nor an engine: it would take all of the memory.
-        monkeypatch.setattr("lmcache_xpu.demo.engine.command", lambda *_: ["sleep", "60"])
-        monkeypatch.setattr("lmcache_xpu.demo.engine.EngineProcess._wait", lambda *_: None)
+        monkeypatch.setattr(
+            "lmcache_xpu.harness.engine_process.command", lambda *_: ["sleep", "60"]
+        )
+        monkeypatch.setattr(
+            "lmcache_xpu.harness.engine_process.EngineProcess._wait", lambda *_: None
+        )
     with pytest.raises(SettingsError, match=r"CPU tier of 1e\+06 GiB"), stack.start(cpu_gib=1e6):
         pass

@@ -26,9 +26,9 @@ from safetensors.torch import save_file
 from stack import SMALL, Kept, Stack
 from test_2_tiers import hit
 
-from lmcache_xpu.demo.model import EXACT, make_model
 from lmcache_xpu.errors import EngineError
-from lmcache_xpu.settings import Settings
+from lmcache_xpu.harness.random_model import EXACT, make_model
+from lmcache_xpu.launch.settings import Settings
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -20,7 +20,7 @@ from prompts import tokens, whole
 from stack import Processes, Stack
 from test_2_tiers import CPU_CHUNKS, counted, fill, hit
 
-from lmcache_xpu.demo.engine import free_port
+from lmcache_xpu.harness.engine_process import free_port
 
 pytestmark = [pytest.mark.promise("3 sharing"), pytest.mark.timeout(600)]
 

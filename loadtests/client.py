@@ -14,7 +14,7 @@ import orjson
 from geventhttpclient.client import HTTPClient
 from geventhttpclient.response import HTTPParseError, HTTPSocketPoolResponse
 
-from lmcache_xpu.demo.client import sse_data
+from lmcache_xpu.harness.client import sse_data
 
 __all__ = ["DROPPED", "OK", "Reply", "StreamingClient"]
 

@@ -13,10 +13,10 @@ from typing import Protocol
 import httpx
 import yaml
 
-from lmcache_xpu.demo.engine import EngineProcess, free_port
-from lmcache_xpu.demo.model import DEMO, make_model
 from lmcache_xpu.errors import EngineError
-from lmcache_xpu.settings import variables
+from lmcache_xpu.harness.engine_process import EngineProcess, free_port
+from lmcache_xpu.harness.random_model import DEMO, make_model
+from lmcache_xpu.launch.settings import variables
 from loadtests.variants import Profile, Variant, settings_of
 
 __all__ = ["Compose", "LocalEngines", "Servers", "Urls"]

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lmcache_xpu.demo.model import DEMO
-from lmcache_xpu.settings import Settings
+from lmcache_xpu.harness.random_model import DEMO
+from lmcache_xpu.launch.settings import Settings
 
 __all__ = ["PROFILES", "VARIANTS", "Profile", "Variant", "settings_of"]
 

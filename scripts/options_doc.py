@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lmcache_xpu.lmcache_options import EXTRA, OPTIONS, VLLM, table
+from lmcache_xpu.cache_engine.options import EXTRA, OPTIONS, VLLM, table
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/lmcache-options.md"
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lmcache_xpu.engine_layout import Geometry
-from lmcache_xpu.paged_view import PagedView
+from lmcache_xpu.transfer.layout import Geometry
+from lmcache_xpu.transfer.paged_view import PagedView
 
 # The tests run where an accelerator is, else on CPU; see also `intel`, which says "xpu" here.
 DEVICE = str(torch.accelerator.current_accelerator() or "cpu")

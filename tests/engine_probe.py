@@ -81,11 +81,11 @@ class Engine:
     ) -> None:
         from vllm import LLM
 
-        from lmcache_xpu import lmcache_engine
-        from lmcache_xpu.settings import Settings
+        from lmcache_xpu.cache_engine import health
+        from lmcache_xpu.launch.settings import Settings
 
         if mode == "layerwise":  # the memory of a pool that is too large to be pinned
-            lmcache_engine.most_pinned = lambda device: 2**20
+            health.most_pinned = lambda device: 2**20
         settings = Settings.load(
             {
                 "model": model,
@@ -168,7 +168,7 @@ def crowd(engine: Engine) -> dict:
 
 def stumble(engine: Engine) -> dict:
     """Turns at once, some of whose loads fail; and what is found of them afterwards."""
-    from lmcache_xpu.transfer import TorchTransfer
+    from lmcache_xpu.transfer.gather_scatter import TorchTransfer
 
     prompts = [turn(length) for length in NEW]
     engine.forget()
@@ -243,7 +243,7 @@ def pool(worker):
     from lmcache.v1.platform.torch_ops.mem_alloc import _tensor_registry
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    from lmcache_xpu.lmcache_engine import pool
+    from lmcache_xpu.cache_engine.health import pool
 
     memory = pool(get_kv_transfer_group()._lmcache_engine.lmcache_engine)
     return memory.untyped_storage().nbytes(), memory.data_ptr() in _tensor_registry
@@ -251,7 +251,7 @@ def pool(worker):
 
 def watch_loads() -> list[str]:
     """When the loads of a step had begun."""
-    from lmcache_xpu.vllm_connector import LMCacheXPUConnector as Connector
+    from lmcache_xpu.kv_connector.connector import LMCacheXPUConnector as Connector
 
     began: list[str] = []
     load, step, prepared = Connector.begin_load, Connector.begin_step, Connector.start_load_kv
@@ -280,7 +280,7 @@ def watch_lookups() -> list[str]:
     """How the worker was asked: by a call, or through LMCache's socket."""
     from lmcache.v1.rpc.zmq_transport import ZmqReqRepClientTransport as Far
 
-    from lmcache_xpu.near_lookups import NearLookups as Near
+    from lmcache_xpu.cache_engine.near_lookups import NearLookups as Near
 
     asked: list[str] = []
 
@@ -299,7 +299,7 @@ def watch_lookups() -> list[str]:
 
 
 def store(engine: Engine, reference: Path) -> dict:
-    from lmcache_xpu.transfer import TorchTransfer
+    from lmcache_xpu.transfer.gather_scatter import TorchTransfer
 
     asked, began = watch_lookups(), watch_loads()
     found: dict = {}

@@ -38,7 +38,7 @@ def counted(worker: Any = None) -> dict[str, float]:
 
 
 def transfer_config(order: str, directory: Path) -> dict[str, Any]:
-    from lmcache_xpu.settings import Settings
+    from lmcache_xpu.launch.settings import Settings
 
     settings = Settings.load(
         {
@@ -157,7 +157,7 @@ def watch_order(seen: list[str]) -> None:
     """When blocks are protected, and when vLLM prepares a step, which may write them."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from lmcache_xpu.overlap import Overlap
+    from lmcache_xpu.gpu_connector.in_flight import Overlap
 
     protect, update = Overlap.protect, GPUModelRunner._update_states
 
@@ -220,7 +220,7 @@ def counts_of_ours(worker: Any) -> Any:
     """As `counts`, also inside a MultiConnector."""
     from vllm.distributed import kv_transfer
 
-    from lmcache_xpu.vllm_connector import LMCacheXPUConnector
+    from lmcache_xpu.kv_connector.connector import LMCacheXPUConnector
 
     group = kv_transfer.get_kv_transfer_group()
     [ours] = [

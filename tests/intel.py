@@ -28,8 +28,8 @@ import torch
 from imitation import GPU, OFFSET, ON_HOST, REAL, Event, Machine, Mode, Stream, real_addresses
 from kernels import INTERPRET
 
-from lmcache_xpu import host_memory, triton_transfer
-from lmcache_xpu.devices import KERNELS_READ_HOST_VARIABLE
+from lmcache_xpu.transfer import gather_scatter_triton, host_copies
+from lmcache_xpu.transfer.devices import KERNELS_READ_HOST_VARIABLE
 
 HERE = pytest.param(None, id="here")
 INTEL = (
@@ -75,7 +75,7 @@ def _imitate(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> GPU:
     for variable, value in INTERPRET.items():
         monkeypatch.setenv(variable, value)
     if machine.memory == "registered":
-        monkeypatch.setattr(host_memory, "POOL_BYTES", 1)  # a pool is the memory of one chunk here
+        monkeypatch.setattr(host_copies, "POOL_BYTES", 1)  # a pool is the memory of one chunk here
     gpu = GPU(machine)
     monkeypatch.setattr(torch.ops._C_cache_ops, "swap_blocks_batch", gpu.batched, raising=False)
     (_imitate_streams if ON_HOST else _rename_streams)(gpu, monkeypatch)
@@ -140,7 +140,7 @@ def _interpret(gpu: GPU, monkeypatch: pytest.MonkeyPatch) -> None:
 def _translate(gpu: GPU, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the accelerator's kernel have the tables with its own addresses."""
     monkeypatch.setattr(
-        triton_transfer, "_paged_copy", _Translated(gpu, triton_transfer._paged_copy)
+        gather_scatter_triton, "_paged_copy", _Translated(gpu, gather_scatter_triton._paged_copy)
     )
 
 

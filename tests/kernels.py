@@ -12,7 +12,7 @@ INTERPRET = {"TRITON_INTERPRET": "1"} if DEVICE == "cpu" else {}
 with pytest.MonkeyPatch.context() as patch:
     for variable, value in INTERPRET.items():
         patch.setenv(variable, value)
-    from lmcache_xpu.triton_transfer import TritonTransfer as TritonTransfer
+    from lmcache_xpu.transfer.gather_scatter_triton import TritonTransfer as TritonTransfer
 
 
 @pytest.fixture(autouse=True, scope="module")

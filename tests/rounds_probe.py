@@ -24,7 +24,7 @@ CPU_GIB = 0.25
 def engine(model: str, disk: str, *, layerwise: bool):
     from vllm import LLM
 
-    from lmcache_xpu.settings import Settings
+    from lmcache_xpu.launch.settings import Settings
 
     settings = Settings.load(
         {

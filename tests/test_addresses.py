@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lmcache_xpu.addresses import address_table
+from lmcache_xpu.transfer.addresses import address_table
 
 ADDRESSES = [0, 16, 2**47 - 1, 2**63 - 1, 2**63, 0xFFFF_D556_B640_0000, 2**64 - 1]
 

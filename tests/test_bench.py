@@ -13,13 +13,13 @@ import torch
 from rich.console import Console
 
 from lmcache_xpu.bench.child import _cause
-from lmcache_xpu.bench.engine import Result, run
 from lmcache_xpu.bench.measure import MARK, _digests
 from lmcache_xpu.bench.report import Figures, plot, show, write
+from lmcache_xpu.bench.runner import Result, run
 from lmcache_xpu.bench.shapes import SHAPES, shape_named
 from lmcache_xpu.bench.variants import chosen, variants
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.settings import Settings
+from lmcache_xpu.launch.settings import Settings
 
 SMALL = shape_named("small")
 PYTHON = sys.executable

@@ -9,7 +9,7 @@ from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.token_database import ChunkedTokenDatabase
 
-from lmcache_xpu.chunk_keys import ChunkKeys
+from lmcache_xpu.cache_engine.lookup_keys import ChunkKeys
 
 CHUNK = 8
 TOKENS = list(range(100, 100 + 5 * CHUNK + 3))

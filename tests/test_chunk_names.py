@@ -11,8 +11,8 @@ from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.token_database import ChunkedTokenDatabase
 
-from lmcache_xpu import chunk_names
-from lmcache_xpu.chunk_names import ChunkNames
+from lmcache_xpu.cache_engine import chunk_names
+from lmcache_xpu.cache_engine.chunk_names import ChunkNames
 
 BLOCK, CHUNK = 4, 8
 

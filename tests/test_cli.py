@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from lmcache_xpu import __version__
 from lmcache_xpu.cli import app
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.settings import Settings
+from lmcache_xpu.launch.settings import Settings
 
 runner = CliRunner()
 
@@ -25,7 +25,8 @@ def served(monkeypatch):
     """What `serve` is called with, instead of serving."""
     calls = []
     monkeypatch.setattr(
-        "lmcache_xpu.serve.serve", lambda settings, dry_run: calls.append((settings, dry_run))
+        "lmcache_xpu.launch.serve.serve",
+        lambda settings, dry_run: calls.append((settings, dry_run)),
     )
     return calls
 
@@ -89,7 +90,7 @@ def test_brackets_in_a_message_are_not_markup(monkeypatch):
     def fail(settings, dry_run):
         raise SettingsError("[red]x[/red] [/]", "y")
 
-    monkeypatch.setattr("lmcache_xpu.serve.serve", fail)
+    monkeypatch.setattr("lmcache_xpu.launch.serve.serve", fail)
     assert "[red]x[/red] [/]" in run("serve", "m").stderr
 
 
@@ -97,7 +98,7 @@ def test_a_bug_is_not_dressed_up_as_a_mistake(monkeypatch):
     def fail(settings, dry_run):
         raise ZeroDivisionError
 
-    monkeypatch.setattr("lmcache_xpu.serve.serve", fail)
+    monkeypatch.setattr("lmcache_xpu.launch.serve.serve", fail)
     with pytest.raises(ZeroDivisionError):
         run("serve", "m")
 
@@ -123,7 +124,7 @@ class FakeStatus:
 
 
 def test_status_for_people_and_for_programs(monkeypatch):
-    monkeypatch.setattr("lmcache_xpu.seam.status", FakeStatus)
+    monkeypatch.setattr("lmcache_xpu.kv_connector.patches.status", FakeStatus)
     lines = [" ".join(line.split()) for line in run("status").stdout.splitlines()]
     assert lines == [
         "lmcache 0.5.6",
@@ -139,9 +140,9 @@ def test_status_for_people_and_for_programs(monkeypatch):
 
 
 def test_the_fields_that_status_shows_are_the_seams():
-    from lmcache_xpu import seam
+    from lmcache_xpu.kv_connector import patches
 
-    names = {field.name for field in dataclasses.fields(seam.status())}
+    names = {field.name for field in dataclasses.fields(patches.status())}
     assert names >= {field.name for field in dataclasses.fields(FakeStatus)}
 
 
@@ -173,7 +174,7 @@ def test_help_imports_neither_torch_nor_vllm():
 
 def test_the_demo_gets_its_options(monkeypatch, tmp_path):
     calls = []
-    monkeypatch.setattr("lmcache_xpu.demo.story.tell", lambda *a, **k: calls.append((a, k)))
+    monkeypatch.setattr("lmcache_xpu.harness.demo.tell", lambda *a, **k: calls.append((a, k)))
     monkeypatch.setattr("signal.signal", lambda *_: None)  # this process keeps its own
     result = run("demo", "--json", tmp_path / "f.json", "--work", tmp_path, "--port", 9)
     assert result.exit_code == 0, result.output

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from lmcache_xpu.demo.client import CacheCounts, Client, sse_data
 from lmcache_xpu.errors import EngineError
+from lmcache_xpu.harness.client import CacheCounts, Client, sse_data
 
 PAUSE_S = 0.25
 
@@ -236,7 +236,7 @@ def test_the_names_are_those_that_vllm_registers():
     import importlib.util
     from pathlib import Path
 
-    from lmcache_xpu.demo.client import _SAMPLES
+    from lmcache_xpu.harness.client import _SAMPLES
 
     root = Path(importlib.util.find_spec("vllm").origin).parent
     source = (root / "v1/metrics/loggers.py").read_text()

@@ -14,7 +14,6 @@ from lmcache.v1.memory_allocators.pin_memory_allocator import PinMemoryAllocator
 from lmcache.v1.memory_management import MemoryFormat
 from lmcache.v1.metadata import LMCacheMetadata
 
-from lmcache_xpu.connector import VLLMPagedMemXPUConnectorV2
 from lmcache_xpu.errors import (
     HostMemoryError,
     LayoutError,
@@ -23,6 +22,7 @@ from lmcache_xpu.errors import (
     SlotError,
     TransferError,
 )
+from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2
 
 # Beside an accelerator LMCache's memory is pinned, and kernels reach small pieces of it.
 UNPINNED = AdHocMemoryAllocator("cpu")

@@ -14,16 +14,17 @@ from prometheus_client import REGISTRY, Counter
 pytest.importorskip("vllm")
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 
-from lmcache_xpu import connector_stats, metrics
-from lmcache_xpu.connector_stats import ConnectorStats, PromMetrics
-from lmcache_xpu.vllm_connector import LMCacheXPUConnector
+from lmcache_xpu import metrics
+from lmcache_xpu.kv_connector import stats
+from lmcache_xpu.kv_connector.connector import LMCacheXPUConnector
+from lmcache_xpu.kv_connector.stats import ConnectorStats, PromMetrics
 
 HERE = f"{socket.gethostname()}:{os.getpid()}"
 
 
 @pytest.fixture(autouse=True)
 def nothing_counted() -> None:
-    connector_stats.take()
+    stats.take()
 
 
 def sent(stats: ConnectorStats | None) -> dict[str, Any]:
@@ -67,14 +68,14 @@ def test_the_schedulers_half_takes_nothing_from_the_workers():
     made._served, made._scheduler = True, SimpleNamespace()
     metrics.fallback("load")
     assert made.get_kv_connector_stats() is None
-    assert connector_stats.take() is not None
+    assert stats.take() is not None
 
 
 def test_a_level_is_told_when_it_changes():
     metrics.DISK_USED_BYTES.set(5)
-    assert sent(connector_stats.take())[HERE]["levels"]["disk_used_bytes"] == 5
+    assert sent(stats.take())[HERE]["levels"]["disk_used_bytes"] == 5
     metrics.fallback("load")
-    assert sent(connector_stats.take())[HERE]["levels"] == {}
+    assert sent(stats.take())[HERE]["levels"] == {}
 
 
 def test_vllms_log_line_has_the_sums_of_all_workers_and_steps(monkeypatch):
@@ -129,7 +130,7 @@ def test_what_this_process_counted_is_not_counted_again(monkeypatch):
     monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
     before = value("bytes_total", **LOADED)
     metrics.LOAD_CPU.moved(0.1, size_bytes=4096, tokens=256)
-    prom().observe(sent(connector_stats.take()))
+    prom().observe(sent(stats.take()))
     assert value("bytes_total", **LOADED) - before == 4096
 
 

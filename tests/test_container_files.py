@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from lmcache_xpu import __version__, versions
-from lmcache_xpu.settings import ENV_PREFIX, Settings
+from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCKERFILE = (ROOT / "docker/Dockerfile").read_text()

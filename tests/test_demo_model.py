@@ -8,7 +8,7 @@ import multiprocessing
 
 import pytest
 
-from lmcache_xpu.demo.model import CHAT_TEMPLATE, DEMO, EXACT, SPECIAL, corpus, make_model
+from lmcache_xpu.harness.random_model import CHAT_TEMPLATE, DEMO, EXACT, SPECIAL, corpus, make_model
 
 pytestmark = [
     pytest.mark.filterwarnings(rf"ignore::DeprecationWarning:{package}\..*")
@@ -66,7 +66,7 @@ def test_a_maker_that_fails_leaves_nothing(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("lmcache_xpu.demo.model._write_weights", full)
+    monkeypatch.setattr("lmcache_xpu.harness.random_model._write_weights", full)
     with pytest.raises(OSError, match="No space left"):
         make_model(EXACT, tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from lmcache_xpu.devices import (
+from lmcache_xpu.transfer.devices import (
     KERNELS_READ_HOST_VARIABLE,
     batched_copy,
     has_triton,

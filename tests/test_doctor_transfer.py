@@ -12,31 +12,31 @@ from intel import MACHINES
 from intel import machine as machine  # a fixture
 from test_doctor import said
 
-from lmcache_xpu.doctor import transfer
-from lmcache_xpu.staging import Stager
+from lmcache_xpu.doctor import round_trip
+from lmcache_xpu.transfer.staging import Stager
 
 HERE = DEVICE.partition(":")[0]
 ABSENT = "cuda" if HERE == "xpu" else "xpu"
 
 
 def test_chunks_come_back_on_this_machine():
-    assert said(transfer.check_transfer(HERE), "ok", "every byte")
+    assert said(round_trip.check_transfer(HERE), "ok", "every byte")
 
 
 @MACHINES
 def test_chunks_come_back_on_an_intel_gpu(machine, monkeypatch):
     """Smaller ones: kernels are interpreted where there is no accelerator."""
     for name, size in (("LAYERS", 2), ("HEADS", 2), ("DIM", 32), ("BLOCKS", 12)):
-        monkeypatch.setattr(transfer, name, size)
-    monkeypatch.setattr(transfer, "CHUNK_TOKENS", 64)
-    ways = transfer.round_trips(torch.device(caches.DEVICE))
+        monkeypatch.setattr(round_trip, name, size)
+    monkeypatch.setattr(round_trip, "CHUNK_TOKENS", 64)
+    ways = round_trip.round_trips(torch.device(caches.DEVICE))
     assert ways.staged
     reached = DEVICE != "cpu" if machine is None else machine.kernels
     assert ways.direct is (True if reached else None)
 
 
 def test_a_device_that_is_not_here_is_not_tried():
-    assert said(transfer.check_transfer(ABSENT), "skip", f"no {ABSENT}")
+    assert said(round_trip.check_transfer(ABSENT), "skip", f"no {ABSENT}")
 
 
 def test_a_transfer_that_goes_wrong_is_seen(monkeypatch):
@@ -46,14 +46,14 @@ def test_a_transfer_that_goes_wrong_is_seen(monkeypatch):
         return load(self, plan, memory[::-1], *args, **kwargs)
 
     monkeypatch.setattr(Stager, "load", shifted)
-    found = transfer.check_transfer(HERE)
+    found = round_trip.check_transfer(HERE)
     assert said(found, "fail", "other bytes", "staged", "offload=false")
 
     def refused(self, *args, **kwargs):
         raise RuntimeError("no timed events")
 
     monkeypatch.setattr(Stager, "store", refused)
-    found = transfer.check_transfer(HERE)
+    found = round_trip.check_transfer(HERE)
     assert said(found, "fail", "RuntimeError: no timed events")
 
 
@@ -62,7 +62,7 @@ def test_a_transfer_that_goes_wrong_is_seen(monkeypatch):
     [(None, "ok", "staged: every"), (True, "ok", "by a kernel"), (False, "fail", "by a kernel")],
 )
 def test_each_way_of_a_load_counts(direct, outcome, words, monkeypatch):
-    monkeypatch.setattr(transfer, "round_trips", lambda device: transfer.Ways(True, direct))
+    monkeypatch.setattr(round_trip, "round_trips", lambda device: round_trip.Ways(True, direct))
     module = SimpleNamespace(is_available=lambda: True)
     monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
-    assert said(transfer.check_transfer("xpu"), outcome, words)
+    assert said(round_trip.check_transfer("xpu"), outcome, words)

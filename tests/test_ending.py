@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("vllm")
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.vllm_connector import LMCacheXPUConnector
+from lmcache_xpu.kv_connector.connector import LMCacheXPUConnector
 from scripts import HERE, run_script
 
 PATHS = os.pathsep.join([*sys.path, str(HERE / "tiers")])
@@ -30,10 +30,10 @@ from lmcache.v1.cache_engine import LMCacheEngineBuilder
 from lmcache.v1.lookup_client.factory import LookupClientFactory
 from lmcache.v1.offload_server.zmq_server import ZMQOffloadServer
 from vllm.distributed import parallel_state
-from lmcache_xpu.connector import VLLMPagedMemXPUConnectorV2
-from lmcache_xpu.ending import end_lmcache, end_with_process
-from lmcache_xpu.near_lookups import NearLookups
-from lmcache_xpu.overlap import Overlap
+from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2
+from lmcache_xpu.cache_engine.ending import end_lmcache, end_with_process
+from lmcache_xpu.cache_engine.near_lookups import NearLookups
+from lmcache_xpu.gpu_connector.in_flight import Overlap
 
 parallel_state.get_tensor_model_parallel_rank = lambda: 0
 tokens = list(range(64))

@@ -18,16 +18,16 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from lmcache_xpu.engine_facts import (
+from lmcache_xpu.cache_engine.kv_cache_facts import (
     EngineFacts,
     _only_spec,
     check_chunks,
     engine_facts,
     promoted_windows,
 )
+from lmcache_xpu.cache_engine.layer_kinds import LayerKinds
+from lmcache_xpu.cache_engine.model_fingerprint import fingerprint
 from lmcache_xpu.errors import LayoutError, SettingsError
-from lmcache_xpu.layer_kinds import LayerKinds
-from lmcache_xpu.weights import fingerprint
 
 COMMIT = "c0ffee"
 WEIGHTS = f"+w{fingerprint('org/model', COMMIT)}"

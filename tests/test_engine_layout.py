@@ -6,8 +6,8 @@ import pytest
 import torch
 from caches import KINDS, Spec, build
 
-from lmcache_xpu.engine_layout import Geometry, find_axes
 from lmcache_xpu.errors import LayoutError
+from lmcache_xpu.transfer.layout import Geometry, find_axes
 
 
 def axes(shape, hidden, kv_layout=None, *, mla=False, pair=False, stride=None):

@@ -18,7 +18,7 @@ import tiny_models
 from engine_probe import BLOCK, CHUNK, LENGTHS
 from models_probe import LONGEST
 
-from lmcache_xpu.demo.model import EXACT, make_model
+from lmcache_xpu.harness.random_model import EXACT, make_model
 
 pytestmark = pytest.mark.engine
 

@@ -18,7 +18,7 @@ from installation import pins, uv
 from test_engine import cached
 
 from lmcache_xpu import versions
-from lmcache_xpu.demo.model import EXACT, make_model
+from lmcache_xpu.harness.random_model import EXACT, make_model
 
 pytestmark = pytest.mark.engine
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_xpu.demo import engine
-from lmcache_xpu.demo.engine import EngineProcess, free_port
 from lmcache_xpu.errors import EngineError, SettingsError
-from lmcache_xpu.settings import Settings
+from lmcache_xpu.harness import engine_process
+from lmcache_xpu.harness.engine_process import EngineProcess, free_port
+from lmcache_xpu.launch.settings import Settings
 
 HEALTHY = """
     import http.server, sys, os
@@ -131,7 +131,7 @@ def test_an_engine_that_answers_with_an_error_is_not_up(start):
 
 
 def test_one_that_ignores_sigterm_is_killed(start, monkeypatch):
-    monkeypatch.setattr(engine, "KILL_S", 2.0)
+    monkeypatch.setattr(engine_process, "KILL_S", 2.0)
     deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
     with start(HEALTHY, deaf, "serve()", stop_s=0.5) as process:
         pid = process.pid
@@ -141,7 +141,7 @@ def test_one_that_ignores_sigterm_is_killed(start, monkeypatch):
 @pytest.mark.parametrize("child", [SLEEP, DEAF], ids=["sleeping", "deaf"])
 def test_children_do_not_survive(start, child, monkeypatch):
     """vLLM's EngineCore is such a child."""
-    monkeypatch.setattr(engine, "KILL_S", 2.0)
+    monkeypatch.setattr(engine_process, "KILL_S", 2.0)
     with start(HEALTHY, CHILD, "serve()", child=child, stop_s=0.5) as process:
         pid = child_of(process)
         assert running(pid)
@@ -196,7 +196,7 @@ def test_a_second_ctrl_c_while_stopping_still_leaves_nothing(start, monkeypatch)
     process = start(HEALTHY, deaf, "serve()", stop_s=60)
     process.__enter__()
     pid = process.pid
-    real, calls = engine._gone, []
+    real, calls = engine_process._gone, []
 
     def interrupted(*args):
         calls.append(args)
@@ -204,7 +204,7 @@ def test_a_second_ctrl_c_while_stopping_still_leaves_nothing(start, monkeypatch)
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(engine, "_gone", interrupted)
+    monkeypatch.setattr(engine_process, "_gone", interrupted)
     with pytest.raises(KeyboardInterrupt):
         process.stop()
     assert not running(pid)
@@ -215,8 +215,8 @@ def test_it_does_not_outlive_a_parent_that_is_killed(settings, tmp_path):
     program = f"""
         import sys, time
         from pathlib import Path
-        from lmcache_xpu.demo.engine import EngineProcess
-        from lmcache_xpu.settings import Settings
+        from lmcache_xpu.harness.engine_process import EngineProcess
+        from lmcache_xpu.launch.settings import Settings
         settings = Settings.load({{"model": "no/model", "port": {settings.port}, "offload": False}})
         program = {f"PORT = {settings.port}" + textwrap.dedent(HEALTHY) + "serve()"!r}
         with EngineProcess(
@@ -253,7 +253,7 @@ def test_the_engine_gets_the_settings_environment(start, monkeypatch):
 
 
 def test_without_a_program_it_runs_what_serve_runs(settings, tmp_path):
-    from lmcache_xpu.serve import command, resolve_device
+    from lmcache_xpu.launch.serve import command, resolve_device
 
     process = EngineProcess(settings, tmp_path / "log")
     assert process._argv == command(resolve_device(settings))
@@ -267,4 +267,4 @@ def test_an_address_of_version_6_is_written_as_one():
 def test_signals_do_not_reach_a_group_that_is_gone():
     process = subprocess.Popen(["/bin/true"], start_new_session=True)
     process.wait()
-    engine._signal_group(process.pid, signal.SIGKILL)  # raises nothing
+    engine_process._signal_group(process.pid, signal.SIGKILL)  # raises nothing

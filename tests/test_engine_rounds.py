@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_xpu.demo.model import EXACT, make_model
+from lmcache_xpu.harness.random_model import EXACT, make_model
 
 pytestmark = pytest.mark.engine
 

@@ -7,7 +7,11 @@ from types import SimpleNamespace as Fake
 import pytest
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
-from lmcache_xpu.engine_steps import may_run_as_one_graph, with_answers, written_blocks
+from lmcache_xpu.kv_connector.step_metadata import (
+    may_run_as_one_graph,
+    with_answers,
+    written_blocks,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings(rf"ignore::DeprecationWarning:{package}\..*")

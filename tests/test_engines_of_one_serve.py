@@ -9,9 +9,9 @@ from typing import NamedTuple
 import httpx
 import pytest
 
-from lmcache_xpu.demo.engine import EngineProcess, free_port
-from lmcache_xpu.demo.model import EXACT, make_model
-from lmcache_xpu.settings import Settings
+from lmcache_xpu.harness.engine_process import EngineProcess, free_port
+from lmcache_xpu.harness.random_model import EXACT, make_model
+from lmcache_xpu.launch.settings import Settings
 
 pytestmark = pytest.mark.engine
 

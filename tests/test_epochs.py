@@ -14,10 +14,10 @@ from test_isolation import Adapter, Metadata, request
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from lmcache_xpu import scheduler_side
-from lmcache_xpu.epochs import EPOCH, Epoch, Epochs, WeightsChanged, WorkerEpoch
-from lmcache_xpu.scheduler_side import SchedulerSide
-from lmcache_xpu.worker_report import WorkerReport
+from lmcache_xpu.kv_connector import scheduler
+from lmcache_xpu.kv_connector.epochs import EPOCH, Epoch, Epochs, WeightsChanged, WorkerEpoch
+from lmcache_xpu.kv_connector.scheduler import SchedulerSide
+from lmcache_xpu.kv_connector.worker_report import WorkerReport
 from scripts import run_script
 
 
@@ -45,7 +45,7 @@ class Scheduler:
         self.adapter = Adapter()
         self.side = SchedulerSide(self.adapter, None, 16)  # type: ignore[arg-type]
         monkeypatch.setattr(self.side, "_worker", lambda: worker)
-        monkeypatch.setattr(scheduler_side, "written_blocks", lambda *args: frozenset())
+        monkeypatch.setattr(scheduler, "written_blocks", lambda *args: frozenset())
 
     def look_up(self, name: str = "r", kept: int = 0, **of: Any) -> list[int]:
         """The tokens by which LMCache is asked."""
@@ -285,21 +285,21 @@ from types import SimpleNamespace
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.v1.worker.gpu_worker import Worker
 public = [name for name, _ in inspect.getmembers(Worker, callable) if not name.startswith("_")]
-from lmcache_xpu import seam
+from lmcache_xpu.kv_connector import patches
 events = []
-for name in seam.WEIGHT_CHANGES:
+for name in patches.WEIGHT_CHANGES:
     setattr(Worker, name, lambda worker, *args, name=name, **kwargs: events.append(name) or args)
-seam.install()
+patches.install()
 ours = SimpleNamespace(change_weights=lambda: events.append("told"))
 among_others = SimpleNamespace(_connectors=[SimpleNamespace(), ours])
 found = []
 for connector in (None, SimpleNamespace(), ours, among_others):
     kv_transfer_state._KV_CONNECTOR_AGENT = connector
-    for name in seam.WEIGHT_CHANGES:
+    for name in patches.WEIGHT_CHANGES:
         events.clear()
         assert getattr(Worker, name)(None, 7) == (7,)
         found.append([name, *events])
-print(json.dumps([public, list(seam.WEIGHT_CHANGES), found]))
+print(json.dumps([public, list(patches.WEIGHT_CHANGES), found]))
 """
 HARMLESS = {
     "compute_weight_checksums",
@@ -340,7 +340,7 @@ def test_names_of_an_epoch_go_with_their_requests():
 
 
 def test_a_refused_step_loads_and_stores_nothing_and_reports_what_it_lacks():
-    from lmcache_xpu.guards import Guard
+    from lmcache_xpu.cache_engine.engine import Guard
 
     guard: Any = object.__new__(Guard)
     guard._unfilled, guard._block_size = set(), 4

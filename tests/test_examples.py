@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lmcache_xpu.doctor import memory
-from lmcache_xpu.machine import Machine, TorchFacts
-from lmcache_xpu.settings import Settings
+from lmcache_xpu.launch.machine import Machine, TorchFacts
+from lmcache_xpu.launch.settings import Settings
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = [ROOT / "README.md", ROOT / ".env.example", *sorted((ROOT / "docs").glob("*.md"))]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lmcache_xpu.failed_loads import beginning_anew
+from lmcache_xpu.kv_connector.failed_loads import beginning_anew
 
 BLOCKS = 12
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lmcache_xpu import garbage
+from lmcache_xpu.kv_connector import garbage
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lmcache_xpu.guards import Guard
+from lmcache_xpu.cache_engine.engine import Guard
 
 BLOCK, CHUNK, LAYERS = 4, 8, 3
 TOKENS = list(range(3 * CHUNK))

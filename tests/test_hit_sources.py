@@ -10,9 +10,9 @@ import pytest
 pytest.importorskip("vllm")
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from lmcache_xpu.hit_sources import hit_sources, lone_source
-from lmcache_xpu.scheduler_side import SchedulerSide
-from lmcache_xpu.vllm_connector import LMCacheXPUConnector
+from lmcache_xpu.kv_connector.connector import LMCacheXPUConnector
+from lmcache_xpu.kv_connector.hit_sources import hit_sources, lone_source
+from lmcache_xpu.kv_connector.scheduler import SchedulerSide
 
 HOST, DISK, OTHER = (
     CacheHitSource.HOST,

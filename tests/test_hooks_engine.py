@@ -19,7 +19,7 @@ import pytest
 from engine_probe import BLOCK, CHUNK, prompt
 from hooks_probe import LAST, LONG, OTHER
 
-from lmcache_xpu.demo.model import EXACT, make_model
+from lmcache_xpu.harness.random_model import EXACT, make_model
 
 pytestmark = pytest.mark.engine
 

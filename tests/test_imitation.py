@@ -10,7 +10,7 @@ from intel import INTEL
 from intel import machine as machine  # a fixture
 from kernels import TritonTransfer
 
-from lmcache_xpu.slots import Rows
+from lmcache_xpu.transfer.slots import Rows
 
 UNPINNED, REGISTERED, PINNED = INTEL
 ON_ONE = pytest.mark.parametrize("machine", [PINNED], indirect=True, ids=str)

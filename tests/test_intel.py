@@ -10,9 +10,9 @@ from intel import INTEL
 from intel import machine as machine  # a fixture
 from test_connector import make, memory, slots_of
 
-from lmcache_xpu.connector import VLLMPagedMemXPUConnectorV2
-from lmcache_xpu.layerwise import VLLMPagedMemLayerwiseXPUConnector
-from lmcache_xpu.overlap import Overlap
+from lmcache_xpu.gpu_connector.in_flight import Overlap
+from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
+from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2
 
 LAYERS, BLOCK, CHUNK = 4, 64, 128  # vLLM's block there, and chunks of two
 SPEC = Spec("LBNHC", layers=LAYERS, blocks=10, tokens=BLOCK)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lmcache_xpu.isolation import Isolation, salt_of, salted
+from lmcache_xpu.cache_engine.cache_salt import Isolation, salt_of, salted
 
 
 def request(request_id="r", cache_salt=None, lora=None, prompt_embeds=None, computed=False):

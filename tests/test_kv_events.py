@@ -11,11 +11,11 @@ import pytest
 pytest.importorskip("vllm")
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
-from lmcache_xpu import kv_events
+from lmcache_xpu.cache_engine.cache_salt import salted
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.isolation import salted
-from lmcache_xpu.kv_events import KVEvents, TierReport, published
-from lmcache_xpu.residency import CPU, DISK, SHARED, Change, Residency, chunk_name, watched
+from lmcache_xpu.kv_connector import kv_events
+from lmcache_xpu.kv_connector.kv_events import KVEvents, TierReport, published
+from lmcache_xpu.tiers.residency import CPU, DISK, SHARED, Change, Residency, chunk_name, watched
 
 CHUNK, BLOCK = 8, 4
 

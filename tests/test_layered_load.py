@@ -13,12 +13,12 @@ from intel import MACHINES, on_machines
 from intel import machine as machine  # a fixture
 from test_connector import make, memory, slots_of
 
-from lmcache_xpu import binding, layered_load, overlap
-from lmcache_xpu.buffers import SMALLEST_STAGING_BYTES
-from lmcache_xpu.layered_load import layer_cuts
-from lmcache_xpu.layerwise import VLLMPagedMemLayerwiseXPUConnector
-from lmcache_xpu.overlap import Overlap
-from lmcache_xpu.staging import Moved, Stager
+from lmcache_xpu.gpu_connector import in_flight, load_pipeline, registered_cache
+from lmcache_xpu.gpu_connector.in_flight import Overlap
+from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
+from lmcache_xpu.gpu_connector.load_pipeline import layer_cuts
+from lmcache_xpu.transfer.staging import Moved, Stager
+from lmcache_xpu.transfer.staging_ring import SMALLEST_STAGING_BYTES
 
 SPANS = STARTS, ENDS = [0, 4, 8], [4, 8, 11]
 LAYERS = 6
@@ -27,8 +27,8 @@ LAYERS = 6
 @pytest.fixture(autouse=True)
 def few_layers(monkeypatch):
     """Cuts of 1, 1, 2, 1 and 1 layers, of which the first is enqueued at once."""
-    monkeypatch.setattr(layered_load, "FIRST", 1)
-    monkeypatch.setattr(layered_load, "SINGLE", 2)
+    monkeypatch.setattr(load_pipeline, "FIRST", 1)
+    monkeypatch.setattr(load_pipeline, "SINGLE", 2)
 
 
 def settle() -> None:
@@ -62,7 +62,7 @@ class Point:
 
 
 class Case:
-    """A cache, a connector with overlap, and chunks that hold what another cache has."""
+    """A cache, a connector with in_flight, and chunks that hold what another cache has."""
 
     def __init__(self, **options) -> None:
         spec = Spec("BLHNC", layers=LAYERS)
@@ -121,7 +121,7 @@ def expected(case: Case) -> torch.Tensor:
 
 @pytest.mark.parametrize("first", [1, 2, 3])
 def test_a_load_starts_with_its_first_cuts(first: int, monkeypatch):
-    monkeypatch.setattr(layered_load, "FIRST", first)
+    monkeypatch.setattr(load_pipeline, "FIRST", first)
     case = Case()
     case.load()
     there = [case.there(layer) for layer in range(LAYERS)]
@@ -151,7 +151,7 @@ def test_later_layers_are_not_copied_before_the_first_are_waited_for():
 @pytest.mark.parametrize(("room", "cuts"), [(1, 1), (10**9, 2)])
 def test_behind_a_layer_no_more_is_enqueued_than_the_link_has_room_for(room, cuts, monkeypatch):
     """Of the load that has the fewest first; the engine finds its layers there all the same."""
-    monkeypatch.setattr(overlap, "AHEAD_BYTES", room)
+    monkeypatch.setattr(in_flight, "AHEAD_BYTES", room)
     one, other = cases = Case(), Case()
     other.overlap = other.connector.overlap = one.overlap
     for case in cases:
@@ -177,7 +177,7 @@ def test_what_is_under_way_leaves_less_room(monkeypatch):
     size = item.load._bytes(0)
     first = item.load._moved[0] = Moved(Point(True), Point())
     assert item.load.bytes_under_way() == size
-    monkeypatch.setattr(overlap, "AHEAD_BYTES", size)
+    monkeypatch.setattr(in_flight, "AHEAD_BYTES", size)
     case.overlap.after_layer(0)
     assert item.load.enqueued == 1
     first.done.reach()
@@ -189,7 +189,7 @@ def test_what_is_under_way_leaves_less_room(monkeypatch):
 
 def test_what_is_made_in_inference_mode_serves_outside_of_it(monkeypatch):
     """LMCache's calls come in inference mode, vLLM's for each layer may not."""
-    monkeypatch.setattr(binding, "Stager", functools.partial(Stager, in_place=False))
+    monkeypatch.setattr(registered_cache, "Stager", functools.partial(Stager, in_place=False))
     case = Case(staging_bytes=SMALLEST_STAGING_BYTES)
     case.load()
     for layer in range(LAYERS):

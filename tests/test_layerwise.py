@@ -13,7 +13,7 @@ from lmcache.v1.memory_management import MemoryFormat
 from test_connector import ALLOCATOR, make, memory, slots_of
 
 from lmcache_xpu.errors import HostMemoryError, SlotError, TransferError
-from lmcache_xpu.layerwise import VLLMPagedMemLayerwiseXPUConnector
+from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
 
 LAYERS = 3
 SPANS = ([0, 4, 8], [4, 8, 11])  # the last chunk ends inside a block

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_xpu.cache_engine.config import check_features
+from lmcache_xpu.cache_engine.options import EXTRA, OPTIONS, VLLM, extra_option
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.lmcache_config import check_features
-from lmcache_xpu.lmcache_options import EXTRA, OPTIONS, VLLM, extra_option
 from scripts import run_script
 
 pytest.importorskip("vllm")
@@ -154,7 +154,7 @@ import lmcache.integration.vllm.utils as utils
 from vllm.platforms import current_platform
 
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.vllm_connector import LMCacheXPUConnector
+from lmcache_xpu.kv_connector.connector import LMCacheXPUConnector
 
 def make(extra):
     utils._config_instance = None

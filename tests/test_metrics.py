@@ -10,8 +10,8 @@ from prometheus_client import REGISTRY, CollectorRegistry, generate_latest, mult
 
 from lmcache_xpu import metrics
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.serve import environment
-from lmcache_xpu.settings import Settings
+from lmcache_xpu.launch.serve import environment
+from lmcache_xpu.launch.settings import Settings
 
 
 def value(name: str, **labels: str) -> float:

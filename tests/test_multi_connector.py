@@ -25,13 +25,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.outputs import KVConnectorOutput
 
-from lmcache_xpu import connector_stats, metrics, plugin
-from lmcache_xpu.engine_steps import STEP, StepFacts
-from lmcache_xpu.kv_events import TierReport
-from lmcache_xpu.overlap import Overlap
-from lmcache_xpu.residency import CPU, Change, Residency
-from lmcache_xpu.vllm_connector import LMCacheXPUConnector
-from lmcache_xpu.worker_report import WorkerReport
+from lmcache_xpu import metrics
+from lmcache_xpu.gpu_connector.in_flight import Overlap
+from lmcache_xpu.kv_connector import plugin
+from lmcache_xpu.kv_connector import stats as connector_stats
+from lmcache_xpu.kv_connector.connector import LMCacheXPUConnector
+from lmcache_xpu.kv_connector.kv_events import TierReport
+from lmcache_xpu.kv_connector.step_metadata import STEP, StepFacts
+from lmcache_xpu.kv_connector.worker_report import WorkerReport
+from lmcache_xpu.tiers.residency import CPU, Change, Residency
 
 V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 OTHERS = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_xpu.near_lookups import NearLookups
+from lmcache_xpu.cache_engine.near_lookups import NearLookups
 
 
 class Far:

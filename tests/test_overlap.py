@@ -15,10 +15,10 @@ from test_connector import make, slots_of
 from test_layered_load import ENDS, SPANS, STARTS, Case, Point
 from test_layerwise import objects
 
-from lmcache_xpu.layered_load import layer_cuts
-from lmcache_xpu.layerwise import VLLMPagedMemLayerwiseXPUConnector
-from lmcache_xpu.overlap import Overlap
-from lmcache_xpu.staging import Moved, Stored
+from lmcache_xpu.gpu_connector.in_flight import Overlap
+from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
+from lmcache_xpu.gpu_connector.load_pipeline import layer_cuts
+from lmcache_xpu.transfer.staging import Moved, Stored
 
 
 def stored(*, reached: bool = False) -> Stored:

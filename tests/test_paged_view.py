@@ -6,9 +6,9 @@ import pytest
 import torch
 from caches import KINDS, LATENT, Spec, bits, build
 
-from lmcache_xpu.engine_layout import Geometry
 from lmcache_xpu.errors import LayoutError
-from lmcache_xpu.paged_view import PagedView
+from lmcache_xpu.transfer.layout import Geometry
+from lmcache_xpu.transfer.paged_view import PagedView
 
 
 def view_of(cache, **options) -> PagedView:

@@ -15,10 +15,17 @@ import torch
 from lmcache.v1.memory_allocators.mixed_memory_allocator import MixedMemoryAllocator
 from lmcache.v1.platform.base.device_ops import DeviceOps
 
-import lmcache_xpu.lmcache_engine as module
-from lmcache_xpu import devices
-from lmcache_xpu.host_memory import HostMemory
-from lmcache_xpu.pinned import PoolMemory, allocator_variables, exact_above, fits, limit, risky
+import lmcache_xpu.cache_engine.health as module
+from lmcache_xpu.transfer import devices
+from lmcache_xpu.transfer.host_copies import HostMemory
+from lmcache_xpu.transfer.pool_memory import (
+    PoolMemory,
+    allocator_variables,
+    exact_above,
+    fits,
+    limit,
+    risky,
+)
 
 MIB, GIB = 2**20, 2**30
 PAGE = os.sysconf("SC_PAGESIZE")

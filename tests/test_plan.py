@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_xpu.errors import TransferError
-from lmcache_xpu.plan import HostFormat, Piece, Plan, layer_groups, layers_of
-from lmcache_xpu.slots import RequestRows, Slots
+from lmcache_xpu.transfer.plan import HostFormat, Piece, Plan, layer_groups, layers_of
+from lmcache_xpu.transfer.slots import RequestRows, Slots
 
 ROW = 4  # bytes
 

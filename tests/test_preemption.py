@@ -19,12 +19,12 @@ from test_engine_steps import step
 from test_layered_load import ENDS, SPANS, STARTS
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-from lmcache_xpu import garbage
-from lmcache_xpu.engine_steps import STEP, StepFacts, written_blocks
-from lmcache_xpu.overlap import Overlap
-from lmcache_xpu.scheduler_side import SchedulerSide
-from lmcache_xpu.staging import Moved, Stager, Stored
-from lmcache_xpu.vllm_connector import LMCacheXPUConnector
+from lmcache_xpu.gpu_connector.in_flight import Overlap
+from lmcache_xpu.kv_connector import garbage
+from lmcache_xpu.kv_connector.connector import LMCacheXPUConnector
+from lmcache_xpu.kv_connector.scheduler import SchedulerSide
+from lmcache_xpu.kv_connector.step_metadata import STEP, StepFacts, written_blocks
+from lmcache_xpu.transfer.staging import Moved, Stager, Stored
 
 BLOCK = 4
 OLD = [4, 1, 3]  # blocks of the request that is preempted

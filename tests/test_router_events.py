@@ -17,8 +17,8 @@ from router import Router, router
 from test_kv_events import BLOCK, CHUNK, Database, changes, groups, request, told
 from vllm.distributed.kv_events import BlockStored
 
-from lmcache_xpu.kv_events import KVEvents, TierReport
-from lmcache_xpu.residency import CPU, DISK, SHARED
+from lmcache_xpu.kv_connector.kv_events import KVEvents, TierReport
+from lmcache_xpu.tiers.residency import CPU, DISK, SHARED
 
 TOKENS = 4 * CHUNK + 3
 WHOLE = 4 * CHUNK

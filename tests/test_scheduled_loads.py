@@ -11,11 +11,11 @@ import torch
 from caches import bits
 from test_layered_load import LAYERS, Case, expected, settle
 
-from lmcache_xpu import binding, overlap
-from lmcache_xpu.buffers import SMALLEST_STAGING_BYTES
-from lmcache_xpu.overlap import Overlap
-from lmcache_xpu.scheduled_loads import ScheduledLoads, _Prefix
-from lmcache_xpu.staging import Stager
+from lmcache_xpu.gpu_connector import in_flight, registered_cache
+from lmcache_xpu.gpu_connector.in_flight import Overlap
+from lmcache_xpu.kv_connector.early_loads import ScheduledLoads, _Prefix
+from lmcache_xpu.transfer.staging import Stager
+from lmcache_xpu.transfer.staging_ring import SMALLEST_STAGING_BYTES
 
 LOADED = frozenset({4, 1, 3})  # blocks of a case
 
@@ -25,8 +25,8 @@ def small(monkeypatch):
     """Cuts of 2, 2, 1 and 1 layers, one of them at once."""
     case = Case()
     layer = sum(obj.get_size() for obj in case.objs) // LAYERS
-    monkeypatch.setattr(overlap, "AT_ONCE_BYTES", 2 * layer)
-    monkeypatch.setattr(overlap, "AHEAD_BYTES", 1)
+    monkeypatch.setattr(in_flight, "AT_ONCE_BYTES", 2 * layer)
+    monkeypatch.setattr(in_flight, "AHEAD_BYTES", 1)
 
 
 def begun(case: Case, shared: Overlap | None = None) -> None:
@@ -66,7 +66,7 @@ def test_a_load_goes_on_while_the_next_one_and_the_step_are_decided_on():
 
 @pytest.mark.parametrize(("ahead", "there"), [(1, 2), (3, 4), (100, LAYERS)])
 def test_so_much_is_enqueued_at_once(ahead: int, there: int, monkeypatch):
-    monkeypatch.setattr(overlap, "AHEAD_BYTES", ahead * overlap.AT_ONCE_BYTES // 2)
+    monkeypatch.setattr(in_flight, "AHEAD_BYTES", ahead * in_flight.AT_ONCE_BYTES // 2)
     case = Case()
     begun(case)
     assert layers_there(case) == there
@@ -75,7 +75,7 @@ def test_so_much_is_enqueued_at_once(ahead: int, there: int, monkeypatch):
 
 def test_what_needs_copies_waits_for_the_step(monkeypatch):
     """The engine's own few bytes would come behind them."""
-    monkeypatch.setattr(binding, "Stager", functools.partial(Stager, in_place=False))
+    monkeypatch.setattr(registered_cache, "Stager", functools.partial(Stager, in_place=False))
     one, other = (Case(staging_bytes=SMALLEST_STAGING_BYTES) for _ in range(2))
     for case in (one, other):  # kernels that reach host memory would need no copies
         case.connector._binding.bind(case.target.engine).stager._direct = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from lmcache_xpu.scheduler_side import SchedulerSide
+from lmcache_xpu.kv_connector.scheduler import SchedulerSide
 
 
 def step(resumed: set[str]) -> SimpleNamespace:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lmcache_xpu import seam, versions
+from lmcache_xpu import versions
 from lmcache_xpu.errors import SettingsError, VersionError
+from lmcache_xpu.kv_connector import patches
 from scripts import run_script
 
 PLUGIN = """
@@ -13,7 +14,7 @@ import json, sys
 from vllm.plugins import load_general_plugins
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 load_general_plugins()
-early = [name for name in ("lmcache", "lmcache_xpu.connector") if name in sys.modules]
+early = [name for name in ("lmcache", "lmcache_xpu.gpu_connector.standard") if name in sys.modules]
 from lmcache.v1.gpu_connector.xpu_connectors import VLLMPagedMemXPUConnectorV2
 import lmcache.v1.gpu_connector as factory
 names = {
@@ -32,7 +33,7 @@ print(json.dumps({
 def test_the_plugin_gives_our_classes_under_every_name():
     found = run_script(PLUGIN)
     assert found["early"] == []  # a vLLM without LMCache must not pay for it
-    assert found["standard"] == "lmcache_xpu.connector"
+    assert found["standard"] == "lmcache_xpu.gpu_connector.standard"
     assert found["create"]
     assert set(found["names"].values()) == {"lmcache_xpu.vllm_connector"}
 
@@ -73,7 +74,7 @@ def test_an_untested_version_is_refused_by_name_and_patches_nothing():
 def test_an_untested_version_goes_on_when_asked():
     found = run_script(WRONG_VERSION, LMCACHE_XPU_ALLOW_UNTESTED="1")
     assert not found["said"].startswith("VersionError")
-    assert found["standard"] == "lmcache_xpu.connector"
+    assert found["standard"] == "lmcache_xpu.gpu_connector.standard"
 
 
 STEP = """
@@ -82,7 +83,7 @@ import json
 from types import SimpleNamespace
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.v1.worker.gpu_worker import Worker
-from lmcache_xpu import garbage, seam
+from lmcache_xpu.kv_connector import garbage, patches
 events = []
 def execute_model(worker, step):
     events.append("vLLM")
@@ -91,7 +92,7 @@ def execute_model(worker, step):
         raise RuntimeError("planted")
     return "its output"
 Worker.execute_model = execute_model
-seam.install()
+patches.install()
 ours, other = SimpleNamespace(begin_step=events.append), SimpleNamespace()
 found, collects = [], []
 for connector, metadata in ((None, "no one's"), (other, "another's"), (ours, None), (ours, "ours")):
@@ -144,20 +145,20 @@ def test_the_installed_versions_are_the_tested_ones():
 
 
 def test_served_devices():
-    assert seam.served_devices({}) == ("xpu", "cpu")
-    assert seam.served_devices({seam.DEVICES_VARIABLE: "xpu, cuda"}) == ("xpu", "cuda")
+    assert patches.served_devices({}) == ("xpu", "cpu")
+    assert patches.served_devices({patches.DEVICES_VARIABLE: "xpu, cuda"}) == ("xpu", "cuda")
     with pytest.raises(SettingsError, match="tpus"):
-        seam.served_devices({seam.DEVICES_VARIABLE: "tpus"})
+        patches.served_devices({patches.DEVICES_VARIABLE: "tpus"})
 
 
 CREATE = """
 import json
 from types import SimpleNamespace
 import torch
-from lmcache_xpu import seam
-from lmcache_xpu.engine_facts import EngineFacts
-seam.install()
-seam.install()
+from lmcache_xpu.kv_connector import patches
+from lmcache_xpu.cache_engine.kv_cache_facts import EngineFacts
+patches.install()
+patches.install()
 from lmcache.utils import EngineType
 from lmcache.v1.gpu_connector import CreateGPUConnector
 from lmcache.v1.metadata import LMCacheMetadata
@@ -175,7 +176,7 @@ except Exception as error:
 facts = EngineFacts(device_type="cpu", kv_layout="BHLNC", opaque_blocks=False, heads=2,
                     head_size=12, block_size=16, namespace="+c24")
 mine = metadata()
-with seam.building(facts):
+with patches.building(facts):
     ours = CreateGPUConnector(config, mine, EngineType.VLLM, layout_hints=vllm_layout_hints(None))
 print(json.dumps({
     "mock": type(mock).__name__, "outside": outside, "ours": type(ours).__module__,
@@ -189,7 +190,7 @@ def test_lmcache_s_factory_is_ours_only_while_our_engine_is_built():
     found = run_script(CREATE)
     assert found["mock"] == "MockGPUConnector"
     assert found["outside"] == "No supported cpu connector found."  # LMCache's own answer
-    assert found["ours"] == "lmcache_xpu.connector"
+    assert found["ours"] == "lmcache_xpu.gpu_connector.standard"
     # The engine's content (12 elements a plane here), not what the model's heads suggest (8).
     assert found["shape"] == [2, 3, 5, 24]
     assert found["metadata"] == [[2, 3, 5, 24]]
@@ -204,7 +205,7 @@ from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.token_database import ChunkedTokenDatabase
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.lmcache_config import make_hash_safe
+from lmcache_xpu.cache_engine.config import make_hash_safe
 config = LMCacheEngineConfig.from_defaults(chunk_size=4)
 metadata = LMCacheMetadata("model", 1, 1, 0, 0, torch.uint8, (3, 2, 256, 2, 8))
 def keys():
@@ -248,7 +249,7 @@ COPIES = """
 import json
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.lmcache_config import apply, keep_own_copies
+from lmcache_xpu.cache_engine.config import apply, keep_own_copies
 def read(workers, **extra):
     config = LMCacheEngineConfig.from_defaults()
     settings = {"lmcache.extra_config": extra} if extra else {}
@@ -284,8 +285,8 @@ def test_each_worker_of_an_mla_model_keeps_its_own_copy():
 LATER_ENGINE = """
 import json
 from types import SimpleNamespace
-from lmcache_xpu import seam
-seam.install()
+from lmcache_xpu.kv_connector import patches
+patches.install()
 from lmcache.integration.vllm import utils
 from vllm.platforms import interface
 interface.set_assigned_physical_gpu_ids([1])  # as vLLM does on CPU in the second engine
@@ -298,7 +299,7 @@ def asked():
     except IndexError as error:
         return str(error)
 without = asked()
-with seam.building(object()):
+with patches.building(object()):
     print(json.dumps({"without": without, "building": asked()}))
 """
 

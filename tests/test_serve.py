@@ -12,10 +12,10 @@ import sysconfig
 
 import pytest
 
-from lmcache_xpu import serve as module
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.serve import command, describe, preflight, resolve_device, serve
-from lmcache_xpu.settings import Settings
+from lmcache_xpu.launch import serve as module
+from lmcache_xpu.launch.serve import command, describe, preflight, resolve_device, serve
+from lmcache_xpu.launch.settings import Settings
 from scripts import run_script
 
 
@@ -170,7 +170,7 @@ def test_a_model_with_states_is_refused_before_vllm_starts(kind: str, tmp_path, 
 CACHED = """
 import json
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.serve import check_layers
+from lmcache_xpu.launch.serve import check_layers
 try:
     check_layers("org/model")
     refused = None
@@ -240,7 +240,7 @@ def test_a_signal_reaches_the_engine_itself(tmp_path, free):
     engine.write_text(f"#!{sys.executable}\nimport os\nprint('engine', os.getpid())\n")
     engine.chmod(0o755)
     program = (
-        "from lmcache_xpu import serve as s; from lmcache_xpu.settings import Settings\n"
+        "from lmcache_xpu import serve as s; from lmcache_xpu.launch.settings import Settings\n"
         f"s.command = lambda settings: [{str(engine)!r}]\n"
         f"s.serve(Settings.load({{'model': 'org/model', 'port': {free}}}))"
     )

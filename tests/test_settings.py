@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.settings import ENV_PREFIX, Settings
+from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
 
 # vLLM and LMCache import parts of other packages that these packages deprecate.
 pytestmark = [
@@ -292,9 +292,10 @@ def test_an_unknown_variable_is_a_mistake_and_not_ignored(monkeypatch):
 
 
 def test_the_variables_that_other_modules_read_are_known(monkeypatch):
-    from lmcache_xpu import plugin, seam, versions
+    from lmcache_xpu import versions
+    from lmcache_xpu.kv_connector import patches, plugin
 
-    for name in (plugin.STOCK_VARIABLE, seam.DEVICES_VARIABLE, versions.UNTESTED_VARIABLE):
+    for name in (plugin.STOCK_VARIABLE, patches.DEVICES_VARIABLE, versions.UNTESTED_VARIABLE):
         monkeypatch.setenv(name, "1")
     assert load().model == "m"
 

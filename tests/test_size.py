@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from lmcache_xpu.cli import app
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.size import KVShape, fit
+from lmcache_xpu.launch.sizing import KVShape, fit
 
 pytestmark = [
     pytest.mark.filterwarnings(rf"ignore::DeprecationWarning:{package}\..*")

@@ -7,8 +7,8 @@ import torch
 from caches import Spec, build
 
 from lmcache_xpu.errors import SlotError
-from lmcache_xpu.paged_view import PagedView
-from lmcache_xpu.slots import Rows, blocks_of, check_slots, request_rows, slots_of
+from lmcache_xpu.transfer.paged_view import PagedView
+from lmcache_xpu.transfer.slots import Rows, blocks_of, check_slots, request_rows, slots_of
 
 
 @pytest.fixture

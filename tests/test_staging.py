@@ -12,16 +12,16 @@ from imitation import GPU, Machine
 from intel import MACHINES, on_machines
 from intel import machine as machine  # a fixture
 
-from lmcache_xpu import host_memory
-from lmcache_xpu.buffers import SMALLEST_STAGING_BYTES
-from lmcache_xpu.devices import Event
 from lmcache_xpu.errors import SettingsError, TransferError
-from lmcache_xpu.host_memory import POOL_BYTES, HostMemory
-from lmcache_xpu.paged_view import PagedView
-from lmcache_xpu.plan import HostFormat
-from lmcache_xpu.slices import Slices
-from lmcache_xpu.slots import Slots, check_slots
-from lmcache_xpu.staging import Stager
+from lmcache_xpu.transfer import host_copies
+from lmcache_xpu.transfer.devices import Event
+from lmcache_xpu.transfer.host_copies import POOL_BYTES, HostMemory
+from lmcache_xpu.transfer.paged_view import PagedView
+from lmcache_xpu.transfer.plan import HostFormat
+from lmcache_xpu.transfer.segments import Slices
+from lmcache_xpu.transfer.slots import Slots, check_slots
+from lmcache_xpu.transfer.staging import Stager
+from lmcache_xpu.transfer.staging_ring import SMALLEST_STAGING_BYTES
 
 SPANS = ((0, 4), (4, 8), (8, 11))
 HERE = [16, 17, 18, 19, 4, 5, 6, 7, 12, 13, 14]
@@ -76,7 +76,7 @@ def batches(request, monkeypatch) -> list[int]:
     if request.param == "in batches":
         if DEVICE != "cpu":
             pytest.skip("the operation is imitated on the host only; a device has its own")
-        monkeypatch.setattr(host_memory, "batched_copy", lambda device: batched)
+        monkeypatch.setattr(host_copies, "batched_copy", lambda device: batched)
         monkeypatch.setattr(HostMemory, "pinned", lambda self, memory: True)
     return sizes
 

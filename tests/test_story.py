@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_xpu.demo import story
-from lmcache_xpu.demo.client import Answer, CacheCounts
-from lmcache_xpu.demo.model import corpus
 from lmcache_xpu.errors import EngineError, SettingsError
+from lmcache_xpu.harness import demo
+from lmcache_xpu.harness.client import Answer, CacheCounts
+from lmcache_xpu.harness.random_model import corpus
 
 CHUNK = 256
 
@@ -96,14 +96,14 @@ def engine(monkeypatch):
         disk, started, running = set(), [], 0
 
     monkeypatch.setattr(FakeEngine, "started", Engine.started, raising=False)
-    monkeypatch.setattr(story, "EngineProcess", Engine)
-    monkeypatch.setattr(story, "Client", FakeClient)
-    monkeypatch.setattr(story, "make_model", lambda spec, parent: parent / "model")
+    monkeypatch.setattr(demo, "EngineProcess", Engine)
+    monkeypatch.setattr(demo, "Client", FakeClient)
+    monkeypatch.setattr(demo, "make_model", lambda spec, parent: parent / "model")
     return Engine
 
 
 def test_every_row_has_the_source_it_names(engine, tmp_path, capsys):
-    rows = story.tell(tmp_path / "figures.json", work=tmp_path)
+    rows = demo.tell(tmp_path / "figures.json", work=tmp_path)
     assert [row.source for row in rows] == [
         "recomputed and stored",
         "engine's own cache",
@@ -118,7 +118,7 @@ def test_every_row_has_the_source_it_names(engine, tmp_path, capsys):
     # Both engines got the same third questions, and only the second one after a restart.
     first, second = engine.started
     assert engine.running == 0
-    users = story.USERS
+    users = demo.USERS
     assert len(first.requests) == 1 + 2 * users + 2 * users
     assert len(second.requests) == 1 + 2 * users
     third = [messages for messages in first.requests[1:] if len(messages) == 6]
@@ -137,7 +137,7 @@ def test_every_row_has_the_source_it_names(engine, tmp_path, capsys):
 def test_an_answer_that_differs_fails_the_demo_after_its_table(engine, tmp_path, capsys):
     engine.wrong = True
     with pytest.raises(EngineError, match="10 of 10 answers not from the tiers, or other tokens"):
-        story.tell(tmp_path / "f.json", work=tmp_path)
+        demo.tell(tmp_path / "f.json", work=tmp_path)
     assert "CPU tier" in capsys.readouterr().out
     assert json.loads((tmp_path / "f.json").read_text())["answers_equal_to_recomputed"] == 0
 
@@ -145,7 +145,7 @@ def test_an_answer_that_differs_fails_the_demo_after_its_table(engine, tmp_path,
 def test_an_answer_that_was_recomputed_proves_nothing(engine, tmp_path):
     engine.lose = True
     with pytest.raises(EngineError, match="10 of 10 answers not from the tiers"):
-        story.tell(None, work=tmp_path)
+        demo.tell(None, work=tmp_path)
 
 
 def test_the_disk_tier_is_removed_also_after_an_error(engine, tmp_path, monkeypatch):
@@ -155,9 +155,9 @@ def test_the_disk_tier_is_removed_also_after_an_error(engine, tmp_path, monkeypa
         made.extend(tmp_path.glob("disk-*"))
         raise EngineError("a", "b")
 
-    monkeypatch.setattr(story, "_first_and_second", fail)
+    monkeypatch.setattr(demo, "_first_and_second", fail)
     with pytest.raises(EngineError):
-        story.tell(None, work=tmp_path)
+        demo.tell(None, work=tmp_path)
     assert len(made) == 1
     assert list(tmp_path.glob("disk-*")) == []
     assert engine.running == 0
@@ -165,26 +165,24 @@ def test_the_disk_tier_is_removed_also_after_an_error(engine, tmp_path, monkeypa
 
 def test_the_engines_own_cache_is_smaller_than_what_the_users_say(engine, tmp_path):
     """Otherwise it would never ask LMCache, and the table would measure nothing."""
-    story.tell(None, work=tmp_path)
+    demo.tell(None, work=tmp_path)
     settings = engine.started[0].settings
-    tokens = settings.kv_cache_gib * 2**30 / story.DEMO.kv_bytes_per_token
-    conversation = story.TEXT_CHARACTERS / 4.2
-    assert settings.max_model_len <= tokens < 3 * conversation < story.USERS * conversation
-    assert settings.cpu_gib * 2**30 > 2 * story.USERS * conversation * (
-        story.DEMO.kv_bytes_per_token
-    )
+    tokens = settings.kv_cache_gib * 2**30 / demo.DEMO.kv_bytes_per_token
+    conversation = demo.TEXT_CHARACTERS / 4.2
+    assert settings.max_model_len <= tokens < 3 * conversation < demo.USERS * conversation
+    assert settings.cpu_gib * 2**30 > 2 * demo.USERS * conversation * (demo.DEMO.kv_bytes_per_token)
     assert settings.host == "127.0.0.1"
-    assert len(corpus()) > (story.USERS + 1) * story.TEXT_CHARACTERS
+    assert len(corpus()) > (demo.USERS + 1) * demo.TEXT_CHARACTERS
 
 
 def test_too_little_space_is_told_at_once(engine, tmp_path, monkeypatch):
-    monkeypatch.setattr(story, "FREE_GIB", 1e9)
+    monkeypatch.setattr(demo, "FREE_GIB", 1e9)
     with pytest.raises(SettingsError, match=r"GiB free in .*; expected 1e\+09 GiB"):
-        story.tell(None, work=tmp_path)
+        demo.tell(None, work=tmp_path)
     assert engine.started == []
 
 
 def test_a_given_port_is_used(engine, tmp_path):
-    story.tell(None, work=tmp_path, port=12345)
+    demo.tell(None, work=tmp_path, port=12345)
     assert {e.settings.port for e in engine.started} == {12345}
     assert all(isinstance(e.log, Path) for e in engine.started)

@@ -16,10 +16,10 @@ from intel import INTEL
 from intel import machine as machine  # a fixture
 from kernels import TritonTransfer, interpreter  # noqa: F401  # a fixture
 
-from lmcache_xpu.engine_layout import Geometry
-from lmcache_xpu.paged_view import PagedView
-from lmcache_xpu.slots import Rows, check_slots, request_rows
-from lmcache_xpu.transfer import TorchTransfer, Transfer
+from lmcache_xpu.transfer.gather_scatter import TorchTransfer, Transfer
+from lmcache_xpu.transfer.layout import Geometry
+from lmcache_xpu.transfer.paged_view import PagedView
+from lmcache_xpu.transfer.slots import Rows, check_slots, request_rows
 
 KERNEL_DTYPES = (torch.bfloat16, torch.uint8)  # the interpreter is slow; words are two of four
 DTYPES = {kind: (torch.uint8,) if kind in SCALED else TOKENWISE_DTYPES for kind in KINDS}

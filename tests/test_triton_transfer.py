@@ -14,13 +14,13 @@ from intel import machine as machine  # a fixture
 from kernels import TritonTransfer, interpreter  # noqa: F401  # a fixture
 from triton.runtime.jit import mangle_type
 
-from lmcache_xpu import staging
-from lmcache_xpu.devices import KERNELS_READ_HOST_VARIABLE
-from lmcache_xpu.engine_layout import Geometry
-from lmcache_xpu.paged_view import PagedView
-from lmcache_xpu.plan import HostFormat, Piece, Plan
-from lmcache_xpu.slots import check_slots, request_rows
-from lmcache_xpu.transfer import TorchTransfer, Transfer
+from lmcache_xpu.transfer import staging
+from lmcache_xpu.transfer.devices import KERNELS_READ_HOST_VARIABLE
+from lmcache_xpu.transfer.gather_scatter import TorchTransfer, Transfer
+from lmcache_xpu.transfer.layout import Geometry
+from lmcache_xpu.transfer.paged_view import PagedView
+from lmcache_xpu.transfer.plan import HostFormat, Piece, Plan
+from lmcache_xpu.transfer.slots import check_slots, request_rows
 
 
 @pytest.mark.parametrize("transfer", [TorchTransfer, TritonTransfer])
@@ -120,7 +120,7 @@ class Recorder:
 @pytest.mark.parametrize(("heads", "dim"), [(8, 128), (1, 64), (1, 80), (3, 20)])
 def test_nothing_is_compiled_after_warming_up(heads: int, dim: int, order: str, monkeypatch):
     """Compiling takes half a second, and a first hit would wait for it."""
-    module = importlib.import_module("lmcache_xpu.triton_transfer")
+    module = importlib.import_module("lmcache_xpu.transfer.gather_scatter_triton")
     engine = [torch.zeros(2, 8, 16, heads, dim, dtype=torch.bfloat16) for _ in range(5)]
     geometry = Geometry(hidden=heads * dim, mla=False, kv_layout="NHD")
     view = PagedView.from_engine(engine, geometry, num_layers=5)
@@ -150,7 +150,7 @@ def test_nothing_is_compiled_after_warming_up(heads: int, dim: int, order: str, 
 @pytest.mark.parametrize("machine", INTEL[-1:], indirect=True, ids=str)
 def test_addresses_come_to_the_kernel_as_pointers_or_in_tables(machine, monkeypatch):
     """Triton types an integer by its value, so an address among them would be unsigned."""
-    module = importlib.import_module("lmcache_xpu.triton_transfer")
+    module = importlib.import_module("lmcache_xpu.transfer.gather_scatter_triton")
     kernel, types, tables = module._paged_copy, set(), set()
 
     class Seen:

@@ -8,8 +8,8 @@ import torch
 from intel import MACHINES
 from intel import machine as machine  # a fixture
 
-from lmcache_xpu import uploads
-from lmcache_xpu.uploads import Uploads
+from lmcache_xpu.transfer import pinned_uploads
+from lmcache_xpu.transfer.pinned_uploads import Uploads
 
 
 class SlowEvent:
@@ -31,8 +31,8 @@ class SlowEvent:
 @pytest.fixture
 def pending(monkeypatch) -> Uploads:
     """A ring of 8 numbers whose copies last until somebody waits for them."""
-    monkeypatch.setattr(uploads, "Event", SlowEvent)
-    monkeypatch.setattr(uploads, "is_host", lambda device: False)
+    monkeypatch.setattr(pinned_uploads, "Event", SlowEvent)
+    monkeypatch.setattr(pinned_uploads, "is_host", lambda device: False)
     if caches.DEVICE == "cpu":
         monkeypatch.setattr(torch, "empty", _unpinned(torch.empty))
     return Uploads(torch.device(caches.DEVICE), 64)

@@ -13,12 +13,13 @@ import pytest
 pytest.importorskip("vllm")
 from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
 
-from lmcache_xpu import garbage, scheduler_side, vllm_connector
-from lmcache_xpu.engine_facts import check_model
+from lmcache_xpu.cache_engine.kv_cache_facts import check_model
+from lmcache_xpu.cache_engine.near_lookups import NearLookups
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.near_lookups import NearLookups
-from lmcache_xpu.scheduler_side import SchedulerSide
-from lmcache_xpu.vllm_connector import LMCacheXPUConnector
+from lmcache_xpu.kv_connector import connector as vllm_connector
+from lmcache_xpu.kv_connector import garbage, scheduler
+from lmcache_xpu.kv_connector.connector import LMCacheXPUConnector
+from lmcache_xpu.kv_connector.scheduler import SchedulerSide
 
 STEP = {"attention": "of the step"}
 
@@ -191,7 +192,7 @@ def test_the_scheduler_finds_the_worker_of_its_own_engine(group, found: bool, mo
 def test_garbage_waits_from_a_look_up_to_the_end_of_scheduling_or_of_the_step(worker, monkeypatch):
     side = SchedulerSide(SimpleNamespace(lookup_client=None), None, 16)
     monkeypatch.setattr(side, "_worker", lambda: worker)
-    monkeypatch.setattr(scheduler_side, "written_blocks", lambda *args: frozenset())
+    monkeypatch.setattr(scheduler, "written_blocks", lambda *args: frozenset())
     asked = SimpleNamespace(
         request_id="r",
         cache_salt=None,
@@ -334,7 +335,7 @@ def test_lmcaches_memory_is_pinned_while_nobody_waits(monkeypatch):
     )
     monkeypatch.setattr(LMCacheConnectorV1, "register_kv_caches", lambda self, caches: None)
     for name in ("check_healthy", "check_tiers"):
-        monkeypatch.setattr(vllm_connector.lmcache_engine, name, lambda *args: None)
+        monkeypatch.setattr(vllm_connector.health, name, lambda *args: None)
     monkeypatch.setattr(made, "_run_beside", lambda *args: None)
     made.register_kv_caches({})
     assert pinned == ["memory"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lmcache_xpu.weights import fingerprint
+from lmcache_xpu.cache_engine.model_fingerprint import fingerprint
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Models of other kinds than the demo's Llama, with random weights, made in a second.
 
-As in `lmcache_xpu.demo.model`, queries and keys are scaled up so that what a model says depends on
-every token before. None has a tokenizer: the engine is given tokens.
+As in `lmcache_xpu.harness.random_model`, queries and keys are scaled up so that what a model says
+depends on every token before. None has a tokenizer: the engine is given tokens.
 """
 
 from __future__ import annotations

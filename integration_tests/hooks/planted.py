@@ -10,9 +10,9 @@ from pathlib import Path
 
 HOOKS = Path(os.environ["HOOKS_DIRECTORY"])
 MODULES = (
-    "lmcache_xpu.staging",
-    "lmcache_xpu.binding",
-    "lmcache_xpu.disk.chunk_store",
+    "lmcache_xpu.transfer.staging",
+    "lmcache_xpu.gpu_connector.registered_cache",
+    "lmcache_xpu.tiers.disk.chunk_store",
     "lmcache_xpu.remote",
     "lmcache.v1.storage_backend.storage_manager",
 )
@@ -80,14 +80,14 @@ def full_disk(write_chunk):
 
 def plant(module) -> None:
     """The steps of a load and a store that may fail."""
-    if module.__name__ == "lmcache_xpu.staging":
+    if module.__name__ == "lmcache_xpu.transfer.staging":
         for name in ("load", "store"):
             fragile(module.Stager, name, f"before {name}")
             fragile(module.Stager, name, f"after {name}", after=True)
-    elif module.__name__ == "lmcache_xpu.binding":
+    elif module.__name__ == "lmcache_xpu.gpu_connector.registered_cache":
         fragile(module.Binding, "plan", "plan")
         fragile(module.Binding, "memory", "check")
-    elif module.__name__ == "lmcache_xpu.disk.chunk_store":
+    elif module.__name__ == "lmcache_xpu.tiers.disk.chunk_store":
         module.write_chunk = full_disk(module.write_chunk)
     elif module.__name__ == "lmcache_xpu.remote":
         module.AWAY_S = AWAY_S

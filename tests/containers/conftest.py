@@ -10,7 +10,7 @@ import pytest
 from docker_host import DockerHost
 from stack import IMAGES, Stack, tag
 
-from lmcache_xpu.demo.model import EXACT, make_model
+from lmcache_xpu.harness.random_model import EXACT, make_model
 
 SKIP = "SKIP_CONTAINERS"
 LONGEST_S = 1500  # the first test waits for the builds

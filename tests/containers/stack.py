@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 from docker_host import ROOT, DockerHost
 
-from lmcache_xpu.demo.client import Answer, Client
-from lmcache_xpu.demo.engine import free_port
+from lmcache_xpu.harness.client import Answer, Client
+from lmcache_xpu.harness.engine_process import free_port
 
 PROJECT = "lmcache-xpu-test"
 FILES = ("compose.yaml", "docker", "monitoring")

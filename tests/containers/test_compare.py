@@ -9,7 +9,7 @@ import sys
 import pytest
 from docker_host import ROOT
 
-from lmcache_xpu.demo.model import DEMO, make_model
+from lmcache_xpu.harness.random_model import DEMO, make_model
 from loadtests.variants import PROFILES
 
 ENGINE = "engine-cpu"

@@ -7,7 +7,7 @@ import time
 import pytest
 from stack import ask, conversation
 
-from lmcache_xpu.demo.model import EXACT
+from lmcache_xpu.harness.random_model import EXACT
 
 PASSWORD = r's3"cr\et'
 

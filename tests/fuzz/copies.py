@@ -17,13 +17,14 @@ from kernels import INTERPRET, TritonTransfer
 from layouts import FORMS, Cache, Layout, layouts
 from lmcache.v1.memory_management import MemoryFormat
 
-from lmcache_xpu import binding, host_memory, staging
-from lmcache_xpu.buffers import Buffer
-from lmcache_xpu.connector import PagedMemConnector, VLLMPagedMemXPUConnectorV2
 from lmcache_xpu.errors import TransferError
-from lmcache_xpu.layerwise import VLLMPagedMemLayerwiseXPUConnector
-from lmcache_xpu.staging import Stager
-from lmcache_xpu.transfer import TorchTransfer
+from lmcache_xpu.gpu_connector import registered_cache
+from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
+from lmcache_xpu.gpu_connector.standard import PagedMemConnector, VLLMPagedMemXPUConnectorV2
+from lmcache_xpu.transfer import host_copies, staging
+from lmcache_xpu.transfer.gather_scatter import TorchTransfer
+from lmcache_xpu.transfer.staging import Stager
+from lmcache_xpu.transfer.staging_ring import Buffer
 
 ORDERS = ("planes", "layers", "rows")
 
@@ -80,17 +81,17 @@ def taken(way: Way, buffer_bytes: int) -> Iterator[None]:
         def patch(place: object, name: str, value: object) -> None:
             stack.enter_context(mock.patch.object(place, name, value))
 
-        patch(binding, "Stager", stager)
+        patch(registered_cache, "Stager", stager)
         patch(staging, "transfer_of", TritonTransfer.of if way.triton else TorchTransfer.of)
         patch(staging, "buffers", lambda wanted, device: [Buffer(1, device)])
         if way.triton:
             patch(TritonTransfer, "warm_up", lambda self: True)  # slow in the interpreter
             stack.enter_context(mock.patch.dict("os.environ", INTERPRET))
         if way.batched and way.pinned:
-            patch(host_memory, "batched_copy", lambda device: copied_in_batches)
+            patch(host_copies, "batched_copy", lambda device: copied_in_batches)
         if way.pinned:
             for reached in ("pinned", "kernels_reach"):
-                patch(host_memory.HostMemory, reached, lambda self, memory: True)
+                patch(host_copies.HostMemory, reached, lambda self, memory: True)
         yield
 
 

@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from oracle import MismatchError
 
-from lmcache_xpu.disk import chunk_index, chunk_store
-from lmcache_xpu.disk.chunk_store import ChunkStore
+from lmcache_xpu.tiers.disk import chunk_index, chunk_store
+from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
 
 HEADER = 4096
 KEYS = st.integers(0, 7).map("key {}".format)

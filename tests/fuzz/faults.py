@@ -11,23 +11,24 @@ from unittest import mock
 import torch
 from kernels import TritonTransfer
 
-from lmcache_xpu import binding, plan, staging
-from lmcache_xpu.binding import Binding
-from lmcache_xpu.buffers import Buffer
-from lmcache_xpu.disk import chunk_file, chunk_store
-from lmcache_xpu.disk.chunk_index import ChunkIndex
-from lmcache_xpu.disk.chunk_store import ChunkStore
-from lmcache_xpu.disk.lock import DirectoryLock
-from lmcache_xpu.disk.tier import DiskTier
-from lmcache_xpu.disk.writer import DiskWriter
-from lmcache_xpu.host_memory import HostMemory
-from lmcache_xpu.layered_load import LayeredLoad
-from lmcache_xpu.overlap import Overlap
-from lmcache_xpu.paged_view import PagedView
-from lmcache_xpu.plan import Plan
-from lmcache_xpu.slots import Rows, Slots
-from lmcache_xpu.staging import Moved, Stager
-from lmcache_xpu.transfer import TorchTransfer
+from lmcache_xpu.gpu_connector import registered_cache
+from lmcache_xpu.gpu_connector.in_flight import Overlap
+from lmcache_xpu.gpu_connector.load_pipeline import LayeredLoad
+from lmcache_xpu.gpu_connector.registered_cache import Binding
+from lmcache_xpu.tiers.disk import chunk_file, chunk_store
+from lmcache_xpu.tiers.disk.chunk_index import ChunkIndex
+from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
+from lmcache_xpu.tiers.disk.lock import DirectoryLock
+from lmcache_xpu.tiers.disk.tier import DiskTier
+from lmcache_xpu.tiers.disk.writer import DiskWriter
+from lmcache_xpu.transfer import plan, staging
+from lmcache_xpu.transfer.gather_scatter import TorchTransfer
+from lmcache_xpu.transfer.host_copies import HostMemory
+from lmcache_xpu.transfer.paged_view import PagedView
+from lmcache_xpu.transfer.plan import Plan
+from lmcache_xpu.transfer.slots import Rows, Slots
+from lmcache_xpu.transfer.staging import Moved, Stager
+from lmcache_xpu.transfer.staging_ring import Buffer
 
 
 class Fault(NamedTuple):
@@ -62,7 +63,7 @@ def fault(name: str, target: str, owner: Any, attribute: str) -> Callable[[Any],
 # Copies
 
 
-@fault("the last slot is off by one", "copies", binding, "check_slots")
+@fault("the last slot is off by one", "copies", registered_cache, "check_slots")
 def _(check: Any) -> Any:
     def wrong(view: PagedView, mapping: torch.Tensor) -> Slots:
         numbers, holes = check(view, mapping)
@@ -73,7 +74,7 @@ def _(check: Any) -> Any:
     return wrong
 
 
-@fault("tokens without a slot go to the first one", "copies", binding, "check_slots")
+@fault("tokens without a slot go to the first one", "copies", registered_cache, "check_slots")
 def _(check: Any) -> Any:
     return lambda view, mapping: Slots(check(view, mapping).numbers.clamp(min=0), holes=False)
 

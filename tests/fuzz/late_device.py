@@ -17,7 +17,8 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
-from lmcache_xpu import buffers, host_memory, overlap, staging
+from lmcache_xpu.gpu_connector import in_flight
+from lmcache_xpu.transfer import host_copies, staging, staging_ring
 
 ENGINE, KERNELS, COPIES = "engine", "kernels", "copies"
 
@@ -67,7 +68,7 @@ class LateDevice(TorchFunctionMode):
     @contextmanager
     def installed(self) -> Iterator[None]:
         """While this lasts, the package is on this device."""
-        transfer_of, batched_copy = staging.transfer_of, host_memory.batched_copy
+        transfer_of, batched_copy = staging.transfer_of, host_copies.batched_copy
 
         def batched(device: torch.device) -> Callable[..., None] | None:
             copy = batched_copy(device)
@@ -76,13 +77,13 @@ class LateDevice(TorchFunctionMode):
         with ExitStack() as stack:
             for place, name, value in (
                 (staging, "Event", self.event),
-                (buffers, "Event", self.event),
-                (host_memory, "Event", self.event),
-                (host_memory, "batched_copy", batched),
+                (staging_ring, "Event", self.event),
+                (host_copies, "Event", self.event),
+                (host_copies, "batched_copy", batched),
                 (staging, "SideStream", self.side_stream),
                 (staging, "Uploads", lambda device: self._upload),
                 (staging, "transfer_of", lambda view: _late(self, transfer_of(view))),
-                (overlap, "ThreadPoolExecutor", lambda *args: self.finisher),
+                (in_flight, "ThreadPoolExecutor", lambda *args: self.finisher),
             ):
                 stack.enter_context(mock.patch.object(place, name, value))
             stack.enter_context(self)

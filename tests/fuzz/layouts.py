@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from oracle import Paged
 
-from lmcache_xpu.engine_layout import Geometry
+from lmcache_xpu.transfer.layout import Geometry
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.uint8, torch.float8_e4m3fn)
 

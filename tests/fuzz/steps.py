@@ -25,8 +25,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from late_device import COPIES, ENGINE, KERNELS, LateDevice, PlantedError
 from layouts import Cache, Layout, layouts
 
-from lmcache_xpu import layered_load, overlap
-from lmcache_xpu.overlap import Overlap
+from lmcache_xpu.gpu_connector import in_flight, load_pipeline
+from lmcache_xpu.gpu_connector.in_flight import Overlap
 
 PLACES = 40  # for objects in host memory
 
@@ -150,9 +150,9 @@ class Steps(RuleBasedStateMachine):
     def on_device(self) -> Iterator[None]:
         buffer = self.chunk * self.paged.row * self.paged.planes * self.way.buffer // 100
         with (
-            mock.patch.object(overlap, "AHEAD_BYTES", self.ahead),
-            mock.patch.object(layered_load, "SINGLE", 1),
-            mock.patch.object(layered_load, "FIRST", 1),
+            mock.patch.object(in_flight, "AHEAD_BYTES", self.ahead),
+            mock.patch.object(load_pipeline, "SINGLE", 1),
+            mock.patch.object(load_pipeline, "FIRST", 1),
             copies.taken(self.way, buffer),
             self.device.installed(),
         ):

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from lmcache.v1.memory_management import MemoryFormat
 from oracle import MismatchError
 
-from lmcache_xpu.disk import chunk_store
+from lmcache_xpu.tiers.disk import chunk_store
 
 NUMBERS = st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True)
 # The same chunk of another model, of another layer, of another tag: other keys, other bytes.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml
 
-from lmcache_xpu.settings import ENV_PREFIX, Settings
+from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "helm" / "lmcache-xpu"

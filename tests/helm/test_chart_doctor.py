@@ -6,7 +6,7 @@ import pytest
 from chart import CI_FILES, container, model, settings, shapes
 
 from lmcache_xpu.doctor import memory
-from lmcache_xpu.machine import Machine, TorchFacts
+from lmcache_xpu.launch.machine import Machine, TorchFacts
 
 GIB = 2**30
 B60 = TorchFacts("2.14.0+xpu", (("Intel Arc Pro B60", 24 * GIB),) * 4)

@@ -15,8 +15,8 @@ import pytest
 from chart import CHART, CI_FILES, NAMESPACE, Objects, rendered, template
 from pod_process import PodProcess
 
-from lmcache_xpu.demo.engine import free_port
-from lmcache_xpu.demo.model import EXACT, make_model
+from lmcache_xpu.harness.engine_process import free_port
+from lmcache_xpu.harness.random_model import EXACT, make_model
 
 pytestmark = pytest.mark.engine
 

@@ -16,7 +16,7 @@ import pytest
 import redis
 from chart import ROOT, container, render, shapes
 
-from lmcache_xpu.demo.engine import free_port
+from lmcache_xpu.harness.engine_process import free_port
 
 SERVER = shutil.which("valkey-server") or shutil.which("redis-server")
 

@@ -18,7 +18,7 @@ import yaml
 from chart import NAMESPACE, container, model, render
 from stub_server import Stub
 
-from lmcache_xpu.demo.engine import free_port
+from lmcache_xpu.harness.engine_process import free_port
 
 ROUTED = {"kind": "vllmRouter"}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from chart import CI_FILES, container, environment, model, settings, shapes
 
-from lmcache_xpu.settings import ENV_PREFIX, Settings
+from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
 
 # vLLM and LMCache import parts of other packages that these packages deprecate.
 pytestmark = [

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from stub_process import stub_server
 
-from lmcache_xpu.demo.model import DEMO
+from lmcache_xpu.harness.random_model import DEMO
 from loadtests.servers import Compose
 from loadtests.variants import PROFILES, VARIANTS, settings_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from lmcache_xpu.disk.chunk_store import ChunkStore
+from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
 
 KIB = 1024
 NO_LIMIT = 1 << 40

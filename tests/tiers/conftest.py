@@ -10,8 +10,8 @@ from chunk_files import NO_LIMIT
 from servers import PASSWORD, Server
 from storage import Engine
 
-from lmcache_xpu import remote
-from lmcache_xpu.disk.chunk_store import ChunkStore
+from lmcache_xpu.tiers import shared
+from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def store(directory):
 @pytest.fixture
 def server(monkeypatch):
     """A server of the shared tier, whose password engines know."""
-    monkeypatch.setenv(remote.PASSWORD_VARIABLE, PASSWORD)
+    monkeypatch.setenv(shared.PASSWORD_VARIABLE, PASSWORD)
     server = Server()
     server.start()
     yield server

@@ -12,7 +12,7 @@ from lmcache.v1.pin_monitor import PinMonitor
 from lmcache.v1.storage_backend.storage_manager import StorageManager
 from storage import CHUNK, SHAPE, TOKENS, content, make_key, make_metadata
 
-from lmcache_xpu import settings
+from lmcache_xpu.launch import settings
 
 
 class Engine:

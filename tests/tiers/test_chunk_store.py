@@ -8,8 +8,8 @@ import time
 import pytest
 from chunk_files import KIB, NO_LIMIT, files, load, payload, reopened
 
-from lmcache_xpu.disk.chunk_file import disk_bytes
-from lmcache_xpu.disk.chunk_store import ChunkStore
+from lmcache_xpu.tiers.disk.chunk_file import disk_bytes
+from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
 
 
 def test_a_chunk_comes_back_with_its_meta(store):

@@ -8,9 +8,9 @@ import os
 import pytest
 from chunk_files import KIB, NO_LIMIT, files, load, payload, reopened
 
-from lmcache_xpu.disk.chunk_file import HEADER_BYTES, disk_bytes
-from lmcache_xpu.disk.chunk_store import ChunkStore
 from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.tiers.disk.chunk_file import HEADER_BYTES, disk_bytes
+from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
 
 DAMAGE = {
     "truncated to nothing": lambda p: p.write_bytes(b""),

@@ -19,14 +19,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from lmcache_xpu.disk.chunk_file import HEADER_BYTES, disk_bytes
-from lmcache_xpu.disk.chunk_store import ChunkStore
 from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.tiers.disk.chunk_file import HEADER_BYTES, disk_bytes
+from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
 
 WRITING = """
 import os, sys
 from pathlib import Path
-from lmcache_xpu.disk.chunk_store import ChunkStore
+from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
 store = ChunkStore(Path(sys.argv[1]), 1 << 40)
 store.put("whole", "", b"w" * 100_000)
 write = os.write

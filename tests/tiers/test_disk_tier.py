@@ -20,7 +20,7 @@ from storage import (
     make_metadata,
 )
 
-from lmcache_xpu.disk.tier import DiskTier
+from lmcache_xpu.tiers.disk.tier import DiskTier
 
 # Round trip
 

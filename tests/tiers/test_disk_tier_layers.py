@@ -16,7 +16,7 @@ from storage import (
     make_key,
 )
 
-from lmcache_xpu.disk.chunk_layout import ChunkLayout
+from lmcache_xpu.tiers.chunk_layout import ChunkLayout
 
 LAYER_SHAPE = torch.Size([TOKENS, 2, HEADS * DIM])
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from storage import content, make_key, make_metadata
 
-from lmcache_xpu.disk import chunk_store
+from lmcache_xpu.tiers.disk import chunk_store
 
 
 def other_model():

@@ -10,10 +10,10 @@ from storage import (
     make_metadata,
 )
 
-from lmcache_xpu.disk import chunk_store
-from lmcache_xpu.disk.settings import DiskSettings, check_hash
-from lmcache_xpu.disk.tier import DiskTier
 from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.tiers.disk import chunk_store
+from lmcache_xpu.tiers.disk.parameters import DiskSettings, check_hash
+from lmcache_xpu.tiers.disk.tier import DiskTier
 
 
 def test_workers_share_the_path(engines, tmp_path):

@@ -18,7 +18,7 @@ from storage import (
     make_key,
 )
 
-from lmcache_xpu.disk import chunk_store
+from lmcache_xpu.tiers.disk import chunk_store
 
 
 def refuse(*args, **kwargs):
@@ -117,7 +117,7 @@ def test_close_ends_the_writes_before_the_pool_is_freed(engines, monkeypatch):
 
 def test_what_cannot_be_written_in_time_is_let_go(engines, monkeypatch):
     engine = engines(**{"disk.threads": 1})
-    monkeypatch.setattr("lmcache_xpu.disk.writer._DRAIN_SECONDS", 0.1)
+    monkeypatch.setattr("lmcache_xpu.tiers.disk.writer._DRAIN_SECONDS", 0.1)
     write = chunk_store.write_chunk
     monkeypatch.setattr(chunk_store, "write_chunk", lambda *a: (time.sleep(0.3), write(*a)))
     engine.store(range(6), wait=False)

@@ -11,7 +11,8 @@ from prometheus_client import REGISTRY
 from servers import PASSWORD, needs_server
 from storage import CHUNK, TOKENS, content, make_metadata
 
-from lmcache_xpu import remote, settings
+from lmcache_xpu.launch import settings
+from lmcache_xpu.tiers import shared
 
 pytestmark = needs_server
 
@@ -87,7 +88,7 @@ def test_what_is_on_its_way_is_bounded(engine, server):
 def test_without_a_server_nothing_waits_and_nothing_fails_and_it_comes_back(
     engine, server, monkeypatch
 ):
-    monkeypatch.setattr(remote, "AWAY_S", 0.5)
+    monkeypatch.setattr(shared, "AWAY_S", 0.5)
     first = engine()
     first.store([1])
     server.stop()
@@ -105,7 +106,7 @@ def test_without_a_server_nothing_waits_and_nothing_fails_and_it_comes_back(
 
 def test_a_server_that_was_restarted_is_used_at_once(engine, server, caplog, monkeypatch):
     """The pool's connections, several after a store, are closed; nobody is to wait for that."""
-    monkeypatch.setattr(remote.logger, "propagate", True)
+    monkeypatch.setattr(shared.logger, "propagate", True)
     first = engine()
     first.store(range(6))
     server.stop()
@@ -116,8 +117,8 @@ def test_a_server_that_was_restarted_is_used_at_once(engine, server, caplog, mon
 
 
 def test_a_wrong_password_is_said_and_not_shown(engine, monkeypatch, caplog):
-    monkeypatch.setenv(remote.PASSWORD_VARIABLE, "wr0ng")
-    monkeypatch.setattr(remote.logger, "propagate", True)
+    monkeypatch.setenv(shared.PASSWORD_VARIABLE, "wr0ng")
+    monkeypatch.setattr(shared.logger, "propagate", True)
     assert engine().found([1]) == 0
     assert "shared tier: left alone for 10 s: invalid username-password" in caplog.text
     assert "wr0ng" not in caplog.text
@@ -125,5 +126,5 @@ def test_a_wrong_password_is_said_and_not_shown(engine, monkeypatch, caplog):
 
 def test_the_password_is_the_setting_of_that_name():
     chosen = settings.Settings.load({"model": "m", "remote_password": PASSWORD})
-    assert chosen.environment()[remote.PASSWORD_VARIABLE] == PASSWORD
+    assert chosen.environment()[shared.PASSWORD_VARIABLE] == PASSWORD
     assert PASSWORD not in " ".join(chosen.vllm_args())

@@ -14,9 +14,9 @@ from prometheus_client import REGISTRY
 from servers import needs_server
 from storage import CHUNK, content
 
-from lmcache_xpu import remote
-from lmcache_xpu.disk.chunk_file import HEADER_BYTES, pack_chunk, scan_chunk
-from lmcache_xpu.disk.chunk_layout import ChunkLayout
+from lmcache_xpu.tiers import shared
+from lmcache_xpu.tiers.chunk_layout import ChunkLayout
+from lmcache_xpu.tiers.disk.chunk_file import HEADER_BYTES, pack_chunk, scan_chunk
 
 pytestmark = needs_server
 
@@ -115,7 +115,7 @@ def test_what_another_engine_has_stored_again_is_not_deleted(engine, server, mon
     first.store([1])
     [name] = server.client.keys()
     value = server.client.get(name)
-    unpack = remote._unpack
+    unpack = shared._unpack
 
     def unpack_and_heal(*args):
         try:
@@ -123,7 +123,7 @@ def test_what_another_engine_has_stored_again_is_not_deleted(engine, server, mon
         finally:
             server.client.set(name, value)
 
-    monkeypatch.setattr(remote, "_unpack", unpack_and_heal)
+    monkeypatch.setattr(shared, "_unpack", unpack_and_heal)
     server.client.set(name, flipped(-1)(value, name))
     assert not whole(first, 1)
     assert server.client.get(name) == value
@@ -154,8 +154,8 @@ def test_a_value_is_a_chunk_file(engine, server, tmp_path):
 
 
 def test_a_full_server_goes_on_being_read(engine, server, monkeypatch, caplog):
-    monkeypatch.setattr(remote.logger, "propagate", True)
-    monkeypatch.setattr(remote, "AWAY_S", 0.5)
+    monkeypatch.setattr(shared.logger, "propagate", True)
+    monkeypatch.setattr(shared, "AWAY_S", 0.5)
     first = engine()
     first.store([1, 2])
     server.fill()
@@ -178,7 +178,7 @@ def test_a_full_server_goes_on_being_read(engine, server, monkeypatch, caplog):
 
 
 def test_damaged_values_in_a_full_server_heal(engine, server, monkeypatch):
-    monkeypatch.setattr(remote, "AWAY_S", 0.1)
+    monkeypatch.setattr(shared, "AWAY_S", 0.1)
     first = engine()
     first.store(range(32))
     for name in server.client.scan_iter():
@@ -202,7 +202,7 @@ REFUSALS = {
 
 @pytest.mark.parametrize("refusal", REFUSALS)
 def test_a_server_that_refuses_writes_goes_on_being_read(engine, server, monkeypatch, refusal):
-    monkeypatch.setattr(remote, "AWAY_S", 0.5)
+    monkeypatch.setattr(shared, "AWAY_S", 0.5)
     first = engine()
     first.store([1])
     refuse, allow = REFUSALS[refusal]
@@ -215,7 +215,7 @@ def test_a_server_that_refuses_writes_goes_on_being_read(engine, server, monkeyp
 
 
 def test_a_server_that_can_not_save_goes_on_being_read(engine, server, monkeypatch):
-    monkeypatch.setattr(remote, "AWAY_S", 0.5)
+    monkeypatch.setattr(shared, "AWAY_S", 0.5)
     server.stop()
     server.start("--save", "3600 1", "--dir", "/proc")  # where nobody can make a file
     first = engine()
@@ -253,7 +253,7 @@ def test_checking_a_chunk_leaves_the_loop_alone(engine, monkeypatch):
     loop = first.manager.loop
     seen = []
     for name in ("_unpack", "pack_chunk"):
-        original = getattr(remote, name)
+        original = getattr(shared, name)
 
         def noticing(*args, original=original, name=name):
             try:
@@ -262,7 +262,7 @@ def test_checking_a_chunk_leaves_the_loop_alone(engine, monkeypatch):
                 seen.append((name, False))
             return original(*args)
 
-        monkeypatch.setattr(remote, name, noticing)
+        monkeypatch.setattr(shared, name, noticing)
     first.store([1])
     assert whole(first, 1)
     assert seen == [("pack_chunk", False), ("_unpack", False)]

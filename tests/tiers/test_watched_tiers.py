@@ -10,8 +10,8 @@ from servers import needs_server
 from storage import LAYERS, Engine, make_key
 from test_disk_tier_layers import LAYER_SHAPE
 
-from lmcache_xpu.lmcache_engine import watch_tiers
-from lmcache_xpu.residency import CPU, DISK, SHARED, Change, Residency, chunk_name
+from lmcache_xpu.cache_engine.health import watch_tiers
+from lmcache_xpu.tiers.residency import CPU, DISK, SHARED, Change, Residency, chunk_name
 
 
 def watch(manager, config, layers: int = 1) -> Residency:

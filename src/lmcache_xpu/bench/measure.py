@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from lmcache_xpu.bench.shapes import Turn
-from lmcache_xpu.settings import Settings
+from lmcache_xpu.launch.settings import Settings
 
 MARK = "BENCH "
 SETTLE_S = 1.0  # stores go on after an answer

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lmcache_xpu.bench.engine import Result
+from lmcache_xpu.bench.runner import Result
 from lmcache_xpu.bench.shapes import Shape
 from lmcache_xpu.errors import SettingsError
 

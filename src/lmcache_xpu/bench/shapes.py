@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lmcache_xpu.demo.model import ModelSpec, llama_config
 from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.harness.random_model import ModelSpec, llama_config
 
 
 @dataclass(frozen=True, slots=True)

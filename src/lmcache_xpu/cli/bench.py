@@ -65,17 +65,17 @@ def engine(
     does not start, or restores other bytes than recomputing wrote, is shown as such. Ends with
     code 1 if ours is one of these.
     """
-    from lmcache_xpu.bench import engine as engines
     from lmcache_xpu.bench import report as reports
+    from lmcache_xpu.bench import runner
     from lmcache_xpu.bench.shapes import shape_named
     from lmcache_xpu.bench.variants import chosen
-    from lmcache_xpu.serve import built_for
+    from lmcache_xpu.launch.serve import built_for
 
     # Ending by SIGTERM would skip what stops the engine.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     console = Console()
     found = shape_named(shape or ("small" if built_for() == "cpu" else "8b"))
-    results = engines.run(
+    results = runner.run(
         found,
         chosen(found, variant),
         repeats=repeats,
@@ -84,7 +84,7 @@ def engine(
         timeout_s=timeout_s,
         console=console,
     )
-    figures, machine = reports.Figures(found, results), engines.machine()
+    figures, machine = reports.Figures(found, results), runner.machine()
     options = [f"--variant {name}" for name in variant or ()]
     options += ["--in-turn"] * in_turn + ["--graphs"] * graphs
     command = " ".join(

@@ -20,7 +20,7 @@ def demo(
     port: Annotated[int | None, typer.Option(help="Port of the engine (default: any).")] = None,
 ) -> None:
     """Time conversations on this machine: recompute, prefix cache, CPU tier, disk tier."""
-    from lmcache_xpu.demo.story import tell
+    from lmcache_xpu.harness.demo import tell
 
     # Ending by SIGTERM would skip what stops the engine.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))

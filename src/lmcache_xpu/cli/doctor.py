@@ -30,8 +30,8 @@ def doctor(
     Exits with 1 when a check fails, with 0 otherwise.
     """
     from lmcache_xpu.doctor import NO_MODEL, Machine, examine, examine_build
-    from lmcache_xpu.serve import METRICS_VARIABLE
-    from lmcache_xpu.settings import Settings
+    from lmcache_xpu.launch.serve import METRICS_VARIABLE
+    from lmcache_xpu.launch.settings import Settings
 
     # In a container it names a directory that the engine makes as it starts; there is none yet,
     # and what is imported here would write to it.

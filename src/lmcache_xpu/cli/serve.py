@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
 import typer
 from pydantic import SecretStr
 
-from lmcache_xpu.settings import ENV_PREFIX, Settings
+from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
 
 def _serve(values: dict[str, Any], dry_run: bool) -> None:
-    from lmcache_xpu.serve import serve
+    from lmcache_xpu.launch.serve import serve
 
     serve(Settings.load(values), dry_run=dry_run)
 

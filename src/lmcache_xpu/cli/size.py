@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lmcache_xpu.settings import ENV_PREFIX, Settings
+from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
 
 _DEFAULTS = {name: field.default for name, field in Settings.model_fields.items()}
 
@@ -50,7 +50,7 @@ def size(
     Sizes are per device, as the settings of `serve` are. Options not given are read from the
     variables of `serve`.
     """
-    from lmcache_xpu.size import GIB, KVShape, fit
+    from lmcache_xpu.launch.sizing import GIB, KVShape, fit
 
     shape = KVShape.of_model(model, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
     found = fit(

@@ -15,7 +15,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
     """Show which of our parts vLLM and LMCache will use here."""
-    from lmcache_xpu.seam import status as seam_status
+    from lmcache_xpu.kv_connector.patches import status as seam_status
 
     found = seam_status()
     if as_json:

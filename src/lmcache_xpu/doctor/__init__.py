@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lmcache_xpu import versions
-from lmcache_xpu.doctor import gpu, memory, packages, software, storage, transfer
+from lmcache_xpu.doctor import gpu, memory, packages, round_trip, software, storage
 from lmcache_xpu.doctor.check import Check, fail, ok, skip
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.machine import Machine
-from lmcache_xpu.serve import resolve_device
-from lmcache_xpu.settings import Settings
+from lmcache_xpu.launch.machine import Machine
+from lmcache_xpu.launch.serve import resolve_device
+from lmcache_xpu.launch.settings import Settings
 
 __all__ = ["Check", "Machine", "examine", "examine_build"]
 
@@ -25,7 +25,7 @@ def examine_build(machine: Machine) -> Iterator[Check]:
     yield imports
     if imports.outcome == "ok":
         yield packages.check_packages(packages.installed())
-        from lmcache_xpu.seam import status
+        from lmcache_xpu.kv_connector.patches import status
 
         yield software.check_patches(status())
 
@@ -41,7 +41,7 @@ def examine(settings: Settings, machine: Machine) -> Iterator[Check]:
     yield ok("device", f"{settings.device}, which vLLM is built for")
     yield from _gpu(settings, machine)
     if settings.offload:
-        yield transfer.check_transfer(settings.device)
+        yield round_trip.check_transfer(settings.device)
         yield memory.check_memory(machine, settings)
         yield memory.check_shared_memory(machine, settings)
         yield storage.check_disk_tier(machine, settings)

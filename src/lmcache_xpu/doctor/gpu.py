@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from lmcache_xpu.doctor.check import Check, fail, ok, warn
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.machine import Machine, TorchFacts
-from lmcache_xpu.serve import check_render_nodes
-from lmcache_xpu.settings import Settings
+from lmcache_xpu.launch.machine import Machine, TorchFacts
+from lmcache_xpu.launch.serve import check_render_nodes
+from lmcache_xpu.launch.settings import Settings
 
 __all__ = ["check_affinity", "check_driver", "check_nodes", "check_runtime", "check_torch"]
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lmcache_xpu import pinned
 from lmcache_xpu.doctor.check import Check, fail, ok, warn
-from lmcache_xpu.machine import Machine, TorchFacts
-from lmcache_xpu.settings import Settings
+from lmcache_xpu.launch.machine import Machine, TorchFacts
+from lmcache_xpu.launch.settings import Settings
+from lmcache_xpu.transfer import pool_memory
 
 __all__ = ["check_memory", "check_pinned", "check_shared_memory"]
 
@@ -36,12 +36,13 @@ def check_pinned(machine: Machine, settings: Settings, facts: TorchFacts) -> Che
     """In which way the device reaches the CPU tier, and whether something is against it."""
     name, tier = "pinned memory", settings.cpu_gib
     environ = {**machine.environ, **settings.environment(machine.environ)}
-    if pinned.risky(environ, facts.version):
+    if pool_memory.risky(environ, facts.version):
         return warn(
             name,
-            f"PyTorch's allocator keeps blocks above {pinned.ROUNDED} that it does not round up",
+            f"PyTorch's allocator keeps blocks above {pool_memory.ROUNDED} that it does not "
+            "round up",
             "PyTorch 2.13 then hands out blocks that are too small, and copies end in a "
-            f"segmentation fault: set {pinned.CACHED} to the same or less.",
+            f"segmentation fault: set {pool_memory.CACHED} to the same or less.",
         )
     lockable = machine.memlock_bytes
     if 0 <= lockable < tier * GIB:
@@ -51,8 +52,8 @@ def check_pinned(machine: Machine, settings: Settings, facts: TorchFacts) -> Che
             "Raise it (ulimits.memlock: -1 in compose, LimitMEMLOCK in systemd). Intel's driver "
             "does not ask for it today; RDMA does.",
         )
-    most = pinned.limit(min((size for _, size in facts.gpus), default=None))
-    if pinned.fits(int(tier * GIB), most, environ):
+    most = pool_memory.limit(min((size for _, size in facts.gpus), default=None))
+    if pool_memory.fits(int(tier * GIB), most, environ):
         how = "one pinned allocation each, not counted against the container's limit"
     else:
         why = (

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from lmcache_xpu import versions
 from lmcache_xpu.doctor.check import Check, fail, ok, skip, warn
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.machine import Machine
-from lmcache_xpu.serve import check_environment, check_layers, check_model, check_port
-from lmcache_xpu.settings import Settings
+from lmcache_xpu.launch.machine import Machine
+from lmcache_xpu.launch.serve import check_environment, check_layers, check_model, check_port
+from lmcache_xpu.launch.settings import Settings
 
 if TYPE_CHECKING:
-    from lmcache_xpu.seam import Status
+    from lmcache_xpu.kv_connector.patches import Status
 
 __all__ = [
     "check_compiler",

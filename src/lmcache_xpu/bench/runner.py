@@ -1,0 +1,164 @@
+"""Engines, one after another or in turn, each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from lmcache_xpu import versions
+from lmcache_xpu.bench.child import Child
+from lmcache_xpu.bench.shapes import Shape
+from lmcache_xpu.bench.variants import Variant
+from lmcache_xpu.launch.serve import built_for
+
+
+@dataclass(slots=True)
+class Result:
+    """What one engine did.
+
+    Args:
+        variant: its name.
+        title: for readers.
+        exact: share of blocks that a hit restored to the byte; None without a tier.
+        ms: row -> source -> milliseconds.
+        tokens: row -> cached tokens.
+        link_gb_s: of a raw copy; from the engine without a connector.
+        error: why it did not start, or did not end.
+        seconds: that were waited for it.
+    """
+
+    variant: str
+    title: str
+    exact: float | None = None
+    ms: dict[str, dict[str, float]] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)
+    link_gb_s: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
+    seconds: float = 0.0
+
+
+def run(
+    shape: Shape,
+    chosen: list[Variant],
+    *,
+    repeats: int,
+    in_turn: bool,
+    graphs: bool,
+    timeout_s: float,
+    console: Console,
+) -> list[Result]:
+    """Measure engines; one that fails is a result with an error.
+
+    Args:
+        shape: of the model.
+        chosen: the engines.
+        repeats: of each row; medians count.
+        in_turn: all of them at once on the device, and each row asked of one after another, so
+            that they meet the same host. Else one after another.
+        graphs: with vLLM's compiled graphs.
+        timeout_s: that an engine may take to start, and for each answer.
+        console: for the progress.
+    """
+    device = built_for()
+    results = []
+    with tempfile.TemporaryDirectory() as directory:
+        shape.write(Path(directory))
+        for together in [chosen] if in_turn else [[variant] for variant in chosen]:
+            with ExitStack() as stack:
+                asked = []
+                for variant in together:
+                    child = Child(
+                        variant, shape, directory, device, graphs=graphs, timeout_s=timeout_s
+                    )
+                    result = Result(variant.name, variant.title)
+                    asked.append((result, stack.enter_context(child)))
+                _measure(asked, shape, repeats, console)
+            results += [result for result, _ in asked]
+    return results
+
+
+def machine() -> dict[str, str]:
+    """What the figures belong to."""
+    import torch
+
+    found = versions.installed()
+    device = "cpu"
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        module = torch.get_device_module(kind)
+        device = f"{kind}: {module.get_device_name()}"
+        properties = module.get_device_properties()
+        driver = getattr(properties, "driver_version", None) or getattr(torch.version, "cuda", "")
+        device += f", driver or runtime {driver}" if driver else ""
+    return {
+        "device": device,
+        "cpu": f"{_cpu_name()}, {os.cpu_count()} threads",
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": found.torch or "",
+        "vllm": found.vllm or "",
+        "lmcache": found.lmcache or "",
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return "unknown"
+
+
+def _measure(
+    asked: list[tuple[Result, Child]], shape: Shape, repeats: int, console: Console
+) -> None:
+    """Ask each of them for everything."""
+    first = shape.lengths[0]
+    with console.status("") as status:
+
+        def ask(result: Result, child: Child, name: str, job: dict[str, Any]) -> dict[str, Any]:
+            if result.error is not None:
+                return {}
+            status.update(f"{result.title}: {name}")
+            begin = time.monotonic()
+            answer = child.ask(job)
+            result.seconds += time.monotonic() - begin
+            if answer is None:
+                result.error = child.error
+                console.print(f"{result.title}: {child.error}", markup=False, highlight=False)
+            return answer or {}
+
+        for result, child in asked:
+            ask(result, child, "start", {"warm up": first // 2})
+            if result.variant == "none":
+                result.link_gb_s = ask(result, child, "raw copy", {"link": repeats}).get("link", {})
+            else:
+                result.exact = ask(result, child, "exactness", {"exact": first}).get("exact")
+        for row in shape.rows():
+            rounds: dict[str, list[dict[str, float]]] = {}
+            for _ in range(repeats):
+                for result, child in asked:
+                    answer = ask(result, child, row.name, row.job)
+                    rounds.setdefault(result.variant, []).extend(answer.get("rounds", []))
+            for result, _ in asked:
+                if result.error is None:
+                    result.ms[row.name] = medians(rounds[result.variant])
+                    result.tokens[row.name] = row.tokens
+    for result, _ in asked:
+        if result.error is None:
+            console.print(f"{result.title}: {result.seconds:.0f} s", highlight=False)
+
+
+def medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Milliseconds, of each source the median."""
+    return {name: statistics.median(one[name] for one in rounds) * 1e3 for name in rounds[0]}

@@ -1,0 +1,141 @@
+"""Requests whose KV differs although their tokens don't: each gets keys of its own.
+
+LMCache names a chunk by its tokens. Not in them: the `cache_salt` with which a client keeps its
+entries from others, the LoRA adapter, embeddings given in place of tokens, and the epoch of an
+engine that was reset (see `epochs`). LMCache's own tags
+don't reach its layerwise mode. So the first token of such a request is exchanged, in what LMCache
+hashes and nowhere else, for a number that no token has; every key of the request follows from it.
+
+Nothing is found for a request that must compute its whole prompt, e.g. for `prompt_logprobs`. vLLM
+takes no hit for it, and LMCache, which does not know, ends the engine when it is preempted.
+
+This is the scheduler's half of a connector, where the request is known. The worker sees only the
+exchanged token, in lists that LMCache uses for nothing but keys.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lmcache_xpu.cache_engine.model_fingerprint import fingerprint
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+__all__ = ["Isolation", "salt_of"]
+
+
+def salt_of(request: Request) -> str:
+    """What sets this request's KV apart beside its tokens; empty if nothing does."""
+    parts: dict[str, object] = {}
+    if request.cache_salt:
+        parts["salt"] = request.cache_salt
+    if (lora := request.lora_request) is not None:
+        # By content as well: an adapter may change under its name, and disks remember.
+        newest = max((f.stat().st_mtime_ns for f in Path(lora.lora_path).glob("*")), default=0)
+        parts["lora"] = [lora.lora_name, _adapter(lora.lora_path, newest)]
+    if request.prompt_embeds is not None:
+        parts["embeddings"] = uuid.uuid4().hex  # never found again
+    return json.dumps(parts) if parts else ""
+
+
+def salted(token_ids: Sequence[int], salt: str) -> list[int]:
+    """The tokens to hash, of which the first stands for the salt as well."""
+    digest = hashlib.sha256(f"{token_ids[0]} {salt}".encode()).digest()
+    # Beyond any vocabulary, within the 64 bits of LMCache's messages.
+    first = int.from_bytes(digest[:8], "big") >> 1 | 1 << 62
+    return [first, *token_ids[1:]]
+
+
+class Isolation:
+    """Exchanges tokens for one scheduler's connector, and unpins what aborted requests looked up.
+
+    Args:
+        adapter: LMCache's connector; its look-ups go through here from now on.
+        epoch_of: what a request's keys have of its epoch; empty if nothing.
+    """
+
+    def __init__(self, adapter: Any, epoch_of: Callable[[str], str] = lambda _: "") -> None:
+        self._adapter = adapter
+        self._epoch_of = epoch_of
+        self._salts: dict[str, str] = {}
+        self._computed: set[str] = set()
+        self._looked_up: set[str] = set()
+        self._abandoned: list[str] = []
+        if (client := adapter.lookup_client) is not None:
+            client.lookup = functools.partial(self._lookup, client.lookup)
+
+    def admit(self, request: Request) -> None:
+        """Before a request is looked up."""
+        if request.request_id not in self._salts and (salt := salt_of(request)):
+            self._salts[request.request_id] = salt
+        if request.skip_reading_prefix_cache:
+            self.compute(request.request_id)
+
+    def compute(self, request_id: str) -> None:
+        """Find nothing for a request until it ends."""
+        self._computed.add(request_id)
+
+    def named(self, request_id: str, token_ids: Sequence[int]) -> Sequence[int]:
+        """The tokens by which LMCache is to name a request's chunks; most are its own."""
+        salt = self._salts.get(request_id, "") + self._epoch_of(request_id)
+        return salted(token_ids, salt) if salt and len(token_ids) else token_ids
+
+    def mark(self, metadata: Any) -> None:
+        """Complete what the worker is told to load and store in a step."""
+        for meta in metadata.requests:
+            self._looked_up.discard(meta.req_id)  # the worker unpins it after this step
+            meta.token_ids = self.named(meta.req_id, meta.token_ids)
+        if self._abandoned:
+            from lmcache.integration.vllm.vllm_v1_adapter import ReqMeta
+
+            for req_id in self._abandoned:
+                nothing = torch.empty(0, dtype=torch.long)
+                metadata.add_request(ReqMeta(req_id, token_ids=[], slot_mapping=nothing))
+            self._abandoned.clear()
+
+    def finished(self, request_id: str) -> None:
+        """When a request has ended, in whatever way.
+
+        One that was looked up and never scheduled has left pins in the worker, and entries in
+        LMCache's adapter. The worker hears of it with the next step.
+        """
+        self._salts.pop(request_id, None)
+        self._computed.discard(request_id)
+        if request_id in self._looked_up:
+            self._abandon(request_id)
+
+    def forget_lookups(self) -> None:
+        """Take back what was promised to requests that are not scheduled yet: they ask again."""
+        for request_id in tuple(self._looked_up):
+            self._abandon(request_id)
+
+    def is_salted(self, request_id: str) -> bool:
+        """Whether a request's KV differs from others' by more than its tokens and its epoch."""
+        return request_id in self._salts
+
+    def _abandon(self, request_id: str) -> None:
+        self._looked_up.discard(request_id)
+        self._abandoned.append(request_id)
+        self._adapter.lookup_client.clear_lookup_status(request_id)
+        self._adapter.load_specs.pop(request_id, None)
+        self._adapter._requests_priority.pop(request_id, None)
+
+    def _lookup(self, lookup: Any, token_ids: Any, lookup_id: str, **rest: Any) -> Any:
+        if lookup_id in self._computed:
+            return 0
+        self._looked_up.add(lookup_id)
+        return lookup(self.named(lookup_id, token_ids), lookup_id=lookup_id, **rest)
+
+
+@functools.lru_cache(maxsize=1024)
+def _adapter(path: str, newest: int) -> str:
+    return fingerprint(path)

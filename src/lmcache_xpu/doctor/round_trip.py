@@ -1,0 +1,86 @@
+"""A round trip on the device: what an engine's stores and loads do, before one is started."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from lmcache_xpu.doctor.check import Check, fail, ok, skip
+from lmcache_xpu.transfer.devices import is_host
+from lmcache_xpu.transfer.layout import Geometry
+from lmcache_xpu.transfer.paged_view import PagedView
+from lmcache_xpu.transfer.plan import HostFormat
+from lmcache_xpu.transfer.slots import check_slots
+from lmcache_xpu.transfer.staging import Stager
+
+__all__ = ["check_transfer"]
+
+LAYERS, HEADS, DIM, BLOCK_TOKENS, BLOCKS = 3, 8, 128, 16, 40
+CHUNK_TOKENS, CHUNKS = 256, 2
+STAGING_BYTES = 16 * 2**20
+
+
+class Ways(NamedTuple):
+    """Whether every byte came back, by way of the device's memory and read by a kernel."""
+
+    staged: bool
+    direct: bool | None  # None where kernels don't reach host memory
+
+
+def check_transfer(device_type: str) -> Check:
+    """Whether chunks come back as they went, on every way that a load may take."""
+    name = "transfer"
+    if device_type != "cpu" and not torch.get_device_module(device_type).is_available():
+        return skip(name, f"PyTorch sees no {device_type} here")
+    report = "Serve without offload (offload=false) until that is understood, and report it."
+    try:
+        ways = round_trips(torch.device(device_type))
+    except Exception as error:  # whatever a driver or a compiler raises is what was found
+        return fail(name, f"{type(error).__name__}: {error}", report)
+    if not ways.staged or ways.direct is False:
+        wrong = "staged" if not ways.staged else "read by a kernel"
+        return fail(name, f"other bytes than were stored, {wrong}", report)
+    how = "staged, and read by a kernel" if ways.direct else "staged"
+    if device_type == "cpu":
+        how = "in place"
+    return ok(name, f"{CHUNKS} chunks stored and loaded, {how}: every byte")
+
+
+def round_trips(device: torch.device) -> Ways:
+    """Store two chunks of a small paged KV cache, and load them in both ways.
+
+    The cache is fused as vLLM's is on Intel GPUs, its blocks are scattered, and some of it belongs
+    to nobody and has to stay as it is. Waits for the device.
+    """
+    cache = torch.randint(
+        256, (LAYERS, BLOCKS, BLOCK_TOKENS, HEADS, 4 * DIM), dtype=torch.uint8, device=device
+    )
+    engine = [layer.view(torch.bfloat16).permute(0, 2, 1, 3) for layer in cache]
+    geometry = Geometry(hidden=HEADS * DIM, kv_layout="LBNHC")
+    stager = Stager(PagedView.from_engine(engine, geometry, num_layers=LAYERS), STAGING_BYTES)
+    tokens = CHUNK_TOKENS * CHUNKS
+    mine = torch.randperm(BLOCKS)[: tokens // BLOCK_TOKENS]
+    numbers = (mine[:, None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS)).flatten()
+    spans = [(at, at + CHUNK_TOKENS) for at in range(0, tokens, CHUNK_TOKENS)]
+    slots = check_slots(stager.view, numbers)
+    form = HostFormat(LAYERS, 2, "layers")
+    size = CHUNK_TOKENS * LAYERS * HEADS * 2 * DIM * torch.bfloat16.itemsize
+    memory = [torch.zeros(size, dtype=torch.uint8, pin_memory=not is_host(device)) for _ in spans]
+    stager.follow_engine()
+    stored = stager.store(stager.plan(form, slots, spans), memory)
+    stored.moved.done.synchronize()
+    stored.moved.seconds()  # timed events are part of what a device must have
+    wanted = torch.zeros_like(cache)
+    wanted[:, mine.to(device)] = cache[:, mine.to(device)]
+
+    def comes_back(*, alone: bool) -> bool:
+        cache.zero_()
+        stager.follow_engine()
+        plan = stager.plan(form, slots, spans, cuts=range(LAYERS))
+        for cut in range(LAYERS):
+            moved = stager.load(plan, memory, cut=cut, alone=alone)
+        moved.done.synchronize()
+        return torch.equal(cache, wanted)
+
+    return Ways(comes_back(alone=False), comes_back(alone=True) if stager.reaches_host else None)

@@ -1,0 +1,1 @@
+"""LMCache's GPU connectors: chunks of a request to and from vLLM's paged KV cache."""

@@ -1,0 +1,226 @@
+"""Start a vLLM engine as a child process, wait until it answers, and leave nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+import httpx
+
+from lmcache_xpu.errors import EngineError
+from lmcache_xpu.launch.serve import (
+    METRICS_VARIABLE,
+    command,
+    environment,
+    preflight,
+    resolve_device,
+)
+from lmcache_xpu.launch.settings import Settings
+
+__all__ = ["EngineProcess", "free_port"]
+
+LOG_LINES = 15  # of the log in an error
+POLL_S = 0.2
+KILL_S = 10.0  # that a killed process may take to go
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+# An exception's own line, as Python or vLLM's logger writes it, from any of its processes.
+_ERROR_LINE = re.compile(r"(\([^)]*\) )?(ERROR [^\]]*\] )?[\w.]*(Error|Exception): ")
+_LIBC = ctypes.CDLL(None)
+
+
+class EngineProcess:
+    """One engine: `with EngineProcess(settings, log) as engine: ... engine.url ...`.
+
+    The engine is what `lmcache-xpu serve` would run with these settings. It has its own process
+    group, so Ctrl-C reaches only us, and we stop it; should we be killed, it is told to stop.
+    Enter it from a thread that lives as long as the engine (Linux counts that thread's end as
+    its parent's death).
+
+    Args:
+        settings: what to serve; the port has to be free, see `free_port`.
+        log: file for the engine's output; overwritten.
+        start_s: seconds until the engine has to answer /health.
+        stop_s: seconds that it gets to stop before it is killed.
+        on_wait: called about five times per second while waiting, with the seconds so far.
+        argv: run this instead of the engine.
+        env: variables on top of this process's and the settings' own.
+
+    Raises:
+        SettingsError: the settings don't fit this machine; nothing was started.
+        EngineError: the engine ended, or did not answer in time; it has been stopped.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        log: Path,
+        *,
+        start_s: float = 300.0,
+        stop_s: float = 30.0,
+        on_wait: Callable[[float], None] | None = None,
+        argv: Sequence[str] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.settings = resolve_device(settings)
+        self.log = log
+        self._start_s = start_s
+        self._stop_s = stop_s
+        self._on_wait = on_wait
+        self._argv = list(argv or command(self.settings))
+        self._env = dict(env or {})
+        self._process: subprocess.Popen[bytes] | None = None
+        self._metrics: Path | None = None  # the engine's directory for them, if ours to remove
+
+    @property
+    def url(self) -> str:
+        """Where the server answers, without a slash at the end."""
+        host = self.settings.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.settings.port}"
+
+    @property
+    def pid(self) -> int | None:
+        """The server's process id, which is also its group's; None when it does not run."""
+        return None if self._process is None else self._process.pid
+
+    def __enter__(self) -> Self:
+        preflight(self.settings, os.environ)
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("wb") as log:
+            self._process = self._spawn(log)
+        try:
+            self._wait(self._process)
+        except BaseException:  # Ctrl-C too: whatever ends the wait, the engine ends with it
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Stop the engine and everything it started; does nothing when it does not run.
+
+        As a container's runtime does: the server alone is asked, and stops its own children.
+        What is left after that is told, and at last killed.
+        """
+        process, self._process = self._process, None
+        if process is None:
+            return
+        group = process.pid
+        try:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+            if not _gone(process, self._stop_s):
+                _signal_group(group, signal.SIGTERM)
+                _gone(process, KILL_S / 2)
+        finally:  # a second Ctrl-C shortens the wait, not the result
+            _signal_group(group, signal.SIGKILL)
+            _gone(process, KILL_S)
+            if self._metrics is not None:
+                shutil.rmtree(self._metrics, ignore_errors=True)
+
+    def _spawn(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        parent = os.getpid()
+        env = environment(self.settings, os.environ) | self._env
+        self._metrics = None if METRICS_VARIABLE in os.environ else Path(env[METRICS_VARIABLE])
+
+        def die_with_parent() -> None:
+            _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+            if os.getppid() != parent:  # it died before the line above
+                os._exit(1)
+
+        return subprocess.Popen(
+            self._argv,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=env,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+
+    def _wait(self, process: subprocess.Popen[bytes]) -> None:
+        begin = time.monotonic()
+        with httpx.Client(timeout=5.0, trust_env=False) as client:
+            while True:
+                waited = time.monotonic() - begin
+                if (code := process.poll()) is not None:
+                    raise self._failure(f"the engine ended after {waited:.0f} s with code {code}")
+                if waited > self._start_s:
+                    raise self._failure(f"no answer from {self.url}/health for {waited:.0f} s")
+                with contextlib.suppress(httpx.TransportError):  # not listening yet
+                    if client.get(f"{self.url}/health").status_code == httpx.codes.OK:
+                        return
+                if self._on_wait is not None:
+                    self._on_wait(waited)
+                time.sleep(POLL_S)
+
+    def _failure(self, found: str) -> EngineError:
+        lines = self.log.read_text(errors="replace").splitlines()
+        tail = lines[-LOG_LINES:]
+        # The engine's first error is its cause; what follows tells that it did not start.
+        if cause := next((line for line in lines if _ERROR_LINE.match(line)), None):
+            tail = [cause, "...", *tail] if cause not in tail else tail
+        return EngineError(found, "an engine that answers", "\n".join([f"{self.log} has:", *tail]))
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def _signal_group(group: int, number: signal.Signals) -> None:
+    """Signal the members that still run; a group without members may be someone else's by now."""
+    if any(_running(group)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, number)
+
+
+def _gone(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    """Wait until no process of the group runs; False when some still do after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while True:
+        # poll() collects our own child, which would stay a zombie.
+        if process.poll() is not None and not any(_running(process.pid)):
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S / 4)
+
+
+def _running(group: int) -> Iterator[int]:
+    """The group's processes that are not zombies.
+
+    Zombies count for killpg, and orphans stay ones for good in a container whose first process
+    collects none; so it can't say whether the group is gone.
+    """
+    for directory in Path("/proc").iterdir():
+        if not directory.name.isdigit():
+            continue
+        try:
+            stat = (directory / "stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended meanwhile
+        # pid (name, which may hold anything) state ppid pgrp ...
+        state, _, pgrp = stat.rpartition(")")[2].split()[:3]
+        if int(pgrp) == group and state not in ("Z", "X"):
+            yield int(directory.name)

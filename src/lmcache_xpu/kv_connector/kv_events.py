@@ -1,0 +1,330 @@
+"""KV events: which blocks the tiers hold, told to routers in vLLM's own words.
+
+vLLM publishes what its KV cache holds, block by block. LMCache would add its chunks: of another
+size and another hash, and with the token that `isolation` exchanged. A router finds nothing by
+them. So workers report names of chunks (see `residency`), and here in the scheduler's half, where
+requests are known, each becomes the blocks that vLLM itself publishes of these tokens.
+
+A tier holds a chunk when all workers hold their part of it, and no longer when one does not.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+
+from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.tiers.residency import CPU, DISK, SHARED, Change, chunk_name
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+__all__ = ["KVEvents", "TierReport", "published"]
+
+logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
+
+WAITING = 2**14  # chunks of requests that no tier has taken yet, 2 to 3 KiB each
+
+
+class Place(NamedTuple):
+    """How events name a tier."""
+
+    medium: str
+    locality: str  # to the publisher
+    ownership: str | None  # of a secondary tier
+
+
+PLACES = {
+    CPU: Place(MEDIUM_CPU, "LOCAL", None),
+    DISK: Place("STORAGE", "LOCAL", None),
+    SHARED: Place("STORAGE", "REMOTE", "shared"),
+}
+
+
+@dataclass
+class TierReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # untyped base
+    """What changed in the tiers of some workers.
+
+    Args:
+        workers: that store each chunk, each its own part.
+        changes: of any of them, each worker's in their order.
+    """
+
+    workers: int
+    changes: list[Change]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> TierReport:
+        """This one's changes and those of another worker."""
+        assert isinstance(other, TierReport)
+        return TierReport(self.workers, self.changes + other.changes)
+
+
+def published(config: VllmConfig, asked: bool) -> bool:
+    """Whether an engine publishes events of the tiers.
+
+    Args:
+        config: of the engine; its `--kv-events-config` is vLLM's switch.
+        asked: LMCache's switch, `enable_kv_events`.
+    """
+    events = config.kv_events_config
+    on = events is not None and events.enable_kv_cache_events
+    if asked and not on:
+        logger.warning("LMCache enable_kv_events without effect: vLLM has no --kv-events-config")
+    return asked and on
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """What events say of a chunk."""
+
+    start: int  # its first token
+    tokens: array[int]
+    hashes: list[Any]
+    parent: Any
+    extra_keys: list[Any]
+    lora: tuple[int | None, str | None]
+    tiers: set[str] = field(default_factory=set)  # that hold it, as far as was told
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A request, and how many of its chunks are described."""
+
+    request: Request
+    end: int = 0
+    name: Any = None  # of the last one
+    first: int | None = None  # token, of those that name chunks
+
+
+class KVEvents:
+    """Turns the workers' reports into vLLM's events.
+
+    Args:
+        database: LMCache's, which names chunks by tokens.
+        block_tokens: of a block that vLLM hashes.
+        groups: vLLM's KV cache groups, of which one is stored.
+
+    Raises:
+        SettingsError: chunks are not made of whole blocks, or can't be named here.
+    """
+
+    def __init__(self, database: Any, block_tokens: int, groups: KVCacheConfig) -> None:
+        if database is None or database.chunk_size % block_tokens:
+            raise SettingsError(
+                "KV events of a look-up client without token database"
+                if database is None
+                else f"KV events of chunks of {database.chunk_size} tokens",
+                f"chunks of whole blocks of {block_tokens} tokens, looked up by LMCache's own",
+                "Change LMCache's chunk_size, or leave enable_kv_events unset.",
+            )
+        self._database = database
+        self._block_tokens = block_tokens
+        self._group, self._kind = _stored_group(groups)
+        self._asked: dict[str, _Asked] = {}
+        self._chunks: dict[str, _Chunk] = {}
+        self._waiting: dict[str, None] = {}  # of these, those that no tier holds; oldest first
+        self._held: dict[tuple[str, str], int] = {}  # workers, by tier and chunk
+        self._workers = 1
+        self._events: list[KVCacheEvent] = []
+        self._complained = False
+
+    def admit(self, request: Request) -> None:
+        """Before a request is looked up."""
+        self._asked.setdefault(request.request_id, _Asked(request))
+
+    def finished(self, request_id: str) -> None:
+        """When a request has ended, in whatever way."""
+        self._asked.pop(request_id, None)
+
+    def describe(self, metadata: Any) -> None:
+        """Note of which blocks the chunks are that workers are told to load or store.
+
+        Args:
+            metadata: LMCache's, of a step; with the tokens that name chunks.
+        """
+        for meta in metadata.requests:
+            if (asked := self._asked.get(meta.req_id)) is not None and len(meta.token_ids):
+                self._describe(asked, meta.token_ids)
+
+    def report(self, report: TierReport) -> None:
+        """Take what workers report after a step."""
+        self._workers = report.workers
+        stored: list[tuple[str, str]] = []
+        for tier, chunk, held in report.changes:
+            before = self._held.get((tier, chunk), 0)
+            after = before + (1 if held else -1)
+            if after > 0:
+                self._held[tier, chunk] = after
+            else:
+                self._held.pop((tier, chunk), None)
+            if held and before < self._workers <= after:
+                stored.append((tier, chunk))
+            elif not held and after < self._workers <= before:
+                self._announce(stored)
+                stored = []
+                self._remove(tier, [chunk])
+        self._announce(stored)
+
+    def clear(self) -> None:
+        """Tell that no tier holds anything that is still found, as after a reset.
+
+        Not by `AllBlocksCleared`: vLLM says that of its own cache, and by now may hold new blocks.
+        Chunks that a tier still keeps, under names that nothing asks for, count no more.
+        """
+        for tier in PLACES:
+            self._remove(tier, [name for name, one in self._chunks.items() if tier in one.tiers])
+        self._chunks.clear()
+        self._waiting.clear()
+        for asked in self._asked.values():
+            asked.first = None
+
+    def take(self) -> list[KVCacheEvent]:
+        """The events since the last call, in their order."""
+        events, self._events = self._events, []
+        return events
+
+    def _describe(self, asked: _Asked, tokens: list[int]) -> None:
+        request, size = asked.request, self._database.chunk_size
+        hashed = len(request.block_hashes) * self._block_tokens
+        if not 0 <= request.num_tokens - hashed < self._block_tokens:
+            if not self._complained:
+                logger.error(
+                    "No KV events: vLLM hashes other blocks than of %d", self._block_tokens
+                )
+            self._complained = True
+            return
+        if asked.first != tokens[0]:  # another name for all of them
+            asked.end, asked.first = 0, tokens[0]
+            asked.name = self._database._get_init_hash()
+        held: list[tuple[str, str]] = []
+        while asked.end + size <= len(tokens):
+            self._add(asked, asked.end + size, tokens, held)
+            asked.end += size
+        if self._database.config.save_unfull_chunk and asked.end < len(tokens):
+            whole = asked.name
+            self._add(asked, len(tokens), tokens, held)
+            asked.name = whole  # it may grow
+        self._announce(held)
+
+    def _add(self, asked: _Asked, end: int, tokens: list[int], held: list[tuple[str, str]]) -> None:
+        """Describe a request's next chunk, and note the tiers that hold it already."""
+        asked.name = self._database._hash_tokens(list(tokens[asked.end : end]), asked.name)
+        name = chunk_name(asked.name)
+        if (chunk := self._chunks.get(name)) is not None:
+            # Again, as vLLM does of its own hits: a router may have begun since, or been told by
+            # vLLM that all is gone, when only the engine's own cache was reset.
+            held += [(tier, name) for tier in chunk.tiers]
+            return
+        blocks = range(asked.end // self._block_tokens, end // self._block_tokens)
+        if not blocks:
+            return
+        self._chunks[name] = _described(asked.request, blocks, self._block_tokens)
+        tiers = [tier for tier in PLACES if self._held.get((tier, name), 0) >= self._workers]
+        held += [(tier, name) for tier in tiers]  # e.g. on disk since an earlier run
+        if not tiers:
+            self._waiting[name] = None
+            if len(self._waiting) > WAITING:
+                oldest = next(iter(self._waiting))
+                del self._waiting[oldest], self._chunks[oldest]
+
+    def _announce(self, held: Iterable[tuple[str, str]]) -> None:
+        """Tell what tiers hold: a block after those that it follows, in one event if possible."""
+        known = [(tier, name, self._chunks[name]) for tier, name in held if name in self._chunks]
+        grows: dict[tuple[str, Any], BlockStored] = {}  # by its last block
+        for tier, name, chunk in sorted(known, key=lambda item: item[2].start):
+            chunk.tiers.add(tier)
+            self._waiting.pop(name, None)
+            event = grows.pop((tier, chunk.parent), None) or self._stored(tier, chunk)
+            event.block_hashes += chunk.hashes
+            event.token_ids += chunk.tokens
+            event.extra_keys += chunk.extra_keys
+            grows[tier, chunk.hashes[-1]] = event
+
+    def _stored(self, tier: str, chunk: _Chunk) -> BlockStored:
+        """An event that begins with a chunk's first block, and has none yet."""
+        place, (lora_id, lora_name) = PLACES[tier], chunk.lora
+        event = BlockStored(
+            block_hashes=[],
+            parent_block_hash=chunk.parent,
+            token_ids=[],
+            block_size=self._block_tokens,
+            lora_id=lora_id,
+            medium=place.medium,
+            lora_name=lora_name,
+            extra_keys=[],
+            group_idx=self._group,
+            kv_cache_spec_kind=self._kind,
+            locality=place.locality,
+            ownership=place.ownership,
+        )
+        self._events.append(event)
+        return event
+
+    def _remove(self, tier: str, names: list[str]) -> None:
+        """Tell that a tier holds some chunks no longer."""
+        hashes: list[Any] = []
+        for name in names:
+            chunk = self._chunks.get(name)
+            if chunk is None or tier not in chunk.tiers:
+                continue
+            chunk.tiers.discard(tier)
+            hashes += chunk.hashes
+            if not chunk.tiers:
+                del self._chunks[name]
+        if hashes:
+            place = PLACES[tier]
+            self._events.append(
+                BlockRemoved(
+                    block_hashes=hashes,
+                    medium=place.medium,
+                    group_idx=self._group,
+                    locality=place.locality,
+                    ownership=place.ownership,
+                )
+            )
+
+
+def _described(request: Request, blocks: range, block_tokens: int) -> _Chunk:
+    """What vLLM's own events say of some blocks of a request."""
+    from vllm.v1.core.kv_cache_utils import (
+        generate_block_hash_extra_keys,
+        maybe_convert_block_hash,
+        to_event_extra_keys,
+    )
+
+    hashes = [maybe_convert_block_hash(h) for h in request.block_hashes[blocks[0] : blocks[-1] + 1]]
+    keys, image = [], 0
+    for block in blocks:
+        start = block * block_tokens
+        key, image = generate_block_hash_extra_keys(request, start, start + block_tokens, image)
+        keys.append(key)
+    before = blocks[0] - 1
+    lora = request.lora_request
+    start, end = blocks[0] * block_tokens, (blocks[-1] + 1) * block_tokens
+    return _Chunk(
+        start=start,
+        tokens=array("I", request.all_token_ids[start:end]),
+        hashes=hashes,
+        parent=None if before < 0 else maybe_convert_block_hash(request.block_hashes[before]),
+        extra_keys=to_event_extra_keys(keys) or [],
+        lora=(None, None) if lora is None else (lora.adapter_id, lora.name),
+    )
+
+
+def _stored_group(groups: KVCacheConfig) -> tuple[int, str]:
+    """Number and kind of the group whose blocks are stored; see `engine_facts`."""
+    from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
+
+    for number, group in enumerate(groups.kv_cache_groups):
+        if getattr(group, "enable_kv_transfer", True):
+            return number, get_kv_cache_spec_kind(group.kv_cache_spec).value
+    raise AssertionError("no KV cache group is stored")

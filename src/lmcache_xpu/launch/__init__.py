@@ -1,0 +1,1 @@
+"""From one set of settings to a running engine."""

@@ -1,0 +1,182 @@
+"""How much KV cache a token takes, and how many users' histories a tier holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lmcache_xpu.cache_engine.layer_kinds import LayerKinds, check_states, read_config
+from lmcache_xpu.errors import SettingsError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+__all__ = ["Fit", "KVShape", "Tier", "fit"]
+
+GIB = 2**30
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVShape:
+    """What one token's keys and values are, on one device.
+
+    Args:
+        kind: MHA, GQA or MLA.
+        layers: with a KV cache.
+        width: elements per layer: keys and values of this device's heads, or MLA's latent.
+        dtype: their type.
+        notes: what is special about them, for a reader.
+    """
+
+    kind: str
+    layers: int
+    width: int
+    dtype: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes per token on one device."""
+        return self.layers * self.width * ITEM_BYTES[self.dtype]
+
+    def __str__(self) -> str:
+        return f"{self.kind}, {self.layers} layers x {self.width} x {self.dtype}"
+
+    @classmethod
+    def of_model(cls, model: str, *, kv_dtype: str = "auto", tensor_parallel: int = 1) -> KVShape:
+        """From a model directory, its config.json, or its name on a hub.
+
+        Raises:
+            SettingsError: no such model, or one whose KV cache can't be offloaded.
+        """
+        return cls.of_config(read_config(model), kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
+
+    @classmethod
+    def of_config(
+        cls, config: PretrainedConfig, *, kv_dtype: str = "auto", tensor_parallel: int = 1
+    ) -> KVShape:
+        """From the configuration of a language model."""
+        kinds = _check_layers(config)
+        notes: tuple[str, ...] = (kinds.note,) if kinds.note else ()
+        dtype = _dtype(config, kv_dtype)
+        layers = config.num_hidden_layers
+        if latent := getattr(config, "kv_lora_rank", None):
+            width = latent + config.qk_rope_head_dim  # every device has all of it
+            if tensor_parallel > 1:
+                notes += (f"each of {tensor_parallel} devices keeps a copy of its own",)
+            return cls(kind="MLA", layers=layers, width=width, dtype=dtype, notes=notes)
+        heads = config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        # vLLM repeats heads when there are more devices than heads.
+        here = max(1, kv_heads // tensor_parallel)
+        kind = "MHA" if kv_heads == heads else "GQA"
+        width = 2 * here * head_dim
+        return cls(kind=kind, layers=layers, width=width, dtype=dtype, notes=notes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tier:
+    """What one tier holds, per device; `enough` for all users."""
+
+    gib: float
+    tokens: int
+    histories: int
+    enough: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """The answer of `lmcache-xpu size`; bytes and GiB are per device.
+
+    Args:
+        token_bytes: KV cache of one token.
+        history_tokens: of one user, in whole chunks: the rest is computed again.
+        history_bytes: their KV cache.
+        needed_gib: for all users.
+        tiers: name -> what it holds. Tiers don't add up: what is on disk was in the CPU tier.
+        machine_gib: name -> what the tier takes of the machine, for all devices; not the engine's.
+    """
+
+    token_bytes: int
+    history_tokens: int
+    history_bytes: int
+    needed_gib: float
+    tiers: dict[str, Tier]
+    machine_gib: dict[str, float]
+
+
+def fit(
+    shape: KVShape,
+    *,
+    context_tokens: int,
+    users: int,
+    chunk_tokens: int,
+    tiers_gib: Mapping[str, float | None],
+    devices: int = 1,
+) -> Fit:
+    """How many histories of `context_tokens` each tier holds; a tier of None is left out."""
+    chunks = context_tokens // chunk_tokens
+    if not chunks:
+        raise SettingsError(
+            f"a history of {context_tokens} tokens with chunks of {chunk_tokens}",
+            "at least one whole chunk",
+            "Nothing shorter is stored. Lower chunk_tokens, or expect no hits.",
+        )
+    chunk_bytes = chunk_tokens * shape.token_bytes
+    tiers = {}
+    for name, gib in tiers_gib.items():
+        if gib is None:
+            continue
+        held = int(gib * GIB) // chunk_bytes
+        histories = held // chunks
+        tiers[name] = Tier(
+            gib=gib, tokens=held * chunk_tokens, histories=histories, enough=histories >= users
+        )
+    history = chunks * chunk_bytes
+    return Fit(
+        token_bytes=shape.token_bytes,
+        history_tokens=chunks * chunk_tokens,
+        history_bytes=history,
+        needed_gib=users * history / GIB,
+        tiers=tiers,
+        machine_gib={name: tier.gib * devices for name, tier in tiers.items() if name != "engine"},
+    )
+
+
+def _check_layers(config: PretrainedConfig) -> LayerKinds:
+    check_states(config)
+    kinds = LayerKinds.of_config(config)
+    if kinds.other or (kinds.window and not kinds.whole):
+        partial = kinds.other or (f"attention to a window of {config.sliding_window} tokens alone",)
+        raise SettingsError(
+            f"layers of {', '.join(partial)} in a {config.model_type}",
+            "attention to the whole prompt in some layers, and nothing but attention",
+            "A prefix can't be restored into other layers: serve this model with --no-offload.",
+        )
+    if _widths_differ(config):
+        raise SettingsError(
+            f"heads of several sizes in a {config.model_type}",
+            "layers that all have the same shape",
+            "Serve this model with --no-offload.",
+        )
+    return kinds
+
+
+def _widths_differ(config: PretrainedConfig) -> bool:
+    """Whether layers differ in their heads, as Gemma 4's do; transformers keeps those apart."""
+    layers: dict[str, dict[str, object]] = config.to_dict().get("per_layer_config") or {}
+    return any("head_dim" in layer for layer in layers.values())
+
+
+def _dtype(config: PretrainedConfig, kv_dtype: str) -> str:
+    if kv_dtype == "auto":
+        own = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
+        # vLLM serves float32 models as float16 unless told otherwise.
+        return "float16" if own == "float32" else own if own in ITEM_BYTES else "bfloat16"
+    name = "fp8" if kv_dtype.startswith("fp8") else kv_dtype
+    if name not in ITEM_BYTES:
+        raise SettingsError(f"kv_dtype={kv_dtype}", f"auto, {', '.join(ITEM_BYTES)}")
+    return name

@@ -1,0 +1,152 @@
+"""What a chunk store holds: sizes, times of last use, pins, and whom to evict. Knows no files."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lmcache_xpu.tiers.disk.chunk_file import ChunkInfo, disk_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["ChunkIndex", "Entry"]
+
+
+@dataclass(slots=True)
+class Entry:
+    """One chunk."""
+
+    info: ChunkInfo
+    used_ns: int
+
+    @property
+    def size_bytes(self) -> int:
+        """What its file takes."""
+        return disk_bytes(self.info.payload_bytes)
+
+
+@dataclass(slots=True)
+class _Pin:
+    count: int
+    since: float
+
+
+class ChunkIndex:
+    """Entries by key, within a size, least recently used first. Not thread-safe.
+
+    Args:
+        limit_bytes: bound on all entries and on what is reserved.
+        pin_seconds: a pin older than this no longer protects.
+    """
+
+    def __init__(self, limit_bytes: int, pin_seconds: float) -> None:
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self.reserved_bytes = 0  # by writes under way
+        self._pin_seconds = pin_seconds
+        self._entries: dict[str, Entry] = {}
+        # Oldest first. An item may be out of date: the entry's own time decides, see `evict`.
+        self._by_age: list[tuple[int, str]] = []
+        self._pins: dict[str, _Pin] = {}
+        self._watch: Callable[[str, bool], None] | None = None
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def get(self, key: str) -> Entry | None:
+        """The entry of `key`."""
+        return self._entries.get(key)
+
+    def watch(self, changed: Callable[[str, bool], None]) -> None:
+        """Tell of every key whether it is there: of those that are now, and of each change."""
+        self._watch = changed
+        for key in self._entries:
+            changed(key, True)
+
+    def clear(self) -> None:
+        """Forget all entries; pins stay."""
+        for key in list(self._entries):
+            self.remove(key)
+        self._by_age.clear()
+        self.used_bytes = 0
+
+    def add(self, key: str, info: ChunkInfo, used_ns: int) -> None:
+        """Add an entry, in place of one of this key."""
+        self.remove(key)
+        self._entries[key] = entry = Entry(info, used_ns)
+        heapq.heappush(self._by_age, (used_ns, key))
+        self.used_bytes += entry.size_bytes
+        if self._watch is not None:
+            self._watch(key, True)
+
+    def remove(self, key: str) -> None:
+        """Remove an entry, if there is one."""
+        if entry := self._entries.pop(key, None):
+            self.used_bytes -= entry.size_bytes
+            if self._watch is not None:
+                self._watch(key, False)
+
+    def pin(self, key: str) -> bool:
+        """Keep an entry from eviction until as many `unpin`; False if there is none."""
+        if key not in self._entries:
+            return False
+        count = self._pins[key].count if self.pinned(key) else 0
+        self._pins[key] = _Pin(count + 1, time.monotonic())
+        return True
+
+    def unpin(self, key: str) -> bool:
+        """Take one pin back; False if there was none."""
+        if not self.pinned(key):
+            return False
+        self._pins[key].count -= 1
+        if not self._pins[key].count:
+            del self._pins[key]
+        return True
+
+    def pinned(self, key: str) -> bool:
+        """Whether a pin holds `key`; it stays when the entry goes."""
+        pin = self._pins.get(key)
+        if pin and time.monotonic() - pin.since >= self._pin_seconds:
+            del self._pins[key]
+            return False
+        return pin is not None
+
+    def unpinned(self) -> dict[str, ChunkInfo]:
+        """All entries that no pin holds."""
+        return {key: e.info for key, e in self._entries.items() if not self.pinned(key)}
+
+    def fits(self, need_bytes: int) -> bool:
+        """Whether so much more has room now."""
+        return self.used_bytes + self.reserved_bytes + need_bytes <= self.limit_bytes
+
+    def can_fit(self, need_bytes: int) -> bool:
+        """Whether so much more had room if all went that may go."""
+        held = [e for key in list(self._pins) if self.pinned(key) and (e := self.get(key))]
+        held_bytes = sum(entry.size_bytes for entry in held)
+        return held_bytes + self.reserved_bytes + need_bytes <= self.limit_bytes
+
+    def evict(self, need_bytes: int) -> Iterator[str]:
+        """Keys to be removed, one after the other, until so much more has room."""
+        skipped = []
+        while not self.fits(need_bytes):
+            used_ns, key = item = heapq.heappop(self._by_age)
+            entry = self._entries.get(key)
+            if entry is None:
+                continue  # removed since it was pushed
+            if entry.used_ns != used_ns:
+                heapq.heappush(self._by_age, (entry.used_ns, key))
+            elif self.pinned(key):
+                skipped.append(item)
+            else:
+                yield key
+        for item in skipped:
+            heapq.heappush(self._by_age, item)

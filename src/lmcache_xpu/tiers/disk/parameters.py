@@ -1,0 +1,114 @@
+"""The disk tier's settings, read from LMCache's `extra_config`, and the directory they name."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["DiskSettings", "check_hash"]
+
+logger = logging.getLogger("vllm.lmcache_xpu.disk")  # vLLM prints its own loggers only
+
+_PREFIX = "disk."
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSettings:
+    """The `disk.*` entries of LMCache's `extra_config`.
+
+    Args:
+        path: directory that holds one directory for each worker.
+        limit_bytes: what one worker may use; `disk.gib` in bytes.
+        threads: reads at a time.
+        engine: number of the engine, of those that vLLM runs with data parallelism.
+    """
+
+    path: Path
+    limit_bytes: int
+    threads: int = 4
+    engine: int = 0
+
+    @classmethod
+    def parse(cls, extra: Mapping[str, object]) -> DiskSettings:
+        """Check and convert; raises SettingsError for a wrong, missing or unknown entry."""
+        known = {"disk.path", "disk.gib", "disk.threads", "disk.engine"}
+        unknown = {key for key in extra if key.startswith(_PREFIX)} - known
+        if unknown:
+            raise SettingsError(
+                f"{', '.join(sorted(unknown))} in extra_config", f"of {sorted(known)}"
+            )
+        path, gib = extra.get("disk.path"), extra.get("disk.gib")
+        threads = extra.get("disk.threads", 4)
+        if not isinstance(path, str) or not path:
+            raise SettingsError(f"disk.path={path!r}", "a directory", "Name one on a local disk.")
+        if isinstance(gib, bool) or not isinstance(gib, int | float) or not 0 < gib < math.inf:
+            raise SettingsError(f"disk.gib={gib!r}", "a number above 0, of GiB per worker")
+        if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
+            raise SettingsError(f"disk.threads={threads!r}", "a whole number from 1 up")
+        engine = extra.get("disk.engine", 0)
+        if isinstance(engine, bool) or not isinstance(engine, int) or engine < 0:
+            raise SettingsError(f"disk.engine={engine!r}", "a whole number from 0 up")
+        return cls(Path(path), int(gib * 2**30), threads, engine)
+
+    @property
+    def prefix(self) -> str:
+        """What the names of this engine's directories start with; the worker's number ends them."""
+        return f"kv-engine-{self.engine}-worker-" if self.engine else "kv-worker-"
+
+    def open_store(self, worker_id: int, world_size: int, pin_seconds: float) -> ChunkStore:
+        """Open this worker's directory, and empty what workers left that no longer exist.
+
+        What another engine left stays: it may only not have started yet.
+
+        Raises:
+            SettingsError: the directory can't be used, or another process uses it.
+        """
+        store = ChunkStore(
+            self.path / f"{self.prefix}{worker_id}", self.limit_bytes, pin_seconds=pin_seconds
+        )
+        for other in self.path.glob(f"{self.prefix}*"):
+            number = other.name.removeprefix(self.prefix)
+            if not number.isdigit() or int(number) < world_size:
+                continue
+            if int(number) % world_size == worker_id:  # one worker sees to it
+                try:
+                    ChunkStore(other, limit_bytes=0, lock_seconds=0).close()
+                except SettingsError as error:
+                    logger.warning("disk tier: left as it is: %s", error)
+        held, free = store.counters.bytes, shutil.disk_usage(self.path).free
+        logger.info(
+            "disk tier: %d chunks of earlier runs, %.2f of %.2f GiB, in %s",
+            len(store),
+            held / 2**30,
+            self.limit_bytes / 2**30,
+            store.directory,
+        )
+        if held + free < self.limit_bytes:
+            logger.warning(
+                "disk tier: disk.gib is %.2f, but only %.2f GiB can be had on that disk",
+                self.limit_bytes / 2**30,
+                (held + free) / 2**30,
+            )
+        return store
+
+
+def check_hash(algorithm: str) -> None:
+    """Raise SettingsError if LMCache's keys would differ after a restart."""
+    seeded = os.environ.get("PYTHONHASHSEED", "random") != "random"
+    if not seeded and not algorithm.startswith("sha256"):
+        raise SettingsError(
+            f"pre_caching_hash_algorithm={algorithm!r} without PYTHONHASHSEED",
+            "keys that are the same after a restart",
+            "Set it to 'sha256', or fix PYTHONHASHSEED.",
+        )

@@ -1,0 +1,189 @@
+"""Writes to the disk tier: queued, bounded, and without a trace in memory once they have ended."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING
+
+from lmcache_xpu.metrics import DISK_USED_BYTES, STORE_DISK, Stopwatch
+from lmcache_xpu.tiers.chunk_layout import ChunkLayout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Future
+
+    from lmcache.utils import CacheEngineKey
+    from lmcache.v1.memory_management import MemoryObj
+
+    from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
+
+__all__ = ["Complaint", "DiskWriter", "first_layer"]
+
+logger = logging.getLogger("vllm.lmcache_xpu.disk")  # vLLM prints its own loggers only
+
+_DRAIN_SECONDS = 10.0
+_QUIET_SECONDS = 60.0
+
+
+class Complaint:
+    """A warning that is logged at most once a minute, however often its cause occurs."""
+
+    def __init__(self, message: str) -> None:
+        self._message = message
+        self._lock = threading.Lock()
+        self._quiet_until = 0.0
+
+    def log(self, *args: object) -> None:
+        """Log the message, filled in with `args`, unless it was logged a moment ago."""
+        with self._lock:
+            if time.monotonic() < self._quiet_until:
+                return
+            self._quiet_until = time.monotonic() + _QUIET_SECONDS
+        logger.warning("disk tier: " + self._message, *args)
+
+
+def first_layer(key: CacheEngineKey) -> bool:
+    """Whether a chunk's tokens are counted with this key: it may name one of its layers."""
+    return not getattr(key, "layer_id", 0)
+
+
+class DiskWriter:
+    """Writes chunks in threads of its own, holding a reference to each until that has ended.
+
+    Args:
+        store: where they go.
+        limit_bytes: of chunks that are held; a single larger one is taken if no other is held.
+        threads: writes at a time.
+        hidden: see `ChunkLayout.tokens`.
+    """
+
+    def __init__(self, store: ChunkStore, limit_bytes: int, threads: int, hidden: int = 0) -> None:
+        self.dropped = 0
+        self._store = store
+        self._limit_bytes = limit_bytes
+        self._hidden = hidden
+        self._lock = threading.Lock()
+        self._held: dict[str, Future[None]] = {}
+        self._held_bytes = 0
+        self._closed = False
+        self._threads = ThreadPoolExecutor(threads, "disk-write")
+        self._behind = Complaint("the disk is slower than the engine; not everything is stored")
+        self._crowded = Complaint("a chunk found no room beside those in use; not stored")
+        self._failed = Complaint(
+            "a chunk could not be stored and was dropped (%s); if the disk is full, free space "
+            "or make disk.gib smaller"
+        )
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._held
+
+    def submit(
+        self,
+        keys: list[CacheEngineKey],
+        names: list[str],
+        objs: list[MemoryObj],
+        on_complete: Callable[[CacheEngineKey], None] | None,
+    ) -> list[Future[None]]:
+        """Queue chunks, the first to count as the last used; returns what was queued.
+
+        Skips those that are stored or queued. One that exceeds the bound is dropped with all
+        that follow it: they are of no use without it.
+        """
+        futures: list[Future[None]] = []
+        now = time.time_ns()
+        for age, (key, name, obj) in enumerate(zip(keys, names, objs, strict=True)):
+            with self._lock:
+                if name in self._held or name in self._store:
+                    continue
+                after = self._held_bytes + obj.get_size()
+                if self._closed or (self._held and after > self._limit_bytes):
+                    self.dropped += len(keys) - age
+                    break
+                obj.ref_count_up()
+                job = functools.partial(self._write, key, name, obj, now - age, on_complete)
+                future = self._threads.submit(job)
+                self._held[name] = future
+                self._held_bytes = after
+            future.add_done_callback(functools.partial(self._if_cancelled, name, obj))
+            futures.append(future)
+        else:
+            return futures
+        if not self._closed:
+            STORE_DISK.failed("behind")
+            self._behind.log()
+        return futures
+
+    def settle(self, name: str) -> None:
+        """Wait until no write of this chunk is queued or under way."""
+        if (future := self._held.get(name)) is not None:
+            wait([future], timeout=_DRAIN_SECONDS)
+
+    def cancel(self, is_meant: Callable[[str], bool]) -> bool:
+        """Drop queued writes and wait for those under way; whether they ended in ten seconds."""
+        with self._lock:
+            meant = [future for name, future in self._held.items() if is_meant(name)]
+        under_way = [future for future in meant if not future.cancel()]
+        return not wait(under_way, timeout=_DRAIN_SECONDS).not_done
+
+    def close(self) -> None:
+        """Refuse further chunks and end the queued writes; those not begun in 10 s are dropped."""
+        with self._lock:
+            self._closed = True
+            held = list(self._held.values())
+        wait(held, timeout=_DRAIN_SECONDS)
+        self._threads.shutdown(cancel_futures=True)
+
+    def _write(
+        self,
+        key: CacheEngineKey,
+        name: str,
+        obj: MemoryObj,
+        used_ns: int,
+        on_complete: Callable[[CacheEngineKey], None] | None,
+    ) -> None:
+        stored = False
+        watch = Stopwatch()
+        try:
+            layout = ChunkLayout.of(obj)
+            if layout is None:
+                with self._lock:
+                    self.dropped += 1
+            else:
+                with watch.running():
+                    stored = self._store.put(name, layout.text, obj.byte_array, used_ns)
+                if stored:
+                    tokens = layout.tokens(self._hidden) if first_layer(key) else 0
+                    STORE_DISK.moved(size_bytes=layout.size, tokens=tokens, seconds=watch.seconds)
+                    DISK_USED_BYTES.set(self._store.used_bytes)
+                else:
+                    STORE_DISK.failed("crowded")
+                    self._crowded.log()
+        except (OSError, ValueError) as error:
+            full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+            STORE_DISK.failed("full" if full else "io")
+            self._failed.log(error)
+        finally:
+            self._ended(name, obj)
+        if stored and on_complete is not None:
+            try:
+                on_complete(key)
+            except Exception:  # LMCache's contract: a callback's failure is logged, no more
+                logger.exception("disk tier: a completion callback failed")
+
+    def _ended(self, name: str, obj: MemoryObj) -> None:
+        size = obj.get_size()
+        obj.ref_count_down()
+        with self._lock:
+            del self._held[name]
+            self._held_bytes -= size
+
+    def _if_cancelled(self, name: str, obj: MemoryObj, future: Future[None]) -> None:
+        if future.cancelled():
+            with self._lock:
+                self.dropped += 1
+            self._ended(name, obj)

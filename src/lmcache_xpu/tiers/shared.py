@@ -1,0 +1,317 @@
+"""The shared tier: chunks in a Valkey or Redis server that several engines use together.
+
+Switched on in LMCache's configuration, as one of its remote connectors:
+
+    remote_storage_plugins: ["shared"]
+    extra_config:
+      remote_storage_plugin.shared.module_path: lmcache_xpu.remote
+      remote_storage_plugin.shared.class_name: RemoteTier
+      shared.url: redis://cache:6379
+
+LMCache's own Redis connector keeps a chunk under two keys, which the server evicts one by one,
+and holds on to host memory when only one is left. Here a chunk is one value, with the bytes of a
+file of the disk tier: a header with checksums, and the chunk. The password comes from a variable,
+because LMCache logs its URLs and everyone on a machine can read its processes' arguments.
+
+The server may be away, slow, full or empty at any time, and its values may be damaged: then a chunk
+is not found, or not kept. After an error the server is left alone for a few seconds, as a request
+would wait for each attempt. A server that answers, but takes no writes, is only not written to. A
+damaged value is deleted, so that the next store of the chunk puts a whole one there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from lmcache import torch_device_type
+from lmcache.utils import LayerCacheEngineKey
+from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
+
+from lmcache_xpu.metrics import LOAD_SHARED, STORE_SHARED, Flow
+from lmcache_xpu.tiers.chunk_layout import ChunkLayout
+from lmcache_xpu.tiers.disk.chunk_file import pack_chunk, unpack_chunk
+from lmcache_xpu.tiers.residency import SHARED
+
+if TYPE_CHECKING:
+    from lmcache.utils import CacheEngineKey
+    from lmcache.v1.config import LMCacheEngineConfig
+    from lmcache.v1.memory_management import MemoryObj
+    from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
+
+    from lmcache_xpu.tiers.residency import Residency
+
+__all__ = ["PASSWORD_VARIABLE", "RemoteTier"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+logger = logging.getLogger("vllm.lmcache_xpu.remote")  # vLLM prints its own loggers only
+
+PASSWORD_VARIABLE = "LMCACHE_XPU_REMOTE_PASSWORD"
+URL_KEY = "shared.url"
+CONNECT_S = 2.0
+ANSWER_S = 10.0
+AWAY_S = 10.0  # that a server is left alone after an error, or not written to after a refusal
+CLOSE_S = 10.0
+THREADS = 4  # that make and compare checksums: 2 GB/s each
+# Of a value, as part of its name: engines with another version of it share a server with these, and
+# neither finds what the other one stores.
+_FORMAT = "kv2"
+# Not WATCH and MULTI, which a full server refuses.
+_DELETE = """
+if redis.sha1hex(redis.call("GET", KEYS[1]) or "") == ARGV[1] then redis.call("DEL", KEYS[1]) end
+"""
+
+
+class RemoteTier(RemoteConnector):  # type: ignore[misc]  # untyped base
+    """Chunks in a Valkey or Redis server. Runs on LMCache's event loop; nothing raises into it.
+
+    Connects with the first look-up, so that it does not matter which of the two starts first.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        local_cpu_backend: LocalCPUBackend,
+        config: LMCacheEngineConfig,
+    ) -> None:
+        metadata = local_cpu_backend.metadata
+        super().__init__(config, metadata)
+        self._loop = loop
+        self._pool = local_cpu_backend
+        # What the same key could stand for in another engine; see disk.tier.
+        self._origin = f"{torch_device_type}@{metadata.kv_shape}"
+        # Chunks on their way stay in host memory, which the engine needs for other things too.
+        self._limit_bytes = int(config.max_local_cpu_size * 2**30) // 4
+        self._sending_bytes = 0
+        self._residency: Residency | None = None
+        self._away = _Pause("left alone")
+        self._refusing = _Pause("not written to")
+        self._refusal = ""
+        self._threads = ThreadPoolExecutor(THREADS, "lmcache-xpu-shared")
+        self._server = Redis.from_url(
+            (config.extra_config or {})[URL_KEY],
+            password=os.environ.get(PASSWORD_VARIABLE) or None,
+            socket_connect_timeout=CONNECT_S,
+            socket_timeout=ANSWER_S,
+            # A server that was restarted has left the pool with closed connections: an operation
+            # that meets one is tried once more, on a new one. Not after a time-out.
+            retry=Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,)),
+        )
+
+    def watch(self, residency: Residency) -> None:
+        """Tell of chunks that are found on the server, or put there, or missing.
+
+        The server tells of no eviction: that is learned when a chunk is asked for again.
+        """
+        self._residency = residency
+
+    def _tell(self, key: CacheEngineKey, held: bool) -> None:
+        if self._residency is not None:
+            self._residency.changed(SHARED, key.chunk_hash_hex, held)
+
+    # Lookup
+
+    async def exists(self, key: CacheEngineKey) -> bool:
+        """Whether the server has the chunk."""
+        return await self._found([key]) == 1
+
+    def exists_sync(self, key: CacheEngineKey) -> bool:
+        """`exists`, from any thread but the loop's."""
+        return self.batched_contains([key]) == 1
+
+    def support_batched_contains(self) -> bool:
+        """One round trip for all chunks of a prompt."""
+        return True
+
+    def batched_contains(self, keys: list[CacheEngineKey]) -> int:
+        """Length of the prefix of `keys` that the server has; from any thread but the loop's."""
+        return asyncio.run_coroutine_threadsafe(self._found(keys), self._loop).result()
+
+    async def batched_async_contains(
+        self, lookup_id: str, keys: list[CacheEngineKey], pin: bool = False
+    ) -> int:
+        """As `batched_contains`, on the loop. There are no pins: the server may always evict."""
+        return await self._found(keys)
+
+    async def _found(self, keys: list[CacheEngineKey]) -> int:
+        if self._away.on:
+            return 0
+        try:
+            async with self._server.pipeline(transaction=False) as pipeline:
+                for key in keys:
+                    pipeline.exists(self._name(key))
+                found = await pipeline.execute()
+        except (RedisError, OSError) as error:
+            self._leave_alone(error)
+            return 0
+        for key, there in zip(keys, found, strict=True):
+            self._tell(key, bool(there))
+        return found.index(0) if 0 in found else len(found)
+
+    # Load
+
+    async def get(self, key: CacheEngineKey) -> MemoryObj | None:
+        """The chunk, with one reference for the caller; None on a miss."""
+        if self._away.on:
+            return None
+        begin, name = time.perf_counter(), self._name(key)
+        try:
+            value: Any = await self._server.get(name)
+            if value is None:
+                self._tell(key, False)
+                return None
+            try:
+                layout, payload = await self._beside(_unpack, name, value)
+            except ValueError as damage:
+                LOAD_SHARED.failed("corrupt")
+                logger.warning("shared tier: a damaged chunk of %d bytes: %s", len(value), damage)
+                self._tell(key, False)
+                await self._delete(name, value)
+                return None
+        except (RedisError, OSError) as error:
+            self._leave_alone(error)
+            LOAD_SHARED.failed("server")
+            return None
+        # Waiting here for memory could be for ever: this load's own chunks may fill the pool.
+        obj = self._pool.allocate(
+            list(layout.shapes), list(layout.dtypes), fmt=layout.fmt, busy_loop=False
+        )
+        if obj is None:
+            LOAD_SHARED.failed("pool_full")
+            return None
+        memoryview(obj.byte_array).cast("B")[: layout.size] = payload
+        _count(LOAD_SHARED, obj, time.perf_counter() - begin)
+        return obj
+
+    async def _delete(self, name: str, damaged: bytes) -> None:
+        """Delete this value, but not one that another engine has stored there since."""
+        digest = await self._beside(_digest, damaged)
+        with contextlib.suppress(ResponseError):  # it may not be deleted, and stays a miss
+            await self._server.eval(_DELETE, 1, name, digest)
+
+    # Store
+
+    async def put(self, key: CacheEngineKey, memory_obj: MemoryObj) -> None:
+        """Send a chunk, unless the server has it or too much is on its way already."""
+        layout, size = ChunkLayout.of(memory_obj), memory_obj.get_size()
+        if self._away.on or layout is None:
+            return
+        if self._refusing.on:
+            STORE_SHARED.failed(self._refusal)
+            return
+        if self._sending_bytes + size > self._limit_bytes:
+            STORE_SHARED.failed("behind")
+            return
+        begin = time.perf_counter()
+        self._sending_bytes += size
+        try:
+            if not await self._server.exists(name := self._name(key)):
+                payload = memoryview(memory_obj.byte_array).cast("B")[: layout.size]
+                value = await self._beside(pack_chunk, name, layout.text, payload)
+                await self._server.set(name, value)
+                _count(STORE_SHARED, memory_obj, time.perf_counter() - begin)
+            self._tell(key, True)
+        except ResponseError as error:  # it answers: there is no cause to wait for its reads
+            self._refusal = "full" if isinstance(error, OutOfMemoryError) else "refused"
+            self._refusing.begin(error)
+            STORE_SHARED.failed(self._refusal)
+        except (RedisError, OSError) as error:
+            self._leave_alone(error)
+            STORE_SHARED.failed("server")
+        finally:
+            self._sending_bytes -= size
+
+    # The rest of LMCache's interface
+
+    async def list(self) -> list[str]:
+        """Names of all chunks of all engines on the server."""
+        return [key.decode() async for key in self._server.scan_iter(match=f"{_FORMAT}@*")]
+
+    def remove_sync(self, key: CacheEngineKey) -> bool:
+        """Remove a chunk; False if the server did not have it."""
+        return asyncio.run_coroutine_threadsafe(self._remove(key), self._loop).result()
+
+    async def _remove(self, key: CacheEngineKey) -> bool:
+        removed = bool(await self._server.delete(self._name(key)))
+        self._tell(key, False)
+        return removed
+
+    async def close(self) -> None:
+        """Wait a little for what is on its way, then disconnect."""
+        end = time.monotonic() + CLOSE_S
+        while self._sending_bytes and time.monotonic() < end:
+            await asyncio.sleep(0.01)
+        with contextlib.suppress(RedisError, OSError):
+            await self._server.aclose()
+        self._threads.shutdown()
+
+    async def _beside(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Milliseconds of work on a large chunk, which would hold up LMCache's loop."""
+        return await self._loop.run_in_executor(self._threads, partial(work, *args, **kwargs))
+
+    def _leave_alone(self, error: Exception) -> None:
+        self._away.begin(error)
+
+    def _name(self, key: CacheEngineKey) -> str:
+        layer = key.layer_id if isinstance(key, LayerCacheEngineKey) else "-"
+        return (
+            f"{_FORMAT}@{self._origin}@{key.world_size}@{key.worker_id}@{key.chunk_hash_hex}"
+            f"@{key.dtype}@{layer}@{key.model_name}"
+        )
+
+
+class _Pause:
+    """A while in which something is not tried; its beginning is logged with its cause."""
+
+    def __init__(self, meaning: str) -> None:
+        self._meaning = meaning
+        self._end = 0.0
+
+    @property
+    def on(self) -> bool:
+        return time.monotonic() < self._end
+
+    def begin(self, cause: Exception) -> None:
+        if not self.on:
+            logger.warning("shared tier: %s for %g s: %s", self._meaning, AWAY_S, cause)
+        self._end = time.monotonic() + AWAY_S
+
+
+def _unpack(name: str, value: bytes) -> tuple[ChunkLayout, memoryview]:
+    """Layout and bytes of a value. Takes milliseconds for a large one: a thread's work.
+
+    Raises:
+        ValueError: says what is wrong with it.
+    """
+    meta, payload = unpack_chunk(memoryview(value), name)
+    try:
+        layout = ChunkLayout.parse(meta)
+        size = layout.size
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ValueError(f"its layout {meta!r} is unknown") from None
+    if size != len(payload):
+        raise ValueError(f"it has {len(payload)} bytes, and its layout {size}")
+    return layout, payload
+
+
+def _digest(value: bytes) -> str:
+    return hashlib.sha1(value).hexdigest()
+
+
+def _count(flow: Flow, obj: MemoryObj, seconds: float) -> None:
+    flow.moved(size_bytes=obj.get_size(), tokens=obj.get_num_tokens(), seconds=seconds)

@@ -1,0 +1,294 @@
+"""Gather and scatter as one Triton kernel: all layers and planes of a chunk in one launch.
+
+Only what Triton's CUDA, ROCm and Intel backends all have: integer loads and stores with masks,
+pointers made from integers. No tensor descriptors, no inline assembly, no atomics,
+no hints of a vendor.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from lmcache_xpu.transfer.addresses import address_table
+from lmcache_xpu.transfer.devices import (
+    KERNELS_READ_HOST_VARIABLE,
+    Event,
+    is_host,
+    kernels_may_reach_host,
+)
+from lmcache_xpu.transfer.paged_view import PagedView
+from lmcache_xpu.transfer.slots import Rows
+
+logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
+
+_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+_WARM_ROWS = 16  # so that strides are as divisible as those of whole chunks
+# Words that one program moves at once. Measured on an H200, 32 MiB of an 8B shape: 22 microseconds,
+# with 2048 words 25, with 4096 34; a plain copy on the device takes 19.
+_TILE = 1024
+
+# Programs that share a direct move. On an H200 16 of them reach 47 GB/s, 32 the 50 that the link
+# gives to a kernel. A full grid would take the device from the engine: matrix products beside it
+# took 1.9 times as long, with 32 programs 1.14 times. What is staged moves at the speed of the
+# device's memory, and there the full grid takes least from the engine: four later turns at once
+# computed 140 ms without a load, 146 beside scatters with it, 151 with 64 programs, 189 with 16.
+_DIRECT_PROGRAMS = 32
+
+
+# Triton compiles a kernel anew for integers that 16 divides, for 1, and for pointers that are less
+# aligned. What changes from call to call must not cost an engine's step half a second.
+@triton.jit(
+    do_not_specialize=["num_rows", "num_planes", "rows_per_chunk", "table_offset"],
+    do_not_specialize_on_alignment=["plane_ptr", "row_ptr", "host_row_ptr", "table_ptr"],
+)
+def _paged_copy(
+    plane_ptr,  # [layers * planes] addresses of the first word of each layer's plane
+    row_ptr,  # [rows] rows of the paged view
+    host_row_ptr,  # [rows] rows of the chunk; read only with SPARSE
+    chunk_ptr,  # [chunks, planes, layers, rows, words]; with TABLE its type alone counts
+    table_ptr,  # [chunks] addresses of chunks, read only with TABLE
+    num_rows,
+    num_planes,  # of all layers of the chunk
+    rows_per_block,
+    block_stride,  # strides in words, of the paged view ...
+    row_stride,
+    head_stride,
+    chunk_stride,  # ... and of the chunks; not read with TABLE
+    chunk_plane_stride,
+    chunk_layer_stride,
+    chunk_row_stride,
+    rows_per_chunk,
+    table_offset,  # words from each of the table's addresses to where the chunk begins
+    PLANES: tl.constexpr,
+    RUN: tl.constexpr,  # words that lie side by side: a head, or a whole row
+    ROW: tl.constexpr,  # words of a row
+    ROWS_TILE: tl.constexpr,
+    WORDS_TILE: tl.constexpr,
+    GATHER: tl.constexpr,  # view to chunk; else chunk to view
+    SPARSE: tl.constexpr,
+    TABLE: tl.constexpr,  # each chunk is where the table says
+):
+    """chunk[r // R, p, l, r % R, w] <-> view[l][p, block, row, w // RUN, w % RUN], r a host row."""
+    row_tiles = (num_rows + ROWS_TILE - 1) // ROWS_TILE
+    word_tiles: tl.constexpr = (ROW + WORDS_TILE - 1) // WORDS_TILE
+    for tile in range(tl.program_id(0), row_tiles * word_tiles * num_planes, tl.num_programs(0)):
+        lp = tile // (row_tiles * word_tiles)
+        rest = tile - lp * (row_tiles * word_tiles)
+        layer = (lp // PLANES).to(tl.int64)
+        plane = (lp % PLANES).to(tl.int64)
+        i = (rest // word_tiles).to(tl.int64) * ROWS_TILE + tl.arange(0, ROWS_TILE)
+        w = (rest % word_tiles) * WORDS_TILE + tl.arange(0, WORDS_TILE)
+        mask = (i < num_rows)[:, None] & (w < ROW)[None, :]
+
+        row = tl.load(row_ptr + i, mask=i < num_rows, other=0)  # int64: may pass 2^31 words
+        block = row // rows_per_block
+        place = block * block_stride + (row - block * rows_per_block) * row_stride
+        inside = (w // RUN).to(tl.int64) * head_stride + w % RUN
+        base = tl.load(plane_ptr + layer * PLANES + plane).to(chunk_ptr.dtype)
+        engine = base + place[:, None] + inside[None, :]
+
+        at = tl.load(host_row_ptr + i, mask=i < num_rows, other=0) if SPARSE else i
+        number = at // rows_per_chunk
+        start = plane * chunk_plane_stride + layer * chunk_layer_stride
+        start += (at - number * rows_per_chunk) * chunk_row_stride
+        if TABLE:
+            bases = tl.load(table_ptr + number, mask=i < num_rows, other=0).to(chunk_ptr.dtype)
+            chunk = bases[:, None] + (start + table_offset)[:, None] + w[None, :]
+        else:
+            chunk = chunk_ptr + (start + number * chunk_stride)[:, None] + w[None, :]
+        if GATHER:
+            tl.store(chunk, tl.load(engine, mask=mask), mask=mask)
+        else:
+            tl.store(engine, tl.load(chunk, mask=mask), mask=mask)
+
+
+@dataclass(frozen=True, slots=True)
+class TritonTransfer:
+    """Moves rows of one paged view; the same calls as `TorchTransfer`."""
+
+    addresses: tuple[torch.Tensor, ...]  # by first layer, [layers * planes] int64 on the device
+    word: torch.dtype
+    planes: int
+    rows: int  # rows per block
+    strides: tuple[int, int, int]  # of block, row and head, in words
+    run: int
+    row: int
+    tile: tuple[int, int]  # rows and words that one program moves at once
+
+    @classmethod
+    def of(cls, view: PagedView) -> TritonTransfer:
+        """Prepare the transfer of a view; holds an address per layer and plane."""
+        _, rows, heads, dim = view.shape
+        # The stride of a dimension of size 1 is never used, and may be anything.
+        extents = zip(view.strides, view.shape, strict=True)
+        *strides, _ = (stride if extent > 1 else 0 for stride, extent in extents)
+        merged = heads == 1 or strides[2] == dim
+        run = heads * dim if merged else dim
+        size = view.dtype.itemsize
+        addresses = [plane.data_ptr() for layer in view.tensors for plane in layer]
+        width = math.gcd(8, run * size, *(s * size for s in strides), *addresses)
+        words = [value * size // width for value in (*strides, run, view.row_size)]
+        table = address_table(addresses).to(view.device)
+        tile = min(_TILE, triton.next_power_of_2(words[4]))
+        return cls(
+            addresses=tuple(table[layer * view.planes :] for layer in range(view.layers)),
+            word=_INTEGERS[width],
+            planes=view.planes,
+            rows=rows,
+            strides=(words[0], words[1], words[2]),
+            run=words[3],
+            row=words[4],
+            tile=(max(1, _TILE // tile), tile),
+        )
+
+    def gather(self, rows: Rows, out: torch.Tensor, first_layer: int = 0) -> None:
+        """Copy mapped rows of the view into `out`; see `TorchTransfer.gather`."""
+        self._launch(rows, out, first_layer, gather=True)
+
+    def scatter(self, rows: Rows, source: torch.Tensor, first_layer: int = 0) -> None:
+        """Copy mapped rows of `source` into the view; see `TorchTransfer.scatter`."""
+        self._launch(rows, source, first_layer, gather=False)
+
+    def aligned(self, addresses: Sequence[int]) -> bool:
+        """Whether `move_chunks` can use these addresses: aligned as the view is."""
+        return all(address % self.word.itemsize == 0 for address in addresses)
+
+    def move_chunks(
+        self,
+        rows: Rows,
+        table: torch.Tensor,
+        form: torch.Tensor,
+        first_layer: int,
+        *,
+        gather: bool,
+        offset: int = 0,
+    ) -> None:
+        """Gather into, or scatter from, pinned host memory in one launch, without staging.
+
+        Slower than the copy engine for large pieces and faster for small ones, which cost that
+        engine microseconds each.
+
+        Args:
+            rows: of all chunks, one after another.
+            table: `[chunks]` int64 on the view's device, an address of each chunk in pinned memory;
+                `aligned` holds. All chunks are of the same size, but the last may be smaller.
+            form: the first chunk as `[1, planes, layers, rows, row]`.
+            first_layer: of the view.
+            gather: from the view to the host; else the other way.
+            offset: bytes from each of these addresses to the chunk's first element.
+        """
+        self._launch(rows, form, first_layer, gather=gather, table=table, offset=offset)
+
+    def warm_up(self) -> bool:
+        """Compile what this view will need, by moving its first row out and in again.
+
+        For an engine that does not use its cache yet. Triton keeps what it compiled on disk.
+
+        Returns:
+            Whether `move_chunks` works: a kernel brought the same bytes to pinned host memory as
+            to the device, and other bytes back. Not tried where it must not be (see `devices`).
+        """
+        at = torch.zeros(1, dtype=torch.int64, device=self.addresses[0].device)
+        size = _WARM_ROWS * self.row * self.word.itemsize * self.planes
+        chunk = torch.full((size,), 0xFF, dtype=torch.uint8, device=at.device)
+        self._move_first_row(at, chunk, None, gather=True)
+        self._move_first_row(at, chunk, None, gather=False)
+        if not kernels_may_reach_host():
+            return False
+        # The last line that is seen if the device is lost.
+        logger.info(
+            "Trying whether kernels on %s reach pinned host memory (%s=0 leaves it out)",
+            at.device,
+            KERNELS_READ_HOST_VARIABLE,
+        )
+        try:
+            wrong = self._wrong_on_host(at, chunk)
+        except Exception as error:  # whatever a driver or a compiler raises
+            wrong = f"{type(error).__name__}: {error}"
+        if wrong:
+            logger.warning("Kernels on %s don't reach pinned host memory: %s", at.device, wrong)
+        self._move_first_row(at, chunk, None, gather=False)
+        return not wrong
+
+    def _wrong_on_host(self, at: torch.Tensor, chunk: torch.Tensor) -> str:
+        """What is wrong with pinned host memory that a kernel writes and reads; empty if nothing.
+
+        Waits for the device, and leaves other bytes in the view's first row.
+
+        Args:
+            at: the first row.
+            chunk: what `_move_first_row` gathered from it.
+        """
+        host = torch.empty(chunk.shape, dtype=torch.uint8, pin_memory=not is_host(at.device))
+        table = address_table([host.data_ptr()]).to(at.device)
+        host.fill_(0xFF)
+        self._move_first_row(at, host, table, gather=True)
+        wanted = chunk.cpu()  # waits for both
+        if not torch.equal(host, wanted):
+            return "other bytes arrived"
+        host.copy_(wanted.bitwise_not())  # a read of what is in the view by now would tell nothing
+        back, done = torch.zeros_like(chunk), Event(at.device)
+        self._move_first_row(at, host, table, gather=False)
+        done.record()
+        done.synchronize()  # the host's memory is given up here
+        self._move_first_row(at, back, None, gather=True)
+        return "" if torch.equal(back.cpu(), host) else "other bytes were read"
+
+    def _move_first_row(
+        self, at: torch.Tensor, chunk: torch.Tensor, table: torch.Tensor | None, *, gather: bool
+    ) -> None:
+        words = chunk.view(self.word)
+        for form in (  # planes first, and rows first
+            words.view(1, self.planes, 1, _WARM_ROWS, self.row),
+            words.view(1, 1, _WARM_ROWS, self.planes, self.row).permute(0, 3, 1, 2, 4),
+        ):
+            for rows in (Rows(at, None, _WARM_ROWS), Rows(at, at, _WARM_ROWS)):
+                self._launch(rows, form, 0, gather=gather, table=table)
+
+    def _launch(
+        self,
+        rows: Rows,
+        chunk: torch.Tensor,
+        first_layer: int,
+        *,
+        gather: bool,
+        table: torch.Tensor | None = None,
+        offset: int = 0,
+    ) -> None:
+        count = len(rows.engine)
+        if not count:
+            return
+        words = chunk.view(self.word)
+        addresses, (rows_tile, tile) = self.addresses[first_layer], self.tile
+        planes = words.shape[2] * self.planes
+        tiles = -(-count // rows_tile) * -(-self.row // tile) * planes
+        grid = (tiles if table is None else min(tiles, _DIRECT_PROGRAMS),)
+        _paged_copy[grid](
+            addresses,
+            rows.engine,
+            rows.engine if rows.host is None else rows.host,
+            words if table is None else addresses.view(self.word),
+            addresses if table is None else table,
+            count,
+            planes,
+            self.rows,
+            *self.strides,
+            *words.stride()[:4],
+            words.shape[3],
+            offset // self.word.itemsize,
+            PLANES=self.planes,
+            RUN=self.run,
+            ROW=self.row,
+            ROWS_TILE=rows_tile,
+            WORDS_TILE=tile,
+            GATHER=gather,
+            SPARSE=rows.host is not None,
+            TABLE=table is not None,
+        )

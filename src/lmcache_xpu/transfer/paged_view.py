@@ -1,0 +1,183 @@
+"""The canonical paged view: every engine's KV cache as `[layer][plane, block, row, head, dim]`.
+
+A *row* is the least that is copied on its own. It is one token, except where the engine packs
+the tokens of a block together: there it is the whole block, keys and values in one plane, of
+which nothing but the size is known. Layouts differ in strides alone, so nothing after this
+file asks which engine or layout it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lmcache_xpu.errors import LayoutError
+from lmcache_xpu.transfer.layout import Geometry, find_axes
+
+EngineLayer = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | list[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedView:
+    """A view of the engine's KV cache; holds no memory of its own.
+
+    Args:
+        tensors: `[layer][plane]`, each `[blocks, rows, heads, dim]` on the engine's memory, all
+            with the same shape, strides, dtype and device; the last stride is 1.
+        axes: how the engine's own tensors were read (see `engine_layout`).
+        tokens_per_row: 1, or the tokens of a block where blocks are opaque.
+    """
+
+    tensors: tuple[tuple[torch.Tensor, ...], ...]
+    axes: str
+    tokens_per_row: int = 1
+
+    @classmethod
+    def from_engine(
+        cls,
+        kv_caches: Sequence[EngineLayer],
+        geometry: Geometry,
+        *,
+        num_layers: int,
+        opaque_blocks: bool = False,
+    ) -> PagedView:
+        """Read what the engine handed over. Copies nothing and touches no memory.
+
+        Args:
+            kv_caches: one tensor or one (K, V) pair per layer, in the engine's layer order.
+            geometry: what a token's KV must look like.
+            num_layers: how many layers LMCache's host format has.
+            opaque_blocks: the engine packs the tokens of a block in an order of its own, so
+                that only whole blocks can be copied (vLLM's CPU attention).
+
+        Raises:
+            LayoutError: the layers can't be read, can be read two ways, or differ.
+        """
+        if len(kv_caches) != num_layers:
+            raise LayoutError(
+                f"{len(kv_caches)} layers of KV cache",
+                f"{num_layers}, the model's layers as LMCache counts them",
+            )
+        if num_layers == 0:
+            raise LayoutError("no layers", "at least one layer of KV cache")
+        first = kv_caches[0]
+        pair = not isinstance(first, torch.Tensor)
+        head = first if isinstance(first, torch.Tensor) else first[0]
+        axes = find_axes(head.shape, head.stride(), geometry, pair=pair)
+        split = _opaque_planes if opaque_blocks else _planes
+        view = cls(
+            tensors=tuple(split(layer, axes, geometry.planes) for layer in kv_caches),
+            axes=axes,
+            tokens_per_row=head.shape[axes.index("n")] if opaque_blocks else 1,
+        )
+        view._check()
+        return view
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return len(self.tensors)
+
+    @property
+    def planes(self) -> int:
+        """2 for keys and values; 1 for MLA's latent and for opaque blocks."""
+        return len(self.tensors[0])
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Blocks, rows per block, heads, dim: the same in every layer and plane."""
+        blocks, rows, heads, dim = self.tensors[0][0].shape
+        return blocks, rows, heads, dim
+
+    @property
+    def strides(self) -> tuple[int, int, int, int]:
+        """In elements, in the order of `shape`."""
+        block, row, head, dim = self.tensors[0][0].stride()
+        return block, row, head, dim
+
+    @property
+    def row_size(self) -> int:
+        """Elements of one row in one layer and plane."""
+        _, _, heads, dim = self.shape
+        return heads * dim
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that the paged KV cache holds; valid slots are smaller."""
+        blocks, rows, _, _ = self.shape
+        return blocks * rows * self.tokens_per_row
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The engine's dtype; bytes are moved, never converted."""
+        return self.tensors[0][0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the engine's memory is."""
+        return self.tensors[0][0].device
+
+    def _check(self) -> None:
+        reference = self.tensors[0][0]
+        expected = _facts(reference)
+        for index, layer in enumerate(self.tensors):
+            for tensor in layer:
+                if _facts(tensor) != expected:
+                    raise LayoutError(
+                        f"layer {index} with {_facts(tensor)}",
+                        f"{expected} as in layer 0",
+                        "Models whose layers have different KV shapes are not supported.",
+                    )
+        if reference.shape[-1] > 1 and reference.stride(-1) != 1:
+            raise LayoutError(
+                f"a head dimension with stride {reference.stride(-1)}", "stride 1, contiguous heads"
+            )
+
+
+def _facts(tensor: torch.Tensor) -> str:
+    return (
+        f"shape {list(tensor.shape)}, strides {list(tensor.stride())}, {tensor.dtype} "
+        f"on {tensor.device}"
+    )
+
+
+def _planes(layer: EngineLayer, axes: str, count: int) -> tuple[torch.Tensor, ...]:
+    """A layer's planes as `[block, row, head, dim]`."""
+    if not isinstance(layer, torch.Tensor):
+        return tuple(_ordered(plane, axes) for plane in layer)
+    if "k" in axes:
+        axis = axes.index("k")
+        return tuple(_ordered(layer.select(axis, k), axes.replace("k", "")) for k in range(count))
+    content = _ordered(layer, axes)
+    # With two planes, halves of the content. Where key and value sizes are equal these are keys
+    # and values; with inline scales or unequal sizes they are just the content's bytes, which is
+    # all that a copy needs as long as both directions cut at the same place.
+    return content.chunk(count, dim=-1)
+
+
+def _ordered(tensor: torch.Tensor, axes: str) -> torch.Tensor:
+    if axes == "bnd":  # older vLLM's MLA names no head
+        return tensor.unsqueeze(2)
+    last = "c" if "c" in axes else "d"
+    return tensor.permute([axes.index(letter) for letter in ("b", "n", "h", last)])
+
+
+def _opaque_planes(layer: EngineLayer, axes: str, count: int) -> tuple[torch.Tensor, ...]:
+    """A layer's blocks as one row each, in one plane: `[block, 1, 1, elements of a block]`."""
+    if not isinstance(layer, torch.Tensor) or axes != "bhnc" or count != 2:
+        raise LayoutError(
+            f"opaque blocks in a KV cache read as {axes!r} with {count} plane(s)",
+            "vLLM's [B, H, N, C] with keys and values in C",
+        )
+    blocks, inside = layer.shape[0], layer.shape[1:]
+    size = 1
+    for stride, extent in sorted(zip(layer.stride()[1:], inside, strict=True)):
+        if extent > 1 and stride != size:
+            raise LayoutError(
+                f"opaque blocks of shape {list(inside)} with strides {list(layer.stride()[1:])}",
+                "blocks whose bytes lie side by side, because only whole blocks can be copied",
+            )
+        size *= extent
+    return (layer.as_strided((blocks, 1, 1, size), (layer.stride(0), size, size, 1)),)

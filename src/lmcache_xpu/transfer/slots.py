@@ -1,0 +1,196 @@
+"""Slot mappings: from tokens of a request to rows of the paged view.
+
+A slot is `block * tokens per block + token in block`, as vLLM numbers them; a negative slot
+maps to nothing. A row of the view is one token, or one block where blocks are opaque.
+
+All of it is decided on the host, so that nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from array import array
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from lmcache_xpu.errors import SlotError
+from lmcache_xpu.transfer.devices import is_host
+from lmcache_xpu.transfer.paged_view import PagedView
+
+Upload = Callable[[torch.Tensor], torch.Tensor]  # from the host to the view's device
+
+
+class Rows(NamedTuple):
+    """Which rows of a chunk go to which rows of the paged view."""
+
+    engine: torch.Tensor  # [n] int64, row numbers: block * rows per block + row
+    host: torch.Tensor | None  # [n] int64, rows of the chunk; None for all of them in order
+    total: int  # rows of the whole chunk
+
+
+class Slots(NamedTuple):
+    """Numbers of slots, or of rows, on the host."""
+
+    numbers: torch.Tensor  # [n] int64
+    holes: bool  # some are negative
+
+
+def slots_of(blocks: Sequence[int], block_tokens: int) -> torch.Tensor:
+    """All slots of some blocks, `[blocks * block_tokens]` int64 on the host; of one at least."""
+    # A third of the time that torch takes for a list of Python's numbers.
+    numbers = torch.frombuffer(array("q", blocks), dtype=torch.int64)
+    return (numbers.unsqueeze(1) * block_tokens + torch.arange(block_tokens)).flatten()
+
+
+def check_slots(view: PagedView, slot_mapping: torch.Tensor) -> Slots:
+    """The mapping as int64 on the host, every slot in range.
+
+    Waits for the engine's stream if the mapping is on its device.
+
+    Raises:
+        SlotError: not a 1-D tensor of integers, or a slot that the cache does not have.
+    """
+    if not isinstance(slot_mapping, torch.Tensor):
+        raise SlotError(f"slot_mapping of type {type(slot_mapping).__name__}", "a tensor")
+    kind = slot_mapping.dtype
+    if slot_mapping.dim() != 1 or kind.is_floating_point or kind.is_complex or kind == torch.bool:
+        raise SlotError(
+            f"slot_mapping of shape {list(slot_mapping.shape)} and {kind}",
+            "one integer per token of the request",
+        )
+    slots = slot_mapping
+    if kind != torch.int64 or not is_host(slot_mapping.device):
+        slots = slot_mapping.to(device="cpu", dtype=torch.int64)
+    if not slots.numel():
+        return Slots(slots, holes=False)
+    smallest, largest = map(int, torch.aminmax(slots))
+    if largest >= view.num_slots:
+        raise SlotError(
+            f"slot {largest}", f"slots below {view.num_slots}, the size of the paged KV cache"
+        )
+    return Slots(slots, holes=smallest < 0)
+
+
+def blocks_of(slots: torch.Tensor, block_tokens: int) -> set[int]:
+    """The engine's blocks that slots lie in; unmapped slots lie in none.
+
+    Args:
+        slots: on the host.
+        block_tokens: tokens of a block, as the engine numbers blocks.
+    """
+    # Neighbours are in one block nearly always; a Python number for each token takes long.
+    blocks = torch.unique_consecutive(slots[slots >= 0] // block_tokens)
+    return set(blocks.tolist())
+
+
+class RequestRows:
+    """The rows of a request's chunks; everything is checked, and rows are made when asked for.
+
+    Args:
+        rows: those of the request in the paged view, negative where unmapped.
+        spans: per chunk its first row, the first one to move, and the row after its last.
+        upload: brings a tensor to the view's device, in the current stream.
+    """
+
+    def __init__(self, rows: Slots, spans: Sequence[tuple[int, int, int]], upload: Upload) -> None:
+        self.totals = [end - start for start, _, end in spans]
+        self._spans = spans
+        self._rows, self._holes = rows  # most requests have no hole: chunks are just slices
+        self._upload = upload
+        self._there: torch.Tensor | None = None  # all of them; made when the first are asked for
+        self._made: dict[tuple[int, int], Rows] = {}
+
+    def chunks(self, first: int, last: int) -> Rows:
+        """Chunks `first` to `last - 1`, one after another as one, on the view's device.
+
+        Made once, for all layers. May enqueue a copy in the current stream; waits for nothing.
+        """
+        if (first, last) not in self._made:
+            self._made[first, last] = self._make(first, last)
+        return self._made[first, last]
+
+    def _make(self, first: int, last: int) -> Rows:
+        spans = self._spans[first:last]
+        total = sum(self.totals[first:last])
+        if not self._holes and all(start == move for start, move, _ in spans):
+            if not all(one[2] == two[0] for one, two in itertools.pairwise(spans)):
+                parts = [self._rows[start:end] for start, _, end in spans]
+                return Rows(self._upload(torch.cat(parts)), None, total)
+            if self._there is None:
+                self._there = self._upload(self._rows)
+            return Rows(self._there[spans[0][0] : spans[-1][2]], None, total)
+        engine, host, before = [], [], 0
+        for start, move, end in spans:
+            mapped = (self._rows[move:end] >= 0).nonzero().squeeze(1) + move
+            engine.append(self._rows[mapped])
+            host.append(mapped - start + before)
+            before += end - start
+        there = self._upload(torch.stack([torch.cat(engine), torch.cat(host)]))
+        return Rows(there[0], there[1], total)
+
+
+def request_rows(
+    view: PagedView,
+    slots: Slots,
+    spans: Sequence[tuple[int, int]],
+    cached: int = 0,
+    upload: Upload | None = None,
+) -> RequestRows:
+    """The rows of each chunk of a request.
+
+    Args:
+        view: the paged view.
+        slots: from `check_slots`, those of the whole request.
+        spans: first token of each chunk, and the token after its last.
+        cached: leading tokens of the request to leave alone, because the engine has them.
+        upload: see `RequestRows`; a plain copy if not given.
+
+    Raises:
+        SlotError: a chunk that is no part of the request; or opaque blocks, and a chunk, the
+            cached tokens or the slots cut one.
+    """
+    size, count = view.tokens_per_row, len(slots.numbers)
+    for start, end in spans:
+        if not 0 <= start <= end <= count:
+            raise SlotError(
+                f"a chunk of tokens {start}:{end} with {count} slots",
+                "0 <= start <= end <= the number of slots",
+            )
+        if size == 1:
+            continue
+        skip = min(end - start, max(0, cached - start))
+        if start % size or (end - start) % size or skip % size:
+            raise SlotError(
+                f"a chunk of tokens {start}:{end} of which {skip} are skipped",
+                f"multiples of {size}: this engine packs the {size} tokens of a block together",
+                "Use a chunk size that is a multiple of the block size, and no partial chunks.",
+            )
+    rows = slots if size == 1 else _whole_blocks(slots.numbers, size, spans)
+    known = -(-cached // size)
+    in_rows = [
+        (start // size, min(end // size, max(start // size, known)), end // size)
+        for start, end in spans
+    ]
+    return RequestRows(rows, in_rows, upload or functools.partial(_copied, view.device))
+
+
+def _copied(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(device)
+
+
+def _whole_blocks(slots: torch.Tensor, size: int, spans: Sequence[tuple[int, int]]) -> Slots:
+    """Block numbers of a request, -1 for unmapped ones, with every chunk in whole blocks."""
+    groups = slots[: slots.numel() // size * size].view(-1, size)
+    blocks = groups[:, 0].div(size, rounding_mode="floor")
+    straight = ((blocks[:, None] * size + torch.arange(size)) == groups).all(dim=1)
+    unmapped = (groups < 0).all(dim=1)
+    for block in (~(straight | unmapped)).nonzero().flatten().tolist():
+        if any(start <= block * size < end for start, end in spans):
+            raise SlotError(
+                f"slots that cut or reorder a block of {size} tokens",
+                "whole blocks with their tokens in order",
+            )
+    return Slots(blocks.where(~unmapped, -1), holes=bool(unmapped.any()))
