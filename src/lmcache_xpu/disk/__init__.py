@@ -1,0 +1,1 @@
+"""The package of the disk tier in users' settings of LMCache."""

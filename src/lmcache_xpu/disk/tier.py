@@ -1,0 +1,5 @@
+"""The module path by which users' settings of LMCache name the disk tier."""
+
+from lmcache_xpu.tiers.disk.tier import DiskTier
+
+__all__ = ["DiskTier"]

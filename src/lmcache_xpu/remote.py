@@ -1,0 +1,5 @@
+"""The module path by which users' settings of LMCache name the shared tier."""
+
+from lmcache_xpu.tiers.shared import RemoteTier
+
+__all__ = ["RemoteTier"]
