@@ -6,48 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.adapter import Adapter, Metadata, request
 
 from lmcache_xpu.cache_engine.cache_salt import Isolation, salt_of, salted
 
 
-def request(request_id="r", cache_salt=None, lora=None, prompt_embeds=None, computed=False):
-    return SimpleNamespace(
-        request_id=request_id,
-        cache_salt=cache_salt,
-        lora_request=lora,
-        prompt_embeds=prompt_embeds,
-        skip_reading_prefix_cache=computed,
-    )
-
-
 def adapter(path, name="a"):
     return SimpleNamespace(lora_name=name, lora_path=str(path))
-
-
-class Adapter:
-    """LMCache's connector, as far as it is used here."""
-
-    def __init__(self):
-        self.asked = []
-        self.forgotten = []
-        self.load_specs = {}
-        self._requests_priority = {}
-        self.lookup_client = SimpleNamespace(
-            lookup=self.lookup, clear_lookup_status=self.forgotten.append
-        )
-
-    def lookup(self, token_ids, lookup_id, request_configs=None):
-        self.asked.append(list(token_ids))
-        self.load_specs[lookup_id] = object()
-        return 0
-
-
-class Metadata:
-    def __init__(self, *requests):
-        self.requests = list(requests)
-
-    def add_request(self, meta):
-        self.requests.append(meta)
 
 
 def test_most_requests_are_left_as_they_are():

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.checks import said
 from support.servers import PASSWORD, Server, needs_server
 
 from lmcache_xpu import doctor
@@ -69,15 +70,6 @@ def machine(root):
         return Machine(**given | changes)
 
     return make
-
-
-def said(check, outcome, *words):
-    """The check has this outcome, and its text these words."""
-    assert check.outcome == outcome, check
-    text = f"{check.found} {check.advice}"
-    assert all(word in text for word in words), text
-    assert bool(check.advice) == (outcome in ("warn", "fail")), check
-    return True
 
 
 # Device nodes

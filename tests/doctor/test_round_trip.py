@@ -8,10 +8,10 @@ import pytest
 import torch
 from support import caches
 from support.caches import DEVICE
+from support.checks import said
 from support.intel import MACHINES
 from support.intel import machine as machine  # a fixture
 
-from doctor.test_doctor import said
 from lmcache_xpu.doctor import round_trip
 from lmcache_xpu.transfer.staging import Stager
 

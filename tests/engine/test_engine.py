@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from support.engine_probe import BLOCK, CHUNK, LENGTHS
+from support.engine_probe import BLOCK, CHUNK, LENGTHS, cached
 from support.scripts import printed, run_probe
 
 from lmcache_xpu.harness.random_model import EXACT, make_model
@@ -54,12 +54,6 @@ def test_this_is_what_runs(stored: dict, place: tuple[str, ...]):
         "scheduler": "AsyncScheduler" if newer else "Scheduler",
         "ahead": newer,
     }
-
-
-def cached(name: str) -> int:
-    """Tokens that a hit may restore: whole chunks, and never the last token of a prompt."""
-    whole = LENGTHS[name] // CHUNK * CHUNK
-    return whole - 1 if whole == LENGTHS[name] else whole
 
 
 @pytest.mark.parametrize("name", LENGTHS)

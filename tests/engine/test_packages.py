@@ -9,11 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.engine_probe import BLOCK, LENGTHS
+from support.engine_probe import BLOCK, LENGTHS, cached
 from support.installation import pins, uv
 from support.scripts import environment, printed, run_probe
 
-from engine.test_engine import cached
 from lmcache_xpu import versions
 from lmcache_xpu.harness.random_model import EXACT, make_model
 

@@ -9,20 +9,15 @@ import threading
 import pytest
 import torch
 from support.caches import Spec, bits, build
+from support.connectors import make, objects, slots_of
 from support.intel import MACHINES
 from support.intel import machine as machine  # a fixture
+from support.loads import ENDS, SPANS, STARTS, Case, Point, stored
 
-from gpu_connector.test_layerwise import objects
-from gpu_connector.test_load_pipeline import ENDS, SPANS, STARTS, Case, Point
-from gpu_connector.test_standard import make, slots_of
 from lmcache_xpu.gpu_connector.in_flight import Overlap
 from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
 from lmcache_xpu.gpu_connector.load_pipeline import layer_cuts
-from lmcache_xpu.transfer.staging import Moved, Stored
-
-
-def stored(*, reached: bool = False) -> Stored:
-    return Stored(Moved(Point(reached), Point(reached)), Point(reached))
+from lmcache_xpu.transfer.staging import Moved
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from support.caches import Spec, bits, build
+from support.connectors import make, memory, slots_of
 from support.imitation import Machine
 from support.intel import INTEL
 from support.intel import machine as machine  # a fixture
 
-from gpu_connector.test_standard import make, memory, slots_of
 from lmcache_xpu.gpu_connector.in_flight import Overlap
 from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
 from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2

@@ -8,10 +8,10 @@ import pytest
 import torch
 from lmcache.v1.memory_management import MemoryFormat
 from support.caches import Spec, bits, build
+from support.connectors import ALLOCATOR, make, objects, slots_of
 from support.intel import KINDS_ON_MACHINES, MACHINES, on_machines
 from support.intel import machine as machine  # a fixture
 
-from gpu_connector.test_standard import ALLOCATOR, make, memory, slots_of
 from lmcache_xpu.errors import HostMemoryError, SlotError, TransferError
 from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
 
@@ -21,12 +21,6 @@ SPANS = ([0, 4, 8], [4, 8, 11])  # the last chunk ends inside a block
 
 def connect(cache, **options) -> VLLMPagedMemLayerwiseXPUConnector:
     return make(cache, kind=VLLMPagedMemLayerwiseXPUConnector, **options)
-
-
-def objects(connector, spans, dtype=torch.bfloat16):
-    """`[layer][chunk]`."""
-    sizes = [end - start for start, end in zip(*spans, strict=True)]
-    return [[memory(connector, size, dtype) for size in sizes] for _ in range(LAYERS)]
 
 
 def store(connector, objs, spans, slots, cache) -> None:

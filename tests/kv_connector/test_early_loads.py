@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_connector.test_load_pipeline import LAYERS, Case, expected, settle
 from support.caches import bits
+from support.loads import LAYERS, Case, expected, settle
 
 from lmcache_xpu.gpu_connector import in_flight, registered_cache
 from lmcache_xpu.gpu_connector.in_flight import Overlap

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
-from cache_engine.test_cache_salt import Adapter, Metadata, request
+from support.adapter import Adapter, Metadata, request
 from support.scripts import run_script
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput

@@ -16,7 +16,7 @@ import torch
 from prometheus_client import Counter, Gauge, Histogram
 
 pytest.importorskip("vllm")
-from gpu_connector.test_in_flight import stored
+from support.loads import stored
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiConnector,

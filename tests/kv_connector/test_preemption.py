@@ -13,12 +13,12 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
-from gpu_connector.test_load_pipeline import ENDS, SPANS, STARTS
-from gpu_connector.test_standard import make, memory, slots_of
 from support.caches import Spec, bits, build
+from support.connectors import make, memory, slots_of
+from support.loads import ENDS, SPANS, STARTS
+from support.steps import step
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-from kv_connector.test_step_metadata import step
 from lmcache_xpu.gpu_connector.in_flight import Overlap
 from lmcache_xpu.kv_connector import garbage
 from lmcache_xpu.kv_connector.connector import LMCacheXPUConnector

@@ -13,10 +13,10 @@ import pytest
 
 pytest.importorskip("vllm")
 pytest.importorskip("vllm_router")
+from support.kv_events import BLOCK, CHUNK, Database, changes, groups, request, told
 from support.router import Router, router
 from vllm.distributed.kv_events import BlockStored
 
-from kv_connector.test_kv_events import BLOCK, CHUNK, Database, changes, groups, request, told
 from lmcache_xpu.kv_connector.kv_events import KVEvents, TierReport
 from lmcache_xpu.tiers.residency import CPU, DISK, SHARED
 

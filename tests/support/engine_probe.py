@@ -37,6 +37,12 @@ def prompt(length: int) -> list[int]:
     return [chosen.randrange(300, 4000) for _ in range(length)]
 
 
+def cached(name: str) -> int:
+    """Tokens that a hit may restore: whole chunks, and never the last token of a prompt."""
+    whole = LENGTHS[name] // CHUNK * CHUNK
+    return whole - 1 if whole == LENGTHS[name] else whole
+
+
 def turn(length: int) -> list[int]:
     """A history that all turns share, and what is new."""
     return prompt(4 * CHUNK + 1)[:-1] + prompt(length)

@@ -16,6 +16,7 @@ from lmcache.v1.storage_backend.storage_manager import StorageManager
 LAYERS, TOKENS, HEADS, DIM = 2, 16, 2, 64
 SHAPE = torch.Size([2, LAYERS, TOKENS, HEADS * DIM])  # 16 KiB in bfloat16
 CHUNK = SHAPE.numel() * 2
+LAYER_SHAPE = torch.Size([TOKENS, 2, HEADS * DIM])
 POOL_CHUNKS = 64  # 1 MiB
 
 

@@ -7,11 +7,10 @@ from types import SimpleNamespace
 import torch
 from lmcache.v1.memory_management import MemoryFormat
 from support.servers import needs_server
-from support.storage import LAYERS, Engine, make_key
+from support.storage import LAYER_SHAPE, LAYERS, Engine, make_key
 
 from lmcache_xpu.cache_engine.health import watch_tiers
 from lmcache_xpu.tiers.residency import CPU, DISK, SHARED, Change, Residency, chunk_name
-from tiers.disk.test_tier_layers import LAYER_SHAPE
 
 
 def watch(manager, config, layers: int = 1) -> Residency:

@@ -8,17 +8,13 @@ import os
 import torch
 from lmcache.v1.memory_management import MemoryFormat
 from support.storage import (
-    DIM,
-    HEADS,
+    LAYER_SHAPE,
     LAYERS,
-    TOKENS,
     content,
     make_key,
 )
 
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
-
-LAYER_SHAPE = torch.Size([TOKENS, 2, HEADS * DIM])
 
 
 def store_layers(engine, numbers):
