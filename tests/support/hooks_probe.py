@@ -12,11 +12,11 @@ import os
 import sys
 import threading
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
 from support.engine_probe import BLOCK, CHUNK, counts, digests, prompt, restored, zero
+from support.probes import end_with
 
 LONG, OTHER, LAST = 4 * CHUNK + 77, 3 * CHUNK + BLOCK + 5, 2 * CHUNK + 9
 POOL_GIB = 0.012  # 12 chunks: fewer than what is stored
@@ -240,13 +240,4 @@ if __name__ == "__main__":
     order, model, directory = sys.argv[1:]
     # Alone, the engine is in another process, as behind an API server.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(order == "alone"))
-    status = 1
-    try:
-        result = run(order, model, Path(directory))
-        print("\n" + json.dumps(result), flush=True)
-        status = 0
-    except Exception:  # whatever it is: LMCache's threads would keep a failed process
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
+    end_with(lambda: run(order, model, Path(directory)))
