@@ -65,6 +65,7 @@ class Engine:
             _lmcache_engine=engine,
         )
         self.adapter = SimpleNamespace(_manager=manager)
+        self.ended = False
         self.engine = engine
         end_with_process(self)
         self.found = client.lookup(tokens, lookup_id="before")
@@ -79,6 +80,9 @@ class Engine:
             threading.Event().wait(0.01)
 
     def shutdown(self):
+        if not self.ended:  # as the connector does
+            self.overlap.drain()
+        self.ended = True
         self.overlap.close()
         end_lmcache(self.adapter)
 

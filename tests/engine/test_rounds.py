@@ -16,10 +16,6 @@ pytestmark = pytest.mark.engine
 ROUNDS, WARM_UP = 10, 2  # the first of each mode
 
 
-@pytest.mark.skipif(
-    "ENGINE_ROUNDS" not in os.environ,
-    reason="engines in turn in one process were seen to hang; ENGINE_ROUNDS=1 runs this",
-)
 @pytest.mark.timeout(600)
 def test_eight_engines_leave_the_process_as_it_was(tmp_path: Path):
     """Of ten, standard and layerwise in turn; an eleventh is left to the end of the process."""
