@@ -5,7 +5,7 @@ from __future__ import annotations
 from lmcache_xpu.doctor.check import Check, fail, ok, warn
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.machine import Machine, TorchFacts
-from lmcache_xpu.launch.serve import check_render_nodes
+from lmcache_xpu.launch.preflight import check_render_nodes
 from lmcache_xpu.launch.settings import Settings
 
 __all__ = ["check_affinity", "check_driver", "check_nodes", "check_runtime", "check_torch"]

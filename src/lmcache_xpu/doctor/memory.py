@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lmcache_xpu.doctor.check import Check, fail, ok, warn
+from lmcache_xpu.launch.engine_arguments import engine_variables
 from lmcache_xpu.launch.machine import Machine, TorchFacts
 from lmcache_xpu.launch.settings import Settings
 from lmcache_xpu.transfer import pool_memory
@@ -35,7 +36,7 @@ def check_memory(machine: Machine, settings: Settings) -> Check:
 def check_pinned(machine: Machine, settings: Settings, facts: TorchFacts) -> Check:
     """In which way the device reaches the CPU tier, and whether something is against it."""
     name, tier = "pinned memory", settings.cpu_gib
-    environ = {**machine.environ, **settings.environment(machine.environ)}
+    environ = {**machine.environ, **engine_variables(settings, machine.environ)}
     if pool_memory.risky(environ, facts.version):
         return warn(
             name,

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from lmcache_xpu import versions
 from lmcache_xpu.doctor.check import Check, fail, ok, skip, warn
 from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.launch.engine_arguments import engine_variables
 from lmcache_xpu.launch.machine import Machine
-from lmcache_xpu.launch.serve import check_environment, check_layers, check_model, check_port
+from lmcache_xpu.launch.preflight import check_environment, check_layers, check_model, check_port
 from lmcache_xpu.launch.settings import Settings
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def check_patches(status: Status) -> Check:
 def check_hash_seed(machine: Machine, settings: Settings) -> Check:
     """Whether chunk keys are the same in every process."""
     name, seed = "hash seed", machine.environ.get("PYTHONHASHSEED")
-    fixed = settings.environment()["PYTHONHASHSEED"]
+    fixed = engine_variables(settings)["PYTHONHASHSEED"]
     if seed not in (None, fixed):
         return warn(
             name,

@@ -12,7 +12,7 @@ from typing import Any
 from lmcache_xpu.doctor.check import Check, fail, ok, skip, warn
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.machine import Machine
-from lmcache_xpu.launch.serve import check_disk
+from lmcache_xpu.launch.preflight import check_disk
 from lmcache_xpu.launch.settings import Settings
 
 __all__ = ["check_disk_tier", "check_shared_tier"]
