@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from lmcache_xpu.bench.child import _cause
-from lmcache_xpu.bench.measure import MARK, _digests
+from lmcache_xpu.bench.jobs import MARK, _digests
 from lmcache_xpu.bench.report import Figures, plot, show, write
 from lmcache_xpu.bench.runner import Result, run
 from lmcache_xpu.bench.shapes import SHAPES, shape_named

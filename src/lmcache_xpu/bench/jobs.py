@@ -1,6 +1,6 @@
 """One engine in this process, that does what its parent process asks for.
 
-    python -m lmcache_xpu.bench.measure VALUES
+    python -m lmcache_xpu.bench.jobs VALUES
 
 VALUES is a JSON object for `Settings.load`. Jobs are lines of JSON on the standard input (see
 `answer`). Answers are lines that begin with `MARK`, each a JSON object; everything else is the
