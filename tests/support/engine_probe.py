@@ -89,6 +89,7 @@ class Engine:
         from vllm import LLM
 
         from lmcache_xpu.cache_engine import health
+        from lmcache_xpu.launch.engine_arguments import engine_variables, vllm_arguments
         from lmcache_xpu.launch.settings import Settings
 
         if mode == "layerwise":  # the memory of a pool that is too large to be pinned
@@ -105,8 +106,8 @@ class Engine:
                 "save_decode": True,  # a preempted request's hit reaches into its answer
             }
         )
-        args = settings.vllm_args()
-        os.environ.update(settings.environment())
+        args = vllm_arguments(settings)
+        os.environ.update(engine_variables(settings))
         transfer = json.loads(args[args.index("--kv-transfer-config") + 1])
         transfer["kv_connector_extra_config"] |= lmcache or {}
         usual = {

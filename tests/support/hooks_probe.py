@@ -38,6 +38,7 @@ def counted(worker: Any = None) -> dict[str, float]:
 
 
 def transfer_config(order: str, directory: Path) -> dict[str, Any]:
+    from lmcache_xpu.launch.engine_arguments import engine_variables, vllm_arguments
     from lmcache_xpu.launch.settings import Settings
 
     settings = Settings.load(
@@ -50,8 +51,8 @@ def transfer_config(order: str, directory: Path) -> dict[str, Any]:
             "kv_events": f"ipc://{directory}/events",
         }
     )
-    args = settings.vllm_args()
-    os.environ.update(settings.environment())
+    args = vllm_arguments(settings)
+    os.environ.update(engine_variables(settings))
     ours = json.loads(args[args.index("--kv-transfer-config") + 1])
     events = json.loads(args[args.index("--kv-events-config") + 1])
     if order == "alone":

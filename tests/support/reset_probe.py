@@ -49,7 +49,7 @@ def leave_disk(worker):
 
     connector = get_kv_transfer_group()
     tiers = connector._lmcache_engine.lmcache_engine.storage_manager.storage_backends
-    for name in list(tiers["disk"]._writes._held):
+    for name in list(tiers["disk"]._writes.pending):
         tiers["disk"]._writes.settle(name)
     memory = tiers["LocalCPUBackend"]
     memory.batched_remove(memory.get_keys())
