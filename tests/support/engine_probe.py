@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from support import newer_runner
-from support.probes import end_with
+from support.probes import connector_options, end_with
 
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine in this process: faults can be planted
@@ -89,27 +89,20 @@ class Engine:
         from vllm import LLM
 
         from lmcache_xpu.cache_engine import health
-        from lmcache_xpu.launch.engine_arguments import engine_variables, vllm_arguments
-        from lmcache_xpu.launch.settings import Settings
 
         if mode == "layerwise":  # the memory of a pool that is too large to be pinned
             health.most_pinned = lambda device: 2**20
-        settings = Settings.load(
+        connector = connector_options(
             {
                 "model": model,
-                "device": "cpu",
                 "cpu_gib": 0.25,
                 "disk_path": disk,
-                "disk_gib": 1,
                 "layerwise": mode == "layerwise",
                 "layers_at_once": layers_at_once,
                 "save_decode": True,  # a preempted request's hit reaches into its answer
             }
         )
-        args = vllm_arguments(settings)
-        os.environ.update(engine_variables(settings))
-        transfer = json.loads(args[args.index("--kv-transfer-config") + 1])
-        transfer["kv_connector_extra_config"] |= lmcache or {}
+        connector["kv_transfer_config"]["kv_connector_extra_config"] |= lmcache or {}
         usual = {
             "dtype": "float32",
             "block_size": BLOCK,
@@ -118,7 +111,7 @@ class Engine:
             "enforce_eager": True,
             "kv_cache_memory_bytes": 2**26,
             "disable_log_stats": False,
-            "kv_transfer_config": transfer,
+            **connector,
         }
         self.llm = LLM(model, **{**usual, **options})
 

@@ -6,7 +6,6 @@ alone, first in a MultiConnector, or behind another one there. Prints a JSON obj
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from support.engine_probe import BLOCK, CHUNK, counts, digests, prompt, restored, zero
-from support.probes import end_with
+from support.probes import connector_options, end_with
 
 LONG, OTHER, LAST = 4 * CHUNK + 77, 3 * CHUNK + BLOCK + 5, 2 * CHUNK + 9
 POOL_GIB = 0.012  # 12 chunks: fewer than what is stored
@@ -38,25 +37,17 @@ def counted(worker: Any = None) -> dict[str, float]:
 
 
 def transfer_config(order: str, directory: Path) -> dict[str, Any]:
-    from lmcache_xpu.launch.engine_arguments import engine_variables, vllm_arguments
-    from lmcache_xpu.launch.settings import Settings
-
-    settings = Settings.load(
+    connector = connector_options(
         {
             "model": "unused",
-            "device": "cpu",
             "cpu_gib": POOL_GIB if order == "alone" else 0.25,
             "disk_path": directory / "disk",
-            "disk_gib": 1,
             "kv_events": f"ipc://{directory}/events",
         }
     )
-    args = vllm_arguments(settings)
-    os.environ.update(engine_variables(settings))
-    ours = json.loads(args[args.index("--kv-transfer-config") + 1])
-    events = json.loads(args[args.index("--kv-events-config") + 1])
     if order == "alone":
-        return {"kv_transfer_config": ours, "events": events}
+        return connector
+    ours = connector["kv_transfer_config"]
     other = {
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_both",
@@ -70,7 +61,7 @@ def transfer_config(order: str, directory: Path) -> dict[str, Any]:
             "connectors": [ours, other] if order == "first" else [other, ours]
         },
     }
-    return {"kv_transfer_config": several, "events": events}
+    return connector | {"kv_transfer_config": several}
 
 
 class Subscriber(threading.Thread):
@@ -121,9 +112,9 @@ class Engine:
             kv_cache_memory_bytes=2**26,
             disable_log_stats=False,
             kv_transfer_config=config["kv_transfer_config"],
-            kv_events_config=KVEventsConfig(**config["events"]),
+            kv_events_config=KVEventsConfig(**config["kv_events_config"]),
         )
-        self.events = Subscriber(config["events"]["endpoint"])
+        self.events = Subscriber(config["kv_events_config"]["endpoint"])
         self.events.start()
         time.sleep(0.5)  # a subscription takes a moment
 

@@ -15,6 +15,8 @@ import time
 
 import psutil
 
+from support.probes import connector_options
+
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", TOKENIZERS_PARALLELISM="false")
 
 PROMPT = [300 + number % 3000 for number in range(600)]
@@ -24,21 +26,9 @@ CPU_GIB = 0.25
 def engine(model: str, disk: str, *, layerwise: bool):
     from vllm import LLM
 
-    from lmcache_xpu.launch.engine_arguments import engine_variables, vllm_arguments
-    from lmcache_xpu.launch.settings import Settings
-
-    settings = Settings.load(
-        {
-            "model": model,
-            "device": "cpu",
-            "cpu_gib": CPU_GIB,
-            "disk_path": disk,
-            "disk_gib": 1,
-            "layerwise": layerwise,
-        }
+    connector = connector_options(
+        {"model": model, "cpu_gib": CPU_GIB, "disk_path": disk, "layerwise": layerwise}
     )
-    args = vllm_arguments(settings)
-    os.environ.update(engine_variables(settings))
     return LLM(
         model,
         dtype="float32",
@@ -48,7 +38,7 @@ def engine(model: str, disk: str, *, layerwise: bool):
         enforce_eager=True,
         kv_cache_memory_bytes=2**25,
         disable_log_stats=False,
-        kv_transfer_config=json.loads(args[args.index("--kv-transfer-config") + 1]),
+        **connector,
     )
 
 
