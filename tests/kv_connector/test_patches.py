@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from support.scripts import run_script
 
-from lmcache_xpu import versions
-from lmcache_xpu.errors import SettingsError, VersionError
+from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.kv_connector import patches
 
 PLUGIN = """
@@ -121,27 +120,6 @@ def test_our_connector_hears_of_a_step_first():
 def test_garbage_is_collected_again_when_a_step_is_enqueued_or_has_failed():
     *_, collects = run_script(STEP)
     assert collects == [False, True] * 5
-
-
-def test_versions():
-    tested = versions.Versions(lmcache="0.5.6", vllm="0.32.0", torch="2.13.0")
-    assert tested.tested
-    versions.check(tested, {})
-    for other in (
-        versions.Versions(lmcache="0.5.5", vllm="0.32.0", torch=None),
-        versions.Versions(lmcache="0.5.6", vllm=None, torch=None),
-    ):
-        assert not other.tested
-        with pytest.raises(VersionError, match=f"{other.lmcache} with vLLM {other.vllm}"):
-            versions.check(other, {})
-        with pytest.raises(VersionError):
-            versions.check(other, {versions.UNTESTED_VARIABLE: "0"})
-        versions.check(other, {versions.UNTESTED_VARIABLE: "1"})
-
-
-def test_the_installed_versions_are_the_tested_ones():
-    """The environment of constraints.txt and the matrix in the code must not drift apart."""
-    assert versions.installed().tested
 
 
 def test_served_devices():

@@ -14,8 +14,6 @@ from support.storage import (
     make_key,
 )
 
-from lmcache_xpu.tiers.chunk_layout import ChunkLayout
-
 
 def store_layers(engine, numbers):
     for layer in range(LAYERS):
@@ -105,11 +103,3 @@ def test_prefetch(engines):
         obj.ref_count_down()
     assert engine.tier._store._index._pins == {}
     assert engine.tier.get_non_blocking(make_key(9)).result(10) is None
-
-
-def test_tokens_of_a_group_of_layers_are_counted_once():
-    one = ChunkLayout((torch.Size([256, 2, 16]),), (torch.bfloat16,), MemoryFormat.KV_T2D)
-    two = ChunkLayout((torch.Size([512, 2, 16]),), (torch.bfloat16,), MemoryFormat.KV_T2D)
-    all_layers = ChunkLayout((torch.Size([2, 8, 256, 16]),), (torch.int8,), MemoryFormat.KV_2LTD)
-    latent = ChunkLayout((torch.Size([512, 16]),), (torch.bfloat16,), MemoryFormat.KV_MLA_FMT)
-    assert one.tokens(16) == two.tokens(32) == all_layers.tokens(16) == latent.tokens(32) == 256
