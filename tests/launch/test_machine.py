@@ -1,4 +1,4 @@
-"""What is read of a machine's files, on a planted one."""
+"""What is read of a machine, on a planted one and on this one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_xpu.launch.machine import Machine
+from lmcache_xpu.launch.machine import Machine, TorchFacts
 
 GIB = 2**30
 
@@ -54,3 +54,19 @@ def test_render_nodes_in_order(root: Path):
     for name in ("renderD129", "card0", "renderD128"):
         (root / "dev/dri" / name).touch()
     assert [node.name for node in Machine(root=root).render_nodes()] == ["renderD128", "renderD129"]
+
+
+def test_libraries_are_really_loaded():
+    assert Machine().loads("libc.so.6")
+    assert not Machine().loads("libno_such_thing.so.1")
+
+
+def test_this_pytorch_can_be_asked():
+    import torch
+
+    assert TorchFacts.probe().version == torch.__version__
+
+
+def test_this_machine_has_memory_and_file_systems():
+    assert 0 < Machine().available_bytes() <= Machine().memory_bytes()
+    assert Machine().file_system(Path("/proc/self")) == "proc"

@@ -6,10 +6,10 @@ import torch
 from lmcache.v1.memory_allocators.ad_hoc_memory_allocator import AdHocMemoryAllocator
 from lmcache.v1.memory_allocators.pin_memory_allocator import PinMemoryAllocator
 from lmcache.v1.memory_management import MemoryFormat
-
-from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2
 from support import caches
 from support.imitation import GPU, ON_HOST
+
+from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2
 
 # Beside an accelerator LMCache's memory is pinned, and kernels reach small pieces of it.
 UNPINNED = AdHocMemoryAllocator("cpu")

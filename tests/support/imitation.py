@@ -9,10 +9,9 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch.overrides import TorchFunctionMode
-
 from support import caches
 from support.races import Actor, Memory, bytes_of
+from torch.overrides import TorchFunctionMode
 
 XPU = torch.device("xpu:0")
 ON_HOST = caches.DEVICE == "cpu"

@@ -24,9 +24,6 @@ from typing import Any
 
 import pytest
 import torch
-
-from lmcache_xpu.transfer import gather_scatter_triton, host_copies
-from lmcache_xpu.transfer.devices import KERNELS_READ_HOST_VARIABLE
 from support import caches
 from support.imitation import (
     GPU,
@@ -39,7 +36,10 @@ from support.imitation import (
     Stream,
     real_addresses,
 )
-from support.kernels import INTERPRET
+from support.kernels import INTERPRET, gather_scatter_triton
+
+from lmcache_xpu.transfer import host_copies
+from lmcache_xpu.transfer.devices import KERNELS_READ_HOST_VARIABLE
 
 HERE = pytest.param(None, id="here")
 INTEL = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from support.caches import DEVICE
 
 INTERPRET = {"TRITON_INTERPRET": "1"} if DEVICE == "cpu" else {}
@@ -13,7 +12,9 @@ INTERPRET = {"TRITON_INTERPRET": "1"} if DEVICE == "cpu" else {}
 with pytest.MonkeyPatch.context() as patch:
     for variable, value in INTERPRET.items():
         patch.setenv(variable, value)
-    from lmcache_xpu.transfer.gather_scatter_triton import TritonTransfer as TritonTransfer
+    from lmcache_xpu.transfer import gather_scatter_triton as gather_scatter_triton
+
+TritonTransfer = gather_scatter_triton.TritonTransfer
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 
 import torch
-
-from lmcache_xpu.gpu_connector.in_flight import Overlap
-from lmcache_xpu.transfer.staging import Moved, Stored
 from support import caches
 from support.caches import Spec, bits, build
 from support.connectors import make, memory, slots_of
+
+from lmcache_xpu.gpu_connector.in_flight import Overlap
+from lmcache_xpu.transfer.staging import Moved, Stored
 
 SPANS = STARTS, ENDS = [0, 4, 8], [4, 8, 11]
 LAYERS = 6

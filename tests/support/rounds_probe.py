@@ -14,7 +14,6 @@ import threading
 import time
 
 import psutil
-
 from support.probes import connector_options
 
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", TOKENIZERS_PARALLELISM="false")

@@ -10,10 +10,10 @@ from lmcache.v1.event_manager import EventManager
 from lmcache.v1.memory_management import MemoryFormat
 from lmcache.v1.pin_monitor import PinMonitor
 from lmcache.v1.storage_backend.storage_manager import StorageManager
+from support.storage import CHUNK, SHAPE, TOKENS, content, make_key, make_metadata
 
 from lmcache_xpu.launch.engine_arguments import lmcache_config
 from lmcache_xpu.launch.settings import Settings
-from support.storage import CHUNK, SHAPE, TOKENS, content, make_key, make_metadata
 
 
 class Engine:

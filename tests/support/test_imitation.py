@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from lmcache_xpu.transfer.slots import Rows
 from support.caches import Spec, build, view_of
 from support.imitation import GPU, ON_HOST, XPU, Event, Stream
 from support.intel import INTEL
 from support.intel import machine as machine  # a fixture
 from support.kernels import TritonTransfer
+
+from lmcache_xpu.transfer.slots import Rows
 
 UNPINNED, REGISTERED, PINNED = INTEL
 ON_ONE = pytest.mark.parametrize("machine", [PINNED], indirect=True, ids=str)

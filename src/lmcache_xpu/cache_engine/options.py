@@ -226,8 +226,8 @@ OPTIONS = (
 
 EXTRA = (
     *_served(
-        "launch/test_settings.py; overlap_load, overlap_store, staging_mib, layers_at_once: our "
-        "own",
+        "launch/test_engine_arguments.py; overlap_load, overlap_store, staging_mib, "
+        "layers_at_once: our own",
         "xpu.*",
     ),
     *_served("tiers/disk/test_tier.py", "storage_plugin.*", "disk.*"),
