@@ -7,8 +7,6 @@ proves nothing, so the bytes that an engine of the present code restores are com
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import shutil
 import struct
 import subprocess
@@ -17,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import PASSWORD, Server, needs_server
+from support.scripts import environment, printed
+from support.servers import PASSWORD, Server, needs_server
 
 from lmcache_xpu import versions
 from lmcache_xpu.tiers.disk.chunk_file import HEADER_BYTES, pack_chunk, unpack_chunk
@@ -121,19 +120,15 @@ def hit(version: str, case: str, place: Path, **variables: str) -> dict[str, Any
     if f".vllm{vllm}" not in key:
         pytest.skip(f"stored by another vLLM than {vllm}, which may pack its blocks otherwise")
     shutil.copytree(STORED_BY / version, place, dirs_exist_ok=True)
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("LMCACHE", "VLLM_"))}
-    env.pop("PROMETHEUS_MULTIPROC_DIR", None)
     done = subprocess.run(
         [sys.executable, PROBE, "hit", case],
         cwd=place,
-        env=env | variables,
+        env=environment(**variables),
         capture_output=True,
         text=True,
         timeout=280,
     )
-    if done.returncode:
-        pytest.fail(f"exit {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-6000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return printed(done)
 
 
 def check_hit(version: str, case: str, result: dict[str, Any]) -> None:

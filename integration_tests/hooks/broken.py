@@ -127,12 +127,12 @@ def _(module) -> None:
     module.fingerprint = lambda *_: "same"
 
 
-@breaks("checksum", "disk.chunk_file")
+@breaks("checksum", "tiers.disk.chunk_file")
 def _(module) -> None:
     module.zlib = types.SimpleNamespace(crc32=lambda *_: 0)
 
 
-@breaks("modes", "disk.chunk_file")
+@breaks("modes", "tiers.disk.chunk_file")
 def _(module) -> None:
     write_chunk = module.write_chunk
 
@@ -143,25 +143,25 @@ def _(module) -> None:
     module.write_chunk = readable
 
 
-@breaks("evict", "disk.chunk_store")
+@breaks("evict", "tiers.disk.chunk_store")
 def _(module) -> None:
     module.ChunkStore._make_room = lambda *_: True
 
 
-@breaks("shared", "remote")
+@breaks("shared", "tiers.shared")
 def _(module) -> None:
-    async def none_found(self, keys):
+    async def none_stored(self, keys):
         return 0
 
-    module.RemoteTier._found = none_found
+    module.SharedTier._stored_prefix = none_stored
 
 
-@breaks("away", "remote")
+@breaks("away", "tiers.shared")
 def _(module) -> None:
-    module.RemoteTier._leave_alone = nothing
+    module.SharedTier._leave_alone = nothing
 
 
-@breaks("settings", "settings")
+@breaks("settings", "launch.settings")
 def _(module) -> None:
     module.Settings.load = classmethod(lambda cls, values: cls.model_construct(**values))
 

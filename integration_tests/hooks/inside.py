@@ -68,7 +68,7 @@ def settled() -> bool:
     engine.gpu_connector.overlap.drain()
     tier = engine.storage_manager.storage_backends.get("disk")
     deadline = time.monotonic() + 15
-    while tier is not None and tier._writes._held:
+    while tier is not None and tier._writes.pending:
         if time.monotonic() > deadline:
             return False
         time.sleep(0.01)

@@ -13,7 +13,7 @@ MODULES = (
     "lmcache_xpu.transfer.staging",
     "lmcache_xpu.gpu_connector.registered_cache",
     "lmcache_xpu.tiers.disk.chunk_store",
-    "lmcache_xpu.remote",
+    "lmcache_xpu.tiers.shared",
     "lmcache.v1.storage_backend.storage_manager",
 )
 AWAY_S = 3.0  # a server that failed is left alone; 10 s is long to wait for in a test
@@ -89,7 +89,7 @@ def plant(module) -> None:
         fragile(module.Binding, "memory", "check")
     elif module.__name__ == "lmcache_xpu.tiers.disk.chunk_store":
         module.write_chunk = full_disk(module.write_chunk)
-    elif module.__name__ == "lmcache_xpu.remote":
+    elif module.__name__ == "lmcache_xpu.tiers.shared":
         module.AWAY_S = AWAY_S
     else:
         fragile(module.StorageManager, "batched_get", "get")

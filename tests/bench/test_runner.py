@@ -13,12 +13,13 @@ import torch
 from rich.console import Console
 
 from lmcache_xpu.bench.child import _cause
-from lmcache_xpu.bench.measure import MARK, _digests
+from lmcache_xpu.bench.jobs import MARK, _digests
 from lmcache_xpu.bench.report import Figures, plot, show, write
 from lmcache_xpu.bench.runner import Result, run
 from lmcache_xpu.bench.shapes import SHAPES, shape_named
 from lmcache_xpu.bench.variants import chosen, variants
 from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.launch.engine_arguments import vllm_arguments
 from lmcache_xpu.launch.settings import Settings
 
 SMALL = shape_named("small")
@@ -77,7 +78,7 @@ def test_without_the_plain_engine_there_are_no_limits():
 def test_every_variant_is_made_of_settings(shape):
     for variant in variants(shape):
         settings = Settings.load(variant.values(shape, "model", "cuda", graphs=False))
-        assert ("LMCacheXPUConnector" in " ".join(settings.vllm_args())) == (
+        assert ("LMCacheXPUConnector" in " ".join(vllm_arguments(settings))) == (
             variant.name.startswith("ours")
         )
 

@@ -17,8 +17,9 @@ from lmcache_xpu import doctor
 from lmcache_xpu.doctor import gpu, memory, software, storage
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.kv_connector.patches import Status
+from lmcache_xpu.launch.engine_arguments import engine_variables
 from lmcache_xpu.launch.machine import Machine, TorchFacts
-from lmcache_xpu.launch.serve import preflight
+from lmcache_xpu.launch.preflight import preflight
 from lmcache_xpu.launch.settings import Settings
 from lmcache_xpu.transfer import pool_memory
 from lmcache_xpu.versions import Versions
@@ -212,7 +213,7 @@ def test_the_limit_of_a_container_stops_serve_too(machine, root):
 )
 def test_the_way_of_the_cpu_tier_is_the_rule_of_the_engine(machine, cpu_gib, card_gib, way):
     settings = load(cpu_gib=cpu_gib, device="xpu")
-    environ = settings.environment({})
+    environ = engine_variables(settings, {})
     size, most = int(cpu_gib * GIB), pool_memory.limit(card_gib * GIB)
     assert pool_memory.fits(size, most, environ) == ("pinned allocation each" in way)
     facts = TorchFacts("2.14.0+xpu", (("large", 48 * GIB), ("small", card_gib * GIB)))

@@ -15,7 +15,7 @@ from lmcache_xpu.gpu_connector import registered_cache
 from lmcache_xpu.gpu_connector.in_flight import Overlap
 from lmcache_xpu.gpu_connector.load_pipeline import LayeredLoad
 from lmcache_xpu.gpu_connector.registered_cache import Binding
-from lmcache_xpu.tiers.disk import chunk_file, chunk_store
+from lmcache_xpu.tiers.disk import chunk_directory, chunk_file, chunk_store
 from lmcache_xpu.tiers.disk.chunk_index import ChunkIndex
 from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
 from lmcache_xpu.tiers.disk.lock import DirectoryLock
@@ -288,7 +288,7 @@ def _(read: Any) -> Any:
     return wrong
 
 
-@fault("a scan takes files that were cut", "disk", chunk_store, "scan_chunk")
+@fault("a scan takes files that were cut", "disk", chunk_directory, "scan_chunk")
 def _(_: Any) -> Any:
     def wrong(path: Any) -> Any:
         header = chunk_file._parse(path.read_bytes()[: chunk_file.HEADER_BYTES])
@@ -297,7 +297,7 @@ def _(_: Any) -> Any:
     return wrong
 
 
-@fault("a restart forgets when chunks were used", "disk", chunk_store, "scan_chunk")
+@fault("a restart forgets when chunks were used", "disk", chunk_directory, "scan_chunk")
 def _(scan: Any) -> Any:
     def wrong(path: Any) -> Any:
         found = scan(path)
@@ -337,7 +337,7 @@ def _(_: Any) -> Any:
     return lambda self, key: self._index.remove(key)
 
 
-@fault("a file is named before it is complete", "disk", chunk_store, "_TEMPORARY")
+@fault("a file is named before it is complete", "disk", chunk_directory, "_TEMPORARY")
 def _(_: Any) -> Any:
     return ".lmxkv.part"
 

@@ -15,7 +15,9 @@ from support.scripts import run_script
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch import serve as module
-from lmcache_xpu.launch.serve import command, describe, preflight, resolve_device, serve
+from lmcache_xpu.launch.engine_arguments import engine_variables, vllm_arguments
+from lmcache_xpu.launch.preflight import preflight
+from lmcache_xpu.launch.serve import command, describe, resolve_device, serve
 from lmcache_xpu.launch.settings import Settings
 
 
@@ -62,7 +64,7 @@ def test_on_cuda_it_serves_on_request(installed):
         resolve_device(load())
     settings = resolve_device(load(device="cuda"))
     assert settings.device == "cuda"
-    assert settings.environment()["LMCACHE_XPU_DEVICES"] == "cuda"
+    assert engine_variables(settings)["LMCACHE_XPU_DEVICES"] == "cuda"
 
 
 def test_another_device_than_vllms_is_a_mistake(installed):
@@ -93,7 +95,7 @@ def test_resolving_changes_nothing_else(installed, monkeypatch):
 
 def test_the_command_of_a_vllm_with_and_without_its_metadata(installed, monkeypatch):
     installed(vllm="0.33.0+xpu")
-    args = load().vllm_args()
+    args = vllm_arguments(load())
     assert command(load())[1:] == ["serve", *args]
     assert command(load())[0].endswith("/vllm")
     # Ubuntu's own Python, as in the legacy image.
@@ -170,7 +172,7 @@ def test_a_model_with_states_is_refused_before_vllm_starts(kind: str, tmp_path, 
 CACHED = """
 import json
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.launch.serve import check_layers
+from lmcache_xpu.launch.preflight import check_layers
 try:
     check_layers("org/model")
     refused = None
@@ -231,7 +233,7 @@ def test_a_second_way_to_set_the_same_is_refused(name, free):
 
 
 def test_our_environment_is_not_a_second_way(free):
-    preflight(load(port=free), load().environment())
+    preflight(load(port=free), engine_variables(load()))
 
 
 def test_a_signal_reaches_the_engine_itself(tmp_path, free):
@@ -240,7 +242,8 @@ def test_a_signal_reaches_the_engine_itself(tmp_path, free):
     engine.write_text(f"#!{sys.executable}\nimport os\nprint('engine', os.getpid())\n")
     engine.chmod(0o755)
     program = (
-        "from lmcache_xpu import serve as s; from lmcache_xpu.launch.settings import Settings\n"
+        "from lmcache_xpu.launch import serve as s\n"
+        "from lmcache_xpu.launch.settings import Settings\n"
         f"s.command = lambda settings: [{str(engine)!r}]\n"
         f"s.serve(Settings.load({{'model': 'org/model', 'port': {free}}}))"
     )

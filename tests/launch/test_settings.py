@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.launch.engine_arguments import engine_variables, lmcache_config, vllm_arguments
 from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
+from lmcache_xpu.transfer.staging_ring import STAGING_BYTES
 
 # vLLM and LMCache import parts of other packages that these packages deprecate.
 pytestmark = [
@@ -50,7 +52,7 @@ def test_vllm_reads_every_argument_as_it_was_meant(parser):
         enforce_eager=True,
         extra_args=("--seed", "7"),
     )
-    args = parser.parse_args(settings.vllm_args())
+    args = parser.parse_args(vllm_arguments(settings))
     got = {
         "model": args.model_tag,
         "host": args.host,
@@ -93,7 +95,7 @@ def test_vllm_reads_every_argument_as_it_was_meant(parser):
 
 def test_defaults_leave_the_engines_choices_alone(parser):
     plain = parser.parse_args(["m"])
-    ours = parser.parse_args(load(offload=False).vllm_args())
+    ours = parser.parse_args(vllm_arguments(load(offload=False)))
     decided = {"host", "gpu_memory_utilization", "enable_prefix_caching"}
     changed = {k for k, v in vars(ours).items() if v != getattr(plain, k)}
     assert changed == decided
@@ -101,24 +103,24 @@ def test_defaults_leave_the_engines_choices_alone(parser):
 
 def test_without_offload_there_is_no_connector_and_no_lmcache(parser):
     settings = load(offload=False, disk_path="/d", disk_gib=1)
-    assert parser.parse_args(settings.vllm_args()).kv_transfer_config is None
-    assert settings.lmcache_config() == {}
+    assert parser.parse_args(vllm_arguments(settings)).kv_transfer_config is None
+    assert lmcache_config(settings) == {}
 
 
 def test_one_setting_lets_routers_hear_of_all_tiers(parser):
     settings = load(kv_events="tcp://*:5557")
-    args = parser.parse_args(settings.vllm_args())
+    args = parser.parse_args(vllm_arguments(settings))
     assert args.kv_events_config.enable_kv_cache_events
     assert (args.kv_events_config.publisher, args.kv_events_config.endpoint) == (
         "zmq",
         "tcp://*:5557",
     )
-    assert settings.lmcache_config()["enable_kv_events"] is True
+    assert lmcache_config(settings)["enable_kv_events"] is True
     off = load()
-    assert parser.parse_args(off.vllm_args()).kv_events_config is None
-    assert "enable_kv_events" not in off.lmcache_config()
+    assert parser.parse_args(vllm_arguments(off)).kv_events_config is None
+    assert "enable_kv_events" not in lmcache_config(off)
     without_tiers = load(kv_events="tcp://*:5557", offload=False)
-    assert parser.parse_args(without_tiers.vllm_args()).kv_events_config is not None
+    assert parser.parse_args(vllm_arguments(without_tiers)).kv_events_config is not None
 
 
 def test_the_disk_tier_reaches_lmcache_through_vllms_command_line(parser):
@@ -138,7 +140,7 @@ def test_the_disk_tier_reaches_lmcache_through_vllms_command_line(parser):
         staging_mib=128,
         layers_at_once=4,
     )
-    transfer = parser.parse_args(settings.vllm_args()).kv_transfer_config
+    transfer = parser.parse_args(vllm_arguments(settings)).kv_transfer_config
     assert transfer.kv_connector == "LMCacheXPUConnector"
     assert transfer.kv_connector_module_path == "lmcache_xpu.vllm_connector"
     assert transfer.is_kv_producer
@@ -169,9 +171,14 @@ def test_the_disk_tier_reaches_lmcache_through_vllms_command_line(parser):
     }
 
 
+def test_staging_takes_as_much_with_and_without_the_setting():
+    """Its default stands in the settings and in the data path, which imports no settings."""
+    assert load().staging_mib * 2**20 == STAGING_BYTES
+
+
 def test_the_shared_tier_can_be_with_and_without_a_disk_tier():
-    alone = load(remote_url="redis://cache:6379").lmcache_config()
-    both = load(remote_url="rediss://cache:6379/1", disk_path="/d", disk_gib=1).lmcache_config()
+    alone = lmcache_config(load(remote_url="redis://cache:6379"))
+    both = lmcache_config(load(remote_url="rediss://cache:6379/1", disk_path="/d", disk_gib=1))
     assert "storage_plugins" not in alone
     assert alone["remote_storage_plugins"] == both["remote_storage_plugins"] == ["shared"]
     assert alone["extra_config"]["shared.url"] == "redis://cache:6379"
@@ -194,7 +201,7 @@ def test_the_shared_tier_is_not_for_layerwise():
 
 def test_a_chunk_that_is_lost_is_recomputed(parser):
     """vLLM's default fails the request."""
-    transfer = parser.parse_args(load().vllm_args()).kv_transfer_config
+    transfer = parser.parse_args(vllm_arguments(load())).kv_transfer_config
     assert transfer.kv_load_failure_policy == "recompute"
 
 
@@ -207,16 +214,16 @@ def test_the_hash_is_one_that_vllm_knows():
 
 
 def test_cpu_never_lets_vllm_take_nearly_all_memory(parser):
-    args = parser.parse_args(load(device="cpu").vllm_args())
+    args = parser.parse_args(vllm_arguments(load(device="cpu")))
     assert args.kv_cache_memory_bytes == 4 * 2**30
-    args = parser.parse_args(load(device="cpu", kv_cache_gib=0.25).vllm_args())
+    args = parser.parse_args(vllm_arguments(load(device="cpu", kv_cache_gib=0.25)))
     assert args.kv_cache_memory_bytes == 2**28
 
 
 def test_a_key_is_never_an_argument_and_never_shown():
     settings = load(api_key="s3cret")
-    assert settings.environment()["VLLM_API_KEY"] == "s3cret"
-    assert "s3cret" not in " ".join(settings.vllm_args())
+    assert engine_variables(settings)["VLLM_API_KEY"] == "s3cret"
+    assert "s3cret" not in " ".join(vllm_arguments(settings))
     assert "s3cret" not in repr(settings)
 
 
@@ -224,7 +231,7 @@ def test_the_switches_that_stop_reporting_are_the_ones_both_obey(monkeypatch):
     from lmcache.usage_telemetry import identity
     from vllm import envs
 
-    for name, value in load().environment().items():
+    for name, value in engine_variables(load()).items():
         monkeypatch.setenv(name, value)
     assert envs.VLLM_DO_NOT_TRACK
     checks = [f for n, f in vars(identity).items() if "track" in n.lower() and callable(f)]
@@ -234,8 +241,8 @@ def test_the_switches_that_stop_reporting_are_the_ones_both_obey(monkeypatch):
 
 def test_on_cpu_onednn_keeps_nothing():
     name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
-    assert load(device="cpu").environment()[name] == "0"
-    assert name not in load(device="xpu").environment()
+    assert engine_variables(load(device="cpu"))[name] == "0"
+    assert name not in engine_variables(load(device="xpu"))
 
 
 def test_values_win_over_variables_and_empty_variables_are_unset(monkeypatch):
@@ -307,7 +314,7 @@ def test_a_bad_key_is_not_shown(monkeypatch):
 
 
 def test_the_command_line_is_one_line_of_json_and_plain_words():
-    args = load(disk_path=Path("/d"), disk_gib=1).vllm_args()
+    args = vllm_arguments(load(disk_path=Path("/d"), disk_gib=1))
     transfer = json.loads(args[args.index("--kv-transfer-config") + 1])
     assert transfer["kv_connector_extra_config"]["lmcache.extra_config"]["disk.gib"] == 1.0
     assert "\n" not in " ".join(args)
@@ -317,8 +324,8 @@ def test_the_allocator_of_an_intel_gpu_is_told_to_pin_no_more_than_it_is_asked_f
     """What is set already is kept, and added to."""
     name, ours = "PYTORCH_ALLOC_CONF", "pinned_max_cached_size_mb:1024"
     monkeypatch.setenv(name, "expandable_segments:True")
-    assert load(device="xpu").environment()[name] == f"expandable_segments:True,{ours}"
-    assert load(device="xpu").environment({})[name] == ours
-    assert name not in load(device="xpu").environment({name: "pinned_max_cached_size_mb:64"})
-    assert name not in load(device="xpu", offload=False).environment({})
-    assert name not in load(device="cpu").environment({})
+    assert engine_variables(load(device="xpu"))[name] == f"expandable_segments:True,{ours}"
+    assert engine_variables(load(device="xpu"), {})[name] == ours
+    assert name not in engine_variables(load(device="xpu"), {name: "pinned_max_cached_size_mb:64"})
+    assert name not in engine_variables(load(device="xpu", offload=False), {})
+    assert name not in engine_variables(load(device="cpu"), {})

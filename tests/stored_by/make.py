@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from probe import CASES
 from safetensors.torch import save_file
-from servers import PASSWORD, Server
+from support.servers import PASSWORD, Server
 
 HERE = Path(__file__).parent
 HIDDEN, LAYERS, VOCABULARY = 32, 3, 128  # one head, the smallest that vLLM's CPU attention knows

@@ -13,11 +13,12 @@ import json
 import os
 import random
 import sys
-import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from support import newer_runner
+from support.probes import end_with
 
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine in this process: faults can be planted
@@ -88,6 +89,7 @@ class Engine:
         from vllm import LLM
 
         from lmcache_xpu.cache_engine import health
+        from lmcache_xpu.launch.engine_arguments import engine_variables, vllm_arguments
         from lmcache_xpu.launch.settings import Settings
 
         if mode == "layerwise":  # the memory of a pool that is too large to be pinned
@@ -104,8 +106,8 @@ class Engine:
                 "save_decode": True,  # a preempted request's hit reaches into its answer
             }
         )
-        args = settings.vllm_args()
-        os.environ.update(settings.environment())
+        args = vllm_arguments(settings)
+        os.environ.update(engine_variables(settings))
         transfer = json.loads(args[args.index("--kv-transfer-config") + 1])
         transfer["kv_connector_extra_config"] |= lmcache or {}
         usual = {
@@ -142,6 +144,12 @@ class Engine:
     def counter(self, name: str) -> int:
         named = {metric.name: metric for metric in self.llm.get_metrics()}
         return named[f"vllm:{name}"].value
+
+    def close_after(self, look: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+        """Return what a function finds with this engine and arguments, and shut the engine down."""
+        result = look(self, *args)
+        self.llm.llm_engine.engine_core.shutdown()
+        return result
 
     def external_hits(self) -> int:
         return self.counter("external_prefix_cache_hits")
@@ -369,17 +377,7 @@ if __name__ == "__main__":
     step, model, disk, reference, mode, runner = sys.argv[1:]
     if runner == "newer":
         newer_runner.use()
-    if step == "broken":
+    if step == "broken":  # which is to end by itself
         Engine(model, "/dev/null/no-directory", mode)
-    engine = Engine(model, disk, mode)
-    status = 1
-    try:
-        result = {"store": store, "restart": restart}[step](engine, Path(reference))
-        engine.llm.llm_engine.engine_core.shutdown()
-        print("\n" + json.dumps(result), flush=True)
-        status = 0
-    except Exception:  # whatever it is: the same threads would keep a failed process
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(status)  # LMCache leaves threads behind that would keep the interpreter waiting
+    probe = {"store": store, "restart": restart}[step]
+    end_with(lambda: Engine(model, disk, mode).close_after(probe, Path(reference)))

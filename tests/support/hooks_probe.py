@@ -12,11 +12,11 @@ import os
 import sys
 import threading
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
 from support.engine_probe import BLOCK, CHUNK, counts, digests, prompt, restored, zero
+from support.probes import end_with
 
 LONG, OTHER, LAST = 4 * CHUNK + 77, 3 * CHUNK + BLOCK + 5, 2 * CHUNK + 9
 POOL_GIB = 0.012  # 12 chunks: fewer than what is stored
@@ -38,6 +38,7 @@ def counted(worker: Any = None) -> dict[str, float]:
 
 
 def transfer_config(order: str, directory: Path) -> dict[str, Any]:
+    from lmcache_xpu.launch.engine_arguments import engine_variables, vllm_arguments
     from lmcache_xpu.launch.settings import Settings
 
     settings = Settings.load(
@@ -50,8 +51,8 @@ def transfer_config(order: str, directory: Path) -> dict[str, Any]:
             "kv_events": f"ipc://{directory}/events",
         }
     )
-    args = settings.vllm_args()
-    os.environ.update(settings.environment())
+    args = vllm_arguments(settings)
+    os.environ.update(engine_variables(settings))
     ours = json.loads(args[args.index("--kv-transfer-config") + 1])
     events = json.loads(args[args.index("--kv-events-config") + 1])
     if order == "alone":
@@ -240,13 +241,4 @@ if __name__ == "__main__":
     order, model, directory = sys.argv[1:]
     # Alone, the engine is in another process, as behind an API server.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(order == "alone"))
-    status = 1
-    try:
-        result = run(order, model, Path(directory))
-        print("\n" + json.dumps(result), flush=True)
-        status = 0
-    except Exception:  # whatever it is: LMCache's threads would keep a failed process
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
+    end_with(lambda: run(order, model, Path(directory)))

@@ -7,12 +7,11 @@ JSON object of vLLM's. Prompts are computed, forgotten, and hit; prints a JSON o
 from __future__ import annotations
 
 import json
-import os
 import sys
-import traceback
 from typing import Any
 
 from support.engine_probe import CHUNK, LENGTHS, Engine, digests, prompt, restored
+from support.probes import end_with
 
 LONGEST = 4096
 
@@ -75,21 +74,15 @@ def without_waiting(engine: Engine) -> dict[str, Any]:
         Connector.wait_for_layer_load = wait
 
 
+def probe(engine: Engine, case: str) -> dict[str, Any]:
+    prompts = hits(engine, case)
+    drafting = engine.llm.llm_engine.vllm_config.speculative_config is not None
+    drafted = engine.counter("spec_decode_num_draft_tokens") if drafting else 0
+    return {"prompts": prompts, "drafted": drafted}
+
+
 if __name__ == "__main__":
     case, model, disk, mode, options = sys.argv[1:]
-    status = 1
-    try:
-        # Four layers at once of eight: a drafter's come alone.
-        engine = Engine(model, disk, mode, layers_at_once=4, **json.loads(options))
-        prompts = hits(engine, case)
-        drafting = engine.llm.llm_engine.vllm_config.speculative_config is not None
-        drafted = engine.counter("spec_decode_num_draft_tokens") if drafting else 0
-        result = {"prompts": prompts, "drafted": drafted}
-        engine.llm.llm_engine.engine_core.shutdown()
-        print("\n" + json.dumps(result), flush=True)
-        status = 0
-    except Exception:  # whatever it is: the same threads would keep a failed process
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(status)  # LMCache leaves threads behind that would keep the interpreter waiting
+    # Four layers at once of eight: a drafter's come alone.
+    settings = {"layers_at_once": 4, **json.loads(options)}
+    end_with(lambda: Engine(model, disk, mode, **settings).close_after(probe, case))

@@ -6,13 +6,11 @@ Run by engine/test_options.py, with the arguments MODEL DISK MODE.
 from __future__ import annotations
 
 import gc
-import json
-import os
 import sys
 import time
-import traceback
 
 from support.engine_probe import CHUNK, Engine, prompt, restored
+from support.probes import end_with
 
 OPTIONS = {
     "lmcache.max_local_cpu_size": 0.02,  # ten chunks: of five prompts some are on disk alone
@@ -37,7 +35,7 @@ def settle(worker):
     connector = get_kv_transfer_group()
     connector._overlap.drain()
     manager = connector._lmcache_engine.lmcache_engine.storage_manager
-    while manager.storage_backends["disk"]._writes._held:
+    while manager.storage_backends["disk"]._writes.pending:
         time.sleep(0.005)
 
 
@@ -94,15 +92,5 @@ def look(engine: Engine) -> dict:
 if __name__ == "__main__":
     model, disk, mode = sys.argv[1:]
     policy = {"lmcache.cache_policy": "LFU" if mode == "standard" else "LRU"}
-    engine = Engine(model, disk, mode, lmcache=OPTIONS | policy, scheduling_policy="priority")
-    status = 1
-    try:
-        result = look(engine)
-        engine.llm.llm_engine.engine_core.shutdown()
-        print("\n" + json.dumps(result), flush=True)
-        status = 0
-    except Exception:  # whatever it is: threads of LMCache would keep a failed process
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
+    settings = {"lmcache": OPTIONS | policy, "scheduling_policy": "priority"}
+    end_with(lambda: Engine(model, disk, mode, **settings).close_after(look))

@@ -6,13 +6,11 @@ directory first on PYTHONPATH. Prints a JSON object last.
 
 from __future__ import annotations
 
-import json
-import os
 import sys
-import traceback
 from importlib import import_module, metadata
 
 from support.engine_probe import LENGTHS, Engine, hit, prompt
+from support.probes import end_with
 
 MODULES = ("google.protobuf", "grpc", "numpy", "opentelemetry.sdk.trace", "prometheus_client")
 
@@ -27,17 +25,14 @@ def hits(engine: Engine) -> dict:
     return found
 
 
+def look(model: str, disk: str, packages: list[str]) -> dict:
+    return {
+        "hits": hits(Engine(model, disk, "standard")),
+        "from": [import_module(name).__file__ for name in MODULES],
+        "versions": {name: metadata.version(name) for name in packages},
+    }
+
+
 if __name__ == "__main__":
     model, disk, *packages = sys.argv[1:]
-    status = 1
-    try:
-        result = {"hits": hits(Engine(model, disk, "standard"))}
-        result["from"] = [import_module(name).__file__ for name in MODULES]
-        result["versions"] = {name: metadata.version(name) for name in packages}
-        print("\n" + json.dumps(result), flush=True)
-        status = 0
-    except Exception:  # whatever it is: LMCache's threads would keep a failed process
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
+    end_with(lambda: look(model, disk, packages))

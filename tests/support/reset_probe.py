@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +18,7 @@ if sys.argv[1:2] == ["ranks"]:
     os.environ.update(VLLM_CPU_OMP_THREADS_BIND="0|1", OMP_NUM_THREADS="1")
 
 from support.engine_probe import CHUNK, Engine, prompt
+from support.probes import end_with
 
 LENGTHS = {"stored": 4 * CHUNK + 77, "poison": 3 * CHUNK + 50, "running": 4 * CHUNK + 5}
 CROWD = 28  # more than the engine's cache holds, of two ranks too
@@ -49,7 +49,7 @@ def leave_disk(worker):
 
     connector = get_kv_transfer_group()
     tiers = connector._lmcache_engine.lmcache_engine.storage_manager.storage_backends
-    for name in list(tiers["disk"]._writes._held):
+    for name in list(tiers["disk"]._writes.pending):
         tiers["disk"]._writes.settle(name)
     memory = tiers["LocalCPUBackend"]
     memory.batched_remove(memory.get_keys())
@@ -254,15 +254,5 @@ def ranks(engine: Engine, reference: Path) -> dict:
 if __name__ == "__main__":
     step, model, disk, where, mode = sys.argv[1:]
     options = {"tensor_parallel_size": 2} if step == "ranks" else {}
-    engine = Engine(model, disk, mode, **options)
-    status = 1
-    try:
-        result = {"reset": reset, "restart": restart, "ranks": ranks}[step](engine, Path(where))
-        engine.llm.llm_engine.engine_core.shutdown()
-        print("\n" + json.dumps(result), flush=True)
-        status = 0
-    except Exception:  # whatever it is: the same threads would keep a failed process
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(status)  # LMCache leaves threads behind that would keep the interpreter waiting
+    probe = {"reset": reset, "restart": restart, "ranks": ranks}[step]
+    end_with(lambda: Engine(model, disk, mode, **options).close_after(probe, Path(where)))

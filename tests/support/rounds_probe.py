@@ -24,6 +24,7 @@ CPU_GIB = 0.25
 def engine(model: str, disk: str, *, layerwise: bool):
     from vllm import LLM
 
+    from lmcache_xpu.launch.engine_arguments import engine_variables, vllm_arguments
     from lmcache_xpu.launch.settings import Settings
 
     settings = Settings.load(
@@ -36,8 +37,8 @@ def engine(model: str, disk: str, *, layerwise: bool):
             "layerwise": layerwise,
         }
     )
-    args = settings.vllm_args()
-    os.environ.update(settings.environment())
+    args = vllm_arguments(settings)
+    os.environ.update(engine_variables(settings))
     return LLM(
         model,
         dtype="float32",

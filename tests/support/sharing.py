@@ -11,7 +11,8 @@ from lmcache.v1.memory_management import MemoryFormat
 from lmcache.v1.pin_monitor import PinMonitor
 from lmcache.v1.storage_backend.storage_manager import StorageManager
 
-from lmcache_xpu.launch import settings
+from lmcache_xpu.launch.engine_arguments import lmcache_config
+from lmcache_xpu.launch.settings import Settings
 from support.storage import CHUNK, SHAPE, TOKENS, content, make_key, make_metadata
 
 
@@ -19,10 +20,10 @@ class Engine:
     """What LMCacheEngine does with its storage, on a real StorageManager."""
 
     def __init__(self, port, pool_chunks=64, metadata=None):
-        chosen = settings.Settings.load(
+        settings = Settings.load(
             {"model": "m", "chunk_tokens": TOKENS, "remote_url": f"redis://127.0.0.1:{port}"}
         )
-        config = LMCacheEngineConfig.from_defaults(**chosen.lmcache_config())
+        config = LMCacheEngineConfig.from_defaults(**lmcache_config(settings))
         config.max_local_cpu_size = pool_chunks * CHUNK / 2**30
         PinMonitor.GetOrCreate(config)
         self.manager = StorageManager(config, metadata or make_metadata(), EventManager())

@@ -11,7 +11,8 @@ from prometheus_client import REGISTRY
 from support.servers import PASSWORD, needs_server
 from support.storage import CHUNK, TOKENS, content, make_metadata
 
-from lmcache_xpu.launch import settings
+from lmcache_xpu.launch.engine_arguments import engine_variables, vllm_arguments
+from lmcache_xpu.launch.settings import Settings
 from lmcache_xpu.tiers import shared
 
 pytestmark = needs_server
@@ -125,6 +126,6 @@ def test_a_wrong_password_is_said_and_not_shown(engine, monkeypatch, caplog):
 
 
 def test_the_password_is_the_setting_of_that_name():
-    chosen = settings.Settings.load({"model": "m", "remote_password": PASSWORD})
-    assert chosen.environment()[shared.PASSWORD_VARIABLE] == PASSWORD
-    assert PASSWORD not in " ".join(chosen.vllm_args())
+    settings = Settings.load({"model": "m", "remote_password": PASSWORD})
+    assert engine_variables(settings)[shared.PASSWORD_VARIABLE] == PASSWORD
+    assert PASSWORD not in " ".join(vllm_arguments(settings))

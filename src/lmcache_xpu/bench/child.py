@@ -12,7 +12,7 @@ from collections import deque
 from contextlib import suppress
 from typing import Any, Self
 
-from lmcache_xpu.bench.measure import MARK
+from lmcache_xpu.bench.jobs import MARK
 from lmcache_xpu.bench.shapes import Shape
 from lmcache_xpu.bench.variants import Variant
 
@@ -52,7 +52,7 @@ class Child:
         self._timeout_s = timeout_s
         values = json.dumps(variant.values(shape, model, device, graphs=graphs))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "lmcache_xpu.bench.measure", values],
+            [sys.executable, "-m", "lmcache_xpu.bench.jobs", values],
             env={**os.environ, **COMMON, **variant.variables(shape, device)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -67,7 +67,7 @@ class Child:
         self._started = False
 
     def ask(self, job: dict[str, Any]) -> dict[str, Any] | None:
-        """What it answers; None if it failed, now or before. See `measure.answer`."""
+        """What it answers; None if it failed, now or before. See `jobs.answer`."""
         if not self._started:
             self._started = self._answer() is not None
         if self.error is not None:

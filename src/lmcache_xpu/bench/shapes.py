@@ -30,7 +30,7 @@ class Row:
     Args:
         name: for readers.
         tokens: that are cached, of all prompts.
-        job: see `measure.answer`.
+        job: see `jobs.answer`.
     """
 
     name: str

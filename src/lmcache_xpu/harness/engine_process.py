@@ -19,13 +19,8 @@ from typing import IO, Self
 import httpx
 
 from lmcache_xpu.errors import EngineError
-from lmcache_xpu.launch.serve import (
-    METRICS_VARIABLE,
-    command,
-    environment,
-    preflight,
-    resolve_device,
-)
+from lmcache_xpu.launch.preflight import preflight
+from lmcache_xpu.launch.serve import METRICS_VARIABLE, command, environment, resolve_device
 from lmcache_xpu.launch.settings import Settings
 
 __all__ = ["EngineProcess", "free_port"]

@@ -1,6 +1,6 @@
 """Connector throughput on an accelerator, beside the raw pinned copy, in one run.
 
-    python measurements/device.py [--gib 1] [--json FILE]
+    python measurements/device_connectors.py [--gib 1] [--json FILE]
 
 Moves one request between a paged KV cache on the device and pinned host memory: our standard and
 layerwise connectors on every layout; per-layer loops of index_select and index_copy, as the first
@@ -218,7 +218,7 @@ def main(
 ) -> None:
     """Measure every case on the accelerator of this machine and print tables."""
     if DEVICE == "cpu":
-        raise typer.BadParameter("PyTorch sees no accelerator here; use measurements/connector.py")
+        raise typer.BadParameter("PyTorch sees no accelerator: use measurements/cpu_connectors.py")
     with contextlib.suppress(ImportError):  # an engine has loaded vLLM's operations
         import vllm._custom_ops  # noqa: F401  # for what it loads
     console = Console(width=150)

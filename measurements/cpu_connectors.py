@@ -1,6 +1,6 @@
 """Connector throughput on CPU, beside a plain copy of the same bytes in the same run.
 
-    python measurements/connector.py [--gib 1] [--json FILE]
+    python measurements/cpu_connectors.py [--gib 1] [--json FILE]
 
 Each layout stores and loads the chunks of a request whose blocks are scattered over the paged
 KV cache. The plain copy moves as many bytes between two contiguous pieces of memory. The figure

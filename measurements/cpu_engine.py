@@ -1,6 +1,6 @@
 """End to end on CPU: time to first token by where a prompt's KV cache came from.
 
-    python measurements/engine.py [--prompts 7] [--json FILE]
+    python measurements/cpu_engine.py [--prompts 7] [--json FILE]
 
 A real `vllm serve` on CPU with the demo's model, asked over HTTP. Prompts have 15 chunks and a
 few tokens, or 4,000 tokens: what a hit leaves to compute. The engine's own KV cache holds two

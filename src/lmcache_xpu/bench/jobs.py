@@ -1,6 +1,6 @@
 """One engine in this process, that does what its parent process asks for.
 
-    python -m lmcache_xpu.bench.measure VALUES
+    python -m lmcache_xpu.bench.jobs VALUES
 
 VALUES is a JSON object for `Settings.load`. Jobs are lines of JSON on the standard input (see
 `answer`). Answers are lines that begin with `MARK`, each a JSON object; everything else is the
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from lmcache_xpu.bench.shapes import Turn
+from lmcache_xpu.launch.engine_arguments import engine_variables, vllm_arguments
 from lmcache_xpu.launch.settings import Settings
 
 MARK = "BENCH "
@@ -46,7 +47,7 @@ class Engine:
 
         parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
         # What is left over is for the server.
-        args, _ = parser.parse_known_args(["--model", *settings.vllm_args()])
+        args, _ = parser.parse_known_args(["--model", *vllm_arguments(settings)])
         self._llm = LLM.from_engine_args(EngineArgs.from_cli_args(args))
         if settings.device != "cpu":
             # As vLLM itself has it (0.32; 0.26 did not). Threads that wait for torch's next
@@ -231,7 +232,7 @@ def answer(engine: Engine, job: dict[str, Any], *, tier: bool) -> dict[str, Any]
 def main() -> None:
     """See the module."""
     settings = Settings.load(json.loads(sys.argv[1]))
-    os.environ.update(settings.environment())
+    os.environ.update(engine_variables(settings))
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine in this process: its cache is looked at
         VLLM_ALLOW_INSECURE_SERIALIZATION="1",

@@ -1,6 +1,6 @@
 """Store and load GB/s of three disk tiers in LMCache's own storage manager.
 
-    python measurements/disk_tier.py --directory /path/on/the/disk
+    python measurements/disk_tiers.py --directory /path/on/the/disk
 
 Store is from `batched_put` until the last write has ended; load is `batched_get` of all chunks.
 "warm" reads what was just written, from the page cache; "cold" first writes it out and drops it
