@@ -29,7 +29,7 @@ def reraise(*_, **__) -> None:
     raise
 
 
-@breaks("blocks", "transfer")
+@breaks("blocks", "transfer.gather_scatter")
 def _(module) -> None:
     scatter = module.TorchTransfer.scatter
 
@@ -43,14 +43,14 @@ def _(module) -> None:
     module.TorchTransfer.scatter = one_left_out
 
 
-@breaks("guard", "guards")
+@breaks("guard", "cache_engine.engine")
 def _(module) -> None:
     module.Guard._lost = reraise
     module.Guard._best_tier = reraise
     module._complain = reraise
 
 
-@breaks("report", "guards")
+@breaks("report", "cache_engine.engine")
 def _(module) -> None:
     collect = module.Guard._collect
 
@@ -61,7 +61,7 @@ def _(module) -> None:
     module.Guard._collect = forgotten
 
 
-@breaks("withhold", "guards")
+@breaks("withhold", "cache_engine.engine")
 def _(module) -> None:
     module.Guard.withhold = nothing
 
@@ -82,12 +82,12 @@ def _(module) -> None:
     module.Flow.moved = half
 
 
-@breaks("salt", "isolation")
+@breaks("salt", "cache_engine.cache_salt")
 def _(module) -> None:
     module.salt_of = lambda request: ""
 
 
-@breaks("computed", "isolation")
+@breaks("computed", "cache_engine.cache_salt")
 def _(module) -> None:
     admit = module.Isolation.admit
 
@@ -98,17 +98,17 @@ def _(module) -> None:
     module.Isolation.admit = forgetful
 
 
-@breaks("finished", "isolation")
+@breaks("finished", "cache_engine.cache_salt")
 def _(module) -> None:
     module.Isolation.finished = nothing
 
 
-@breaks("reset", "vllm_connector")
+@breaks("reset", "kv_connector.connector")
 def _(module) -> None:
     module.LMCacheXPUConnector.reset_cache = nothing
 
 
-@breaks("references", "binding")
+@breaks("references", "gpu_connector.registered_cache")
 def _(module) -> None:
     memory = module.Binding.memory
 
@@ -122,7 +122,7 @@ def _(module) -> None:
     module.Binding.memory = kept
 
 
-@breaks("weights", "weights")
+@breaks("weights", "cache_engine.model_fingerprint")
 def _(module) -> None:
     module.fingerprint = lambda *_: "same"
 
