@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from engine import CHUNK, Engine
+from hits import CPU_CHUNKS, fill, hit
 from leftovers import CLEAN, fallbacks, leaks
 from prompts import tokens, whole
-from test_2_tiers import CPU_CHUNKS, fill, hit
 
 from lmcache_xpu.tiers.disk import chunk_file
 

@@ -21,10 +21,10 @@ import pytest
 import torch
 from breaks import SETTINGS
 from engine import CHUNK, Engine
+from hits import hit
 from prompts import tokens, whole
 from safetensors.torch import save_file
 from stack import SMALL, Kept, Stack
-from test_2_tiers import hit
 
 from lmcache_xpu.errors import EngineError
 from lmcache_xpu.harness.random_model import EXACT, make_model

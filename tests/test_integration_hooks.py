@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
+
+from support.scripts import environment
 
 HOOKS = Path(__file__).parent.parent / "integration_tests" / "hooks"
 
@@ -34,7 +35,7 @@ print(len(planted.MODULES), len(broken.WAYS))
 def test_hooks_replace_what_is_there(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, "-c", PROBE],
-        env={**os.environ, "PYTHONPATH": str(HOOKS), "HOOKS_DIRECTORY": str(tmp_path)},
+        env=environment(first=(HOOKS,), HOOKS_DIRECTORY=str(tmp_path)),
         capture_output=True,
         text=True,
         timeout=240,

@@ -13,9 +13,9 @@ import oracle
 import torch
 from host import Arena
 from hypothesis import strategies as st
-from kernels import INTERPRET, TritonTransfer
 from layouts import FORMS, Cache, Layout, layouts
 from lmcache.v1.memory_management import MemoryFormat
+from support.kernels import INTERPRET, TritonTransfer
 
 from lmcache_xpu.errors import TransferError
 from lmcache_xpu.gpu_connector import registered_cache

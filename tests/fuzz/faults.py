@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from kernels import TritonTransfer
+from support.kernels import TritonTransfer
 
 from lmcache_xpu.gpu_connector import registered_cache
 from lmcache_xpu.gpu_connector.in_flight import Overlap
