@@ -14,7 +14,7 @@ from intel import machine as machine  # a fixture
 from test_connector import make, memory, slots_of
 
 from lmcache_xpu.gpu_connector import in_flight, load_pipeline, registered_cache
-from lmcache_xpu.gpu_connector.in_flight import Overlap
+from lmcache_xpu.gpu_connector.in_flight import InFlight, Phase
 from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
 from lmcache_xpu.gpu_connector.load_pipeline import layer_cuts
 from lmcache_xpu.transfer.staging import Moved, Stager
@@ -73,9 +73,11 @@ class Case:
         self.call = {"starts": STARTS, "ends": ENDS, "slot_mapping": self.slots}
         connector.batched_from_gpu(self.objs, kvcaches=self.source.engine, **self.call)
         self.connector = make(self.target, **options)
-        self.overlap = self.connector.overlap = Overlap(block_tokens=4)
+        self.overlap = self.connector.overlap = InFlight(block_tokens=4)
 
     def load(self) -> None:
+        if self.overlap.phase is Phase.IDLE:
+            self.overlap.begin_step(frozenset())
         self.connector.batched_to_gpu(self.objs, kvcaches=self.target.engine, **self.call)
 
     def there(self, layer: int) -> bool:
@@ -178,6 +180,7 @@ def test_what_is_under_way_leaves_less_room(monkeypatch):
     first = item.load._moved[0] = Moved(Point(True), Point())
     assert item.load.bytes_under_way() == size
     monkeypatch.setattr(in_flight, "AHEAD_BYTES", size)
+    case.overlap.before_layer(0)
     case.overlap.after_layer(0)
     assert item.load.enqueued == 1
     first.done.reach()
@@ -235,6 +238,7 @@ class LayerwiseCase(Case):
 
     def steps(self):
         """LMCache's way through a load, told by the engine of each layer."""
+        self.overlap.begin_step(frozenset())
         steps = self.connector.batched_to_gpu(kvcaches=self.target.engine, **self.call)
         next(steps)
         steps.send(self.layers[0])
@@ -302,7 +306,7 @@ def test_loads_of_several_requests_share_a_step():
 @MACHINES
 def test_switched_off_a_load_is_whole_when_it_returns():
     case = Case()
-    case.connector.overlap = Overlap(block_tokens=4, loads=False, stores=False)
+    case.connector.overlap = InFlight(block_tokens=4, loads=False, stores=False)
     case.load()
     assert all(case.there(layer) for layer in range(LAYERS))
     assert case.held == {1}
@@ -322,6 +326,7 @@ def test_a_load_that_fails_half_way_is_reported_and_waited_for():
         raise RuntimeError("half-way")
 
     stager.load = broken
+    case.overlap.before_layer(0)
     case.overlap.after_layer(0)
     case.overlap.before_layer(1)
     (missed,) = case.overlap.end_step()

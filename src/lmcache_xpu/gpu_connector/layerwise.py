@@ -60,7 +60,7 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
         """Load a request layer by layer; yields `len(groups) + 2` times.
 
         A layer's copy overlaps what the engine computes of the layers before it. Its stream waits
-        for a layer with the next step, or with `overlap.loads` when `Overlap` hears of it. Host
+        for a layer with the next step, or with `overlap.loads` when `InFlight` hears of it. Host
         memory is held until its copies are done, also when the generator is closed half-way. A
         layer that has fewer objects than chunks ends the load there: the slots from the first
         missing chunk on go to `failed_slots`.
@@ -144,7 +144,7 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
 
         Each step enqueues one layer behind what the engine has enqueued, and returns when the
         layer before is complete on the host, because LMCache publishes that one next. With
-        `overlap.stores` it returns at once, and `Overlap.publish` waits instead.
+        `overlap.stores` it returns at once, and `InFlight.publish` waits instead.
 
         Args:
             memory_objs: `[layer][chunk]`.

@@ -15,7 +15,7 @@ from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 from lmcache.v1.metadata import LMCacheMetadata
 
-from lmcache_xpu.gpu_connector.in_flight import Overlap
+from lmcache_xpu.gpu_connector.in_flight import InFlight
 from lmcache_xpu.gpu_connector.load_pipeline import LayeredLoad
 from lmcache_xpu.gpu_connector.registered_cache import Binding, Bound, ConnectorOptions, Request
 from lmcache_xpu.metrics import LOAD_CPU, STORE_CPU, Flow
@@ -46,7 +46,7 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
         self.hidden_dim_size = hidden_dim_size
         self.num_layers = num_layers
         self.use_mla = options.use_mla
-        self.overlap: Overlap | None = None  # set by who tells the connector of the engine's steps
+        self.overlap: InFlight | None = None  # set by who tells the connector of the engine's steps
         self.failed_slots: list[torch.Tensor] = []  # of loads that ended early; for vLLM
         self._binding = Binding(
             hidden_dim_size, num_layers, options, self.FORMAT, layerwise=self.LAYERWISE
@@ -108,11 +108,11 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
         self._binding.bind(None).stager.pin(pool)
 
     @property
-    def _loads_beside(self) -> Overlap | None:
+    def _loads_beside(self) -> InFlight | None:
         return self.overlap if self.overlap is not None and self.overlap.loads else None
 
     @property
-    def _stores_beside(self) -> Overlap | None:
+    def _stores_beside(self) -> InFlight | None:
         return self.overlap if self.overlap is not None and self.overlap.stores else None
 
     def _cuts(self, bound: Bound, starts: Sequence[int], ends: Sequence[int]) -> list[int]:
@@ -218,7 +218,7 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
         """Store chunks from the engine's KV cache; complete on the host when this returns.
 
         With `overlap.stores` this returns at once, and LMCache's objects are complete when
-        `Overlap.publish` lets them go.
+        `InFlight.publish` lets them go.
 
         Arguments and errors as for `batched_to_gpu`. Tokens with negative slots leave their
         part of the host memory as it is.
