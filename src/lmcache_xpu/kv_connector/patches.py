@@ -33,7 +33,7 @@ from lmcache_xpu.transfer.plan import layers_of
 
 if TYPE_CHECKING:
     from lmcache_xpu.cache_engine.kv_cache_facts import EngineFacts
-    from lmcache_xpu.gpu_connector.in_flight import Overlap
+    from lmcache_xpu.gpu_connector.in_flight import InFlight
 
 STANDARD = "lmcache_xpu.gpu_connector.standard.VLLMPagedMemXPUConnectorV2"
 LAYERWISE = "lmcache_xpu.gpu_connector.layerwise.VLLMPagedMemLayerwiseXPUConnector"
@@ -122,7 +122,7 @@ def _options(config: Any, metadata: Any) -> dict[str, Any]:
     return found
 
 
-def publish_when_complete(manager: Any, overlap: Overlap) -> None:
+def publish_when_complete(manager: Any, overlap: InFlight) -> None:
     """Let LMCache's storage manager take over stored chunks only when they are complete.
 
     LMCache publishes as soon as the connector returns; its tiers would read what is being written.
