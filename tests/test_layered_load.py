@@ -317,7 +317,7 @@ def test_a_load_that_fails_half_way_is_reported_and_waited_for():
     """A part of a cut may be on its way: its blocks and its memory are not given to others."""
     case = Case()
     case.load()
-    stager = case.connector._binding._bound.stager
+    stager = case.connector._registration.register(None).stager
     fence, real = Moved(Point(), Point()), stager.load
     stager.fence = lambda: fence
 
@@ -362,6 +362,6 @@ def test_a_drafter_s_layer_that_can_t_be_loaded_is_reported():
     def broken(*args, **given):
         raise RuntimeError("planted")
 
-    case.connector._binding._bound.stager.load = broken
+    case.connector._registration.register(None).stager.load = broken
     (missed,) = case.overlap.end_step()
     assert torch.equal(missed, case.slots)

@@ -78,7 +78,7 @@ def test_what_needs_copies_waits_for_the_step(monkeypatch):
     monkeypatch.setattr(registered_cache, "Stager", functools.partial(Stager, in_place=False))
     one, other = (Case(staging_bytes=SMALLEST_STAGING_BYTES) for _ in range(2))
     for case in (one, other):  # kernels that reach host memory would need no copies
-        case.connector._binding.bind(case.target.engine).stager._direct = None
+        case.connector._registration.register(case.target.engine).stager._direct = None
         begun(case, one.overlap)
     assert (layers_there(one), layers_there(other)) == (0, 0)
     one.overlap.begin_step(LOADED, 2048)

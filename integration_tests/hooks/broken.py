@@ -108,18 +108,18 @@ def _(module) -> None:
     module.LMCacheXPUConnector.reset_cache = nothing
 
 
-@breaks("references", "binding")
+@breaks("references", "gpu_connector.registered_cache")
 def _(module) -> None:
-    memory = module.Binding.memory
+    memory = module.RegisteredCache.memory
 
     @functools.wraps(memory)
-    def kept(self, bound, memory_objs, *args, **kwargs):
+    def kept(self, memory_objs, *args, **kwargs):
         if kwargs["loading"]:
             for obj in memory_objs:
                 obj.ref_count_up()
-        return memory(self, bound, memory_objs, *args, **kwargs)
+        return memory(self, memory_objs, *args, **kwargs)
 
-    module.Binding.memory = kept
+    module.RegisteredCache.memory = kept
 
 
 @breaks("weights", "weights")

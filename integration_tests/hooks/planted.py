@@ -85,8 +85,8 @@ def plant(module) -> None:
             fragile(module.Stager, name, f"before {name}")
             fragile(module.Stager, name, f"after {name}", after=True)
     elif module.__name__ == "lmcache_xpu.gpu_connector.registered_cache":
-        fragile(module.Binding, "plan", "plan")
-        fragile(module.Binding, "memory", "check")
+        fragile(module.RegisteredCache, "plan", "plan")
+        fragile(module.RegisteredCache, "memory", "check")
     elif module.__name__ == "lmcache_xpu.tiers.disk.chunk_store":
         module.write_chunk = full_disk(module.write_chunk)
     elif module.__name__ == "lmcache_xpu.remote":

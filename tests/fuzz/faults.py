@@ -15,7 +15,7 @@ from lmcache_xpu.gpu_connector import registered_cache
 from lmcache_xpu.gpu_connector.finisher import Finisher
 from lmcache_xpu.gpu_connector.in_flight import InFlight
 from lmcache_xpu.gpu_connector.load_pipeline import LayeredLoad
-from lmcache_xpu.gpu_connector.registered_cache import Binding
+from lmcache_xpu.gpu_connector.registered_cache import Registration
 from lmcache_xpu.tiers.disk import chunk_file, chunk_store
 from lmcache_xpu.tiers.disk.chunk_index import ChunkIndex
 from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
@@ -106,7 +106,9 @@ def _(rows: Any) -> Any:
     return lambda view, slots, spans, cached, upload: rows(view, slots, spans, 0, upload)
 
 
-@fault("a cache that the engine moved is not looked at anew", "copies", Binding, "_is_bound")
+@fault(
+    "a cache that the engine moved is not looked at anew", "copies", Registration, "_is_registered"
+)
 def _(_: Any) -> Any:
     return lambda self, bound, kvcaches: True
 
