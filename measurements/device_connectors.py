@@ -24,7 +24,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lmcache_xpu.gpu_connector.in_flight import Overlap
+from lmcache_xpu.gpu_connector.in_flight import InFlight
 from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
 from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2
 from lmcache_xpu.transfer.devices import batched_copy
@@ -189,7 +189,7 @@ def overlap(gib: float, repeats: int) -> dict[str, float]:
     tokens = int(gib * 2**30) // paged.LLAMA_8B.token_bytes // 256 * 256
     work = paged.Workload(paged.LLAMA_8B, paged.FUSED_NHD, block=64, tokens=tokens, device=DEVICE)
     connector, layers = work.connector(VLLMPagedMemLayerwiseXPUConnector), work.layers()
-    connector.overlap = Overlap(block_tokens=64)
+    connector.overlap = InFlight(block_tokens=64)
     matrix = torch.randn(4096, 4096, device=DEVICE, dtype=paged.DTYPE)
     load = {"load": lambda: paged.load_layers(connector, work, layers)}
     load_s = paged.median_seconds(load, repeats, settle)["load"]

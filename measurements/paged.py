@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
 
-from lmcache_xpu.gpu_connector.in_flight import Overlap
+from lmcache_xpu.gpu_connector.in_flight import InFlight
 from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
 from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2
 from lmcache_xpu.transfer.plan import layer_groups, layers_of
@@ -179,7 +179,7 @@ def load_layers(
     A connector with `overlap` hears of each layer, as in an engine.
     """
     request = {**work.request, **arguments}
-    overlap: Overlap | None = getattr(connector, "overlap", None)
+    overlap: InFlight | None = getattr(connector, "overlap", None)
     if overlap is not None:
         overlap.begin_step(frozenset())
     steps = connector.batched_to_gpu(work.starts, work.ends, **request)

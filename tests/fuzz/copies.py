@@ -19,8 +19,9 @@ from support.kernels import INTERPRET, TritonTransfer
 
 from lmcache_xpu.errors import TransferError
 from lmcache_xpu.gpu_connector import registered_cache
+from lmcache_xpu.gpu_connector.base import PagedMemConnector
 from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
-from lmcache_xpu.gpu_connector.standard import PagedMemConnector, VLLMPagedMemXPUConnectorV2
+from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2
 from lmcache_xpu.transfer import host_copies, staging
 from lmcache_xpu.transfer.gather_scatter import TorchTransfer
 from lmcache_xpu.transfer.staging import Stager

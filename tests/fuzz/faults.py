@@ -12,9 +12,10 @@ import torch
 from support.kernels import TritonTransfer
 
 from lmcache_xpu.gpu_connector import registered_cache
-from lmcache_xpu.gpu_connector.in_flight import Overlap
+from lmcache_xpu.gpu_connector.finisher import Finisher
+from lmcache_xpu.gpu_connector.in_flight import InFlight
 from lmcache_xpu.gpu_connector.load_pipeline import LayeredLoad
-from lmcache_xpu.gpu_connector.registered_cache import Binding
+from lmcache_xpu.gpu_connector.registered_cache import Registration
 from lmcache_xpu.tiers.disk import chunk_directory, chunk_file, chunk_store
 from lmcache_xpu.tiers.disk.chunk_index import ChunkIndex
 from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
@@ -105,7 +106,9 @@ def _(rows: Any) -> Any:
     return lambda view, slots, spans, cached, upload: rows(view, slots, spans, 0, upload)
 
 
-@fault("a cache that the engine moved is not looked at anew", "copies", Binding, "_is_bound")
+@fault(
+    "a cache that the engine moved is not looked at anew", "copies", Registration, "_is_registered"
+)
 def _(_: Any) -> Any:
     return lambda self, bound, kvcaches: True
 
@@ -218,9 +221,9 @@ def _(_: Any) -> Any:
     return wrong
 
 
-@fault("the engine writes blocks that a store still reads", "steps", Overlap, "add_store")
+@fault("the engine writes blocks that a store still reads", "steps", InFlight, "add_store")
 def _(add: Any) -> Any:
-    def wrong(self: Overlap, *args: Any) -> None:
+    def wrong(self: InFlight, *args: Any) -> None:
         add(self, *args)
         self._reading.clear()
 
@@ -232,17 +235,17 @@ def _(_: Any) -> Any:
     return lambda self: None
 
 
-@fault("memory is not held while it is copied", "steps", Overlap, "hold")
+@fault("memory is not held while it is copied", "steps", InFlight, "hold")
 def _(_: Any) -> Any:
     return lambda self, load, objs: None
 
 
-@fault("chunks are published before they are complete", "steps", Overlap, "_when")
+@fault("chunks are published before they are complete", "steps", Finisher, "when_done")
 def _(_: Any) -> Any:
     return lambda self, moves, action: action()
 
 
-@fault("a load that failed is not reported", "steps", Overlap, "end_step")
+@fault("a load that failed is not reported", "steps", InFlight, "end_step")
 def _(end: Any) -> Any:
     return lambda self: end(self)[:0]
 

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
-from lmcache_xpu.gpu_connector import in_flight
+from lmcache_xpu.gpu_connector import finisher
 from lmcache_xpu.transfer import host_copies, staging, staging_ring
 
 ENGINE, KERNELS, COPIES = "engine", "kernels", "copies"
@@ -83,7 +83,7 @@ class LateDevice(TorchFunctionMode):
                 (staging, "SideStream", self.side_stream),
                 (staging, "Uploads", lambda device: self._upload),
                 (staging, "transfer_of", lambda view: _late(self, transfer_of(view))),
-                (in_flight, "ThreadPoolExecutor", lambda *args: self.finisher),
+                (finisher, "ThreadPoolExecutor", lambda *args: self.finisher),
             ):
                 stack.enter_context(mock.patch.object(place, name, value))
             stack.enter_context(self)

@@ -26,7 +26,7 @@ from late_device import COPIES, ENGINE, KERNELS, LateDevice, PlantedError
 from layouts import Cache, Layout, layouts
 
 from lmcache_xpu.gpu_connector import in_flight, load_pipeline
-from lmcache_xpu.gpu_connector.in_flight import Overlap
+from lmcache_xpu.gpu_connector.in_flight import InFlight
 
 PLACES = 40  # for objects in host memory
 
@@ -138,7 +138,7 @@ class Steps(RuleBasedStateMachine):
         self.errors: list[tuple[Running, oracle.MismatchError]] = []
         self.grown: list[Running] = []  # in this step
         with self.on_device():
-            self.overlap = Overlap(self.block_tokens, loads=loads > 0, stores=loads != 1)
+            self.overlap = InFlight(self.block_tokens, loads=loads > 0, stores=loads != 1)
             self.connector.overlap = self.overlap
             self.connector.initialize_kvcaches_ptr(kvcaches=self.cache.engine)
         for content in (0, 1):  # that there is something to load

@@ -13,7 +13,7 @@ from support.intel import machine as machine  # a fixture
 from support.loads import LAYERS, SPANS, Case, Point, expected, settle
 
 from lmcache_xpu.gpu_connector import in_flight, load_pipeline, registered_cache
-from lmcache_xpu.gpu_connector.in_flight import Overlap
+from lmcache_xpu.gpu_connector.in_flight import InFlight
 from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
 from lmcache_xpu.gpu_connector.load_pipeline import layer_cuts
 from lmcache_xpu.transfer.staging import Moved, Stager
@@ -101,6 +101,7 @@ def test_what_is_under_way_leaves_less_room(monkeypatch):
     first = item.load._moved[0] = Moved(Point(True), Point())
     assert item.load.bytes_under_way() == size
     monkeypatch.setattr(in_flight, "AHEAD_BYTES", size)
+    case.overlap.before_layer(0)
     case.overlap.after_layer(0)
     assert item.load.enqueued == 1
     first.done.reach()
@@ -158,6 +159,7 @@ class LayerwiseCase(Case):
 
     def steps(self):
         """LMCache's way through a load, told by the engine of each layer."""
+        self.overlap.begin_step(frozenset())
         steps = self.connector.batched_to_gpu(kvcaches=self.target.engine, **self.call)
         next(steps)
         steps.send(self.layers[0])
@@ -225,7 +227,7 @@ def test_loads_of_several_requests_share_a_step():
 @MACHINES
 def test_switched_off_a_load_is_whole_when_it_returns():
     case = Case()
-    case.connector.overlap = Overlap(block_tokens=4, loads=False, stores=False)
+    case.connector.overlap = InFlight(block_tokens=4, loads=False, stores=False)
     case.load()
     assert all(case.there(layer) for layer in range(LAYERS))
     assert case.held == {1}
@@ -236,7 +238,7 @@ def test_a_load_that_fails_half_way_is_reported_and_waited_for():
     """A part of a cut may be on its way: its blocks and its memory are not given to others."""
     case = Case()
     case.load()
-    stager = case.connector._binding._bound.stager
+    stager = case.connector._registration.register(None).stager
     fence, real = Moved(Point(), Point()), stager.load
     stager.fence = lambda: fence
 
@@ -245,6 +247,7 @@ def test_a_load_that_fails_half_way_is_reported_and_waited_for():
         raise RuntimeError("half-way")
 
     stager.load = broken
+    case.overlap.before_layer(0)
     case.overlap.after_layer(0)
     case.overlap.before_layer(1)
     (missed,) = case.overlap.end_step()
@@ -280,6 +283,6 @@ def test_a_drafter_s_layer_that_can_t_be_loaded_is_reported():
     def broken(*args, **given):
         raise RuntimeError("planted")
 
-    case.connector._binding._bound.stager.load = broken
+    case.connector._registration.register(None).stager.load = broken
     (missed,) = case.overlap.end_step()
     assert torch.equal(missed, case.slots)

@@ -12,7 +12,7 @@ from support.caches import bits
 from support.loads import LAYERS, Case, expected, settle
 
 from lmcache_xpu.gpu_connector import in_flight, registered_cache
-from lmcache_xpu.gpu_connector.in_flight import Overlap
+from lmcache_xpu.gpu_connector.in_flight import InFlight
 from lmcache_xpu.kv_connector.early_loads import ScheduledLoads, _Prefix
 from lmcache_xpu.transfer.staging import Stager
 from lmcache_xpu.transfer.staging_ring import SMALLEST_STAGING_BYTES
@@ -29,7 +29,7 @@ def small(monkeypatch):
     monkeypatch.setattr(in_flight, "AHEAD_BYTES", 1)
 
 
-def begun(case: Case, shared: Overlap | None = None) -> None:
+def begun(case: Case, shared: InFlight | None = None) -> None:
     if shared is not None:
         case.overlap = case.connector.overlap = shared
     case.overlap.schedule(LOADED, tokens=1024)
@@ -78,7 +78,7 @@ def test_what_needs_copies_waits_for_the_step(monkeypatch):
     monkeypatch.setattr(registered_cache, "Stager", functools.partial(Stager, in_place=False))
     one, other = (Case(staging_bytes=SMALLEST_STAGING_BYTES) for _ in range(2))
     for case in (one, other):  # kernels that reach host memory would need no copies
-        case.connector._binding.bind(case.target.engine).stager._direct = None
+        case.connector._registration.register(case.target.engine).stager._direct = None
         begun(case, one.overlap)
     assert (layers_there(one), layers_there(other)) == (0, 0)
     one.overlap.begin_step(LOADED, 2048)
@@ -97,6 +97,7 @@ def test_blocks_that_a_store_still_reads_are_protected():
     assert events == ["protected", "loaded"]
     case.overlap.schedule(frozenset({0, 2}), tokens=1)
     assert events == ["protected", "loaded"]
+    case.overlap.begin_step(frozenset({0, 2}), 1)
     assert case.overlap.end_step() != []
 
 

@@ -19,7 +19,7 @@ from support.loads import ENDS, SPANS, STARTS
 from support.steps import step
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-from lmcache_xpu.gpu_connector.in_flight import Overlap
+from lmcache_xpu.gpu_connector.in_flight import InFlight
 from lmcache_xpu.kv_connector import garbage
 from lmcache_xpu.kv_connector.connector import LMCacheXPUConnector
 from lmcache_xpu.kv_connector.scheduler import SchedulerSide
@@ -68,9 +68,9 @@ def preempted_during_its_store(hook: Any, new: list[int], monkeypatch) -> tuple[
     cache = build(Spec("BLHNC", layers=6))
     call = {"starts": STARTS, "ends": ENDS, "slot_mapping": slots_of(*OLD)[:11]}
 
-    def store() -> tuple[Any, Overlap]:
+    def store() -> tuple[Any, InFlight]:
         connector = make(cache)
-        connector.overlap = Overlap(block_tokens=BLOCK)
+        connector.overlap = InFlight(block_tokens=BLOCK)
         objs = [memory(connector, end - start) for start, end in zip(*SPANS, strict=True)]
         connector.batched_from_gpu(objs, kvcaches=cache.engine, **call)
         return objs, connector.overlap
