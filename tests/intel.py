@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -27,9 +28,10 @@ import pytest
 import torch
 from imitation import GPU, OFFSET, ON_HOST, REAL, Event, Machine, Mode, Stream, real_addresses
 from kernels import INTERPRET
+from tuned import tuned
 
-from lmcache_xpu.transfer import gather_scatter_triton, host_copies
-from lmcache_xpu.transfer.devices import KERNELS_READ_HOST_VARIABLE
+from lmcache_xpu.transfer import gather_scatter_triton
+from lmcache_xpu.transfer.direct import KERNELS_READ_HOST_VARIABLE
 
 HERE = pytest.param(None, id="here")
 INTEL = (
@@ -60,7 +62,7 @@ def machine(request, monkeypatch) -> Iterator[Machine | None]:
         yield None
         return
     gpu = _imitate(imitated, monkeypatch)
-    with torch.library._scoped_library("_C", "FRAGMENT") as library, Mode():
+    with torch.library._scoped_library("_C", "FRAGMENT") as library, Mode(), pools(imitated):
         if imitated.memory == "registered":
             library.define("xpu_host_register(int ptr, int n_bytes) -> bool")
             library.impl("xpu_host_register", gpu.register, "CompositeExplicitAutograd")
@@ -69,13 +71,16 @@ def machine(request, monkeypatch) -> Iterator[Machine | None]:
     assert not gpu.faults
 
 
+def pools(machine: Machine) -> AbstractContextManager[object]:
+    """Where a pool has to be registered, the memory of one chunk is large enough for one."""
+    return tuned(pool_bytes=1) if machine.memory == "registered" else nullcontext()
+
+
 def _imitate(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> GPU:
     monkeypatch.setattr(caches, "DEVICE", "xpu")
     monkeypatch.setenv(KERNELS_READ_HOST_VARIABLE, "1" if machine.kernels else "0")
     for variable, value in INTERPRET.items():
         monkeypatch.setenv(variable, value)
-    if machine.memory == "registered":
-        monkeypatch.setattr(host_copies, "POOL_BYTES", 1)  # a pool is the memory of one chunk here
     gpu = GPU(machine)
     monkeypatch.setattr(torch.ops._C_cache_ops, "swap_blocks_batch", gpu.batched, raising=False)
     (_imitate_streams if ON_HOST else _rename_streams)(gpu, monkeypatch)

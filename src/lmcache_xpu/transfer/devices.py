@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,8 +21,6 @@ from lmcache_xpu.transfer import pool_memory
 from lmcache_xpu.transfer.addresses import address_table
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
-
-KERNELS_READ_HOST_VARIABLE = "LMCACHE_XPU_KERNELS_READ_HOST"
 
 _NO_STREAM = nullcontext()
 
@@ -148,25 +145,6 @@ def most_pinned(device: torch.device) -> int | None:
     if device.type != "xpu":
         return None
     return pool_memory.limit(torch.xpu.get_device_properties(device).total_memory)
-
-
-def kernels_may_reach_host(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether it may be tried that a kernel reads and writes pinned host memory.
-
-    Everywhere, XPU included: there vLLM's own model runner lets kernels read it in each step
-    (vllm/v1/worker/gpu/buffer_utils.py). A try that goes wrong may cost the device, and then the
-    variable says not to.
-    """
-    return environment.get(KERNELS_READ_HOST_VARIABLE, "") != "0"
-
-
-def kernels_reach_registered(device: torch.device) -> bool:
-    """Whether that holds for memory that `register_host` has pinned, too.
-
-    CUDA maps it into the device's address space. XPU's call prepares it for copies alone (SYCL's
-    `prepare_for_device_copy`): kernels may address what was allocated pinned, and nothing else.
-    """
-    return device.type != "xpu"
 
 
 def batched_copy(

@@ -7,19 +7,15 @@ and never looks at what they mean. It is the oracle of faster kernels.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
 from lmcache_xpu.transfer.paged_view import PagedView
 from lmcache_xpu.transfer.slots import Rows
-
-# Rows of this many bytes are copied one by one. torch splits such a copy among its threads, while
-# its index operations move a few large rows in one thread, and twice. Measured on two cores with
-# blocks of 512 KiB: 0.45 of a plain copy's speed by index, 0.75 one by one.
-LARGE = 64 * 1024
+from lmcache_xpu.transfer.tuning import tuning_of
 
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
@@ -33,32 +29,8 @@ class Transfer(Protocol):
     def scatter(self, rows: Rows, source: torch.Tensor, first_layer: int = 0) -> None:
         """Copy mapped rows of `source` into the view."""
 
-    def warm_up(self) -> bool:
-        """Make ready what the first calls would wait for; the view's contents stay.
-
-        Returns:
-            Whether a `DirectTransfer` reaches host memory on this device.
-        """
-
-
-@runtime_checkable
-class DirectTransfer(Transfer, Protocol):
-    """A transfer that reaches host memory from the device; see `TritonTransfer`."""
-
-    def aligned(self, addresses: Sequence[int]) -> bool:
-        """Whether `move_chunks` can use these addresses."""
-
-    def move_chunks(
-        self,
-        rows: Rows,
-        table: torch.Tensor,
-        form: torch.Tensor,
-        first_layer: int,
-        *,
-        gather: bool,
-        offset: int = 0,
-    ) -> None:
-        """Gather into, or scatter from, host memory without staging."""
+    def warm_up(self) -> None:
+        """Make ready what the first calls would wait for; the view's contents stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +47,12 @@ class TorchTransfer:
     rows: int  # rows per block
     block_step: int  # units from one block to the next
     row_step: int  # units from one row to the next
-    large: bool  # a row is one unit of at least `LARGE` bytes
+    large: bool  # a row is one unit of at least `large_row_bytes`
     wide: bool  # units can be written 16 bytes at a time
 
     @classmethod
     def of(cls, view: PagedView) -> TorchTransfer:
-        """Prepare the transfer of a view; holds no memory but an index per row."""
+        """Prepare the transfer of a view; it holds no memory but an index per row."""
         blocks, rows, heads, dim = view.shape
         block, row, head, _ = view.strides
         merged = heads == 1 or head == dim  # the heads of a row lie side by side
@@ -91,7 +63,9 @@ class TorchTransfer:
         if not merged:
             places = (torch.arange(heads)[:, None] * head + places).flatten()
         reach = (blocks - 1) * block + (rows - 1) * row + (heads - 1) * head + dim
-        large = unit == heads * dim and unit * view.dtype.itemsize >= LARGE
+        row_bytes = unit * view.dtype.itemsize
+        large_bytes = tuning_of(view.device.type).large_row_bytes
+        large = unit == heads * dim and row_bytes >= large_bytes
         windows = tuple(
             tuple(_window(plane, reach, unit, bytewise=large) for plane in layer)
             for layer in view.tensors
@@ -159,9 +133,8 @@ class TorchTransfer:
                 window, values = window.view(torch.complex128), values.view(torch.complex128)
             window.index_put_((index,), values)
 
-    def warm_up(self) -> bool:
-        """Nothing: torch's operations are compiled."""
-        return False
+    def warm_up(self) -> None:
+        """Do nothing: torch's operations are compiled."""
 
     def _single(
         self, rows: Rows, index: torch.Tensor, chunk: torch.Tensor, first_layer: int

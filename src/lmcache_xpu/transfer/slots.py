@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import itertools
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -19,8 +20,7 @@ import torch
 from lmcache_xpu.errors import SlotError
 from lmcache_xpu.transfer.devices import is_host
 from lmcache_xpu.transfer.paged_view import PagedView
-
-Upload = Callable[[torch.Tensor], torch.Tensor]  # from the host to the view's device
+from lmcache_xpu.transfer.pinned_uploads import Upload
 
 
 class Rows(NamedTuple):
@@ -103,10 +103,15 @@ class RequestRows:
         self._there: torch.Tensor | None = None  # all of them; made when the first are asked for
         self._made: dict[tuple[int, int], Rows] = {}
 
-    def chunks(self, first: int, last: int) -> Rows:
-        """Chunks `first` to `last - 1`, one after another as one, on the view's device.
+    def chunk_rows(self, first: int, last: int) -> ChunkRows:
+        """Return those of chunks `first` to `last - 1`; nothing is copied yet."""
+        return ChunkRows(self, first, last)
 
-        Made once, for all layers. May enqueue a copy in the current stream; waits for nothing.
+    def chunks(self, first: int, last: int) -> Rows:
+        """Return those of chunks `first` to `last - 1`, one after another, on the view's device.
+
+        They are made once, for all layers. May enqueue a copy in the current stream; waits for
+        nothing.
         """
         if (first, last) not in self._made:
             self._made[first, last] = self._make(first, last)
@@ -130,6 +135,28 @@ class RequestRows:
             before += end - start
         there = self._upload(torch.stack([torch.cat(engine), torch.cat(host)]))
         return Rows(there[0], there[1], total)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRows:
+    """The rows of neighbouring chunks of a request, `first` to `last - 1`."""
+
+    request: RequestRows
+    first: int
+    last: int
+
+    @property
+    def totals(self) -> list[int]:
+        """Rows of each chunk, in host memory."""
+        return self.request.totals[self.first : self.last]
+
+    def part(self, first: int, last: int) -> ChunkRows:
+        """Return those of some of these chunks, counted from the first of them."""
+        return ChunkRows(self.request, self.first + first, min(self.first + last, self.last))
+
+    def on_device(self) -> Rows:
+        """Return the rows on the view's device; see `RequestRows.chunks`."""
+        return self.request.chunks(self.first, self.last)
 
 
 def request_rows(
