@@ -172,7 +172,7 @@ class LoadPipeline:
             last.done.synchronize()
 
     def handles(self) -> list[TransferHandle]:
-        """Return one handle from the first copy to the last that was enqueued; none if none was."""
+        """Return a handle from the first copy to the last that was enqueued; none without one."""
         handles = [*self._handles, *filter(None, [self.failed_behind])]
         return [TransferHandle(handles[0].begun, handles[-1].done)] if handles else []
 

@@ -34,7 +34,7 @@ def _paged_copy(
     plane_ptr,  # [layers * planes] addresses of the first word of each layer's plane
     row_ptr,  # [rows] rows of the paged view
     host_row_ptr,  # [rows] rows of the chunk; read only with SPARSE
-    chunk_ptr,  # [chunks, planes, layers, rows, words]; with TABLE its type alone counts
+    chunk_ptr,  # [chunks, planes, layers, rows, words]; with TABLE only its type counts
     table_ptr,  # [chunks] addresses of chunks, read only with TABLE
     num_rows,
     num_planes,  # of all layers of the chunk

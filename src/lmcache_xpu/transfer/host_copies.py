@@ -1,9 +1,9 @@
 """Copies between the device and LMCache's host memory, pinned or not.
 
-A device copies by itself only from and to pinned memory. LMCache pins its memory where it can. If
-it did not, because it could not or should not (see `pinned`), its pool is pinned here, where the
-device's driver allows that; if not even that works, copies go by way of a small ring of pinned
-memory, and the calling thread moves the bytes between that and LMCache's memory.
+A device copies by itself only from and to pinned memory. LMCache pins its memory where it can. Where
+it could not or should not (see `pool_memory`), its pool is pinned here, if the device's driver
+allows that. If not, copies go by way of a small ring of pinned memory, and the calling thread moves
+the bytes between that and LMCache's memory.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ Upload = Callable[[torch.Tensor], torch.Tensor]  # from the host to the view's d
 
 
 class _Copy(NamedTuple):
-    """A copy that reads numbers `start` to `end - 1` of the ring until it is done."""
+    """A copy that reads numbers `start` to `end - 1` of the ring until `done` is reached."""
 
     start: int
     end: int

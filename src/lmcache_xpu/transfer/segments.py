@@ -13,7 +13,7 @@ import torch
 class Segments:
     """Descriptors of parts of chunks, in the order in which they are staged.
 
-    Methods take the chunks' bytes, flat, one tensor per size.
+    Methods take the chunks' bytes, flat, one tensor for each size. None of them copies.
 
     Args:
         offsets: bytes from the beginning of each chunk to each of its segments.
