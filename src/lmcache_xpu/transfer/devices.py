@@ -141,8 +141,8 @@ def _xpu_register(address: int, size: int) -> bool:
 def most_pinned(device: torch.device) -> int | None:
     """Return the bytes of the largest pinned allocation to ask for; None where nothing limits it.
 
-    On XPU PyTorch and the driver do (see `pool_memory`). For CUDA LMCache asks the driver itself, which
-    neither rounds nor limits, and the host pins nothing.
+    On XPU PyTorch and the driver do (see `pool_memory`). For CUDA LMCache asks the driver itself,
+    which neither rounds nor limits, and the host pins nothing.
     """
     if device.type != "xpu":
         return None

@@ -1,7 +1,7 @@
 """Copies between the device and LMCache's host memory, pinned or not.
 
-A device copies by itself only from and to pinned memory. LMCache pins its memory where it can. Where
-it could not or should not (see `pool_memory`), its pool is pinned here, if the device's driver
+A device copies by itself only from and to pinned memory. LMCache pins its memory where it can.
+Where it could not or should not (see `pool_memory`), its pool is pinned here, if the driver
 allows that. If not, copies go by way of a small ring of pinned memory, and the calling thread moves
 the bytes between that and LMCache's memory.
 """
