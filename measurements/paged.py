@@ -109,7 +109,7 @@ class Workload:
         self.starts = list(range(0, tokens, chunk))
         self.ends = [start + chunk for start in self.starts]
         self.bytes = tokens * model.token_bytes
-        self.at_once = layers_of(chunk * model.token_bytes // model.layers)
+        self.at_once = layers_of(chunk * model.token_bytes // model.layers, device)
         self.pool = torch.empty(self.bytes, dtype=torch.uint8, pin_memory=device != "cpu")
         self.pool.fill_(1)
         self.request = {"kvcaches": self.kvcaches, "slot_mapping": self.slots}

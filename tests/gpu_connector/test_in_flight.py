@@ -1,4 +1,4 @@
-"""Transfers beside the engine: cuts, held memory, and what is published when."""
+"""Transfers beside the engine: layer groups, held memory, and what is published when."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ from support.loads import ENDS, SPANS, STARTS, Case, Point, stored
 
 from lmcache_xpu.gpu_connector.in_flight import InFlight, Phase
 from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
-from lmcache_xpu.gpu_connector.load_pipeline import layer_cuts
-from lmcache_xpu.transfer.staging import Moved
+from lmcache_xpu.gpu_connector.load_pipeline import group_starts
+from lmcache_xpu.transfer.staging import TransferHandle
+from lmcache_xpu.transfer.tuning import CUDA
 
 IDLE, SCHEDULING, PREPARING, COMPUTING = Phase
 
 
 def nothing_to_load() -> mock.MagicMock:
-    return mock.MagicMock(**{"bytes_under_way.return_value": 0, "go_on.return_value": 0})
+    load = mock.MagicMock(**{"bytes_under_way.return_value": 0, "go_on.return_value": 0})
+    load.tuning = CUDA
+    return load
 
 
 CALLS = {
@@ -97,13 +100,13 @@ def test_each_call_has_its_phases(call: str, phase: Phase):
         (61, False, [46, 12, 3]),
     ],
 )
-def test_cuts_grow_beside_much_computing_and_shrink_beside_little(layers, much, sizes):
-    cuts = layer_cuts(layers, much_to_compute=much)
-    assert [b - a for a, b in itertools.pairwise([*cuts, layers])] == sizes
+def test_layer_groups_grow_beside_much_computing_and_shrink_beside_little(layers, much, sizes):
+    starts = group_starts(layers, CUDA, much_to_compute=much)
+    assert [b - a for a, b in itertools.pairwise([*starts, layers])] == sizes
 
 
 @pytest.mark.parametrize(
-    ("head", "sizes"),
+    ("early", "sizes"),
     [
         (1, [1, 1, *[2] * 14, 1, 1]),
         (4, [4, 4, *[2] * 11, 1, 1]),
@@ -111,17 +114,17 @@ def test_cuts_grow_beside_much_computing_and_shrink_beside_little(layers, much, 
         (40, [32]),
     ],
 )
-def test_a_load_that_begins_before_its_step_starts_with_two_large_cuts(head: int, sizes: list[int]):
-    cuts = layer_cuts(32, much_to_compute=True, head=head)
-    assert [b - a for a, b in itertools.pairwise([*cuts, 32])] == sizes
-    assert layer_cuts(32, much_to_compute=False, head=head) == [0, 24]
+def test_a_load_that_begins_before_its_step_starts_with_two_large_groups(early: int, sizes):
+    starts = group_starts(32, CUDA, much_to_compute=True, early_layers=early)
+    assert [b - a for a, b in itertools.pairwise([*starts, 32])] == sizes
+    assert group_starts(32, CUDA, much_to_compute=False, early_layers=early) == [0, 24]
 
 
 @pytest.mark.parametrize(("tokens", "first"), [(None, 1), (4096, 1), (1024, 1), (512, 24), (1, 24)])
-def test_what_a_step_computes_decides_the_cuts(tokens, first):
+def test_what_a_step_computes_decides_the_layer_groups(tokens, first):
     overlap = InFlight(block_tokens=16)
     overlap.begin_step(None, tokens)
-    assert overlap.cuts(32, 32768, 2**27)[1] == first
+    assert overlap.group_starts(32, 32768, 2**27, CUDA)[1] == first
 
 
 def test_a_store_is_published_when_it_is_complete():
@@ -130,7 +133,7 @@ def test_a_store_is_published_when_it_is_complete():
     overlap.add_store(objs, move, torch.arange(4))
     overlap.publish(objs, put.set)
     assert not put.wait(0.05)
-    move.moved.done.reach()
+    move.transfer.done.reach()
     assert put.wait(10)
 
 
@@ -151,7 +154,7 @@ def test_publishing_that_fails_is_logged_and_the_next_one_goes_on(caplog):
         overlap.add_store(objs, move, torch.arange(4))
         with caplog.at_level(logging.ERROR):
             overlap.publish(objs, put)
-            move.moved.done.reach()
+            move.transfer.done.reach()
             overlap.drain()
     assert done.is_set()
     assert "could not finish a transfer" in caplog.text
@@ -160,7 +163,7 @@ def test_publishing_that_fails_is_logged_and_the_next_one_goes_on(caplog):
 @MACHINES
 def test_memory_is_held_until_the_copy_is_done():
     case = Case()
-    moves = [Moved(Point(), Point()), Moved(Point(), Point())]
+    moves = [TransferHandle(Point(), Point()), TransferHandle(Point(), Point())]
     took = []
     for obj in case.objs:
         obj.ref_count_up()

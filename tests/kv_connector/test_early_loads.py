@@ -10,8 +10,9 @@ import pytest
 import torch
 from support.caches import bits
 from support.loads import LAYERS, Case, expected, settle
+from support.tuned import tuned
 
-from lmcache_xpu.gpu_connector import in_flight, registered_cache
+from lmcache_xpu.gpu_connector import registered_cache
 from lmcache_xpu.gpu_connector.in_flight import InFlight
 from lmcache_xpu.kv_connector.early_loads import ScheduledLoads, _Prefix
 from lmcache_xpu.transfer.staging import Stager
@@ -21,12 +22,11 @@ LOADED = frozenset({4, 1, 3})  # blocks of a case
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch):
-    """Cuts of 2, 2, 1 and 1 layers, one of them at once."""
-    case = Case()
-    layer = sum(obj.get_size() for obj in case.objs) // LAYERS
-    monkeypatch.setattr(in_flight, "AT_ONCE_BYTES", 2 * layer)
-    monkeypatch.setattr(in_flight, "AHEAD_BYTES", 1)
+def layer_bytes():
+    """Layer groups of 2, 2, 1 and 1 layers, one of them at once."""
+    size = sum(obj.get_size() for obj in Case().objs) // LAYERS
+    with tuned(direct_launch_bytes=2 * size, ahead_bytes=1):
+        yield size
 
 
 def begun(case: Case, shared: InFlight | None = None) -> None:
@@ -65,10 +65,10 @@ def test_a_load_goes_on_while_the_next_one_and_the_step_are_decided_on():
 
 
 @pytest.mark.parametrize(("ahead", "there"), [(1, 2), (3, 4), (100, LAYERS)])
-def test_so_much_is_enqueued_at_once(ahead: int, there: int, monkeypatch):
-    monkeypatch.setattr(in_flight, "AHEAD_BYTES", ahead * in_flight.AT_ONCE_BYTES // 2)
+def test_so_much_is_enqueued_at_once(ahead: int, there: int, layer_bytes: int):
     case = Case()
-    begun(case)
+    with tuned(ahead_bytes=ahead * layer_bytes):
+        begun(case)
     assert layers_there(case) == there
     compute(case)
 
@@ -106,7 +106,7 @@ def test_the_engines_copies_go_before_those_that_follow_its_first_layer(monkeypa
     monkeypatch.setattr(Stager, "let_engine_copy", lambda self: events.append("engine's"))
     load = Stager.load
     monkeypatch.setattr(
-        Stager, "load", lambda self, *a, **k: (events.append("cut"), load(self, *a, **k))[1]
+        Stager, "load", lambda self, *a, **k: (events.append("group"), load(self, *a, **k))[1]
     )
     one, other = Case(), Case()
     begun(one)
@@ -116,7 +116,7 @@ def test_the_engines_copies_go_before_those_that_follow_its_first_layer(monkeypa
     compute(one, other)
     assert events[0] == "engine's"
     assert events.count("engine's") == 1  # once in a step
-    assert events.count("cut") > 0
+    assert events.count("group") > 0
 
 
 def test_a_load_that_fails_at_once_is_reported_with_its_step(monkeypatch):

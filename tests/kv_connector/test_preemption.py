@@ -24,7 +24,7 @@ from lmcache_xpu.kv_connector import garbage
 from lmcache_xpu.kv_connector.connector import LMCacheXPUConnector
 from lmcache_xpu.kv_connector.scheduler import SchedulerSide
 from lmcache_xpu.kv_connector.step_metadata import STEP, StepFacts, written_blocks
-from lmcache_xpu.transfer.staging import Moved, Stager, Stored
+from lmcache_xpu.transfer.staging import Stager, StoreHandle, TransferHandle
 
 BLOCK = 4
 OLD = [4, 1, 3]  # blocks of the request that is preempted
@@ -57,7 +57,7 @@ def stores_late(monkeypatch: pytest.MonkeyPatch) -> list[Late]:
 
     def later(self, *args):
         begun.append(Late(lambda: store(self, *args)))
-        return Stored(Moved(begun[-1], begun[-1]), begun[-1])
+        return StoreHandle(TransferHandle(begun[-1], begun[-1]), begun[-1])
 
     monkeypatch.setattr(Stager, "store", later)
     return begun

@@ -10,7 +10,7 @@ from support.caches import Spec, bits, build
 from support.connectors import make, memory, slots_of
 
 from lmcache_xpu.gpu_connector.in_flight import InFlight, Phase
-from lmcache_xpu.transfer.staging import Moved, Stored
+from lmcache_xpu.transfer.staging import StoreHandle, TransferHandle
 
 SPANS = STARTS, ENDS = [0, 4, 8], [4, 8, 11]
 LAYERS = 6
@@ -91,5 +91,5 @@ def expected(case: Case) -> torch.Tensor:
     return fresh.raw
 
 
-def stored(*, reached: bool = False) -> Stored:
-    return Stored(Moved(Point(reached), Point(reached)), Point(reached))
+def stored(*, reached: bool = False) -> StoreHandle:
+    return StoreHandle(TransferHandle(Point(reached), Point(reached)), Point(reached))

@@ -33,7 +33,7 @@ from lmcache_xpu.gpu_connector.layerwise_ways import (
     SteppedLoad,
     SteppedStore,
 )
-from lmcache_xpu.gpu_connector.load_pipeline import LayeredLoad
+from lmcache_xpu.gpu_connector.load_pipeline import LoadPipeline
 from lmcache_xpu.gpu_connector.registered_cache import RegisteredCache, TransferRequest
 from lmcache_xpu.metrics import LOAD_CPU, STORE_CPU
 
@@ -150,7 +150,7 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
         self, starts: Sequence[int], ends: Sequence[int], request: TransferRequest
     ) -> _RequestChunks:
         cache = self._registration.register(request.kvcaches)
-        return _RequestChunks(cache, request, starts, ends, self._cuts(cache, starts, ends))
+        return _RequestChunks(cache, request, starts, ends, self._group_starts(cache, starts, ends))
 
     def _begin_load(self, chunks: _RequestChunks) -> OverlappedLoad | SteppedLoad:
         def finished(seconds: float) -> None:  # of the chunks that are left by then
@@ -183,7 +183,7 @@ class _RequestChunks:
         request: whose chunks they are.
         starts: first token of each chunk.
         ends: token after the last of each chunk.
-        cuts: first layer of each group of layers that is waited for at once.
+        group_starts: first layer of each group of layers that is waited for at once.
     """
 
     def __init__(
@@ -192,16 +192,16 @@ class _RequestChunks:
         request: TransferRequest,
         starts: Sequence[int],
         ends: Sequence[int],
-        cuts: Sequence[int],
+        group_starts: Sequence[int],
     ) -> None:
         self.cache = cache
         self.request = request
         self.starts = starts
         self.ends = ends
-        self._cuts = cuts
+        self._group_starts = group_starts
         self._plan = cache.plan(starts, ends, request, loading=True)
         cache.stager.follow_engine()
-        self.pipeline = LayeredLoad(cache.stager, request.slots(starts, ends))
+        self.pipeline = LoadPipeline(cache.stager, request.slots(starts, ends))
 
     @property
     def count(self) -> int:
@@ -223,8 +223,8 @@ class _RequestChunks:
         """
         objs = memory_objs[: self.count]
         memory = self.cache.memory(objs, self.starts, self.ends, loading=True)
-        cuts = [0, *(cut - first for cut in self._cuts if first < cut < last)]
-        self.pipeline.add(self._plan.of_layers(last - first, cuts), memory, first)
+        starts = [0, *(start - first for start in self._group_starts if first < start < last)]
+        self.pipeline.add(self._plan.of_layers(last - first, starts), memory, first)
 
 
 def _ended(transfer: str, steps: int) -> TransferError:

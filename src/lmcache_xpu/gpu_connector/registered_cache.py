@@ -11,7 +11,7 @@ import torch
 from lmcache.v1.memory_management import MemoryObj
 
 from lmcache_xpu.errors import HostMemoryError, LayoutError, TransferError
-from lmcache_xpu.gpu_connector.chunk_bytes import HostChunks
+from lmcache_xpu.gpu_connector.chunk_bytes import ChunkBytes
 from lmcache_xpu.gpu_connector.chunk_format import ChunkFormat, same_bytes
 from lmcache_xpu.gpu_connector.connector_options import ConnectorOptions
 from lmcache_xpu.transfer.paged_view import EngineLayer, PagedView
@@ -75,11 +75,11 @@ class RegisteredCache:
         request: TransferRequest,
         *,
         loading: bool,
-        cuts: Sequence[int] = (0,),
+        group_starts: Sequence[int] = (0,),
     ) -> Plan:
         """Plan where each chunk's tokens go; a load leaves out tokens that the engine has.
 
-        See `Plan` for the cuts.
+        See `Plan` for the starts of layer groups.
 
         Raises:
             TransferError: spans that don't fit each other or the slot mapping, bad slots.
@@ -89,7 +89,7 @@ class RegisteredCache:
         slots = check_slots(self.view, request.slot_mapping)
         spans = list(zip(starts, ends, strict=True))
         cached = request.cached if loading else 0
-        return self.stager.plan(self.chunk_format.host, slots, spans, cached, cuts)
+        return self.stager.plan(self.chunk_format.host, slots, spans, cached, group_starts)
 
     def memory(
         self,
@@ -98,7 +98,7 @@ class RegisteredCache:
         ends: Sequence[int],
         *,
         loading: bool,
-    ) -> HostChunks:
+    ) -> ChunkBytes:
         """Return the memory of LMCache's objects.
 
         This checks what their metadata says; the bytes are looked at when they are needed.
@@ -125,7 +125,7 @@ class RegisteredCache:
                 size = self.chunk_format.object_bytes(*kind, self.view.dtype)
                 checked = kind
             sizes.append(size)
-        return HostChunks(memory_objs, sizes, self.view.device)
+        return ChunkBytes(memory_objs, sizes, self.view.device)
 
 
 class Registration:

@@ -10,7 +10,7 @@ import torch
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 
 from lmcache_xpu.gpu_connector.base import PagedMemConnector
-from lmcache_xpu.gpu_connector.load_pipeline import LayeredLoad
+from lmcache_xpu.gpu_connector.load_pipeline import LoadPipeline
 from lmcache_xpu.gpu_connector.registered_cache import TransferRequest
 from lmcache_xpu.metrics import LOAD_CPU, STORE_CPU
 
@@ -60,22 +60,22 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
         """
         request = TransferRequest.read(kwargs)
         cache = self._registration.register(request.kvcaches)
-        cuts = self._cuts(cache, starts, ends)
-        plan = cache.plan(starts, ends, request, loading=True, cuts=cuts)
+        group_starts = self._group_starts(cache, starts, ends)
+        plan = cache.plan(starts, ends, request, loading=True, group_starts=group_starts)
         memory = cache.memory(memory_objs, starts, ends, loading=True)
         count = functools.partial(self._count, LOAD_CPU, cache, starts, ends, request.cached)
         # Blocks may have been freed by a step that is still running.
         cache.stager.follow_engine()
         if (in_flight := self._loads_in_flight) is not None:
-            load = LayeredLoad(cache.stager, request.slots(starts, ends))
+            load = LoadPipeline(cache.stager, request.slots(starts, ends))
             load.add(plan, memory)
             in_flight.add_load(load, memory_objs, count)
             return
         with cache.stager.whole():
-            moved = cache.stager.load(plan, memory)
-        moved.done.wait()  # the engine's stream
-        moved.done.synchronize()  # LMCache gives up the host memory when this returns
-        count(moved.seconds())
+            handle = cache.stager.load(plan, memory)
+        handle.done.wait()  # the engine's stream
+        handle.done.synchronize()  # LMCache gives up the host memory when this returns
+        count(handle.seconds())
 
     @torch.inference_mode()
     def batched_from_gpu(
@@ -103,7 +103,7 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
             stored = cache.stager.store(plan, memory)
         if (in_flight := self._stores_in_flight) is not None:
             in_flight.add_store(memory_objs, stored, request.slots(starts, ends))
-            in_flight.release((), [stored.moved], count)
+            in_flight.release((), [stored.transfer], count)
             return
-        stored.moved.done.synchronize()  # LMCache publishes it at once
-        count(stored.moved.seconds())
+        stored.transfer.done.synchronize()  # LMCache publishes it at once
+        count(stored.transfer.seconds())
