@@ -14,6 +14,14 @@ objects of a chunk:
 
 With `layers_at_once` a "layer" of this protocol is a group of the model's layers: fewer objects for
 LMCache to handle, and larger copies.
+
+LMCache keeps one object per chunk and layer group, and drives one generator per request,
+interleaved by group. A group has about 16 MiB of a chunk unless `layers_at_once` says otherwise:
+LMCache spends about 40 microseconds on each object, and the link is slow with small copies. Within
+a group the engine's stream still waits layer by layer. LMCache gives up its host memory before the
+last step of the protocol, so this class holds a reference until the copies are done. vLLM must not
+run such a step as one graph: `requires_piecewise_for_cudagraph` answers from the setting that
+LMCache uses.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""A load in the order of the layers, each group waited for where the engine comes to it."""
+"""A load in the order of the layers, each group waited for where the engine comes to it.
+
+A load enqueues its first layer groups and returns. A load that began before its step enqueues as
+much as keeps the link busy until the next call, in launches of up to 256 MiB. Each group is
+enqueued behind the engine's stream, because freed blocks may still be read by a step that was
+enqueued before. Host memory is held until the copies are done.
+"""
 
 from __future__ import annotations
 

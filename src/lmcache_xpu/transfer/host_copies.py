@@ -4,6 +4,8 @@ A device copies by itself only from and to pinned memory. LMCache pins its memor
 Where it could not or should not (see `pool_memory`), its pool is pinned here, if the driver
 allows that. If not, copies go by way of a small ring of pinned memory, and the calling thread moves
 the bytes between that and LMCache's memory.
+
+On CUDA one call enqueues all copies of a piece; elsewhere each copy is a call.
 """
 
 from __future__ import annotations

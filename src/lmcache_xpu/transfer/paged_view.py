@@ -4,6 +4,10 @@ A *row* is the least that is copied on its own. It is one token, except where th
 the tokens of a block together: there it is the whole block, keys and values in one plane, of
 which nothing but the size is known. Layouts differ in strides alone, so nothing after this
 file asks which engine or layout it has.
+
+After this file nothing asks for the layout. A transfer addresses the view in units: the longest run
+of elements that every row is a multiple of. A unit is a whole token where heads lie side by side,
+and one head elsewhere.
 """
 
 from __future__ import annotations

@@ -3,6 +3,11 @@
 Two streams and a ring of buffers: while one piece is copied over the link, the next one is gathered
 (or the last one scattered). The link is the bottleneck by far, so two buffers keep it busy beside
 an idle engine. More of them keep it busy while one of the engine's kernels fills the device.
+
+A store's stream waits for the engine's. It gathers one piece after another into a ring of device
+buffers, and each is copied to the host while the next is gathered. A load goes the other way:
+copied to a buffer, then scattered. Where engine memory is host memory (CPU), gather and scatter
+work on host memory directly.
 """
 
 from __future__ import annotations
