@@ -31,7 +31,8 @@ IDLE, SCHEDULING, PREPARING, COMPUTING = Phase
 
 
 def nothing_to_load() -> mock.MagicMock:
-    return mock.MagicMock(**{"bytes_under_way.return_value": 0, "go_on.return_value": 0})
+    nothing = {"bytes_under_way.return_value": 0, "go_on.return_value": 0}
+    return mock.MagicMock(tuning=CUDA, **nothing)
 
 
 CALLS = {
