@@ -253,7 +253,12 @@ def test_a_load_that_fails_half_way_is_reported_and_waited_for():
     stager.load = broken
     case.overlap.before_layer(0)
     case.overlap.after_layer(0)
+    (item,) = case.overlap._loads
+    assert item.load.failed_behind is fence
+    assert item.load.enqueued == 1  # the fence is no layer group
+    assert item.load.handles()[-1].done is fence.done
     case.overlap.before_layer(1)
+    assert item.load.enqueued == 1
     (missed,) = case.overlap.end_step()
     assert torch.equal(missed, case.slots)
     assert fence.done.waited

@@ -70,6 +70,7 @@ def test_so_much_is_enqueued_at_once(ahead: int, there: int, layer_bytes: int):
     with tuned(ahead_bytes=ahead * layer_bytes):
         begun(case)
     assert layers_there(case) == there
+    case.overlap.begin_step(LOADED, 1024)
     compute(case)
 
 
