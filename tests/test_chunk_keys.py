@@ -160,48 +160,12 @@ def test_keys_are_used_once():
     assert engine.retrieve(other, req_id="one") == plain.retrieve(other)
 
 
-@pytest.mark.parametrize("lost", [None, 2])
-@pytest.mark.parametrize("skipped", [0, CHUNK])
-def test_memory_of_what_one_tier_has_promised_comes_at_once(skipped: int, lost: int | None):
-    """The same as from LMCache's loop, and if a chunk is gone by now, from its loop."""
-    plain, engine, _ = asked()
-    mask = torch.ones(4 * CHUNK, dtype=torch.bool)
-    mask[:skipped] = False
-    keys = [key for _, _, key in plain.token_database.process_tokens(TOKENS)]
-    for one in (plain, engine):
-        one.lookup_pins["one"] = {"tier": []}
-        one.storage_manager.lost = [] if lost is None else [keys[lost]]
-    wanted = plain.retrieve(TOKENS[: 4 * CHUNK], mask, req_id="one")
-    assert engine.retrieve(TOKENS[: 4 * CHUNK], mask, req_id="one") == wanted
-    assert engine.found.tolist() == plain.found.tolist()
-    assert engine.size == plain.size == 8 * len(wanted)
-    assert len(wanted) == (4 if lost is None else lost) - skipped // CHUNK
-    assert engine.looped == (lost is not None)
-    held = [memory.references for memory in engine.storage_manager.given]
-    assert sum(held) == len(wanted)
-    assert {location for _, location in engine.storage_manager.asked} == {"tier"}
-
-
 def test_a_request_that_is_given_up_is_forgotten():
     _, engine, known = asked()
     assert len(known) == 1
     engine.lookup_unpin("one")
     assert len(known) == 0
     assert engine.unpinned == ["one"]
-
-
-def test_chunks_of_a_load_before_its_step_stay_pinned():
-    _, engine, known = asked()
-    with known.pinned():
-        engine.lookup_unpin("one")
-    assert len(known) == 0
-    assert engine.unpinned == []
-    engine.lookup_unpin("one")  # at the end of the step
-    assert engine.unpinned == ["one"]
-    with pytest.raises(RuntimeError, match="planted"), known.pinned():
-        raise RuntimeError("planted")
-    engine.lookup_unpin("two")
-    assert engine.unpinned == ["one", "two"]
 
 
 def test_what_an_error_leaves_behind_names_no_other_load():

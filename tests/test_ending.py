@@ -32,7 +32,6 @@ from lmcache.v1.offload_server.zmq_server import ZMQOffloadServer
 from vllm.distributed import parallel_state
 from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2
 from lmcache_xpu.cache_engine.ending import end_lmcache, end_with_process
-from lmcache_xpu.cache_engine.near_lookups import NearLookups
 from lmcache_xpu.gpu_connector.in_flight import Overlap
 
 parallel_state.get_tensor_model_parallel_rank = lambda: 0
@@ -71,7 +70,6 @@ class Engine:
         end_with_process(self)
         self.found = client.lookup(tokens, lookup_id="before")
         engine.store(tokens, kvcaches=cache.engine, slot_mapping=torch.arange(64), offset=0)
-        client.transport = NearLookups(client.transport, lambda: None)
         for _ in range(200):
             client.reqs_status.clear()
             self.stored = client.lookup(tokens, lookup_id="after")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +12,6 @@ pytest.importorskip("vllm")
 from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
 
 from lmcache_xpu.cache_engine.kv_cache_facts import check_model
-from lmcache_xpu.cache_engine.near_lookups import NearLookups
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.kv_connector import connector as vllm_connector
 from lmcache_xpu.kv_connector import garbage, scheduler
@@ -118,13 +115,6 @@ class Beside:
         self.told.append((written, tokens))
 
 
-@contextmanager
-def events_of(seen: list[Any]) -> Iterator[None]:
-    seen.append("pins stay")
-    yield
-    seen.append("pins go")
-
-
 def early(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tuple[Any, list[Any]]:
     """A worker's connector between two steps; what LMCache was told to load."""
     loaded: list[Any] = []
@@ -135,7 +125,7 @@ def early(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tuple[Any, list[An
     )
     made = connector()
     made._connector_metadata, made._overlap = None, Beside()
-    made._keys = SimpleNamespace(pinned=lambda: events_of(loaded))
+    made._keys = SimpleNamespace()
     vars(made).update(changes)
     return made, loaded
 
@@ -144,7 +134,7 @@ def test_a_load_begins_between_two_steps_and_leaves_no_trace_of_one(monkeypatch)
     made, loaded = early(monkeypatch)
     meta = SimpleNamespace(requests=["one"])
     assert made.begin_load(meta, frozenset({3}), 5)
-    assert loaded == ["pins stay", meta, "pins go"]
+    assert loaded == [meta]
     assert made._overlap.told == [({3}, 5)]
     assert not made.has_connector_metadata()
 
@@ -208,15 +198,6 @@ def test_garbage_waits_from_a_look_up_to_the_end_of_scheduling_or_of_the_step(wo
     assert gc.isenabled() is (worker is None)
     garbage.allow()
     assert gc.isenabled()
-
-
-@pytest.mark.parametrize(("workers", "near"), [(1, True), (2, False)])
-def test_look_ups_of_one_worker_alone_may_be_calls(workers: int, near: bool):
-    far = SimpleNamespace(world_size=workers)
-    client = SimpleNamespace(transport=far, lookup=None)
-    SchedulerSide(SimpleNamespace(lookup_client=client), None, 16)
-    assert isinstance(client.transport, NearLookups) is near
-    assert near or client.transport is far
 
 
 @pytest.mark.parametrize("setting", [None, "remote_storage_plugins", "remote_url"])

@@ -118,10 +118,6 @@ class Isolation:
         for request_id in tuple(self._looked_up):
             self._abandon(request_id)
 
-    def is_salted(self, request_id: str) -> bool:
-        """Whether a request's KV differs from others' by more than its tokens and its epoch."""
-        return request_id in self._salts
-
     def _abandon(self, request_id: str) -> None:
         self._looked_up.discard(request_id)
         self._abandoned.append(request_id)

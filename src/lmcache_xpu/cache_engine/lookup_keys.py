@@ -8,8 +8,7 @@ the worker keeps the keys that it made of the hashes until the request is loaded
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -36,33 +35,15 @@ class ChunkKeys:
         self._asked: dict[str, _Asked] = {}  # by request
         self._asking: ContextVar[list[Chunk] | None] = ContextVar("asking", default=None)
         self._loading: ContextVar[_Asked | None] = ContextVar("loading", default=None)
-        self._pins_stay = False
-        self._engine = engine
         database = engine.token_database
         engine.lookup = functools.partial(self._lookup, engine.lookup)
         engine.lookup_unpin = functools.partial(self._lookup_unpin, engine.lookup_unpin)
         engine.retrieve = functools.partial(self._retrieve, engine.retrieve)
-        engine._process_tokens_internal = functools.partial(
-            self._memory, engine._process_tokens_internal
-        )
         database.process_tokens = functools.partial(self._process, database.process_tokens)
 
     def __len__(self) -> int:
         """Requests whose keys are kept."""
         return len(self._asked)
-
-    @contextmanager
-    def pinned(self) -> Iterator[None]:
-        """Loads in here leave their chunks pinned, for the end of the step to unpin.
-
-        LMCache does both, and the first one takes the engine's thread a fifth of a millisecond
-        for 64 chunks. Copies that are under way hold what is pinned longer than it needs to be.
-        """
-        self._pins_stay = True
-        try:
-            yield
-        finally:
-            self._pins_stay = False
 
     def _lookup(self, lookup: Callable[..., int], *args: Any, **kwargs: Any) -> int:
         chunks: list[Chunk] = []
@@ -77,8 +58,7 @@ class ChunkKeys:
 
     def _lookup_unpin(self, unpin: Callable[[str], None], lookup_id: str) -> None:
         self._asked.pop(lookup_id, None)
-        if not self._pins_stay:
-            unpin(lookup_id)
+        unpin(lookup_id)
 
     def _retrieve(self, retrieve: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         token = self._loading.set(self._asked.pop(kwargs.get("req_id", ""), None))
@@ -86,34 +66,6 @@ class ChunkKeys:
             return retrieve(*args, **kwargs)
         finally:
             self._loading.reset(token)
-
-    def _memory(
-        self,
-        collect: Callable[..., Any],
-        tokens: Any,
-        mask: torch.Tensor | None,
-        found: torch.Tensor,
-        **kwargs: Any,
-    ) -> Any:
-        """LMCache's chunks of a load, each with its memory, and their bytes.
-
-        Of a prefix that one tier has promised, all at once: LMCache's loop marks what it found
-        with an operation of torch per chunk.
-        """
-        tiers = self._engine.lookup_pins.get(kwargs.get("req_id"), ())
-        chunks = self._known(tokens, mask, kwargs.get("request_configs"))
-        if chunks and len(tiers) == 1:
-            keys = [key for _, _, key in chunks]
-            memory = self._engine.storage_manager.batched_get(keys=keys, location=next(iter(tiers)))
-            if None not in memory:
-                found[chunks[0][0] : chunks[-1][1]] = True
-                spans = zip(chunks, memory, strict=True)
-                parts = [(key, obj, start, end) for (start, end, key), obj in spans]
-                return parts, sum(obj.get_size() for obj in memory)
-            for obj in memory:  # taken away since; LMCache deals with that
-                if obj is not None:
-                    obj.ref_count_down()
-        return collect(tokens, mask, found, **kwargs)
 
     def _process(
         self, process: Callable[..., Iterable[Chunk]], *args: Any, **kwargs: Any

@@ -232,8 +232,7 @@ class LMCacheXPUConnector(ReportingConnector):
         self._overlap.schedule(written, tokens)
         super().bind_connector_metadata(metadata)
         try:
-            with self._keys.pinned():
-                super().start_load_kv(SimpleNamespace(attn_metadata={}))
+            super().start_load_kv(SimpleNamespace(attn_metadata={}))
         finally:
             self.clear_connector_metadata()
         return True

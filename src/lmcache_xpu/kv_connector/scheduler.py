@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed import kv_transfer
 
 from lmcache_xpu.cache_engine.cache_salt import Isolation
-from lmcache_xpu.cache_engine.chunk_names import ChunkNames
-from lmcache_xpu.cache_engine.near_lookups import NearLookups
 from lmcache_xpu.kv_connector import garbage
 from lmcache_xpu.kv_connector.early_loads import ScheduledLoads
 from lmcache_xpu.kv_connector.epochs import Epochs
@@ -48,11 +46,6 @@ class SchedulerSide:
         self._epochs = Epochs()
         self._isolation = Isolation(adapter, self._epochs.of)
         self._loads = ScheduledLoads(adapter, block_size, self._worker, self._isolation.named)
-        client = adapter.lookup_client
-        database = getattr(client, "token_database", None)
-        self._names = None if database is None else ChunkNames(database, block_size)
-        if (far := getattr(client, "transport", None)) is not None and far.world_size == 1:
-            client.transport = NearLookups(far, self._near_engine)
 
     def admit(self, request: Request, kept: int = 0) -> None:
         """Before a request is looked up, of which vLLM's own prefix cache has some tokens."""
@@ -62,11 +55,6 @@ class SchedulerSide:
             self._change_weights(worker.weights_changed)
         self._epochs.admit(request.request_id, kept)
         self._isolation.admit(request)
-        if self._names is not None:
-            name = request.request_id
-            alike = self._epochs.is_only(name) and not self._isolation.is_salted(name)
-            alike = alike and not request.mm_features
-            self._names.admit(request if alike else None, self._epochs.current.name)
         if self.events is not None:
             self.events.admit(request)
 
