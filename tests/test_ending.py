@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
+from halves import worker_side
+
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.kv_connector.connector import LMCacheXPUConnector
 from scripts import HERE, run_script
 
 PATHS = os.pathsep.join([*sys.path, str(HERE / "tiers")])
@@ -136,7 +136,6 @@ def test_eight_engines_leave_memory_threads_files_and_sockets_as_they_were(tmp_p
 
 
 def test_a_second_engine_in_the_process_of_one_that_runs_is_refused():
-    made: Any = object.__new__(LMCacheXPUConnector)
-    made._served, made._overlap = True, SimpleNamespace()
+    worker = worker_side(in_flight=SimpleNamespace())
     with pytest.raises(SettingsError, match="a second engine in the process"):
-        made.register_kv_caches({})
+        worker.register({})
