@@ -6,15 +6,14 @@ LMCache's engine, servers, sockets and tiers are real here, around our connector
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
+from support.halves import worker_side
 from support.scripts import run_script
 
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.kv_connector.connector import LMCacheXPUConnector
 
 PROCESS = """
 import gc, json, sys, threading, time
@@ -30,7 +29,6 @@ from lmcache.v1.offload_server.zmq_server import ZMQOffloadServer
 from vllm.distributed import parallel_state
 from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2
 from lmcache_xpu.cache_engine.ending import end_lmcache, end_with_process
-from lmcache_xpu.cache_engine.near_lookups import NearLookups
 from lmcache_xpu.gpu_connector.in_flight import InFlight
 
 parallel_state.get_tensor_model_parallel_rank = lambda: 0
@@ -70,7 +68,6 @@ class Engine:
         end_with_process(self)
         self.found = client.lookup(tokens, lookup_id="before")
         engine.store(tokens, kvcaches=cache.engine, slot_mapping=torch.arange(64), offset=0)
-        client.transport = NearLookups(client.transport, lambda: None)
         for _ in range(200):
             client.reqs_status.clear()
             self.stored = client.lookup(tokens, lookup_id="after")
@@ -140,7 +137,6 @@ def test_eight_engines_leave_memory_threads_files_and_sockets_as_they_were(tmp_p
 
 
 def test_a_second_engine_in_the_process_of_one_that_runs_is_refused():
-    made: Any = object.__new__(LMCacheXPUConnector)
-    made._served, made._overlap = True, SimpleNamespace()
+    worker = worker_side(in_flight=SimpleNamespace())
     with pytest.raises(SettingsError, match="a second engine in the process"):
-        made.register_kv_caches({})
+        worker.register({})

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+from lmcache.v1.lookup_client.lmcache_lookup_client import LMCacheLookupClient
+
+from lmcache_xpu.cache_engine.lookup_client import LookupClient
+
 
 def request(request_id="r", cache_salt=None, lora=None, prompt_embeds=None, computed=False):
     return SimpleNamespace(
@@ -20,17 +24,33 @@ class Adapter:
 
     def __init__(self):
         self.asked = []
-        self.forgotten = []
         self.load_specs = {}
         self._requests_priority = {}
-        self.lookup_client = SimpleNamespace(
-            lookup=self.lookup, clear_lookup_status=self.forgotten.append
-        )
+        self.lookup_client = Client(self)
+
+    @property
+    def forgotten(self):
+        return self.lookup_client.forgotten
+
+
+class Asked(LMCacheLookupClient):
+    """LMCache's look-up client, which finds nothing."""
+
+    def __init__(self, adapter):
+        self.adapter = adapter
+        self.forgotten = []
 
     def lookup(self, token_ids, lookup_id, request_configs=None):
-        self.asked.append(list(token_ids))
-        self.load_specs[lookup_id] = object()
+        self.adapter.asked.append(list(token_ids))
+        self.adapter.load_specs[lookup_id] = object()
         return 0
+
+    def clear_lookup_status(self, lookup_id):
+        self.forgotten.append(lookup_id)
+
+
+class Client(LookupClient, Asked):
+    """Ours around it."""
 
 
 class Metadata:

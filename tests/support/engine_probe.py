@@ -283,32 +283,10 @@ def watch_loads() -> list[str]:
     return began
 
 
-def watch_lookups() -> list[str]:
-    """How the worker was asked: by a call, or through LMCache's socket."""
-    from lmcache.v1.rpc.zmq_transport import ZmqReqRepClientTransport as Far
-
-    from lmcache_xpu.cache_engine.near_lookups import NearLookups as Near
-
-    asked: list[str] = []
-
-    def watch(kind: type, name: str) -> None:
-        send = kind.send_and_recv_all
-
-        def seen(self, message):
-            asked.append(name)
-            return send(self, message)
-
-        kind.send_and_recv_all = seen
-
-    watch(Near, "near")
-    watch(Far, "far")
-    return asked
-
-
 def store(engine: Engine, reference: Path) -> dict:
     from lmcache_xpu.transfer.gather_scatter import TorchTransfer
 
-    asked, began = watch_lookups(), watch_loads()
+    began = watch_loads()
     found: dict = {}
     for name, length in LENGTHS.items():
         engine.forget()
@@ -348,7 +326,6 @@ def store(engine: Engine, reference: Path) -> dict:
         "runs": what_runs(engine),
         "prompts": prompts,
         "stumbled": stumble(engine),
-        "asked": sorted(set(asked)),
         "crowd": crowd(engine),
         "counts": engine.llm.collective_rpc(counts)[0],
         "pool": engine.llm.collective_rpc(pool)[0],
