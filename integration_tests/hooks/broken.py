@@ -179,9 +179,9 @@ def _(module) -> None:
     async def none_stored(*_, **__):
         return 0
 
-    module.RemoteTier.exists = none_stored
-    module.RemoteTier.batched_async_contains = none_stored
-    module.RemoteTier.exists_sync = module.RemoteTier.batched_contains = lambda *_: 0
+    module.SharedTier.exists = none_stored
+    module.SharedTier.batched_async_contains = none_stored
+    module.SharedTier.exists_sync = module.SharedTier.batched_contains = lambda *_: 0
 
 
 @breaks("away", "tiers.pause")
