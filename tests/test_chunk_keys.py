@@ -1,113 +1,51 @@
-"""The keys of a look-up name the chunks of the load, and nothing else."""
+"""The keys that a look-up pinned name the chunks of the load, and nothing else."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from lmcache.v1.cache_engine import LMCacheEngine
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.token_database import ChunkedTokenDatabase
 
-from lmcache_xpu.cache_engine.lookup_keys import ChunkKeys
+from lmcache_xpu.cache_engine.token_database import TokenDatabase
 
 CHUNK = 8
 TOKENS = list(range(100, 100 + 5 * CHUNK + 3))
 
 
-class Memory:
-    """Of a chunk; whoever gets it has a reference."""
+class Counting(TokenDatabase):
+    """Ours, and how often it hashes tokens and makes keys."""
 
-    def __init__(self) -> None:
-        self.references = 1
+    hashed = keyed = 0
 
-    def ref_count_down(self) -> None:
-        self.references -= 1
+    def _hash_tokens(self, *args, **kwargs):
+        self.hashed += 1
+        return super()._hash_tokens(*args, **kwargs)
 
-    def get_size(self) -> int:
-        return 8
-
-
-class Storage:
-    """Has every chunk but those of `lost` keys, in one tier."""
-
-    def __init__(self) -> None:
-        self.lost: list = []
-        self.asked: list[tuple[list, str]] = []
-        self.given: list[Memory] = []
-
-    def get_block_mapping(self, chunks):
-        return {"tier": chunks}
-
-    def batched_get(self, keys, location):
-        self.asked.append((keys, location))
-        found = [None if key in self.lost else Memory() for key in keys]
-        self.given += [memory for memory in found if memory is not None]
-        return found
+    def _make_key_by_hash(self, *args, **kwargs):
+        self.keyed += 1
+        return super()._make_key_by_hash(*args, **kwargs)
 
 
-class Engine:
-    """LMCache's engine: what it looks up is there, and it loads by the keys that it makes."""
-
-    def __init__(self, *, partial: bool = False) -> None:
-        config = LMCacheEngineConfig.from_defaults(chunk_size=CHUNK, save_unfull_chunk=partial)
-        shape = (2, 2, CHUNK, 2, 8)
-        metadata = LMCacheMetadata("model", 1, 1, 0, 0, torch.float16, shape)
-        self.token_database = ChunkedTokenDatabase(config, metadata)
-        self.hashed = 0
-        self.unpinned: list[str] = []
-        self.lookup_pins: dict[str, dict[str, list]] = {}
-        self.storage_manager = Storage()
-        self.named = self.looped = 0
-        for attribute in ("_hash_tokens", "_make_key_by_hash"):
-            self._count(attribute)
-
-    def _count(self, attribute):
-        real = getattr(self.token_database, attribute)
-
-        def count(*args, **kwargs):
-            self.hashed += attribute == "_hash_tokens"
-            self.named += attribute == "_make_key_by_hash"
-            return real(*args, **kwargs)
-
-        setattr(self.token_database, attribute, count)
-
-    def lookup(self, hashes=None, offsets=None, lookup_id=None, request_configs=None):
-        chunks = self.token_database.process_tokens(
-            hashes=hashes, offsets=offsets, request_configs=request_configs
-        )
-        return max((end for _, end, _ in chunks), default=0)
-
-    def lookup_unpin(self, lookup_id):
-        self.unpinned.append(lookup_id)
-
-    def retrieve(self, tokens, mask=None, **kwargs):
-        if kwargs.get("fails"):
-            raise RuntimeError("planted")
-        self.found = torch.zeros(len(tokens), dtype=torch.bool)
-        chunks, self.size = self._process_tokens_internal(tokens, mask, self.found, **kwargs)
-        return [(start, end, key) for key, _, start, end in chunks]
-
-    def _process_tokens_internal(self, *args, **kwargs):
-        self.looped += 1
-        return LMCacheEngine._process_tokens_internal(self, *args, **kwargs)
-
-    remove_after_retrieve = False
+def databases(*, partial: bool = False) -> tuple[ChunkedTokenDatabase, Counting]:
+    """LMCache's and ours."""
+    config = LMCacheEngineConfig.from_defaults(chunk_size=CHUNK, save_unfull_chunk=partial)
+    shape = (2, 2, CHUNK, 2, 8)
+    metadata = LMCacheMetadata("model", 1, 1, 0, 0, torch.float16, shape)
+    return ChunkedTokenDatabase(config, metadata), Counting(config, metadata)
 
 
-def asked(*, partial: bool = False, options=None) -> tuple[Engine, Engine, ChunkKeys]:
-    """An engine as LMCache has it, and one whose scheduler has looked up request "one"."""
-    plain, engine = Engine(partial=partial), Engine(partial=partial)
-    chunks = list(engine.token_database.process_tokens(TOKENS, make_key=False))
-    known = ChunkKeys(engine)
-    engine.lookup(
-        hashes=[chunk for _, _, chunk in chunks],
-        offsets=[end - start for start, end, _ in chunks],
-        lookup_id="one",
-        request_configs=options,
-    )
-    engine.hashed = engine.named = 0
-    return plain, engine, known
+def pinned(plain: ChunkedTokenDatabase, options=None) -> list:
+    """The keys of a look-up of all tokens."""
+    return [key for *_, key in plain.process_tokens(TOKENS, request_configs=options)]
+
+
+def chunks(database, loaded: int, skipped: int = 0, options=None) -> list:
+    mask = torch.ones(loaded, dtype=torch.bool)
+    mask[:skipped] = False
+    tokens = TOKENS[:loaded]
+    return list(database.process_tokens(tokens=tokens, mask=mask, request_configs=options))
 
 
 @pytest.mark.parametrize(
@@ -117,70 +55,47 @@ def asked(*, partial: bool = False, options=None) -> tuple[Engine, Engine, Chunk
 @pytest.mark.parametrize("skipped", [0, CHUNK])
 def test_the_same_keys_without_hashing_again(loaded: int, partial: bool, skipped: int):
     options = {"lmcache.tag.user": "a"}
-    plain, engine, known = asked(partial=partial, options=options)
-    mask = torch.ones(loaded, dtype=torch.bool)
-    mask[:skipped] = False
-    given = {"req_id": "one", "request_configs": options}
-    assert engine.retrieve(TOKENS[:loaded], mask, **given) == plain.retrieve(
-        TOKENS[:loaded], mask, **given
-    )
-    assert plain.hashed == -(-loaded // CHUNK)
-    assert (engine.hashed, engine.named) == (0, 0)
-    assert len(known) == 0
+    plain, ours = databases(partial=partial)
+    with ours.reuse(pinned(plain, options)):
+        assert chunks(ours, loaded, skipped, options) == chunks(plain, loaded, skipped, options)
+    assert (ours.hashed, ours.keyed) == (0, 0)
 
 
-@pytest.mark.parametrize("options", [{}, {"lmcache.tag.user": "b"}])
-def test_other_options_are_other_keys(options):
-    plain, engine, _ = asked(options={"lmcache.tag.user": "a"})
-    given = {"req_id": "one", "request_configs": options}
-    assert engine.retrieve(TOKENS[:CHUNK], **given) == plain.retrieve(TOKENS[:CHUNK], **given)
+@pytest.mark.parametrize("loaded", [CHUNK + 1, len(TOKENS) - 1])
+@pytest.mark.parametrize("partial", [False, True])
+def test_what_ends_inside_of_a_chunk_is_hashed(loaded: int, partial: bool):
+    plain, ours = databases(partial=partial)
+    keys = pinned(plain)[: loaded // CHUNK]  # no look-up has promised more
+    with ours.reuse(keys):
+        assert chunks(ours, loaded) == chunks(plain, loaded)
+    assert ours.hashed > 0
 
 
-def test_no_options_are_the_same_as_empty_ones():
-    _, engine, _ = asked(options=None)
-    engine.retrieve(TOKENS[:CHUNK], req_id="one", request_configs={})
-    assert engine.named == 0
+def test_more_than_was_looked_up_is_hashed():
+    plain, ours = databases()
+    with ours.reuse(pinned(plain)[:2]):
+        assert chunks(ours, 3 * CHUNK) == chunks(plain, 3 * CHUNK)
+    assert ours.hashed == 3
 
 
-@pytest.mark.parametrize(
-    ("loaded", "request_id"), [(CHUNK + 1, "one"), (CHUNK, "other"), (len(TOKENS) - 1, "one")]
-)
-def test_other_lengths_and_other_requests_are_hashed(loaded: int, request_id: str):
-    plain, engine, _ = asked()
-    wanted = plain.retrieve(TOKENS[:loaded])
-    assert engine.retrieve(TOKENS[:loaded], req_id=request_id) == wanted
-    assert engine.hashed == plain.hashed
+def test_look_ups_of_other_requests_during_a_load_get_keys_of_their_own():
+    plain, ours = databases()
+    other = list(plain.process_tokens([token + 1 for token in TOKENS], make_key=False))
+    by_hash = {"hashes": [name for *_, name in other], "offsets": [CHUNK] * len(other)}
+    with ours.reuse(pinned(plain)):
+        assert list(ours.process_tokens(**by_hash)) == list(plain.process_tokens(**by_hash))
 
 
-def test_keys_are_used_once():
-    """A request of the same name may have other tokens."""
-    plain, engine, _ = asked()
-    engine.retrieve(TOKENS[:CHUNK], req_id="one")
-    other = [token + 1 for token in TOKENS[:CHUNK]]
-    assert engine.retrieve(other, req_id="one") == plain.retrieve(other)
-
-
-def test_a_request_that_is_given_up_is_forgotten():
-    _, engine, known = asked()
-    assert len(known) == 1
-    engine.lookup_unpin("one")
-    assert len(known) == 0
-    assert engine.unpinned == ["one"]
+def test_hashes_are_no_keys():
+    plain, ours = databases()
+    with ours.reuse(pinned(plain)):
+        hashes = list(ours.process_tokens(TOKENS, make_key=False))
+    assert hashes == list(plain.process_tokens(TOKENS, make_key=False))
 
 
 def test_what_an_error_leaves_behind_names_no_other_load():
-    plain, engine, _ = asked()
-    with pytest.raises(RuntimeError, match="planted"):
-        engine.retrieve(TOKENS, req_id="one", fails=True)
+    plain, ours = databases()
+    with pytest.raises(RuntimeError, match="planted"), ours.reuse(pinned(plain)):
+        raise RuntimeError("planted")
     other = [token + 1 for token in TOKENS]
-    assert engine.retrieve(other, req_id="two") == plain.retrieve(other)
-    assert list(engine.token_database.process_tokens(other)) == list(
-        plain.token_database.process_tokens(other)
-    )
-
-
-def test_nothing_found_is_nothing_kept():
-    _, engine, known = asked()
-    engine.lookup_unpin("one")
-    engine.lookup(hashes=[], offsets=[], lookup_id="two")
-    assert len(known) == 0
+    assert list(ours.process_tokens(other)) == list(plain.process_tokens(other))

@@ -12,6 +12,7 @@ import pytest
 from prometheus_client import REGISTRY, Counter
 
 pytest.importorskip("vllm")
+from halves import Facade
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 
 from lmcache_xpu import metrics
@@ -45,8 +46,7 @@ def value(name: str, **labels: str) -> float:
 
 
 def test_a_step_tells_what_was_counted_since_the_last_one():
-    made: Any = object.__new__(LMCacheXPUConnector)
-    made._served, made._scheduler = True, None
+    made = Facade(worker=SimpleNamespace())
     assert made.get_kv_connector_stats() is None
     metrics.LOAD_CPU.moved(0.25, size_bytes=4096, tokens=256)
     metrics.LOAD_CPU.moved(0.25, size_bytes=4096, tokens=256)
@@ -64,8 +64,7 @@ def test_a_step_tells_what_was_counted_since_the_last_one():
 
 def test_the_schedulers_half_takes_nothing_from_the_workers():
     """In one process both would ask, and each number must be told once."""
-    made: Any = object.__new__(LMCacheXPUConnector)
-    made._served, made._scheduler = True, SimpleNamespace()
+    made = Facade(scheduler=SimpleNamespace())
     metrics.fallback("load")
     assert made.get_kv_connector_stats() is None
     assert stats.take() is not None

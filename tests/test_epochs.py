@@ -7,15 +7,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("vllm")
-from test_isolation import Adapter, Metadata, request
+from lmcache.integration.vllm.vllm_v1_adapter import LMCacheConnectorMetadata
+from test_isolation import Adapter, request
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from lmcache_xpu.kv_connector import scheduler
-from lmcache_xpu.kv_connector.epochs import EPOCH, Epoch, Epochs, WeightsChanged, WorkerEpoch
+from lmcache_xpu.kv_connector.epochs import Epoch, Epochs, WeightsChanged, WorkerEpoch
+from lmcache_xpu.kv_connector.garbage import GarbageCollection
 from lmcache_xpu.kv_connector.scheduler import SchedulerSide
 from lmcache_xpu.kv_connector.worker_report import WorkerReport
 from scripts import run_script
@@ -47,6 +48,10 @@ class Scheduler:
         monkeypatch.setattr(self.side, "_worker", lambda: worker)
         monkeypatch.setattr(scheduler, "written_blocks", lambda *args: frozenset())
 
+    def finish(self, name: str) -> None:
+        self.adapter.request_finished = lambda *request: (False, None)
+        self.side.finished(request(name), [])
+
     def look_up(self, name: str = "r", kept: int = 0, **of: Any) -> list[int]:
         """The tokens by which LMCache is asked."""
         self.side.admit(request(name, **of), kept)
@@ -54,15 +59,15 @@ class Scheduler:
         return self.adapter.asked[-1]
 
     def step(self, *names: str) -> Any:
-        metadata = Metadata(*map(described, names))
-        self.side.describe(
-            metadata,
+        requests = [described(name) for name in names]
+        self.adapter.build_connector_meta = lambda step: LMCacheConnectorMetadata(requests)
+        return self.side.describe(
             SimpleNamespace(
+                scheduled_new_reqs=[],
                 total_num_scheduled_tokens=1,
                 scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set()),
-            ),
+            )
         )
-        return metadata
 
 
 @pytest.fixture
@@ -99,7 +104,7 @@ def test_look_up_and_worker_see_the_same_name(one):
     step = one.step("r")
     assert step.requests[0].token_ids == asked
     assert step.requests[0].save_spec.can_save
-    assert getattr(step, EPOCH).number == 1
+    assert step.epoch.number == 1
 
 
 def test_a_step_that_was_described_before_a_reset_keeps_its_names(one):
@@ -109,7 +114,7 @@ def test_a_step_that_was_described_before_a_reset_keeps_its_names(one):
     one.side.reset()
     assert step.requests[0].token_ids == [5, 6, 7]
     assert step.requests[0].save_spec.can_save
-    assert getattr(step, EPOCH).number == 0
+    assert step.epoch.number == 0
 
 
 def test_a_request_that_runs_through_a_reset_stores_nothing_until_it_begins_anew(one):
@@ -122,7 +127,7 @@ def test_a_request_that_runs_through_a_reset_stores_nothing_until_it_begins_anew
     after = one.step("r").requests[0]
     assert after.save_spec.can_save
     assert len({tokens[0] for tokens in (before, mixed.token_ids, anew)}) == 3
-    one.side.finished("r")
+    one.finish("r")
     assert one.side._epochs._names == {}
 
 
@@ -159,16 +164,12 @@ class Worker:
     """A worker's connector in this process."""
 
     def __init__(self, *, gone: bool = True) -> None:
-        self.engine = SimpleNamespace(lookup=lambda *args, **kwargs: 256)
+        self.engine = SimpleNamespace(refuses_lookups=False)
         self.refused: list[Any] = []
         self.forgotten = 0
         self.gone: bool | Exception = gone
         self.epoch = WorkerEpoch(self.engine, self, self.forget)
-        self.begin_epoch = self.epoch.begin
-
-    @property
-    def weights_changed(self) -> WeightsChanged | None:
-        return self.epoch.changed
+        self.collection = GarbageCollection()
 
     def refuse(self, requests: list[Any]) -> None:
         self.refused += requests
@@ -218,11 +219,10 @@ def test_an_engine_that_was_reset_leaves_nothing_that_cannot_be_found():
 
 def test_under_changed_weights_nothing_is_found_loaded_or_stored_before_another_epoch(one):
     worker = Worker()
-    assert worker.engine.lookup([1], lookup_id="r") == 256
     one.look_up()
     step = one.step("r")
     worker.epoch.change_weights()
-    assert worker.engine.lookup([1], lookup_id="r") == 0
+    assert worker.engine.refuses_lookups
     worker.epoch.begin_step(step)
     assert worker.refused == step.requests
     one.side.hear(WorkerReport(weights=worker.epoch.changed))
@@ -232,7 +232,7 @@ def test_under_changed_weights_nothing_is_found_loaded_or_stored_before_another_
     worker.epoch.begin_step(later)
     assert worker.refused == step.requests
     assert worker.epoch.changed is None
-    assert worker.engine.lookup([1], lookup_id="r") == 256
+    assert not worker.engine.refuses_lookups
 
 
 def test_weights_that_change_after_a_reset_and_before_its_first_step_are_covered_by_it(one):
@@ -250,7 +250,7 @@ def test_a_change_that_was_heard_of_twice_begins_one_epoch(one):
     for _ in range(2):  # the second in the output of a step that was under way
         one.side.hear(WorkerReport(weights=WeightsChanged(0)))
     one.side.hear(WorkerReport())
-    assert getattr(one.step(), EPOCH).number == 1
+    assert one.step().epoch.number == 1
 
 
 def test_in_one_process_a_look_up_after_a_change_is_in_another_epoch_already(monkeypatch):
@@ -284,22 +284,30 @@ import json
 from types import SimpleNamespace
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.worker_base import WorkerWrapperBase
 public = [name for name, _ in inspect.getmembers(Worker, callable) if not name.startswith("_")]
 from lmcache_xpu.kv_connector import patches
+from lmcache_xpu.kv_connector.worker_hooks import WEIGHT_CHANGES
+class FakeWorker:
+    pass
 events = []
-for name in patches.WEIGHT_CHANGES:
-    setattr(Worker, name, lambda worker, *args, name=name, **kwargs: events.append(name) or args)
+for name in WEIGHT_CHANGES:
+    setattr(FakeWorker, name, lambda self, *args, name=name: events.append(name) or args)
+del FakeWorker.discard  # as in an earlier vLLM
 patches.install()
+wrapper = object.__new__(WorkerWrapperBase)
+wrapper.worker = FakeWorker()
 ours = SimpleNamespace(change_weights=lambda: events.append("told"))
 among_others = SimpleNamespace(_connectors=[SimpleNamespace(), ours])
+changes = [name for name in WEIGHT_CHANGES if hasattr(wrapper, name)]
 found = []
 for connector in (None, SimpleNamespace(), ours, among_others):
     kv_transfer_state._KV_CONNECTOR_AGENT = connector
-    for name in patches.WEIGHT_CHANGES:
+    for name in changes:
         events.clear()
-        assert getattr(Worker, name)(None, 7) == (7,)
+        assert getattr(wrapper, name)(7) == (7,)
         found.append([name, *events])
-print(json.dumps([public, list(patches.WEIGHT_CHANGES), found]))
+print(json.dumps([public, list(WEIGHT_CHANGES), changes, found]))
 """
 HARMLESS = {
     "compute_weight_checksums",
@@ -318,14 +326,15 @@ HARMLESS = {
 
 
 def test_our_connector_hears_of_changing_weights_before_they_do():
-    public, changes, found = run_script(WEIGHTS)
+    public, names, changes, found = run_script(WEIGHTS)
+    assert changes == [name for name in names if name != "discard"]
     rounds = [found[at : at + len(changes)] for at in range(0, len(found), len(changes))]
     untold = [[name, name] for name in changes]
     assert rounds[:2] == [untold, untold]
     told = [[name, "told", name] for name in changes]
     assert rounds[2:] == [told, told]
     suspects = {name for name in public if re.search("weight|model|sleep|wake|discard", name)}
-    assert suspects == {*changes} | HARMLESS
+    assert suspects == {*names} | HARMLESS
 
 
 def test_names_of_an_epoch_go_with_their_requests():
@@ -337,21 +346,3 @@ def test_names_of_an_epoch_go_with_their_requests():
     assert not epochs.is_only("never heard of")
     epochs.finished("r")
     assert epochs.of("r") == epochs.current.name
-
-
-def test_a_refused_step_loads_and_stores_nothing_and_reports_what_it_lacks():
-    from lmcache_xpu.cache_engine.engine import Guard
-
-    guard: Any = object.__new__(Guard)
-    guard._unfilled, guard._block_size = set(), 4
-    spec = SimpleNamespace(vllm_cached_tokens=4, lmcache_cached_tokens=12, can_load=True)
-    waits = SimpleNamespace(vllm_cached_tokens=0, lmcache_cached_tokens=12, can_load=False)
-    loads = described("loads")
-    loads.load_spec, loads.slot_mapping = spec, torch.arange(40, 56)
-    saves = described("saves")
-    saves.load_spec, saves.slot_mapping = waits, torch.arange(80, 96)
-    nothing = SimpleNamespace(load_spec=None, save_spec=None, slot_mapping=torch.empty(0))
-    guard.refuse([loads, saves, nothing])
-    assert guard._unfilled == {11, 12}  # not 10, which vLLM has itself
-    assert [one.load_spec for one in (loads, saves)] == [None, None]
-    assert [one.save_spec.can_save for one in (loads, saves)] == [False, False]

@@ -7,35 +7,34 @@ from collections.abc import Iterator
 
 import pytest
 
-from lmcache_xpu.kv_connector import garbage
+from lmcache_xpu.kv_connector.garbage import GarbageCollection
 
 
-@pytest.fixture(autouse=True)
-def enabled() -> Iterator[None]:
+@pytest.fixture
+def collection() -> Iterator[GarbageCollection]:
     gc.enable()
-    yield
-    garbage.allow()
+    yield GarbageCollection()
     gc.enable()
 
 
-def test_it_is_put_off_until_it_is_allowed():
-    garbage.put_off()
-    garbage.put_off()  # another request
+def test_it_is_put_off_until_it_is_allowed(collection):
+    collection.put_off()
+    collection.put_off()  # another request
     assert not gc.isenabled()
-    garbage.allow()
+    collection.allow()
     assert gc.isenabled()
 
 
-def test_what_somebody_else_has_disabled_stays_so():
+def test_what_somebody_else_has_disabled_stays_so(collection):
     gc.disable()
-    garbage.put_off()
-    garbage.allow()
+    collection.put_off()
+    collection.allow()
     assert not gc.isenabled()
 
 
-def test_allowing_without_putting_off_changes_nothing():
-    garbage.allow()
+def test_allowing_without_putting_off_changes_nothing(collection):
+    collection.allow()
     assert gc.isenabled()
     gc.disable()
-    garbage.allow()
+    collection.allow()
     assert not gc.isenabled()

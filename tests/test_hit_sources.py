@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm")
+from halves import Facade
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from lmcache_xpu.kv_connector.connector import LMCacheXPUConnector
 from lmcache_xpu.kv_connector.hit_sources import hit_sources, lone_source
 from lmcache_xpu.kv_connector.scheduler import SchedulerSide
 
@@ -55,7 +55,7 @@ def test_with_one_tier_all_hits_come_from_it(setting):
 @pytest.mark.parametrize("layers", [0, 3])
 def test_the_scheduler_asks_the_worker_in_its_process(layers: int, monkeypatch):
     config = SimpleNamespace(storage_plugins=["disk"], chunk_size=8)
-    side = SchedulerSide(SimpleNamespace(lookup_client=None, config=config), None, 4)
+    side = SchedulerSide(SimpleNamespace(lookup_client=SimpleNamespace(), config=config), None, 4)
     engine = SimpleNamespace(
         lookup_pins={"r": {CPU: [0] * 2 * max(layers, 1), "disk": [0] * max(layers, 1)}},
         use_layerwise=bool(layers),
@@ -71,10 +71,10 @@ def test_the_scheduler_asks_the_worker_in_its_process(layers: int, monkeypatch):
 
 
 def test_what_is_not_known_is_left_to_vllm():
-    made: Any = object.__new__(LMCacheXPUConnector)
-    made._scheduler = SimpleNamespace(hit_sources=lambda name, tokens: {})
+    scheduler = SimpleNamespace(hit_sources=lambda name, tokens: {})
+    made = Facade(scheduler=scheduler)
     request: Any = SimpleNamespace(request_id="r")
     assert made.get_external_cache_hit_sources(request, 5) == {OTHER: 5}
-    made._scheduler.hit_sources = lambda name, tokens: {HOST: tokens}
+    scheduler.hit_sources = lambda name, tokens: {HOST: tokens}
     assert made.get_external_cache_hit_sources(request, 5) == {HOST: 5}
     assert made.get_external_cache_hit_sources(request, 0) == {}

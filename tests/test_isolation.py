@@ -6,8 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lmcache.v1.lookup_client.lmcache_lookup_client import LMCacheLookupClient
 
-from lmcache_xpu.cache_engine.cache_salt import Isolation, salt_of, salted
+from lmcache_xpu.cache_engine.cache_salt import CacheSalts, salt_of, salted
+from lmcache_xpu.cache_engine.lookup_client import LookupClient
 
 
 def request(request_id="r", cache_salt=None, lora=None, prompt_embeds=None, computed=False):
@@ -29,17 +31,33 @@ class Adapter:
 
     def __init__(self):
         self.asked = []
-        self.forgotten = []
         self.load_specs = {}
         self._requests_priority = {}
-        self.lookup_client = SimpleNamespace(
-            lookup=self.lookup, clear_lookup_status=self.forgotten.append
-        )
+        self.lookup_client = Client(self)
+
+    @property
+    def forgotten(self):
+        return self.lookup_client.forgotten
+
+
+class Asked(LMCacheLookupClient):
+    """LMCache's look-up client, which finds nothing."""
+
+    def __init__(self, adapter):
+        self.adapter = adapter
+        self.forgotten = []
 
     def lookup(self, token_ids, lookup_id, request_configs=None):
-        self.asked.append(list(token_ids))
-        self.load_specs[lookup_id] = object()
+        self.adapter.asked.append(list(token_ids))
+        self.adapter.load_specs[lookup_id] = object()
         return 0
+
+    def clear_lookup_status(self, lookup_id):
+        self.forgotten.append(lookup_id)
+
+
+class Client(LookupClient, Asked):
+    """Ours around it."""
 
 
 class Metadata:
@@ -52,22 +70,22 @@ class Metadata:
 
 def test_most_requests_are_left_as_they_are():
     inner = Adapter()
-    isolation = Isolation(inner)
-    isolation.admit(request())
+    salts = CacheSalts(inner)
+    salts.admit(request())
     inner.lookup_client.lookup([5, 6, 7], lookup_id="r")
     meta = SimpleNamespace(req_id="r", token_ids=[5, 6])
-    isolation.mark(Metadata(meta))
+    salts.mark(Metadata(meta))
     assert inner.asked == [[5, 6, 7]]
     assert meta.token_ids == [5, 6]
 
 
 def test_a_request_that_computes_its_whole_prompt_finds_nothing():
     inner = Adapter()
-    isolation = Isolation(inner)
-    isolation.admit(request(computed=True))
+    salts = CacheSalts(inner)
+    salts.admit(request(computed=True))
     assert inner.lookup_client.lookup([5, 6, 7], lookup_id="r") == 0
     assert inner.asked == []
-    isolation.finished("r")
+    salts.finished("r")
     assert inner.forgotten == []  # nothing was pinned
     inner.lookup_client.lookup([5, 6, 7], lookup_id="r")
     assert inner.asked == [[5, 6, 7]]
@@ -75,11 +93,11 @@ def test_a_request_that_computes_its_whole_prompt_finds_nothing():
 
 def test_look_up_and_worker_see_the_same_exchanged_token():
     inner = Adapter()
-    isolation = Isolation(inner)
-    isolation.admit(request(cache_salt="s"))
+    salts = CacheSalts(inner)
+    salts.admit(request(cache_salt="s"))
     inner.lookup_client.lookup((5, 6, 7), lookup_id="r", request_configs=None)
     meta = SimpleNamespace(req_id="r", token_ids=[5, 6])
-    isolation.mark(Metadata(meta))
+    salts.mark(Metadata(meta))
     assert inner.asked[0][0] == meta.token_ids[0]
     assert inner.asked[0][1:] == [6, 7]
     assert 2**62 <= meta.token_ids[0] < 2**63
@@ -119,18 +137,18 @@ def test_embeddings_are_never_found_again():
 def test_a_request_that_was_only_looked_up_is_unpinned_with_the_next_step():
     pytest.importorskip("lmcache.integration.vllm.vllm_v1_adapter")
     inner = Adapter()
-    isolation = Isolation(inner)
+    salts = CacheSalts(inner)
     for name in ("scheduled", "aborted"):
         inner.lookup_client.lookup([1, 2], lookup_id=name)
-    isolation.mark(Metadata(SimpleNamespace(req_id="scheduled", token_ids=[1])))
+    salts.mark(Metadata(SimpleNamespace(req_id="scheduled", token_ids=[1])))
     for name in ("scheduled", "aborted"):
-        isolation.finished(name)
+        salts.finished(name)
     following = Metadata()
-    isolation.mark(following)
+    salts.mark(following)
     assert [meta.req_id for meta in following.requests] == ["aborted"]
     assert following.requests[0].save_spec is None
     assert inner.forgotten == ["aborted"]
     assert "aborted" not in inner.load_specs
     after = Metadata()
-    isolation.mark(after)
+    salts.mark(after)
     assert after.requests == []

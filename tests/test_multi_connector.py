@@ -16,6 +16,7 @@ import torch
 from prometheus_client import Counter, Gauge, Histogram
 
 pytest.importorskip("vllm")
+from halves import Facade, worker_side
 from test_overlap import stored
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
@@ -29,9 +30,8 @@ from lmcache_xpu import metrics
 from lmcache_xpu.gpu_connector.in_flight import Overlap
 from lmcache_xpu.kv_connector import plugin
 from lmcache_xpu.kv_connector import stats as connector_stats
-from lmcache_xpu.kv_connector.connector import LMCacheXPUConnector
 from lmcache_xpu.kv_connector.kv_events import TierReport
-from lmcache_xpu.kv_connector.step_metadata import STEP, StepFacts
+from lmcache_xpu.kv_connector.step_metadata import StepMetadata
 from lmcache_xpu.kv_connector.worker_report import WorkerReport
 from lmcache_xpu.tiers.residency import CPU, Change, Residency
 
@@ -88,11 +88,8 @@ def test_the_classes_answer_together(other: str, first: bool, monkeypatch):
 
 def made_of(other: str, first: bool) -> tuple[Any, Any]:
     """A MultiConnector of two, as far as hooks need it, and ours in it."""
-    ours: Any = object.__new__(LMCacheXPUConnector)
-    ours._served, ours._scheduler, ours._overlap = True, None, Overlap(block_tokens=4)
-    ours._residency = Residency()
-    engine = SimpleNamespace(save_only_first_rank=False, metadata=SimpleNamespace(world_size=2))
-    ours._lmcache_engine = SimpleNamespace(lmcache_engine=engine)
+    ours = Facade(worker=worker_side(in_flight=Overlap(block_tokens=4)))
+    ours.worker_side.residency = Residency()
     theirs: Any = object.__new__(getattr(importlib.import_module(OTHERS[other]), other))
     theirs.connector_worker = theirs.connector_scheduler = None
     multi: Any = object.__new__(MultiConnector)
@@ -106,19 +103,21 @@ def test_blocks_are_protected_before_vllm_prepares_the_step(other: str, first: b
     """Without `begin_step`, which a MultiConnector does not have."""
     multi, ours = made_of(other, first)
     move = stored()
-    ours._overlap.add_store([], move, torch.tensor([4, 5, 6, 7, 8, 9]))  # blocks 1 and 2
+    ours.worker_side.in_flight.add_store(
+        [], move, torch.tensor([4, 5, 6, 7, 8, 9])
+    )  # blocks 1 and 2
     for written, waits in (({0, 3}, 0), ({2, 7}, 1)):
-        meta = SimpleNamespace(**{STEP: StepFacts(frozenset(written), 1)})
+        meta = StepMetadata(new_blocks=frozenset(written), tokens=1)
         metas: list[Any] = [meta, SimpleNamespace()]
         multi.handle_preemptions(MultiKVConnectorMetadata(tuple(metas if first else metas[::-1])))
         assert move.gathered.waited == waits
 
 
-def test_a_step_without_facts_protects_all():
+def test_a_step_whose_new_blocks_are_not_known_protects_all():
     _, ours = made_of("ExampleConnector", True)
     move = stored()
-    ours._overlap.add_store([], move, torch.tensor([4]))
-    ours.handle_preemptions(SimpleNamespace())
+    ours.worker_side.in_flight.add_store([], move, torch.tensor([4]))
+    ours.handle_preemptions(StepMetadata())
     assert move.gathered.waited == 1
 
 
@@ -130,7 +129,7 @@ def test_stats_and_reports_of_tiers_pass_through(other: str, first: bool):
     metrics.LOAD_CPU.moved(0.1, size_bytes=2**20, tokens=256)
     stats = multi.get_kv_connector_stats()
     assert stats.reduce()["LMCacheXPUConnector"]["load_cpu_tokens"] == 256
-    ours._residency.changed(CPU, "a", True)
+    ours.worker_side.residency.changed(CPU, "a", True)
     meta = multi.build_connector_worker_meta()
     assert WorkerReport(TierReport(2, [Change(CPU, "a", True)])) in meta.metadata
     assert multi.build_connector_worker_meta() is None
@@ -138,8 +137,7 @@ def test_stats_and_reports_of_tiers_pass_through(other: str, first: bool):
     for one in multi._connectors:
         one.connector_scheduler = Mock()  # theirs has one
     heard: list[Any] = []
-    events = SimpleNamespace(take=lambda: ["event"])
-    ours._scheduler = SimpleNamespace(events=events, hear=heard.append)
+    ours.scheduler_side = SimpleNamespace(hear=heard.append, take_events=lambda: ["event"])
     multi.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=meta))
     assert heard == [WorkerReport(TierReport(2, [Change(CPU, "a", True)]))]
     assert list(ours.take_events()) == ["event"]
@@ -148,7 +146,7 @@ def test_stats_and_reports_of_tiers_pass_through(other: str, first: bool):
 def test_nobody_waits_for_a_store_of_a_cache():
     """vLLM computes a preempted request again where a hand-off is pending; here none is."""
     multi, ours = made_of("ExampleConnector", True)
-    ours._kv_transfer_config = SimpleNamespace(is_kv_producer=True)
+    assert ours._kv_transfer_config.is_kv_producer
     assert not ours.requires_kv_delivery
     multi._connectors = [ours]
     assert not multi.requires_kv_delivery

@@ -14,16 +14,16 @@ import torch
 
 pytest.importorskip("vllm")
 from caches import Spec, bits, build
+from halves import Facade, worker_side
 from test_connector import make, memory, slots_of
 from test_engine_steps import step
 from test_layered_load import ENDS, SPANS, STARTS
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from lmcache_xpu.gpu_connector.in_flight import Overlap
-from lmcache_xpu.kv_connector import garbage
 from lmcache_xpu.kv_connector.connector import LMCacheXPUConnector
 from lmcache_xpu.kv_connector.scheduler import SchedulerSide
-from lmcache_xpu.kv_connector.step_metadata import STEP, StepFacts, written_blocks
+from lmcache_xpu.kv_connector.step_metadata import StepMetadata, written_blocks
 from lmcache_xpu.transfer.staging import Moved, Stager, Stored
 
 BLOCK = 4
@@ -80,10 +80,9 @@ def preempted_during_its_store(hook: Any, new: list[int], monkeypatch) -> tuple[
     objs, overlap = store()
     assert [late.reached() for late in begun] == [False]
 
-    ours: Any = object.__new__(LMCacheXPUConnector)
-    ours._overlap = overlap
+    ours = Facade(worker=worker_side(in_flight=overlap))
     written = written_blocks(step(new=[("another", new, 0)]), BLOCK, {})
-    hook(ours, SimpleNamespace(**{STEP: StepFacts(written, 1)}))
+    hook(ours, StepMetadata(new_blocks=written, tokens=1))
     cache.raw.zero_()  # as vLLM does with new blocks, while it prepares the step
     begun[0].wait()
     overlap.drain()
@@ -119,21 +118,26 @@ def request(name: str = "r") -> Any:
 
 def test_blocks_that_another_connector_fills_are_protected_too(monkeypatch):
     """vLLM counts their tokens as computed; and they may be filled before the request runs."""
-    adapter = SimpleNamespace(lookup_client=None, load_specs={})
+    adapter = SimpleNamespace(
+        lookup_client=SimpleNamespace(),
+        load_specs={},
+        build_connector_meta=lambda step: StepMetadata(),
+        update_state_after_alloc=lambda request, tokens: None,
+        request_finished=lambda request, blocks: (False, None),
+    )
     side = SchedulerSide(adapter, SimpleNamespace(), BLOCK)
     monkeypatch.setattr(side, "_worker", lambda: None)
     side.admit(request(), 2 * BLOCK)
-    side.allocated(request(), SimpleNamespace(get_block_ids=lambda: ([7, 8, 9, 5],)))
+    side.allocated(request(), SimpleNamespace(get_block_ids=lambda: ([7, 8, 9, 5],)), 0)
 
     def written(**given: Any) -> frozenset[int]:
-        told: Any = SimpleNamespace(requests=[])
         now = step(**given)
         now.total_num_scheduled_tokens = 1
-        side.describe(told, now)
-        return getattr(told, STEP).written
+        blocks = side.describe(now).new_blocks
+        assert blocks is not None
+        return blocks
 
     assert written() == {9, 5}  # the first two were the engine's own
     assert written(new=[("r", [7, 8, 9, 5], 4 * BLOCK)]) == set()  # they are full by now
-    garbage.allow()
-    side.finished("r")
+    side.finished(request(), [])
     assert not side._kept

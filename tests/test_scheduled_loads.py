@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("vllm", reason="LMCache's adapter for vLLM imports it")
 from caches import bits
 from test_layered_load import LAYERS, Case, expected, settle
 
 from lmcache_xpu.gpu_connector import in_flight, registered_cache
 from lmcache_xpu.gpu_connector.in_flight import Overlap
-from lmcache_xpu.kv_connector.early_loads import ScheduledLoads, _Prefix
+from lmcache_xpu.kv_connector.early_loads import EarlyLoads, _Prefix
 from lmcache_xpu.transfer.staging import Stager
 from lmcache_xpu.transfer.staging_ring import SMALLEST_STAGING_BYTES
 
@@ -137,8 +139,8 @@ class Worker:
     def __init__(self, able: bool = True) -> None:
         self.able, self.loads = able, []
 
-    def begin_load(self, metadata: Any, written: frozenset[int], tokens: int) -> bool:
-        self.loads.append((metadata, written, tokens))
+    def begin_load(self, metadata: Any) -> bool:
+        self.loads.append(metadata)
         return self.able
 
 
@@ -148,13 +150,10 @@ def request(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**facts | rest | changes)
 
 
-def scheduled(worker: Worker | None, *, can_load: bool = True) -> tuple[ScheduledLoads, Any]:
-    pytest.importorskip("vllm", reason="LMCache's adapter for vLLM imports it")
+def scheduled(worker: Worker | None, *, can_load: bool = True) -> tuple[EarlyLoads, Any]:
     spec = SimpleNamespace(can_load=can_load, lmcache_cached_tokens=16, vllm_cached_tokens=4)
     adapter = SimpleNamespace(load_specs={"r": spec})
-    loads = ScheduledLoads(
-        adapter, 4, lambda: worker, lambda name, tokens: [f"{name}'s", *tokens[1:]]
-    )
+    loads = EarlyLoads(adapter, 4, lambda: worker, lambda name, tokens: [f"{name}'s", *tokens[1:]])
     return loads, spec
 
 
@@ -165,14 +164,14 @@ def step(spec: Any) -> SimpleNamespace:
 def test_a_worker_loads_what_lmcache_promised_and_the_step_does_not_again():
     loads, spec = scheduled(worker := Worker())
     loads.begin(request(), [7, 9, 2, 3, 8])
-    ((described, written, tokens),) = worker.loads
+    (described,) = worker.loads
     (load,) = described.requests
     assert (load.req_id, load.token_ids) == ("r", ["r's", *range(1, 18)])
     slots = [block * 4 + token for block in (7, 9, 2, 3, 8) for token in range(4)][:18]
     assert load.slot_mapping.tolist() == slots
     assert load.load_spec is spec
-    assert written == {9, 2, 3, 8}  # not the one that vLLM had
-    assert tokens == 2
+    assert described.new_blocks == {9, 2, 3, 8}  # not the one that vLLM had
+    assert described.tokens == 2
     meta = step(spec)
     loads.mark(meta)
     assert meta.requests[0].load_spec is None

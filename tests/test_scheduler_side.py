@@ -20,8 +20,12 @@ def test_blocks_that_the_worker_adds_to_a_resumed_request_are_not_added_twice():
     """In one process LMCache's tracker and vLLM's worker hold one list, and both extend it."""
     blocks = [7, 8]
     tracker = SimpleNamespace(allocated_block_ids=blocks)
-    adapter = SimpleNamespace(lookup_client=None, _request_trackers={"resumed": tracker})
+    adapter = SimpleNamespace(
+        lookup_client=SimpleNamespace(),
+        build_connector_meta=lambda step: SimpleNamespace(requests=[]),
+        _request_trackers={"resumed": tracker},
+    )
     side = SchedulerSide(adapter, SimpleNamespace(), block_size=16)
-    side.describe(SimpleNamespace(requests=[]), step({"resumed", "another connector's"}))
+    side.describe(step({"resumed", "another connector's"}))
     blocks.append(9)  # the worker's
     assert tracker.allocated_block_ids == [7, 8]

@@ -1,4 +1,4 @@
-"""vLLM's side: what LMCache's connector is told, where vLLM and LMCache disagree."""
+"""The two halves of the connector: what LMCache is told, where vLLM and LMCache disagree."""
 
 from __future__ import annotations
 
@@ -7,101 +7,83 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
-from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
+from halves import BLOCK, Adapter, Facade, worker_side
 
+from lmcache_xpu.cache_engine.engine import CacheEngine
+from lmcache_xpu.cache_engine.factory import Adapter as RealAdapter
 from lmcache_xpu.cache_engine.kv_cache_facts import check_model
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.kv_connector import connector as vllm_connector
-from lmcache_xpu.kv_connector import garbage, scheduler
+from lmcache_xpu.kv_connector import scheduler, worker
 from lmcache_xpu.kv_connector.connector import LMCacheXPUConnector
+from lmcache_xpu.kv_connector.garbage import GarbageCollection
 from lmcache_xpu.kv_connector.scheduler import SchedulerSide
+from lmcache_xpu.kv_connector.step_metadata import StepMetadata
+from lmcache_xpu.kv_connector.worker import WorkerSide
 
 STEP = {"attention": "of the step"}
 
 
-def connector(*, served: bool = True, can_load: tuple[bool | None, ...] = (True,)) -> Any:
-    made: Any = object.__new__(LMCacheXPUConnector)
-    made._served, made._overlap, made._guard, made._epoch = served, None, None, None
-    made._loading, made._loads_early, made._publishes = False, True, False
-    made._layers, made._loaded_layers, made._stored_layers = {}, set(), set()
-    made._lmcache_engine = SimpleNamespace()
+def step(*can_load: bool | None) -> StepMetadata:
+    """A step of requests that have something to load, have nothing yet, or never had (None)."""
     specs = [None if can is None else SimpleNamespace(can_load=can) for can in can_load]
-    made._connector_metadata = SimpleNamespace(
-        requests=[SimpleNamespace(load_spec=spec) for spec in specs]
-    )
-    return made
+    return StepMetadata([SimpleNamespace(load_spec=spec, save_spec=None) for spec in specs])
 
 
 @pytest.mark.parametrize(
-    ("made", "in_context", "given", "seen"),
+    ("can_load", "in_context", "given", "seen"),
     [
-        (connector(), STEP, {}, STEP),
-        (connector(), None, {"attn_metadata": STEP}, STEP),
+        ((True,), STEP, {}, STEP),
+        ((True,), None, {"attn_metadata": STEP}, STEP),
         # A step that is one graph, up to vLLM 0.26: LMCache would skip the load, and the engine
         # compute from whatever the blocks hold. Seen on a card: no block of a hit was restored.
-        (connector(can_load=(None, True)), None, {}, {}),
-        (connector(can_load=(None, False)), None, {}, None),
-        (connector(served=False), None, {}, None),
+        ((None, True), None, {}, {}),
+        ((None, False), None, {}, None),
     ],
 )
-def test_a_load_is_not_skipped_for_want_of_attention_metadata(
-    made, in_context, given, seen, monkeypatch
-):
-    found = []
-    monkeypatch.setattr(
-        LMCacheConnectorV1,
-        "start_load_kv",
-        lambda self, context, **kwargs: found.append(context.attn_metadata),
-    )
-    context = SimpleNamespace(attn_metadata=in_context)
-    made.start_load_kv(context, **given)
-    assert found == [seen]
+def test_a_load_is_not_skipped_for_want_of_attention_metadata(can_load, in_context, given, seen):
+    side = worker_side(adapter := Adapter())
+    side.bind(metadata := step(*can_load))
+    context: Any = SimpleNamespace(attn_metadata=in_context)
+    side.start_load(context, given)
+    assert adapter.seen == [("load", (metadata, seen))]
     assert context.attn_metadata == in_context
 
 
-def begin_two_steps(made: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def begin_two_steps(side: WorkerSide) -> list[Any]:
     """The calls in which vLLM makes a step, twice; what LMCache was told to load."""
-    loaded: list[Any] = []
-    monkeypatch.setattr(
-        LMCacheConnectorV1,
-        "start_load_kv",
-        lambda self, context, **kwargs: loaded.append(
-            (self._get_connector_metadata(), context.attn_metadata)
-        ),
-    )
-    requests = made._connector_metadata.requests
+    adapter: Any = side._adapter
+    facade = Facade(worker=side)
     for _ in range(2):
-        meta: Any = SimpleNamespace(requests=requests)
-        made.begin_step(meta)
-        loaded.append("prepared")
-        made.bind_connector_metadata(meta)
-        made.start_load_kv(SimpleNamespace(attn_metadata=STEP))
-        made.clear_connector_metadata()
-    return loaded
+        metadata = step(True)
+        facade.begin_step(metadata)
+        adapter.seen.append(("prepared", ()))
+        facade.bind_connector_metadata(metadata)
+        facade.start_load_kv(SimpleNamespace(attn_metadata=STEP))
+        facade.end_enqueueing()
+        facade.clear_connector_metadata()
+    return adapter.seen
 
 
-def test_a_step_loads_once_and_before_vllm_prepares_it(monkeypatch):
-    one, prepared, two, prepared_again = begin_two_steps(connector(), monkeypatch)
+def test_a_step_loads_once_and_before_vllm_prepares_it():
+    (_, one), (prepared, _), (_, two), (prepared_again, _) = begin_two_steps(worker_side())
     assert (prepared, prepared_again) == ("prepared", "prepared")
     assert one[0] is not two[0]
     assert (one[1], two[1]) == ({}, {}), "LMCache skips a load without attention metadata"
 
 
-def test_blocks_that_vllm_zeroes_are_loaded_after_that(monkeypatch):
-    made = connector()
-    made._loads_early = False
-    events = begin_two_steps(made, monkeypatch)
-    assert [event == "prepared" for event in events] == [True, False, True, False]
+def test_blocks_that_vllm_zeroes_are_loaded_after_that():
+    seen = begin_two_steps(worker_side(loads_early=False))
+    assert [what for what, _ in seen] == ["prepared", "load"] * 2
 
 
 def test_a_step_begins_once(monkeypatch):
-    made, began = connector(), []
-    made._overlap = SimpleNamespace(begin_step=lambda *facts: began.append(facts))
-    monkeypatch.setattr(vllm_connector, "may_run_as_one_graph", lambda *args: False)
-    made._vllm_config = None
-    begin_two_steps(made, monkeypatch)
+    began: list[Any] = []
+    in_flight = SimpleNamespace(begin_step=lambda *facts: began.append(facts))
+    monkeypatch.setattr(worker, "may_run_as_one_graph", lambda *args: False)
+    begin_two_steps(worker_side(in_flight=in_flight))
     assert len(began) == 2
 
 
@@ -115,44 +97,45 @@ class Beside:
         self.told.append((written, tokens))
 
 
-def early(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tuple[Any, list[Any]]:
-    """A worker's connector between two steps; what LMCache was told to load."""
-    loaded: list[Any] = []
-    monkeypatch.setattr(
-        LMCacheConnectorV1,
-        "start_load_kv",
-        lambda self, context, **kwargs: loaded.append(self._get_connector_metadata()),
-    )
-    made = connector()
-    made._connector_metadata, made._overlap = None, Beside()
-    made._keys = SimpleNamespace()
-    vars(made).update(changes)
-    return made, loaded
+def load_of_one() -> StepMetadata:
+    return StepMetadata(["one"], new_blocks=frozenset({3}), tokens=5)
 
 
-def test_a_load_begins_between_two_steps_and_leaves_no_trace_of_one(monkeypatch):
-    made, loaded = early(monkeypatch)
-    meta = SimpleNamespace(requests=["one"])
-    assert made.begin_load(meta, frozenset({3}), 5)
-    assert loaded == [meta]
-    assert made._overlap.told == [({3}, 5)]
-    assert not made.has_connector_metadata()
+def test_a_load_begins_between_two_steps_and_leaves_no_trace_of_one():
+    adapter, beside = Adapter(), Beside()
+    metadata = load_of_one()
+    assert worker_side(adapter, in_flight=beside).begin_load(metadata)
+    assert adapter.seen == [("load", (metadata, {}))]
+    assert beside.told == [({3}, 5)]
+    assert adapter.step is None
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("loads_early", "in_flight", "layerwise", "under_way"),
     [
-        {"_loads_early": False},  # vLLM zeroes blocks when it prepares the step
-        {"_overlap": None},
-        {"_overlap": Beside(loads=False)},
-        {"_keys": None},  # layerwise
-        {"_connector_metadata": SimpleNamespace(requests=[])},  # a step is under way
+        (False, Beside(), False, None),  # vLLM zeroes blocks when it prepares the step
+        (True, None, False, None),
+        (True, Beside(loads=False), False, None),
+        (True, Beside(), True, None),
+        (True, Beside(), False, step()),
     ],
 )
-def test_a_load_that_must_wait_for_its_step_does_not_begin(changes, monkeypatch):
-    made, loaded = early(monkeypatch, **changes)
-    assert not made.begin_load(SimpleNamespace(requests=["one"]), frozenset(), 5)
-    assert loaded == []
+def test_a_load_that_must_wait_for_its_step_does_not_begin(
+    loads_early, in_flight, layerwise, under_way
+):
+    adapter = Adapter(use_layerwise=layerwise)
+    adapter.step = under_way
+    side = worker_side(adapter, in_flight=in_flight, loads_early=loads_early)
+    assert not side.begin_load(load_of_one())
+    assert adapter.seen == []
+
+
+def test_a_load_that_other_weights_have_outdated_does_not_begin():
+    side = worker_side(adapter := Adapter(), in_flight=Beside())
+    side.epoch.change_weights()
+    assert not side.begin_load(load_of_one())
+    assert adapter.seen == []
+    assert adapter.lmcache_engine.refuses_lookups
 
 
 @pytest.mark.parametrize(
@@ -160,8 +143,8 @@ def test_a_load_that_must_wait_for_its_step_does_not_begin(changes, monkeypatch)
     [
         (None, False),  # in another process
         (SimpleNamespace(_vllm_config="ours"), False),  # another connector
-        (SimpleNamespace(_vllm_config="another's", begin_load=None), False),
-        (SimpleNamespace(_vllm_config="ours", begin_load=None), True),
+        (SimpleNamespace(_vllm_config="another's", worker_side="a half"), False),
+        (SimpleNamespace(_vllm_config="ours", worker_side="a half"), True),
     ],
 )
 def test_the_scheduler_finds_the_worker_of_its_own_engine(group, found: bool, monkeypatch):
@@ -174,14 +157,18 @@ def test_the_scheduler_finds_the_worker_of_its_own_engine(group, found: bool, mo
         group = SimpleNamespace(**vars(group) | {"_vllm_config": config(group._vllm_config)})
     monkeypatch.setattr(kv_transfer, "has_kv_transfer_group", lambda: group is not None)
     monkeypatch.setattr(kv_transfer, "get_kv_transfer_group", lambda: group)
-    side = SchedulerSide(SimpleNamespace(lookup_client=None), config("ours"), 16)
-    assert side._worker() is (group if found else None)
+    side = SchedulerSide(SimpleNamespace(lookup_client=SimpleNamespace()), config("ours"), 16)
+    assert side._worker() == ("a half" if found else None)
 
 
-@pytest.mark.parametrize("worker", [None, SimpleNamespace(weights_changed=None)])
-def test_garbage_waits_from_a_look_up_to_the_end_of_scheduling_or_of_the_step(worker, monkeypatch):
-    side = SchedulerSide(SimpleNamespace(lookup_client=None), None, 16)
-    monkeypatch.setattr(side, "_worker", lambda: worker)
+@pytest.mark.parametrize("near", [False, True])
+def test_garbage_waits_from_a_look_up_to_the_end_of_scheduling_or_of_the_step(near, monkeypatch):
+    adapter = SimpleNamespace(
+        lookup_client=SimpleNamespace(), build_connector_meta=lambda step: StepMetadata()
+    )
+    side = SchedulerSide(adapter, None, 16)
+    half = SimpleNamespace(collection=GarbageCollection(), epoch=SimpleNamespace(changed=None))
+    monkeypatch.setattr(side, "_worker", lambda: half if near else None)
     monkeypatch.setattr(scheduler, "written_blocks", lambda *args: frozenset())
     asked = SimpleNamespace(
         request_id="r",
@@ -193,80 +180,130 @@ def test_garbage_waits_from_a_look_up_to_the_end_of_scheduling_or_of_the_step(wo
     side.admit(asked, 0)
     assert not gc.isenabled()
     cached = SimpleNamespace(resumed_req_ids=set())
-    step = SimpleNamespace(total_num_scheduled_tokens=1, scheduled_cached_reqs=cached)
-    side.describe(SimpleNamespace(requests=[]), step)
-    assert gc.isenabled() is (worker is None)
-    garbage.allow()
+    side.describe(
+        SimpleNamespace(
+            scheduled_new_reqs=[], total_num_scheduled_tokens=1, scheduled_cached_reqs=cached
+        )
+    )
+    assert gc.isenabled() is not near
+    half.collection.allow()
     assert gc.isenabled()
 
 
 @pytest.mark.parametrize("setting", [None, "remote_storage_plugins", "remote_url"])
 def test_a_worker_whose_tier_may_take_long_is_not_called(setting: str | None):
-    made = LMCacheXPUConnector.__new__(LMCacheXPUConnector)
-    made._config = SimpleNamespace(remote_storage_plugins=None, remote_url=None)
-    made._lmcache_engine = SimpleNamespace(lmcache_engine="LMCache's")
+    adapter = Adapter()
     if setting is not None:
-        setattr(made._config, setting, "a server")
-    assert made.near_engine() == (None if setting else "LMCache's")
+        setattr(adapter.config, setting, "a server")
+    near = worker_side(adapter).near_engine()
+    assert near is (None if setting else adapter.lmcache_engine)
 
 
 class Calls:
-    """LMCache's adapter and what runs beside the engine, with a drafter's layer behind two."""
+    """A step with a drafter's layer behind two of the model."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.seen: list[tuple[str, str | int]] = []
-        for name in ("wait_for_layer_load", "save_kv_layer"):
-            monkeypatch.setattr(LMCacheConnectorV1, name, self.lmcache(name))
-        monkeypatch.setattr(LMCacheConnectorV1, "wait_for_save", lambda made: self.note("save", ""))
-        self.made = connector()
-        self.made._layers = {"model.0": 0, "model.1": 1, "draft": 2}
-        self.made._overlap = SimpleNamespace(
-            before_layer=lambda layer: None, after_layer=lambda layer: None, end_step=list
+    def __init__(self) -> None:
+        in_flight = SimpleNamespace(
+            begin_step=lambda *facts: None,
+            before_layer=lambda layer: None,
+            after_layer=lambda layer: None,
+            end_step=list,
         )
-        self.made._lmcache_engine.layerwise_retrievers = []
-
-    def note(self, what: str, which: str | int) -> None:
-        self.seen.append((what, which))
-
-    def lmcache(self, name: str) -> Any:
-        return lambda made, layer, *args, **kwargs: self.note(name, layer)
+        self.adapter = Adapter()
+        layers = ("model.0", "model.1", "draft")
+        self.side = worker_side(self.adapter, in_flight=in_flight, layers=layers)
+        self.side.bind(step())
 
     def forward(self, *layers: str) -> None:
         for layer in layers:
-            self.made.wait_for_layer_load(layer)
-            self.made.save_kv_layer(layer, None, None)
+            self.side.wait_for_layer(layer)
+            self.side.save_layer(layer, None, None)
 
 
-def test_lmcache_hears_of_each_layer_once_however_many_tokens_are_drafted(monkeypatch):
+def test_lmcache_hears_of_each_layer_once_however_many_tokens_are_drafted():
     """It counts calls: one more ends its generators, and with them the engine."""
-    calls = Calls(monkeypatch)
+    calls = Calls()
     calls.forward("model.0", "model.1", "draft", "draft", "draft")
-    calls.made.wait_for_save()
-    each = [(name, layer) for layer in calls.made._layers for name in ("wait", "save")]
-    assert [(name.split("_")[0], layer) for name, layer in calls.seen] == [*each, ("save", "")]
+    calls.side.wait_for_save()
+    each = [(name, layer) for layer in calls.side.layers for name in ("wait", "save")]
+    assert calls.adapter.seen == [*each, ("save", "")]
 
 
-def test_a_step_without_its_drafter_stores_whole_chunks(monkeypatch):
-    calls = Calls(monkeypatch)
+def test_a_step_without_its_drafter_stores_whole_chunks():
+    calls = Calls()
     calls.forward("model.0", "model.1")
-    calls.made.wait_for_save()
-    assert calls.seen[-2:] == [("save_kv_layer", "draft"), ("save", "")]
+    calls.side.wait_for_save()
+    assert calls.adapter.seen[-2:] == [("save", "draft"), ("save", "")]
 
 
-def test_a_step_that_computes_nothing_stores_nothing(monkeypatch):
-    calls = Calls(monkeypatch)
-    calls.made.wait_for_save()
-    assert calls.seen == [("save", "")]
+def test_a_step_that_computes_nothing_stores_nothing():
+    calls = Calls()
+    calls.side.wait_for_save()
+    assert calls.adapter.seen == [("save", "")]
 
 
-def test_a_layerwise_load_comes_to_its_end_before_the_drafter_does(monkeypatch):
+class Lmcache(RealAdapter):
+    """LMCache's connector, as it is between two steps."""
+
+    def __init__(self, engine: Any = None) -> None:
+        self.step = None
+        self._layerwise_save_storers = {}
+        self._manager = SimpleNamespace(lmcache_engine=engine)
+
+
+def test_a_layerwise_load_comes_to_its_end_before_the_drafter_does():
     """Else LMCache would never let go of what it took for it."""
-    calls, steps = Calls(monkeypatch), iter(range(3))
-    calls.made._lmcache_engine.layerwise_retrievers = [steps]
-    monkeypatch.setattr(LMCacheConnectorV1, "get_block_ids_with_load_errors", lambda made: set())
-    assert calls.made.get_block_ids_with_load_errors() == set()
+    adapter, steps = Lmcache(), iter(range(3))
+    adapter.layerwise_retrievers = [steps]
+    adapter.end_loads()
     assert list(steps) == []
-    assert calls.made._lmcache_engine.layerwise_retrievers == []
+    assert adapter.layerwise_retrievers == []
+
+
+def test_a_store_that_is_dropped_ends_and_is_taken_back():
+    taken_back: list[Any] = []
+    adapter = Lmcache(SimpleNamespace(take_back=taken_back.append))
+    storer = (layer for layer in range(3))
+    adapter._layerwise_save_storers["r"] = storer
+    for name in ("r", "not begun"):
+        spec = SimpleNamespace(can_save=True)
+        adapter.drop_store(SimpleNamespace(req_id=name, save_spec=spec, token_ids=[1, 2]))
+        assert not spec.can_save
+    assert list(storer) == []
+    assert taken_back == [[1, 2]]
+    assert adapter._layerwise_save_storers == {}
+
+
+SLOTS = torch.arange(24) + 10 * BLOCK  # blocks 10 to 15
+
+
+def request(slots: torch.Tensor = SLOTS) -> Any:
+    spec = SimpleNamespace(can_save=True)
+    return SimpleNamespace(req_id="r", slot_mapping=slots, save_spec=spec, load_spec=None)
+
+
+@pytest.mark.parametrize("reporter", ["connector", "LMCache", "in flight"])
+@pytest.mark.parametrize("asked_first", [True, False])
+def test_a_step_stores_nothing_that_read_an_unfilled_block(asked_first: bool, reporter: str):
+    adapter, missed = Adapter(), []
+    in_flight = SimpleNamespace(begin_step=lambda *facts: None, end_step=lambda: [*missed])
+    side = worker_side(adapter, in_flight=in_flight)
+    reader, other = request(), request(SLOTS + 100)
+    side.bind(StepMetadata([reader, other]))
+    if reporter == "connector":
+        adapter.lmcache_engine.gpu_connector.failed_slots.append(SLOTS[-BLOCK:])
+    elif reporter == "LMCache":
+        adapter.invalid.add(15)
+    else:
+        missed.append(SLOTS[-BLOCK:])
+    if asked_first:  # vLLM may ask for the blocks before it completes the stores
+        assert side.take_unfilled() == {15}
+        missed.clear()
+    side.wait_for_save()
+    missed.clear()
+    assert adapter.dropped == [reader]
+    side.clear()
+    assert side.take_unfilled() == (set() if asked_first else {15})
 
 
 def config_of(method: str | None = None, *, hybrid: bool = False) -> SimpleNamespace:
@@ -303,23 +340,17 @@ def test_drafters_with_caches_of_their_own_are_refused(method):
         check_model(config_of(method))
 
 
-def test_lmcaches_memory_is_pinned_while_nobody_waits(monkeypatch):
+def test_lmcaches_memory_is_pinned_while_nobody_waits():
     """A driver takes seconds to register many GiB; the first store would wait for it."""
-    pinned = []
+    pinned: list[Any] = []
     gpu = SimpleNamespace(initialize_kvcaches_ptr=lambda kvcaches: None, pin=pinned.append)
     backend = SimpleNamespace(memory_allocator=SimpleNamespace(buffer="memory"))
     manager = SimpleNamespace(storage_backends={"LocalCPUBackend": backend})
-    made = connector()
-    made._config = None
-    made._lmcache_engine.lmcache_engine = SimpleNamespace(
-        gpu_connector=gpu, storage_manager=manager
-    )
-    monkeypatch.setattr(LMCacheConnectorV1, "register_kv_caches", lambda self, caches: None)
-    for name in ("check_healthy", "check_tiers"):
-        monkeypatch.setattr(vllm_connector.health, name, lambda *args: None)
-    monkeypatch.setattr(made, "_run_beside", lambda *args: None)
-    made.register_kv_caches({})
+    engine: Any = SimpleNamespace(gpu_connector=gpu, storage_manager=manager)
+    beside: Any = Beside()
+    CacheEngine.register(engine, [], beside)
     assert pinned == ["memory"]
+    assert gpu.overlap is manager.in_flight is beside
     manager.storage_backends = {}  # LMCache without a CPU tier
-    made.register_kv_caches({})
+    CacheEngine.register(engine, [], beside)
     assert pinned == ["memory"]

@@ -11,7 +11,8 @@ from lmcache.v1.event_manager import EventManager
 from lmcache.v1.memory_management import MemoryFormat
 from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.pin_monitor import PinMonitor
-from lmcache.v1.storage_backend.storage_manager import StorageManager
+
+from lmcache_xpu.cache_engine.storage_manager import StorageManager
 
 LAYERS, TOKENS, HEADS, DIM = 2, 16, 2, 64
 SHAPE = torch.Size([2, LAYERS, TOKENS, HEADS * DIM])  # 16 KiB in bfloat16

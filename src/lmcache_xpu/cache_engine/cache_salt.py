@@ -2,9 +2,9 @@
 
 LMCache names a chunk by its tokens. Not in them: the `cache_salt` with which a client keeps its
 entries from others, the LoRA adapter, embeddings given in place of tokens, and the epoch of an
-engine that was reset (see `epochs`). LMCache's own tags
-don't reach its layerwise mode. So the first token of such a request is exchanged, in what LMCache
-hashes and nowhere else, for a number that no token has; every key of the request follows from it.
+engine that was reset (see `epochs`). LMCache's own tags don't reach its layerwise mode. So the
+first token of such a request is exchanged, in what LMCache hashes and nowhere else, for a number
+that no token has; every key of the request follows from it.
 
 Nothing is found for a request that must compute its whole prompt, e.g. for `prompt_logprobs`. vLLM
 takes no hit for it, and LMCache, which does not know, ends the engine when it is preempted.
@@ -30,7 +30,7 @@ from lmcache_xpu.cache_engine.model_fingerprint import fingerprint
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-__all__ = ["Isolation", "salt_of"]
+__all__ = ["CacheSalts", "salt_of"]
 
 
 def salt_of(request: Request) -> str:
@@ -55,12 +55,12 @@ def salted(token_ids: Sequence[int], salt: str) -> list[int]:
     return [first, *token_ids[1:]]
 
 
-class Isolation:
+class CacheSalts:
     """Exchanges tokens for one scheduler's connector, and unpins what aborted requests looked up.
 
     Args:
-        adapter: LMCache's connector; its look-ups go through here from now on.
-        epoch_of: what a request's keys have of its epoch; empty if nothing.
+        adapter: LMCache's connector; its look-up client asks here from now on.
+        epoch_of: gives what a request's keys have of its epoch; empty if nothing.
     """
 
     def __init__(self, adapter: Any, epoch_of: Callable[[str], str] = lambda _: "") -> None:
@@ -70,8 +70,7 @@ class Isolation:
         self._computed: set[str] = set()
         self._looked_up: set[str] = set()
         self._abandoned: list[str] = []
-        if (client := adapter.lookup_client) is not None:
-            client.lookup = functools.partial(self._lookup, client.lookup)
+        adapter.lookup_client.salts = self
 
     def admit(self, request: Request) -> None:
         """Before a request is looked up."""
@@ -84,8 +83,17 @@ class Isolation:
         """Find nothing for a request until it ends."""
         self._computed.add(request_id)
 
+    def computes(self, request_id: str) -> bool:
+        """Return whether nothing may be found for a request."""
+        return request_id in self._computed
+
+    def look_up(self, request_id: str, token_ids: Sequence[int]) -> Sequence[int]:
+        """Return the tokens to look a request up by; what is found is pinned until it is loaded."""
+        self._looked_up.add(request_id)
+        return self.named(request_id, token_ids)
+
     def named(self, request_id: str, token_ids: Sequence[int]) -> Sequence[int]:
-        """The tokens by which LMCache is to name a request's chunks; most are its own."""
+        """Return the tokens by which LMCache is to name a request's chunks; most are its own."""
         salt = self._salts.get(request_id, "") + self._epoch_of(request_id)
         return salted(token_ids, salt) if salt and len(token_ids) else token_ids
 
@@ -124,12 +132,6 @@ class Isolation:
         self._adapter.lookup_client.clear_lookup_status(request_id)
         self._adapter.load_specs.pop(request_id, None)
         self._adapter._requests_priority.pop(request_id, None)
-
-    def _lookup(self, lookup: Any, token_ids: Any, lookup_id: str, **rest: Any) -> Any:
-        if lookup_id in self._computed:
-            return 0
-        self._looked_up.add(lookup_id)
-        return lookup(self.named(lookup_id, token_ids), lookup_id=lookup_id, **rest)
 
 
 @functools.lru_cache(maxsize=1024)

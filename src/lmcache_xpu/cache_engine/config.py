@@ -16,13 +16,34 @@ from lmcache_xpu.errors import SettingsError
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
-    from vllm.config import ParallelConfig
+    from vllm.config import ParallelConfig, VllmConfig
 
 logger = init_logger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 SAFE_HASH = "sha256"
 ONE_COPY = "save_only_first_rank"  # of LMCache's extra_config; of MLA models alone
 ENGINE = "disk.engine"  # the disk tier's name for it
+
+
+def prepare(vllm_config: VllmConfig) -> LMCacheEngineConfig:
+    """Return LMCache's configuration for an engine: completed, made safe, and checked.
+
+    Args:
+        vllm_config: of the engine; vLLM's settings of LMCache are completed in it, because LMCache
+            reads them once more.
+
+    Raises:
+        SettingsError: the configuration can't be served.
+    """
+    config, transfer = load(), vllm_config.kv_transfer_config
+    transfer.kv_connector_extra_config = extra = transfer.kv_connector_extra_config or {}
+    apply(config, extra)
+    check_features(config, extra)
+    set_apart(config, extra, vllm_config.parallel_config)
+    make_hash_safe(config, extra)
+    if vllm_config.model_config.use_mla:
+        keep_own_copies(config, extra, workers=vllm_config.parallel_config.world_size)
+    return config
 
 
 def apply(config: LMCacheEngineConfig, extra: dict[str, Any]) -> None:

@@ -96,10 +96,7 @@ def _end_lookup_server(server: Any) -> None:
 
 
 def _end_lookup_client(client: Any) -> None:
-    while hasattr(client, "actual_lookup_client"):  # LMCache wraps it for some of its options
-        client = client.actual_lookup_client
-    transport = getattr(client, "transport", None)
-    for socket in getattr(transport, "sockets", ()):
+    for socket in client.transport.sockets:
         socket.close(linger=0)
 
 

@@ -1,266 +1,228 @@
-"""An error in a load or a store costs a recomputation, never the engine and never a wrong token.
+"""LMCache's engine, in which an error costs a recomputation, never vLLM's engine or a wrong token.
 
-LMCache lets exceptions of a load or a store through to vLLM, where they end the engine. And a load
-that came up short has a second consequence: what the engine computes in the same step, from
-blocks that hold anything, would be stored under keys that promise the right content.
+LMCache lets exceptions of a load or a store through to vLLM, where they end the engine. Here, in
+the worker, per request:
 
-So, in the worker, per request:
-
-    load    an error, or fewer tokens than promised: the slots go to `unfilled`, from where vLLM
-            learns its blocks and computes them again
+    load    an error, or fewer tokens than promised: the blocks count as unfilled, and vLLM computes
+            them again (see `unfilled_blocks`, and `guarded_connectors` for errors of the copies)
     store   an error: nothing more of the request is stored in this step; what was published of a
             chunk without its last layer is taken back
-    both    requests that read an unfilled block store nothing until it is given away
 
-Wraps methods of one LMCache engine and its connector; the protocols are those of `layerwise`.
+The protocols of the generators are those of `gpu_connector.layerwise`, with one difference: LMCache
+counts groups of layers that move together as its layers, and vLLM calls for each layer of the
+model. LMCache sees the call for the first layer of a group when it loads, for the last when it
+stores.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from lmcache.v1.cache_engine import LMCacheEngine
 
-from lmcache_xpu.metrics import LOAD_CPU, STORE_CPU, Flow, fallback
-from lmcache_xpu.transfer.slots import blocks_of
+from lmcache_xpu.cache_engine.health import pool
+from lmcache_xpu.cache_engine.storage_manager import StorageManager
+from lmcache_xpu.cache_engine.unfilled_blocks import log_failure
+from lmcache_xpu.metrics import STORE_CPU
 
-__all__ = ["Guard"]
+if TYPE_CHECKING:
+    from lmcache.utils import CacheEngineKey
 
-logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
+    from lmcache_xpu.cache_engine.guarded_connectors import LayerwiseConnector, StandardConnector
+    from lmcache_xpu.cache_engine.token_database import TokenDatabase
+    from lmcache_xpu.gpu_connector.in_flight import Overlap
 
-Layers = Generator[Any, Any, None]
+__all__ = ["CacheEngine"]
+
+Tokens = torch.Tensor | Sequence[int]
+Layers = Generator[Any, None, None]
 
 
-class Guard:
-    """Stands between LMCache's adapter and its engine in one worker.
+class CacheEngine(LMCacheEngine):  # type: ignore[misc]  # untyped base
+    """LMCache's engine of one worker. Look-ups come in a thread of their own, all else in vLLM's.
 
     Args:
-        adapter: LMCache's connector for vLLM.
-        block_size: tokens of a block.
+        config: LMCache's configuration.
+        metadata: LMCache's description of vLLM's engine.
+        token_database: names chunks.
+        gpu_connector: moves their bytes.
+        broadcast, broadcast_object: between the workers of a tensor parallel group.
     """
 
-    def __init__(self, adapter: Any, block_size: int) -> None:
-        self._adapter = adapter
-        self._engine: Any = adapter.lmcache_engine
-        self._block_size = block_size
-        self._objects: int = self._engine.num_layers  # of a chunk: groups of the model's layers
-        self._unfilled: set[int] = set()  # to be reported
-        self._bad: set[int] = set()  # until they are written anew
-        engine, connector = self._engine, self._engine.gpu_connector
-        if engine.use_layerwise:
-            self._groups: Sequence[tuple[int, int]] = connector.groups
-            connector.batched_to_gpu = functools.partial(self._to_layers, connector.batched_to_gpu)
-            engine.retrieve_layer = functools.partial(self._retrieve_layer, engine.retrieve_layer)
-            engine.store_layer = functools.partial(self._store_layer, engine.store_layer)
-        else:
-            connector.batched_to_gpu = functools.partial(self._to_chunks, connector.batched_to_gpu)
-            engine.retrieve = functools.partial(self._retrieve, engine.retrieve)
-            engine.store = functools.partial(self._store, engine.store)
+    post_inited: bool
+    retrieve_locations: list[str] | None
 
-    def begin_step(self, written: frozenset[int] | None) -> None:
-        """Take blocks that are written anew for good ones.
+    def __init__(
+        self,
+        config: Any,
+        metadata: Any,
+        token_database: TokenDatabase,
+        gpu_connector: StandardConnector | LayerwiseConnector,
+        broadcast: Callable[..., Any],
+        broadcast_object: Callable[..., Any],
+    ) -> None:
+        super().__init__(
+            config, metadata, token_database, gpu_connector, broadcast, broadcast_object
+        )
+        self.unfilled = gpu_connector.unfilled
+        self.refuses_lookups = False  # while the weights are not those of any stored KV
+        # LMCache's own events name tokens that `cache_salt` exchanged; see `kv_events`.
+        self.kv_events_enabled = False
 
-        The others that are unfilled stay so. With asynchronous scheduling a request goes on for one
-        more step before the scheduler hears of its failure, and what that step computes is wrong.
+    def post_init(self, **kwargs: Any) -> None:
+        """Open the tiers, in each worker; see `config.keep_own_copies`."""
+        if not self.post_inited:
+            self.storage_manager = StorageManager(self.config, self.metadata, self.event_manager)
+            self.post_inited = True
+
+    def register(self, kv_caches: Sequence[torch.Tensor], in_flight: Overlap) -> None:
+        """Bind to vLLM's KV cache, and let transfers run beside its steps from now on.
+
+        Pins LMCache's memory, while nobody waits: a driver may take seconds for many GiB.
 
         Args:
-            written: blocks that were given to a request since the last step; None if that is not
-                known, which clears nothing.
+            kv_caches: one tensor for each layer.
+            in_flight: the transfers that run beside vLLM's steps.
+
+        Raises:
+            LayoutError: a KV cache that can't be read.
         """
-        self._bad -= written or frozenset()
+        self.gpu_connector.initialize_kvcaches_ptr(kvcaches=kv_caches)
+        if (memory := pool(self)) is not None:
+            self.gpu_connector.pin(memory)
+        self.gpu_connector.overlap = self.storage_manager.in_flight = in_flight
 
-    def refuse(self, requests: list[Any]) -> None:
-        """Before a step's loads: report them as failed, and store nothing of the step."""
-        for request in requests:
-            spec, request.load_spec = request.load_spec, None
-            if spec is not None and spec.can_load:
-                first, end = spec.vllm_cached_tokens, spec.lmcache_cached_tokens
-                self._unfilled |= blocks_of(request.slot_mapping[first:end], self._block_size)
-            if request.save_spec is not None:
-                request.save_spec.can_save = False
+    # Look-ups
 
-    def take_unfilled(self) -> set[int]:
-        """Blocks that loads left unfilled since the last call."""
-        self._collect()
-        blocks, self._unfilled = self._unfilled, set()
-        return blocks
-
-    def withhold(self, requests: list[Any]) -> None:
-        """Before a step's stores are completed: none of what was computed from unfilled blocks."""
-        self._collect()
-        for request in requests:
-            blocks = blocks_of(request.slot_mapping, self._block_size)
-            if blocks & self._bad and request.save_spec is not None:
-                request.save_spec.can_save = False
-                if storer := self._adapter._layerwise_save_storers.pop(request.req_id, None):
-                    storer.close()
-                    self._take_back(request.token_ids)
-
-    def _collect(self) -> None:
-        """Add what the connector found missing, and what LMCache did (it reports that itself)."""
-        failed: list[torch.Tensor] = self._engine.gpu_connector.failed_slots
-        while failed:
-            self._unfilled |= blocks_of(failed.pop(), self._block_size)
-        bad = self._unfilled | self._adapter._invalid_block_ids
-        if bad - self._bad:
-            fallback("load")
-        self._bad |= bad
+    def lookup(self, *args: Any, **kwargs: Any) -> int:
+        """Return how many tokens can be loaded; see LMCache's engine."""
+        return 0 if self.refuses_lookups else super().lookup(*args, **kwargs)
 
     # Loads
 
-    def _to_chunks(self, load: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """The standard connector's load. LMCache gives up its references however it ends."""
-        try:
-            load(*args, **kwargs)
-        except Exception as error:
-            self._lost(error, kwargs, args[1][0])
+    def retrieve(self, tokens: Tokens, mask: Any = None, **kwargs: Any) -> torch.Tensor:
+        """Load a request's chunks; raises nothing.
 
-    def _to_layers(
-        self, load: Callable[..., Layers], starts: Any, ends: Any, **kwargs: Any
-    ) -> Layers:
-        """The layerwise connector's load; after an error it takes the layers and drops them."""
-        inner: Layers | None = load(starts, ends, **kwargs)
-        given = None
-        for _ in range(self._objects + 2):
-            if inner is not None:
-                try:
-                    inner.send(given)
-                except Exception as error:
-                    self._lost(error, kwargs, starts[0])
-                    inner = None
-            given = yield
-
-    def _retrieve(self, retrieve: Callable[..., Any], tokens: Any, *args: Any, **kw: Any) -> Any:
-        """LMCache's own part of a load. Nothing found is what its adapter can deal with."""
+        Returns:
+            Which tokens were loaded, `[tokens]` bool on the host; none after an error, which is
+            what LMCache's adapter can deal with.
+        """
+        tiers: dict[str, list[CacheEngineKey]] = self.lookup_pins.get(kwargs.get("req_id"), {})
+        pinned = [key for keys in tiers.values() for key in keys]
         try:
-            return retrieve(tokens, *args, **kw)
+            with self.token_database.reuse(pinned):
+                loaded: torch.Tensor = super().retrieve(tokens, mask, **kwargs)
+                return loaded
         except Exception as error:
-            self._lost(error, kw, 0)
+            self.unfilled.add_load(error, kwargs, 0)
             return torch.zeros(len(tokens), dtype=torch.bool)
 
-    def _retrieve_layer(
-        self, retrieve: Callable[..., Layers], tokens: Any, mask: Any, **kwargs: Any
-    ) -> Layers:
-        """As `_retrieve`, layer by layer; also when LMCache finds less than it promised.
+    def retrieve_layer(self, tokens: Tokens, mask: Any, **kwargs: Any) -> Layers:
+        """Load a request's chunks layer by layer; yields once more than the model has layers.
 
-        Of the calls for a group's layers LMCache sees the one for the first: the group before is to
-        be there by then.
+        Raises nothing, and goes on to its end when LMCache finds less than it promised.
         """
         skipped = len(tokens) - int(mask.sum())
-        inner: Layers | None
+        load: Layers | None
         try:
-            inner, found = self._first_layer(retrieve, tokens, mask, kwargs)
-            if found < len(tokens):
-                self._lost(f"{found - skipped} of {len(tokens) - skipped} tokens", kwargs, found)
-            if found == skipped:
-                inner = None  # LMCache's own generator fails at its end
+            load, end = self._first_group(tokens, mask, kwargs)
+            if end < len(tokens):
+                missing = f"{end - skipped} of {len(tokens) - skipped} tokens"
+                self.unfilled.add_load(missing, kwargs, end)
+            if end == skipped:
+                load = None  # LMCache's own generator fails at its end
         except Exception as error:
-            self._lost(error, kwargs, skipped)
-            inner = None
+            self.unfilled.add_load(error, kwargs, skipped)
+            load = None
         yield None
         nothing = torch.zeros(len(tokens), dtype=torch.bool)
-        for calls in (1, *(last - first for first, last in self._groups)):
-            retrieved = None
-            if inner is not None:
+        groups = self.gpu_connector.groups
+        # The group before is to be there when LMCache hears of the next one.
+        for calls in (1, *(last - first for first, last in groups)):
+            loaded = None
+            if load is not None:
                 try:
-                    retrieved = next(inner)
+                    loaded = next(load)
                 except Exception as error:
-                    self._lost(error, kwargs, skipped)
-                    inner = None
+                    self.unfilled.add_load(error, kwargs, skipped)
+                    load = None
             for _ in range(calls):
-                yield nothing if retrieved is None else retrieved
+                yield nothing if loaded is None else loaded
 
-    def _first_layer(
-        self, retrieve: Callable[..., Layers], tokens: Any, mask: Any, kwargs: dict[str, Any]
-    ) -> tuple[Layers, int]:
-        """Begin a load; the tokens that are there, from the first one of the request."""
+    def _first_group(self, tokens: Tokens, mask: Any, kwargs: dict[str, Any]) -> tuple[Layers, int]:
+        """Begin a load; the generator, and the token after the last one that is there."""
         skipped = len(tokens) - int(mask.sum())
-        inner = retrieve(tokens, mask, **kwargs)
+        load = super().retrieve_layer(tokens, mask, **kwargs)
         try:
-            found = next(inner)
+            count = next(load)
         except AssertionError:  # chunks in several tiers; LMCache loads from one
-            everywhere = self._engine.retrieve_locations
-            self._engine.retrieve_locations = [self._best_tier(tokens, mask)]
+            everywhere = self.retrieve_locations
+            self.retrieve_locations = [self._best_tier(tokens, mask)]
             try:
-                inner = retrieve(tokens, mask, **kwargs)
-                found = next(inner)
+                load = super().retrieve_layer(tokens, mask, **kwargs)
+                count = next(load)
             finally:
-                self._engine.retrieve_locations = everywhere
-        return inner, skipped + int(found or 0)
+                self.retrieve_locations = everywhere
+        return load, skipped + int(count or 0)
 
-    def _best_tier(self, tokens: Any, mask: Any) -> str:
-        """The tier that holds most of the prefix."""
-        manager = self._engine.storage_manager
-        keys = [k.split_layers(self._objects)[0] for _, _, k in self._keys(tokens, mask)]
-        held: dict[str, int] = dict.fromkeys(manager.storage_backends, 0)
-        for name in held:
+    def _best_tier(self, tokens: Tokens, mask: Any) -> str:
+        """Return the name of the tier that holds most of the prefix."""
+        keys = [key.split_layers(self.num_layers)[0] for key in self._keys(tokens, mask)]
+        lengths: dict[str, int] = dict.fromkeys(self.storage_manager.storage_backends, 0)
+        for tier in lengths:
             for key in keys:
-                if not manager.contains(key, [name]):
+                if not self.storage_manager.contains(key, [tier]):
                     break
-                held[name] += 1
-        return max(held, key=lambda name: held[name])
+                lengths[tier] += 1
+        return max(lengths, key=lambda tier: lengths[tier])
 
     # Stores
 
-    def _store(self, store: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """The standard mode's store: an error comes before anything is published."""
+    def store(self, *args: Any, **kwargs: Any) -> None:
+        """Store a request's chunks; raises nothing. An error comes before one is published."""
         try:
-            store(*args, **kwargs)
+            super().store(*args, **kwargs)
         except Exception as error:
-            _complain(STORE_CPU, "store", error)
+            log_failure(STORE_CPU, _LEFT_OUT, error)
 
-    def _store_layer(
-        self, store: Callable[..., Layers], tokens: Any, mask: Any = None, **kwargs: Any
-    ) -> Layers:
-        """The layerwise mode's store: an error may come when some layers are published.
+    def store_layer(self, tokens: Tokens, mask: Any = None, **kwargs: Any) -> Layers:
+        """Store a request's chunks layer by layer; yields once more than the model has layers.
 
-        Of the calls for a group's layers LMCache sees the one for the last, and the one at the end.
+        Raises nothing. An error may come when some layers are published: these are taken back.
         """
-        inner: Layers | None = store(tokens, mask=mask, **kwargs)
+        store: Layers | None = super().store_layer(tokens, mask=mask, **kwargs)
+        groups = self.gpu_connector.groups
         try:
-            for calls in (*(last - first for first, last in self._groups), 1):
+            for calls in (*(last - first for first, last in groups), 1):
                 for _ in range(calls - 1):
                     yield
-                if inner is not None:
+                if store is not None:
                     try:
-                        next(inner)
+                        next(store)
                     except Exception as error:
-                        _complain(STORE_CPU, "store", error)
-                        inner = None
-                        self._take_back(tokens, mask)
+                        log_failure(STORE_CPU, _LEFT_OUT, error)
+                        store = None
+                        self.take_back(tokens, mask)
                 yield
         finally:
-            if inner is not None:
-                inner.close()
+            if store is not None:
+                store.close()
 
-    def _take_back(self, tokens: Any, mask: Any = None) -> None:
+    def take_back(self, tokens: Tokens, mask: Any = None) -> None:
         """Remove chunks that miss layers: LMCache asks for the first alone and would keep them."""
-        manager = self._engine.storage_manager
-        if (overlap := self._engine.gpu_connector.overlap) is not None:
-            overlap.drain()  # what is complete only now is to be published first
-        for _, _, key in self._keys(tokens, mask):
-            layers = key.split_layers(self._objects)
-            if not all(manager.contains(layer) for layer in layers):
+        if (in_flight := self.gpu_connector.overlap) is not None:
+            in_flight.drain()  # what is complete only now is to be published first
+        for key in self._keys(tokens, mask):
+            layers = key.split_layers(self.num_layers)
+            if not all(self.storage_manager.contains(layer) for layer in layers):
                 for layer in layers:
-                    manager.remove(layer)
+                    self.storage_manager.remove(layer)
 
-    def _keys(self, tokens: Any, mask: Any) -> Any:
-        return self._engine.token_database.process_tokens(tokens=tokens, mask=mask)
-
-    def _lost(self, why: Exception | str, kwargs: dict[str, Any], first: int) -> None:
-        """The tokens of a load from `first` on are not in the engine's cache."""
-        first = max(first, kwargs.get("vllm_cached_tokens", 0))
-        self._unfilled |= blocks_of(kwargs["slot_mapping"][first:], self._block_size)
-        _complain(LOAD_CPU, "load", why)
+    def _keys(self, tokens: Tokens, mask: Any) -> list[CacheEngineKey]:
+        chunks = self.token_database.process_tokens(tokens=tokens, mask=mask)
+        return [key for _, _, key in chunks]
 
 
-def _complain(flow: Flow, what: str, why: Exception | str) -> None:
-    flow.failed(type(why).__name__ if isinstance(why, Exception) else "incomplete")
-    trace = why if isinstance(why, Exception) else None
-    logger.error("A %s failed and is %s: %s", what, _ENDS[what], why, exc_info=trace)
-
-
-_ENDS = {"load": "computed instead", "store": "left out"}
+_LEFT_OUT = "A store failed and is left out"

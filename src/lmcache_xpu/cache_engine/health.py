@@ -55,31 +55,18 @@ def check_healthy(adapter: Any) -> None:
         )
 
 
-def check_connector(adapter: Any, facts: EngineFacts) -> None:
-    """Refuse an engine that came up with another connector; say which one serves what.
-
-    Raises:
-        SeamError: names the connector that was found.
-    """
-    from lmcache_xpu.gpu_connector.standard import PagedMemConnector
-
-    connector = getattr(adapter.lmcache_engine, "gpu_connector", None)
-    if not isinstance(connector, PagedMemConnector):
-        raise SeamError(
-            f"{type(connector).__name__} in LMCache's engine",
-            "a connector of lmcache-xpu",
-            "Another package replaces LMCache's CreateGPUConnector after us.",
-        )
-    found = versions.installed()
+def log_connector(adapter: Any, facts: EngineFacts) -> None:
+    """Say which connector serves what, in the log."""
+    software = versions.installed()
     logger.info(
         "lmcache-xpu %s: %s serves %s, KV cache %s%s (LMCache %s, vLLM %s)",
         __version__,
-        type(connector).__name__,
+        type(adapter.lmcache_engine.gpu_connector).__name__,
         facts.device_type,
         facts.kv_layout,
         " in opaque blocks" if facts.opaque_blocks else "",
-        found.lmcache,
-        found.vllm,
+        software.lmcache,
+        software.vllm,
     )
 
 

@@ -15,26 +15,29 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, overload
 
+from lmcache.integration.vllm.vllm_v1_adapter import ReqMeta, extract_request_configs
+
+from lmcache_xpu.kv_connector.step_metadata import StepMetadata
 from lmcache_xpu.transfer.slots import slots_of
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-__all__ = ["ScheduledLoads"]
+__all__ = ["EarlyLoads"]
 
 
 class Worker(Protocol):
-    """The connector of a worker in this process."""
+    """The worker's half of the connector, in this process."""
 
-    def begin_load(self, metadata: Any, written: frozenset[int], tokens: int) -> bool:
-        """Begin to load what LMCache says of one request; whether that was possible."""
+    def begin_load(self, metadata: StepMetadata) -> bool:
+        """Begin to load what is said of one request; whether that was possible."""
 
 
 class _Prefix(Sequence[int]):
-    """The first tokens of a request, and of these with `[:n]`, without a copy.
+    """The first tokens of a request, of which `[:n]` gives the first n, without a copy.
 
-    LMCache counts them and cuts them, and looks at none whose chunks it was told the names of.
-    Three copies of 60,000 numbers took milliseconds.
+    LMCache counts tokens and cuts them, and looks at none of chunks whose keys it has from their
+    look-up. Three copies of 60,000 numbers took milliseconds.
     """
 
     def __init__(self, tokens: Sequence[int], count: int) -> None:
@@ -59,14 +62,14 @@ class _Prefix(Sequence[int]):
         return self._tokens[start:stop:step]
 
 
-class ScheduledLoads:
+class EarlyLoads:
     """Begins the loads of one scheduler's connector.
 
     Args:
         adapter: LMCache's connector.
         block_size: tokens of a block.
-        worker: finds the worker's connector, if it is in this process.
-        named: the tokens by which LMCache names a request's chunks; see `isolation`.
+        worker: finds the worker's half, if it is in this process.
+        named: gives the tokens by which LMCache names a request's chunks; see `cache_salt`.
     """
 
     def __init__(
@@ -96,12 +99,6 @@ class ScheduledLoads:
         named_later = request.mm_features or request.prompt_embeds is not None
         if named_later or (worker := self._worker()) is None:
             return
-        from lmcache.integration.vllm.vllm_v1_adapter import (
-            LMCacheConnectorMetadata,
-            ReqMeta,
-            extract_request_configs,
-        )
-
         loaded, kept = spec.lmcache_cached_tokens, spec.vllm_cached_tokens // self._block_size
         slots = slots_of(blocks, self._block_size)
         # LMCache loads what its own look-up found of these, and counts all of them.
@@ -113,8 +110,10 @@ class ScheduledLoads:
             load_spec=spec,
             request_configs=extract_request_configs(request.sampling_params),
         )
-        described = LMCacheConnectorMetadata([load])
-        if worker.begin_load(described, frozenset(blocks[kept:]), request.num_tokens - loaded):
+        metadata = StepMetadata(
+            [load], new_blocks=frozenset(blocks[kept:]), tokens=request.num_tokens - loaded
+        )
+        if worker.begin_load(metadata):
             self._begun.add(request.request_id)
 
     def mark(self, metadata: Any) -> None:

@@ -18,19 +18,19 @@ stores nothing until the scheduler, which it tells, has begun another epoch.
 
 from __future__ import annotations
 
-import functools
 import logging
 import uuid
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
-__all__ = ["EPOCH", "Epoch", "Epochs", "WeightsChanged", "WorkerEpoch"]
+if TYPE_CHECKING:
+    from lmcache_xpu.kv_connector.step_metadata import StepMetadata
+
+__all__ = ["FIRST", "Epoch", "Epochs", "WeightsChanged", "WorkerEpoch"]
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
-
-EPOCH = "lmcache_xpu_epoch"  # what we add to LMCache's metadata of a step: Epoch
 
 
 class Epoch(NamedTuple):
@@ -112,9 +112,9 @@ class Epochs:
         """Forget a request."""
         self._names.pop(request, None)
 
-    def describe(self, metadata: Any) -> None:
+    def describe(self, metadata: StepMetadata) -> None:
         """Tell the workers of the epoch with a step, and what of it is not to be stored."""
-        setattr(metadata, EPOCH, self.current)
+        metadata.epoch = self.current
         for request in metadata.requests:
             if request.save_spec is not None and not self.is_only(request.req_id):
                 request.save_spec.can_save = False
@@ -127,6 +127,12 @@ class Epochs:
         return pool.get_num_free_blocks() >= pool.num_gpu_blocks - 1
 
 
+class LookUps(Protocol):
+    """LMCache's engine, as far as it is told of here."""
+
+    refuses_lookups: bool
+
+
 class Refusal(Protocol):
     """Keeps a step from loading and storing."""
 
@@ -135,20 +141,20 @@ class Refusal(Protocol):
 
 
 class WorkerEpoch:
-    """The worker's half. Called by the engine's thread; look-ups come in a thread of their own.
+    """The worker's half. Called by the engine's thread.
 
     Args:
-        engine: LMCache's, whose look-ups go through here from now on.
-        guard: keeps a step from loading and storing.
+        engine: LMCache's, whose look-ups find nothing while the weights are other ones.
+        loads: keeps a step from loading and storing.
         forget: gives back the room of what was stored; whether that succeeded.
     """
 
-    def __init__(self, engine: Any, guard: Refusal, forget: Callable[[], bool]) -> None:
-        self._guard = guard
+    def __init__(self, engine: LookUps, loads: Refusal, forget: Callable[[], bool]) -> None:
+        self._engine = engine
+        self._loads = loads
         self._forget = forget
         self._current = FIRST
         self._changed_in = -1  # number of an epoch
-        engine.lookup = functools.partial(self._lookup, engine.lookup)
 
     @property
     def changed(self) -> WeightsChanged | None:
@@ -159,6 +165,7 @@ class WorkerEpoch:
     def change_weights(self) -> None:
         """The weights are about to change, or may have."""
         self._changed_in = self._current.number
+        self._engine.refuses_lookups = True
 
     def begin(self, epoch: Epoch) -> bool:
         """Give back the room of what was stored before this epoch, if it is another one.
@@ -169,13 +176,14 @@ class WorkerEpoch:
         if epoch.number <= self._current.number:
             return True
         self._current = epoch
+        self._engine.refuses_lookups = False
         return self._forgotten()
 
-    def begin_step(self, metadata: Any) -> None:
-        """A step was described in some epoch: load and store nothing of one that has passed."""
-        self.begin(getattr(metadata, EPOCH, self._current))
+    def begin_step(self, metadata: StepMetadata) -> None:
+        """Load and store nothing of a step that was described in an epoch that has passed."""
+        self.begin(metadata.epoch)
         if self.changed is not None:
-            self._guard.refuse(metadata.requests)
+            self._loads.refuse(metadata.requests)
 
     def end(self) -> None:
         """The engine ends. What has a name of this process's own will never be found again."""
@@ -188,6 +196,3 @@ class WorkerEpoch:
         except Exception:  # whatever it is: it is not found, and the engine goes on
             logger.exception("lmcache-xpu could not give back the room of an earlier epoch")
             return False
-
-    def _lookup(self, lookup: Callable[..., int], *args: Any, **kwargs: Any) -> int:
-        return 0 if self.changed is not None else lookup(*args, **kwargs)

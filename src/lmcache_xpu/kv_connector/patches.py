@@ -1,46 +1,37 @@
-"""The one place that knows how LMCache and vLLM are patched.
+"""The attributes of vLLM that are replaced; nothing of LMCache is.
 
-LMCache has no plug-in point for connectors: its `CreateGPUConnector` is a fixed list of
-devices. `install` wraps that function, two names beside it and vLLM's worker, when the modules that
-hold them are imported (so that a process which never imports LMCache does not do so for this).
-Without an engine being built by our vLLM connector, or one that has it, every wrapper passes
-straight through.
+vLLM's workers tell a connector too little and too late, its scheduler goes on wrongly after a
+failed load, and LMCache's stock name is to mean our connector. Each replacement passes to the
+original what does not concern our connector. `install` puts them in place when the modules that
+hold them are imported, so that a process which never imports one does not do so for this.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import math
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import wrapt
 
 from lmcache_xpu import versions
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.kv_connector import garbage
 from lmcache_xpu.kv_connector.failed_loads import beginning_anew
-from lmcache_xpu.transfer.plan import layers_of
-
-if TYPE_CHECKING:
-    from lmcache_xpu.cache_engine.kv_cache_facts import EngineFacts
-    from lmcache_xpu.gpu_connector.in_flight import Overlap
 
 STANDARD = "lmcache_xpu.gpu_connector.standard.VLLMPagedMemXPUConnectorV2"
 LAYERWISE = "lmcache_xpu.gpu_connector.layerwise.VLLMPagedMemLayerwiseXPUConnector"
 DEVICES_VARIABLE = "LMCACHE_XPU_DEVICES"
+STOCK_VARIABLE = "LMCACHE_XPU_STOCK"
 SERVED = ("xpu", "cpu")
 
-_building: ContextVar[EngineFacts | None] = ContextVar("lmcache_xpu_engine", default=None)
+STOCK_NAME, OUR_NAME = "LMCacheConnectorV1", "LMCacheXPUConnector"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +52,16 @@ class Patch:
     cause: str
     optional: bool = False
 
+    @property
+    def name(self) -> str:
+        """The dotted name."""
+        return f"{self.module}.{self.attribute}"
+
     def __call__(self, module: ModuleType) -> None:
         """Replace the attribute; does nothing when it is replaced already."""
         if self.needed(module) and not self.in_place(module):
             owner, _, name = self.attribute.rpartition(".")
-            holder = getattr(module, owner) if owner else module
+            holder = operator.attrgetter(owner)(module) if owner else module
             replacement = self.replace(getattr(holder, name))
             replacement.__lmcache_xpu__ = True
             setattr(holder, name, replacement)
@@ -73,143 +69,59 @@ class Patch:
     def needed(self, module: ModuleType) -> bool:
         """Whether this version has the attribute, or should have."""
         owner, _, name = self.attribute.rpartition(".")
-        return not self.optional or hasattr(getattr(module, owner) if owner else module, name)
+        holder = operator.attrgetter(owner)(module) if owner else module
+        return not self.optional or hasattr(holder, name)
 
     def in_place(self, module: ModuleType) -> bool:
         """Whether the attribute is a replacement made here."""
         return "__lmcache_xpu__" in vars(operator.attrgetter(self.attribute)(module))
 
 
-def _create_connector(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def create(config: Any, metadata: Any, engine: Any, layout_hints: Any = None) -> Any:
-        facts = _building.get()
-        if facts is None:
-            return original(config, metadata, engine, layout_hints=layout_hints)
-        # The engine's real content: with inline scales or unequal key and value sizes it is not
-        # what LMCache derives from the model's heads.
-        layers, planes, chunk_size, _, _ = metadata.kv_shape
-        metadata.kv_shape = (layers, planes, chunk_size, facts.heads, facts.head_size)
-        metadata.model_name += facts.namespace  # the part of every key that we may extend
-        connector = _resolve(LAYERWISE if config.use_layerwise else STANDARD).from_metadata(
-            metadata,
-            device=facts.device_type,
-            layout_hints=layout_hints,
-            opaque_blocks=facts.opaque_blocks,
-            **_options(config, metadata),
-        )
-        if not config.use_layerwise and planes > 1 and not facts.opaque_blocks:
-            metadata.model_name += ".layers"  # bytes in another order than LMCache's format says
-        if config.use_layerwise and (size := connector.groups[0][1]) > 1:
-            # To LMCache a group of layers is a layer with as many times the heads.
-            count, heads = len(connector.groups), facts.heads * size
-            metadata.kv_shape = (count, planes, chunk_size, heads, facts.head_size)
-            metadata.model_name += f".{size}layers"
-        return connector
+@dataclass(frozen=True, slots=True)
+class StockName:
+    """The entry of LMCache's stock name in vLLM's registry, which gets our connector's."""
 
-    return create
+    module: str = "vllm.distributed.kv_transfer.kv_connector.factory"
+
+    @property
+    def name(self) -> str:
+        """The dotted name."""
+        return f"{self.module}.KVConnectorFactory._registry[{STOCK_NAME}]"
+
+    def __call__(self, module: ModuleType) -> None:
+        """Replace the entry. vLLM has no public way to give a name a second meaning."""
+        registry = module.KVConnectorFactory._registry
+        registry[STOCK_NAME] = registry[OUR_NAME]
+
+    def needed(self, module: ModuleType) -> bool:
+        """Whether the stock name is to mean our connector."""
+        return os.environ.get(STOCK_VARIABLE, "") in ("", "0")
+
+    def in_place(self, module: ModuleType) -> bool:
+        """Whether it does."""
+        registry = module.KVConnectorFactory._registry
+        return registry[STOCK_NAME] is registry.get(OUR_NAME)
 
 
-def _options(config: Any, metadata: Any) -> dict[str, Any]:
-    """How to move: what the settings say, or else what suits the size of a chunk."""
-    _, *layer = metadata.kv_shape
-    layers = config.get_extra_config_value("xpu.layers_at_once", None)
-    if layers is None:
-        layers = layers_of(math.prod(layer) * metadata.kv_dtype.itemsize)
-    found: dict[str, Any] = {"layers_at_once": int(layers), "layer_major": True}
-    if (mib := config.get_extra_config_value("xpu.staging_mib", None)) is not None:
-        found["staging_bytes"] = int(mib) * 2**20
-    return found
+def _hooking(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the replacement of `WorkerWrapperBase.__getattr__`.
 
-
-def publish_when_complete(manager: Any, overlap: Overlap) -> None:
-    """Let LMCache's storage manager take over stored chunks only when they are complete.
-
-    LMCache publishes as soon as the connector returns; its tiers would read what is being written.
+    vLLM's executors reach a worker by way of its wrapper, and all methods of the worker but four
+    through this. So a worker is hooked before its first step and its first change of weights, also
+    where our connector comes late: vLLM makes it when the worker exists, and our plug-in may be
+    kept out of the process.
     """
-    put = manager.batched_put
-
-    @functools.wraps(put)
-    def batched_put(keys: Any, memory_objs: Any, *args: Any, **kwargs: Any) -> None:
-        overlap.publish(memory_objs, functools.partial(put, keys, memory_objs, *args, **kwargs))
-
-    manager.batched_put = batched_put
-
-
-def _resolve(name: str) -> Any:
-    module, _, attribute = name.rpartition(".")
-    return getattr(importlib.import_module(module), attribute)
-
-
-def _layout_hints(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def hints(*args: Any) -> Any:
-        facts = _building.get()
-        return original(*args) if facts is None else {"kv_layout": facts.kv_layout}
-
-    return hints
-
-
-def _local_rank(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def local(vllm_config: Any) -> Any:
-        try:
-            return original(vllm_config)
-        except IndexError:
-            if _building.get() is None:
-                raise
-            parallel = vllm_config.parallel_config
-            return parallel.rank, parallel.world_size  # vLLM numbers this engine's devices from 0
-
-    return local
-
-
-def _begin_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    from vllm.distributed import kv_transfer
 
     @functools.wraps(original)
-    def execute_model(worker: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            if kv_transfer.has_kv_transfer_group():
-                begin = getattr(kv_transfer.get_kv_transfer_group(), "begin_step", None)
-                if begin is not None and scheduler_output.kv_connector_metadata is not None:
-                    begin(scheduler_output.kv_connector_metadata)
-            return original(worker, scheduler_output, *args, **kwargs)
-        finally:
-            garbage.allow()
+    def getattribute(wrapper: Any, name: str) -> Any:
+        if (worker := vars(wrapper).get("worker")) is not None:
+            from lmcache_xpu.kv_connector.worker_hooks import hook_worker
 
-    return execute_model
+            hook_worker(worker)
+        return original(wrapper, name)
 
+    return getattribute
 
-def _change_weights(original: Callable[..., Any]) -> Callable[..., Any]:
-    from vllm.distributed import kv_transfer
-
-    @functools.wraps(original)
-    def change(worker: Any, *args: Any, **kwargs: Any) -> Any:
-        if kv_transfer.has_kv_transfer_group():
-            group = kv_transfer.get_kv_transfer_group()
-            # Another connector may hold ours among others.
-            for connector in (group, *getattr(group, "_connectors", ())):
-                if hasattr(connector, "change_weights"):
-                    connector.change_weights()
-        return original(worker, *args, **kwargs)
-
-    return change
-
-
-# What a worker of vLLM 0.32 offers that leaves it with other weights, or may.
-WEIGHT_CHANGES = (
-    "load_model",
-    "reload_weights",
-    "reset_weights",
-    "start_weight_update",
-    "start_draft_weight_update",
-    "update_weights",
-    "finish_weight_update",
-    "sleep",
-    "wake_up",
-    "discard",
-)
 
 # Modules that hold an object which claims any attribute, `__dict__` included.
 UNREADABLE = ("llvmlite.binding.ffi",)
@@ -229,41 +141,11 @@ def _without_unreadable(original: Callable[..., Any]) -> Callable[..., Any]:
 
 PATCHES = (
     Patch(
-        "lmcache.v1.gpu_connector",
-        "CreateGPUConnector",
-        _create_connector,
-        "knows no cpu, and on xpu a connector that can't read vLLM's fused KV cache",
-    ),
-    Patch(
-        "lmcache.v1.gpu_connector.xpu_connectors",
-        "VLLMPagedMemXPUConnectorV2",
-        lambda _: _resolve(STANDARD),
-        "so that the name means one class, however it is reached",
-    ),
-    Patch(
-        "lmcache.v1.gpu_connector.xpu_connectors",
-        "VLLMPagedMemLayerwiseXPUConnector",
-        lambda _: _resolve(LAYERWISE),
-        "the same, and LMCache checks layerwise connectors against a list of class names",
-    ),
-    Patch(
-        "lmcache.integration.vllm.utils",
-        "vllm_layout_hints",
-        _layout_hints,
-        "raises for layouts that LMCache's own connectors can't read, and ours can",
-    ),
-    Patch(
-        "lmcache.integration.vllm.utils",
-        "calculate_local_rank_and_world_size",
-        _local_rank,
-        "raises in all but the first engine of data parallelism on CPU, where each has a list of "
-        "devices of its own; our connectors don't use the number",
-    ),
-    Patch(
-        "vllm.v1.worker.gpu_worker",  # every device's worker is made from it
-        "Worker.execute_model",
-        _begin_step,
-        "tells a connector of a step only when it has prepared it, 8 ms after it could load",
+        "vllm.v1.worker.worker_base",
+        "WorkerWrapperBase.__getattr__",
+        _hooking,
+        "its worker tells a connector of a step 8 ms after it could load, and never that the "
+        "weights change, which cached KV would outlive",
     ),
     Patch(
         "vllm.v1.core.sched.scheduler",
@@ -278,20 +160,20 @@ PATCHES = (
         "on CPU a second engine of a process looks through all modules, and fails on LMCache's",
         optional=True,
     ),
-    *(
-        Patch(
-            "vllm.v1.worker.gpu_worker",
-            f"Worker.{name}",
-            _change_weights,
-            "tells no connector that the weights change; cached KV would outlive them",
-            optional=True,
-        )
-        for name in WEIGHT_CHANGES
-    ),
 )
-
+STOCK = StockName()
+CONNECTOR_MODULE = "lmcache_xpu.vllm_connector"
 
 _installed = False
+
+
+def register(factory: ModuleType) -> bool:
+    """Register our connector in vLLM's module of connectors; whether it has the stock name, too."""
+    if OUR_NAME not in factory.KVConnectorFactory._registry:
+        factory.KVConnectorFactory.register_connector(OUR_NAME, CONNECTOR_MODULE, OUR_NAME)
+    if STOCK.needed(factory):
+        STOCK(factory)
+    return STOCK.needed(factory)
 
 
 def install() -> None:
@@ -312,27 +194,17 @@ def served_devices(environment: Mapping[str, str] = os.environ) -> tuple[str, ..
     Raises:
         SettingsError: the variable names a device that PyTorch does not know.
     """
-    if not (given := environment.get(DEVICES_VARIABLE, "").strip()):
+    if not (setting := environment.get(DEVICES_VARIABLE, "").strip()):
         return SERVED
-    devices = tuple(name.strip() for name in given.split(","))
+    devices = tuple(name.strip() for name in setting.split(","))
     for name in devices:
         try:
             torch.device(name)
         except RuntimeError:
             raise SettingsError(
-                f"{DEVICES_VARIABLE}={given}", "device types, such as 'xpu,cpu'"
+                f"{DEVICES_VARIABLE}={setting}", "device types, such as 'xpu,cpu'"
             ) from None
     return devices
-
-
-@contextmanager
-def building(facts: EngineFacts) -> Iterator[None]:
-    """While this lasts, LMCache builds its engine for this vLLM engine with our connector."""
-    token = _building.set(facts)
-    try:
-        yield
-    finally:
-        _building.reset(token)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -355,21 +227,21 @@ class Status:
 
 
 def status() -> Status:
-    """Install the patches in this process, import what they patch, and look."""
-    found = versions.installed()
+    """Install the patches in this process, import what they replace, and look."""
+    software = versions.installed()
     patches = {}
-    if found.lmcache is not None and versions.allowed(found):
+    if software.lmcache is not None and versions.allowed(software):
         install()
-        for patch in PATCHES:
+        register(importlib.import_module(STOCK.module))
+        for patch in (*PATCHES, STOCK):
             module = importlib.import_module(patch.module)
-            name = f"{patch.module}.{patch.attribute}"
             if patch.needed(module):
-                patches[name] = patch.in_place(module)
+                patches[patch.name] = patch.in_place(module)
     return Status(
-        lmcache_version=found.lmcache,
-        vllm_version=found.vllm,
-        torch_version=found.torch,
-        tested=found.tested,
+        lmcache_version=software.lmcache,
+        vllm_version=software.vllm,
+        torch_version=software.torch,
+        tested=software.tested,
         devices=dict.fromkeys(served_devices(), (STANDARD, LAYERWISE)),
         patches=patches,
     )

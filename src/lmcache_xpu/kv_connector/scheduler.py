@@ -1,4 +1,4 @@
-"""The scheduler's half of the connector: what it adds to LMCache's description of a step."""
+"""The scheduler's half of the connector: what can be loaded, and what a step is for the workers."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed import kv_transfer
 
-from lmcache_xpu.cache_engine.cache_salt import Isolation
-from lmcache_xpu.kv_connector import garbage
-from lmcache_xpu.kv_connector.early_loads import ScheduledLoads
+from lmcache_xpu.cache_engine.cache_salt import CacheSalts
+from lmcache_xpu.cache_engine.ending import end_lmcache
+from lmcache_xpu.kv_connector.early_loads import EarlyLoads
 from lmcache_xpu.kv_connector.epochs import Epochs
+from lmcache_xpu.kv_connector.garbage import GarbageCollection
 from lmcache_xpu.kv_connector.hit_sources import hit_sources, lone_source
-from lmcache_xpu.kv_connector.step_metadata import STEP, StepFacts, written_blocks
+from lmcache_xpu.kv_connector.step_metadata import StepMetadata, with_answers, written_blocks
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
 
     from lmcache_xpu.kv_connector.epochs import WeightsChanged
     from lmcache_xpu.kv_connector.kv_events import KVEvents
+    from lmcache_xpu.kv_connector.worker import WorkerSide
     from lmcache_xpu.kv_connector.worker_report import WorkerReport
 
 __all__ = ["SchedulerSide"]
@@ -34,68 +39,125 @@ class SchedulerSide:
         adapter: LMCache's connector.
         config: of the engine.
         block_size: tokens of a block.
+        events: turns the workers' reports into vLLM's KV events, where the engine publishes them.
     """
 
-    def __init__(self, adapter: Any, config: VllmConfig, block_size: int) -> None:
-        self.events: KVEvents | None = None  # where the engine publishes them
+    def __init__(
+        self,
+        adapter: Any,
+        config: VllmConfig,
+        block_size: int,
+        events: KVEvents | None = None,
+    ) -> None:
         self._adapter = adapter
-        self._kept: dict[str, int] = {}  # tokens of vLLM's own, of requests that were looked up
-        self._filled: set[int] = set()  # blocks that requests got since the last step
         self._config = config
         self._block_size = block_size
+        self._events = events
+        self._kept: dict[str, int] = {}  # tokens of vLLM's own, of requests that were looked up
+        self._filled: set[int] = set()  # blocks that requests got since the last step
+        self._collection = GarbageCollection()
         self._epochs = Epochs()
-        self._isolation = Isolation(adapter, self._epochs.of)
-        self._loads = ScheduledLoads(adapter, block_size, self._worker, self._isolation.named)
+        self._salts = CacheSalts(adapter, self._epochs.of)
+        self._loads = EarlyLoads(adapter, block_size, self._worker, self._salts.named)
+
+    # Requests
+
+    def matched_tokens(self, request: Request, kept: int) -> int | None:
+        """Look a request up.
+
+        Args:
+            request: that may be scheduled next.
+            kept: number of tokens that vLLM's own prefix cache has.
+
+        Returns:
+            The number of tokens that can be loaded beyond those.
+        """
+        self.admit(request, kept)
+        tokens: int | None = self._adapter.get_num_new_matched_tokens(request, kept)
+        return tokens
 
     def admit(self, request: Request, kept: int = 0) -> None:
-        """Before a request is looked up, of which vLLM's own prefix cache has some tokens."""
+        """Hear of a request before it is looked up; for `kept` see `matched_tokens`."""
         self._kept[request.request_id] = kept
-        garbage.put_off()
-        if (worker := self._worker()) is not None:
-            self._change_weights(worker.weights_changed)
+        worker = self._worker()
+        collection = self._collection if worker is None else worker.collection
+        collection.put_off()
+        if worker is not None:
+            self._change_weights(worker.epoch.changed)
         self._epochs.admit(request.request_id, kept)
-        self._isolation.admit(request)
-        if self.events is not None:
-            self.events.admit(request)
+        self._salts.admit(request)
+        if self._events is not None:
+            self._events.admit(request)
 
     def give_up_hits(self, request_id: str) -> None:
-        """When a load of a request has failed: nothing is found for it any more."""
-        self._isolation.compute(request_id)
+        """Find nothing for a request any more: a load of it has failed."""
+        self._salts.compute(request_id)
 
-    def allocated(self, request: Request, blocks: KVCacheBlocks) -> None:
-        """A request has its blocks, and will be in the next step."""
+    def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
+        """Hear that a request has its blocks, and will be in the next step.
+
+        Args:
+            request: that was looked up.
+            blocks: all of its blocks.
+            external_tokens: number of tokens to be loaded.
+        """
+        self._adapter.update_state_after_alloc(request, external_tokens)
         numbers = blocks.get_block_ids()[0]
         # Another connector may load into them, in this step or while the request waits.
         kept = self._kept.pop(request.request_id, 0) // self._block_size
         self._filled.update(numbers[kept:])
         self._loads.begin(request, numbers)
 
-    def describe(self, metadata: Any, step: SchedulerOutput) -> None:
-        """Complete LMCache's description of a step."""
-        kept = {
-            request.req_id: request.load_spec.vllm_cached_tokens
-            for request in metadata.requests
-            if request.load_spec is not None
-        }
-        written = written_blocks(step, self._block_size, kept) | self._filled
-        self._filled.clear()
-        setattr(metadata, STEP, StepFacts(written, step.total_num_scheduled_tokens))
-        self._isolation.mark(metadata)
-        self._epochs.describe(metadata)
-        if self.events is not None:
-            self.events.describe(metadata)
-        self._loads.mark(metadata)
-        self._own_blocks(step)
-        if self._worker() is None:  # which has a step of its own to enqueue
-            garbage.allow()
-
-    def finished(self, request_id: str) -> None:
-        """When a request has ended, in whatever way."""
-        self._isolation.finished(request_id)
+    def finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Forget a request that has ended, in whatever way; see vLLM's `request_finished`."""
+        request_id = request.request_id
+        self._salts.finished(request_id)
         self._epochs.finished(request_id)
         self._kept.pop(request_id, None)
-        if self.events is not None:
-            self.events.finished(request_id)
+        if self._events is not None:
+            self._events.finished(request_id)
+        ended: tuple[bool, dict[str, Any] | None]
+        ended = self._adapter.request_finished(request, block_ids)
+        return ended
+
+    # Steps
+
+    def describe(self, step: SchedulerOutput) -> StepMetadata:
+        """Return what the workers must know of a step."""
+        described = self._adapter.build_connector_meta(with_answers(step))
+        kept = {
+            request.req_id: request.load_spec.vllm_cached_tokens
+            for request in described.requests
+            if request.load_spec is not None
+        }
+        metadata = StepMetadata(
+            described.requests,
+            new_blocks=written_blocks(step, self._block_size, kept) | self._filled,
+            tokens=step.total_num_scheduled_tokens,
+        )
+        self._filled.clear()
+        self._salts.mark(metadata)
+        self._epochs.describe(metadata)
+        if self._events is not None:
+            self._events.describe(metadata)
+        self._loads.mark(metadata)
+        self._own_blocks(step)
+        self._collection.allow()  # a worker in this process has a step of its own to enqueue
+        return metadata
+
+    def _own_blocks(self, step: SchedulerOutput) -> None:
+        """Give LMCache a list of its own of the blocks of each request that was preempted.
+
+        It keeps the one that vLLM describes the step with. In one process the worker keeps that,
+        too, and both add what the request gets later: LMCache would store the wrong blocks.
+        """
+        for request_id in step.scheduled_cached_reqs.resumed_req_ids:
+            if (tracker := self._adapter._request_trackers.get(request_id)) is not None:
+                tracker.allocated_block_ids = list(tracker.allocated_block_ids)
+
+    # Epochs
 
     def bind(self, pool: Any) -> None:
         """Take vLLM's pool of blocks, to see whether its own prefix cache is empty."""
@@ -109,56 +171,54 @@ class SchedulerSide:
             Workers elsewhere do so with the next step.
         """
         self._epochs.begin()
-        self._isolation.forget_lookups()
-        if self.events is not None:
-            self.events.clear()
+        self._salts.forget_lookups()
+        if self._events is not None:
+            self._events.clear()
         worker = self._worker()
-        return worker is None or bool(worker.begin_epoch(self._epochs.current))
+        return worker is None or worker.epoch.begin(self._epochs.current)
 
     def hear(self, report: WorkerReport) -> None:
         """Take what workers report after a step."""
         self._change_weights(report.weights)
-        if self.events is not None and report.tiers is not None:
-            self.events.report(report.tiers)
+        if self._events is not None and report.tiers is not None:
+            self._events.report(report.tiers)
 
-    def _change_weights(self, said: WeightsChanged | None) -> None:
+    def _change_weights(self, change: WeightsChanged | None) -> None:
         """Begin an epoch if a worker said that its weights changed in this one."""
-        if said is not None and said.number >= self._epochs.current.number:
+        if change is not None and change.number >= self._epochs.current.number:
             self.reset()
 
+    # What vLLM is told
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Return the KV events of the tiers since the last call; see `kv_events`."""
+        return () if self._events is None else self._events.take()
+
     def hit_sources(self, request_id: str, tokens: int) -> dict[CacheHitSource, int]:
-        """The tiers that supply a request's tokens; empty if that is not known here."""
+        """Return the tiers that supply a request's tokens; nothing if that is not known here."""
         config = self._adapter.config
         if (source := lone_source(config)) is not None:
             return {source: tokens}
-        if (engine := self._near_engine()) is None:
+        worker = self._worker()
+        if worker is None or (engine := worker.near_engine()) is None:
             return {}
         pinned = engine.lookup_pins.get(request_id, {})
         objects = engine.num_layers if engine.use_layerwise else 1
         return hit_sources(pinned, objects, config.chunk_size, tokens)
 
-    def _own_blocks(self, step: SchedulerOutput) -> None:
-        """Give LMCache a list of its own of the blocks of each request that was preempted.
+    def shutdown(self) -> None:
+        """End what LMCache has started here."""
+        self._collection.allow()
+        end_lmcache(self._adapter)
 
-        It keeps the one that vLLM describes the step with. In one process the worker keeps that,
-        too, and both add what the request gets later: LMCache would store the wrong blocks.
-        """
-        for request_id in step.scheduled_cached_reqs.resumed_req_ids:
-            if (tracker := self._adapter._request_trackers.get(request_id)) is not None:
-                tracker.allocated_block_ids = list(tracker.allocated_block_ids)
-
-    def _near_engine(self) -> Any:
-        """LMCache's engine in this process, if it answers look-ups from memory."""
-        worker = self._worker()
-        return None if worker is None else worker.near_engine()
-
-    def _worker(self) -> Any:
-        """The worker's connector of the same engine, if it is in this process."""
+    def _worker(self) -> WorkerSide | None:
+        """Return the worker's half of the same engine, if it is in this process."""
         if not kv_transfer.has_kv_transfer_group():
             return None
-        found = kv_transfer.get_kv_transfer_group()
+        group = kv_transfer.get_kv_transfer_group()
         # Another connector may hold ours among others.
-        if not hasattr(found, "begin_load"):
+        worker: WorkerSide | None = getattr(group, "worker_side", None)
+        if worker is None:
             return None
-        engines = [one.kv_transfer_config for one in (self._config, found._vllm_config)]
-        return found if engines[0].engine_id == engines[1].engine_id else None
+        engines = [config.kv_transfer_config for config in (self._config, group._vllm_config)]
+        return worker if engines[0].engine_id == engines[1].engine_id else None

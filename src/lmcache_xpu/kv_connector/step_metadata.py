@@ -1,36 +1,51 @@
-"""What the connector must know of one step of a vLLM engine."""
+"""One step of a vLLM engine: what the scheduler's half of the connector tells the worker's."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from lmcache.integration.vllm.vllm_v1_adapter import LMCacheConnectorMetadata
+
+from lmcache_xpu.kv_connector.epochs import FIRST, Epoch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
+__all__ = ["StepMetadata", "may_run_as_one_graph", "with_answers", "written_blocks"]
+
 FULL = "FULL"  # vLLM's CUDAGraphMode
 
-STEP = "lmcache_xpu_step"  # what we add to LMCache's metadata of a step: StepFacts
 
+@dataclass
+class StepMetadata(LMCacheConnectorMetadata):  # type: ignore[misc]  # untyped base
+    """LMCache's description of a step, and what the worker must know beside it.
 
-class StepFacts(NamedTuple):
-    """What the workers must know of a step, beside what LMCache tells them."""
+    Args:
+        requests: LMCache's, what to load and store of each request.
+        new_blocks: IDs of the blocks that the step may write for the first time since a request
+            got them, see `written_blocks`; None if that is not known.
+        tokens: number of tokens to compute; None if that is not known.
+        epoch: in which the step was described.
+    """
 
-    written: frozenset[int]  # blocks; see `written_blocks`
-    tokens: int  # to compute
+    new_blocks: frozenset[int] | None = None
+    tokens: int | None = None
+    epoch: Epoch = FIRST
 
 
 def written_blocks(
     step: SchedulerOutput, block_size: int, kept: Mapping[str, int]
 ) -> frozenset[int]:
-    """Blocks that the engine, or a load, may write for the first time since a request got them.
+    """Return the blocks that a step, or a load, may write for the first time since they were given.
 
     Args:
         step: what is scheduled.
         block_size: tokens of a block.
-        kept: of requests whose computed tokens include some to be loaded, those that are not.
+        kept: number of tokens that vLLM has itself, by request that has tokens to load; vLLM
+            counts the latter as computed as well.
     """
     blocks: set[int] = set()
 
@@ -50,7 +65,7 @@ def written_blocks(
 
 
 def with_answers(step: SchedulerOutput) -> SchedulerOutput:
-    """A step in which a preempted request's prompt includes what it has answered so far.
+    """Return a step in which a preempted request's prompt includes what it has answered so far.
 
     For its newer model runner, vLLM describes such a request as a new one, and LMCache reads the
     prompt alone. But a hit may reach into the answer: that part would never be loaded, though its
@@ -70,21 +85,21 @@ def _has_answered(new: NewRequestData) -> bool:
     return tokens is not None and prompt is not None and len(tokens) > len(prompt)
 
 
-def may_run_as_one_graph(config: VllmConfig, context: Any, given: dict[str, Any]) -> bool:
-    """Whether this step may run as one graph, which does not stop at the layers.
+def may_run_as_one_graph(config: VllmConfig, context: Any, arguments: dict[str, Any]) -> bool:
+    """Return whether this step may run as one graph, which does not stop at the layers.
 
     Args:
         config: of the engine.
         context: vLLM's forward context; of the step, or an empty one.
-        given: what vLLM passes to `start_load_kv` beside it.
+        arguments: what vLLM passes to `start_load_kv` beside the context.
     """
-    if context.attn_metadata is not None and "attn_metadata" not in given:
+    if context.attn_metadata is not None and "attn_metadata" not in arguments:
         return bool(context.cudagraph_runtime_mode.name == FULL)  # decided already
     # The newer model runner loads before it decides.
     mode = config.compilation_config.cudagraph_mode
     if mode is None or not mode.has_full_cudagraphs():
         return False
-    step = given.get("scheduler_output")
+    step = arguments.get("scheduler_output")
     if step is None or mode.mixed_mode().name == FULL:
         return True
     decode_tokens = 1 + (config.num_speculative_tokens or 0)

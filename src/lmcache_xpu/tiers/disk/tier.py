@@ -21,8 +21,8 @@ Who calls what, and which references and pins that leaves (LMCache 0.5.6):
     load    returns chunks with one reference, the caller's. Never waits for memory: from the
             first chunk that is missing, damaged or finds no room in the pool, the result is
             None (or ends, where it is a list of the loaded ones) and vLLM recomputes.
-    close   LMCache frees its CPU pool before it closes this tier, so the tier ties itself to
-            the pool's close and ends its writes first.
+    close   ends its writes, which read from the CPU pool's memory. LMCache itself would free that
+            before; `cache_engine.storage_manager` closes the pool last.
 """
 
 from __future__ import annotations
@@ -124,13 +124,6 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         self._unserved = 0
         self._pool_full = Complaint("no room in LMCache's CPU pool for a whole load; cut short")
         self._closed = False
-        close_pool = local_cpu_backend.close
-
-        def close_tier_then_pool() -> None:
-            self.close()
-            close_pool()
-
-        local_cpu_backend.close = close_tier_then_pool
 
     def __str__(self) -> str:
         return type(self).__name__

@@ -1,0 +1,55 @@
+"""LMCache's tiers of one worker: chunks are published when complete, tiers end before the pool."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from lmcache.v1.storage_backend import storage_manager
+
+if TYPE_CHECKING:
+    from lmcache.utils import CacheEngineKey
+    from lmcache.v1.memory_management import MemoryObj
+
+    from lmcache_xpu.gpu_connector.in_flight import Overlap
+
+__all__ = ["StorageManager"]
+
+POOL = "LocalCPUBackend"
+
+
+class StorageManager(storage_manager.StorageManager):  # type: ignore[misc]  # untyped base
+    """LMCache's storage manager, which knows of stores that are still in flight."""
+
+    in_flight: Overlap | None = None  # set when the engine's KV cache is registered
+
+    def batched_put(
+        self,
+        keys: Sequence[CacheEngineKey],
+        memory_objs: list[MemoryObj],
+        transfer_spec: Any = None,
+        location: str | None = None,
+    ) -> None:
+        """Hand chunks to the tiers once their copies are complete: now, or from another thread.
+
+        LMCache calls this as soon as the GPU connector returns; its tiers would read what is still
+        being written.
+
+        Args:
+            keys: of the chunks.
+            memory_objs: their host memory; the caller's references go with it.
+            transfer_spec: LMCache's, for engines that hand over KV.
+            location: name of the one tier that takes them; None: all.
+        """
+        put = functools.partial(super().batched_put, keys, memory_objs, transfer_spec, location)
+        if self.in_flight is None:
+            put()
+        else:
+            self.in_flight.publish(memory_objs, put)
+
+    def close(self) -> None:
+        """End the tiers, which may still write from the CPU pool's memory, and then the pool."""
+        if POOL in self.storage_backends:
+            self.storage_backends.move_to_end(POOL)
+        super().close()

@@ -1,0 +1,302 @@
+"""The worker's half of the connector: it loads before a step's layers, and stores behind them.
+
+It owns what one worker has of the engine: the record of failed loads, the epoch, the transfers in
+flight, garbage collection. The calls come in this order; the first two are not vLLM's own:
+
+    begin_load ...            a load begins while vLLM still decides on the step
+    begin_step                the step is known; its loads begin
+    handle_preemptions        before vLLM may write new blocks
+    bind, start_load          vLLM has prepared the step
+    wait_for_layer, save_layer, for each layer
+    wait_for_save, take_unfilled, in either order
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lmcache.integration.vllm.utils import calculate_draft_layers
+from vllm.logger import init_logger
+
+from lmcache_xpu.cache_engine import health
+from lmcache_xpu.cache_engine.ending import end_lmcache
+from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.gpu_connector.in_flight import Overlap
+from lmcache_xpu.kv_connector.epochs import WorkerEpoch
+from lmcache_xpu.kv_connector.garbage import GarbageCollection
+from lmcache_xpu.kv_connector.kv_events import TierReport
+from lmcache_xpu.kv_connector.step_metadata import may_run_as_one_graph
+from lmcache_xpu.kv_connector.worker_report import WorkerReport
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+
+    from lmcache_xpu.cache_engine.factory import Adapter
+    from lmcache_xpu.cache_engine.unfilled_blocks import UnfilledBlocks
+    from lmcache_xpu.kv_connector.step_metadata import StepMetadata
+    from lmcache_xpu.tiers.residency import Residency
+
+__all__ = ["WorkerSide"]
+
+logger = init_logger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
+
+
+class WorkerSide:
+    """Told of steps and layers by vLLM's model runner, on the engine's thread.
+
+    Args:
+        adapter: LMCache's connector.
+        config: of the engine.
+        unfilled: the record of failed loads, to which LMCache's engine reports.
+        block_size: tokens of a block.
+        loads_early: loads may begin before vLLM has prepared a step.
+        publishes: the engine publishes KV events of the tiers.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        config: VllmConfig,
+        unfilled: UnfilledBlocks,
+        *,
+        block_size: int,
+        loads_early: bool = True,
+        publishes: bool = False,
+    ) -> None:
+        self.collection = GarbageCollection()
+        self.epoch = WorkerEpoch(adapter.lmcache_engine, unfilled, self._forget_entries)
+        self.in_flight: Overlap | None = None  # once the KV cache is registered
+        self.layers: dict[str, int] = {}  # their numbers, by the names that vLLM has for them
+        self.residency: Residency | None = None  # where the engine publishes KV events
+        self._adapter = adapter
+        self._engine: Any = adapter.lmcache_engine
+        self._config = config
+        self._unfilled = unfilled
+        self._block_size = block_size
+        self._loads_early = loads_early
+        self._publishes = publishes
+        self._loading = False  # this step's loads have begun
+        self._loaded_layers: set[str] = set()  # that the engine came to in this step
+        self._stored_layers: set[str] = set()  # that it is done with
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Take over the engine's KV cache; LMCache opens its tiers now.
+
+        Args:
+            kv_caches: one tensor for each layer, in the order in which vLLM computes them.
+
+        Raises:
+            LayoutError: a KV cache that can't be read.
+            SeamError: LMCache or one of its tiers did not come up.
+            SettingsError: another engine's; vLLM has one connector for all engines of a process.
+        """
+        if self.in_flight is not None:
+            raise SettingsError(
+                "a second engine in the process of one that has a KV connector",
+                "one at a time: vLLM has a single KV connector in a process",
+                "End the first one (`del llm`, then `gc.collect()`), or leave "
+                "VLLM_ENABLE_V1_MULTIPROCESSING at 1, which gives each engine a process.",
+            )
+        self._adapter.register_kv_caches(kv_caches)
+        health.check_healthy(self._adapter)
+        extra = self._adapter.config.extra_config or {}
+        self.layers = {name: number for number, name in enumerate(kv_caches)}
+        self.in_flight = Overlap(
+            block_tokens=self._block_size,
+            # vLLM makes the layers in the order in which it computes them, a drafter's last.
+            model_layers=len(kv_caches) - calculate_draft_layers(self._config),
+            loads=bool(extra.get("xpu.overlap_load", True)),
+            stores=bool(extra.get("xpu.overlap_store", True)),
+        )
+        self._engine.register(list(kv_caches.values()), self.in_flight)
+        health.check_tiers(self._engine, self._adapter.config)
+        if self._publishes:
+            self.residency = health.watch_tiers(self._engine, self._adapter.config)
+
+    # A step
+
+    def begin_load(self, metadata: StepMetadata) -> bool:
+        """Begin a load of the next step, while that is being decided on; see `early_loads`.
+
+        Args:
+            metadata: of one request: the blocks that are loaded, and the tokens of the request
+                that remain to be computed.
+
+        Returns:
+            Whether it began; else it is left to the step.
+        """
+        if self.in_flight is None or not (self.in_flight.loads and self._loads_early):
+            return False
+        # LMCache begins the layerwise loads of a step together; and a step may be under way.
+        if self._engine.use_layerwise or self._adapter.step is not None:
+            return False
+        if self.epoch.changed is not None:
+            return False  # the step's description is looked at more closely
+        assert metadata.new_blocks is not None
+        assert metadata.tokens is not None
+        self.in_flight.schedule(metadata.new_blocks, metadata.tokens)
+        self._adapter.bind(metadata)
+        try:
+            self._load()
+        finally:
+            self._adapter.clear()
+        return True
+
+    def begin_step(self, metadata: StepMetadata) -> bool:
+        """Load what a step needs while vLLM prepares it, which takes milliseconds.
+
+        Called first in each step (see `worker_hooks`); vLLM itself asks when it is ready to
+        compute.
+
+        Returns:
+            Whether the step has begun.
+        """
+        if self._loads_early:
+            self.bind(metadata)
+            if self._loads_in_step():
+                self.collection.put_off()  # until the step is enqueued
+                self._loading = True
+                self._load()
+        return self._loads_early
+
+    def bind(self, metadata: StepMetadata) -> None:
+        """Begin a step. Blocks that it may write wait for stores that still read them."""
+        if self._adapter.step is metadata:
+            return  # again would forget layerwise loads that have begun
+        self._adapter.bind(metadata)
+        self._loading = False
+        self._loaded_layers.clear()
+        self._stored_layers.clear()
+        self._unfilled.begin_step(metadata.new_blocks)
+        self.epoch.begin_step(metadata)
+        if self.in_flight is not None:
+            self.in_flight.begin_step(metadata.new_blocks, metadata.tokens)
+
+    def clear(self) -> None:
+        """End a step."""
+        self._adapter.clear()
+
+    def protect(self, metadata: StepMetadata) -> None:
+        """Let the engine's stream wait before vLLM may write blocks that stores still read.
+
+        vLLM calls it first in each step, also through a MultiConnector, which `begin_step` is not.
+        This thread does not wait.
+        """
+        if self.in_flight is not None:
+            self.in_flight.protect(metadata.new_blocks)
+
+    def start_load(self, context: ForwardContext, arguments: dict[str, Any]) -> None:
+        """Load what this step needs, if that has not begun.
+
+        vLLM's newer model runner loads before it enters a forward context where the step is one
+        graph (up to 0.26), or always (since). LMCache skips the load if the context has no
+        attention metadata, though the scheduler counts its tokens as computed: the step would
+        compute from whatever the blocks hold. It looks at nothing else of them.
+
+        Args:
+            context: of the step, or an empty one.
+            arguments: what vLLM passes beside it.
+        """
+        if not self._loading:
+            attention = context.attn_metadata
+            if attention is None and self._loads_in_step():
+                context.attn_metadata = arguments.get("attn_metadata", {})
+            try:
+                self._adapter.start_load_kv(context, **arguments)
+            finally:
+                context.attn_metadata = attention
+        if self.in_flight is not None and may_run_as_one_graph(self._config, context, arguments):
+            self.in_flight.before_all()
+
+    def wait_for_layer(self, layer_name: str) -> None:
+        """Let the engine's stream wait for a layer of what this step loads.
+
+        A drafter comes to its layers once for each token that it proposes. LMCache counts calls.
+        """
+        if layer_name in self._loaded_layers:
+            return
+        self._loaded_layers.add(layer_name)
+        self._adapter.wait_for_layer_load(layer_name)  # of layerwise loads
+        if self.in_flight is not None:
+            self.in_flight.before_layer(self.layers[layer_name])
+
+    def save_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any) -> None:
+        """Store a layer whose attention is enqueued, and enqueue more of this step's loads.
+
+        A drafter's first time covers all that the step stores.
+        """
+        if layer_name in self._stored_layers:
+            return
+        self._stored_layers.add(layer_name)
+        self._adapter.save_kv_layer(layer_name, kv_layer, attn_metadata)
+        if self.in_flight is not None:
+            self.in_flight.after_layer(self.layers[layer_name])
+
+    def wait_for_save(self) -> None:
+        """Store what this step computed, but not from blocks that a load left unfilled."""
+        self._end_loads()
+        for request in self._adapter.step.requests:
+            if request.save_spec is not None and self._unfilled.spoil(request.slot_mapping):
+                self._adapter.drop_store(request)
+        if self._stored_layers:
+            # vLLM leaves its drafter out near the longest sequence. Without its layers a chunk
+            # would never be complete; what they hold decides no token.
+            for name in self.layers.keys() - self._stored_layers:
+                self._adapter.save_kv_layer(name, None, None)
+        self._adapter.wait_for_save()
+
+    def take_unfilled(self) -> set[int]:
+        """Return the blocks that loads left unfilled since the last call; vLLM recomputes them."""
+        self._end_loads()  # vLLM may ask before it calls wait_for_save
+        return self._unfilled.take()
+
+    def _forget_entries(self) -> bool:
+        if self.in_flight is not None:
+            self.in_flight.drain()  # what is under way is published first, to be forgotten with it
+        return health.forget_entries(self._engine)
+
+    # What vLLM and the scheduler's half are told
+
+    def report(self) -> WorkerReport | None:
+        """Return what has changed in this worker since the last call: its tiers, its weights."""
+        tiers = None
+        if self.residency is not None and (changes := self.residency.take()):
+            tiers = TierReport(health.storing_workers(self._adapter), changes)
+        weights = self.epoch.changed
+        return None if tiers is None and weights is None else WorkerReport(tiers, weights)
+
+    def near_engine(self) -> Any:
+        """Return LMCache's engine, which knows its pins; None with a tier on another host."""
+        config = self._adapter.config
+        return None if config.remote_storage_plugins or config.remote_url else self._engine
+
+    def shutdown(self) -> None:
+        """End what LMCache has started, see `ending`. What is queued for the disk gets there."""
+        self.epoch.end()
+        if self.in_flight is not None:
+            self.in_flight.close()
+        self.collection.allow()
+        end_lmcache(self._adapter)
+
+    def _load(self) -> None:
+        self._adapter.start_load_kv(SimpleNamespace(attn_metadata={}))
+
+    def _loads_in_step(self) -> bool:
+        specs = [request.load_spec for request in self._adapter.step.requests]
+        return any(spec is not None and spec.can_load for spec in specs)
+
+    def _end_loads(self) -> None:
+        """End this step's loads, and record what did not arrive."""
+        self._adapter.end_loads()
+        missed = [] if self.in_flight is None else self.in_flight.end_step()
+        if missed:
+            logger.error("vLLM did not wait for %d loads, which are computed instead", len(missed))
+        ended_early: list[torch.Tensor] = self._engine.gpu_connector.failed_slots
+        for slots in (*missed, *ended_early):
+            self._unfilled.add_slots(slots)
+        ended_early.clear()
+        self._unfilled.add(self._adapter.get_block_ids_with_load_errors())
+        self._unfilled.settle()
