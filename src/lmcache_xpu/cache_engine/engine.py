@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from lmcache_xpu.cache_engine.guarded_connectors import LayerwiseConnector, StandardConnector
     from lmcache_xpu.cache_engine.token_database import TokenDatabase
-    from lmcache_xpu.gpu_connector.in_flight import Overlap
+    from lmcache_xpu.gpu_connector.in_flight import InFlight
 
 __all__ = ["CacheEngine"]
 
@@ -77,7 +77,7 @@ class CacheEngine(LMCacheEngine):  # type: ignore[misc]  # untyped base
             self.storage_manager = StorageManager(self.config, self.metadata, self.event_manager)
             self.post_inited = True
 
-    def register(self, kv_caches: Sequence[torch.Tensor], in_flight: Overlap) -> None:
+    def register(self, kv_caches: Sequence[torch.Tensor], in_flight: InFlight) -> None:
         """Bind to vLLM's KV cache, and let transfers run beside its steps from now on.
 
         Pins LMCache's memory, while nobody waits: a driver may take seconds for many GiB.

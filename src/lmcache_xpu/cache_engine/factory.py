@@ -7,7 +7,6 @@ that other users of it in the process have it as it is.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections import deque
 from collections.abc import Callable, Generator
@@ -27,7 +26,6 @@ from lmcache_xpu.cache_engine.engine import CacheEngine
 from lmcache_xpu.cache_engine.guarded_connectors import LayerwiseConnector, StandardConnector
 from lmcache_xpu.cache_engine.lookup_client import LookupClient
 from lmcache_xpu.cache_engine.token_database import TokenDatabase
-from lmcache_xpu.transfer.plan import layers_of
 
 if TYPE_CHECKING:
     from lmcache.integration.vllm.vllm_v1_adapter import LMCacheConnectorMetadata
@@ -242,12 +240,12 @@ def gpu_connector(
     metadata.kv_shape = (layers, planes, chunk_size, facts.heads, facts.head_size)
     metadata.model_name += facts.namespace  # the part of every key that we may extend
     kind = LayerwiseConnector if config.use_layerwise else StandardConnector
-    connector: StandardConnector | LayerwiseConnector = kind.from_metadata(
+    connector: StandardConnector | LayerwiseConnector = kind.from_lmcache(
+        config,
         metadata,
         device=facts.device_type,
         layout_hints=None if facts.kv_layout is None else {"kv_layout": facts.kv_layout},
         opaque_blocks=facts.opaque_blocks,
-        **_options(config, metadata),
     )
     if not config.use_layerwise and planes > 1 and not facts.opaque_blocks:
         metadata.model_name += ".layers"  # bytes in another order than LMCache's format says
@@ -257,15 +255,3 @@ def gpu_connector(
         metadata.kv_shape = (count, planes, chunk_size, heads, facts.head_size)
         metadata.model_name += f".{size}layers"
     return connector
-
-
-def _options(config: LMCacheEngineConfig, metadata: LMCacheMetadata) -> dict[str, Any]:
-    """Return how to move bytes: what the settings say, or else what suits the size of a chunk."""
-    _, *layer = metadata.kv_shape
-    layers = config.get_extra_config_value("xpu.layers_at_once", None)
-    if layers is None:
-        layers = layers_of(math.prod(layer) * metadata.kv_dtype.itemsize)
-    options: dict[str, Any] = {"layers_at_once": int(layers), "layer_major": True}
-    if (mib := config.get_extra_config_value("xpu.staging_mib", None)) is not None:
-        options["staging_bytes"] = int(mib) * 2**20
-    return options

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from lmcache.utils import CacheEngineKey
     from lmcache.v1.memory_management import MemoryObj
 
-    from lmcache_xpu.gpu_connector.in_flight import Overlap
+    from lmcache_xpu.gpu_connector.in_flight import InFlight
 
 __all__ = ["StorageManager"]
 
@@ -22,7 +22,7 @@ POOL = "LocalCPUBackend"
 class StorageManager(storage_manager.StorageManager):  # type: ignore[misc]  # untyped base
     """LMCache's storage manager, which knows of stores that are still in flight."""
 
-    in_flight: Overlap | None = None  # set when the engine's KV cache is registered
+    in_flight: InFlight | None = None  # set when the engine's KV cache is registered
 
     def batched_put(
         self,

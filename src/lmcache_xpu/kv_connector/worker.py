@@ -23,7 +23,7 @@ from vllm.logger import init_logger
 from lmcache_xpu.cache_engine import health
 from lmcache_xpu.cache_engine.ending import end_lmcache
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.gpu_connector.in_flight import Overlap
+from lmcache_xpu.gpu_connector.in_flight import InFlight
 from lmcache_xpu.kv_connector.epochs import WorkerEpoch
 from lmcache_xpu.kv_connector.garbage import GarbageCollection
 from lmcache_xpu.kv_connector.kv_events import TierReport
@@ -68,7 +68,7 @@ class WorkerSide:
     ) -> None:
         self.collection = GarbageCollection()
         self.epoch = WorkerEpoch(adapter.lmcache_engine, unfilled, self._forget_entries)
-        self.in_flight: Overlap | None = None  # once the KV cache is registered
+        self.in_flight: InFlight | None = None  # once the KV cache is registered
         self.layers: dict[str, int] = {}  # their numbers, by the names that vLLM has for them
         self.residency: Residency | None = None  # where the engine publishes KV events
         self._adapter = adapter
@@ -104,7 +104,7 @@ class WorkerSide:
         health.check_healthy(self._adapter)
         extra = self._adapter.config.extra_config or {}
         self.layers = {name: number for number, name in enumerate(kv_caches)}
-        self.in_flight = Overlap(
+        self.in_flight = InFlight(
             block_tokens=self._block_size,
             # vLLM makes the layers in the order in which it computes them, a drafter's last.
             model_layers=len(kv_caches) - calculate_draft_layers(self._config),
