@@ -82,9 +82,9 @@ def _(module) -> None:
     module.LMCacheXPUConnector.get_block_ids_with_load_errors = forgotten
 
 
-@breaks("withhold", "cache_engine.engine")
+@breaks("withhold", "cache_engine.unfilled_blocks")
 def _(module) -> None:
-    module.Guard.withhold = nothing
+    module.UnfilledBlocks.spoil = nothing
 
 
 @breaks("counters", "metrics")

@@ -27,8 +27,11 @@ from lmcache.v1.cache_engine import LMCacheEngineBuilder
 from lmcache.v1.lookup_client.factory import LookupClientFactory
 from lmcache.v1.offload_server.zmq_server import ZMQOffloadServer
 from vllm.distributed import parallel_state
-from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2
 from lmcache_xpu.cache_engine.ending import end_lmcache, end_with_process
+from lmcache_xpu.cache_engine.factory import EngineBuilder
+from lmcache_xpu.cache_engine.guarded_connectors import StandardConnector
+from lmcache_xpu.cache_engine.lookup_client import LookupClient
+from lmcache_xpu.cache_engine.unfilled_blocks import UnfilledBlocks
 from lmcache_xpu.gpu_connector.in_flight import InFlight
 
 parallel_state.get_tensor_model_parallel_rank = lambda: 0
@@ -44,14 +47,17 @@ class Engine:
         metadata = storage.make_metadata()
         metadata.engine_id = f"engine {number}"
         metadata.kv_connector_extra_config = {}
-        connector = VLLMPagedMemXPUConnectorV2.from_metadata(metadata, device="cpu")
-        connector.overlap = self.overlap = InFlight(16)
-        engine = LMCacheEngineBuilder.get_or_create(
+        connector = StandardConnector.from_metadata(metadata, device="cpu")
+        connector.unfilled = UnfilledBlocks(16)
+        engine = EngineBuilder.get_or_create(
             "vllm-instance", config, metadata, connector,
             lambda tensor, src: tensor, lambda thing, src: thing,
         )
         engine.post_init()
-        client = LookupClientFactory.create_lookup_client(config, metadata, None)
+        self.overlap = InFlight(16)
+        engine.register(cache.engine, self.overlap)
+        transport = LookupClientFactory._create_zmq_client_transport(config, metadata)
+        client = LookupClient(config, metadata, transport)
         manager = SimpleNamespace(
             _config=config,
             _health_monitor=None,
@@ -75,6 +81,19 @@ class Engine:
             if self.stored == 64:
                 break
             threading.Event().wait(0.01)
+        # A load takes the keys that its look-up pinned.
+        self.stored = min(self.stored, client.lookup(tokens, lookup_id="load"))
+        engine.token_database._hash_tokens = None
+        self.overlap.begin_step(frozenset())
+        loaded = engine.retrieve(
+            tokens, torch.ones(64, dtype=torch.bool), kvcaches=cache.engine,
+            slot_mapping=torch.arange(64), vllm_cached_tokens=0, req_id="load",
+        )
+        engine.lookup_unpin("load")
+        self.stored = min(self.stored, int(loaded.sum()))
+        del engine.token_database._hash_tokens
+        self.overlap.before_all()
+        assert self.overlap.end_step() == []
 
     def shutdown(self):
         if not self.ended:  # as the connector does

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -52,3 +55,21 @@ def test_a_failed_load_says_why_and_leaves_out_what_the_engine_has(caplog):
     unfilled.add_load("5 of 20 tokens", load, 4)
     assert unfilled.take() == {12, 13, 14, 15}
     assert "A load failed and is computed instead: 5 of 20 tokens" in caplog.text
+
+
+def test_a_refused_step_loads_and_stores_nothing_and_reports_what_it_lacks():
+    def described(slots: range, **spec: Any) -> Any:
+        return SimpleNamespace(
+            slot_mapping=torch.arange(slots.start, slots.stop),
+            load_spec=SimpleNamespace(**spec),
+            save_spec=SimpleNamespace(can_save=True),
+        )
+
+    loads = described(range(40, 56), vllm_cached_tokens=4, lmcache_cached_tokens=12, can_load=True)
+    waits = described(range(80, 96), vllm_cached_tokens=0, lmcache_cached_tokens=12, can_load=False)
+    nothing = SimpleNamespace(load_spec=None, save_spec=None, slot_mapping=torch.empty(0))
+    unfilled = UnfilledBlocks(BLOCK)
+    unfilled.refuse([loads, waits, nothing])
+    assert unfilled.take() == {11, 12}  # not 10, which vLLM has itself
+    assert [one.load_spec for one in (loads, waits)] == [None, None]
+    assert [one.save_spec.can_save for one in (loads, waits)] == [False, False]

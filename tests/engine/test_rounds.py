@@ -22,8 +22,8 @@ def test_eight_engines_leave_the_process_as_it_was(tmp_path: Path):
     result = printed(run_probe("rounds", model, tmp_path / "kv", ROUNDS, timeout=580))
     print(json.dumps(result))
     found, states = result["found"], result["states"]
-    assert {one["mode"].removeprefix("VLLMPagedMem") for one in found[::2]} == {"XPUConnectorV2"}
-    assert {one["mode"] for one in found[1::2]} == {"VLLMPagedMemLayerwiseXPUConnector"}
+    assert {one["mode"] for one in found[::2]} == {"StandardConnector"}
+    assert {one["mode"] for one in found[1::2]} == {"LayerwiseConnector"}
     assert len({tuple(one["answer"]) for one in found}) == 1
     assert [one["hits"] > 0 for one in found] == [False] * WARM_UP + [True] * (ROUNDS - 1)
     before = states[WARM_UP - 1]

@@ -306,22 +306,6 @@ def test_a_step_stores_nothing_that_read_an_unfilled_block(asked_first: bool, re
     assert side.take_unfilled() == (set() if asked_first else {15})
 
 
-def test_a_refused_step_loads_and_stores_nothing_and_reports_what_it_lacks():
-    def described(slots: range, **spec: Any) -> Any:
-        made = request(torch.arange(slots.start, slots.stop))
-        made.load_spec = SimpleNamespace(**spec)
-        return made
-
-    loads = described(range(40, 56), vllm_cached_tokens=4, lmcache_cached_tokens=12, can_load=True)
-    waits = described(range(80, 96), vllm_cached_tokens=0, lmcache_cached_tokens=12, can_load=False)
-    nothing = SimpleNamespace(load_spec=None, save_spec=None, slot_mapping=torch.empty(0))
-    side = worker_side()
-    side.refuse([loads, waits, nothing])
-    assert side.take_unfilled() == {11, 12}  # not 10, which vLLM has itself
-    assert [one.load_spec for one in (loads, waits)] == [None, None]
-    assert [one.save_spec.can_save for one in (loads, waits)] == [False, False]
-
-
 def config_of(method: str | None = None, *, hybrid: bool = False) -> SimpleNamespace:
     text = SimpleNamespace(model_type="qwen3_next", layer_types=["linear_attention"])
     return SimpleNamespace(

@@ -258,10 +258,10 @@ def pool(worker):
 
 def watch_loads() -> list[str]:
     """When the loads of a step had begun."""
-    from lmcache_xpu.kv_connector.connector import LMCacheXPUConnector as Connector
+    from lmcache_xpu.kv_connector.worker import WorkerSide
 
     began: list[str] = []
-    load, step, prepared = Connector.begin_load, Connector.begin_step, Connector.start_load_kv
+    load, step, prepared = WorkerSide.begin_load, WorkerSide.begin_step, WorkerSide.start_load
 
     def begin_load(self, *args):
         if done := load(self, *args):
@@ -269,17 +269,18 @@ def watch_loads() -> list[str]:
         return done
 
     def begin_step(self, *args):
-        step(self, *args)
+        begun = step(self, *args)
         if self._loading:
             began.append("told")
+        return begun
 
-    def start_load_kv(self, *args, **kwargs):
+    def start_load(self, *args):
         if self._loads_in_step() and not self._loading:
             began.append("prepared")
-        prepared(self, *args, **kwargs)
+        prepared(self, *args)
 
-    Connector.begin_load, Connector.begin_step = begin_load, begin_step
-    Connector.start_load_kv = start_load_kv
+    WorkerSide.begin_load, WorkerSide.begin_step = begin_load, begin_step
+    WorkerSide.start_load = start_load
     return began
 
 

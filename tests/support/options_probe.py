@@ -33,7 +33,7 @@ def settle(worker):
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     connector = get_kv_transfer_group()
-    connector._overlap.drain()
+    connector.worker_side.in_flight.drain()
     manager = connector._lmcache_engine.lmcache_engine.storage_manager
     while manager.storage_backends["disk"].pending:
         time.sleep(0.005)

@@ -37,7 +37,7 @@ def stored(worker):
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     connector = get_kv_transfer_group()
-    connector._overlap.drain()
+    connector.worker_side.in_flight.drain()
     tiers = connector._lmcache_engine.lmcache_engine.storage_manager.storage_backends
     files = list(tiers["disk"]._store.directory.glob("*.lmxkv"))
     return [len(tiers["LocalCPUBackend"].get_keys()), len(files)]
@@ -136,8 +136,8 @@ def crowd(case: Case, change_weights: Callable[[], object]) -> dict:
     engine.ask_at_once(prompts)
     engine.forget()
     hits = engine.external_hits()
-    said, scheduler = begin(engine, prompts, steps=1), connector(engine)._scheduler
-    while not scheduler._isolation._looked_up:  # until somebody waits
+    said, scheduler = begin(engine, prompts, steps=1), connector(engine).scheduler_side
+    while not scheduler._salts._looked_up:  # until somebody waits
         assert engine.llm.llm_engine.has_unfinished_requests()
         advance(engine, said, 1)
     waiting = [name for name in said if any(r.startswith(name) for r in waits(engine))]

@@ -9,7 +9,12 @@ def step(new=(), cached=()):
     """(id, blocks, computed) of new requests; (id, blocks, computed, resumed) of others."""
     return Fake(
         scheduled_new_reqs=[
-            Fake(req_id=name, block_ids=(blocks,), num_computed_tokens=computed)
+            Fake(
+                req_id=name,
+                block_ids=(blocks,),
+                num_computed_tokens=computed,
+                prompt_token_ids=None,
+            )
             for name, blocks, computed in new
         ],
         scheduled_cached_reqs=Fake(

@@ -67,6 +67,20 @@ class UnfilledBlocks:
         """Add blocks by their IDs."""
         self._unreported.update(blocks)
 
+    def refuse(self, requests: Iterable[Any]) -> None:
+        """Add what a step would load, before it does, and let it store nothing.
+
+        Args:
+            requests: LMCache's descriptions, which are changed.
+        """
+        for request in requests:
+            spec, request.load_spec = request.load_spec, None
+            if spec is not None and spec.can_load:
+                first, end = spec.vllm_cached_tokens, spec.lmcache_cached_tokens
+                self.add_slots(request.slot_mapping[first:end])
+            if request.save_spec is not None:
+                request.save_spec.can_save = False
+
     def settle(self) -> None:
         """Count the blocks that were added: from now on nothing is stored from them."""
         if self._unreported - self._unfilled:

@@ -17,22 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
-from vllm.logger import init_logger
 
 from lmcache_xpu import versions
 from lmcache_xpu.cache_engine import config as lmcache_config
-from lmcache_xpu.cache_engine import health
 from lmcache_xpu.cache_engine.ending import end_with_process
-from lmcache_xpu.cache_engine.kv_cache_facts import (
-    EngineFacts,
-    check_chunks,
-    check_model,
-    engine_facts,
-    promoted_windows,
-)
+from lmcache_xpu.cache_engine.kv_cache_facts import check_chunks, check_model, engine_facts
 from lmcache_xpu.kv_connector import patches, stats
 from lmcache_xpu.kv_connector.failed_start import ending_on_failure
-from lmcache_xpu.kv_connector.kv_events import KVEvents, published
+from lmcache_xpu.kv_connector.kv_events import published
 from lmcache_xpu.kv_connector.stats import ConnectorStats, PromMetrics
 from lmcache_xpu.kv_connector.worker_report import WorkerReport
 
@@ -54,8 +46,6 @@ if TYPE_CHECKING:
     from lmcache_xpu.kv_connector.scheduler import SchedulerSide
     from lmcache_xpu.kv_connector.step_metadata import StepMetadata
     from lmcache_xpu.kv_connector.worker import WorkerSide
-
-logger = init_logger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 
 class LMCacheXPUConnector(KVConnectorBase_V1):  # type: ignore[misc]  # untyped base
@@ -121,47 +111,16 @@ class LMCacheXPUConnector(KVConnectorBase_V1):  # type: ignore[misc]  # untyped 
         publishes = published(vllm_config, config.enable_kv_events)
         self._ended = False
         with ending_on_failure():
+            from lmcache_xpu.kv_connector.start import start_scheduler, start_worker
+
+            engine = vllm_config, kv_cache_config, facts
             if role == KVConnectorRole.WORKER:
-                self._start_worker(facts, publishes)
+                self._lmcache_engine, self.worker_side = start_worker(*engine, publishes=publishes)
             else:
-                self._start_scheduler(facts, publishes)
+                self._lmcache_engine, self.scheduler_side = start_scheduler(
+                    *engine, publishes=publishes
+                )
         end_with_process(self)
-
-    def _start_worker(self, facts: EngineFacts, publishes: bool) -> None:
-        from lmcache_xpu.cache_engine.factory import Adapter
-        from lmcache_xpu.cache_engine.unfilled_blocks import UnfilledBlocks
-        from lmcache_xpu.kv_connector.worker import WorkerSide
-
-        health.limit_pinning(torch.device(facts.device_type))
-        unfilled = UnfilledBlocks(facts.block_size)
-        self._lmcache_engine = Adapter(self._vllm_config, self._role, facts, unfilled)
-        health.check_healthy(self._lmcache_engine)
-        health.log_connector(self._lmcache_engine, facts)
-        self.worker_side = WorkerSide(
-            self._lmcache_engine,
-            self._vllm_config,
-            unfilled,
-            block_size=facts.block_size,
-            # Where vLLM zeroes new blocks, it does so while it prepares a step.
-            loads_early=not self._kv_cache_config.needs_kv_cache_zeroing,
-            publishes=publishes,
-        )
-
-    def _start_scheduler(self, facts: EngineFacts, publishes: bool) -> None:
-        from lmcache_xpu.cache_engine.factory import Adapter
-        from lmcache_xpu.kv_connector.scheduler import SchedulerSide
-
-        self._lmcache_engine = Adapter(self._vllm_config, self._role, facts)
-        health.check_healthy(self._lmcache_engine)
-        if windows := promoted_windows(self._vllm_config, self._kv_cache_config):
-            logger.warning("%s.", windows.note)
-        events = None
-        if publishes:
-            database = self._lmcache_engine.lookup_client.token_database
-            events = KVEvents(database, facts.block_size, self._kv_cache_config)
-        self.scheduler_side = SchedulerSide(
-            self._lmcache_engine, self._vllm_config, facts.block_size, events
-        )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -175,11 +134,9 @@ class LMCacheXPUConnector(KVConnectorBase_V1):  # type: ignore[misc]  # untyped 
         """
         if not self._ended:
             self._ended = True
-            (self.worker_side if self._is_worker else self.scheduler_side).shutdown()
-
-    @property
-    def _is_worker(self) -> bool:
-        return self._role is KVConnectorRole.WORKER
+            (
+                self.worker_side if self._role is KVConnectorRole.WORKER else self.scheduler_side
+            ).shutdown()
 
     # The worker's half, called by vLLM's model runner
 
@@ -230,7 +187,7 @@ class LMCacheXPUConnector(KVConnectorBase_V1):  # type: ignore[misc]  # untyped 
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """What this process counted since the last call. The scheduler's half counts nothing."""
-        return stats.take() if self._is_worker else None
+        return stats.take() if self._role is KVConnectorRole.WORKER else None
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
         """What has changed in this worker since the last call: its tiers, its weights."""

@@ -145,13 +145,13 @@ class WorkerEpoch:
 
     Args:
         engine: LMCache's, whose look-ups find nothing while the weights are other ones.
-        worker: keeps a step from loading and storing.
+        loads: keeps a step from loading and storing.
         forget: gives back the room of what was stored; whether that succeeded.
     """
 
-    def __init__(self, engine: LookUps, worker: Refusal, forget: Callable[[], bool]) -> None:
+    def __init__(self, engine: LookUps, loads: Refusal, forget: Callable[[], bool]) -> None:
         self._engine = engine
-        self._worker = worker
+        self._loads = loads
         self._forget = forget
         self._current = FIRST
         self._changed_in = -1  # number of an epoch
@@ -183,7 +183,7 @@ class WorkerEpoch:
         """Load and store nothing of a step that was described in an epoch that has passed."""
         self.begin(metadata.epoch)
         if self.changed is not None:
-            self._worker.refuse(metadata.requests)
+            self._loads.refuse(metadata.requests)
 
     def end(self) -> None:
         """The engine ends. What has a name of this process's own will never be found again."""

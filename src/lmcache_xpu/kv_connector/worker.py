@@ -67,7 +67,7 @@ class WorkerSide:
         publishes: bool = False,
     ) -> None:
         self.collection = GarbageCollection()
-        self.epoch = WorkerEpoch(adapter.lmcache_engine, self, self._forget_entries)
+        self.epoch = WorkerEpoch(adapter.lmcache_engine, unfilled, self._forget_entries)
         self.in_flight: InFlight | None = None  # once the KV cache is registered
         self.layers: dict[str, int] = {}  # their numbers, by the names that vLLM has for them
         self.residency: Residency | None = None  # where the engine publishes KV events
@@ -253,18 +253,6 @@ class WorkerSide:
         self._end_loads()  # vLLM may ask before it calls wait_for_save
         return self._unfilled.take()
 
-    # Epochs
-
-    def refuse(self, requests: list[Any]) -> None:
-        """Report a step's loads as failed before they begin, and store nothing of the step."""
-        for request in requests:
-            spec, request.load_spec = request.load_spec, None
-            if spec is not None and spec.can_load:
-                first, end = spec.vllm_cached_tokens, spec.lmcache_cached_tokens
-                self._unfilled.add_slots(request.slot_mapping[first:end])
-            if request.save_spec is not None:
-                request.save_spec.can_save = False
-
     def _forget_entries(self) -> bool:
         if self.in_flight is not None:
             self.in_flight.drain()  # what is under way is published first, to be forgotten with it
@@ -287,15 +275,11 @@ class WorkerSide:
 
     def shutdown(self) -> None:
         """End what LMCache has started, see `ending`. What is queued for the disk gets there."""
-        if self.in_flight is not None:
-            self.in_flight.drain()
         self.epoch.end()
         if self.in_flight is not None:
             self.in_flight.close()
         self.collection.allow()
         end_lmcache(self._adapter)
-
-    # Loads
 
     def _load(self) -> None:
         self._adapter.start_load_kv(SimpleNamespace(attn_metadata={}))
@@ -309,11 +293,7 @@ class WorkerSide:
         self._adapter.end_loads()
         missed = [] if self.in_flight is None else self.in_flight.end_step()
         if missed:
-            logger.error(
-                "vLLM computed without waiting for the KV cache of %d requests; they are "
-                "recomputed",
-                len(missed),
-            )
+            logger.error("vLLM did not wait for %d loads, which are computed instead", len(missed))
         ended_early: list[torch.Tensor] = self._engine.gpu_connector.failed_slots
         for slots in (*missed, *ended_early):
             self._unfilled.add_slots(slots)

@@ -1,0 +1,76 @@
+"""Starts LMCache for one half of the connector. Imported when a connector is made, not before."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.logger import init_logger
+
+from lmcache_xpu.cache_engine import health
+from lmcache_xpu.cache_engine.factory import Adapter
+from lmcache_xpu.cache_engine.kv_cache_facts import promoted_windows
+from lmcache_xpu.cache_engine.unfilled_blocks import UnfilledBlocks
+from lmcache_xpu.kv_connector.kv_events import KVEvents
+from lmcache_xpu.kv_connector.scheduler import SchedulerSide
+from lmcache_xpu.kv_connector.worker import WorkerSide
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from lmcache_xpu.cache_engine.kv_cache_facts import EngineFacts
+
+__all__ = ["start_scheduler", "start_worker"]
+
+logger = init_logger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
+
+
+def start_worker(
+    config: VllmConfig, kv_cache_config: KVCacheConfig, facts: EngineFacts, *, publishes: bool
+) -> tuple[Adapter, WorkerSide]:
+    """Start LMCache in a worker.
+
+    Args:
+        config: of the engine.
+        kv_cache_config: vLLM's, of its KV cache.
+        facts: of the same.
+        publishes: the engine publishes KV events of the tiers.
+
+    Raises:
+        SeamError: LMCache did not come up.
+    """
+    health.limit_pinning(torch.device(facts.device_type))
+    unfilled = UnfilledBlocks(facts.block_size)
+    adapter = Adapter(config, KVConnectorRole.WORKER, facts, unfilled)
+    health.check_healthy(adapter)
+    health.log_connector(adapter, facts)
+    worker = WorkerSide(
+        adapter,
+        config,
+        unfilled,
+        block_size=facts.block_size,
+        # Where vLLM zeroes new blocks, it does so while it prepares a step.
+        loads_early=not kv_cache_config.needs_kv_cache_zeroing,
+        publishes=publishes,
+    )
+    return adapter, worker
+
+
+def start_scheduler(
+    config: VllmConfig, kv_cache_config: KVCacheConfig, facts: EngineFacts, *, publishes: bool
+) -> tuple[Adapter, SchedulerSide]:
+    """Start LMCache in a scheduler; arguments and errors as of `start_worker`.
+
+    Raises:
+        SettingsError: KV events of chunks that can't be named.
+    """
+    adapter = Adapter(config, KVConnectorRole.SCHEDULER, facts)
+    health.check_healthy(adapter)
+    if windows := promoted_windows(config, kv_cache_config):
+        logger.warning("%s.", windows.note)
+    events = None
+    if publishes:
+        events = KVEvents(adapter.lookup_client.token_database, facts.block_size, kv_cache_config)
+    return adapter, SchedulerSide(adapter, config, facts.block_size, events)
