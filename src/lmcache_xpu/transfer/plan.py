@@ -172,10 +172,14 @@ class Plan:
         self._row_bytes = row_bytes
         self._buffer_bytes = buffer_bytes
         self._layers = form.layers if layers is None else layers
+        self._starts = tuple(starts)
         bounds = itertools.pairwise([*self._fitting(starts), self._layers])
-        token_bytes = form.layers * form.planes * row_bytes
+        chunk_row_bytes = form.layers * form.planes * row_bytes
         neighbours = [
-            (rows.chunk_rows(first, last), [n * token_bytes for n in rows.totals[first:last]])
+            (
+                rows.chunk_rows(first, last),
+                [total * chunk_row_bytes for total in rows.totals[first:last]],
+            )
             for first, last in _neighbours(rows.totals, same_size=not form.contiguous)
         ]
         self.groups = [self._group(range(*bound), neighbours) for bound in bounds]
@@ -186,7 +190,7 @@ class Plan:
 
     def of_layers(self, layers: int, starts: Sequence[int] = (0,)) -> Plan:
         """Return the plan of the leading layers only, or of other layer groups."""
-        if layers == self._layers and len(starts) == len(self.groups) == 1:
+        if (layers, tuple(starts)) == (self._layers, self._starts):
             return self
         return Plan(self._form, self._rows, self._row_bytes, self._buffer_bytes, starts, layers)
 
