@@ -1,4 +1,11 @@
-"""The engine's KV cache as it is registered with a connector, and every check of a transfer."""
+"""The engine's KV cache as it is registered with a connector, and every check of a transfer.
+
+All checks come before the first byte moves: lengths, formats, shapes, dtypes, the device, every
+slot. The cache is registered once, and again when the engine moves it (sleep and wake).
+
+A load skips the tokens that vLLM's own prefix cache has (`vllm_cached_tokens`), because other
+requests may share their blocks. Negative slots are skipped in both directions.
+"""
 
 from __future__ import annotations
 
