@@ -40,14 +40,14 @@ fmt: setup ## Format and fix what lint can fix
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 
 bench: setup ## Time the connectors and the demo's engine on CPU; wants a quiet machine
-	@$(BIN)/python measurements/connector.py
-	@$(BIN)/python measurements/engine.py
+	@$(BIN)/python measurements/cpu_connectors.py
+	@$(BIN)/python measurements/cpu_engine.py
 
 bench-engine: setup ## Time hits and stores in an engine, beside LMCache's own: [ARGS="--report FILE"]
 	@$(BIN)/lmcache-xpu bench engine $(ARGS)
 
 bench-device: ## Time the connectors on an accelerator, in the environment of PYTHON
-	@PYTHONPATH=src $(PYTHON) measurements/device.py
+	@PYTHONPATH=src $(PYTHON) measurements/device_connectors.py
 
 docs: setup ## Renew the tables of docs/lmcache-options.md
 	@$(BIN)/python scripts/options_doc.py

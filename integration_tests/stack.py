@@ -23,7 +23,9 @@ from lmcache_xpu.launch.settings import Settings, variables
 
 ROOT = Path(__file__).parent.parent
 HOOKS = Path(__file__).parent / "hooks"
-# Of demo.model.EXACT in float32: 4 KiB per token, 1 MiB per chunk. All tiers are small, so that
+# Processes here run the package beside these tests, whichever one is installed.
+PATHS = os.pathsep.join(map(str, (HOOKS, ROOT / "src")))
+# Of random_model.EXACT in float32: 4 KiB per token, 1 MiB per chunk. All tiers are small, so that
 # a few prompts evict: 24 blocks short of 4 prompts, 24 chunks, 64 chunks.
 SMALL = {
     "device": "cpu",
@@ -91,6 +93,7 @@ class Processes(Made):
     def start(self, **changes: Any) -> Iterator[Engine]:
         """An engine with the small settings, changed; `env` has variables."""
         values, env, place = self._next(changes)
+        env["PYTHONPATH"] = PATHS
         settings = Settings.load({"port": free_port(), **values})
         key = settings.api_key.get_secret_value() if settings.api_key else None
         with EngineProcess(settings, place / "log", env=env) as process:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from engine import CHUNK, Engine
+from hits import hit
 from leftovers import CLEAN, errors, fallbacks, leaks
 from prompts import tokens, whole
-from test_2_tiers import hit
 
 pytestmark = pytest.mark.promise("4 faults")
 

@@ -9,9 +9,9 @@ from itertools import repeat
 
 import pytest
 from engine import CHUNK, Engine
+from hits import CPU_CHUNKS, fill
 from leftovers import CLEAN, leaks
 from prompts import tokens
-from test_2_tiers import CPU_CHUNKS, fill
 
 pytestmark = pytest.mark.promise("4 faults")
 

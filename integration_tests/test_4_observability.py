@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from engine import CHUNK, MIB, Engine
+from hits import CPU_CHUNKS, fill
 from prompts import tokens
-from test_2_tiers import CPU_CHUNKS, fill
 
 pytestmark = pytest.mark.promise("7 observability")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 from engine import CHUNK, Engine
+from hits import hit
 from prompts import tokens
-from test_2_tiers import hit
 
 from lmcache_xpu.harness.engine_process import _running
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from stack import HOOKS, Processes, Stack
+from stack import PATHS, Processes, Stack
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
@@ -70,8 +70,8 @@ def test_a_wrong_value_is_refused_by_name(
     """
     env = {k: v for k, v in os.environ.items() if not k.startswith(ENV_PREFIX)}
     if part := request.config.getoption("--break"):
-        hooks = {"HOOKS_DIRECTORY": str(tmp_path), "HOOKS_BREAK": part}
-        env |= {"PYTHONPATH": str(HOOKS), **hooks}
+        env |= {"HOOKS_DIRECTORY": str(tmp_path), "HOOKS_BREAK": part}
+    env["PYTHONPATH"] = PATHS
     done = subprocess.run(
         [str(Path(sys.executable).with_name("lmcache-xpu")), "serve", "org/model", "--dry-run"],
         env={**env, ENV_PREFIX + name.upper(): WRONG[name]},

@@ -21,13 +21,14 @@ import pytest
 import torch
 from breaks import SETTINGS
 from engine import CHUNK, Engine
+from hits import hit
 from prompts import tokens, whole
 from safetensors.torch import save_file
 from stack import SMALL, Kept, Stack
-from test_2_tiers import hit
 
 from lmcache_xpu.errors import EngineError
 from lmcache_xpu.harness.random_model import EXACT, make_model
+from lmcache_xpu.launch.engine_arguments import kv_transfer_config
 from lmcache_xpu.launch.settings import Settings
 
 pytestmark = pytest.mark.timeout(600)
@@ -147,7 +148,7 @@ def adapters_kept(
         *modules,
     ]
     broken = SETTINGS.get(request.config.getoption("--break"), {})
-    transfer = Settings.load({**SMALL, **killed.settings, **broken})._kv_transfer()
+    transfer = kv_transfer_config(Settings.load({**SMALL, **killed.settings, **broken}))
     transfer["kv_load_failure_policy"] = "fail"
     extra += ["--kv-transfer-config", json.dumps(transfer)]
     other = {"env": {"PYTHONHASHSEED": "1"}, "extra_args": tuple(extra)}

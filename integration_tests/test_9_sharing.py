@@ -15,10 +15,10 @@ import httpx
 import pytest
 import redis
 from engine import CHUNK, Engine
+from hits import CPU_CHUNKS, counted, fill, hit
 from leftovers import CLEAN, fallbacks, leaks
 from prompts import tokens, whole
 from stack import Processes, Stack
-from test_2_tiers import CPU_CHUNKS, counted, fill, hit
 
 from lmcache_xpu.harness.engine_process import free_port
 

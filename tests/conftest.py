@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
+pytest.register_assert_rewrite("support")
+
 if worker := os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw"):
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(worker) % len(cores)]})

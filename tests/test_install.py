@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from installation import BASES, ROOT, environment, pins, run
+from support.installation import BASES, ROOT, environment, pins, run
 
 from lmcache_xpu import versions
 

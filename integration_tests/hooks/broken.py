@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import types
+
+from planted import owner_of
 
 PART = os.environ.get("HOOKS_BREAK", "")
 WAYS = {}  # (part, module) -> what to do with the module
 
 
 def breaks(part: str, module: str):
-    """Register a way to break a module of lmcache_xpu."""
+    """Register a way to break a module, by its name or by its path in lmcache_xpu."""
+    name = module if module.startswith("lmcache.") else f"lmcache_xpu.{module}"
 
     def register(way):
-        WAYS[part, f"lmcache_xpu.{module}"] = way
+        WAYS[part, name] = way
         return way
 
     return register
@@ -29,7 +33,7 @@ def reraise(*_, **__) -> None:
     raise
 
 
-@breaks("blocks", "transfer")
+@breaks("blocks", "transfer.gather_scatter")
 def _(module) -> None:
     scatter = module.TorchTransfer.scatter
 
@@ -43,25 +47,42 @@ def _(module) -> None:
     module.TorchTransfer.scatter = one_left_out
 
 
-@breaks("guard", "guards")
+@breaks("guard", "metrics")
 def _(module) -> None:
-    module.Guard._lost = reraise
-    module.Guard._best_tier = reraise
-    module._complain = reraise
+    failed, flows = module.Flow.failed, (module.LOAD_CPU, module.STORE_CPU)
+
+    def let_through(self, reason):
+        """Whoever catches an error counts it."""
+        (reraise if self in flows else failed)(self, reason)
+
+    module.Flow.failed = let_through
 
 
-@breaks("report", "guards")
+@breaks("guard", "lmcache.v1.storage_backend.storage_manager")
 def _(module) -> None:
-    collect = module.Guard._collect
+    contains = module.StorageManager.contains
+
+    def let_through(self, *args, **kwargs):
+        """Who catches LMCache's assertion that chunks are in one tier looks for the best tier."""
+        if isinstance(sys.exception(), AssertionError):
+            raise
+        return contains(self, *args, **kwargs)
+
+    module.StorageManager.contains = let_through
+
+
+@breaks("report", "kv_connector.connector")
+def _(module) -> None:
+    take = module.LMCacheXPUConnector.get_block_ids_with_load_errors
 
     def forgotten(self):
-        self._engine.gpu_connector.failed_slots.clear()
-        collect(self)
+        take(self)
+        return set()
 
-    module.Guard._collect = forgotten
+    module.LMCacheXPUConnector.get_block_ids_with_load_errors = forgotten
 
 
-@breaks("withhold", "guards")
+@breaks("withhold", "cache_engine.engine")
 def _(module) -> None:
     module.Guard.withhold = nothing
 
@@ -82,57 +103,62 @@ def _(module) -> None:
     module.Flow.moved = half
 
 
-@breaks("salt", "isolation")
+@breaks("salt", "cache_engine.cache_salt")
 def _(module) -> None:
     module.salt_of = lambda request: ""
 
 
-@breaks("computed", "isolation")
+@breaks("computed", "cache_engine.cache_salt")
 def _(module) -> None:
-    admit = module.Isolation.admit
-
-    def forgetful(self, request):
-        admit(self, request)
-        self._computed.clear()
-
-    module.Isolation.admit = forgetful
+    owner_of(module, "compute").compute = nothing
 
 
-@breaks("finished", "isolation")
+@breaks("finished", "cache_engine.cache_salt")
 def _(module) -> None:
-    module.Isolation.finished = nothing
+    owner_of(module, "finished").finished = nothing
 
 
-@breaks("reset", "vllm_connector")
+@breaks("reset", "kv_connector.connector")
 def _(module) -> None:
     module.LMCacheXPUConnector.reset_cache = nothing
 
 
-@breaks("references", "gpu_connector.registered_cache")
+@breaks("references", "lmcache.v1.storage_backend.storage_manager")
 def _(module) -> None:
-    memory = module.RegisteredCache.memory
+    manager = module.StorageManager
+    get, get_layers = manager.batched_get, manager.layerwise_batched_get
 
-    @functools.wraps(memory)
-    def kept(self, memory_objs, *args, **kwargs):
-        if kwargs["loading"]:
-            for obj in memory_objs:
+    def keep(memory_objs):
+        for obj in memory_objs or ():
+            if obj is not None:
                 obj.ref_count_up()
-        return memory(self, memory_objs, *args, **kwargs)
 
-    module.RegisteredCache.memory = kept
+    @functools.wraps(get)
+    def kept(self, *args, **kwargs):
+        memory_objs = get(self, *args, **kwargs)
+        keep(memory_objs)
+        return memory_objs
+
+    @functools.wraps(get_layers)
+    def layers_kept(self, *args, **kwargs):
+        for layer in get_layers(self, *args, **kwargs):
+            layer.add_done_callback(lambda done: keep(done.result()))
+            yield layer
+
+    manager.batched_get, manager.layerwise_batched_get = kept, layers_kept
 
 
-@breaks("weights", "weights")
+@breaks("weights", "cache_engine.model_fingerprint")
 def _(module) -> None:
     module.fingerprint = lambda *_: "same"
 
 
-@breaks("checksum", "disk.chunk_file")
+@breaks("checksum", "tiers.disk.chunk_file")
 def _(module) -> None:
     module.zlib = types.SimpleNamespace(crc32=lambda *_: 0)
 
 
-@breaks("modes", "disk.chunk_file")
+@breaks("modes", "tiers.disk.chunk_file")
 def _(module) -> None:
     write_chunk = module.write_chunk
 
@@ -143,25 +169,27 @@ def _(module) -> None:
     module.write_chunk = readable
 
 
-@breaks("evict", "disk.chunk_store")
+@breaks("evict", "tiers.disk.chunk_index")
 def _(module) -> None:
-    module.ChunkStore._make_room = lambda *_: True
+    module.ChunkIndex.fits = lambda *_: True
 
 
-@breaks("shared", "remote")
+@breaks("shared", "tiers.shared")
 def _(module) -> None:
-    async def none_found(self, keys):
+    async def none_stored(*_, **__):
         return 0
 
-    module.RemoteTier._found = none_found
+    module.RemoteTier.exists = none_stored
+    module.RemoteTier.batched_async_contains = none_stored
+    module.RemoteTier.exists_sync = module.RemoteTier.batched_contains = lambda *_: 0
 
 
-@breaks("away", "remote")
+@breaks("away", "tiers.pause")
 def _(module) -> None:
-    module.RemoteTier._leave_alone = nothing
+    module.Pause.begin = nothing
 
 
-@breaks("settings", "settings")
+@breaks("settings", "launch.settings")
 def _(module) -> None:
     module.Settings.load = classmethod(lambda cls, values: cls.model_construct(**values))
 

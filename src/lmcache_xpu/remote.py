@@ -1,5 +1,5 @@
-"""The module path by which users' settings of LMCache name the shared tier."""
+"""The module path and class name by which users' settings of LMCache name the shared tier."""
 
-from lmcache_xpu.tiers.shared import RemoteTier
+from lmcache_xpu.tiers.shared import SharedTier as RemoteTier
 
 __all__ = ["RemoteTier"]

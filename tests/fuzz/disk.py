@@ -219,7 +219,7 @@ class Disk(RuleBasedStateMachine):
         """With a smaller or larger limit; or after a kill in the middle of a write."""
         if killed:
             (self.path / "77.lmxkv.tmp").write_bytes(os.urandom(5000))
-            self.store._held.release()  # as the kernel does it
+            self.store._files.release()  # as the kernel does it
         else:
             self.store.close()
         self.limit = limit or self.limit

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
-import storage
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 from lmcache.v1.memory_management import MemoryFormat
 from oracle import MismatchError
+from support import storage
 
 from lmcache_xpu.tiers.disk import chunk_store
 

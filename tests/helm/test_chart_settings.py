@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from chart import CI_FILES, container, environment, model, settings, shapes
 
+from lmcache_xpu.launch.engine_arguments import vllm_arguments
 from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
 
 # vLLM and LMCache import parts of other packages that these packages deprecate.
@@ -36,7 +37,7 @@ def test_vllm_and_lmcache_read_every_shape(path, parser, monkeypatch):
     objects = shapes()[path.name.removesuffix("-values.yaml")]
     for workload in objects.engines().values():
         found = settings(objects, workload, monkeypatch)
-        args = parser.parse_args(found.vllm_args())
+        args = parser.parse_args(vllm_arguments(found))
         assert args.model_tag == found.model
         assert (args.host, args.port) == ("0.0.0.0", 8000)
         assert args.shutdown_timeout == 60

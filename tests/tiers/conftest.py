@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 
 import pytest
-import sharing
-from chunk_files import NO_LIMIT
-from servers import PASSWORD, Server
-from storage import Engine
+from support import sharing
+from support.chunk_files import NO_LIMIT
+from support.servers import PASSWORD, Server
+from support.storage import Engine
 
 from lmcache_xpu.tiers import shared
 from lmcache_xpu.tiers.disk.chunk_store import ChunkStore

@@ -129,22 +129,25 @@ class Ending(Protocol):
 
 
 _open: weakref.WeakSet[Ending] = weakref.WeakSet()
-_watch: threading.Thread | None = None
+_registered = False
 
 
 def end_with_process(ending: Ending) -> None:
     """End it when the main thread has ended, if nobody has ended it before.
 
-    Python waits for LMCache's threads before it runs what is registered for its exit.
+    Python waits for LMCache's threads before it runs what `atexit` knows. So this is called
+    where `concurrent.futures` ends its own threads, and before that: they are needed to the end.
     """
-    global _watch
+    global _registered
     _open.add(ending)
-    if _watch is None:
-        _watch = threading.Thread(target=_end_all, name="lmcache-xpu-end", daemon=True)
-        _watch.start()
+    if not _registered:
+        _registered = True
+        threading._register_atexit(_end_all)  # type: ignore[attr-defined]  # no public way
 
 
 def _end_all() -> None:
-    threading.main_thread().join()
     for ending in list(_open):
-        ending.shutdown()
+        try:
+            ending.shutdown()
+        except Exception as error:  # the others are ended all the same
+            logger.exception("LMCache did not end with the process: %s", error)

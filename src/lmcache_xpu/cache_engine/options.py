@@ -40,29 +40,33 @@ def _idle(note: str, *names: str) -> tuple[Option, ...]:
     return tuple(Option(name, "no effect", note) for name in names)
 
 
-_ENGINE = "test_lmcache_options_engine.py"
+_ENGINE = "engine/test_options.py"
 _UNCHECKED = "It keeps no checksum, so damage would be served. Use "
 _UNTRIED = "It was not tried with these connectors; leave it unset."
 
 OPTIONS = (
-    *_served("test_engine.py; a multiple of the engine's block", "chunk_size"),
-    *_served("test_disk_tier.py; false keeps nothing in host memory", "local_cpu"),
-    *_served("test_lmcache_options.py; more than 0", "max_local_cpu_size"),
-    *_served("test_engine.py, both ways", "use_layerwise"),
+    *_served("engine/test_engine.py; a multiple of the engine's block", "chunk_size"),
+    *_served("tiers/disk/test_tier.py; false keeps nothing in host memory", "local_cpu"),
+    *_served("cache_engine/test_options.py; more than 0", "max_local_cpu_size"),
+    *_served("engine/test_engine.py, both ways", "use_layerwise"),
     *_served(_ENGINE, "save_decode_cache"),
-    *_served("test_engine_facts.py; refused where a block can't be split", "save_unfull_chunk"),
     *_served(
-        "test_seam.py; Python's hash only with a PYTHONHASHSEED", "pre_caching_hash_algorithm"
+        "cache_engine/test_kv_cache_facts.py; refused where a block can't be split",
+        "save_unfull_chunk",
+    ),
+    *_served(
+        "kv_connector/test_patches.py; Python's hash only with a PYTHONHASHSEED",
+        "pre_caching_hash_algorithm",
     ),
     *_served("below", "extra_config"),
-    *_served("test_disk_tier.py; also classes of your own", "storage_plugins"),
+    *_served("tiers/disk/test_tier.py; also classes of your own", "storage_plugins"),
     *_served(
-        "test_remote.py; also classes of your own; not with use_layerwise, and not the connectors "
-        "that LMCache brings",
+        "tiers/test_shared.py; also classes of your own; not with use_layerwise, and not the "
+        "connectors that LMCache brings",
         "remote_storage_plugins",
     ),
     *_served(
-        "'naive' alone: others look into a chunk, see test_lmcache_options.py", "remote_serde"
+        "'naive' alone: others look into a chunk, see cache_engine/test_options.py", "remote_serde"
     ),
     *_served(
         f"{_ENGINE}; of host memory, the disk tier has LRU; use_layerwise wants LRU",
@@ -222,12 +226,13 @@ OPTIONS = (
 
 EXTRA = (
     *_served(
-        "test_settings.py; overlap_load, overlap_store, staging_mib, layers_at_once: our own",
+        "launch/test_engine_arguments.py; overlap_load, overlap_store, staging_mib, "
+        "layers_at_once: our own",
         "xpu.*",
     ),
-    *_served("test_disk_tier.py", "storage_plugin.*", "disk.*"),
-    *_served("test_remote.py", "remote_storage_plugin.*", "shared.*"),
-    *_served("test_remote.py; the shared tier answers both ways", "use_exists_sync"),
+    *_served("tiers/disk/test_tier.py", "storage_plugin.*", "disk.*"),
+    *_served("tiers/test_shared.py", "remote_storage_plugin.*", "shared.*"),
+    *_served("tiers/test_shared.py; the shared tier answers both ways", "use_exists_sync"),
     *_served(
         "LMCache's own choice for one latent KV cache of several workers",
         "save_only_first_rank",

@@ -43,8 +43,8 @@ def doctor(
         checks = list(examine(Settings.load({"model": model or NO_MODEL}), machine))
     failed = any(check.outcome == "fail" for check in checks)
     if as_json:
-        found = {"ok": not failed, "checks": [dataclasses.asdict(check) for check in checks]}
-        typer.echo(json.dumps(found, indent=2))
+        report = {"ok": not failed, "checks": [dataclasses.asdict(check) for check in checks]}
+        typer.echo(json.dumps(report, indent=2))
     else:
         table = Table(box=None, show_header=False)
         for check in checks:

@@ -26,9 +26,9 @@ def _serve(values: dict[str, Any], dry_run: bool) -> None:
 
 
 def _option(name: str, field: FieldInfo) -> inspect.Parameter:
-    """The command-line option of one setting; unset means: the variable, or the default."""
-    shown = "unset" if field.default is None else str(field.default)
-    help_text = f"{field.description} (default: {shown})."
+    """Return the command-line option of one setting; unset means: the variable, or the default."""
+    default = "unset" if field.default is None else str(field.default)
+    help_text = f"{field.description} (default: {default})."
     kind: Any = field.annotation
     if get_origin(kind) in (Union, types.UnionType):
         kind = next(part for part in get_args(kind) if part is not type(None))
@@ -41,11 +41,11 @@ def _option(name: str, field: FieldInfo) -> inspect.Parameter:
 
 
 def make_command() -> Any:
-    """`serve` with one option per setting, model and extra arguments by position."""
+    """Return `serve` with one option per setting, model and extra arguments by position."""
 
-    def run(**given: Any) -> None:  # its signature is written below
-        dry_run = given.pop("dry_run")
-        _serve({k: v for k, v in given.items() if v not in (None, [])}, dry_run)
+    def run(**options: Any) -> None:  # its signature is written below
+        dry_run = options.pop("dry_run")
+        _serve({k: v for k, v in options.items() if v not in (None, [])}, dry_run)
 
     keyword_only = inspect.Parameter.KEYWORD_ONLY
     positional = {

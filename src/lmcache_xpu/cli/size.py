@@ -53,7 +53,7 @@ def size(
     from lmcache_xpu.launch.sizing import GIB, KVShape, fit
 
     shape = KVShape.of_model(model, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
-    found = fit(
+    result = fit(
         shape,
         context_tokens=context,
         users=users,
@@ -62,20 +62,20 @@ def size(
         devices=tensor_parallel * data_parallel,
     )
     if as_json:
-        typer.echo(json.dumps(dataclasses.asdict(found), indent=2))
+        typer.echo(json.dumps(dataclasses.asdict(result), indent=2))
         return
     console = Console(highlight=False)
-    console.print(f"{shape}: {found.token_bytes:,} bytes per token and device")
+    console.print(f"{shape}: {result.token_bytes:,} bytes per token and device")
     console.print(
-        f"{found.history_tokens:,} tokens in whole chunks: {found.history_bytes / GIB:.2f} GiB "
-        f"per user, {found.needed_gib:.2f} GiB for {users:,}"
+        f"{result.history_tokens:,} tokens in whole chunks: {result.history_bytes / GIB:.2f} GiB "
+        f"per user, {result.needed_gib:.2f} GiB for {users:,}"
     )
     for note in shape.notes:
         console.print(f"{note[0].upper()}{note[1:]}.")
     table = Table("tier", "GiB", "tokens", "users' histories", "enough", box=None)
-    for name, tier in found.tiers.items():
+    for name, tier in result.tiers.items():
         enough = "yes" if tier.enough else "[red]no[/red]"
         table.add_row(name, f"{tier.gib:g}", f"{tier.tokens:,}", f"{tier.histories:,}", enough)
     console.print(table)
-    taken = ", ".join(f"{name} {gib:g} GiB" for name, gib in found.machine_gib.items())
-    console.print(f"of the machine, for {tensor_parallel * data_parallel} devices: {taken}")
+    sizes = ", ".join(f"{name} {gib:g} GiB" for name, gib in result.machine_gib.items())
+    console.print(f"of the machine, for {tensor_parallel * data_parallel} devices: {sizes}")

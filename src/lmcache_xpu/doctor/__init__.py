@@ -18,9 +18,8 @@ NO_MODEL = "(none)"  # stands for a model that was not named
 
 
 def examine_build(machine: Machine) -> Iterator[Check]:
-    """What can be known while an image is built, without its devices and settings."""
-    found = versions.installed()
-    yield software.check_versions(found, machine.environ)
+    """Yield the checks that need neither devices nor settings: while an image is built."""
+    yield software.check_versions(versions.installed(), machine.environ)
     imports = software.check_imports(("torch", "vllm", "lmcache", "lmcache_xpu.vllm_connector"))
     yield imports
     if imports.outcome == "ok":
@@ -31,7 +30,7 @@ def examine_build(machine: Machine) -> Iterator[Check]:
 
 
 def examine(settings: Settings, machine: Machine) -> Iterator[Check]:
-    """All checks, in the order in which their subjects depend on each other."""
+    """Yield all checks, in the order in which their subjects depend on each other."""
     yield from examine_build(machine)
     try:
         settings = resolve_device(settings)

@@ -1,4 +1,4 @@
-"""What a check says."""
+"""The result of a check."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Check:
     Args:
         outcome: ok; warn: it may run, not well; fail: it will not; skip: not looked at.
         name: what was checked.
-        found: what is the case, or why it was not looked at.
+        found: the state of things, or why it was not looked at.
         advice: what to do; empty where there is nothing to do.
     """
 
@@ -27,21 +27,21 @@ class Check:
     advice: str = ""
 
 
-def ok(name: str, found: str) -> Check:
-    """All is well."""
-    return Check("ok", name, found)
+def ok(name: str, state: str) -> Check:
+    """Report that all is well."""
+    return Check("ok", name, state)
 
 
-def warn(name: str, found: str, advice: str) -> Check:
-    """It may run, and not well."""
-    return Check("warn", name, found, advice)
+def warn(name: str, state: str, advice: str) -> Check:
+    """Report that an engine may run, and not well."""
+    return Check("warn", name, state, advice)
 
 
-def fail(name: str, found: str, advice: str) -> Check:
-    """It will not run."""
-    return Check("fail", name, found, advice)
+def fail(name: str, state: str, advice: str) -> Check:
+    """Report that no engine will run."""
+    return Check("fail", name, state, advice)
 
 
-def skip(name: str, why: str) -> Check:
-    """Not looked at."""
-    return Check("skip", name, why)
+def skip(name: str, reason: str) -> Check:
+    """Report that this was not looked at."""
+    return Check("skip", name, reason)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lmcache_xpu.doctor.check import Check, fail, ok, warn
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.machine import Machine, TorchFacts
-from lmcache_xpu.launch.serve import check_render_nodes
+from lmcache_xpu.launch.preflight import check_render_nodes
 from lmcache_xpu.launch.settings import Settings
 
 __all__ = ["check_affinity", "check_driver", "check_nodes", "check_runtime", "check_torch"]
@@ -17,25 +17,25 @@ SYCL = ("libsycl.so.9", "libsycl.so.8")
 
 
 def check_nodes(machine: Machine) -> Check:
-    """Render nodes that this process may use."""
+    """Check that there are render nodes and that this process may use them."""
     name = "device nodes"
     try:
         check_render_nodes(machine)
     except SettingsError as error:
         return fail(name, error.found, error.fix)
-    shut = [node.name for node in machine.render_nodes() if not machine.may_open(node)]
-    found = ", ".join(node.name for node in machine.render_nodes() if node.name not in shut)
-    if shut:
+    closed = [node.name for node in machine.render_nodes() if not machine.may_open(node)]
+    usable = ", ".join(node.name for node in machine.render_nodes() if node.name not in closed)
+    if closed:
         return warn(
             name,
-            f"{found}; not {', '.join(shut)}",
+            f"{usable}; not {', '.join(closed)}",
             "Fine if those are not for this engine; else add the group that owns them.",
         )
-    return ok(name, found)
+    return ok(name, usable)
 
 
 def check_driver(machine: Machine) -> Check:
-    """The kernel driver behind the render nodes."""
+    """Check the kernel driver behind the render nodes."""
     name, drivers = "kernel driver", []
     for node in machine.render_nodes():
         device = machine.root / "sys/class/drm" / node.name / "device"
@@ -57,15 +57,15 @@ def check_driver(machine: Machine) -> Check:
 
 
 def check_runtime(machine: Machine) -> Check:
-    """The oneAPI runtime in this environment: Level Zero's loader and driver, SYCL."""
+    """Check the oneAPI runtime in this environment: Level Zero's loader and driver, SYCL."""
     name = "oneAPI runtime"
     sycl = next((library for library in SYCL if machine.loads(library)), None)
-    missing = [library for library in (LOADER, DRIVER) if not machine.loads(library)]
-    missing += [] if sycl else [SYCL[0]]
-    if missing:
+    absent = [library for library in (LOADER, DRIVER) if not machine.loads(library)]
+    absent += [] if sycl else [SYCL[0]]
+    if absent:
         return fail(
             name,
-            f"{', '.join(missing)} can't be loaded",
+            f"{', '.join(absent)} can't be loaded",
             "Start in vLLM's image for Intel GPUs, or install Intel's compute runtime and the "
             "packages intel-sycl-rt and intel-cmplr-lib-rt that its vLLM asks for.",
         )
@@ -73,7 +73,7 @@ def check_runtime(machine: Machine) -> Check:
 
 
 def check_torch(facts: TorchFacts, settings: Settings) -> Check:
-    """Whether PyTorch sees enough Intel GPUs."""
+    """Check that PyTorch sees enough Intel GPUs."""
     name = "PyTorch's devices"
     if not facts.gpus:
         return fail(
@@ -82,23 +82,23 @@ def check_torch(facts: TorchFacts, settings: Settings) -> Check:
             "If it does not end in +xpu, another build was installed over vLLM's; else see the "
             "checks of nodes, driver and runtime.",
         )
-    found = ", ".join(f"{gpu} ({size / 2**30:.0f} GiB)" for gpu, size in facts.gpus)
+    gpus = ", ".join(f"{gpu} ({size / 2**30:.0f} GiB)" for gpu, size in facts.gpus)
     if len(facts.gpus) < settings.devices:
         return fail(
             name,
-            f"{len(facts.gpus)} for {_devices(settings)}: {found}",
+            f"{len(facts.gpus)} for {_devices(settings)}: {gpus}",
             "Lower that, pass more devices, or widen ZE_AFFINITY_MASK.",
         )
-    return ok(name, found)
+    return ok(name, gpus)
 
 
 def check_affinity(machine: Machine, settings: Settings) -> Check:
-    """Whether ZE_AFFINITY_MASK leaves enough GPUs."""
+    """Check that ZE_AFFINITY_MASK leaves enough GPUs."""
     name, mask = "GPU selection", machine.environ.get("ZE_AFFINITY_MASK", "")
     if not mask:
         return ok(name, "ZE_AFFINITY_MASK is not set: all GPUs")
-    chosen = [part for part in mask.split(",") if part.strip()]
-    if len(chosen) < settings.devices:
+    gpus = [part for part in mask.split(",") if part.strip()]
+    if len(gpus) < settings.devices:
         return fail(
             name,
             f"ZE_AFFINITY_MASK={mask} with {_devices(settings)}",

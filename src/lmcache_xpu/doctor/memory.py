@@ -1,8 +1,11 @@
-"""Checks of host memory: what there is, and what of it may be pinned."""
+"""Checks of host memory: its size, and how much of it may be pinned."""
 
 from __future__ import annotations
 
+import shutil
+
 from lmcache_xpu.doctor.check import Check, fail, ok, warn
+from lmcache_xpu.launch.engine_arguments import engine_variables
 from lmcache_xpu.launch.machine import Machine, TorchFacts
 from lmcache_xpu.launch.settings import Settings
 from lmcache_xpu.transfer import pool_memory
@@ -15,27 +18,27 @@ SPARE_GIB = 16
 
 
 def check_memory(machine: Machine, settings: Settings) -> Check:
-    """Whether the CPU tier fits into memory, now and at all."""
+    """Check that the CPU tier fits into memory, now and at all."""
     name = "host memory"
     tier = settings.cpu_gib * settings.devices
     have, free = machine.memory_bytes() / GIB, machine.available_bytes() / GIB
-    found = f"a CPU tier of {tier:g} GiB in all; {free:.1f} GiB available of {have:.1f}"
+    state = f"a CPU tier of {tier:g} GiB in all; {free:.1f} GiB available of {have:.1f}"
     room = min(have, free)
     if tier > room:
         return fail(
             name,
-            found,
+            state,
             "Lower cpu_gib, raise the container's memory limit, or stop what uses the memory.",
         )
     if room - tier < min(SPARE * room, SPARE_GIB):
-        return warn(name, found, "Little is left for the model's loading. Lower cpu_gib.")
-    return ok(name, found)
+        return warn(name, state, "Little is left for the model's loading. Lower cpu_gib.")
+    return ok(name, state)
 
 
 def check_pinned(machine: Machine, settings: Settings, facts: TorchFacts) -> Check:
-    """In which way the device reaches the CPU tier, and whether something is against it."""
+    """Check how the device reaches the CPU tier, and that nothing is against it."""
     name, tier = "pinned memory", settings.cpu_gib
-    environ = {**machine.environ, **settings.environment(machine.environ)}
+    environ = {**machine.environ, **engine_variables(settings, machine.environ)}
     if pool_memory.risky(environ, facts.version):
         return warn(
             name,
@@ -56,22 +59,20 @@ def check_pinned(machine: Machine, settings: Settings, facts: TorchFacts) -> Che
     if pool_memory.fits(int(tier * GIB), most, environ):
         how = "one pinned allocation each, not counted against the container's limit"
     else:
-        why = (
+        reason = (
             f"one pinned allocation may be {most / GIB:.3g} GiB"
             if tier * GIB > most
             else "PyTorch would round a pinned one up"
         )
-        how = f"ordinary memory that the driver registers, counted against the limit: {why}"
+        how = f"ordinary memory that the driver registers, counted against the limit: {reason}"
     return ok(name, f"{tier:g} GiB per device, {how}")
 
 
 def check_shared_memory(machine: Machine, settings: Settings) -> Check:
-    """Whether /dev/shm is large enough for workers to talk to each other."""
-    import shutil
-
+    """Check that /dev/shm is large enough for workers to talk to each other."""
     name = "shared memory"
     size = shutil.disk_usage(machine.root / "dev/shm").total
-    found = f"/dev/shm of {size / GIB:.2f} GiB"
+    state = f"/dev/shm of {size / GIB:.2f} GiB"
     if settings.devices > 1 and size < GIB:
-        return warn(name, found, "Raise it: shm_size in compose, an emptyDir in memory in a pod.")
-    return ok(name, found)
+        return warn(name, state, "Raise it: shm_size in compose, an emptyDir in memory in a pod.")
+    return ok(name, state)

@@ -1,4 +1,4 @@
-"""A round trip on the device: what an engine's stores and loads do, before one is started."""
+"""A round trip on the device: an engine's stores and loads, before one is started."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ STAGING_BYTES = 16 * 2**20
 
 
 class Ways(NamedTuple):
-    """Whether every byte came back, by way of the device's memory and read by a kernel."""
+    """The ways of a load that brought every byte back: through staging, and read by a kernel."""
 
     staged: bool
     direct: bool | None  # None where kernels don't reach host memory
 
 
 def check_transfer(device_type: str) -> Check:
-    """Whether chunks come back as they went, on every way that a load may take."""
+    """Check that chunks come back as they went, on every way that a load may take."""
     name = "transfer"
     if device_type != "cpu" and not torch.get_device_module(device_type).is_available():
         return skip(name, f"PyTorch sees no {device_type} here")
@@ -60,8 +60,8 @@ def round_trips(device: torch.device) -> Ways:
     geometry = Geometry(hidden=HEADS * DIM, kv_layout="LBNHC")
     stager = Stager(PagedView.from_engine(engine, geometry, num_layers=LAYERS), STAGING_BYTES)
     tokens = CHUNK_TOKENS * CHUNKS
-    mine = torch.randperm(BLOCKS)[: tokens // BLOCK_TOKENS]
-    numbers = (mine[:, None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS)).flatten()
+    blocks = torch.randperm(BLOCKS)[: tokens // BLOCK_TOKENS]
+    numbers = (blocks[:, None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS)).flatten()
     spans = [(at, at + CHUNK_TOKENS) for at in range(0, tokens, CHUNK_TOKENS)]
     slots = check_slots(stager.view, numbers)
     form = HostFormat(LAYERS, 2, "layers")
@@ -69,18 +69,18 @@ def round_trips(device: torch.device) -> Ways:
     memory = [torch.zeros(size, dtype=torch.uint8, pin_memory=not is_host(device)) for _ in spans]
     stager.follow_engine()
     stored = stager.store(stager.plan(form, slots, spans), memory)
-    stored.moved.done.synchronize()
-    stored.moved.seconds()  # timed events are part of what a device must have
-    wanted = torch.zeros_like(cache)
-    wanted[:, mine.to(device)] = cache[:, mine.to(device)]
+    stored.transfer.done.synchronize()
+    stored.transfer.seconds()  # timed events are part of what a device must have
+    expected = torch.zeros_like(cache)
+    expected[:, blocks.to(device)] = cache[:, blocks.to(device)]
 
-    def comes_back(*, alone: bool) -> bool:
+    def comes_back(*, idle: bool) -> bool:
         cache.zero_()
         stager.follow_engine()
-        plan = stager.plan(form, slots, spans, cuts=range(LAYERS))
-        for cut in range(LAYERS):
-            moved = stager.load(plan, memory, cut=cut, alone=alone)
-        moved.done.synchronize()
-        return torch.equal(cache, wanted)
+        plan = stager.plan(form, slots, spans, starts=range(LAYERS))
+        for group in plan.groups:
+            handle = stager.load(group.pieces, memory, idle=idle)
+        handle.done.synchronize()
+        return torch.equal(cache, expected)
 
-    return Ways(comes_back(alone=False), comes_back(alone=True) if stager.reaches_host else None)
+    return Ways(comes_back(idle=False), comes_back(idle=True) if stager.reaches_host else None)

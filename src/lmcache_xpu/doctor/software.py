@@ -1,4 +1,4 @@
-"""Checks of what is installed, and of what the environment makes of it."""
+"""Checks of the installed software, and of what the environment makes of it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from lmcache_xpu import versions
 from lmcache_xpu.doctor.check import Check, fail, ok, skip, warn
 from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.launch.engine_arguments import engine_variables
 from lmcache_xpu.launch.machine import Machine
-from lmcache_xpu.launch.serve import check_environment, check_layers, check_model, check_port
+from lmcache_xpu.launch.preflight import check_environment, check_layers, check_model, check_port
 from lmcache_xpu.launch.settings import Settings
 
 if TYPE_CHECKING:
@@ -29,24 +30,24 @@ __all__ = [
 ]
 
 
-def check_versions(found: versions.Versions, environ: Mapping[str, str]) -> Check:
-    """LMCache and vLLM against the tested matrix."""
+def check_versions(installed: versions.Versions, environ: Mapping[str, str]) -> Check:
+    """Check LMCache and vLLM against the tested matrix."""
     name = "versions"
-    text = f"LMCache {found.lmcache}, vLLM {found.vllm}, PyTorch {found.torch}"
-    wanted = ", ".join(f"{key} {' or '.join(all_)}" for key, all_ in versions.TESTED.items())
-    if found.tested:
+    text = f"LMCache {installed.lmcache}, vLLM {installed.vllm}, PyTorch {installed.torch}"
+    tested = ", ".join(f"{key} {' or '.join(all_)}" for key, all_ in versions.TESTED.items())
+    if installed.tested:
         return ok(name, text)
-    if versions.allowed(found, environ):
+    if versions.allowed(installed, environ):
         return warn(
-            name, text, f"Tested are {wanted}; {versions.UNTESTED_VARIABLE} lets them pass."
+            name, text, f"Tested are {tested}; {versions.UNTESTED_VARIABLE} lets them pass."
         )
     return fail(
-        name, text, f"Install {wanted}, or set {versions.UNTESTED_VARIABLE}=1 at your own risk."
+        name, text, f"Install {tested}, or set {versions.UNTESTED_VARIABLE}=1 at your own risk."
     )
 
 
 def check_imports(modules: tuple[str, ...]) -> Check:
-    """Whether the packages can be imported at all."""
+    """Check that the packages can be imported at all."""
     name = "imports"
     for module in modules:
         try:
@@ -61,7 +62,7 @@ def check_imports(modules: tuple[str, ...]) -> Check:
 
 
 def check_compiler(machine: Machine, settings: Settings) -> Check:
-    """The C++ compiler that PyTorch compiles the model with on CPU."""
+    """Check that there is the C++ compiler that PyTorch compiles the model with on CPU."""
     name, compiler = "compiler", machine.environ.get("CXX", "g++")
     if settings.enforce_eager:
         return skip(name, "enforce_eager is on: nothing is compiled")
@@ -73,7 +74,7 @@ def check_compiler(machine: Machine, settings: Settings) -> Check:
 
 
 def check_patches(status: Status) -> Check:
-    """Whether our connector stands in LMCache's place."""
+    """Check that our connector stands in LMCache's place."""
     name = "patches"
     missing = [patch for patch, in_place in status.patches.items() if not in_place]
     if missing or not status.patches:
@@ -86,9 +87,9 @@ def check_patches(status: Status) -> Check:
 
 
 def check_hash_seed(machine: Machine, settings: Settings) -> Check:
-    """Whether chunk keys are the same in every process."""
+    """Check that chunk keys are the same in every process."""
     name, seed = "hash seed", machine.environ.get("PYTHONHASHSEED")
-    fixed = settings.environment()["PYTHONHASHSEED"]
+    fixed = engine_variables(settings)["PYTHONHASHSEED"]
     if seed not in (None, fixed):
         return warn(
             name,
@@ -100,7 +101,7 @@ def check_hash_seed(machine: Machine, settings: Settings) -> Check:
 
 
 def check_rivals(machine: Machine, settings: Settings) -> Check:
-    """Variables of vLLM and LMCache that contradict ours."""
+    """Check that no variable of vLLM and LMCache contradicts ours."""
     name = "environment"
     try:
         check_environment(settings, machine.environ)
@@ -110,7 +111,7 @@ def check_rivals(machine: Machine, settings: Settings) -> Check:
 
 
 def check_server_port(settings: Settings) -> Check:
-    """Whether the server's port is free."""
+    """Check that the server's port is free."""
     name = "port"
     try:
         check_port(settings.host, settings.port)
@@ -120,7 +121,7 @@ def check_server_port(settings: Settings) -> Check:
 
 
 def check_served_model(settings: Settings) -> Check:
-    """Whether the model's files are there; a hub's name is not looked up."""
+    """Check that the model's files are there; a hub's name is not looked up."""
     name = "model"
     try:
         check_model(settings.model)

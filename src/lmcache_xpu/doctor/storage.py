@@ -12,7 +12,7 @@ from typing import Any
 from lmcache_xpu.doctor.check import Check, fail, ok, skip, warn
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.machine import Machine
-from lmcache_xpu.launch.serve import check_disk
+from lmcache_xpu.launch.preflight import check_disk
 from lmcache_xpu.launch.settings import Settings
 
 __all__ = ["check_disk_tier", "check_shared_tier"]
@@ -25,7 +25,7 @@ _FORGOTTEN = {"overlay": "the container's own layer, gone with it", "tmpfs": "me
 
 
 def check_disk_tier(machine: Machine, settings: Settings) -> Check:
-    """Space, durability and write speed of the disk tier's directory."""
+    """Check space, durability and write speed of the disk tier's directory."""
     name, path = "disk tier", settings.disk_path
     if path is None or settings.disk_gib is None:
         return skip(name, "disk_path is not set")
@@ -34,28 +34,28 @@ def check_disk_tier(machine: Machine, settings: Settings) -> Check:
     except SettingsError as error:
         return fail(name, error.found, error.fix)
     kind = machine.file_system(path.resolve())
-    wanted = settings.disk_gib * settings.devices
-    held = sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
-    free = (shutil.disk_usage(path).free + held) / GIB
+    needed_gib = settings.disk_gib * settings.devices
+    used_bytes = sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
+    room_gib = (shutil.disk_usage(path).free + used_bytes) / GIB
     speed = _write_speed(path)
-    found = f"{path} ({kind}): {free:.0f} GiB to be had, written at {speed / 1e6:.0f} MB/s"
+    state = f"{path} ({kind}): {room_gib:.0f} GiB to be had, written at {speed / 1e6:.0f} MB/s"
     if kind in _FORGOTTEN:
         return warn(
             name, f"{path} is on {_FORGOTTEN[kind]}", "Mount a volume or a local disk there."
         )
-    if free < wanted:
+    if room_gib < needed_gib:
         return warn(
             name,
-            f"{found}; disk_gib x devices is {wanted:g}",
+            f"{state}; disk_gib x devices is {needed_gib:g}",
             "Lower disk_gib: when the disk is full, new chunks are dropped.",
         )
     if speed < SLOW_BYTES_S:
-        return warn(name, found, "Use a local SSD: what is written slower than it is made is lost.")
-    return ok(name, found)
+        return warn(name, state, "Use a local SSD: what is written slower than it is made is lost.")
+    return ok(name, state)
 
 
 def check_shared_tier(settings: Settings) -> Check:
-    """Whether the Valkey or Redis server answers, and makes room for new chunks when it is full."""
+    """Check that the Valkey or Redis server answers, and makes room when it is full."""
     name = "shared tier"
     if settings.remote_url is None:
         return skip(name, "remote_url is not set")
@@ -84,7 +84,7 @@ def check_shared_tier(settings: Settings) -> Check:
     limit, policy = memory.get("maxmemory"), memory.get("maxmemory_policy")
     if limit is None or policy is None:
         return ok(name, f"{settings.remote_url} answers; its maxmemory can't be read")
-    found = f"{settings.remote_url} answers, maxmemory {limit / GIB:.2f} GiB, {policy}"
+    state = f"{settings.remote_url} answers, maxmemory {limit / GIB:.2f} GiB, {policy}"
     if not limit:
         return warn(
             name,
@@ -95,15 +95,15 @@ def check_shared_tier(settings: Settings) -> Check:
     if not policy.startswith("allkeys-"):
         return warn(
             name,
-            found,
+            state,
             "It drops none of the chunks, and takes no new ones when it is full: "
             "set maxmemory-policy allkeys-lru.",
         )
-    return ok(name, found)
+    return ok(name, state)
 
 
 def _write_speed(path: os.PathLike[str]) -> float:
-    """Bytes per second to the disk itself, measured with a file that is removed again."""
+    """Measure bytes per second to the disk itself, with a file that is removed again."""
     block = os.urandom(2**20)  # some disks compress
     with tempfile.TemporaryFile(dir=path, buffering=0) as file:
         begin = time.perf_counter()

@@ -155,7 +155,7 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
     def _stores_in_flight(self) -> InFlight | None:
         return self.overlap if self.overlap is not None and self.overlap.stores else None
 
-    def _cuts(
+    def _group_starts(
         self, cache: RegisteredCache, starts: Sequence[int], ends: Sequence[int]
     ) -> list[int]:
         """Return the first layer of each group that a load of these chunks waits for at once."""
@@ -163,7 +163,9 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
             return [0]
         tokens = sum(ends) - sum(starts)
         layer_bytes = self._layer_bytes(cache, tokens)
-        return self._loads_in_flight.cuts(self.num_layers, tokens, layer_bytes)
+        return self._loads_in_flight.group_starts(
+            self.num_layers, tokens, layer_bytes, cache.stager.tuning
+        )
 
     def _layer_bytes(self, cache: RegisteredCache, tokens: int) -> int:
         elements = self.get_shape(1).numel() // self.groups[0][1]

@@ -13,7 +13,6 @@ from lmcache.v1.metadata import LMCacheMetadata
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.transfer.plan import layers_of
-from lmcache_xpu.transfer.staging_ring import STAGING_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +38,7 @@ class ConnectorOptions:
     use_mla: bool = False
     layout_hints: Mapping[str, str] | None = None
     opaque_blocks: bool = False
-    staging_bytes: int = STAGING_BYTES
+    staging_bytes: int | None = None
     layers_at_once: int = 1
     layer_major: bool = False
 
@@ -67,7 +66,8 @@ class ConnectorOptions:
         _, *layer_shape = metadata.kv_shape
         layers = config.get_extra_config_value("xpu.layers_at_once", None)
         if layers is None:
-            layers = layers_of(math.prod(layer_shape) * metadata.kv_dtype.itemsize)
+            layer_bytes = math.prod(layer_shape) * metadata.kv_dtype.itemsize
+            layers = layers_of(layer_bytes, torch.device(device).type)
         staging_mib = config.get_extra_config_value("xpu.staging_mib", None)
         return cls(
             chunk_size=metadata.kv_shape[2],
@@ -76,7 +76,7 @@ class ConnectorOptions:
             use_mla=metadata.use_mla,
             layout_hints=layout_hints,
             opaque_blocks=opaque_blocks,
-            staging_bytes=STAGING_BYTES if staging_mib is None else int(staging_mib) * 2**20,
+            staging_bytes=None if staging_mib is None else int(staging_mib) * 2**20,
             layers_at_once=int(layers),
             layer_major=True,
         )

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from lmcache_xpu.transfer.staging import Moved
+from lmcache_xpu.transfer.staging import TransferHandle
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
@@ -26,12 +26,12 @@ class Finisher:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "lmcache-xpu-finish")
 
-    def when_done(self, moves: Sequence[Moved], action: Callable[[], None]) -> None:
+    def when_done(self, handles: Sequence[TransferHandle], action: Callable[[], None]) -> None:
         """Call `action` here if all transfers are done; else later, from the thread."""
-        if all(moved.done.reached() for moved in moves):
+        if all(handle.done.reached() for handle in handles):
             action()
         else:
-            self._thread.submit(_wait_and_call, moves, action)
+            self._thread.submit(_wait_and_call, handles, action)
 
     def drain(self) -> None:
         """Wait until all actions have been called."""
@@ -42,11 +42,11 @@ class Finisher:
         self._thread.shutdown()
 
 
-def _wait_and_call(moves: Sequence[Moved], action: Callable[[], None]) -> None:
+def _wait_and_call(handles: Sequence[TransferHandle], action: Callable[[], None]) -> None:
     try:
-        for moved in moves:
+        for handle in handles:
             # Not synchronize(): beside it, another thread's launches took several times as long.
-            while not moved.done.reached():
+            while not handle.done.reached():
                 time.sleep(POLL_S)
         with torch.inference_mode():
             action()

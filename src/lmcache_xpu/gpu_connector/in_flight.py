@@ -1,12 +1,9 @@
 """Transfers in flight beside the engine: loads ahead of its layers, stores behind its steps.
 
 A load is enqueued in the order of the layers, group by group; the engine's stream waits for a
-group only where it comes to the group's first layer. Behind a layer the next groups are enqueued,
-at most one of each request, until enough bytes are under way to keep the link busy. A store is
-enqueued behind the step that computed it. LMCache publishes its chunks when they are complete, and
-a step that was given one of their blocks waits on the device until the block has been read. Events
-keep this order; nothing here waits on the engine's thread. On CPU nothing runs beside anything: a
-layer is loaded when the engine comes to it.
+group only where it comes to the group's first layer. A store is enqueued behind the step that
+computed it, and LMCache gets to publish it when it is complete. Events keep the order on the
+device; nothing here waits on the engine's thread.
 
 A step has four phases. Each call belongs in some of them; a call in another one is an error of the
 caller's, and an assertion:
@@ -37,17 +34,10 @@ import torch
 from lmcache.v1.memory_management import MemoryObj
 
 from lmcache_xpu.gpu_connector.finisher import Finisher
-from lmcache_xpu.gpu_connector.load_pipeline import LayeredLoad, layer_cuts
+from lmcache_xpu.gpu_connector.load_pipeline import LoadPipeline, group_starts
 from lmcache_xpu.transfer.slots import blocks_of
-from lmcache_xpu.transfer.staging import AT_ONCE_BYTES, Moved, Stored
-
-# Loaded tokens per token to compute from which on copying takes longer than computing. A guess:
-# measured, 20 on an H200 and PCIe 5; more on devices that compute more slowly.
-LOAD_BOUND = 32
-
-# What is enqueued beyond what the engine waits for next, 10 ms of the link on an H200. More would
-# only take the engine's thread, before its first layer and behind it.
-AHEAD_BYTES = 512 * 2**20
+from lmcache_xpu.transfer.staging import StoreHandle, TransferHandle
+from lmcache_xpu.transfer.tuning import Tuning
 
 Finished = Callable[[float], None]  # is told how many seconds a transfer took
 
@@ -62,7 +52,7 @@ class Phase(Enum):
 
 
 class _Load(NamedTuple):
-    load: LayeredLoad
+    load: LoadPipeline
     objs: list[MemoryObj]
     finished: Finished
 
@@ -85,8 +75,9 @@ class InFlight:
     phase: Phase = field(default=Phase.IDLE, init=False)
     _tokens: int | None = field(default=None, init=False)  # that this step computes
     _loads: list[_Load] = field(default_factory=list, init=False)
-    _reading: list[tuple[Stored, torch.Tensor]] = field(default_factory=list, init=False)
-    _unpublished: dict[int, Moved] = field(default_factory=dict, init=False)  # by id of object
+    _reading: list[tuple[StoreHandle, torch.Tensor]] = field(default_factory=list, init=False)
+    # By id of object.
+    _unpublished: dict[int, TransferHandle] = field(default_factory=dict, init=False)
     _finisher: Finisher = field(default_factory=Finisher, init=False)
 
     # A step, in the order of its calls
@@ -123,22 +114,23 @@ class InFlight:
                 with item.load.enduring():
                     item.load.start()
 
-    def cuts(self, layers: int, tokens: int, layer_bytes: int) -> list[int]:
+    def group_starts(self, layers: int, tokens: int, layer_bytes: int, tuning: Tuning) -> list[int]:
         """Return the first layer of each group in which a load of this step comes.
 
-        Before `add_load`, in the same phase. See `layer_cuts`.
+        Before `add_load`, in the same phase. See `load_pipeline.group_starts`.
 
         Args:
             layers: number of the engine's layers.
             tokens: number of tokens that are loaded.
             layer_bytes: bytes of these tokens in one layer.
+            tuning: of the engine's device.
         """
-        much = self._tokens is None or self._tokens * LOAD_BOUND >= tokens
+        much = self._tokens is None or self._tokens * tuning.loaded_per_computed >= tokens
         early = self.phase is Phase.SCHEDULING
-        head = max(1, AT_ONCE_BYTES // max(layer_bytes, 1)) if early else 0
-        return layer_cuts(layers, much_to_compute=much, head=head)
+        early_layers = max(1, tuning.direct_launch_bytes // max(layer_bytes, 1)) if early else 0
+        return group_starts(layers, tuning, much_to_compute=much, early_layers=early_layers)
 
-    def add_load(self, load: LayeredLoad, objs: Sequence[MemoryObj], finished: Finished) -> None:
+    def add_load(self, load: LoadPipeline, objs: Sequence[MemoryObj], finished: Finished) -> None:
         """Begin a load for this step. Its memory is held until it is complete, come what may.
 
         In SCHEDULING so much is enqueued that the link stays busy, in PREPARING the first layers.
@@ -153,7 +145,7 @@ class InFlight:
             with load.enduring():
                 load.start()
 
-    def hold(self, load: LayeredLoad, objs: Sequence[MemoryObj]) -> None:
+    def hold(self, load: LoadPipeline, objs: Sequence[MemoryObj]) -> None:
         """Hold more memory for a load of this step, between its `add_load` and `end_step`."""
         self._check("hold", Phase.SCHEDULING, Phase.PREPARING, Phase.COMPUTING)
         for item in self._loads:
@@ -191,13 +183,14 @@ class InFlight:
         """Enqueue what comes after a layer that the engine has enqueued.
 
         In COMPUTING; in IDLE it does nothing, as `before_layer`. So much is enqueued that the link
-        stays busy, and no more: behind the first layers the device waits for this thread.
+        stays busy. Behind the first layers the device has nothing else to do than what this thread
+        enqueues for the next one.
         """
         self._check("after_layer", Phase.IDLE, Phase.COMPUTING)
         bytes_ahead = self._bytes_under_way()
         loads = [item.load for item in self._loads]
         for load in sorted(loads, key=operator.attrgetter("enqueued")):
-            if bytes_ahead >= AHEAD_BYTES:
+            if bytes_ahead >= load.tuning.ahead_bytes:
                 break
             with load.enduring():
                 bytes_ahead += load.after_layer(layer)
@@ -225,7 +218,7 @@ class InFlight:
             if not loaded:
                 failed_slots.append(item.load.slots)
             finished = item.finished if loaded else _leave_uncounted
-            self.release(item.objs, item.load.moved(), finished)
+            self.release(item.objs, item.load.handles(), finished)
         return failed_slots
 
     # Stores, and what is complete: in each phase
@@ -246,12 +239,14 @@ class InFlight:
                 stored.gathered.wait()
 
     def release(
-        self, objs: Sequence[MemoryObj], moved: Sequence[Moved], finished: Finished
+        self, objs: Sequence[MemoryObj], handles: Sequence[TransferHandle], finished: Finished
     ) -> None:
         """Give up memory that is held for transfers, when these are done. In each phase."""
-        self._finisher.when_done(moved, functools.partial(_release, objs, moved, finished))
+        self._finisher.when_done(handles, functools.partial(_release, objs, handles, finished))
 
-    def add_store(self, objs: Sequence[MemoryObj], stored: Stored, slots: torch.Tensor) -> None:
+    def add_store(
+        self, objs: Sequence[MemoryObj], stored: StoreHandle, slots: torch.Tensor
+    ) -> None:
         """Take over a store that was enqueued: `publish` waits for it. In each phase.
 
         Args:
@@ -261,15 +256,15 @@ class InFlight:
         """
         self._reading.append((stored, slots))
         for obj in objs:
-            self._unpublished[id(obj)] = stored.moved
+            self._unpublished[id(obj)] = stored.transfer
 
     def publish(self, objs: Sequence[MemoryObj], put: Callable[[], None]) -> None:
         """Call `put` when these objects are complete: now, or later from another thread.
 
         In each phase, behind the objects' `add_store`.
         """
-        moves = {self._unpublished.pop(id(obj), None) for obj in objs}
-        self._finisher.when_done([moved for moved in moves if moved is not None], put)
+        handles = {self._unpublished.pop(id(obj), None) for obj in objs}
+        self._finisher.when_done([handle for handle in handles if handle is not None], put)
 
     def drain(self) -> None:
         """Wait until everything is complete and published. In each phase."""
@@ -298,7 +293,7 @@ class InFlight:
         """
         bytes_ahead = self._bytes_under_way()
         loads = [item.load for item in self._loads]
-        while loads and bytes_ahead < AHEAD_BYTES:
+        while loads and bytes_ahead < loads[0].tuning.ahead_bytes:
             load = min(loads, key=operator.attrgetter("enqueued"))
             nbytes = 0
             with load.enduring():
@@ -315,7 +310,9 @@ def _leave_uncounted(seconds: float) -> None:
     """Ignore how long a load took that failed."""
 
 
-def _release(objs: Sequence[MemoryObj], moves: Sequence[Moved], finished: Finished) -> None:
+def _release(
+    objs: Sequence[MemoryObj], handles: Sequence[TransferHandle], finished: Finished
+) -> None:
     for obj in objs:
         obj.ref_count_down()
-    finished(sum(moved.seconds() for moved in moves))
+    finished(sum(handle.seconds() for handle in handles))

@@ -12,10 +12,16 @@ objects of a chunk:
             next x (N - 1)       enqueue the next layer; the one before is complete on the host
             next                 layer N - 1 is complete on the host
 
-With `layers_at_once` a "layer" of this protocol is a group of the model's layers, by default about
-16 MiB of a chunk: LMCache spends about 40 microseconds on each object, and the link is slow with
-small copies. LMCache gives up its host memory before the last step, so a load holds references
-until the copies are done. vLLM must not run a step with such a load as one graph.
+With `layers_at_once` a "layer" of this protocol is a group of the model's layers: fewer objects for
+LMCache to handle, and larger copies.
+
+LMCache keeps one object per chunk and layer group, and drives one generator per request,
+interleaved by group. A group has about 16 MiB of a chunk unless `layers_at_once` says otherwise:
+LMCache spends about 40 microseconds on each object, and the link is slow with small copies. Within
+a group the engine's stream still waits layer by layer. LMCache gives up its host memory before the
+last step of the protocol, so this class holds a reference until the copies are done. vLLM must not
+run such a step as one graph: `requires_piecewise_for_cudagraph` answers from the setting that
+LMCache uses.
 """
 
 from __future__ import annotations
@@ -35,7 +41,7 @@ from lmcache_xpu.gpu_connector.layerwise_ways import (
     SteppedLoad,
     SteppedStore,
 )
-from lmcache_xpu.gpu_connector.load_pipeline import LayeredLoad
+from lmcache_xpu.gpu_connector.load_pipeline import LoadPipeline
 from lmcache_xpu.gpu_connector.registered_cache import RegisteredCache, TransferRequest
 from lmcache_xpu.metrics import LOAD_CPU, STORE_CPU
 
@@ -43,8 +49,8 @@ from lmcache_xpu.metrics import LOAD_CPU, STORE_CPU
 class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
     """Copies chunks of one layer, KV_T2D `[tokens, 2, hidden]` or KV_MLA_FMT `[tokens, hidden]`.
 
-    With `layers_at_once` it copies a group of layers, in a row: `[layers * tokens, ...]`.
-    Groups are of equal size; the end of the last one's memory may be left as it is.
+    With `layers_at_once` of a group of layers, one after another: `[layers * tokens, ...]`. Groups
+    are of equal size; the end of the last one's memory may be left as it is.
 
     Ordering is by an event per layer and request. LMCache's `sync` flag is not needed: it is
     given to one request of a batch alone.
@@ -74,7 +80,8 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
         missing chunk on go to `failed_slots`.
 
         Args:
-            starts, ends: first token of each chunk, and the one after its last.
+            starts: first token of each chunk.
+            ends: token after the last of each chunk.
             kwargs: see `TransferRequest`.
 
         Raises:
@@ -113,13 +120,14 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
     ) -> Generator[None, None, None]:
         """Store a request layer by layer; yields `len(groups) + 1` times.
 
-        Each step enqueues a layer behind what the engine has enqueued, and returns when the layer
-        before is complete on the host: LMCache publishes it next. With `overlap.stores` it returns
-        at once, and `InFlight.publish` waits instead.
+        Each step enqueues one layer behind what the engine has enqueued, and returns when the
+        layer before is complete on the host, because LMCache publishes that one next. With
+        `overlap.stores` it returns at once, and `InFlight.publish` waits instead.
 
         Args:
             memory_objs: `[layer][chunk]`.
-            starts, ends: of each chunk, as in a load; chunks need not follow each other.
+            starts: first token of each chunk; chunks need not follow each other.
+            ends: token after the last of each chunk.
             kwargs: see `TransferRequest`.
 
         Raises:
@@ -150,7 +158,7 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
         self, starts: Sequence[int], ends: Sequence[int], request: TransferRequest
     ) -> _RequestChunks:
         cache = self._registration.register(request.kvcaches)
-        return _RequestChunks(cache, request, starts, ends, self._cuts(cache, starts, ends))
+        return _RequestChunks(cache, request, starts, ends, self._group_starts(cache, starts, ends))
 
     def _begin_load(self, chunks: _RequestChunks) -> OverlappedLoad | SteppedLoad:
         def finished(seconds: float) -> None:  # of the chunks that are left by then
@@ -183,7 +191,7 @@ class _RequestChunks:
         request: whose chunks they are.
         starts: first token of each chunk.
         ends: token after the last of each chunk.
-        cuts: first layer of each group of layers that is waited for at once.
+        group_starts: first layer of each group of layers that is waited for at once.
     """
 
     def __init__(
@@ -192,16 +200,16 @@ class _RequestChunks:
         request: TransferRequest,
         starts: Sequence[int],
         ends: Sequence[int],
-        cuts: Sequence[int],
+        group_starts: Sequence[int],
     ) -> None:
         self.cache = cache
         self.request = request
         self.starts = starts
         self.ends = ends
-        self._cuts = cuts
+        self._group_starts = group_starts
         self._plan = cache.plan(starts, ends, request, loading=True)
         cache.stager.follow_engine()
-        self.pipeline = LayeredLoad(cache.stager, request.slots(starts, ends))
+        self.pipeline = LoadPipeline(cache.stager, request.slots(starts, ends))
 
     @property
     def count(self) -> int:
@@ -223,8 +231,8 @@ class _RequestChunks:
         """
         objs = memory_objs[: self.count]
         memory = self.cache.memory(objs, self.starts, self.ends, loading=True)
-        cuts = [0, *(cut - first for cut in self._cuts if first < cut < last)]
-        self.pipeline.add(self._plan.of_layers(last - first, cuts), memory, first)
+        starts = [0, *(start - first for start in self._group_starts if first < start < last)]
+        self.pipeline.add(self._plan.of_layers(last - first, starts), memory, first)
 
 
 def _ended(transfer: str, steps: int) -> TransferError:

@@ -13,8 +13,8 @@ import torch
 from lmcache.v1.memory_management import MemoryObj
 
 from lmcache_xpu.gpu_connector.in_flight import Finished, InFlight
-from lmcache_xpu.gpu_connector.load_pipeline import LayeredLoad
-from lmcache_xpu.transfer.staging import Moved, Stager, Stored
+from lmcache_xpu.gpu_connector.load_pipeline import LoadPipeline
+from lmcache_xpu.transfer.staging import Stager, StoreHandle, TransferHandle
 
 
 class OverlappedLoad:
@@ -26,7 +26,7 @@ class OverlappedLoad:
         finished: is told how many seconds it took.
     """
 
-    def __init__(self, in_flight: InFlight, pipeline: LayeredLoad, finished: Finished) -> None:
+    def __init__(self, in_flight: InFlight, pipeline: LoadPipeline, finished: Finished) -> None:
         self._in_flight = in_flight
         self._pipeline = pipeline
         self._finished = finished
@@ -54,11 +54,11 @@ class SteppedLoad:
         finished: is told how many seconds it took.
     """
 
-    def __init__(self, pipeline: LayeredLoad, stager: Stager, finished: Finished) -> None:
+    def __init__(self, pipeline: LoadPipeline, stager: Stager, finished: Finished) -> None:
         self._pipeline = pipeline
         self._stager = stager
         self._finished = finished
-        # Each group's objects, with the number of the pipeline's cuts up to theirs.
+        # Each group's objects, with the number of the pipeline's layer groups up to theirs.
         self._groups: list[tuple[int, Sequence[MemoryObj]]] = []
 
     def enqueue(self, memory_objs: Sequence[MemoryObj], first_layer: int) -> None:
@@ -80,11 +80,11 @@ class SteppedLoad:
         """Wait on the host until everything is copied, and let go of its memory."""
         if not self._pipeline.waited_for():  # after an error a part may be on its way
             self._stager.fence().done.synchronize()
-        for cuts, memory_objs in self._groups:
-            self._pipeline.synchronize(cuts)
+        for groups, memory_objs in self._groups:
+            self._pipeline.synchronize(groups)
             for memory_obj in memory_objs:
                 memory_obj.ref_count_down()
-        self._finished(sum(moved.seconds() for moved in self._pipeline.moved()))
+        self._finished(sum(handle.seconds() for handle in self._pipeline.handles()))
 
 
 class OverlappedStore:
@@ -100,11 +100,11 @@ class OverlappedStore:
         self._in_flight = in_flight
         self._slots = slots
         self._finished = finished
-        self._moved: list[Moved] = []  # by group
+        self._handles: list[TransferHandle] = []  # by group
 
-    def add(self, memory_objs: Sequence[MemoryObj], stored: Stored) -> None:
+    def add(self, memory_objs: Sequence[MemoryObj], stored: StoreHandle) -> None:
         """Take over a group that was enqueued."""
-        self._moved.append(stored.moved)
+        self._handles.append(stored.transfer)
         self._in_flight.add_store(memory_objs, stored, self._slots)
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ class OverlappedStore:
 
     def finish(self) -> None:
         """Count the store when it is complete."""
-        self._in_flight.release((), self._moved, self._finished)
+        self._in_flight.release((), self._handles, self._finished)
 
 
 class SteppedStore:
@@ -124,19 +124,19 @@ class SteppedStore:
 
     def __init__(self, finished: Finished) -> None:
         self._finished = finished
-        self._moved: list[Moved] = []  # by group
+        self._handles: list[TransferHandle] = []  # by group
 
-    def add(self, memory_objs: Sequence[MemoryObj], stored: Stored) -> None:
+    def add(self, memory_objs: Sequence[MemoryObj], stored: StoreHandle) -> None:
         """Wait for the group before one that was enqueued."""
-        self._moved.append(stored.moved)
-        for moved in self._moved[-2:-1]:
-            moved.done.synchronize()
+        self._handles.append(stored.transfer)
+        for handle in self._handles[-2:-1]:
+            handle.done.synchronize()
 
     def close(self) -> None:
         """Wait for the last group, also after an error."""
-        for moved in self._moved[-1:]:
-            moved.done.synchronize()
+        for handle in self._handles[-1:]:
+            handle.done.synchronize()
 
     def finish(self) -> None:
         """Count the store."""
-        self._finished(sum(moved.seconds() for moved in self._moved))
+        self._finished(sum(handle.seconds() for handle in self._handles))

@@ -1,10 +1,9 @@
 """The engine's KV cache as it is registered with a connector, and every check of a transfer.
 
 All checks come before the first byte moves: lengths, formats, shapes, dtypes, the device, every
-slot. The cache is registered once, and again when the engine moves it (sleep and wake).
-
-A load skips the tokens that vLLM's own prefix cache has (`vllm_cached_tokens`), because other
-requests may share their blocks. Negative slots are skipped in both directions.
+slot. The KV cache is registered once, and again if the engine moves it (sleep and wake). A load
+skips the tokens that vLLM's own prefix cache has (`vllm_cached_tokens`, to the token), because
+other requests may share their blocks. Negative slots are skipped in both directions.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch
 from lmcache.v1.memory_management import MemoryObj
 
 from lmcache_xpu.errors import HostMemoryError, LayoutError, TransferError
-from lmcache_xpu.gpu_connector.chunk_bytes import HostChunks
+from lmcache_xpu.gpu_connector.chunk_bytes import ChunkBytes
 from lmcache_xpu.gpu_connector.chunk_format import ChunkFormat, same_bytes
 from lmcache_xpu.gpu_connector.connector_options import ConnectorOptions
 from lmcache_xpu.transfer.paged_view import EngineLayer, PagedView
@@ -82,11 +81,11 @@ class RegisteredCache:
         request: TransferRequest,
         *,
         loading: bool,
-        cuts: Sequence[int] = (0,),
+        group_starts: Sequence[int] = (0,),
     ) -> Plan:
         """Plan where each chunk's tokens go; a load leaves out tokens that the engine has.
 
-        See `Plan` for the cuts.
+        See `Plan` for the starts of layer groups.
 
         Raises:
             TransferError: spans that don't fit each other or the slot mapping, bad slots.
@@ -96,7 +95,7 @@ class RegisteredCache:
         slots = check_slots(self.view, request.slot_mapping)
         spans = list(zip(starts, ends, strict=True))
         cached = request.cached if loading else 0
-        return self.stager.plan(self.chunk_format.host, slots, spans, cached, cuts)
+        return self.stager.plan(self.chunk_format.host, slots, spans, cached, group_starts)
 
     def memory(
         self,
@@ -105,7 +104,7 @@ class RegisteredCache:
         ends: Sequence[int],
         *,
         loading: bool,
-    ) -> HostChunks:
+    ) -> ChunkBytes:
         """Return the memory of LMCache's objects.
 
         This checks what their metadata says; the bytes are looked at when they are needed.
@@ -132,7 +131,7 @@ class RegisteredCache:
                 size = self.chunk_format.object_bytes(*kind, self.view.dtype)
                 checked = kind
             sizes.append(size)
-        return HostChunks(memory_objs, sizes, self.view.device)
+        return ChunkBytes(memory_objs, sizes, self.view.device)
 
 
 class Registration:

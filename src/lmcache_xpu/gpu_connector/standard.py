@@ -1,7 +1,7 @@
 """The standard connector: whole chunks of all layers between vLLM's KV cache and LMCache.
 
 With `layer_major` the bytes behind the shape `[2, layers, tokens, hidden]` lie in the order
-`[layers, 2, tokens, hidden]`: a layer of a chunk is one segment of host memory, and copies are
+`[layers, 2, tokens, hidden]`. A layer of a chunk is then one segment of host memory, and copies are
 twice as large. Nothing but these connectors looks into a chunk; a remote serde that would is
 refused.
 """
@@ -16,13 +16,17 @@ import torch
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 
 from lmcache_xpu.gpu_connector.base import PagedMemConnector
-from lmcache_xpu.gpu_connector.load_pipeline import LayeredLoad
+from lmcache_xpu.gpu_connector.load_pipeline import LoadPipeline
 from lmcache_xpu.gpu_connector.registered_cache import TransferRequest
 from lmcache_xpu.metrics import LOAD_CPU, STORE_CPU
 
 
 class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
-    """Copies whole chunks, KV_2LTD `[2, layers, tokens, hidden]` or KV_MLA_FMT `[1, ...]`."""
+    """Copies whole chunks, KV_2LTD `[2, layers, tokens, hidden]` or KV_MLA_FMT `[1, ...]`.
+
+    With `layer_major` keys and values of a layer lie together, `[layers, 2, tokens, hidden]` behind
+    the same shape: one layer of a chunk is one copy, twice as large.
+    """
 
     FORMAT = MemoryFormat.KV_2LTD
     LAYERWISE = False
@@ -45,14 +49,15 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
     ) -> None:
         """Load chunks into the engine's KV cache.
 
-        Tokens below `vllm_cached_tokens` and with negative slots are left alone. The copies run
-        behind what the engine has enqueued and before what it enqueues next; host memory may be
-        reused as soon as this returns. With `overlap.loads` this returns at once, and the engine
-        waits layer by layer: see `InFlight`.
+        Chunk i holds tokens `starts[i]:ends[i]` of the request. Tokens below `vllm_cached_tokens`
+        and with negative slots are left alone. The copies run behind what the engine has enqueued
+        and before what it enqueues next; host memory may be reused as soon as this returns. With
+        `overlap.loads` this returns at once, and the engine waits layer by layer: see `InFlight`.
 
         Args:
             memory_objs: LMCache's memory, one per chunk.
-            starts, ends: first token of each chunk in the request, and the one after its last.
+            starts: first token of each chunk.
+            ends: token after the last of each chunk.
             kwargs: see `TransferRequest`.
 
         Raises:
@@ -61,21 +66,22 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
         """
         request = TransferRequest.read(kwargs)
         cache = self._registration.register(request.kvcaches)
-        cuts = self._cuts(cache, starts, ends)
-        plan = cache.plan(starts, ends, request, loading=True, cuts=cuts)
+        group_starts = self._group_starts(cache, starts, ends)
+        plan = cache.plan(starts, ends, request, loading=True, group_starts=group_starts)
         memory = cache.memory(memory_objs, starts, ends, loading=True)
         count = functools.partial(self._count, LOAD_CPU, cache, starts, ends, request.cached)
-        cache.stager.follow_engine()  # blocks may have been freed by a step that is running
+        # Blocks may have been freed by a step that is still running.
+        cache.stager.follow_engine()
         if (in_flight := self._loads_in_flight) is not None:
-            load = LayeredLoad(cache.stager, request.slots(starts, ends))
+            load = LoadPipeline(cache.stager, request.slots(starts, ends))
             load.add(plan, memory)
             in_flight.add_load(load, memory_objs, count)
             return
         with cache.stager.whole():
-            moved = cache.stager.load(plan, memory)
-        moved.done.wait()  # the engine's stream
-        moved.done.synchronize()  # LMCache gives up the host memory when this returns
-        count(moved.seconds())
+            handle = cache.stager.load(plan, memory)
+        handle.done.wait()  # the engine's stream
+        handle.done.synchronize()  # LMCache gives up the host memory when this returns
+        count(handle.seconds())
 
     @torch.inference_mode()
     def batched_from_gpu(
@@ -103,7 +109,7 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
             stored = cache.stager.store(plan, memory)
         if (in_flight := self._stores_in_flight) is not None:
             in_flight.add_store(memory_objs, stored, request.slots(starts, ends))
-            in_flight.release((), [stored.moved], count)
+            in_flight.release((), [stored.transfer], count)
             return
-        stored.moved.done.synchronize()  # LMCache publishes it at once
-        count(stored.moved.seconds())
+        stored.transfer.done.synchronize()  # LMCache publishes it at once
+        count(stored.transfer.seconds())

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sized
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
+if TYPE_CHECKING:  # older versions of vLLM have neither these words nor the question
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 __all__ = ["hit_sources", "lone_source"]
 
 SOURCES = {
-    "LocalCPUBackend": CacheHitSource.HOST,
-    "LocalDiskBackend": CacheHitSource.DISK,
-    "disk": CacheHitSource.DISK,  # the tier of this package
+    "LocalCPUBackend": "HOST",
+    "LocalDiskBackend": "DISK",
+    "disk": "DISK",  # the tier of this package
 }
 
 
@@ -21,7 +22,7 @@ def lone_source(config: Any) -> CacheHitSource | None:
     others = ("storage_plugins", "remote_storage_plugins", "remote_url", "local_disk", "enable_p2p")
     if any(getattr(config, name, None) for name in others):
         return None
-    return CacheHitSource.HOST
+    return _source("LocalCPUBackend")
 
 
 def hit_sources(
@@ -41,7 +42,7 @@ def hit_sources(
     ends, end = [], 0
     for name, keys in pinned.items():
         end += len(keys) // objects * chunk_tokens
-        ends.append((end, SOURCES.get(name, CacheHitSource.EXTERNAL_UNSPECIFIED)))
+        ends.append((end, _source(name)))
     found: dict[CacheHitSource, int] = {}
     if end < tokens:
         return found
@@ -51,3 +52,10 @@ def hit_sources(
             found[source] = found.get(source, 0) + end - begin
             begin = end
     return found
+
+
+def _source(tier: str) -> CacheHitSource:
+    """vLLM's word for a tier of LMCache's."""
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    return CacheHitSource[SOURCES.get(tier, "EXTERNAL_UNSPECIFIED")]

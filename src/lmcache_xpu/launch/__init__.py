@@ -1,1 +1,1 @@
-"""From one set of settings to a running engine."""
+"""One set of settings becomes a running engine."""

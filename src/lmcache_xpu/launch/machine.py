@@ -1,4 +1,4 @@
-"""What `serve` and `doctor` look at: this machine, or a planted one."""
+"""The machine that `serve` and `doctor` look at: this one, or a planted one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _may_read_and_write(path: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TorchFacts:
-    """PyTorch's Intel GPUs: its version, and name and memory of each."""
+    """PyTorch's version, and the name and the memory of each Intel GPU that it sees."""
 
     version: str
     gpus: tuple[tuple[str, int], ...] = ()
@@ -66,11 +66,11 @@ class Machine:
     )
 
     def render_nodes(self) -> list[Path]:
-        """The device nodes that compute goes through."""
+        """Return the device nodes that compute goes through."""
         return sorted((self.root / "dev/dri").glob("renderD*"))
 
     def memory_bytes(self) -> int:
-        """All memory, or the container's limit when that is less."""
+        """Return the size of all memory, or the container's limit when that is less."""
         total = self._meminfo("MemTotal")
         for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroup v2, and v1
             file = self.root / "sys/fs/cgroup" / limit
@@ -79,17 +79,17 @@ class Machine:
         return total
 
     def available_bytes(self) -> int:
-        """Memory that could be had now, of the whole machine."""
+        """Return the size of the memory that is available now, of the whole machine."""
         return self._meminfo("MemAvailable")
 
     def file_system(self, path: Path) -> str:
-        """Type of the file system that `path` is on; empty when the mounts don't say."""
-        best, found = "", ""
+        """Return the type of the file system that `path` is on; empty when the mounts don't say."""
+        mount, file_system = "", ""
         for line in (self.root / "proc/mounts").read_text().splitlines():
-            _, mounted, kind, *_ = line.split()
-            if path.is_relative_to(mounted) and len(mounted) >= len(best):
-                best, found = mounted, kind
-        return found
+            _, directory, kind, *_ = line.split()
+            if path.is_relative_to(directory) and len(directory) >= len(mount):
+                mount, file_system = directory, kind
+        return file_system
 
     def _meminfo(self, name: str) -> int:
         for line in (self.root / "proc/meminfo").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""How much KV cache a token takes, and how many users' histories a tier holds."""
+"""The size of a token's KV cache, and how many users' histories a tier holds."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVShape:
-    """What one token's keys and values are, on one device.
+    """The shape of one token's keys and values on one device.
 
     Args:
         kind: MHA, GQA or MLA.
-        layers: with a KV cache.
+        layers: number of layers with a KV cache.
         width: elements per layer: keys and values of this device's heads, or MLA's latent.
-        dtype: their type.
-        notes: what is special about them, for a reader.
+        dtype: type of the elements.
+        notes: peculiarities, for a reader.
     """
 
     kind: str
@@ -46,7 +46,7 @@ class KVShape:
 
     @classmethod
     def of_model(cls, model: str, *, kv_dtype: str = "auto", tensor_parallel: int = 1) -> KVShape:
-        """From a model directory, its config.json, or its name on a hub.
+        """Read a model directory, its config.json, or its configuration on a hub.
 
         Raises:
             SettingsError: no such model, or one whose KV cache can't be offloaded.
@@ -57,7 +57,11 @@ class KVShape:
     def of_config(
         cls, config: PretrainedConfig, *, kv_dtype: str = "auto", tensor_parallel: int = 1
     ) -> KVShape:
-        """From the configuration of a language model."""
+        """Read the configuration of a language model.
+
+        Raises:
+            SettingsError: its KV cache can't be offloaded.
+        """
         kinds = _check_layers(config)
         notes: tuple[str, ...] = (kinds.note,) if kinds.note else ()
         dtype = _dtype(config, kv_dtype)
@@ -71,15 +75,15 @@ class KVShape:
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         # vLLM repeats heads when there are more devices than heads.
-        here = max(1, kv_heads // tensor_parallel)
+        device_heads = max(1, kv_heads // tensor_parallel)
         kind = "MHA" if kv_heads == heads else "GQA"
-        width = 2 * here * head_dim
+        width = 2 * device_heads * head_dim
         return cls(kind=kind, layers=layers, width=width, dtype=dtype, notes=notes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
-    """What one tier holds, per device; `enough` for all users."""
+    """The room in one tier, per device; `enough` says whether all users fit."""
 
     gib: float
     tokens: int
@@ -93,9 +97,9 @@ class Fit:
 
     Args:
         token_bytes: KV cache of one token.
-        history_tokens: of one user, in whole chunks: the rest is computed again.
-        history_bytes: their KV cache.
-        needed_gib: for all users.
+        history_tokens: one user's tokens in whole chunks; the rest is computed again.
+        history_bytes: size of their KV cache.
+        needed_gib: size of all users' histories.
         tiers: name -> what it holds. Tiers don't add up: what is on disk was in the CPU tier.
         machine_gib: name -> what the tier takes of the machine, for all devices; not the engine's.
     """
@@ -117,7 +121,11 @@ def fit(
     tiers_gib: Mapping[str, float | None],
     devices: int = 1,
 ) -> Fit:
-    """How many histories of `context_tokens` each tier holds; a tier of None is left out."""
+    """Count the histories of `context_tokens` that each tier holds; leaves out a tier of None.
+
+    Raises:
+        SettingsError: a history is shorter than a chunk.
+    """
     chunks = context_tokens // chunk_tokens
     if not chunks:
         raise SettingsError(
@@ -130,10 +138,13 @@ def fit(
     for name, gib in tiers_gib.items():
         if gib is None:
             continue
-        held = int(gib * GIB) // chunk_bytes
-        histories = held // chunks
+        tier_chunks = int(gib * GIB) // chunk_bytes
+        histories = tier_chunks // chunks
         tiers[name] = Tier(
-            gib=gib, tokens=held * chunk_tokens, histories=histories, enough=histories >= users
+            gib=gib,
+            tokens=tier_chunks * chunk_tokens,
+            histories=histories,
+            enough=histories >= users,
         )
     history = chunks * chunk_bytes
     return Fit(
@@ -173,9 +184,10 @@ def _widths_differ(config: PretrainedConfig) -> bool:
 
 def _dtype(config: PretrainedConfig, kv_dtype: str) -> str:
     if kv_dtype == "auto":
-        own = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
-        # vLLM serves float32 models as float16 unless told otherwise.
-        return "float16" if own == "float32" else own if own in ITEM_BYTES else "bfloat16"
+        dtype = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
+        if dtype == "float32":  # vLLM serves it as float16 unless told otherwise
+            return "float16"
+        return dtype if dtype in ITEM_BYTES else "bfloat16"
     name = "fp8" if kv_dtype.startswith("fp8") else kv_dtype
     if name not in ITEM_BYTES:
         raise SettingsError(f"kv_dtype={kv_dtype}", f"auto, {', '.join(ITEM_BYTES)}")

@@ -18,7 +18,7 @@ __all__ = ["ChunkLayout"]
 
 @dataclass(frozen=True, slots=True)
 class ChunkLayout:
-    """What must be known to allocate a chunk before its bytes are read."""
+    """The shapes, dtypes and format that a chunk is allocated by before its bytes are read."""
 
     shapes: tuple[torch.Size, ...]
     dtypes: tuple[torch.dtype, ...]
@@ -26,9 +26,9 @@ class ChunkLayout:
 
     @classmethod
     def of(cls, obj: MemoryObj) -> ChunkLayout | None:
-        """A chunk's layout; None for one that layout and bytes can't bring back.
+        """Return a chunk's layout; None for a chunk that layout and bytes can't bring back.
 
-        Those are serialised chunks, and blended ones, which carry token positions as well.
+        Serialised chunks are such, and blended ones, which carry token positions as well.
         """
         meta = obj.metadata
         if meta.dtype is None or meta.cached_positions is not None:
@@ -39,7 +39,7 @@ class ChunkLayout:
     @staticmethod
     @functools.lru_cache(maxsize=64)
     def parse(text: str) -> ChunkLayout:
-        """The inverse of `text`."""
+        """Read what `text` wrote."""
         fmt, shapes, dtypes = json.loads(text)
         return ChunkLayout(
             tuple(torch.Size(shape) for shape in shapes),
@@ -49,17 +49,17 @@ class ChunkLayout:
 
     @property
     def text(self) -> str:
-        """For a file's header."""
+        """The layout as a file's header holds it: JSON."""
         dtypes = [str(dtype).removeprefix("torch.") for dtype in self.dtypes]
         return json.dumps([self.fmt.name, [list(shape) for shape in self.shapes], dtypes])
 
     @property
     def size(self) -> int:
-        """Bytes of the payload."""
+        """Size of the payload, bytes."""
         return sum(s.numel() * d.itemsize for s, d in zip(self.shapes, self.dtypes, strict=True))
 
     def tokens(self, hidden: int) -> int:
-        """Tokens of the chunk.
+        """Count the tokens of the chunk.
 
         Args:
             hidden: elements of a token in one plane of one object, as LMCache's metadata has it.

@@ -1,7 +1,7 @@
 """Which chunks a worker's tiers hold, and what has changed since vLLM last asked.
 
 Only kept where the engine publishes KV events; see `kv_events`. Tiers report each part of a chunk
-(a layerwise chunk is several objects): it is held when all parts are.
+(a layerwise chunk is several objects): a tier holds the chunk when it holds all parts.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ class Change(NamedTuple):
 
     tier: str
     chunk: str
-    held: bool
+    stored: bool
 
 
 def chunk_name(chunk_hash: int | bytes) -> str:
-    """A chunk's hash as text, as LMCache's keys have it."""
+    """Return a chunk's hash as LMCache's keys write it."""
     return chunk_hash.hex() if isinstance(chunk_hash, bytes) else f"{chunk_hash:x}"
 
 
 class Residency:
-    """Told by tiers of their chunks, from any thread. The same twice counts once.
+    """Collects what tiers report of their chunks, from any thread; the same twice counts once.
 
     Args:
         parts: objects of a chunk in tiers of this host: one, or with layerwise several.
@@ -41,11 +41,11 @@ class Residency:
         self._parts: dict[tuple[str, str], int] = {}  # a bit for each that is there
         self._changes: list[Change] = []
 
-    def changed(self, tier: str, chunk: str, held: bool, part: int = 0) -> None:
-        """A tier holds a part of a chunk, or does not."""
+    def changed(self, tier: str, chunk: str, stored: bool, part: int = 0) -> None:
+        """Report that a tier holds a part of a chunk, or does not."""
         with self._lock:
             before = self._parts.get((tier, chunk), 0)
-            after = before | 1 << part if held else before & ~(1 << part)
+            after = before | 1 << part if stored else before & ~(1 << part)
             if after:
                 self._parts[tier, chunk] = after
             else:
@@ -55,7 +55,7 @@ class Residency:
                 self._changes.append(Change(tier, chunk, after == whole))
 
     def take(self) -> list[Change]:
-        """The changes since the last call, in their order."""
+        """Return the changes since the last call, in their order."""
         if not self._changes:  # without the lock: asked in every step
             return []
         with self._lock:
@@ -64,11 +64,11 @@ class Residency:
 
 
 def watched(entries: Any, changed: Callable[[Any, bool], None]) -> Any:
-    """An empty mapping of the same type that tells of each key that comes or goes.
+    """Return an empty mapping of the same type that reports each key that comes or goes.
 
     Args:
         entries: empty; LMCache's index of its CPU tier, a kind of `dict`.
-        changed: is told of a key, and whether it is there. Must not change the mapping.
+        changed: gets a key, and whether it is there now. Must not change the mapping.
     """
 
     class Watched(type(entries)):  # type: ignore[misc]  # of LMCache's choice

@@ -5,7 +5,7 @@ Switched on in LMCache's configuration, as one of its remote connectors:
     remote_storage_plugins: ["shared"]
     extra_config:
       remote_storage_plugin.shared.module_path: lmcache_xpu.remote
-      remote_storage_plugin.shared.class_name: RemoteTier
+      remote_storage_plugin.shared.class_name: RemoteTier  # `SharedTier` under its settings' name
       shared.url: redis://cache:6379
 
 LMCache's own Redis connector keeps a chunk under two keys, which the server evicts one by one,
@@ -32,8 +32,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from lmcache import torch_device_type
-from lmcache.utils import LayerCacheEngineKey
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -42,8 +40,10 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
 from lmcache_xpu.metrics import LOAD_SHARED, STORE_SHARED, Flow
+from lmcache_xpu.tiers.chunk_key import engine_origin, key_text
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
 from lmcache_xpu.tiers.disk.chunk_file import pack_chunk, unpack_chunk
+from lmcache_xpu.tiers.pause import Pause
 from lmcache_xpu.tiers.residency import SHARED
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
     from lmcache_xpu.tiers.residency import Residency
 
-__all__ = ["PASSWORD_VARIABLE", "RemoteTier"]
+__all__ = ["PASSWORD_VARIABLE", "SharedTier"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -68,8 +68,8 @@ ANSWER_S = 10.0
 AWAY_S = 10.0  # that a server is left alone after an error, or not written to after a refusal
 CLOSE_S = 10.0
 THREADS = 4  # that make and compare checksums: 2 GB/s each
-# Of a value, as part of its name: engines with another version of it share a server with these, and
-# neither finds what the other one stores.
+# The version of a value, as part of its name: engines with another one share a server with these,
+# and neither finds what the other stores.
 _FORMAT = "kv2"
 # Not WATCH and MULTI, which a full server refuses.
 _DELETE = """
@@ -77,7 +77,7 @@ if redis.sha1hex(redis.call("GET", KEYS[1]) or "") == ARGV[1] then redis.call("D
 """
 
 
-class RemoteTier(RemoteConnector):  # type: ignore[misc]  # untyped base
+class SharedTier(RemoteConnector):  # type: ignore[misc]  # untyped base
     """Chunks in a Valkey or Redis server. Runs on LMCache's event loop; nothing raises into it.
 
     Connects with the first look-up, so that it does not matter which of the two starts first.
@@ -93,14 +93,13 @@ class RemoteTier(RemoteConnector):  # type: ignore[misc]  # untyped base
         super().__init__(config, metadata)
         self._loop = loop
         self._pool = local_cpu_backend
-        # What the same key could stand for in another engine; see disk.tier.
-        self._origin = f"{torch_device_type}@{metadata.kv_shape}"
+        self._origin = engine_origin(metadata)
         # Chunks on their way stay in host memory, which the engine needs for other things too.
         self._limit_bytes = int(config.max_local_cpu_size * 2**30) // 4
         self._sending_bytes = 0
         self._residency: Residency | None = None
-        self._away = _Pause("left alone")
-        self._refusing = _Pause("not written to")
+        self._away = Pause(logger, "left alone")
+        self._refusing = Pause(logger, "not written to")
         self._refusal = ""
         self._threads = ThreadPoolExecutor(THREADS, "lmcache-xpu-shared")
         self._server = Redis.from_url(
@@ -114,21 +113,21 @@ class RemoteTier(RemoteConnector):  # type: ignore[misc]  # untyped base
         )
 
     def watch(self, residency: Residency) -> None:
-        """Tell of chunks that are found on the server, or put there, or missing.
+        """Report chunks that turn out to be on the server or missing, or are put there.
 
-        The server tells of no eviction: that is learned when a chunk is asked for again.
+        The server reports no eviction: that is learned when a chunk is looked up again.
         """
         self._residency = residency
 
-    def _tell(self, key: CacheEngineKey, held: bool) -> None:
+    def _report(self, key: CacheEngineKey, is_stored: bool) -> None:
         if self._residency is not None:
-            self._residency.changed(SHARED, key.chunk_hash_hex, held)
+            self._residency.changed(SHARED, key.chunk_hash_hex, is_stored)
 
     # Lookup
 
     async def exists(self, key: CacheEngineKey) -> bool:
         """Whether the server has the chunk."""
-        return await self._found([key]) == 1
+        return await self._stored_prefix([key]) == 1
 
     def exists_sync(self, key: CacheEngineKey) -> bool:
         """`exists`, from any thread but the loop's."""
@@ -140,28 +139,28 @@ class RemoteTier(RemoteConnector):  # type: ignore[misc]  # untyped base
 
     def batched_contains(self, keys: list[CacheEngineKey]) -> int:
         """Length of the prefix of `keys` that the server has; from any thread but the loop's."""
-        return asyncio.run_coroutine_threadsafe(self._found(keys), self._loop).result()
+        return asyncio.run_coroutine_threadsafe(self._stored_prefix(keys), self._loop).result()
 
     async def batched_async_contains(
         self, lookup_id: str, keys: list[CacheEngineKey], pin: bool = False
     ) -> int:
-        """As `batched_contains`, on the loop. There are no pins: the server may always evict."""
-        return await self._found(keys)
+        """`batched_contains` on the loop; there are no pins, as the server may always evict."""
+        return await self._stored_prefix(keys)
 
-    async def _found(self, keys: list[CacheEngineKey]) -> int:
+    async def _stored_prefix(self, keys: list[CacheEngineKey]) -> int:
         if self._away.on:
             return 0
         try:
             async with self._server.pipeline(transaction=False) as pipeline:
                 for key in keys:
                     pipeline.exists(self._name(key))
-                found = await pipeline.execute()
+                counts: list[int] = await pipeline.execute()
         except (RedisError, OSError) as error:
             self._leave_alone(error)
             return 0
-        for key, there in zip(keys, found, strict=True):
-            self._tell(key, bool(there))
-        return found.index(0) if 0 in found else len(found)
+        for key, count in zip(keys, counts, strict=True):
+            self._report(key, bool(count))
+        return counts.index(0) if 0 in counts else len(counts)
 
     # Load
 
@@ -173,14 +172,14 @@ class RemoteTier(RemoteConnector):  # type: ignore[misc]  # untyped base
         try:
             value: Any = await self._server.get(name)
             if value is None:
-                self._tell(key, False)
+                self._report(key, False)
                 return None
             try:
-                layout, payload = await self._beside(_unpack, name, value)
+                layout, payload = await self._in_thread(_unpack, name, value)
             except ValueError as damage:
                 LOAD_SHARED.failed("corrupt")
                 logger.warning("shared tier: a damaged chunk of %d bytes: %s", len(value), damage)
-                self._tell(key, False)
+                self._report(key, False)
                 await self._delete(name, value)
                 return None
         except (RedisError, OSError) as error:
@@ -200,7 +199,7 @@ class RemoteTier(RemoteConnector):  # type: ignore[misc]  # untyped base
 
     async def _delete(self, name: str, damaged: bytes) -> None:
         """Delete this value, but not one that another engine has stored there since."""
-        digest = await self._beside(_digest, damaged)
+        digest = await self._in_thread(_digest, damaged)
         with contextlib.suppress(ResponseError):  # it may not be deleted, and stays a miss
             await self._server.eval(_DELETE, 1, name, digest)
 
@@ -222,13 +221,13 @@ class RemoteTier(RemoteConnector):  # type: ignore[misc]  # untyped base
         try:
             if not await self._server.exists(name := self._name(key)):
                 payload = memoryview(memory_obj.byte_array).cast("B")[: layout.size]
-                value = await self._beside(pack_chunk, name, layout.text, payload)
+                value = await self._in_thread(pack_chunk, name, layout.text, payload)
                 await self._server.set(name, value)
                 _count(STORE_SHARED, memory_obj, time.perf_counter() - begin)
-            self._tell(key, True)
+            self._report(key, True)
         except ResponseError as error:  # it answers: there is no cause to wait for its reads
             self._refusal = "full" if isinstance(error, OutOfMemoryError) else "refused"
-            self._refusing.begin(error)
+            self._refusing.begin(AWAY_S, error)
             STORE_SHARED.failed(self._refusal)
         except (RedisError, OSError) as error:
             self._leave_alone(error)
@@ -248,7 +247,7 @@ class RemoteTier(RemoteConnector):  # type: ignore[misc]  # untyped base
 
     async def _remove(self, key: CacheEngineKey) -> bool:
         removed = bool(await self._server.delete(self._name(key)))
-        self._tell(key, False)
+        self._report(key, False)
         return removed
 
     async def close(self) -> None:
@@ -260,36 +259,15 @@ class RemoteTier(RemoteConnector):  # type: ignore[misc]  # untyped base
             await self._server.aclose()
         self._threads.shutdown()
 
-    async def _beside(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Milliseconds of work on a large chunk, which would hold up LMCache's loop."""
+    async def _in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Do what would hold up LMCache's loop: milliseconds of work on a large chunk."""
         return await self._loop.run_in_executor(self._threads, partial(work, *args, **kwargs))
 
     def _leave_alone(self, error: Exception) -> None:
-        self._away.begin(error)
+        self._away.begin(AWAY_S, error)
 
     def _name(self, key: CacheEngineKey) -> str:
-        layer = key.layer_id if isinstance(key, LayerCacheEngineKey) else "-"
-        return (
-            f"{_FORMAT}@{self._origin}@{key.world_size}@{key.worker_id}@{key.chunk_hash_hex}"
-            f"@{key.dtype}@{layer}@{key.model_name}"
-        )
-
-
-class _Pause:
-    """A while in which something is not tried; its beginning is logged with its cause."""
-
-    def __init__(self, meaning: str) -> None:
-        self._meaning = meaning
-        self._end = 0.0
-
-    @property
-    def on(self) -> bool:
-        return time.monotonic() < self._end
-
-    def begin(self, cause: Exception) -> None:
-        if not self.on:
-            logger.warning("shared tier: %s for %g s: %s", self._meaning, AWAY_S, cause)
-        self._end = time.monotonic() + AWAY_S
+        return f"{_FORMAT}@{key_text(self._origin, key)}"
 
 
 def _unpack(name: str, value: bytes) -> tuple[ChunkLayout, memoryview]:

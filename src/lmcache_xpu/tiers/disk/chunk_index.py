@@ -17,14 +17,14 @@ __all__ = ["ChunkIndex", "Entry"]
 
 @dataclass(slots=True)
 class Entry:
-    """One chunk."""
+    """What the store knows of one chunk."""
 
     info: ChunkInfo
     used_ns: int
 
     @property
     def size_bytes(self) -> int:
-        """What its file takes."""
+        """Bytes that its file takes on the disk."""
         return disk_bytes(self.info.payload_bytes)
 
 
@@ -35,7 +35,7 @@ class _Pin:
 
 
 class ChunkIndex:
-    """Entries by key, within a size, least recently used first. Not thread-safe.
+    """Entries by key, within a size, least recently used first; not thread-safe.
 
     Args:
         limit_bytes: bound on all entries and on what is reserved.
@@ -45,7 +45,8 @@ class ChunkIndex:
     def __init__(self, limit_bytes: int, pin_seconds: float) -> None:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
-        self.reserved_bytes = 0  # by writes under way
+        self.reserved_bytes = 0
+        self._reserved: dict[str, int] = {}  # bytes, by writes under way
         self._pin_seconds = pin_seconds
         self._entries: dict[str, Entry] = {}
         # Oldest first. An item may be out of date: the entry's own time decides, see `evict`.
@@ -124,15 +125,24 @@ class ChunkIndex:
         """All entries that no pin holds."""
         return {key: e.info for key, e in self._entries.items() if not self.pinned(key)}
 
+    def reserve(self, write: str, size_bytes: int) -> None:
+        """Set room aside for a write under way, which has this name."""
+        self._reserved[write] = size_bytes
+        self.reserved_bytes += size_bytes
+
+    def release(self, write: str) -> None:
+        """Give back what a write has reserved; does nothing when that was done before."""
+        self.reserved_bytes -= self._reserved.pop(write, 0)
+
     def fits(self, need_bytes: int) -> bool:
         """Whether so much more has room now."""
         return self.used_bytes + self.reserved_bytes + need_bytes <= self.limit_bytes
 
     def can_fit(self, need_bytes: int) -> bool:
         """Whether so much more had room if all went that may go."""
-        held = [e for key in list(self._pins) if self.pinned(key) and (e := self.get(key))]
-        held_bytes = sum(entry.size_bytes for entry in held)
-        return held_bytes + self.reserved_bytes + need_bytes <= self.limit_bytes
+        pinned = [e for key in list(self._pins) if self.pinned(key) and (e := self.get(key))]
+        pinned_bytes = sum(entry.size_bytes for entry in pinned)
+        return pinned_bytes + self.reserved_bytes + need_bytes <= self.limit_bytes
 
     def evict(self, need_bytes: int) -> Iterator[str]:
         """Keys to be removed, one after the other, until so much more has room."""

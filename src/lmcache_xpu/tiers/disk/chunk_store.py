@@ -10,27 +10,18 @@ The store knows neither LMCache nor vLLM; keys and meta are opaque strings.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import itertools
 import logging
-import os
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import LOAD_DISK
-from lmcache_xpu.tiers.disk.chunk_file import (
-    ChunkInfo,
-    disk_bytes,
-    read_chunk,
-    scan_chunk,
-    write_chunk,
-)
+from lmcache_xpu.tiers.disk.chunk_directory import ChunkDirectory
+from lmcache_xpu.tiers.disk.chunk_file import ChunkInfo, disk_bytes, read_chunk, write_chunk
 from lmcache_xpu.tiers.disk.chunk_index import ChunkIndex
-from lmcache_xpu.tiers.disk.lock import DirectoryLock
+from lmcache_xpu.tiers.disk.counters import Counters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -39,27 +30,6 @@ if TYPE_CHECKING:
 __all__ = ["ChunkStore", "Counters"]
 
 logger = logging.getLogger("vllm.lmcache_xpu.disk")  # vLLM prints its own loggers only
-
-_SUFFIX = ".lmxkv"
-_TEMPORARY = ".lmxkv.tmp"
-
-
-@dataclass(frozen=True, slots=True)
-class Counters:
-    """What happened since the store was opened, and the bytes it holds now.
-
-    `misses` counts reads that delivered nothing, `dropped` puts that stored nothing, `corrupt`
-    files removed because their content was not what it should be, `errors` failed system calls.
-    """
-
-    hits: int = 0
-    misses: int = 0
-    stored: int = 0
-    evicted: int = 0
-    dropped: int = 0
-    corrupt: int = 0
-    errors: int = 0
-    bytes: int = 0
 
 
 class ChunkStore:
@@ -91,10 +61,9 @@ class ChunkStore:
     ) -> None:
         self.directory = directory
         self._lock = threading.Lock()
-        self._held: DirectoryLock | None = None
+        self._files = ChunkDirectory(directory)
         self._index = ChunkIndex(limit_bytes, pin_seconds)
         self._count: Counter[str] = Counter()
-        self._serial = itertools.count()
         self._closed = False
         with self._lock:
             self._open(lock_seconds)
@@ -117,7 +86,7 @@ class ChunkStore:
         return self._index.used_bytes
 
     def info(self, key: str) -> ChunkInfo | None:
-        """What is stored under `key`, or None. Reads no file."""
+        """What is stored under `key`, or None; reads no file."""
         entry = self._index.get(key)
         return entry.info if entry else None
 
@@ -149,25 +118,12 @@ class ChunkStore:
             if self._closed or not self._make_room(need):
                 self._count["dropped"] += 1
                 return False
-            self._index.reserved_bytes += need
-        temporary = self.directory / f"{next(self._serial)}{_TEMPORARY}"
+            temporary = self._files.temporary()
+            self._index.reserve(temporary.name, need)
         try:
-            try:
-                write_chunk(temporary, key, meta, memoryview(payload), used_ns)
-            except FileNotFoundError:
-                # Someone removed the directory, e.g. to free the disk in a hurry.
-                with self._lock:
-                    self._reopen()
-                write_chunk(temporary, key, meta, memoryview(payload), used_ns)
+            self._write(temporary, key, meta, memoryview(payload), used_ns)
             with self._lock:
-                if self._closed:  # the directory may belong to another process by now
-                    raise OSError("the store was closed during the write")
-                temporary.rename(self._path(key))
-                # At once, or another put would find it counted twice, and evict for it.
-                self._index.reserved_bytes -= need
-                need = 0
-                self._index.add(key, ChunkInfo(meta, len(payload)), used_ns)
-                self._count["stored"] += 1
+                self._publish(temporary, key, ChunkInfo(meta, len(payload)), used_ns)
         except (OSError, ValueError) as error:
             with contextlib.suppress(OSError):
                 temporary.unlink()
@@ -176,7 +132,7 @@ class ChunkStore:
             raise
         finally:
             with self._lock:
-                self._index.reserved_bytes -= need
+                self._index.release(temporary.name)
         return True
 
     def read(self, key: str, buffer: memoryview) -> bool:
@@ -247,20 +203,20 @@ class ChunkStore:
             if self._closed:  # the directory may belong to another process by now
                 return False
             keys = [key for key in self._index if is_meant(key)]
-        gone = True
+        complete = True
         for key in keys:
             with self._lock:
                 self._remove(key)
-                gone = gone and not self._path(key).exists()
-        return gone
+                complete = complete and not self._path(key).exists()
+        return complete
 
     def clear(self) -> list[ChunkInfo]:
         """Remove all chunks that are not pinned, and return what they were."""
         with self._lock:
-            gone = self._index.unpinned()
-            for key in gone:
+            chunks = self._index.unpinned()
+            for key in chunks:
                 self._remove(key)
-            return list(gone.values())
+            return list(chunks.values())
 
     def watch(self, changed: Callable[[str, bool], None]) -> None:
         """Call `changed` with each key and whether it is stored: now, and when that changes.
@@ -274,71 +230,69 @@ class ChunkStore:
         """Let go of the directory. Later puts are refused; may be called twice."""
         with self._lock:
             self._closed = True
-            self._release()
+            self._files.release()
+
+    def _write(
+        self, temporary: Path, key: str, meta: str, payload: memoryview, used_ns: int
+    ) -> None:
+        try:
+            write_chunk(temporary, key, meta, payload, used_ns)
+        except FileNotFoundError:
+            # Someone removed the directory, e.g. to free the disk in a hurry.
+            with self._lock:
+                self._reopen()
+            write_chunk(temporary, key, meta, payload, used_ns)
 
     # The lock is held in everything below.
 
     def _path(self, key: str) -> Path:
-        return self.directory / f"{hashlib.sha256(key.encode()).hexdigest()}{_SUFFIX}"
+        return self._files.file(key)
+
+    def _publish(self, temporary: Path, key: str, info: ChunkInfo, used_ns: int) -> None:
+        """Give a complete file its name, and let it be read."""
+        if self._closed:  # the directory may belong to another process by now
+            raise OSError("the store was closed during the write")
+        temporary.rename(self._path(key))
+        # At once, or another put would find it counted twice, and evict for it.
+        self._index.release(temporary.name)
+        self._index.add(key, info, used_ns)
+        self._count["stored"] += 1
 
     def _open(self, lock_seconds: float) -> None:
+        """Take the directory, and build the index from the files' headers."""
         try:
-            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.directory.chmod(0o700)
-            self._held = DirectoryLock(self.directory, lock_seconds)
-            self._scan()
+            self._files.open(lock_seconds)
+            self._index.clear()
+            for chunk in self._files.scan():
+                if chunk is None:
+                    self._count["corrupt"] += 1
+                else:
+                    self._index.add(*chunk)
+            self._make_room(0)
         except OSError as error:
-            self._release()
+            self._files.release()
             raise SettingsError(
                 f"directory {self.directory}: {error.strerror}",
                 "one that this user owns, or may create, and can write to",
             ) from error
 
-    def _release(self) -> None:
-        if self._held is not None:
-            self._held.release()
-
     def _reopen(self) -> None:
         if self._closed or self.directory.exists():  # another thread was faster
             return
-        self._release()
+        self._files.release()
         try:
             self._open(lock_seconds=0)
         except SettingsError as error:
             raise OSError(str(error)) from error
 
-    def _scan(self) -> None:
-        """Build the index from the files' headers; remove leftovers and damaged files."""
-        self._index.clear()
-        for file in self.directory.iterdir():
-            damaged = file.name.endswith(_SUFFIX) and not self._adopt(file)
-            self._count["corrupt"] += damaged
-            if damaged or file.name.endswith(_TEMPORARY):
-                with contextlib.suppress(OSError):  # e.g. a directory of that name
-                    file.unlink()
-        self._make_room(0)
-
-    def _adopt(self, file: Path) -> bool:
-        """Take a file of an earlier run into the index; False if it is not an intact chunk."""
-        try:
-            found = scan_chunk(file)
-        except OSError:
-            return False
-        if found is None or file.name != self._path(found[0]).name:
-            return False
-        self._index.add(*found)
-        return True
-
     def _mark(self, key: str, used_ns: int) -> None:
         if entry := self._index.get(key):
             entry.used_ns = used_ns
-            with contextlib.suppress(OSError):  # removed by hand: there is nothing to keep
-                os.utime(self._path(key), ns=(used_ns, used_ns))
+            self._files.mark(key, used_ns)
 
     def _remove(self, key: str) -> None:
         self._index.remove(key)
-        with contextlib.suppress(OSError):  # gone already, or not ours to remove any more
-            self._path(key).unlink()
+        self._files.remove(key)
 
     def _make_room(self, need: int) -> bool:
         """Evict until `need` more bytes fit; False, with nothing evicted, if they can't."""

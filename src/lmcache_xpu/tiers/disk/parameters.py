@@ -41,12 +41,16 @@ class DiskSettings:
 
     @classmethod
     def parse(cls, extra: Mapping[str, object]) -> DiskSettings:
-        """Check and convert; raises SettingsError for a wrong, missing or unknown entry."""
-        known = {"disk.path", "disk.gib", "disk.threads", "disk.engine"}
-        unknown = {key for key in extra if key.startswith(_PREFIX)} - known
+        """Check and convert the entries.
+
+        Raises:
+            SettingsError: an entry is wrong, missing or unknown.
+        """
+        names = {"disk.path", "disk.gib", "disk.threads", "disk.engine"}
+        unknown = {key for key in extra if key.startswith(_PREFIX)} - names
         if unknown:
             raise SettingsError(
-                f"{', '.join(sorted(unknown))} in extra_config", f"of {sorted(known)}"
+                f"{', '.join(sorted(unknown))} in extra_config", f"of {sorted(names)}"
             )
         path, gib = extra.get("disk.path"), extra.get("disk.gib")
         threads = extra.get("disk.threads", 4)
@@ -63,7 +67,7 @@ class DiskSettings:
 
     @property
     def prefix(self) -> str:
-        """What the names of this engine's directories start with; the worker's number ends them."""
+        """The start of the names of this engine's directories; the worker's number follows."""
         return f"kv-engine-{self.engine}-worker-" if self.engine else "kv-worker-"
 
     def open_store(self, worker_id: int, world_size: int, pin_seconds: float) -> ChunkStore:
@@ -77,28 +81,28 @@ class DiskSettings:
         store = ChunkStore(
             self.path / f"{self.prefix}{worker_id}", self.limit_bytes, pin_seconds=pin_seconds
         )
-        for other in self.path.glob(f"{self.prefix}*"):
-            number = other.name.removeprefix(self.prefix)
+        for directory in self.path.glob(f"{self.prefix}*"):
+            number = directory.name.removeprefix(self.prefix)
             if not number.isdigit() or int(number) < world_size:
                 continue
             if int(number) % world_size == worker_id:  # one worker sees to it
                 try:
-                    ChunkStore(other, limit_bytes=0, lock_seconds=0).close()
+                    ChunkStore(directory, limit_bytes=0, lock_seconds=0).close()
                 except SettingsError as error:
                     logger.warning("disk tier: left as it is: %s", error)
-        held, free = store.counters.bytes, shutil.disk_usage(self.path).free
+        used, free = store.counters.bytes, shutil.disk_usage(self.path).free
         logger.info(
             "disk tier: %d chunks of earlier runs, %.2f of %.2f GiB, in %s",
             len(store),
-            held / 2**30,
+            used / 2**30,
             self.limit_bytes / 2**30,
             store.directory,
         )
-        if held + free < self.limit_bytes:
+        if used + free < self.limit_bytes:
             logger.warning(
                 "disk tier: disk.gib is %.2f, but only %.2f GiB can be had on that disk",
                 self.limit_bytes / 2**30,
-                (held + free) / 2**30,
+                (used + free) / 2**30,
             )
         return store
 

@@ -27,25 +27,24 @@ Who calls what, and which references and pins that leaves (LMCache 0.5.6):
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import json
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from lmcache import torch_device_type
 from lmcache.utils import LayerCacheEngineKey
 from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.metrics import DISK_LIMIT_BYTES, DISK_USED_BYTES, LOAD_DISK, Stopwatch
+from lmcache_xpu.metrics import DISK_LIMIT_BYTES, DISK_USED_BYTES
+from lmcache_xpu.tiers.chunk_key import chunk_and_layer, engine_origin, is_of_model, key_text
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
 from lmcache_xpu.tiers.disk.parameters import DiskSettings, check_hash
-from lmcache_xpu.tiers.disk.writer import Complaint, DiskWriter, first_layer
+from lmcache_xpu.tiers.disk.reader import DiskReader
+from lmcache_xpu.tiers.disk.writer import DiskWriter
 from lmcache_xpu.tiers.residency import DISK
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
@@ -55,26 +54,10 @@ if TYPE_CHECKING:
     from lmcache.v1.metadata import LMCacheMetadata
     from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
-    from lmcache_xpu.tiers.disk.chunk_store import Counters
+    from lmcache_xpu.tiers.disk.counters import Counters
     from lmcache_xpu.tiers.residency import Residency
 
 __all__ = ["DiskTier"]
-
-
-def _prefix(objs: Sequence[MemoryObj | None]) -> list[MemoryObj]:
-    """What precedes the first None; drops the references to what follows it."""
-    loaded = list(itertools.takewhile(lambda obj: obj is not None, objs))
-    for obj in objs[len(loaded) :]:
-        if obj is not None:
-            obj.ref_count_down()
-    return loaded
-
-
-def _chunk_of(name: str) -> tuple[str, int]:
-    """The chunk and the layer that a store's key is of; see `DiskTier._name`."""
-    parts = name.split("@")
-    layer = parts[6]
-    return parts[4], 0 if layer == "-" else int(layer)
 
 
 class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
@@ -106,11 +89,9 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
             )
         check_hash(config.pre_caching_hash_algorithm)
         settings = DiskSettings.parse(config.extra_config or {})
-        # What the same key could stand for with another engine on the same directory. (How the
-        # engine packs its blocks is part of the model's name by now: see `engine_facts`.)
-        self._origin = f"{torch_device_type}@{metadata.kv_shape}"
+        self._origin = engine_origin(metadata)
         self._num_layers = metadata.kv_shape[0]
-        self._hidden = metadata.kv_shape[3] * metadata.kv_shape[4]
+        self._hidden: int = metadata.kv_shape[3] * metadata.kv_shape[4]
         self._store = settings.open_store(
             metadata.worker_id, metadata.world_size, config.pin_timeout_sec
         )
@@ -120,9 +101,7 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         self._writes = DiskWriter(
             self._store, half_pool, max(1, settings.threads // 2), self._hidden
         )
-        self._readers = ThreadPoolExecutor(settings.threads, "disk-read")
-        self._unserved = 0
-        self._pool_full = Complaint("no room in LMCache's CPU pool for a whole load; cut short")
+        self._reads = DiskReader(self._store, local_cpu_backend, settings.threads, self._hidden)
         self._closed = False
         close_pool = local_cpu_backend.close
 
@@ -136,21 +115,26 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         return type(self).__name__
 
     @property
+    def pending(self) -> int:
+        """The number of chunks whose writes have not ended."""
+        return len(self._writes.pending)
+
+    @property
     def counters(self) -> Counters:
         """A snapshot; `dropped` and `misses` include what never reached the disk."""
         counters = self._store.counters
         return replace(
             counters,
             dropped=counters.dropped + self._writes.dropped,
-            misses=counters.misses + self._unserved,
+            misses=counters.misses + self._reads.misses,
         )
 
     def watch(self, residency: Residency) -> None:
         """Tell of the chunks that are stored, and of each that comes or goes."""
 
-        def changed(name: str, held: bool) -> None:
-            chunk, layer = _chunk_of(name)
-            residency.changed(DISK, chunk, held, layer)
+        def changed(name: str, is_stored: bool) -> None:
+            chunk, layer = chunk_and_layer(name)
+            residency.changed(DISK, chunk, is_stored, layer)
 
         self._store.watch(changed)
 
@@ -175,20 +159,20 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
     def batched_contains(self, keys: list[CacheEngineKey], pin: bool = False) -> int:
         """Length of the prefix of `keys` that can be loaded, pinned if `pin`.
 
-        Of the layers of one chunk all or none: LMCache uses no part of them, and would not
-        unpin it.
+        The layers of one chunk count together or not at all: LMCache uses no part of them, and
+        would not unpin it.
         """
-        found = super().batched_contains(keys, pin)
-        if pin and found < len(keys) and isinstance(keys[0], LayerCacheEngineKey):
-            for key in keys[:found]:
+        length = int(super().batched_contains(keys, pin))
+        if pin and length < len(keys) and isinstance(keys[0], LayerCacheEngineKey):
+            for key in keys[:length]:
                 self.unpin(key)
             return 0
-        return int(found)
+        return length
 
     async def batched_async_contains(
         self, lookup_id: str, keys: list[CacheEngineKey], pin: bool = False
     ) -> int:
-        """As `batched_contains`, for any prefix: here LMCache unpins what it can't use."""
+        """`batched_contains` for any prefix: here LMCache unpins what it can't use."""
         return int(super().batched_contains(keys, pin))
 
     def exists_in_put_tasks(self, key: CacheEngineKey) -> bool:
@@ -234,17 +218,11 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         self, key: CacheEngineKey, location: str | None = None
     ) -> Future[MemoryObj | None]:
         """`get_blocking` in a thread."""
-        return self._readers.submit(self.get_blocking, key)
+        return self._reads.submit(key, self._name(key))
 
     def batched_get_blocking(self, keys: list[CacheEngineKey]) -> list[MemoryObj | None]:
         """One entry per key, None from the first miss on; see the module for references."""
-        names = [self._name(key) for key in keys]
-        objs = self._allocate(names)
-        if len(objs) == 1:  # not worth another thread
-            loaded = _prefix([self._fill(keys[0], names[0], objs[0])])
-        else:
-            loaded = _prefix(list(self._readers.map(self._fill, keys, names, objs)))
-        self._store.touch(names[: len(loaded)])
+        loaded = self._reads.load(keys, [self._name(key) for key in keys])
         return [*loaded, *[None] * (len(keys) - len(loaded))]
 
     async def batched_get_non_blocking(
@@ -257,60 +235,15 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         layer of a layerwise load: the reference goes when the layer is handed over, before its
         copy is done, and a pin on the object lasts until all are (`retrieve_layer` unpins).
         """
-        loop = asyncio.get_running_loop()
         names = [self._name(key) for key in keys]
-        objs = self._allocate(names)
-        fills = [
-            loop.run_in_executor(self._readers, self._fill, *chunk)
-            for chunk in zip(keys, names, objs, strict=False)  # objects up to the first miss
-        ]
-        loaded = _prefix(await asyncio.gather(*fills))
-        self._store.touch(names[: len(loaded)])
-        for name in names if transfer_spec is not None else ():
-            self._store.unpin(name)
-        for obj in loaded if transfer_spec is None else ():
-            obj.pin()
+        loaded = await self._reads.load_async(keys, names)
+        if transfer_spec is not None:
+            for name in names:
+                self._store.unpin(name)
+        else:
+            for obj in loaded:
+                obj.pin()
         return loaded
-
-    def _allocate(self, names: list[str]) -> list[MemoryObj]:
-        """Memory for the chunks up to the first that is missing or finds none."""
-        objs: list[MemoryObj] = []
-        for name in names if not self._closed else ():
-            info = self._store.info(name)
-            if info is None:
-                break
-            layout = ChunkLayout.parse(info.meta)
-            if layout.size != info.payload_bytes:  # of a version that described it otherwise
-                self._store.remove(name)
-                break
-            # Waiting here for memory could be for ever: this load's own chunks may fill the pool.
-            obj = self.local_cpu_backend.allocate(
-                list(layout.shapes), list(layout.dtypes), fmt=layout.fmt, busy_loop=False
-            )
-            if obj is None:
-                LOAD_DISK.failed("pool_full")
-                self._pool_full.log()
-                break
-            objs.append(obj)
-        self._unserved += len(names) - len(objs)
-        return objs
-
-    def _fill(self, key: CacheEngineKey, name: str, obj: MemoryObj) -> MemoryObj | None:
-        filled = False
-        watch = Stopwatch()
-        try:
-            with watch.running():
-                filled = self._store.read(name, obj.byte_array)
-        finally:
-            if not filled:
-                DISK_USED_BYTES.set(self._store.used_bytes)  # a damaged file is gone
-                obj.ref_count_down()
-        if not filled:
-            return None
-        layout = ChunkLayout.of(obj)
-        tokens = layout.tokens(self._hidden) if layout and first_layer(key) else 0
-        LOAD_DISK.moved(size_bytes=obj.get_size(), tokens=tokens, seconds=watch.seconds)
-        return obj
 
     # The rest of LMCache's interface
 
@@ -332,11 +265,10 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
             False if something is still there: a file that can't be removed, or a write that has
             not ended in ten seconds.
         """
-        model = f"@{self.metadata.model_name}"
 
         def is_own(name: str) -> bool:
             text = name.partition("\n")[0]
-            return text.startswith(f"{self._origin}@") and text.endswith(model)
+            return is_of_model(text, self._origin, self.metadata.model_name)
 
         ended = self._writes.cancel(is_own)
         removed = self._store.remove_all(is_own)
@@ -352,15 +284,11 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         if self._closed:
             return
         self._closed = True
+        self._reads.refuse()
         self._writes.close()
-        self._readers.shutdown(cancel_futures=True)
+        self._reads.close()
         self._store.close()
 
     def _name(self, key: CacheEngineKey) -> str:
-        """The store's key. (LMCache's own text for a key runs tags together.)"""
-        layer = key.layer_id if isinstance(key, LayerCacheEngineKey) else "-"
         tags = json.dumps(key.tags, default=str) if key.tags else ""
-        return (
-            f"{self._origin}@{key.world_size}@{key.worker_id}@{key.chunk_hash_hex}@{key.dtype}"
-            f"@{layer}@{key.model_name}\n{tags}"
-        )
+        return f"{key_text(self._origin, key)}\n{tags}"

@@ -1,4 +1,8 @@
-"""Writes to the disk tier: queued, bounded, and without a trace in memory once they have ended."""
+"""Writes to the disk tier: queued, bounded, and without a trace in memory once they have ended.
+
+A chunk is written behind LMCache's back as a temporary file, with a checksum, and renamed when it
+is complete. A reader never sees half of a chunk.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_xpu.metrics import DISK_USED_BYTES, STORE_DISK, Stopwatch
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
+from lmcache_xpu.tiers.disk.complaint import Complaint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,29 +27,11 @@ if TYPE_CHECKING:
 
     from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
 
-__all__ = ["Complaint", "DiskWriter", "first_layer"]
+__all__ = ["DiskWriter", "first_layer"]
 
 logger = logging.getLogger("vllm.lmcache_xpu.disk")  # vLLM prints its own loggers only
 
 _DRAIN_SECONDS = 10.0
-_QUIET_SECONDS = 60.0
-
-
-class Complaint:
-    """A warning that is logged at most once a minute, however often its cause occurs."""
-
-    def __init__(self, message: str) -> None:
-        self._message = message
-        self._lock = threading.Lock()
-        self._quiet_until = 0.0
-
-    def log(self, *args: object) -> None:
-        """Log the message, filled in with `args`, unless it was logged a moment ago."""
-        with self._lock:
-            if time.monotonic() < self._quiet_until:
-                return
-            self._quiet_until = time.monotonic() + _QUIET_SECONDS
-        logger.warning("disk tier: " + self._message, *args)
 
 
 def first_layer(key: CacheEngineKey) -> bool:
@@ -57,9 +44,14 @@ class DiskWriter:
 
     Args:
         store: where they go.
-        limit_bytes: of chunks that are held; a single larger one is taken if no other is held.
+        limit_bytes: of chunks whose writes have not ended. A single larger one is taken when there
+            is no other.
         threads: writes at a time.
         hidden: see `ChunkLayout.tokens`.
+
+    Attributes:
+        dropped: chunks that were not written.
+        pending: writes that have not ended, by their chunks' names.
     """
 
     def __init__(self, store: ChunkStore, limit_bytes: int, threads: int, hidden: int = 0) -> None:
@@ -68,8 +60,8 @@ class DiskWriter:
         self._limit_bytes = limit_bytes
         self._hidden = hidden
         self._lock = threading.Lock()
-        self._held: dict[str, Future[None]] = {}
-        self._held_bytes = 0
+        self.pending: dict[str, Future[None]] = {}
+        self._pending_bytes = 0
         self._closed = False
         self._threads = ThreadPoolExecutor(threads, "disk-write")
         self._behind = Complaint("the disk is slower than the engine; not everything is stored")
@@ -80,7 +72,7 @@ class DiskWriter:
         )
 
     def __contains__(self, name: str) -> bool:
-        return name in self._held
+        return name in self.pending
 
     def submit(
         self,
@@ -98,17 +90,17 @@ class DiskWriter:
         now = time.time_ns()
         for age, (key, name, obj) in enumerate(zip(keys, names, objs, strict=True)):
             with self._lock:
-                if name in self._held or name in self._store:
+                if name in self.pending or name in self._store:
                     continue
-                after = self._held_bytes + obj.get_size()
-                if self._closed or (self._held and after > self._limit_bytes):
+                after = self._pending_bytes + obj.get_size()
+                if self._closed or (self.pending and after > self._limit_bytes):
                     self.dropped += len(keys) - age
                     break
                 obj.ref_count_up()
                 job = functools.partial(self._write, key, name, obj, now - age, on_complete)
                 future = self._threads.submit(job)
-                self._held[name] = future
-                self._held_bytes = after
+                self.pending[name] = future
+                self._pending_bytes = after
             future.add_done_callback(functools.partial(self._if_cancelled, name, obj))
             futures.append(future)
         else:
@@ -120,22 +112,22 @@ class DiskWriter:
 
     def settle(self, name: str) -> None:
         """Wait until no write of this chunk is queued or under way."""
-        if (future := self._held.get(name)) is not None:
+        if (future := self.pending.get(name)) is not None:
             wait([future], timeout=_DRAIN_SECONDS)
 
     def cancel(self, is_meant: Callable[[str], bool]) -> bool:
         """Drop queued writes and wait for those under way; whether they ended in ten seconds."""
         with self._lock:
-            meant = [future for name, future in self._held.items() if is_meant(name)]
-        under_way = [future for future in meant if not future.cancel()]
+            writes = [future for name, future in self.pending.items() if is_meant(name)]
+        under_way = [future for future in writes if not future.cancel()]
         return not wait(under_way, timeout=_DRAIN_SECONDS).not_done
 
     def close(self) -> None:
         """Refuse further chunks and end the queued writes; those not begun in 10 s are dropped."""
         with self._lock:
             self._closed = True
-            held = list(self._held.values())
-        wait(held, timeout=_DRAIN_SECONDS)
+            writes = list(self.pending.values())
+        wait(writes, timeout=_DRAIN_SECONDS)
         self._threads.shutdown(cancel_futures=True)
 
     def _write(
@@ -179,8 +171,8 @@ class DiskWriter:
         size = obj.get_size()
         obj.ref_count_down()
         with self._lock:
-            del self._held[name]
-            self._held_bytes -= size
+            del self.pending[name]
+            self._pending_bytes -= size
 
     def _if_cancelled(self, name: str, obj: MemoryObj, future: Future[None]) -> None:
         if future.cancelled():

@@ -1,0 +1,142 @@
+"""What settings become: vLLM's arguments, LMCache's configuration, and the engine's variables.
+
+LMCache's configuration travels inside vLLM's `--kv-transfer-config`, so the command line shows
+everything and nothing can disagree with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+
+from lmcache_xpu import versions
+from lmcache_xpu.launch.settings import CPU_KV_CACHE_GIB, ENV_PREFIX, Settings
+from lmcache_xpu.transfer import pool_memory
+
+__all__ = ["engine_variables", "kv_transfer_config", "lmcache_config", "vllm_arguments"]
+
+
+def vllm_arguments(settings: Settings) -> list[str]:
+    """Return the arguments of `vllm serve`, the model first."""
+    kv_cache_gib = settings.kv_cache_gib
+    if kv_cache_gib is None and settings.device == "cpu":
+        kv_cache_gib = CPU_KV_CACHE_GIB
+    transfer = json.dumps(kv_transfer_config(settings)) if settings.offload else None
+    options: dict[str, object] = {
+        "--host": settings.host,
+        "--port": settings.port,
+        "--served-model-name": settings.served_model_name,
+        "--shutdown-timeout": settings.drain_s or None,
+        "--dtype": settings.dtype,
+        "--max-model-len": settings.max_model_len,
+        "--block-size": settings.block_tokens,
+        "--kv-cache-memory-bytes": kv_cache_gib and int(kv_cache_gib * 2**30),
+        "--gpu-memory-utilization": settings.memory_fraction,
+        "--tensor-parallel-size": settings.tensor_parallel,
+        "--data-parallel-size": settings.data_parallel if settings.data_parallel > 1 else None,
+        "--max-num-batched-tokens": settings.max_num_batched_tokens,
+        "--max-num-seqs": settings.max_num_seqs,
+        "--kv-transfer-config": transfer,
+        "--kv-events-config": json.dumps(_kv_events(settings)) if settings.kv_events else None,
+    }
+    args = [settings.model]
+    for option, value in options.items():
+        if value is not None:
+            args += [option, str(value)]
+    args.append(
+        "--enable-prefix-caching" if settings.prefix_caching else "--no-enable-prefix-caching"
+    )
+    if settings.enforce_eager:
+        args.append("--enforce-eager")
+    return args + list(settings.extra_args)
+
+
+def kv_transfer_config(settings: Settings) -> dict[str, object]:
+    """Return vLLM's KV transfer configuration, with LMCache's inside."""
+    return {
+        "kv_connector": "LMCacheXPUConnector",
+        "kv_connector_module_path": "lmcache_xpu.vllm_connector",
+        "kv_role": "kv_both",
+        # A chunk may be lost between look-up and load; vLLM's default fails the request.
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            f"lmcache.{key}": value for key, value in lmcache_config(settings).items()
+        },
+    }
+
+
+def lmcache_config(settings: Settings) -> dict[str, object]:
+    """Return LMCache's configuration, in LMCache's names; empty without `offload`."""
+    if not settings.offload:
+        return {}
+    config: dict[str, object] = {
+        "chunk_size": settings.chunk_tokens,
+        "local_cpu": True,
+        "max_local_cpu_size": settings.cpu_gib,  # in units of 2**30 bytes, whatever its docs say
+        "use_layerwise": settings.layerwise,
+        "save_decode_cache": settings.save_decode,
+        # An engine's block may be packed as one piece (CPU): no part of it can be copied.
+        "save_unfull_chunk": False,
+        "pre_caching_hash_algorithm": settings.hash_algorithm,
+    }
+    if settings.kv_events is not None:
+        config["enable_kv_events"] = True
+    extra: dict[str, object] = {
+        f"xpu.{name}": value
+        for name in ("overlap_load", "overlap_store", "staging_mib", "layers_at_once")
+        if (value := getattr(settings, name)) is not None
+    }
+    if settings.disk_path is not None:
+        config["storage_plugins"] = ["disk"]
+        extra |= {
+            "storage_plugin.disk.module_path": "lmcache_xpu.disk.tier",
+            "storage_plugin.disk.class_name": "DiskTier",
+            "disk.path": str(settings.disk_path),
+            "disk.gib": settings.disk_gib,
+        }
+    if settings.remote_url is not None:
+        config["remote_storage_plugins"] = ["shared"]
+        extra |= {
+            "remote_storage_plugin.shared.module_path": "lmcache_xpu.remote",
+            "remote_storage_plugin.shared.class_name": "RemoteTier",
+            "shared.url": settings.remote_url,
+        }
+    return {**config, "extra_config": extra}
+
+
+def engine_variables(settings: Settings, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables that have no argument: to be added to the engine's environment.
+
+    Args:
+        settings: of the engine.
+        environ: that environment. What it says of PyTorch's allocator is kept and added to.
+    """
+    env = {
+        # One hash seed for all of the engine's processes; see the setting hash_algorithm.
+        "PYTHONHASHSEED": "0",
+        # vLLM and LMCache both obey this one and report nothing to their makers.
+        "DO_NOT_TRACK": "1",
+        "VLLM_LOGGING_LEVEL": settings.log_level.upper(),
+        "LMCACHE_LOG_LEVEL": settings.log_level.upper(),
+    }
+    if settings.device == "cpu":
+        # oneDNN keeps what it compiled for each of 1,024 numbers of tokens, and vLLM what it
+        # needs again: half a GiB, and a heap that grows with every request, for nothing.
+        env["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "0"
+    if settings.device == "xpu" and settings.offload:
+        env |= pool_memory.allocator_variables(environ, versions.installed().torch)
+    if settings.device == "cuda":
+        env[f"{ENV_PREFIX}DEVICES"] = "cuda"  # where this package is off unless asked for
+    if settings.api_key is not None:
+        # Not an argument: every user of the machine can read those.
+        env["VLLM_API_KEY"] = settings.api_key.get_secret_value()
+    if settings.remote_password is not None:
+        # Read by the shared tier in the engine's worker: LMCache logs its configuration.
+        env[f"{ENV_PREFIX}REMOTE_PASSWORD"] = settings.remote_password.get_secret_value()
+    return env
+
+
+def _kv_events(settings: Settings) -> dict[str, object]:
+    """vLLM's configuration of its publisher of KV events."""
+    return {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": settings.kv_events}

@@ -1,0 +1,151 @@
+"""The checks before a start: what would fail, or be ignored, minutes after it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from lmcache_xpu.cache_engine.layer_kinds import check_states, read_config
+from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.launch.engine_arguments import lmcache_config
+from lmcache_xpu.launch.machine import Machine
+from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
+
+__all__ = [
+    "check_disk",
+    "check_environment",
+    "check_layers",
+    "check_memory",
+    "check_model",
+    "check_port",
+    "check_render_nodes",
+    "preflight",
+]
+
+
+def preflight(
+    settings: Settings, environ: Mapping[str, str], machine: Machine | None = None
+) -> None:
+    """Refuse what would fail, or be ignored, minutes later.
+
+    Raises:
+        SettingsError: model, port, device, memory or disk don't fit, or `environ` contradicts.
+    """
+    machine = machine or Machine()
+    check_environment(settings, environ)
+    check_model(settings.model)
+    check_port(settings.host, settings.port)
+    if settings.device == "xpu":
+        check_render_nodes(machine)
+    if settings.offload:
+        check_layers(settings.model)
+        check_memory(settings.cpu_gib * settings.devices, machine)
+        if settings.disk_path is not None:
+            check_disk(settings.disk_path)
+
+
+def check_environment(settings: Settings, environ: Mapping[str, str]) -> None:
+    """Refuse other ways to set what is set here: one of the two would silently lose.
+
+    Raises:
+        SettingsError: names such a variable.
+    """
+    variables = {
+        "VLLM_CPU_KVCACHE_SPACE",
+        *(f"LMCACHE_{k.upper()}" for k in lmcache_config(settings)),
+    }
+    for name in sorted(variables & environ.keys()):
+        raise SettingsError(
+            f"{name}={environ[name]} in the environment",
+            f"only {ENV_PREFIX}* variables and options to decide this",
+            f"Unset {name}.",
+        )
+
+
+def check_model(model: str) -> None:
+    """Refuse a path that holds no model; a name on a hub is not looked up."""
+    path = Path(model).expanduser()
+    is_path = model.startswith(("/", "./", "../", "~")) or path.exists()
+    if is_path and not (path / "config.json").is_file():
+        raise SettingsError(
+            f"model={model}",
+            "a model directory with a config.json, or the name of a model on a hub",
+            "Check the path." if not path.exists() else "",
+        )
+
+
+def check_layers(model: str) -> None:
+    """Refuse a model whose layers can't be restored from a prefix, before vLLM loads it.
+
+    For a model on a hub it reads what was downloaded before. What it can't read is left to the
+    engine, where the connector refuses the same.
+    """
+    try:
+        config = read_config(model, cached=True)
+    except SettingsError:
+        return
+    check_states(config)
+
+
+def check_port(host: str, port: int) -> None:
+    """Refuse an address that somebody else listens on, or that is not this machine's."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # vLLM's own server does the same: connections in TIME_WAIT must not count.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise SettingsError(
+                f"{host}:{port} not available ({error.strerror})",
+                "an address of this machine and a port that nothing listens on",
+                "Choose another with --port, or stop what listens there.",
+            ) from error
+
+
+def check_memory(pool_gib: float, machine: Machine) -> None:
+    """Refuse a CPU tier above all memory: LMCache zeroes it at the start, and would be killed."""
+    total = machine.memory_bytes()
+    if pool_gib * 2**30 > total:
+        raise SettingsError(
+            f"a CPU tier of {pool_gib:g} GiB in all (cpu_gib x devices)",
+            f"less than the {total / 2**30:.1f} GiB of this machine or container",
+            "Lower cpu_gib.",
+        )
+
+
+def check_render_nodes(machine: Machine) -> None:
+    """Refuse a machine without a render node of an Intel GPU that this user may open."""
+    nodes = machine.render_nodes()
+    if not nodes:
+        raise SettingsError(
+            f"no renderD* in {machine.root / 'dev/dri'}",
+            "the render node of an Intel GPU",
+            "In a container: pass the device (docker: --device /dev/dri; Kubernetes: request "
+            "gpu.intel.com/xe or i915). On the machine itself: load the driver xe or i915.",
+        )
+    if not any(machine.may_open(node) for node in nodes):
+        groups = ", ".join(sorted({str(node.stat().st_gid) for node in nodes}))
+        raise SettingsError(
+            f"{', '.join(node.name for node in nodes)}, which this user can't open",
+            f"membership in the group that owns them, {groups}",
+            f"Set RENDER_GID={groups} in .env (docker: --group-add), supplementalGroups in "
+            "Kubernetes, or run `usermod -aG render USER`.",
+        )
+
+
+def check_disk(path: Path) -> None:
+    """Make the directory, and refuse it if a file can't be written in it."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path) as probe:
+            probe.write(b"\0" * 4096)
+    except OSError as error:
+        raise SettingsError(
+            f"disk_path={path}, where a file can't be written ({error.strerror})",
+            f"a directory with free space that this user ({os.getuid()}) may write to",
+            "Name another with --disk-path, or give this one to the user.",
+        ) from error

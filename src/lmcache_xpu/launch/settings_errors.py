@@ -1,0 +1,78 @@
+"""Mistakes in settings, told so that a reader can correct them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from lmcache_xpu.errors import SettingsError
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+    from pydantic_core import ErrorDetails
+
+__all__ = ["unknown_variable", "validation_failure"]
+
+SECRETS = ("api_key", "remote_password", "remote_url")  # people put passwords in URLs
+
+
+def unknown_variable(name: str, names: Iterable[str], prefix: str) -> SettingsError:
+    """Return the error about a variable with our prefix that is no setting's.
+
+    Args:
+        name: the variable.
+        names: the variables of all settings; the one most like `name` is proposed.
+        prefix: what they begin with.
+    """
+    return SettingsError(
+        f"the environment variable {name}",
+        _most_like(name, names) or f"{prefix} and the name of a setting",
+        "Correct or unset it; `lmcache-xpu serve --help` lists the settings.",
+    )
+
+
+def validation_failure(error: ValidationError, fields: Iterable[str]) -> SettingsError:
+    """Return the error that says which settings are wrong, what they are, and what they may be.
+
+    Args:
+        error: pydantic's.
+        fields: names of all settings.
+    """
+    values, expectations, fix = [], [], ""
+    for item in error.errors(include_url=False):
+        if isinstance(contradiction := item.get("ctx", {}).get("error"), SettingsError):
+            return contradiction  # it says it all; pydantic wraps any ValueError
+        name = str(item["loc"][0]) if item["loc"] else "settings"
+        values.append(_value(item, name))
+        expectations.append(_expectation(item, name, fields))
+        fix = _way_out(item, name) or fix
+    return SettingsError(", ".join(values), "; ".join(expectations), fix)
+
+
+def _value(item: ErrorDetails, name: str) -> str:
+    if item["type"] == "missing":
+        return f"no {name}"
+    return f"{name} (not shown)" if name in SECRETS else f"{name}={item['input']!r}"
+
+
+def _expectation(item: ErrorDetails, name: str, fields: Iterable[str]) -> str:
+    if item["type"] == "extra_forbidden":
+        field = _most_like(name, fields)
+        return f"{field} instead of {name}" if field else f"no {name}"
+    return f"{name}: {item['msg'][0].lower()}{item['msg'][1:]}"
+
+
+def _way_out(item: ErrorDetails, name: str) -> str:
+    if name == "remote_url":
+        return "redis://HOST:PORT, or rediss:// for TLS; a password goes into remote_password."
+    if name == "port" and str(item["input"]).startswith("tcp://"):
+        return (
+            "Kubernetes made this variable for a service named lmcache-xpu: set "
+            "enableServiceLinks: false on the pod."
+        )
+    return ""
+
+
+def _most_like(name: str, names: Iterable[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(name, names, n=1)), None)

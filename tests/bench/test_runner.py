@@ -1,0 +1,196 @@
+"""`lmcache-xpu bench engine`: its figures, and the whole of it with a small engine."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from lmcache_xpu.bench.child import _cause
+from lmcache_xpu.bench.jobs import MARK, _digests
+from lmcache_xpu.bench.report import Figures, plot, show, write
+from lmcache_xpu.bench.runner import Result, run
+from lmcache_xpu.bench.shapes import SHAPES, shape_named
+from lmcache_xpu.bench.variants import variants, variants_named
+from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.launch.engine_arguments import vllm_arguments
+from lmcache_xpu.launch.settings import Settings
+
+SMALL = shape_named("small")
+PYTHON = sys.executable
+
+
+def results() -> list[Result]:
+    rows = {"1024": 1024, "2048 + 256": 2048}
+    none = Result("none", "no connector", tokens=rows, link_gb_s={"load": 1.0})
+    none.ms = {"1024": {"recompute": 200.0, "own prefix": 10.0}, "2048 + 256": {"own prefix": 50.0}}
+    ours = Result("ours", "ours", exact=1.0, tokens=rows)
+    ours.ms = {
+        "1024": {"recompute": 204.0, "own prefix": 11.0, "tier": 40.0},
+        "2048 + 256": {"own prefix": 51.0, "tier": 55.0},
+    }
+    bad = Result("lmcache", "LMCache", exact=0.3165, tokens=rows, error="AssertionError: layout")
+    return [none, ours, bad]
+
+
+def test_limits_and_ratios():
+    """A whole prompt's limit has a copy in it, a later turn's has none: it can hide."""
+    figures = Figures(SMALL, results())
+    _, ours, bad = figures.results
+    copy_ms = 1024 * SMALL.model.kv_bytes_per_token / 1.0e9 * 1e3
+    assert figures.limit_ms("1024") == pytest.approx(10 + copy_ms)
+    assert figures.limit_ms("2048 + 256") == 50
+    assert figures.hit_ratio(ours, "1024") == pytest.approx(40 / (10 + copy_ms))
+    assert figures.hit_ratio(ours, "2048 + 256") == pytest.approx(1.1)
+    assert figures.store_ratio(ours, "1024") == pytest.approx(1.02)
+    assert figures.hit_ratio(bad, "1024") is None
+
+
+def test_what_is_not_exact_or_did_not_run_is_shown(tmp_path: Path):
+    figures = Figures(SMALL, results())
+    console = Console(width=140, record=True, file=io.StringIO())
+    show(figures, console)
+    text = console.export_text()
+    assert "LMCache: NOT EXACT, 0.3165" in text
+    assert "LMCache: AssertionError: layout" in text
+    assert "1.10" in text
+    write(figures, {"device": "cpu", "vllm": "1"}, "command", tmp_path / "report.txt", console)
+    report = (tmp_path / "report.txt").read_text()
+    assert "vllm: 1" in report
+    assert json.loads(report[report.index('{\n "machine"') :])["limits_ms"]["2048 + 256"] == 50
+    plot(figures, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+def test_without_the_plain_engine_there_are_no_limits():
+    figures = Figures(SMALL, results()[1:])
+    assert figures.limit_ms("1024") is None
+    assert figures.hit_ratio(figures.results[0], "1024") is None
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_every_variant_is_made_of_settings(shape):
+    for variant in variants(shape):
+        settings = Settings.load(variant.values(shape, "model", "cuda", graphs=False))
+        assert ("LMCacheXPUConnector" in " ".join(vllm_arguments(settings))) == (
+            variant.name.startswith("ours")
+        )
+
+
+def test_names_are_checked():
+    with pytest.raises(SettingsError, match="one of none, ours"):
+        variants_named(SMALL, ["theirs"])
+    with pytest.raises(SettingsError, match="8b or small"):
+        shape_named("9b")
+    assert [variant.name for variant in variants_named(SMALL, ["ours", "none"])] == ["none", "ours"]
+
+
+def test_why_an_engine_ended():
+    assert _cause(["x", "ValueError: no", "y"], 1) == "ValueError: no"
+    assert _cause(["x"], 3) == "exit code 3"
+
+
+def run_small(monkeypatch, script, names, **options):
+    """The bench, with a program in place of the engines."""
+    monkeypatch.setattr(sys, "executable", _stand_in(script))
+    how = {"repeats": 1, "in_turn": False, "graphs": False, "timeout_s": 60} | options
+    return run(SMALL, variants_named(SMALL, names), console=Console(quiet=True), **how)
+
+
+@pytest.mark.parametrize(
+    ("script", "timeout_s", "error"),
+    [
+        ("print('RuntimeError: broken'); raise SystemExit(4)", 60, "RuntimeError: broken"),
+        ("import time; time.sleep(60)", 1, "no answer within 1 s"),
+        ("print('BENCH {}', flush=True); input(); raise SystemExit(5)", 60, "exit code 5"),
+    ],
+    ids=["fails", "hangs", "ends later"],
+)
+def test_an_engine_that_hangs_or_fails_is_a_result(monkeypatch, script, timeout_s, error):
+    (result,) = run_small(monkeypatch, script, ["ours"], timeout_s=timeout_s)
+    assert result.error == error
+    assert not result.ms
+
+
+STAND_IN = """
+import json, os, sys
+def say(**facts): print("BENCH " + json.dumps(facts), flush=True)
+def note(what):
+    with open(os.environ["NOTES"], "a") as file: file.write(what + "\\n")
+name = "none" if "kv-transfer" not in str(sys.argv) and '"offload": false' in str(sys.argv) else "x"
+say(started=True)
+for line in sys.stdin:
+    ((job, _),) = json.loads(line)["do"].items()
+    note(f"{name} {job}")
+    say(link={"load": 1.0}, exact=1.0, rounds=[{"own prefix": 0.5}, {"own prefix": 0.25}])
+note(f"{name} ended")
+"""
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_engines_are_asked_one_after_another_or_in_turn(monkeypatch, tmp_path, in_turn):
+    monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
+    none, ours = run_small(monkeypatch, STAND_IN, ["none", "ours"], in_turn=in_turn, repeats=2)
+    assert (none.error, ours.error, ours.exact, none.link_gb_s) == (None, None, 1.0, {"load": 1.0})
+    assert none.ms["4096"] == ours.ms["4 x (1024 + 128)"] == {"own prefix": 375}
+    notes = (tmp_path / "notes").read_text().splitlines()
+    rows = [note for note in notes if "whole" in note or "later" in note]
+    each = ["none", "x"] * 12 if in_turn else ["none"] * 12 + ["x"] * 12
+    assert [note.split()[0] for note in rows] == each
+    assert (notes.index("none ended") > notes.index("x whole")) == in_turn
+
+
+def _stand_in(script: str) -> str:
+    import tempfile
+
+    path = Path(tempfile.mkdtemp()) / "python"
+    path.write_text(f"#!{PYTHON}\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+class Worker:
+    """As `_digests` sees it: two layers of 8 blocks."""
+
+    def __init__(self) -> None:
+        self.model_runner = self
+        self.kv_caches = [torch.randn(8, 2, 4, 6), torch.randn(2, 8, 4, 6)]
+
+
+def test_digests_see_every_byte_and_its_place():
+    worker = Worker()
+    before = _digests(worker, [1, 5], 8)
+    assert before.shape == (2, 2)
+    assert torch.equal(before, _digests(worker, [1, 5], 8))
+    assert not torch.equal(before[0], before[0].flip(0))
+    worker.kv_caches[0][5, 1, 3, 5] += 1
+    after = _digests(worker, [1, 5], 8)
+    assert (before == after).tolist() == [[True, False], [True, True]]
+    one, other = worker.kv_caches[1][0, 1, 0, :2].tolist()
+    worker.kv_caches[1][0, 1, 0, :2] = torch.tensor([other, one])  # swapped
+    assert (after == _digests(worker, [1, 5], 8)).tolist() == [[True, True], [False, True]]
+
+
+@pytest.mark.alone
+@pytest.mark.engine
+@pytest.mark.timeout(400)
+def test_a_hit_is_exact_and_beats_recomputing(tmp_path: Path):
+    figures = tmp_path / "figures.json"
+    command = ["bench", "engine", "--shape", "small", "--repeats", "1", "--json", str(figures)]
+    wanted = ["--variant", "none", "--variant", "ours"]
+    program = Path(sys.executable).with_name("lmcache-xpu")
+    done = subprocess.run(
+        [str(program), *command, *wanted], capture_output=True, text=True, timeout=380
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert MARK not in done.stdout
+    none, ours = json.loads(figures.read_text())["results"]
+    assert ours["exact"] == 1
+    for row in ("2048", "4096"):
+        assert ours["ms"][row]["tier"] < 0.6 * none["ms"][row]["recompute"]

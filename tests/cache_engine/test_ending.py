@@ -1,0 +1,146 @@
+"""Engines that come and go in one process leave nothing, and a process ends by itself.
+
+LMCache's engine, servers, sockets and tiers are real here, around our connector; vLLM is not.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+from support.scripts import run_script
+
+from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.kv_connector.connector import LMCacheXPUConnector
+
+PROCESS = """
+import gc, json, sys, threading, time
+from pathlib import Path
+from types import SimpleNamespace
+import psutil, torch
+from support import storage
+from support.caches import Spec, build
+from lmcache.integration.vllm import utils
+from lmcache.v1.cache_engine import LMCacheEngineBuilder
+from lmcache.v1.lookup_client.factory import LookupClientFactory
+from lmcache.v1.offload_server.zmq_server import ZMQOffloadServer
+from vllm.distributed import parallel_state
+from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2
+from lmcache_xpu.cache_engine.ending import end_lmcache, end_with_process
+from lmcache_xpu.cache_engine.near_lookups import NearLookups
+from lmcache_xpu.gpu_connector.in_flight import InFlight
+
+parallel_state.get_tensor_model_parallel_rank = lambda: 0
+tokens = list(range(64))
+cache = build(Spec("LBHNC", layers=2, blocks=8, tokens=16, dim=64))
+POOL_CHUNKS = 4096  # 64 MiB
+
+
+class Engine:
+    def __init__(self, number, disk):
+        config = storage.make_config(disk, pool_chunks=POOL_CHUNKS)
+        utils._config_instance = config
+        metadata = storage.make_metadata()
+        metadata.engine_id = f"engine {number}"
+        metadata.kv_connector_extra_config = {}
+        connector = VLLMPagedMemXPUConnectorV2.from_metadata(metadata, device="cpu")
+        connector.overlap = self.overlap = InFlight(16)
+        engine = LMCacheEngineBuilder.get_or_create(
+            "vllm-instance", config, metadata, connector,
+            lambda tensor, src: tensor, lambda thing, src: thing,
+        )
+        engine.post_init()
+        client = LookupClientFactory.create_lookup_client(config, metadata, None)
+        manager = SimpleNamespace(
+            _config=config,
+            _health_monitor=None,
+            _runtime_plugin_launcher=None,
+            _api_server=None,
+            _offload_server=ZMQOffloadServer(engine, 0),
+            _lookup_server=LookupClientFactory.create_lookup_server(engine, metadata),
+            _lookup_client=client,
+            _lmcache_engine=engine,
+        )
+        self.adapter = SimpleNamespace(_manager=manager)
+        self.ended = False
+        self.engine = engine
+        end_with_process(self)
+        self.found = client.lookup(tokens, lookup_id="before")
+        engine.store(tokens, kvcaches=cache.engine, slot_mapping=torch.arange(64), offset=0)
+        client.transport = NearLookups(client.transport, lambda: None)
+        for _ in range(200):
+            client.reqs_status.clear()
+            self.stored = client.lookup(tokens, lookup_id="after")
+            engine.lookup_unpin("after")
+            if self.stored == 64:
+                break
+            threading.Event().wait(0.01)
+
+    def shutdown(self):
+        if not self.ended:  # as the connector does
+            self.overlap.drain()
+        self.ended = True
+        self.overlap.close()
+        end_lmcache(self.adapter)
+
+    def fill(self):
+        self.engine.storage_manager.local_cpu_backend.memory_allocator.buffer.fill_(1)
+        return state()["mib"]
+
+
+def state():
+    gc.collect()
+    process = psutil.Process()
+    return {
+        "mib": process.memory_info().rss / 2**20,
+        "threads": process.num_threads(),
+        "files": process.num_fds(),
+        "sockets": len(process.net_connections("all")),
+        "engines": len(LMCacheEngineBuilder._instances),
+    }
+
+
+disk, rounds = Path(sys.argv[1] if len(sys.argv) > 1 else DISK), ROUNDS
+states, found, filled = [], [], []
+for number in range(rounds + 1):
+    one = Engine(number, disk)
+    found.append((one.found, one.stored))
+    filled.append(one.fill())
+    one.shutdown()
+    if number == 0:
+        one.shutdown()  # as when a process ends, too
+    del one
+    # A socket's thread may take a moment longer than the socket.
+    end = time.monotonic() + 5
+    while (now := state())["threads"] > (states or [now])[0]["threads"] and time.monotonic() < end:
+        time.sleep(0.05)
+    states.append(now)
+kept = Engine("that is left", disk)
+print(json.dumps({"states": states, "found": found, "filled": filled}))
+"""
+
+
+def test_eight_engines_leave_memory_threads_files_and_sockets_as_they_were(tmp_path):
+    """And the ninth, which nobody ends, does not keep the process from ending."""
+    script = PROCESS.replace("DISK", repr(str(tmp_path / "kv"))).replace("ROUNDS", "8")
+    result = run_script(script, timeout=100, PYTHONHASHSEED="0")
+    first, *rest = result["states"]
+    assert len(rest) == 8
+    for state, filled in zip(rest, result["filled"][1:], strict=True):
+        for what in ("threads", "files", "sockets"):
+            assert state[what] <= first[what], (what, result["states"])
+        assert state["engines"] == 0
+        assert filled - state["mib"] > 48, "a pool has 64 MiB"
+        assert state["mib"] < first["mib"] + 16
+    assert result["found"][0] == [0, 64]
+    assert result["found"][1:] == [[64, 64]] * 8, "the disk's directory was free each time"
+
+
+def test_a_second_engine_in_the_process_of_one_that_runs_is_refused():
+    made: Any = object.__new__(LMCacheXPUConnector)
+    made._served, made._overlap = True, SimpleNamespace()
+    with pytest.raises(SettingsError, match="a second engine in the process"):
+        made.register_kv_caches({})

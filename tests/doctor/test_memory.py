@@ -1,0 +1,85 @@
+"""Checks of memory, on a planted machine."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from support.checks import B60, GIB, load, said
+
+from lmcache_xpu.doctor import memory
+from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.launch.engine_arguments import engine_variables
+from lmcache_xpu.launch.machine import TorchFacts
+from lmcache_xpu.launch.preflight import preflight
+from lmcache_xpu.transfer import pool_memory
+
+
+@pytest.mark.parametrize(
+    ("cpu_gib", "parallel", "limit", "outcome"),
+    [
+        (20, 1, None, "ok"),
+        (20, 2, None, "warn"),  # 40 of 48 available
+        (20, 3, None, "fail"),  # 60 of 48 available
+        (20, 1, "max\n", "ok"),
+        (20, 1, f"{16 * GIB}\n", "fail"),
+        (4, 1, f"{16 * GIB}\n", "ok"),
+    ],
+)
+@pytest.mark.parametrize("file", ["memory.max", "memory/memory.limit_in_bytes"])
+def test_the_cpu_tier_against_memory_and_limit(
+    machine, root, cpu_gib, parallel, limit, outcome, file
+):
+    if limit:
+        (root / "sys/fs/cgroup" / file).parent.mkdir(exist_ok=True)
+        (root / "sys/fs/cgroup" / file).write_text(limit)
+    for name in ("tensor_parallel", "data_parallel"):
+        check = memory.check_memory(machine(), load(cpu_gib=cpu_gib, **{name: parallel}))
+        assert check.outcome == outcome, check
+
+
+def test_the_limit_of_a_container_stops_serve_too(machine, root):
+    (root / "sys/fs/cgroup/memory.max").write_text(str(4 * GIB))
+    with pytest.raises(SettingsError, match=r"less than the 4\.0 GiB"):
+        preflight(load(cpu_gib=5, port=65431), {}, machine())
+
+
+@pytest.mark.parametrize(
+    ("cpu_gib", "card_gib", "way"),
+    [
+        (8, 24, "8 GiB per device, one pinned allocation each"),
+        (16, 24, "one pinned allocation each"),
+        (17, 24, "one pinned allocation may be 16 GiB"),
+        (64, 24, "ordinary memory that the driver registers"),
+        (15, 16, "one pinned allocation may be 14.4 GiB"),
+        (0.5, 24, "PyTorch would round a pinned one up"),
+    ],
+)
+def test_the_way_of_the_cpu_tier_is_the_rule_of_the_engine(machine, cpu_gib, card_gib, way):
+    settings = load(cpu_gib=cpu_gib, device="xpu")
+    environ = engine_variables(settings, {})
+    size, most = int(cpu_gib * GIB), pool_memory.limit(card_gib * GIB)
+    assert pool_memory.fits(size, most, environ) == ("pinned allocation each" in way)
+    facts = TorchFacts("2.14.0+xpu", (("large", 48 * GIB), ("small", card_gib * GIB)))
+    assert said(memory.check_pinned(machine(), settings, facts), "ok", way)
+
+
+def test_pinned_memory_against_limits_and_settings_of_others(machine):
+    settings = load(cpu_gib=8, device="xpu")
+    locked = machine(memlock_bytes=2**26)
+    assert said(memory.check_pinned(locked, settings, B60), "warn", "64 MiB", "memlock")
+    risky = {"PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:1024"}
+    check = memory.check_pinned(
+        machine(environ=risky), settings, TorchFacts("2.13.0+xpu", B60.gpus)
+    )
+    assert said(check, "warn", "pinned_max_round_threshold_mb", "pinned_max_cached_size_mb")
+    harmless = {"PYTORCH_ALLOC_CONF": "pinned_max_cached_size_mb:512,max_split_size_mb:64"}
+    assert memory.check_pinned(machine(environ=harmless), settings, B60).outcome == "ok"
+
+
+def test_shared_memory_matters_with_several_workers(machine, monkeypatch):
+    usage = shutil.disk_usage("/")._replace(total=64 * 2**20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    assert memory.check_shared_memory(machine(), load()).outcome == "ok"
+    check = memory.check_shared_memory(machine(), load(tensor_parallel=2))
+    assert said(check, "warn", "0.06 GiB", "shm_size")

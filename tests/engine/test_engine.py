@@ -1,0 +1,139 @@
+"""End to end on CPU: a real vLLM, a real LMCache, our connector and our disk tier.
+
+A reported hit proves nothing, so these compare bytes and tokens, and show that both would differ
+if a hit wrote the wrong thing. With vLLM's default on CPU, and with its default on Intel GPUs: the
+newer model runner and asynchronous scheduling.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from support.engine_probe import BLOCK, CHUNK, LENGTHS, cached
+from support.scripts import printed, run_probe
+
+from lmcache_xpu.harness.random_model import EXACT, make_model
+
+pytestmark = pytest.mark.engine
+
+
+def probe(step: str, *args: str) -> dict:
+    return printed(run_probe("engine", step, *args))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_model(EXACT, tmp_path_factory.mktemp("models")))
+
+
+@pytest.fixture(
+    scope="module",
+    params=itertools.product(["standard", "layerwise"], ["default", "newer"]),
+    ids="-".join,
+)
+def place(request, model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    directory = tmp_path_factory.mktemp("-".join(request.param))
+    return model, str(directory / "disk"), str(directory / "reference.json"), *request.param
+
+
+@pytest.fixture(scope="module")
+def stored(place: tuple[str, ...]) -> dict:
+    return probe("store", *place)
+
+
+@pytest.fixture(scope="module")
+def restarted(place: tuple[str, ...], stored: dict) -> dict:
+    return probe("restart", *place)
+
+
+def test_this_is_what_runs(stored: dict, place: tuple[str, ...]):
+    newer = place[-1] == "newer"
+    assert stored["runs"] == {
+        "runner": "vllm.v1.worker.cpu.model_runner" if newer else "vllm.v1.worker.cpu_model_runner",
+        "scheduler": "AsyncScheduler" if newer else "Scheduler",
+        "ahead": newer,
+    }
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_a_cpu_hit_restores_every_byte_and_gives_the_recomputed_tokens(stored: dict, name: str):
+    found = stored["prompts"][name]
+    assert len(found["recompute"]) == 24
+    assert found["cpu"]["answer"] == found["recompute"]
+    assert found["cpu"]["hit"] == cached(name)
+    # Every cached block but the one whose last token vLLM recomputes on a full hit.
+    assert found["cpu"]["restored"] >= cached(name) // BLOCK
+
+
+@pytest.mark.parametrize("turn", ["prompts", "again"])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_a_disk_hit_after_a_restart_does_too(stored: dict, restarted: dict, name: str, turn: str):
+    """Twice: a load that kept pins or locks of the first would fail or hang in the second."""
+    found = restarted[turn][name]
+    assert found["answer"] == stored["prompts"][name]["recompute"]
+    assert found["hit"] == cached(name)
+    assert found["restored"] >= cached(name) // BLOCK
+    assert restarted["disk_hits"] >= sum(length // CHUNK for length in LENGTHS.values())
+
+
+def test_no_reference_or_pin_outlives_its_request(stored: dict, restarted: dict):
+    """The hot cache itself holds one reference; more would never be evicted, fewer be freed."""
+    assert stored["counts"] == [[1, 0]]
+    assert restarted["counts"] in ([[1, 0]], [])  # layerwise loads leave nothing in CPU memory
+
+
+def test_the_cpu_tier_takes_what_it_says(stored: dict, place: tuple[str, ...]):
+    """Asked of PyTorch, or allocated by us, as on an Intel GPU what is too large to be pinned."""
+    assert stored["pool"] == [2**28, place[-2] == "standard"]
+
+
+def test_loads_begin_as_early_as_they_can(stored: dict, place: tuple[str, ...]):
+    """Each could begin later as well: when vLLM has prepared its step."""
+    earliest = {"standard": "scheduled", "layerwise": "told"}[place[-2]]
+    assert stored["began"] == [earliest] * 4 * len(LENGTHS)
+
+
+def test_look_ups_in_the_same_process_need_no_socket(stored: dict):
+    assert stored["asked"] == ["near"]
+
+
+def test_many_at_once_get_their_own_tokens(stored: dict):
+    """Loads begin one by one while their steps are decided on; what is preempted loads again."""
+    for found in stored["crowd"]["rounds"]:
+        assert all(found["right"])
+        assert found["preempted"] > 0
+        assert found["hit"] > stored["crowd"]["tokens"] / 2
+
+
+@pytest.mark.parametrize("fault", ["shifted", "without values"])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_a_wrong_load_would_be_seen(stored: dict, name: str, fault: str):
+    found = stored["prompts"][name]
+    assert found[fault]["hit"] == cached(name)  # reported as a hit all the same
+    assert found[fault]["answer"] != found["recompute"]
+    assert found[fault]["restored"] < cached(name) // BLOCK
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_a_load_that_fails_is_recomputed(stored: dict, name: str):
+    found = stored["prompts"][name]
+    assert found["failing"]["answer"] == found["recompute"]
+    assert found["failing"]["restored"] >= cached(name) // BLOCK
+
+
+def test_turns_whose_loads_fail_are_computed_and_leave_nothing_wrong_behind(stored: dict):
+    """A step that was on its way when a load failed stores nothing, and its tokens are dropped."""
+    found = stored["stumbled"]
+    assert found["failed"] > 0
+    assert found["hit"] >= 4 * CHUNK  # promised
+    assert found["failing"] == found["cold"]
+    assert found["afterwards"] == found["cold"]
+
+
+def test_a_tier_that_does_not_open_ends_the_engine_with_the_reason(model: str):
+    """LMCache alone would go on without it; and its threads would keep a failed process alive."""
+    done = run_probe("engine", "broken", model, "unused", "unused", "standard", "default")
+    assert done.returncode == 1
+    assert "SeamError: found LMCache tiers ['LocalCPUBackend']" in done.stderr
+    assert "Failed to create backend disk" in done.stdout + done.stderr

@@ -1,0 +1,142 @@
+"""Weights that change under a real engine on CPU, and resets: nothing old is found or served.
+
+Every answer is compared with the one that the engine gives when nothing can be found, under the
+weights that it has by then.
+"""
+
+from __future__ import annotations
+
+import pytest
+from support.scripts import printed, run_probe
+
+from lmcache_xpu.harness.random_model import EXACT, make_model
+
+pytestmark = pytest.mark.engine
+
+WHOLE = 1024  # tokens of whole chunks in the prompt that is asked again and again
+
+
+def probe(step: str, *args: str) -> dict:
+    return printed(run_probe("reset", step, *args))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_model(EXACT, tmp_path_factory.mktemp("models")))
+
+
+@pytest.fixture(scope="module", params=["standard", "layerwise"])
+def place(request, model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    directory = tmp_path_factory.mktemp(request.param)
+    return model, str(directory / "disk"), str(directory / "reference.json"), request.param
+
+
+@pytest.fixture(scope="module")
+def found(place: tuple[str, ...]) -> dict:
+    return probe("reset", *place)
+
+
+@pytest.fixture(scope="module")
+def restarted(place: tuple[str, ...], found: dict) -> dict:
+    return probe("restart", *place)
+
+
+def is_new(turns: dict) -> None:
+    """Nothing was found, then what was stored in the meantime; both answers are right."""
+    assert turns["first"]["hit"] == 0
+    assert turns["again"]["hit"] == WHOLE
+    assert turns["first"]["right"]
+    assert turns["again"]["right"]
+
+
+CHANGES = ["reset", "reset caches", "reloaded", "sleep 1", "sleep 2", "pause"]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_nothing_is_found_that_was_stored_before(found: dict, change: str):
+    """After a reset, vLLM's ways to pause and sleep, and its own way to load other weights.
+
+    On CPU vLLM's sleep keeps the weights where they are; what it does before is the same.
+    """
+    is_new(found["plain"])
+    is_new(found[change])
+
+
+def test_other_weights_give_other_answers(found: dict):
+    """Else the comparisons above would show nothing."""
+    answers = [found[name]["again"]["answer"] for name in ("plain", "reset", "reset caches")]
+    assert len({tuple(answer) for answer in answers}) == 3
+    assert found["first"]  # and those of the files are back when they are read again
+
+
+def test_a_reset_gives_back_the_room_of_its_own_tiers(found: dict):
+    assert found["said"] is True
+    assert all(entries > 0 for entries in found["before"][0])
+    assert found["after"] == [[0, 0]]
+
+
+def test_what_was_stored_under_changed_weights_is_not_served_after_a_restart(
+    found: dict, restarted: dict
+):
+    """Stored before anybody could know, after a reset, and when the engine ended."""
+    assert found["poison"]["right"]
+    assert all(entries > 0 for entries in found["end"][0])
+    assert restarted["left"] == [[0, 0]]
+    for name in ("stored", "poison", "running"):
+        assert restarted[name]["hit"] == 0
+        assert restarted[name]["first"]
+    assert restarted["again"]["again"]["hit"] == WHOLE
+
+
+def test_what_vllms_own_cache_has_of_other_weights_is_not_stored(found: dict):
+    """Its prefix cache is not ours to empty: until someone does, it serves what it has."""
+    assert not found["stale"]["before"]["right"]
+    assert found["stale"]["after"]["hit"] == 0
+    assert found["stale"]["after"]["right"]
+
+
+@pytest.mark.parametrize(("case", "hit"), [("running", WHOLE), ("kept running", 0)])
+def test_a_request_that_runs_through_a_reset_leaves_nothing_of_before(
+    found: dict, case: str, hit: int
+):
+    """One that vLLM preempts begins anew, so that its KV is all new; the other is of both."""
+    assert found[case]["reset"] is (case == "running")  # vLLM's own part of it
+    assert found[case]["stored"] == [[0, 0]]
+    assert found[case]["first"]["hit"] == hit
+    assert found[case]["again"]["hit"] == WHOLE
+    assert found[case]["first"]["right"]
+    assert found[case]["again"]["right"]
+
+
+def test_what_was_promised_to_requests_that_wait_is_not_loaded(found: dict):
+    crowd = found["crowd"]
+    assert crowd["hit_before"] > 0
+    assert crowd["hit_after"] == 0
+    assert crowd["pins"] == [0]
+    assert crowd["right"] == [True] * max(1, len(crowd["right"]))
+
+
+@pytest.fixture(scope="module")
+def ranks(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    directory = tmp_path_factory.mktemp("ranks")
+    return probe("ranks", model, str(directory / "disk"), "unused", "standard")
+
+
+def test_two_ranks_find_nothing_after_a_reset_or_under_other_weights(ranks: dict):
+    """In processes of their own: they hear of a reset, and say what they know, with a step."""
+    is_new(ranks["plain"])
+    assert ranks["said"] is True
+    is_new(ranks["reset"])
+    assert ranks["reloaded"]["hit"] == 0
+    assert ranks["reloaded"]["right"]
+    is_new(ranks["later"])
+    one, other = ranks["entries"]
+    assert one == other
+    assert all(entries > 0 for entries in one)
+
+
+def test_two_ranks_refuse_what_was_promised_under_other_weights(ranks: dict):
+    """The scheduler had not heard of them when it gave blocks to those who waited."""
+    crowd = ranks["crowd"]
+    assert crowd["hit_after"] > 0
+    assert crowd["right"] == [True] * max(1, len(crowd["right"]))

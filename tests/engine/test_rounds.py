@@ -1,0 +1,33 @@
+"""Real engines that come and go in one process, which ends by itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.scripts import printed, run_probe
+
+from lmcache_xpu.harness.random_model import EXACT, make_model
+
+pytestmark = pytest.mark.engine
+
+ROUNDS, WARM_UP = 10, 2  # the first of each mode
+
+
+@pytest.mark.timeout(600)
+def test_eight_engines_leave_the_process_as_it_was(tmp_path: Path):
+    """Of ten, standard and layerwise in turn; an eleventh is left to the end of the process."""
+    model = make_model(EXACT, tmp_path / "models")
+    result = printed(run_probe("rounds", model, tmp_path / "kv", ROUNDS, timeout=580))
+    print(json.dumps(result))
+    found, states = result["found"], result["states"]
+    assert {one["mode"].removeprefix("VLLMPagedMem") for one in found[::2]} == {"XPUConnectorV2"}
+    assert {one["mode"] for one in found[1::2]} == {"VLLMPagedMemLayerwiseXPUConnector"}
+    assert len({tuple(one["answer"]) for one in found}) == 1
+    assert [one["hits"] > 0 for one in found] == [False] * WARM_UP + [True] * (ROUNDS - 1)
+    before = states[WARM_UP - 1]
+    for after in states[WARM_UP:]:
+        for what in ("threads", "files", "sockets"):
+            assert after[what] <= before[what] + 2, (what, before, after)  # no more with each
+        assert after["mib"] < before["mib"] + 128, (before, after)

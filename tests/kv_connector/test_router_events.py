@@ -1,0 +1,92 @@
+"""Our events with a router that reads them: vllm-router's policy `kv_aware`.
+
+It is a program of its own that was not made for this package, so what it credits is what it
+understood of the events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("vllm_router")
+from support.kv_events import BLOCK, CHUNK, Database, changes, groups, request, told
+from support.router import Router, router
+from vllm.distributed.kv_events import BlockStored
+
+from lmcache_xpu.kv_connector.kv_events import KVEvents, TierReport
+from lmcache_xpu.tiers.residency import CPU, DISK, SHARED
+
+TOKENS = 4 * CHUNK + 3
+WHOLE = 4 * CHUNK
+CREDIT = {CPU: 0.8, DISK: 0.3, SHARED: 0.6}  # the router's defaults, of tokens that it finds
+
+
+@pytest.fixture(scope="module")
+def routed() -> Iterator[Router]:
+    with router(BLOCK) as found:
+        yield found
+
+
+def prompt(number: int) -> list[int]:
+    return list(range(1000 * number, 1000 * number + TOKENS))
+
+
+class Engine:
+    """The half of an engine that publishes, told what its workers' tiers hold."""
+
+    def __init__(self) -> None:
+        self._database = Database()
+        self._events = KVEvents(self._database, BLOCK, groups(drafts=0))
+
+    def changed(self, tier: str, tokens: list[int], held: bool = True) -> list[Any]:
+        told(self._events, request(tokens))
+        self._events.finished("r")
+        names = self._database.names(tokens)[: WHOLE // CHUNK]
+        self._events.take()
+        self._events.report(TierReport(1, changes(tier, names, held)))
+        return self._events.take()
+
+
+@pytest.mark.parametrize("tier", [CPU, DISK, SHARED])
+@pytest.mark.parametrize("holder", [0, 1])
+def test_a_prompt_goes_to_the_engine_whose_tier_holds_it(routed: Router, tier: str, holder: int):
+    tokens = prompt(10 * holder + 1 + list(CREDIT).index(tier))
+    engine = Engine()
+    stored = engine.changed(tier, tokens)
+    credited = int(CREDIT[tier] * WHOLE)
+    assert routed.learns(
+        holder, stored, tokens, lambda sent, credit: (sent, credit // 2) == (holder, credited // 2)
+    )
+    assert [routed.ask(tokens)[0] for _ in range(3)] == [holder] * 3
+    removed = engine.changed(tier, tokens, held=False)
+    assert routed.learns(holder, removed, tokens, lambda sent, credit: credit == 0)
+
+
+def test_memory_counts_for_more_than_a_disk(routed: Router):
+    tokens = prompt(50)
+    on_disk, in_memory = Engine().changed(DISK, tokens), Engine().changed(CPU, tokens)
+    assert routed.learns(0, on_disk, tokens, lambda sent, credit: sent == 0 and credit)
+    assert routed.learns(1, in_memory, tokens, lambda sent, credit: sent == 1 and credit)
+
+
+def test_whole_chunks_in_one_event_as_lmcache_publishes_them_are_not_understood(routed: Router):
+    """Why this package has events of its own."""
+    tokens = prompt(60)
+    lmcaches = BlockStored(
+        block_hashes=[5293056341884962908],
+        parent_block_hash=None,
+        token_ids=tokens[:CHUNK],
+        block_size=CHUNK,
+        lora_id=None,
+        medium="cpu",
+        lora_name=None,
+    )
+    routed.publish(1, [lmcaches])
+    ours = Engine().changed(CPU, prompt(61))
+    # Events of one source come in their order.
+    assert routed.learns(1, ours, prompt(61), lambda sent, credit: sent == 1 and credit)
+    assert routed.ask(tokens)[1] == 0

@@ -1,0 +1,237 @@
+"""Settings become vLLM's arguments and LMCache's configuration; both read by their real code."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+from lmcache_xpu.launch.engine_arguments import engine_variables, lmcache_config, vllm_arguments
+from lmcache_xpu.launch.settings import Settings
+
+# vLLM and LMCache import parts of other packages that these packages deprecate.
+pytestmark = [
+    pytest.mark.filterwarnings(rf"ignore::DeprecationWarning:{package}\..*")
+    for package in ("torch", "opentelemetry", "vllm", "lmcache", "transformers")
+]
+
+
+def load(**values):
+    return Settings.load({"model": "m", **values})
+
+
+@pytest.fixture(scope="module")
+def parser():
+    """vLLM's own parser of `vllm serve`."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    return make_arg_parser(FlexibleArgumentParser())
+
+
+def test_vllm_reads_every_argument_as_it_was_meant(parser):
+    settings = load(
+        host="::1",
+        port=8123,
+        served_model_name="name",
+        drain_s=30,
+        dtype="bfloat16",
+        max_model_len=8192,
+        block_tokens=64,
+        kv_cache_gib=1.5,
+        memory_fraction=0.5,
+        tensor_parallel=2,
+        data_parallel=3,
+        prefix_caching=False,
+        max_num_batched_tokens=2048,
+        max_num_seqs=4,
+        enforce_eager=True,
+        extra_args=("--seed", "7"),
+    )
+    args = parser.parse_args(vllm_arguments(settings))
+    got = {
+        "model": args.model_tag,
+        "host": args.host,
+        "port": args.port,
+        "name": args.served_model_name,
+        "drain": args.shutdown_timeout,
+        "dtype": args.dtype,
+        "length": args.max_model_len,
+        "block": args.block_size,
+        "kv": args.kv_cache_memory_bytes,
+        "fraction": args.gpu_memory_utilization,
+        "tp": args.tensor_parallel_size,
+        "dp": args.data_parallel_size,
+        "prefix": args.enable_prefix_caching,
+        "tokens": args.max_num_batched_tokens,
+        "seqs": args.max_num_seqs,
+        "eager": args.enforce_eager,
+        "seed": args.seed,
+    }
+    assert got == {
+        "model": "m",
+        "host": "::1",
+        "port": 8123,
+        "name": ["name"],
+        "drain": 30,
+        "dtype": "bfloat16",
+        "length": 8192,
+        "block": 64,
+        "kv": 3 * 2**29,
+        "fraction": 0.5,
+        "tp": 2,
+        "dp": 3,
+        "prefix": False,
+        "tokens": 2048,
+        "seqs": 4,
+        "eager": True,
+        "seed": 7,
+    }
+
+
+def test_defaults_leave_the_engines_choices_alone(parser):
+    plain = parser.parse_args(["m"])
+    ours = parser.parse_args(vllm_arguments(load(offload=False)))
+    decided = {"host", "gpu_memory_utilization", "enable_prefix_caching"}
+    changed = {k for k, v in vars(ours).items() if v != getattr(plain, k)}
+    assert changed == decided
+
+
+def test_without_offload_there_is_no_connector_and_no_lmcache(parser):
+    settings = load(offload=False, disk_path="/d", disk_gib=1)
+    assert parser.parse_args(vllm_arguments(settings)).kv_transfer_config is None
+    assert lmcache_config(settings) == {}
+
+
+def test_one_setting_lets_routers_hear_of_all_tiers(parser):
+    settings = load(kv_events="tcp://*:5557")
+    args = parser.parse_args(vllm_arguments(settings))
+    assert args.kv_events_config.enable_kv_cache_events
+    assert (args.kv_events_config.publisher, args.kv_events_config.endpoint) == (
+        "zmq",
+        "tcp://*:5557",
+    )
+    assert lmcache_config(settings)["enable_kv_events"] is True
+    off = load()
+    assert parser.parse_args(vllm_arguments(off)).kv_events_config is None
+    assert "enable_kv_events" not in lmcache_config(off)
+    without_tiers = load(kv_events="tcp://*:5557", offload=False)
+    assert parser.parse_args(vllm_arguments(without_tiers)).kv_events_config is not None
+
+
+def test_the_disk_tier_reaches_lmcache_through_vllms_command_line(parser):
+    """The whole way: our settings, vLLM's parser and dataclass, LMCache's setter."""
+    from lmcache.v1.config import LMCacheEngineConfig
+    from lmcache.v1.config_base import validate_and_set_config_value
+
+    settings = load(
+        chunk_tokens=512,
+        cpu_gib=0.5,
+        disk_path="/data/kv",
+        disk_gib=2.5,
+        layerwise=True,
+        save_decode=True,
+        hash_algorithm="sha256_cbor",
+        overlap_store=False,
+        staging_mib=128,
+        layers_at_once=4,
+    )
+    transfer = parser.parse_args(vllm_arguments(settings)).kv_transfer_config
+    assert transfer.kv_connector == "LMCacheXPUConnector"
+    assert transfer.kv_connector_module_path == "lmcache_xpu.vllm_connector"
+    assert transfer.is_kv_producer
+    assert transfer.is_kv_consumer
+
+    config = LMCacheEngineConfig.from_env()
+    for name, value in transfer.kv_connector_extra_config.items():
+        assert validate_and_set_config_value(config, name.removeprefix("lmcache."), value), name
+    config.validate()
+    assert config.chunk_size == 512
+    assert config.local_cpu is True
+    assert config.max_local_cpu_size == 0.5
+    assert config.use_layerwise is True
+    assert config.save_decode_cache is True
+    assert config.save_unfull_chunk is False
+    assert config.pre_caching_hash_algorithm == "sha256_cbor"
+    assert config.storage_plugins == ["disk"]
+    extra = dict(config.extra_config)
+    module = importlib.import_module(extra.pop("storage_plugin.disk.module_path"))
+    assert isinstance(getattr(module, extra.pop("storage_plugin.disk.class_name")), type)
+    assert extra == {
+        "disk.path": "/data/kv",
+        "disk.gib": 2.5,
+        "xpu.overlap_load": True,
+        "xpu.overlap_store": False,
+        "xpu.staging_mib": 128,
+        "xpu.layers_at_once": 4,
+    }
+
+
+def test_the_shared_tier_can_be_with_and_without_a_disk_tier():
+    alone = lmcache_config(load(remote_url="redis://cache:6379"))
+    both = lmcache_config(load(remote_url="rediss://cache:6379/1", disk_path="/d", disk_gib=1))
+    assert "storage_plugins" not in alone
+    assert alone["remote_storage_plugins"] == both["remote_storage_plugins"] == ["shared"]
+    assert alone["extra_config"]["shared.url"] == "redis://cache:6379"
+    assert both["extra_config"]["disk.path"] == "/d"
+    extra = alone["extra_config"]
+    module = importlib.import_module(extra["remote_storage_plugin.shared.module_path"])
+    assert isinstance(getattr(module, extra["remote_storage_plugin.shared.class_name"]), type)
+
+
+def test_a_chunk_that_is_lost_is_recomputed(parser):
+    """vLLM's default fails the request."""
+    transfer = parser.parse_args(vllm_arguments(load())).kv_transfer_config
+    assert transfer.kv_load_failure_policy == "recompute"
+
+
+def test_cpu_never_lets_vllm_take_nearly_all_memory(parser):
+    args = parser.parse_args(vllm_arguments(load(device="cpu")))
+    assert args.kv_cache_memory_bytes == 4 * 2**30
+    args = parser.parse_args(vllm_arguments(load(device="cpu", kv_cache_gib=0.25)))
+    assert args.kv_cache_memory_bytes == 2**28
+
+
+def test_a_key_is_never_an_argument_and_never_shown():
+    settings = load(api_key="s3cret")
+    assert engine_variables(settings)["VLLM_API_KEY"] == "s3cret"
+    assert "s3cret" not in " ".join(vllm_arguments(settings))
+    assert "s3cret" not in repr(settings)
+
+
+def test_the_switches_that_stop_reporting_are_the_ones_both_obey(monkeypatch):
+    from lmcache.usage_telemetry import identity
+    from vllm import envs
+
+    for name, value in engine_variables(load()).items():
+        monkeypatch.setenv(name, value)
+    assert envs.VLLM_DO_NOT_TRACK
+    checks = [f for n, f in vars(identity).items() if "track" in n.lower() and callable(f)]
+    assert checks
+    assert not any(check() for check in checks)
+
+
+def test_on_cpu_onednn_keeps_nothing():
+    name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+    assert engine_variables(load(device="cpu"))[name] == "0"
+    assert name not in engine_variables(load(device="xpu"))
+
+
+def test_the_command_line_is_one_line_of_json_and_plain_words():
+    args = vllm_arguments(load(disk_path=Path("/d"), disk_gib=1))
+    transfer = json.loads(args[args.index("--kv-transfer-config") + 1])
+    assert transfer["kv_connector_extra_config"]["lmcache.extra_config"]["disk.gib"] == 1.0
+    assert "\n" not in " ".join(args)
+
+
+def test_the_allocator_of_an_intel_gpu_is_told_to_pin_no_more_than_it_is_asked_for(monkeypatch):
+    """What is set already is kept, and added to."""
+    name, ours = "PYTORCH_ALLOC_CONF", "pinned_max_cached_size_mb:1024"
+    monkeypatch.setenv(name, "expandable_segments:True")
+    assert engine_variables(load(device="xpu"))[name] == f"expandable_segments:True,{ours}"
+    assert engine_variables(load(device="xpu"), {})[name] == ours
+    assert name not in engine_variables(load(device="xpu"), {name: "pinned_max_cached_size_mb:64"})
+    assert name not in engine_variables(load(device="xpu", offload=False), {})
+    assert name not in engine_variables(load(device="cpu"), {})

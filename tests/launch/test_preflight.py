@@ -1,0 +1,127 @@
+"""What `serve` and the harness check before an engine starts."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+from support.scripts import run_script
+
+from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.launch import serve as module
+from lmcache_xpu.launch.engine_arguments import engine_variables
+from lmcache_xpu.launch.preflight import preflight
+from lmcache_xpu.launch.settings import Settings
+
+
+def load(**values):
+    return Settings.load({"model": "org/model", **values})
+
+
+def test_a_port_in_use_is_named(free):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", free))
+        taken.listen()
+        with pytest.raises(SettingsError, match=f"127.0.0.1:{free} not available .*in use"):
+            preflight(load(port=free), {})
+    preflight(load(port=free), {})
+
+
+def test_a_foreign_address_is_named(free):
+    with pytest.raises(SettingsError, match=r"203\.0\.113\.1:\d+ not available"):
+        preflight(load(host="203.0.113.1", port=free), {})
+
+
+@pytest.mark.parametrize("model", ["/no/such/model", "./no-such", "~/no-such"])
+def test_a_path_without_a_model_is_told_from_a_name(model, free):
+    with pytest.raises(SettingsError, match=r"a config\.json"):
+        preflight(load(model=model, port=free), {})
+    preflight(load(model="org/no-such", port=free), {})
+
+
+def test_a_directory_that_is_no_model_is_named(tmp_path, free):
+    with pytest.raises(SettingsError, match=f"model={tmp_path}"):
+        preflight(load(model=str(tmp_path), port=free), {})
+    (tmp_path / "config.json").touch()
+    preflight(load(model=str(tmp_path), port=free), {})
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "jamba"])
+def test_a_model_with_states_is_refused_before_vllm_starts(kind: str, tmp_path, free):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(SettingsError, match=rf"linear_attention.* in a {kind}.*--no-offload"):
+        preflight(load(model=str(tmp_path), port=free), {})
+    preflight(load(model=str(tmp_path), port=free, offload=False), {})
+
+
+CACHED = """
+import json
+from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.launch.preflight import check_layers
+try:
+    check_layers("org/model")
+    refused = None
+except SettingsError as error:
+    refused = str(error)
+print(json.dumps({"refused": refused}))
+"""
+
+
+def test_of_a_hub_s_model_the_downloaded_configuration_counts(tmp_path):
+    """No hub is asked: there is none here."""
+    assert run_script(CACHED, HF_HOME=str(tmp_path))["refused"] is None
+    kept = tmp_path / "hub/models--org--model"
+    (kept / "snapshots/c0ffee").mkdir(parents=True)
+    (kept / "refs").mkdir()
+    (kept / "refs/main").write_text("c0ffee")
+    (kept / "snapshots/c0ffee/config.json").write_text('{"model_type": "qwen3_next"}')
+    assert "linear_attention" in run_script(CACHED, HF_HOME=str(tmp_path))["refused"]
+
+
+def test_a_model_with_windows_is_served(tmp_path, free):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3_text"}))
+    preflight(load(model=str(tmp_path), port=free), {})
+
+
+def test_a_disk_path_that_is_a_file(tmp_path, free):
+    (tmp_path / "file").touch()
+    with pytest.raises(SettingsError, match=r"disk_path=.*can't be written"):
+        preflight(load(disk_path=tmp_path / "file", disk_gib=1, port=free), {})
+
+
+def test_a_disk_path_is_made_and_left_empty(tmp_path, free):
+    preflight(load(disk_path=tmp_path / "a" / "b", disk_gib=1, port=free), {})
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+
+
+def test_a_full_disk(tmp_path, free, monkeypatch):
+    class Full:
+        def __init__(self, **_):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module.tempfile, "TemporaryFile", Full)
+    with pytest.raises(SettingsError, match="No space left"):
+        preflight(load(disk_path=tmp_path, disk_gib=1, port=free), {})
+
+
+def test_a_cpu_tier_larger_than_memory(free):
+    with pytest.raises(SettingsError, match=r"CPU tier of 2e\+06 GiB in all"):
+        preflight(load(cpu_gib=1e6, tensor_parallel=2, port=free), {})
+    preflight(load(cpu_gib=1e6, offload=False, port=free), {})
+
+
+@pytest.mark.parametrize("name", ["VLLM_CPU_KVCACHE_SPACE", "LMCACHE_CHUNK_SIZE"])
+def test_a_second_way_to_set_the_same_is_refused(name, free):
+    """vLLM would follow the first and LMCache ignore the second, both in silence."""
+    with pytest.raises(SettingsError, match=f"{name}=8 .* Unset {name}"):
+        preflight(load(port=free), {name: "8"})
+
+
+def test_our_environment_is_not_a_second_way(free):
+    preflight(load(port=free), engine_variables(load()))
+
+
+def test_tiers_are_per_device_of_all_engines(free):
+    with pytest.raises(SettingsError, match=r"CPU tier of 6e\+06 GiB in all \(cpu_gib x devices\)"):
+        preflight(load(cpu_gib=1e6, tensor_parallel=2, data_parallel=3, port=free), {})

@@ -1,0 +1,67 @@
+"""Settings: where values come from, and what they may be."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
+from lmcache_xpu.transfer.staging_ring import STAGING_BYTES
+
+# vLLM and LMCache import parts of other packages that these packages deprecate.
+pytestmark = [
+    pytest.mark.filterwarnings(rf"ignore::DeprecationWarning:{package}\..*")
+    for package in ("torch", "opentelemetry", "vllm", "lmcache", "transformers")
+]
+
+
+def load(**values):
+    return Settings.load({"model": "m", **values})
+
+
+def test_staging_takes_as_much_with_and_without_the_setting():
+    """Its default stands in the settings and in the data path, which imports no settings."""
+    assert load().staging_mib * 2**20 == STAGING_BYTES
+
+
+def test_the_shared_tier_is_not_for_layerwise():
+    with pytest.raises(SettingsError, match="one of the two"):
+        load(remote_url="redis://cache:6379", layerwise=True)
+
+
+def test_the_hash_is_one_that_vllm_knows():
+    """LMCache falls back to Python's hash(), different in every process, for any other name."""
+    from vllm.utils.hashing import get_hash_fn_by_name
+
+    for name in ("sha256_cbor", "sha256"):
+        assert callable(get_hash_fn_by_name(load(hash_algorithm=name).hash_algorithm))
+
+
+def test_values_win_over_variables_and_empty_variables_are_unset(monkeypatch):
+    monkeypatch.setenv(ENV_PREFIX + "PORT", "9000")
+    monkeypatch.setenv(ENV_PREFIX + "CHUNK_TOKENS", "512")
+    monkeypatch.setenv(ENV_PREFIX + "DISK_PATH", "")
+    monkeypatch.setenv(ENV_PREFIX + "EXTRA_ARGS", "--seed 3 --limit-mm-per-prompt '{\"image\": 1}'")
+    settings = load(chunk_tokens=1024)
+    assert (settings.port, settings.chunk_tokens, settings.disk_path) == (9000, 1024, None)
+    assert settings.extra_args == ("--seed", "3", "--limit-mm-per-prompt", '{"image": 1}')
+
+
+def test_settings_are_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        load().port = 1
+
+
+def test_every_setting_says_what_it_is_in_which_unit():
+    for name, field in Settings.model_fields.items():
+        assert field.description, name
+    assert not [n for n in Settings.model_fields if n.endswith(("_gb", "_size", "_timeout"))]
+
+
+def test_the_variables_that_other_modules_read_are_known(monkeypatch):
+    from lmcache_xpu import versions
+    from lmcache_xpu.kv_connector import patches, plugin
+
+    for name in (plugin.STOCK_VARIABLE, patches.DEVICES_VARIABLE, versions.UNTESTED_VARIABLE):
+        monkeypatch.setenv(name, "1")
+    assert load().model == "m"

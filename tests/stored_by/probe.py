@@ -1,0 +1,169 @@
+"""An engine that stores a prompt, or is asked for one that another version has stored.
+
+Run as `python probe.py STEP CASE`, in a directory that has the model in `model/` and the chunks of
+the disk tier in a directory by the name of the case; STEP is `store` or `hit`. A server of the
+shared tier is named by SERVER_URL. Prints a JSON object last.
+
+The configuration is written out as users hold it, and nothing here imports the package: so the same
+file runs with the code of every version, and a name that users hold can't change unseen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import traceback
+from typing import Any
+
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine and its metrics in this process
+    VLLM_ALLOW_INSECURE_SERIALIZATION="1",
+    PYTHONHASHSEED="0",  # what LMCache's hashes begin with
+    DO_NOT_TRACK="1",
+    ONEDNN_PRIMITIVE_CACHE_CAPACITY="0",
+)
+
+BLOCK, CHUNK = 32, 64
+PROMPT = [5 + 7 * position % 97 for position in range(2 * CHUNK + 5)]
+
+DISK: dict[str, Any] = {
+    "storage_plugins": ["disk"],
+    "extra_config": {
+        "storage_plugin.disk.module_path": "lmcache_xpu.disk.tier",
+        "storage_plugin.disk.class_name": "DiskTier",
+        "disk.gib": 0.1,
+    },
+}
+SHARED: dict[str, Any] = {
+    "remote_storage_plugins": ["shared"],
+    "extra_config": {
+        "remote_storage_plugin.shared.module_path": "lmcache_xpu.remote",
+        "remote_storage_plugin.shared.class_name": "RemoteTier",
+    },
+}
+# Both hashes that name chunks, both modes, both tiers. What is stored is kept in the repository,
+# so some cases have one chunk and the others two, of which the second is named by the first too.
+CASES: dict[str, dict[str, Any]] = {
+    "standard": DISK | {"pre_caching_hash_algorithm": "sha256"},
+    "layerwise": DISK | {"pre_caching_hash_algorithm": "sha256_cbor", "use_layerwise": True},
+    "shared": SHARED | {"pre_caching_hash_algorithm": "sha256_cbor"},
+}
+CHUNKS = {"standard": 2, "layerwise": 1, "shared": 1}
+SALTS = {"layerwise": {"cache_salt": "a client's"}}  # a salt is part of the names of chunks, too
+
+
+def prompt(case: str) -> list[int]:
+    return PROMPT[: CHUNKS[case] * CHUNK + 5]
+
+
+def transfer_config(case: str) -> dict[str, Any]:
+    lmcache = {
+        "chunk_size": CHUNK,
+        "local_cpu": True,
+        "max_local_cpu_size": 0.05,
+        "save_unfull_chunk": False,
+        **CASES[case],
+    }
+    place = {"shared.url": os.environ["SERVER_URL"]} if case == "shared" else {"disk.path": case}
+    lmcache["extra_config"] = lmcache["extra_config"] | place
+    if case == "layerwise":
+        lmcache["extra_config"] |= {"xpu.layers_at_once": 2}  # of three: the last group has one
+    return {
+        "kv_connector": "LMCacheXPUConnector",
+        "kv_connector_module_path": "lmcache_xpu.vllm_connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {f"lmcache.{key}": value for key, value in lmcache.items()},
+    }
+
+
+def caches(worker):
+    return list(worker.model_runner.kv_caches)
+
+
+def zero(worker):
+    for cache in caches(worker):
+        cache.zero_()
+
+
+def digests(worker):
+    """Per layer, the digests of the blocks that hold anything."""
+    return [
+        [hashlib.sha256(b.contiguous().numpy().tobytes()).hexdigest() for b in cache if b.any()]
+        for cache in caches(worker)
+    ]
+
+
+def package_metric(name: str, **labels: str) -> float:
+    from prometheus_client import REGISTRY
+
+    return REGISTRY.get_sample_value(f"lmcache_xpu_{name}_total", labels) or 0.0
+
+
+class Engine:
+    """The engine and what is asked of it."""
+
+    def __init__(self, case: str) -> None:
+        from vllm import LLM
+
+        self.case = case
+        self.llm = LLM(
+            "model",  # a part of each chunk's key, so the same wherever the directory lies
+            skip_tokenizer_init=True,
+            dtype="float32",  # whose blocks are packed alike on every x86-64
+            block_size=BLOCK,
+            max_model_len=512,
+            enforce_eager=True,
+            kv_cache_memory_bytes=2**22,
+            disable_log_stats=False,
+            kv_transfer_config=transfer_config(case),
+        )
+
+    def ask(self, **options: str) -> list[int]:
+        from vllm import SamplingParams
+
+        self.llm.reset_prefix_cache()
+        self.llm.collective_rpc(zero)
+        sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, detokenize=False)
+        request = {"prompt_token_ids": prompt(self.case), **options}
+        (answer,) = self.llm.generate([request], sampling, use_tqdm=False)
+        return list(answer.outputs[0].token_ids)
+
+    def hits(self) -> int:
+        metrics = {metric.name: metric for metric in self.llm.get_metrics()}
+        return metrics["vllm:external_prefix_cache_hits"].value
+
+
+def store(engine: Engine) -> dict[str, Any]:
+    return {"answer": engine.ask(**SALTS.get(engine.case, {})), "hits": engine.hits()}
+
+
+def hit(engine: Engine) -> dict[str, Any]:
+    tier = "shared" if engine.case == "shared" else "disk"
+    answer, hits = engine.ask(**SALTS.get(engine.case, {})), engine.hits()
+    result = {
+        "answer": answer,
+        "hits": hits,
+        "blocks": engine.llm.collective_rpc(digests)[0],
+        "loaded": package_metric("tokens", direction="load", tier=tier),
+        "fallbacks": package_metric("fallbacks", reason="load"),
+    }
+    return result | {"computed": engine.ask(cache_salt="computed")}
+
+
+if __name__ == "__main__":
+    step, case = sys.argv[1:]
+    status = 1
+    try:
+        engine = Engine(case)
+        result = {"store": store, "hit": hit}[step](engine)
+        engine.llm.llm_engine.engine_core.shutdown()  # what is queued for a tier gets there
+        print("\n" + json.dumps(result), flush=True)
+        status = 0
+    except Exception:  # whatever it is: threads of LMCache would keep a failed process
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)

@@ -1,0 +1,376 @@
+"""The imitated Intel GPU itself; `intel` says what it is for and gives it to tests."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from support import caches
+from support.races import Actor, Memory, bytes_of
+from torch.overrides import TorchFunctionMode
+
+XPU = torch.device("xpu:0")
+ON_HOST = caches.DEVICE == "cpu"
+REAL = torch.device("cpu") if ON_HOST else torch.device(caches.DEVICE.partition(":")[0], 0)
+OFFSET = 0xFFFF_8000_0000_0000  # the least that puts every address of a process above 2**63
+
+_READ = {"equal", "tolist", "item", "__bool__", "__int__", "__float__", "numpy"}
+_COPIES = {"copy_", "_foreach_copy_", "__getitem__", "__setitem__"}  # may mix devices
+_BLIND = ("empty", "_like", "new_", "set_")  # look at no bytes of what they are given
+
+
+@dataclass(frozen=True)
+class Machine:
+    """An Intel GPU's host: what LMCache's memory is, and whether kernels may address the host's."""
+
+    name: str
+    memory: Literal["pinned", "registered", "pageable"]
+    kernels: bool
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class IntelTensor(torch.Tensor):
+    """Memory of the GPU."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if GPU.here is None:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        return GPU.here.call(func, args, kwargs or {})
+
+    def record_stream(self, stream: Any) -> None:  # PyTorch wants a stream of its own
+        if not ON_HOST:
+            super().record_stream(stream)
+
+
+class Mode(TorchFunctionMode):
+    """Makes tensors on "xpu" possible, and sees what the host does with its own."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return GPU.here.call(func, args, kwargs or {})
+
+
+class GPU:
+    """The device.
+
+    Args:
+        machine: see there.
+    """
+
+    here: GPU | None = None
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.faults: list[str] = []
+        self.registered: list[range] = []
+        self._pinned: list[range] = []
+        self._memory = Memory()
+        self._actors: list[Actor] = []
+        self._engine_thread = threading.get_ident()
+        self._hosts = self.actor("the host"), self.actor("another thread of the host")
+        self._own = {
+            "device": self._device,
+            "data_ptr": self._data_ptr,
+            "is_pinned": self._is_pinned,
+            "pin_memory": self._pin_memory,
+            "cpu": self._cpu,
+            "to": self._to,
+            "copy_": self._copy,
+            "_foreach_copy_": self._foreach_copy,
+            "__iter__": self._iter,
+        }
+        GPU.here = self
+        self.streams = [Stream()] if ON_HOST else []  # the current one last; the engine's first
+
+    def actor(self, name: str) -> Actor:
+        number = len(self._actors)
+        self._actors.append(Actor(f"{name} ({number})", number))
+        return self._actors[-1]
+
+    @property
+    def host(self) -> Actor:
+        """This thread."""
+        return self._hosts[not self.on_engine_thread]
+
+    @property
+    def on_engine_thread(self) -> bool:
+        return threading.get_ident() == self._engine_thread
+
+    def join(self) -> None:
+        """Order this thread behind the others."""
+        for host in self._hosts:
+            self.host.after(host.clock)
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Say that memory of the host was allocated pinned."""
+        storage = tensor.untyped_storage()
+        self._pinned.append(range(storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+        self._memory.add(tensor)
+        return tensor
+
+    def register(self, address: int, size: int) -> bool:
+        """vLLM's operation."""
+        self.registered.append(range(address, address + size))
+        return True
+
+    def batched(self, *copies: torch.Tensor) -> None:
+        """vLLM's operation: on XPU it first copies what the host has on the host."""
+        self.fault("copies go by way of the host")
+
+    def synchronize(self, device: object = None) -> None:
+        for actor in self._actors:
+            self.host.after(actor.clock)
+
+    def fault(self, what: str) -> None:
+        """What the device would be lost by, or bytes be wrong by."""
+        self.faults.append(what)
+        raise RuntimeError(f"UR_RESULT_ERROR_DEVICE_LOST: {what}")
+
+    # What PyTorch does.
+
+    def call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            name = getattr(func, "__name__", "")
+            if name == "__get__":
+                name = func.__self__.__name__  # of a property
+            own = self._own.get(name)
+            return own(func, *args, **kwargs) if own else self._other(name, func, args, kwargs)
+
+    def _device(self, func: Any, tensor: torch.Tensor) -> torch.device:
+        return XPU if _there(tensor) else func(tensor)
+
+    def _data_ptr(self, func: Any, tensor: torch.Tensor) -> int:
+        return func(tensor) + (OFFSET if _there(tensor) else 0)
+
+    def _is_pinned(self, func: Any, tensor: torch.Tensor) -> bool:
+        if not ON_HOST:
+            return func(tensor)
+        return not _there(tensor) and any(tensor.data_ptr() in part for part in self._pinned)
+
+    def _pin_memory(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return self.pin(tensor.clone()) if ON_HOST else func(tensor)
+
+    def _cpu(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return self._to(torch.Tensor.to, tensor, "cpu")
+
+    def _to(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        given = [*args, kwargs.pop("device", None)]
+        devices = [torch.device(one) for one in given if isinstance(one, str | torch.device)]
+        rest = [one for one in args if not isinstance(one, str | torch.device)]
+        there = devices[0].type == XPU.type if devices else _there(tensor)
+        if there == _there(tensor):
+            return self._other("to", func, [tensor, *rest], kwargs) if rest or kwargs else tensor
+        new = func(tensor, REAL if there else "cpu", *rest, **kwargs, copy=True)
+        new = self._wrapped(new) if there else new
+        self._copied(new, tensor, non_blocking=kwargs.get("non_blocking", False))
+        return new
+
+    def _copy(
+        self, func: Any, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
+    ) -> torch.Tensor:
+        func(target, source, non_blocking)
+        self._copied(target, source, non_blocking=non_blocking)
+        return target
+
+    def _foreach_copy(
+        self,
+        func: Any,
+        targets: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        non_blocking: bool = False,
+    ) -> None:
+        func(targets, sources, non_blocking)
+        for target, source in zip(targets, sources, strict=True):
+            self._copied(target, source, non_blocking=non_blocking)
+
+    def _iter(self, func: Any, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        return iter(self._wrapped(tensor.unbind(0)) if _there(tensor) else tensor.unbind(0))
+
+    def _other(self, name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        given = _tensors([args, kwargs])
+        there = any(map(_there, given))
+        if (device := kwargs.get("device")) is not None:
+            there = torch.device(device).type == XPU.type
+            kwargs["device"] = REAL if there else device
+        elif there and name not in _COPIES and any(not _there(t) and t.dim() for t in given):
+            raise RuntimeError(f"{name}: expected all tensors to be on the same device")
+        pinned = ON_HOST and kwargs.pop("pin_memory", False)
+        result = func(*args, **kwargs)
+        if pinned:
+            self.pin(result)
+        if there:
+            result = self._wrapped(result)
+        if ON_HOST:
+            self._note(name, args, kwargs, given, result, there=there)
+        return result
+
+    def _wrapped(self, result: Any) -> Any:
+        if type(result) in (tuple, list):
+            return type(result)(map(self._wrapped, result))
+        if type(result) is not torch.Tensor:
+            return result
+        if ON_HOST:
+            self._memory.add(result)
+        return result.as_subclass(IntelTensor)
+
+    # Who does what when.
+
+    def _note(
+        self,
+        name: str,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        given: list[torch.Tensor],
+        result: Any,
+        *,
+        there: bool,
+    ) -> None:
+        written = _tensors(kwargs.get("out"))
+        if name.endswith("_") and not name.endswith("__") and name != "set_":
+            written += _tensors(args[0])
+        elif name == "__setitem__":
+            part = args[0][args[1]]
+            shared = part.untyped_storage().data_ptr() == args[0].untyped_storage().data_ptr()
+            written.append(part if shared else args[0])
+        storages = {tensor.untyped_storage().data_ptr() for tensor in given}
+        results = _tensors(result)
+        fresh = [t for t in results if t.untyped_storage().data_ptr() not in storages]
+        reads = name in _READ or (bool(fresh or written) and not any(b in name for b in _BLIND))
+        actor = self.launch() if there else self.host
+        for tensor in given if reads else ():
+            if not any(tensor is one for one in written) and name != "__setitem__":
+                self._access(actor, tensor, write=False)
+        for tensor in (*written, *(() if "empty" in name else fresh)):
+            self._access(actor, tensor, write=True)
+        if there and name in _READ:
+            self.host.after(actor.clock)
+
+    def _copied(self, target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool) -> None:
+        if not ON_HOST:
+            return
+        if not (_there(target) or _there(source)):
+            self._access(self.host, source, write=False)
+            self._access(self.host, target, write=True)
+            return
+        # As torch-xpu-ops: what is not pinned is copied on the host first, on its way there.
+        at_once = not _there(source) and not (
+            non_blocking and self._is_pinned(torch.Tensor.is_pinned, source)
+        )
+        if at_once:
+            self._access(self.host, source, write=False)
+        actor = self.launch()
+        for tensor, write in ((source, False), (target, True)):
+            self._memory.add(tensor)
+            if write or not at_once:
+                self._access(actor, tensor, write=write)
+        if not non_blocking:
+            self.host.after(actor.clock)
+
+    def launch(self) -> Actor:
+        """The current stream, for what is enqueued now."""
+        actor = self.streams[-1].actor
+        actor.after(self.host.clock)
+        return actor
+
+    def _access(self, actor: Actor, tensor: torch.Tensor, *, write: bool) -> None:
+        allocation = self._memory.of(tensor)
+        if allocation is not None and tensor.numel():
+            race = allocation.access(actor, bytes_of(tensor), write=write)
+            if race is not None:
+                self._race(actor, race, write=write)
+
+    def _race(self, actor: Actor, other: int, *, write: bool) -> None:
+        verb = "writes" if write else "reads"
+        self.fault(f"{actor.name} {verb} without a wait for {self._actors[other].name}")
+
+    def kernel(self, addresses: np.ndarray, size: int, *, write: bool) -> None:
+        """Words of some size that a kernel reads or writes, at addresses of the device."""
+        high = addresses >= np.uint64(2**63)
+        for address in np.unique(addresses[~high]).tolist():
+            if not self.machine.kernels:
+                self.fault("a kernel addresses memory of the host")
+            if not any(address in part for part in self._pinned):
+                self.fault("a kernel addresses memory that was not allocated pinned")
+        for allocation, where in self._memory.places(real_addresses(addresses), size):
+            if allocation is None:
+                self.fault("a kernel leaves its memory")
+            actor = self.launch()
+            race = allocation.access(actor, where, write=write)
+            if race is not None:
+                self._race(actor, race, write=write)
+
+
+class Stream:
+    """As `torch.Stream`."""
+
+    def __init__(self, device: object = None, *, priority: int = 0) -> None:
+        self.actor = GPU.here.actor("a stream")
+
+    def __enter__(self) -> Stream:
+        GPU.here.streams.append(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        GPU.here.streams.pop()
+
+    def wait_stream(self, other: Stream) -> None:
+        self.actor.after(other.actor.clock)
+
+
+class Event:
+    """As `torch.Event`. To the engine's thread the device is never ahead of what it waited for."""
+
+    def __init__(self, device: object = None, *, enable_timing: bool = False) -> None:
+        self._clock: dict[int, int] = {}
+        self._timed = enable_timing
+
+    def record(self, stream: Stream | None = None) -> None:
+        actor = (stream or GPU.here.streams[-1]).actor
+        actor.after(GPU.here.host.clock)
+        actor.step()
+        self._clock = dict(actor.clock)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or GPU.here.streams[-1]).actor.after(self._clock)
+
+    def synchronize(self) -> None:
+        GPU.here.host.after(self._clock)
+
+    def query(self) -> bool:
+        if not GPU.here.on_engine_thread:
+            self.synchronize()
+        clock = GPU.here.host.clock
+        return all(clock.get(number, 0) >= time for number, time in self._clock.items())
+
+    def elapsed_time(self, later: Event) -> float:
+        if not (self._timed and later._timed and self._clock and later._clock):
+            raise RuntimeError("both events must be timed and recorded")
+        if not (self.query() and later.query()):
+            raise RuntimeError("both events must be completed before calculating elapsed time")
+        return 1.0
+
+
+def real_addresses(addresses: np.ndarray) -> np.ndarray:
+    """Those of this machine."""
+    high = addresses >= np.uint64(2**63)
+    return np.where(high, addresses - np.uint64(OFFSET), addresses)
+
+
+def _there(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, IntelTensor)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return (
+        [one for part in value for one in _tensors(part)] if isinstance(value, list | tuple) else []
+    )

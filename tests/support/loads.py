@@ -1,0 +1,95 @@
+"""A load of one request beside an engine, and events that are reached when a test says so."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from support import caches
+from support.caches import Spec, bits, build
+from support.connectors import make, memory, slots_of
+
+from lmcache_xpu.gpu_connector.in_flight import InFlight, Phase
+from lmcache_xpu.transfer.staging import StoreHandle, TransferHandle
+
+SPANS = STARTS, ENDS = [0, 4, 8], [4, 8, 11]
+LAYERS = 6
+
+
+def settle() -> None:
+    if caches.DEVICE != "cpu":
+        torch.accelerator.synchronize()
+
+
+class Point:
+    """An event that is reached when the test says so."""
+
+    def __init__(self, reached: bool = False) -> None:
+        self._reached = threading.Event()
+        self.waited = 0
+        if reached:
+            self._reached.set()
+
+    def reach(self) -> None:
+        self._reached.set()
+
+    def reached(self) -> bool:
+        return self._reached.is_set()
+
+    def synchronize(self) -> None:
+        assert self._reached.wait(20)
+
+    def wait(self) -> None:
+        self.waited += 1
+
+    def seconds_until(self, later: Point) -> float:
+        return 2.0
+
+
+class Case:
+    """A cache, a connector with in_flight, and chunks that hold what another cache has."""
+
+    def __init__(self, **options) -> None:
+        spec = Spec("BLHNC", layers=LAYERS)
+        self.source, self.target = build(spec), build(spec)
+        self.slots = slots_of(4, 1, 3)[:11]
+        connector = make(self.source, **options)
+        self.objs = [memory(connector, end - start) for start, end in zip(*SPANS, strict=True)]
+        self.call = {"starts": STARTS, "ends": ENDS, "slot_mapping": self.slots}
+        connector.batched_from_gpu(self.objs, kvcaches=self.source.engine, **self.call)
+        self.connector = make(self.target, **options)
+        self.overlap = self.connector.overlap = InFlight(block_tokens=4)
+
+    def load(self) -> None:
+        if self.overlap.phase is Phase.IDLE:
+            self.overlap.begin_step(frozenset())
+        self.connector.batched_to_gpu(self.objs, kvcaches=self.target.engine, **self.call)
+
+    def there(self, layer: int) -> bool:
+        settle()
+        return all(
+            torch.equal(
+                bits(self.target.token(plane, layer, slot)),
+                bits(self.source.token(plane, layer, slot)),
+            )
+            for plane in range(2)
+            for slot in self.slots.tolist()
+        )
+
+    @property
+    def held(self) -> set[int]:
+        return {obj.metadata.ref_count for obj in self.objs}
+
+
+def expected(case: Case) -> torch.Tensor:
+    """The target with the request's tokens from the source, and nothing else changed."""
+    fresh = build(case.target.spec, case.target.raw.clone())
+    for plane in range(2):
+        for layer in range(LAYERS):
+            for slot in case.slots.tolist():
+                fresh.put(plane, layer, slot, case.source.token(plane, layer, slot))
+    return fresh.raw
+
+
+def stored(*, reached: bool = False) -> StoreHandle:
+    return StoreHandle(TransferHandle(Point(reached), Point(reached)), Point(reached))

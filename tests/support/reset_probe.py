@@ -1,0 +1,258 @@
+"""A real vLLM on CPU with real LMCache, whose weights change while it runs, and which is reset.
+
+Run by engine/test_resets.py, with the arguments STEP MODEL DISK REFERENCE MODE. The step `reset`
+changes weights and resets in every way; the step `restart` is a new process with the weights of
+the files; the step `ranks` has two workers in processes of their own. Each prints a JSON object.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+if sys.argv[1:2] == ["ranks"]:
+    os.environ.update(VLLM_CPU_OMP_THREADS_BIND="0|1", OMP_NUM_THREADS="1")
+
+from support.engine_probe import CHUNK, Engine, prompt
+from support.probes import end_with
+
+LENGTHS = {"stored": 4 * CHUNK + 77, "poison": 3 * CHUNK + 50, "running": 4 * CHUNK + 5}
+CROWD = 28  # more than the engine's cache holds, of two ranks too
+SALTS = itertools.count()
+
+
+def change(worker):
+    """New weights by hand, of which vLLM hears nothing."""
+    for name, weight in worker.model_runner.model.named_parameters():
+        if "layernorm" in name:
+            weight.data.mul_(1.25).add_(0.05)
+
+
+def stored(worker):
+    """Entries of the worker's own tiers: in memory, and files."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    connector = get_kv_transfer_group()
+    connector._overlap.drain()
+    tiers = connector._lmcache_engine.lmcache_engine.storage_manager.storage_backends
+    files = list(tiers["disk"]._store.directory.glob("*.lmxkv"))
+    return [len(tiers["LocalCPUBackend"].get_keys()), len(files)]
+
+
+def leave_disk(worker):
+    """Nothing but the disk tier has anything; it keeps the first that was stored under a key."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    connector = get_kv_transfer_group()
+    tiers = connector._lmcache_engine.lmcache_engine.storage_manager.storage_backends
+    for name in list(tiers["disk"]._writes.pending):
+        tiers["disk"]._writes.settle(name)
+    memory = tiers["LocalCPUBackend"]
+    memory.batched_remove(memory.get_keys())
+
+
+def pins(worker):
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return len(get_kv_transfer_group()._lmcache_engine.lmcache_engine.lookup_pins)
+
+
+class Case:
+    """Prompts that are asked again after each change."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.tokens = {name: prompt(length) for name, length in LENGTHS.items()}
+
+    def recompute(self, name: str) -> list[int]:
+        """With the weights of now: a salt of its own finds nothing, in no cache."""
+        return self.engine.ask(self.tokens[name], cache_salt=f"recompute {next(SALTS)}")
+
+    def ask(self, name: str) -> dict:
+        """What LMCache had of a prompt, and whether its answer is as recomputed."""
+        before = self.engine.external_hits()
+        answer = self.engine.ask(self.tokens[name])
+        hit = self.engine.external_hits() - before
+        return {"hit": hit, "right": answer == self.recompute(name), "answer": answer}
+
+    def twice(self, name: str = "stored") -> dict:
+        """Asked, and asked again without vLLM's own cache."""
+        found = {"first": self.ask(name)}
+        self.engine.forget()
+        return found | {"again": self.ask(name)}
+
+    def stored(self) -> list[list[int]]:
+        return self.engine.llm.collective_rpc(stored)
+
+
+def begin(engine: Engine, prompts: list[list[int]], steps: int) -> dict[str, list[int]]:
+    """Requests that are under way; what each has answered so far."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    said: dict[str, list[int]] = {f"running {number:03d}": [] for number in range(len(prompts))}
+    for name, tokens in zip(said, prompts, strict=True):
+        engine.llm.llm_engine.add_request(name, {"prompt_token_ids": tokens}, sampling)
+    return advance(engine, said, steps)
+
+
+def advance(engine: Engine, said: dict[str, list[int]], steps: int) -> dict[str, list[int]]:
+    """Some steps further, or to the end."""
+    for _ in range(steps):
+        if not engine.llm.llm_engine.has_unfinished_requests():
+            break
+        for output in engine.llm.llm_engine.step():
+            key = next(name for name in said if output.request_id.startswith(name))
+            said[key] = list(output.outputs[0].token_ids)
+    return said
+
+
+def running(case: Case, *, preempt: bool) -> dict:
+    """A reset with a request at work, whose weights change with it."""
+    engine = case.engine
+    engine.forget()
+    said = begin(engine, [case.tokens["running"]], steps=1)  # of three that its prompt takes
+    engine.llm.collective_rpc(change)
+    core = engine.llm.llm_engine
+    reset = core.reset_prefix_cache(reset_running_requests=preempt, reset_connector=True)
+    after = case.stored()
+    advance(engine, said, 1000)
+    engine.forget()
+    found = {"reset": reset, "stored": after, "first": case.ask("running")}
+    engine.forget()
+    engine.llm.collective_rpc(leave_disk)
+    return found | {"again": case.ask("running")}
+
+
+def crowd(case: Case, change_weights: Callable[[], object]) -> dict:
+    """Other weights while some are computed and others wait, to whom stored KV was promised."""
+    engine = case.engine
+    prompts = [prompt(9 * CHUNK // 2 + at) for at in range(CROWD)]
+    engine.forget()
+    engine.ask_at_once(prompts)
+    engine.forget()
+    hits = engine.external_hits()
+    said, scheduler = begin(engine, prompts, steps=1), connector(engine)._scheduler
+    while not scheduler._isolation._looked_up:  # until somebody waits
+        assert engine.llm.llm_engine.has_unfinished_requests()
+        advance(engine, said, 1)
+    waiting = [name for name in said if any(r.startswith(name) for r in waits(engine))]
+    hits_before = engine.external_hits() - hits
+    change_weights()
+    left = engine.llm.collective_rpc(pins)
+    advance(engine, said, 1000)
+    numbers = [list(said).index(name) for name in waiting]
+    fresh = [engine.ask(prompts[at], cache_salt=f"crowd {next(SALTS)}") for at in numbers]
+    return {
+        "pins": left,
+        "hit_before": hits_before,
+        "hit_after": engine.external_hits() - hits - hits_before,
+        "right": [said[name] == wanted for name, wanted in zip(waiting, fresh, strict=True)],
+    }
+
+
+def waits(engine: Engine) -> list[str]:
+    core = engine.llm.llm_engine.engine_core.engine_core
+    return [request.request_id for request in core.scheduler.waiting]
+
+
+def connector(engine: Engine):
+    """The scheduler's half."""
+    return engine.llm.llm_engine.engine_core.engine_core.scheduler.connector
+
+
+def reset(engine: Engine, reference: Path) -> dict:
+    case, llm = Case(engine), engine.llm
+    core = llm.llm_engine.engine_core.engine_core
+    found: dict = {"plain": case.twice()}
+    first = {name: case.recompute(name) for name in LENGTHS}
+    reference.write_text(json.dumps(first))
+
+    llm.collective_rpc(change)
+    # Stored under the name of the old weights: nobody can know, until the reset says so.
+    engine.forget()
+    case.ask("poison")
+    found["before"] = case.stored()
+    found["said"] = llm.reset_prefix_cache(reset_connector=True)
+    found["after"] = case.stored()
+    found["reset"] = case.twice()
+    found["poison"] = case.ask("poison")
+
+    llm.collective_rpc(change)
+    core._reset_caches()
+    found["reset caches"] = case.twice()
+
+    # vLLM's own cache is stale and stays so: what it has of a prompt must not be stored.
+    stale = case.ask("running")
+    llm.collective_rpc("reload_weights")
+    stale = case.ask("running")
+    engine.forget()
+    found["stale"] = {"before": stale, "after": case.ask("running")}
+    found["reloaded"] = case.twice()
+    found["first"] = found["reloaded"]["again"]["answer"] == first["stored"]
+
+    for level in (1, 2):
+        llm.sleep(level)
+        llm.wake_up()
+        found[f"sleep {level}"] = case.twice()
+    core.pause_scheduler(mode="abort", clear_cache=True)
+    core.resume_scheduler()
+    found["pause"] = case.twice()
+    found["running"] = running(case, preempt=True)
+    found["kept running"] = running(case, preempt=False)
+
+    def change_and_reset() -> None:
+        llm.collective_rpc(change)
+        llm.llm_engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+
+    found["crowd"] = crowd(case, change_and_reset)
+    found["end"] = case.stored()
+    return found
+
+
+def restart(engine: Engine, reference: Path) -> dict:
+    case, first = Case(engine), json.loads(reference.read_text())
+    found: dict = {"left": case.stored()}
+    for name, wanted in first.items():
+        found[name] = case.ask(name)
+        found[name]["first"] = found[name]["answer"] == wanted
+    found["again"] = case.twice()
+    return found
+
+
+def ranks(engine: Engine, reference: Path) -> dict:
+    case, llm = Case(engine), engine.llm
+    found: dict = {"plain": case.twice()}
+    llm.collective_rpc(change)
+    found["said"] = llm.reset_prefix_cache(reset_connector=True)
+    found["reset"] = case.twice()
+    engine.forget()
+    llm.collective_rpc("reload_weights")
+    # The workers find nothing; the scheduler hears of it with the first step.
+    found["reloaded"] = case.ask("stored")
+    engine.forget()
+    found["later"] = case.twice()
+    found["entries"] = case.stored()
+    # What was promised is refused by the workers, and computed.
+    llm.collective_rpc(change)
+    llm.reset_prefix_cache(reset_connector=True)
+
+    def reload_and_make_room() -> None:
+        llm.collective_rpc("reload_weights")
+        core = llm.llm_engine.engine_core.engine_core
+        runs = [request.request_id for request in core.scheduler.running]
+        llm.llm_engine.abort_request(runs, internal=True)
+
+    found["crowd"] = crowd(case, reload_and_make_room)
+    return found
+
+
+if __name__ == "__main__":
+    step, model, disk, where, mode = sys.argv[1:]
+    options = {"tensor_parallel_size": 2} if step == "ranks" else {}
+    probe = {"reset": reset, "restart": restart, "ranks": ranks}[step]
+    end_with(lambda: Engine(model, disk, mode, **options).close_after(probe, Path(where)))

@@ -1,0 +1,71 @@
+"""Code that tests run in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parents[1]
+SOURCE = TESTS.parent / "src"
+
+
+def environment(first: Iterable[Path] = (), **changes: str) -> dict[str, str]:
+    """Return the variables of a process that knows the package and the tests' support beside this.
+
+    `PYTHONHASHSEED` and LMCache's and this package's variables are not inherited, so that what a
+    test sets is all there is.
+
+    Args:
+        first: directories that come before the package on the path.
+        changes: more variables, and others than this process has.
+    """
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONHASHSEED", "PROMETHEUS_MULTIPROC_DIR")
+        and not name.startswith(("LMCACHE", "VLLM_"))
+    }
+    paths = [*map(str, (*first, SOURCE, TESTS)), inherited.get("PYTHONPATH", "")]
+    path = os.pathsep.join(filter(None, paths))
+    return {**inherited, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **changes}
+
+
+def printed(done: subprocess.CompletedProcess[str]) -> dict:
+    """Return the JSON object that a process printed last; the test fails where there is none."""
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        pytest.fail(f"exit {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-6000:]}")
+    return json.loads(lines[-1])
+
+
+def run_script(script: str, *, timeout: float = 240, **variables: str) -> dict:
+    """Run Python code in a process of its own, and return the JSON object that it prints last."""
+    return printed(_run("-c", script, timeout=timeout, env=environment(**variables)))
+
+
+def run_probe(
+    name: str, *args: object, timeout: float = 280, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a probe, which is a module of this package; its docstring names the arguments.
+
+    Args:
+        name: of the module, without `_probe`.
+        args: of the command line.
+        timeout: seconds.
+        env: variables, if other than those of `environment`.
+    """
+    return _run(
+        "-m", f"support.{name}_probe", *map(str, args), timeout=timeout, env=env or environment()
+    )
+
+
+def _run(*args: str, timeout: float, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *args], env=env, capture_output=True, text=True, timeout=timeout
+    )

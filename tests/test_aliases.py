@@ -1,0 +1,24 @@
+"""Module paths that users' settings hold, and what they name."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+pytest.importorskip("vllm")
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "target"),
+    [
+        ("vllm_connector", "LMCacheXPUConnector", "kv_connector.connector.LMCacheXPUConnector"),
+        ("disk.tier", "DiskTier", "tiers.disk.tier.DiskTier"),
+        ("remote", "RemoteTier", "tiers.shared.SharedTier"),
+    ],
+)
+def test_a_path_of_users_names_the_class(path: str, name: str, target: str):
+    module, _, attribute = target.rpartition(".")
+    owner = importlib.import_module(f"lmcache_xpu.{module}")
+    alias = importlib.import_module(f"lmcache_xpu.{path}")
+    assert getattr(alias, name) is getattr(owner, attribute)

@@ -1,0 +1,87 @@
+"""What the documents name exists: files, modules, targets of links. The two lives stay short."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = ("src", "tests", "integration_tests", "loadtests", "measurements", "scripts", "helm")
+FILES = [path.as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+
+FILE = re.compile(r"[\w./-]*\w\.py\b")
+MODULE = re.compile(r"\blmcache_xpu(?:\.\w+)+")
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+STEP = re.compile(r"^\d+\. (.*)$", re.MULTILINE)
+
+STEPS, STEP_WORDS = 8, 25
+
+every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+
+
+@every_document
+def test_the_files_that_are_named_exist(document):
+    names = {name.lstrip("./") for name in FILE.findall(document.read_text())}
+    missing = [name for name in names if not any(path.endswith(f"/{name}") for path in FILES)]
+    assert missing == []
+
+
+@every_document
+def test_the_modules_that_are_named_exist(document):
+    names = MODULE.findall(document.read_text())
+    assert [name for name in names if not is_module(name) and not is_member(name)] == []
+
+
+@every_document
+def test_the_targets_of_relative_links_exist(document):
+    for target, heading in LINK.findall(document.read_text()):
+        if ":" in target:
+            continue
+        path = (document.parent / target).resolve() if target else document
+        assert path.exists(), target
+        if heading:
+            assert heading in headings(path), f"{target}#{heading}"
+
+
+@pytest.mark.parametrize("life", ["The life of a store", "The life of a load"])
+def test_a_life_has_eight_short_steps_that_each_name_a_file(life):
+    text = (ROOT / "docs/architecture.md").read_text()
+    (section,) = re.findall(rf"^## {life}$(.*?)^## ", text, re.MULTILINE | re.DOTALL)
+    steps = STEP.findall(section)
+    assert len(steps) == STEPS
+    assert [step for step in steps if len(step.split()) > STEP_WORDS] == []
+    assert [step for step in steps if not FILE.search(step)] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("see `tiers/disk/tier.py`.", ["tiers/disk/tier.py"]),
+        ("[breaks](../integration_tests/breaks.py)", ["../integration_tests/breaks.py"]),
+        ("a pytest.ini, a file.pyc", []),
+    ],
+)
+def test_names_of_files_are_seen(text, names):
+    assert FILE.findall(text) == names
+
+
+def is_module(name: str) -> bool:
+    path = ROOT / "src" / name.replace(".", "/")
+    return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+def is_member(name: str) -> bool:
+    """Whether a module's text has the last part of the name: a class, a function."""
+    module, _, member = name.rpartition(".")
+    path = ROOT / "src" / f"{module.replace('.', '/')}.py"
+    return path.is_file() and re.search(rf"\b{member}\b", path.read_text()) is not None
+
+
+def headings(path: Path) -> set[str]:
+    """The anchors that GitHub makes of a document's headings."""
+    texts = HEADING.findall(path.read_text())
+    return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in texts}

@@ -1,0 +1,83 @@
+"""The index of a chunk store: room, age and pins, without files."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmcache_xpu.tiers.disk import chunk_index
+from lmcache_xpu.tiers.disk.chunk_file import ChunkInfo, disk_bytes
+from lmcache_xpu.tiers.disk.chunk_index import ChunkIndex
+
+PAYLOAD = 4096
+SIZE = disk_bytes(PAYLOAD)
+
+
+@pytest.fixture
+def index() -> ChunkIndex:
+    """Room for three entries; b is the oldest."""
+    index = ChunkIndex(3 * SIZE, pin_seconds=60)
+    for used_ns, key in enumerate("bca"):
+        index.add(key, ChunkInfo("meta", PAYLOAD), used_ns)
+    return index
+
+
+def evicted(index: ChunkIndex, need_bytes: int) -> list[str]:
+    keys = []
+    for key in index.evict(need_bytes):
+        index.remove(key)
+        keys.append(key)
+    return keys
+
+
+def test_the_oldest_go_first_and_no_more_than_must(index):
+    assert evicted(index, SIZE) == ["b"]
+    assert evicted(index, 2 * SIZE) == ["c"]
+    assert index.used_bytes == SIZE
+
+
+def test_a_use_makes_an_entry_young(index):
+    index.get("b").used_ns = 10
+    assert evicted(index, SIZE) == ["c"]
+
+
+def test_a_pinned_entry_stays_until_as_many_unpins(index):
+    assert [index.pin("b"), index.pin("b")] == [True, True]
+    assert evicted(index, SIZE) == ["c"]
+    assert index.unpin("b")
+    assert not index.can_fit(3 * SIZE)
+    assert index.unpin("b")
+    assert not index.unpin("b")
+    assert index.can_fit(3 * SIZE)
+    assert evicted(index, 3 * SIZE) == ["b", "a"]
+    assert not index.pin("b")
+
+
+def test_an_old_pin_protects_no_longer(index, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(chunk_index.time, "monotonic", lambda: now[0])
+    index.pin("b")
+    now[0] = 60.0
+    assert not index.pinned("b")
+    assert evicted(index, SIZE) == ["b"]
+
+
+def test_what_is_reserved_is_not_given_twice(index):
+    index.remove("a")
+    index.reserve("a write", SIZE)
+    assert not index.fits(SIZE)
+    index.release("a write")
+    index.release("a write")
+    assert index.fits(SIZE)
+    assert index.reserved_bytes == 0
+
+
+def test_whoever_watches_hears_of_what_is_there_and_of_each_change(index):
+    heard = []
+    index.watch(lambda key, there: heard.append((key, there)))
+    assert sorted(heard) == [("a", True), ("b", True), ("c", True)]
+    del heard[:]
+    index.add("b", ChunkInfo("meta", PAYLOAD), 5)
+    index.clear()
+    assert heard[:2] == [("b", False), ("b", True)]
+    assert sorted(heard[2:]) == [("a", False), ("b", False), ("c", False)]
+    assert (len(index), index.used_bytes) == (0, 0)

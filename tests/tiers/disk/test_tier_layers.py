@@ -1,0 +1,105 @@
+"""Layerwise and asynchronous loads of the disk tier, as LMCache's engine drives them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import torch
+from lmcache.v1.memory_management import MemoryFormat
+from support.storage import (
+    LAYER_SHAPE,
+    LAYERS,
+    content,
+    make_key,
+)
+
+
+def store_layers(engine, numbers):
+    for layer in range(LAYERS):
+        keys = [make_key(n).split_layers(LAYERS)[layer] for n in numbers]
+        objs = engine.manager.batched_allocate(
+            LAYER_SHAPE, torch.bfloat16, len(numbers), fmt=MemoryFormat.KV_T2D, busy_loop=False
+        )
+        for number, obj in zip(numbers, objs, strict=True):
+            obj.tensor.copy_(content(100 * layer + number, LAYER_SHAPE))
+        engine.manager.batched_put(keys, objs)
+    engine.settle()
+
+
+def layer_major(numbers):
+    return [[make_key(n).split_layers(LAYERS)[layer] for n in numbers] for layer in range(LAYERS)]
+
+
+def load_layers(engine, numbers):
+    """As `LMCacheEngine.retrieve_layer`: what came of each layer, references and pins dropped."""
+    handed_over, counts = [], []
+    for task in engine.manager.layerwise_batched_get(layer_major(numbers), location="disk"):
+        objs = task.result(10)
+        layer = len(counts)
+        for number, obj in zip(numbers, objs, strict=False):
+            assert torch.equal(obj.tensor, content(100 * layer + number, LAYER_SHAPE))
+        counts.append(len(objs))
+        handed_over += objs
+    for obj in handed_over:
+        obj.ref_count_down()
+    for obj in handed_over:  # after the copies are done: the memory must have lasted until here
+        assert obj.is_valid()
+        assert obj.is_pinned
+        obj.unpin()
+    return counts
+
+
+def test_layerwise_load(engines):
+    engine = engines()
+    store_layers(engine, range(3))
+    first_layers = [make_key(n).get_first_layer() for n in range(3)]
+    assert all(engine.manager.contains(key) == "disk" for key in first_layers)
+    assert load_layers(engine, range(3)) == [3, 3]
+    assert engine.pool_in_use == 0
+
+
+def test_a_layer_that_cannot_be_loaded_shortens_its_list(engines):
+    engine = engines()
+    store_layers(engine, range(3))
+    lost = make_key(1).split_layers(LAYERS)[1]
+    os.truncate(engine.tier._store._path(engine.tier._name(lost)), 5000)
+    assert load_layers(engine, range(3)) == [3, 1]
+    assert engine.pool_in_use == 0
+
+
+def test_a_chunk_without_one_of_its_layers_is_stored_anew(engines):
+    engine = engines()
+    store_layers(engine, [0])
+    first, second = make_key(0).split_layers(LAYERS)
+    assert engine.tier.contains(first)
+    engine.tier.remove(second)
+    assert not engine.tier.contains(first)  # what store_layer asks
+    store_layers(engine, [0])
+    assert load_layers(engine, [0]) == [1, 1]
+
+
+def test_a_lookup_of_some_layers_pins_none(engines):
+    engine = engines()
+    store_layers(engine, [0])
+    layers = make_key(0).split_layers(LAYERS)
+    engine.tier.remove(layers[1])
+    assert engine.manager.batched_contains(layers, pin=True) == (0, {})
+    assert engine.tier._store._index._pins == {}
+
+
+def test_prefetch(engines):
+    engine = engines()
+    keys = engine.store(range(3))
+
+    async def prefetch():
+        assert await engine.tier.batched_async_contains("id", [*keys, make_key(9)], pin=True) == 3
+        return await engine.tier.batched_get_non_blocking("id", keys, {"cum_chunk_lengths": []})
+
+    objs = asyncio.run_coroutine_threadsafe(prefetch(), engine.manager.loop).result(10)
+    assert [torch.equal(o.tensor, content(n)) for n, o in enumerate(objs)] == [True] * 3
+    assert not any(obj.is_pinned for obj in objs)  # LMCache drops a reference, no more
+    for obj in objs:
+        obj.ref_count_down()
+    assert engine.tier._store._index._pins == {}
+    assert engine.tier.get_non_blocking(make_key(9)).result(10) is None

@@ -1,0 +1,24 @@
+"""A pause: it begins with a line in the log, and ends by itself."""
+
+from __future__ import annotations
+
+import logging
+
+from lmcache_xpu.tiers import pause
+
+
+def test_a_pause_is_said_once_and_ends(monkeypatch, caplog):
+    now = [100.0]
+    monkeypatch.setattr(pause.time, "monotonic", lambda: now[0])
+    quiet = pause.Pause(logging.getLogger("test"), "no reads")
+    assert not quiet.on
+    quiet.begin(5, OSError("away"))
+    assert caplog.messages == ["shared tier: no reads for 5 s: away"]
+    now[0] += 4
+    quiet.begin(5, OSError("away"))  # longer, and not said again
+    now[0] += 4
+    assert quiet.on
+    now[0] += 1
+    assert not quiet.on
+    quiet.begin(5, OSError("away again"))
+    assert len(caplog.messages) == 2

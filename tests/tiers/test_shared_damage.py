@@ -1,0 +1,280 @@
+"""Values of the shared tier that are not what was stored, and servers that take no writes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+import threading
+import time
+
+import pytest
+import torch
+from prometheus_client import REGISTRY
+from support.servers import needs_server
+from support.storage import CHUNK, content
+
+from lmcache_xpu.tiers import shared
+from lmcache_xpu.tiers.chunk_layout import ChunkLayout
+from lmcache_xpu.tiers.disk.chunk_file import HEADER_BYTES, pack_chunk, scan_chunk
+
+pytestmark = needs_server
+
+
+def failed(direction, reason):
+    labels = {"direction": direction, "tier": "shared", "reason": reason}
+    return REGISTRY.get_sample_value("lmcache_xpu_errors_total", labels) or 0.0
+
+
+def whole(engine, number):
+    """Whether the chunk comes back as it was stored."""
+    obj = engine.load(number)
+    if obj is None:
+        return False
+    same = torch.equal(obj.tensor, content(number))
+    obj.ref_count_down()
+    assert same, "other bytes than were stored"
+    return True
+
+
+def flipped(at):
+    def flip(value, _):
+        value = bytearray(value)
+        value[at] ^= 1
+        return bytes(value)
+
+    return flip
+
+
+def of_before(value, _):
+    """As versions up to 0.1 had it: length of the layout, layout, bytes; no checksum."""
+    text = json.dumps(["KV_2LTD", [[2, 2, 16, 128]], ["bfloat16"]]).encode()
+    return struct.pack("<I", len(text)) + text + value[HEADER_BYTES:]
+
+
+def with_meta(meta):
+    """An intact value that says something else of its bytes."""
+    return lambda value, name: pack_chunk(name, meta, memoryview(value)[HEADER_BYTES:])
+
+
+DAMAGES = {
+    "cut": lambda value, _: value[:-1],
+    "cut in the header": lambda value, _: value[:100],
+    "without its bytes": lambda value, _: value[:HEADER_BYTES],
+    "longer": lambda value, _: value + b"\0",
+    "empty": lambda *_: b"",
+    "3 bytes": lambda *_: b"abc",
+    "bad length": lambda value, _: struct.pack("<I", 2**32 - 1) + value[4:],
+    "bad JSON": lambda *_: struct.pack("<I", 3) + b"{]}" + bytes(CHUNK),
+    "bad UTF-8": lambda *_: struct.pack("<I", 3) + b"\xff\xfe\xfd" + bytes(CHUNK),
+    "bit in the checksum": flipped(16),
+    "bit in the layout": flipped(200),
+    "bit in the payload": flipped(-CHUNK // 2),
+    "bit in the last byte": flipped(-1),
+    "of a version before": of_before,
+    "of another chunk": lambda value, _: pack_chunk("x", "[]", memoryview(value)[HEADER_BYTES:]),
+    "layout that is no JSON": with_meta("{]}"),
+    "layout of another kind": with_meta('{"a": 1}'),
+    "layout of no format": with_meta('["NONE", [[2, 2, 16, 128]], ["bfloat16"]]'),
+    "layout of no dtype": with_meta('["KV_2LTD", [[2, 2, 16, 128]], ["add"]]'),
+    "layout of another size": with_meta('["KV_2LTD", [[2, 2, 8, 128]], ["bfloat16"]]'),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_value_is_a_miss_and_heals(engine, server, damage):
+    first = engine()
+    first.store([1])
+    [name] = server.client.keys()
+    damaged = damage(server.client.get(name), name.decode())
+    server.client.set(name, damaged)
+    before = failed("load", "corrupt")
+    assert not whole(first, 1)
+    assert failed("load", "corrupt") == before + 1
+    assert first.found([1]) == 0  # so the next one with this prefix is not promised it
+    first.store([1])
+    assert first.found([1]) == 1
+    assert whole(first, 1)
+    assert failed("load", "corrupt") == before + 1
+
+
+def test_damage_costs_no_memory(engine, server):
+    first = engine()
+    first.store([1])
+    [name] = server.client.keys()
+    small = engine(pool_chunks=4)
+    for _ in range(8):
+        server.client.set(name, b"damaged")
+        assert not whole(small, 1)
+    first.store([1])
+    assert whole(small, 1)
+
+
+def test_what_another_engine_has_stored_again_is_not_deleted(engine, server, monkeypatch):
+    first = engine()
+    first.store([1])
+    [name] = server.client.keys()
+    value = server.client.get(name)
+    unpack = shared._unpack
+
+    def unpack_and_heal(*args):
+        try:
+            return unpack(*args)
+        finally:
+            server.client.set(name, value)
+
+    monkeypatch.setattr(shared, "_unpack", unpack_and_heal)
+    server.client.set(name, flipped(-1)(value, name))
+    assert not whole(first, 1)
+    assert server.client.get(name) == value
+
+
+def test_a_value_of_a_version_before_has_another_name(engine, server):
+    """Neither version finds the other's, so a rolling update damages nothing."""
+    first = engine()
+    first.store([1])
+    [name] = server.client.keys()
+    assert name.startswith(b"kv2@")
+    server.client.rename(name, name.replace(b"kv2@", b"kv@"))
+    assert first.found([1]) == 0
+    first.store([1])
+    assert first.found([1]) == 1
+    assert len(server.client.keys()) == 2
+
+
+def test_a_value_is_a_chunk_file(engine, server, tmp_path):
+    """What the disk tier checks is checked here: one format, and one checksum."""
+    engine().store([1])
+    [name] = server.client.keys()
+    (file := tmp_path / "chunk").write_bytes(server.client.get(name))
+    key, info, _ = scan_chunk(file)
+    assert key == name.decode()
+    assert info.payload_bytes == CHUNK
+    assert ChunkLayout.parse(info.meta).size == CHUNK
+
+
+def test_a_full_server_goes_on_being_read(engine, server, monkeypatch, caplog):
+    monkeypatch.setattr(shared.logger, "propagate", True)
+    monkeypatch.setattr(shared, "AWAY_S", 0.5)
+    first = engine()
+    first.store([1, 2])
+    server.fill()
+    before = failed("store", "full"), failed("store", "server")
+    sent = server.client.info()["total_net_input_bytes"]
+    first.store([3])
+    first.store(range(4, 12))
+    assert failed("store", "full") == before[0] + 9
+    assert failed("store", "server") == before[1]
+    assert server.client.info()["total_net_input_bytes"] - sent < 3 * CHUNK  # tried once
+    assert caplog.text.count("shared tier: not written to for 0.5 s: command not allowed") == 1
+    assert "left alone" not in caplog.text
+    assert first.found([1, 2]) == 2
+    assert whole(first, 1)
+    assert first.found([3]) == 0
+    server.client.config_set("maxmemory", 0)
+    time.sleep(0.6)
+    first.store([3])
+    assert whole(first, 3)
+
+
+def test_damaged_values_in_a_full_server_heal(engine, server, monkeypatch):
+    monkeypatch.setattr(shared, "AWAY_S", 0.1)
+    first = engine()
+    first.store(range(32))
+    for name in server.client.scan_iter():
+        server.client.setrange(name, CHUNK, b"damage")
+    server.fill()
+    assert not any(whole(first, number) for number in range(32))
+    assert not server.client.keys()
+    first.store([1])  # where the damaged ones were
+    assert whole(first, 1)
+
+
+REFUSALS = {
+    "READONLY": (("REPLICAOF", "127.0.0.1", "1"), ("REPLICAOF", "NO", "ONE")),
+    "NOREPLICAS": (
+        ("CONFIG", "SET", "min-replicas-to-write", "1"),
+        ("CONFIG", "SET", "min-replicas-to-write", "0"),
+    ),
+    "NOPERM": (("ACL", "SETUSER", "default", "-set"), ("ACL", "SETUSER", "default", "+set")),
+}
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_a_server_that_refuses_writes_goes_on_being_read(engine, server, monkeypatch, refusal):
+    monkeypatch.setattr(shared, "AWAY_S", 0.5)
+    first = engine()
+    first.store([1])
+    refuse, allow = REFUSALS[refusal]
+    server.client.execute_command(*refuse)
+    refused_and_read(first)
+    server.client.execute_command(*allow)
+    time.sleep(0.6)
+    first.store([2])
+    assert whole(first, 2)
+
+
+def test_a_server_that_can_not_save_goes_on_being_read(engine, server, monkeypatch):
+    monkeypatch.setattr(shared, "AWAY_S", 0.5)
+    server.stop()
+    server.start("--save", "3600 1", "--dir", "/proc")  # where nobody can make a file
+    first = engine()
+    first.store([1])
+    server.client.bgsave()
+    while server.client.info("persistence")["rdb_last_bgsave_status"] == "ok":
+        time.sleep(0.01)
+    refused_and_read(first)
+
+
+def refused_and_read(engine):
+    before = failed("store", "refused"), failed("store", "server")
+    engine.store([2, 3])
+    assert failed("store", "refused") == before[0] + 2
+    assert failed("store", "server") == before[1]
+    assert engine.found([1]) == 1
+    assert whole(engine, 1)
+    assert engine.found([2]) == 0
+
+
+def test_damage_that_may_not_be_deleted_is_a_miss(engine, server):
+    first = engine()
+    first.store([1])
+    [name] = server.client.keys()
+    first.store([2])
+    server.client.set(name, b"damaged")
+    server.client.execute_command("ACL", "SETUSER", "default", "-del")
+    assert [whole(first, 1) for _ in range(3)] == [False] * 3
+    assert whole(first, 2)
+
+
+def test_checking_a_chunk_leaves_the_loop_alone(engine, monkeypatch):
+    """LMCache's other tiers and look-ups run there; 32 MiB take 15 ms."""
+    first = engine()
+    loop = first.manager.loop
+    seen = []
+    for name in ("_unpack", "pack_chunk"):
+        original = getattr(shared, name)
+
+        def noticing(*args, original=original, name=name):
+            try:
+                seen.append((name, asyncio.get_running_loop() is loop))
+            except RuntimeError:
+                seen.append((name, False))
+            return original(*args)
+
+        monkeypatch.setattr(shared, name, noticing)
+    first.store([1])
+    assert whole(first, 1)
+    assert seen == [("pack_chunk", False), ("_unpack", False)]
+
+
+def test_its_threads_end_with_it(engine):
+    def threads():
+        return [t for t in threading.enumerate() if t.name.startswith("lmcache-xpu-shared")]
+
+    first = engine()
+    first.store([1])
+    assert whole(first, 1)
+    assert threads()
+    first.backend.close()
+    assert not threads()

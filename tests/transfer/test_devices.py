@@ -1,0 +1,130 @@
+"""What differs between devices: each branch, and what vLLM's operations look like."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from lmcache_xpu.transfer.devices import (
+    batched_copy,
+    has_triton,
+    is_host,
+    register_host,
+)
+from lmcache_xpu.transfer.direct import (
+    KERNELS_READ_HOST_VARIABLE,
+    kernels_may_read_host,
+    kernels_need,
+)
+from lmcache_xpu.transfer.host_copies import Pinning
+
+CPU, CUDA, XPU = map(torch.device, ("cpu", "cuda:0", "xpu:0"))
+ADDRESS = 0xFFFF_D556_B640_0000
+SCHEMAS = {
+    "a number": "xpu_host_register(int ptr, int n_bytes) -> bool",  # 0.1.15.4 and 0.1.16.2
+    "a tensor": "xpu_host_register(Tensor ptr, int n_bytes) -> bool",  # 4543b58
+}
+
+
+@pytest.fixture
+def operation(request):
+    """vllm-xpu-kernels' operation, which does what the test says."""
+    with torch.library._scoped_library("_C", "FRAGMENT") as library:
+
+        def define(schema: str, does) -> None:
+            library.define(SCHEMAS[schema])
+            library.impl("xpu_host_register", does, "CompositeExplicitAutograd")
+
+        yield define
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_memory_is_registered_by_number(operation, answer: bool):
+    seen = []
+
+    def register(ptr: int, n_bytes: int) -> bool:
+        seen.append((ptr, n_bytes))
+        return answer
+
+    operation("a number", register)
+    assert register_host(4096, 99, XPU) is answer
+    assert seen == [(4096, 99)]
+
+
+@pytest.mark.parametrize("address", [4096, ADDRESS])
+@pytest.mark.parametrize("answer", [True, False])
+def test_memory_is_registered_by_a_tensor(operation, answer: bool, address: int):
+    seen = []
+
+    def register(ptr: torch.Tensor, n_bytes: int) -> bool:
+        assert ptr.dtype == torch.uint64
+        assert ptr.device == CPU
+        seen.append((ptr.tolist(), n_bytes))
+        return answer
+
+    operation("a tensor", register)
+    assert register_host(address, 99, XPU) is answer
+    assert seen == [([address], 99)]
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_an_error_means_that_nothing_is_pinned(operation, schema: str, caplog):
+    def register(ptr, n_bytes: int) -> bool:
+        raise RuntimeError("UR_RESULT_ERROR_UNSUPPORTED_FEATURE")
+
+    operation(schema, register)
+    with caplog.at_level(logging.WARNING):
+        assert register_host(4096, 99, XPU) is False
+    assert "xpu:0 can't pin memory: RuntimeError: UR_RESULT_ERROR" in caplog.text
+
+
+def test_without_the_operation_nothing_is_pinned(caplog):
+    with caplog.at_level(logging.WARNING):
+        assert register_host(4096, 99, XPU) is False
+        assert register_host(4096, 99, CPU) is False
+    assert not caplog.records
+
+
+def test_cuda_s_call_is_cuda_s(monkeypatch, operation):
+    """An error in it is no pinned memory either."""
+    operation("a number", lambda ptr, n_bytes: pytest.fail("another device's"))
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+            return 0 if size == 99 else 2
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    assert register_host(4096, 99, CUDA) is True
+    assert register_host(4096, 98, CUDA) is False
+
+    def missing() -> None:
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    monkeypatch.setattr(torch.cuda, "cudart", missing)
+    assert register_host(4096, 99, CUDA) is False
+
+
+def test_copies_in_batches_are_cuda_s_alone(monkeypatch):
+    """XPU has an operation of that name, which copies on the host first."""
+    monkeypatch.setattr(torch.ops._C_cache_ops, "swap_blocks_batch", print, raising=False)
+    assert batched_copy(CUDA) is print
+    assert batched_copy(XPU) is None
+    assert batched_copy(CPU) is None
+
+
+def test_kernels_address_the_host_unless_a_variable_says_not_to():
+    assert kernels_may_read_host({})
+    assert kernels_may_read_host({KERNELS_READ_HOST_VARIABLE: "1"})
+    assert not kernels_may_read_host({KERNELS_READ_HOST_VARIABLE: "0"})
+
+
+def test_registered_memory_is_for_copies_alone_on_xpu():
+    assert kernels_need(CUDA) == Pinning.REGISTERED
+    assert kernels_need(XPU) == Pinning.ALLOCATED
+
+
+def test_the_host_alone_is_the_host():
+    assert [is_host(device) for device in (CPU, CUDA, XPU)] == [True, False, False]
+    assert [has_triton(device) for device in (CPU, XPU)] == [False, True]

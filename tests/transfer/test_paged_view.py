@@ -1,0 +1,71 @@
+"""The canonical view: no copy, the same for every layout, and nothing that can't be expressed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.caches import KINDS, LATENT, Spec, bits, build
+
+from lmcache_xpu.errors import LayoutError
+from lmcache_xpu.transfer.layout import Geometry
+from lmcache_xpu.transfer.paged_view import PagedView
+
+
+def view_of(cache, **options) -> PagedView:
+    return PagedView.from_engine(
+        cache.engine, cache.geometry, num_layers=cache.spec.layers, **options
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_view_is_the_engine_s_own_memory(kind: str):
+    cache = build(Spec(kind, torch.uint8))
+    view = view_of(cache)
+    assert (view.layers, view.planes) == (3, 1 if kind in LATENT else 2)
+    assert view.row_size == cache.geometry.hidden
+    assert (view.num_slots, view.tokens_per_row) == (24, 1)
+    for plane in range(view.planes):
+        for layer in range(view.layers):
+            mine, truth = view.tensors[layer][plane], cache.truth[plane][layer]
+            assert mine.data_ptr() == truth.data_ptr()
+            assert torch.equal(mine, truth)
+
+
+@pytest.mark.parametrize("kind", ["LBHNC", "LBNHC", "BLHNC"])
+def test_opaque_blocks_are_rows_of_all_their_bytes(kind: str):
+    cache = build(Spec(kind))
+    view = view_of(cache, opaque_blocks=True)
+    assert view.shape == (6, 1, 1, 4 * 2 * 16)
+    assert (view.planes, view.tokens_per_row, view.num_slots) == (1, 4, 24)
+    for layer, tensor in enumerate(cache.engine):
+        start = tensor.storage_offset()
+        for block in range(6):
+            at = start + block * tensor.stride(0)
+            whole = view.tensors[layer][0][block].flatten()
+            assert torch.equal(bits(whole), bits(cache.raw[at : at + 128]))
+
+
+@pytest.mark.parametrize("kind", ["LHBNC", "BHLNC", "2,NB,BS,NH,HS", "(K,V) NHD", "MLA LBHNC"])
+def test_opaque_blocks_that_do_not_lie_in_one_piece_are_refused(kind: str):
+    with pytest.raises(LayoutError, match="opaque blocks"):
+        view_of(build(Spec(kind)), opaque_blocks=True)
+
+
+def test_layers_must_match():
+    cache = build(Spec("LBHNC"))
+    with pytest.raises(LayoutError, match="2 layers of KV cache"):
+        PagedView.from_engine(cache.engine[:2], cache.geometry, num_layers=3)
+    with pytest.raises(LayoutError, match="no layers"):
+        PagedView.from_engine([], cache.geometry, num_layers=0)
+    other = [*cache.engine[:2], torch.empty(6, 2, 8, 16, dtype=torch.bfloat16)]
+    with pytest.raises(LayoutError, match=r"layer 2 .*\[6, 8, 2, 8\]"):
+        PagedView.from_engine(other, cache.geometry, num_layers=3)
+    typed = [*cache.engine[:2], torch.empty(6, 2, 4, 16)]
+    with pytest.raises(LayoutError, match=r"layer 2 .*float32"):
+        PagedView.from_engine(typed, cache.geometry, num_layers=3)
+
+
+def test_a_head_that_is_not_contiguous_is_refused():
+    layer = torch.empty(6, 2, 16, 4).transpose(2, 3)
+    with pytest.raises(LayoutError, match="stride 4"):
+        PagedView.from_engine([layer], Geometry(hidden=16), num_layers=1)

@@ -1,0 +1,126 @@
+"""Slot mappings: which rows a chunk means, and what is refused before anything moves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.caches import Spec, build
+
+from lmcache_xpu.errors import SlotError
+from lmcache_xpu.transfer.paged_view import PagedView
+from lmcache_xpu.transfer.slots import Rows, blocks_of, check_slots, request_rows, slots_of
+
+
+@pytest.fixture
+def tokens() -> PagedView:
+    cache = build(Spec("LBHNC"))
+    return PagedView.from_engine(cache.engine, cache.geometry, num_layers=3)
+
+
+@pytest.fixture
+def blocks() -> PagedView:
+    cache = build(Spec("LBHNC"))
+    return PagedView.from_engine(cache.engine, cache.geometry, num_layers=3, opaque_blocks=True)
+
+
+def rows(view: PagedView, slots: list[int], skip: int = 0, spans=None):
+    spans = spans or [(0, len(slots))]
+    found = request_rows(view, check_slots(view, torch.tensor(slots)), spans, skip)
+    return [readable(found.chunks(i, i + 1)) for i in range(len(spans))]
+
+
+def readable(rows: Rows):
+    host = None if rows.host is None else rows.host.tolist()
+    return rows.engine.tolist(), host, rows.total
+
+
+def test_tokens(tokens: PagedView):
+    assert rows(tokens, [5, 3, 23]) == [([5, 3, 23], None, 3)]
+    assert rows(tokens, [5, 3, 23], skip=1) == [([3, 23], [1, 2], 3)]
+    assert rows(tokens, [-1, 3, -1, 7]) == [([3, 7], [1, 3], 4)]
+    assert rows(tokens, [-1, 3, -1, 7], skip=2) == [([7], [3], 4)]
+    assert rows(tokens, [5, 3], skip=2) == [([], [], 2)]
+
+
+def test_chunks_of_a_request(tokens: PagedView):
+    spans = [(0, 2), (3, 3), (3, 5)]  # with a gap, and an empty one
+    assert rows(tokens, [5, 3, 9, 23, 1], spans=spans) == [
+        ([5, 3], None, 2),
+        ([], None, 0),
+        ([23, 1], None, 2),
+    ]
+    assert rows(tokens, [5, 3, 9, 23, 1], skip=4, spans=spans) == [
+        ([], [], 2),
+        ([], None, 0),
+        ([1], [1], 2),
+    ]
+    assert rows(tokens, [5, -1, 9, 23, 1], spans=spans)[0] == ([5], [0], 2)
+
+
+def test_chunks_joined(tokens: PagedView):
+    def joined(slots: list[int], skip: int = 0):
+        found = request_rows(
+            tokens, check_slots(tokens, torch.tensor(slots)), [(0, 2), (3, 5)], skip
+        )
+        return readable(found.chunks(0, 2))
+
+    assert joined([5, 3, 9, 23, 1]) == ([5, 3, 23, 1], None, 4)
+    assert joined([5, -1, 9, 23, 1]) == ([5, 23, 1], [0, 2, 3], 4)
+    assert joined([5, 3, 9, 23, 1], skip=1) == ([3, 23, 1], [1, 2, 3], 4)
+
+
+@pytest.mark.parametrize("span", [(-1, 2), (2, 1), (4, 6)])
+def test_chunks_outside_the_request_are_refused(tokens: PagedView, span: tuple[int, int]):
+    with pytest.raises(SlotError, match=f"tokens {span[0]}:{span[1]} with 5 slots"):
+        rows(tokens, [5, 3, 9, 23, 1], spans=[span])
+
+
+def test_blocks(blocks: PagedView):
+    assert rows(blocks, [8, 9, 10, 11, 0, 1, 2, 3]) == [([2, 0], None, 2)]
+    assert rows(blocks, [8, 9, 10, 11, 0, 1, 2, 3], skip=4) == [([0], [1], 2)]
+    assert rows(blocks, [-1, -1, -1, -1, 0, 1, 2, 3]) == [([0], [1], 2)]
+    # Only chunks must consist of whole blocks, not what lies between and after them.
+    assert rows(blocks, [8, 9, 11, 10, 0, 1, 2, 3, 4], spans=[(4, 8)]) == [([0], None, 1)]
+
+
+@pytest.mark.parametrize(
+    ("slots", "skip", "says"),
+    [
+        ([8, 9, 10], 0, "a chunk of tokens 0:3"),
+        ([8, 9, 10, 11], 2, "2 are skipped"),
+        ([8, 9, 11, 10], 0, "cut or reorder"),
+        ([9, 10, 11, 12], 0, "cut or reorder"),
+        ([8, 9, 10, -1], 0, "cut or reorder"),
+        ([-1, 9, 10, 11], 0, "cut or reorder"),
+    ],
+)
+def test_blocks_are_never_cut(blocks: PagedView, slots: list[int], skip: int, says: str):
+    with pytest.raises(SlotError, match=says):
+        rows(blocks, slots, skip)
+
+
+@pytest.mark.parametrize(
+    ("mapping", "says"),
+    [
+        (torch.tensor([24]), "slot 24; expected slots below 24"),
+        (torch.tensor([1.0]), "torch.float32"),
+        (torch.tensor([True]), "torch.bool"),
+        (torch.tensor([[1]]), r"shape \[1, 1\]"),
+        ([1, 2], "type list"),
+    ],
+)
+def test_what_is_no_slot_mapping_is_refused(tokens: PagedView, mapping, says: str):
+    with pytest.raises(SlotError, match=says):
+        check_slots(tokens, mapping)
+
+
+def test_narrow_integers_are_welcome(tokens: PagedView):
+    assert check_slots(tokens, torch.tensor([3], dtype=torch.int32)).numbers.dtype == torch.int64
+
+
+def test_slots_of_blocks_and_back():
+    slots = slots_of([5, 2, 3], 4)
+    assert slots.tolist() == [20, 21, 22, 23, 8, 9, 10, 11, 12, 13, 14, 15]
+    assert slots.dtype == torch.int64
+    slots[4:6] = -1
+    assert blocks_of(slots, 4) == {2, 3, 5}

@@ -1,0 +1,251 @@
+"""Staging: the way of an accelerator, taken on the host too, with buffers of all sizes."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+
+import pytest
+import torch
+from support.caches import DEVICE, Spec, bits, build
+from support.imitation import GPU, Machine
+from support.intel import MACHINES, on_machines
+from support.intel import machine as machine  # a fixture
+
+from lmcache_xpu.errors import SettingsError, TransferError
+from lmcache_xpu.transfer import host_copies
+from lmcache_xpu.transfer.devices import Event
+from lmcache_xpu.transfer.host_copies import HostCopies
+from lmcache_xpu.transfer.paged_view import PagedView
+from lmcache_xpu.transfer.plan import HostFormat
+from lmcache_xpu.transfer.segments import Segments
+from lmcache_xpu.transfer.slots import Slots, check_slots
+from lmcache_xpu.transfer.staging import Stager
+from lmcache_xpu.transfer.staging_ring import SMALLEST_STAGING_BYTES
+from lmcache_xpu.transfer.tuning import tuning_of
+
+SPANS = ((0, 4), (4, 8), (8, 11))
+HERE = [16, 17, 18, 19, 4, 5, 6, 7, 12, 13, 14]
+THERE = [0, 1, 2, 3, 20, 21, -1, 23, 8, 9, 10]  # one token has no place
+ONE_LAYER = 4 * 2 * 16 * 2  # bytes of a chunk of the spec below
+POOL_BYTES = tuning_of(DEVICE).pool_bytes
+
+
+def stager_of(cache, buffer: int) -> Stager:
+    view = PagedView.from_engine(cache.engine, cache.geometry, num_layers=cache.spec.layers)
+    stager = Stager(view, SMALLEST_STAGING_BYTES, in_place=False)
+    stager.buffer_bytes = buffer  # smaller than what a real one may be
+    stager.follow_engine()
+    return stager
+
+
+def slots(stager: Stager, numbers: list[int]) -> Slots:
+    return check_slots(stager.view, torch.tensor(numbers))
+
+
+def host(cache, pinned: bool) -> list[torch.Tensor]:
+    chunks = [cache.host(end - start) for start, end in SPANS]
+    return [chunk.pin_memory() if pinned else chunk for chunk in chunks]
+
+
+def flat(chunks: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [chunk.view(-1).view(torch.uint8) for chunk in chunks]
+
+
+def moved(source, target):
+    wanted = target.twin()
+    for plane in range(2):
+        for layer in range(source.spec.layers):
+            for one, other in zip(HERE, THERE, strict=True):
+                if other >= 0:
+                    wanted.put(plane, layer, other, source.token(plane, layer, one))
+    return wanted.raw
+
+
+PINNED = [False] if DEVICE == "cpu" else [False, True]
+
+
+@pytest.fixture(params=["as the device does", "in batches"])
+def batches(request, monkeypatch) -> list[int]:
+    """How many copies each call of vLLM's operation made, where it is imitated: on the host."""
+    sizes: list[int] = []
+
+    def batched(sources: torch.Tensor, targets: torch.Tensor, sizes_: torch.Tensor) -> None:
+        sizes.append(len(sources))
+        for one in zip(targets.tolist(), sources.tolist(), sizes_.tolist(), strict=True):
+            ctypes.memmove(*one)
+
+    if request.param == "in batches":
+        if DEVICE != "cpu":
+            pytest.skip("the operation is imitated on the host only; a device has its own")
+        monkeypatch.setattr(host_copies, "batched_copy", lambda device: batched)
+        monkeypatch.setattr(HostCopies, "pinned", lambda self, memory, at_least=None: True)
+    return sizes
+
+
+@pytest.mark.parametrize("pinned", PINNED)
+@pytest.mark.parametrize("buffer", [ONE_LAYER, 2 * ONE_LAYER, 3 * ONE_LAYER, 7 * ONE_LAYER])
+@pytest.mark.parametrize("kind", ["BLHNC", "NB,2,BS,NH,HS"])
+def test_a_round_trip_with_buffers_of_every_size(kind: str, buffer: int, pinned: bool, batches):
+    stager = round_trip(kind, buffer, pinned=pinned)
+    assert all(count > 1 for count in batches), "one copy alone is quicker as it is"
+    assert bool(batches) == (stager._host.copies_in_batches and DEVICE == "cpu")
+
+
+@on_machines("buffer", here=(), there=(2 * ONE_LAYER, 7 * ONE_LAYER))
+def test_a_round_trip_on_every_machine(machine: Machine, buffer: int):
+    stager = round_trip("LBNHC", buffer, pinned=machine.memory == "pinned")
+    assert not stager._host.copies_in_batches
+    assert stager.reaches_host is machine.kernels
+    assert bool(GPU.here.registered) is (machine.memory == "registered")
+    assert bool(stager._host._ring) is (machine.memory == "pageable")
+
+
+def round_trip(kind: str, buffer: int, *, pinned: bool) -> Stager:
+    source, target = build(Spec(kind)), build(Spec(kind))
+    stager, form = stager_of(source, buffer), HostFormat(3, 2)
+    memory = flat(host(source, pinned))
+    stored = stager.store(stager.plan(form, slots(stager, HERE), SPANS), memory)
+    stored.transfer.done.synchronize()
+    wanted = moved(source, target)
+    back = stager_of(target, buffer)
+    plan = back.plan(form, slots(back, THERE), SPANS, starts=(0, 1))
+    for group in plan.groups:
+        done = back.load(group.pieces, memory)
+    done.done.synchronize()
+    assert torch.equal(bits(target.raw), bits(wanted))
+    assert done.seconds() >= 0
+    return stager
+
+
+@MACHINES
+def test_a_store_keeps_the_rows_of_unmapped_tokens():
+    cache = build(Spec("LBNHC"))
+    stager, memory = stager_of(cache, 2 * ONE_LAYER), host(cache, pinned=DEVICE != "cpu")
+    before = [chunk.clone() for chunk in memory]
+    plan = stager.plan(HostFormat(3, 2), slots(stager, THERE), SPANS)
+    stager.store(plan, flat(memory)).transfer.done.synchronize()
+    for plane in range(2):
+        for layer in range(3):
+            kept = memory[1][plane, layer, 2]
+            assert torch.equal(bits(kept), bits(before[1][plane, layer, 2]))
+            token = memory[1][plane, layer, 3]
+            assert torch.equal(bits(token), bits(cache.token(plane, layer, 23)))
+
+
+def test_a_layer_that_fits_no_buffer_is_an_error_before_anything_moves():
+    cache = build(Spec("LBNHC"))
+    stager, memory = stager_of(cache, ONE_LAYER - 1), host(cache, False)
+    before = cache.raw.clone()
+    with pytest.raises(TransferError, match="raise staging_mib"):
+        stager.load(stager.plan(HostFormat(3, 2), slots(stager, HERE), SPANS), flat(memory))
+    assert torch.equal(bits(cache.raw), bits(before))
+
+
+@pytest.mark.parametrize("free", [2**23, 2**20])
+def test_less_memory_than_asked_for(free: int, monkeypatch, caplog):
+    """A smaller step where there is some, a clear error at start where there is none."""
+    real, taken = torch.empty, []
+
+    def empty(size, *args, **given):
+        if isinstance(size, int) and size >= 2**20 and not given.get("pin_memory"):
+            if sum(taken) + size > free:
+                taken.clear()
+                raise torch.OutOfMemoryError("out of memory")
+            taken.append(size)
+        return real(size, *args, **given)
+
+    cache = build(Spec("LBNHC"))
+    view = PagedView.from_engine(cache.engine, cache.geometry, num_layers=3)
+    monkeypatch.setattr(torch, "empty", empty)
+    if free < SMALLEST_STAGING_BYTES:
+        with pytest.raises(SettingsError, match="Lower memory_fraction"):
+            Stager(view, 2**25, in_place=False)
+        return
+    with caplog.at_level(logging.WARNING):
+        assert Stager(view, 2**25, in_place=False).buffer_bytes == free // 2
+    assert "staging uses 8 MiB" in caplog.text
+
+
+class Driver:
+    """Pins what it is asked to, or refuses."""
+
+    def __init__(self, answer: bool) -> None:
+        self.answer = answer
+        self.asked: list[int] = []
+
+    def __call__(self, address: int, size: int, device: torch.device) -> bool:
+        self.asked.append(size)
+        return self.answer
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_a_pool_that_is_not_pinned_is_pinned_once_and_said_once(answer: bool, caplog):
+    driver = Driver(answer)
+    memory = HostCopies(torch.device(DEVICE), 64, driver)
+    pool = torch.empty(POOL_BYTES, dtype=torch.uint8)
+    with caplog.at_level(logging.INFO):
+        assert memory.pinned([pool[:5], pool[7:9]]) is answer
+        assert memory.pinned([pool[100:]]) is answer
+    assert driver.asked == [POOL_BYTES]
+    assert len(caplog.records) == 1
+    assert ("it is now" if answer else "ring of pinned memory") in caplog.text
+
+
+def test_a_stager_pins_a_pool_before_it_is_used_and_none_on_the_host():
+    cache = build(Spec("LBNHC"))
+    stager = stager_of(cache, ONE_LAYER)
+    stager._host = HostCopies(torch.device(DEVICE), 64, driver := Driver(True))
+    pool = torch.empty(POOL_BYTES, dtype=torch.uint8)
+    stager.pin(pool)
+    assert stager._host.pinned([pool[:5]])
+    assert driver.asked == [POOL_BYTES]
+    if DEVICE == "cpu":
+        in_place = Stager(stager.view)
+        in_place._host = HostCopies(torch.device(DEVICE), 64, driver)
+        in_place.pin(torch.empty(POOL_BYTES, dtype=torch.uint8))
+        assert driver.asked == [POOL_BYTES]
+
+
+def test_passing_memory_is_never_pinned():
+    """Its addresses are given to others, which would find them pinned."""
+    driver = Driver(True)
+    assert not HostCopies(torch.device(DEVICE), 64, driver).pinned([torch.empty(4096)])
+    assert driver.asked == []
+
+
+@MACHINES
+def test_a_ring_brings_bytes_there_and_back():
+    """Of parts of several sizes, more of them than steps, and larger than a step."""
+    memory = HostCopies(torch.device(DEVICE), 16)
+    chunks = [torch.randint(256, (size,), dtype=torch.uint8) for size in (1, 2, 40, 5, 1)]
+    there = [torch.empty(chunk.shape, dtype=torch.uint8, device=DEVICE) for chunk in chunks]
+    for target, chunk in zip(there, chunks, strict=True):
+        memory.load(target, [chunk], Segments((0,), (len(chunk),)), pinned=False)
+    back = [torch.zeros_like(chunk) for chunk in chunks]
+    for target, source in zip(back, there, strict=True):
+        memory.store([target], Segments((0,), (len(target),)), source, pinned=False)
+    memory.flush()
+    for target, chunk in zip(back, chunks, strict=True):
+        assert torch.equal(target, chunk)
+
+
+def test_nothing_is_not_copied_in_batches(batches):
+    """The driver refuses copies of no bytes."""
+    memory = HostCopies(torch.device(DEVICE), 16)
+    chunks = [torch.arange(size, dtype=torch.uint8) for size in (2, 0, 3)]
+    chunks = [chunk if DEVICE == "cpu" else chunk.pin_memory() for chunk in chunks]
+    there = torch.zeros(5, dtype=torch.uint8, device=DEVICE)
+    memory.load(there, chunks, Segments((0,), (2, 0, 3)), pinned=True)
+    assert there.tolist() == [0, 1, 0, 1, 2]
+    assert batches == ([2] if memory.copies_in_batches and DEVICE == "cpu" else [])
+
+
+@MACHINES
+def test_events_tell_how_long_it_took():
+    first, last = (Event(torch.device(DEVICE), timed=True) for _ in range(2))
+    first.record()
+    last.record()
+    last.synchronize()
+    assert last.reached()
+    assert 0 <= first.seconds_until(last) < 1
