@@ -1,9 +1,12 @@
 """Transfers in flight beside the engine: loads ahead of its layers, stores behind its steps.
 
 A load is enqueued in the order of the layers, group by group; the engine's stream waits for a
-group only where it comes to the group's first layer. A store is enqueued behind the step that
-computed it, and LMCache gets to publish it when it is complete. Events keep the order on the
-device; nothing here waits on the engine's thread.
+group only where it comes to the group's first layer. Behind a layer the next groups are enqueued,
+at most one of each request, until enough bytes are under way to keep the link busy. A store is
+enqueued behind the step that computed it. LMCache publishes its chunks when they are complete, and
+a step that was given one of their blocks waits on the device until the block has been read. Events
+keep this order; nothing here waits on the engine's thread. On CPU nothing runs beside anything: a
+layer is loaded when the engine comes to it.
 
 A step has four phases. Each call belongs in some of them; a call in another one is an error of the
 caller's, and an assertion:
@@ -183,8 +186,7 @@ class InFlight:
         """Enqueue what comes after a layer that the engine has enqueued.
 
         In COMPUTING; in IDLE it does nothing, as `before_layer`. So much is enqueued that the link
-        stays busy. Behind the first layers the device has nothing else to do than what this thread
-        enqueues for the next one.
+        stays busy, and no more: behind the first layers the device waits for this thread.
         """
         self._check("after_layer", Phase.IDLE, Phase.COMPUTING)
         bytes_ahead = self._bytes_under_way()

@@ -12,16 +12,13 @@ objects of a chunk:
             next x (N - 1)       enqueue the next layer; the one before is complete on the host
             next                 layer N - 1 is complete on the host
 
-With `layers_at_once` a "layer" of this protocol is a group of the model's layers: fewer objects for
-LMCache to handle, and larger copies.
+A "layer" of this protocol is a group of the model's layers, of about 16 MiB of a chunk unless
+`layers_at_once` says otherwise: LMCache spends about 40 microseconds on each object, and the link
+is slow with small copies. Within a group the engine's stream still waits layer by layer.
 
-LMCache keeps one object per chunk and layer group, and drives one generator per request,
-interleaved by group. A group has about 16 MiB of a chunk unless `layers_at_once` says otherwise:
-LMCache spends about 40 microseconds on each object, and the link is slow with small copies. Within
-a group the engine's stream still waits layer by layer. LMCache gives up its host memory before the
-last step of the protocol, so this class holds a reference until the copies are done. vLLM must not
-run such a step as one graph: `requires_piecewise_for_cudagraph` answers from the setting that
-LMCache uses.
+LMCache gives up its host memory before the last step of the protocol, so a load holds a reference
+until the copies are done. vLLM must not run such a step as one graph:
+`requires_piecewise_for_cudagraph` answers from the setting that LMCache uses.
 """
 
 from __future__ import annotations
@@ -35,6 +32,7 @@ from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 
 from lmcache_xpu.errors import TransferError
 from lmcache_xpu.gpu_connector.base import PagedMemConnector
+from lmcache_xpu.gpu_connector.chunk_bytes import ChunkBytes
 from lmcache_xpu.gpu_connector.layerwise_ways import (
     OverlappedLoad,
     OverlappedStore,
@@ -49,8 +47,8 @@ from lmcache_xpu.metrics import LOAD_CPU, STORE_CPU
 class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
     """Copies chunks of one layer, KV_T2D `[tokens, 2, hidden]` or KV_MLA_FMT `[tokens, hidden]`.
 
-    With `layers_at_once` of a group of layers, one after another: `[layers * tokens, ...]`. Groups
-    are of equal size; the end of the last one's memory may be left as it is.
+    With `layers_at_once` it copies a group of layers in a row: `[layers * tokens, ...]`. Groups
+    are of equal size; the end of the last group's memory may be left as it is.
 
     Ordering is by an event per layer and request. LMCache's `sync` flag is not needed: it is
     given to one request of a batch alone.
@@ -80,8 +78,7 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
         missing chunk on go to `failed_slots`.
 
         Args:
-            starts: first token of each chunk.
-            ends: token after the last of each chunk.
+            starts, ends: first token of each chunk, and the one after its last.
             kwargs: see `TransferRequest`.
 
         Raises:
@@ -96,8 +93,6 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
                 objs = yield
                 if objs is None:
                     raise TransferError(f"no memory objects for layer {number}", "one per chunk")
-                if len(objs) > len(starts):
-                    raise TransferError(f"{len(objs)} memory objects", f"{len(starts)} chunks")
                 if len(objs) < chunks.count:  # a tier lost the rest since the look-up
                     self.failed_slots.append(chunks.keep(len(objs)))
                 chunks.add(objs, first, last)
@@ -120,14 +115,13 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
     ) -> Generator[None, None, None]:
         """Store a request layer by layer; yields `len(groups) + 1` times.
 
-        Each step enqueues one layer behind what the engine has enqueued, and returns when the
-        layer before is complete on the host, because LMCache publishes that one next. With
-        `overlap.stores` it returns at once, and `InFlight.publish` waits instead.
+        Each step enqueues a layer behind what the engine has enqueued, and returns when the layer
+        before is complete on the host. With `overlap.stores` it returns at once, and
+        `InFlight.publish` waits instead.
 
         Args:
             memory_objs: `[layer][chunk]`.
-            starts: first token of each chunk; chunks need not follow each other.
-            ends: token after the last of each chunk.
+            starts, ends: of each chunk, as in a load; chunks need not follow each other.
             kwargs: see `TransferRequest`.
 
         Raises:
@@ -137,9 +131,7 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
         request = TransferRequest.read(kwargs)
         cache = self._registration.register(request.kvcaches)
         plan = cache.plan(starts, ends, request, loading=False)
-        if len(memory_objs) != len(self.groups):
-            raise TransferError(f"objects of {len(memory_objs)} layers", f"{len(self.groups)}")
-        memory = [cache.memory(objs, starts, ends, loading=False) for objs in memory_objs]
+        memory = self._memory(cache, memory_objs, starts, ends)
         store = self._begin_store(cache, starts, ends, request)
         try:
             for objs, group, (first, last) in zip(memory_objs, memory, self.groups, strict=True):
@@ -168,6 +160,17 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
         if (in_flight := self._loads_in_flight) is not None:
             return OverlappedLoad(in_flight, chunks.pipeline, finished)
         return SteppedLoad(chunks.pipeline, chunks.cache.stager, finished)
+
+    def _memory(
+        self,
+        cache: RegisteredCache,
+        memory_objs: Sequence[Sequence[MemoryObj]],
+        starts: Sequence[int],
+        ends: Sequence[int],
+    ) -> list[ChunkBytes]:
+        if len(memory_objs) != len(self.groups):
+            raise TransferError(f"objects of {len(memory_objs)} layers", f"{len(self.groups)}")
+        return [cache.memory(objs, starts, ends, loading=False) for objs in memory_objs]
 
     def _begin_store(
         self,
@@ -206,6 +209,7 @@ class _RequestChunks:
         self.request = request
         self.starts = starts
         self.ends = ends
+        self._request_count = len(starts)  # also of chunks that a tier has lost
         self._group_starts = group_starts
         self._plan = cache.plan(starts, ends, request, loading=True)
         cache.stager.follow_engine()
@@ -228,7 +232,12 @@ class _RequestChunks:
 
         Raises:
             HostMemoryError: an object that does not fit its chunk.
+            TransferError: more objects than the request has chunks.
         """
+        if len(memory_objs) > self._request_count:
+            raise TransferError(
+                f"{len(memory_objs)} memory objects", f"{self._request_count} chunks"
+            )
         objs = memory_objs[: self.count]
         memory = self.cache.memory(objs, self.starts, self.ends, loading=True)
         starts = [0, *(start - first for start in self._group_starts if first < start < last)]

@@ -22,11 +22,7 @@ from lmcache_xpu.metrics import LOAD_CPU, STORE_CPU
 
 
 class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
-    """Copies whole chunks, KV_2LTD `[2, layers, tokens, hidden]` or KV_MLA_FMT `[1, ...]`.
-
-    With `layer_major` keys and values of a layer lie together, `[layers, 2, tokens, hidden]` behind
-    the same shape: one layer of a chunk is one copy, twice as large.
-    """
+    """Copies whole chunks, KV_2LTD `[2, layers, tokens, hidden]` or KV_MLA_FMT `[1, ...]`."""
 
     FORMAT = MemoryFormat.KV_2LTD
     LAYERWISE = False
@@ -49,15 +45,13 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
     ) -> None:
         """Load chunks into the engine's KV cache.
 
-        Chunk i holds tokens `starts[i]:ends[i]` of the request. Tokens below `vllm_cached_tokens`
-        and with negative slots are left alone. The copies run behind what the engine has enqueued
-        and before what it enqueues next; host memory may be reused as soon as this returns. With
-        `overlap.loads` this returns at once, and the engine waits layer by layer: see `InFlight`.
+        The copies run behind what the engine has enqueued and before what it enqueues next; host
+        memory may be reused as soon as this returns. With `overlap.loads` this returns at once, and
+        the engine waits layer by layer: see `InFlight`.
 
         Args:
             memory_objs: LMCache's memory, one per chunk.
-            starts: first token of each chunk.
-            ends: token after the last of each chunk.
+            starts, ends: first token of each chunk in the request, and the one after its last.
             kwargs: see `TransferRequest`.
 
         Raises:
@@ -70,8 +64,7 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
         plan = cache.plan(starts, ends, request, loading=True, group_starts=group_starts)
         memory = cache.memory(memory_objs, starts, ends, loading=True)
         count = functools.partial(self._count, LOAD_CPU, cache, starts, ends, request.cached)
-        # Blocks may have been freed by a step that is still running.
-        cache.stager.follow_engine()
+        cache.stager.follow_engine()  # blocks may have been freed by a step that is running
         if (in_flight := self._loads_in_flight) is not None:
             load = LoadPipeline(cache.stager, request.slots(starts, ends))
             load.add(plan, memory)
