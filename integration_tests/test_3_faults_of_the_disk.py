@@ -20,6 +20,7 @@ from lmcache_xpu.tiers.disk import chunk_file
 pytestmark = pytest.mark.promise("4 faults")
 
 LENGTH = 4 * CHUNK + 77
+VERSION_AT = 8  # in a file's header, and the header's checksum behind it
 
 
 def chunk_files(disk: Path) -> list[Path]:
@@ -67,9 +68,8 @@ def another_version(file: Path, _: list[Path]) -> None:
     """An intact header that says it is of a later version of this package."""
     with file.open("r+b") as opened:
         raw = bytearray(opened.read(chunk_file.HEADER_BYTES))
-        struct.pack_into("<I", raw, 8, chunk_file._VERSION + 1)
-        struct.pack_into("<I", raw, chunk_file._CRC_AT, 0)
-        struct.pack_into("<I", raw, chunk_file._CRC_AT, zlib.crc32(raw))
+        struct.pack_into("<II", raw, VERSION_AT, 2, 0)  # and the checksum without itself
+        struct.pack_into("<I", raw, VERSION_AT + 4, zlib.crc32(raw))
         opened.seek(0)
         opened.write(raw)
 

@@ -244,10 +244,10 @@ class StreamingClient:
             if usage := event.get("usage"):
                 _count(reply, usage)
             for choice in event.get("choices", ()):
-                said, content = _content(choice.get("delta") or {})
-                if content:
+                piece, is_token = _content(choice.get("delta") or {})
+                if is_token:
                     reply.arrivals_s.append(now)
-                text.append(said)
+                text.append(piece)
         reply.text = "".join(text)
         if not ended:
             raise _StreamError("broken off", "the stream ended without [DONE]")
@@ -291,7 +291,7 @@ def _count(reply: Reply, usage: Mapping[str, Any]) -> None:
 
 
 def _content(delta: Mapping[str, Any]) -> tuple[str, bool]:
-    """What a chunk says aloud, and whether it has any content: the role alone is none."""
-    said = delta.get("content") or ""
+    """Return a chunk's text, and whether it has any content: the role without more is none."""
+    content = delta.get("content") or ""
     thought = delta.get("reasoning") or delta.get("reasoning_content") or delta.get("tool_calls")
-    return said, bool(said or thought)
+    return content, bool(content or thought)

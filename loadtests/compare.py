@@ -93,10 +93,10 @@ class Comparison:
         """Take the runs that an earlier comparison left in the directory, instead of measuring."""
         for path in sorted(self._directory.glob(f"rows/*/{META}")):
             name, _, part = path.parent.name.partition("-")
-            _, _, what = part.partition("-")
+            _, _, kind = part.partition("-")
             arm = self.arms.setdefault(name, Arm(name=name, about=VARIANTS[name].about))
-            if what in ("", "no-reuse"):  # else of the engine before a restart
-                (arm.control if what else arm.runs).append(load(path.parent))
+            if kind in ("", "no-reuse"):  # else of the engine before a restart
+                (arm.control if kind else arm.runs).append(load(path.parent))
 
     def _variant(self, variant: Variant, repeat: int) -> None:
         """All runs of a variant's turn. Every variant gets the same texts in the same repeat."""
@@ -170,8 +170,8 @@ class Comparison:
         start = [sys.executable, "-m", "locust", "-f", str(HERE / "locustfile.py")]
         return [*start, "--headless", "--only-summary", "--canned", *words, *self._arguments]
 
-    def _say(self, what: str) -> None:
-        self._console.print(f"{time.monotonic() - self._begin:5.0f} s  {what}")
+    def _say(self, line: str) -> None:
+        self._console.print(f"{time.monotonic() - self._begin:5.0f} s  {line}")
 
 
 def _facts(command: list[str], profile: Profile) -> dict[str, Any]:
@@ -218,14 +218,14 @@ def main(
     """Run each variant under the same load, one after another, and write a report."""
     if profile not in PROFILES:
         _refuse(f"found profile {profile}; expected one of {', '.join(PROFILES)}.")
-    chosen = PROFILES[profile]
+    plan = PROFILES[profile]
     urls = dict(pair.split("=", 1) for pair in url or [] if "=" in pair)
     if names := order.split(",") if order else list(urls):
         if unknown := [name for name in names if name not in VARIANTS]:
             _refuse(f"found variants {unknown}; expected some of {', '.join(VARIANTS)}.")
-        chosen = dataclasses.replace(chosen, order=tuple(names))
-    if urls and (missing := set(chosen.order) - urls.keys()):
-        _refuse(f"found no --url for {sorted(missing)}; expected one for each variant.")
+        plan = dataclasses.replace(plan, order=tuple(names))
+    if urls and (absent := set(plan.order) - urls.keys()):
+        _refuse(f"found no --url for {sorted(absent)}; expected one for each variant.")
     if restarted := [name for name in urls if VARIANTS[name].restarted]:
         _refuse(f"found --url for {restarted}, which needs a restart; expected --compose for that.")
     slo = slo or next(p for p in (HERE / f"slo-{profile}.toml", HERE / "slo.toml") if p.exists())
@@ -234,7 +234,7 @@ def main(
     for path in (directory, work):
         path.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, _interrupt)  # as Ctrl-C: stop, and report
-    facts = _facts(["make", "loadtest-compare", f"PROFILE={profile}"], chosen)
+    facts = _facts(["make", "loadtest-compare", f"PROFILE={profile}"], plan)
     with tempfile.TemporaryDirectory(prefix="loadtest-disk-", dir=work) as disk:
         servers: Servers
         if again is not None:
@@ -244,9 +244,9 @@ def main(
         elif urls:
             servers = Urls(urls)
         else:
-            servers = LocalEngines(chosen, work=work.resolve(), disk=Path(disk).resolve())
+            servers = LocalEngines(plan, work=work.resolve(), disk=Path(disk).resolve())
         comparison = Comparison(
-            servers, chosen, directory=directory.resolve(), slo=slo, arguments=option or []
+            servers, plan, directory=directory.resolve(), slo=slo, arguments=option or []
         )
         broken = ""
         try:
@@ -272,8 +272,8 @@ def _interrupt(*_: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _refuse(why: str) -> NoReturn:
-    print(f"loadtest-compare: {why}", file=sys.stderr)
+def _refuse(reason: str) -> NoReturn:
+    print(f"loadtest-compare: {reason}", file=sys.stderr)
     raise typer.Exit(REFUSED)
 
 

@@ -1,4 +1,4 @@
-"""Variants against each other, and the verdict in words."""
+"""The comparison of variants, and the verdict in words."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ FEWEST = 5  # values on each side of a ratio
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A variant and what was measured of it.
+    """A variant and its runs.
 
     Args:
         name: a word.
-        about: a line for people.
-        runs: of the workload, one per repeat.
-        control: of the workload without reuse, one per repeat.
+        about: a line for readers.
+        runs: runs of the workload, one per repeat.
+        control: runs of the workload without reuse, one per repeat.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """A ratio, and between what it lies with 95 % confidence."""
+    """A ratio, and the bounds between which it lies with 95 % confidence."""
 
     value: float
     low: float
@@ -54,64 +54,64 @@ class Ratio:
 
     @property
     def figures(self) -> dict[str, float]:
-        """For summary.json."""
+        """The ratio and its bounds as summary.json has them."""
         return {"value": self.value, "low": self.low, "high": self.high}
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether all thresholds hold, and what there is to say."""
+    """The sentences of a comparison, and its thresholds."""
 
     sentences: list[str]
     checks: list[Check]
 
     @property
     def holds(self) -> bool:
-        """Whether all thresholds do."""
+        """Whether all thresholds hold."""
         return all(check.holds for check in self.checks)
 
     @property
     def text(self) -> str:
-        """All of it, in lines."""
+        """All sentences, a line each."""
         return "\n".join(self.sentences)
 
 
 def compare(arms: Sequence[Arm], slo: Slo) -> dict[str, Figures]:
-    """The figures of each arm, and its ratios to the first one."""
-    found: dict[str, Figures] = {}
+    """Return the figures of each arm, and its ratios to the first one."""
+    by_arm: dict[str, Figures] = {}
     for arm in arms:
-        found[arm.name] = figures(arm.runs, slo.goodput) if arm.runs else {}
+        by_arm[arm.name] = figures(arm.runs, slo.goodput) if arm.runs else {}
         if arm.control:
-            found[arm.name]["no_reuse"] = figures(arm.control, slo.goodput)
+            by_arm[arm.name]["no_reuse"] = figures(arm.control, slo.goodput)
         if arm is not arms[0]:
-            found[arm.name] |= _ratios(arms[0], arm)
-            before, now = (found[name].get("found_rate") for name in (arms[0].name, arm.name))
-            if before is not None and now is not None:
-                found[arm.name]["found_rate_gain"] = now - before
-    return found
+            by_arm[arm.name] |= _ratios(arms[0], arm)
+            base, rate = (by_arm[name].get("found_rate") for name in (arms[0].name, arm.name))
+            if base is not None and rate is not None:
+                by_arm[arm.name]["found_rate_gain"] = rate - base
+    return by_arm
 
 
 def _ratios(base: Arm, arm: Arm) -> Figures:
-    """How many times lower times are than without offload, and what is paid for it."""
-    found: Figures = {}
+    """Return how many times lower times are than without offload, and the price of it."""
+    ratios: Figures = {}
     if base.runs and arm.runs:
         later = _ttft(base.runs, later=True), _ttft(arm.runs, later=True)
         first = _ttft(base.runs, later=False), _ttft(arm.runs, later=False)
-        _add(found, "ttft_p50_ratio", _ratio(*later, percentile=50))
-        _add(found, "ttft_p95_ratio", _ratio(*later, percentile=95))
-        _add(found, "first_round_p50_ratio", _ratio(*first, percentile=50))
+        _add(ratios, "ttft_p50_ratio", _ratio(*later, percentile=50))
+        _add(ratios, "ttft_p95_ratio", _ratio(*later, percentile=95))
+        _add(ratios, "first_round_p50_ratio", _ratio(*first, percentile=50))
     if base.control and arm.control:
-        whole = _times_of(arm.control, "e2e_s"), _times_of(base.control, "e2e_s")
-        if overhead := _ratio(*whole, percentile=50):
+        requests = _times_of(arm.control, "e2e_s"), _times_of(base.control, "e2e_s")
+        if overhead := _ratio(*requests, percentile=50):
             shifted = Ratio(overhead.value - 1, overhead.low - 1, overhead.high - 1)
-            _add(found, "no_reuse_overhead", shifted)
-    return found
+            _add(ratios, "no_reuse_overhead", shifted)
+    return ratios
 
 
-def _add(found: Figures, name: str, ratio: Ratio | None) -> None:
+def _add(ratios: Figures, name: str, ratio: Ratio | None) -> None:
     if ratio is not None:
-        found[name] = ratio.value
-        found[f"{name}_ci"] = [ratio.low, ratio.high]
+        ratios[name] = ratio.value
+        ratios[f"{name}_ci"] = [ratio.low, ratio.high]
 
 
 def _times_of(runs: Sequence[Measured], column: str) -> Times:
@@ -124,7 +124,7 @@ def _ttft(runs: Sequence[Measured], *, later: bool) -> Times:
 
 
 def _ratio(above: Times, below: Times, *, percentile: int) -> Ratio | None:
-    """Of a percentile of two samples; the interval is a bootstrap's, over requests."""
+    """Return the ratio of a percentile of two samples, with a bootstrap's interval."""
     if min(len(above), len(below)) < FEWEST:
         return None
 
@@ -142,19 +142,21 @@ def _ratio(above: Times, below: Times, *, percentile: int) -> Ratio | None:
     return Ratio(float(statistic(above, below)), float(interval.low), float(interval.high))
 
 
-def judge(arms: Sequence[Arm], found: dict[str, Figures], slo: Slo) -> Verdict:
-    """The verdict: first what was gained, then what does not hold."""
-    alone = len(arms) == 1
-    checks = slo.check(slo.run if alone else slo.compare, found)
+def judge(arms: Sequence[Arm], by_arm: dict[str, Figures], slo: Slo) -> Verdict:
+    """Return the verdict: first the gains, then the thresholds that do not hold."""
+    single = len(arms) == 1
+    checks = slo.check(slo.run if single else slo.compare, by_arm)
     tell: Callable[[Arm], list[str]] = (
-        (lambda arm: [_one(found[arm.name])]) if alone else (lambda arm: _gain(arm, found, arms[0]))
+        (lambda arm: [_summary(by_arm[arm.name])])
+        if single
+        else (lambda arm: _gain(arm, by_arm, arms[0]))
     )
-    sentences = [sentence for arm in (arms if alone else arms[1:]) for sentence in tell(arm)]
-    if not alone and (behind := _behind(found[arms[0].name])):
+    sentences = [sentence for arm in (arms if single else arms[1:]) for sentence in tell(arm)]
+    if not single and (behind := _behind(by_arm[arms[0].name])):
         sentences.append(
             f"{arms[0].about} did not keep up: {behind}. Ratios have its queue in them."
         )
-    broken = [f"{arm.name}: {why}" for arm in arms if (why := _cut_short(found[arm.name]))]
+    broken = [f"{arm.name}: {end}" for arm in arms if (end := _cut_short(by_arm[arm.name]))]
     missed = [check for check in checks if not check.holds]
     if any(check.threshold.figure == "client_lag_p95_s" for check in missed):
         sentences.append(
@@ -171,31 +173,31 @@ def judge(arms: Sequence[Arm], found: dict[str, Figures], slo: Slo) -> Verdict:
     return Verdict(sentences, checks)
 
 
-def _one(found: Figures) -> str:
-    ttft, hits = found["ttft_s"], found.get("hit_rates")
-    said = (
-        f"{found['requests']} requests, {sum(found['failures'].values())} failed. Time to first "
+def _summary(figure: Figures) -> str:
+    ttft, hits = figure["ttft_s"], figure.get("hit_rates")
+    sentence = (
+        f"{figure['requests']} requests, {sum(figure['failures'].values())} failed. Time to first "
         f"token {_ms(ttft['p50'])} at the median, {_ms(ttft['p95'])} at 95 %; "
-        f"{found['answer_tokens_per_s']:.1f} answer tokens/s; "
-        f"{found['achieved_qps']:.2f} requests/s sent"
+        f"{figure['answer_tokens_per_s']:.1f} answer tokens/s; "
+        f"{figure['achieved_qps']:.2f} requests/s sent"
     )
-    if found["offered_qps"]:
-        said += f" of {found['offered_qps']:.2f} offered, {found['late_sends']} late"
+    if figure["offered_qps"]:
+        sentence += f" of {figure['offered_qps']:.2f} offered, {figure['late_sends']} late"
     if hits:
-        said += (
-            f". Hit rates: device {_percent(found['device_hit_rate'])} of all prompt tokens, "
-            f"external {_percent(found['external_hit_rate'])} of the rest"
+        sentence += (
+            f". Hit rates: device {_percent(figure['device_hit_rate'])} of all prompt tokens, "
+            f"external {_percent(figure['external_hit_rate'])} of the rest"
         )
-    return said + "."
+    return sentence + "."
 
 
-def _gain(arm: Arm, found: dict[str, Figures], base: Arm) -> list[str]:
-    figure, plain = found[arm.name], found[base.name]
-    said = []
+def _gain(arm: Arm, by_arm: dict[str, Figures], base: Arm) -> list[str]:
+    figure, plain = by_arm[arm.name], by_arm[base.name]
+    sentences = []
     if "ttft_p50_ratio" in figure:
         low, high = figure["ttft_p50_ratio_ci"]
         helps = "helps" if low > 1 else "costs time" if high < 1 else "shows no clear gain"
-        said.append(
+        sentences.append(
             f"{arm.about[0].upper()}{arm.about[1:]} {helps}: time to first token of rounds 2 and "
             f"later is {_times(figure, 'ttft_p50_ratio')} lower than in {base.about} at the "
             f"median and {_times(figure, 'ttft_p95_ratio')} at 95 % "
@@ -207,29 +209,29 @@ def _gain(arm: Arm, found: dict[str, Figures], base: Arm) -> list[str]:
             f"{_percent(figure.get('external_hit_rate'))} of the rest."
         )
     if "first_round_p50_ratio" in figure and arm.name == "disk":
-        said.append(
+        sentences.append(
             f"After the restart the first round is {_times(figure, 'first_round_p50_ratio')} "
             "faster than without offload."
         )
     if "no_reuse_overhead" in figure:
         overhead, (low, high) = figure["no_reuse_overhead"], figure["no_reuse_overhead_ci"]
-        said.append(
+        sentences.append(
             f"Where nothing can be found, whole requests take {abs(overhead):.1%} "
             f"{'more' if overhead > 0 else 'less'} time (95 % CI {low:+.1%} to {high:+.1%})."
         )
-    return said
+    return sentences
 
 
-def _behind(found: Figures) -> str:
-    offered, answered = found.get("offered_qps"), found.get("answered_qps")
+def _behind(figure: Figures) -> str:
+    offered, answered = figure.get("offered_qps"), figure.get("answered_qps")
     if not offered or answered is None or answered >= KEPT_UP * offered:
         return ""
     return f"it answered {answered:.2f} of {offered:.2f} requests/s"
 
 
-def _cut_short(found: Figures) -> str:
-    others = [why for why in found.get("ended_by", []) if why not in ENDS]
-    return f"the run was cut short ({', '.join(others)})." if others else ""
+def _cut_short(figure: Figures) -> str:
+    causes = [cause for cause in figure.get("ended_by", []) if cause not in ENDS]
+    return f"the run was cut short ({', '.join(causes)})." if causes else ""
 
 
 def _times(figure: Figures, name: str) -> str:

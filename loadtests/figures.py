@@ -1,4 +1,4 @@
-"""Figures out of the rows that runs left behind."""
+"""The figures of runs, computed from the rows that these left behind."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Measured:
     """One run as it was read.
 
     Args:
-        meta: what was run.
-        rows: of requests.
+        meta: the run's description.
+        rows: one for each request.
         client: the client's own samples.
         metrics: the server's samples.
     """
@@ -59,7 +59,7 @@ ROW_COLUMNS = (
 
 
 def load(directory: Path) -> Measured:
-    """Read what a run wrote; also that of a run which was cut short."""
+    """Read the files of a run, also of one that was cut short."""
     return Measured(
         meta=json.loads((directory / META).read_text()),
         rows=_lines(directory / REQUESTS, ROW_COLUMNS),
@@ -75,15 +75,15 @@ def _lines(path: Path, columns: Sequence[str]) -> pd.DataFrame:
 
 
 def percentiles(values: Any) -> dict[str, float | None]:
-    """Exact percentiles of what is there."""
-    known = pd.to_numeric(pd.Series(values, dtype=object), errors="coerce").dropna()
-    if known.empty:
+    """Return exact percentiles of the values that are there."""
+    numbers = pd.to_numeric(pd.Series(values, dtype=object), errors="coerce").dropna()
+    if numbers.empty:
         return {f"p{p}": None for p in PERCENTILES}
-    return {f"p{p}": float(np.percentile(known, p)) for p in PERCENTILES}
+    return {f"p{p}": float(np.percentile(numbers, p)) for p in PERCENTILES}
 
 
 def figures(runs: Sequence[Measured], goodput: Goodput) -> Figures:
-    """The figures of one or more runs of the same workload on the same variant, pooled."""
+    """Return the figures of runs of the same workload on the same variant, pooled."""
     rows = pd.concat([run.rows for run in runs], ignore_index=True)
     steady = pd.concat([run.steady for run in runs], ignore_index=True)
     answered = steady[steady["outcome"] == OK]
@@ -98,7 +98,7 @@ def figures(runs: Sequence[Measured], goodput: Goodput) -> Figures:
         & (answered["gaps_s"].map(lambda g: np.mean(g) if len(g) else 0.0) <= goodput.itl_s)
     ]
     lag = pd.concat([run.client for run in runs])
-    found: Figures = {
+    pooled: Figures = {
         "runs": len(runs),
         "requests": len(ended),
         "dropped": int((rows["outcome"] == DROPPED).sum()),
@@ -131,7 +131,7 @@ def figures(runs: Sequence[Measured], goodput: Goodput) -> Figures:
         "client_memory_mib": float(lag["memory_mib"].max()) if len(lag) else None,
         "ended_by": sorted({run.meta["ended_by"] for run in runs}),
     }
-    return found | _server(runs)
+    return pooled | _server(runs)
 
 
 def _round(rows: pd.DataFrame, *, later: bool) -> pd.DataFrame:
@@ -143,7 +143,7 @@ def _total(rows: pd.DataFrame, column: str) -> float:
 
 
 def _server(runs: Sequence[Measured]) -> Figures:
-    """What the server's metrics say; nothing of a server without them."""
+    """Return the figures in the server's metrics; nothing for a server without them."""
     phases: dict[str, Hits] = {}
     for run in runs:
         for phase, hits in hits_by_phase(run.metrics, run.meta["steady_from_s"]).items():

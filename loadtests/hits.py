@@ -1,4 +1,4 @@
-"""Hit rates out of the server's counters."""
+"""Hit rates, computed from the server's counters."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ COUNTERS = (
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """Tokens that were looked up and found in some time.
+    """The tokens that were looked up in a span of time, and those that a cache had.
 
     The engine looks into its own cache first, for all of a prompt; only the rest of it is looked
     up in the external cache (LMCache). So the two rates have different denominators.
 
     Args:
         device_queries: prompt tokens looked up in the engine's own cache: all of them.
-        device_hits: found there.
-        external_queries: of the others, looked up in LMCache.
-        external_hits: found there, in whatever tier.
+        device_hits: those that it had.
+        external_queries: the others, looked up in LMCache.
+        external_hits: those that LMCache had, in whatever tier.
     """
 
     device_queries: float = 0.0
@@ -46,22 +46,22 @@ class Hits:
 
     @property
     def device_rate(self) -> float | None:
-        """Of all prompt tokens, found in the engine's own cache."""
+        """The share of all prompt tokens that was in the engine's own cache."""
         return _ratio(self.device_hits, self.device_queries)
 
     @property
     def external_rate(self) -> float | None:
-        """Of the tokens that the engine's own cache did not have, found in LMCache."""
+        """The share that LMCache had of the tokens that the engine's own cache did not have."""
         return _ratio(self.external_hits, self.external_queries)
 
     @property
     def computed_rate(self) -> float | None:
-        """Of all prompt tokens, found nowhere."""
-        found = _ratio(self.device_hits + self.external_hits, self.device_queries)
-        return None if found is None else 1 - found
+        """The share of all prompt tokens that no cache had."""
+        cached = _ratio(self.device_hits + self.external_hits, self.device_queries)
+        return None if cached is None else 1 - cached
 
     def figures(self) -> dict[str, Any]:
-        """For summary.json."""
+        """Return the counts and rates as summary.json has them."""
         return {
             "device_hits": self.device_hits,
             "device_queries": self.device_queries,
@@ -74,7 +74,7 @@ class Hits:
 
 
 def hits_by_phase(metrics: pd.DataFrame, steady_from_s: float) -> dict[str, Hits]:
-    """Those of the whole run, and of its parts where it has some."""
+    """Return the hits of the whole run, and of its parts where it has some."""
     counts = _counters(metrics)
     if len(counts) < 2:
         return {}
@@ -90,7 +90,7 @@ def hits_by_phase(metrics: pd.DataFrame, steady_from_s: float) -> dict[str, Hits
 
 
 def hits_over_time(metrics: pd.DataFrame, window_s: float) -> pd.DataFrame:
-    """Columns at_s, device and external: shares of all prompt tokens, in windows."""
+    """Return columns at_s, device and external: shares of all prompt tokens, in windows."""
     counts = _counters(metrics)
     rows = []
     for at_s in counts["at_s"][counts["at_s"] >= window_s]:
@@ -114,11 +114,11 @@ def _counters(metrics: pd.DataFrame) -> pd.DataFrame:
 
 
 def _between(counts: pd.DataFrame, begin_s: float, end_s: float) -> Hits:
-    """What was counted between the last samples before two moments."""
+    """Return the counts between the last samples before two moments."""
     at = [counts[counts["at_s"] <= moment_s].tail(1) for moment_s in (begin_s, end_s)]
     first = at[0] if len(at[0]) else counts.head(1)
     return Hits(*(float(at[1][name].iloc[0] - first[name].iloc[0]) for name in COUNTERS))
 
 
-def _ratio(part: float, whole: float) -> float | None:
-    return part / whole if whole > 0 else None
+def _ratio(part: float, total: float) -> float | None:
+    return part / total if total > 0 else None

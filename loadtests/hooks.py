@@ -93,16 +93,16 @@ def _finish(environment: Environment) -> None:
 
     verdict = report_run(run.directory, run.options.slo)
     LOG.info("%s\nReport: %s", verdict.text, run.directory / "report.html")
-    if not verdict.holds or not run.whole:
+    if not verdict.holds or not run.complete:
         environment.process_exit_code = FAILED
 
 
 def _short(error: Exception) -> str:
     if not isinstance(error, ValidationError):
         return str(error)
-    said = []
+    mistakes = []
     for item in error.errors():
         option = "".join(f"--{name}".replace("_", "-") + ": " for name in item["loc"])
-        found = f", found {item['input']!r}" if item["loc"] else ""
-        said.append(f"{option}{item['msg']}{found}")
-    return "; ".join(said)
+        value = f", found {item['input']!r}" if item["loc"] else ""
+        mistakes.append(f"{option}{item['msg']}{value}")
+    return "; ".join(mistakes)

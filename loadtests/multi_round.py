@@ -88,7 +88,7 @@ class MultiRound:
             user_id=user_id,
             first_send_s=first_send_s,
             gap_s=self.gap_s,
-            turns=self._turns(user_id, asked=gaps + 1),
+            turns=self._turns(user_id, skipped=gaps + 1),
         )
 
     def _joining(self, i: int) -> Session:
@@ -97,21 +97,21 @@ class MultiRound:
             user_id=user_id,
             first_send_s=i * self.join_gap_s,
             gap_s=self.gap_s,
-            turns=self._turns(user_id, asked=0),
+            turns=self._turns(user_id, skipped=0),
         )
 
-    def _turns(self, user_id: int, *, asked: int) -> Callable[[], Iterator[Turn]]:
+    def _turns(self, user_id: int, *, skipped: int) -> Callable[[], Iterator[Turn]]:
         def turns() -> Iterator[Turn]:
-            for question in range(asked + 1, self.rounds + 1):
+            for question in range(skipped + 1, self.rounds + 1):
                 prompt = (
                     f"Here's question #{question}: can you tell me a new long story with a happy "
                     "ending?"
                 )
-                if question == asked + 1:
+                if question == skipped + 1:
                     prompt = self._opening(user_id) + prompt
                 yield Turn(
                     question=question,
-                    round=question - asked,
+                    round=question - skipped,
                     prompt=prompt,
                     answer=" ".join([f"{user_id}.{question}", *["a"] * (self.answer_tokens - 1)]),
                     answer_tokens=self.answer_tokens,

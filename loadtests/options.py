@@ -74,17 +74,17 @@ class Options(BaseModel):
         """Make an option of each field."""
         for name, about in cls.model_fields.items():
             kind = about.annotation
-            more: dict[str, Any] = {"type": _plain(kind)}
+            arguments: dict[str, Any] = {"type": _plain(kind)}
             if kind is bool:
-                more = {"action": argparse.BooleanOptionalAction}
+                arguments = {"action": argparse.BooleanOptionalAction}
             elif name in SECRET:
-                more["is_secret"] = True  # Locust's own: masked on the web page
+                arguments["is_secret"] = True  # Locust's own: masked on the web page
             parser.add_argument(
                 "--" + name.replace("_", "-"),
                 default=str(about.default) if isinstance(about.default, Path) else about.default,
                 help=about.description,
                 env_var="LOCUST_" + name.upper(),
-                **more,
+                **arguments,
             )
 
     @classmethod

@@ -27,7 +27,9 @@ DPI = 110
 WINDOW_S = 10.0
 
 
-def draw(arms: Sequence[Arm], found: dict[str, Figures], directory: Path) -> list[tuple[str, Path]]:
+def draw(
+    arms: Sequence[Arm], by_arm: dict[str, Figures], directory: Path
+) -> list[tuple[str, Path]]:
     """Write PNG files; their captions and paths."""
     pictures: dict[str, tuple[str, Callable[[], Figure | None]]] = {
         "ttft-cdf.png": (
@@ -47,7 +49,7 @@ def draw(arms: Sequence[Arm], found: dict[str, Figures], directory: Path) -> lis
         ),
         "throughput.png": (
             "Requests answered and tokens of their answers, per second.",
-            lambda: _throughput(arms, found),
+            lambda: _throughput(arms, by_arm),
         ),
     }
     written = []
@@ -180,27 +182,27 @@ def _window_s(run: Measured) -> float:
     return min(WINDOW_S, float(run.meta["lasted_s"]) / 5)
 
 
-def _throughput(arms: Sequence[Arm], found: dict[str, Figures]) -> Figure | None:
-    known = [arm for arm in arms if arm.runs]
-    if not known:
+def _throughput(arms: Sequence[Arm], by_arm: dict[str, Figures]) -> Figure | None:
+    measured = [arm for arm in arms if arm.runs]
+    if not measured:
         return None
-    figure = Figure(figsize=(SIZE[0], 1.4 + 0.5 * len(known)), layout="constrained")
+    figure = Figure(figsize=(SIZE[0], 1.4 + 0.5 * len(measured)), layout="constrained")
     figure.suptitle("Throughput", x=0.01, ha="left", fontweight="bold")
-    left, right = figure.subplots(1, 2, sharey=True)
-    names = [arm.about for arm in known]
+    rate_axes, token_axes = figure.subplots(1, 2, sharey=True)
+    names = [arm.about for arm in measured]
     for axes, key, title in (
-        (left, "answered_qps", "requests/s"),
-        (right, "answer_tokens_per_s", "answer tokens/s"),
+        (rate_axes, "answered_qps", "requests/s"),
+        (token_axes, "answer_tokens_per_s", "answer tokens/s"),
     ):
-        values = [found[arm.name][key] for arm in known]
-        bars = axes.barh(names, values, color=[_colours(arms)[arm.name] for arm in known])
+        values = [by_arm[arm.name][key] for arm in measured]
+        bars = axes.barh(names, values, color=[_colours(arms)[arm.name] for arm in measured])
         axes.bar_label(bars, fmt="%.3g", padding=3)
         axes.set_xlabel(title)
         axes.set_xlim(0, max(values) * 1.15 or 1)
-    left.invert_yaxis()
-    offered = found[known[0].name]["offered_qps"]
+    rate_axes.invert_yaxis()
+    offered = by_arm[measured[0].name]["offered_qps"]
     if offered:
-        left.axvline(offered, color="black", linestyle=":", linewidth=1.5)
-        left.set_xlim(0, max(left.get_xlim()[1], offered * 1.15))
-        left.set_xlabel("requests/s (dotted: offered)")
+        rate_axes.axvline(offered, color="black", linestyle=":", linewidth=1.5)
+        rate_axes.set_xlim(0, max(rate_axes.get_xlim()[1], offered * 1.15))
+        rate_axes.set_xlabel("requests/s (dotted: offered)")
     return figure

@@ -40,8 +40,8 @@ class RunClock:
 
     def sleep_until(self, moment_s: float) -> None:
         """Return at that moment; at once when it is over."""
-        while (left := moment_s - self.now()) > 0:
-            gevent.sleep(left)
+        while (wait_s := moment_s - self.now()) > 0:
+            gevent.sleep(wait_s)
 
 
 class Recorder:
@@ -55,7 +55,7 @@ class Recorder:
 
     def __init__(self, clock: RunClock, *, worker: int, directory: Path | None) -> None:
         self._clock, self._worker = clock, worker
-        self._held: list[tuple[str, Row]] = []
+        self._unsent: list[tuple[str, Row]] = []
         self._files: dict[str, IO[bytes]] = {}
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
@@ -90,9 +90,9 @@ class Recorder:
         )
 
     def take(self) -> list[tuple[str, Row]]:
-        """The rows since the last call; of a worker."""
-        held, self._held = self._held, []
-        return held
+        """Return a worker's rows since the last call."""
+        rows, self._unsent = self._unsent, []
+        return rows
 
     def put(self, rows: list[tuple[str, Row]]) -> None:
         """Write what a worker took."""
@@ -111,7 +111,7 @@ class Recorder:
             self._files[name].write(orjson.dumps(row) + b"\n")
             self._files[name].flush()
         else:
-            self._held.append((name, row))
+            self._unsent.append((name, row))
 
     def _measure_lag(self) -> None:
         """Once per window: the longest time by which this process came late to its own timer."""

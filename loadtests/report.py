@@ -50,18 +50,18 @@ def write_report(
         facts: about machine, versions and command; shown at the end.
     """
     limits = Slo.load(slo)
-    found = compare(arms, limits)
-    verdict = judge(arms, found, limits)
-    pictures = draw(arms, found, directory)
+    by_arm = compare(arms, limits)
+    verdict = judge(arms, by_arm, limits)
+    pictures = draw(arms, by_arm, directory)
     settings = {arm.name: _settings(arm.runs[0].meta) for arm in arms if arm.runs}
     summary = {
         "verdict": verdict.sentences,
         "holds": verdict.holds,
         "checks": [
-            {"what": str(check), "found": check.found, "holds": check.holds}
+            {"what": str(check), "found": check.value, "holds": check.holds}
             for check in verdict.checks
         ],
-        "variants": found,
+        "variants": by_arm,
         "settings": settings,
         "facts": facts,
     }
@@ -70,7 +70,7 @@ def write_report(
     (directory / "report.html").write_text(
         page.render(
             arms=arms,
-            found=found,
+            by_arm=by_arm,
             verdict=verdict,
             pictures=[(caption, _embedded(path)) for caption, path in pictures],
             times=TIMES,
@@ -85,7 +85,7 @@ def write_report(
 
 
 def _settings(meta: dict[str, Any]) -> dict[str, Any]:
-    """Of a run, without what says only where its files are."""
+    """Return a run's settings without those that only say where its files are."""
     options = {k: v for k, v in meta.get("options", {}).items() if k not in PATHS}
     return meta | {"options": options}
 

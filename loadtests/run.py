@@ -59,17 +59,17 @@ class Run:
     """
 
     def __init__(self, environment: Environment) -> None:
-        given, runner = parsed(environment), environment.runner
+        arguments, runner = parsed(environment), environment.runner
         self.options = Options.of(environment)
-        self.users = int(given.num_users or 1)
+        self.users = int(arguments.num_users or 1)
         self.host = str(environment.host)
         self.workload = _workload(environment)
         self.ended_by = ""
         self.active = False
         self.is_worker = isinstance(environment.runner, WorkerRunner)
         if not self.is_worker:
-            given.shared = self._decide(getattr(runner, "worker_count", 1))
-        self.shared: dict[str, Any] = given.shared
+            arguments.shared = self._decide(getattr(runner, "worker_count", 1))
+        self.shared: dict[str, Any] = arguments.shared
         plan = Plan(options=self.options, users=self.users, salt=self.shared["salt"])
         self.plan = plan
         index = getattr(runner, "worker_index", 0)  # a master has none, and holds no sessions
@@ -90,8 +90,8 @@ class Run:
             self.clock, worker=index, directory=None if self.is_worker else self.directory
         )
         if not self.is_worker:
-            others = [url for url in self.options.metrics_url.split(",") if url]
-            self.scraper = Scraper(self.host, others, clock=self.clock, directory=self.directory)
+            pages = [url for url in self.options.metrics_url.split(",") if url]
+            self.scraper = Scraper(self.host, pages, clock=self.clock, directory=self.directory)
             self.write_meta()
         self.active = True
 
@@ -122,7 +122,7 @@ class Run:
         return bool(self.ended_by)
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         """Whether it went on to its planned end."""
         return self.ended_by in ENDS
 
@@ -189,8 +189,8 @@ class Run:
                 )
             return "" if reply.outcome == OK else f"{reply.outcome} {reply.detail}"
 
-        said = [*Pool(64).imap(ask, range(options.warm_up)), ask(options.warm_up)]
-        if failures := [failure for failure in said if failure]:
+        outcomes = [*Pool(64).imap(ask, range(options.warm_up)), ask(options.warm_up)]
+        if failures := [failure for failure in outcomes if failure]:
             raise RuntimeError(
                 f"found {len(failures)} of {len(words)} warm-up requests failed (first: "
                 f"{failures[0]}); expected a server at {self.host} that answers."

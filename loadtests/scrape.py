@@ -43,15 +43,15 @@ PREFIXES = (
 def samples(page: str) -> dict[str, float]:
     """The values of a page of metrics, summed over engines; other labels stay in the name."""
     lines = [line for line in page.splitlines() if line.startswith(PREFIXES)]
-    found: dict[str, float] = {}
+    samples: dict[str, float] = {}
     for family in text_string_to_metric_families("\n".join(lines) + "\n"):
         for sample in family.samples:
             if sample.name.endswith("_created"):
                 continue
             labels = {k: v for k, v in sample.labels.items() if k in ("direction", "tier")}
             name = sample.name + "".join(f" {k}={v}" for k, v in sorted(labels.items()))
-            found[name] = found.get(name, 0.0) + sample.value
-    return found
+            samples[name] = samples.get(name, 0.0) + sample.value
+    return samples
 
 
 class Scraper:
@@ -59,16 +59,16 @@ class Scraper:
 
     Args:
         host: the server; its page is /metrics.
-        others: further pages, as whole addresses.
+        pages: further pages, as whole addresses.
         clock: of the run.
         directory: where to write.
     """
 
     def __init__(
-        self, host: str, others: Iterable[str], *, clock: RunClock, directory: Path
+        self, host: str, pages: Iterable[str], *, clock: RunClock, directory: Path
     ) -> None:
         self._clock = clock
-        self._pages = [_Page(host.rstrip("/") + "/metrics"), *(_Page(url) for url in others)]
+        self._pages = [_Page(host.rstrip("/") + "/metrics"), *(_Page(url) for url in pages)]
         self._file: IO[bytes] = (directory / METRICS).open("ab")
         self.away_since_s: float | None = None
         self._greenlet = gevent.spawn(self._run)
@@ -89,7 +89,7 @@ class Scraper:
             self._file.flush()
 
     def away_s(self) -> float:
-        """For how long the server has not accepted a connection."""
+        """The seconds since the server last accepted a connection."""
         return 0.0 if self.away_since_s is None else self._clock.now() - self.away_since_s
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ class Turn:
         prompt: the user message that is added to the conversation.
         answer: what the conversation goes on with when answers are canned.
         answer_tokens: length of the answer to ask for.
-        alone: it starts a conversation of its own, whatever its round.
+        fresh: it starts a conversation of its own, whatever its round.
     """
 
     question: int
@@ -27,7 +27,7 @@ class Turn:
     prompt: str
     answer: str
     answer_tokens: int
-    alone: bool = False
+    fresh: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

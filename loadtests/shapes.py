@@ -33,10 +33,10 @@ class SessionShape(LoadTestShape):
         else:
             at_s = 0.0  # this tick starts the run
         # As they were given: the run's start, which this tick may be, says what is wrong with them.
-        given = parsed(self.runner.environment)
-        users = int(given.num_users or 1)
-        if given.stages:
-            return stage_users(given.stages, at_s), SPAWN_PER_S
-        if given.qps and not given.enforce_strict_concurrent_users:
+        arguments = parsed(self.runner.environment)
+        users = int(arguments.num_users or 1)
+        if arguments.stages:
+            return stage_users(arguments.stages, at_s), SPAWN_PER_S
+        if arguments.qps and not arguments.enforce_strict_concurrent_users:
             users *= USERS_PER_SESSION
         return users, SPAWN_PER_S

@@ -31,10 +31,10 @@ def read_share_gpt(path: Path, rounds: int) -> list[Talk]:
 
 
 def _rounds(messages: list[dict[str, Any]]) -> Talk:
-    found = []
-    for asked, answer in pairwise(messages):
-        if asked.get("from") in ("human", "user") and answer.get("from") in ("gpt", "assistant"):
+    exchanges = []
+    for question, answer in pairwise(messages):
+        if question.get("from") in ("human", "user") and answer.get("from") in ("gpt", "assistant"):
             words = len(answer["value"].split())
             tokens = int(answer.get("num_tokens") or words * TOKENS_PER_WORD)
-            found.append((str(asked["value"]), str(answer["value"]), max(1, tokens)))
-    return found
+            exchanges.append((str(question["value"]), str(answer["value"]), max(1, tokens)))
+    return exchanges

@@ -43,21 +43,21 @@ class Check:
 
     threshold: Threshold
     variant: str
-    found: float | None
+    value: float | None
 
     @property
     def holds(self) -> bool:
         """Whether the figure is there and within the bound."""
         low, high = self.threshold.min, self.threshold.max
-        if self.found is None:
+        if self.value is None:
             return False
-        return (low is None or self.found >= low) and (high is None or self.found <= high)
+        return (low is None or self.value >= low) and (high is None or self.value <= high)
 
     def __str__(self) -> str:
         low, high = self.threshold.min, self.threshold.max
         bound = f"at least {low:g}" if low is not None else f"at most {high:g}"
-        found = "was not measured" if self.found is None else f"is {self.found:.3g}"
-        return f"{self.variant}: {self.threshold.figure} {found}, {bound} wanted"
+        state = "was not measured" if self.value is None else f"is {self.value:.3g}"
+        return f"{self.variant}: {self.threshold.figure} {state}, {bound} wanted"
 
 
 class Slo(BaseModel):
@@ -86,8 +86,8 @@ class Slo(BaseModel):
         A variant that is named and was not run has no check.
         """
         return [
-            Check(threshold, variant, found.get(threshold.figure))
+            Check(threshold, variant, figure.get(threshold.figure))
             for threshold in thresholds
-            for variant, found in figures.items()
+            for variant, figure in figures.items()
             if threshold.variant in (None, variant)
         ]

@@ -54,7 +54,7 @@ class SessionUser(User):
         self, messages: list[dict[str, str]], session: Session, turn: Turn, sending: Sending
     ) -> None:
         run = self.run_
-        if turn.round == 1 or turn.alone:
+        if turn.round == 1 or turn.fresh:
             messages.clear()
         question = {"role": "user", "content": turn.prompt}
         reply = self.streaming.begin()
@@ -121,7 +121,7 @@ class TaggedUser(SessionUser):
     @tag("conversations")
     @task
     def conversations(self) -> None:
-        """Those of a file."""
+        """The conversations of a file."""
         self.hold()
 
     @tag("long-documents")

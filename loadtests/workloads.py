@@ -50,9 +50,9 @@ class Plan:
     def text(self, *key: object, words: int) -> str:
         """Words that are always the same for a seed, a salt and a key; the salt comes first."""
         drawn = random.Random(f"{self.options.seed} {self.salt} {key}")
-        chosen = drawn.choices(LETTERS, k=words)
-        chosen[:1] = [f"{self.salt}{chosen[0]}"] if words else []
-        return " ".join(chosen)
+        text = drawn.choices(LETTERS, k=words)
+        text[:1] = [f"{self.salt}{text[0]}"] if words else []
+        return " ".join(text)
 
     def first_send_s(self, number: int, *, requests: float = 1) -> float | None:
         """When session `number` of so many requests each begins, at `qps` requests per second."""
@@ -89,23 +89,23 @@ def long_documents(plan: Plan) -> Iterator[Session]:
     never has the one that is asked for.
     """
     options, number = plan.options, count()
-    for asked in range(1, options.num_rounds + 1):
+    for question in range(1, options.num_rounds + 1):
         for document in range(options.documents):
             yield Session(
                 user_id=options.init_user_id + 1 + document,
                 first_send_s=plan.first_send_s(next(number)),
                 gap_s=None,
-                turns=partial(_document_turn, plan, document, asked),
+                turns=partial(_document_turn, plan, document, question),
             )
 
 
-def _document_turn(plan: Plan, document: int, asked: int) -> Iterator[Turn]:
+def _document_turn(plan: Plan, document: int, question: int) -> Iterator[Turn]:
     text = plan.text("document", document, words=plan.options.user_history_prompt)
     yield Turn(
-        question=asked,
-        round=asked,
-        alone=True,
-        prompt=f"{text} Question {asked}: what does this text say about {asked}?",
+        question=question,
+        round=question,
+        fresh=True,
+        prompt=f"{text} Question {question}: what does this text say about {question}?",
         answer="",
         answer_tokens=plan.options.answer_len,
     )
@@ -155,11 +155,11 @@ def _talks(plan: Plan, talks: list[Talk]) -> Iterator[Session]:
 
 
 def _talk_turns(plan: Plan, talk: Talk) -> Iterator[Turn]:
-    for k, (asked, answer, tokens) in enumerate(talk, 1):
+    for k, (question, answer, tokens) in enumerate(talk, 1):
         yield Turn(
             question=k,
             round=k,
-            prompt=f"{plan.salt} {asked}" if k == 1 and plan.salt else asked,
+            prompt=f"{plan.salt} {question}" if k == 1 and plan.salt else question,
             answer=answer,
             answer_tokens=min(tokens, plan.options.answer_len),
         )

@@ -26,7 +26,7 @@ from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2
 
 @dataclass(frozen=True)
 class Case:
-    """One row: what is measured, and the ratio it has to reach."""
+    """One row: the cache that is measured, and the ratio to reach."""
 
     name: str
     model: paged.Model
@@ -71,10 +71,10 @@ def measure(case: Case, gib: float, repeats: int) -> list[Result]:
     layerwise = work.connector(VLLMPagedMemLayerwiseXPUConnector)
     chunks, layers = work.chunks(), work.layers()
     spans = (work.starts, work.ends)
-    other = torch.ones_like(work.pool)
+    source = torch.ones_like(work.pool)
     seconds = paged.median_seconds(
         {
-            "copy": lambda: work.pool.copy_(other),
+            "copy": lambda: work.pool.copy_(source),
             "standard store": lambda: standard.batched_from_gpu(chunks, *spans, **work.request),
             "standard load": lambda: standard.batched_to_gpu(chunks, *spans, **work.request),
             "layerwise store": lambda: paged.store_layers(layerwise, work, layers),

@@ -72,7 +72,7 @@ class Row:
 
     @property
     def median_ms(self) -> float:
-        """The middle one, milliseconds."""
+        """The median, milliseconds."""
         return statistics.median(self.ttft_s) * 1e3
 
 
@@ -87,9 +87,9 @@ class Bench:
         self.rows: list[Row] = []
 
     @contextmanager
-    def engine(self, name: str, **more: object) -> Iterator[Client]:
-        """A fresh engine that has answered two requests of nobody's."""
-        settings = Settings.load(
+    def engine(self, name: str, **settings: object) -> Iterator[Client]:
+        """Start a fresh engine; it has answered two requests of nobody's."""
+        engine_settings = Settings.load(
             {
                 "model": str(self._model),
                 "served_model_name": "bench",
@@ -101,11 +101,11 @@ class Bench:
                 "chunk_tokens": CHUNK,
                 "kv_cache_gib": ENGINE_TOKENS * DEMO.kv_bytes_per_token / 2**30,
                 "enforce_eager": True,
-                **more,
+                **settings,
             }
         )
         with (
-            EngineProcess(settings, self._logs / f"bench-{name}.log") as engine,
+            EngineProcess(engine_settings, self._logs / f"bench-{name}.log") as engine,
             Client(engine.url, model="bench") as client,
         ):
             for seed in (-1, -2):
@@ -114,7 +114,7 @@ class Bench:
             yield client
 
     def with_tiers(self, name: str, *, cpu_gib: float) -> AbstractContextManager[Client]:
-        """An engine with LMCache and both tiers."""
+        """Start an engine with LMCache and both tiers."""
         return self.engine(name, cpu_gib=cpu_gib, disk_path=self._disk, disk_gib=2.0)
 
     def round(self, client: Client, *sources: str, cold: bool = False) -> None:
@@ -146,16 +146,16 @@ class Bench:
 
 
 def _tokens(length: int, seed: int) -> list[int]:
-    chosen = random.Random(f"{length} {seed}")
-    return [chosen.randrange(300, 4000) for _ in range(length)]
+    numbers = random.Random(f"{length} {seed}")
+    return [numbers.randrange(300, 4000) for _ in range(length)]
 
 
 def _hits(source: str, counts: CacheCounts) -> int:
-    """Tokens found where the source says; those from elsewhere make it negative."""
-    own, other = counts.prefix_hits, counts.external_hits
+    """Count tokens that were where the source says; those from elsewhere make it negative."""
+    prefix, external = counts.prefix_hits, counts.external_hits
     if source in (PREFIX, PLAIN_PREFIX):
-        own, other = other, own
-    return -own if own else other
+        return -external if external else prefix
+    return -prefix if prefix else external
 
 
 def _forget(directory: Path) -> None:
@@ -169,12 +169,12 @@ def _forget(directory: Path) -> None:
 
 def _ratios(rows: list[Row]) -> list[dict[str, object]]:
     median = {(row.source, row.prompt_tokens): row.median_ms for row in rows}
-    found: list[dict[str, object]] = []
+    ratios: list[dict[str, object]] = []
     for name, above, below, sign, target in RATIOS:
         for length in LENGTHS:
             ratio = median[above, length] / median[below, length]
             met = ratio >= target if sign == ">=" else ratio <= target
-            found.append(
+            ratios.append(
                 {
                     "ratio": name,
                     "prompt_tokens": length,
@@ -183,7 +183,7 @@ def _ratios(rows: list[Row]) -> list[dict[str, object]]:
                     "met": met,
                 }
             )
-    return found
+    return ratios
 
 
 def _tables(rows: list[Row], ratios: list[dict[str, object]]) -> tuple[Table, Table]:
@@ -192,9 +192,9 @@ def _tables(rows: list[Row], ratios: list[dict[str, object]]) -> tuple[Table, Ta
     for name in ("prompt", "found", "median ms", "least", "most"):
         times.add_column(name, justify="right")
     for row in sorted(rows, key=lambda row: row.prompt_tokens):
-        least, most = (f"{f(row.ttft_s) * 1e3:,.0f}" for f in (min, max))
+        low, high = (f"{f(row.ttft_s) * 1e3:,.0f}" for f in (min, max))
         sizes = f"{row.prompt_tokens:,}", f"{row.hit_tokens:,}"
-        times.add_row(row.source, *sizes, f"{row.median_ms:,.0f}", least, most)
+        times.add_row(row.source, *sizes, f"{row.median_ms:,.0f}", low, high)
     table = Table(title="Ratios of medians", title_justify="left")
     for name in ("ratio", "prompt", "value", "target", ""):
         table.add_column(name, justify="left" if name == "ratio" else "right")

@@ -24,7 +24,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lmcache_xpu.gpu_connector.in_flight import Overlap
+from lmcache_xpu.gpu_connector.in_flight import InFlight
 from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
 from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2
 from lmcache_xpu.transfer.devices import batched_copy
@@ -45,7 +45,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The name for readers."""
         size = "" if self.tokens is None else f", {self.tokens // self.chunk} x {self.chunk} tokens"
         return f"{self.model.name}, {self.layout.name}, blocks of {self.block}{size}"
 
@@ -97,10 +97,10 @@ def measure(case: Case, gib: float, repeats: int) -> Result:
     chunks, layers = work.chunks(), work.layers()
     standard = work.connector(VLLMPagedMemXPUConnectorV2)
     layerwise = work.connector(VLLMPagedMemLayerwiseXPUConnector)
-    there = torch.ones(work.pool.shape, dtype=work.pool.dtype, device=DEVICE)
+    device_memory = torch.ones(work.pool.shape, dtype=work.pool.dtype, device=DEVICE)
     actions: dict[str, Callable[[], object]] = {
-        "raw store": lambda: work.pool.copy_(there, non_blocking=True),
-        "raw load": lambda: there.copy_(work.pool, non_blocking=True),
+        "raw store": lambda: work.pool.copy_(device_memory, non_blocking=True),
+        "raw load": lambda: device_memory.copy_(work.pool, non_blocking=True),
         "standard store": lambda: standard.batched_from_gpu(chunks, *spans, **work.request),
         "standard load": lambda: standard.batched_to_gpu(chunks, *spans, **work.request),
         "layerwise store": lambda: paged.store_layers(layerwise, work, layers),
@@ -171,14 +171,16 @@ def native(
     )
     request = {"kvcaches": work.kvcaches, "slot_mapping": work.slots.to(device), "offset": 0}
     spans = (work.starts, work.ends)
-    more = {**request, "sync": True}
+    synchronous = {**request, "sync": True}
     standard.batched_from_gpu(chunks, *spans, **request)  # raises here, not when it is timed
-    paged.store_layers(layerwise, work, layers, **more)
+    paged.store_layers(layerwise, work, layers, **synchronous)
     return {
         "LMCache standard store": lambda: standard.batched_from_gpu(chunks, *spans, **request),
         "LMCache standard load": lambda: standard.batched_to_gpu(chunks, *spans, **request),
-        "LMCache layerwise store": lambda: paged.store_layers(layerwise, work, layers, **more),
-        "LMCache layerwise load": lambda: paged.load_layers(layerwise, work, layers, **more),
+        "LMCache layerwise store": lambda: paged.store_layers(
+            layerwise, work, layers, **synchronous
+        ),
+        "LMCache layerwise load": lambda: paged.load_layers(layerwise, work, layers, **synchronous),
     }
 
 
@@ -187,12 +189,13 @@ def overlap(gib: float, repeats: int) -> dict[str, float]:
     tokens = int(gib * 2**30) // paged.LLAMA_8B.token_bytes // 256 * 256
     work = paged.Workload(paged.LLAMA_8B, paged.FUSED_NHD, block=64, tokens=tokens, device=DEVICE)
     connector, layers = work.connector(VLLMPagedMemLayerwiseXPUConnector), work.layers()
-    connector.overlap = Overlap(block_tokens=64)
+    connector.overlap = InFlight(block_tokens=64)
     matrix = torch.randn(4096, 4096, device=DEVICE, dtype=paged.DTYPE)
     load = {"load": lambda: paged.load_layers(connector, work, layers)}
-    alone = paged.median_seconds(load, repeats, settle)["load"]
-    one = paged.median_seconds({"product": lambda: [matrix @ matrix for _ in range(50)]}, 5, settle)
-    products = max(1, round(alone / work.model.layers / (one["product"] / 50)))
+    load_s = paged.median_seconds(load, repeats, settle)["load"]
+    fifty = {"products": lambda: [matrix @ matrix for _ in range(50)]}
+    product_s = paged.median_seconds(fifty, 5, settle)["products"] / 50
+    products = max(1, round(load_s / work.model.layers / product_s))
 
     def compute() -> None:
         for _ in range(products):
@@ -237,10 +240,10 @@ def main(
                 cells += [f"{rate:.1f}", f"{rate / result.gb_s[f'raw {way}']:.3f}"]
             table.add_row(kind, *cells)
         console.print(table)
-        for name, why in result.skipped.items():
-            console.print(f"  {name}: {why}")
-    beside = overlap(gib, repeats)
-    console.print("overlap, ms:", {name: round(value, 2) for name, value in beside.items()})
+        for name, reason in result.skipped.items():
+            console.print(f"  {name}: {reason}")
+    overlap_ms = overlap(gib, repeats)
+    console.print("overlap, ms:", {name: round(value, 2) for name, value in overlap_ms.items()})
     if report is not None:
         facts = {
             "device": torch.get_device_module(DEVICE).get_device_name(),
@@ -248,7 +251,7 @@ def main(
             "batched copies": batched_copy(torch.device(DEVICE)) is not None,
             "seconds": time.perf_counter() - begin,
             "results": [asdict(result) for result in results],
-            "overlap_ms": beside,
+            "overlap_ms": overlap_ms,
         }
         report.write_text(json.dumps(facts, indent=2) + "\n")
 

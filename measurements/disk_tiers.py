@@ -46,7 +46,7 @@ class Tier:
 
 
 def tiers(directory: Path, gib: float) -> list[Tier]:
-    """The three tiers, each in a directory of its own."""
+    """Return the three tiers, each in a directory of its own."""
     return [
         Tier(
             "LMCache fs remote",
@@ -74,7 +74,7 @@ def tiers(directory: Path, gib: float) -> list[Tier]:
 
 
 def open_manager(tier: Tier, layers: int, pool_bytes: int) -> StorageManager:
-    """A storage manager with this tier alone above its CPU pool."""
+    """Open a storage manager with no other tier above its CPU pool."""
     config = LMCacheEngineConfig.from_defaults(
         chunk_size=TOKENS,
         local_cpu=False,
@@ -99,7 +99,7 @@ def open_manager(tier: Tier, layers: int, pool_bytes: int) -> StorageManager:
 
 
 def store(manager: StorageManager, tier: Tier, keys: list[CacheEngineKey], layers: int) -> float:
-    """Seconds to store one chunk under each key."""
+    """Store one chunk under each key; returns seconds."""
     shape = torch.Size([2, layers, TOKENS, HEADS * DIM])
     objs = [manager.allocate(shape, torch.bfloat16, busy_loop=False) for _ in keys]
     for number, obj in enumerate(objs):
@@ -113,7 +113,7 @@ def store(manager: StorageManager, tier: Tier, keys: list[CacheEngineKey], layer
 
 
 def load(manager: StorageManager, tier: Tier, keys: list[CacheEngineKey]) -> float:
-    """Seconds to load all chunks into the CPU pool."""
+    """Load all chunks into the CPU pool; returns seconds."""
     start = time.perf_counter()
     objs = manager.storage_backends[tier.location].batched_get_blocking(keys)
     seconds = time.perf_counter() - start
@@ -135,7 +135,7 @@ def drop_from_page_cache(directory: Path) -> None:
 
 
 def measure(tier: Tier, directory: Path, layers: int, total: int, rounds: int) -> list[float]:
-    """Median GB/s of store, warm load and cold load."""
+    """Measure store, warm load and cold load; returns their medians in GB/s."""
     count = total // (layers * LAYER_BYTES)
     manager = open_manager(tier, layers, pool_bytes=3 * total)
     seconds: list[tuple[float, float, float]] = []
@@ -144,10 +144,10 @@ def measure(tier: Tier, directory: Path, layers: int, total: int, rounds: int) -
             CacheEngineKey("benchmark", 1, 0, 1 + turn * count + number, torch.bfloat16)
             for number in range(count)
         ]
-        stored = store(manager, tier, keys, layers)
-        warm = load(manager, tier, keys)
+        store_s = store(manager, tier, keys, layers)
+        warm_s = load(manager, tier, keys)
         drop_from_page_cache(directory)
-        seconds.append((stored, warm, load(manager, tier, keys)))
+        seconds.append((store_s, warm_s, load(manager, tier, keys)))
         manager.batched_remove(keys, [tier.location])
     manager.close()
     # The first round is a warm-up: pages of the pool, threads, imports.

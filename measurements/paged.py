@@ -1,4 +1,4 @@
-"""Paged KV caches, host memory and requests for the connector benchmarks."""
+"""Paged KV caches, host memory and requests whose moves the connectors are timed by."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
 
-from lmcache_xpu.gpu_connector.in_flight import Overlap
+from lmcache_xpu.gpu_connector.in_flight import InFlight
 from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
 from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2
 from lmcache_xpu.transfer.plan import layer_groups, layers_of
@@ -73,11 +73,11 @@ class Workload:
 
     Args:
         model: the shapes.
-        layout: of the engine's cache.
+        layout: the engine's layout of its cache.
         block: tokens per block.
-        tokens: of the request; a multiple of `block` and `chunk`.
+        tokens: the request's; a multiple of `block` and `chunk`.
         chunk: tokens per chunk.
-        device: of the engine's cache; host memory is pinned unless that is the host.
+        device: where the engine's cache is; host memory is pinned unless that is the host.
         opaque: blocks are opaque.
     """
 
@@ -109,7 +109,7 @@ class Workload:
         self.starts = list(range(0, tokens, chunk))
         self.ends = [start + chunk for start in self.starts]
         self.bytes = tokens * model.token_bytes
-        self.at_once = layers_of(chunk * model.token_bytes // model.layers)
+        self.at_once = layers_of(chunk * model.token_bytes // model.layers, device)
         self.pool = torch.empty(self.bytes, dtype=torch.uint8, pin_memory=device != "cpu")
         self.pool.fill_(1)
         self.request = {"kvcaches": self.kvcaches, "slot_mapping": self.slots}
@@ -159,9 +159,9 @@ class Workload:
         ]
 
 
-def store_layers(connector: Any, work: Workload, objs: Any, **more: Any) -> None:
-    """What LMCache does to store a request layer by layer."""
-    request = {**work.request, **more}
+def store_layers(connector: Any, work: Workload, objs: Any, **arguments: Any) -> None:
+    """Do what LMCache does to store a request layer by layer."""
+    request = {**work.request, **arguments}
     steps = connector.batched_from_gpu(objs, work.starts, work.ends, **request)
     for _ in range(len(objs) + 1):
         next(steps)
@@ -172,14 +172,14 @@ def load_layers(
     work: Workload,
     objs: Any,
     compute: Callable[[], object] | None = None,
-    **more: Any,
+    **arguments: Any,
 ) -> None:
-    """What LMCache and vLLM do to load a request layer by layer, with compute in between.
+    """Do what LMCache and vLLM do to load a request layer by layer, with compute in between.
 
     A connector with `overlap` hears of each layer, as in an engine.
     """
-    request = {**work.request, **more}
-    overlap: Overlap | None = getattr(connector, "overlap", None)
+    request = {**work.request, **arguments}
+    overlap: InFlight | None = getattr(connector, "overlap", None)
     if overlap is not None:
         overlap.begin_step(frozenset())
     steps = connector.batched_to_gpu(work.starts, work.ends, **request)
@@ -222,6 +222,6 @@ def _noise(shape: Sequence[int], device: str) -> torch.Tensor:
 
 def _memory(piece: torch.Tensor, shape: torch.Size, fmt: MemoryFormat) -> TensorMemoryObj:
     flat = piece.view(-1)
-    # Held twice: a benchmark's memory is never given back to an allocator.
+    # Two references: this memory is never given back to an allocator.
     facts = MemoryObjMetadata(shape, DTYPE, 0, flat.nbytes, 2, fmt=fmt)
     return TensorMemoryObj(flat, facts, None)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import types
+
+from planted import owner_of
 
 PART = os.environ.get("HOOKS_BREAK", "")
 WAYS = {}  # (part, module) -> what to do with the module
 
 
 def breaks(part: str, module: str):
-    """Register a way to break a module of lmcache_xpu."""
+    """Register a way to break a module, by its name or by its path in lmcache_xpu."""
+    name = module if module.startswith("lmcache.") else f"lmcache_xpu.{module}"
 
     def register(way):
-        WAYS[part, f"lmcache_xpu.{module}"] = way
+        WAYS[part, name] = way
         return way
 
     return register
@@ -43,22 +47,39 @@ def _(module) -> None:
     module.TorchTransfer.scatter = one_left_out
 
 
-@breaks("guard", "cache_engine.engine")
+@breaks("guard", "metrics")
 def _(module) -> None:
-    module.Guard._lost = reraise
-    module.Guard._best_tier = reraise
-    module._complain = reraise
+    failed, flows = module.Flow.failed, (module.LOAD_CPU, module.STORE_CPU)
+
+    def let_through(self, reason):
+        """Whoever catches an error counts it."""
+        (reraise if self in flows else failed)(self, reason)
+
+    module.Flow.failed = let_through
 
 
-@breaks("report", "cache_engine.engine")
+@breaks("guard", "lmcache.v1.storage_backend.storage_manager")
 def _(module) -> None:
-    collect = module.Guard._collect
+    contains = module.StorageManager.contains
+
+    def let_through(self, *args, **kwargs):
+        """Who catches LMCache's assertion that chunks are in one tier looks for the best tier."""
+        if isinstance(sys.exception(), AssertionError):
+            raise
+        return contains(self, *args, **kwargs)
+
+    module.StorageManager.contains = let_through
+
+
+@breaks("report", "kv_connector.connector")
+def _(module) -> None:
+    take = module.LMCacheXPUConnector.get_block_ids_with_load_errors
 
     def forgotten(self):
-        self._engine.gpu_connector.failed_slots.clear()
-        collect(self)
+        take(self)
+        return set()
 
-    module.Guard._collect = forgotten
+    module.LMCacheXPUConnector.get_block_ids_with_load_errors = forgotten
 
 
 @breaks("withhold", "cache_engine.engine")
@@ -89,18 +110,12 @@ def _(module) -> None:
 
 @breaks("computed", "cache_engine.cache_salt")
 def _(module) -> None:
-    admit = module.Isolation.admit
-
-    def forgetful(self, request):
-        admit(self, request)
-        self._computed.clear()
-
-    module.Isolation.admit = forgetful
+    owner_of(module, "compute").compute = nothing
 
 
 @breaks("finished", "cache_engine.cache_salt")
 def _(module) -> None:
-    module.Isolation.finished = nothing
+    owner_of(module, "finished").finished = nothing
 
 
 @breaks("reset", "kv_connector.connector")
@@ -108,18 +123,29 @@ def _(module) -> None:
     module.LMCacheXPUConnector.reset_cache = nothing
 
 
-@breaks("references", "gpu_connector.registered_cache")
+@breaks("references", "lmcache.v1.storage_backend.storage_manager")
 def _(module) -> None:
-    memory = module.Binding.memory
+    manager = module.StorageManager
+    get, get_layers = manager.batched_get, manager.layerwise_batched_get
 
-    @functools.wraps(memory)
-    def kept(self, bound, memory_objs, *args, **kwargs):
-        if kwargs["loading"]:
-            for obj in memory_objs:
+    def keep(memory_objs):
+        for obj in memory_objs or ():
+            if obj is not None:
                 obj.ref_count_up()
-        return memory(self, bound, memory_objs, *args, **kwargs)
 
-    module.Binding.memory = kept
+    @functools.wraps(get)
+    def kept(self, *args, **kwargs):
+        memory_objs = get(self, *args, **kwargs)
+        keep(memory_objs)
+        return memory_objs
+
+    @functools.wraps(get_layers)
+    def layers_kept(self, *args, **kwargs):
+        for layer in get_layers(self, *args, **kwargs):
+            layer.add_done_callback(lambda done: keep(done.result()))
+            yield layer
+
+    manager.batched_get, manager.layerwise_batched_get = kept, layers_kept
 
 
 @breaks("weights", "cache_engine.model_fingerprint")
@@ -143,22 +169,24 @@ def _(module) -> None:
     module.write_chunk = readable
 
 
-@breaks("evict", "tiers.disk.chunk_store")
+@breaks("evict", "tiers.disk.chunk_index")
 def _(module) -> None:
-    module.ChunkStore._make_room = lambda *_: True
+    module.ChunkIndex.fits = lambda *_: True
 
 
 @breaks("shared", "tiers.shared")
 def _(module) -> None:
-    async def none_stored(self, keys):
+    async def none_stored(*_, **__):
         return 0
 
-    module.SharedTier._stored_prefix = none_stored
+    module.RemoteTier.exists = none_stored
+    module.RemoteTier.batched_async_contains = none_stored
+    module.RemoteTier.exists_sync = module.RemoteTier.batched_contains = lambda *_: 0
 
 
-@breaks("away", "tiers.shared")
+@breaks("away", "tiers.pause")
 def _(module) -> None:
-    module.SharedTier._leave_alone = nothing
+    module.Pause.begin = nothing
 
 
 @breaks("settings", "launch.settings")

@@ -5,26 +5,35 @@ The question is a file by the name of a function of QUESTIONS.
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
 import threading
 import time
+import types
 from pathlib import Path
 
 HOOKS = Path(os.environ["HOOKS_DIRECTORY"])
 
 
-def connector():
-    """LMCache's, in the worker."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
+def cache_engine():
+    """LMCache's engine in the worker; None where it is not up."""
+    from lmcache.integration.vllm.utils import ENGINE_NAME
+    from lmcache.v1.cache_engine import LMCacheEngineBuilder
 
-    return get_kv_transfer_group()._lmcache_engine
+    return LMCacheEngineBuilder.get(ENGINE_NAME)
+
+
+def storers() -> int:
+    """Layerwise stores that were begun and not ended: generators, of which LMCache keeps a list."""
+    generators = [obj for obj in gc.get_objects() if type(obj) is types.GeneratorType]
+    return sum(g.gi_frame is not None and g.__name__ == "store_layer" for g in generators)
 
 
 def split() -> int:
     """Leave the last layer of each chunk to the disk tier; how many layers that were."""
-    engine = connector().lmcache_engine
+    engine = cache_engine()
     backend = engine.storage_manager.storage_backends["LocalCPUBackend"]
     last = [key for key in list(backend.hot_cache) if key.layer_id == engine.num_layers - 1]
     return sum(backend.remove(key) for key in last)
@@ -32,14 +41,13 @@ def split() -> int:
 
 def clear() -> int:
     """Empty the CPU tier, sooner than other chunks would; how many tokens that were."""
-    engine = connector().lmcache_engine
+    engine = cache_engine()
     return engine.storage_manager.storage_backends["LocalCPUBackend"].clear()
 
 
 def look() -> dict:
     """References, pins, memory, files."""
-    adapter = connector()
-    engine = adapter.lmcache_engine
+    engine = cache_engine()
     backend = engine.storage_manager.storage_backends["LocalCPUBackend"]
     held = [obj.metadata for obj in list(backend.hot_cache.values())]
     allocator = backend.memory_allocator
@@ -54,7 +62,7 @@ def look() -> dict:
         "held_bytes": sum(fact.phy_size for fact in held),
         "files": sum(1 for _ in Path("/proc/self/fd").iterdir()),
         "resident_bytes": int(statm[1]) * os.sysconf("SC_PAGE_SIZE"),
-        "storers": len(adapter._layerwise_save_storers),
+        "storers": storers(),
     }
 
 
@@ -64,11 +72,11 @@ def settled() -> bool:
 
     if not has_kv_transfer_group():
         return True  # an engine without offload
-    engine = connector().lmcache_engine
+    engine = cache_engine()
     engine.gpu_connector.overlap.drain()
     tier = engine.storage_manager.storage_backends.get("disk")
     deadline = time.monotonic() + 15
-    while tier is not None and tier._writes.pending:
+    while tier is not None and tier.pending:
         if time.monotonic() > deadline:
             return False
         time.sleep(0.01)

@@ -1,18 +1,23 @@
-"""Faults that a test plants: the next call at a point raises, or kills its process."""
+"""Faults that a test plants: the next call at a point raises, or kills its process.
+
+The points are public names alone, here as in the other hooks: how a module does its work may change
+without them.
+"""
 
 from __future__ import annotations
 
 import errno
 import functools
+import inspect
 import json
 import os
 from pathlib import Path
 
 HOOKS = Path(os.environ["HOOKS_DIRECTORY"])
 MODULES = (
-    "lmcache_xpu.transfer.staging",
+    "lmcache_xpu.transfer.gather_scatter",
     "lmcache_xpu.gpu_connector.registered_cache",
-    "lmcache_xpu.tiers.disk.chunk_store",
+    "lmcache_xpu.tiers.disk.chunk_file",
     "lmcache_xpu.tiers.shared",
     "lmcache.v1.storage_backend.storage_manager",
 )
@@ -38,26 +43,40 @@ def strike(point: str, layer: int, last_words=lambda: None) -> None:
         raise PlantedError(f"planted at {point}, layer {layer}")
 
 
-def fragile(owner: type, name: str, point: str, *, after: bool = False) -> None:
+def no_layer(args: tuple, kwargs: dict) -> int:
+    """The layer of a call that is for all of them."""
+    return 0
+
+
+def first_layer(args: tuple, kwargs: dict) -> int:
+    """The layer that a gather or a scatter begins with; they are called with rows and memory."""
+    return args[2] if len(args) > 2 else kwargs.get("first_layer", 0)
+
+
+def fragile(owner: type, name: str, point: str, *, after: bool = False, layer=no_layer) -> None:
     """Let a method fail before, or after, it has done its work."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
     def wrapped(self, *args, **kwargs):
-        layer = args[2] if name in ("load", "store") and len(args) > 2 else 0
-        if name == "load" and len(args) > 3:  # in cuts, each of some layers
-            layer += args[0].cuts[args[3]][0]
         where = point
-        if name in ("plan", "memory"):
+        if "loading" in kwargs:  # a step of both ways
             where = f"{point} {'load' if kwargs['loading'] else 'store'}"
         if after:
             result = original(self, *args, **kwargs)
-            strike(where, layer)
+            strike(where, layer(args, kwargs))
             return result
-        strike(where, layer)
+        strike(where, layer(args, kwargs))
         return original(self, *args, **kwargs)
 
     setattr(owner, name, wrapped)
+
+
+def owner_of(module, name: str) -> type:
+    """The one class of a module that has a method of this name."""
+    classes = [value for value in vars(module).values() if inspect.isclass(value)]
+    (owner,) = [c for c in classes if c.__module__ == module.__name__ and name in vars(c)]
+    return owner
 
 
 def full_disk(write_chunk):
@@ -80,16 +99,18 @@ def full_disk(write_chunk):
 
 def plant(module) -> None:
     """The steps of a load and a store that may fail."""
-    if module.__name__ == "lmcache_xpu.transfer.staging":
-        for name in ("load", "store"):
-            fragile(module.Stager, name, f"before {name}")
-            fragile(module.Stager, name, f"after {name}", after=True)
-    elif module.__name__ == "lmcache_xpu.gpu_connector.registered_cache":
-        fragile(module.Binding, "plan", "plan")
-        fragile(module.Binding, "memory", "check")
-    elif module.__name__ == "lmcache_xpu.tiers.disk.chunk_store":
+    name = module.__name__.removeprefix("lmcache_xpu.")
+    if name == "transfer.gather_scatter":
+        for way, method in (("load", "scatter"), ("store", "gather")):
+            transfer = module.TorchTransfer
+            fragile(transfer, method, f"before {way}", layer=first_layer)
+            fragile(transfer, method, f"after {way}", after=True, layer=first_layer)
+    elif name == "gpu_connector.registered_cache":
+        fragile(owner_of(module, "plan"), "plan", "plan")
+        fragile(owner_of(module, "memory"), "memory", "check")
+    elif name == "tiers.disk.chunk_file":
         module.write_chunk = full_disk(module.write_chunk)
-    elif module.__name__ == "lmcache_xpu.tiers.shared":
+    elif name == "tiers.shared":
         module.AWAY_S = AWAY_S
     else:
         fragile(module.StorageManager, "batched_get", "get")

@@ -69,7 +69,7 @@ def _count(name: str, labels: tuple[str, ...], amount: float) -> None:
 
 
 def take() -> tuple[dict[str, float], dict[str, float]]:
-    """What this process counted since the last call, and its levels if one has changed.
+    """Return the counts of this process since the last call, and its levels if one has changed.
 
     Returns:
         Increases by a counter's name and its labels, e.g. `bytes load cpu`; values by a level's
@@ -97,13 +97,13 @@ class Level:
     values: ClassVar[dict[str, float]] = {}
     changed: ClassVar[bool] = False
 
-    def __init__(self, name: str, what: str) -> None:
+    def __init__(self, name: str, description: str) -> None:
         self._name = name
-        # Of all processes, each of which has a directory of its own.
-        self.gauge = Gauge(f"lmcache_xpu_{name}", what, multiprocess_mode="sum")
+        # The sum over all processes, each of which has a directory of its own.
+        self.gauge = Gauge(f"lmcache_xpu_{name}", description, multiprocess_mode="sum")
 
     def set(self, value: float) -> None:
-        """The value in this process."""
+        """Set the value in this process."""
         self.gauge.set(value)
         with _lock:
             self.values[self._name] = value
@@ -116,7 +116,10 @@ LEVELS = {"disk_used_bytes": DISK_USED_BYTES, "disk_limit_bytes": DISK_LIMIT_BYT
 
 
 class Flow:
-    """What moves in one direction between two places. Labels are looked up once, here."""
+    """The counters of what moves in one direction between two places.
+
+    Labels are looked up once, here.
+    """
 
     def __init__(
         self,

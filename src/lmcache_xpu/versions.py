@@ -1,4 +1,4 @@
-"""The versions this package was tested with, and what is installed."""
+"""The versions this package was tested with, and those that are installed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Versions:
 
 
 def installed() -> Versions:
-    """What is installed, read from package metadata (imports nothing)."""
+    """Read the installed versions from package metadata (imports nothing)."""
     return Versions(*(_version(name) for name in ("lmcache", "vllm", "torch")))
 
 

@@ -17,7 +17,7 @@ from lmcache_xpu.bench.jobs import MARK, _digests
 from lmcache_xpu.bench.report import Figures, plot, show, write
 from lmcache_xpu.bench.runner import Result, run
 from lmcache_xpu.bench.shapes import SHAPES, shape_named
-from lmcache_xpu.bench.variants import chosen, variants
+from lmcache_xpu.bench.variants import variants, variants_named
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.engine_arguments import vllm_arguments
 from lmcache_xpu.launch.settings import Settings
@@ -85,10 +85,10 @@ def test_every_variant_is_made_of_settings(shape):
 
 def test_names_are_checked():
     with pytest.raises(SettingsError, match="one of none, ours"):
-        chosen(SMALL, ["theirs"])
+        variants_named(SMALL, ["theirs"])
     with pytest.raises(SettingsError, match="8b or small"):
         shape_named("9b")
-    assert [variant.name for variant in chosen(SMALL, ["ours", "none"])] == ["none", "ours"]
+    assert [variant.name for variant in variants_named(SMALL, ["ours", "none"])] == ["none", "ours"]
 
 
 def test_why_an_engine_ended():
@@ -100,7 +100,7 @@ def run_small(monkeypatch, script, names, **options):
     """The bench, with a program in place of the engines."""
     monkeypatch.setattr(sys, "executable", _stand_in(script))
     how = {"repeats": 1, "in_turn": False, "graphs": False, "timeout_s": 60} | options
-    return run(SMALL, chosen(SMALL, names), console=Console(quiet=True), **how)
+    return run(SMALL, variants_named(SMALL, names), console=Console(quiet=True), **how)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from vllm.distributed import parallel_state
 from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2
 from lmcache_xpu.cache_engine.ending import end_lmcache, end_with_process
 from lmcache_xpu.cache_engine.near_lookups import NearLookups
-from lmcache_xpu.gpu_connector.in_flight import Overlap
+from lmcache_xpu.gpu_connector.in_flight import InFlight
 
 parallel_state.get_tensor_model_parallel_rank = lambda: 0
 tokens = list(range(64))
@@ -47,7 +47,7 @@ class Engine:
         metadata.engine_id = f"engine {number}"
         metadata.kv_connector_extra_config = {}
         connector = VLLMPagedMemXPUConnectorV2.from_metadata(metadata, device="cpu")
-        connector.overlap = self.overlap = Overlap(16)
+        connector.overlap = self.overlap = InFlight(16)
         engine = LMCacheEngineBuilder.get_or_create(
             "vllm-instance", config, metadata, connector,
             lambda tensor, src: tensor, lambda thing, src: thing,

@@ -19,12 +19,13 @@ from support.kernels import INTERPRET, TritonTransfer
 
 from lmcache_xpu.errors import TransferError
 from lmcache_xpu.gpu_connector import registered_cache
+from lmcache_xpu.gpu_connector.base import PagedMemConnector
 from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
-from lmcache_xpu.gpu_connector.standard import PagedMemConnector, VLLMPagedMemXPUConnectorV2
-from lmcache_xpu.transfer import host_copies, staging
+from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2
+from lmcache_xpu.transfer import direct, host_copies, staging
 from lmcache_xpu.transfer.gather_scatter import TorchTransfer
 from lmcache_xpu.transfer.staging import Stager
-from lmcache_xpu.transfer.staging_ring import Buffer
+from lmcache_xpu.transfer.staging_ring import Buffer, StagingRing
 
 ORDERS = ("planes", "layers", "rows")
 
@@ -72,7 +73,9 @@ def taken(way: Way, buffer_bytes: int) -> Iterator[None]:
         made = Stager(view, staging_bytes, in_place=not way.buffer)
         if way.buffer:
             made.buffer_bytes = buffer_bytes
-            made._buffers = [Buffer(buffer_bytes, view.device) for _ in range(way.buffers)]
+            made._ring = StagingRing(
+                [Buffer(buffer_bytes, view.device) for _ in range(way.buffers)]
+            )
             made._host._ring_bytes = max(1, buffer_bytes // 2)
         return made
 
@@ -83,15 +86,15 @@ def taken(way: Way, buffer_bytes: int) -> Iterator[None]:
 
         patch(registered_cache, "Stager", stager)
         patch(staging, "transfer_of", TritonTransfer.of if way.triton else TorchTransfer.of)
-        patch(staging, "buffers", lambda wanted, device: [Buffer(1, device)])
+        patch(StagingRing, "allocate", lambda wanted, device: StagingRing([Buffer(1, device)]))
         if way.triton:
-            patch(TritonTransfer, "warm_up", lambda self: True)  # slow in the interpreter
+            patch(TritonTransfer, "warm_up", lambda self: None)  # slow in the interpreter
+            patch(direct, "reaches_host", lambda transfer: True)
             stack.enter_context(mock.patch.dict("os.environ", INTERPRET))
         if way.batched and way.pinned:
             patch(host_copies, "batched_copy", lambda device: copied_in_batches)
         if way.pinned:
-            for reached in ("pinned", "kernels_reach"):
-                patch(host_copies.HostMemory, reached, lambda self, memory: True)
+            patch(host_copies.HostCopies, "pinned", lambda self, memory, at_least=None: True)
         yield
 
 

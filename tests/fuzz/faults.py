@@ -12,9 +12,10 @@ import torch
 from support.kernels import TritonTransfer
 
 from lmcache_xpu.gpu_connector import registered_cache
-from lmcache_xpu.gpu_connector.in_flight import Overlap
-from lmcache_xpu.gpu_connector.load_pipeline import LayeredLoad
-from lmcache_xpu.gpu_connector.registered_cache import Binding
+from lmcache_xpu.gpu_connector.finisher import Finisher
+from lmcache_xpu.gpu_connector.in_flight import InFlight
+from lmcache_xpu.gpu_connector.load_pipeline import LoadPipeline
+from lmcache_xpu.gpu_connector.registered_cache import Registration
 from lmcache_xpu.tiers.disk import chunk_directory, chunk_file, chunk_store
 from lmcache_xpu.tiers.disk.chunk_index import ChunkIndex
 from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
@@ -22,12 +23,13 @@ from lmcache_xpu.tiers.disk.lock import DirectoryLock
 from lmcache_xpu.tiers.disk.tier import DiskTier
 from lmcache_xpu.tiers.disk.writer import DiskWriter
 from lmcache_xpu.transfer import plan, staging
+from lmcache_xpu.transfer.direct import HostKernels
 from lmcache_xpu.transfer.gather_scatter import TorchTransfer
-from lmcache_xpu.transfer.host_copies import HostMemory
+from lmcache_xpu.transfer.host_copies import HostCopies
 from lmcache_xpu.transfer.paged_view import PagedView
-from lmcache_xpu.transfer.plan import Plan
-from lmcache_xpu.transfer.slots import Rows, Slots
-from lmcache_xpu.transfer.staging import Moved, Stager
+from lmcache_xpu.transfer.segments import Segments
+from lmcache_xpu.transfer.slots import RequestRows, Rows, Slots
+from lmcache_xpu.transfer.staging import Stager, TransferHandle
 from lmcache_xpu.transfer.staging_ring import Buffer
 
 
@@ -88,14 +90,14 @@ def _(read: Any) -> Any:
     return wrong
 
 
-@fault("the last token of the last chunk is left out", "copies", Plan, "rows")
-def _(rows: Any) -> Any:
-    def wrong(self: Plan, piece: plan.Piece) -> Rows:
-        found = rows(self, piece)
-        if piece.last < len(self.request.totals):
-            return found
-        host = torch.arange(found.total) if found.host is None else found.host
-        return Rows(found.engine[:-1], host[:-1], found.total)
+@fault("the last token of the last chunk is left out", "copies", RequestRows, "chunks")
+def _(chunks: Any) -> Any:
+    def wrong(self: RequestRows, first: int, last: int) -> Rows:
+        rows = chunks(self, first, last)
+        if last < len(self.totals):
+            return rows
+        host = torch.arange(rows.total) if rows.host is None else rows.host
+        return Rows(rows.engine[:-1], host[:-1], rows.total)
 
     return wrong
 
@@ -105,18 +107,20 @@ def _(rows: Any) -> Any:
     return lambda view, slots, spans, cached, upload: rows(view, slots, spans, 0, upload)
 
 
-@fault("a cache that the engine moved is not looked at anew", "copies", Binding, "_is_bound")
+@fault(
+    "a cache that the engine moved is not looked at anew", "copies", Registration, "_is_registered"
+)
 def _(_: Any) -> Any:
     return lambda self, bound, kvcaches: True
 
 
-@fault("addresses of another layer's chunks are used", "copies", Plan, "table")
-def _(_: Any) -> Any:
-    def wrong(self: Plan, piece: plan.Piece, memory: Any, make: Any) -> Any:
-        key = piece.first, piece.last
-        if key not in self._tables:
-            self._tables[key] = memory, make(memory[piece.first : piece.last])
-        return self._tables[key][1]
+@fault("addresses of another layer's chunks are used", "copies", HostKernels, "_table")
+def _(table: Any) -> Any:
+    def wrong(self: HostKernels, piece: plan.Piece, memory: Any, tables: Any) -> Any:
+        first = vars(piece.rows.request).setdefault("tables", {})
+        if piece.chunks not in first:  # the memory is kept, too
+            first[piece.chunks] = memory, table(self, piece, memory, tables)
+        return first[piece.chunks][1]
 
     return wrong
 
@@ -144,33 +148,30 @@ def _(stage: Any) -> Any:
     return wrong
 
 
-@fault("values are taken from where keys are", "copies", Plan, "slices")
-def _(slices: Any) -> Any:
-    def wrong(self: Plan, *args: Any) -> Any:
-        found = slices(self, *args)
-        found._places = [found._places[0] for _ in found._places]
-        return found
+@fault("values are taken from where keys are", "copies", plan, "_segments")
+def _(segments: Any) -> Any:
+    def wrong(*args: Any) -> Segments:
+        right = segments(*args)
+        return Segments(right.offsets[:1] * len(right.offsets), right.sizes)
 
     return wrong
 
 
-@fault("the last of several pieces is left out", "copies", Plan, "pieces")
-def _(pieces: Any) -> Any:
-    def wrong(self: Plan, run: plan.Piece) -> list[plan.Piece]:
-        found = list(pieces(self, run))
-        return found[:-1] or found
+@fault("the last of several pieces is left out", "copies", plan.Piece, "parts")
+def _(parts: Any) -> Any:
+    def wrong(self: plan.Piece, buffer_bytes: int) -> list[plan.Piece]:
+        every = list(parts(self, buffer_bytes))
+        return every[:-1] or every
 
     return wrong
 
 
 @fault("every group of layers goes to the first one", "copies", Stager, "load")
 def _(load: Any) -> Any:
-    return lambda self, plan, memory, first=0, *args, **given: load(
-        self, plan, memory, 0, *args, **given
-    )
+    return lambda self, pieces, memory, first=0, **given: load(self, pieces, memory, 0, **given)
 
 
-@fault("what is stored through the ring stays in it", "copies", HostMemory, "flush")
+@fault("what is stored through the ring stays in it", "copies", HostCopies, "flush")
 def _(_: Any) -> Any:
     return lambda self: None
 
@@ -207,20 +208,20 @@ def _(_: Any) -> Any:
     return lambda self, nbytes: self._memory[:nbytes]
 
 
-@fault("the engine does not wait for a layer", "steps", LayeredLoad, "before_layer")
+@fault("the engine does not wait for a layer", "steps", LoadPipeline, "before_layer")
 def _(_: Any) -> Any:
-    def wrong(self: LayeredLoad, layer: int) -> None:
-        cuts = sum(start <= layer for start in self._starts)
-        if not self._failed and cuts > self._waited:
-            self._enqueue(cuts)
-            self._waited = cuts
+    def wrong(self: LoadPipeline, layer: int) -> None:
+        groups = sum(start <= layer for start in self._starts)
+        if self.failed_behind is None and groups > self._waited:
+            self._enqueue(groups)
+            self._waited = groups
 
     return wrong
 
 
-@fault("the engine writes blocks that a store still reads", "steps", Overlap, "add_store")
+@fault("the engine writes blocks that a store still reads", "steps", InFlight, "add_store")
 def _(add: Any) -> Any:
-    def wrong(self: Overlap, *args: Any) -> None:
+    def wrong(self: InFlight, *args: Any) -> None:
         add(self, *args)
         self._reading.clear()
 
@@ -232,24 +233,26 @@ def _(_: Any) -> Any:
     return lambda self: None
 
 
-@fault("memory is not held while it is copied", "steps", Overlap, "hold")
+@fault("memory is not held while it is copied", "steps", InFlight, "hold")
 def _(_: Any) -> Any:
     return lambda self, load, objs: None
 
 
-@fault("chunks are published before they are complete", "steps", Overlap, "_when")
+@fault("chunks are published before they are complete", "steps", Finisher, "when_done")
 def _(_: Any) -> Any:
     return lambda self, moves, action: action()
 
 
-@fault("a load that failed is not reported", "steps", Overlap, "end_step")
+@fault("a load that failed is not reported", "steps", InFlight, "end_step")
 def _(end: Any) -> Any:
     return lambda self: end(self)[:0]
 
 
 @fault("a load that failed is not waited for", "steps", Stager, "fence")
 def _(_: Any) -> Any:
-    return lambda self: Moved(staging.Event(self.view.device), staging.Event(self.view.device))
+    return lambda self: TransferHandle(
+        staging.Event(self.view.device), staging.Event(self.view.device)
+    )
 
 
 @fault("after an error what is on its way is forgotten", "steps", Stager, "whole")
@@ -259,10 +262,10 @@ def _(_: Any) -> Any:
 
 @fault("a load is done when it is copied", "steps", Stager, "load")
 def _(load: Any) -> Any:
-    def wrong(self: Stager, *args: Any, **given: Any) -> Moved:
-        moved = load(self, *args, **given)
-        moved.done.record(self._copies)
-        return moved
+    def wrong(self: Stager, *args: Any, **given: Any) -> TransferHandle:
+        handle = load(self, *args, **given)
+        handle.done.record(self._copies)
+        return handle
 
     return wrong
 

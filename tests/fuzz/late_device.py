@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
-from lmcache_xpu.gpu_connector import in_flight
+from lmcache_xpu.gpu_connector import finisher
 from lmcache_xpu.transfer import host_copies, staging, staging_ring
 
 ENGINE, KERNELS, COPIES = "engine", "kernels", "copies"
@@ -81,9 +81,9 @@ class LateDevice(TorchFunctionMode):
                 (host_copies, "Event", self.event),
                 (host_copies, "batched_copy", batched),
                 (staging, "SideStream", self.side_stream),
-                (staging, "Uploads", lambda device: self._upload),
+                (staging, "PinnedUploads", lambda device: self._upload),
                 (staging, "transfer_of", lambda view: _late(self, transfer_of(view))),
-                (in_flight, "ThreadPoolExecutor", lambda *args: self.finisher),
+                (finisher, "ThreadPoolExecutor", lambda *args: self.finisher),
             ):
                 stack.enter_context(mock.patch.object(place, name, value))
             stack.enter_context(self)
@@ -263,8 +263,8 @@ class _Late:
     def scatter(self, *args: Any) -> None:
         self._device.enqueue(lambda: self._transfer.scatter(*args))
 
-    def warm_up(self) -> bool:
-        return self._transfer.warm_up()
+    def warm_up(self) -> None:
+        self._transfer.warm_up()
 
 
 class _LateDirect(_Late):
@@ -275,6 +275,12 @@ class _LateDirect(_Late):
 
     def move_chunks(self, *args: Any, **given: Any) -> None:
         self._device.enqueue(lambda: self._transfer.move_chunks(*args, **given))
+
+    def first_row(self) -> torch.Tensor:
+        return self._transfer.first_row()
+
+    def move_first_row(self, *args: Any, **given: Any) -> None:
+        self._transfer.move_first_row(*args, **given)
 
 
 def _late(device: LateDevice, transfer: Any) -> _Late:

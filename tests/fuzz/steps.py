@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from unittest import mock
 
 import copies
 import oracle
@@ -24,9 +23,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from late_device import COPIES, ENGINE, KERNELS, LateDevice, PlantedError
 from layouts import Cache, Layout, layouts
+from support.tuned import tuned
 
-from lmcache_xpu.gpu_connector import in_flight, load_pipeline
-from lmcache_xpu.gpu_connector.in_flight import Overlap
+from lmcache_xpu.gpu_connector.in_flight import InFlight
 
 PLACES = 40  # for objects in host memory
 
@@ -138,7 +137,7 @@ class Steps(RuleBasedStateMachine):
         self.errors: list[tuple[Running, oracle.MismatchError]] = []
         self.grown: list[Running] = []  # in this step
         with self.on_device():
-            self.overlap = Overlap(self.block_tokens, loads=loads > 0, stores=loads != 1)
+            self.overlap = InFlight(self.block_tokens, loads=loads > 0, stores=loads != 1)
             self.connector.overlap = self.overlap
             self.connector.initialize_kvcaches_ptr(kvcaches=self.cache.engine)
         for content in (0, 1):  # that there is something to load
@@ -150,9 +149,7 @@ class Steps(RuleBasedStateMachine):
     def on_device(self) -> Iterator[None]:
         buffer = self.chunk * self.paged.row * self.paged.planes * self.way.buffer // 100
         with (
-            mock.patch.object(in_flight, "AHEAD_BYTES", self.ahead),
-            mock.patch.object(load_pipeline, "SINGLE", 1),
-            mock.patch.object(load_pipeline, "FIRST", 1),
+            tuned(ahead_bytes=self.ahead, single_layers=1, first_groups=1),
             copies.taken(self.way, buffer),
             self.device.installed(),
         ):

@@ -1,10 +1,11 @@
-"""Transfers beside the engine: cuts, held memory, and what is published when."""
+"""Transfers beside the engine: layer groups, held memory, and what is published when."""
 
 from __future__ import annotations
 
 import itertools
 import logging
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -14,10 +15,74 @@ from support.intel import MACHINES
 from support.intel import machine as machine  # a fixture
 from support.loads import ENDS, SPANS, STARTS, Case, Point, stored
 
-from lmcache_xpu.gpu_connector.in_flight import Overlap
+from lmcache_xpu.gpu_connector.in_flight import InFlight, Phase
 from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
-from lmcache_xpu.gpu_connector.load_pipeline import layer_cuts
-from lmcache_xpu.transfer.staging import Moved
+from lmcache_xpu.gpu_connector.load_pipeline import group_starts
+from lmcache_xpu.transfer.staging import TransferHandle
+from lmcache_xpu.transfer.tuning import CUDA
+
+IDLE, SCHEDULING, PREPARING, COMPUTING = Phase
+
+
+def nothing_to_load() -> mock.MagicMock:
+    load = mock.MagicMock(**{"bytes_under_way.return_value": 0, "go_on.return_value": 0})
+    load.tuning = CUDA
+    return load
+
+
+CALLS = {
+    "schedule": lambda step: step.schedule(frozenset(), 1),
+    "begin_step": lambda step: step.begin_step(frozenset(), 1),
+    "add_load": lambda step: step.add_load(nothing_to_load(), [], lambda seconds: None),
+    "hold": lambda step: step.hold(mock.MagicMock(), []),
+    "before_all": lambda step: step.before_all(),
+    "before_layer": lambda step: step.before_layer(0),
+    "after_layer": lambda step: step.after_layer(0),
+    "end_step": lambda step: step.end_step(),
+    "protect": lambda step: step.protect(None),
+    "add_store": lambda step: step.add_store([], stored(), torch.arange(4)),
+    "publish": lambda step: step.publish([], list),
+    "release": lambda step: step.release([], [], lambda seconds: None),
+    "drain": lambda step: step.drain(),
+    "close": lambda step: step.close(),
+}
+
+# The phase that a call leads to from IDLE, SCHEDULING, PREPARING and COMPUTING; None: an error.
+LEADS_TO = {
+    "schedule": (SCHEDULING, SCHEDULING, None, None),
+    "begin_step": (PREPARING, PREPARING, PREPARING, None),
+    "add_load": (None, SCHEDULING, PREPARING, COMPUTING),
+    "hold": (None, SCHEDULING, PREPARING, COMPUTING),
+    "before_all": (None, None, PREPARING, COMPUTING),
+    "before_layer": (IDLE, None, COMPUTING, COMPUTING),
+    "after_layer": (IDLE, None, None, COMPUTING),
+    "end_step": (IDLE, None, IDLE, IDLE),
+    **dict.fromkeys(("protect", "add_store", "publish", "release", "drain", "close"), tuple(Phase)),
+}
+
+WAY_TO = {
+    IDLE: [],
+    SCHEDULING: ["schedule"],
+    PREPARING: ["begin_step"],
+    COMPUTING: ["begin_step", "before_layer"],
+}
+
+
+@pytest.mark.parametrize("phase", Phase, ids=lambda phase: phase.name)
+@pytest.mark.parametrize("call", CALLS)
+def test_each_call_has_its_phases(call: str, phase: Phase):
+    in_flight = InFlight(block_tokens=4)
+    for step in WAY_TO[phase]:
+        CALLS[step](in_flight)
+    assert in_flight.phase is phase
+    next_phase = LEADS_TO[call][list(Phase).index(phase)]
+    if next_phase is None:
+        with pytest.raises(AssertionError, match=f"{call} was called in phase {phase.name}; it"):
+            CALLS[call](in_flight)
+        assert in_flight.phase is phase
+    else:
+        CALLS[call](in_flight)
+        assert in_flight.phase is next_phase
 
 
 @pytest.mark.parametrize(
@@ -35,13 +100,13 @@ from lmcache_xpu.transfer.staging import Moved
         (61, False, [46, 12, 3]),
     ],
 )
-def test_cuts_grow_beside_much_computing_and_shrink_beside_little(layers, much, sizes):
-    cuts = layer_cuts(layers, much_to_compute=much)
-    assert [b - a for a, b in itertools.pairwise([*cuts, layers])] == sizes
+def test_layer_groups_grow_beside_much_computing_and_shrink_beside_little(layers, much, sizes):
+    starts = group_starts(layers, CUDA, much_to_compute=much)
+    assert [b - a for a, b in itertools.pairwise([*starts, layers])] == sizes
 
 
 @pytest.mark.parametrize(
-    ("head", "sizes"),
+    ("early", "sizes"),
     [
         (1, [1, 1, *[2] * 14, 1, 1]),
         (4, [4, 4, *[2] * 11, 1, 1]),
@@ -49,31 +114,31 @@ def test_cuts_grow_beside_much_computing_and_shrink_beside_little(layers, much, 
         (40, [32]),
     ],
 )
-def test_a_load_that_begins_before_its_step_starts_with_two_large_cuts(head: int, sizes: list[int]):
-    cuts = layer_cuts(32, much_to_compute=True, head=head)
-    assert [b - a for a, b in itertools.pairwise([*cuts, 32])] == sizes
-    assert layer_cuts(32, much_to_compute=False, head=head) == [0, 24]
+def test_a_load_that_begins_before_its_step_starts_with_two_large_groups(early: int, sizes):
+    starts = group_starts(32, CUDA, much_to_compute=True, early_layers=early)
+    assert [b - a for a, b in itertools.pairwise([*starts, 32])] == sizes
+    assert group_starts(32, CUDA, much_to_compute=False, early_layers=early) == [0, 24]
 
 
 @pytest.mark.parametrize(("tokens", "first"), [(None, 1), (4096, 1), (1024, 1), (512, 24), (1, 24)])
-def test_what_a_step_computes_decides_the_cuts(tokens, first):
-    overlap = Overlap(block_tokens=16)
+def test_what_a_step_computes_decides_the_layer_groups(tokens, first):
+    overlap = InFlight(block_tokens=16)
     overlap.begin_step(None, tokens)
-    assert overlap.cuts(32, 32768, 2**27)[1] == first
+    assert overlap.group_starts(32, 32768, 2**27, CUDA)[1] == first
 
 
 def test_a_store_is_published_when_it_is_complete():
-    overlap, move, put = Overlap(block_tokens=4), stored(), threading.Event()
+    overlap, move, put = InFlight(block_tokens=4), stored(), threading.Event()
     objs = [object(), object()]
     overlap.add_store(objs, move, torch.arange(4))
     overlap.publish(objs, put.set)
     assert not put.wait(0.05)
-    move.moved.done.reach()
+    move.transfer.done.reach()
     assert put.wait(10)
 
 
 def test_what_is_complete_is_published_at_once():
-    overlap, called = Overlap(block_tokens=4), []
+    overlap, called = InFlight(block_tokens=4), []
     objs = [object()]
     overlap.add_store(objs, stored(reached=True), torch.arange(4))
     overlap.publish(objs, lambda: called.append(threading.current_thread()))
@@ -82,14 +147,14 @@ def test_what_is_complete_is_published_at_once():
 
 
 def test_publishing_that_fails_is_logged_and_the_next_one_goes_on(caplog):
-    overlap, done = Overlap(block_tokens=4), threading.Event()
+    overlap, done = InFlight(block_tokens=4), threading.Event()
     for put in (lambda: 1 / 0, done.set):
         move = stored()
         objs = [object()]
         overlap.add_store(objs, move, torch.arange(4))
         with caplog.at_level(logging.ERROR):
             overlap.publish(objs, put)
-            move.moved.done.reach()
+            move.transfer.done.reach()
             overlap.drain()
     assert done.is_set()
     assert "could not finish a transfer" in caplog.text
@@ -98,7 +163,7 @@ def test_publishing_that_fails_is_logged_and_the_next_one_goes_on(caplog):
 @MACHINES
 def test_memory_is_held_until_the_copy_is_done():
     case = Case()
-    moves = [Moved(Point(), Point()), Moved(Point(), Point())]
+    moves = [TransferHandle(Point(), Point()), TransferHandle(Point(), Point())]
     took = []
     for obj in case.objs:
         obj.ref_count_up()
@@ -116,7 +181,7 @@ def test_memory_is_held_until_the_copy_is_done():
     [(frozenset({7, 2}), 1), (frozenset({0, 3}), 0), (frozenset(), 0), (None, 1)],
 )
 def test_blocks_that_are_being_read_are_not_written(written, waits: int):
-    overlap, move = Overlap(block_tokens=4), stored()
+    overlap, move = InFlight(block_tokens=4), stored()
     overlap.add_store([], move, torch.tensor([4, 5, 6, 7, 8, 9]))  # blocks 1 and 2
     overlap.begin_step(written)
     assert move.gathered.waited == waits
@@ -129,7 +194,7 @@ def test_blocks_that_are_being_read_are_not_written(written, waits: int):
 def test_a_layerwise_store_publishes_each_layer_when_it_is_complete():
     cache = build(Spec("LBNHC"))
     connector = make(cache, kind=VLLMPagedMemLayerwiseXPUConnector)
-    connector.overlap = Overlap(block_tokens=4)
+    connector.overlap = InFlight(block_tokens=4)
     slots = slots_of(4, 1, 3)[:11]
     objs = objects(connector, SPANS)
     steps = connector.batched_from_gpu(

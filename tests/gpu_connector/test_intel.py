@@ -10,7 +10,7 @@ from support.imitation import Machine
 from support.intel import INTEL
 from support.intel import machine as machine  # a fixture
 
-from lmcache_xpu.gpu_connector.in_flight import Overlap
+from lmcache_xpu.gpu_connector.in_flight import InFlight
 from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
 from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2
 
@@ -27,7 +27,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.cache = build(SPEC)
-        self.overlap = Overlap(block_tokens=BLOCK)
+        self.overlap = InFlight(block_tokens=BLOCK)
         self.connector = make(self.cache, VLLMPagedMemXPUConnectorV2, layer_major=True)
         self.layerwise = make(
             self.cache, VLLMPagedMemLayerwiseXPUConnector, layers_at_once=LAYERS // 2

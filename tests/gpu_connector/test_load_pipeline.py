@@ -6,25 +6,28 @@ import functools
 
 import pytest
 import torch
+from support import caches
 from support.caches import bits
 from support.connectors import make, memory
 from support.intel import MACHINES, on_machines
 from support.intel import machine as machine  # a fixture
 from support.loads import LAYERS, SPANS, Case, Point, expected, settle
+from support.tuned import tuned
 
-from lmcache_xpu.gpu_connector import in_flight, load_pipeline, registered_cache
-from lmcache_xpu.gpu_connector.in_flight import Overlap
+from lmcache_xpu.gpu_connector import registered_cache
+from lmcache_xpu.gpu_connector.in_flight import InFlight
 from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
-from lmcache_xpu.gpu_connector.load_pipeline import layer_cuts
-from lmcache_xpu.transfer.staging import Moved, Stager
+from lmcache_xpu.gpu_connector.load_pipeline import group_starts
+from lmcache_xpu.transfer.staging import Stager, TransferHandle
 from lmcache_xpu.transfer.staging_ring import SMALLEST_STAGING_BYTES
+from lmcache_xpu.transfer.tuning import tuning_of
 
 
 @pytest.fixture(autouse=True)
-def few_layers(monkeypatch):
-    """Cuts of 1, 1, 2, 1 and 1 layers, of which the first is enqueued at once."""
-    monkeypatch.setattr(load_pipeline, "FIRST", 1)
-    monkeypatch.setattr(load_pipeline, "SINGLE", 2)
+def few_layers():
+    """Layer groups of 1, 1, 2, 1 and 1 layers, of which the first is enqueued at once."""
+    with tuned(first_groups=1, single_layers=2):
+        yield
 
 
 @on_machines("layer_major", here=[False, True], there=[True])
@@ -43,12 +46,13 @@ def test_every_layer_is_there_when_the_engine_comes_to_it(layer_major):
 
 
 @pytest.mark.parametrize("first", [1, 2, 3])
-def test_a_load_starts_with_its_first_cuts(first: int, monkeypatch):
-    monkeypatch.setattr(load_pipeline, "FIRST", first)
+def test_a_load_starts_with_its_first_groups(first: int):
     case = Case()
-    case.load()
+    with tuned(first_groups=first):
+        case.load()
     there = [case.there(layer) for layer in range(LAYERS)]
-    layers = [0, *layer_cuts(LAYERS, much_to_compute=True)[1:], LAYERS][first]
+    starts = group_starts(LAYERS, tuning_of(caches.DEVICE), much_to_compute=True)
+    layers = [*starts, LAYERS][first]
     assert there == [True] * layers + [False] * (LAYERS - layers)
 
 
@@ -65,16 +69,15 @@ def test_later_layers_are_not_copied_before_the_first_are_waited_for():
     case.overlap.before_layer(0)
     assert there() == 1
     case.overlap.after_layer(0)
-    assert there() == 2  # cuts of 1, 1 and 2 layers, one more with each layer
+    assert there() == 2  # groups of 1, 1 and 2 layers, one more with each layer
     case.overlap.after_layer(1)
     assert there() == 4
     assert case.overlap.end_step() != []
 
 
-@pytest.mark.parametrize(("room", "cuts"), [(1, 1), (10**9, 2)])
-def test_behind_a_layer_no_more_is_enqueued_than_the_link_has_room_for(room, cuts, monkeypatch):
+@pytest.mark.parametrize(("room", "groups"), [(1, 1), (10**9, 2)])
+def test_behind_a_layer_no_more_is_enqueued_than_the_link_has_room_for(room: int, groups: int):
     """Of the load that has the fewest first; the engine finds its layers there all the same."""
-    monkeypatch.setattr(in_flight, "AHEAD_BYTES", room)
     one, other = cases = Case(), Case()
     other.overlap = other.connector.overlap = one.overlap
     for case in cases:
@@ -82,9 +85,10 @@ def test_behind_a_layer_no_more_is_enqueued_than_the_link_has_room_for(room, cut
     one.overlap.before_layer(0)
     for behind in range(2):
         before = sum(item.load.enqueued for item in one.overlap._loads)
-        one.overlap.after_layer(behind)
+        with tuned(ahead_bytes=room):
+            one.overlap.after_layer(behind)
         enqueued = [item.load.enqueued for item in one.overlap._loads]
-        assert sum(enqueued) - before == cuts
+        assert sum(enqueued) - before == groups
         assert max(enqueued) - min(enqueued) <= 1
     for layer in range(1, LAYERS):
         one.overlap.before_layer(layer)
@@ -93,15 +97,16 @@ def test_behind_a_layer_no_more_is_enqueued_than_the_link_has_room_for(room, cut
     assert one.overlap.end_step() == []
 
 
-def test_what_is_under_way_leaves_less_room(monkeypatch):
+def test_what_is_under_way_leaves_less_room():
     case = Case()
     case.load()
     (item,) = case.overlap._loads
-    size = item.load._bytes(0)
-    first = item.load._moved[0] = Moved(Point(True), Point())
+    size = item.load._groups[0][0].nbytes
+    first = item.load._handles[0] = TransferHandle(Point(True), Point())
     assert item.load.bytes_under_way() == size
-    monkeypatch.setattr(in_flight, "AHEAD_BYTES", size)
-    case.overlap.after_layer(0)
+    case.overlap.before_layer(0)
+    with tuned(ahead_bytes=size):
+        case.overlap.after_layer(0)
     assert item.load.enqueued == 1
     first.done.reach()
     assert item.load.bytes_under_way() == 0
@@ -127,7 +132,7 @@ def test_a_layer_is_there_even_if_nothing_was_enqueued_ahead():
     case.load()
     case.overlap.before_layer(2)
     assert case.there(2)
-    assert case.there(3)  # of the same cut
+    assert case.there(3)  # of the same group
     assert not case.there(4)
 
 
@@ -158,6 +163,7 @@ class LayerwiseCase(Case):
 
     def steps(self):
         """LMCache's way through a load, told by the engine of each layer."""
+        self.overlap.begin_step(frozenset())
         steps = self.connector.batched_to_gpu(kvcaches=self.target.engine, **self.call)
         next(steps)
         steps.send(self.layers[0])
@@ -225,7 +231,7 @@ def test_loads_of_several_requests_share_a_step():
 @MACHINES
 def test_switched_off_a_load_is_whole_when_it_returns():
     case = Case()
-    case.connector.overlap = Overlap(block_tokens=4, loads=False, stores=False)
+    case.connector.overlap = InFlight(block_tokens=4, loads=False, stores=False)
     case.load()
     assert all(case.there(layer) for layer in range(LAYERS))
     assert case.held == {1}
@@ -233,20 +239,26 @@ def test_switched_off_a_load_is_whole_when_it_returns():
 
 @MACHINES
 def test_a_load_that_fails_half_way_is_reported_and_waited_for():
-    """A part of a cut may be on its way: its blocks and its memory are not given to others."""
+    """A part of a group may be on its way: its blocks and its memory are not given to others."""
     case = Case()
     case.load()
-    stager = case.connector._binding._bound.stager
-    fence, real = Moved(Point(), Point()), stager.load
+    stager = case.connector._registration.register(None).stager
+    fence, real = TransferHandle(Point(), Point()), stager.load
     stager.fence = lambda: fence
 
-    def broken(*args, cut: int, **given):
-        real(*args, cut=cut, **given)
+    def broken(*args, **options):
+        real(*args, **options)
         raise RuntimeError("half-way")
 
     stager.load = broken
+    case.overlap.before_layer(0)
     case.overlap.after_layer(0)
+    (item,) = case.overlap._loads
+    assert item.load.failed_behind is fence
+    assert item.load.enqueued == 1  # the fence is no layer group
+    assert item.load.handles()[-1].done is fence.done
     case.overlap.before_layer(1)
+    assert item.load.enqueued == 1
     (missed,) = case.overlap.end_step()
     assert torch.equal(missed, case.slots)
     assert fence.done.waited
@@ -280,6 +292,6 @@ def test_a_drafter_s_layer_that_can_t_be_loaded_is_reported():
     def broken(*args, **given):
         raise RuntimeError("planted")
 
-    case.connector._binding._bound.stager.load = broken
+    case.connector._registration.register(None).stager.load = broken
     (missed,) = case.overlap.end_step()
     assert torch.equal(missed, case.slots)

@@ -196,7 +196,7 @@ def test_a_second_ctrl_c_while_stopping_still_leaves_nothing(start, monkeypatch)
     process = start(HEALTHY, deaf, "serve()", stop_s=60)
     process.__enter__()
     pid = process.pid
-    real, calls = engine_process._gone, []
+    real, calls = engine_process._ended, []
 
     def interrupted(*args):
         calls.append(args)
@@ -204,7 +204,7 @@ def test_a_second_ctrl_c_while_stopping_still_leaves_nothing(start, monkeypatch)
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(engine_process, "_gone", interrupted)
+    monkeypatch.setattr(engine_process, "_ended", interrupted)
     with pytest.raises(KeyboardInterrupt):
         process.stop()
     assert not running(pid)

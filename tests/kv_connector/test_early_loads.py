@@ -10,9 +10,10 @@ import pytest
 import torch
 from support.caches import bits
 from support.loads import LAYERS, Case, expected, settle
+from support.tuned import tuned
 
-from lmcache_xpu.gpu_connector import in_flight, registered_cache
-from lmcache_xpu.gpu_connector.in_flight import Overlap
+from lmcache_xpu.gpu_connector import registered_cache
+from lmcache_xpu.gpu_connector.in_flight import InFlight
 from lmcache_xpu.kv_connector.early_loads import ScheduledLoads, _Prefix
 from lmcache_xpu.transfer.staging import Stager
 from lmcache_xpu.transfer.staging_ring import SMALLEST_STAGING_BYTES
@@ -21,15 +22,14 @@ LOADED = frozenset({4, 1, 3})  # blocks of a case
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch):
-    """Cuts of 2, 2, 1 and 1 layers, one of them at once."""
-    case = Case()
-    layer = sum(obj.get_size() for obj in case.objs) // LAYERS
-    monkeypatch.setattr(in_flight, "AT_ONCE_BYTES", 2 * layer)
-    monkeypatch.setattr(in_flight, "AHEAD_BYTES", 1)
+def layer_bytes():
+    """Layer groups of 2, 2, 1 and 1 layers, one of them at once."""
+    size = sum(obj.get_size() for obj in Case().objs) // LAYERS
+    with tuned(direct_launch_bytes=2 * size, ahead_bytes=1):
+        yield size
 
 
-def begun(case: Case, shared: Overlap | None = None) -> None:
+def begun(case: Case, shared: InFlight | None = None) -> None:
     if shared is not None:
         case.overlap = case.connector.overlap = shared
     case.overlap.schedule(LOADED, tokens=1024)
@@ -65,11 +65,12 @@ def test_a_load_goes_on_while_the_next_one_and_the_step_are_decided_on():
 
 
 @pytest.mark.parametrize(("ahead", "there"), [(1, 2), (3, 4), (100, LAYERS)])
-def test_so_much_is_enqueued_at_once(ahead: int, there: int, monkeypatch):
-    monkeypatch.setattr(in_flight, "AHEAD_BYTES", ahead * in_flight.AT_ONCE_BYTES // 2)
+def test_so_much_is_enqueued_at_once(ahead: int, there: int, layer_bytes: int):
     case = Case()
-    begun(case)
+    with tuned(ahead_bytes=ahead * layer_bytes):
+        begun(case)
     assert layers_there(case) == there
+    case.overlap.begin_step(LOADED, 1024)
     compute(case)
 
 
@@ -78,7 +79,7 @@ def test_what_needs_copies_waits_for_the_step(monkeypatch):
     monkeypatch.setattr(registered_cache, "Stager", functools.partial(Stager, in_place=False))
     one, other = (Case(staging_bytes=SMALLEST_STAGING_BYTES) for _ in range(2))
     for case in (one, other):  # kernels that reach host memory would need no copies
-        case.connector._binding.bind(case.target.engine).stager._direct = None
+        case.connector._registration.register(case.target.engine).stager._direct = None
         begun(case, one.overlap)
     assert (layers_there(one), layers_there(other)) == (0, 0)
     one.overlap.begin_step(LOADED, 2048)
@@ -97,6 +98,7 @@ def test_blocks_that_a_store_still_reads_are_protected():
     assert events == ["protected", "loaded"]
     case.overlap.schedule(frozenset({0, 2}), tokens=1)
     assert events == ["protected", "loaded"]
+    case.overlap.begin_step(frozenset({0, 2}), 1)
     assert case.overlap.end_step() != []
 
 
@@ -105,7 +107,7 @@ def test_the_engines_copies_go_before_those_that_follow_its_first_layer(monkeypa
     monkeypatch.setattr(Stager, "let_engine_copy", lambda self: events.append("engine's"))
     load = Stager.load
     monkeypatch.setattr(
-        Stager, "load", lambda self, *a, **k: (events.append("cut"), load(self, *a, **k))[1]
+        Stager, "load", lambda self, *a, **k: (events.append("group"), load(self, *a, **k))[1]
     )
     one, other = Case(), Case()
     begun(one)
@@ -115,7 +117,7 @@ def test_the_engines_copies_go_before_those_that_follow_its_first_layer(monkeypa
     compute(one, other)
     assert events[0] == "engine's"
     assert events.count("engine's") == 1  # once in a step
-    assert events.count("cut") > 0
+    assert events.count("group") > 0
 
 
 def test_a_load_that_fails_at_once_is_reported_with_its_step(monkeypatch):

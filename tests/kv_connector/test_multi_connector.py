@@ -26,7 +26,7 @@ from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.outputs import KVConnectorOutput
 
 from lmcache_xpu import metrics
-from lmcache_xpu.gpu_connector.in_flight import Overlap
+from lmcache_xpu.gpu_connector.in_flight import InFlight
 from lmcache_xpu.kv_connector import plugin
 from lmcache_xpu.kv_connector import stats as connector_stats
 from lmcache_xpu.kv_connector.connector import LMCacheXPUConnector
@@ -89,7 +89,7 @@ def test_the_classes_answer_together(other: str, first: bool, monkeypatch):
 def made_of(other: str, first: bool) -> tuple[Any, Any]:
     """A MultiConnector of two, as far as hooks need it, and ours in it."""
     ours: Any = object.__new__(LMCacheXPUConnector)
-    ours._served, ours._scheduler, ours._overlap = True, None, Overlap(block_tokens=4)
+    ours._served, ours._scheduler, ours._overlap = True, None, InFlight(block_tokens=4)
     ours._residency = Residency()
     engine = SimpleNamespace(save_only_first_rank=False, metadata=SimpleNamespace(world_size=2))
     ours._lmcache_engine = SimpleNamespace(lmcache_engine=engine)

@@ -159,7 +159,7 @@ with patches.building(facts):
 print(json.dumps({
     "mock": type(mock).__name__, "outside": outside, "ours": type(ours).__module__,
     "shape": list(ours.get_shape(5)), "metadata": [list(s) for s in mine.get_shapes(5)],
-    "model": mine.model_name, "hint": ours._binding._geometry.kv_layout,
+    "model": mine.model_name, "hint": ours._chunk_format.geometry.kv_layout,
 }))
 """
 

@@ -19,12 +19,12 @@ from support.loads import ENDS, SPANS, STARTS
 from support.steps import step
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-from lmcache_xpu.gpu_connector.in_flight import Overlap
+from lmcache_xpu.gpu_connector.in_flight import InFlight
 from lmcache_xpu.kv_connector import garbage
 from lmcache_xpu.kv_connector.connector import LMCacheXPUConnector
 from lmcache_xpu.kv_connector.scheduler import SchedulerSide
 from lmcache_xpu.kv_connector.step_metadata import STEP, StepFacts, written_blocks
-from lmcache_xpu.transfer.staging import Moved, Stager, Stored
+from lmcache_xpu.transfer.staging import Stager, StoreHandle, TransferHandle
 
 BLOCK = 4
 OLD = [4, 1, 3]  # blocks of the request that is preempted
@@ -57,7 +57,7 @@ def stores_late(monkeypatch: pytest.MonkeyPatch) -> list[Late]:
 
     def later(self, *args):
         begun.append(Late(lambda: store(self, *args)))
-        return Stored(Moved(begun[-1], begun[-1]), begun[-1])
+        return StoreHandle(TransferHandle(begun[-1], begun[-1]), begun[-1])
 
     monkeypatch.setattr(Stager, "store", later)
     return begun
@@ -68,9 +68,9 @@ def preempted_during_its_store(hook: Any, new: list[int], monkeypatch) -> tuple[
     cache = build(Spec("BLHNC", layers=6))
     call = {"starts": STARTS, "ends": ENDS, "slot_mapping": slots_of(*OLD)[:11]}
 
-    def store() -> tuple[Any, Overlap]:
+    def store() -> tuple[Any, InFlight]:
         connector = make(cache)
-        connector.overlap = Overlap(block_tokens=BLOCK)
+        connector.overlap = InFlight(block_tokens=BLOCK)
         objs = [memory(connector, end - start) for start, end in zip(*SPANS, strict=True)]
         connector.batched_from_gpu(objs, kvcaches=cache.engine, **call)
         return objs, connector.overlap

@@ -32,7 +32,7 @@ def test_documents_are_asked_in_the_order_that_an_lru_cache_likes_least():
     assert [s.user_id for s in held] == [1, 2, 3, 4] * 3
     turns = [next(iter(s.turns())) for s in held]
     assert [turn.round for turn in turns] == [1] * 4 + [2] * 4 + [3] * 4
-    assert all(turn.alone for turn in turns)
+    assert all(turn.fresh for turn in turns)
     texts = [turn.prompt.split(" Question")[0] for turn in turns]
     assert texts[:4] == texts[4:8] == texts[8:]
     assert len(set(texts)) == 4

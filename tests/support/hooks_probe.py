@@ -149,9 +149,9 @@ def watch_order(seen: list[str]) -> None:
     """When blocks are protected, and when vLLM prepares a step, which may write them."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from lmcache_xpu.gpu_connector.in_flight import Overlap
+    from lmcache_xpu.gpu_connector.in_flight import InFlight
 
-    protect, update = Overlap.protect, GPUModelRunner._update_states
+    protect, update = InFlight.protect, GPUModelRunner._update_states
 
     def protecting(self, written):
         seen.append("protected")
@@ -161,7 +161,7 @@ def watch_order(seen: list[str]) -> None:
         seen.append("prepared")
         return update(self, *args)
 
-    Overlap.protect, GPUModelRunner._update_states = protecting, updating
+    InFlight.protect, GPUModelRunner._update_states = protecting, updating
 
 
 def run(order: str, model: str, directory: Path) -> dict[str, Any]:

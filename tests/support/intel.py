@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -36,10 +37,11 @@ from support.imitation import (
     Stream,
     real_addresses,
 )
-from support.kernels import INTERPRET, gather_scatter_triton
+from support.kernels import INTERPRET
+from support.tuned import tuned
 
-from lmcache_xpu.transfer import host_copies
-from lmcache_xpu.transfer.devices import KERNELS_READ_HOST_VARIABLE
+from lmcache_xpu.transfer import gather_scatter_triton
+from lmcache_xpu.transfer.direct import KERNELS_READ_HOST_VARIABLE
 
 HERE = pytest.param(None, id="here")
 INTEL = (
@@ -70,7 +72,7 @@ def machine(request, monkeypatch) -> Iterator[Machine | None]:
         yield None
         return
     gpu = _imitate(imitated, monkeypatch)
-    with torch.library._scoped_library("_C", "FRAGMENT") as library, Mode():
+    with torch.library._scoped_library("_C", "FRAGMENT") as library, Mode(), pools(imitated):
         if imitated.memory == "registered":
             library.define("xpu_host_register(int ptr, int n_bytes) -> bool")
             library.impl("xpu_host_register", gpu.register, "CompositeExplicitAutograd")
@@ -79,13 +81,16 @@ def machine(request, monkeypatch) -> Iterator[Machine | None]:
     assert not gpu.faults
 
 
+def pools(machine: Machine) -> AbstractContextManager[object]:
+    """Where a pool has to be registered, the memory of one chunk is large enough for one."""
+    return tuned(pool_bytes=1) if machine.memory == "registered" else nullcontext()
+
+
 def _imitate(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> GPU:
     monkeypatch.setattr(caches, "DEVICE", "xpu")
     monkeypatch.setenv(KERNELS_READ_HOST_VARIABLE, "1" if machine.kernels else "0")
     for variable, value in INTERPRET.items():
         monkeypatch.setenv(variable, value)
-    if machine.memory == "registered":
-        monkeypatch.setattr(host_copies, "POOL_BYTES", 1)  # a pool is the memory of one chunk here
     gpu = GPU(machine)
     monkeypatch.setattr(torch.ops._C_cache_ops, "swap_blocks_batch", gpu.batched, raising=False)
     (_imitate_streams if ON_HOST else _rename_streams)(gpu, monkeypatch)

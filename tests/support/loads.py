@@ -9,8 +9,8 @@ from support import caches
 from support.caches import Spec, bits, build
 from support.connectors import make, memory, slots_of
 
-from lmcache_xpu.gpu_connector.in_flight import Overlap
-from lmcache_xpu.transfer.staging import Moved, Stored
+from lmcache_xpu.gpu_connector.in_flight import InFlight, Phase
+from lmcache_xpu.transfer.staging import StoreHandle, TransferHandle
 
 SPANS = STARTS, ENDS = [0, 4, 8], [4, 8, 11]
 LAYERS = 6
@@ -58,9 +58,11 @@ class Case:
         self.call = {"starts": STARTS, "ends": ENDS, "slot_mapping": self.slots}
         connector.batched_from_gpu(self.objs, kvcaches=self.source.engine, **self.call)
         self.connector = make(self.target, **options)
-        self.overlap = self.connector.overlap = Overlap(block_tokens=4)
+        self.overlap = self.connector.overlap = InFlight(block_tokens=4)
 
     def load(self) -> None:
+        if self.overlap.phase is Phase.IDLE:
+            self.overlap.begin_step(frozenset())
         self.connector.batched_to_gpu(self.objs, kvcaches=self.target.engine, **self.call)
 
     def there(self, layer: int) -> bool:
@@ -89,5 +91,5 @@ def expected(case: Case) -> torch.Tensor:
     return fresh.raw
 
 
-def stored(*, reached: bool = False) -> Stored:
-    return Stored(Moved(Point(reached), Point(reached)), Point(reached))
+def stored(*, reached: bool = False) -> StoreHandle:
+    return StoreHandle(TransferHandle(Point(reached), Point(reached)), Point(reached))

@@ -35,7 +35,7 @@ def settle(worker):
     connector = get_kv_transfer_group()
     connector._overlap.drain()
     manager = connector._lmcache_engine.lmcache_engine.storage_manager
-    while manager.storage_backends["disk"]._writes.pending:
+    while manager.storage_backends["disk"].pending:
         time.sleep(0.005)
 
 

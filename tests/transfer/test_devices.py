@@ -8,14 +8,17 @@ import pytest
 import torch
 
 from lmcache_xpu.transfer.devices import (
-    KERNELS_READ_HOST_VARIABLE,
     batched_copy,
     has_triton,
     is_host,
-    kernels_may_reach_host,
-    kernels_reach_registered,
     register_host,
 )
+from lmcache_xpu.transfer.direct import (
+    KERNELS_READ_HOST_VARIABLE,
+    kernels_may_read_host,
+    kernels_need,
+)
+from lmcache_xpu.transfer.host_copies import Pinning
 
 CPU, CUDA, XPU = map(torch.device, ("cpu", "cuda:0", "xpu:0"))
 ADDRESS = 0xFFFF_D556_B640_0000
@@ -112,14 +115,14 @@ def test_copies_in_batches_are_cuda_s_alone(monkeypatch):
 
 
 def test_kernels_address_the_host_unless_a_variable_says_not_to():
-    assert kernels_may_reach_host({})
-    assert kernels_may_reach_host({KERNELS_READ_HOST_VARIABLE: "1"})
-    assert not kernels_may_reach_host({KERNELS_READ_HOST_VARIABLE: "0"})
+    assert kernels_may_read_host({})
+    assert kernels_may_read_host({KERNELS_READ_HOST_VARIABLE: "1"})
+    assert not kernels_may_read_host({KERNELS_READ_HOST_VARIABLE: "0"})
 
 
 def test_registered_memory_is_for_copies_alone_on_xpu():
-    assert kernels_reach_registered(CUDA)
-    assert not kernels_reach_registered(XPU)
+    assert kernels_need(CUDA) == Pinning.REGISTERED
+    assert kernels_need(XPU) == Pinning.ALLOCATED
 
 
 def test_the_host_alone_is_the_host():

@@ -15,11 +15,11 @@ from support.kernels import TritonTransfer, interpreter  # noqa: F401  # a fixtu
 from triton.runtime.jit import mangle_type
 
 from lmcache_xpu.transfer import staging
-from lmcache_xpu.transfer.devices import KERNELS_READ_HOST_VARIABLE
+from lmcache_xpu.transfer.direct import KERNELS_READ_HOST_VARIABLE, reaches_host
 from lmcache_xpu.transfer.gather_scatter import TorchTransfer, Transfer
 from lmcache_xpu.transfer.layout import Geometry
 from lmcache_xpu.transfer.paged_view import PagedView
-from lmcache_xpu.transfer.plan import HostFormat, Piece, Plan
+from lmcache_xpu.transfer.plan import HostFormat, Plan
 from lmcache_xpu.transfer.slots import check_slots, request_rows
 
 
@@ -28,7 +28,10 @@ from lmcache_xpu.transfer.slots import check_slots, request_rows
 def test_warming_up_leaves_the_cache_as_it_is(kind: str, transfer: type[Transfer]):
     cache = build(Spec(kind, torch.uint8 if kind in SCALED else torch.bfloat16))
     before = cache.raw.clone()
-    assert transfer.of(view_of(cache)).warm_up() is (transfer is TritonTransfer)
+    mover = transfer.of(view_of(cache))
+    mover.warm_up()
+    if transfer is TritonTransfer:
+        assert reaches_host(mover)
     assert torch.equal(bits(cache.raw), bits(before))
 
 
@@ -36,8 +39,7 @@ def test_warming_up_leaves_the_cache_as_it_is(kind: str, transfer: type[Transfer
 def test_warming_up_tries_the_host_where_kernels_may_reach_it(machine):
     cache = build(Spec("LBNHC"))
     before = cache.raw.clone()
-    reached = TritonTransfer.of(view_of(cache)).warm_up()
-    assert reached is (machine is None or machine.kernels)
+    assert reaches_host(TritonTransfer.of(view_of(cache))) is (machine is None or machine.kernels)
     assert torch.equal(bits(cache.raw), bits(before))
 
 
@@ -69,7 +71,8 @@ def test_host_memory_that_kernels_do_not_reach_is_staged(fault: str, monkeypatch
     monkeypatch.setattr(TritonTransfer, "_launch", launched)
     mover = TritonTransfer.of(view_of(cache))
     with caplog.at_level(logging.WARNING):
-        assert not mover.warm_up()
+        mover.warm_up()
+        assert not reaches_host(mover)
     assert f"don't reach pinned host memory: {FAULTS[fault]}" in caplog.text
     assert torch.equal(bits(cache.raw), bits(before))
     monkeypatch.setattr(staging, "transfer_of", lambda view: mover)
@@ -85,7 +88,9 @@ def test_the_switch_leaves_the_try_out(monkeypatch):
         launch(self, *args, gather=gather)
 
     monkeypatch.setattr(TritonTransfer, "_launch", launched)
-    assert not TritonTransfer.of(view_of(build(Spec("LBNHC")))).warm_up()
+    mover = TritonTransfer.of(view_of(build(Spec("LBNHC"))))
+    mover.warm_up()
+    assert not reaches_host(mover)
 
 
 class Recorder:
@@ -128,16 +133,16 @@ def test_nothing_is_compiled_after_warming_up(heads: int, dim: int, order: str, 
     recorder = Recorder(module._paged_copy)
     monkeypatch.setattr(module, "_paged_copy", recorder)
     mover.warm_up()
+    assert reaches_host(mover)
     known = set(recorder.seen)
     assert len(known) >= 8  # in and out, with rows left out or not, staged or not
     slots = check_slots(view, torch.arange(64))
     for cached in (0, 5):
         made = request_rows(view, slots, [(0, 32), (32, 64)], cached)
         for layers in (1, 2, 5):
-            plan = Plan(HostFormat(layers, 2, order), made, view.row_size * 2, 0)
+            (piece,) = Plan(HostFormat(layers, 2, order), made, view.row_size * 2, 0)
             whole = torch.zeros(2 * 2 * layers * 32 * view.row_size * 2, dtype=torch.uint8)
-            piece = Piece(0, 2, 0, 0, layers)
-            form = plan.staged(piece, whole)
+            form = piece.staged(whole)
             for first in range(5 - layers + 1):
                 mover.scatter(made.chunks(0, 2), form, first)
                 mover.gather(made.chunks(0, 2), form, first)
@@ -168,7 +173,7 @@ def test_addresses_come_to_the_kernel_as_pointers_or_in_tables(machine, monkeypa
 
     monkeypatch.setattr(module, "_paged_copy", Seen())
     cache = build(Spec("LBNHC", tokens=64))
-    assert TritonTransfer.of(view_of(cache)).warm_up()
+    assert reaches_host(TritonTransfer.of(view_of(cache)))
     assert {kind for pointer, kind in types if pointer} == {"*i64"}
     assert {kind for pointer, kind in types if not pointer} <= {"i32", "constexpr"}
     planes = {plane.data_ptr() for layer in view_of(cache).tensors for plane in layer}

@@ -1,4 +1,4 @@
-"""Uploads: every tensor arrives, and none is overwritten before it has."""
+"""PinnedUploads: every tensor arrives, and none is overwritten before it has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from support.intel import MACHINES
 from support.intel import machine as machine  # a fixture
 
 from lmcache_xpu.transfer import pinned_uploads
-from lmcache_xpu.transfer.pinned_uploads import Uploads
+from lmcache_xpu.transfer.pinned_uploads import PinnedUploads
 
 
 class SlowEvent:
@@ -29,13 +29,13 @@ class SlowEvent:
 
 
 @pytest.fixture
-def pending(monkeypatch) -> Uploads:
+def pending(monkeypatch) -> PinnedUploads:
     """A ring of 8 numbers whose copies last until somebody waits for them."""
     monkeypatch.setattr(pinned_uploads, "Event", SlowEvent)
     monkeypatch.setattr(pinned_uploads, "is_host", lambda device: False)
     if caches.DEVICE == "cpu":
         monkeypatch.setattr(torch, "empty", _unpinned(torch.empty))
-    return Uploads(torch.device(caches.DEVICE), 64)
+    return PinnedUploads(torch.device(caches.DEVICE), 64)
 
 
 def _unpinned(empty):
@@ -48,7 +48,7 @@ def numbers(count: int) -> torch.Tensor:
 
 @MACHINES
 def test_what_is_uploaded_is_what_was_given():
-    upload = Uploads(torch.device(caches.DEVICE), 4096)
+    upload = PinnedUploads(torch.device(caches.DEVICE), 4096)
     given = [torch.randint(0, 99, (2, size)) for size in (1, 3, 100, 7, 0, 200, 250, 5, 5000)]
     there = [upload(tensor) for tensor in given]
     assert all(one.device.type == caches.DEVICE for one in there)

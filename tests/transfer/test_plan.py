@@ -6,44 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.plans import ROW, plan
 
 from lmcache_xpu.errors import TransferError
-from lmcache_xpu.transfer.plan import HostFormat, Piece, Plan, layer_groups, layers_of
-from lmcache_xpu.transfer.slots import RequestRows, Slots
-
-ROW = 4  # bytes
+from lmcache_xpu.transfer.plan import Piece, Plan, layer_groups, layers_of
 
 
-def plan(
-    sizes: list[int], layers: int, buffer: int, *, planes: int = 2, order="planes", cuts=(0,)
-) -> Plan:
-    spans, at = [], 0
-    for size in sizes:
-        spans.append((at, at, at + size))
-        at += size
-    rows = RequestRows(Slots(torch.arange(at), holes=False), spans, lambda rows: rows)
-    return Plan(HostFormat(layers, planes, order), rows, ROW, buffer, cuts)
-
-
-def all_pieces(made: Plan) -> list[Piece]:
-    return [piece for run in made.runs() for piece in made.pieces(run)]
-
-
-def test_what_is_known_of_memory_is_asked_once_and_of_each_memory():
-    made, asked = plan([2, 2, 2], 4, 0, cuts=(0, 1, 3)), []
-
-    def addresses(chunks: list[torch.Tensor]) -> torch.Tensor:
-        asked.append(chunks)
-        return torch.tensor(len(asked))
-
-    for number in (1, 2):
-        memory = [torch.full((1,), number)] * 3
-        tables = {int(made.table(run, memory, addresses)) for run in made.runs()}
-        assert tables == {number}
-        del memory  # its id may be the next one's
-    one = all_pieces(made)[0]._replace(first=1, last=2)
-    assert int(made.table(one, [torch.zeros(1)] * 3, addresses)) == 3
-    assert [len(chunks) for chunks in asked] == [3, 3, 1]
+def all_parts(made: Plan, buffer: int) -> list[Piece]:
+    return [part for piece in made for part in piece.parts(buffer)]
 
 
 sizes = st.lists(st.integers(0, 9), max_size=12)
@@ -52,61 +22,70 @@ sizes = st.lists(st.integers(0, 9), max_size=12)
 @settings(deadline=None)
 @given(sizes, st.integers(1, 9), st.integers(1, 2), st.integers(0, 700), st.data())
 def test_pieces_cover_everything_once_and_fit(sizes, layers, planes, buffer, data):
-    cuts = [0, *sorted(data.draw(st.sets(st.integers(1, layers), max_size=4)) - {layers})]
+    starts = [0, *sorted(data.draw(st.sets(st.integers(1, layers), max_size=4)) - {layers})]
     if buffer and sizes and buffer < max(sizes) * planes * ROW:
         with pytest.raises(TransferError, match="raise staging_mib"):
-            plan(sizes, layers, buffer, planes=planes, cuts=cuts)
+            plan(sizes, layers, buffer, planes=planes, starts=starts)
         return
-    made = plan(sizes, layers, buffer, planes=planes, cuts=cuts)
-    assert {start for start, _ in made.cuts} >= set(cuts)
+    made = plan(sizes, layers, buffer, planes=planes, starts=starts)
+    assert {group.layers.start for group in made.groups} >= set(starts)
+    assert list(made) == [piece for group in made.groups for piece in group.pieces]
     seen = set()
-    for piece in all_pieces(made):
-        run, count = sizes[piece.first : piece.last], piece.last_layer - piece.first_layer
-        assert (piece.first_layer, piece.last_layer) == made.cuts[piece.cut]
-        assert len(set(run)) == 1  # staged as one tensor
-        assert not buffer or sum(run) * count * planes * ROW <= buffer
-        cells = {
-            (chunk, layer)
-            for chunk in range(piece.first, piece.last)
-            for layer in range(piece.first_layer, piece.last_layer)
-        }
-        assert not seen & cells
-        seen |= cells
+    for group in made.groups:
+        size = 0
+        for part in (part for piece in group.pieces for part in piece.parts(buffer)):
+            tokens = [sizes[chunk] for chunk in part.chunks]
+            assert part.layers == group.layers
+            assert part.rows.totals == tokens
+            assert len(set(tokens)) == 1  # staged as one tensor
+            assert part.nbytes == sum(tokens) * len(part.layers) * planes * ROW
+            assert not buffer or part.nbytes <= buffer
+            size += part.nbytes
+            cells = {(chunk, layer) for chunk in part.chunks for layer in part.layers}
+            assert not seen & cells
+            seen |= cells
+        assert group.nbytes == size
     assert seen == {(c, y) for c in range(len(sizes)) for y in range(layers)}
 
 
 def test_chunks_of_one_layer_join_even_if_the_last_is_smaller():
-    pieces = all_pieces(plan([4, 4, 4, 1, 4], 1, 10**6, order="rows"))
-    assert [(piece.first, piece.last) for piece in pieces] == [(0, 4), (4, 5)]
+    pieces = list(plan([4, 4, 4, 1, 4], 1, 10**6, order="rows"))
+    assert [piece.chunks for piece in pieces] == [range(4), range(4, 5)]
 
 
 def test_layers_are_cut_where_a_chunk_is_larger_than_a_buffer():
-    assert plan([8], 7, 3 * 8 * 2 * ROW).cuts == [(0, 3), (3, 6), (6, 7)]
-    assert plan([8], 7, 3 * 8 * 2 * ROW, cuts=[0, 1]).cuts == [(0, 1), (1, 4), (4, 7)]
+    def groups(**options) -> list[range]:
+        return [group.layers for group in plan([8], 7, 3 * 8 * 2 * ROW, **options).groups]
+
+    assert groups() == [range(3), range(3, 6), range(6, 7)]
+    assert groups(starts=[0, 1]) == [range(1), range(1, 4), range(4, 7)]
 
 
 def test_neighbours_share_a_piece_and_rows_are_made_once():
-    made = plan([2, 2, 2, 2], 4, 2 * 4 * 2 * 2 * ROW)
-    pieces = all_pieces(made)
-    assert [(piece.first, piece.last) for piece in pieces] == [(0, 2), (2, 4)]
-    rows = made.rows(pieces[1])
+    buffer = 2 * 4 * 2 * 2 * ROW
+    made = plan([2, 2, 2, 2], 4, buffer)
+    parts = all_parts(made, buffer)
+    assert [part.chunks for part in parts] == [range(2), range(2, 4)]
+    rows = parts[1].rows.on_device()
     assert rows.engine.tolist() == [4, 5, 6, 7]
-    assert made.rows(pieces[1]) is rows
+    assert all_parts(made.of_layers(2), buffer)[-1].rows.totals == [2, 2, 2, 2]
+    assert next(iter(made.of_layers(2))).part(2, 4).rows.on_device() is rows
 
 
-def parts_of(made: Plan, piece: Piece, memory: list[torch.Tensor]) -> list[torch.Tensor]:
-    """A piece's slices, which are the same as tensors, as addresses and where they are staged."""
-    slices = made.slices(piece, memory[piece.first : piece.last])
-    parts = slices.tensors()
-    assert len(slices) == len(parts)
-    assert slices.nbytes == sum(slices.sizes)
-    assert slices.sizes == [part.nbytes for part in parts]
-    assert slices.addresses() == [part.data_ptr() for part in parts]
-    staged = torch.empty(slices.nbytes, dtype=torch.uint8)
-    places = slices.split(staged)
-    assert [place.nbytes for place in places] == slices.sizes
-    assert slices.staged_addresses(staged) == [place.data_ptr() for place in places]
-    return parts
+def tensors_of(piece: Piece, memory: list[torch.Tensor]) -> list[torch.Tensor]:
+    """A piece's segments, the same as tensors, as addresses and where they are staged."""
+    segments, chunks = piece.segments, memory[piece.chunks.start : piece.chunks.stop]
+    tensors = segments.tensors(chunks)
+    assert len(segments) == len(tensors)
+    assert segments.nbytes == sum(segments.lengths()) == piece.nbytes
+    assert segments.lengths() == [part.nbytes for part in tensors]
+    assert segments.largest == max(segments.lengths())
+    assert segments.addresses(chunks) == [part.data_ptr() for part in tensors]
+    staged = torch.empty(segments.nbytes, dtype=torch.uint8)
+    places = segments.split(staged)
+    assert [place.nbytes for place in places] == segments.lengths()
+    assert segments.staged_addresses(staged) == [place.data_ptr() for place in places]
+    return tensors
 
 
 def flat(chunk: torch.Tensor) -> torch.Tensor:
@@ -116,19 +95,19 @@ def flat(chunk: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("layers", [3, 2, 1])
 @pytest.mark.parametrize("buffer", [2 * 2 * 2 * ROW, 2 * 2 * ROW, 10**6])
-def test_slices_with_rows_first_agree_also_of_leading_layers_alone(layers: int, buffer: int):
+def test_segments_with_rows_first_agree_also_of_leading_layers_alone(layers: int, buffer: int):
     made = plan([2, 2], 3, buffer, order="rows").of_layers(layers)
     for shift in (0, 100):  # other memory, as of other layers, with the same plan
         numbers = torch.arange(3 * 2 * 2 * ROW, dtype=torch.uint8).view(3, 2, 2, ROW)
         chunks = [numbers + 50 * c + shift for c in range(2)]
         memory = list(map(flat, chunks))
         seen = 0
-        for piece in all_pieces(made):
-            staged = made.staged(piece, torch.cat(parts_of(made, piece, memory)))
-            for at, number in enumerate(range(piece.first, piece.last)):
-                wanted = chunks[number][piece.first_layer : piece.last_layer].permute(2, 0, 1, 3)
+        for piece in all_parts(made, buffer):
+            staged = piece.staged(torch.cat(tensors_of(piece, memory)))
+            for at, number in enumerate(piece.chunks):
+                wanted = chunks[number][piece.layers.start : piece.layers.stop].permute(2, 0, 1, 3)
                 assert torch.equal(staged[at], wanted)
-                assert torch.equal(made.chunk(piece, number, memory[number])[0], wanted)
+                assert torch.equal(piece.part(at, at + 1).chunk(memory[number])[0], wanted)
                 seen += wanted.shape[1]
         assert seen == 2 * layers
 
@@ -152,20 +131,18 @@ def test_groups_of_layers_are_few_and_of_one_size(layers, most, groups):
 
 
 @pytest.mark.parametrize("order", ["planes", "layers"])
-@pytest.mark.parametrize("cuts", [[0], [0, 1], [0, 1, 2]])
-def test_slices_and_staged_memory_agree(cuts: list[int], order: str):
-    """A slice copied to its place in a buffer is where the kernel looks for it."""
-    made = plan([2, 2], 3, 10**6, cuts=cuts, order=order)
+@pytest.mark.parametrize("starts", [[0], [0, 1], [0, 1, 2]])
+def test_segments_and_staged_memory_agree(starts: list[int], order: str):
+    """A segment copied to its place in a buffer is where the kernel looks for it."""
+    made = plan([2, 2], 3, 10**6, starts=starts, order=order)
     first, second = (2, 3) if order == "planes" else (3, 2)
     numbers = torch.arange(2 * 3 * 2 * ROW, dtype=torch.uint8).view(first, second, 2, ROW)
     chunks = [numbers + 100 * c for c in range(2)]
     memory = list(map(flat, chunks))
-    for piece in all_pieces(made):
-        parts = parts_of(made, piece, memory)
-        assert made.slice_bytes(piece) == max(part.numel() for part in parts)
-        staged = made.staged(piece, torch.cat(parts))
+    for piece in made:
+        staged = piece.staged(torch.cat(tensors_of(piece, memory)))
         for number, chunk in enumerate(chunks):
             planes_first = chunk if order == "planes" else chunk.transpose(0, 1)
-            wanted = planes_first[:, piece.first_layer : piece.last_layer]
+            wanted = planes_first[:, piece.layers.start : piece.layers.stop]
             assert torch.equal(staged[number], wanted)
-            assert torch.equal(made.chunk(piece, number, memory[number])[0], wanted)
+            assert torch.equal(piece.part(number, number + 1).chunk(memory[number])[0], wanted)

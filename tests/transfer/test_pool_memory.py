@@ -17,7 +17,7 @@ from lmcache.v1.platform.base.device_ops import DeviceOps
 
 import lmcache_xpu.cache_engine.health as module
 from lmcache_xpu.transfer import devices
-from lmcache_xpu.transfer.host_copies import HostMemory
+from lmcache_xpu.transfer.host_copies import HostCopies
 from lmcache_xpu.transfer.pool_memory import (
     PoolMemory,
     allocator_variables,
@@ -168,7 +168,7 @@ def test_a_pool_beyond_the_limit_is_ordinary_memory_that_is_registered(ops, card
         registered.append(what)
         return True
 
-    memory = HostMemory(XPU, 64, register)
+    memory = HostCopies(XPU, 64, register)
     assert memory.pinned([pool.buffer])
     assert memory.pinned([pool.buffer[MIB : 2 * MIB]])  # a chunk of it
     assert registered == [(address, 96 * MIB, XPU)]

@@ -15,18 +15,20 @@ from support.intel import machine as machine  # a fixture
 from lmcache_xpu.errors import SettingsError, TransferError
 from lmcache_xpu.transfer import host_copies
 from lmcache_xpu.transfer.devices import Event
-from lmcache_xpu.transfer.host_copies import POOL_BYTES, HostMemory
+from lmcache_xpu.transfer.host_copies import HostCopies
 from lmcache_xpu.transfer.paged_view import PagedView
 from lmcache_xpu.transfer.plan import HostFormat
-from lmcache_xpu.transfer.segments import Slices
+from lmcache_xpu.transfer.segments import Segments
 from lmcache_xpu.transfer.slots import Slots, check_slots
 from lmcache_xpu.transfer.staging import Stager
 from lmcache_xpu.transfer.staging_ring import SMALLEST_STAGING_BYTES
+from lmcache_xpu.transfer.tuning import tuning_of
 
 SPANS = ((0, 4), (4, 8), (8, 11))
 HERE = [16, 17, 18, 19, 4, 5, 6, 7, 12, 13, 14]
 THERE = [0, 1, 2, 3, 20, 21, -1, 23, 8, 9, 10]  # one token has no place
 ONE_LAYER = 4 * 2 * 16 * 2  # bytes of a chunk of the spec below
+POOL_BYTES = tuning_of(DEVICE).pool_bytes
 
 
 def stager_of(cache, buffer: int) -> Stager:
@@ -77,7 +79,7 @@ def batches(request, monkeypatch) -> list[int]:
         if DEVICE != "cpu":
             pytest.skip("the operation is imitated on the host only; a device has its own")
         monkeypatch.setattr(host_copies, "batched_copy", lambda device: batched)
-        monkeypatch.setattr(HostMemory, "pinned", lambda self, memory: True)
+        monkeypatch.setattr(HostCopies, "pinned", lambda self, memory, at_least=None: True)
     return sizes
 
 
@@ -104,12 +106,12 @@ def round_trip(kind: str, buffer: int, *, pinned: bool) -> Stager:
     stager, form = stager_of(source, buffer), HostFormat(3, 2)
     memory = flat(host(source, pinned))
     stored = stager.store(stager.plan(form, slots(stager, HERE), SPANS), memory)
-    stored.moved.done.synchronize()
+    stored.transfer.done.synchronize()
     wanted = moved(source, target)
     back = stager_of(target, buffer)
-    plan = back.plan(form, slots(back, THERE), SPANS, cuts=(0, 1))
-    for cut in range(len(plan.cuts)):
-        done = back.load(plan, memory, cut=cut)
+    plan = back.plan(form, slots(back, THERE), SPANS, starts=(0, 1))
+    for group in plan.groups:
+        done = back.load(group.pieces, memory)
     done.done.synchronize()
     assert torch.equal(bits(target.raw), bits(wanted))
     assert done.seconds() >= 0
@@ -122,7 +124,7 @@ def test_a_store_keeps_the_rows_of_unmapped_tokens():
     stager, memory = stager_of(cache, 2 * ONE_LAYER), host(cache, pinned=DEVICE != "cpu")
     before = [chunk.clone() for chunk in memory]
     plan = stager.plan(HostFormat(3, 2), slots(stager, THERE), SPANS)
-    stager.store(plan, flat(memory)).moved.done.synchronize()
+    stager.store(plan, flat(memory)).transfer.done.synchronize()
     for plane in range(2):
         for layer in range(3):
             kept = memory[1][plane, layer, 2]
@@ -180,7 +182,7 @@ class Driver:
 @pytest.mark.parametrize("answer", [True, False])
 def test_a_pool_that_is_not_pinned_is_pinned_once_and_said_once(answer: bool, caplog):
     driver = Driver(answer)
-    memory = HostMemory(torch.device(DEVICE), 64, driver)
+    memory = HostCopies(torch.device(DEVICE), 64, driver)
     pool = torch.empty(POOL_BYTES, dtype=torch.uint8)
     with caplog.at_level(logging.INFO):
         assert memory.pinned([pool[:5], pool[7:9]]) is answer
@@ -193,14 +195,14 @@ def test_a_pool_that_is_not_pinned_is_pinned_once_and_said_once(answer: bool, ca
 def test_a_stager_pins_a_pool_before_it_is_used_and_none_on_the_host():
     cache = build(Spec("LBNHC"))
     stager = stager_of(cache, ONE_LAYER)
-    stager._host = HostMemory(torch.device(DEVICE), 64, driver := Driver(True))
+    stager._host = HostCopies(torch.device(DEVICE), 64, driver := Driver(True))
     pool = torch.empty(POOL_BYTES, dtype=torch.uint8)
     stager.pin(pool)
     assert stager._host.pinned([pool[:5]])
     assert driver.asked == [POOL_BYTES]
     if DEVICE == "cpu":
         in_place = Stager(stager.view)
-        in_place._host = HostMemory(torch.device(DEVICE), 64, driver)
+        in_place._host = HostCopies(torch.device(DEVICE), 64, driver)
         in_place.pin(torch.empty(POOL_BYTES, dtype=torch.uint8))
         assert driver.asked == [POOL_BYTES]
 
@@ -208,21 +210,21 @@ def test_a_stager_pins_a_pool_before_it_is_used_and_none_on_the_host():
 def test_passing_memory_is_never_pinned():
     """Its addresses are given to others, which would find them pinned."""
     driver = Driver(True)
-    assert not HostMemory(torch.device(DEVICE), 64, driver).pinned([torch.empty(4096)])
+    assert not HostCopies(torch.device(DEVICE), 64, driver).pinned([torch.empty(4096)])
     assert driver.asked == []
 
 
 @MACHINES
 def test_a_ring_brings_bytes_there_and_back():
     """Of parts of several sizes, more of them than steps, and larger than a step."""
-    memory = HostMemory(torch.device(DEVICE), 16)
+    memory = HostCopies(torch.device(DEVICE), 16)
     chunks = [torch.randint(256, (size,), dtype=torch.uint8) for size in (1, 2, 40, 5, 1)]
     there = [torch.empty(chunk.shape, dtype=torch.uint8, device=DEVICE) for chunk in chunks]
     for target, chunk in zip(there, chunks, strict=True):
-        memory.load(target, Slices([chunk], (0,), [len(chunk)]), pinned=False)
+        memory.load(target, [chunk], Segments((0,), (len(chunk),)), pinned=False)
     back = [torch.zeros_like(chunk) for chunk in chunks]
     for target, source in zip(back, there, strict=True):
-        memory.store(Slices([target], (0,), [len(target)]), source, pinned=False)
+        memory.store([target], Segments((0,), (len(target),)), source, pinned=False)
     memory.flush()
     for target, chunk in zip(back, chunks, strict=True):
         assert torch.equal(target, chunk)
@@ -230,11 +232,11 @@ def test_a_ring_brings_bytes_there_and_back():
 
 def test_nothing_is_not_copied_in_batches(batches):
     """The driver refuses copies of no bytes."""
-    memory = HostMemory(torch.device(DEVICE), 16)
+    memory = HostCopies(torch.device(DEVICE), 16)
     chunks = [torch.arange(size, dtype=torch.uint8) for size in (2, 0, 3)]
     chunks = [chunk if DEVICE == "cpu" else chunk.pin_memory() for chunk in chunks]
     there = torch.zeros(5, dtype=torch.uint8, device=DEVICE)
-    memory.load(there, Slices(chunks, (0,), [2, 0, 3]), pinned=True)
+    memory.load(there, chunks, Segments((0,), (2, 0, 3)), pinned=True)
     assert there.tolist() == [0, 1, 0, 1, 2]
     assert batches == ([2] if memory.copies_in_batches and DEVICE == "cpu" else [])
 

@@ -26,15 +26,17 @@ END_S = 30.0
 
 
 class Child:
-    """Starts at once; `ask` waits until it has started. To be used as a context manager.
+    """A process with an engine; a context manager.
+
+    It starts at once, and `ask` waits until it has started.
 
     Args:
-        variant: of the engine.
-        shape: of the model.
-        model: its directory.
+        variant: the engine's variant.
+        shape: the model's shape.
+        model: the model's directory.
         device: `cpu`, `cuda` or `xpu`.
-        graphs: with vLLM's compiled graphs.
-        timeout_s: that it may take to start, and for each answer.
+        graphs: whether vLLM compiles graphs.
+        timeout_s: seconds that the start, and each answer, may take.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class Child:
         self._started = False
 
     def ask(self, job: dict[str, Any]) -> dict[str, Any] | None:
-        """What it answers; None if it failed, now or before. See `jobs.answer`."""
+        """Return the answer to a job of `jobs.answer`; None if the engine failed, now or before."""
         if not self._started:
             self._started = self._answer() is not None
         if self.error is not None:
@@ -96,13 +98,13 @@ class Child:
 
     def _answer(self) -> dict[str, Any] | None:
         try:
-            found = self._answers.get(timeout=self._timeout_s)
+            answer = self._answers.get(timeout=self._timeout_s)
         except queue.Empty:
             self.error = f"no answer within {self._timeout_s:.0f} s"
             return None
-        if found is None:
+        if answer is None:
             self.error = _cause(list(self._last), self._process.wait())
-        return found
+        return answer
 
     def _read(self) -> None:
         assert self._process.stdout is not None

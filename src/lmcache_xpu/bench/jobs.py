@@ -1,4 +1,4 @@
-"""One engine in this process, that does what its parent process asks for.
+"""The jobs of one engine in this process, which its parent process asks for.
 
     python -m lmcache_xpu.bench.jobs VALUES
 
@@ -25,11 +25,11 @@ from lmcache_xpu.launch.settings import Settings
 
 MARK = "BENCH "
 SETTLE_S = 1.0  # stores go on after an answer
-ASKED = 3  # times that a history is asked about
+TURN_REPEATS = 3  # later turns of one history
 
 
 def say(**facts: Any) -> None:
-    """One line for the parent process."""
+    """Print one line for the parent process."""
     print(MARK + json.dumps(facts), flush=True)
 
 
@@ -37,7 +37,7 @@ class Engine:
     """A vLLM engine in this process.
 
     Args:
-        settings: of the engine.
+        settings: the engine's settings.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -53,19 +53,19 @@ class Engine:
             # As vLLM itself has it (0.32; 0.26 did not). Threads that wait for torch's next
             # parallel operation took the engine's thread up to 50 ms at a time.
             torch.set_num_threads(1)
-        self._one = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
-        self._two = SamplingParams(max_tokens=2, temperature=0, detokenize=False)
+        self._one_token = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
+        self._two_tokens = SamplingParams(max_tokens=2, temperature=0, detokenize=False)
         self._numbers = random.Random(1)
 
     def prompt(self, length: int) -> list[int]:
-        """Tokens that were never used before."""
+        """Make up a prompt of tokens that was never used before."""
         return [self._numbers.randrange(3, 8000) for _ in range(length)]
 
     def seconds(self, *prompts: list[int]) -> float:
-        """Until all of these have their first token."""
-        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        """Time these prompts, at once, until all have their first token."""
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
         begin = time.perf_counter()
-        self._llm.generate(asked, self._one, use_tqdm=False)
+        self._llm.generate(requests, self._one_token, use_tqdm=False)
         return time.perf_counter() - begin
 
     def forget(self) -> None:
@@ -78,12 +78,12 @@ class Engine:
         self._llm.collective_rpc(_zero)
 
     def written(self, prompt: list[int]) -> torch.Tensor:
-        """Digests `[layers, blocks]` of the blocks of a prompt, in order, without its last one.
+        """Return digests `[layers, blocks]` of a prompt's blocks, in order, without the last one.
 
         In the last block a hit computes a token anew, which may round in another way.
         """
         engine: Any = self._llm.llm_engine
-        engine.add_request("written", {"prompt_token_ids": prompt}, self._two)
+        engine.add_request("written", {"prompt_token_ids": prompt}, self._two_tokens)
         scheduler = engine.engine_core.engine_core.scheduler
         digests: torch.Tensor | None = None
         while engine.has_unfinished_requests():
@@ -106,7 +106,7 @@ def _zero(worker: Any) -> None:
 
 
 def _digests(worker: Any, ids: Sequence[int], count: int) -> torch.Tensor:
-    """A number per layer and block that depends on every byte and its place."""
+    """Return a number per layer and block that depends on every byte and its place."""
     _synchronize()
     rows = []
     for cache in worker.model_runner.kv_caches:
@@ -125,7 +125,7 @@ def _synchronize() -> None:
 
 
 def python_s() -> float:
-    """Seconds of a fixed piece of Python: hosts were seen to change their speed by 1.7."""
+    """Time a fixed piece of Python: hosts were seen to change their speed by 1.7."""
     begin = time.perf_counter()
     for _ in range(100_000):
         pass
@@ -133,7 +133,7 @@ def python_s() -> float:
 
 
 def exactness(engine: Engine, length: int) -> float:
-    """Share of blocks, of all layers, that a hit in the tier restores to the byte."""
+    """Return the share of blocks, in all layers, that a hit in the tier restores to the byte."""
     prompt = engine.prompt(length)
     engine.forget()
     engine.zero()
@@ -146,13 +146,13 @@ def exactness(engine: Engine, length: int) -> float:
 
 
 def link_gb_s(repeats: int) -> dict[str, float]:
-    """GB/s of one large copy from pinned memory (on CPU: of a plain copy) and back."""
+    """Time one large copy from pinned memory (on CPU: a plain copy) and back; GB/s."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     size = 2**30 if device else 2**28
     host = torch.empty(size, dtype=torch.uint8, pin_memory=device is not None).fill_(1)
-    there = torch.ones(size, dtype=torch.uint8, device=device or "cpu")
-    found = {}
-    for name, target, source in (("load", there, host), ("store", host, there)):
+    device_memory = torch.ones(size, dtype=torch.uint8, device=device or "cpu")
+    rates = {}
+    for name, target, source in (("load", device_memory, host), ("store", host, device_memory)):
         times = []
         for _ in range(repeats + 2):
             _synchronize()
@@ -160,25 +160,25 @@ def link_gb_s(repeats: int) -> dict[str, float]:
             target.copy_(source, non_blocking=True)
             _synchronize()
             times.append(time.perf_counter() - begin)
-        found[name] = size / sorted(times)[len(times) // 2] / 1e9
-    return found
+        rates[name] = size / sorted(times)[len(times) // 2] / 1e9
+    return rates
 
 
-def whole(engine: Engine, length: int, *, tier: bool) -> dict[str, float]:
-    """A whole prompt: recomputed, in the engine's own cache, in the tier."""
+def whole_prompt(engine: Engine, length: int, *, tier: bool) -> dict[str, float]:
+    """Time a whole prompt: recomputed, in the engine's own cache, in the tier."""
     prompt = engine.prompt(length)
-    found = {"recompute": engine.seconds(prompt)}
+    seconds = {"recompute": engine.seconds(prompt)}
     time.sleep(SETTLE_S / 2)
-    found["own prefix"] = engine.seconds(prompt)
+    seconds["own prefix"] = engine.seconds(prompt)
     if tier:
         engine.forget()
-        found["tier"] = engine.seconds(prompt)
-    found["python"] = python_s()
-    return found
+        seconds["tier"] = engine.seconds(prompt)
+    seconds["python"] = python_s()
+    return seconds
 
 
-def later(engine: Engine, turns: Sequence[Turn], *, tier: bool) -> list[dict[str, float]]:
-    """Later turns at once: histories in the engine's own cache, and in the tier; several times."""
+def later_turns(engine: Engine, turns: Sequence[Turn], *, tier: bool) -> list[dict[str, float]]:
+    """Time later turns at once, several times: histories in the engine's own cache, in the tier."""
     histories = [engine.prompt(turn.history) for turn in turns]
 
     def ask() -> float:
@@ -192,28 +192,28 @@ def later(engine: Engine, turns: Sequence[Turn], *, tier: bool) -> list[dict[str
     for history in histories:
         engine.seconds(history)
     rounds = []
-    for _ in range(ASKED):
+    for _ in range(TURN_REPEATS):
         time.sleep(SETTLE_S / 2)
-        found = {"own prefix": ask()}
+        seconds = {"own prefix": ask()}
         if tier:
             time.sleep(SETTLE_S / 2)
             engine.forget()
-            found["tier"] = ask()
-        found["python"] = python_s()
-        rounds.append(found)
+            seconds["tier"] = ask()
+        seconds["python"] = python_s()
+        rounds.append(seconds)
     return rounds
 
 
 def answer(engine: Engine, job: dict[str, Any], *, tier: bool) -> dict[str, Any]:
-    """Do what the parent process asks for, one thing at a time.
+    """Do one job that the parent process asks for.
 
     Args:
-        engine: that is measured.
-        job: its only item says what.
-        tier: whether the engine has one.
+        engine: the engine to measure.
+        job: its only item names it.
+        tier: whether the engine has a tier.
 
     Raises:
-        ValueError: a job that is none.
+        ValueError: there is no such job.
     """
     match job:
         case {"warm up": int() as length}:  # what is compiled at first use
@@ -223,14 +223,14 @@ def answer(engine: Engine, job: dict[str, Any], *, tier: bool) -> dict[str, Any]
         case {"link": int() as repeats}:
             return {"link": link_gb_s(repeats)}
         case {"whole": int() as length}:
-            return {"rounds": [whole(engine, length, tier=tier)]}
+            return {"rounds": [whole_prompt(engine, length, tier=tier)]}
         case {"later": list() as turns}:
-            return {"rounds": later(engine, [Turn(*turn) for turn in turns], tier=tier)}
+            return {"rounds": later_turns(engine, [Turn(*turn) for turn in turns], tier=tier)}
     raise ValueError(f"a job that is none: {job}")
 
 
 def main() -> None:
-    """See the module."""
+    """Start the engine, and do jobs until the standard input ends."""
     settings = Settings.load(json.loads(sys.argv[1]))
     os.environ.update(engine_variables(settings))
     os.environ.update(

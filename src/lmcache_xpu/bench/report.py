@@ -1,11 +1,12 @@
-"""Tables, a plot, and one file to send."""
+"""The figures of a run: tables, a plot, and one file to send."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -19,12 +20,12 @@ class Figures:
     """The figures of a run, and what they are compared with.
 
     The limit of a hit is the engine's own prefix hit without a connector, plus the time of a raw
-    copy of its bytes; of a later turn it is that prefix hit alone, because the copy can hide behind
-    the computing.
+    copy of its bytes. The limit of a later turn is that prefix hit alone, because the copy can hide
+    behind the computing.
 
     Args:
-        shape: of the model.
-        results: of the engines.
+        shape: the model's shape.
+        results: one for each engine.
     """
 
     def __init__(self, shape: Shape, results: list[Result]) -> None:
@@ -38,30 +39,30 @@ class Figures:
         return list(dict.fromkeys(row for result in self.results for row in result.ms))
 
     def limit_ms(self, row: str) -> float | None:
-        """The least that a hit can cost; None if it was not measured."""
+        """Return the least that a hit can cost; None if it was not measured."""
         if self._none is None or row not in self._none.ms:
             return None
-        own = self._none.ms[row]["own prefix"]
+        prefix_ms = self._none.ms[row]["own prefix"]
         if "+" in row:
-            return own
+            return prefix_ms
         size = self._none.tokens[row] * self.shape.model.kv_bytes_per_token
-        return own + size / self._none.link_gb_s["load"] / 1e6
+        return prefix_ms + size / self._none.link_gb_s["load"] / 1e6
 
     def hit_ratio(self, result: Result, row: str) -> float | None:
-        """A hit in the tier over its limit."""
+        """Return a hit in the tier over its limit; None if one of them was not measured."""
         limit, tier = self.limit_ms(row), result.ms.get(row, {}).get("tier")
         return tier / limit if limit and tier else None
 
     def store_ratio(self, result: Result, row: str) -> float | None:
-        """Recomputing while storing over recomputing without a connector."""
+        """Return recomputing while storing over recomputing without a connector."""
         if self._none is None or result is self._none:
             return None
         plain = self._none.ms.get(row, {}).get("recompute")
-        mine = result.ms.get(row, {}).get("recompute")
-        return mine / plain if plain and mine else None
+        storing = result.ms.get(row, {}).get("recompute")
+        return storing / plain if plain and storing else None
 
     def as_dict(self, machine: dict[str, str], command: str) -> dict[str, Any]:
-        """All of it, for a file."""
+        """Return all figures, for a file."""
         return {
             "machine": machine,
             "command": command,
@@ -80,37 +81,30 @@ class Figures:
         }
 
 
+class _Question(NamedTuple):
+    """One table: a row for each engine, a column for each row of the figures."""
+
+    title: str
+    source: str
+    ratio: Callable[[Result, str], float | None] | None = None
+    digits: int = 1
+
+
 def show(figures: Figures, console: Console) -> None:
-    """Print the tables."""
-    for title, source, ratio in (
-        ("Hit in the tier, ms (and over its limit)", "tier", figures.hit_ratio),
-        (
+    """Print the tables, and below them the engines that failed or restored other bytes."""
+    for question in (
+        _Question("Hit in the tier, ms (and over its limit)", "tier", figures.hit_ratio),
+        _Question(
             "Recompute while storing, ms (and over recomputing alone)",
             "recompute",
             figures.store_ratio,
         ),
-        ("The engine's own prefix hit, ms", "own prefix", None),
-        ("A fixed piece of Python meanwhile, ms: how fast the host was", "python", None),
+        _Question("The engine's own prefix hit, ms", "own prefix"),
+        _Question(
+            "A fixed piece of Python meanwhile, ms: how fast the host was", "python", digits=2
+        ),
     ):
-        rows = [r for r in figures.rows if any(source in x.ms.get(r, {}) for x in figures.results)]
-        table = Table(title=title, title_justify="left", box=None)
-        table.add_column("")
-        for row in rows:
-            table.add_column(row, justify="right")
-        if source == "tier":
-            limits = [figures.limit_ms(row) for row in rows]
-            table.add_row("limit", *("" if ms is None else f"{ms:.1f}" for ms in limits))
-        for result in figures.results:
-            cells = []
-            for row in rows:
-                ms = result.ms.get(row, {}).get(source)
-                over = ratio(result, row) if ratio else None
-                note = f" ({over:.2f})" if over is not None else ""
-                digits = 2 if source == "python" else 1
-                cells.append("" if ms is None else f"{ms:.{digits}f}{note}")
-            if any(cells):
-                table.add_row(result.title, *cells)
-        console.print(table)
+        console.print(_table(figures, question))
     for result in figures.results:
         if result.exact is not None and result.exact < 1:
             console.print(f"{result.title}: NOT EXACT, {result.exact:.4f} of the blocks restored")
@@ -118,8 +112,37 @@ def show(figures: Figures, console: Console) -> None:
             console.print(f"{result.title}: {result.error}", markup=False, highlight=False)
 
 
+def _table(figures: Figures, question: _Question) -> Table:
+    rows = [
+        row
+        for row in figures.rows
+        if any(question.source in result.ms.get(row, {}) for result in figures.results)
+    ]
+    table = Table(title=question.title, title_justify="left", box=None)
+    table.add_column("")
+    for row in rows:
+        table.add_column(row, justify="right")
+    if question.source == "tier":
+        limits = [figures.limit_ms(row) for row in rows]
+        table.add_row("limit", *("" if ms is None else f"{ms:.1f}" for ms in limits))
+    for result in figures.results:
+        cells = [_cell(result, row, question) for row in rows]
+        if any(cells):
+            table.add_row(result.title, *cells)
+    return table
+
+
+def _cell(result: Result, row: str, question: _Question) -> str:
+    ms = result.ms.get(row, {}).get(question.source)
+    if ms is None:
+        return ""
+    ratio = question.ratio(result, row) if question.ratio else None
+    note = "" if ratio is None else f" ({ratio:.2f})"
+    return f"{ms:.{question.digits}f}{note}"
+
+
 def plot(figures: Figures, path: Path) -> None:
-    """A picture of the hits beside their limits.
+    """Draw the hits beside their limits.
 
     Raises:
         SettingsError: matplotlib is not installed.
@@ -131,13 +154,13 @@ def plot(figures: Figures, path: Path) -> None:
             "no matplotlib", "it to be installed for a plot", "pip install matplotlib"
         ) from None
     rows = [row for row in figures.rows if figures.limit_ms(row) is not None]
-    shown = [r for r in figures.results if any("tier" in r.ms.get(row, {}) for row in rows)]
+    results = [r for r in figures.results if any("tier" in r.ms.get(row, {}) for row in rows)]
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     axes = figure.subplots()
-    width = 0.8 / max(1, len(shown))
-    for number, result in enumerate(shown):
+    width = 0.8 / max(1, len(results))
+    for number, result in enumerate(results):
         heights = [figures.hit_ratio(result, row) or 0 for row in rows]
-        places = [at + (number - (len(shown) - 1) / 2) * width for at in range(len(rows))]
+        places = [at + (number - (len(results) - 1) / 2) * width for at in range(len(rows))]
         exact = result.exact is None or result.exact == 1
         label = result.title if exact else f"{result.title} (not exact)"
         axes.bar(places, heights, width, label=label, hatch=None if exact else "//")
@@ -153,7 +176,7 @@ def plot(figures: Figures, path: Path) -> None:
 def write(
     figures: Figures, machine: dict[str, str], command: str, path: Path, console: Console
 ) -> None:
-    """One readable file with everything: facts, tables, and the figures as JSON."""
+    """Write one readable file with everything: facts, tables, and the figures as JSON."""
     with path.open("w") as file:
         facts = Console(file=file, width=160)
         facts.print("# lmcache-xpu bench engine", highlight=False)

@@ -24,17 +24,17 @@ from lmcache_xpu.launch.serve import built_for
 
 @dataclass(slots=True)
 class Result:
-    """What one engine did.
+    """The figures of one engine.
 
     Args:
-        variant: its name.
-        title: for readers.
+        variant: its variant's name.
+        title: its name for readers.
         exact: share of blocks that a hit restored to the byte; None without a tier.
         ms: row -> source -> milliseconds.
         tokens: row -> cached tokens.
-        link_gb_s: of a raw copy; from the engine without a connector.
-        error: why it did not start, or did not end.
-        seconds: that were waited for it.
+        link_gb_s: speed of a raw copy; from the engine without a connector.
+        error: the cause why it did not start, or did not end.
+        seconds: time that its answers took.
     """
 
     variant: str
@@ -49,7 +49,7 @@ class Result:
 
 def run(
     shape: Shape,
-    chosen: list[Variant],
+    engines: list[Variant],
     *,
     repeats: int,
     in_turn: bool,
@@ -60,38 +60,38 @@ def run(
     """Measure engines; one that fails is a result with an error.
 
     Args:
-        shape: of the model.
-        chosen: the engines.
-        repeats: of each row; medians count.
-        in_turn: all of them at once on the device, and each row asked of one after another, so
-            that they meet the same host. Else one after another.
-        graphs: with vLLM's compiled graphs.
-        timeout_s: that an engine may take to start, and for each answer.
-        console: for the progress.
+        shape: the model's shape.
+        engines: the engines' variants.
+        repeats: repeats of each row; medians count.
+        in_turn: whether all engines share the device, and each row goes to one after another, so
+            that they meet the same host. Else there is one engine after another.
+        graphs: whether vLLM compiles graphs.
+        timeout_s: seconds that an engine may take to start, and for each answer.
+        console: where the progress is shown.
     """
     device = built_for()
     results = []
     with tempfile.TemporaryDirectory() as directory:
         shape.write(Path(directory))
-        for together in [chosen] if in_turn else [[variant] for variant in chosen]:
+        for group in [engines] if in_turn else [[variant] for variant in engines]:
             with ExitStack() as stack:
-                asked = []
-                for variant in together:
+                children = []
+                for variant in group:
                     child = Child(
                         variant, shape, directory, device, graphs=graphs, timeout_s=timeout_s
                     )
                     result = Result(variant.name, variant.title)
-                    asked.append((result, stack.enter_context(child)))
-                _measure(asked, shape, repeats, console)
-            results += [result for result, _ in asked]
+                    children.append((result, stack.enter_context(child)))
+                _measure(children, shape, repeats, console)
+            results += [result for result, _ in children]
     return results
 
 
 def machine() -> dict[str, str]:
-    """What the figures belong to."""
+    """Return the facts that figures go with: device, CPU, versions, date."""
     import torch
 
-    found = versions.installed()
+    installed = versions.installed()
     device = "cpu"
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator()
@@ -105,9 +105,9 @@ def machine() -> dict[str, str]:
         "cpu": f"{_cpu_name()}, {os.cpu_count()} threads",
         "system": platform.platform(),
         "python": platform.python_version(),
-        "torch": found.torch or "",
-        "vllm": found.vllm or "",
-        "lmcache": found.lmcache or "",
+        "torch": installed.torch or "",
+        "vllm": installed.vllm or "",
+        "lmcache": installed.lmcache or "",
         "date": time.strftime("%Y-%m-%d"),
     }
 
@@ -120,9 +120,9 @@ def _cpu_name() -> str:
 
 
 def _measure(
-    asked: list[tuple[Result, Child]], shape: Shape, repeats: int, console: Console
+    children: list[tuple[Result, Child]], shape: Shape, repeats: int, console: Console
 ) -> None:
-    """Ask each of them for everything."""
+    """Let each child do all jobs, and fill in its result."""
     first = shape.lengths[0]
     with console.status("") as status:
 
@@ -138,7 +138,7 @@ def _measure(
                 console.print(f"{result.title}: {child.error}", markup=False, highlight=False)
             return answer or {}
 
-        for result, child in asked:
+        for result, child in children:
             ask(result, child, "start", {"warm up": first // 2})
             if result.variant == "none":
                 result.link_gb_s = ask(result, child, "raw copy", {"link": repeats}).get("link", {})
@@ -147,18 +147,20 @@ def _measure(
         for row in shape.rows():
             rounds: dict[str, list[dict[str, float]]] = {}
             for _ in range(repeats):
-                for result, child in asked:
+                for result, child in children:
                     answer = ask(result, child, row.name, row.job)
                     rounds.setdefault(result.variant, []).extend(answer.get("rounds", []))
-            for result, _ in asked:
+            for result, _ in children:
                 if result.error is None:
                     result.ms[row.name] = medians(rounds[result.variant])
                     result.tokens[row.name] = row.tokens
-    for result, _ in asked:
+    for result, _ in children:
         if result.error is None:
             console.print(f"{result.title}: {result.seconds:.0f} s", highlight=False)
 
 
 def medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Milliseconds, of each source the median."""
-    return {name: statistics.median(one[name] for one in rounds) * 1e3 for name in rounds[0]}
+    """Return the median of each source, milliseconds."""
+    return {
+        name: statistics.median(seconds[name] for seconds in rounds) * 1e3 for name in rounds[0]
+    }

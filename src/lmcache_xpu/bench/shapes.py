@@ -1,4 +1,4 @@
-"""Models by the shape of their KV cache, with random weights, and the requests that are timed."""
+"""The models, by the shape of their KV cache, and the requests that are timed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lmcache_xpu.harness.random_model import ModelSpec, llama_config
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A later turn: tokens that are cached, and tokens after them that are not."""
+    """A later turn of a conversation: tokens that are cached, then tokens that are not."""
 
     history: int
     new: int
@@ -25,11 +25,11 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is timed together.
+    """The requests that are timed together.
 
     Args:
-        name: for readers.
-        tokens: that are cached, of all prompts.
+        name: their name for readers.
+        tokens: cached tokens of all prompts.
         job: see `jobs.answer`.
     """
 
@@ -40,15 +40,15 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A Llama without weights of its own, and what is asked of it.
+    """A Llama with random weights, and the requests to it.
 
     Args:
         model: the Llama; its name is the shape's.
-        lengths: of whole prompts, tokens; the first is also compared byte by byte.
+        lengths: tokens of whole prompts; the first is also compared byte by byte.
         turns: later turns.
-        crowd: this many later turns at once.
-        crowd_turn: what each of them is.
-        settings: of the engine, beside the model.
+        crowd: number of later turns at once.
+        crowd_turn: each of these.
+        settings: the engine's settings beside the model.
     """
 
     model: ModelSpec
@@ -60,11 +60,11 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """As on the command line."""
+        """The shape's name on the command line."""
         return self.model.name
 
     def rows(self) -> list[Row]:
-        """What is timed, in this order."""
+        """Return the requests to time, in this order."""
         crowd = [self.crowd_turn] * self.crowd
         return [
             *(Row(f"{length}", length, {"whole": length}) for length in self.lengths),
@@ -77,7 +77,7 @@ class Shape:
         ]
 
     def write(self, directory: Path) -> None:
-        """The model's configuration; weights are made up when it is loaded."""
+        """Write the model's configuration; weights are made up when it is loaded."""
         (directory / "config.json").write_text(json.dumps(llama_config(self.model)))
 
 
@@ -133,7 +133,7 @@ SHAPES = (
 
 
 def shape_named(name: str) -> Shape:
-    """One of `SHAPES`.
+    """Return the shape of this name.
 
     Raises:
         SettingsError: there is none of this name.

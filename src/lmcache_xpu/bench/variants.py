@@ -1,4 +1,4 @@
-"""Engines to compare. All of them are started from `Settings`; they differ in the KV connector."""
+"""The engines to compare: all are started from `Settings`, and differ in the KV connector."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Variant:
     """One engine.
 
     Args:
-        name: as on the command line.
-        title: for readers.
-        settings: beside those of the shape.
-        connector: another one than ours, as vLLM's KV transfer configuration.
+        name: its name on the command line.
+        title: its name for readers.
+        settings: settings that it has beside the shape's.
+        connector: vLLM's KV transfer configuration, where the connector is not ours.
         environment: variables of its process.
     """
 
@@ -29,7 +29,7 @@ class Variant:
     environment: dict[str, str] = field(default_factory=dict)
 
     def values(self, shape: Shape, model: str, device: str, *, graphs: bool) -> dict[str, Any]:
-        """For `Settings.load`."""
+        """Return the values that `Settings.load` makes the engine's settings from."""
         extra = ["--load-format", "dummy", "--skip-tokenizer-init"]
         if self.connector is not None:
             extra += ["--kv-transfer-config", json.dumps(self.connector)]
@@ -45,7 +45,7 @@ class Variant:
         }
 
     def variables(self, shape: Shape, device: str) -> dict[str, str]:
-        """Of the process, beside those of the settings."""
+        """Return the variables of the process that are not the settings'."""
         gib = shape.settings["cpu_gib"]
         common = {"LMCACHE_XPU_DEVICES": device}
         if self.connector is not None:
@@ -70,7 +70,7 @@ def _stock(name: str, title: str, layerwise: bool) -> Variant:
 
 
 def variants(shape: Shape) -> tuple[Variant, ...]:
-    """All of them, the one without a connector first: it sets the limits."""
+    """Return all variants, the one without a connector first: it sets the limits."""
     offloading = {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -91,14 +91,14 @@ def variants(shape: Shape) -> tuple[Variant, ...]:
     )
 
 
-def chosen(shape: Shape, names: list[str] | None) -> list[Variant]:
-    """Those of these names, in their own order; all if none are named.
+def variants_named(shape: Shape, names: list[str] | None) -> list[Variant]:
+    """Return the variants of these names, in their own order; all of them without names.
 
     Raises:
-        SettingsError: a name that is none.
+        SettingsError: there is none of a name.
     """
-    known = {variant.name: variant for variant in variants(shape)}
+    by_name = {variant.name: variant for variant in variants(shape)}
     for name in names or ():
-        if name not in known:
-            raise SettingsError(f"variant {name!r}", f"one of {', '.join(known)}")
-    return [variant for name, variant in known.items() if not names or name in names]
+        if name not in by_name:
+            raise SettingsError(f"variant {name!r}", f"one of {', '.join(by_name)}")
+    return [variant for name, variant in by_name.items() if not names or name in names]

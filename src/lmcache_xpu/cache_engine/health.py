@@ -61,7 +61,7 @@ def check_connector(adapter: Any, facts: EngineFacts) -> None:
     Raises:
         SeamError: names the connector that was found.
     """
-    from lmcache_xpu.gpu_connector.standard import PagedMemConnector
+    from lmcache_xpu.gpu_connector.base import PagedMemConnector
 
     connector = getattr(adapter.lmcache_engine, "gpu_connector", None)
     if not isinstance(connector, PagedMemConnector):

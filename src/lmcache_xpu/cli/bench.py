@@ -13,6 +13,25 @@ from rich.console import Console
 
 app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 
+Variants = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="none, ours, ours-layerwise, lmcache, lmcache-layerwise or offloading; may be "
+        "given several times (default: all)."
+    ),
+]
+Repeats = Annotated[
+    int, typer.Option(min=1, help="Of each request, of later turns three each; medians count.")
+]
+InTurn = Annotated[
+    bool,
+    typer.Option(
+        "--in-turn",
+        help="All engines at once on the device, asked in turn: a host that changes its speed "
+        "does so for all of them. Needs memory for all.",
+    ),
+]
+
 
 @app.callback()
 def _main() -> None:
@@ -24,25 +43,9 @@ def engine(
     shape: Annotated[
         str | None, typer.Option(help="8b, or small (default: small on CPU, else 8b).")
     ] = None,
-    variant: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="none, ours, ours-layerwise, lmcache, lmcache-layerwise or offloading; may be "
-            "given several times (default: all)."
-        ),
-    ] = None,
-    repeats: Annotated[
-        int,
-        typer.Option(min=1, help="Of each request, of later turns three each; medians count."),
-    ] = 3,
-    in_turn: Annotated[
-        bool,
-        typer.Option(
-            "--in-turn",
-            help="All engines at once on the device, asked in turn: a host that changes its speed "
-            "does so for all of them. Needs memory for all.",
-        ),
-    ] = False,
+    variant: Variants = None,
+    repeats: Repeats = 3,
+    in_turn: InTurn = False,
     graphs: Annotated[
         bool, typer.Option("--graphs", help="With vLLM's compiled graphs; they take minutes.")
     ] = False,
@@ -68,28 +71,24 @@ def engine(
     from lmcache_xpu.bench import report as reports
     from lmcache_xpu.bench import runner
     from lmcache_xpu.bench.shapes import shape_named
-    from lmcache_xpu.bench.variants import chosen
+    from lmcache_xpu.bench.variants import variants_named
     from lmcache_xpu.launch.serve import built_for
 
     # Ending by SIGTERM would skip what stops the engine.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     console = Console()
-    found = shape_named(shape or ("small" if built_for() == "cpu" else "8b"))
+    model = shape_named(shape or ("small" if built_for() == "cpu" else "8b"))
     results = runner.run(
-        found,
-        chosen(found, variant),
+        model,
+        variants_named(model, variant),
         repeats=repeats,
         in_turn=in_turn,
         graphs=graphs,
         timeout_s=timeout_s,
         console=console,
     )
-    figures, machine = reports.Figures(found, results), runner.machine()
-    options = [f"--variant {name}" for name in variant or ()]
-    options += ["--in-turn"] * in_turn + ["--graphs"] * graphs
-    command = " ".join(
-        ["lmcache-xpu bench engine", f"--shape {found.name}", f"--repeats {repeats}", *options]
-    )
+    figures, machine = reports.Figures(model, results), runner.machine()
+    command = _command(model.name, repeats, variant or [], in_turn=in_turn, graphs=graphs)
     reports.show(figures, console)
     if json_file is not None:
         json_file.write_text(json.dumps(figures.as_dict(machine, command), indent=1) + "\n")
@@ -100,3 +99,11 @@ def engine(
     ours = [result for result in results if result.variant.startswith("ours")]
     if any(result.error or result.exact != 1 for result in ours):
         raise typer.Exit(1)
+
+
+def _command(shape: str, repeats: int, variants: list[str], *, in_turn: bool, graphs: bool) -> str:
+    """Return the command line that repeats a run."""
+    words = ["lmcache-xpu bench engine", f"--shape {shape}", f"--repeats {repeats}"]
+    words += [f"--variant {name}" for name in variants]
+    words += ["--in-turn"] * in_turn + ["--graphs"] * graphs
+    return " ".join(words)

@@ -69,18 +69,18 @@ def round_trips(device: torch.device) -> Ways:
     memory = [torch.zeros(size, dtype=torch.uint8, pin_memory=not is_host(device)) for _ in spans]
     stager.follow_engine()
     stored = stager.store(stager.plan(form, slots, spans), memory)
-    stored.moved.done.synchronize()
-    stored.moved.seconds()  # timed events are part of what a device must have
+    stored.transfer.done.synchronize()
+    stored.transfer.seconds()  # timed events are part of what a device must have
     expected = torch.zeros_like(cache)
     expected[:, blocks.to(device)] = cache[:, blocks.to(device)]
 
-    def comes_back(*, alone: bool) -> bool:
+    def comes_back(*, idle: bool) -> bool:
         cache.zero_()
         stager.follow_engine()
-        plan = stager.plan(form, slots, spans, cuts=range(LAYERS))
-        for cut in range(LAYERS):
-            moved = stager.load(plan, memory, cut=cut, alone=alone)
-        moved.done.synchronize()
+        plan = stager.plan(form, slots, spans, starts=range(LAYERS))
+        for group in plan.groups:
+            handle = stager.load(group.pieces, memory, idle=idle)
+        handle.done.synchronize()
         return torch.equal(cache, expected)
 
-    return Ways(comes_back(alone=False), comes_back(alone=True) if stager.reaches_host else None)
+    return Ways(comes_back(idle=False), comes_back(idle=True) if stager.reaches_host else None)

@@ -12,10 +12,10 @@ from lmcache_xpu.errors import HostMemoryError
 from lmcache_xpu.transfer.devices import is_host
 
 
-class HostChunks(Sequence[torch.Tensor]):
-    """The memory of LMCache's objects, flat; looked at one by one, when it is needed.
+class ChunkBytes(Sequence[torch.Tensor]):
+    """The bytes of LMCache's memory objects, flat; looked at one by one, when they are needed.
 
-    LMCache may have given an object more bytes than its shape needs.
+    LMCache may give an object more bytes than its shape needs.
 
     Args:
         memory_objs: one per chunk.
@@ -32,6 +32,7 @@ class HostChunks(Sequence[torch.Tensor]):
         self._seen: dict[int, torch.Tensor] = {}
 
     def __len__(self) -> int:
+        """Number of objects."""
         return len(self._objs)
 
     @overload
@@ -41,7 +42,11 @@ class HostChunks(Sequence[torch.Tensor]):
     def __getitem__(self, index: slice) -> list[torch.Tensor]: ...
 
     def __getitem__(self, index: int | slice) -> torch.Tensor | list[torch.Tensor]:
-        """Raises HostMemoryError for memory that is gone or strided, too small, or elsewhere."""
+        """Return the bytes of an object, or of several.
+
+        Raises:
+            HostMemoryError: memory that is gone or strided, too small, or elsewhere.
+        """
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
         if index not in self._seen:

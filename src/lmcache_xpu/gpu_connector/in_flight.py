@@ -1,60 +1,65 @@
-"""Transfers beside the engine's own work: loads ahead of its layers, stores behind its steps.
+"""Transfers in flight beside the engine: loads ahead of its layers, stores behind its steps.
 
 A load is enqueued in the order of the layers, group by group; the engine's stream waits for a
 group only where it comes to the group's first layer. A store is enqueued behind the step that
-computed it, and LMCache gets to publish it when it is complete. The order on the device is kept by
-events; nothing here waits on the engine's thread.
+computed it, and LMCache gets to publish it when it is complete. Events keep the order on the
+device; nothing here waits on the engine's thread.
 
-    schedule      a load begins while the step is still being decided on
-    begin_step    blocks that this step writes anew wait until a store has read them
-    add_load ...  enqueue the first layers
-    before_layer  the engine's stream waits for this layer
-    after_layer   enqueue the next ones
-    end_step      nothing may be left to load
-    add_store ..., publish
+A step has four phases. Each call belongs in some of them; a call in another one is an error of the
+caller's, and an assertion:
+
+    call          IDLE        SCHEDULING  PREPARING   COMPUTING   what it does
+    schedule      SCHEDULING  stays       -           -           loads may begin before their step
+    begin_step    PREPARING   PREPARING   stays       -           new blocks wait for their readers
+    add_load      -           stays       stays       stays       enqueues the first layers
+    before_all    -           -           stays       stays       the engine waits for all layers
+    before_layer  stays       -           COMPUTING   stays       the engine waits for this layer
+    after_layer   stays       -           -           stays       enqueues the next layers
+    end_step      stays       -           IDLE        IDLE        leaves nothing to load
+
+`protect`, `add_store`, `publish`, `release`, `drain` and `close` may be called in each phase. In
+IDLE, a layer is a drafter's: its turn comes when the step's loads have been ended.
 """
 
 from __future__ import annotations
 
-import logging
-import time
+import functools
+import operator
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import NamedTuple
 
 import torch
 from lmcache.v1.memory_management import MemoryObj
 
-from lmcache_xpu.gpu_connector.load_pipeline import LayeredLoad, layer_cuts
+from lmcache_xpu.gpu_connector.finisher import Finisher
+from lmcache_xpu.gpu_connector.load_pipeline import LoadPipeline, group_starts
 from lmcache_xpu.transfer.slots import blocks_of
-from lmcache_xpu.transfer.staging import AT_ONCE_BYTES, Moved, Stored
-
-logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
-
-# Loaded tokens per token to compute from which on copying takes longer than computing. A guess:
-# measured, 20 on an H200 and PCIe 5; more on devices that compute more slowly.
-LOAD_BOUND = 32
-
-# What is enqueued beyond what the engine waits for next, 10 ms of the link on an H200. More would
-# only take the engine's thread, before its first layer and behind it.
-AHEAD_BYTES = 512 * 2**20
-
-POLL_S = 5e-4
-
+from lmcache_xpu.transfer.staging import StoreHandle, TransferHandle
+from lmcache_xpu.transfer.tuning import Tuning
 
 Finished = Callable[[float], None]  # is told how many seconds a transfer took
 
 
+class Phase(Enum):
+    """Where the engine is between two ends of a step."""
+
+    IDLE = auto()  # no step has begun
+    SCHEDULING = auto()  # vLLM still decides on a step, and loads for it have begun
+    PREPARING = auto()  # the step is known, and the engine has not come to its first layer
+    COMPUTING = auto()  # the engine is at its layers
+
+
 class _Load(NamedTuple):
-    load: LayeredLoad
+    load: LoadPipeline
     objs: list[MemoryObj]
     finished: Finished
 
 
 @dataclass
-class Overlap:
-    """What a connector has under way. Called from the engine's worker thread alone.
+class InFlight:
+    """The transfers that a connector has in flight. Called from the engine's worker thread alone.
 
     Args:
         block_tokens: tokens of a block, as the engine numbers blocks.
@@ -67,84 +72,109 @@ class Overlap:
     model_layers: int | None = None
     loads: bool = True
     stores: bool = True
+    phase: Phase = field(default=Phase.IDLE, init=False)
     _tokens: int | None = field(default=None, init=False)  # that this step computes
-    _scheduling: bool = field(default=False, init=False)  # the step is still being decided on
-    _computing: bool = field(default=False, init=False)  # the engine is at its layers
     _loads: list[_Load] = field(default_factory=list, init=False)
-    _reading: list[tuple[Stored, torch.Tensor]] = field(default_factory=list, init=False)
-    _unpublished: dict[int, Moved] = field(default_factory=dict, init=False)  # by id of object
-    _finisher: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(1, "lmcache-xpu-finish"), init=False
-    )
+    _reading: list[tuple[StoreHandle, torch.Tensor]] = field(default_factory=list, init=False)
+    # By id of object.
+    _unpublished: dict[int, TransferHandle] = field(default_factory=dict, init=False)
+    _finisher: Finisher = field(default_factory=Finisher, init=False)
 
-    def schedule(self, written: frozenset[int], tokens: int) -> None:
-        """As `begin_step`, of one request in a step that is still being decided on."""
-        self._scheduling = True
-        self._begin(written, tokens)
+    # A step, in the order of its calls
 
-    def begin_step(self, written: frozenset[int] | None, tokens: int | None = None) -> None:
-        """Protect blocks that a store has yet to read, and go on with loads that have begun.
+    def schedule(self, new_blocks: frozenset[int], tokens: int) -> None:
+        """Prepare for a load of a request whose step vLLM still decides on.
+
+        Between steps or after another request of this step; leads to SCHEDULING.
 
         Args:
-            written: blocks that were given to a request since the last step, so that the engine
-                may write them; None if that is not known.
-            tokens: that this step computes; None if that is not known.
+            new_blocks: IDs of the blocks that the load writes.
+            tokens: number of the request's tokens that the step computes.
         """
-        self._scheduling = self._computing = False
-        self._begin(written, tokens)
+        self._check("schedule", Phase.IDLE, Phase.SCHEDULING)
+        self.phase = Phase.SCHEDULING
+        self._protect_and_feed(new_blocks, tokens)
+
+    def begin_step(self, new_blocks: frozenset[int] | None, tokens: int | None = None) -> None:
+        """Protect blocks that a store has yet to read, and go on with loads that have begun.
+
+        Between steps, after `schedule`, or after a step that vLLM gave up before its first layer;
+        leads to PREPARING.
+
+        Args:
+            new_blocks: IDs of the blocks that were given to a request since the last step, so that
+                the engine may write them; None if that is not known.
+            tokens: number of tokens that this step computes; None if that is not known.
+        """
+        self._check("begin_step", Phase.IDLE, Phase.SCHEDULING, Phase.PREPARING)
+        self.phase = Phase.PREPARING
+        self._protect_and_feed(new_blocks, tokens)
         for item in self._loads:
             if not item.load.enqueued:
                 with item.load.enduring():
                     item.load.start()
 
-    def protect(self, written: frozenset[int] | None) -> None:
-        """Let the engine's stream wait for stores that have yet to read some blocks.
+    def group_starts(self, layers: int, tokens: int, layer_bytes: int, tuning: Tuning) -> list[int]:
+        """Return the first layer of each group in which a load of this step comes.
+
+        Before `add_load`, in the same phase. See `load_pipeline.group_starts`.
 
         Args:
-            written: see `begin_step`.
+            layers: number of the engine's layers.
+            tokens: number of tokens that are loaded.
+            layer_bytes: bytes of these tokens in one layer.
+            tuning: of the engine's device.
         """
-        self._reading = [item for item in self._reading if not item[0].gathered.reached()]
-        if written == frozenset():
-            return
-        for stored, slots in self._reading:
-            if written is None or not written.isdisjoint(blocks_of(slots, self.block_tokens)):
-                stored.gathered.wait()
+        much = self._tokens is None or self._tokens * tuning.loaded_per_computed >= tokens
+        early = self.phase is Phase.SCHEDULING
+        early_layers = max(1, tuning.direct_launch_bytes // max(layer_bytes, 1)) if early else 0
+        return group_starts(layers, tuning, much_to_compute=much, early_layers=early_layers)
 
-    def cuts(self, layers: int, tokens: int, layer_bytes: int) -> list[int]:
-        """How to cut a load in this step; see `layer_cuts`.
+    def add_load(self, load: LoadPipeline, objs: Sequence[MemoryObj], finished: Finished) -> None:
+        """Begin a load for this step. Its memory is held until it is complete, come what may.
 
-        Args:
-            layers: of the engine.
-            tokens: that are loaded.
-            layer_bytes: of these tokens in one layer.
+        In SCHEDULING so much is enqueued that the link stays busy, in PREPARING the first layers.
+        A load that comes in COMPUTING may be too late for its first layer; `end_step` reports it.
         """
-        much = self._tokens is None or self._tokens * LOAD_BOUND >= tokens
-        head = max(1, AT_ONCE_BYTES // max(layer_bytes, 1)) if self._scheduling else 0
-        return layer_cuts(layers, much_to_compute=much, head=head)
-
-    def add_load(self, load: LayeredLoad, objs: Sequence[MemoryObj], finished: Finished) -> None:
-        """Begin a load for this step. Its memory is held until it is complete, come what may."""
+        self._check("add_load", Phase.SCHEDULING, Phase.PREPARING, Phase.COMPUTING)
         self._loads.append(_Load(load, [], finished))
         self.hold(load, objs)
-        if self._scheduling:
+        if self.phase is Phase.SCHEDULING:
             self._feed()
         else:
             with load.enduring():
                 load.start()
 
-    def hold(self, load: LayeredLoad, objs: Sequence[MemoryObj]) -> None:
-        """Hold more memory for a load of this step."""
+    def hold(self, load: LoadPipeline, objs: Sequence[MemoryObj]) -> None:
+        """Hold more memory for a load of this step, between its `add_load` and `end_step`."""
+        self._check("hold", Phase.SCHEDULING, Phase.PREPARING, Phase.COMPUTING)
         for item in self._loads:
             if item.load is load:
                 for obj in objs:
                     obj.ref_count_up()
                 item.objs.extend(objs)
 
+    def before_all(self) -> None:
+        """Let the engine's stream wait for all layers, where it does not stop at each.
+
+        In PREPARING, or in COMPUTING where vLLM asks for loads behind the layers.
+        """
+        self._check("before_all", Phase.PREPARING, Phase.COMPUTING)
+        for item in self._loads:
+            with item.load.enduring():
+                item.load.before_all()
+
     def before_layer(self, layer: int) -> None:
-        """Let the engine's stream wait for a layer of all loads."""
-        if self._loads and not self._computing:
-            self._computing = True
-            self._loads[0].load.let_engine_copy()
+        """Let the engine's stream wait for a layer of all loads.
+
+        In PREPARING and COMPUTING; leads to COMPUTING. In IDLE it does nothing: a drafter comes to
+        its layers behind `end_step`, which has waited for them.
+        """
+        self._check("before_layer", Phase.IDLE, Phase.PREPARING, Phase.COMPUTING)
+        if self.phase is Phase.PREPARING:
+            self.phase = Phase.COMPUTING
+            for item in self._loads[:1]:
+                item.load.let_engine_copy()
         for item in self._loads:
             with item.load.enduring():
                 item.load.before_layer(layer)
@@ -152,29 +182,32 @@ class Overlap:
     def after_layer(self, layer: int) -> None:
         """Enqueue what comes after a layer that the engine has enqueued.
 
-        So much that the link stays busy. Behind the first layers the device has nothing else to
-        do than what this thread enqueues for the next one.
+        In COMPUTING; in IDLE it does nothing, as `before_layer`. So much is enqueued that the link
+        stays busy. Behind the first layers the device has nothing else to do than what this thread
+        enqueues for the next one.
         """
-        ahead = self._bytes_under_way()
-        for load in sorted((item.load for item in self._loads), key=lambda one: one.enqueued):
-            if ahead >= AHEAD_BYTES:
+        self._check("after_layer", Phase.IDLE, Phase.COMPUTING)
+        bytes_ahead = self._bytes_under_way()
+        loads = [item.load for item in self._loads]
+        for load in sorted(loads, key=operator.attrgetter("enqueued")):
+            if bytes_ahead >= load.tuning.ahead_bytes:
                 break
             with load.enduring():
-                ahead += load.after_layer(layer)
-
-    def before_all(self) -> None:
-        """Let the engine's stream wait for all layers, where it does not stop at each."""
-        for item in self._loads:
-            with item.load.enduring():
-                item.load.before_all()
+                bytes_ahead += load.after_layer(layer)
 
     def end_step(self) -> list[torch.Tensor]:
-        """Let go of this step's loads; slots of those that the engine did not wait for.
+        """Let go of this step's loads, and return the slots of those that the engine missed.
 
-        The engine may ask for them before its drafter has run, so a drafter's layers are waited for
-        here. Nor would it do harm if that were too late: the model checks what a drafter proposes.
+        In PREPARING and COMPUTING; leads to IDLE. In IDLE it returns nothing: vLLM asks twice.
+        The engine may ask before its drafter has run, so a drafter's layers are waited for here.
+        Nor would it do harm if that were too late: the model checks what a drafter proposes.
+
+        Returns:
+            For each load that failed or was not waited for in time, its slots `[tokens]`.
         """
-        missed = []
+        self._check("end_step", Phase.IDLE, Phase.PREPARING, Phase.COMPUTING)
+        self.phase = Phase.IDLE
+        failed_slots = []
         loads, self._loads = self._loads, []
         for item in loads:
             in_time = item.load.waited_for(self.model_layers)
@@ -183,91 +216,103 @@ class Overlap:
             item.load.before_all()  # also of one that failed just now
             loaded = in_time and item.load.waited_for()
             if not loaded:
-                missed.append(item.load.slots)
-            finished = item.finished if loaded else _not_counted
-            self.release(item.objs, item.load.moved(), finished)
-        return missed
+                failed_slots.append(item.load.slots)
+            finished = item.finished if loaded else _leave_uncounted
+            self.release(item.objs, item.load.handles(), finished)
+        return failed_slots
 
-    def release(
-        self, objs: Sequence[MemoryObj], moved: Sequence[Moved], finished: Finished
-    ) -> None:
-        """Give up memory that is held for transfers, when these are done."""
+    # Stores, and what is complete: in each phase
 
-        def end() -> None:
-            for obj in objs:
-                obj.ref_count_down()
-            finished(sum(one.seconds() for one in moved))
+    def protect(self, new_blocks: frozenset[int] | None) -> None:
+        """Let the engine's stream wait for stores that have yet to read some blocks.
 
-        self._when(moved, end)
-
-    def add_store(self, objs: Sequence[MemoryObj], stored: Stored, slots: torch.Tensor) -> None:
-        """A store that was enqueued: `publish` waits for it.
+        In each phase; `begin_step` and `schedule` do it as well.
 
         Args:
-            objs: where it goes.
-            stored: when.
-            slots: on the host, those that are read until it is gathered.
+            new_blocks: see `begin_step`.
+        """
+        self._reading = [item for item in self._reading if not item[0].gathered.reached()]
+        if new_blocks == frozenset():
+            return
+        for stored, slots in self._reading:
+            if new_blocks is None or not new_blocks.isdisjoint(blocks_of(slots, self.block_tokens)):
+                stored.gathered.wait()
+
+    def release(
+        self, objs: Sequence[MemoryObj], handles: Sequence[TransferHandle], finished: Finished
+    ) -> None:
+        """Give up memory that is held for transfers, when these are done. In each phase."""
+        self._finisher.when_done(handles, functools.partial(_release, objs, handles, finished))
+
+    def add_store(
+        self, objs: Sequence[MemoryObj], stored: StoreHandle, slots: torch.Tensor
+    ) -> None:
+        """Take over a store that was enqueued: `publish` waits for it. In each phase.
+
+        Args:
+            objs: LMCache's objects that the store fills.
+            stored: when its slots are read, and when it is complete.
+            slots: `[tokens]` on the host, those that are read until it is gathered.
         """
         self._reading.append((stored, slots))
         for obj in objs:
-            self._unpublished[id(obj)] = stored.moved
+            self._unpublished[id(obj)] = stored.transfer
 
     def publish(self, objs: Sequence[MemoryObj], put: Callable[[], None]) -> None:
-        """Call `put` when these objects are complete: now, or later from another thread."""
-        moves = {self._unpublished.pop(id(obj), None) for obj in objs}
-        self._when([moved for moved in moves if moved is not None], put)
+        """Call `put` when these objects are complete: now, or later from another thread.
+
+        In each phase, behind the objects' `add_store`.
+        """
+        handles = {self._unpublished.pop(id(obj), None) for obj in objs}
+        self._finisher.when_done([handle for handle in handles if handle is not None], put)
 
     def drain(self) -> None:
-        """Wait until everything is complete and published."""
-        self._finisher.submit(lambda: None).result()
+        """Wait until everything is complete and published. In each phase."""
+        self._finisher.drain()
 
     def close(self) -> None:
-        """As `drain`, for the last time: its thread ends. May be called again."""
-        self._finisher.shutdown()
+        """Do as `drain` for the last time: the thread ends. In each phase, and again."""
+        self._finisher.close()
 
-    def _begin(self, written: frozenset[int] | None, tokens: int | None) -> None:
-        """What is the same for a step and for a request of one; see `begin_step`."""
+    def _check(self, call: str, *phases: Phase) -> None:
+        assert self.phase in phases, (
+            f"InFlight.{call} was called in phase {self.phase.name}; "
+            f"it belongs in {' or '.join(phase.name for phase in phases)}."
+        )
+
+    def _protect_and_feed(self, new_blocks: frozenset[int] | None, tokens: int | None) -> None:
         self._tokens = tokens
         self._feed()
-        self.protect(written)
+        self.protect(new_blocks)
 
     def _feed(self) -> None:
-        """Of loads that began before their step, enqueue so much that the link stays busy.
+        """Enqueue so much of loads that began before their step that the link stays busy.
 
-        In the order of the layers, until the engine computes or the next one begins.
+        The order is that of the layers. It goes on until the engine computes or the next one
+        begins.
         """
-        ahead = self._bytes_under_way()
+        bytes_ahead = self._bytes_under_way()
         loads = [item.load for item in self._loads]
-        while loads and ahead < AHEAD_BYTES:
-            load = min(loads, key=lambda one: one.enqueued)
-            more = 0
+        while loads and bytes_ahead < loads[0].tuning.ahead_bytes:
+            load = min(loads, key=operator.attrgetter("enqueued"))
+            nbytes = 0
             with load.enduring():
-                more = load.go_on()
-            ahead += more
-            if not more:
+                nbytes = load.go_on()
+            bytes_ahead += nbytes
+            if not nbytes:
                 loads.remove(load)
 
     def _bytes_under_way(self) -> int:
         return sum(item.load.bytes_under_way() for item in self._loads)
 
-    def _when(self, moves: Sequence[Moved], action: Callable[[], None]) -> None:
-        if all(moved.done.reached() for moved in moves):
-            action()
-        else:
-            self._finisher.submit(_finish, moves, action)
+
+def _leave_uncounted(seconds: float) -> None:
+    """Ignore how long a load took that failed."""
 
 
-def _not_counted(seconds: float) -> None:
-    """Of a load that failed."""
-
-
-def _finish(moves: Sequence[Moved], action: Callable[[], None]) -> None:
-    try:
-        for moved in moves:
-            # Not synchronize(): beside it, another thread's launches took several times as long.
-            while not moved.done.reached():
-                time.sleep(POLL_S)
-        with torch.inference_mode():
-            action()
-    except Exception:  # whatever it is: this thread has the next transfers to finish
-        logger.exception("lmcache-xpu could not finish a transfer")
+def _release(
+    objs: Sequence[MemoryObj], handles: Sequence[TransferHandle], finished: Finished
+) -> None:
+    for obj in objs:
+        obj.ref_count_down()
+    finished(sum(handle.seconds() for handle in handles))

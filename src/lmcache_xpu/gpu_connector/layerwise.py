@@ -14,10 +14,19 @@ objects of a chunk:
 
 With `layers_at_once` a "layer" of this protocol is a group of the model's layers: fewer objects for
 LMCache to handle, and larger copies.
+
+LMCache keeps one object per chunk and layer group, and drives one generator per request,
+interleaved by group. A group has about 16 MiB of a chunk unless `layers_at_once` says otherwise:
+LMCache spends about 40 microseconds on each object, and the link is slow with small copies. Within
+a group the engine's stream still waits layer by layer. LMCache gives up its host memory before the
+last step of the protocol, so this class holds a reference until the copies are done. vLLM must not
+run such a step as one graph: `requires_piecewise_for_cudagraph` answers from the setting that
+LMCache uses.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Generator, Sequence
 from typing import Any, NoReturn
 
@@ -25,11 +34,16 @@ import torch
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 
 from lmcache_xpu.errors import TransferError
-from lmcache_xpu.gpu_connector.load_pipeline import LayeredLoad
-from lmcache_xpu.gpu_connector.registered_cache import Request
-from lmcache_xpu.gpu_connector.standard import PagedMemConnector
+from lmcache_xpu.gpu_connector.base import PagedMemConnector
+from lmcache_xpu.gpu_connector.layerwise_ways import (
+    OverlappedLoad,
+    OverlappedStore,
+    SteppedLoad,
+    SteppedStore,
+)
+from lmcache_xpu.gpu_connector.load_pipeline import LoadPipeline
+from lmcache_xpu.gpu_connector.registered_cache import RegisteredCache, TransferRequest
 from lmcache_xpu.metrics import LOAD_CPU, STORE_CPU
-from lmcache_xpu.transfer.staging import Moved
 
 
 class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
@@ -60,7 +74,7 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
         """Load a request layer by layer; yields `len(groups) + 2` times.
 
         A layer's copy overlaps what the engine computes of the layers before it. Its stream waits
-        for a layer with the next step, or with `overlap.loads` when `Overlap` hears of it. Host
+        for a layer with the next step, or with `overlap.loads` when `InFlight` hears of it. Host
         memory is held until its copies are done, also when the generator is closed half-way. A
         layer that has fewer objects than chunks ends the load there: the slots from the first
         missing chunk on go to `failed_slots`.
@@ -68,67 +82,31 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
         Args:
             starts: first token of each chunk.
             ends: token after the last of each chunk.
-            kwargs: see `Request`.
+            kwargs: see `TransferRequest`.
 
         Raises:
             TransferError: arguments or a layer's objects that don't fit (that layer is not
                 touched), a layer that is missing, or one too many.
             LayoutError: a KV cache that can't be read.
         """
-        request = Request.read(kwargs)
-        bound = self._binding.bind(request.kvcaches)
-        plan = self._binding.plan(bound, starts, ends, request, loading=True)
-        bound.stager.follow_engine()  # blocks may have been freed by a step that is running
-        load = LayeredLoad(bound.stager, request.slots(starts, ends))
-        held: list[tuple[int, Sequence[MemoryObj]]] = []  # with the number of cuts up to theirs
-        count = len(starts)
-        beside = self._loads_beside
-        cuts = self._cuts(bound, starts, ends)
-
-        def finished(seconds: float) -> None:
-            self._counter(LOAD_CPU, bound, starts[:count], ends[:count], request.cached)(seconds)
-
+        chunks = self._chunks(starts, ends, TransferRequest.read(kwargs))
+        load = self._begin_load(chunks)
         try:
-            for layer, (first, last) in enumerate(self.groups):
+            for number, (first, last) in enumerate(self.groups):
                 objs = yield
                 if objs is None:
-                    raise TransferError(f"no memory objects for layer {layer}", "one per chunk")
+                    raise TransferError(f"no memory objects for layer {number}", "one per chunk")
                 if len(objs) > len(starts):
                     raise TransferError(f"{len(objs)} memory objects", f"{len(starts)} chunks")
-                if len(objs) < count:  # a tier lost the rest since the look-up
-                    count = len(objs)
-                    self.failed_slots.append(request.slot_mapping[starts[count] :])
-                    plan = self._binding.plan(
-                        bound, starts[:count], ends[:count], request, loading=True
-                    )
-                spans = starts[:count], ends[:count]
-                memory = self._binding.memory(bound, objs[:count], *spans, loading=True)
-                here = [0, *(cut - first for cut in cuts if first < cut < last)]
-                load.add(plan.of_layers(last - first, here), memory, first)
-                # LMCache lets go of them before the last step.
-                if beside is None:
-                    load.after_layer(first)
-                    for obj in objs:
-                        obj.ref_count_up()
-                    held.append((len(load), objs))
-                    load.before_layer(first - 1)
-                elif first == 0:
-                    beside.add_load(load, objs, finished)
-                else:
-                    beside.hold(load, objs)
+                if len(objs) < chunks.count:  # a tier lost the rest since the look-up
+                    self.failed_slots.append(chunks.keep(len(objs)))
+                chunks.add(objs, first, last)
+                load.enqueue(objs, first)
             if (yield) is not None:
                 raise TransferError(f"a layer {len(self.groups)}", f"{len(self.groups)} layers")
-            if beside is None:
-                load.before_all()
+            load.wait()
         finally:
-            if beside is None:
-                if not load.waited_for():  # after an error a part may be on its way
-                    bound.stager.fence().done.synchronize()
-                for enqueued, objs in held:
-                    load.synchronize(enqueued)
-                    for obj in objs:
-                        obj.ref_count_down()
-                finished(sum(moved.seconds() for moved in load.moved()))
+            load.close()
         yield
         raise _ended("load", len(self.groups) + 2)
 
@@ -144,53 +122,118 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
 
         Each step enqueues one layer behind what the engine has enqueued, and returns when the
         layer before is complete on the host, because LMCache publishes that one next. With
-        `overlap.stores` it returns at once, and `Overlap.publish` waits instead.
+        `overlap.stores` it returns at once, and `InFlight.publish` waits instead.
 
         Args:
             memory_objs: `[layer][chunk]`.
             starts: first token of each chunk; chunks need not follow each other.
             ends: token after the last of each chunk.
-            kwargs: see `Request`.
+            kwargs: see `TransferRequest`.
 
         Raises:
             TransferError: arguments that don't fit; nothing was changed.
             LayoutError: a KV cache that can't be read.
         """
-        request = Request.read(kwargs)
-        bound = self._binding.bind(request.kvcaches)
-        plan = self._binding.plan(bound, starts, ends, request, loading=False)
+        request = TransferRequest.read(kwargs)
+        cache = self._registration.register(request.kvcaches)
+        plan = cache.plan(starts, ends, request, loading=False)
         if len(memory_objs) != len(self.groups):
             raise TransferError(f"objects of {len(memory_objs)} layers", f"{len(self.groups)}")
-        memory = [
-            self._binding.memory(bound, objs, starts, ends, loading=False) for objs in memory_objs
-        ]
-        slots = request.slots(starts, ends)
-        beside = self._stores_beside
-        moved: list[Moved] = []
+        memory = [cache.memory(objs, starts, ends, loading=False) for objs in memory_objs]
+        store = self._begin_store(cache, starts, ends, request)
         try:
             for objs, group, (first, last) in zip(memory_objs, memory, self.groups, strict=True):
-                bound.stager.follow_engine()  # these layers' attention is enqueued by now
-                with bound.stager.whole():
-                    stored = bound.stager.store(plan.of_layers(last - first), group, first)
-                moved.append(stored.moved)
-                if beside is not None:
-                    beside.add_store(objs, stored, slots)
-                else:
-                    for before in moved[-2:-1]:
-                        before.done.synchronize()
+                cache.stager.follow_engine()  # these layers' attention is enqueued by now
+                with cache.stager.whole():
+                    stored = cache.stager.store(plan.of_layers(last - first), group, first)
+                store.add(objs, stored)
                 yield
         finally:
-            if beside is None:
-                for end in moved[-1:]:
-                    end.done.synchronize()
-        count = self._counter(STORE_CPU, bound, starts, ends)
-        if beside is not None:
-            beside.release((), moved, count)
-        else:
-            count(sum(one.seconds() for one in moved))
+            store.close()
+        store.finish()
         yield
         raise _ended("store", len(self.groups) + 1)
 
+    def _chunks(
+        self, starts: Sequence[int], ends: Sequence[int], request: TransferRequest
+    ) -> _RequestChunks:
+        cache = self._registration.register(request.kvcaches)
+        return _RequestChunks(cache, request, starts, ends, self._group_starts(cache, starts, ends))
 
-def _ended(what: str, steps: int) -> TransferError:
-    return TransferError(f"a {what} advanced beyond its end", f"{steps} steps")
+    def _begin_load(self, chunks: _RequestChunks) -> OverlappedLoad | SteppedLoad:
+        def finished(seconds: float) -> None:  # of the chunks that are left by then
+            cached = chunks.request.cached
+            self._count(LOAD_CPU, chunks.cache, chunks.starts, chunks.ends, cached, seconds)
+
+        if (in_flight := self._loads_in_flight) is not None:
+            return OverlappedLoad(in_flight, chunks.pipeline, finished)
+        return SteppedLoad(chunks.pipeline, chunks.cache.stager, finished)
+
+    def _begin_store(
+        self,
+        cache: RegisteredCache,
+        starts: Sequence[int],
+        ends: Sequence[int],
+        request: TransferRequest,
+    ) -> OverlappedStore | SteppedStore:
+        finished = functools.partial(self._count, STORE_CPU, cache, starts, ends, 0)
+        if (in_flight := self._stores_in_flight) is not None:
+            return OverlappedStore(in_flight, request.slots(starts, ends), finished)
+        return SteppedStore(finished)
+
+
+class _RequestChunks:
+    """The chunks of a request that is loaded, whose memory comes group by group.
+
+    Args:
+        cache: where they go; what follows runs behind what the engine has enqueued so far, since
+            blocks may have been freed by a step that is running.
+        request: whose chunks they are.
+        starts: first token of each chunk.
+        ends: token after the last of each chunk.
+        group_starts: first layer of each group of layers that is waited for at once.
+    """
+
+    def __init__(
+        self,
+        cache: RegisteredCache,
+        request: TransferRequest,
+        starts: Sequence[int],
+        ends: Sequence[int],
+        group_starts: Sequence[int],
+    ) -> None:
+        self.cache = cache
+        self.request = request
+        self.starts = starts
+        self.ends = ends
+        self._group_starts = group_starts
+        self._plan = cache.plan(starts, ends, request, loading=True)
+        cache.stager.follow_engine()
+        self.pipeline = LoadPipeline(cache.stager, request.slots(starts, ends))
+
+    @property
+    def count(self) -> int:
+        """Number of chunks that are still loaded."""
+        return len(self.starts)
+
+    def keep(self, count: int) -> torch.Tensor:
+        """Go on with the first `count` chunks; return the slots `[tokens]` from the next one on."""
+        slots = self.request.slot_mapping[self.starts[count] :]
+        self.starts, self.ends = self.starts[:count], self.ends[:count]
+        self._plan = self.cache.plan(self.starts, self.ends, self.request, loading=True)
+        return slots
+
+    def add(self, memory_objs: Sequence[MemoryObj], first: int, last: int) -> None:
+        """Give the pipeline the memory of layers `first` to `last - 1`.
+
+        Raises:
+            HostMemoryError: an object that does not fit its chunk.
+        """
+        objs = memory_objs[: self.count]
+        memory = self.cache.memory(objs, self.starts, self.ends, loading=True)
+        starts = [0, *(start - first for start in self._group_starts if first < start < last)]
+        self.pipeline.add(self._plan.of_layers(last - first, starts), memory, first)
+
+
+def _ended(transfer: str, steps: int) -> TransferError:
+    return TransferError(f"a {transfer} advanced beyond its end", f"{steps} steps")

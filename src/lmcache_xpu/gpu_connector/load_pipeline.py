@@ -1,4 +1,10 @@
-"""A load in the order of the layers: cut by cut, each waited for where the engine comes to it."""
+"""A load in the order of the layers, each group waited for where the engine comes to it.
+
+A load enqueues its first layer groups and returns. A load that began before its step enqueues as
+much as keeps the link busy until the next call, in launches of up to 256 MiB. Each group is
+enqueued behind the engine's stream, because freed blocks may still be read by a step that was
+enqueued before. Host memory is held until the copies are done.
+"""
 
 from __future__ import annotations
 
@@ -6,113 +12,120 @@ import bisect
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import torch
 
 from lmcache_xpu.metrics import LOAD_CPU
-from lmcache_xpu.transfer.plan import Plan
-from lmcache_xpu.transfer.staging import Moved, Stager
+from lmcache_xpu.transfer.direct import AddressTables
+from lmcache_xpu.transfer.plan import LayerGroup, Plan
+from lmcache_xpu.transfer.staging import Stager, TransferHandle
+from lmcache_xpu.transfer.tuning import Tuning
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
-SINGLE = 4  # cuts of one layer each, at the start beside much computing
-MOST_LAYERS = 2  # of a later one
-LEAST_LAYERS = 8  # of a cut that shrinks; smaller copies are slower
 
-AHEAD = 2  # cuts that are enqueued beyond the layer that the engine is at
+@dataclass(frozen=True, slots=True)
+class _HostMemory:
+    """The memory of some layers of a request's chunks.
 
-HEAD_CUTS = 2  # larger ones, of a load that begins before its step
+    Args:
+        chunks: bytes, flat, one tensor per chunk.
+        first_layer: the engine's layer that is the first one in them.
+        tables: their addresses, for kernels.
+    """
 
-# Cuts that are enqueued at once: the engine prepares its step meanwhile (8 ms were seen), and other
-# requests' loads are enqueued.
-FIRST = 2
-
-
-class _Cut(NamedTuple):
-    """Some layers of all chunks of a request: one of a plan's cuts."""
-
-    plan: Plan
-    memory: Sequence[torch.Tensor]
-    first_layer: int  # of the memory
-    number: int
+    chunks: Sequence[torch.Tensor]
+    first_layer: int
+    tables: AddressTables = field(default_factory=dict)
 
 
-class LayeredLoad:
-    """The load of one request, cut by cut in the order of the layers.
+class LoadPipeline:
+    """The load of one request, by layer groups in the order of the layers.
+
+    Calls only enqueue, and wait for nothing, unless host memory is not pinned. The load has failed
+    if `failed_behind` is not None: its transfers so far are done when that handle is, and no more
+    is enqueued.
 
     Args:
         stager: of the engine's KV cache.
-        slots: those of the loaded tokens, for a report.
+        slots: those of the loaded tokens, for a report; on the host.
     """
 
     def __init__(self, stager: Stager, slots: torch.Tensor) -> None:
         self.slots = slots
+        self.failed_behind: TransferHandle | None = None
         self._stager = stager
-        self._cuts: list[_Cut] = []
-        self._starts: list[int] = []  # first layer of each cut
-        self._moved: list[Moved] = []  # by cut
-        self._arrived = 0  # cuts
-        self._waited = 0  # cuts
-        self._head_start = 0  # cuts that were enqueued before the step
-        self._failed = False
+        self._groups: list[tuple[LayerGroup, _HostMemory]] = []
+        self._starts: list[int] = []  # first layer of each group, as the engine counts
+        self._handles: list[TransferHandle] = []  # by group, of those that were enqueued
+        self._arrived = 0  # groups
+        self._waited = 0  # groups
+        self._head_start = 0  # groups that were enqueued before the step
+
+    @property
+    def tuning(self) -> Tuning:
+        """The numbers that suit the device."""
+        return self._stager.tuning
 
     def add(self, plan: Plan, memory: Sequence[torch.Tensor], first_layer: int = 0) -> None:
-        """Layers behind those that were added before.
+        """Add layers behind those that were added before.
 
         Args:
             plan: of the request's chunks.
-            memory: one per chunk, in the plan's format.
-            first_layer: of the engine's, the first one in `memory`.
+            memory: bytes, flat, one tensor per chunk, in the plan's format.
+            first_layer: the engine's layer that is the first one in `memory`.
         """
-        for number, (start, _) in enumerate(plan.cuts):
-            self._cuts.append(_Cut(plan, memory, first_layer, number))
-            self._starts.append(first_layer + start)
+        host = _HostMemory(memory, first_layer)
+        for group in plan.groups:
+            self._groups.append((group, host))
+            self._starts.append(first_layer + group.layers.start)
 
     @contextmanager
     def enduring(self) -> Iterator[None]:
-        """An error in a step of the load ends the load, not the engine's step."""
+        """Let an error in a step of the load end the load, not the engine's step."""
         try:
             yield
         except Exception as error:
-            self._failed = True
-            self._moved.append(self._stager.fence())  # a part of a cut may be on its way
+            self.failed_behind = self._stager.fence()  # a part of a group may be on its way
             LOAD_CPU.failed(type(error).__name__)
             logger.exception("A load failed and is computed instead: %s", error)
 
     def start(self) -> None:
-        """Enqueue the first cuts."""
-        self._enqueue(FIRST)
+        """Enqueue the first groups."""
+        if self.failed_behind is None:
+            self._enqueue(self.tuning.first_groups)
 
     def go_on(self) -> int:
-        """Enqueue one more cut before the step that waits for it, and give its bytes.
+        """Enqueue one more group before the step that waits for it, and return its bytes.
 
         0 if none is left, or none that kernels load: the engine has its own few bytes to copy
         before it computes, and copies that are enqueued now would go before them.
         """
-        at = len(self._moved)
-        if self._failed or at == len(self._cuts):
+        count = len(self._handles)
+        if self.failed_behind is not None or count == len(self._groups):
             return 0
-        plan, memory, _, number = self._cuts[at]
-        if not self._stager.needs_no_copies(plan, memory, number):
+        group, host = self._groups[count]
+        if not self._stager.needs_no_copies(group.pieces, host.chunks, host.tables):
             return 0
-        self._enqueue(at + 1, alone=True)
-        self._head_start = at + 1
-        return self._bytes(at)
+        self._enqueue(count + 1, idle=True)
+        self._head_start = count + 1
+        return group.nbytes
 
     @property
     def enqueued(self) -> int:
-        """Cuts so far."""
-        return len(self._moved)
+        """Number of groups that were enqueued so far."""
+        return len(self._handles)
 
     def bytes_under_way(self) -> int:
-        """Those of the enqueued cuts that are not there yet."""
-        if self._failed:
+        """Return the bytes of enqueued groups that are not there yet."""
+        if self.failed_behind is not None:
             return 0
-        # In order: what was found once is not asked again.
-        while self._arrived < len(self._moved) and self._moved[self._arrived].done.reached():
+        # In order: a group that has arrived is not looked at again.
+        while self._arrived < len(self._handles) and self._handles[self._arrived].done.reached():
             self._arrived += 1
-        return sum(self._bytes(at) for at in range(self._arrived, len(self._moved)))
+        under_way = self._groups[self._arrived : len(self._handles)]
+        return sum(group.nbytes for group, _ in under_way)
 
     def let_engine_copy(self) -> None:
         """Order copies that follow after what the engine has enqueued; see `Stager`."""
@@ -120,90 +133,98 @@ class LayeredLoad:
 
     def before_layer(self, layer: int) -> None:
         """Let the current stream wait for a layer."""
-        if self._failed:
+        if self.failed_behind is not None:
             return
-        cuts = bisect.bisect_right(self._starts, layer)
-        if cuts > self._waited:
-            self._enqueue(cuts)
-            self._moved[cuts - 1].done.wait()
-            self._waited = cuts
+        count = bisect.bisect_right(self._starts, layer)
+        if count > self._waited:
+            self._enqueue(count)
+            self._handles[count - 1].done.wait()
+            self._waited = count
 
     def after_layer(self, layer: int) -> int:
-        """Enqueue what comes next, and give its bytes.
+        """Enqueue what comes next, and return its bytes.
 
         Only now, when the layer's own work is enqueued: drivers take about a thousand copies and
-        then let the caller wait. And one cut at most: a hundred copies take a millisecond to
+        then let the caller wait. And one group at most: a hundred copies take a millisecond to
         enqueue, and behind the first layer the device has no other work yet.
         """
-        at = len(self._moved)
-        ahead = bisect.bisect_right(self._starts, layer) + max(AHEAD, self._head_start)
-        if self._failed or at >= min(ahead, len(self._cuts)):
+        count = len(self._handles)
+        ahead = max(self.tuning.groups_ahead, self._head_start)
+        most = min(bisect.bisect_right(self._starts, layer) + ahead, len(self._groups))
+        if self.failed_behind is not None or count >= most:
             return 0
-        self._enqueue(at + 1)
-        return self._bytes(at)
+        self._enqueue(count + 1)
+        return self._groups[count][0].nbytes
 
     def before_all(self) -> None:
         """Enqueue what is left, and let the current stream wait for all that was enqueued."""
         for last in self._starts[-1:]:
             self.before_layer(last)
-        if self._failed:
-            self._moved[-1].done.wait()
+        if self.failed_behind is not None:
+            self.failed_behind.done.wait()
 
     def waited_for(self, layers: int | None = None) -> bool:
         """Whether the engine's stream waits for the first layers, or for all of them."""
-        cuts = len(self._starts) if layers is None else bisect.bisect_left(self._starts, layers)
-        return not self._failed and self._waited >= cuts
+        count = len(self._starts) if layers is None else bisect.bisect_left(self._starts, layers)
+        return self.failed_behind is None and self._waited >= count
 
     def __len__(self) -> int:
-        """Cuts that were added."""
-        return len(self._cuts)
+        """Number of groups that were added."""
+        return len(self._groups)
 
-    def synchronize(self, cuts: int) -> None:
-        """Wait for the first cuts, of those that were enqueued."""
-        for last in self._moved[:cuts][-1:]:
+    def synchronize(self, groups: int) -> None:
+        """Wait on this thread for the first groups, as far as they were enqueued."""
+        for last in self._handles[:groups][-1:]:
             last.done.synchronize()
 
-    def moved(self) -> list[Moved]:
-        """From the first copy to the last that was enqueued; nothing if none was."""
-        return [Moved(self._moved[0].begun, self._moved[-1].done)] if self._moved else []
+    def handles(self) -> list[TransferHandle]:
+        """Return a handle from the first copy to the last that was enqueued; none without one."""
+        handles = [*self._handles, *filter(None, [self.failed_behind])]
+        return [TransferHandle(handles[0].begun, handles[-1].done)] if handles else []
 
-    def _bytes(self, at: int) -> int:
-        plan, _, _, number = self._cuts[at]
-        return plan.cut_bytes(number)
+    def _enqueue(self, groups: int, *, idle: bool = False) -> None:
+        for number in range(len(self._handles), min(groups, len(self._groups))):
+            group, host = self._groups[number]
+            handle = self._stager.load(
+                group.pieces,
+                host.chunks,
+                host.first_layer,
+                tables=host.tables,
+                # What the engine computes in this step waits for the first group.
+                idle=idle or number == 0,
+            )
+            self._handles.append(handle)
 
-    def _enqueue(self, cuts: int, *, alone: bool = False) -> None:
-        for at in range(len(self._moved), min(cuts, len(self._cuts))):
-            plan, memory, first, number = self._cuts[at]
-            # What the engine computes in this step waits for the first cut.
-            idle = alone or at == 0
-            self._moved.append(self._stager.load(plan, memory, first, number, alone=idle))
 
+def group_starts(
+    layers: int, tuning: Tuning, *, much_to_compute: bool, early_layers: int = 0
+) -> list[int]:
+    """Return the first layer of each layer group of a load.
 
-def layer_cuts(layers: int, *, much_to_compute: bool, head: int = 0) -> list[int]:
-    """The first layer of each cut.
-
-    With much to compute beside the load, cuts of 1, 1, 1, 1, 2, 2, ..., 1, 1 layers: the first
+    With much to compute beside the load, groups of 1, 1, 1, 1, 2, 2, ..., 1, 1 layers: the first
     come early and are enqueued quickly, while the device has no other work yet, and each is there
     by the time that the ones before it have been computed, also where copying takes about as long
     as computing (larger ones make the engine wait).
-    With little to compute the copies are what takes time: each cut is three quarters of what is
+    With little to compute the copies are what takes time: each group is three quarters of what is
     left, so that most layers come in few large copies.
 
     Args:
         layers: of the engine.
+        tuning: of its device.
         much_to_compute: see above.
-        head: of a load that begins before its step: layers of the first two cuts, beside much.
+        early_layers: of each of the first groups where the load begins before its step and there is
+            much to compute; 0 for a load that begins with its step.
     """
     starts = [0]
-    while (at := starts[-1]) < layers:
-        left = layers - at
+    while (start := starts[-1]) < layers:
+        left = layers - start
         if not much_to_compute:
-            size = max(left - left // 4, min(left, LEAST_LAYERS))
-        elif head and len(starts) <= HEAD_CUTS:
-            size = min(head, left)
-        elif not head and len(starts) <= SINGLE:
+            size = max(left - left // 4, min(left, tuning.least_layers))
+        elif early_layers and len(starts) <= tuning.early_groups:
+            size = min(early_layers, left)
+        elif not early_layers and len(starts) <= tuning.single_layers:
             size = 1
         else:
-            size = min(MOST_LAYERS, max(1, left // 2))
-        starts.append(at + size)
+            size = min(tuning.most_layers, max(1, left // 2))
+        starts.append(start + size)
     return starts[:-1]

@@ -1,11 +1,11 @@
-"""A client of the OpenAI-style API that measures: times, tokens, and the server's cache hits."""
+"""A client of the OpenAI-style API that measures times, tokens, and the server's cache hits."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,7 +24,7 @@ class Answer:
     """One streamed answer.
 
     Args:
-        text: all of it.
+        text: the whole text.
         token_ids: its tokens; empty when the server doesn't send them.
         ttft_s: seconds from sending the request to the first chunk with text.
         total_s: seconds to the end of the stream.
@@ -47,9 +47,9 @@ class CacheCounts:
     Args:
         prompt: prompt tokens of finished prefills.
         prefix_queries: tokens looked up in the engine's own prefix cache.
-        prefix_hits: tokens found there.
+        prefix_hits: tokens that were there.
         external_queries: tokens then looked up in LMCache.
-        external_hits: tokens found there.
+        external_hits: tokens that were there.
     """
 
     prompt: int
@@ -78,7 +78,7 @@ class Client:
     """A connection to one server; use it as a context manager.
 
     Args:
-        url: of the server, without /v1.
+        url: the server's, without /v1.
         model: name to ask for; None asks the server for its first one.
         api_key: sent to /v1 when there is one.
         timeout_s: longest silence of the server, seconds.
@@ -129,7 +129,7 @@ class Client:
         ignore_eos: bool = True,
         seed: int = 0,
     ) -> Answer:
-        """The greedy answer to a conversation, exactly `max_tokens` long if `ignore_eos`."""
+        """Return the greedy answer to a conversation, exactly `max_tokens` long if `ignore_eos`."""
         body = {"messages": list(messages), **self._sampling(max_tokens, ignore_eos, seed)}
         return self._stream("/v1/chat/completions", body)
 
@@ -142,7 +142,7 @@ class Client:
         seed: int = 0,
         options: Mapping[str, Any] | None = None,
     ) -> Answer:
-        """The greedy continuation of a text or of token ids; `options` go into the request."""
+        """Return the greedy continuation of a text or of token ids; `options` join the request."""
         body = {
             "prompt": prompt if isinstance(prompt, str) else list(prompt),
             **self._sampling(max_tokens, ignore_eos, seed),
@@ -151,17 +151,17 @@ class Client:
         return self._stream("/v1/completions", body)
 
     def counts(self) -> CacheCounts:
-        """The server's cache counters, summed over its engines."""
+        """Return the server's cache counters, summed over its engines."""
         totals = dict.fromkeys(_SAMPLES.values(), 0.0)
-        seen = set()
+        present = set()
         for family in text_string_to_metric_families(self._get("/metrics").text):
             for sample in family.samples:
                 if name := _SAMPLES.get(sample.name):
                     totals[name] += sample.value
-                    seen.add(sample.name)
-        if missing := sorted(_SAMPLES.keys() - seen):
+                    present.add(sample.name)
+        if absent := sorted(_SAMPLES.keys() - present):
             raise EngineError(
-                f"no {', '.join(missing)} on {self._http.base_url}/metrics",
+                f"no {', '.join(absent)} on {self._http.base_url}/metrics",
                 "the metrics of a vLLM server",
                 "Start it without --disable-log-stats.",
             )
@@ -186,12 +186,8 @@ class Client:
             raise self._failure(f"{type(error).__name__} ({error})") from error
 
     def _stream(self, path: str, body: dict[str, Any]) -> Answer:
-        text: list[str] = []
-        token_ids: list[int] = []
-        usage: dict[str, Any] = {}
-        ttft_s: float | None = None
-        ended = False
         begin = time.perf_counter()
+        stream = _Stream(begin)
         try:
             with self._http.stream("POST", path, json=body) as response:
                 if response.is_error:
@@ -199,44 +195,69 @@ class Client:
                     raise self._failure(f"HTTP {response.status_code}: {refusal[:500]}")
                 for data in sse_data(response.iter_bytes()):
                     now = time.perf_counter()
-                    if ended := data == "[DONE]":
+                    if data == "[DONE]":
+                        stream.ended = True
                         break
                     event = json.loads(data)
                     if "error" in event:
                         raise self._failure(f"an error in the stream: {event['error']}")
-                    usage = event.get("usage") or usage
-                    for choice in event["choices"]:
-                        # The chunk that only names the role is no token.
-                        if piece := _text(choice):
-                            ttft_s = now - begin if ttft_s is None else ttft_s
-                            text.append(piece)
-                        token_ids += choice.get("token_ids") or []
+                    stream.add(event, now)
         except (httpx.HTTPError, json.JSONDecodeError) as error:
             raise self._failure(f"{type(error).__name__} ({error})") from error
         total_s = time.perf_counter() - begin
-        if ttft_s is None or not (ended and usage):
-            lacks = {"an end": not ended, "text": ttft_s is None, "usage": not usage}
-            missing = " and ".join(name for name, lacking in lacks.items() if lacking)
-            raise self._failure(f"a stream without {missing}")
+        if stream.ttft_s is None or not (stream.ended and stream.usage):
+            raise self._failure(f"a stream without {stream.gaps}")
         return Answer(
-            text="".join(text),
-            token_ids=tuple(token_ids),
-            ttft_s=ttft_s,
+            text="".join(stream.text),
+            token_ids=tuple(stream.token_ids),
+            ttft_s=stream.ttft_s,
             total_s=total_s,
-            prompt_tokens=usage["prompt_tokens"],
-            completion_tokens=usage["completion_tokens"],
+            prompt_tokens=stream.usage["prompt_tokens"],
+            completion_tokens=stream.usage["completion_tokens"],
         )
 
-    def _failure(self, found: str) -> EngineError:
+    def _failure(self, event: str) -> EngineError:
         return EngineError(
-            f"{found} from {self._http.base_url}",
+            f"{event} from {self._http.base_url}",
             "a whole answer",
             "The server's log has the cause.",
         )
 
 
+@dataclass(slots=True)
+class _Stream:
+    """An answer while it comes in.
+
+    Args:
+        begin: the time of sending the request, as `time.perf_counter` has it.
+    """
+
+    begin: float
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    usage: dict[str, Any] = field(default_factory=dict)
+    ttft_s: float | None = None
+    ended: bool = False
+
+    def add(self, event: dict[str, Any], now: float) -> None:
+        """Take in an event that came at this time."""
+        self.usage = event.get("usage") or self.usage
+        for choice in event["choices"]:
+            # The chunk that only names the role is no token.
+            if piece := _text(choice):
+                self.ttft_s = now - self.begin if self.ttft_s is None else self.ttft_s
+                self.text.append(piece)
+            self.token_ids += choice.get("token_ids") or []
+
+    @property
+    def gaps(self) -> str:
+        """The parts of a whole answer that did not come."""
+        parts = {"an end": self.ended, "text": self.ttft_s is not None, "usage": bool(self.usage)}
+        return " and ".join(part for part, has_come in parts.items() if not has_come)
+
+
 def _text(choice: Mapping[str, Any]) -> str:
-    """The text of one chunk; a reasoning model's thoughts are tokens, too."""
+    """Return the text of one chunk; a reasoning model's thoughts are tokens, too."""
     if "text" in choice:
         return str(choice["text"])
     delta = choice["delta"]
@@ -245,7 +266,7 @@ def _text(choice: Mapping[str, Any]) -> str:
 
 
 def sse_data(chunks: Iterable[bytes]) -> Iterator[str]:
-    r"""The data of each server-sent event, whatever way the network cut the bytes.
+    r"""Yield the data of each server-sent event, whatever way the network cut the bytes.
 
     Not httpx's iter_lines: it also splits where a text has U+2028 or \x85, and JSON may.
     """

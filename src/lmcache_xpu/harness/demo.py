@@ -62,8 +62,8 @@ class Row:
     Args:
         source: where the KV cache of most of the prompt came from.
         ttft_s: seconds to the first token, of each request.
-        prompt_tokens: of all requests together, as the server counted.
-        hit_tokens: of these, found where `source` says, as the server counted.
+        prompt_tokens: tokens of all prompts, as the server counted.
+        hit_tokens: those that were where `source` says, as the server counted.
     """
 
     source: str
@@ -73,7 +73,7 @@ class Row:
 
     @property
     def hit_rate(self) -> float:
-        """Part of the prompt tokens that was found."""
+        """Share of the prompt tokens that were there."""
         return self.hit_tokens / self.prompt_tokens
 
     @property
@@ -83,7 +83,7 @@ class Row:
 
 
 class _Conversations:
-    """What all users have said and heard so far."""
+    """The conversations of all users so far."""
 
     def __init__(self, client_count: int) -> None:
         text = corpus()
@@ -91,7 +91,7 @@ class _Conversations:
         self._answers: list[dict[int, Answer]] = [{} for _ in range(client_count)]
 
     def ask(self, client: Client, user: int, turn: int) -> tuple[Answer, CacheCounts]:
-        """Put a user's question number `turn`, after those before it; what it cost, too."""
+        """Put a user's question number `turn` after the earlier ones; returns its cost, too."""
         messages: list[Message] = [{"role": "system", "content": self._texts[user]}]
         for earlier in range(turn):
             messages.append({"role": "user", "content": QUESTIONS[earlier]})
@@ -103,7 +103,7 @@ class _Conversations:
         return answer, client.counts() - before
 
     def same_as_before(self, client: Client, turn: int) -> int:
-        """Put a question again; how many users hear the same, said from LMCache's tiers."""
+        """Put a question again; counts users who get the same answer, from LMCache's tiers."""
         same = 0
         for user, answers in enumerate(self._answers):
             answer, counts = self.ask(client, user, turn)
@@ -119,13 +119,13 @@ class _Narrator:
         self._begin = time.monotonic()
 
     @contextmanager
-    def doing(self, what: str) -> Iterator[Callable[[float], None]]:
-        """Around one step; call what it gives with the seconds so far."""
+    def doing(self, step: str) -> Iterator[Callable[[float], None]]:
+        """Show one step while it lasts; the function it yields takes the seconds so far."""
         if not self._console.is_terminal:
-            self._console.print(f"{what} ...")
-        with self._console.status(f"{what} ...") as status:
-            yield lambda seconds: status.update(f"{what} ... {seconds:.0f} s")
-        self._console.print(f"[dim]{time.monotonic() - self._begin:4.0f} s[/dim]  {what}: done")
+            self._console.print(f"{step} ...")
+        with self._console.status(f"{step} ...") as status:
+            yield lambda seconds: status.update(f"{step} ... {seconds:.0f} s")
+        self._console.print(f"[dim]{time.monotonic() - self._begin:4.0f} s[/dim]  {step}: done")
 
 
 def tell(json_file: Path | None, *, work: Path, port: int | None = None) -> list[Row]:
@@ -134,7 +134,7 @@ def tell(json_file: Path | None, *, work: Path, port: int | None = None) -> list
     Args:
         json_file: write the figures there, too.
         work: directory for the model (kept), the logs (kept) and the disk tier (removed).
-        port: of the engine on the loopback interface; None takes a free one.
+        port: the engine's, on the loopback interface; None takes a free one.
 
     Raises:
         SettingsError: no space, or the port is taken.
@@ -202,8 +202,8 @@ def _settings(model: Path, disk: Path, port: int) -> Settings:
 @contextmanager
 def _engine(settings: Settings, log: Path, narrator: _Narrator) -> Iterator[Client]:
     with ExitStack() as stack:
-        with narrator.doing(f"starting vLLM with LMCache (log: {log})") as said:
-            engine = stack.enter_context(EngineProcess(settings, log, on_wait=said))
+        with narrator.doing(f"starting vLLM with LMCache (log: {log})") as progress:
+            engine = stack.enter_context(EngineProcess(settings, log, on_wait=progress))
             client = stack.enter_context(Client(engine.url, model="demo"))
             # The first request also pays for what is set up on first use; it is nobody's.
             client.complete(corpus()[-TEXT_CHARACTERS:], max_tokens=2)
@@ -227,13 +227,13 @@ def _round(client: Client, talk: _Conversations, source: str) -> Row:
 
 
 def _row(
-    source: str, asked: list[tuple[Answer, CacheCounts]], hits: Callable[[CacheCounts], int]
+    source: str, answers: list[tuple[Answer, CacheCounts]], hits: Callable[[CacheCounts], int]
 ) -> Row:
     return Row(
         source=source,
-        ttft_s=tuple(answer.ttft_s for answer, _ in asked),
-        prompt_tokens=sum(counts.prompt for _, counts in asked),
-        hit_tokens=sum(hits(counts) for _, counts in asked),
+        ttft_s=tuple(answer.ttft_s for answer, _ in answers),
+        prompt_tokens=sum(counts.prompt for _, counts in answers),
+        hit_tokens=sum(hits(counts) for _, counts in answers),
     )
 
 

@@ -25,7 +25,7 @@ from lmcache_xpu.launch.settings import Settings
 
 __all__ = ["EngineProcess", "free_port"]
 
-LOG_LINES = 15  # of the log in an error
+LOG_LINES = 15  # of the log, in an error
 POLL_S = 0.2
 KILL_S = 10.0  # that a killed process may take to go
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -80,7 +80,7 @@ class EngineProcess:
 
     @property
     def url(self) -> str:
-        """Where the server answers, without a slash at the end."""
+        """The server's address, without a slash at the end."""
         host = self.settings.host
         return f"http://{f'[{host}]' if ':' in host else host}:{self.settings.port}"
 
@@ -122,12 +122,12 @@ class EngineProcess:
         try:
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
-            if not _gone(process, self._stop_s):
+            if not _ended(process, self._stop_s):
                 _signal_group(group, signal.SIGTERM)
-                _gone(process, KILL_S / 2)
+                _ended(process, KILL_S / 2)
         finally:  # a second Ctrl-C shortens the wait, not the result
             _signal_group(group, signal.SIGKILL)
-            _gone(process, KILL_S)
+            _ended(process, KILL_S)
             if self._metrics is not None:
                 shutil.rmtree(self._metrics, ignore_errors=True)
 
@@ -167,17 +167,17 @@ class EngineProcess:
                     self._on_wait(waited)
                 time.sleep(POLL_S)
 
-    def _failure(self, found: str) -> EngineError:
+    def _failure(self, event: str) -> EngineError:
         lines = self.log.read_text(errors="replace").splitlines()
         tail = lines[-LOG_LINES:]
         # The engine's first error is its cause; what follows tells that it did not start.
         if cause := next((line for line in lines if _ERROR_LINE.match(line)), None):
             tail = [cause, "...", *tail] if cause not in tail else tail
-        return EngineError(found, "an engine that answers", "\n".join([f"{self.log} has:", *tail]))
+        return EngineError(event, "an engine that answers", "\n".join([f"{self.log} has:", *tail]))
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nothing listens on now."""
+    """Return a port that nothing listens on now."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
@@ -190,7 +190,7 @@ def _signal_group(group: int, number: signal.Signals) -> None:
             os.killpg(group, number)
 
 
-def _gone(process: subprocess.Popen[bytes], seconds: float) -> bool:
+def _ended(process: subprocess.Popen[bytes], seconds: float) -> bool:
     """Wait until no process of the group runs; False when some still do after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
@@ -203,7 +203,7 @@ def _gone(process: subprocess.Popen[bytes], seconds: float) -> bool:
 
 
 def _running(group: int) -> Iterator[int]:
-    """The group's processes that are not zombies.
+    """Yield the group's processes that are not zombies.
 
     Zombies count for killpg, and orphans stay ones for good in a container whose first process
     collects none; so it can't say whether the group is gone.

@@ -34,7 +34,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """What a model is made from; equal specs give equal files.
+    """The description that a model is made from; equal descriptions give equal files.
 
     Args:
         name: a word for people; part of the directory's name.
@@ -48,7 +48,7 @@ class ModelSpec:
         positions: longest sequence, in tokens.
         dtype: a torch dtype's name.
         qk_gain: spread of queries and keys; 1 is the usual one.
-        seed: of the weights.
+        seed: the weights' seed.
     """
 
     name: str
@@ -95,7 +95,7 @@ EXACT = ModelSpec(
 
 
 def make_model(spec: ModelSpec, parent: Path) -> Path:
-    """The model's directory under `parent`; made if it isn't there.
+    """Return the model's directory under `parent`; makes it if it isn't there.
 
     It is a complete Hugging Face directory (configuration, weights, tokenizer, chat template)
     and appears at once or not at all, also with several makers at work.
@@ -128,14 +128,14 @@ def make_model(spec: ModelSpec, parent: Path) -> Path:
 
 
 def corpus() -> str:
-    """English text that every CPython carries."""
+    """Return English text that every CPython carries."""
     from pydoc_data.topics import topics
 
     return "\n".join(text for _, text in sorted(topics.items()))
 
 
 def llama_config(spec: ModelSpec) -> dict[str, Any]:
-    """The content of a Llama's `config.json`."""
+    """Return the content of a Llama's `config.json`."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -191,7 +191,7 @@ def _write_tokenizer(spec: ModelSpec, text: str, directory: Path) -> list[int]:
     return [
         token
         for token in range(tokenizer.get_vocab_size())
-        if not (said := tokenizer.decode([token])) or "\ufffd" in said
+        if not (piece := tokenizer.decode([token])) or "\ufffd" in piece
     ]
 
 

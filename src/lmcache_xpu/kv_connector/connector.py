@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-    from lmcache_xpu.gpu_connector.in_flight import Overlap
+    from lmcache_xpu.gpu_connector.in_flight import InFlight
 
 logger = init_logger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
@@ -102,7 +102,7 @@ class LMCacheXPUConnector(ReportingConnector):
 
         self._served = current_platform.device_type in patches.served_devices()
         self._facts: EngineFacts | None = None
-        self._overlap: Overlap | None = None
+        self._overlap: InFlight | None = None
         self._layers: dict[str, int] = {}
         self._loaded_layers: set[str] = set()  # that the engine came to in this step
         self._stored_layers: set[str] = set()  # that it is done with
@@ -422,13 +422,13 @@ class LMCacheXPUConnector(ReportingConnector):
         """Let transfers run beside the engine, as far as the settings allow it."""
         from lmcache.integration.vllm.utils import calculate_draft_layers
 
-        from lmcache_xpu.gpu_connector.in_flight import Overlap
+        from lmcache_xpu.gpu_connector.in_flight import InFlight
 
         assert self._facts is not None
         extra = self._config.extra_config or {}
         loads, stores = (bool(extra.get(f"xpu.overlap_{way}", True)) for way in ("load", "store"))
         self._layers = {name: number for number, name in enumerate(kv_caches)}
-        self._overlap = engine.gpu_connector.overlap = Overlap(
+        self._overlap = engine.gpu_connector.overlap = InFlight(
             block_tokens=self._facts.block_size,
             # vLLM makes the layers in the order in which it computes them, a drafter's last.
             model_layers=len(kv_caches) - calculate_draft_layers(self._vllm_config),

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import math
 import operator
 import os
 import sys
@@ -29,11 +28,10 @@ from lmcache_xpu import versions
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.kv_connector import garbage
 from lmcache_xpu.kv_connector.failed_loads import beginning_anew
-from lmcache_xpu.transfer.plan import layers_of
 
 if TYPE_CHECKING:
     from lmcache_xpu.cache_engine.kv_cache_facts import EngineFacts
-    from lmcache_xpu.gpu_connector.in_flight import Overlap
+    from lmcache_xpu.gpu_connector.in_flight import InFlight
 
 STANDARD = "lmcache_xpu.gpu_connector.standard.VLLMPagedMemXPUConnectorV2"
 LAYERWISE = "lmcache_xpu.gpu_connector.layerwise.VLLMPagedMemLayerwiseXPUConnector"
@@ -91,12 +89,12 @@ def _create_connector(original: Callable[..., Any]) -> Callable[..., Any]:
         layers, planes, chunk_size, _, _ = metadata.kv_shape
         metadata.kv_shape = (layers, planes, chunk_size, facts.heads, facts.head_size)
         metadata.model_name += facts.namespace  # the part of every key that we may extend
-        connector = _resolve(LAYERWISE if config.use_layerwise else STANDARD).from_metadata(
+        connector = _resolve(LAYERWISE if config.use_layerwise else STANDARD).from_lmcache(
+            config,
             metadata,
             device=facts.device_type,
             layout_hints=layout_hints,
             opaque_blocks=facts.opaque_blocks,
-            **_options(config, metadata),
         )
         if not config.use_layerwise and planes > 1 and not facts.opaque_blocks:
             metadata.model_name += ".layers"  # bytes in another order than LMCache's format says
@@ -110,19 +108,7 @@ def _create_connector(original: Callable[..., Any]) -> Callable[..., Any]:
     return create
 
 
-def _options(config: Any, metadata: Any) -> dict[str, Any]:
-    """How to move: what the settings say, or else what suits the size of a chunk."""
-    _, *layer = metadata.kv_shape
-    layers = config.get_extra_config_value("xpu.layers_at_once", None)
-    if layers is None:
-        layers = layers_of(math.prod(layer) * metadata.kv_dtype.itemsize)
-    found: dict[str, Any] = {"layers_at_once": int(layers), "layer_major": True}
-    if (mib := config.get_extra_config_value("xpu.staging_mib", None)) is not None:
-        found["staging_bytes"] = int(mib) * 2**20
-    return found
-
-
-def publish_when_complete(manager: Any, overlap: Overlap) -> None:
+def publish_when_complete(manager: Any, overlap: InFlight) -> None:
     """Let LMCache's storage manager take over stored chunks only when they are complete.
 
     LMCache publishes as soon as the connector returns; its tiers would read what is being written.

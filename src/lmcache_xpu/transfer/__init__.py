@@ -1,1 +1,1 @@
-"""Bytes between vLLM's paged KV cache and host memory; knows torch and Triton alone."""
+"""Bytes between vLLM's paged KV cache and host memory; knows torch and Triton only."""

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -23,8 +22,6 @@ from lmcache_xpu.transfer.addresses import address_table
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
-KERNELS_READ_HOST_VARIABLE = "LMCACHE_XPU_KERNELS_READ_HOST"
-
 _NO_STREAM = nullcontext()
 
 
@@ -33,7 +30,7 @@ class Event:
 
     Args:
         device: of the stream.
-        timed: `seconds_until` will be asked.
+        timed: `seconds_until` will be called.
     """
 
     def __init__(self, device: torch.device, *, timed: bool = False) -> None:
@@ -42,28 +39,28 @@ class Event:
         self._at = 0.0
 
     def record(self, stream: SideStream | None = None) -> None:
-        """Put it at the end of a stream; of the current one if none is given."""
+        """Put the event at the end of a stream; of the current one if `stream` is None."""
         if self._event is not None:
             self._event.record(None if stream is None else stream.handle)
         else:
             self._at = time.perf_counter()
 
     def wait(self, stream: SideStream | None = None) -> None:
-        """Let a stream wait for it, or the current one. Does not wait itself."""
+        """Let a stream wait for the event, or the current one; this thread does not wait."""
         if self._event is not None:
             self._event.wait(None if stream is None else stream.handle)
 
     def synchronize(self) -> None:
-        """Wait for it."""
+        """Wait on this thread until the device has reached the event."""
         if self._event is not None:
             self._event.synchronize()
 
     def reached(self) -> bool:
-        """Whether the device has come by it."""
+        """Whether the device has reached the event."""
         return self._event is None or self._event.query()
 
     def seconds_until(self, later: Event) -> float:
-        """From this one to a later one, both timed and reached."""
+        """Return the time from this event to a later one, both timed and reached."""
         if self._event is None or later._event is None:
             return later._at - self._at
         return self._event.elapsed_time(later._event) / 1e3
@@ -102,12 +99,14 @@ class SideStream:
 
 
 def is_host(device: torch.device) -> bool:
-    """Whether engine memory and LMCache's host memory are the same memory."""
+    """Whether the engine's memory and LMCache's host memory are the same memory."""
     return device.type == "cpu"
 
 
 def register_host(address: int, size: int, device: torch.device) -> bool:
-    """Pin memory that is allocated already, `size` bytes at `address`; whether that worked.
+    """Pin memory that is allocated already, `size` bytes at `address`.
+
+    Returns whether that worked.
 
     The drivers have no common call for it: CUDA's is in its runtime, XPU's comes with vLLM. Without
     it copies go by way of pinned memory, so no error in it ends the engine.
@@ -126,9 +125,9 @@ def _cuda_register(address: int, size: int) -> bool:
 
 
 def _xpu_register(address: int, size: int) -> bool:
-    """By vllm-xpu-kernels' operation, of which there are two.
+    """Pin memory by vllm-xpu-kernels' operation, of which there are two.
 
-    That of 0.1.15 and 0.1.16 takes a number. The one after them (csrc/utils/host_register.cpp)
+    The operation of 0.1.15 and 0.1.16 takes a number. The next one (csrc/utils/host_register.cpp)
     takes a tensor of one uint64, because a number of torch's is signed.
     """
     register = getattr(torch.ops._C, "xpu_host_register", None)
@@ -140,39 +139,20 @@ def _xpu_register(address: int, size: int) -> bool:
 
 
 def most_pinned(device: torch.device) -> int | None:
-    """Bytes of the largest pinned allocation to ask for at once; None where nothing limits it.
+    """Return the bytes of the largest pinned allocation to ask for; None where nothing limits it.
 
-    On XPU PyTorch and the driver do (see `pinned`). For CUDA LMCache asks the driver itself, which
-    neither rounds nor limits, and the host pins nothing.
+    On XPU PyTorch and the driver do (see `pool_memory`). For CUDA LMCache asks the driver itself,
+    which neither rounds nor limits, and the host pins nothing.
     """
     if device.type != "xpu":
         return None
     return pool_memory.limit(torch.xpu.get_device_properties(device).total_memory)
 
 
-def kernels_may_reach_host(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether it may be tried that a kernel reads and writes pinned host memory.
-
-    Everywhere, XPU included: there vLLM's own model runner lets kernels read it in each step
-    (vllm/v1/worker/gpu/buffer_utils.py). A try that goes wrong may cost the device, and then the
-    variable says not to.
-    """
-    return environment.get(KERNELS_READ_HOST_VARIABLE, "") != "0"
-
-
-def kernels_reach_registered(device: torch.device) -> bool:
-    """Whether that holds for memory that `register_host` has pinned, too.
-
-    CUDA maps it into the device's address space. XPU's call prepares it for copies alone (SYCL's
-    `prepare_for_device_copy`): kernels may address what was allocated pinned, and nothing else.
-    """
-    return device.type != "xpu"
-
-
 def batched_copy(
     device: torch.device,
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None:
-    """vLLM's operation that enqueues many copies at once, where there is one that helps.
+    """Return vLLM's operation that enqueues many copies at once; None where it does not help.
 
     It takes sources, targets (addresses) and sizes in bytes, `[n]` int64 on the host each, and
     enqueues in the current stream. On CUDA the driver takes them as one: measured on an H200, 1 MiB

@@ -7,25 +7,21 @@ and never looks at what they mean. It is the oracle of faster kernels.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
 from lmcache_xpu.transfer.paged_view import PagedView
 from lmcache_xpu.transfer.slots import Rows
-
-# Rows of this many bytes are copied one by one. torch splits such a copy among its threads, while
-# its index operations move a few large rows in one thread, and twice. Measured on two cores with
-# blocks of 512 KiB: 0.45 of a plain copy's speed by index, 0.75 one by one.
-LARGE = 64 * 1024
+from lmcache_xpu.transfer.tuning import tuning_of
 
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 class Transfer(Protocol):
-    """What a transfer does; `TorchTransfer` says how its arguments look."""
+    """Copies between a view and contiguous memory; `TorchTransfer` says how arguments look."""
 
     def gather(self, rows: Rows, out: torch.Tensor, first_layer: int = 0) -> None:
         """Copy mapped rows of the view into `out`."""
@@ -33,32 +29,8 @@ class Transfer(Protocol):
     def scatter(self, rows: Rows, source: torch.Tensor, first_layer: int = 0) -> None:
         """Copy mapped rows of `source` into the view."""
 
-    def warm_up(self) -> bool:
-        """Make ready what the first calls would wait for; the view's contents stay.
-
-        Returns:
-            Whether a `DirectTransfer` reaches host memory on this device.
-        """
-
-
-@runtime_checkable
-class DirectTransfer(Transfer, Protocol):
-    """A transfer that reaches host memory from the device; see `TritonTransfer`."""
-
-    def aligned(self, addresses: Sequence[int]) -> bool:
-        """Whether `move_chunks` can use these addresses."""
-
-    def move_chunks(
-        self,
-        rows: Rows,
-        table: torch.Tensor,
-        form: torch.Tensor,
-        first_layer: int,
-        *,
-        gather: bool,
-        offset: int = 0,
-    ) -> None:
-        """Gather into, or scatter from, host memory without staging."""
+    def warm_up(self) -> None:
+        """Make ready what the first calls would wait for; the view's contents stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +47,12 @@ class TorchTransfer:
     rows: int  # rows per block
     block_step: int  # units from one block to the next
     row_step: int  # units from one row to the next
-    large: bool  # a row is one unit of at least `LARGE` bytes
+    large: bool  # a row is one unit of at least `large_row_bytes`
     wide: bool  # units can be written 16 bytes at a time
 
     @classmethod
     def of(cls, view: PagedView) -> TorchTransfer:
-        """Prepare the transfer of a view; holds no memory but an index per row."""
+        """Prepare the transfer of a view; it holds no memory but an index per row."""
         blocks, rows, heads, dim = view.shape
         block, row, head, _ = view.strides
         merged = heads == 1 or head == dim  # the heads of a row lie side by side
@@ -91,16 +63,18 @@ class TorchTransfer:
         if not merged:
             places = (torch.arange(heads)[:, None] * head + places).flatten()
         reach = (blocks - 1) * block + (rows - 1) * row + (heads - 1) * head + dim
-        large = unit == heads * dim and unit * view.dtype.itemsize >= LARGE
+        row_bytes = unit * view.dtype.itemsize
+        large_bytes = tuning_of(view.device.type).large_row_bytes
+        large = unit == heads * dim and row_bytes >= large_bytes
         windows = tuple(
             tuple(_window(plane, reach, unit, bytewise=large) for plane in layer)
             for layer in view.tensors
         )
-        every = [window for layer in windows for window in layer]
+        flat = [window for layer in windows for window in layer]
         # Only moved, never computed with: 1.3 times as fast as int64 on CPU.
         wide = all(
             w.dtype == torch.int64 and w.shape[1] % 2 == 0 and w.storage_offset() % 2 == 0
-            for w in every
+            for w in flat
         )
         return cls(
             windows=windows,
@@ -159,14 +133,13 @@ class TorchTransfer:
                 window, values = window.view(torch.complex128), values.view(torch.complex128)
             window.index_put_((index,), values)
 
-    def warm_up(self) -> bool:
-        """Nothing: torch's operations are compiled."""
-        return False
+    def warm_up(self) -> None:
+        """Do nothing: torch's operations are compiled."""
 
     def _single(
         self, rows: Rows, index: torch.Tensor, chunk: torch.Tensor, first_layer: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each unit of the view with its row of the chunk; a large row is one unit."""
+        """Yield each unit of the view with its row of the chunk; a large row is one unit."""
         units = index.tolist()
         places = range(rows.total) if rows.host is None else rows.host.tolist()
         for window, part in self._pairs(chunk, first_layer):
@@ -177,7 +150,7 @@ class TorchTransfer:
     def _pairs(
         self, chunk: torch.Tensor, first_layer: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each plane's window with its part of the chunks, `[chunks, rows, words of a row]`."""
+        """Yield each plane's window with its part of the chunks, `[chunks, rows, words]`."""
         for layer in range(chunk.shape[2]):
             for plane, window in enumerate(self.windows[first_layer + layer]):
                 yield window, chunk[:, plane, layer].view(window.dtype)
@@ -189,16 +162,16 @@ class TorchTransfer:
 
 
 def _places(rows: torch.Tensor, chunks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of several chunks as chunk and row."""
+    """Return rows of several chunks as numbers of the chunk and of the row in it."""
     size = max(1, chunks.shape[1])
     return rows.div(size, rounding_mode="floor"), rows % size
 
 
 def _window(plane: torch.Tensor, reach: int, unit: int, *, bytewise: bool) -> torch.Tensor:
-    """The plane's memory as `[units, unit]` integers, without a copy.
+    """Return the plane's memory as `[units, unit]` integers, without a copy.
 
-    As wide as alignment allows; bytes where torch's threads should share one unit, because they
-    count elements.
+    They are as wide as alignment allows, or bytes where torch's threads should share one unit,
+    because they count elements.
     """
     size = plane.element_size()
     start = plane.storage_offset() * size

@@ -7,7 +7,6 @@ no hints of a vendor.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,29 +16,12 @@ import triton
 import triton.language as tl
 
 from lmcache_xpu.transfer.addresses import address_table
-from lmcache_xpu.transfer.devices import (
-    KERNELS_READ_HOST_VARIABLE,
-    Event,
-    is_host,
-    kernels_may_reach_host,
-)
 from lmcache_xpu.transfer.paged_view import PagedView
 from lmcache_xpu.transfer.slots import Rows
-
-logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
+from lmcache_xpu.transfer.tuning import tuning_of
 
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 _WARM_ROWS = 16  # so that strides are as divisible as those of whole chunks
-# Words that one program moves at once. Measured on an H200, 32 MiB of an 8B shape: 22 microseconds,
-# with 2048 words 25, with 4096 34; a plain copy on the device takes 19.
-_TILE = 1024
-
-# Programs that share a direct move. On an H200 16 of them reach 47 GB/s, 32 the 50 that the link
-# gives to a kernel. A full grid would take the device from the engine: matrix products beside it
-# took 1.9 times as long, with 32 programs 1.14 times. What is staged moves at the speed of the
-# device's memory, and there the full grid takes least from the engine: four later turns at once
-# computed 140 ms without a load, 146 beside scatters with it, 151 with 64 programs, 189 with 16.
-_DIRECT_PROGRAMS = 32
 
 
 # Triton compiles a kernel anew for integers that 16 divides, for 1, and for pointers that are less
@@ -52,7 +34,7 @@ def _paged_copy(
     plane_ptr,  # [layers * planes] addresses of the first word of each layer's plane
     row_ptr,  # [rows] rows of the paged view
     host_row_ptr,  # [rows] rows of the chunk; read only with SPARSE
-    chunk_ptr,  # [chunks, planes, layers, rows, words]; with TABLE its type alone counts
+    chunk_ptr,  # [chunks, planes, layers, rows, words]; with TABLE only its type counts
     table_ptr,  # [chunks] addresses of chunks, read only with TABLE
     num_rows,
     num_planes,  # of all layers of the chunk
@@ -67,7 +49,7 @@ def _paged_copy(
     rows_per_chunk,
     table_offset,  # words from each of the table's addresses to where the chunk begins
     PLANES: tl.constexpr,
-    RUN: tl.constexpr,  # words that lie side by side: a head, or a whole row
+    HEAD: tl.constexpr,  # words that lie side by side: a head, or a whole row
     ROW: tl.constexpr,  # words of a row
     ROWS_TILE: tl.constexpr,
     WORDS_TILE: tl.constexpr,
@@ -75,7 +57,7 @@ def _paged_copy(
     SPARSE: tl.constexpr,
     TABLE: tl.constexpr,  # each chunk is where the table says
 ):
-    """chunk[r // R, p, l, r % R, w] <-> view[l][p, block, row, w // RUN, w % RUN], r a host row."""
+    """chunk[r // R, p, l, r % R, w] <-> view[l][p, block, row, w // H, w % H], r a host row."""
     row_tiles = (num_rows + ROWS_TILE - 1) // ROWS_TILE
     word_tiles: tl.constexpr = (ROW + WORDS_TILE - 1) // WORDS_TILE
     for tile in range(tl.program_id(0), row_tiles * word_tiles * num_planes, tl.num_programs(0)):
@@ -90,7 +72,7 @@ def _paged_copy(
         row = tl.load(row_ptr + i, mask=i < num_rows, other=0)  # int64: may pass 2^31 words
         block = row // rows_per_block
         place = block * block_stride + (row - block * rows_per_block) * row_stride
-        inside = (w // RUN).to(tl.int64) * head_stride + w % RUN
+        inside = (w // HEAD).to(tl.int64) * head_stride + w % HEAD
         base = tl.load(plane_ptr + layer * PLANES + plane).to(chunk_ptr.dtype)
         engine = base + place[:, None] + inside[None, :]
 
@@ -118,34 +100,37 @@ class TritonTransfer:
     planes: int
     rows: int  # rows per block
     strides: tuple[int, int, int]  # of block, row and head, in words
-    run: int
-    row: int
+    head: int  # words that lie side by side: a head, or a whole row
+    row: int  # words of a row
     tile: tuple[int, int]  # rows and words that one program moves at once
+    direct_programs: int  # that share a launch which reaches host memory
 
     @classmethod
     def of(cls, view: PagedView) -> TritonTransfer:
-        """Prepare the transfer of a view; holds an address per layer and plane."""
+        """Prepare the transfer of a view; it holds an address per layer and plane."""
         _, rows, heads, dim = view.shape
         # The stride of a dimension of size 1 is never used, and may be anything.
         extents = zip(view.strides, view.shape, strict=True)
         *strides, _ = (stride if extent > 1 else 0 for stride, extent in extents)
         merged = heads == 1 or strides[2] == dim
-        run = heads * dim if merged else dim
+        head = heads * dim if merged else dim
         size = view.dtype.itemsize
         addresses = [plane.data_ptr() for layer in view.tensors for plane in layer]
-        width = math.gcd(8, run * size, *(s * size for s in strides), *addresses)
-        words = [value * size // width for value in (*strides, run, view.row_size)]
+        width = math.gcd(8, head * size, *(s * size for s in strides), *addresses)
+        words = [value * size // width for value in (*strides, head, view.row_size)]
         table = address_table(addresses).to(view.device)
-        tile = min(_TILE, triton.next_power_of_2(words[4]))
+        tuning = tuning_of(view.device.type)
+        tile = min(tuning.tile_words, triton.next_power_of_2(words[4]))
         return cls(
             addresses=tuple(table[layer * view.planes :] for layer in range(view.layers)),
             word=_INTEGERS[width],
             planes=view.planes,
             rows=rows,
             strides=(words[0], words[1], words[2]),
-            run=words[3],
+            head=words[3],
             row=words[4],
-            tile=(max(1, _TILE // tile), tile),
+            tile=(max(1, tuning.tile_words // tile), tile),
+            direct_programs=tuning.direct_programs,
         )
 
     def gather(self, rows: Rows, out: torch.Tensor, first_layer: int = 0) -> None:
@@ -172,7 +157,7 @@ class TritonTransfer:
     ) -> None:
         """Gather into, or scatter from, pinned host memory in one launch, without staging.
 
-        Slower than the copy engine for large pieces and faster for small ones, which cost that
+        Slower than the copy engine for large segments and faster for small ones, which cost that
         engine microseconds each.
 
         Args:
@@ -186,65 +171,32 @@ class TritonTransfer:
         """
         self._launch(rows, form, first_layer, gather=gather, table=table, offset=offset)
 
-    def warm_up(self) -> bool:
+    def warm_up(self) -> None:
         """Compile what this view will need, by moving its first row out and in again.
 
         For an engine that does not use its cache yet. Triton keeps what it compiled on disk.
-
-        Returns:
-            Whether `move_chunks` works: a kernel brought the same bytes to pinned host memory as
-            to the device, and other bytes back. Not tried where it must not be (see `devices`).
         """
-        at = torch.zeros(1, dtype=torch.int64, device=self.addresses[0].device)
+        row = self.first_row()
+        self.move_first_row(row, gather=True)
+        self.move_first_row(row, gather=False)
+
+    def first_row(self) -> torch.Tensor:
+        """Return bytes on the device for `move_first_row`, all 0xFF."""
         size = _WARM_ROWS * self.row * self.word.itemsize * self.planes
-        chunk = torch.full((size,), 0xFF, dtype=torch.uint8, device=at.device)
-        self._move_first_row(at, chunk, None, gather=True)
-        self._move_first_row(at, chunk, None, gather=False)
-        if not kernels_may_reach_host():
-            return False
-        # The last line that is seen if the device is lost.
-        logger.info(
-            "Trying whether kernels on %s reach pinned host memory (%s=0 leaves it out)",
-            at.device,
-            KERNELS_READ_HOST_VARIABLE,
-        )
-        try:
-            wrong = self._wrong_on_host(at, chunk)
-        except Exception as error:  # whatever a driver or a compiler raises
-            wrong = f"{type(error).__name__}: {error}"
-        if wrong:
-            logger.warning("Kernels on %s don't reach pinned host memory: %s", at.device, wrong)
-        self._move_first_row(at, chunk, None, gather=False)
-        return not wrong
+        return torch.full((size,), 0xFF, dtype=torch.uint8, device=self.addresses[0].device)
 
-    def _wrong_on_host(self, at: torch.Tensor, chunk: torch.Tensor) -> str:
-        """What is wrong with pinned host memory that a kernel writes and reads; empty if nothing.
-
-        Waits for the device, and leaves other bytes in the view's first row.
+    def move_first_row(
+        self, row: torch.Tensor, table: torch.Tensor | None = None, *, gather: bool
+    ) -> None:
+        """Move the first row of the view's first layer, in every way that `_launch` compiles.
 
         Args:
-            at: the first row.
-            chunk: what `_move_first_row` gathered from it.
+            row: bytes as `first_row` makes them, on the device, or in pinned host memory.
+            table: `[1]` int64 on the device, the address of `row` if that is in host memory.
+            gather: from the view; else into it.
         """
-        host = torch.empty(chunk.shape, dtype=torch.uint8, pin_memory=not is_host(at.device))
-        table = address_table([host.data_ptr()]).to(at.device)
-        host.fill_(0xFF)
-        self._move_first_row(at, host, table, gather=True)
-        wanted = chunk.cpu()  # waits for both
-        if not torch.equal(host, wanted):
-            return "other bytes arrived"
-        host.copy_(wanted.bitwise_not())  # a read of what is in the view by now would tell nothing
-        back, done = torch.zeros_like(chunk), Event(at.device)
-        self._move_first_row(at, host, table, gather=False)
-        done.record()
-        done.synchronize()  # the host's memory is given up here
-        self._move_first_row(at, back, None, gather=True)
-        return "" if torch.equal(back.cpu(), host) else "other bytes were read"
-
-    def _move_first_row(
-        self, at: torch.Tensor, chunk: torch.Tensor, table: torch.Tensor | None, *, gather: bool
-    ) -> None:
-        words = chunk.view(self.word)
+        at = torch.zeros(1, dtype=torch.int64, device=self.addresses[0].device)
+        words = row.view(self.word)
         for form in (  # planes first, and rows first
             words.view(1, self.planes, 1, _WARM_ROWS, self.row),
             words.view(1, 1, _WARM_ROWS, self.planes, self.row).permute(0, 3, 1, 2, 4),
@@ -269,7 +221,10 @@ class TritonTransfer:
         addresses, (rows_tile, tile) = self.addresses[first_layer], self.tile
         planes = words.shape[2] * self.planes
         tiles = -(-count // rows_tile) * -(-self.row // tile) * planes
-        grid = (tiles if table is None else min(tiles, _DIRECT_PROGRAMS),)
+        # What is staged moves at the speed of the device's memory, and there the full grid takes
+        # least from the engine. On an H200 four later turns at once computed 140 ms without a load,
+        # 146 beside scatters with it, 151 with 64 programs, 189 with 16.
+        grid = (tiles if table is None else min(tiles, self.direct_programs),)
         _paged_copy[grid](
             addresses,
             rows.engine,
@@ -284,7 +239,7 @@ class TritonTransfer:
             words.shape[3],
             offset // self.word.itemsize,
             PLANES=self.planes,
-            RUN=self.run,
+            HEAD=self.head,
             ROW=self.row,
             ROWS_TILE=rows_tile,
             WORDS_TILE=tile,

@@ -1,9 +1,11 @@
 """Copies between the device and LMCache's host memory, pinned or not.
 
-A device copies by itself only from and to pinned memory. LMCache pins its memory where it can. If
-it did not, because it could not or should not (see `pinned`), its pool is pinned here, where the
-device's driver allows that; if not even that works, copies go by way of a small ring of pinned
-memory, and the calling thread moves the bytes between that and LMCache's memory.
+A device copies by itself only from and to pinned memory. LMCache pins its memory where it can.
+Where it could not or should not (see `pool_memory`), its pool is pinned here, if the driver
+allows that. If not, copies go by way of a small ring of pinned memory, and the calling thread moves
+the bytes between that and LMCache's memory.
+
+On CUDA one call enqueues all copies of a piece; elsewhere each copy is a call.
 """
 
 from __future__ import annotations
@@ -19,28 +21,24 @@ from lmcache_xpu.transfer.devices import (
     Event,
     batched_copy,
     is_host,
-    kernels_reach_registered,
     register_host,
 )
-from lmcache_xpu.transfer.segments import Slices
+from lmcache_xpu.transfer.segments import Segments
+from lmcache_xpu.transfer.tuning import tuning_of
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
-# What is pinned here stays pinned until the process ends. That is right for a pool, and wrong for
-# passing memory, whose addresses are given to others.
-POOL_BYTES = 64 * 2**20
+
+class Pinning(enum.IntEnum):
+    """How an allocation of host memory is pinned."""
+
+    NONE = 0
+    REGISTERED = 1  # after it was allocated
+    ALLOCATED = 2  # from the beginning
 
 
-class Reach(enum.IntEnum):
-    """What of a device reaches an allocation by itself."""
-
-    NOTHING = 0
-    COPIES = 1
-    KERNELS = 2  # copies as well
-
-
-class HostMemory:
-    """What a device can reach of the host's memory; asked once per allocation.
+class HostCopies:
+    """Copies between a device and host memory, of which each allocation is looked at once.
 
     Args:
         device: that copies.
@@ -60,57 +58,77 @@ class HostMemory:
         self._ring_bytes = ring_bytes
         self._ring: list[_Step] = []
         self._turn = 0
-        self._reach: dict[tuple[int, int], Reach] = {}
-        # Addresses of the allocation that was asked for last, and what reaches it.
-        self._last, self._last_reach = range(0), Reach.NOTHING
+        self._pinning: dict[tuple[int, int], Pinning] = {}
+        # Addresses of the allocation that was looked up last, and how it is pinned.
+        self._last, self._last_pinning = range(0), Pinning.NONE
 
-    def pinned(self, memory: Sequence[torch.Tensor]) -> bool:
-        """Whether the device copies from and to all of this memory by itself."""
-        return all(self._reach_of(part) >= Reach.COPIES for part in memory)
+    def pinned(
+        self, memory: Sequence[torch.Tensor], at_least: Pinning = Pinning.REGISTERED
+    ) -> bool:
+        """Whether all of this memory is pinned so; the device copies from and to it by itself.
 
-    def kernels_reach(self, memory: Sequence[torch.Tensor]) -> bool:
-        """Whether kernels may address all of this memory, on a device where they may any."""
-        return all(self._reach_of(part) >= Reach.KERNELS for part in memory)
+        Pins a pool that is not, which takes seconds for GiB.
+        """
+        return all(self._pinning_of(part) >= at_least for part in memory)
 
     @property
     def copies_in_batches(self) -> bool:
         """Whether many small copies are about as fast as few large ones."""
         return self._batched is not None
 
-    def load(self, target: torch.Tensor, source: Slices, *, pinned: bool) -> None:
-        """Enqueue copies from the host; `source` may be reused when the current stream is done.
+    def load(
+        self,
+        target: torch.Tensor,
+        chunks: Sequence[torch.Tensor],
+        segments: Segments,
+        *,
+        pinned: bool,
+    ) -> None:
+        """Enqueue copies from the host; chunks may be reused when the current stream is done.
 
         Args:
-            target: bytes on the device for all slices.
-            source: `pinned` memory or not.
-            pinned: what `pinned` said of it. If not, this waits for the copy before the last.
+            target: bytes on the device for all segments.
+            chunks: bytes, flat, one tensor per chunk; `pinned` memory or not.
+            segments: of these chunks.
+            pinned: what `pinned` said of them. If not, this waits for the copy before the last.
         """
         if not pinned:
             step = self._next()
-            staged = step.memory(source.nbytes)
-            torch._foreach_copy_(source.split(staged), source.tensors())
+            staged = step.memory(segments.nbytes)
+            torch._foreach_copy_(segments.split(staged), segments.tensors(chunks))
             target.copy_(staged, non_blocking=True)
             step.used.record()
-        elif self._batched is not None and len(source) > 1:
-            self._enqueue(source.addresses(), source.staged_addresses(target), source.sizes)
+        elif self._batched is not None and len(segments) > 1:
+            sources, targets = segments.addresses(chunks), segments.staged_addresses(target)
+            self._enqueue(sources, targets, segments.lengths())
         else:
-            torch._foreach_copy_(source.split(target), source.tensors(), non_blocking=True)
+            parts = segments.split(target)
+            torch._foreach_copy_(parts, segments.tensors(chunks), non_blocking=True)
 
-    def store(self, target: Slices, source: torch.Tensor, *, pinned: bool) -> None:
+    def store(
+        self,
+        chunks: Sequence[torch.Tensor],
+        segments: Segments,
+        source: torch.Tensor,
+        *,
+        pinned: bool,
+    ) -> None:
         """Enqueue copies to the host; complete after `flush` when the current stream is done.
 
         Arguments as for `load`, the other way.
         """
         if not pinned:
             step = self._next()
-            staged = step.memory(target.nbytes)
+            staged = step.memory(segments.nbytes)
             staged.copy_(source, non_blocking=True)
             step.used.record()
-            step.pending = target.tensors(), target.split(staged)
-        elif self._batched is not None and len(target) > 1:
-            self._enqueue(target.staged_addresses(source), target.addresses(), target.sizes)
+            step.pending = segments.tensors(chunks), segments.split(staged)
+        elif self._batched is not None and len(segments) > 1:
+            sources, targets = segments.staged_addresses(source), segments.addresses(chunks)
+            self._enqueue(sources, targets, segments.lengths())
         else:
-            torch._foreach_copy_(target.tensors(), target.split(source), non_blocking=True)
+            parts = segments.tensors(chunks)
+            torch._foreach_copy_(parts, segments.split(source), non_blocking=True)
 
     def flush(self) -> None:
         """Finish stores to memory that is not pinned; waits for them."""
@@ -130,23 +148,23 @@ class HostMemory:
         step.finish()
         return step
 
-    def _reach_of(self, part: torch.Tensor) -> Reach:
-        if part.data_ptr() in self._last:  # a pool is one allocation, and each part asks for it
-            return self._last_reach
+    def _pinning_of(self, part: torch.Tensor) -> Pinning:
+        if part.data_ptr() in self._last:  # a pool is one allocation, looked up for each part
+            return self._last_pinning
         storage = part.untyped_storage()
         allocation = (storage.data_ptr(), storage.nbytes())
-        reach = self._reach.get(allocation)
-        if reach is None:
-            reach = self._reach[allocation] = self._ask(part, *allocation)
-        if reach:
-            self._last, self._last_reach = range(allocation[0], sum(allocation)), reach
-        return reach
+        pinning = self._pinning.get(allocation)
+        if pinning is None:
+            pinning = self._pinning[allocation] = self._pin(part, *allocation)
+        if pinning:
+            self._last, self._last_pinning = range(allocation[0], sum(allocation)), pinning
+        return pinning
 
-    def _ask(self, part: torch.Tensor, address: int, size: int) -> Reach:
+    def _pin(self, part: torch.Tensor, address: int, size: int) -> Pinning:
         if part.is_pinned():
-            return Reach.KERNELS
-        if size < POOL_BYTES:
-            return Reach.NOTHING
+            return Pinning.ALLOCATED
+        if size < tuning_of(self._device.type).pool_bytes:
+            return Pinning.NONE
         registered = self._register(address, size, self._device)
         logger.info(
             "host memory of %.1f GiB was not pinned; %s",
@@ -155,9 +173,7 @@ class HostMemory:
             if registered
             else f"{self._device} can't pin it, so copies go through a ring of pinned memory",
         )
-        if not registered:
-            return Reach.NOTHING
-        return Reach.KERNELS if kernels_reach_registered(self._device) else Reach.COPIES
+        return Pinning.REGISTERED if registered else Pinning.NONE
 
 
 class _Step:
@@ -170,7 +186,7 @@ class _Step:
         self._memory = self._allocated(size)
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        """So many bytes of it; it grows if it has to."""
+        """Return its first bytes; it grows if it has to."""
         if nbytes > len(self._memory):
             self._memory = self._allocated(nbytes)
         return self._memory[:nbytes]

@@ -15,6 +15,11 @@ One letter names each dimension of a layer's tensor, in the tensor's own (logica
 Sizes rule out most readings. What is left is decided by the layout that the engine names
 (`NHD`, `HND`, `LBNHC`, ...): it says whether tokens (N) or heads (H) are the outer dimension
 in memory, and the strides say which of two equal dimensions that is.
+
+vLLM 0.26 and newer give each layer as a logical `[B, H, N, C]` view of one buffer. C holds key and
+value side by side, or MLA's latent. The memory order is in the strides, padded or not, in six
+forms: LBNHC, LBHNC, LHBNC, BLHNC, BLNHC, BHLNC. Older versions have five dimensions, three for MLA,
+or a pair of tensors per layer.
 """
 
 from __future__ import annotations
@@ -75,7 +80,7 @@ class Geometry:
 def find_axes(
     shape: Sequence[int], stride: Sequence[int], geometry: Geometry, *, pair: bool = False
 ) -> str:
-    """The letters of a layer's dimensions.
+    """Return the letters of a layer's dimensions.
 
     Args:
         shape: of the layer's tensor; of one of the two for a (K, V) pair.
@@ -86,23 +91,23 @@ def find_axes(
     Raises:
         LayoutError: no reading fits, or more than one does.
     """
-    known = PAIR if pair else LATENT if geometry.mla else FUSED + SPLIT
-    fits = [axes for axes in known if _sizes_fit(axes, shape, geometry)]
+    readings = PAIR if pair else LATENT if geometry.mla else FUSED + SPLIT
+    fits = [axes for axes in readings if _sizes_fit(axes, shape, geometry)]
     outside = geometry.tokens_outside
     if outside is not None:
         fits = [axes for axes in fits if _order_fits(axes, shape, stride, outside)]
     if len({_reading(axes, shape, stride) for axes in fits}) == 1:
         return fits[0]
     form = "a (K, V) pair of tensors" if pair else "a tensor"
-    found = (
+    cache = (
         f"{form} of shape {list(shape)} and strides {list(stride)} per layer, with "
         f"{geometry.hidden} elements per token {'(MLA)' if geometry.mla else 'and plane'} and "
         f"layout hint {geometry.kv_layout!r}"
     )
     if not fits:
-        raise LayoutError(found, f"a KV cache that can be read; {SUPPORTED}")
+        raise LayoutError(cache, f"a KV cache that can be read; {SUPPORTED}")
     raise LayoutError(
-        found,
+        cache,
         f"exactly one reading, but {' and '.join(fits)} both fit",
         "Pass the engine's layout as layout_hints={'kv_layout': ...}, or a cache with more "
         "than two blocks.",
@@ -124,9 +129,9 @@ def _sizes_fit(axes: str, shape: Sequence[int], geometry: Geometry) -> bool:
 def _reading(
     axes: str, shape: Sequence[int], stride: Sequence[int]
 ) -> tuple[tuple[str, int, int], ...]:
-    """What a reading means in memory: equal for letters swapped between dimensions of size 1."""
-    facts = zip(axes, shape, stride, strict=True)
-    return tuple(sorted((a, size, step if size > 1 else 0) for a, size, step in facts))
+    """Return what a reading means in memory; letters of dimensions of size 1 may change places."""
+    dimensions = zip(axes, shape, stride, strict=True)
+    return tuple(sorted((a, size, step if size > 1 else 0) for a, size, step in dimensions))
 
 
 def _order_fits(axes: str, shape: Sequence[int], stride: Sequence[int], outside: bool) -> bool:

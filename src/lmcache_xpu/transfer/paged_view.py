@@ -4,6 +4,10 @@ A *row* is the least that is copied on its own. It is one token, except where th
 the tokens of a block together: there it is the whole block, keys and values in one plane, of
 which nothing but the size is known. Layouts differ in strides alone, so nothing after this
 file asks which engine or layout it has.
+
+After this file nothing asks for the layout. A transfer addresses the view in units: the longest run
+of elements that every row is a multiple of. A unit is a whole token where heads lie side by side,
+and one head elsewhere.
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ class PagedView:
         num_layers: int,
         opaque_blocks: bool = False,
     ) -> PagedView:
-        """Read what the engine handed over. Copies nothing and touches no memory.
+        """Read what the engine handed over; nothing is copied, and no memory touched.
 
         Args:
             kv_caches: one tensor or one (K, V) pair per layer, in the engine's layer order.
@@ -82,18 +86,18 @@ class PagedView:
 
     @property
     def planes(self) -> int:
-        """2 for keys and values; 1 for MLA's latent and for opaque blocks."""
+        """Number of planes: 2 for keys and values; 1 for MLA's latent and for opaque blocks."""
         return len(self.tensors[0])
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Blocks, rows per block, heads, dim: the same in every layer and plane."""
+        """Numbers of blocks, rows per block, heads and dim, the same in every layer and plane."""
         blocks, rows, heads, dim = self.tensors[0][0].shape
         return blocks, rows, heads, dim
 
     @property
     def strides(self) -> tuple[int, int, int, int]:
-        """In elements, in the order of `shape`."""
+        """Strides in elements, in the order of `shape`."""
         block, row, head, dim = self.tensors[0][0].stride()
         return block, row, head, dim
 
@@ -116,17 +120,17 @@ class PagedView:
 
     @property
     def device(self) -> torch.device:
-        """Where the engine's memory is."""
+        """The device of the engine's memory."""
         return self.tensors[0][0].device
 
     def _check(self) -> None:
         reference = self.tensors[0][0]
-        expected = _facts(reference)
+        expected = _described(reference)
         for index, layer in enumerate(self.tensors):
             for tensor in layer:
-                if _facts(tensor) != expected:
+                if _described(tensor) != expected:
                     raise LayoutError(
-                        f"layer {index} with {_facts(tensor)}",
+                        f"layer {index} with {_described(tensor)}",
                         f"{expected} as in layer 0",
                         "Models whose layers have different KV shapes are not supported.",
                     )
@@ -136,7 +140,7 @@ class PagedView:
             )
 
 
-def _facts(tensor: torch.Tensor) -> str:
+def _described(tensor: torch.Tensor) -> str:
     return (
         f"shape {list(tensor.shape)}, strides {list(tensor.stride())}, {tensor.dtype} "
         f"on {tensor.device}"
@@ -144,7 +148,7 @@ def _facts(tensor: torch.Tensor) -> str:
 
 
 def _planes(layer: EngineLayer, axes: str, count: int) -> tuple[torch.Tensor, ...]:
-    """A layer's planes as `[block, row, head, dim]`."""
+    """Return a layer's planes as `[block, row, head, dim]`."""
     if not isinstance(layer, torch.Tensor):
         return tuple(_ordered(plane, axes) for plane in layer)
     if "k" in axes:
@@ -165,7 +169,7 @@ def _ordered(tensor: torch.Tensor, axes: str) -> torch.Tensor:
 
 
 def _opaque_planes(layer: EngineLayer, axes: str, count: int) -> tuple[torch.Tensor, ...]:
-    """A layer's blocks as one row each, in one plane: `[block, 1, 1, elements of a block]`."""
+    """Return a layer's blocks as rows of one plane, `[block, 1, 1, elements of a block]`."""
     if not isinstance(layer, torch.Tensor) or axes != "bhnc" or count != 2:
         raise LayoutError(
             f"opaque blocks in a KV cache read as {axes!r} with {count} plane(s)",

@@ -7,40 +7,44 @@ device: 33 ms were seen beside a step of an engine.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from lmcache_xpu.transfer.devices import Event, is_host
+from lmcache_xpu.transfer.tuning import tuning_of
 
-RING_BYTES = 8 * 2**20  # a slot mapping of 1,000,000 tokens; most have a hundredth of that
+Upload = Callable[[torch.Tensor], torch.Tensor]  # from the host to the view's device
 
 
 class _Copy(NamedTuple):
-    """A copy that reads numbers `start` to `end - 1` of the ring until it is done."""
+    """A copy that reads numbers `start` to `end - 1` of the ring until `done` is reached."""
 
     start: int
     end: int
     done: Event
 
 
-class Uploads:
+class PinnedUploads:
     """A ring of pinned memory for one device.
 
     Args:
         device: where tensors go. On the host there is nothing to copy, and no ring.
-        ring_bytes: pinned memory, allocated here.
+        ring_bytes: pinned memory, allocated here; what the device is tuned for if not given.
     """
 
-    def __init__(self, device: torch.device, ring_bytes: int = RING_BYTES) -> None:
+    def __init__(self, device: torch.device, ring_bytes: int | None = None) -> None:
         self._device = device
         self._copies: deque[_Copy] = deque()  # the oldest first
         self._next = 0
+        if ring_bytes is None:
+            ring_bytes = tuning_of(device.type).upload_ring_bytes
         size = 0 if is_host(device) else ring_bytes // torch.int64.itemsize
         self._ring = torch.empty(size, dtype=torch.int64, pin_memory=size > 0)
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Contiguous int64 numbers of the host on the device, copied in the current stream.
+        """Return contiguous int64 numbers of the host on the device, copied in the current stream.
 
         Waits only where the ring is full of copies that are not done yet.
         """

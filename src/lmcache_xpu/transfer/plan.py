@@ -1,39 +1,34 @@
-"""Where the chunks of a request lie on both sides, and the pieces in which they are moved."""
+"""Where the chunks of a request lie on both sides, as pieces that are moved one after another.
+
+A plan is data: what moves its pieces asks nothing back.
+
+    plan           a request
+    layer group    layers that are waited for at once
+    piece          the layers of a group in neighbouring chunks of one size
+    segment        a part of a chunk's memory that lies side by side
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 
 from lmcache_xpu.errors import TransferError
-from lmcache_xpu.transfer.segments import Slices
-from lmcache_xpu.transfer.slots import RequestRows, Rows
-
-# A copy costs the link 4 microseconds on an H200 with PCIe 5: one of this size, a hundredth.
-GROUP_BYTES = 16 * 2**20
-
-
-class Piece(NamedTuple):
-    """Some layers of neighbouring chunks. `last` and `last_layer` are not part of it."""
-
-    first: int
-    last: int
-    cut: int  # which of the plan's cuts these layers are
-    first_layer: int
-    last_layer: int
-
+from lmcache_xpu.transfer.segments import Segments
+from lmcache_xpu.transfer.slots import ChunkRows, RequestRows
+from lmcache_xpu.transfer.tuning import tuning_of
 
 Order = Literal["planes", "layers", "rows"]
 
 # The dimensions of a chunk after the first, which counts chunks, by what comes first in them, and
-# where each of planes, layers and rows is then found.
+# where each of planes, layers and rows is then.
 _ORDERS: dict[Order, tuple[int, int, int]] = {
     "planes": (1, 2, 3),  # planes, layers, rows: LMCache's KV_2LTD and KV_MLA_FMT
-    "layers": (2, 1, 3),  # layers, planes, rows: a few layers are one run of memory
+    "layers": (2, 1, 3),  # layers, planes, rows: a few layers are one segment
     "rows": (3, 1, 2),  # layers, rows, planes: of one layer, LMCache's KV_T2D
 }
 
@@ -43,7 +38,7 @@ class HostFormat:
     """How a chunk lies in host memory.
 
     Args:
-        layers: in one piece of host memory.
+        layers: in one memory object.
         planes: those of the view.
         order: `planes`: `[planes, layers, rows, row bytes]`; `layers`: `[layers, planes, rows, row
             bytes]`; `rows`: `[layers, rows, planes, row bytes]`.
@@ -54,39 +49,113 @@ class HostFormat:
     order: Order = "planes"
 
     @property
-    def joins(self) -> bool:
+    def contiguous(self) -> bool:
         """Whether chunks that follow each other in memory are one, whatever their sizes."""
         return self.order == "rows" and self.layers == 1
 
     @property
-    def runs(self) -> int:
-        """In how many places of a chunk neighbouring layers lie."""
+    def segments(self) -> int:
+        """The number of places in a chunk where the same few layers lie."""
         return self.planes if self.order == "planes" else 1
 
     def shaped(
         self, memory: torch.Tensor, chunks: int, layers: int, row_bytes: int
     ) -> torch.Tensor:
-        """Bytes of some chunks as `[chunks, planes, layers, rows, row bytes]`, no copy."""
+        """Return bytes of chunks as a view `[chunks, planes, layers, rows, row bytes]`."""
         rows = memory.numel() // (chunks * self.planes * layers * row_bytes)
         at = _ORDERS[self.order]
         sizes = dict(zip(at, (self.planes, layers, rows), strict=True))
         return memory.view(chunks, sizes[1], sizes[2], sizes[3], row_bytes).permute(0, *at, 4)
 
 
-class Plan:
-    """Where the chunks of a request go, once for all of its layers.
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some layers of neighbouring chunks, which one kernel launch can move.
 
     Args:
         form: how a chunk lies in host memory.
-        rows: of the chunks.
-        row_bytes: of one row in one layer and plane.
-        buffer_bytes: most that a piece may have; 0 for pieces of one chunk and any size.
-        cuts: first layer of each group of layers that is moved at once, from 0 on; groups of which
-            one chunk would not fit a buffer are cut further.
+        chunks: numbers of the chunks in the request. They are of one size; the last may be smaller
+            where chunks are contiguous.
+        layers: those of the host memory.
+        rows: of the chunks, in the paged view and in the chunks.
+        row_bytes: bytes of one row in one layer and plane.
+        segments: of the chunks' memory, with these layers.
+    """
+
+    form: HostFormat
+    chunks: range
+    layers: range
+    rows: ChunkRows
+    row_bytes: int
+    segments: Segments
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are moved, rows that stay included."""
+        return self.segments.nbytes
+
+    def part(self, first: int, last: int) -> Piece:
+        """Return the same of this piece's chunks `first` to `last - 1`, counted from its own."""
+        sizes = self.segments.sizes[first:last]
+        return Piece(
+            self.form,
+            self.chunks[first:last],
+            self.layers,
+            self.rows.part(first, last),
+            self.row_bytes,
+            Segments(self.segments.offsets, sizes),
+        )
+
+    def parts(self, buffer_bytes: int) -> Iterator[Piece]:
+        """Yield the same as few pieces that fit a buffer; one per chunk where none does."""
+        count = max(1, buffer_bytes // max(1, self.segments.sizes[0] * len(self.segments.offsets)))
+        for first in range(0, len(self.chunks), count):
+            yield self.part(first, first + count)
+
+    def chunk(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return the first chunk as a view `[1, planes, layers, rows, row bytes]` of its memory.
+
+        Args:
+            memory: the chunk's bytes, flat; those behind its own are left alone.
+        """
+        size = self.rows.totals[0] * self.form.layers * self.form.planes * self.row_bytes
+        own = memory if memory.numel() == size else memory.narrow(0, 0, size)
+        whole = self.form.shaped(own, 1, self.form.layers, self.row_bytes)
+        return whole[:, :, self.layers.start : self.layers.stop]
+
+    def staged(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return all segments, side by side, as `[chunks, planes, layers, rows, row bytes]`."""
+        chunks = 1 if self.form.contiguous else len(self.chunks)
+        return self.form.shaped(memory, chunks, len(self.layers), self.row_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers of a request that are moved, and waited for, at once."""
+
+    layers: range
+    pieces: tuple[Piece, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pieces."""
+        return sum(piece.nbytes for piece in self.pieces)
+
+
+class Plan:
+    """The pieces of a request, for all of its layers; iterable, layer group after layer group.
+
+    Args:
+        form: how a chunk lies in host memory.
+        rows: rows of the chunks.
+        row_bytes: bytes of one row in one layer and plane.
+        buffer_bytes: most that one layer of a chunk may have; 0 for any size.
+        starts: first layer of each layer group, from 0 on; a group of which one chunk would not fit
+            a buffer becomes several.
         layers: leading ones of the host memory that are moved; all of them if not given.
 
     Raises:
-        TransferError: a single layer of a chunk does not fit.
+        TransferError: a single layer of a chunk does not fit a buffer.
     """
 
     def __init__(
@@ -95,108 +164,52 @@ class Plan:
         rows: RequestRows,
         row_bytes: int,
         buffer_bytes: int,
-        cuts: Sequence[int] = (0,),
+        starts: Sequence[int] = (0,),
         layers: int | None = None,
     ) -> None:
-        self.form = form
-        self.request = rows
-        self._layers = form.layers if layers is None else layers
+        self._form = form
+        self._rows = rows
         self._row_bytes = row_bytes
-        self._plane_bytes = form.planes * row_bytes  # of a row, in one layer
         self._buffer_bytes = buffer_bytes
-        starts = self._fitting(cuts)
-        self.cuts = list(itertools.pairwise([*starts, self._layers]))
-        self._whole = len(self.cuts) == 1 and self._layers == form.layers
-        self._tables: dict[tuple[int, int, int], tuple[object, torch.Tensor | None]] = {}
+        self._layers = form.layers if layers is None else layers
+        bounds = itertools.pairwise([*self._fitting(starts), self._layers])
+        token_bytes = form.layers * form.planes * row_bytes
+        neighbours = [
+            (rows.chunk_rows(first, last), [n * token_bytes for n in rows.totals[first:last]])
+            for first, last in _neighbours(rows.totals, same_size=not form.contiguous)
+        ]
+        self.groups = [self._group(range(*bound), neighbours) for bound in bounds]
 
-    def of_layers(self, layers: int, cuts: Sequence[int] = (0,)) -> Plan:
-        """The same for the leading layers alone, or with other cuts."""
-        if layers == self._layers and len(cuts) == 1:
+    def __iter__(self) -> Iterator[Piece]:
+        """Yield all pieces."""
+        return (piece for group in self.groups for piece in group.pieces)
+
+    def of_layers(self, layers: int, starts: Sequence[int] = (0,)) -> Plan:
+        """Return the plan of the leading layers only, or of other layer groups."""
+        if layers == self._layers and len(starts) == len(self.groups) == 1:
             return self
-        return Plan(self.form, self.request, self._row_bytes, self._buffer_bytes, cuts, layers)
+        return Plan(self._form, self._rows, self._row_bytes, self._buffer_bytes, starts, layers)
 
-    def runs(self, cut: int | None = None) -> Iterator[Piece]:
-        """All chunks in the layers of a cut, or of each, as few pieces as one kernel can move."""
-        for number in range(len(self.cuts)) if cut is None else (cut,):
-            for first, last in _runs(self.request.totals, same_size=not self.form.joins):
-                yield Piece(first, last, number, *self.cuts[number])
+    def _group(
+        self, layers: range, neighbours: Iterable[tuple[ChunkRows, Sequence[int]]]
+    ) -> LayerGroup:
+        pieces = (
+            Piece(
+                self._form,
+                range(rows.first, rows.last),
+                layers,
+                rows,
+                self._row_bytes,
+                _segments(self._form, layers, chunk_bytes),
+            )
+            for rows, chunk_bytes in neighbours
+        )
+        return LayerGroup(layers, tuple(pieces))
 
-    def cut_bytes(self, cut: int) -> int:
-        """Size of all chunks in the layers of a cut."""
-        first, last = self.cuts[cut]
-        return sum(self.request.totals) * (last - first) * self._plane_bytes
-
-    def pieces(self, run: Piece) -> Iterator[Piece]:
-        """A run in as few pieces as fit the buffer."""
-        layers = run.last_layer - run.first_layer
-        rows = self._buffer_bytes // (layers * self._plane_bytes)
-        count = max(1, rows // max(1, self.request.totals[run.first]))
-        for first in range(run.first, run.last, count):
-            yield run._replace(first=first, last=min(first + count, run.last))
-
-    def rows(self, piece: Piece) -> Rows:
-        """Of a piece's chunks; made once, in the current stream."""
-        return self.request.chunks(piece.first, piece.last)
-
-    def table(
-        self,
-        piece: Piece,
-        memory: Sequence[torch.Tensor],
-        make: Callable[[Sequence[torch.Tensor]], torch.Tensor | None],
-    ) -> torch.Tensor | None:
-        """What `make` says of a piece's chunks in this memory; asked once, for all layers."""
-        key = (id(memory), piece.first, piece.last)
-        if key not in self._tables:
-            # The memory is kept, too: another would get its id.
-            self._tables[key] = memory, make(memory[piece.first : piece.last])
-        return self._tables[key][1]
-
-    def slices(self, piece: Piece, chunks: Sequence[torch.Tensor]) -> Slices:
-        """Parts of host memory, in the order in which they are staged.
-
-        Args:
-            piece: of this plan.
-            chunks: of the piece, per chunk its bytes, flat; those behind its own are left alone.
-        """
-        if self._whole:
-            numbers = range(piece.first, piece.last)
-            return Slices(chunks, (0,), [self._chunk_bytes(number) for number in numbers])
-        # A piece that is sliced has chunks of one size.
-        run = self._chunk_bytes(piece.first) // self.form.runs
-        layer = run // self.form.layers
-        size = (piece.last_layer - piece.first_layer) * layer
-        places = [at * run + piece.first_layer * layer for at in range(self.form.runs)]
-        return Slices(chunks, places, [size] * len(chunks))
-
-    def chunk(self, piece: Piece, number: int, memory: torch.Tensor) -> torch.Tensor:
-        """A chunk's memory as `[1, planes, layers of the piece, rows, row bytes]`, no copy."""
-        own = self._own(memory, number)
-        whole = self.form.shaped(own, 1, self.form.layers, self._row_bytes)
-        return whole[:, :, piece.first_layer : piece.last_layer]
-
-    def staged(self, piece: Piece, memory: torch.Tensor) -> torch.Tensor:
-        """A piece's slices, side by side, as `[chunks, planes, layers, rows, row bytes]`."""
-        chunks = 1 if self.form.joins else piece.last - piece.first
-        layers = piece.last_layer - piece.first_layer
-        return self.form.shaped(memory, chunks, layers, self._row_bytes)
-
-    def _own(self, memory: torch.Tensor, number: int) -> torch.Tensor:
-        size = self._chunk_bytes(number)
-        return memory if memory.numel() == size else memory.narrow(0, 0, size)
-
-    def _chunk_bytes(self, number: int) -> int:
-        return self.request.totals[number] * self.form.layers * self._plane_bytes
-
-    def slice_bytes(self, piece: Piece) -> int:
-        """Size of the largest slice of a piece."""
-        rows = max(self.request.totals[piece.first : piece.last])
-        whole = rows * (piece.last_layer - piece.first_layer) * self._plane_bytes
-        return whole if self._whole else whole // self.form.runs
-
-    def _fitting(self, cuts: Sequence[int]) -> list[int]:
-        largest = max(self.request.totals, default=0) * self._plane_bytes
+    def _fitting(self, starts: Sequence[int]) -> list[int]:
+        largest = max(self._rows.totals, default=0) * self._form.planes * self._row_bytes
         if not (self._buffer_bytes and largest):
-            return list(cuts)
+            return list(starts)
         fit = self._buffer_bytes // largest
         if not fit:
             raise TransferError(
@@ -204,26 +217,44 @@ class Plan:
                 f"at most {self._buffer_bytes}, the size of a staging buffer",
                 "Lower chunk_tokens, or raise staging_mib.",
             )
-        ends = [*cuts[1:], self._layers]
+        ends = [*starts[1:], self._layers]
         return [
-            layer for start, end in zip(cuts, ends, strict=True) for layer in range(start, end, fit)
+            layer
+            for start, end in zip(starts, ends, strict=True)
+            for layer in range(start, end, fit)
         ]
 
 
-def layers_of(layer_bytes: int, size_bytes: int = GROUP_BYTES) -> int:
-    """How many layers of a chunk make about so many bytes; at least one."""
-    return max(1, round(size_bytes / max(layer_bytes, 1)))
+def layers_of(layer_bytes: int, device_type: str = "xpu") -> int:
+    """Return how many layers of a chunk make about `object_bytes` of the tuning; at least one."""
+    return max(1, round(tuning_of(device_type).object_bytes / max(layer_bytes, 1)))
 
 
 def layer_groups(layers: int, most: int) -> list[tuple[int, int]]:
-    """Layers in as few groups of at most `most` as there can be; the last may be smaller."""
+    """Return as few groups of at most `most` layers as there can be; the last may be smaller.
+
+    Each is its first layer, and the one after its last.
+    """
     count = -(-layers // most)
     size = -(-layers // max(count, 1))
     return [(first, min(first + size, layers)) for first in range(0, layers, size)]
 
 
-def _runs(totals: Sequence[int], *, same_size: bool) -> Iterator[tuple[int, int]]:
-    """Cut chunks into runs of the same size; without `same_size` the last may be smaller."""
+def _segments(form: HostFormat, layers: range, chunk_bytes: Sequence[int]) -> Segments:
+    """Return where some layers lie in chunks of so many bytes.
+
+    Chunks are of one size unless all of their layers are meant.
+    """
+    if len(layers) == form.layers:
+        return Segments((0,), tuple(chunk_bytes))
+    stride = chunk_bytes[0] // form.segments
+    layer = stride // form.layers
+    offsets = tuple(number * stride + layers.start * layer for number in range(form.segments))
+    return Segments(offsets, (len(layers) * layer,) * len(chunk_bytes))
+
+
+def _neighbours(totals: Sequence[int], *, same_size: bool) -> Iterator[tuple[int, int]]:
+    """Yield ranges of chunks of the same size; without `same_size` the last may be smaller."""
     first = 0
     for number, total in enumerate(totals):
         if number > first and (

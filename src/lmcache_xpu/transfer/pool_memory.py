@@ -6,7 +6,7 @@ address 0, and 2.14 raises. So
 
     PyTorch     is told not to round (`allocator_variables`, set by `lmcache-xpu serve`)
     the tier    is one pinned allocation as long as that is exact and below a limit (`fits`)
-    beyond it   it is ordinary memory (`PoolMemory`), which `host_memory` registers with the driver
+    beyond it   it is ordinary memory (`PoolMemory`), which `host_copies` registers with the driver
 
 Nothing here was tried on an Intel GPU. The limit is what owners of Arc cards reported to work.
 """
@@ -41,7 +41,7 @@ PART_OF_CARD = 0.9
 
 
 def limit(card_bytes: int | None = None) -> int:
-    """Bytes of the largest pinned allocation to ask for at once.
+    """Return the bytes of the largest pinned allocation to ask for at once.
 
     Args:
         card_bytes: memory of the card, or of the smallest one; None where that is not known.
@@ -51,7 +51,7 @@ def limit(card_bytes: int | None = None) -> int:
 
 
 def exact_above(environ: Mapping[str, str]) -> float:
-    """Bytes above which PyTorch pins as much as it is asked for; infinite by default."""
+    """Return the bytes above which PyTorch pins exactly what it is asked for; else infinity."""
     options = _options(environ)
     return min(
         (options[name] * MIB for name in (ROUNDED, CACHED) if name in options), default=math.inf
@@ -71,14 +71,14 @@ def risky(environ: Mapping[str, str], torch: str | None) -> bool:
 
 
 def allocator_variables(environ: Mapping[str, str], torch: str | None) -> dict[str, str]:
-    """The variables that let PyTorch pin exactly what it is asked for, added to what is set.
+    """Return variables that let PyTorch pin exactly what it is asked for, added to what is set.
 
     Args:
         environ: of the engine. What it says of pinned memory already stays.
         torch: version of PyTorch.
 
     Returns:
-        Nothing for a PyTorch that does not know the option.
+        An empty dict for a PyTorch that does not know the option.
     """
     if _version(torch) < SINCE or exact_above(environ) < math.inf:
         return {}
@@ -93,9 +93,9 @@ def _version(torch: str | None) -> tuple[int, ...]:
 
 
 def _options(environ: Mapping[str, str]) -> dict[str, int]:
-    given = next((environ[name] for name in VARIABLES if environ.get(name)), "")
-    found = re.findall(rf"({ROUNDED}|{CACHED})\s*:\s*(\d+)", given)
-    return {name: int(mib) for name, mib in found}
+    text = next((environ[name] for name in VARIABLES if environ.get(name)), "")
+    options = re.findall(rf"({ROUNDED}|{CACHED})\s*:\s*(\d+)", text)
+    return {name: int(mib) for name, mib in options}
 
 
 class PoolMemory:
@@ -131,7 +131,7 @@ class PoolMemory:
         ops.bind_native(names)
 
     def allocate(self, size: int, flags: int = 0) -> int:
-        """Address of `size` bytes of zeros.
+        """Return the address of `size` bytes of zeros.
 
         Raises:
             OSError: there is not so much memory.

@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import itertools
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -19,8 +20,7 @@ import torch
 from lmcache_xpu.errors import SlotError
 from lmcache_xpu.transfer.devices import is_host
 from lmcache_xpu.transfer.paged_view import PagedView
-
-Upload = Callable[[torch.Tensor], torch.Tensor]  # from the host to the view's device
+from lmcache_xpu.transfer.pinned_uploads import Upload
 
 
 class Rows(NamedTuple):
@@ -39,14 +39,14 @@ class Slots(NamedTuple):
 
 
 def slots_of(blocks: Sequence[int], block_tokens: int) -> torch.Tensor:
-    """All slots of some blocks, `[blocks * block_tokens]` int64 on the host; of one at least."""
+    """Return all slots of at least one block, `[blocks * block_tokens]` int64 on the host."""
     # A third of the time that torch takes for a list of Python's numbers.
     numbers = torch.frombuffer(array("q", blocks), dtype=torch.int64)
     return (numbers.unsqueeze(1) * block_tokens + torch.arange(block_tokens)).flatten()
 
 
 def check_slots(view: PagedView, slot_mapping: torch.Tensor) -> Slots:
-    """The mapping as int64 on the host, every slot in range.
+    """Return the mapping as int64 on the host, every slot in range.
 
     Waits for the engine's stream if the mapping is on its device.
 
@@ -75,7 +75,7 @@ def check_slots(view: PagedView, slot_mapping: torch.Tensor) -> Slots:
 
 
 def blocks_of(slots: torch.Tensor, block_tokens: int) -> set[int]:
-    """The engine's blocks that slots lie in; unmapped slots lie in none.
+    """Return the engine's blocks that slots lie in; unmapped slots lie in none.
 
     Args:
         slots: on the host.
@@ -87,10 +87,10 @@ def blocks_of(slots: torch.Tensor, block_tokens: int) -> set[int]:
 
 
 class RequestRows:
-    """The rows of a request's chunks; everything is checked, and rows are made when asked for.
+    """The rows of a request's chunks, checked; they go to the device when they are needed.
 
     Args:
-        rows: those of the request in the paged view, negative where unmapped.
+        rows: rows of the request in the paged view, negative where unmapped.
         spans: per chunk its first row, the first one to move, and the row after its last.
         upload: brings a tensor to the view's device, in the current stream.
     """
@@ -100,13 +100,18 @@ class RequestRows:
         self._spans = spans
         self._rows, self._holes = rows  # most requests have no hole: chunks are just slices
         self._upload = upload
-        self._there: torch.Tensor | None = None  # all of them; made when the first are asked for
+        self._there: torch.Tensor | None = None  # all of them, once some are needed
         self._made: dict[tuple[int, int], Rows] = {}
 
-    def chunks(self, first: int, last: int) -> Rows:
-        """Chunks `first` to `last - 1`, one after another as one, on the view's device.
+    def chunk_rows(self, first: int, last: int) -> ChunkRows:
+        """Return the rows of chunks `first` to `last - 1`; nothing is copied yet."""
+        return ChunkRows(self, first, last)
 
-        Made once, for all layers. May enqueue a copy in the current stream; waits for nothing.
+    def chunks(self, first: int, last: int) -> Rows:
+        """Return the rows of chunks `first` to `last - 1`, one after another, on the view's device.
+
+        They are made once, for all layers. May enqueue a copy in the current stream; waits for
+        nothing.
         """
         if (first, last) not in self._made:
             self._made[first, last] = self._make(first, last)
@@ -116,7 +121,7 @@ class RequestRows:
         spans = self._spans[first:last]
         total = sum(self.totals[first:last])
         if not self._holes and all(start == move for start, move, _ in spans):
-            if not all(one[2] == two[0] for one, two in itertools.pairwise(spans)):
+            if not all(end == start for (*_, end), (start, *_) in itertools.pairwise(spans)):
                 parts = [self._rows[start:end] for start, _, end in spans]
                 return Rows(self._upload(torch.cat(parts)), None, total)
             if self._there is None:
@@ -132,6 +137,28 @@ class RequestRows:
         return Rows(there[0], there[1], total)
 
 
+@dataclass(frozen=True, slots=True)
+class ChunkRows:
+    """The rows of neighbouring chunks of a request, `first` to `last - 1`."""
+
+    request: RequestRows
+    first: int
+    last: int
+
+    @property
+    def totals(self) -> list[int]:
+        """Rows of each chunk, in host memory."""
+        return self.request.totals[self.first : self.last]
+
+    def part(self, first: int, last: int) -> ChunkRows:
+        """Return the rows of some of these chunks, counted from the first of them."""
+        return ChunkRows(self.request, self.first + first, min(self.first + last, self.last))
+
+    def on_device(self) -> Rows:
+        """Return the rows on the view's device; see `RequestRows.chunks`."""
+        return self.request.chunks(self.first, self.last)
+
+
 def request_rows(
     view: PagedView,
     slots: Slots,
@@ -139,14 +166,14 @@ def request_rows(
     cached: int = 0,
     upload: Upload | None = None,
 ) -> RequestRows:
-    """The rows of each chunk of a request.
+    """Return the rows of each chunk of a request.
 
     Args:
         view: the paged view.
-        slots: from `check_slots`, those of the whole request.
+        slots: from `check_slots`, of the whole request.
         spans: first token of each chunk, and the token after its last.
         cached: leading tokens of the request to leave alone, because the engine has them.
-        upload: see `RequestRows`; a plain copy if not given.
+        upload: see `RequestRows`; a plain copy if None.
 
     Raises:
         SlotError: a chunk that is no part of the request; or opaque blocks, and a chunk, the
@@ -169,9 +196,9 @@ def request_rows(
                 "Use a chunk size that is a multiple of the block size, and no partial chunks.",
             )
     rows = slots if size == 1 else _whole_blocks(slots.numbers, size, spans)
-    known = -(-cached // size)
+    cached_rows = -(-cached // size)
     in_rows = [
-        (start // size, min(end // size, max(start // size, known)), end // size)
+        (start // size, min(end // size, max(start // size, cached_rows)), end // size)
         for start, end in spans
     ]
     return RequestRows(rows, in_rows, upload or functools.partial(_copied, view.device))
@@ -182,7 +209,7 @@ def _copied(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _whole_blocks(slots: torch.Tensor, size: int, spans: Sequence[tuple[int, int]]) -> Slots:
-    """Block numbers of a request, -1 for unmapped ones, with every chunk in whole blocks."""
+    """Return block numbers of a request, -1 for unmapped ones, with every chunk in whole blocks."""
     groups = slots[: slots.numel() // size * size].view(-1, size)
     blocks = groups[:, 0].div(size, rounding_mode="floor")
     straight = ((blocks[:, None] * size + torch.arange(size)) == groups).all(dim=1)

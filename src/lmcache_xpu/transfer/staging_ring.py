@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from typing import Self
 
 import torch
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.transfer.devices import Event
+from lmcache_xpu.transfer.tuning import tuning_of
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
-# Of one buffer where there are less than the most of them. Nothing runs beside the first gather of
-# a store and the last scatter of a load. But the engine's thread enqueues each piece: beside an
-# H200, of a load of 7.5 GiB in layers, 60 ms long with buffers of 32 MiB, 24 to 35 with these.
-BUFFER_BYTES = 64 * 2**20
-MOST_BUFFERS = 4
-STAGING_BYTES = 256 * 2**20  # of all buffers; the default
 SMALLEST_STAGING_BYTES = 2 * 2**20
 
 
@@ -30,33 +27,59 @@ class Buffer:
         self._memory = torch.empty(size, dtype=torch.uint8, device=device)
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """So much of the memory; the current stream waits for the last user."""
+        """Return the first bytes of the memory; the current stream waits for its last user."""
         self.free.wait()
         return self._memory[:nbytes]
 
 
-def buffers(wanted: int, device: torch.device) -> list[Buffer]:
-    """Buffers of `wanted` bytes together; half of it, and so on, where there is not enough.
+class StagingRing:
+    """Buffers of one size that are used in turn.
 
-    Raises:
-        SettingsError: not even the least can be allocated.
+    Args:
+        buffers: at least two, so that one is copied while another is gathered or scattered; none
+            where nothing is staged.
     """
-    size = wanted
-    while size >= SMALLEST_STAGING_BYTES:
-        try:
-            count = min(max(2, size // BUFFER_BYTES), MOST_BUFFERS)
-            found = [Buffer(size // count, device) for _ in range(count)]
-        except torch.OutOfMemoryError:
-            size //= 2
-            continue
-        if size < wanted:
-            logger.warning(
-                "staging uses %.0f MiB of %s, not %.0f: there is not more free memory",
-                *(size / 2**20, device, wanted / 2**20),
-            )
-        return found
-    raise SettingsError(
-        f"no {SMALLEST_STAGING_BYTES >> 20} MiB of free memory on {device} to stage copies in",
-        f"{wanted >> 20} MiB (staging_mib)",
-        "Lower memory_fraction, so that the engine leaves some.",
-    )
+
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        self._buffers = buffers
+        self._turn = 0
+
+    @classmethod
+    def allocate(cls, staging_bytes: int | None, device: torch.device) -> Self:
+        """Allocate buffers of `staging_bytes` together, or of what the device is tuned for.
+
+        Where there is not enough memory, half of it is tried, and so on.
+
+        Raises:
+            SettingsError: not even the least can be allocated.
+        """
+        tuning = tuning_of(device.type)
+        size = requested = tuning.staging_bytes if staging_bytes is None else staging_bytes
+        while size >= SMALLEST_STAGING_BYTES:
+            try:
+                count = min(max(2, size // tuning.buffer_bytes), tuning.most_buffers)
+                buffers = [Buffer(size // count, device) for _ in range(count)]
+            except torch.OutOfMemoryError:
+                size //= 2
+                continue
+            if size < requested:
+                logger.warning(
+                    "staging uses %.0f MiB of %s, not %.0f: there is not more free memory",
+                    *(size / 2**20, device, requested / 2**20),
+                )
+            return cls(buffers)
+        raise SettingsError(
+            f"no {SMALLEST_STAGING_BYTES >> 20} MiB of free memory on {device} to stage copies in",
+            f"{requested >> 20} MiB (staging_mib)",
+            "Lower memory_fraction, so that the engine leaves some.",
+        )
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of one buffer; 0 if there is none."""
+        return self._buffers[0].size if self._buffers else 0
+
+    def next_buffer(self) -> Buffer:
+        """Return the buffer that was used longest ago."""
+        self._turn = (self._turn + 1) % len(self._buffers)
+        return self._buffers[self._turn]

@@ -53,7 +53,7 @@ def test_what_is_being_written_goes_too(engines, monkeypatch):
     assert begun.wait(10)
     threading.Timer(0.2, go.set).start()
     assert engine.tier.forget_model()
-    assert engine.tier._writes.pending == {}
+    assert engine.tier.pending == 0
     assert engine.tier.counters.bytes == 0
     assert engine.pool_in_use == 0
     engine.store([0])

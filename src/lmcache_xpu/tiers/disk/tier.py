@@ -115,6 +115,11 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         return type(self).__name__
 
     @property
+    def pending(self) -> int:
+        """The number of chunks whose writes have not ended."""
+        return len(self._writes.pending)
+
+    @property
     def counters(self) -> Counters:
         """A snapshot; `dropped` and `misses` include what never reached the disk."""
         counters = self._store.counters

@@ -1,4 +1,8 @@
-"""Writes to the disk tier: queued, bounded, and without a trace in memory once they have ended."""
+"""Writes to the disk tier: queued, bounded, and without a trace in memory once they have ended.
+
+A chunk is written behind LMCache's back as a temporary file, with a checksum, and renamed when it
+is complete. A reader never sees half of a chunk.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,187 @@
+"""What both connectors share: how LMCache makes them, and the engine's KV cache.
+
+LMCache calls a connector in the engine's worker, from one thread. Keyword arguments end here:
+`ConnectorOptions` and `TransferRequest` read those that they have fields for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from lmcache.v1.config import LMCacheEngineConfig
+from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
+from lmcache.v1.memory_management import MemoryFormat
+from lmcache.v1.metadata import LMCacheMetadata
+
+from lmcache_xpu.gpu_connector.chunk_format import ChunkFormat
+from lmcache_xpu.gpu_connector.connector_options import ConnectorOptions
+from lmcache_xpu.gpu_connector.in_flight import InFlight
+from lmcache_xpu.gpu_connector.registered_cache import RegisteredCache, Registration
+from lmcache_xpu.metrics import Flow
+
+
+class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped base
+    """A connector between vLLM's paged KV cache and LMCache's memory objects.
+
+    Args:
+        hidden_dim_size: elements of one token in one plane: heads x head size.
+        num_layers: layers of the model.
+        use_gpu: accepted for LMCache; staging is decided by where the memory is.
+        options: how to move; None reads them from the keyword arguments.
+        kwargs: fields of `ConnectorOptions`; `use_xpu` is another name for `use_gpu`.
+
+    Attributes:
+        overlap: transfers that run beside the engine's steps; None without them. Set by who tells
+            the connector of the engine's steps.
+        failed_slots: for each load that ended early, the slots `[tokens]` that it left unfilled.
+
+    Raises:
+        SettingsError: an unknown option.
+    """
+
+    FORMAT: MemoryFormat
+    LAYERWISE: bool
+
+    def __init__(
+        self,
+        hidden_dim_size: int,
+        num_layers: int,
+        use_gpu: bool = False,
+        *,
+        options: ConnectorOptions | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.use_gpu = bool(kwargs.pop("use_xpu", use_gpu))
+        if options is None or kwargs:
+            options = ConnectorOptions.read(kwargs)
+        self.hidden_dim_size = hidden_dim_size
+        self.num_layers = num_layers
+        self.use_mla = options.use_mla
+        self.overlap: InFlight | None = None
+        self.failed_slots: list[torch.Tensor] = []
+        self._chunk_format = ChunkFormat.of_connector(
+            hidden_dim_size, num_layers, options, self.FORMAT, layerwise=self.LAYERWISE
+        )
+        self._registration = Registration(num_layers, options, self._chunk_format)
+
+    @classmethod
+    def from_metadata(
+        cls,
+        metadata: LMCacheMetadata,
+        use_gpu: bool = False,
+        device: torch.device | str | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Return a connector for an engine as LMCache describes it; LMCache's interface.
+
+        Args:
+            metadata: LMCache's.
+            use_gpu: see the class.
+            device: of the engine's KV cache; None accepts any.
+            kwargs: more fields of `ConnectorOptions`.
+        """
+        layers, _, chunk_size, heads, head_size = metadata.kv_shape
+        return cls(
+            heads * head_size,
+            layers,
+            use_gpu,
+            chunk_size=chunk_size,
+            dtype=metadata.kv_dtype,
+            device=device,
+            use_mla=metadata.use_mla,
+            **kwargs,
+        )
+
+    @classmethod
+    def from_lmcache(
+        cls,
+        config: LMCacheEngineConfig,
+        metadata: LMCacheMetadata,
+        *,
+        device: torch.device | str,
+        layout_hints: Mapping[str, str] | None,
+        opaque_blocks: bool,
+    ) -> Self:
+        """Return a connector for LMCache in an engine; see `ConnectorOptions.from_lmcache`."""
+        layers, _, _, heads, head_size = metadata.kv_shape
+        options = ConnectorOptions.from_lmcache(
+            config,
+            metadata,
+            device=device,
+            layout_hints=layout_hints,
+            opaque_blocks=opaque_blocks,
+        )
+        return cls(heads * head_size, layers, options=options)
+
+    @property
+    def groups(self) -> Sequence[tuple[int, int]]:
+        """For each memory object of a chunk its first layer, and the one after its last."""
+        return self._chunk_format.groups
+
+    def get_shape(self, num_tokens: int) -> torch.Size:
+        """Return the shape of the host memory of `num_tokens` tokens; see `ChunkFormat.shape`."""
+        return self._chunk_format.shape(num_tokens)
+
+    def initialize_kvcaches_ptr(self, **kwargs: Any) -> None:
+        """Register the engine's KV cache, given as `kvcaches`; cheap when it is registered already.
+
+        Allocates staging memory.
+
+        Raises:
+            LayoutError: a KV cache that can't be read.
+            SettingsError: no memory for staging.
+        """
+        if (kvcaches := kwargs.get("kvcaches")) is not None:
+            self._registration.register(kvcaches)
+
+    def pin(self, pool: torch.Tensor) -> None:
+        """Pin LMCache's memory now, when nobody waits, where the device does not reach it yet.
+
+        Args:
+            pool: all of LMCache's CPU memory.
+
+        Raises:
+            TransferError: no KV cache is registered.
+        """
+        self._registration.register(None).stager.pin(pool)
+
+    @property
+    def _loads_in_flight(self) -> InFlight | None:
+        return self.overlap if self.overlap is not None and self.overlap.loads else None
+
+    @property
+    def _stores_in_flight(self) -> InFlight | None:
+        return self.overlap if self.overlap is not None and self.overlap.stores else None
+
+    def _group_starts(
+        self, cache: RegisteredCache, starts: Sequence[int], ends: Sequence[int]
+    ) -> list[int]:
+        """Return the first layer of each group that a load of these chunks waits for at once."""
+        if self._loads_in_flight is None:
+            return [0]
+        tokens = sum(ends) - sum(starts)
+        layer_bytes = self._layer_bytes(cache, tokens)
+        return self._loads_in_flight.group_starts(
+            self.num_layers, tokens, layer_bytes, cache.stager.tuning
+        )
+
+    def _layer_bytes(self, cache: RegisteredCache, tokens: int) -> int:
+        elements = self.get_shape(1).numel() // self.groups[0][1]
+        return tokens * elements * cache.view.dtype.itemsize
+
+    def _count(
+        self,
+        flow: Flow,
+        cache: RegisteredCache,
+        starts: Sequence[int],
+        ends: Sequence[int],
+        cached: int,
+        seconds: float,
+    ) -> None:
+        """Count a transfer of these chunks, without the request's first `cached` tokens."""
+        spans = zip(starts, ends, strict=True)
+        tokens = sum(end - max(start, min(end, cached)) for start, end in spans)
+        size = self.num_layers * self._layer_bytes(cache, tokens)
+        flow.moved(seconds, size_bytes=size, tokens=tokens)

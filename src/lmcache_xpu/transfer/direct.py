@@ -1,0 +1,241 @@
+"""Kernels that read and write pinned host memory themselves, where other transfers stage it.
+
+All of it stands behind one switch: on XPU it is not known whether kernels reach host memory, so it
+is tried once, when the KV cache is registered, and `LMCACHE_XPU_KERNELS_READ_HOST=0` leaves the try
+out. Where it fails or is left out, `HostKernels.of` gives None, and everything is staged. Beyond
+this file only the kernel itself knows of it (`TABLE` in `gather_scatter_triton`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from typing import Protocol, Self, runtime_checkable
+
+import torch
+
+from lmcache_xpu.transfer.addresses import address_table
+from lmcache_xpu.transfer.devices import Event, is_host
+from lmcache_xpu.transfer.gather_scatter import Transfer
+from lmcache_xpu.transfer.host_copies import HostCopies, Pinning
+from lmcache_xpu.transfer.pinned_uploads import Upload
+from lmcache_xpu.transfer.plan import Piece
+from lmcache_xpu.transfer.slots import Rows
+from lmcache_xpu.transfer.tuning import tuning_of
+
+logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
+
+KERNELS_READ_HOST_VARIABLE = "LMCACHE_XPU_KERNELS_READ_HOST"
+
+# By range of chunks, their addresses on the device, or None where kernels can't use them. For one
+# memory of a request, so that they are uploaded once for all of its layer groups.
+AddressTables = dict[range, torch.Tensor | None]
+
+
+@runtime_checkable
+class DirectTransfer(Transfer, Protocol):
+    """A transfer that reaches host memory from the device; see `TritonTransfer`."""
+
+    def aligned(self, addresses: Sequence[int]) -> bool:
+        """Whether `move_chunks` can use these addresses."""
+
+    def move_chunks(
+        self,
+        rows: Rows,
+        table: torch.Tensor,
+        form: torch.Tensor,
+        first_layer: int,
+        *,
+        gather: bool,
+        offset: int = 0,
+    ) -> None:
+        """Gather into, or scatter from, host memory without staging."""
+
+    def first_row(self) -> torch.Tensor:
+        """Return bytes on the device for `move_first_row`."""
+
+    def move_first_row(
+        self, row: torch.Tensor, table: torch.Tensor | None = None, *, gather: bool
+    ) -> None:
+        """Move the view's first row to or from `row`, or to or from the address in `table`."""
+
+
+def kernels_may_read_host(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether it may be tried that a kernel reads and writes pinned host memory.
+
+    Everywhere, XPU included: there vLLM's own model runner lets kernels read it in each step
+    (vllm/v1/worker/gpu/buffer_utils.py). A try that goes wrong may cost the device, and then the
+    variable says not to.
+    """
+    return environment.get(KERNELS_READ_HOST_VARIABLE, "") != "0"
+
+
+def reaches_host(transfer: DirectTransfer) -> bool:
+    """Try whether a transfer's kernel moves bytes to pinned host memory, and others back.
+
+    Waits for the device. For an engine that does not use its cache yet; the view's first row is
+    used, and stays as it is. Compiles the kernel for `move_chunks`. Never tried where it must not
+    be, see `kernels_may_read_host`.
+    """
+    if not kernels_may_read_host():
+        return False
+    row = transfer.first_row()
+    # The last line that is seen if the device is lost.
+    logger.info(
+        "Trying whether kernels on %s reach pinned host memory (%s=0 leaves it out)",
+        row.device,
+        KERNELS_READ_HOST_VARIABLE,
+    )
+    transfer.move_first_row(row, gather=True)
+    try:
+        wrong = _wrong_on_host(transfer, row)
+    except Exception as error:  # whatever a driver or a compiler raises
+        wrong = f"{type(error).__name__}: {error}"
+    if wrong:
+        logger.warning("Kernels on %s don't reach pinned host memory: %s", row.device, wrong)
+    transfer.move_first_row(row, gather=False)
+    return not wrong
+
+
+def _wrong_on_host(transfer: DirectTransfer, row: torch.Tensor) -> str:
+    """Return what is wrong with host memory that a kernel writes and reads; empty if nothing.
+
+    Waits for the device, and leaves other bytes in the view's first row.
+
+    Args:
+        transfer: whose kernel is tried.
+        row: the view's first row, as it was gathered on the device.
+    """
+    host = torch.empty(row.shape, dtype=torch.uint8, pin_memory=not is_host(row.device))
+    table = address_table([host.data_ptr()]).to(row.device)
+    host.fill_(0xFF)
+    transfer.move_first_row(host, table, gather=True)
+    expected = row.cpu()  # waits for both
+    if not torch.equal(host, expected):
+        return "other bytes arrived"
+    host.copy_(expected.bitwise_not())  # a read of what is in the view by now would tell nothing
+    back, done = torch.zeros_like(row), Event(row.device)
+    transfer.move_first_row(host, table, gather=False)
+    done.record()
+    done.synchronize()  # the host's memory is given up here
+    transfer.move_first_row(back, gather=True)
+    return "" if torch.equal(back.cpu(), host) else "other bytes were read"
+
+
+def kernels_need(device: torch.device) -> Pinning:
+    """Return how host memory must be pinned for kernels that reach it.
+
+    CUDA maps memory that `register_host` pins into the device's address space. XPU's call prepares
+    it for copies only (SYCL's `prepare_for_device_copy`): kernels may address what was allocated
+    pinned, and nothing else.
+    """
+    return Pinning.ALLOCATED if device.type == "xpu" else Pinning.REGISTERED
+
+
+class HostKernels:
+    """Moves pieces by kernels that address pinned host memory.
+
+    Args:
+        transfer: of the view.
+        device: of the view.
+        host: knows which memory is pinned.
+        upload: brings addresses to the device, in the current stream.
+    """
+
+    def __init__(
+        self, transfer: DirectTransfer, device: torch.device, host: HostCopies, upload: Upload
+    ) -> None:
+        self._transfer = transfer
+        self._host = host
+        self._upload = upload
+        self._needs = kernels_need(device)
+        self._device_type = device.type
+
+    @classmethod
+    def of(
+        cls, transfer: Transfer, device: torch.device, host: HostCopies, upload: Upload
+    ) -> Self | None:
+        """Return None where the transfer has no such kernel, or its kernel does not reach the host.
+
+        Waits for the device, see `reaches_host`.
+        """
+        if not (isinstance(transfer, DirectTransfer) and reaches_host(transfer)):
+            return None
+        return cls(transfer, device, host, upload)
+
+    def move(
+        self,
+        piece: Piece,
+        memory: Sequence[torch.Tensor],
+        tables: AddressTables,
+        first_layer: int,
+        *,
+        gather: bool,
+        idle: bool = False,
+    ) -> bool:
+        """Enqueue a piece in the current stream, if kernels can and should move it.
+
+        Args:
+            piece: some layers of some chunks of the request.
+            memory: bytes, flat, one tensor per chunk of the request.
+            tables: of this memory.
+            first_layer: the view's layer that is the first one in `memory`.
+            gather: from the view to the host; else the other way.
+            idle: `suits` holds, so that any size is for kernels.
+
+        Returns:
+            Whether it was enqueued. If not, it is for staging.
+        """
+        if not idle and piece.segments.largest >= self._direct_bytes:
+            return False
+        table = self._table(piece, memory, tables)
+        if table is None:
+            return False
+        first = memory[piece.chunks.start]
+        chunk = piece.chunk(first)
+        self._transfer.move_chunks(
+            piece.rows.on_device(),
+            table,
+            chunk,
+            first_layer + piece.layers.start,
+            gather=gather,
+            offset=chunk.data_ptr() - first.data_ptr(),
+        )
+        return True
+
+    def suits(
+        self, pieces: Sequence[Piece], memory: Sequence[torch.Tensor], tables: AddressTables
+    ) -> bool:
+        """Whether kernels can and should move all of these where the device is idle.
+
+        May enqueue the upload of addresses in the current stream. Arguments as for `move`.
+        """
+        tuning = tuning_of(self._device_type)
+        small = all(piece.segments.largest < tuning.direct_bytes_idle for piece in pieces)
+        launch_bytes = sum(piece.nbytes for piece in pieces)
+        return (small or launch_bytes <= tuning.direct_launch_bytes) and all(
+            self._table(piece, memory, tables) is not None for piece in pieces
+        )
+
+    @property
+    def _direct_bytes(self) -> int:
+        tuning = tuning_of(self._device_type)
+        batches = self._host.copies_in_batches
+        return tuning.direct_bytes_batched if batches else tuning.direct_bytes
+
+    def _table(
+        self, piece: Piece, memory: Sequence[torch.Tensor], tables: AddressTables
+    ) -> torch.Tensor | None:
+        """Return the addresses of a piece's chunks on the device; uploaded once."""
+        if piece.chunks not in tables:
+            tables[piece.chunks] = self._upload_addresses(
+                memory[piece.chunks.start : piece.chunks.stop]
+            )
+        return tables[piece.chunks]
+
+    def _upload_addresses(self, chunks: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        addresses = [chunk.data_ptr() for chunk in chunks]
+        if not (self._host.pinned(chunks, self._needs) and self._transfer.aligned(addresses)):
+            return None
+        return self._upload(address_table(addresses))

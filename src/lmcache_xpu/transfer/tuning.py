@@ -1,0 +1,139 @@
+"""Every tuned number of the data path, in one table with a row per type of device.
+
+A new card is one row to fill. `tuning_of` gives the row; nothing else says how large a copy is, or
+how far ahead it is enqueued. What a driver demands stands beside its cause and not here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+KIB, MIB = 2**10, 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """The numbers that suit one type of device.
+
+    Args:
+        measured_on: the machine that they were measured on.
+        staging_bytes: device memory of all staging buffers together, where no setting says it.
+        buffer_bytes: of one staging buffer, where there are less than `most_buffers`.
+        most_buffers: staging buffers at most; at least two are made.
+        upload_ring_bytes: pinned memory for row numbers and addresses on their way to the device.
+        pool_bytes: an allocation of host memory from this size on is a pool, which is pinned.
+        direct_bytes: segments of host memory below this size are moved by a kernel that addresses
+            them, larger ones by the copy engine.
+        direct_bytes_batched: the same where the driver takes many copies at once.
+        direct_bytes_idle: the same where the device has nothing else to do.
+        direct_launch_bytes: a layer group up to this size is one launch of that kernel where the
+            device has nothing else to do, whatever the size of its segments.
+        direct_programs: programs that share a launch of that kernel.
+        tile_words: words that one program of a kernel moves at once, a power of two.
+        large_row_bytes: without Triton, rows from this size on are copied one by one.
+        object_bytes: about so many bytes of a chunk are one memory object of the layerwise
+            connector. Part of the key of what it stores: stored chunks are not found with another.
+        loaded_per_computed: loaded tokens per token to compute from which on copying takes longer
+            than computing.
+        single_layers: of a load beside much computing, so many groups of one layer come first.
+        most_layers: of a later group.
+        least_layers: of a group beside little computing.
+        first_groups: layer groups of a load that are enqueued at once.
+        groups_ahead: layer groups of a load that are enqueued beyond the engine's layer.
+        early_groups: of a load that begins before its step, so many groups of up to
+            `direct_launch_bytes` come first.
+        ahead_bytes: of all loads, bytes that are enqueued beyond what the engine waits for next.
+    """
+
+    measured_on: str
+    staging_bytes: int
+    buffer_bytes: int
+    most_buffers: int
+    upload_ring_bytes: int
+    pool_bytes: int
+    direct_bytes: int
+    direct_bytes_batched: int
+    direct_bytes_idle: int
+    direct_launch_bytes: int
+    direct_programs: int
+    tile_words: int
+    large_row_bytes: int
+    object_bytes: int
+    loaded_per_computed: int
+    single_layers: int
+    most_layers: int
+    least_layers: int
+    first_groups: int
+    groups_ahead: int
+    early_groups: int
+    ahead_bytes: int
+
+
+CUDA = Tuning(
+    measured_on="NVIDIA H200, PCIe 5 (55 GB/s); large_row_bytes: two x86-64 cores",
+    staging_bytes=256 * MIB,
+    # Nothing runs beside the first gather of a store and the last scatter of a load. But the
+    # engine's thread enqueues each piece: of a load of 7.5 GiB in layers, 60 ms long with buffers
+    # of 32 MiB, 24 to 35 with these.
+    buffer_bytes=64 * MIB,
+    # Two keep the link busy beside an idle engine, four while one of its kernels fills the device.
+    most_buffers=4,
+    # Not measured: a slot mapping of 1,000,000 tokens; most have a hundredth of that.
+    upload_ring_bytes=8 * MIB,
+    # Not measured. What is pinned stays pinned until the process ends. That is right for a pool,
+    # and wrong for passing memory, whose addresses are given to others.
+    pool_bytes=64 * MIB,
+    # 288 KiB segments go at 33 GB/s by the copy engine, which needs microseconds for each, and at
+    # 43 by the kernel; 1 MiB segments at 45 and 49. But compute beside a load takes 1.1 to 1.4
+    # times as long with the kernel and 1.08 with the copy engine, so the kernel is for the small.
+    direct_bytes=512 * KIB,
+    # 256 KiB segments go at 53 GB/s in batches; smaller ones were not measured.
+    direct_bytes_batched=256 * KIB,
+    # 2 MiB segments go at 52 GB/s by the copy engine and at 51 by the kernel, and one launch is
+    # enqueued much earlier than hundreds of copies. That counts for more than the link's last GB/s
+    # up to the second size.
+    direct_bytes_idle=2 * MIB,
+    direct_launch_bytes=256 * MIB,
+    # 16 programs reach 47 GB/s, 32 the 50 that the link gives to a kernel. A full grid would take
+    # the device from the engine: matrix products beside it took 1.9 times as long, with 32 programs
+    # 1.14 times.
+    direct_programs=32,
+    # 32 MiB of an 8B shape take 22 microseconds, with 2048 words 25, with 4096 34; a plain copy on
+    # the device takes 19.
+    tile_words=1024,
+    # torch splits the copy of a large row among its threads, while its index operations move a few
+    # large rows in one thread, and twice. With blocks of 512 KiB: 0.45 of a plain copy's speed by
+    # index, 0.75 one by one.
+    large_row_bytes=64 * KIB,
+    # A copy costs the link 4 microseconds: one of this size, a hundredth.
+    object_bytes=16 * MIB,
+    # A guess: measured, 20. More on devices that compute more slowly.
+    loaded_per_computed=32,
+    single_layers=4,
+    most_layers=2,
+    least_layers=8,  # smaller copies are slower
+    # The engine prepares its step meanwhile (8 ms were seen), and other requests' loads are
+    # enqueued.
+    first_groups=2,
+    groups_ahead=2,
+    early_groups=2,
+    # 10 ms of the link. More would only take the engine's thread, before its first layer and
+    # behind it.
+    ahead_bytes=512 * MIB,
+)
+
+# No Intel GPU was measured. Nor would it be right to guess: these are CUDA's.
+XPU = dataclasses.replace(CUDA, measured_on="nothing: the values of cuda")
+
+# Of these, transfers on the host use `large_row_bytes` and what decides on layer groups.
+CPU = dataclasses.replace(
+    CUDA, measured_on="two x86-64 cores, large_row_bytes alone; the others are the values of cuda"
+)
+
+TUNINGS = {"cuda": CUDA, "xpu": XPU, "cpu": CPU}
+
+
+def tuning_of(device_type: str) -> Tuning:
+    """Return the numbers for a type of device, as torch names it; XPU's for one without a row."""
+    return TUNINGS.get(device_type, TUNINGS["xpu"])

@@ -1,0 +1,36 @@
+"""The tuning table: a row per device, and what must hold of each."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from lmcache_xpu.transfer.staging_ring import SMALLEST_STAGING_BYTES
+from lmcache_xpu.transfer.tuning import TUNINGS, XPU, Tuning, tuning_of
+
+
+@pytest.mark.parametrize("device_type", TUNINGS)
+def test_every_row_has_numbers_that_can_be_used(device_type: str):
+    row = tuning_of(device_type)
+    numbers = dataclasses.asdict(row)
+    assert numbers.pop("measured_on")
+    assert all(isinstance(number, int) and number > 0 for number in numbers.values())
+    assert row.tile_words & (row.tile_words - 1) == 0
+    assert row.staging_bytes >= SMALLEST_STAGING_BYTES
+    assert row.most_buffers >= 2
+    assert row.direct_bytes_batched <= row.direct_bytes <= row.direct_bytes_idle
+
+
+def test_an_intel_gpu_says_that_it_was_not_measured():
+    assert XPU.measured_on.startswith("nothing")
+
+
+def test_a_device_without_a_row_is_tuned_as_an_intel_gpu():
+    assert tuning_of("hpu") is tuning_of("xpu")
+
+
+def test_every_number_is_explained():
+    words = (Tuning.__doc__ or "").split()
+    for field in dataclasses.fields(Tuning):
+        assert f"{field.name}:" in words
