@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 from lmcache.v1.config import LMCacheEngineConfig
 
+from lmcache_xpu.cache_engine import config as lmcache_config
+
 
 def parallel(engine: int, devices: int = 2) -> SimpleNamespace:
     """As vLLM has it in an engine of a dense model: the rank is 0 in every one."""
@@ -21,9 +23,9 @@ def parallel(engine: int, devices: int = 2) -> SimpleNamespace:
 def applied(engine: int, extra: dict) -> LMCacheEngineConfig:
     """As the connector does, and then LMCache itself."""
     config = LMCacheEngineConfig.from_defaults()
-    config.apply(config, extra)
-    config.set_apart(config, extra, parallel(engine))
-    config.apply(config, extra)
+    lmcache_config.apply(config, extra)
+    lmcache_config.set_apart(config, extra, parallel(engine))
+    lmcache_config.apply(config, extra)
     return config
 
 
