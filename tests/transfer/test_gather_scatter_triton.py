@@ -88,7 +88,8 @@ def test_the_switch_leaves_the_try_out(monkeypatch):
         launch(self, *args, gather=gather)
 
     monkeypatch.setattr(TritonTransfer, "_launch", launched)
-    mover = TritonTransfer.of(view_of(build(Spec("LBNHC"))))
+    cache = build(Spec("LBNHC"))  # a transfer holds its addresses, and nothing else of it
+    mover = TritonTransfer.of(view_of(cache))
     mover.warm_up()
     assert not reaches_host(mover)
 
