@@ -161,7 +161,7 @@ def load() -> LMCacheEngineConfig:
 
 
 def check_features(config: LMCacheEngineConfig, extra: Mapping[str, Any] | None = None) -> None:
-    """Refuse what our connectors don't have; see `lmcache_options`.
+    """Refuse what our connectors don't have; see `options`.
 
     Args:
         config: LMCache's.

@@ -1,7 +1,7 @@
 """What was stored before a reset, or under other weights, is never found again.
 
 Weights that change in a running engine leave the keys of its KV as they were. So each reset begins
-an epoch: its name, drawn at random, is part of what sets a request's KV apart (see `isolation`),
+an epoch: its name, drawn at random, is part of what sets a request's KV apart (see `cache_salt`),
 and so of every key, in every tier and on every rank. The first epoch has no name: its keys are
 those of all engines with these weights, before and after a restart.
 
@@ -9,7 +9,7 @@ A request belongs to the epoch in which it last began from nothing. One that was
 epoch began has KV of both sides of it, and gets a name of its own: it finds and stores nothing
 until vLLM preempts it.
 
-Weights may change without a reset. A worker learns of that (see `seam`), and looks up, loads and
+Weights may change without a reset. A worker learns of that (see `worker_hooks`), and looks up, loads and
 stores nothing until the scheduler, which it tells, has begun another epoch.
 
     scheduler   Epochs        which epoch it is, and whose a request's KV is

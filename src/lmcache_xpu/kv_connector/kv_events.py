@@ -1,7 +1,7 @@
 """KV events: which blocks the tiers hold, told to routers in vLLM's own words.
 
 vLLM publishes what its KV cache holds, block by block. LMCache would add its chunks: of another
-size and another hash, and with the token that `isolation` exchanged. A router finds nothing by
+size and another hash, and with the token that `cache_salt` exchanged. A router finds nothing by
 them. So workers report names of chunks (see `residency`), and here in the scheduler's half, where
 requests are known, each becomes the blocks that vLLM itself publishes of these tokens.
 
@@ -321,7 +321,7 @@ def _described(request: Request, blocks: range, block_tokens: int) -> _Chunk:
 
 
 def _stored_group(groups: KVCacheConfig) -> tuple[int, str]:
-    """Number and kind of the group whose blocks are stored; see `engine_facts`."""
+    """Number and kind of the group whose blocks are stored; see `kv_cache_facts`."""
     from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
     for number, group in enumerate(groups.kv_cache_groups):

@@ -30,7 +30,7 @@ class PagedView:
     Args:
         tensors: `[layer][plane]`, each `[blocks, rows, heads, dim]` on the engine's memory, all
             with the same shape, strides, dtype and device; the last stride is 1.
-        axes: how the engine's own tensors were read (see `engine_layout`).
+        axes: how the engine's own tensors were read (see `layout`).
         tokens_per_row: 1, or the tokens of a block where blocks are opaque.
     """
 
