@@ -50,7 +50,7 @@ CALLS = {
 # The phase that a call leads to from IDLE, SCHEDULING, PREPARING and COMPUTING; None: an error.
 LEADS_TO = {
     "schedule": (SCHEDULING, SCHEDULING, None, None),
-    "begin_step": (PREPARING, PREPARING, PREPARING, None),
+    "begin_step": (PREPARING, PREPARING, PREPARING, PREPARING),
     "add_load": (None, SCHEDULING, PREPARING, COMPUTING),
     "hold": (None, SCHEDULING, PREPARING, COMPUTING),
     "before_all": (None, None, PREPARING, COMPUTING),

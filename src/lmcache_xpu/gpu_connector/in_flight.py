@@ -13,7 +13,7 @@ caller's, and an assertion:
 
     call          IDLE        SCHEDULING  PREPARING   COMPUTING   what it does
     schedule      SCHEDULING  stays       -           -           loads may begin before their step
-    begin_step    PREPARING   PREPARING   stays       -           new blocks wait for their readers
+    begin_step    PREPARING   PREPARING   stays       PREPARING   new blocks wait for their readers
     add_load      -           stays       stays       stays       enqueues the first layers
     before_all    -           -           stays       stays       the engine waits for all layers
     before_layer  stays       -           COMPUTING   stays       the engine waits for this layer
@@ -101,15 +101,16 @@ class InFlight:
     def begin_step(self, new_blocks: frozenset[int] | None, tokens: int | None = None) -> None:
         """Protect blocks that a store has yet to read, and go on with loads that have begun.
 
-        Between steps, after `schedule`, or after a step that vLLM gave up before its first layer;
-        leads to PREPARING.
+        Between steps, after `schedule`, or after a step that vLLM gave up, as when a user interrupts
+        it; leads to PREPARING.
 
         Args:
             new_blocks: IDs of the blocks that were given to a request since the last step, so that
                 the engine may write them; None if that is not known.
             tokens: number of tokens that this step computes; None if that is not known.
         """
-        self._check("begin_step", Phase.IDLE, Phase.SCHEDULING, Phase.PREPARING)
+        if self.phase is Phase.COMPUTING:
+            self.end_step()  # its requests are gone, and so is whom to tell of their loads
         self.phase = Phase.PREPARING
         self._protect_and_feed(new_blocks, tokens)
         for item in self._loads:
