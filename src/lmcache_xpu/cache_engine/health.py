@@ -23,7 +23,7 @@ logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers on
 
 
 def limit_pinning(device: torch.device) -> None:
-    """Let LMCache's pool be no pinned allocation that would fail or take more; see `pool_memory`."""
+    """Keep LMCache's pool from a pinned allocation that fails or takes more; see `pool_memory`."""
     if (most := most_pinned(device)) is not None:
         from lmcache import device_ops
 

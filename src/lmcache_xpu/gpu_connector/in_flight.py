@@ -101,8 +101,8 @@ class InFlight:
     def begin_step(self, new_blocks: frozenset[int] | None, tokens: int | None = None) -> None:
         """Protect blocks that a store has yet to read, and go on with loads that have begun.
 
-        Between steps, after `schedule`, or after a step that vLLM gave up, as when a user interrupts
-        it; leads to PREPARING.
+        Between steps, after `schedule`, or after a step that vLLM gave up, as when a user
+        interrupts it; leads to PREPARING.
 
         Args:
             new_blocks: IDs of the blocks that were given to a request since the last step, so that

@@ -9,8 +9,8 @@ A request belongs to the epoch in which it last began from nothing. One that was
 epoch began has KV of both sides of it, and gets a name of its own: it finds and stores nothing
 until vLLM preempts it.
 
-Weights may change without a reset. A worker learns of that (see `worker_hooks`), and looks up, loads and
-stores nothing until the scheduler, which it tells, has begun another epoch.
+Weights may change without a reset. A worker learns of that (see `worker_hooks`), and looks up,
+loads and stores nothing until the scheduler, which it tells, has begun another epoch.
 
     scheduler   Epochs        which epoch it is, and whose a request's KV is
     worker      WorkerEpoch   which epoch it has heard of, and whether its weights outlived it
