@@ -55,7 +55,7 @@ LEADS_TO = {
     "hold": (None, SCHEDULING, PREPARING, COMPUTING),
     "before_all": (None, None, PREPARING, COMPUTING),
     "before_layer": (IDLE, None, COMPUTING, COMPUTING),
-    "after_layer": (IDLE, None, None, COMPUTING),
+    "after_layer": (IDLE, None, COMPUTING, COMPUTING),
     "end_step": (IDLE, None, IDLE, IDLE),
     **dict.fromkeys(("protect", "add_store", "publish", "release", "drain", "close"), tuple(Phase)),
 }

@@ -17,7 +17,7 @@ caller's, and an assertion:
     add_load      -           stays       stays       stays       enqueues the first layers
     before_all    -           -           stays       stays       the engine waits for all layers
     before_layer  stays       -           COMPUTING   stays       the engine waits for this layer
-    after_layer   stays       -           -           stays       enqueues the next layers
+    after_layer   stays       -           COMPUTING   stays       enqueues the next layers
     end_step      stays       -           IDLE        IDLE        leaves nothing to load
 
 `protect`, `add_store`, `publish`, `release`, `drain` and `close` may be called in each phase. In
@@ -186,10 +186,14 @@ class InFlight:
     def after_layer(self, layer: int) -> None:
         """Enqueue what comes after a layer that the engine has enqueued.
 
-        In COMPUTING; in IDLE it does nothing, as `before_layer`. So much is enqueued that the link
-        stays busy, and no more: behind the first layers the device waits for this thread.
+        In PREPARING and COMPUTING; leads to COMPUTING. In IDLE it does nothing, as `before_layer`.
+        An engine that did not wait for its first layer is told so by `end_step`. So much is
+        enqueued that the link stays busy, and no more: behind the first layers the device waits
+        for this thread.
         """
-        self._check("after_layer", Phase.IDLE, Phase.COMPUTING)
+        self._check("after_layer", Phase.IDLE, Phase.PREPARING, Phase.COMPUTING)
+        if self.phase is Phase.PREPARING:
+            self.phase = Phase.COMPUTING
         bytes_ahead = self._bytes_under_way()
         loads = [item.load for item in self._loads]
         for load in sorted(loads, key=operator.attrgetter("enqueued")):
