@@ -293,7 +293,10 @@ class WorkerSide:
         self._adapter.end_loads()
         missed = [] if self.in_flight is None else self.in_flight.end_step()
         if missed:
-            logger.error("vLLM did not wait for %d loads, which are computed instead", len(missed))
+            logger.error(
+                "vLLM computed without waiting for the KV cache of %d requests; they are recomputed",
+                len(missed),
+            )
         ended_early: list[torch.Tensor] = self._engine.gpu_connector.failed_slots
         for slots in (*missed, *ended_early):
             self._unfilled.add_slots(slots)
