@@ -215,7 +215,7 @@ def test_requests_that_ended_and_chunks_that_no_tier_took_are_forgotten(
     for at in range(4):
         told(events, request([at] * 16, str(at)))
         events.finished(str(at))
-    assert (len(events._asked), len(events._chunks), len(events._waiting)) == (0, 3, 3)
+    assert (len(events._requests), len(events._chunks), len(events._waiting)) == (0, 3, 3)
     name = database.names([3] * 16)[1]
     for held in (True, False):
         events.report(TierReport(1, changes(CPU, [name], held)))

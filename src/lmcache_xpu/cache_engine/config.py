@@ -72,8 +72,8 @@ def set_apart(config: LMCacheEngineConfig, extra: dict[str, Any], parallel: Para
     if not engine or ENGINE in values:  # scheduler and worker may share `extra`
         return
     port = config.internal_api_server_port_start + engine * (1 + parallel.world_size)
-    found = {"extra_config": {**values, ENGINE: engine}, "internal_api_server_port_start": port}
-    extra.update({f"lmcache.{name}": value for name, value in found.items()})
+    own = {"extra_config": {**values, ENGINE: engine}, "internal_api_server_port_start": port}
+    extra.update({f"lmcache.{name}": value for name, value in own.items()})
     apply(config, extra)
 
 
@@ -86,8 +86,8 @@ def make_hash_safe(config: LMCacheEngineConfig, extra: dict[str, Any]) -> None:
     Raises:
         SettingsError: the configuration insists on Python's.
     """
-    given = extra.get("lmcache.pre_caching_hash_algorithm", config.pre_caching_hash_algorithm)
-    if given != "builtin" or os.environ.get("PYTHONHASHSEED", "random") != "random":
+    algorithm = extra.get("lmcache.pre_caching_hash_algorithm", config.pre_caching_hash_algorithm)
+    if algorithm != "builtin" or os.environ.get("PYTHONHASHSEED", "random") != "random":
         return
     if "lmcache.pre_caching_hash_algorithm" in extra:
         raise SettingsError(

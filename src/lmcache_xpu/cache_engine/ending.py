@@ -103,8 +103,8 @@ def _end_lookup_client(client: Any) -> None:
 def _end_engine(engine: Any) -> None:
     from lmcache.v1.cache_engine import LMCacheEngineBuilder
 
-    for name, known in list(LMCacheEngineBuilder._instances.items()):
-        if known is engine:
+    for name, instance in list(LMCacheEngineBuilder._instances.items()):
+        if instance is engine:
             LMCacheEngineBuilder.destroy(name)
     if (manager := engine.storage_manager) is not None and _ended(manager.thread):
         manager.loop.close()

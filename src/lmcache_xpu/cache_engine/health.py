@@ -34,8 +34,8 @@ def pool(engine: Any) -> torch.Tensor | None:
     """LMCache's host memory, where this worker has some."""
     manager = engine.storage_manager
     backend = manager and manager.storage_backends.get("LocalCPUBackend")
-    found: torch.Tensor | None = backend and getattr(backend.memory_allocator, "buffer", None)
-    return found
+    memory: torch.Tensor | None = backend and getattr(backend.memory_allocator, "buffer", None)
+    return memory
 
 
 def check_healthy(adapter: Any) -> None:
@@ -92,9 +92,9 @@ def watch_tiers(engine: Any, config: LMCacheEngineConfig) -> Residency:
     backends = engine.storage_manager.storage_backends
     if (pool := backends.get("LocalCPUBackend")) is not None:
 
-        def in_pool(key: Any, held: bool) -> None:
+        def in_pool(key: Any, present: bool) -> None:
             name = chunk_name(key.chunk_hash)
-            residency.changed(CPU, name, held, getattr(key, "layer_id", 0))
+            residency.changed(CPU, name, present, getattr(key, "layer_id", 0))
 
         assert not pool.hot_cache, "chunks before the tiers were up"
         pool.hot_cache = watched(pool.hot_cache, in_pool)

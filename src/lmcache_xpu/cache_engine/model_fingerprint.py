@@ -40,16 +40,16 @@ def fingerprint(model: str, commit: str | None = None) -> str:
     path = Path(model)
     files = [path] if path.is_file() else sorted(path.glob("*")) if path.is_dir() else []
     digest = hashlib.sha256()
-    found = False
+    has_weights = False
     for file in files:
         if file.name in _CONFIGS:
             digest.update(file.read_bytes())
         elif file.suffix in _SUFFIXES:
-            found = True
+            has_weights = True
             digest.update(f"{file.name} {file.stat().st_size}".encode())
             for sample in _samples(file):
                 digest.update(sample)
-    if not found:
+    if not has_weights:
         logger.warning(
             "lmcache-xpu: no weights found at %s, so cached KV is told apart by the model's name "
             "alone: empty the disk tier when the model changes",

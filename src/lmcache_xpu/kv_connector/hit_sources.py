@@ -43,15 +43,15 @@ def hit_sources(
     for name, keys in pinned.items():
         end += len(keys) // objects * chunk_tokens
         ends.append((end, _source(name)))
-    found: dict[CacheHitSource, int] = {}
+    counts: dict[CacheHitSource, int] = {}
     if end < tokens:
-        return found
+        return counts
     begin = end - tokens
     for end, source in ends:
         if end > begin:
-            found[source] = found.get(source, 0) + end - begin
+            counts[source] = counts.get(source, 0) + end - begin
             begin = end
-    return found
+    return counts
 
 
 def _source(tier: str) -> CacheHitSource:

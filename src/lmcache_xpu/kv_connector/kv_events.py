@@ -68,18 +68,18 @@ class TierReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # untyped ba
         return TierReport(self.workers, self.changes + other.changes)
 
 
-def published(config: VllmConfig, asked: bool) -> bool:
+def published(config: VllmConfig, enabled: bool) -> bool:
     """Whether an engine publishes events of the tiers.
 
     Args:
         config: of the engine; its `--kv-events-config` is vLLM's switch.
-        asked: LMCache's switch, `enable_kv_events`.
+        enabled: LMCache's switch, `enable_kv_events`.
     """
     events = config.kv_events_config
     on = events is not None and events.enable_kv_cache_events
-    if asked and not on:
+    if enabled and not on:
         logger.warning("LMCache enable_kv_events without effect: vLLM has no --kv-events-config")
-    return asked and on
+    return enabled and on
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ class _Chunk:
 
 
 @dataclass(slots=True)
-class _Asked:
+class _Prompt:
     """A request, and how many of its chunks are described."""
 
     request: Request
@@ -129,7 +129,7 @@ class KVEvents:
         self._database = database
         self._block_tokens = block_tokens
         self._group, self._kind = _stored_group(groups)
-        self._asked: dict[str, _Asked] = {}
+        self._requests: dict[str, _Prompt] = {}
         self._chunks: dict[str, _Chunk] = {}
         self._waiting: dict[str, None] = {}  # of these, those that no tier holds; oldest first
         self._held: dict[tuple[str, str], int] = {}  # workers, by tier and chunk
@@ -139,11 +139,11 @@ class KVEvents:
 
     def admit(self, request: Request) -> None:
         """Before a request is looked up."""
-        self._asked.setdefault(request.request_id, _Asked(request))
+        self._requests.setdefault(request.request_id, _Prompt(request))
 
     def finished(self, request_id: str) -> None:
         """When a request has ended, in whatever way."""
-        self._asked.pop(request_id, None)
+        self._requests.pop(request_id, None)
 
     def describe(self, metadata: Any) -> None:
         """Note of which blocks the chunks are that workers are told to load or store.
@@ -152,23 +152,23 @@ class KVEvents:
             metadata: LMCache's, of a step; with the tokens that name chunks.
         """
         for meta in metadata.requests:
-            if (asked := self._asked.get(meta.req_id)) is not None and len(meta.token_ids):
-                self._describe(asked, meta.token_ids)
+            if (prompt := self._requests.get(meta.req_id)) is not None and len(meta.token_ids):
+                self._describe(prompt, meta.token_ids)
 
     def report(self, report: TierReport) -> None:
         """Take what workers report after a step."""
         self._workers = report.workers
         stored: list[tuple[str, str]] = []
-        for tier, chunk, held in report.changes:
+        for tier, chunk, present in report.changes:
             before = self._held.get((tier, chunk), 0)
-            after = before + (1 if held else -1)
+            after = before + (1 if present else -1)
             if after > 0:
                 self._held[tier, chunk] = after
             else:
                 self._held.pop((tier, chunk), None)
-            if held and before < self._workers <= after:
+            if present and before < self._workers <= after:
                 stored.append((tier, chunk))
-            elif not held and after < self._workers <= before:
+            elif not present and after < self._workers <= before:
                 self._announce(stored)
                 stored = []
                 self._remove(tier, [chunk])
@@ -181,19 +181,21 @@ class KVEvents:
         Chunks that a tier still keeps, under names that nothing asks for, count no more.
         """
         for tier in PLACES:
-            self._remove(tier, [name for name, one in self._chunks.items() if tier in one.tiers])
+            self._remove(
+                tier, [name for name, chunk in self._chunks.items() if tier in chunk.tiers]
+            )
         self._chunks.clear()
         self._waiting.clear()
-        for asked in self._asked.values():
-            asked.first = None
+        for prompt in self._requests.values():
+            prompt.first = None
 
     def take(self) -> list[KVCacheEvent]:
         """The events since the last call, in their order."""
         events, self._events = self._events, []
         return events
 
-    def _describe(self, asked: _Asked, tokens: list[int]) -> None:
-        request, size = asked.request, self._database.chunk_size
+    def _describe(self, prompt: _Prompt, tokens: list[int]) -> None:
+        request, size = prompt.request, self._database.chunk_size
         hashed = len(request.block_hashes) * self._block_tokens
         if not 0 <= request.num_tokens - hashed < self._block_tokens:
             if not self._complained:
@@ -202,45 +204,47 @@ class KVEvents:
                 )
             self._complained = True
             return
-        if asked.first != tokens[0]:  # another name for all of them
-            asked.end, asked.first = 0, tokens[0]
-            asked.name = self._database._get_init_hash()
-        held: list[tuple[str, str]] = []
-        while asked.end + size <= len(tokens):
-            self._add(asked, asked.end + size, tokens, held)
-            asked.end += size
-        if self._database.config.save_unfull_chunk and asked.end < len(tokens):
-            whole = asked.name
-            self._add(asked, len(tokens), tokens, held)
-            asked.name = whole  # it may grow
-        self._announce(held)
+        if prompt.first != tokens[0]:  # another name for all of them
+            prompt.end, prompt.first = 0, tokens[0]
+            prompt.name = self._database._get_init_hash()
+        places: list[tuple[str, str]] = []
+        while prompt.end + size <= len(tokens):
+            self._add(prompt, prompt.end + size, tokens, places)
+            prompt.end += size
+        if self._database.config.save_unfull_chunk and prompt.end < len(tokens):
+            whole = prompt.name
+            self._add(prompt, len(tokens), tokens, places)
+            prompt.name = whole  # it may grow
+        self._announce(places)
 
-    def _add(self, asked: _Asked, end: int, tokens: list[int], held: list[tuple[str, str]]) -> None:
+    def _add(
+        self, prompt: _Prompt, end: int, tokens: list[int], places: list[tuple[str, str]]
+    ) -> None:
         """Describe a request's next chunk, and note the tiers that hold it already."""
-        asked.name = self._database._hash_tokens(list(tokens[asked.end : end]), asked.name)
-        name = chunk_name(asked.name)
+        prompt.name = self._database._hash_tokens(list(tokens[prompt.end : end]), prompt.name)
+        name = chunk_name(prompt.name)
         if (chunk := self._chunks.get(name)) is not None:
             # Again, as vLLM does of its own hits: a router may have begun since, or been told by
             # vLLM that all is gone, when only the engine's own cache was reset.
-            held += [(tier, name) for tier in chunk.tiers]
+            places += [(tier, name) for tier in chunk.tiers]
             return
-        blocks = range(asked.end // self._block_tokens, end // self._block_tokens)
+        blocks = range(prompt.end // self._block_tokens, end // self._block_tokens)
         if not blocks:
             return
-        self._chunks[name] = _described(asked.request, blocks, self._block_tokens)
+        self._chunks[name] = _described(prompt.request, blocks, self._block_tokens)
         tiers = [tier for tier in PLACES if self._held.get((tier, name), 0) >= self._workers]
-        held += [(tier, name) for tier in tiers]  # e.g. on disk since an earlier run
+        places += [(tier, name) for tier in tiers]  # e.g. on disk since an earlier run
         if not tiers:
             self._waiting[name] = None
             if len(self._waiting) > WAITING:
                 oldest = next(iter(self._waiting))
                 del self._waiting[oldest], self._chunks[oldest]
 
-    def _announce(self, held: Iterable[tuple[str, str]]) -> None:
+    def _announce(self, places: Iterable[tuple[str, str]]) -> None:
         """Tell what tiers hold: a block after those that it follows, in one event if possible."""
-        known = [(tier, name, self._chunks[name]) for tier, name in held if name in self._chunks]
+        chunks = [(tier, name, self._chunks[name]) for tier, name in places if name in self._chunks]
         grows: dict[tuple[str, Any], BlockStored] = {}  # by its last block
-        for tier, name, chunk in sorted(known, key=lambda item: item[2].start):
+        for tier, name, chunk in sorted(chunks, key=lambda item: item[2].start):
             chunk.tiers.add(tier)
             self._waiting.pop(name, None)
             event = grows.pop((tier, chunk.parent), None) or self._stored(tier, chunk)

@@ -67,9 +67,9 @@ class ConnectorStats(KVConnectorStats):  # type: ignore[misc]  # untyped base
         """What the log line shows: the sums of all workers, without what is zero."""
         counts: dict[str, float] = {}
         levels: dict[str, float] = {}
-        for one in self.data.values():
-            _add_up(counts, one[COUNTS])
-            _add_up(levels, one[LEVELS])
+        for stats in self.data.values():
+            _add_up(counts, stats[COUNTS])
+            _add_up(levels, stats[LEVELS])
         shown: dict[str, int | float] = {}
         for flow in sorted({k.split(" ", 1)[1] for k in counts if k.startswith("bytes ")}):
             moved, seconds = counts[f"bytes {flow}"], counts.get(f"seconds {flow}", 0.0)
@@ -104,12 +104,12 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # untyped base
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Take what an engine's processes counted in a step."""
-        for process, one in transfer_stats_data.items():
+        for process, stats in transfer_stats_data.items():
             if not self._adds or process == _this_process():
                 continue
-            metrics.add(one[COUNTS])
-            self._levels.setdefault((engine_idx, process), {}).update(one[LEVELS])
-            for name in one[LEVELS]:
+            metrics.add(stats[COUNTS])
+            self._levels.setdefault((engine_idx, process), {}).update(stats[LEVELS])
+            for name in stats[LEVELS]:
                 every = self._levels.values()
                 metrics.LEVELS[name].gauge.set(sum(levels.get(name, 0.0) for levels in every))
 

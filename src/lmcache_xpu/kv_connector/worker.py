@@ -294,7 +294,8 @@ class WorkerSide:
         missed = [] if self.in_flight is None else self.in_flight.end_step()
         if missed:
             logger.error(
-                "vLLM computed without waiting for the KV cache of %d requests; they are recomputed",
+                "vLLM computed without waiting for the KV cache of %d requests; "
+                "they are recomputed",
                 len(missed),
             )
         ended_early: list[torch.Tensor] = self._engine.gpu_connector.failed_slots
