@@ -26,6 +26,7 @@ from lmcache_xpu.cache_engine.engine import CacheEngine
 from lmcache_xpu.cache_engine.guarded_connectors import LayerwiseConnector, StandardConnector
 from lmcache_xpu.cache_engine.lookup_client import LookupClient
 from lmcache_xpu.cache_engine.token_database import TokenDatabase
+from lmcache_xpu.gpu_connector.connector_options import ConnectorOptions
 
 if TYPE_CHECKING:
     from lmcache.integration.vllm.vllm_v1_adapter import LMCacheConnectorMetadata
@@ -239,13 +240,16 @@ def gpu_connector(
     layers, planes, chunk_size, _, _ = metadata.kv_shape
     metadata.kv_shape = (layers, planes, chunk_size, facts.heads, facts.head_size)
     metadata.model_name += facts.namespace  # the part of every key that we may extend
-    kind = LayerwiseConnector if config.use_layerwise else StandardConnector
-    connector: StandardConnector | LayerwiseConnector = kind.from_lmcache(
+    options = ConnectorOptions.from_lmcache(
         config,
         metadata,
         device=facts.device_type,
         layout_hints=None if facts.kv_layout is None else {"kv_layout": facts.kv_layout},
         opaque_blocks=facts.opaque_blocks,
+    )
+    kind = LayerwiseConnector if config.use_layerwise else StandardConnector
+    connector: StandardConnector | LayerwiseConnector = kind(
+        facts.heads * facts.head_size, layers, options=options
     )
     if not config.use_layerwise and planes > 1 and not facts.opaque_blocks:
         metadata.model_name += ".layers"  # bytes in another order than LMCache's format says

@@ -6,11 +6,10 @@ LMCache calls a connector in the engine's worker, from one thread. Keyword argum
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
-from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
 from lmcache.v1.memory_management import MemoryFormat
 from lmcache.v1.metadata import LMCacheMetadata
@@ -93,27 +92,6 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
             use_mla=metadata.use_mla,
             **kwargs,
         )
-
-    @classmethod
-    def from_lmcache(
-        cls,
-        config: LMCacheEngineConfig,
-        metadata: LMCacheMetadata,
-        *,
-        device: torch.device | str,
-        layout_hints: Mapping[str, str] | None,
-        opaque_blocks: bool,
-    ) -> Self:
-        """Return a connector for LMCache in an engine; see `ConnectorOptions.from_lmcache`."""
-        layers, _, _, heads, head_size = metadata.kv_shape
-        options = ConnectorOptions.from_lmcache(
-            config,
-            metadata,
-            device=device,
-            layout_hints=layout_hints,
-            opaque_blocks=opaque_blocks,
-        )
-        return cls(heads * head_size, layers, options=options)
 
     @property
     def groups(self) -> Sequence[tuple[int, int]]:
