@@ -49,7 +49,7 @@ bench-engine: setup ## Time hits and stores in an engine, beside LMCache's own: 
 bench-device: ## Time the connectors on an accelerator, in the environment of PYTHON
 	@PYTHONPATH=src $(PYTHON) measurements/device_connectors.py
 
-docs: setup ## Renew the tables of docs/lmcache-options.md
+docs: setup ## Renew the tables of docs/reference/lmcache-options.md
 	@$(BIN)/python scripts/options_doc.py
 
 helm-docs: setup ## Renew the chart's schema and the tables of its README

@@ -57,7 +57,7 @@ def test_what_both_tiers_evicted_is_computed_again(small: Engine):
 def test_a_prompt_in_two_tiers_is_found_in_both(small: Engine, mode: str):
     """Half of it or more evicted from the CPU tier. LMCache's layerwise loads come from one tier.
 
-    There the rest is computed again (see docs/known-limits.md), and the answer is the same.
+    There the rest is computed again (see known-limits.md), and the answer is the same.
     Seen to fail with loads that leave out a block, and in layerwise mode with errors let through:
     an assertion of LMCache ends that engine.
     """

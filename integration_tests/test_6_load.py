@@ -85,7 +85,7 @@ def test_a_soak_leaves_memory_and_ttft_flat(
 @pytest.mark.promise("4 faults")
 @pytest.mark.xfail(strict=True, reason="known limit: LMCache keeps these pins for 300 s")
 def test_a_chunk_whose_layers_lie_in_two_tiers_leaves_no_pins(engine: Engine, mode: str):
-    """docs/known-limits.md. The last test of its engine, for what it leaves behind."""
+    """docs/reference/known-limits.md. The last test of its engine, for what it leaves behind."""
     if mode == "standard":
         pytest.skip("a chunk of the standard mode is one piece")
     prompt = tokens("split", 3 * CHUNK + 9)

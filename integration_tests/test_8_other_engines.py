@@ -212,7 +212,7 @@ def test_with_the_policy_fail_a_failed_load_fails_its_request_alone(adapters: En
 @pytest.mark.promise("4 faults")
 @pytest.mark.xfail(strict=True, reason="known limit: LMCache's connector needs token ids")
 def test_embeddings_in_place_of_tokens(adapters: Engine):
-    """docs/known-limits.md: vLLM's option for them, off by default, has to stay off."""
+    """docs/reference/known-limits.md: vLLM's option for them, off by default, has to stay off."""
     torch.save(torch.zeros(300, EXACT.hidden), buffer := io.BytesIO())
     embeddings = base64.b64encode(buffer.getvalue()).decode()
     body = {"model": "exact", "prompt_embeds": embeddings, "max_tokens": 4}

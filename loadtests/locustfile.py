@@ -1,4 +1,4 @@
-"""The entry point: `locust -f loadtests/locustfile.py --host http://...`; see docs/loadtest.md."""
+"""The entry point: `locust -f loadtests/locustfile.py --host http://...`; see loadtest.md."""
 
 from __future__ import annotations
 

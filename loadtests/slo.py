@@ -74,7 +74,7 @@ class Slo(BaseModel):
 
         Raises:
             OSError: it can't be read.
-            ValueError: it isn't TOML, or not as described in docs/loadtest.md.
+            ValueError: it isn't TOML, or not as described in docs/guides/loadtest.md.
         """
         return cls.model_validate(tomllib.loads(path.read_text()))
 

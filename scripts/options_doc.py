@@ -1,4 +1,4 @@
-"""Make the tables of docs/lmcache-options.md from the package's list: `make docs` runs this."""
+"""Make the tables of lmcache-options.md from the package's list; `make docs` runs it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lmcache_xpu.cache_engine.options import EXTRA, OPTIONS, VLLM, table
 
-PAGE = Path(__file__).resolve().parents[1] / "docs/lmcache-options.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs/reference/lmcache-options.md"
 
 
 def page(text: str) -> str:

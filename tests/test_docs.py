@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FOLDERS = ("src", "tests", "integration_tests", "loadtests", "measurements", "scripts", "helm")
 FILES = [path.as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
 
@@ -49,7 +49,7 @@ def test_the_targets_of_relative_links_exist(document):
 
 @pytest.mark.parametrize("life", ["The life of a store", "The life of a load"])
 def test_a_life_has_eight_short_steps_that_each_name_a_file(life):
-    text = (ROOT / "docs/architecture.md").read_text()
+    text = (ROOT / "docs/concepts/architecture.md").read_text()
     (section,) = re.findall(rf"^## {life}$(.*?)^## ", text, re.MULTILINE | re.DOTALL)
     steps = STEP.findall(section)
     assert len(steps) == STEPS

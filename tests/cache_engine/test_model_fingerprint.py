@@ -64,7 +64,7 @@ def test_without_weights_it_says_what_to_do(caplog):
 
 @pytest.mark.xfail(strict=True, reason="known limit: the name is made from the middle of tensors")
 def test_a_change_of_one_row_has_another_name(model):
-    """docs/known-limits.md: after such an edit the disk tier has to be emptied by hand."""
+    """known-limits.md: after such an edit the disk tier has to be emptied by hand."""
     before = fingerprint(str(model))
     weight = torch.arange(64 * 64).reshape(64, 64).float()
     weight[0] += 0.5

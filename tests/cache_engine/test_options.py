@@ -243,7 +243,7 @@ os._exit(0)
 
 @pytest.mark.parametrize("way", ["local_disk", "remote_url"])
 def test_lmcaches_own_tiers_serve_a_flipped_bit(tmp_path, way):
-    """docs/lmcache-options.md: the reason for refusing them; when it fails, look at that again."""
+    """Why lmcache-options.md refuses them; when it fails, look at that again."""
     config = {
         "local_disk": {"local_disk": f"{tmp_path}/", "max_local_disk_size": 1},
         "remote_url": {"remote_url": f"fs://host:0{tmp_path}/"},

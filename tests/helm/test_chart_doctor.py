@@ -14,7 +14,7 @@ B60 = TorchFacts("2.14.0+xpu", (("Intel Arc Pro B60", 24 * GIB),) * 4)
 
 @pytest.fixture
 def pod(tmp_path):
-    """A pod of so many GiB, on a node with a tenth more, as docs/kubernetes.md asks for."""
+    """A pod of so many GiB, on a node with a tenth more, as docs/guides/kubernetes.md asks for."""
 
     def make(limit: str) -> Machine:
         assert limit.endswith("Gi")

@@ -257,7 +257,7 @@ print(json.dumps({"stock": stock, "ours": keys(), "refused": refused,
 
 @pytest.mark.xfail(strict=True, reason="known limit: LMCache keeps 64 bits of a chunk's hash")
 def test_names_of_chunks_are_too_long_to_meet_by_chance():
-    """docs/known-limits.md: two prompts whose chunks have equal names would share them."""
+    """known-limits.md: two prompts whose chunks have equal names would share them."""
     names = [key.split("@")[3] for key in run_script(KEYS)["ours"]]
     assert min(len(name) * 4 for name in names) > 64, names
 

@@ -12,7 +12,7 @@ from lmcache_xpu.launch.machine import Machine, TorchFacts
 from lmcache_xpu.launch.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = [ROOT / "README.md", ROOT / ".env.example", *sorted((ROOT / "docs").glob("*.md"))]
+FILES = [ROOT / "README.md", ROOT / ".env.example", *sorted((ROOT / "docs").rglob("*.md"))]
 SIZE = re.compile(r"(?:--cpu-gib[ =]|\bcpu_gib: |LMCACHE_XPU_CPU_GIB=)(\d+(?:\.\d+)?)")
 EXAMPLES = [
     (path.relative_to(ROOT).as_posix(), float(size))
@@ -23,7 +23,9 @@ GIB = 2**30
 
 
 def test_there_are_examples_and_they_are_seen():
-    assert {"README.md", ".env.example", "docs/kubernetes.md"} <= {name for name, _ in EXAMPLES}
+    assert {"README.md", ".env.example", "docs/guides/kubernetes.md"} <= {
+        name for name, _ in EXAMPLES
+    }
     for path in FILES:  # none in another form
         mentions = re.findall(r"(?i)cpu[-_]gib[`\"]?\s*[:= ]\s*[\"`]?\d", path.read_text())
         assert len(mentions) == len(SIZE.findall(path.read_text())), path

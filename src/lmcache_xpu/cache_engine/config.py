@@ -156,7 +156,7 @@ def load() -> LMCacheEngineConfig:
         raise SettingsError(
             f"an LMCache configuration that LMCache refuses: {error or 'a setting misses others'}",
             "one that it takes",
-            "docs/lmcache-options.md has its options.",
+            "docs/reference/lmcache-options.md has its options.",
         ) from error
 
 
@@ -188,7 +188,7 @@ def check_features(config: LMCacheEngineConfig, extra: Mapping[str, Any] | None 
             raise SettingsError(
                 f"{name} in vLLM's kv_connector_extra_config",
                 close[0] if close else "an option of LMCache",
-                "docs/lmcache-options.md has them.",
+                "docs/reference/lmcache-options.md has them.",
             )
     _check_values(config)
 

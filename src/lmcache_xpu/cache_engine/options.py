@@ -1,7 +1,7 @@
 """What becomes of each of LMCache's options here: served, refused, or without effect.
 
 One list, by which `lmcache_config` refuses, and from which `make docs` makes the tables of
-docs/lmcache-options.md. A test holds it complete against LMCache's own definitions.
+docs/reference/lmcache-options.md. A test holds it complete against LMCache's own definitions.
 """
 
 from __future__ import annotations
@@ -304,7 +304,7 @@ def extra_option(name: str) -> Option | None:
 
 
 def table(options: tuple[Option, ...]) -> str:
-    """The options in docs/lmcache-options.md; those that differ in name alone share a row."""
+    """The options in lmcache-options.md; those that differ in name alone share a row."""
     rows = ["| option | here | |", "|---|---|---|"]
     for verdict in get_args(Verdict):
         for note in dict.fromkeys(option.note for option in options if option.verdict == verdict):
