@@ -77,10 +77,10 @@ up-cpu: ## The same on CPU
 	@docker/up cpu
 
 down: ## Stop the stack; its volumes stay
-	@docker compose --profile '*' down
+	@docker/compose --profile '*' down
 
 logs: ## Follow the stack's logs
-	@docker compose --profile '*' logs -f --tail 100
+	@docker/compose --profile '*' logs -f --tail 100
 
 test-containers: setup ## Build the images and test the stack on CPU, with a Docker of its own
 	@$(BIN)/pytest tests/containers

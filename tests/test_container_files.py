@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from lmcache_xpu import __version__, versions
-from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
+from lmcache_xpu.launch.settings import CPU_KV_CACHE_GIB, ENV_PREFIX, Settings
+from lmcache_xpu.launch.sizing import KVShape
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCKERFILE = (ROOT / "docker/Dockerfile").read_text()
@@ -35,26 +36,61 @@ def test_each_variable_of_the_stack_is_in_the_example_with_its_default():
     shown = dict(re.findall(r"^#?([A-Z_0-9]+)=(.*)$", EXAMPLE, re.MULTILINE))
     assert set(used) <= set(shown)
     # A directory has a volume's name as its default, which the text says.
-    named = {name for name in used if name.endswith(("_DIR", "_DIR_2"))}
-    others = {n: d for n, d in used.items() if d and n not in named and n not in MEANT}
-    assert {n: shown[n] for n in others} == others
+    defaults = {n: d for n, d in used.items() if d and not n.endswith(("_DIR", "_DIR_2"))}
+    assert {name: shown[name] for name in defaults} == defaults
 
 
-MEANT = {"LMCACHE_XPU_CPU_GIB"}  # a setting of its own in the example
+STACKS_OWN = {"host", "port", "disk_path"}  # compose.yaml sets these
+LINE = re.compile(rf"^(#?){ENV_PREFIX}([A-Z_0-9]+)=(.*)$", re.MULTILINE)
 
 
-def test_each_setting_in_the_example_is_one_and_has_its_default():
-    fields = Settings.model_fields
-    chosen = {"model", "cpu_gib", "disk_gib", "drain_s"}  # the stack's or the example's own
-    shown = re.findall(rf"^(#?){ENV_PREFIX}([A-Z_0-9]+)=(.*)$", EXAMPLE, re.MULTILINE)
-    for commented, name, value in shown:
-        field = fields[name.lower()]
-        if commented and value and name.lower() not in chosen | {"remote_url"}:
-            assert str(field.default).lower() == value, name
-    # What an operator decides is there; all settings are in `serve --help`.
-    assert {"model", "cpu_gib", "layerwise", "chunk_tokens", "api_key", "tensor_parallel"} <= {
-        name.lower() for _, name, _ in shown
+def test_the_example_has_every_setting_of_the_engine_once():
+    names = [name.lower() for _, name, _ in LINE.findall(EXAMPLE)]
+    assert sorted(names) == sorted(Settings.model_fields.keys() - STACKS_OWN)
+
+
+def test_the_settings_of_the_example_are_allowed_and_its_comments_show_the_defaults():
+    stacks = {"drain_s": "30"}
+    for commented, name, value in LINE.findall(EXAMPLE):
+        field = name.lower()
+        default = Settings.model_fields[field].default
+        if commented and default not in (None, ()):
+            assert value == stacks.get(field, str(default).lower()), name
+        elif commented and value:  # an example; the text names the default
+            assert Settings.load({"model": "m", field: value})
+    chosen = {
+        name.lower(): value for commented, name, value in LINE.findall(EXAMPLE) if not commented
     }
+    assert Settings.load({**chosen, "disk_path": "/d"})
+
+
+def interpolated(text: str, **variables: str) -> str:
+    """The text as compose makes it; for `:-` and `:+` a shell has the same rules."""
+    script = f'printf %s "{text}"'
+    done = subprocess.run(
+        ["bash", "-c", script], env=variables, capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "disk_gib"),
+    [
+        ({}, None),
+        ({"LMCACHE_XPU_DISK_GIB": ""}, None),
+        ({"LMCACHE_XPU_DISK_GIB": "0"}, None),
+        ({"LMCACHE_XPU_DISK_GIB": "50"}, 50),
+    ],
+)
+def test_without_a_size_there_is_no_disk_tier(monkeypatch, line, disk_gib):
+    """The chart agrees: tests/helm/test_chart_settings.py."""
+    for name in ENGINES:
+        environment = SERVICES[name]["environment"]
+        for variable in ("LMCACHE_XPU_DISK_PATH", "LMCACHE_XPU_DISK_GIB"):
+            monkeypatch.setenv(variable, interpolated(environment[variable], **line))
+        settings = Settings.load({"model": "org/model"})
+        assert (settings.disk_path is None) == (disk_gib is None)
+        assert (settings.disk_gib or None) == disk_gib
 
 
 @pytest.mark.parametrize("name", sorted(SERVICES))
@@ -160,3 +196,22 @@ def test_every_alert_says_what_and_what_to_do():
     for rule in rules:
         assert rule["labels"]["severity"] in ("critical", "warning", "info")
         assert rule["annotations"].keys() == {"summary", "description"}
+
+
+# Weights in GiB, and what their configurations on the hub say of the KV cache: layers.
+MODELS = {"Qwen/Qwen3-1.7B": (3.2, 28), "Qwen/Qwen3-8B": (15.3, 36)}
+
+
+@pytest.mark.parametrize(("name", "card_gib"), [("Qwen/Qwen3-1.7B", 8), ("Qwen/Qwen3-8B", 24)])
+def test_the_models_of_the_example_fit_the_cards_that_it_names(name, card_gib):
+    assert f"LMCACHE_XPU_MODEL={name}" in EXAMPLE or f"{card_gib} GiB holds {name}" in EXAMPLE
+    weights_gib, layers = MODELS[name]
+    assert f"{weights_gib} GiB of weights" in EXAMPLE
+    [length] = re.findall(r"^LMCACHE_XPU_MAX_MODEL_LEN=(\d+)$", EXAMPLE, re.MULTILINE)
+    shape = KVShape(kind="GQA", layers=layers, width=2 * 8 * 128, dtype="bfloat16")
+    kv_gib = int(length) * shape.token_bytes / 2**30
+    spare_gib = 1  # for activations
+    fraction = Settings.model_fields["memory_fraction"].default
+    assert weights_gib + kv_gib + spare_gib < fraction * card_gib
+    if f"LMCACHE_XPU_MODEL={name}" in EXAMPLE:
+        assert kv_gib < CPU_KV_CACHE_GIB

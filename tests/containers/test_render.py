@@ -54,6 +54,18 @@ def test_profiles_bring_their_services(host, profiles, services):
     assert set(render(host, *profiles)["services"]) == services
 
 
+@pytest.mark.parametrize(
+    ("gib", "path"), [("", ""), ("0", "/var/cache/kv"), ("50", "/var/cache/kv")]
+)
+def test_a_disk_tier_has_a_size(host, gib, path):
+    """Of 0 GiB it has a directory, and the engine knows that there is no tier."""
+    environment = render(host, "cpu", LMCACHE_XPU_DISK_GIB=gib)["services"]["engine-cpu"][
+        "environment"
+    ]
+    disk = [environment[f"LMCACHE_XPU_DISK_{name}"] for name in ("GIB", "PATH")]
+    assert disk == [gib, path]
+
+
 def test_two_engines_get_a_gpu_each(host):
     services = render(host, "xpu", "xpu-2", GPUS="0")["services"]
     masks = [services[name]["environment"]["ZE_AFFINITY_MASK"] for name in sorted(services)]

@@ -21,14 +21,22 @@ def stack(make_stack):
         SHARED_CACHE_MB="512",
         LMCACHE_XPU_API_KEY="key-of-these-tests",
         LMCACHE_XPU_ENFORCE_EAGER="true",
+        LMCACHE_XPU_DISK_GIB="",
+        COMPOSE_PROFILES="xpu,xpu-2,shared-cache,router",
     )
-    stack.up("cpu", "cpu-2", "shared-cache", "router")
+    stack.up("cpu")
     return stack
 
 
 def shared_bytes(stack, url, direction):
     name = f'lmcache_xpu_bytes_total{{direction="{direction}",tier="shared"'
     return sum(stack.samples(name, url).values())
+
+
+def test_without_a_size_the_engines_have_no_disk_tier(stack):
+    for engine in ("engine-cpu", "engine-cpu-2"):
+        assert stack.compose("exec", engine, "ls", "/var/cache/kv").stdout == ""
+        assert not stack.samples('lmcache_xpu_bytes_total{direction="store",tier="disk"')
 
 
 def test_what_one_engine_computed_the_other_one_finds(stack):

@@ -26,8 +26,9 @@ KEY = "key-of-these-tests"
 
 @pytest.fixture(scope="module")
 def stack(make_stack):
-    stack = make_stack(LMCACHE_XPU_API_KEY=KEY)
-    stack.up("cpu", "monitoring", "loadtest")
+    """Brought up as `make up-cpu` does it, by settings that name a GPU as .env.example does."""
+    stack = make_stack(LMCACHE_XPU_API_KEY=KEY, COMPOSE_PROFILES="xpu,monitoring,loadtest")
+    stack.up("cpu")
     return stack
 
 
@@ -51,6 +52,11 @@ def external_hits(stack, messages):
         before = client.counts()
         answer = ask(client, messages)
         return answer, (client.counts() - before).external_hits
+
+
+def test_the_engine_that_was_asked_for_runs_and_no_other(stack):
+    services = stack.compose("ps", "--services").stdout.split()
+    assert sorted(services) == sorted([ENGINE, "prometheus", "grafana", "loadtest"])
 
 
 def test_the_engine_answers_and_says_which_model(stack, story):

@@ -112,6 +112,16 @@ def test_the_chart_sets_what_depends_on_it(monkeypatch):
     assert (found.device, found.disk_path) == ("xpu", None)
 
 
+@pytest.mark.parametrize(("disk_gib", "has_tier"), [(None, False), (0, False), (50, True)])
+def test_without_a_size_there_is_no_disk_tier(monkeypatch, disk_gib, has_tier):
+    """Compose agrees: tests/test_container_files.py."""
+    objects = model(settings={"disk_gib": disk_gib})
+    found = settings(objects, objects.engines()["m"], monkeypatch)
+    assert (found.disk_path is not None) is has_tier
+    mounts = container(objects.engines()["m"])["volumeMounts"]
+    assert ("kv" in {mount["name"] for mount in mounts}) is has_tier
+
+
 def test_secrets_are_references():
     secret = {"name": "s", "key": "k"}
     objects = model(

@@ -58,7 +58,7 @@ def size(
         context_tokens=context,
         users=users,
         chunk_tokens=chunk_tokens,
-        tiers_gib={"engine": kv_cache_gib, "CPU": cpu_gib, "disk": disk_gib},
+        tiers_gib={"engine": kv_cache_gib, "CPU": cpu_gib, "disk": disk_gib or None},
         devices=tensor_parallel * data_parallel,
     )
     if as_json:

@@ -14,7 +14,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, SecretStr, ValidationError, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    SecretStr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from lmcache_xpu.errors import SettingsError
@@ -110,8 +118,10 @@ class Settings(BaseSettings):
     offload: bool = Field(True, description="LMCache; without it this is plain vLLM")
     chunk_tokens: int = Field(256, ge=1, description="Tokens per stored chunk")
     cpu_gib: float = Field(5.0, gt=0, description="CPU tier per device, GiB, allocated at start")
-    disk_path: Path | None = Field(None, description="Directory of the disk tier; unset: off")
-    disk_gib: float | None = Field(None, gt=0, description="Disk tier per device, GiB")
+    disk_gib: float | None = Field(
+        None, ge=0, description="Disk tier per device, GiB; unset or 0: no disk tier"
+    )
+    disk_path: Path | None = Field(None, description="Directory of the disk tier")
     remote_url: str | None = Field(
         None,
         pattern=r"^rediss?://[^@/]+(/\d+)?$",
@@ -160,6 +170,11 @@ class Settings(BaseSettings):
         except ValidationError as error:
             raise validation_failure(error, cls.model_fields) from None
 
+    @field_validator("disk_path")
+    @classmethod
+    def _no_disk_tier_of_0_gib(cls, path: Path | None, info: ValidationInfo) -> Path | None:
+        return None if info.data.get("disk_gib") == 0 else path
+
     @model_validator(mode="after")
     def _agree(self) -> Self:
         """Refuse settings that are right alone and wrong together."""
@@ -176,7 +191,7 @@ class Settings(BaseSettings):
                 "chunk_tokens to be a multiple of block_tokens",
                 f"Use {block * max(1, round(self.chunk_tokens / block))}.",
             )
-        if (self.disk_path is None) != (self.disk_gib is None):
+        if (self.disk_path is None) != (not self.disk_gib):
             unset = "disk_path" if self.disk_path is None else "disk_gib"
             raise SettingsError(
                 f"only one of disk_path={self.disk_path} and disk_gib={self.disk_gib}",

@@ -1,0 +1,174 @@
+"""`make up`, `make up-cpu`, `make down` and `make logs`, with a program in Docker's place."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCKER = """\
+#!{python}
+import json, os, sys
+words = sys.argv[1:]
+if words == ["compose", "version", "--short"]:
+    print("{version}")
+with open("{log}", "a") as log:
+    names = ("COMPOSE_PROFILES", "RENDER_GID")
+    print(json.dumps([words, {{name: os.environ.get(name) for name in names}}]), file=log)
+"""
+
+
+class Project:
+    """A clone that was just made, with what a new user copies, on a machine without Docker."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.log = folder / "docker.log"
+        self.dri = folder / "dri"
+        self.dri.mkdir(parents=True)
+        shutil.copytree(ROOT / "docker", folder / "docker")
+        for name in ("Makefile", "compose.yaml"):
+            shutil.copy(ROOT / name, folder)
+        shutil.copy(ROOT / ".env.example", folder / ".env")
+        # Ports of their own, so that what runs on this machine does not count.
+        for name in ("API_PORT", "PROMETHEUS_PORT", "GRAFANA_PORT", "ROUTER_PORT", "LOADTEST_PORT"):
+            self.set(name, free_port())
+        self.install("2.26.1")
+
+    def install(self, version: str) -> None:
+        """Put a Docker with this version of Compose onto the path."""
+        (self.folder / "bin").mkdir(exist_ok=True)
+        program = self.folder / "bin/docker"
+        program.write_text(DOCKER.format(python=sys.executable, version=version, log=self.log))
+        program.chmod(0o755)
+
+    def set(self, name: str, value: object) -> None:
+        with (self.folder / ".env").open("a") as file:
+            file.write(f"{name}={value}\n")
+
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
+        return subprocess.run(
+            command,
+            cwd=self.folder,
+            env={"PATH": path, "DRI_DIR": str(self.dri)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    def calls(self, word: str) -> list[tuple[list[str], dict[str, str | None]]]:
+        """The calls of Docker with this word: arguments, and variables that matter."""
+        calls = map(json.loads, self.log.read_text().splitlines()) if self.log.exists() else ()
+        return [(words, variables) for words, variables in calls if word in words]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def profiles(words: list[str]) -> set[str]:
+    return {value for flag, value in itertools.pairwise(words) if flag == "--profile"}
+
+
+@pytest.fixture
+def project(tmp_path):
+    return Project(tmp_path / "clone")
+
+
+@pytest.mark.parametrize("gpu", [True, False], ids=["a GPU", "no GPU"])
+def test_up_cpu_starts_the_engine_on_cpu_with_the_example(project, gpu):
+    if gpu:
+        (project.dri / "renderD128").touch()
+    done = project.run("make", "up-cpu")
+    assert done.returncode == 0, done.stderr
+    [(words, variables)] = project.calls("--wait")
+    assert profiles(words) == {"cpu", "monitoring"}
+    assert variables["COMPOSE_PROFILES"] == ""
+
+
+def test_up_starts_the_engine_on_the_gpu_with_the_group_of_its_node(project):
+    (project.dri / "renderD128").touch()
+    done = project.run("make", "up")
+    assert done.returncode == 0, done.stderr
+    [(words, variables)] = project.calls("--wait")
+    assert profiles(words) == {"xpu", "monitoring"}
+    assert variables["RENDER_GID"] == str((project.dri / "renderD128").stat().st_gid)
+
+
+def test_up_without_a_gpu_says_so_and_starts_nothing(project):
+    done = project.run("make", "up")
+    assert done.returncode
+    assert f"no {project.dri}/renderD* on this machine" in done.stderr
+    assert "make up-cpu" in done.stderr
+    assert project.calls("--wait") == []
+
+
+@pytest.mark.parametrize(
+    ("device", "configured", "started"),
+    [
+        ("cpu", "xpu,xpu-2,router", {"cpu", "cpu-2", "router"}),
+        ("cpu", "cpu,loadtest", {"cpu", "loadtest"}),
+        ("xpu", "cpu,cpu-2", {"xpu", "xpu-2"}),
+        ("cpu", '"xpu,monitoring" # quoted', {"cpu", "monitoring"}),
+        ("cpu", "", {"cpu"}),
+    ],
+)
+def test_the_engines_of_the_settings_are_on_the_device_that_was_named(
+    project, device, configured, started
+):
+    (project.dri / "renderD128").touch()
+    project.set("COMPOSE_PROFILES", configured)
+    done = project.run("docker/up", device)
+    assert done.returncode == 0, done.stderr
+    [(words, _)] = project.calls("--wait")
+    assert profiles(words) == started
+
+
+def test_up_wants_a_device(project):
+    done = project.run("docker/up", "monitoring")
+    assert done.returncode == 1
+    assert done.stderr.startswith("up: xpu or cpu has to be named first.")
+
+
+def test_a_port_that_is_taken_is_named(project):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        project.set("GRAFANA_PORT", port)
+        done = project.run("docker/up", "cpu")
+    assert done.returncode == 1
+    assert f"something listens on port {port} already" in done.stderr
+    assert "Set GRAFANA_PORT in .env" in done.stderr
+
+
+@pytest.mark.parametrize("target", ["up", "up-cpu", "down", "logs"])
+@pytest.mark.parametrize("version", ["", "2.23.3"])
+def test_without_compose_one_line_says_what_to_install(project, target, version):
+    project.install(version)
+    done = project.run("make", "-s", target)
+    said = [line for line in done.stderr.splitlines() if not line.startswith("make: ***")]
+    assert said == [
+        "no Docker Compose 2.24 or newer here. Install the package docker-compose-plugin."
+    ]
+    assert done.returncode
+    assert all(words[1] == "version" for words, _ in project.calls("compose"))
+
+
+@pytest.mark.parametrize("target", ["down", "logs"])
+def test_down_and_logs_are_for_all_profiles(project, target):
+    done = project.run("make", target)
+    assert done.returncode == 0, done.stderr
+    [(words, _)] = project.calls(target)
+    assert profiles(words) == {"*"}
