@@ -27,11 +27,23 @@ DROPPED = ("title", "default", "required")
 # Of another API, which checks it.
 Any_ = dict[str, Any]
 Texts = dict[str, str]
+# Kubernetes refuses others, and those that select pods are the chart's own.
+Label = Annotated[str, Field(pattern=r"^([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?$")]
+SELECTORS = [
+    *(f"app.kubernetes.io/{part}" for part in ("name", "instance", "component")),
+    "lmcache-xpu/model",
+]
+Labels = Annotated[
+    dict[str, Label],
+    Field(json_schema_extra={"propertyNames": {"not": {"enum": SELECTORS}}}),
+]
 Gib = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[int, Field(ge=0)]
 # With a tag or a digest: what comes without one is `latest`.
 ImageName = Annotated[str, Field(pattern=r"^([^:@]+(:[0-9]+/[^:@]+)?[:@][A-Za-z0-9_.:-]+)?$")]
+# A part of objects' names; empty: the chart's own.
+ObjectName = Annotated[str, Field(pattern=r"^([a-z0-9]([a-z0-9-]*[a-z0-9])?)?$")]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,18}[a-z0-9])?$")]
 
 
@@ -53,6 +65,10 @@ class SecretKey(Values):
 class Image(Values):
     registry: str = Field(min_length=1)
     tag: str = Field(pattern=r"^[A-Za-z0-9_.-]*$")
+    digests: dict[
+        Literal["xpu", "cpu", "router", "loadtest"],
+        Annotated[str, Field(pattern="^sha256:[0-9a-f]{64}$")],
+    ]
     pullPolicy: Literal["IfNotPresent", "Always", "Never"]
 
 
@@ -83,6 +99,10 @@ class Files(Values):
     accessMode: Literal["ReadWriteOnce", "ReadWriteMany", "ReadWriteOncePod"]
     tokenSecret: SecretKey
     download: bool
+    downloadS: Seconds
+    revision: str
+    include: list[str]
+    exclude: list[str]
     modelClaim: str
 
 
@@ -101,8 +121,27 @@ class Service(Values):
     annotations: Texts
 
 
+class Pod(Values):
+    """Labels, annotations and place of a pod that is no engine."""
+
+    labels: Labels
+    annotations: Texts
+    nodeSelector: Texts
+    tolerations: list[Any_]
+    affinity: Any_
+    topologySpreadConstraints: list[Any_]
+    priorityClassName: str
+
+
+class RouterAutoscaling(Values):
+    enabled: bool
+    maxReplicas: Count
+    cpuPercent: Annotated[int, Field(ge=1)]
+
+
 class EndpointPicker(Values):
     name: str
+    podSelector: Any_
     port: Annotated[int, Field(ge=1, le=65535)]
     failureMode: Literal["FailOpen", "FailClose"]
 
@@ -114,12 +153,15 @@ class Router(Values):
     image: ImageName
     extraArgs: list[str]
     resources: Any_
+    spread: bool
+    autoscaling: RouterAutoscaling
+    pod: Pod
     endpointPicker: EndpointPicker
 
 
 class Autoscaling(Values):
     kind: Literal["none", "hpa", "keda"]
-    minReplicas: Annotated[int, Field(ge=0)]
+    minReplicas: Count
     maxReplicas: Count
     cpuPercent: Annotated[int, Field(ge=1)]
     prometheusUrl: str = Field(pattern="^(https?://.*)?$")
@@ -159,12 +201,14 @@ class Model(Values):
     cpus: Annotated[float, Field(gt=0)] | str
     hostGib: Gib
     shmGib: Gib
+    scratchGib: Gib
     resources: Any_
     startup: Startup
     stop: Stop
+    annotations: Texts
     user: Count
     podSecurityContext: Any_
-    podLabels: Texts
+    podLabels: Labels
     podAnnotations: Texts
     nodeSelector: Texts
     tolerations: list[Any_]
@@ -206,6 +250,7 @@ class Valkey(Values):
     passwordSecret: SecretKey
     gib: Gib
     cpus: Annotated[float, Field(gt=0)] | str
+    pod: Pod
 
 
 class ServiceAccount(Values):
@@ -216,6 +261,7 @@ class ServiceAccount(Values):
 
 class Tests(Values):
     timeoutS: Count
+    pod: Pod
 
 
 class Loadtest(Values):
@@ -229,14 +275,15 @@ class Loadtest(Values):
     reportClaim: str
     image: ImageName
     resources: Any_
+    pod: Pod
 
 
 class Chart(Values):
     """All values."""
 
-    nameOverride: str
-    fullnameOverride: str
-    commonLabels: Texts
+    nameOverride: ObjectName
+    fullnameOverride: ObjectName
+    commonLabels: Labels
     image: Image
     imagePullSecrets: list[Any_]
     models: dict[Name, Model]

@@ -116,12 +116,10 @@ def container(workload: dict, name: str = "engine") -> dict:
     return found
 
 
-def environment(objects: Objects, workload: dict) -> dict[str, str]:
+def environment(workload: dict) -> dict[str, str]:
     """The variables that the engine's container would have; secrets as (secret NAME/KEY)."""
     engine = container(workload)
     found: dict[str, str] = {}
-    for source in engine["envFrom"]:
-        found |= objects.one("ConfigMap", source["configMapRef"]["name"])["data"]
     for item in engine["env"]:
         if "value" in item:
             found[item["name"]] = item["value"]
@@ -138,6 +136,6 @@ def settings(objects: Objects, workload: dict, monkeypatch) -> Settings:
     [model_name] = engine["args"]
     for name in [name for name in os.environ if name.startswith(ENV_PREFIX)]:
         monkeypatch.delenv(name)
-    for name, value in environment(objects, workload).items():
+    for name, value in environment(workload).items():
         monkeypatch.setenv(name, value)
     return Settings.load({"model": model_name})

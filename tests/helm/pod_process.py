@@ -38,20 +38,20 @@ class PodProcess:
         # Longest first: one volume is mounted inside of another.
         mounts = sorted(engine["volumeMounts"], key=lambda mount: -len(mount["mountPath"]))
         self.volumes = {
-            mount["mountPath"]: place / "volumes" / mount["name"]
+            mount["mountPath"]: place / "volumes" / mount["name"] / mount.get("subPath", "")
             for mount in mounts
             if mount["mountPath"] != "/dev/shm"  # the machine's own
         }
         found = {
             name: secrets.get(value, self._here(value))
-            for name, value in environment(objects, workload).items()
+            for name, value in environment(workload).items()
         }
         found |= {"LMCACHE_XPU_HOST": "127.0.0.1", "LMCACHE_XPU_PORT": str(port)}
         self.env = {**found, "PATH": os.environ["PATH"], "TMPDIR": str(self.volumes["/tmp"])}
         program = Path(sys.executable).with_name(engine["command"][0])
         self.argv = [str(program), *engine["command"][1:], *engine["args"]]
         for volume in self.volumes.values():
-            volume.mkdir(parents=True)
+            volume.mkdir(parents=True, exist_ok=True)
 
     def _here(self, value: str) -> str:
         for path, volume in self.volumes.items():

@@ -7,13 +7,16 @@ import threading
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 
 class Stub(ThreadingHTTPServer):
     """Answers on a loopback port of its own, and remembers what it was asked."""
 
-    def __init__(self, answer: Callable[[str], object]) -> None:
+    def __init__(
+        self, answer: Callable[[str], object], status: Callable[[Any], int] = lambda _: 200
+    ) -> None:
         stub = self
         self.seen: list[tuple[str, str, dict[str, str]]] = []
 
@@ -28,7 +31,7 @@ class Stub(ThreadingHTTPServer):
                     time.sleep(1)  # an event stream without events
                 given = answer(self.path)
                 body = (given if isinstance(given, str) else json.dumps(given)).encode()
-                self.send_response(200)
+                self.send_response(status(given))
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()

@@ -102,7 +102,10 @@ def test_notes_name_the_next_commands(tmp_path):
     done = helm("template", "kv", str(copy), "-n", "serving", values=values)
     notes = rendered(done).one("Notes")["text"]
     assert "helm -n serving test kv --logs" in notes
-    assert "rollout status deployment/kv-lmcache-xpu-n --timeout=1800s" in notes
+    assert "--filter name=kv-lmcache-xpu-m-chat --filter name=kv-lmcache-xpu-n-chat" in notes
+    # Longer than the rollout's own deadline: two pods, one after the other.
+    limit_s = rendered(template(values=values)).engines()["n"]["spec"]["progressDeadlineSeconds"]
+    assert f"rollout status deployment/kv-lmcache-xpu-n --timeout={2 * limit_s}s" in notes
     assert notes.count("no router") == 1
     assert "No API key" in notes
     assert "at http://kv-lmcache-xpu-m:80/v1" in notes

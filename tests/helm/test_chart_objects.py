@@ -6,7 +6,7 @@ import json
 
 import kubernetes_validate
 import pytest
-from chart import CI_FILES, render, render_file, shapes
+from chart import CI_FILES, environment, render, render_file, shapes
 
 # The oldest and the newest that the validator knows and the chart's DRA objects exist in.
 KUBERNETES = ("1.34", "1.37")
@@ -152,8 +152,7 @@ def test_the_memory_asked_for_holds_the_tiers():
         for workload in objects.engines().values():
             [engine] = workload["spec"]["template"]["spec"]["containers"]
             asked = engine["resources"]["requests"]["memory"]
-            name = engine["envFrom"][0]["configMapRef"]["name"]
-            data = objects.one("ConfigMap", name)["data"]
+            data = environment(workload)
             devices = int(data.get("LMCACHE_XPU_TENSOR_PARALLEL", 1))
             assert asked.endswith("Gi")
             assert int(asked[:-2]) >= float(data["LMCACHE_XPU_CPU_GIB"]) * devices + 5

@@ -86,6 +86,45 @@ from chart import MODEL, merged, template
         ({"valkey": {"enabled": True}}, ["valkey.passwordSecret is not set"]),
         ({"loadtest": {"enabled": True, "model": "x"}}, ['loadtest.model is "x"', "one of: m"]),
         ({"defaults": {"engineImage": "a/b"}}, ["defaults.engineImage: Does not match pattern"]),
+        # What would fail, or be taken and do nothing, in the cluster.
+        (
+            {"defaults": {"httpRoute": {"enabled": True}}},
+            ["models.m.httpRoute.parentRefs is empty"],
+        ),
+        (
+            {"defaults": {"autoscaling": {"minReplicas": 5}}},
+            ["models.m.autoscaling.minReplicas is 5; expected at most maxReplicas, 4"],
+        ),
+        (
+            {"defaults": {"autoscaling": {"kind": "keda", "minReplicas": 0}}},
+            ["defaults.autoscaling.minReplicas: Must be greater than or equal to 1"],
+        ),
+        ({"fullnameOverride": "KV|a.b"}, ["fullnameOverride: Does not match pattern"]),
+        (
+            {"defaults": {"podLabels": {"a": "b c"}}},
+            ["defaults.podLabels.a: Does not match pattern"],
+        ),
+        ({"commonLabels": {"app.kubernetes.io/name": "x"}}, ["commonLabels"]),
+        ({"models": {"valkey": {}}}, ["models.valkey has the name of another part of the chart"]),
+        (
+            {"models": {"m-engine": MODEL["models"]["m"]}},
+            ["models.m-engine has the name of a part of models.m"],
+        ),
+        (
+            {
+                "models": {
+                    "m": {
+                        "settings": {"model": "/models/x"},
+                        "files": {"download": True, "modelClaim": "c"},
+                    }
+                }
+            },
+            ["files.download is on, and settings.model is the directory /models/x"],
+        ),
+        (
+            {"image": {"digests": {"xpu": "0.1"}}},
+            ["image.digests.xpu: Does not match pattern"],
+        ),
     ],
 )
 def test_mistakes_are_named(values, says):

@@ -130,10 +130,10 @@ def test_secrets_are_references():
         files={"tokenSecret": secret},
         settings={"remote_url": "redis://cache:6379"},
     )
-    found = environment(objects, objects.engines()["m"])
+    found = environment(objects.engines()["m"])
     for name in ("LMCACHE_XPU_API_KEY", "LMCACHE_XPU_REMOTE_PASSWORD", "HF_TOKEN"):
         assert found[name] == "(secret s/k)"
-    names = {name for name, value in environment(model(), model().engines()["m"]).items()}
+    names = {name for name, value in environment(model().engines()["m"]).items()}
     assert not names & {"LMCACHE_XPU_API_KEY", "LMCACHE_XPU_REMOTE_PASSWORD", "HF_TOKEN"}
 
 
@@ -145,7 +145,7 @@ def test_the_command_of_the_cpu_pod_is_one_that_the_program_takes(tmp_path):
     program = Path(sys.executable).with_name(engine["command"][0])
     done = subprocess.run(
         [program, *engine["command"][1:], *engine["args"], "--dry-run"],
-        env={"PATH": os.environ["PATH"], **environment(objects, workload)},
+        env={"PATH": os.environ["PATH"], **environment(workload)},
         capture_output=True,
         text=True,
         timeout=120,
@@ -161,5 +161,5 @@ def test_variables_of_the_pod_are_settings_or_not_ours():
     for objects in shapes().values():
         for workload in objects.engines().values():
             known = {ENV_PREFIX + name.upper() for name in Settings.model_fields}
-            ours = [n for n in environment(objects, workload) if n.startswith(ENV_PREFIX)]
+            ours = [n for n in environment(workload) if n.startswith(ENV_PREFIX)]
             assert set(ours) <= known

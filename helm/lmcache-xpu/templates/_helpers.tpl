@@ -80,6 +80,35 @@ seccompProfile:
 {{/* Image of a container: (dict "root" $ "own" IMAGE "name" NAME), where an empty IMAGE is the project's NAME */}}
 {{- define "lmcache-xpu.image" -}}
 {{- $image := .root.Values.image -}}
-image: {{ default (printf "%s/%s:%s" $image.registry .name (default .root.Chart.AppVersion $image.tag)) .own | quote }}
+{{- $project := printf "%s/%s:%s" $image.registry .name (default .root.Chart.AppVersion $image.tag) -}}
+{{- with get $image.digests (default "" .name) -}}
+{{- $project = printf "%s@%s" $project . -}}
+{{- end -}}
+image: {{ default $project .own | quote }}
 imagePullPolicy: {{ $image.pullPolicy }}
+{{- end -}}
+
+{{/* Labels and annotations of a pod: (dict "labels" SELECTOR-LABELS "pod" VALUES) */}}
+{{- define "lmcache-xpu.podMetadata" -}}
+labels:
+  {{- .labels | nindent 2 }}
+  {{- with .pod.labels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- with .pod.annotations }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* Where a pod that is no engine may run, from its `pod` values; nothing when all are empty */}}
+{{- define "lmcache-xpu.podPlacement" -}}
+{{- with (omit . "labels" "annotations") }}
+{{- range $key, $value := . }}
+{{- with $value }}
+{{ $key }}:
+  {{- if kindIs "string" . }} {{ . | quote }}{{ else }}{{ toYaml . | nindent 2 }}{{ end }}
+{{- end }}
+{{- end }}
+{{- end }}
 {{- end -}}

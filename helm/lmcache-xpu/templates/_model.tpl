@@ -6,10 +6,12 @@ Returns {models: {NAME: {...}}} as JSON; a mistake that the schema can't see end
 {{- if not .Values.models -}}
 {{- fail "\n\nmodels is empty; expected at least one model, by a name of your choice.\nFor example: --set models.qwen.settings.model=Qwen/Qwen3-8B" -}}
 {{- end -}}
+{{- include "lmcache-xpu.collisions" . -}}
 {{- $models := dict -}}
 {{- range $name, $given := .Values.models -}}
 {{- $model := mergeOverwrite (deepCopy $.Values.defaults) (deepCopy (default dict $given)) -}}
 {{- $_ := set $model "object" (printf "%s-%s" (include "lmcache-xpu.fullname" $) $name) -}}
+{{- $_ := set $model "modelName" $name -}}
 {{- $_ := include "lmcache-xpu.derive" (dict "root" $ "name" $name "model" $model) -}}
 {{- $_ := set $models $name $model -}}
 {{- end -}}
@@ -34,7 +36,9 @@ Returns {models: {NAME: {...}}} as JSON; a mistake that the schema can't see end
 {{- $_ := set $settings "host" (default "0.0.0.0" $settings.host) -}}
 {{- $_ := set $settings "port" 8000 -}}
 {{- if $settings.disk_gib -}}
-{{- $_ := set $settings "disk_path" (printf "/var/cache/kv/%s" $model.object) -}}
+{{- /* A directory of the node is seen by all namespaces; the others belong to one pod. */ -}}
+{{- $owner := ternary (printf "%s.%s" .root.Release.Namespace $model.object) $model.object (eq $model.disk.kind "hostPath") -}}
+{{- $_ := set $settings "disk_path" (printf "/var/cache/kv/%s" $owner) -}}
 {{- if and (eq $model.disk.kind "hostPath") (not $model.disk.hostPath) -}}
 {{- fail (printf "%s.disk.hostPath is not set; expected a directory that exists on the nodes, as disk.kind is hostPath." $where) -}}
 {{- end -}}
@@ -47,6 +51,15 @@ Returns {models: {NAME: {...}}} as JSON; a mistake that the schema can't see end
 {{- end -}}
 {{- if and (eq $model.autoscaling.kind "keda") (not $model.autoscaling.prometheusUrl) -}}
 {{- fail (printf "%s.autoscaling.prometheusUrl is not set; KEDA asks Prometheus, e.g. http://prometheus-operated.monitoring:9090." $where) -}}
+{{- end -}}
+{{- if gt (int $model.autoscaling.minReplicas) (int $model.autoscaling.maxReplicas) -}}
+{{- fail (printf "%s.autoscaling.minReplicas is %d; expected at most maxReplicas, %d." $where (int $model.autoscaling.minReplicas) (int $model.autoscaling.maxReplicas)) -}}
+{{- end -}}
+{{- if and $model.httpRoute.enabled (not $model.httpRoute.parentRefs) -}}
+{{- fail (printf "%s.httpRoute.parentRefs is empty; expected the gateways that serve the route: [{name: NAME, namespace: NAMESPACE}]." $where) -}}
+{{- end -}}
+{{- if and $model.files.download (hasPrefix "/" $settings.model) -}}
+{{- fail (printf "%s.files.download is on, and settings.model is the directory %s; expected a name on the hub, or download off." $where $settings.model) -}}
 {{- end -}}
 {{- if and (eq $model.router.kind "inferencePool") (not $model.router.endpointPicker.name) -}}
 {{- fail (printf "%s.router.endpointPicker.name is not set; expected the service of the endpoint picker for this pool." $where) -}}
@@ -61,6 +74,9 @@ Returns {models: {NAME: {...}}} as JSON; a mistake that the schema can't see end
 {{- $_ := set $model "devices" $devices -}}
 {{- $_ := set $model "gpus" (int (default $devices $model.gpu.count)) -}}
 {{- $_ := set $model "diskSize" (printf "%dGi" (int (ceil (mulf 1.1 $devices (default 0 $settings.disk_gib))))) -}}
+{{- with $model.files.revision -}}
+{{- $_ := set $settings "extra_args" (concat (default list $settings.extra_args) (list "--revision" .)) -}}
+{{- end -}}
 {{- $_ := set $model "servedName" (default $settings.model $settings.served_model_name) -}}
 {{- $_ := set $model "workload" (ternary "StatefulSet" "Deployment" (and (not (not $settings.disk_gib)) (eq $model.disk.kind "volumeClaim"))) -}}
 {{- $_ := set $model "resources" (mergeOverwrite (include "lmcache-xpu.resources" $model | fromYaml) (deepCopy $model.resources)) -}}
@@ -82,6 +98,7 @@ GPU, which is not charged to the container: so the scheduler keeps them free on 
 requests:
   cpu: {{ .cpus | toJson | trimAll "\"" | quote }}
   memory: {{ printf "%dGi" (int (ceil $gib)) }}
+  ephemeral-storage: {{ include "lmcache-xpu.ephemeralGib" . }}Gi
 limits:
   memory: {{ printf "%dGi" (int (ceil $gib)) }}
   {{- if eq .gpu.kind "devicePlugin" }}
@@ -97,5 +114,137 @@ claims:
 {{- define "lmcache-xpu.routed" -}}
 {{- range (include "lmcache-xpu.models" . | fromJson).models -}}
 {{- if eq .router.kind "vllmRouter" }}yes{{ end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What a model's ResourceClaimTemplate asks for */}}
+{{- define "lmcache-xpu.claim" -}}
+spec:
+  devices:
+    requests:
+      - name: gpu
+        exactly:
+          deviceClassName: {{ .gpu.deviceClassName }}
+          allocationMode: ExactCount
+          count: {{ .gpus }}
+          {{- with .gpu.selectors }}
+          selectors:
+            {{- range . }}
+            - cel:
+                expression: {{ . | quote }}
+            {{- end }}
+          {{- end }}
+{{- end -}}
+
+{{/* Its name, which has a checksum of its contents */}}
+{{- define "lmcache-xpu.claimTemplate" -}}
+{{- printf "%s-gpu-%s" .object (include "lmcache-xpu.claim" . | sha256sum | trunc 8) -}}
+{{- end -}}
+
+{{/*
+Seconds that one pod may take from its making to readiness: what the old one takes to end, the
+download, the start, and what scheduling and pulling images add.
+*/}}
+{{- define "lmcache-xpu.deadlineS" -}}
+{{- add (include "lmcache-xpu.graceS" . | int) (ternary .files.downloadS 0 .files.download) .startup.limitS 600 -}}
+{{- end -}}
+
+{{/* Seconds between the wish to end a pod and its end */}}
+{{- define "lmcache-xpu.graceS" -}}
+{{- add .stop.preStopS (default 0 .settings.drain_s) .stop.marginS -}}
+{{- end -}}
+
+{{/*
+How many pods a workload has: of the values, or where autoscaling decides, of the cluster. Left out
+of the manifest, the number would fall to one when autoscaling is turned on.
+*/}}
+{{- define "lmcache-xpu.replicas" -}}
+{{- $model := .model -}}
+{{- if eq $model.autoscaling.kind "none" -}}
+{{- $model.replicas -}}
+{{- else -}}
+{{- $live := lookup "apps/v1" $model.workload .root.Release.Namespace $model.object -}}
+{{- $running := dig "spec" "replicas" $model.autoscaling.minReplicas (default dict $live) -}}
+{{- min (max $running $model.autoscaling.minReplicas) $model.autoscaling.maxReplicas -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The part that the clients' service selects: the router, once it is there and ready */}}
+{{- define "lmcache-xpu.front" -}}
+{{- $model := .model -}}
+{{- if ne $model.router.kind "vllmRouter" -}}
+engine
+{{- else -}}
+{{- $service := lookup "v1" "Service" .root.Release.Namespace $model.object -}}
+{{- $router := lookup "apps/v1" "Deployment" .root.Release.Namespace (printf "%s-router" $model.object) -}}
+{{- $before := dig "spec" "selector" "app.kubernetes.io/component" "router" (default dict $service) -}}
+{{- ternary "engine" "router" (and (eq $before "engine") (not (dig "status" "readyReplicas" 0 (default dict $router)))) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What a StatefulSet or a claim of the cluster can't take is refused before anything is changed */}}
+{{- define "lmcache-xpu.immutable" -}}
+{{- $root := .root -}}
+{{- $model := .model -}}
+{{- $where := printf "\n\nmodels.%s" .name -}}
+{{- if eq $model.workload "StatefulSet" -}}
+{{- with lookup "apps/v1" "StatefulSet" $root.Release.Namespace $model.object -}}
+{{- $claim := (index .spec.volumeClaimTemplates 0).spec -}}
+{{- $size := $claim.resources.requests.storage -}}
+{{- if ne $size $model.diskSize -}}
+{{- fail (printf "%s: the claims of the disk tier are %s, expected %s (1.1 x disk_gib x devices). Kubernetes does not\nchange a StatefulSet's claims. Nothing was changed. Either keep disk_gib, tensor_parallel and data_parallel, or\n  kubectl -n %s delete statefulset %s --cascade=orphan\n  kubectl -n %s patch pvc -l lmcache-xpu/model=%s -p '{\"spec\":{\"resources\":{\"requests\":{\"storage\":\"%s\"}}}}'\nand upgrade again; a smaller disk tier needs new claims (docs/guides/kubernetes.md)." $where $size $model.diskSize $root.Release.Namespace $model.object $root.Release.Namespace $model.modelName $model.diskSize) -}}
+{{- end -}}
+{{- $class := default "" $claim.storageClassName -}}
+{{- if and $model.disk.storageClassName (ne $class $model.disk.storageClassName) -}}
+{{- fail (printf "%s.disk.storageClassName is %q; expected %q, as the claims have it. Kubernetes does not change a claim's class.\nNothing was changed. For new claims, delete the StatefulSet %s and its claims first." $where $model.disk.storageClassName $class $model.object) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if eq $model.files.cache "volumeClaim" -}}
+{{- with lookup "v1" "PersistentVolumeClaim" $root.Release.Namespace (printf "%s-hub" $model.object) -}}
+{{- $modes := .spec.accessModes -}}
+{{- if not (has $model.files.accessMode $modes) -}}
+{{- fail (printf "%s.files.accessMode is %s; expected %s, as the claim %s-hub has it. Kubernetes does not change it.\nNothing was changed. For another mode, delete that claim first; the model is downloaded again." $where $model.files.accessMode (join ", " $modes) $model.object) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Models whose objects would have the names of other objects of the release */}}
+{{- define "lmcache-xpu.collisions" -}}
+{{- $names := keys .Values.models | sortAlpha -}}
+{{- $endings := list "router" "engine" "hub" "chat" "gpu" -}}
+{{- range $name := $names -}}
+{{- if has $name (list "valkey" "dashboard" "loadtest" "router") -}}
+{{- fail (printf "\n\nmodels.%s has the name of another part of the chart; expected a name that is none of:\nvalkey, dashboard, loadtest, router." $name) -}}
+{{- end -}}
+{{- range $ending := $endings -}}
+{{- if hasSuffix (printf "-%s" $ending) $name -}}
+{{- if has (trimSuffix (printf "-%s" $ending) $name) $names -}}
+{{- fail (printf "\n\nmodels.%s has the name of a part of models.%s; expected another name." $name (trimSuffix (printf "-%s" $ending) $name)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* GiB of the node's own disk that the pod may fill: its emptyDirs that are not memory */}}
+{{- define "lmcache-xpu.ephemeralGib" -}}
+{{- $gib := addf .scratchGib (ternary .files.cacheGib 0 (eq .files.cache "emptyDir")) -}}
+{{- if and .settings.disk_gib (eq .disk.kind "emptyDir") -}}
+{{- $gib = addf $gib (mulf 1.1 .devices .settings.disk_gib) -}}
+{{- end -}}
+{{- int (ceil $gib) -}}
+{{- end -}}
+
+{{/* How many routers a model has, as for its engines */}}
+{{- define "lmcache-xpu.routers" -}}
+{{- $router := .model.router -}}
+{{- if not $router.autoscaling.enabled -}}
+{{- $router.replicas -}}
+{{- else -}}
+{{- $live := lookup "apps/v1" "Deployment" .root.Release.Namespace (printf "%s-router" .model.object) -}}
+{{- $running := dig "spec" "replicas" $router.replicas (default dict $live) -}}
+{{- min (max $running $router.replicas) $router.autoscaling.maxReplicas -}}
 {{- end -}}
 {{- end -}}

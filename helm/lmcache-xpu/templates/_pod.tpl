@@ -10,12 +10,10 @@ metadata:
     {{- with (merge (dict) $model.podLabels $root.Values.commonLabels) }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
+  {{- with (merge (include "lmcache-xpu.rotation" . | fromYaml) $model.podAnnotations) }}
   annotations:
-    # New settings make new pods.
-    checksum/settings: {{ include "lmcache-xpu.variables" $model | sha256sum }}
-    {{- with $model.podAnnotations }}
     {{- toYaml . | nindent 4 }}
-    {{- end }}
+  {{- end }}
 spec:
   # A service named lmcache-xpu would become the variable LMCACHE_XPU_PORT=tcp://...
   enableServiceLinks: false
@@ -31,7 +29,7 @@ spec:
   {{- with $model.runtimeClassName }}
   runtimeClassName: {{ . }}
   {{- end }}
-  terminationGracePeriodSeconds: {{ add $model.stop.preStopS (default 0 $model.settings.drain_s) $model.stop.marginS }}
+  terminationGracePeriodSeconds: {{ include "lmcache-xpu.graceS" $model }}
   securityContext:
     {{- $security := include "lmcache-xpu.podSecurity" (int $model.user) | fromYaml }}
     {{- if $model.gpu.renderGroups }}
@@ -42,19 +40,38 @@ spec:
   {{- if eq $model.gpu.kind "dra" }}
   resourceClaims:
     - name: gpu
-      resourceClaimTemplateName: {{ $model.object }}-gpu
+      resourceClaimTemplateName: {{ include "lmcache-xpu.claimTemplate" $model }}
   {{- end }}
   {{- if or $model.files.download $model.initContainers }}
   initContainers:
     {{- if $model.files.download }}
     - name: download
       {{- include "lmcache-xpu.image" $image | nindent 6 }}
-      command: [hf, download, {{ $model.settings.model | quote }}]
+      command:
+        - hf
+        - download
+        - {{ $model.settings.model | quote }}
+        {{- with $model.files.revision }}
+        - --revision
+        - {{ . | quote }}
+        {{- end }}
+        {{- range $model.files.include }}
+        - --include
+        - {{ . | quote }}
+        {{- end }}
+        {{- range $model.files.exclude }}
+        - --exclude
+        - {{ . | quote }}
+        {{- end }}
       env:
         {{- include "lmcache-xpu.environment" $model | nindent 8 }}
+        {{- with $model.extraEnv }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
       resources:
+        # Equal, so that a pod whose engine has a limit of cores too is Guaranteed.
         requests: {cpu: "1", memory: 4Gi}
-        limits: {memory: 4Gi}
+        limits: {cpu: "1", memory: 4Gi}
       securityContext:
         {{- include "lmcache-xpu.containerSecurity" . | nindent 8 }}
       volumeMounts:
@@ -69,10 +86,10 @@ spec:
       {{- include "lmcache-xpu.image" $image | nindent 6 }}
       command: [lmcache-xpu, serve]
       args: [{{ $model.settings.model | quote }}]
-      envFrom:
-        - configMapRef:
-            name: {{ $model.object }}
+      # The settings are the pod's own, not a ConfigMap's: an upgrade that is refused half way, or
+      # a rollout that still runs, leaves the pods that serve with what they were started with.
       env:
+        {{- include "lmcache-xpu.variables" $model | nindent 8 }}
         {{- include "lmcache-xpu.environment" $model | nindent 8 }}
         {{- if $model.files.download }}
         - name: HF_HUB_OFFLINE
@@ -106,10 +123,12 @@ spec:
         periodSeconds: 15
         timeoutSeconds: 10
         failureThreshold: 4
+      {{- if $model.stop.preStopS }}
       lifecycle:
         preStop:
           sleep:
             seconds: {{ $model.stop.preStopS }}
+      {{- end }}
       resources:
         {{- toYaml $model.resources | nindent 8 }}
       securityContext:
@@ -196,8 +215,12 @@ topologySpreadConstraints:
   mountPath: /tmp
 - name: shm
   mountPath: /dev/shm
-- name: cache
+- name: {{ ternary "cache" "hub" (eq .files.cache "emptyDir") }}
   mountPath: /cache
+  {{- if ne .files.cache "emptyDir" }}
+  # Compiled kernels of vLLM, Triton and the driver, which the next pod finds again.
+  subPath: compiled
+  {{- end }}
 - name: hub
   mountPath: /cache/huggingface
 {{- if .files.modelClaim }}
@@ -209,13 +232,17 @@ topologySpreadConstraints:
 
 {{- define "lmcache-xpu.volumes" -}}
 - name: tmp
-  emptyDir: {}
+  emptyDir:
+    sizeLimit: {{ printf "%dGi" (int (ceil .scratchGib)) }}
 - name: shm
   emptyDir:
     medium: Memory
     sizeLimit: {{ printf "%dGi" (int (ceil .shmGib)) }}
+{{- if eq .files.cache "emptyDir" }}
 - name: cache
-  emptyDir: {}
+  emptyDir:
+    sizeLimit: {{ printf "%dGi" (int (ceil .scratchGib)) }}
+{{- end }}
 - name: hub
   {{- if eq .files.cache "emptyDir" }}
   emptyDir:
@@ -249,15 +276,36 @@ topologySpreadConstraints:
 
 {{/* The settings as variables; arguments are quoted as for a shell */}}
 {{- define "lmcache-xpu.variables" -}}
+{{- $variables := list -}}
 {{- range $name, $value := omit .settings "model" -}}
-{{- if not (kindIs "invalid" $value) }}
-LMCACHE_XPU_{{ upper $name }}: {{ if kindIs "slice" $value -}}
+{{- if not (kindIs "invalid" $value) -}}
+{{- $text := ternary $value (toJson $value) (kindIs "string" $value) -}}
+{{- if kindIs "slice" $value -}}
 {{- $words := list -}}
 {{- range $value }}{{ $words = append $words (printf "'%s'" (toString . | replace "'" "'\"'\"'")) }}{{ end -}}
-{{- join " " $words | quote -}}
-{{- else if kindIs "string" $value }}{{ $value | quote }}
-{{- else }}{{ toJson $value | quote }}
+{{- $text = join " " $words -}}
+{{- end -}}
+{{- $variables = append $variables (dict "name" (printf "LMCACHE_XPU_%s" (upper $name)) "value" $text) -}}
 {{- end -}}
 {{- end -}}
+{{- toYaml $variables -}}
+{{- end -}}
+
+{{/*
+A checksum of the secrets that the pod reads, so that the next upgrade after a rotation makes new
+pods. Only a cluster knows them: without one (`helm template`) there is no annotation.
+*/}}
+{{- define "lmcache-xpu.rotation" -}}
+{{- $root := .root -}}
+{{- $contents := list -}}
+{{- range list .model.apiKeySecret .model.remotePasswordSecret .model.files.tokenSecret -}}
+{{- if .name -}}
+{{- with lookup "v1" "Secret" $root.Release.Namespace .name -}}
+{{- $contents = append $contents .data -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- with $contents }}
+checksum/secrets: {{ toJson . | sha256sum }}
 {{- end -}}
 {{- end -}}

@@ -1,0 +1,267 @@
+"""An upgrade leaves what runs alone until it can take its place, and refuses what can't be done."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from chart import model, render
+from cluster import upgrade, upgraded
+
+OBJECT = "kv-lmcache-xpu-m"
+ROUTED = {"router": {"kind": "vllmRouter"}}
+KEDA = {"kind": "keda", "prometheusUrl": "http://p:9090", "minReplicas": 2, "maxReplicas": 6}
+
+
+def live(kind: str, name: str = OBJECT, **parts: object) -> dict:
+    version = "apps/v1" if kind in ("Deployment", "StatefulSet") else "v1"
+    return {"apiVersion": version, "kind": kind, "metadata": {"name": name}, **parts}
+
+
+def disk(storage: str, storage_class: str = "fast") -> dict:
+    """The live StatefulSet of a model with a disk tier on claims."""
+    claim = {"storageClassName": storage_class, "resources": {"requests": {"storage": storage}}}
+    return live("StatefulSet", spec={"replicas": 1, "volumeClaimTemplates": [{"spec": claim}]})
+
+
+def test_settings_belong_to_the_pods_so_that_a_refused_upgrade_changes_none():
+    """Helm patches objects one by one. What the pods that run read must not be among them."""
+    assert render().of("ConfigMap") == []
+    variables = {
+        item["name"]: item.get("value")
+        for item in render().engines()["m"]["spec"]["template"]["spec"]["containers"][0]["env"]
+    }
+    assert variables["LMCACHE_XPU_CPU_GIB"] == "16"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"settings": {"tensor_parallel": 2}},
+        {"gpu": {"kind": "dra", "count": 3}},
+        {"gpu": {"kind": "dra", "selectors": ["x"]}},
+        {"gpu": {"kind": "dra", "deviceClassName": "other"}},
+    ],
+)
+def test_a_claim_template_is_never_changed_in_place(change):
+    def templates(**keys: object) -> set[str]:
+        objects = model(**{"gpu": {"kind": "dra"}, **keys})
+        return {item["metadata"]["name"] for item in objects.of("ResourceClaimTemplate")}
+
+    assert not templates() & templates(**change)
+    assert templates() == templates(replicas=2)
+
+
+def test_a_stateful_sets_claims_are_not_resized_behind_its_back():
+    settings = {"disk_gib": 100}
+    done = upgrade([disk("110Gi")], models={"m": {"settings": {**settings, "tensor_parallel": 2}}})
+    assert done.returncode != 0
+    assert "the claims of the disk tier are 110Gi, expected 220Gi" in done.stderr
+    assert "--cascade=orphan" in done.stderr
+    assert '-l lmcache-xpu/model=m -p \'{"spec"' in done.stderr
+    same = upgrade([disk("110Gi")], models={"m": {"settings": settings}})
+    assert same.returncode == 0, same.stderr
+
+
+def test_a_claims_class_and_access_mode_are_not_changed():
+    keys = {"settings": {"disk_gib": 100}, "disk": {"storageClassName": "slow"}}
+    done = upgrade([disk("110Gi")], models={"m": keys})
+    assert done.returncode != 0
+    assert 'disk.storageClassName is "slow"; expected "fast"' in done.stderr
+    hub = live("PersistentVolumeClaim", f"{OBJECT}-hub", spec={"accessModes": ["ReadWriteOnce"]})
+    files = {"cache": "volumeClaim", "accessMode": "ReadWriteMany"}
+    done = upgrade([hub], models={"m": {"files": files}})
+    assert done.returncode != 0
+    assert "files.accessMode is ReadWriteMany; expected ReadWriteOnce" in done.stderr
+
+
+@pytest.mark.parametrize(("running", "wanted"), [(3, 3), (1, 2), (9, 6)])
+@pytest.mark.parametrize("kind", ["Deployment", "StatefulSet"])
+def test_autoscaling_starts_from_the_pods_that_run(kind, running, wanted):
+    pods = disk("110Gi") if kind == "StatefulSet" else live("Deployment", spec={})
+    pods["spec"]["replicas"] = running
+    settings = {"disk_gib": 100} if kind == "StatefulSet" else {}
+    objects = upgraded([pods], models={"m": {"autoscaling": KEDA, "settings": settings}})
+    assert objects.one(kind)["spec"]["replicas"] == wanted
+
+
+@pytest.mark.parametrize(
+    ("ready", "before", "front"),
+    [(0, "engine", "engine"), (1, "engine", "router"), (0, "router", "router")],
+)
+def test_clients_are_led_to_a_new_router_once_it_is_ready(ready, before, front):
+    component = "app.kubernetes.io/component"
+    service = live("Service", spec={"selector": {component: before}})
+    router = live("Deployment", f"{OBJECT}-router", status={"readyReplicas": ready})
+    objects = upgraded([service, router], models={"m": ROUTED})
+    assert objects.one("Service", OBJECT)["spec"]["selector"][component] == front
+    # Whoever the service leads to lets the clients in.
+    policy = objects.one("NetworkPolicy", f"{OBJECT}-engine")["spec"]["ingress"][0]["from"]
+    assert ({"podSelector": {}} in policy) == (front == "engine")
+
+
+def test_a_first_installation_leads_to_the_router_at_once():
+    service = render(models={"m": ROUTED}).one("Service", OBJECT)
+    assert service["spec"]["selector"]["app.kubernetes.io/component"] == "router"
+
+
+def test_a_secret_that_rotates_makes_new_pods_with_the_next_upgrade():
+    keys = {"apiKeySecret": {"name": "api", "key": "k"}}
+
+    def pods(value: str) -> dict:
+        objects = upgraded([live("Secret", "api", data={"k": value})], models={"m": keys})
+        return objects.engines()["m"]["spec"]["template"]
+
+    assert pods("b25l") != pods("dHdv")
+    assert pods("b25l") == pods("b25l")
+    assert "b25l" not in json.dumps(pods("b25l"))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_helm_waits_for_the_only_pod(replicas):
+    """Helm counts a Deployment as ready that lacks as many pods as may be unavailable."""
+    strategy = model(replicas=replicas).engines()["m"]["spec"]["strategy"]
+    missing = strategy.get("rollingUpdate", {}).get("maxUnavailable", 0)
+    assert replicas - missing >= 1
+
+
+def test_a_start_has_the_time_it_is_given_before_its_rollout_counts_as_stuck():
+    def deadline_s(**keys: object) -> int:
+        return model(**keys).engines()["m"]["spec"]["progressDeadlineSeconds"]
+
+    slow = {"startup": {"limitS": 3000}}
+    assert deadline_s(**slow) >= 3000 + 60 + 10 + 30
+    assert deadline_s(**slow, files={"download": True}) - deadline_s(**slow) == 3600
+
+
+def test_the_log_of_a_passed_test_is_still_there_for_helm_test():
+    policy = render().one("Pod")["metadata"]["annotations"]["helm.sh/hook-delete-policy"]
+    assert policy == "before-hook-creation"
+
+
+def test_what_was_downloaded_and_compiled_outlives_the_release_and_the_pod():
+    objects = model(files={"cache": "volumeClaim"})
+    claim = objects.one("PersistentVolumeClaim")["metadata"]
+    assert claim["annotations"]["helm.sh/resource-policy"] == "keep"
+    mounts = objects.engines()["m"]["spec"]["template"]["spec"]["containers"][0]["volumeMounts"]
+    caches = {mount["mountPath"]: mount for mount in mounts if mount["name"] == "hub"}
+    assert caches["/cache"]["subPath"] == "compiled"
+    assert "subPath" not in caches["/cache/huggingface"]
+
+
+def test_two_namespaces_keep_their_kv_apart_on_one_node():
+    def path(namespace: str) -> str:
+        from chart import MODEL, container, merged, rendered, template
+
+        keys = {"settings": {"disk_gib": 5}, "disk": {"kind": "hostPath", "hostPath": "/kv"}}
+        done = template("-n", namespace, values=merged(MODEL, {"models": {"m": keys}}))
+        env = container(rendered(done).engines()["m"])["env"]
+        return next(item["value"] for item in env if item["name"] == "LMCACHE_XPU_DISK_PATH")
+
+    assert path("tenant-a") != path("tenant-b")
+    assert path("tenant-a").startswith("/var/cache/kv/")
+
+
+def test_the_nodes_own_disk_is_asked_for_as_far_as_it_may_be_filled():
+    def asked(**keys: object) -> str:
+        engine = model(**keys).engines()["m"]["spec"]["template"]["spec"]["containers"][0]
+        return engine["resources"]["requests"]["ephemeral-storage"]
+
+    tier = {"settings": {"disk_gib": 50}, "disk": {"kind": "emptyDir"}}
+    assert asked() == "110Gi"  # the hub's cache, /tmp and what compiles
+    assert asked(**tier) == "165Gi"
+    assert asked(files={"cache": "existingClaim", "claimName": "hub"}) == "10Gi"
+
+
+def test_a_download_is_as_the_engines_own_would_be():
+    objects = model(
+        files={
+            "download": True,
+            "revision": "v2",
+            "include": ["*.safetensors"],
+            "exclude": ["original/*"],
+        },
+        extraEnv=[{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}],
+    )
+    pod = objects.engines()["m"]["spec"]["template"]["spec"]
+    [download] = pod["initContainers"]
+    options = ["--revision", "v2", "--include", "*.safetensors", "--exclude", "original/*"]
+    assert download["command"] == ["hf", "download", "org/model", *options]
+    assert {"name": "HTTPS_PROXY", "value": "http://proxy:3128"} in download["env"]
+    extra = {"name": "LMCACHE_XPU_EXTRA_ARGS", "value": "'--revision' 'v2'"}
+    assert extra in pod["containers"][0]["env"]
+    # Equal requests and limits, so that a pod can be Guaranteed with cores of its own.
+    assert download["resources"]["requests"] == download["resources"]["limits"]
+
+
+POD = {
+    "labels": {"team": "x"},
+    "annotations": {"a": "b"},
+    "nodeSelector": {"pool": "small"},
+    "tolerations": [{"operator": "Exists"}],
+    "affinity": {"podAffinity": {}},
+    "topologySpreadConstraints": [{"maxSkew": 2}],
+    "priorityClassName": "low",
+}
+
+
+def test_every_pod_can_be_placed():
+    secret = {"name": "s", "key": "k"}
+    objects = render(
+        defaults={"router": {"kind": "vllmRouter", "pod": POD}},
+        valkey={"enabled": True, "passwordSecret": secret, "pod": POD},
+        tests={"pod": POD},
+        loadtest={"enabled": True, "pod": POD},
+    )
+    places = {key: value for key, value in POD.items() if key not in ("labels", "annotations")}
+    others = {where: spec for where, spec in objects.pods() if where != f"Deployment/{OBJECT}"}
+    assert len(others) == 4
+    for where, spec in others.items():
+        assert places.items() <= spec.items(), where
+    for item in objects:
+        metadata = item["metadata"]
+        if item["kind"] in ("Deployment", "Job") and metadata["name"] != OBJECT:
+            metadata = item["spec"]["template"]["metadata"]
+        elif item["kind"] != "Pod":
+            continue
+        assert metadata["labels"]["team"] == "x", item["metadata"]["name"]
+        assert metadata["annotations"]["a"] == "b", item["metadata"]["name"]
+
+
+def test_routers_are_spread_drained_one_by_one_and_scaled():
+    scaling = {"enabled": True, "maxReplicas": 5}
+    router = {"kind": "vllmRouter", "replicas": 2, "autoscaling": scaling}
+    objects = model(router=router)
+    spec = objects.one("Deployment", f"{OBJECT}-router")["spec"]
+    [rule] = spec["template"]["spec"]["topologySpreadConstraints"]
+    selector = spec["selector"]["matchLabels"]
+    assert rule["labelSelector"]["matchLabels"] == selector
+    budget = objects.one("PodDisruptionBudget", f"{OBJECT}-router")["spec"]
+    assert budget["selector"]["matchLabels"] == selector
+    scaler = objects.one("HorizontalPodAutoscaler", f"{OBJECT}-router")["spec"]
+    assert (scaler["minReplicas"], scaler["maxReplicas"]) == (2, 5)
+    assert model(router={"kind": "vllmRouter"}).of("HorizontalPodAutoscaler") == []
+
+
+def test_the_endpoint_picker_may_read_the_engines_metrics():
+    picker = {"name": "epp", "podSelector": {"matchLabels": {"app": "epp"}}}
+    objects = render(
+        networkPolicy={"clients": [{"namespaceSelector": {"matchLabels": {"name": "gateway"}}}]},
+        models={"m": {"router": {"kind": "inferencePool", "endpointPicker": picker}}},
+    )
+    [rule] = objects.one("NetworkPolicy", f"{OBJECT}-engine")["spec"]["ingress"]
+    assert {"podSelector": picker["podSelector"]} in rule["from"]
+
+
+def test_images_can_be_pinned_by_digest():
+    digest = "sha256:" + "0" * 64
+    objects = render(image={"digests": {"xpu": digest}})
+    [engine] = objects.engines()["m"]["spec"]["template"]["spec"]["containers"]
+    assert engine["image"] == f"lmcache-xpu/xpu:0.1.0@{digest}"
+
+
+def test_workloads_take_annotations():
+    objects = model(annotations={"reloader.stakater.com/auto": "true"})
+    assert objects.engines()["m"]["metadata"]["annotations"] == {
+        "reloader.stakater.com/auto": "true"
+    }
