@@ -58,7 +58,8 @@ def test_a_stateful_sets_claims_are_not_resized_behind_its_back():
     assert done.returncode != 0
     assert "the claims of the disk tier are 110Gi, expected 220Gi" in done.stderr
     assert "--cascade=orphan" in done.stderr
-    assert '-l lmcache-xpu/model=m -p \'{"spec"' in done.stderr
+    assert "get pvc -l lmcache-xpu/model=m -o name" in done.stderr
+    assert '-p \'{"spec":{"resources":{"requests":{"storage":"220Gi"}}}}\'' in done.stderr
     same = upgrade([disk("110Gi")], models={"m": {"settings": settings}})
     assert same.returncode == 0, same.stderr
 
