@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 STAMP = VENV / "bootstrap.sha256"
 UV = "uv==0.13.8"
-EXTRAS = ("cpu", "dev", "loadtest")
+EXTRAS = ("cpu", "dev", "docs", "loadtest")
 DISK_GIB = 6  # measured: 3.3 GiB installed, and the wheels while they are unpacked
 
 
