@@ -49,8 +49,12 @@ bench-engine: setup ## Time hits and stores in an engine, beside LMCache's own: 
 bench-device: ## Time the connectors on an accelerator, in the environment of PYTHON
 	@PYTHONPATH=src $(PYTHON) measurements/device_connectors.py
 
-docs: setup ## Renew the tables of docs/reference/lmcache-options.md
+docs: setup ## Renew the pages that are made from the code, and build the site into site/
 	@$(BIN)/python scripts/options_doc.py
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q --strict
+
+docs-serve: docs ## The site on this machine, at http://127.0.0.1:8001
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve -a 127.0.0.1:8001
 
 helm-docs: setup ## Renew the chart's schema and the tables of its README
 	@$(BIN)/python helm/chart_schema.py && $(BIN)/python helm/chart_readme.py
@@ -89,6 +93,6 @@ lock: setup ## Renew constraints.txt from pyproject.toml (all of it: make lock U
 	@$(PYTHON) scripts/bootstrap.py --lock $(if $(UPGRADE),--upgrade)
 
 clean: ## Remove .venv, caches and what the demo left
-	rm -rf .venv dist .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv dist .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache site
 
-.PHONY: help setup demo test integration integration-long integration-broken fuzz check fmt docs bench bench-engine bench-device up up-cpu down logs test-containers helm-docs helm-check helm-package loadtest loadtest-compare lock clean
+.PHONY: help setup demo test integration integration-long integration-broken fuzz check fmt docs docs-serve bench bench-engine bench-device up up-cpu down logs test-containers helm-docs helm-check helm-package loadtest loadtest-compare lock clean

@@ -1,0 +1,33 @@
+"""Let the site's links to files outside docs/ lead somewhere; `mkdocs.yml` names this as a hook.
+
+On GitHub such a link opens the file. The site has no such file: the link leads to the repository
+that `DOCS_REPO_URL` names, and without that variable its text stays.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+from urllib.parse import urljoin
+
+ROOT = Path(__file__).resolve().parents[1]
+LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^):\s]+)\)")
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: object) -> str:
+    """Return the page's text with its links out of docs/ replaced."""
+    docs = Path(config["docs_dir"])
+    folder = Path(page.file.abs_src_path).parent
+    address = config["repo_url"]
+
+    def replace(link: re.Match[str]) -> str:
+        text, target = link.groups()
+        path = (folder / target.partition("#")[0]).resolve()
+        if path.is_relative_to(docs) or not path.exists():  # MkDocs checks these
+            return link[0]
+        if not address:
+            return text
+        return f"[{text}]({urljoin(f'{address}/', path.relative_to(ROOT).as_posix())})"
+
+    return LINK.sub(replace, markdown)

@@ -1,0 +1,54 @@
+"""The site builds without a warning, and shows every page of docs/."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "-q", "--strict", "-d", str(folder)]
+    env = os.environ | {"NO_MKDOCS_2_WARNING": "1", "DOCS_REPO_URL": "https://example.org/files"}
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return folder
+
+
+def test_every_page_is_in_the_navigation(site):
+    sidebar, _, _ = (site / "404.html").read_text().partition("md-content")
+    docs = ROOT / "docs"
+    pages = [page.relative_to(docs).with_suffix("").as_posix() for page in docs.rglob("*.md")]
+    hidden = [page for page in pages if f'href="/{address(page)}"' not in sidebar]
+    assert hidden == []
+
+
+def address(page: str) -> str:
+    """The address of a page, less the site's; README and index are their folder's page."""
+    folder, _, name = page.rpartition("/")
+    if name in ("README", "index"):
+        return f"{folder}/" if folder else "."
+    return f"{page}/"
+
+
+def test_links_out_of_the_pages_lead_to_the_repository(site):
+    page = (site / "concepts/reliability/index.html").read_text()
+    assert 'href="https://example.org/files/integration_tests/breaks.py"' in page
+
+
+def test_diagrams_are_drawn(site):
+    assert '<pre class="mermaid">' in (site / "concepts/architecture/index.html").read_text()
+
+
+def test_nothing_but_diagrams_is_fetched_from_elsewhere(site):
+    """Fonts, styles and scripts are its own; for diagrams Material fetches one script more."""
+    for page in site.rglob("*.html"):
+        assert 'src="http' not in page.read_text()
+        assert 'rel="stylesheet" href="http' not in page.read_text()
