@@ -5,51 +5,90 @@ BIN := .venv/bin
 
 INTEGRATION := $(BIN)/pytest integration_tests -n 2 --junitxml=reports/integration.xml $(INTEGRATION_ARGS)
 
-help: ## List the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+help:
+	@awk -F ':.*## ' '/^##@ /{printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*## /{printf "  %-19s %s\n", $$1, $$2}' \
+		$(MAKEFILE_LIST)
 
-setup: ## Create or update .venv (vLLM on CPU, LMCache, this package, tools)
+##@ Try it
+
+setup: ## Create or update .venv: vLLM on CPU, LMCache, this package, tools
 	@$(PYTHON) scripts/bootstrap.py
 
-demo: setup ## Real vLLM + LMCache + our connector on CPU: a conversation, timed
+demo: setup ## vLLM and LMCache on CPU with this connector: a conversation, timed
 	@$(BIN)/lmcache-xpu demo
 
-test: setup ## Unit tests and the end-to-end test against the real engine
+clean: ## Remove .venv, caches and what the demo left
+	rm -rf .venv dist .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache site
+
+##@ Run it with Docker
+
+up: ## Start the Compose stack on an Intel GPU (settings: .env)
+	@docker/up xpu
+
+up-cpu: ## The same on CPU
+	@docker/up cpu
+
+logs: ## Follow the stack's logs
+	@docker/compose --profile '*' logs -f --tail 100
+
+down: ## Stop the stack; its volumes stay
+	@docker/compose --profile '*' down
+
+##@ Measure
+
+loadtest: setup ## Load on a running server: HOST=http://... [WEB=1] [ARGS=...]
+	@$(BIN)/locust -f loadtests/locustfile.py --host $(or $(HOST),$(error HOST=http://... is missing)) \
+		--only-summary $(if $(WEB),--web-host 127.0.0.1,--headless) $(ARGS)
+
+loadtest-compare: setup ## Engines without and with offload, same load: [PROFILE=long] [ARGS=...]
+	@$(BIN)/python -m loadtests.compare --profile $(or $(PROFILE),long) $(ARGS)
+
+bench-engine: setup ## Hits and stores, beside LMCache's own: [ARGS='--report FILE']
+	@$(BIN)/lmcache-xpu bench engine $(ARGS)
+
+bench: setup ## The connectors and the demo's engine on CPU; needs a quiet machine
+	@$(BIN)/python measurements/cpu_connectors.py
+	@$(BIN)/python measurements/cpu_engine.py
+
+bench-device: ## The connectors on an accelerator, in the environment of PYTHON
+	@PYTHONPATH=src $(PYTHON) measurements/device_connectors.py
+
+##@ Test
+
+test: setup ## Unit tests, and end-to-end tests with real engines
 	@$(BIN)/pytest -n 2 --dist loadfile -m "not alone"
 	@$(BIN)/pytest -m alone
 
-integration: setup ## The stack keeps its promises, also when things break (short form): [STACK=compose]
+integration: setup ## The promises, also when things break, in short: [STACK=compose]
 	@$(if $(filter compose,$(STACK)),docker compose build engine-cpu)
 	@$(INTEGRATION) --stack $(or $(STACK),processes)
 
-integration-long: setup ## The same with REQUESTS (5,000) and a soak of SOAK_S (1,200) seconds in each of the two modes
+integration-long: setup ## The same in long: [REQUESTS=5000] [SOAK_S=1200]
 	@$(INTEGRATION) --requests $(or $(REQUESTS),5000) --soak-s $(or $(SOAK_S),1200)
 
-integration-broken: setup ## Take away one part of the product after the other: the tests that name it must fail
+integration-broken: setup ## Each test has to fail without what it is for: [PARTS=...]
 	@for part in $(or $(PARTS),$$($(BIN)/python integration_tests/breaks.py)); do \
 		$(BIN)/pytest integration_tests -n 2 --break $$part --requests 60 --soak-s 20 || exit; done
 
-fuzz: setup ## Random cases against an oracle of plain Python: [EXAMPLES=...] or [SECONDS=600]
+fuzz: setup ## Random cases against an oracle: [EXAMPLES=...] or [SECONDS=600]
 	@FUZZ_EXAMPLES=$(EXAMPLES) FUZZ_SECONDS=$(or $(SECONDS),$(if $(EXAMPLES),,600)) \
 		$(BIN)/pytest tests/fuzz -s --timeout 0
 
-check: setup ## Lint, format, types, import order of the package; changes nothing
+test-containers: setup ## Build the images and test the stack on CPU, with its own Docker
+	@$(BIN)/pytest tests/containers
+
+helm-check: setup ## Lint and test the chart, without an engine
+	@$(BIN)/pytest tests/helm -m "not engine"
+
+##@ Develop
+
+check: setup ## Lint, format, types, order of imports; changes nothing
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
 
 fmt: setup ## Format and fix what lint can fix
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 
-bench: setup ## Time the connectors and the demo's engine on CPU; wants a quiet machine
-	@$(BIN)/python measurements/cpu_connectors.py
-	@$(BIN)/python measurements/cpu_engine.py
-
-bench-engine: setup ## Time hits and stores in an engine, beside LMCache's own: [ARGS="--report FILE"]
-	@$(BIN)/lmcache-xpu bench engine $(ARGS)
-
-bench-device: ## Time the connectors on an accelerator, in the environment of PYTHON
-	@PYTHONPATH=src $(PYTHON) measurements/device_connectors.py
-
-docs: setup ## Renew the pages that are made from the code, and build the site into site/
+docs: setup ## Renew the pages made from the code, build the site into site/
 	@$(BIN)/python scripts/options_doc.py
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q --strict
 
@@ -60,39 +99,11 @@ helm-docs: setup ## Renew the chart's schema and the tables of its README
 	@$(BIN)/python helm/chart_schema.py && $(BIN)/python helm/chart_readme.py
 	@cp helm/lmcache-xpu/values.yaml tests/helm/frozen/$$($(BIN)/lmcache-xpu --version).yaml
 
-helm-check: setup ## Lint and test the chart, without an engine
-	@$(BIN)/pytest tests/helm -m "not engine"
-
-helm-package: setup ## Package the chart into dist/; REGISTRY=oci://... pushes it
+helm-package: setup ## Package the chart into dist/: [REGISTRY=oci://...] pushes it
 	@$(BIN)/helm package helm/lmcache-xpu -d dist
 	@$(if $(REGISTRY),$(BIN)/helm push dist/lmcache-xpu-$$($(BIN)/lmcache-xpu --version).tgz $(REGISTRY))
 
-loadtest: setup ## Load on a running server: HOST=http://... [WEB=1 for the web page] [ARGS=...]
-	@$(BIN)/locust -f loadtests/locustfile.py --host $(or $(HOST),$(error HOST=http://... is missing)) \
-		--only-summary $(if $(WEB),--web-host 127.0.0.1,--headless) $(ARGS)
-
-loadtest-compare: setup ## Engines on CPU without and with offload, under the same load: PROFILE=long
-	@$(BIN)/python -m loadtests.compare --profile $(or $(PROFILE),long) $(ARGS)
-
-up: ## Start the compose stack on an Intel GPU (settings: .env)
-	@docker/up xpu
-
-up-cpu: ## The same on CPU
-	@docker/up cpu
-
-down: ## Stop the stack; its volumes stay
-	@docker/compose --profile '*' down
-
-logs: ## Follow the stack's logs
-	@docker/compose --profile '*' logs -f --tail 100
-
-test-containers: setup ## Build the images and test the stack on CPU, with a Docker of its own
-	@$(BIN)/pytest tests/containers
-
-lock: setup ## Renew constraints.txt from pyproject.toml (all of it: make lock UPGRADE=1)
+lock: setup ## Renew constraints.txt from pyproject.toml: [UPGRADE=1] all of it
 	@$(PYTHON) scripts/bootstrap.py --lock $(if $(UPGRADE),--upgrade)
-
-clean: ## Remove .venv, caches and what the demo left
-	rm -rf .venv dist .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache site
 
 .PHONY: help setup demo test integration integration-long integration-broken fuzz check fmt docs docs-serve bench bench-engine bench-device up up-cpu down logs test-containers helm-docs helm-check helm-package loadtest loadtest-compare lock clean

@@ -1,128 +1,25 @@
 """Set up `.venv`: the CPU engine, LMCache, this package and its development tools.
 
-Needs Python 3.11 or newer and nothing else; uv is installed into the environment itself.
-Versions come from pyproject.toml and constraints.txt. Run again after either changes: it
-does nothing when the environment is up to date.
+Needs Python 3.11 or newer and nothing else. Run again after pyproject.toml or constraints.txt
+changes: it does nothing when the environment is up to date. With `--lock` it renews
+constraints.txt instead: what pyproject.toml asks for, everything else as it is; with
+`--lock --upgrade` everything anew.
 
-PyTorch's CPU build is taken from pip's find-links where these hold it (an offline machine),
-and from PyTorch's CPU wheel index everywhere else.
-
-With `--lock` it renews constraints.txt instead: what pyproject.toml asks for, everything else as
-it is; with `--lock --upgrade` everything anew.
+Old Pythons, 2.7 among them, have to read this file to its end: they are told what is needed.
 """
 
-from __future__ import annotations
-
-import hashlib
-import os
-import re
-import shutil
-import subprocess
 import sys
-import venv
-from pathlib import Path
-from typing import NoReturn
 
-ROOT = Path(__file__).resolve().parent.parent
-VENV = ROOT / ".venv"
-STAMP = VENV / "bootstrap.sha256"
-UV = "uv==0.13.8"
-EXTRAS = ("cpu", "dev", "docs", "loadtest")
-DISK_GIB = 6  # measured: 3.3 GiB installed, and the wheels while they are unpacked
+if not (3, 11) <= sys.version_info[:2] < (3, 15):
+    message = (
+        "bootstrap: Python {} found, 3.11 to 3.14 needed (vLLM's CPU wheels).\n"
+        "           Run `make PYTHON=python3.11 ...`, or install one of these versions."
+    )
+    sys.exit(message.format(sys.version.split()[0]))
 
+from environment import lock, main
 
-def fail(found: str, fix: str) -> NoReturn:
-    """End with one readable line instead of a traceback."""
-    name = Path(sys.argv[0]).stem
-    sys.exit(f"{name}: {found}\n{' ' * len(name)}  {fix}")
-
-
-def run(*command: str, env: dict[str, str] | None = None, quiet: bool = False) -> bool:
-    """Run a command; True on success. With `quiet` its output is dropped."""
-    sink = subprocess.DEVNULL if quiet else None
-    return subprocess.run(command, env=env, cwd=ROOT, stdout=sink, stderr=sink).returncode == 0
-
-
-def pip_find_links(python: Path) -> str | None:
-    """The find-links that pip is configured with, in uv's form (comma separated)."""
-    command = [str(python), "-m", "pip", "config", "get"]
-    for key in (":env:.find-links", "global.find-links", "user.find-links"):
-        found = subprocess.run([*command, key], capture_output=True, text=True)
-        if found.returncode == 0 and found.stdout.strip():
-            return ",".join(found.stdout.split())
-    return None
-
-
-def uv_environment(python: Path) -> dict[str, str]:
-    """What uv needs to know: the environment, the time it may take, and where torch is."""
-    env = {**os.environ, "VIRTUAL_ENV": str(VENV), "UV_HTTP_TIMEOUT": "300"}
-    if links := pip_find_links(python):
-        env.setdefault("UV_FIND_LINKS", links)
-    torch = re.search(r"torch==[^\"+\s]+", (ROOT / "pyproject.toml").read_text())
-    if torch is None:
-        fail("no pinned torch in pyproject.toml.", "Pin it: torch==VERSION in the extra cpu.")
-    probe = ("pip", "install", "--dry-run", "--reinstall", "--no-deps", f"{torch[0]}+cpu")
-    if not run(str(VENV / "bin" / "uv"), *probe, env=env, quiet=True):
-        env["UV_TORCH_BACKEND"] = "cpu"  # not in the find-links: PyTorch's own CPU index
-    return env
-
-
-def lock(*options: str) -> None:
-    """Renew constraints.txt, for the oldest Python and C library that are served."""
-    compile_ = (str(VENV / "bin" / "uv"), "pip", "compile", "-q", "pyproject.toml")
-    extras = (flag for extra in EXTRAS for flag in ("--extra", extra))
-    what = (*extras, "--no-header", "--no-annotate")
-    where = ("--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_28")
-    env = uv_environment(VENV / "bin" / "python")
-    if not run(*compile_, *what, *where, "-o", "constraints.txt", *options, env=env):
-        fail("uv could not resolve the versions.", "See its message above.")
-
-
-def main() -> None:
-    """Create or update the environment."""
-    if not (3, 11) <= sys.version_info[:2] < (3, 15):
-        fail(
-            f"Python {sys.version.split()[0]} found, 3.11 to 3.14 needed (vLLM's CPU wheels).",
-            "Run `make PYTHON=python3.11 ...`, or install one of these versions.",
-        )
-    if sys.platform != "linux":
-        fail(f"platform {sys.platform} found, linux needed (vLLM's CPU wheels).", "Use Linux.")
-    sources = [ROOT / "pyproject.toml", ROOT / "constraints.txt", Path(__file__)]
-    digest = hashlib.sha256(b"".join(p.read_bytes() for p in sources)).hexdigest()
-    if STAMP.exists() and STAMP.read_text() == digest:
-        return
-    free = shutil.disk_usage(ROOT).free / 2**30
-    if not VENV.exists() and free < DISK_GIB:
-        fail(f"{free:.1f} GiB free in {ROOT}, {DISK_GIB} needed.", "Free some disk space.")
-
-    python = VENV / "bin" / "python"
-    print("bootstrap: setting up .venv (vLLM on CPU, LMCache, this package) ...", flush=True)
-    if not python.exists():
-        try:
-            venv.create(VENV, with_pip=True)
-        except (subprocess.CalledProcessError, OSError) as error:
-            shutil.rmtree(VENV, ignore_errors=True)
-            fail(
-                f"Python could not create {VENV}: {error}",
-                "On Debian and Ubuntu install the package python3-venv.",
-            )
-    if not run(str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", UV):
-        fail("pip could not install uv.", "Check the network and pip's configuration above.")
-
-    env = uv_environment(python)
-    uv = str(VENV / "bin" / "uv")
-    what = f".[{','.join(EXTRAS)}]"
-    options = ["-q", "-c", "constraints.txt"]
-    if os.environ.get("PYTHONDONTWRITEBYTECODE"):
-        # Python would compile anew in every process: 25 s of each engine's start on two cores.
-        options.append("--compile-bytecode")
-    if not run(uv, "pip", "install", *options, "-e", what, env=env):
-        fail("uv could not install the packages above.", "See its message; then run again.")
-    STAMP.write_text(digest)
-
-
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["--lock"]:
-        lock(*sys.argv[2:])
-    else:
-        main()
+if sys.argv[1:2] == ["--lock"]:
+    lock(*sys.argv[2:])
+else:
+    main()

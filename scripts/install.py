@@ -22,7 +22,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bootstrap import ROOT, UV, fail, pip_find_links, run
+from environment import ROOT, UV, fail, pip_find_links, run
 
 
 def find_uv(folder: Path) -> str:

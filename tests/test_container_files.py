@@ -134,8 +134,8 @@ def test_metrics_are_in_memory_and_docker_waits_longer_than_the_engine():
 
 
 def test_versions_are_those_of_the_package():
-    bootstrap = (ROOT / "scripts/bootstrap.py").read_text()
-    assert f'UV = "uv=={re.search(r"UV_VERSION=(.*)", DOCKERFILE)[1]}"' in bootstrap
+    environment = (ROOT / "scripts/environment.py").read_text()
+    assert f'UV = "uv=={re.search(r"UV_VERSION=(.*)", DOCKERFILE)[1]}"' in environment
     bake = (ROOT / "docker-bake.hcl").read_text()
     for text in (DOCKERFILE, COMPOSE, EXAMPLE, bake):
         for found in re.findall(r"vllm-openai-xpu:v([\d.]+)", text):

@@ -49,7 +49,7 @@ def uv(*arguments: str) -> str:
     """Run `uv pip ARGUMENTS` for this Python, with find-links as pip is configured."""
     sys.path.insert(0, str(ROOT / "scripts"))
     try:
-        from bootstrap import pip_find_links
+        from environment import pip_find_links
     finally:
         sys.path.pop(0)
     env = environment()

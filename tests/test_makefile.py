@@ -1,0 +1,24 @@
+"""`make help` is a page that can be read: groups, one column of names, short lines."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+MAKEFILE = (ROOT / "Makefile").read_text()
+LINE = re.compile(r"^  ([a-z-]+) +(\S.*)$")
+
+
+def test_help_names_every_target_in_a_group_and_in_one_column():
+    shown = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    groups = re.split(r"^\n?([A-Z].*)\n", shown.stdout, flags=re.MULTILINE)[1:]
+    lines = [LINE.match(line) for text in groups[1::2] for line in text.strip("\n").splitlines()]
+    assert None not in lines
+    assert {line.start(2) for line in lines} == {22}
+    assert max(len(line.string) for line in lines) <= 92
+    [phony] = re.findall(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)
+    names = [line[1] for line in lines]
+    assert sorted(names) == sorted(set(phony.split()) - {"help"})
+    assert groups[::2] == ["Try it", "Run it with Docker", "Measure", "Test", "Develop"]
