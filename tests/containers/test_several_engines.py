@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import httpx
 import pytest
 from stack import ask, conversation
 
@@ -83,6 +84,23 @@ def test_a_conversation_stays_with_its_engine(stack):
             first = ask(client, messages)
     grown = [b > a for a, b in zip(before, asked(), strict=True)]
     assert sorted(grown) == [False, True]
+
+
+@pytest.mark.parametrize("path", ["/add_worker?url=http://evil:1", "/remove_worker", "/workers"])
+def test_nobody_takes_over_the_router(stack, path):
+    """From the published port, and from another container of the stack."""
+    key = {"Authorization": f"Bearer {stack.settings['LMCACHE_XPU_API_KEY']}"}
+    for headers in ({}, key):
+        answer = httpx.post(stack.url("ROUTER_PORT") + path, headers=headers, trust_env=False)
+        assert answer.status_code == 404
+    url = stack.url("ROUTER_PORT") + "/v1/models"
+    assert httpx.get(url, trust_env=False).status_code == 401
+    assert httpx.get(url, headers=key, trust_env=False).status_code == 200
+    for port in (8001, 30000):  # the router's own, and the gate's
+        code = f"import urllib.request as u; u.urlopen('http://router:{port}{path}', b'', 5)"
+        done = stack.compose("exec", "engine-cpu", "python3", "-c", code, check=False)
+        expected = "Connection refused" if port == 8001 else "HTTP Error 404"
+        assert expected in done.stdout
 
 
 def test_every_request_through_the_router_arrives_once(stack):

@@ -1,9 +1,11 @@
-"""The real vllm-router with the rendered arguments, against an API server that knows our pods."""
+"""The real vllm-router behind its gate, with the rendered arguments and a stand-in API server."""
 
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,14 +15,16 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
+import psutil
 import pytest
 import yaml
-from chart import NAMESPACE, container, model, render
+from chart import NAMESPACE, ROOT, container, model, render
 from stub_server import Stub
 
 from lmcache_xpu.harness.engine_process import free_port
 
 ROUTED = {"kind": "vllmRouter"}
+KEY = 's3"cr\\et #1,2$HOME'
 
 
 def pod(name: str, address: str, labels: dict[str, str]) -> dict:
@@ -35,8 +39,10 @@ def pod(name: str, address: str, labels: dict[str, str]) -> dict:
 @pytest.fixture
 def router(tmp_path: Path):
     """The rendered router, its API server and its engine."""
+    if not shutil.which("haproxy"):
+        pytest.skip("haproxy is not installed: the gate before the router was not run")
     objects = render(
-        defaults={"router": ROUTED},
+        defaults={"router": ROUTED, "apiKeySecret": {"name": "api", "key": "k"}},
         models={"n": {"settings": {"model": "b"}, "gpu": {"kind": "none"}}},
     )
     labels = {
@@ -60,26 +66,36 @@ def router(tmp_path: Path):
     deployment = objects.one("Deployment", "kv-lmcache-xpu-m-router")
     found = container(deployment, "router")
     # The same but for where it listens: the last one counts.
-    port = free_port()
+    port, prometheus = free_port(), free_port()
     here = [
-        "--host=127.0.0.1",
-        f"--port={port}",
         "--prometheus-host=127.0.0.1",
-        f"--prometheus-port={free_port()}",
+        f"--prometheus-port={prometheus}",
         f"--service-discovery-port={engine.port}",
     ]
-    program = Path(sys.executable).with_name(found["command"][0])
-    with running([program, *found["args"], *here], tmp_path) as process:
+    [program] = found["command"]
+    secrets = {item["name"] for item in found["env"] if "valueFrom" in item}
+    gate = {"GATE_ADDRESS": "127.0.0.1", "GATE_PORT": str(port), "ROUTER_PORT": str(free_port())}
+    gate |= dict.fromkeys(secrets, KEY)
+    argv = [ROOT / "docker" / program, *found["args"], *here]
+    with running(argv, tmp_path, gate) as process:
         wait_until(lambda: answers(port) and engine.seen, process)
-        yield {"port": port, "api": api, "engine": engine, "objects": objects, "process": process}
+        yield {
+            "port": port,
+            "ports": {port, int(gate["ROUTER_PORT"]), prometheus},
+            "api": api,
+            "engine": engine,
+            "objects": objects,
+            "process": process,
+        }
     for stub in (api, engine):
         stub.shutdown()
         stub.server_close()
 
 
 @contextlib.contextmanager
-def running(argv: list, directory: Path) -> Iterator[subprocess.Popen]:
-    env = {"PATH": os.environ["PATH"], "HOME": str(directory)}
+def running(argv: list, directory: Path, gate: dict[str, str]) -> Iterator[subprocess.Popen]:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {"PATH": path, "HOME": str(directory), **gate}
     with (directory / "log").open("wb") as log:
         process = subprocess.Popen(
             argv,
@@ -87,12 +103,28 @@ def running(argv: list, directory: Path) -> Iterator[subprocess.Popen]:
             stdout=log,
             stderr=subprocess.STDOUT,
             cwd=directory,
+            start_new_session=True,
         )
     try:
         yield process
     finally:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def ask(port: int, method: str, path: str, headers: dict[str, str]) -> int:
+    """The status of a request whose path goes out as it is written."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    with contextlib.closing(connection):
+        connection.request(method, path, headers=headers)
+        return connection.getresponse().status
+
+
+def listening(process: subprocess.Popen) -> set[str]:
+    family = psutil.Process(process.pid)
+    sockets = [s for child in family.children(recursive=True) for s in child.net_connections()]
+    return {f"{s.laddr.ip}:{s.laddr.port}" for s in sockets if s.status == psutil.CONN_LISTEN}
 
 
 def answers(port: int, path: str = "/readiness") -> bool:
@@ -113,14 +145,52 @@ def test_it_finds_the_engines_of_its_model_and_passes_keys_on(router):
     answer = httpx.post(
         f"http://127.0.0.1:{router['port']}/v1/chat/completions",
         json={"model": "org/model", "messages": [{"role": "user", "content": "hi"}]},
-        headers={"Authorization": "Bearer client"},
+        headers={"Authorization": f"Bearer {KEY}"},
         trust_env=False,
     )
     assert answer.json() == {"path": "/v1/chat/completions"}
     chats = [h for method, path, h in router["engine"].seen if path == "/v1/chat/completions"]
-    assert [headers["authorization"] for headers in chats] == ["Bearer client"]
+    assert [headers["authorization"] for headers in chats] == [f"Bearer {KEY}"]
     for path in ("/readiness", "/liveness"):  # the pod's probes
         assert answers(router["port"], path)
+
+
+ATTACKS = (
+    ("POST", "/add_worker?url=http://127.0.0.1:9"),
+    ("POST", "/remove_worker?url=http://127.0.0.1:9"),
+    ("GET", "/list_workers"),
+    ("GET", "/workers"),
+    ("GET", "/metrics"),
+    ("GET", "/get_server_info"),
+    ("POST", "/flush_cache"),
+    ("POST", "/v1/../add_worker?url=http://127.0.0.1:9"),
+    ("POST", "/v1/%2e%2e/add_worker?url=http://127.0.0.1:9"),
+    ("POST", "//add_worker?url=http://127.0.0.1:9"),
+)
+
+
+def test_nobody_takes_over_the_router(router):
+    """With a server of theirs as a worker, they would get all prompts and the clients' keys."""
+    for headers in ({}, {"Authorization": f"Bearer {KEY}"}, {"Authorization": "Bearer guessed"}):
+        statuses = [ask(router["port"], method, path, headers) for method, path in ATTACKS]
+        assert statuses == [404] * len(ATTACKS)
+    # Through the gate alone: the router itself listens on loopback.
+    assert listening(router["process"]) == {f"127.0.0.1:{port}" for port in router["ports"]}
+
+
+def test_keys_are_checked_before_the_router(router):
+    before = len(router["engine"].seen)
+    for headers in ({}, {"Authorization": "Bearer guessed"}, {"Authorization": KEY}):
+        assert ask(router["port"], "GET", "/v1/models", headers) == 401
+    assert len(router["engine"].seen) == before
+    assert ask(router["port"], "GET", "/v1/models", {"Authorization": f"Bearer {KEY}"}) == 200
+
+
+def test_it_ends_as_a_whole_when_the_router_does(router):
+    for child in psutil.Process(router["process"].pid).children():
+        if child.name() != "haproxy":
+            child.kill()
+    assert router["process"].wait(timeout=20) != 0
 
 
 def test_it_asks_the_api_for_no_more_than_its_role_allows(router):
@@ -155,7 +225,7 @@ def test_every_policy_is_one_that_it_knows():
             model(router=routed).one("Deployment", "kv-lmcache-xpu-m-router"), "router"
         )["args"]
         parsed = parse_router_args(args)
-        assert (parsed.host, parsed.port, parsed.policy) == ("0.0.0.0", 8000, policy)
+        assert parsed.policy == policy
         assert parsed.service_discovery_namespace == NAMESPACE
         assert parsed.selector["lmcache-xpu/model"] == "m"
         assert parsed.cache_threshold == 0.5
