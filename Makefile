@@ -43,6 +43,9 @@ loadtest: setup ## Load on a running server: HOST=http://... [WEB=1] [ARGS=...]
 loadtest-compare: setup ## Engines without and with offload, same load: [PROFILE=long] [ARGS=...]
 	@$(BIN)/python -m loadtests.compare --profile $(or $(PROFILE),long) $(ARGS)
 
+capacity: setup ## How many users fit within slo.toml, without and with offload: [ARGS=...]
+	@$(BIN)/python -m loadtests.capacity $(ARGS)
+
 bench-engine: setup ## Hits and stores, beside LMCache's own: [ARGS='--report FILE']
 	@$(BIN)/lmcache-xpu bench engine $(ARGS)
 
@@ -106,4 +109,4 @@ helm-package: setup ## Package the chart into dist/: [REGISTRY=oci://...] pushes
 lock: setup ## Renew constraints.txt from pyproject.toml: [UPGRADE=1] all of it
 	@$(PYTHON) scripts/bootstrap.py --lock $(if $(UPGRADE),--upgrade)
 
-.PHONY: help setup demo test integration integration-long integration-broken fuzz check fmt docs docs-serve bench bench-engine bench-device up up-cpu down logs test-containers helm-docs helm-check helm-package loadtest loadtest-compare lock clean
+.PHONY: help setup demo test integration integration-long integration-broken fuzz check fmt docs docs-serve bench bench-engine bench-device up up-cpu down logs test-containers helm-docs helm-check helm-package loadtest loadtest-compare capacity lock clean

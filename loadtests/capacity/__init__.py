@@ -1,0 +1,1 @@
+"""How many users fit within the thresholds: `make capacity`."""
