@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from lmcache_xpu.errors import LMCacheXPUError
-from loadtests.capacity.chat import HERE, SERVERS, Chat
+from loadtests.capacity.chat import ENGINES, HERE, SERVERS, Chat
 from loadtests.capacity.result import RESULT, verdict, write
 from loadtests.capacity.runner import BrokenStepError, judge, run_step
 from loadtests.capacity.search import search
@@ -27,7 +27,7 @@ from loadtests.facts import facts_of
 from loadtests.recorder import META
 from loadtests.servers import Compose, LocalEngines, Servers, Urls
 from loadtests.slo import Slo
-from loadtests.variants import PROFILES, VARIANTS
+from loadtests.variants import VARIANTS
 
 __all__ = ["Capacity", "app"]
 
@@ -201,7 +201,7 @@ def main(
         elif compose is not None:
             servers = Compose(compose, service=service, url=compose_url, work=work)
         else:
-            servers = LocalEngines(PROFILES["long"], work=work.resolve(), disk=Path(disk).resolve())
+            servers = LocalEngines(ENGINES, work=work.resolve(), disk=Path(disk).resolve())
         capacity = Capacity(servers, chat, limits, directory=directory.resolve(), facts=facts)
         try:
             if again is not None:
