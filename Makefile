@@ -43,7 +43,7 @@ loadtest: setup ## Load on a running server: HOST=http://... [WEB=1] [ARGS=...]
 loadtest-compare: setup ## Engines without and with offload, same load: [PROFILE=long] [ARGS=...]
 	@$(BIN)/python -m loadtests.compare --profile $(or $(PROFILE),long) $(ARGS)
 
-capacity: setup ## How many users fit within slo.toml, without and with offload: [ARGS=...]
+capacity: setup ## How many users fit, without and with offload: [ARGS=...]
 	@$(BIN)/python -m loadtests.capacity $(ARGS)
 
 bench-engine: setup ## Hits and stores, beside LMCache's own: [ARGS='--report FILE']

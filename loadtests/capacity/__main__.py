@@ -218,7 +218,7 @@ def main(
     if not any(capacity.sweep.values()):
         _refuse("nothing was measured.")
     capacity.write()
-    print(verdict(capacity.sweep))
+    print(verdict(capacity.sweep) + (" (cut short)" if broken else ""))
     print(f"Result: {directory / RESULT}, capacity.md and capacity.png beside it")
     raise typer.Exit(1 if broken else 0)
 
