@@ -13,8 +13,9 @@ KINDS = [getattr(errors, name) for name in errors.__all__]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_error_says_what_was_found_expected_and_to_be_done(kind):
-    assert str(kind("a", "b")) == "found a; expected b."
-    assert str(kind("a", "b", "Do c.")) == "found a; expected b. Do c."
+    docs = f"(docs: troubleshooting#{kind.anchor})"
+    assert str(kind("a", "b")) == f"found a; expected b. {docs}"
+    assert str(kind("a", "b", "Do c.")) == f"found a; expected b. Do c. {docs}"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,11 +10,14 @@
     │   └── HostMemoryError  host memory of the wrong shape, dtype, format or device
     └── EngineError          an engine that was started here did not come up, or went away
 
-Each message states what was found, what was expected, and what to do about it. Errors about
-values are ValueErrors too, which is what callers of LMCache's own connectors catch.
+Each message states what was found, what was expected, and what to do about it, and names its
+kind's part of docs/troubleshooting.md. Errors about values are ValueErrors too, which is what
+callers of LMCache's own connectors catch.
 """
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 __all__ = [
     "EngineError",
@@ -38,11 +41,15 @@ class LMCacheXPUError(Exception):
         fix: what the reader can do; left out where `expected` already says it.
     """
 
+    anchor: ClassVar[str] = "error-lines"
+
     def __init__(self, found: str, expected: str, fix: str = "") -> None:
         self.found = found
         self.expected = expected
         self.fix = fix
-        super().__init__(f"found {found}; expected {expected}." + (f" {fix}" if fix else ""))
+        advice = f" {fix}" if fix else ""
+        docs = f"(docs: troubleshooting#{self.anchor})"
+        super().__init__(f"found {found}; expected {expected}.{advice} {docs}")
 
     def __reduce__(self) -> tuple[type[LMCacheXPUError], tuple[str, str, str]]:
         # vLLM sends worker errors between processes; the default would call us with one string.
@@ -52,21 +59,31 @@ class LMCacheXPUError(Exception):
 class SettingsError(LMCacheXPUError, ValueError):
     """A setting is missing, wrong, or contradicts another."""
 
+    anchor = "setting-error"
+
 
 class VersionError(LMCacheXPUError):
     """LMCache or vLLM is outside the tested versions."""
+
+    anchor = "version-error"
 
 
 class SeamError(LMCacheXPUError):
     """Our connector is not the one that LMCache uses."""
 
+    anchor = "connector-error"
+
 
 class LayoutError(LMCacheXPUError, ValueError):
     """The engine's KV cache can't be expressed as a paged view, or can be read two ways."""
 
+    anchor = "layout-error"
+
 
 class TransferError(LMCacheXPUError, ValueError):
     """A transfer's arguments don't fit each other; neither side was changed."""
+
+    anchor = "transfer-error"
 
 
 class SlotError(TransferError):
@@ -79,3 +96,5 @@ class HostMemoryError(TransferError):
 
 class EngineError(LMCacheXPUError):
     """An engine that was started here did not come up, or went away."""
+
+    anchor = "engine-error"

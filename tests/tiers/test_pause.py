@@ -13,7 +13,9 @@ def test_a_pause_is_said_once_and_ends(monkeypatch, caplog):
     quiet = pause.Pause(logging.getLogger("test"), "no reads")
     assert not quiet.on
     quiet.begin(5, OSError("away"))
-    assert caplog.messages == ["shared tier: no reads for 5 s: away"]
+    assert caplog.messages == [
+        "shared tier: no reads for 5 s: away (docs: troubleshooting#shared-paused)"
+    ]
     now[0] += 4
     quiet.begin(5, OSError("away"))  # longer, and not said again
     now[0] += 4

@@ -98,7 +98,7 @@ def make_hash_safe(config: LMCacheEngineConfig, extra: dict[str, Any]) -> None:
     config.pre_caching_hash_algorithm = SAFE_HASH
     logger.warning(
         "PYTHONHASHSEED is not set: LMCache's keys use %s instead of Python's hash, which "
-        "differs between processes",
+        "differs between processes (docs: troubleshooting#python-hash)",
         SAFE_HASH,
     )
 

@@ -51,7 +51,9 @@ def end_lmcache(adapter: Any) -> None:
         try:
             end(part)
         except Exception as error:  # the others are ended all the same
-            logger.exception("LMCache's %s did not end: %s", name, error)
+            logger.exception(
+                "LMCache's %s did not end: %s (docs: troubleshooting#not-ended)", name, error
+            )
     # LMCache reads its configuration once in a process, and we complete it for an engine.
     if utils._config_instance is manager._config:
         utils._config_instance = None
@@ -113,7 +115,11 @@ def _end_engine(engine: Any) -> None:
 def _ended(thread: threading.Thread) -> bool:
     thread.join(_JOIN_S)
     if thread.is_alive():
-        logger.warning("LMCache's thread %s goes on; what it uses stays open", thread.name)
+        logger.warning(
+            "LMCache's thread %s goes on; what it uses stays open "
+            "(docs: troubleshooting#not-ended)",
+            thread.name,
+        )
     return not thread.is_alive()
 
 
@@ -146,4 +152,6 @@ def _end_all() -> None:
         try:
             ending.shutdown()
         except Exception as error:  # the others are ended all the same
-            logger.exception("LMCache did not end with the process: %s", error)
+            logger.exception(
+                "LMCache did not end with the process: %s (docs: troubleshooting#not-ended)", error
+            )

@@ -52,7 +52,7 @@ def fingerprint(model: str, commit: str | None = None) -> str:
     if not has_weights:
         logger.warning(
             "lmcache-xpu: no weights found at %s, so cached KV is told apart by the model's name "
-            "alone: empty the disk tier when the model changes",
+            "alone: empty the disk tier when the model changes (docs: troubleshooting#no-weights)",
             model,
         )
         return "unknown"

@@ -102,4 +102,4 @@ def log_failure(flow: Flow, message: str, cause: Exception | str) -> None:
     """Count and log a transfer that failed, with the trace of an exception."""
     error = cause if isinstance(cause, Exception) else None
     flow.failed("incomplete" if error is None else type(error).__name__)
-    logger.error("%s: %s", message, cause, exc_info=error)
+    logger.error("%s: %s (docs: troubleshooting#transfer-failed)", message, cause, exc_info=error)

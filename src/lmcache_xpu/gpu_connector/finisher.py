@@ -51,4 +51,6 @@ def _wait_and_call(handles: Sequence[TransferHandle], action: Callable[[], None]
         with torch.inference_mode():
             action()
     except Exception:  # whatever it is: this thread has the next transfers to finish
-        logger.exception("lmcache-xpu could not finish a transfer")
+        logger.exception(
+            "lmcache-xpu could not finish a transfer (docs: troubleshooting#transfer-not-finished)"
+        )

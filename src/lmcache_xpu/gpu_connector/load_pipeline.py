@@ -89,7 +89,10 @@ class LoadPipeline:
         except Exception as error:
             self.failed_behind = self._stager.fence()  # a part of a group may be on its way
             LOAD_CPU.failed(type(error).__name__)
-            logger.exception("A load failed and is computed instead: %s", error)
+            logger.exception(
+                "A load failed and is computed instead: %s (docs: troubleshooting#transfer-failed)",
+                error,
+            )
 
     def start(self) -> None:
         """Enqueue the first groups."""

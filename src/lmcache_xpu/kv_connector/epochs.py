@@ -194,5 +194,8 @@ class WorkerEpoch:
         try:
             return self._forget()
         except Exception:  # whatever it is: it is not found, and the engine goes on
-            logger.exception("lmcache-xpu could not give back the room of an earlier epoch")
+            logger.exception(
+                "lmcache-xpu could not give back the room of an earlier epoch "
+                "(docs: troubleshooting#epoch-room)"
+            )
             return False

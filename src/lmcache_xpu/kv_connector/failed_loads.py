@@ -78,7 +78,11 @@ def _preempt(scheduler: Any, invalid: set[int]) -> tuple[set[str], set[int]]:
         # May be scheduled in the very next step: the runner must not take it for one that went on.
         scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
     if again:
-        logger.warning("%d requests whose KV cache did not arrive begin anew", len(again))
+        logger.warning(
+            "%d requests whose KV cache did not arrive begin anew "
+            "(docs: troubleshooting#requests-begin-anew)",
+            len(again),
+        )
     return {request.request_id for request in again}, stale
 
 

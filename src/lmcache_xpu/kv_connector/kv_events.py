@@ -78,7 +78,10 @@ def published(config: VllmConfig, enabled: bool) -> bool:
     events = config.kv_events_config
     on = events is not None and events.enable_kv_cache_events
     if enabled and not on:
-        logger.warning("LMCache enable_kv_events without effect: vLLM has no --kv-events-config")
+        logger.warning(
+            "LMCache enable_kv_events without effect: vLLM has no --kv-events-config "
+            "(docs: troubleshooting#kv-events-off)"
+        )
     return enabled and on
 
 
@@ -200,7 +203,9 @@ class KVEvents:
         if not 0 <= request.num_tokens - hashed < self._block_tokens:
             if not self._complained:
                 logger.error(
-                    "No KV events: vLLM hashes other blocks than of %d", self._block_tokens
+                    "No KV events: vLLM hashes other blocks than of %d "
+                    "(docs: troubleshooting#kv-events-blocks)",
+                    self._block_tokens,
                 )
             self._complained = True
             return

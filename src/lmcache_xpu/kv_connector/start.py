@@ -69,7 +69,7 @@ def start_scheduler(
     adapter = Adapter(config, KVConnectorRole.SCHEDULER, facts)
     health.check_healthy(adapter)
     if windows := promoted_windows(config, kv_cache_config):
-        logger.warning("%s.", windows.note)
+        logger.warning("%s. (docs: troubleshooting#windows)", windows.note)
     events = None
     if publishes:
         events = KVEvents(adapter.lookup_client.token_database, facts.block_size, kv_cache_config)

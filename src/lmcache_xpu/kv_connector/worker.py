@@ -295,7 +295,7 @@ class WorkerSide:
         if missed:
             logger.error(
                 "vLLM computed without waiting for the KV cache of %d requests; "
-                "they are recomputed",
+                "they are recomputed (docs: troubleshooting#load-not-awaited)",
                 len(missed),
             )
         ended_early: list[torch.Tensor] = self._engine.gpu_connector.failed_slots

@@ -32,5 +32,10 @@ class Pause:
     def begin(self, seconds: float, cause: Exception) -> None:
         """Pause for so many seconds from now on."""
         if not self.on:
-            self._logger.warning("shared tier: %s for %g s: %s", self._meaning, seconds, cause)
+            self._logger.warning(
+                "shared tier: %s for %g s: %s (docs: troubleshooting#shared-paused)",
+                self._meaning,
+                seconds,
+                cause,
+            )
         self._end = time.monotonic() + seconds

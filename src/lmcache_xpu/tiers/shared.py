@@ -178,7 +178,12 @@ class SharedTier(RemoteConnector):  # type: ignore[misc]  # untyped base
                 layout, payload = await self._in_thread(_unpack, name, value)
             except ValueError as damage:
                 LOAD_SHARED.failed("corrupt")
-                logger.warning("shared tier: a damaged chunk of %d bytes: %s", len(value), damage)
+                logger.warning(
+                    "shared tier: a damaged chunk of %d bytes: %s "
+                    "(docs: troubleshooting#shared-damaged)",
+                    len(value),
+                    damage,
+                )
                 self._report(key, False)
                 await self._delete(name, value)
                 return None

@@ -115,7 +115,12 @@ def register_host(address: int, size: int, device: torch.device) -> bool:
     try:
         return register is not None and register(address, size)
     except Exception as error:  # whatever a driver or another version of the call raises
-        logger.warning("%s can't pin memory: %s: %s", device, type(error).__name__, error)
+        logger.warning(
+            "%s can't pin memory: %s: %s (docs: troubleshooting#not-pinned)",
+            device,
+            type(error).__name__,
+            error,
+        )
         return False
 
 

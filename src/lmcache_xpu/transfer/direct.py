@@ -93,7 +93,12 @@ def reaches_host(transfer: DirectTransfer) -> bool:
     except Exception as error:  # whatever a driver or a compiler raises
         wrong = f"{type(error).__name__}: {error}"
     if wrong:
-        logger.warning("Kernels on %s don't reach pinned host memory: %s", row.device, wrong)
+        logger.warning(
+            "Kernels on %s don't reach pinned host memory: %s "
+            "(docs: troubleshooting#host-not-reached)",
+            row.device,
+            wrong,
+        )
     transfer.move_first_row(row, gather=False)
     return not wrong
 

@@ -167,7 +167,7 @@ class HostCopies:
             return Pinning.NONE
         registered = self._register(address, size, self._device)
         logger.info(
-            "host memory of %.1f GiB was not pinned; %s",
+            "host memory of %.1f GiB was not pinned; %s (docs: troubleshooting#not-pinned)",
             size / 2**30,
             f"it is now, for {self._device}"
             if registered

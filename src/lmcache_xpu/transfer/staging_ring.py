@@ -64,7 +64,8 @@ class StagingRing:
                 continue
             if size < requested:
                 logger.warning(
-                    "staging uses %.0f MiB of %s, not %.0f: there is not more free memory",
+                    "staging uses %.0f MiB of %s, not %.0f: there is not more free memory "
+                    "(docs: troubleshooting#staging-smaller)",
                     *(size / 2**20, device, requested / 2**20),
                 )
             return cls(buffers)

@@ -164,7 +164,11 @@ class ChunkStore:
                 self._count["corrupt"] += bool(fault) and not failed
         if fault:
             LOAD_DISK.failed("io" if failed else "corrupt")
-            logger.warning("Removed a chunk from %s: %s", self.directory, fault)
+            logger.warning(
+                "Removed a chunk from %s: %s (docs: troubleshooting#disk-removed)",
+                self.directory,
+                fault,
+            )
         return fault is None
 
     def touch(self, keys: Iterable[str]) -> None:

@@ -89,7 +89,9 @@ class DiskSettings:
                 try:
                     ChunkStore(directory, limit_bytes=0, lock_seconds=0).close()
                 except SettingsError as error:
-                    logger.warning("disk tier: left as it is: %s", error)
+                    logger.warning(
+                        "disk tier: left as it is: %s (docs: troubleshooting#disk-left)", error
+                    )
         used, free = store.counters.bytes, shutil.disk_usage(self.path).free
         logger.info(
             "disk tier: %d chunks of earlier runs, %.2f of %.2f GiB, in %s",
@@ -100,7 +102,8 @@ class DiskSettings:
         )
         if used + free < self.limit_bytes:
             logger.warning(
-                "disk tier: disk.gib is %.2f, but only %.2f GiB can be had on that disk",
+                "disk tier: disk.gib is %.2f, but only %.2f GiB can be had on that disk "
+                "(docs: troubleshooting#disk-too-small)",
                 self.limit_bytes / 2**30,
                 (used + free) / 2**30,
             )

@@ -45,7 +45,10 @@ class DiskReader:
         self._hidden = hidden
         self._refusing = False
         self._threads = ThreadPoolExecutor(threads, "disk-read")
-        self._pool_full = Complaint("no room in LMCache's CPU pool for a whole load; cut short")
+        self._pool_full = Complaint(
+            "no room in LMCache's CPU pool for a whole load; cut short "
+            "(docs: troubleshooting#pool-full)"
+        )
 
     def load(self, keys: Sequence[CacheEngineKey], names: list[str]) -> list[MemoryObj]:
         """Read the chunks of these keys; returns those before the first miss."""

@@ -64,11 +64,17 @@ class DiskWriter:
         self._pending_bytes = 0
         self._closed = False
         self._threads = ThreadPoolExecutor(threads, "disk-write")
-        self._behind = Complaint("the disk is slower than the engine; not everything is stored")
-        self._crowded = Complaint("a chunk found no room beside those in use; not stored")
+        self._behind = Complaint(
+            "the disk is slower than the engine; not everything is stored "
+            "(docs: troubleshooting#disk-behind)"
+        )
+        self._crowded = Complaint(
+            "a chunk found no room beside those in use; not stored "
+            "(docs: troubleshooting#disk-crowded)"
+        )
         self._failed = Complaint(
             "a chunk could not be stored and was dropped (%s); if the disk is full, free space "
-            "or make disk.gib smaller"
+            "or make disk.gib smaller (docs: troubleshooting#disk-not-stored)"
         )
 
     def __contains__(self, name: str) -> bool:
@@ -165,7 +171,9 @@ class DiskWriter:
             try:
                 on_complete(key)
             except Exception:  # LMCache's contract: a callback's failure is logged, no more
-                logger.exception("disk tier: a completion callback failed")
+                logger.exception(
+                    "disk tier: a completion callback failed (docs: troubleshooting#disk-callback)"
+                )
 
     def _ended(self, name: str, obj: MemoryObj) -> None:
         size = obj.get_size()
