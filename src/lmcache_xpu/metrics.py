@@ -21,6 +21,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import ClassVar, Literal
 
 from prometheus_client import Counter, Gauge
@@ -28,6 +29,7 @@ from prometheus_client import Counter, Gauge
 __all__ = [
     "DISK_LIMIT_BYTES",
     "DISK_USED_BYTES",
+    "FLOWS",
     "LOAD_CPU",
     "LOAD_DISK",
     "LOAD_SHARED",
@@ -119,15 +121,21 @@ class Flow:
     """The counters of what moves in one direction between two places.
 
     Labels are looked up once, here.
+
+    Args:
+        direction: of the move.
+        tier: the place beside the engine or its host memory.
+        reasons: why a move may fail, and what to do about it.
     """
 
     def __init__(
         self,
         direction: Literal["store", "load"],
         tier: Literal["cpu", "disk", "shared"],
-        reasons: tuple[str, ...] = (),
+        reasons: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._labels = (direction, tier)
+        self.direction, self.tier, self.reasons = direction, tier, reasons
         for reason in reasons:  # the first failure is an increase only where there was a zero
             _ERRORS.labels(direction, tier, reason)
         self._bytes = _BYTES.labels(*self._labels)
@@ -170,9 +178,54 @@ def fallback(reason: str) -> None:
     _count("fallbacks", (reason,), 1)
 
 
-STORE_CPU, LOAD_CPU = (Flow(d, "cpu", ("incomplete", "RuntimeError")) for d in _DIRECTIONS)
-STORE_DISK = Flow("store", "disk", ("behind", "crowded", "full", "io"))
-LOAD_DISK = Flow("load", "disk", ("corrupt", "io", "pool_full"))
-STORE_SHARED = Flow("store", "shared", ("behind", "full", "refused", "server"))
-LOAD_SHARED = Flow("load", "shared", ("corrupt", "pool_full", "server"))
-_FALLBACKS.labels("load")
+# What a reason means, and what to do; docs/reference/metrics.md shows it. Another one is the class
+# of the error that was raised.
+_MOVE_REASONS = {
+    "incomplete": "Fewer tokens came than were promised. They are computed. No action",
+    "RuntimeError": "The move raised: the log has the cause. Other classes of errors likewise",
+}
+_POOL_FULL = "The CPU tier had no room to load through. Raise `cpu_gib`"
+STORE_CPU, LOAD_CPU = (Flow(d, "cpu", _MOVE_REASONS) for d in _DIRECTIONS)
+STORE_DISK = Flow(
+    "store",
+    "disk",
+    {
+        "behind": "The engine is faster than the disk. Use a faster one, or accept fewer hits",
+        "crowded": "All that the tier holds is in use. Raise `disk_gib`",
+        "full": "The disk itself is full. Free space, or lower `disk_gib`",
+        "io": "The file system reported an error: look at the log and at the disk",
+    },
+)
+LOAD_DISK = Flow(
+    "load",
+    "disk",
+    {
+        "corrupt": "A file failed its checksum and was removed. If it repeats, check the disk",
+        "io": "A file could not be read and was removed. Look at the log and at the disk",
+        "pool_full": _POOL_FULL,
+    },
+)
+STORE_SHARED = Flow(
+    "store",
+    "shared",
+    {
+        "behind": "The engine is faster than the network. Accept fewer hits, or widen it",
+        "full": "The server has no memory left. Give it more, or a policy that evicts",
+        "refused": "The server refuses writes: the log has its words. Check its rights",
+        "server": "The server did not answer. It is left alone for a while, then tried again",
+    },
+)
+LOAD_SHARED = Flow(
+    "load",
+    "shared",
+    {
+        "corrupt": "A value failed its checksum and was deleted. If it repeats, check the server",
+        "pool_full": _POOL_FULL,
+        "server": "The server did not answer. It is left alone for a while, then tried again",
+    },
+)
+FLOWS = (STORE_CPU, LOAD_CPU, STORE_DISK, LOAD_DISK, STORE_SHARED, LOAD_SHARED)
+# Of requests whose KV cache did not arrive.
+FALLBACK_REASONS = {"load": "A load failed or was incomplete. The errors say why"}
+for _reason in FALLBACK_REASONS:
+    _FALLBACKS.labels(_reason)

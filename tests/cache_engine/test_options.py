@@ -197,13 +197,6 @@ def test_it_is_refused_however_it_comes_before_anything_starts(tmp_path):
     assert ways["lmcache"][0].startswith("found an LMCache configuration that LMCache refuses")
 
 
-def test_the_page_is_made_from_the_list(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    from options_doc import PAGE, page
-
-    assert page(PAGE.read_text()) == PAGE.read_text(), "run `make docs`"
-
-
 # Why LMCache's own tiers are refused.
 FLIPPED = """
 import json, os, time
