@@ -60,7 +60,7 @@ def test_what_is_not_exact_or_did_not_run_is_shown(tmp_path: Path):
     assert "LMCache: NOT EXACT, 0.3165" in text
     assert "LMCache: AssertionError: layout" in text
     assert "1.10" in text
-    write(figures, {"device": "cpu", "vllm": "1"}, "command", tmp_path / "report.txt", console)
+    write(figures, {"device": "cpu", "vllm": "1"}, "command", tmp_path / "report.txt")
     report = (tmp_path / "report.txt").read_text()
     assert "vllm: 1" in report
     assert json.loads(report[report.index('{\n "machine"') :])["limits_ms"]["2048 + 256"] == 50
@@ -101,6 +101,13 @@ def run_small(monkeypatch, script, names, **options):
     monkeypatch.setattr(sys, "executable", _stand_in(script))
     how = {"repeats": 1, "in_turn": False, "graphs": False, "timeout_s": 60} | options
     return run(SMALL, variants_named(SMALL, names), console=Console(quiet=True), **how)
+
+
+def test_results_are_saved_when_each_engine_ends(monkeypatch):
+    saved = []
+    script = "raise SystemExit(4)"
+    run_small(monkeypatch, script, ["none", "ours"], save=lambda r: saved.append(len(r)))
+    assert saved == [1, 2]
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import subprocess
 import sys
 import time
@@ -111,50 +109,6 @@ def test_an_unknown_option_is_refused():
 
 def test_the_version():
     assert run("--version").stdout.strip() == __version__
-
-
-@dataclasses.dataclass(frozen=True)
-class FakeStatus:
-    lmcache_version: str | None = "0.5.6"
-    vllm_version: str | None = None
-    torch_version: str | None = "2.13.0"
-    tested: bool = False
-    devices: dict = dataclasses.field(default_factory=lambda: {"xpu": ["a.B", "a.C"]})
-    patches: dict = dataclasses.field(default_factory=lambda: {"c.d": True, "e.f": False})
-
-
-def test_status_for_people_and_for_programs(monkeypatch):
-    monkeypatch.setattr("lmcache_xpu.kv_connector.patches.status", FakeStatus)
-    lines = [" ".join(line.split()) for line in run("status").stdout.splitlines()]
-    assert lines == [
-        "lmcache 0.5.6",
-        "vllm not installed",
-        "torch 2.13.0",
-        "versions not a tested combination",
-        "connector on xpu a.B",
-        "layerwise on xpu a.C",
-        "c.d in place",
-        "e.f missing",
-    ]
-    assert json.loads(run("status", "--json").stdout) == dataclasses.asdict(FakeStatus())
-
-
-def test_the_fields_that_status_shows_are_the_seams():
-    from lmcache_xpu.kv_connector import patches
-
-    names = {field.name for field in dataclasses.fields(patches.status())}
-    assert names >= {field.name for field in dataclasses.fields(FakeStatus)}
-
-
-def test_the_real_status_is_json_and_nothing_else():
-    """LMCache logs to stdout when it is imported; that must not get between."""
-    done = subprocess.run(
-        [sys.executable, "-c", "from lmcache_xpu.cli import app; app()", "status", "--json"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert json.loads(done.stdout)["lmcache_version"]
 
 
 def test_help_imports_neither_torch_nor_vllm():

@@ -104,6 +104,8 @@ def show(figures: Figures, console: Console) -> None:
             "A fixed piece of Python meanwhile, ms: how fast the host was", "python", digits=2
         ),
     ):
+        # As a line of its own: a table's title is folded to the table's width.
+        console.print(f"[italic]{question.title}[/italic]", highlight=False)
         console.print(_table(figures, question))
     for result in figures.results:
         if result.exact is not None and result.exact < 1:
@@ -118,7 +120,7 @@ def _table(figures: Figures, question: _Question) -> Table:
         for row in figures.rows
         if any(question.source in result.ms.get(row, {}) for result in figures.results)
     ]
-    table = Table(title=question.title, title_justify="left", box=None)
+    table = Table(box=None)
     table.add_column("")
     for row in rows:
         table.add_column(row, justify="right")
@@ -141,18 +143,25 @@ def _cell(result: Result, row: str, question: _Question) -> str:
     return f"{ms:.{question.digits}f}{note}"
 
 
-def plot(figures: Figures, path: Path) -> None:
-    """Draw the hits beside their limits.
+def plot_suffixes() -> list[str]:
+    """Return the endings of files that a plot can be written to.
 
     Raises:
         SettingsError: matplotlib is not installed.
     """
     try:
-        from matplotlib.figure import Figure
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
         raise SettingsError(
             "no matplotlib", "it to be installed for a plot", "pip install matplotlib"
         ) from None
+    return sorted(FigureCanvasBase.get_supported_filetypes())
+
+
+def plot(figures: Figures, path: Path) -> None:
+    """Draw the hits beside their limits."""
+    from matplotlib.figure import Figure
+
     rows = [row for row in figures.rows if figures.limit_ms(row) is not None]
     results = [r for r in figures.results if any("tier" in r.ms.get(row, {}) for row in rows)]
     figure = Figure(figsize=(10, 4.5), layout="constrained")
@@ -173,9 +182,7 @@ def plot(figures: Figures, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def write(
-    figures: Figures, machine: dict[str, str], command: str, path: Path, console: Console
-) -> None:
+def write(figures: Figures, machine: dict[str, str], command: str, path: Path) -> None:
     """Write one readable file with everything: facts, tables, and the figures as JSON."""
     with path.open("w") as file:
         facts = Console(file=file, width=160)
@@ -184,4 +191,3 @@ def write(
             facts.print(f"{name}: {value}", markup=False, highlight=False)
         show(figures, facts)
         file.write("\n" + json.dumps(figures.as_dict(machine, command), indent=1) + "\n")
-    console.print(f"Report: {path}", markup=False, highlight=False)

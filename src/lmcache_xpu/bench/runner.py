@@ -7,7 +7,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,6 +56,7 @@ def run(
     graphs: bool,
     timeout_s: float,
     console: Console,
+    save: Callable[[list[Result]], None] = lambda _: None,
 ) -> list[Result]:
     """Measure engines; one that fails is a result with an error.
 
@@ -68,9 +69,10 @@ def run(
         graphs: whether vLLM compiles graphs.
         timeout_s: seconds that an engine may take to start, and for each answer.
         console: where the progress is shown.
+        save: called with all results so far whenever engines have ended.
     """
     device = built_for()
-    results = []
+    results: list[Result] = []
     with tempfile.TemporaryDirectory() as directory:
         shape.write(Path(directory))
         for group in [engines] if in_turn else [[variant] for variant in engines]:
@@ -84,6 +86,7 @@ def run(
                     children.append((result, stack.enter_context(child)))
                 _measure(children, shape, repeats, console)
             results += [result for result, _ in children]
+            save(results)
     return results
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+
+from lmcache_xpu.errors import SettingsError
 
 app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 
@@ -50,7 +51,7 @@ def engine(
         bool, typer.Option("--graphs", help="With vLLM's compiled graphs; they take minutes.")
     ] = False,
     timeout_s: Annotated[
-        float, typer.Option(help="Seconds until an engine starts or answers.")
+        float, typer.Option(min=1, help="Seconds until an engine starts or answers.")
     ] = 900,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the figures to this file.")
@@ -68,8 +69,9 @@ def engine(
     does not start, or restores other bytes than recomputing wrote, is shown as such. Ends with
     code 1 if ours is one of these.
     """
-    from lmcache_xpu.bench import report as reports
     from lmcache_xpu.bench import runner
+    from lmcache_xpu.bench.outputs import Outputs
+    from lmcache_xpu.bench.report import Figures, show
     from lmcache_xpu.bench.shapes import shape_named
     from lmcache_xpu.bench.variants import variants_named
     from lmcache_xpu.launch.serve import built_for
@@ -77,25 +79,35 @@ def engine(
     # Ending by SIGTERM would skip what stops the engine.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     console = Console()
+    outputs = Outputs(json_file=json_file, report=report, plot_file=plot_file)
+    outputs.check()
     model = shape_named(shape or ("small" if built_for() == "cpu" else "8b"))
+    variants = variants_named(model, variant)
+    command = _command(model.name, repeats, variant or [], in_turn=in_turn, graphs=graphs)
+    machine = runner.machine()
+    failures: list[str] = []
+
+    def save(results: list[runner.Result]) -> None:
+        failures[:] = outputs.write(Figures(model, results), machine, command)
+
     results = runner.run(
         model,
-        variants_named(model, variant),
+        variants,
         repeats=repeats,
         in_turn=in_turn,
         graphs=graphs,
         timeout_s=timeout_s,
         console=console,
+        save=save,
     )
-    figures, machine = reports.Figures(model, results), runner.machine()
-    command = _command(model.name, repeats, variant or [], in_turn=in_turn, graphs=graphs)
-    reports.show(figures, console)
-    if json_file is not None:
-        json_file.write_text(json.dumps(figures.as_dict(machine, command), indent=1) + "\n")
-    if report is not None:
-        reports.write(figures, machine, command, report, console)
-    if plot_file is not None:
-        reports.plot(figures, plot_file)
+    show(Figures(model, results), console)
+    if failures:
+        raise SettingsError(
+            "; ".join(failures),
+            "files that can be written",
+            "The figures are above, and in the other files that were named.",
+        )
+    outputs.name(console)
     ours = [result for result in results if result.variant.startswith("ours")]
     if any(result.error or result.exact != 1 for result in ours):
         raise typer.Exit(1)

@@ -1,0 +1,84 @@
+"""The files of `bench engine`: tried first, and each written whatever becomes of the others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lmcache_xpu.bench.outputs import Outputs
+from lmcache_xpu.bench.report import Figures
+from lmcache_xpu.bench.runner import Result
+from lmcache_xpu.bench.shapes import shape_named
+from lmcache_xpu.cli import app
+
+RESULT = Result("ours", "ours", exact=1.0, ms={"1024": {"tier": 4.0}}, tokens={"1024": 1024})
+
+
+def bench(*options: str | Path):
+    words = ["bench", "engine", "--shape", "small", *map(str, options)]
+    return CliRunner().invoke(app, words, catch_exceptions=False)
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Each measurement that was begun; one takes no time and has one result."""
+    begun = []
+
+    def run(shape, variants, *, save, **_):
+        begun.append(shape.name)
+        save([RESULT])
+        return [RESULT]
+
+    monkeypatch.setattr("lmcache_xpu.bench.runner.run", run)
+    monkeypatch.setattr("lmcache_xpu.bench.runner.machine", lambda: {"device": "cpu"})
+    monkeypatch.setattr("lmcache_xpu.launch.serve.built_for", lambda: "cpu")
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # this process keeps its own
+    return begun
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--json", "nodir/x.json"], "--json nodir/x.json, which can't be written (No such file"),
+        (["--report", "nodir/x.md"], "--report nodir/x.md"),
+        (["--plot", "nodir/x.png"], "--plot nodir/x.png"),
+        (["--report", "/"], "--report /, which can't be written (Is a directory)"),
+        (["--json", "/proc/x"], "--json /proc/x"),
+        (["--plot", "x.doc"], "ends in .png"),
+        (["--variant", "theirs"], "one of none"),
+        (["--timeout-s", "0"], "--timeout-s"),
+        (["--repeats", "-1"], "--repeats"),
+    ],
+)
+def test_a_mistake_is_refused_before_anything_is_measured(
+    runs, tmp_path, monkeypatch, options, words
+):
+    monkeypatch.chdir(tmp_path)
+    done = bench("--report", "good.md", *options) if "--report" not in options else bench(*options)
+    assert (done.exit_code, runs) == (2, [])
+    assert words in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_fails_late_keeps_no_other_from_being_written(runs, tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr("lmcache_xpu.bench.outputs.plot", fail)
+    done = bench("--plot", tmp_path / "x.png", "--report", tmp_path / "good.md")
+    assert done.exit_code == 2
+    assert "the disk is full" in done.stderr
+    assert "Hit in the tier" in done.stdout
+    assert "device: cpu" in (tmp_path / "good.md").read_text()
+
+
+def test_what_was_measured_is_written_when_each_engine_ends(tmp_path):
+    """So that Ctrl-C, or an engine that takes the process along, costs one engine's figures."""
+    outputs = Outputs(json_file=tmp_path / "x.json", report=tmp_path / "x.md")
+    for count in (1, 2):
+        figures = Figures(shape_named("small"), [RESULT] * count)
+        assert outputs.write(figures, {}, "command") == []
+        assert len(json.loads((tmp_path / "x.json").read_text())["results"]) == count
