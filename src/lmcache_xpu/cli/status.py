@@ -50,7 +50,7 @@ def _show_connectors(console: Console, state: Status) -> None:
         console.print(f"    standard   {standard}", markup=False)
         console.print(f"    layerwise  {layerwise}", markup=False)
     console.print(
-        "  in place of vLLM's own" if state.patches else "  nothing in place of vLLM's own"
+        "  attributes of vLLM that it replaces" if state.patches else "  nothing of this package"
     )
     for name, in_place in state.patches.items():
         mark = "in place" if in_place else "[red]missing[/red] "
