@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 from lmcache_xpu import metrics
 from lmcache_xpu.cache_engine.options import EXTRA, OPTIONS, VLLM, table
 from lmcache_xpu.cli import app
+from lmcache_xpu.cli.exit_codes import BAD_NEWS, MEANINGS
 from lmcache_xpu.launch.settings import DIAGNOSTIC_VARIABLES, ENV_PREFIX, Settings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -329,6 +330,30 @@ def first(text: str | None) -> str:
     return " ".join((text or "").split("\n\n")[0].split())
 
 
+# Exit codes
+
+
+def exit_codes_page(text: str) -> str:
+    """docs/reference/exit-codes.md."""
+    codes = ((str(code), f"{meaning}.") for code, meaning in MEANINGS.items())
+    news = ((f"`lmcache-xpu {name}`", f"{text}.".capitalize()) for name, text in BAD_NEWS.items())
+    return f"""# Exit codes
+
+What does a command end with, and what does that mean?
+
+{rows(("code", "meaning"), codes)}
+
+These commands end with 1, where:
+
+{rows(("command", "bad news"), news)}
+
+`lmcache-xpu serve` becomes vLLM once its checks are done: from then on the exit code is vLLM's.
+
+`make loadtest`, `make loadtest-compare` and `make capacity` use the same codes for their programs.
+make itself reports any failure as 2.
+"""
+
+
 # LMCache's options
 
 
@@ -346,6 +371,7 @@ PAGES: dict[str, Callable[[str], str]] = {
     "settings.md": settings,
     "metrics.md": metrics_page,
     "commands.md": commands_page,
+    "exit-codes.md": exit_codes_page,
     "lmcache-options.md": options,
 }
 

@@ -12,6 +12,7 @@ import typer
 
 from lmcache_xpu import metrics
 from lmcache_xpu.cli import app
+from lmcache_xpu.cli.exit_codes import MEANINGS
 from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,3 +87,14 @@ def test_every_option_of_every_command_has_a_row():
             ):
                 flag = item.opts[0] if item.param_type_name == "option" else item.name.upper()
                 assert f"`{flag}`" in section
+
+
+def test_every_exit_code_of_a_command_has_a_meaning():
+    codes = set()
+    for path in (PACKAGE / "cli").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and name_of(node.func) in ("Exit", "exit"):
+                numbers = [part for part in ast.walk(node) if isinstance(part, ast.Constant)]
+                codes |= {part.value for part in numbers if type(part.value) is int}
+    assert {1, 2} <= codes
+    assert codes - {128} <= MEANINGS.keys()  # 128: and the number of the signal
