@@ -1,5 +1,5 @@
 // `docker buildx bake` builds xpu; `docker buildx bake cpu` one of the others.
-// What each was built and run on: docs/guides/containers.md.
+// What each was built and run on: docs/results/containers.md.
 
 variable "REGISTRY" { default = "lmcache-xpu" }
 variable "TAG" { default = "0.1.0" }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.launch.serve import resolve_device
 from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
 from lmcache_xpu.transfer.tuning import TUNINGS
 
@@ -65,3 +66,9 @@ def test_the_variables_that_other_modules_read_are_known(monkeypatch):
     for name in (plugin.STOCK_VARIABLE, patches.DEVICES_VARIABLE, versions.UNTESTED_VARIABLE):
         monkeypatch.setenv(name, "1")
     assert load().model == "m"
+
+
+@pytest.mark.parametrize("disk_path", [None, "/d"])
+def test_a_disk_tier_of_0_gib_is_none(disk_path):
+    assert load(disk_gib=0, disk_path=disk_path).disk_path is None
+    assert resolve_device(load(disk_gib=0, disk_path=disk_path)).disk_path is None

@@ -183,6 +183,12 @@ def test_the_command_reads_the_variables_of_serve(tmp_path):
     assert found["tiers"]["disk"]["enough"] is True
 
 
+def test_a_disk_tier_of_0_gib_is_none(tmp_path):
+    command = ["size", write(tmp_path, LLAMA_3_8B), "--json", "--disk-gib", "0"]
+    found = json.loads(CliRunner().invoke(app, command, catch_exceptions=False).stdout)
+    assert set(found["tiers"]) == set(found["machine_gib"]) == {"CPU"}
+
+
 def test_the_command_for_people(tmp_path):
     directory = write(tmp_path, DEEPSEEK_V3)
     result = CliRunner().invoke(app, ["size", directory], catch_exceptions=False)
