@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -34,11 +35,20 @@ def images(host):
     """All images that can be built here, and the stand-ins for those that can't be pulled."""
     begin = time.monotonic()
     backend = ["--build-arg", "TORCH_BACKEND="] if host.has_torch else []
-    host.build(tag("cpu"), "cpu", *backend)
-    host.build(tag("router"), "router")
-    host.build(tag("loadtest"), "loadtest")
-    for name in ("prometheus", "valkey", "grafana"):
-        host.build(tag(name), name, file="tests/containers/standins.Dockerfile")
+    with ThreadPoolExecutor() as pool:  # what one downloads or exports, another one compiles
+        builds = [
+            pool.submit(host.build, tag("cpu"), "cpu", *backend),
+            pool.submit(host.build, tag("router"), "router"),
+            pool.submit(host.build, tag("loadtest"), "loadtest"),
+            *(
+                pool.submit(
+                    host.build, tag(name), name, file="tests/containers/standins.Dockerfile"
+                )
+                for name in ("prometheus", "valkey", "grafana")
+            ),
+        ]
+    for build in builds:
+        build.result()
     print(f"images built in {time.monotonic() - begin:.0f} s")
     return {name: tag(name) for name in IMAGES.values()}
 
