@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+
 import pytest
 from engine import CHUNK, MIB, Engine
 from hits import CPU_CHUNKS, fill
 from prompts import tokens
+from typer.testing import CliRunner
+
+from lmcache_xpu.cli import app
 
 pytestmark = pytest.mark.promise("7 observability")
 
@@ -79,3 +85,19 @@ def test_seconds_grow_with_moves_and_stay_below_the_clock(small: Engine):
     metrics = engine.metrics()
     for direction, tier in FLOWS:
         assert 0 < metrics.flow("seconds", direction, tier) < 600
+
+
+@pytest.mark.fails_without("metrics")
+def test_status_tells_of_a_hit(engine: Engine):
+    """Seen to fail without PROMETHEUS_MULTIPROC_DIR: then it says that this is another vLLM."""
+    prompt = tokens("status tells", 3 * CHUNK + 9)
+    engine.ask(prompt)
+    engine.settle()
+    engine.forget()
+    engine.ask(prompt)
+    key = {"LMCACHE_XPU_API_KEY": os.environ.get("LMCACHE_XPU_API_KEY", "")}
+    done = CliRunner().invoke(app, ["status", "--url", engine.url, "--json"], env=key)
+    assert done.exit_code in (0, 1), done.output  # 1: other tests have planted faults
+    use = json.loads(done.stdout)["use"]
+    assert use["cpu_tokens"] + use["disk_tokens"] + use["shared_tokens"] >= 3 * CHUNK
+    assert use["prompt_tokens"] >= 2 * len(prompt)

@@ -4,23 +4,47 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from lmcache_xpu import versions
 from lmcache_xpu.cli.progress import working
+from lmcache_xpu.errors import SettingsError
 
 if TYPE_CHECKING:
+    from lmcache_xpu.harness.cache_use import CacheUse
     from lmcache_xpu.kv_connector.patches import Status
+
+GIB = 2**30
 
 
 def status(
+    url: Annotated[
+        str | None,
+        typer.Option(help="A running engine: say whether its cache works, and what to change."),
+    ] = None,
+    since: Annotated[
+        float | None,
+        typer.Option(min=1, help="With --url: what happens in so many seconds from now."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
-    """Show what an engine that starts here will use."""
+    """Show what an engine that starts here will use; with --url, how a running one does.
+
+    A key for the running engine is read from LMCACHE_XPU_API_KEY. Exits with 1 when something has
+    to be mended, with 2 when nobody answers there.
+    """
+    if url is not None:
+        _show_running(url, since, as_json)
+        return
+    if since is not None:
+        raise SettingsError("--since without --url", "a running engine's --url beside it")
     console = Console(highlight=False, soft_wrap=True)
     if not as_json:
         _show_versions(console, versions.installed())
@@ -32,6 +56,72 @@ def status(
         typer.echo(json.dumps(dataclasses.asdict(state), indent=2))
     else:
         _show_connectors(console, state)
+
+
+def _show_running(url: str, since: float | None, as_json: bool) -> None:
+    # A directory of this shell's engine: what is imported here would write to it.
+    os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)
+    from lmcache_xpu.harness.cache_use import CacheUse, advise
+    from lmcache_xpu.harness.server import Server
+
+    server = Server(url, os.environ.get("LMCACHE_XPU_API_KEY"))
+    with working(f"Asking {server.url}") as show:
+        earlier, page = None, server.page()
+        if since is not None:
+            show(f"Watching {server.url} for {since:g} s")
+            time.sleep(since)
+            earlier, page = page, server.page()
+        models = server.models()
+    use = CacheUse.between(earlier, page)
+    advice = advise(use)
+    ok = all(item.outcome != "wrong" for item in advice)
+    if as_json:
+        answer = {"ok": ok, "url": server.url, "models": models, "since_s": since}
+        failures = [dataclasses.asdict(item) | {"meaning": item.meaning} for item in use.failures]
+        answer |= {"use": dataclasses.asdict(use) | {"failures": failures}}
+        answer |= {"advice": [dataclasses.asdict(item) for item in advice]}
+        typer.echo(json.dumps(answer, indent=2))
+    else:
+        names = ", ".join(models) or "models that this key may not see (LMCACHE_XPU_API_KEY)"
+        span = "since it started" if since is None else f"in {since:g} seconds"
+        console = Console(highlight=False, markup=False)
+        console.print(f"{server.url} serves {names}; {span}:\n", soft_wrap=True)
+        console.print(_use_table(use))
+        for item in advice:
+            style = {"ok": "", "hint": "yellow", "wrong": "bold red"}[item.outcome]
+            console.print(f"\n{item.text}", style=style)
+    raise typer.Exit(0 if ok else 1)
+
+
+def _use_table(use: CacheUse) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column(justify="right")
+    table.add_row("prompt tokens", f"{use.prompt_tokens:,.0f}")
+    for name, tokens in (
+        ("engine's own cache", use.device_tokens),
+        ("CPU tier", use.cpu_tokens),
+        ("disk tier", use.disk_tokens),
+        ("shared tier", use.shared_tokens),
+        ("computed", use.computed_tokens),
+    ):
+        table.add_row(f"  {name}", f"{tokens:,.0f}", f"{use.share(tokens):.0%}")
+    table.add_row("stored tokens")
+    for name, tier in (("CPU tier", "cpu"), ("disk tier", "disk"), ("shared tier", "shared")):
+        table.add_row(f"  {name}", f"{use.stored_tokens[tier]:,.0f}")
+    table.add_row("chunks evicted from the CPU tier", f"{use.evicted_chunks:,.0f}")
+    table.add_row("failed moves", f"{sum(item.count for item in use.failures):,}")
+    table.add_row("now")
+    if use.own_tokens:
+        table.add_row("  engine's own cache, tokens", f"{use.own_tokens:,.0f}")
+    table.add_row("  in use by requests", f"{use.own_usage:.0%}")
+    table.add_row("  CPU tier, GiB", f"{use.cpu_bytes / GIB:.2f}")
+    if use.disk_limit_bytes:
+        full = use.disk_bytes / use.disk_limit_bytes
+        table.add_row("  disk tier, GiB", f"{use.disk_bytes / GIB:.2f}", f"{full:.0%} full")
+    table.add_row("  requests, and waiting", f"{use.running:,.0f} + {use.waiting:,.0f}")
+    return table
 
 
 def _show_versions(console: Console, software: versions.Versions) -> None:

@@ -1,0 +1,258 @@
+"""What a running engine's cache has done, and whether it works, from its page of metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lmcache_xpu.harness.server import Page
+from lmcache_xpu.metrics import FLOWS
+
+__all__ = ["Advice", "CacheUse", "Failures", "advise"]
+
+CHUNK_TOKENS = 256  # LMCache's and our default; a page does not tell it
+FULL = 0.95
+HARMLESS = ("incomplete", "behind")  # these cost hits, and need nobody
+
+
+@dataclass(frozen=True, slots=True)
+class Failures:
+    """Moves that failed for one reason.
+
+    Args:
+        direction: store or load.
+        tier: cpu, disk or shared.
+        reason: as `lmcache_xpu_errors_total` has it.
+        count: how many.
+    """
+
+    direction: str
+    tier: str
+    reason: str
+    count: int
+
+    @property
+    def meaning(self) -> str:
+        """What it means, and what to do."""
+        for flow in FLOWS:
+            if (flow.direction, flow.tier) == (self.direction, self.tier):
+                reasons = flow.reasons
+                return reasons.get(self.reason) or "The move raised: the log has the cause"
+        return "The log has the cause"
+
+    @property
+    def harmless(self) -> bool:
+        """Whether nobody has to do anything."""
+        return self.reason in HARMLESS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheUse:
+    """Counts since the engine started, or of a span of time; and levels now.
+
+    Args:
+        requests: that have ended.
+        prompt_tokens: of prompts that were begun.
+        device_tokens: of these, in the engine's own cache.
+        cpu_tokens, disk_tokens, shared_tokens: of these, in each tier.
+        looked_up_tokens: of these, looked up in the tiers.
+        stored_tokens: by tier, cpu, disk and shared.
+        evicted_chunks: that left the CPU tier.
+        preemptions: requests whose KV cache had to make room.
+        fallbacks: requests whose load ended in recomputing.
+        failures: moves that failed, by reason.
+        cpu_bytes: that the CPU tier holds now.
+        disk_bytes, disk_limit_bytes: that the disk tier holds now, and may hold.
+        own_tokens: that the engine's own cache holds when it is full; 0 if it does not say.
+        own_usage: share of it that requests use now.
+        running, waiting: requests now.
+    """
+
+    requests: float
+    prompt_tokens: float
+    device_tokens: float
+    cpu_tokens: float
+    disk_tokens: float
+    shared_tokens: float
+    looked_up_tokens: float
+    stored_tokens: dict[str, float]
+    evicted_chunks: float
+    preemptions: float
+    fallbacks: float
+    failures: tuple[Failures, ...] = ()
+    cpu_bytes: float = 0.0
+    disk_bytes: float = 0.0
+    disk_limit_bytes: float = 0.0
+    own_tokens: float = 0.0
+    own_usage: float = 0.0
+    running: float = 0.0
+    waiting: float = 0.0
+
+    @classmethod
+    def between(cls, earlier: Page | None, page: Page) -> CacheUse:
+        """Read the counts from a page, less those of an earlier one."""
+
+        def count(name: str, **labels: str) -> float:
+            before = 0.0 if earlier is None else earlier.sum(name, **labels)
+            # An engine that was started anew in between begins at 0.
+            return max(0.0, page.sum(name, **labels) - before)
+
+        external = count("vllm:external_prefix_cache_hits_total")
+        loaded = {
+            tier: count("lmcache_xpu_tokens_total", direction="load", tier=tier)
+            for tier in ("cpu", "disk", "shared")
+        }
+        # Each device of a model counts its own loads, and all of them pass the CPU tier: so these
+        # are shares of what the engine says it was given.
+        scale = external / loaded["cpu"] if loaded["cpu"] else 0.0
+        disk, shared = (min(external, scale * loaded[tier]) for tier in ("disk", "shared"))
+        keys = {
+            (sample.labels["direction"], sample.labels["tier"], sample.labels["reason"])
+            for sample in page.of("lmcache_xpu_errors_total")
+        }
+        errors = [
+            Failures(d, t, r, int(count("lmcache_xpu_errors_total", direction=d, tier=t, reason=r)))
+            for d, t, r in sorted(keys)
+        ]
+        usage = [sample.value for sample in page.of("vllm:kv_cache_usage_perc")]
+        return cls(
+            requests=count("vllm:request_success_total"),
+            prompt_tokens=count("vllm:prompt_tokens_total"),
+            device_tokens=count("vllm:prefix_cache_hits_total"),
+            cpu_tokens=max(0.0, external - disk - shared),
+            disk_tokens=disk,
+            shared_tokens=shared,
+            looked_up_tokens=count("vllm:external_prefix_cache_queries_total"),
+            stored_tokens={
+                tier: count("lmcache_xpu_tokens_total", direction="store", tier=tier)
+                for tier in loaded
+            },
+            evicted_chunks=count("lmcache:local_cpu_evict_keys_count_total"),
+            preemptions=count("vllm:num_preemptions_total"),
+            fallbacks=count("lmcache_xpu_fallbacks_total"),
+            failures=tuple(error for error in errors if error.count),
+            cpu_bytes=page.sum("lmcache:local_cache_usage"),
+            disk_bytes=page.sum("lmcache_xpu_disk_used_bytes"),
+            disk_limit_bytes=page.sum("lmcache_xpu_disk_limit_bytes"),
+            own_tokens=_own_tokens(page),
+            own_usage=max(usage, default=0.0),
+            running=page.sum("vllm:num_requests_running"),
+            waiting=page.sum("vllm:num_requests_waiting"),
+        )
+
+    @property
+    def tier_tokens(self) -> float:
+        """Prompt tokens that came from a tier."""
+        return self.cpu_tokens + self.disk_tokens + self.shared_tokens
+
+    @property
+    def computed_tokens(self) -> float:
+        """Prompt tokens that no cache had."""
+        return max(0.0, self.prompt_tokens - self.device_tokens - self.tier_tokens)
+
+    def share(self, tokens: float) -> float:
+        """Return a part of all prompt tokens."""
+        return tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+def _own_tokens(page: Page) -> float:
+    total = 0.0
+    for sample in page.of("vllm:cache_config_info"):
+        blocks, size = (sample.labels.get(key, "") for key in ("num_gpu_blocks", "block_size"))
+        if blocks.isdigit() and size.isdigit():
+            total += int(blocks) * int(size)
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """One sentence.
+
+    Args:
+        outcome: ok; hint: it could be better; wrong: something has to be mended.
+        text: the sentence.
+    """
+
+    outcome: Literal["ok", "hint", "wrong"]
+    text: str
+
+
+def advise(use: CacheUse) -> list[Advice]:
+    """Say whether the cache works, then what would make it better; the answer is the first."""
+    return [_answer(use), *_hints(use)]
+
+
+def _answer(use: CacheUse) -> Advice:
+    stored = use.stored_tokens["cpu"]
+    if not use.prompt_tokens:
+        return Advice("ok", "No prompt has come yet: there is nothing to say.")
+    if use.tier_tokens:
+        return Advice(
+            "ok",
+            f"The cache works: {use.share(use.tier_tokens):.0%} of all prompt tokens came from the "
+            "tiers and were not computed again.",
+        )
+    if use.device_tokens and stored > use.own_tokens > 0:
+        return Advice(
+            "ok",
+            "All that came back was still in the engine's own cache. What has left it is in the "
+            "tiers, and nobody has asked for it again.",
+        )
+    if use.device_tokens:
+        return Advice(
+            "ok",
+            "All that came back was still in the engine's own cache. Everything fits there, so "
+            "a tier can't help.",
+        )
+    average = use.prompt_tokens / use.requests if use.requests else 0.0
+    if not stored and average >= 2 * CHUNK_TOKENS:
+        return Advice(
+            "wrong",
+            f"Nothing was stored of {use.prompt_tokens:,.0f} prompt tokens: see the engine's log.",
+        )
+    if not stored:
+        return Advice(
+            "ok",
+            f"No prompt was long enough to be stored: a chunk has {CHUNK_TOKENS} tokens, unless "
+            "chunk_tokens says otherwise.",
+        )
+    return Advice(
+        "ok",
+        "No prompt came back yet: none began as an earlier one did. If yours do, look for what "
+        "differs at their start: a date, a name, a cache_salt.",
+    )
+
+
+def _hints(use: CacheUse) -> list[Advice]:
+    hints = []
+    full = bool(use.disk_limit_bytes) and use.disk_bytes >= FULL * use.disk_limit_bytes
+    if use.evicted_chunks and not use.disk_limit_bytes and not use.stored_tokens["shared"]:
+        hints.append(
+            f"The CPU tier is full and has evicted {use.evicted_chunks:,.0f} chunks: a larger one "
+            "(cpu_gib) or a disk tier (disk_path, disk_gib) would keep them."
+        )
+    if full:
+        hints.append("The disk tier is full and evicts: a larger one (disk_gib) would keep more.")
+    if use.preemptions:
+        hints.append(
+            f"{use.preemptions:,.0f} times a request had to make room for others: the engine's own "
+            "cache is small for so many at once."
+        )
+    advice = [Advice("hint", text) for text in hints]
+    for error in use.failures:
+        advice.append(
+            Advice(
+                "hint" if error.harmless else "wrong",
+                f"{error.count:,} times a {error.direction} failed in the {error.tier} tier, "
+                f"{error.reason}: {error.meaning}.",
+            )
+        )
+    if use.fallbacks:
+        advice.append(
+            Advice(
+                "wrong",
+                f"{use.fallbacks:,.0f} requests were computed anew because a load failed: "
+                "see the engine's log.",
+            )
+        )
+    return advice
