@@ -16,5 +16,6 @@ MEANINGS = {
 # By command.
 BAD_NEWS = {
     "doctor": "a check failed",
+    "status": "with --url: something has to be mended at the running engine",
     "bench engine": "an engine of this package did not start, or restored wrong bytes",
 }
