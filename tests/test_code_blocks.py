@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +36,21 @@ NAME, FLAG = re.compile(r"[a-z][a-z-]*"), re.compile(r"--[a-z][a-z-]*")
 TARGET = re.compile(r"^([a-z-]+):", re.MULTILINE)
 ASSIGNMENT = re.compile(r"^(\w+)=")
 VARIABLE = re.compile(rf"\b{ENV_PREFIX}[A-Z0-9_]*[A-Z0-9]\b")
+# Locust's own help leaves out what a locustfile adds.
+LOCUST_HELP = """
+from locust.argument_parser import get_parser
+from loadtests.options import Options
+parser = get_parser()
+Options.add_to(parser)
+parser.print_help()
+"""
+# Programs behind the targets that pass ARGS on.
+PROGRAMS = {
+    "loadtest": ("-c", LOCUST_HELP),
+    "loadtest-compare": ("-m", "loadtests.compare"),
+    "capacity": ("-m", "loadtests.capacity"),
+    "bench-engine": ("-c", "from lmcache_xpu.cli import app; app()", "bench", "engine"),
+}
 SEPARATORS = {"&&", "||", ";", "|", "(", ")", "&"}
 MAKEFILE = (ROOT / "Makefile").read_text()
 VALUES: dict[str, Any] = yaml.safe_load((ROOT / "helm/lmcache-xpu/values.yaml").read_text())
@@ -95,11 +114,25 @@ def make_mistake(arguments: list[str]) -> str:
     for word in arguments:
         variable = ASSIGNMENT.match(word)
         if variable:
-            if f"$({variable[1]})" not in MAKEFILE and f"$(or $({variable[1]})" not in MAKEFILE:
+            if f"$({variable[1]})" not in MAKEFILE:
                 return f"make knows no variable {variable[1]}"
+            target = next((word for word in arguments if word in PROGRAMS), "")
+            if variable[1] == "ARGS" and target:
+                flags = re.findall(r"(?<!\S)--[a-z][a-z-]*", word.partition("=")[2])
+                if strange := set(flags) - program_flags(target):
+                    return f"{target} has no option {min(strange)}"
         elif NAME.fullmatch(word) and word not in targets:
             return f"make has no target {word}"
     return ""
+
+
+@functools.cache
+def program_flags(target: str) -> set[str]:
+    """The options that a program's help shows."""
+    command = [sys.executable, *PROGRAMS[target], "--help"]
+    env = os.environ | {"COLUMNS": "250", "NO_COLOR": "1"}
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    return set(re.findall(r"--[a-z][a-z-]*", run.stdout))
 
 
 def cli_mistake(arguments: list[str]) -> str:
@@ -199,6 +232,7 @@ def wrong_values(values: Any) -> list[str]:
         ("make demo && make tests", "make has no target tests"),
         ("make loadtest HOTS=http://x", "make knows no variable HOTS"),
         ("make loadtest HOST=http://x # load", ""),
+        ('make loadtest ARGS="-u 3 --qps 1 --usrs 3"', "loadtest has no option --usrs"),
         ("lmcache-xpu doctro", "lmcache-xpu has no command doctro"),
         ("A=1 .venv/bin/lmcache-xpu size M --usrs 3", "size has no option --usrs"),
         ("lmcache-xpu bench engine --reprot f", "engine has no option --reprot"),
