@@ -156,6 +156,16 @@ def test_bake_builds_what_the_dockerfile_and_the_stack_have():
     assert built <= set(re.findall(r'target += "([a-z]+)"', bake))
 
 
+def test_what_the_images_copy_reaches_their_build():
+    """Docker is handed only what .dockerignore lets through."""
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    let_through = {line[1:] for line in lines if line.startswith("!")}
+    copies = re.findall(r"^COPY (?!--from)(.*) \S+$", DOCKERFILE, re.MULTILINE)
+    copied = {name for names in copies for name in names.split()}
+    assert copied == let_through
+    assert all((ROOT / name).exists() for name in copied)
+
+
 def stage(name):
     """The lines of one stage of the Dockerfile."""
     stages = re.split(r"^FROM ", DOCKERFILE, flags=re.MULTILINE)
