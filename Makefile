@@ -93,7 +93,7 @@ fmt: setup ## Format and fix what lint can fix
 
 docs: setup ## Renew the pages made from the code, build the site into site/
 	@$(BIN)/python scripts/reference_docs.py
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q --strict
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 docs-serve: docs ## The site on this machine, at http://127.0.0.1:8001
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve -a 127.0.0.1:8001

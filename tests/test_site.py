@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,14 +13,28 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def build(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(site)]
+    env = os.environ | {"NO_MKDOCS_2_WARNING": "1", "DOCS_REPO_URL": "https://example.org/files"}
+    return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "-q", "--strict", "-d", str(folder)]
-    env = os.environ | {"NO_MKDOCS_2_WARNING": "1", "DOCS_REPO_URL": "https://example.org/files"}
-    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    run = build(ROOT, folder)
     assert run.returncode == 0, run.stdout + run.stderr
     return folder
+
+
+def test_a_link_to_a_heading_that_is_not_there_ends_the_build(tmp_path):
+    for name in ("docs", "scripts", "mkdocs.yml"):
+        source, copy = ROOT / name, tmp_path / name
+        shutil.copytree(source, copy) if source.is_dir() else shutil.copy(source, copy)
+    with (tmp_path / "docs/faq.md").open("a") as page:
+        page.write("\n[nowhere](troubleshooting.md#nowhere)\n")
+    run = build(tmp_path, tmp_path / "site")
+    assert (run.returncode, "does not contain an anchor '#nowhere'" in run.stderr) == (1, True)
 
 
 def test_every_page_is_in_the_navigation(site):
