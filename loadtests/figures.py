@@ -17,9 +17,10 @@ from loadtests.recorder import CLIENT, META, REQUESTS
 from loadtests.scrape import METRICS
 from loadtests.slo import Goodput
 
-__all__ = ["PERCENTILES", "Measured", "figures", "load", "percentiles"]
+__all__ = ["FEWEST", "PERCENTILES", "Measured", "figures", "load", "percentiles"]
 
 PERCENTILES = (50, 90, 95, 99)
+FEWEST = 20  # values that a percentile is given of
 
 Figures = dict[str, Any]
 
@@ -75,11 +76,17 @@ def _lines(path: Path, columns: Sequence[str]) -> pd.DataFrame:
 
 
 def percentiles(values: Any) -> dict[str, float | None]:
-    """Return exact percentiles of the values that are there."""
+    """Return number, mean and exact percentiles of the values that are there.
+
+    Of fewer values than FEWEST a percentile would be one request's, or between two: it is None.
+    """
     numbers = pd.to_numeric(pd.Series(values, dtype=object), errors="coerce").dropna()
-    if numbers.empty:
-        return {f"p{p}": None for p in PERCENTILES}
-    return {f"p{p}": float(np.percentile(numbers, p)) for p in PERCENTILES}
+    enough = len(numbers) >= FEWEST
+    return {
+        "n": len(numbers),
+        "mean": None if numbers.empty else float(numbers.mean()),
+        **{f"p{p}": float(np.percentile(numbers, p)) if enough else None for p in PERCENTILES},
+    }
 
 
 def figures(runs: Sequence[Measured], goodput: Goodput) -> Figures:

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from loadtests import run as runs
 from loadtests.options import Options, parsed
+from loadtests.preflight import check_run
 
 __all__: list[str] = []
 
@@ -33,12 +34,16 @@ def _init(environment: Environment, **_: Any) -> None:
 
     Locust's own handler for it comes only after a headless run with a shape has ended.
     """
+    is_worker = isinstance(environment.runner, WorkerRunner)
     try:
         Options.of(environment)
-    except ValidationError as error:
+        # The web page may still change everything: what it starts is checked when it starts.
+        if parsed(environment).headless and not is_worker:
+            check_run(environment)
+    except (ValueError, RuntimeError) as error:
         LOG.error("%s", _short(error))
         raise SystemExit(REFUSED) from None
-    if not isinstance(environment.runner, WorkerRunner):
+    if not is_worker:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
@@ -46,8 +51,9 @@ def _init(environment: Environment, **_: Any) -> None:
 def _start(environment: Environment, **_: Any) -> None:
     try:
         runs.start(environment)
-    except (ValueError, RuntimeError) as error:
-        LOG.error("%s", _short(error))
+    except Exception as error:  # whatever it is, without a run the users would wait for ever
+        expected = isinstance(error, (ValueError, RuntimeError, OSError))
+        LOG.error("%s", _short(error), exc_info=None if expected else error)
         environment.process_exit_code = REFUSED
         assert environment.runner is not None
         environment.runner.quit()

@@ -37,8 +37,8 @@ def draw(
             lambda: _cdf(arms),
         ),
         "ttft-by-round.png": (
-            "Time to first token by round: median, and from the 25th to the 75th percentile. "
-            "Round 1 is sent without history.",
+            "Time to first token by round: each request is a dot, the line their mean. Round 1 is "
+            "sent without history.",
             lambda: _by_round(arms),
         ),
         "hit-rate.png": (
@@ -115,22 +115,14 @@ def _by_round(arms: Sequence[Arm]) -> Figure | None:
         rows = _answered(arm)
         if not len(rows):
             continue
-        groups = rows.groupby("round")["ttft_s"]
-        low, middle, high = (groups.quantile(q) * 1e3 for q in (0.25, 0.5, 0.75))
-        # Side by side, or the bars would hide each other.
-        x = middle.index.to_numpy() + (i - (len(arms) - 1) / 2) * 0.08
-        axes.errorbar(
-            x,
-            middle,
-            yerr=[middle - low, high - middle],
-            marker="o",
-            markersize=5,
-            capsize=3,
-            linewidth=1.5,
-            color=_colours(arms)[arm.name],
-            label=arm.about,
-        )
-        rounds |= set(middle.index)
+        mean_ms = rows.groupby("round")["ttft_s"].mean() * 1e3
+        # Side by side, or the dots would hide each other.
+        aside = (i - (len(arms) - 1) / 2) * 0.12
+        colour = _colours(arms)[arm.name]
+        axes.scatter(rows["round"] + aside, rows["ttft_s"] * 1e3, s=12, alpha=0.35, color=colour)
+        label = f"{arm.about} (n = {len(rows)})"
+        axes.plot(mean_ms.index + aside, mean_ms, linewidth=2, color=colour, label=label)
+        rounds |= set(mean_ms.index)
     if not rounds:
         return None
     axes.set_yscale("log")

@@ -11,10 +11,12 @@ from typing import Any
 
 import jinja2
 
+from loadtests import words
 from loadtests.comparison import Arm, Verdict, compare, judge
-from loadtests.figures import PERCENTILES, load
+from loadtests.figures import FEWEST, PERCENTILES, Figures, load
 from loadtests.plots import draw
 from loadtests.slo import Slo
+from loadtests.words import amount, percent
 
 __all__ = ["report_run", "write_report"]
 
@@ -22,8 +24,8 @@ TEMPLATE = "report.html.j2"
 PATHS = ("report_dir", "slo", "conversations")
 TIMES = (
     ("ttft_s", "Time to first token"),
-    ("ttft_first_round_s", "  of round 1"),
     ("ttft_later_rounds_s", "  of rounds 2 and later"),
+    ("ttft_first_round_s", "  of round 1, ramp-up included"),
     ("intended_to_first_token_s", "From when it was due by the plan to the first token"),
     ("itl_s", "Between chunks (ITL)"),
     ("tpot_s", "Per token after the first (TPOT)"),
@@ -52,10 +54,10 @@ def write_report(
     limits = Slo.load(slo)
     by_arm = compare(arms, limits)
     verdict = judge(arms, by_arm, limits)
-    pictures = draw(arms, by_arm, directory)
     settings = {arm.name: _settings(arm.runs[0].meta) for arm in arms if arm.runs}
     summary = {
-        "verdict": verdict.sentences,
+        "answers": [{"answer": a.kind.value, "why": a.why} for a in verdict.answers],
+        "verdict": verdict.lines,
         "holds": verdict.holds,
         "checks": [
             {"what": str(check), "found": check.value, "holds": check.holds}
@@ -66,6 +68,7 @@ def write_report(
         "facts": facts,
     }
     (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    pictures = _pictures(arms, by_arm, directory, verdict)
     page = _environment().get_template(TEMPLATE)
     (directory / "report.html").write_text(
         page.render(
@@ -75,6 +78,7 @@ def write_report(
             pictures=[(caption, _embedded(path)) for caption, path in pictures],
             times=TIMES,
             percentiles=PERCENTILES,
+            fewest=FEWEST,
             settings=settings,
             facts=facts,
             written=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -82,6 +86,17 @@ def write_report(
         )
     )
     return verdict
+
+
+def _pictures(
+    arms: Sequence[Arm], by_arm: dict[str, Figures], directory: Path, verdict: Verdict
+) -> list[tuple[str, Path]]:
+    """Draw; a picture that can't be drawn costs the picture, not the report."""
+    try:
+        return draw(arms, by_arm, directory)
+    except Exception as error:  # of matplotlib, on data that nobody foresaw
+        verdict.sentences.append(f"The pictures could not be drawn: {error!r}.")
+        return []
 
 
 def _settings(meta: dict[str, Any]) -> dict[str, Any]:
@@ -98,7 +113,7 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters |= {"ms": _ms, "percent": _percent, "count": _count}
+    environment.filters |= {"ms": _ms, "percent": percent, "amount": amount}
     return environment
 
 
@@ -107,16 +122,4 @@ def _embedded(path: Path) -> str:
 
 
 def _ms(seconds: float | None) -> str:
-    if seconds is None:
-        return "–"  # noqa: RUF001  # a dash in a table
-    return f"{seconds * 1e3:,.1f}" if seconds < 0.1 else f"{seconds * 1e3:,.0f}"
-
-
-def _percent(rate: float | None) -> str:
-    return "–" if rate is None else f"{rate:.1%}"  # noqa: RUF001  # a dash in a table
-
-
-def _count(value: float | None) -> str:
-    if value is None:
-        return "–"  # noqa: RUF001  # a dash in a table
-    return f"{value:,.0f}" if value == int(value) else f"{value:,.3g}"
+    return words.ms(seconds).removesuffix(" ms")  # the table's heading has the unit

@@ -11,16 +11,15 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import orjson
 from gevent.pool import Pool
-from geventhttpclient.client import HTTPClient
 from locust.env import Environment
 from locust.runners import WorkerRunner
 
 from loadtests.client import OK, StreamingClient
 from loadtests.options import Options, parsed
+from loadtests.preflight import served_models, workload_of
 from loadtests.recorder import ENDS, META, Recorder, RunClock
 from loadtests.scrape import Scraper
 from loadtests.session import Session
@@ -63,7 +62,7 @@ class Run:
         self.options = Options.of(environment)
         self.users = int(arguments.num_users or 1)
         self.host = str(environment.host)
-        self.workload = _workload(environment)
+        self.workload = workload_of(environment)
         self.ended_by = ""
         self.active = False
         self.is_worker = isinstance(environment.runner, WorkerRunner)
@@ -162,7 +161,7 @@ class Run:
         )
         return {
             "salt": salt,
-            "model": self.options.model or _first_model(self.host, self.options),
+            "model": self.options.model or served_models(self.host, self.options)[0],
             "workers": max(1, workers),
             "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         }
@@ -195,28 +194,6 @@ class Run:
                 f"found {len(failures)} of {len(words)} warm-up requests failed (first: "
                 f"{failures[0]}); expected a server at {self.host} that answers."
             )
-
-
-def _workload(environment: Environment) -> str:
-    tags = parsed(environment).tags or []
-    if len(tags) != 1 or tags[0] not in WORKLOADS:
-        raise ValueError(
-            f"found --tags {' '.join(tags) or '(none)'}; expected one of {', '.join(WORKLOADS)}."
-        )
-    return str(tags[0])
-
-
-def _first_model(host: str, options: Options) -> str:
-    headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
-    try:
-        http = HTTPClient.from_url(host, connection_timeout=10, network_timeout=30)
-        response = http.get(f"{urlsplit(host).path.rstrip('/')}/v1/models", headers=headers)
-        return str(orjson.loads(response.read())["data"][0]["id"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise RuntimeError(
-            f"found no list of models at {host}/v1/models ({error}); expected an OpenAI-style "
-            "server. Check HOST, or name the model with --model."
-        ) from error
 
 
 def _stamp() -> str:

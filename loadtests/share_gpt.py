@@ -18,13 +18,19 @@ def read_share_gpt(path: Path, rounds: int) -> list[Talk]:
     """The conversations of a file, each up to so many rounds.
 
     Raises:
-        ValueError: the file has none.
-        OSError: it can't be read.
+        ValueError: it can't be read, or has none.
     """
-    talks = [_rounds(entry.get("conversations", [])) for entry in json.loads(path.read_text())]
+    try:
+        entries = json.loads(path.read_text())
+        talks = [_rounds(entry.get("conversations", [])) for entry in entries]
+        what = "no conversation"
+    except OSError as error:
+        talks, what = [], str(error.strerror)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        talks, what = [], f"{type(error).__name__}: {error}"
     if not (talks := [talk[:rounds] for talk in talks if talk]):
         raise ValueError(
-            f"found no conversation in {path}; expected a list of "
+            f"found --conversations {path}, {what}; expected a list of "
             '{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", ...}]}'
         )
     return talks

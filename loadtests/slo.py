@@ -10,7 +10,31 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from loadtests.words import ms
+
 __all__ = ["Check", "Goodput", "Slo", "Threshold"]
+
+# Figures that thresholds are about, in words, and their unit.
+WORDS = {
+    "failure_rate": ("share of requests that failed", "%"),
+    "client_lag_p95_s": ("lateness of the client itself (p95)", "ms"),
+    "external_hit_rate": ("share that the tiers had of what the engine's own cache lacked", "%"),
+    "found_rate_gain": ("prompt tokens found in any cache, more than without offload", "%"),
+    "ttft_p50_ratio": ("gain in time to first token, median of rounds 2 and later", "times"),
+    "ttft_p95_ratio": ("gain in time to first token, p95 of rounds 2 and later", "times"),
+    "first_round_p50_ratio": ("gain in time to first token, median of round 1", "times"),
+    "no_reuse_overhead": ("time that whole requests take longer where nothing is found", "%"),
+    "goodput_share": ("share of answers that are good", "%"),
+}
+
+
+def _value(value: float | None, unit: str) -> str:
+    assert value is not None, "a threshold has one bound"
+    if unit == "%":
+        return f"{value:.1%}"
+    if unit == "ms":
+        return ms(value)
+    return f"{value:.3g}" + (" times" if unit == "times" else "")
 
 
 class Goodput(BaseModel):
@@ -55,9 +79,12 @@ class Check:
 
     def __str__(self) -> str:
         low, high = self.threshold.min, self.threshold.max
-        bound = f"at least {low:g}" if low is not None else f"at most {high:g}"
-        state = "was not measured" if self.value is None else f"is {self.value:.3g}"
-        return f"{self.variant}: {self.threshold.figure} {state}, {bound} wanted"
+        words, unit = WORDS.get(self.threshold.figure, (self.threshold.figure, "g"))
+        bound = (
+            f"at least {_value(low, unit)}" if low is not None else f"at most {_value(high, unit)}"
+        )
+        state = "was not measured" if self.value is None else f"is {_value(self.value, unit)}"
+        return f"{self.variant}: {words} {state}, expected {bound}"
 
 
 class Slo(BaseModel):

@@ -98,7 +98,7 @@ PROFILES = {
         shared_words=100,
         history_words=1500,
         answer_tokens=8,
-        duration_s=28,
+        duration_s=44,
         restart_duration_s=20,
         control_s=0,
         control_words=1600,
@@ -107,7 +107,7 @@ PROFILES = {
     ),
     # There and back, so that a drift of the machine meets both sides alike.
     "long": Profile(
-        order=("none", "cpu", "layerwise", "disk", "cpu", "none"),
+        order=("none", "cpu", "layerwise", "disk", "disk", "layerwise", "cpu", "none"),
         users=10,
         rounds=8,
         qps=0.5,
@@ -115,7 +115,7 @@ PROFILES = {
         history_words=2200,
         answer_tokens=16,
         duration_s=55,
-        restart_duration_s=30,
+        restart_duration_s=45,
         control_s=20,
         control_words=2400,
         engine_tokens=5120,

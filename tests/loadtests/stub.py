@@ -21,6 +21,7 @@ import socket
 import time
 
 FAULTS = ("stall", "silent", "error", "cut", "http-503", "no-text", "junk", "endless", "no-end")
+MODELS = ("stub", *(f"stub-{fault}" for fault in FAULTS))
 FIRST = {  # what the first token is, by the model's name
     "reasoning": {"reasoning": "hm "},
     "reasoning_content": {"reasoning_content": "hm "},
@@ -127,7 +128,7 @@ class Connection(asyncio.Protocol):
             "/health": lambda: "",
             "/log": lambda: json.dumps(stub.log),
             "/bodies": lambda: json.dumps(stub.bodies),
-            "/v1/models": lambda: json.dumps({"data": [{"id": "stub"}]}),
+            "/v1/models": lambda: json.dumps({"data": [{"id": name} for name in MODELS]}),
         }
         if stub.has_metrics:
             body["/metrics"] = stub.metrics

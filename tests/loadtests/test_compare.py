@@ -20,7 +20,7 @@ from loadtests.variants import PROFILES, VARIANTS, settings_of
 pytestmark = pytest.mark.alone
 
 ROOT = Path(__file__).parents[2]
-SHORT_RUN = ["--option=--duration-s=5", "--option=--qps=4", "--option=--warm-up=0"]
+SHORT_RUN = ["--option=--duration-s=6", "--option=--qps=8", "--option=--warm-up=0"]
 
 
 def compare(*arguments, tmp_path):
@@ -54,7 +54,10 @@ def test_given_servers_are_compared_and_judged(tmp_path):
     assert all(asked[0][key] == asked[1][key] for key in same)  # to the letter, answers too
     summary = json.loads((tmp_path / "report" / "summary.json").read_text())
     assert 5 < summary["variants"]["cpu"]["ttft_p50_ratio"] < 11
-    assert said.replace("\n", " ").count("CPU tier helps") == 1
+    assert said.replace("\n", " ").count("YES: CPU tier. First tokens come") == 1
+    assert summary["facts"]["command"].startswith("make loadtest-compare PROFILE=short 'ARGS=")
+    assert f"--url none={slow.url}" in summary["facts"]["command"]
+    assert summary["facts"]["servers' vLLM"] == {"none": "not said", "cpu": "not said"}
     assert (tmp_path / "report" / "rows" / "cpu-1" / "rows.jsonl").exists()
     again = compare("--again", str(tmp_path / "report"), "--slo", str(slo), tmp_path=tmp_path)
     said, _ = again.communicate(timeout=60)
@@ -80,18 +83,66 @@ def test_an_interrupted_comparison_reports_what_it_has(stub, tmp_path):
     assert summary["facts"]["cut short"] == "interrupted"
 
 
-def test_nothing_measured_is_an_exit_code_of_its_own(tmp_path):
-    process = compare("--url", "none=http://127.0.0.1:9", *SHORT_RUN, tmp_path=tmp_path)
+DEAD = "http://127.0.0.1:9"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--url", DEAD], f"found --url {DEAD}; expected VARIANT=http://HOST:PORT"),
+        (["--url", f"gpu={DEAD}"], "found --url for gpu; expected one of none, cpu"),
+        (["--url", f"none={DEAD}"], f"found no answer from none={DEAD}"),
+        (["--url", "none=127.0.0.1:9"], "expected VARIANT=http://HOST:PORT"),
+        (["--again", "MISSING"], "found no rows in MISSING"),
+        (["--slo", "MISSING"], "found --slo MISSING, No such file"),
+        (["--report-dir", "/proc/x"], "found --report-dir /proc/x"),
+        (["--work", "/proc/x"], "found --work /proc/x"),
+        (["--compose", "MISSING"], "found no file MISSING"),
+        (["--order", "none,gpu"], "found variants ['gpu']"),
+        (["--profile", "x"], "found profile x"),
+    ],
+)
+def test_mistakes_end_with_one_line_before_anything_starts(tmp_path, arguments, says):
+    process = compare(*arguments, tmp_path=tmp_path)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 2, said
+    assert says in said
+    assert "Traceback" not in said
+    assert "starting" not in said
+    assert not (ROOT / "MISSING").exists()
+
+
+def test_a_run_that_does_not_begin_says_why(stub, tmp_path):
+    wrong = ["--option=--tags=nonsense"]
+    process = compare("--url", f"none={stub.url}", *wrong, tmp_path=tmp_path)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 2, said
+    assert "run none-1 did not begin: found --tags" in said
     assert "nothing was measured" in said
 
 
-def test_a_restart_needs_somebody_who_restarts(tmp_path):
-    process = compare("--url", "none=http://x", "--url", "disk=http://y", tmp_path=tmp_path)
+def test_a_restart_needs_somebody_who_restarts(stub, tmp_path):
+    urls = ["--url", f"none={stub.url}", "--url", f"disk={stub.url}"]
+    process = compare(*urls, tmp_path=tmp_path)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 2, said
     assert "which needs a restart" in said
+
+
+def test_the_report_of_one_server_is_written_again(stub, tmp_path):
+    directory = tmp_path / "one"
+    options = {"--host": stub.url, "--report-dir": directory, "--duration-s": 4, "--qps": 4}
+    words = [str(word) for pair in options.items() for word in pair]
+    command = [sys.executable, "-m", "locust", "-f", "loadtests/locustfile.py", "--headless"]
+    short = ["--users=4", "--answer-len=4", "--warm-up=0"]
+    done = subprocess.run([*command, *words, *short], cwd=ROOT, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr.decode()
+    (directory / "report.html").unlink()
+    again = compare("--again", str(directory), tmp_path=tmp_path)
+    said, _ = again.communicate(timeout=60)
+    assert again.returncode == 0, said
+    assert said.startswith("YES: the tiers serve this load.")
+    assert (directory / "report.html").exists()
 
 
 @pytest.mark.parametrize("name", PROFILES)

@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 
+from loadtests import report
 from loadtests.comparison import Arm, compare, judge
 from loadtests.figures import figures, load, percentiles
 from loadtests.hits import COUNTERS, hits_by_phase, hits_over_time
@@ -79,29 +80,37 @@ def slo_file(tmp_path):
 
 
 def test_figures_count_what_is_steady_and_answered(tmp_path):
-    rows = [row(0, round_=1, ttft_s=9.0)]  # ramp-up: neither its time nor its rate counts
+    # The ramp-up: neither its times nor its rate count.
+    rows = [row(0, round_=1, ttft_s=9.0) for _ in range(20)]
     rows += [row(i, ttft_s=0.1 if i % 2 else 0.3) for i in range(5, 15)]
+    rows += [row(15) for _ in range(10)]
     rows += [row(15, outcome="stalled"), row(16, outcome="HTTP 503"), row(17, outcome="dropped")]
     rows += [row(18, late=True), row(19, gap_s=0.05)]
     found = figures([run(tmp_path / "r", rows)], GOODPUT)
-    assert (found["requests"], found["dropped"]) == (15, 1)
+    assert (found["requests"], found["dropped"]) == (44, 1)
     assert found["failures"] == {"stalled": 1, "HTTP 503": 1}
-    assert found["failure_rate"] == pytest.approx(2 / 15)
+    assert found["failure_rate"] == pytest.approx(2 / 44)
     assert found["late_sends"] == 1
-    assert found["achieved_qps"] == pytest.approx(15 / 15)
-    assert found["answered_qps"] == pytest.approx(12 / 15)
-    assert found["answer_tokens_per_s"] == pytest.approx(36 / 15)
+    assert found["achieved_qps"] == pytest.approx(25 / 15)
+    assert found["answered_qps"] == pytest.approx(22 / 15)
+    assert found["answer_tokens_per_s"] == pytest.approx(66 / 15)
     assert found["ttft_s"]["p50"] == pytest.approx(0.1)
     assert found["ttft_first_round_s"]["p50"] == pytest.approx(9.0)
-    assert found["goodput_share"] == pytest.approx(11 / 12)
+    assert found["goodput_share"] == pytest.approx(21 / 22)
     assert found["intended_to_first_token_s"]["p99"] > 0.5  # the late one, by the plan
     assert found["ttft_s"]["p99"] < 0.31  # by its send
 
 
 def test_percentiles_are_exact_and_unknown_without_values():
-    assert percentiles(range(101)) == {"p50": 50, "p90": 90, "p95": 95, "p99": 99}
-    assert percentiles([None, 2.0])["p99"] == 2.0
+    values = {"p50": 50, "p90": 90, "p95": 95, "p99": 99}
+    assert percentiles(range(101)) == {"n": 101, "mean": 50, **values}
     assert percentiles([])["p50"] is None
+
+
+def test_of_fewer_than_twenty_there_is_a_mean_and_no_percentile():
+    few, enough = percentiles([None, *[2.0] * 19]), percentiles([2.0] * 20)
+    assert (few["n"], few["mean"], few["p50"], few["p95"]) == (19, 2.0, None, None)
+    assert (enough["n"], enough["p95"]) == (20, 2.0)
 
 
 COUNTED = [  # at_s, then the four counters, which began before the run
@@ -137,7 +146,7 @@ def arms(tmp_path, *, base_s, cpu_s, disk_first_s=0.1, ended_by="time"):
     def rows(later_s, first_s):
         drawn = noise.normal(1, 0.05, 60)
         return [
-            row(i, round_=1 if i % 5 == 0 else 2, ttft_s=(later_s, first_s)[i % 5 == 0] * drawn[i])
+            row(i, round_=1 if i % 3 == 0 else 2, ttft_s=(later_s, first_s)[i % 3 == 0] * drawn[i])
             for i in range(60)
         ]
 
@@ -168,22 +177,107 @@ def test_a_gain_is_said_with_its_confidence(tmp_path):
     assert cpu["no_reuse_overhead_ci"][0] < cpu["no_reuse_overhead"]
     verdict = judge(made, found, slo)
     assert verdict.holds
-    assert verdict.sentences[0].startswith("CPU tier helps: time to first token of rounds 2 and")
-    assert "external 80% of the rest" in verdict.sentences[0]
+    assert verdict.lines[0].startswith("YES: CPU tier. First tokens come 10.")
+    assert "n = 37 requests in 1 run of vLLM without offload and 37 in 1 run" in verdict.lines[0]
+    assert "for runs like this one" in verdict.lines[0]
+    assert "80% of the rest from the tiers" in verdict.text
     assert "All 3 thresholds hold." in verdict.sentences
 
 
 @pytest.mark.parametrize(
-    ("cpu_s", "says"), [(1.0, "CPU tier shows no clear gain"), (1.5, "CPU tier costs time")]
+    ("cpu_s", "says"),
+    [
+        (1.0, "NO: CPU tier. No clear gain (1.0"),
+        (1.5, "NO: CPU tier. First tokens come 1.5 times later"),
+    ],
 )
 def test_no_gain_is_said_as_well(tmp_path, cpu_s, says):
     made = arms(tmp_path, base_s=1.0, cpu_s=cpu_s, disk_first_s=0.9)
     slo = Slo.load(slo_file(tmp_path))
     verdict = judge(made, compare(made, slo), slo)
     assert not verdict.holds
-    assert verdict.sentences[0].startswith(says)
-    assert "cpu: ttft_p50_ratio is" in verdict.text
-    assert "disk: first_round_p50_ratio is" in verdict.text
+    assert verdict.lines[0].startswith(says)
+    assert "Threshold missed: cpu: gain in time to first token, median of rounds 2" in verdict.text
+    assert "Threshold missed: disk: gain in time to first token, median of round 1" in verdict.text
+
+
+def test_runs_that_differ_widen_the_interval(tmp_path):
+    """Each run's own requests are alike; between two of them the machine became half as fast."""
+
+    def arm(name, *runs_s):
+        noise = np.random.default_rng(1)
+        made = [
+            [row(i, ttft_s=run_s * noise.normal(1, 0.02)) for i in range(5, 35)] for run_s in runs_s
+        ]
+        runs = [run(tmp_path / name / str(n), rows) for n, rows in enumerate(made)]
+        return Arm(name, name, runs)
+
+    slo = Slo.load(slo_file(tmp_path))
+    base = arm("none", 1.0, 1.0)
+    (alike_low, alike_high) = compare([base, arm("same", 0.5, 0.5)], slo)["same"][CI]
+    (low, high) = compare([base, arm("cpu", 0.35, 0.7)], slo)["cpu"][CI]
+    assert alike_high - alike_low < 0.1
+    assert (low, high) == (pytest.approx(1 / 0.7, rel=0.1), pytest.approx(1 / 0.35, rel=0.1))
+
+
+CI = "ttft_p50_ratio_ci"
+
+
+def test_too_few_requests_are_no_answer(tmp_path):
+    made = arms(tmp_path, base_s=1.0, cpu_s=0.1)[:2]
+    made[1].runs[0] = run(tmp_path / "few", [row(i) for i in range(5, 24)], counters=COUNTED)
+    slo = Slo.load(slo_file(tmp_path))
+    verdict = judge(made, compare(made, slo), slo)
+    assert verdict.lines[0].startswith("NOT KNOWN: CPU tier. Too few requests of rounds 2 and")
+    assert not verdict.holds
+
+
+# Counters of a run in which all was found in the engine's own cache, and of one without a tier.
+FITS = [(0.0, 0, 0, 0, 0), (15.0, 6000, 5000, 1000, 0)]
+NOT_ASKED = [(0.0, 0, 0, 0, 0), (15.0, 6000, 5000, 0, 0)]
+NEW = [(0.0, 0, 0, 0, 0), (15.0, 6000, 0, 6000, 0)]
+
+
+@pytest.mark.parametrize(
+    ("counters", "says"),
+    [
+        (
+            COUNTED,
+            "YES: the tiers serve this load. They held 2,600 of 5,000 prompt tokens (52%), n",
+        ),
+        (FITS, "YOUR LOAD NEVER REACHED THE TIERS: 0 of 6,000 prompt tokens, n = 30 requests. 83%"),
+        (
+            NOT_ASKED,
+            "YOUR LOAD NEVER REACHED THE TIERS: 0 of 6,000 prompt tokens, n = 30 requests. No",
+        ),
+        (
+            NEW,
+            "YOUR LOAD NEVER REACHED THE TIERS: 0 of 6,000 prompt tokens, n = 30 requests. No pr",
+        ),
+        ((), "NOT KNOWN: the server's page /metrics has no counters of vLLM"),
+    ],
+)
+def test_a_run_whose_tiers_did_nothing_is_never_green(tmp_path, counters, says):
+    slo = Slo.load(slo_file(tmp_path))
+    measured = run(tmp_path / "r", [row(i) for i in range(5, 35)], counters=counters)
+    arm = Arm("server", "it", [measured])
+    verdict = judge([arm], compare([arm], slo), slo)
+    assert verdict.lines[0].startswith(says)
+    assert verdict.holds == (counters == COUNTED)
+    assert "All 1 thresholds hold." in verdict.text  # they say nothing about the cache
+
+
+def test_each_sentence_names_its_population_and_how_many(tmp_path):
+    rows = [row(i / 10, round_=1, ttft_s=1.0) for i in range(20)]  # before 5 s: the ramp-up
+    rows += [row(6 + i / 10) for i in range(30)]
+    slo = Slo.load(slo_file(tmp_path))
+    arm = Arm("server", "it", [run(tmp_path / "r", rows, counters=COUNTED)])
+    text = judge([arm], compare([arm], slo), slo).text
+    assert "50 requests in the whole run, none failed." in text
+    first = "mean 1,000 ms, median 1,000 ms, p95 1,000 ms (n = 20)"
+    assert f"Round 1, whole run: time to first token {first}." in text
+    later = "mean 100 ms, median 100 ms, p95 100 ms (n = 30)"
+    assert f"After the ramp-up: time to first token {later}." in text
 
 
 def test_a_base_that_fell_behind_is_said(tmp_path):
@@ -209,8 +303,10 @@ def test_a_figure_that_is_missing_does_not_hold(tmp_path):
     slo = Slo.load(slo_file(tmp_path))
     checks = slo.check(slo.compare, {"none": {}, "cpu": {"external_hit_rate": None}})
     assert [str(check) for check in checks if not check.holds] == [
-        "cpu: ttft_p50_ratio was not measured, at least 3 wanted",
-        "cpu: external_hit_rate was not measured, at least 0.8 wanted",
+        "cpu: gain in time to first token, median of rounds 2 and later was not measured, "
+        "expected at least 3 times",
+        "cpu: share that the tiers had of what the engine's own cache lacked was not measured, "
+        "expected at least 80.0%",
     ]
 
 
@@ -230,7 +326,18 @@ def test_the_report_of_a_comparison_is_whole(tmp_path):
     write_report(made, tmp_path, slo_file(tmp_path), facts={"command": "make <it>"})
     page = (tmp_path / "report.html").read_text()
     verdict = json.loads((tmp_path / "summary.json").read_text())["verdict"]
-    assert page.index("CPU tier helps") < page.index("<h2>")
+    assert page.index("<strong>YES:</strong> CPU tier.") < page.index("<h2>")
     assert "none: the run was cut short (server gone)." in verdict
     assert "make &lt;it&gt;" in page or "make \\u003cit\\u003e" in page
     assert page.count("data:image/png") == 4
+
+
+def test_a_picture_that_fails_costs_the_picture_alone(tmp_path, monkeypatch):
+    def broken(*_):
+        assert (tmp_path / "summary.json").exists()
+        raise OverflowError("too wide")
+
+    monkeypatch.setattr(report, "draw", broken)
+    made = arms(tmp_path, base_s=1.0, cpu_s=0.1)
+    write_report(made, tmp_path, slo_file(tmp_path), facts={})
+    assert "OverflowError" in (tmp_path / "report.html").read_text()
