@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -56,6 +57,16 @@ def address(page: str) -> str:
 def test_links_out_of_the_pages_lead_to_the_repository(site):
     page = (site / "concepts/reliability/index.html").read_text()
     assert 'href="https://example.org/files/integration_tests/breaks.py"' in page
+
+
+def test_tables_and_lists_are_drawn(site):
+    """GitHub draws some that MkDocs takes for text: those without an empty line above them."""
+    text = re.compile(r"<p>\||<p>- |\n- ")
+    assert [page for page in site.rglob("*.html") if text.search(prose(page))] == []
+
+
+def prose(page: Path) -> str:
+    return re.sub(r"<(pre|script|style)\b.*?</\1>", "", page.read_text(), flags=re.DOTALL)
 
 
 def test_diagrams_are_drawn(site):
