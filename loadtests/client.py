@@ -135,7 +135,7 @@ class StreamingClient:
         if api_key:
             headers["Authorization"] = f"Bearer {api_key}"
         self._model = model
-        self._path = urlsplit(url).path.rstrip("/") + "/v1/chat/completions"
+        self._path = urlsplit(url).path.rstrip("/") + "/v1/"
         self._request_s, self._silence_s = request_s, silence_s
         self._http = HTTPClient.from_url(
             url, headers=headers, connection_timeout=connect_s, network_timeout=None
@@ -181,12 +181,17 @@ class StreamingClient:
         max_tokens: int,
         ignore_eos: bool,
         headers: Mapping[str, str],
+        tokens: Sequence[int] = (),
     ) -> None:
-        """What `chat` does, into a reply that the caller holds even if this greenlet is killed."""
+        """What `chat` does, into a reply that the caller holds even if this greenlet is killed.
+
+        With `tokens` these are the prompt, and there are no messages.
+        """
+        path = "completions" if tokens else "chat/completions"
         body = orjson.dumps(
             {
                 "model": self._model,
-                "messages": messages,
+                **({"prompt": tokens} if tokens else {"messages": messages}),
                 "max_tokens": max_tokens,
                 "temperature": 0.0,
                 "ignore_eos": ignore_eos,
@@ -198,7 +203,7 @@ class StreamingClient:
         reply.started_s = time.perf_counter()
         try:
             with deadline, silence:
-                self._exchange(reply, body, headers, silence)
+                self._exchange(reply, path, body, headers, silence)
             outcome, detail = OK, ""
         except gevent.Timeout as timeout:
             if timeout is deadline:
@@ -220,9 +225,9 @@ class StreamingClient:
         reply.outcome, reply.detail = outcome, detail[:300]
 
     def _exchange(
-        self, reply: Reply, body: bytes, headers: Mapping[str, str], silence: _Silence
+        self, reply: Reply, path: str, body: bytes, headers: Mapping[str, str], silence: _Silence
     ) -> None:
-        response = self._http.request("POST", self._path, body=body, headers=dict(headers))
+        response = self._http.request("POST", self._path + path, body=body, headers=dict(headers))
         try:
             if response.status_code != 200:
                 refusal = response.read().decode(errors="replace")
@@ -244,7 +249,7 @@ class StreamingClient:
             if usage := event.get("usage"):
                 _count(reply, usage)
             for choice in event.get("choices", ()):
-                piece, is_token = _content(choice.get("delta") or {})
+                piece, is_token = _content(choice.get("delta") or {"content": choice.get("text")})
                 if is_token:
                     reply.arrivals_s.append(now)
                 text.append(piece)

@@ -97,6 +97,10 @@ def _finish(environment: Environment) -> None:
     # take seconds from the start.
     from loadtests.report import report_run
 
+    if run.workload == "trace":
+        from loadtests.traces.summary import summarise
+
+        LOG.info("%s", summarise(run.directory, run.options))
     verdict = report_run(run.directory, run.options.slo)
     LOG.info("%s\nReport: %s", verdict.text, run.directory / "report.html")
     if not verdict.holds or not run.complete:

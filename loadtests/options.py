@@ -34,6 +34,13 @@ class Options(BaseModel):
     answer_len: int = Field(100, ge=1, description="A: tokens per answer")
     init_user_id: int = Field(0, ge=0, description="The first user's number is one more")
     conversations: Path | None = Field(None, description="ShareGPT file, for conversations")
+    trace: Path | None = Field(None, description="File or folder, for trace")
+    trace_format: str = Field("auto", description="mooncake, timed-trace or agents; see traces.md")
+    time_scale: float = Field(1, gt=0, description="Of a trace's gaps; 0.1: ten times faster")
+    length_scale: float = Field(1, gt=0, description="Of a trace's prompts and answers")
+    max_requests: int = Field(0, ge=0, description="Of a trace; 0: all")
+    max_tokens: int = Field(0, ge=0, description="Leaves out a trace's longer requests; 0: none")
+    chunk_tokens: int = Field(256, ge=1, description="Of the cache, for what it could reuse")
     documents: int = Field(20, ge=1, description="Documents, for long-documents")
     duration_s: float = Field(100, gt=0, description="Length of the run after the warm-up")
     enforce_strict_concurrent_users: bool = Field(

@@ -21,7 +21,7 @@ from loadtests.words import amount, percent
 __all__ = ["report_run", "write_report"]
 
 TEMPLATE = "report.html.j2"
-PATHS = ("report_dir", "slo", "conversations")
+PATHS = ("report_dir", "slo", "conversations", "trace")
 TIMES = (
     ("ttft_s", "Time to first token"),
     ("ttft_later_rounds_s", "  of rounds 2 and later"),

@@ -9,6 +9,7 @@ import platform
 import secrets
 from collections.abc import Iterator
 from itertools import islice
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from loadtests.preflight import served_models, workload_of
 from loadtests.recorder import ENDS, META, Recorder, RunClock
 from loadtests.scrape import Scraper
 from loadtests.session import Session
+from loadtests.traces.sessions import offered_qps, planned
 from loadtests.workloads import WORKLOADS, Plan
 
 __all__ = ["Run", "current", "start"]
@@ -63,6 +65,8 @@ class Run:
         self.users = int(arguments.num_users or 1)
         self.host = str(environment.host)
         self.workload = workload_of(environment)
+        # A trace ends with its last request.
+        self.limit_s = inf if self.workload == "trace" else self.options.duration_s
         self.ended_by = ""
         self.active = False
         self.is_worker = isinstance(environment.runner, WorkerRunner)
@@ -112,7 +116,7 @@ class Run:
 
     def over(self, *, users: int) -> bool:
         """Whether the run is to end, with so many users still there."""
-        if self.clock.now() >= self.options.duration_s:
+        if self.clock.now() >= self.limit_s:
             self.ended_by = self.ended_by or ENDS[0]
         elif self.scraper is not None and self.scraper.away_s() > self.options.gone_s:
             self.ended_by = self.ended_by or "server gone"
@@ -143,7 +147,7 @@ class Run:
             "users": self.users,
             **self.shared,
             "options": options,
-            "lasted_s": min(self.clock.now(), self.options.duration_s),
+            "lasted_s": min(self.clock.now(), self.limit_s),
             "ended_by": self.ended_by,
             "offered_qps": self.options.qps or None,
             "steady_from_s": 0.0,
@@ -152,6 +156,8 @@ class Run:
         if self.workload == "multi-round":
             rounds = self.plan.multi_round()
             meta |= {"offered_qps": rounds.offered_qps, "steady_from_s": rounds.gap_s}
+        if self.workload == "trace":
+            meta |= {"offered_qps": offered_qps(planned(self.options))}
         path = self.directory / META
         path.write_bytes(orjson.dumps(meta, option=orjson.OPT_INDENT_2) + b"\n")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +20,8 @@ class Turn:
         answer: what the conversation goes on with when answers are canned.
         answer_tokens: length of the answer to ask for.
         fresh: it starts a conversation of its own, whatever its round.
+        tokens: ids of the whole prompt, which is then sent as it is, without a conversation.
+        gap_s: from the send before to this one, instead of the session's.
     """
 
     question: int
@@ -28,6 +30,8 @@ class Turn:
     answer: str
     answer_tokens: int
     fresh: bool = False
+    tokens: Sequence[int] = ()
+    gap_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +85,12 @@ def play(session: Session, clock: Clock, ask: Callable[[Turn, Sending], None]) -
     question is sent on its end, and the next one is due `gap_s` after that: no catching up.
     """
     due_s = planned_s = session.first_send_s
+    sent_s = None
     for turn in session.turns():
+        if sent_s is not None:
+            gap_s = session.gap_s if turn.gap_s is None else turn.gap_s
+            planned_s = _after(gap_s, sent_s if planned_s is None else planned_s)
+            due_s = _after(gap_s, sent_s)
         late = due_s is not None and clock.now() > due_s
         if due_s is not None:
             clock.sleep_until(due_s)
@@ -94,8 +103,7 @@ def play(session: Session, clock: Clock, ask: Callable[[Turn, Sending], None]) -
                 late=late,
             ),
         )
-        planned_s, due_s = _after(session.gap_s, planned_s), _after(session.gap_s, sent_s)
 
 
-def _after(gap_s: float | None, moment_s: float | None) -> float | None:
-    return None if gap_s is None or moment_s is None else moment_s + gap_s
+def _after(gap_s: float | None, moment_s: float) -> float | None:
+    return None if gap_s is None else moment_s + gap_s

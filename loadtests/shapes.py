@@ -8,6 +8,7 @@ from locust import LoadTestShape
 
 from loadtests.options import parsed, stage_users
 from loadtests.run import current
+from loadtests.traces.sessions import trace_users
 
 __all__ = ["SessionShape"]
 
@@ -37,6 +38,8 @@ class SessionShape(LoadTestShape):
         users = int(arguments.num_users or 1)
         if arguments.stages:
             return stage_users(arguments.stages, at_s), SPAWN_PER_S
+        if arguments.tags == ["trace"]:
+            return trace_users(arguments), SPAWN_PER_S
         if arguments.qps and not arguments.enforce_strict_concurrent_users:
             users *= USERS_PER_SESSION
         return users, SPAWN_PER_S

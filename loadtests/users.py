@@ -64,6 +64,7 @@ class SessionUser(User):
                 [*messages, question],
                 max_tokens=turn.answer_tokens,
                 ignore_eos=run.options.ignore_eos,
+                tokens=turn.tokens,
                 headers={
                     # The names that routers keep a user on one engine by.
                     "x-user-id": str(session.user_id),
@@ -134,6 +135,12 @@ class TaggedUser(SessionUser):
     @task
     def agents(self) -> None:
         """Agents with a shared prompt."""
+        self.hold()
+
+    @tag("trace")
+    @task
+    def trace(self) -> None:
+        """Recorded traffic."""
         self.hold()
 
     @tag("no-reuse")

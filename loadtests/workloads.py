@@ -13,6 +13,7 @@ from loadtests.multi_round import MultiRound
 from loadtests.options import Options
 from loadtests.session import Session, Turn
 from loadtests.share_gpt import Talk, read_share_gpt
+from loadtests.traces.sessions import planned, trace_sessions
 
 __all__ = ["WORKLOADS", "Plan"]
 
@@ -165,12 +166,23 @@ def _talk_turns(plan: Plan, talk: Talk) -> Iterator[Turn]:
         )
 
 
+def trace(plan: Plan) -> Iterator[Session]:
+    """The requests of a file; see traces/sessions.py.
+
+    Raises:
+        ValueError: no file, or it can't be read.
+    """
+    options = plan.options
+    return trace_sessions(planned(options), options, key=f"{options.seed} {plan.salt}")
+
+
 WORKLOADS: dict[str, Callable[[Plan], Iterator[Session]]] = {
     "multi-round": multi_round,
     "conversations": conversations,
     "long-documents": long_documents,
     "agents": agents,
     "no-reuse": no_reuse,
+    "trace": trace,
 }
 
 

@@ -86,9 +86,14 @@ def _watch(
 
 
 def _end(locust: subprocess.Popen[bytes]) -> int:
+    """End it as Ctrl-C does; a process that a shell put into the background ignores that."""
     if locust.poll() is None:
-        locust.send_signal(signal.SIGINT)
-    return locust.wait(STOP_S)
+        locust.send_signal(signal.SIGTERM)
+    try:
+        return locust.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        locust.kill()
+        return locust.wait()
 
 
 def _over(path: Path, steady_from_s: float, limit_s: float) -> int:

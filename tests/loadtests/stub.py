@@ -63,11 +63,18 @@ class Stub:
         )
 
 
-def tokens(count: int) -> list[tuple[bytes, bytes]]:
+def words(messages: list[dict]) -> int:
+    return sum(len(message["content"].split()) for message in messages)
+
+
+def tokens(count: int, *, text: bool = False) -> list[tuple[bytes, bytes]]:
     """The events of an answer, each in two pieces, as HTTP chunks."""
     made = []
     for i in range(count):
-        body = {"choices": [{"index": 0, "delta": {"content": WORDS[i % len(WORDS)]}}]}
+        word = WORDS[i % len(WORDS)]
+        body = {
+            "choices": [{"index": 0, **({"text": word} if text else {"delta": {"content": word}})}]
+        }
         data = json.dumps(body, ensure_ascii=False).encode()
         event = b": ping\r\n" * (i % 7 == 3) + b"data: " + data + (b"\r\n\r\n", b"\n\n")[i % 2]
         cut = 1 + (i * 13) % (len(event) - 1)
@@ -83,7 +90,7 @@ def event(**body) -> bytes:
     return chunked(b"data: " + json.dumps(body).encode() + b"\n\n")
 
 
-TOKENS = tokens(1024)
+TOKENS, TEXTS = tokens(1024), tokens(1024, text=True)
 ROLE = event(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}}])
 DONE = chunked(b"data: [DONE]\n\n")
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -150,9 +157,10 @@ class Connection(asyncio.Protocol):
         if self.fault == "silent":
             return
         self.length = body["max_tokens"]
-        self.prompt = sum(len(message["content"].split()) for message in body["messages"])
+        self.text = "prompt" in body  # /v1/completions
+        self.prompt = len(body["prompt"]) if self.text else words(body["messages"])
         stub.running += 1
-        self.transport.write(HEAD + ROLE)
+        self.transport.write(HEAD if self.text else HEAD + ROLE)
         self.origin = now + stub.first_s
         self.timer = self.loop.call_at(self.origin, self.token, 0)
 
@@ -168,7 +176,7 @@ class Connection(asyncio.Protocol):
             self.sent.append(time.monotonic())
             self.transport.write(event(choices=[{"index": 0, "delta": FIRST[self.fault]}]))
         elif self.fault != "no-text":
-            first, second = TOKENS[i % len(TOKENS)]
+            first, second = (TEXTS if self.text else TOKENS)[i % len(TOKENS)]
             self.sent.append(time.monotonic())
             self.transport.write(first)
             self.transport.write(second)

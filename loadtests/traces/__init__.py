@@ -1,0 +1,1 @@
+"""Recorded traffic, replayed: `--tags trace`."""
