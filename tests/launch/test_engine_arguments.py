@@ -95,8 +95,14 @@ def test_defaults_leave_the_engines_choices_alone(parser):
     plain = parser.parse_args(["m"])
     ours = parser.parse_args(vllm_arguments(load(offload=False)))
     decided = {"host", "gpu_memory_utilization", "enable_prefix_caching"}
+    decided.add("enable_prompt_tokens_details")
     changed = {k for k, v in vars(ours).items() if v != getattr(plain, k)}
     assert changed == decided
+
+
+def test_answers_say_how_much_of_a_prompt_was_cached(parser):
+    """Or clients such as AIPerf and the load test see no cached tokens."""
+    assert parser.parse_args(vllm_arguments(load())).enable_prompt_tokens_details
 
 
 def test_without_offload_there_is_no_connector_and_no_lmcache(parser):
