@@ -86,7 +86,7 @@ def test_every_variant_is_made_of_settings(shape):
 def test_names_are_checked():
     with pytest.raises(SettingsError, match="one of none, ours"):
         variants_named(SMALL, ["theirs"])
-    with pytest.raises(SettingsError, match="8b or small"):
+    with pytest.raises(SettingsError, match="8b or 1b or small"):
         shape_named("9b")
     assert [variant.name for variant in variants_named(SMALL, ["ours", "none"])] == ["none", "ours"]
 

@@ -57,6 +57,7 @@ def run(
     timeout_s: float,
     console: Console,
     save: Callable[[list[Result]], None] = lambda _: None,
+    show: Callable[[str], None] = lambda _: None,
 ) -> list[Result]:
     """Measure engines; one that fails is a result with an error.
 
@@ -70,6 +71,7 @@ def run(
         timeout_s: seconds that an engine may take to start, and for each answer.
         console: where the progress is shown.
         save: called with all results so far whenever engines have ended.
+        show: called with what is being done.
     """
     device = built_for()
     results: list[Result] = []
@@ -84,7 +86,7 @@ def run(
                     )
                     result = Result(variant.name, variant.title)
                     children.append((result, stack.enter_context(child)))
-                _measure(children, shape, repeats, console)
+                _measure(children, shape, repeats, console, show)
             results += [result for result, _ in children]
             save(results)
     return results
@@ -123,7 +125,11 @@ def _cpu_name() -> str:
 
 
 def _measure(
-    children: list[tuple[Result, Child]], shape: Shape, repeats: int, console: Console
+    children: list[tuple[Result, Child]],
+    shape: Shape,
+    repeats: int,
+    console: Console,
+    show: Callable[[str], None],
 ) -> None:
     """Let each child do all jobs, and fill in its result."""
     first = shape.lengths[0]
@@ -133,6 +139,7 @@ def _measure(
             if result.error is not None:
                 return {}
             status.update(f"{result.title}: {name}")
+            show(f"{result.title}: {name}")
             begin = time.monotonic()
             answer = child.ask(job)
             result.seconds += time.monotonic() - begin

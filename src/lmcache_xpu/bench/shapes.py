@@ -111,6 +111,31 @@ SHAPES = (
             "cpu_gib": 24,
         },
     ),
+    Shape(  # for cards of 8 GiB and more, which a Llama of 8 billion parameters does not fit
+        model=ModelSpec(
+            name="1b",
+            hidden=2048,
+            layers=16,
+            heads=32,
+            kv_heads=8,
+            head_dim=64,
+            intermediate=8192,
+            vocabulary=128256,
+            positions=131072,
+            dtype="bfloat16",
+            qk_gain=1.0,
+        ),
+        lengths=(8192, 32768),
+        turns=(Turn(16384, 1024),),
+        crowd=4,
+        crowd_turn=Turn(8192, 512),
+        settings={
+            "max_model_len": 40_000,
+            "memory_fraction": 0.2,
+            "kv_cache_gib": 2,
+            "cpu_gib": 4,
+        },
+    ),
     Shape(
         model=ModelSpec(
             name="small",

@@ -9,7 +9,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from lmcache_xpu import __version__
-from lmcache_xpu.cli import bench, demo, doctor, serve, size, status
+from lmcache_xpu.cli import bench, demo, doctor, report, serve, size, status
 from lmcache_xpu.errors import LMCacheXPUError
 
 __all__ = ["app"]
@@ -30,9 +30,10 @@ class _Group(TyperGroup):
 
 app = typer.Typer(
     cls=_Group,
-    help="vLLM with LMCache on Intel GPUs.",
+    help="KV-cache offload for vLLM on Intel GPUs.",
     add_completion=False,
     no_args_is_help=True,
+    rich_markup_mode=None,  # its tables cut names of options at 80 columns, and keep line breaks
     pretty_exceptions_enable=False,  # it would print local variables, keys among them
 )
 
@@ -52,9 +53,13 @@ def _main(
     """The command needs a group, even for options of its own."""
 
 
-app.command("serve")(serve.make_command())
-app.command("demo")(demo.demo)
-app.command("status")(status.status)
-app.command("size")(size.size)
-app.command("doctor")(doctor.doctor)
-app.add_typer(bench.app, name="bench")
+# The list of commands has one line for each; what does not fit is cut.
+app.command("serve", short_help="Serve a model, with its KV cache offloaded.")(serve.make_command())
+app.command("doctor", short_help="Check this machine before an engine is started.")(doctor.doctor)
+app.command("status", short_help="Say what is installed, or whether a server's cache works.")(
+    status.status
+)
+app.command("size", short_help="Say how many users' histories each tier holds.")(size.size)
+app.command("demo", short_help="Time conversations on CPU, with and without the tiers.")(demo.demo)
+app.add_typer(bench.app, name="bench", short_help="Time hits and stores on this machine.")
+app.command("report", short_help="Check and measure this machine: one file to send.")(report.report)

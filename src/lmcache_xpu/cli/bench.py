@@ -12,7 +12,7 @@ from rich.console import Console
 
 from lmcache_xpu.errors import SettingsError
 
-app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
+app = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
 
 Variants = Annotated[
     list[str] | None,
@@ -42,7 +42,7 @@ def _main() -> None:
 @app.command()
 def engine(
     shape: Annotated[
-        str | None, typer.Option(help="8b, or small (default: small on CPU, else 8b).")
+        str | None, typer.Option(help="8b, 1b or small (default: small on CPU, else 8b).")
     ] = None,
     variant: Variants = None,
     repeats: Repeats = 3,
@@ -65,9 +65,10 @@ def engine(
 ) -> None:
     """Time hits and stores in a real engine with random weights; nothing is downloaded.
 
-    Compares vLLM without a connector, ours, LMCache's own and vLLM's OffloadingConnector. One that
-    does not start, or restores other bytes than recomputing wrote, is shown as such. Ends with
-    code 1 if ours is one of these.
+    Compares vLLM without a connector (none), with this package (ours), with LMCache's own
+    connectors (lmcache) and with vLLM's OffloadingConnector (offloading). An engine that does not
+    start, or restores other bytes than recomputing wrote, is shown as such. Exits with 1 if it is
+    one with this package.
     """
     from lmcache_xpu.bench import runner
     from lmcache_xpu.bench.outputs import Outputs

@@ -17,5 +17,6 @@ MEANINGS = {
 BAD_NEWS = {
     "doctor": "a check failed",
     "status": "with --url: something has to be mended at the running engine",
+    "report": "a part failed or has bad news; the file says which",
     "bench engine": "an engine of this package did not start, or restored wrong bytes",
 }

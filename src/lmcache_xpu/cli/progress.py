@@ -14,7 +14,7 @@ from rich.spinner import Spinner
 
 from lmcache_xpu.errors import LMCacheXPUError
 
-__all__ = ["working"]
+__all__ = ["terminal_line", "working"]
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def working(step: str) -> Iterator[Callable[[str], None]]:
             os.dup2(printed.fileno(), descriptor)
         failed = False
         try:
-            with _line(Console(file=terminal), step) as show:
+            with terminal_line(Console(file=terminal), step) as show:
                 yield show
         except Exception as error:
             failed = not isinstance(error, LMCacheXPUError)
@@ -59,7 +59,7 @@ def working(step: str) -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
-def _line(console: Console, step: str) -> Iterator[Callable[[str], None]]:
+def terminal_line(console: Console, step: str) -> Iterator[Callable[[str], None]]:
     """Show a line with a spinner, where the console is a terminal; take it away in the end."""
     if not console.is_terminal:
         yield lambda _: None

@@ -1,0 +1,51 @@
+"""`lmcache-xpu report`."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from lmcache_xpu.errors import SettingsError
+
+
+def report(
+    path: Annotated[Path, typer.Argument(help="The file to write; it must not exist yet.")] = Path(
+        "lmcache-xpu-report.md"
+    ),
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer requests, each once: a few minutes.")
+    ] = False,
+    timeout_s: Annotated[
+        float, typer.Option(min=1, help="Seconds until an engine starts or answers.")
+    ] = 900,
+) -> None:
+    """Check and measure this machine; write one file to send to this project.
+
+    Runs doctor, compares bytes that a real engine stores and loads, and times hits. Nothing is
+    downloaded or sent. The file holds no keys, passwords, host names, users or addresses. It is
+    written after each part, so an interrupted report is one, too. Exits with 1 when a part fails.
+    """
+    from lmcache_xpu.bench.machine_report import MachineReport
+    from lmcache_xpu.bench.redaction import Redactor
+    from lmcache_xpu.bench.report_parts import parts
+    from lmcache_xpu.cli.progress import terminal_line
+    from lmcache_xpu.harness.outputs import check_file
+
+    # Ending by SIGTERM would skip what stops the engines.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    if path.exists():
+        raise SettingsError(f"{path}, which exists", "a new file", "Name another, or remove it.")
+    check_file(path, "PATH")
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    options = " --quick" if quick else ""
+    document = MachineReport(path, f"lmcache-xpu report{options}", Redactor.of_this_machine())
+    console.print(f"Writing {path}; four parts, of which the last two start engines.")
+    with terminal_line(console, "Starting") as show:
+        well = document.run(parts(quick=quick, timeout_s=timeout_s), show, console.print)
+    console.print(f"Read {path}, then attach it to an issue: docs/guides/send-a-report.md")
+    raise typer.Exit(0 if well else 1)

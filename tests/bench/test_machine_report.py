@@ -1,0 +1,170 @@
+"""`lmcache-xpu report`: one file, whatever happens to its parts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lmcache_xpu.bench import report_parts
+from lmcache_xpu.bench.machine_report import MachineReport, Part
+from lmcache_xpu.bench.redaction import Redactor
+from lmcache_xpu.bench.runner import Result
+from lmcache_xpu.cli import app
+from lmcache_xpu.errors import EngineError
+
+
+def everything(path: Path) -> dict:
+    """The JSON block of a report."""
+    block = path.read_text().rpartition("```json\n")[2]
+    return json.loads(block.removesuffix("```\n"))
+
+
+def make(path: Path, **environ: str) -> MachineReport:
+    return MachineReport(path, "lmcache-xpu report", Redactor(environ))
+
+
+def good(*_):
+    return True, {"device": "cpu", "text": "device: cpu"}
+
+
+def test_parts_that_fail_are_entries_and_lose_no_other(tmp_path):
+    def fail(*_):
+        raise EngineError("a driver that hangs", "an answer")
+
+    report = make(tmp_path / "r.md")
+    lines = []
+    parts = [Part("machine", good), Part("doctor", fail), Part("bench", lambda *_: (False, {}))]
+    assert report.run(parts, lambda _: None, lines.append) is False
+    results = everything(tmp_path / "r.md")["parts"]
+    assert [results[name]["outcome"] for name in results] == ["ok", "failed", "bad"]
+    assert results["machine"]["facts"] == {"device": "cpu"}
+    text = (tmp_path / "r.md").read_text()
+    assert "EngineError: found a driver that hangs" in text
+    assert "| doctor | **failed**: see below |" in text
+    assert len(lines) == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["r.md"]
+
+
+def test_the_file_is_there_from_the_start_and_after_each_step(tmp_path):
+    path, outcomes = tmp_path / "r.md", []
+
+    def look(show, save):
+        outcomes.append(everything(path)["parts"]["later"]["outcome"])
+        save({"engines": 1})
+        outcomes.append(everything(path)["parts"]["now"]["facts"])
+        return True, {"engines": 2}
+
+    report = make(path)
+    assert report.run([Part("now", look), Part("later", good)], lambda _: None, lambda _: None)
+    assert outcomes == ["not run", {"engines": 1}]
+    assert everything(path)["parts"]["now"]["facts"] == {"engines": 2}
+
+
+def test_ctrl_c_leaves_what_was_measured(tmp_path):
+    def stop(show, save):
+        save({"exact": 1.0})
+        raise KeyboardInterrupt
+
+    report = make(tmp_path / "r.md")
+    with pytest.raises(KeyboardInterrupt):
+        report.run(
+            [Part("a", good), Part("b", stop), Part("c", good)], lambda _: None, lambda _: None
+        )
+    results = everything(tmp_path / "r.md")["parts"]
+    assert [results[name]["outcome"] for name in "abc"] == ["ok", "interrupted", "not run"]
+    assert results["b"]["facts"] == {"exact": 1.0}
+
+
+def test_secrets_of_facts_and_errors_are_in_no_part_of_the_file(tmp_path):
+    def fail(*_):
+        raise RuntimeError("refused: s3cret-key at 10.1.2.3")
+
+    def tell(*_):
+        return True, {"text": "key s3cret-key", "path": ["/home/bob/x"]}
+
+    report = make(tmp_path / "r.md", API_KEY="s3cret-key")
+    lines = []
+    report.run([Part("a", fail), Part("b", tell)], lambda _: None, lines.append)
+    for text in ((tmp_path / "r.md").read_text(), *lines):
+        assert not [word for word in ("s3cret", "10.1.2.3", "bob") if word in text]
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """Engines and programs that answer at once."""
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # this process keeps its own
+    monkeypatch.setattr(report_parts, "built_for", lambda: "cpu")
+
+    class Child:
+        error = None
+        exact = 1.0
+
+        def __init__(self, *_, **__):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def ask(self, job):
+            return {"exact": self.exact}
+
+    def run(shape, variants, *, save, show, **_):
+        show("engines")
+        results = [Result(variant.name, variant.title) for variant in variants]
+        save(results)
+        return results
+
+    def ask(program):
+        if "doctor" in program:
+            checks = [{"outcome": "ok", "name": "transfer", "found": "every byte", "advice": ""}]
+            return 0, {"ok": True, "checks": checks}
+        return 0, {"device": "cpu"}
+
+    monkeypatch.setattr(report_parts, "Child", Child)
+    monkeypatch.setattr(report_parts.runner, "run", run)
+    monkeypatch.setattr(report_parts, "_ask_python", ask)
+    return Child
+
+
+@pytest.mark.parametrize("options", [[], ["--quick"]])
+def test_the_command_writes_one_file(stand_ins, tmp_path, options):
+    path = tmp_path / "r.md"
+    done = CliRunner().invoke(app, ["report", str(path), *options], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    answer = everything(path)
+    assert list(answer["parts"]) == ["machine", "doctor", "exactness", "bench"]
+    assert {part["outcome"] for part in answer["parts"].values()} == {"ok"}
+    assert "100.00% of the blocks are the same, to the byte" in path.read_text()
+    engines = list(answer["parts"]["exactness"]["facts"]["engines"])
+    assert engines == (["ours"] if options else ["ours", "ours-layerwise"])
+
+
+def test_other_bytes_end_with_1(stand_ins, tmp_path):
+    stand_ins.exact = 0.5
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "r.md")], catch_exceptions=False)
+    assert done.exit_code == 1
+    assert everything(tmp_path / "r.md")["parts"]["exactness"]["outcome"] == "bad"
+
+
+def test_a_file_that_exists_or_can_not_be_written_is_refused_first(stand_ins, tmp_path):
+    (tmp_path / "r.md").write_text("an earlier one")
+    for path, words in (("r.md", "which exists"), ("nodir/r.md", "can't be written")):
+        done = CliRunner().invoke(app, ["report", str(tmp_path / path)])
+        assert (done.exit_code, words in done.stderr) == (2, True)
+    assert (tmp_path / "r.md").read_text() == "an earlier one"
+
+
+def test_a_program_that_dies_or_hangs_says_so(monkeypatch):
+    with pytest.raises(EngineError, match="exit code -11"):
+        report_parts._ask_python("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    monkeypatch.setattr(report_parts, "DOCTOR_S", 0.5)
+    with pytest.raises(EngineError, match="hangs"):
+        report_parts._ask_python("import time; time.sleep(60)")
+    monkeypatch.setattr(report_parts, "DOCTOR_S", 60)
+    assert report_parts._ask_python("print('noise'); print('{\"a\": 1}')") == (0, {"a": 1})
