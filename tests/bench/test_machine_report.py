@@ -167,4 +167,4 @@ def test_a_program_that_dies_or_hangs_says_so(monkeypatch):
     with pytest.raises(EngineError, match="hangs"):
         report_parts._ask_python("import time; time.sleep(60)")
     monkeypatch.setattr(report_parts, "DOCTOR_S", 60)
-    assert report_parts._ask_python("print('noise'); print('{\"a\": 1}')") == (0, {"a": 1})
+    assert report_parts._ask_python("print('{noise}'); print('{\"a\": 1}')") == (0, {"a": 1})

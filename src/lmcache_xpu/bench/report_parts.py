@@ -8,9 +8,11 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -154,9 +156,17 @@ def _ask_python(program: str) -> tuple[int, dict[str, Any]]:
         raise EngineError(
             f"no answer within {DOCTOR_S:.0f} s", "one", "The device or its driver hangs."
         ) from error
-    try:
-        answer: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{") :])
-    except ValueError as error:
+    answer = _last_object(done.stdout)
+    if answer is None:
         last = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
-        raise EngineError(f"exit code {done.returncode}: {last}", "an answer") from error
+        raise EngineError(f"exit code {done.returncode}: {last}", "an answer")
     return done.returncode, answer
+
+
+def _last_object(text: str) -> dict[str, Any] | None:
+    """Return the last object of JSON that begins a line; libraries may print theirs before it."""
+    last = None
+    for match in re.finditer(r"^\{", text, re.MULTILINE):
+        with suppress(ValueError):
+            last, _ = json.JSONDecoder().raw_decode(text, match.start())
+    return last
