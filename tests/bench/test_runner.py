@@ -16,7 +16,7 @@ from lmcache_xpu.bench.child import _cause
 from lmcache_xpu.bench.jobs import MARK, _digests
 from lmcache_xpu.bench.report import Figures, plot, show, write
 from lmcache_xpu.bench.runner import Result, run
-from lmcache_xpu.bench.shapes import SHAPES, shape_named
+from lmcache_xpu.bench.shapes import LARGE_GIB, SHAPES, default_name, shape_named
 from lmcache_xpu.bench.variants import variants, variants_named
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.engine_arguments import vllm_arguments
@@ -89,6 +89,15 @@ def test_names_are_checked():
     with pytest.raises(SettingsError, match="8b or 1b or small"):
         shape_named("9b")
     assert [variant.name for variant in variants_named(SMALL, ["ours", "none"])] == ["none", "ours"]
+
+
+def test_the_default_shape_fits_the_device():
+    """A Llama of 8 billion parameters and its KV cache need 27 GiB; a B60 has 24."""
+    sizes = {"cpu": 0, "xpu": 24, "cuda": 80}
+    names = [default_name(device, gib * 2**30) for device, gib in sizes.items()]
+    assert names == ["small", "1b", "8b"]
+    large = shape_named("8b")
+    assert large.settings["kv_cache_gib"] + 15 < LARGE_GIB
 
 
 def test_why_an_engine_ended():

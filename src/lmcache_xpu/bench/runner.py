@@ -92,6 +92,16 @@ def run(
     return results
 
 
+def device_memory_bytes() -> int:
+    """Return the size of the first device's memory; 0 without an accelerator."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        return 0
+    module = torch.get_device_module(torch.accelerator.current_accelerator())
+    return int(module.get_device_properties(0).total_memory)
+
+
 def machine() -> dict[str, str]:
     """Return the facts that figures go with: device, CPU, versions, date."""
     import torch

@@ -157,6 +157,17 @@ SHAPES = (
 )
 
 
+# What the largest shape takes of a device: weights of 15 GiB, KV cache of 12 GiB, and activations.
+LARGE_GIB = 32
+
+
+def default_name(device: str, memory_bytes: int) -> str:
+    """Return the name of the largest shape that a device holds."""
+    if device == "cpu":
+        return "small"
+    return "8b" if memory_bytes >= LARGE_GIB * 2**30 else "1b"
+
+
 def shape_named(name: str) -> Shape:
     """Return the shape of this name.
 

@@ -42,7 +42,10 @@ def _main() -> None:
 @app.command()
 def engine(
     shape: Annotated[
-        str | None, typer.Option(help="8b, 1b or small (default: small on CPU, else 8b).")
+        str | None,
+        typer.Option(
+            help="8b, 1b or small (default: small on CPU, 1b on a GPU of less than 32 GiB, else 8b)."
+        ),
     ] = None,
     variant: Variants = None,
     repeats: Repeats = 3,
@@ -73,7 +76,7 @@ def engine(
     from lmcache_xpu.bench import runner
     from lmcache_xpu.bench.outputs import Outputs
     from lmcache_xpu.bench.report import Figures, show
-    from lmcache_xpu.bench.shapes import shape_named
+    from lmcache_xpu.bench.shapes import default_name, shape_named
     from lmcache_xpu.bench.variants import variants_named
     from lmcache_xpu.launch.serve import built_for
 
@@ -82,7 +85,7 @@ def engine(
     console = Console()
     outputs = Outputs(json_file=json_file, report=report, plot_file=plot_file)
     outputs.check()
-    model = shape_named(shape or ("small" if built_for() == "cpu" else "8b"))
+    model = shape_named(shape or default_name(built_for(), runner.device_memory_bytes()))
     variants = variants_named(model, variant)
     command = _command(model.name, repeats, variant or [], in_turn=in_turn, graphs=graphs)
     machine = runner.machine()
