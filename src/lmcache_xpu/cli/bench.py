@@ -44,7 +44,7 @@ def engine(
     shape: Annotated[
         str | None,
         typer.Option(
-            help="8b, 1b or small (default: small on CPU, 1b on a GPU of less than 32 GiB, else 8b)."
+            help="8b, 1b or small (default: small on CPU, 1b on GPUs below 32 GiB, else 8b)."
         ),
     ] = None,
     variant: Variants = None,
