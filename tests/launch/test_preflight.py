@@ -58,7 +58,7 @@ def test_a_model_with_states_is_refused_before_vllm_starts(kind: str, tmp_path, 
 CACHED = """
 import json
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.launch.preflight import check_layers
+from lmcache_xpu.launch.model_support import check_layers
 try:
     check_layers("org/model")
     refused = None

@@ -99,6 +99,7 @@ def test_the_command_of_a_vllm_with_and_without_its_metadata(installed, monkeypa
 def test_serve_becomes_the_engine_and_adds_to_the_environment(monkeypatch, free):
     calls = []
     monkeypatch.setattr(os, "execvpe", lambda *args: calls.append(args))
+    monkeypatch.setattr(module, "check_reachable", lambda _: None)
     monkeypatch.setenv("KEPT", "yes")
     settings = load(port=free, api_key="key")
     serve(settings)
@@ -132,6 +133,7 @@ def test_a_signal_reaches_the_engine_itself(tmp_path, free):
         "from lmcache_xpu.launch import serve as s\n"
         "from lmcache_xpu.launch.settings import Settings\n"
         f"s.command = lambda settings: [{str(engine)!r}]\n"
+        "s.check_reachable = lambda model: None\n"
         f"s.serve(Settings.load({{'model': 'org/model', 'port': {free}}}))"
     )
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)

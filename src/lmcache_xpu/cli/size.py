@@ -15,9 +15,9 @@ from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
 _DEFAULTS = {name: field.default for name, field in Settings.model_fields.items()}
 
 
-def _tier(name: str, text: str) -> typer.models.OptionInfo:
+def _tier(name: str, text: str, *, least: float | None = None) -> typer.models.OptionInfo:
     option: typer.models.OptionInfo = typer.Option(
-        help=text, envvar=ENV_PREFIX + name.upper(), show_envvar=True
+        help=text, envvar=ENV_PREFIX + name.upper(), show_envvar=True, min=least
     )
     return option
 
@@ -29,19 +29,26 @@ def size(
     kv_dtype: Annotated[
         str, typer.Option(help="Type of the KV cache: auto, bfloat16, float16, float32 or fp8.")
     ] = "auto",
+    dtype: Annotated[
+        str, _tier("dtype", "Type of the model, which is the KV cache's where that is auto.")
+    ] = "auto",
     kv_cache_gib: Annotated[
-        float | None, _tier("kv_cache_gib", "The engine's own KV cache per device, GiB.")
+        float | None, _tier("kv_cache_gib", "The engine's own KV cache per device, GiB.", least=0)
     ] = None,
-    cpu_gib: Annotated[float, _tier("cpu_gib", "CPU tier per device, GiB.")] = _DEFAULTS["cpu_gib"],
-    disk_gib: Annotated[float | None, _tier("disk_gib", "Disk tier per device, GiB.")] = None,
-    chunk_tokens: Annotated[int, _tier("chunk_tokens", "Tokens per stored chunk.")] = _DEFAULTS[
-        "chunk_tokens"
+    cpu_gib: Annotated[float, _tier("cpu_gib", "CPU tier per device, GiB.", least=0)] = _DEFAULTS[
+        "cpu_gib"
     ],
+    disk_gib: Annotated[
+        float | None, _tier("disk_gib", "Disk tier per device, GiB.", least=0)
+    ] = None,
+    chunk_tokens: Annotated[
+        int, _tier("chunk_tokens", "Tokens per stored chunk.", least=1)
+    ] = _DEFAULTS["chunk_tokens"],
     tensor_parallel: Annotated[
-        int, _tier("tensor_parallel", "Devices that share each layer.")
+        int, _tier("tensor_parallel", "Devices that share each layer.", least=1)
     ] = _DEFAULTS["tensor_parallel"],
     data_parallel: Annotated[
-        int, _tier("data_parallel", "Engines that share the requests.")
+        int, _tier("data_parallel", "Engines that share the requests.", least=1)
     ] = _DEFAULTS["data_parallel"],
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
@@ -52,6 +59,7 @@ def size(
     """
     from lmcache_xpu.launch.sizing import GIB, KVShape, fit
 
+    kv_dtype = dtype if kv_dtype == "auto" else kv_dtype
     shape = KVShape.of_model(model, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
     result = fit(
         shape,

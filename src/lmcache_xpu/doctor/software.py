@@ -12,7 +12,8 @@ from lmcache_xpu.doctor.check import Check, fail, ok, skip, warn
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.engine_arguments import engine_variables
 from lmcache_xpu.launch.machine import Machine
-from lmcache_xpu.launch.preflight import check_environment, check_layers, check_model, check_port
+from lmcache_xpu.launch.model_support import check_layers, check_reachable
+from lmcache_xpu.launch.preflight import check_environment, check_model, check_port
 from lmcache_xpu.launch.settings import Settings
 
 if TYPE_CHECKING:
@@ -121,13 +122,14 @@ def check_server_port(settings: Settings) -> Check:
 
 
 def check_served_model(settings: Settings) -> Check:
-    """Check that the model's files are there; a hub's name is not looked up."""
+    """Check that the model is there, or its hub, and that its layers can be offloaded."""
     name = "model"
     try:
         check_model(settings.model)
     except SettingsError as error:
         return fail(name, f"{error.found}: no config.json there", error.fix)
     try:
+        check_reachable(settings.model)
         if settings.offload:
             check_layers(settings.model)
     except SettingsError as error:

@@ -8,16 +8,15 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from lmcache_xpu.cache_engine.layer_kinds import check_states, read_config
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.engine_arguments import lmcache_config
 from lmcache_xpu.launch.machine import Machine
+from lmcache_xpu.launch.model_support import check_layers
 from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
 
 __all__ = [
     "check_disk",
     "check_environment",
-    "check_layers",
     "check_memory",
     "check_model",
     "check_port",
@@ -75,19 +74,6 @@ def check_model(model: str) -> None:
             "a model directory with a config.json, or the name of a model on a hub",
             "Check the path." if not path.exists() else "",
         )
-
-
-def check_layers(model: str) -> None:
-    """Refuse a model whose layers can't be restored from a prefix, before vLLM loads it.
-
-    For a model on a hub it reads what was downloaded before. What it can't read is left to the
-    engine, where the connector refuses the same.
-    """
-    try:
-        config = read_config(model, cached=True)
-    except SettingsError:
-        return
-    check_states(config)
 
 
 def check_port(host: str, port: int) -> None:

@@ -19,7 +19,8 @@ from typing import Literal
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.engine_arguments import engine_variables, lmcache_config, vllm_arguments
-from lmcache_xpu.launch.preflight import preflight
+from lmcache_xpu.launch.model_support import check_layers, check_reachable
+from lmcache_xpu.launch.preflight import check_model, preflight
 from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
 
 __all__ = [
@@ -43,9 +44,13 @@ def serve(settings: Settings, *, dry_run: bool = False) -> None:
     """
     settings = resolve_device(settings)
     if dry_run:
+        check_model(settings.model)
+        if settings.offload:
+            check_layers(settings.model)
         print(describe(settings))
         return
     preflight(settings, os.environ)
+    check_reachable(settings.model)
     argv = command(settings)
     sys.stdout.flush()
     os.execvpe(argv[0], argv, environment(settings, os.environ))

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["unknown_variable", "validation_failure"]
 
+MISSING = {"model": "the name of a model on a hub, or a model directory"}
 SECRETS = ("api_key", "remote_password", "remote_url")  # people put passwords in URLs
 
 
@@ -40,12 +41,14 @@ def validation_failure(error: ValidationError, fields: Iterable[str]) -> Setting
         fields: names of all settings.
     """
     values, expectations, fix = [], [], ""
-    for item in error.errors(include_url=False):
+    items = error.errors(include_url=False)
+    for item in items:
         if isinstance(contradiction := item.get("ctx", {}).get("error"), SettingsError):
             return contradiction  # it says it all; pydantic wraps any ValueError
         name = str(item["loc"][0]) if item["loc"] else "settings"
         values.append(_value(item, name))
-        expectations.append(_expectation(item, name, fields))
+        expectation = _expectation(item, name, fields)
+        expectations.append(f"{name}: {expectation}" if len(items) > 1 else expectation)
         fix = _way_out(item, name) or fix
     return SettingsError(", ".join(values), "; ".join(expectations), fix)
 
@@ -60,7 +63,10 @@ def _expectation(item: ErrorDetails, name: str, fields: Iterable[str]) -> str:
     if item["type"] == "extra_forbidden":
         field = _most_like(name, fields)
         return f"{field} instead of {name}" if field else f"no {name}"
-    return f"{name}: {item['msg'][0].lower()}{item['msg'][1:]}"
+    if item["type"] == "missing":
+        return MISSING.get(name, "a value")
+    words = item["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    return f"{words[0].lower()}{words[1:]}"
 
 
 def _way_out(item: ErrorDetails, name: str) -> str:

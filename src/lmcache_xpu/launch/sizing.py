@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lmcache_xpu.cache_engine.layer_kinds import LayerKinds, check_states, read_config
+from lmcache_xpu.cache_engine.layer_kinds import read_config
 from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.launch.model_support import check_offload, check_reachable
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -51,6 +52,7 @@ class KVShape:
         Raises:
             SettingsError: no such model, or one whose KV cache can't be offloaded.
         """
+        check_reachable(model)
         return cls.of_config(read_config(model), kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
 
     @classmethod
@@ -62,7 +64,7 @@ class KVShape:
         Raises:
             SettingsError: its KV cache can't be offloaded.
         """
-        kinds = _check_layers(config)
+        kinds = check_offload(config)
         notes: tuple[str, ...] = (kinds.note,) if kinds.note else ()
         dtype = _dtype(config, kv_dtype)
         layers = config.num_hidden_layers
@@ -74,6 +76,14 @@ class KVShape:
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        if heads % tensor_parallel or max(kv_heads, tensor_parallel) % min(
+            kv_heads, tensor_parallel
+        ):
+            raise SettingsError(
+                f"tensor_parallel={tensor_parallel} for {heads} heads, {kv_heads} of them with "
+                "keys and values",
+                "a number that divides the heads, and that divides or is a multiple of those",
+            )
         # vLLM repeats heads when there are more devices than heads.
         device_heads = max(1, kv_heads // tensor_parallel)
         kind = "MHA" if kv_heads == heads else "GQA"
@@ -155,31 +165,6 @@ def fit(
         tiers=tiers,
         machine_gib={name: tier.gib * devices for name, tier in tiers.items() if name != "engine"},
     )
-
-
-def _check_layers(config: PretrainedConfig) -> LayerKinds:
-    check_states(config)
-    kinds = LayerKinds.of_config(config)
-    if kinds.other or (kinds.window and not kinds.whole):
-        partial = kinds.other or (f"attention to a window of {config.sliding_window} tokens alone",)
-        raise SettingsError(
-            f"layers of {', '.join(partial)} in a {config.model_type}",
-            "attention to the whole prompt in some layers, and nothing but attention",
-            "A prefix can't be restored into other layers: serve this model with --no-offload.",
-        )
-    if _widths_differ(config):
-        raise SettingsError(
-            f"heads of several sizes in a {config.model_type}",
-            "layers that all have the same shape",
-            "Serve this model with --no-offload.",
-        )
-    return kinds
-
-
-def _widths_differ(config: PretrainedConfig) -> bool:
-    """Whether layers differ in their heads, as Gemma 4's do; transformers keeps those apart."""
-    layers: dict[str, dict[str, object]] = config.to_dict().get("per_layer_config") or {}
-    return any("head_dim" in layer for layer in layers.values())
 
 
 def _dtype(config: PretrainedConfig, kv_dtype: str) -> str:
