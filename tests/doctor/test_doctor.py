@@ -44,6 +44,7 @@ def test_the_command_says_what_is_wrong_in_both_languages(tmp_path):
     done = run(**bad, COLUMNS="200")
     assert done.returncode == 1
     assert "Lower cpu_gib" in done.stdout
+    assert done.stderr == ""  # nothing of what vLLM and LMCache log as they are imported
 
 
 def test_the_build_needs_neither_device_nor_settings():

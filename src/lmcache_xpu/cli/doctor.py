@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from lmcache_xpu.cli.progress import working
+
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
 
 
@@ -29,18 +31,19 @@ def doctor(
 
     Exits with 1 when a check fails, with 0 otherwise.
     """
-    from lmcache_xpu.doctor import NO_MODEL, Machine, examine, examine_build
-    from lmcache_xpu.launch.serve import METRICS_VARIABLE
-    from lmcache_xpu.launch.settings import Settings
+    with working("Checking this machine") as show:
+        from lmcache_xpu.doctor import NO_MODEL, Machine, examine, examine_build
+        from lmcache_xpu.launch.serve import METRICS_VARIABLE
+        from lmcache_xpu.launch.settings import Settings
 
-    # In a container it names a directory that the engine makes as it starts; there is none yet,
-    # and what is imported here would write to it.
-    os.environ.pop(METRICS_VARIABLE, None)
-    machine = Machine()
-    if build:
-        checks = list(examine_build(machine))
-    else:
-        checks = list(examine(Settings.load({"model": model or NO_MODEL}), machine))
+        # In a container it names a directory that the engine makes as it starts; there is none
+        # yet, and what is imported here would write to it.
+        os.environ.pop(METRICS_VARIABLE, None)
+        machine, checks = Machine(), []
+        settings = None if build else Settings.load({"model": model or NO_MODEL})
+        for check in examine_build(machine) if settings is None else examine(settings, machine):
+            checks.append(check)
+            show(f"Checking this machine; {len(checks)} checks done")
     failed = any(check.outcome == "fail" for check in checks)
     if as_json:
         report = {"ok": not failed, "checks": [dataclasses.asdict(check) for check in checks]}
