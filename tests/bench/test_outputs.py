@@ -50,6 +50,8 @@ def runs(monkeypatch):
         (["--plot", "x.doc"], "ends in .png"),
         (["--variant", "theirs"], "one of none"),
         (["--timeout-s", "0"], "--timeout-s"),
+        (["--timeout-s", "nan"], "--timeout-s"),
+        (["--timeout-s", "inf"], "--timeout-s"),
         (["--repeats", "-1"], "--repeats"),
     ],
 )

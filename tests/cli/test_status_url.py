@@ -136,4 +136,5 @@ def test_who_else_may_answer_is_told_in_one_line(serve):
 def test_a_span_needs_an_engine():
     done = status("--since", 5)
     assert (done.exit_code, "--url" in done.stderr) == (2, True)
-    assert status("--url", "http://x", "--since", 0).exit_code == 2
+    for value in ("0", "nan", "-1", "1e9"):
+        assert status("--url", "http://x", "--since", value).exit_code == 2

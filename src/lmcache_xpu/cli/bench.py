@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from lmcache_xpu.cli.options import TimeoutS
 from lmcache_xpu.errors import SettingsError
 
 app = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
@@ -53,9 +54,7 @@ def engine(
     graphs: Annotated[
         bool, typer.Option("--graphs", help="With vLLM's compiled graphs; they take minutes.")
     ] = False,
-    timeout_s: Annotated[
-        float, typer.Option(min=1, help="Seconds until an engine starts or answers.")
-    ] = 900,
+    timeout_s: TimeoutS = 900,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the figures to this file.")
     ] = None,

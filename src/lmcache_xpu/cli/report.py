@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from lmcache_xpu.cli.options import TimeoutS
 from lmcache_xpu.errors import SettingsError
 
 
@@ -20,9 +21,7 @@ def report(
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer requests, each once: a few minutes.")
     ] = False,
-    timeout_s: Annotated[
-        float, typer.Option(min=1, help="Seconds until an engine starts or answers.")
-    ] = 900,
+    timeout_s: TimeoutS = 900,
 ) -> None:
     """Check and measure this machine; write one file to send to this project.
 

@@ -30,8 +30,8 @@ def status(
         typer.Option(help="A running engine: say whether its cache works, and what to change."),
     ] = None,
     since: Annotated[
-        float | None,
-        typer.Option(min=1, help="With --url: what happens in so many seconds from now."),
+        int | None,
+        typer.Option(min=1, max=86_400, help="With --url: watch for so many seconds."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
@@ -58,7 +58,7 @@ def status(
         _show_connectors(console, state)
 
 
-def _show_running(url: str, since: float | None, as_json: bool) -> None:
+def _show_running(url: str, since: int | None, as_json: bool) -> None:
     # A directory of this shell's engine: what is imported here would write to it.
     os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)
     from lmcache_xpu.harness.cache_use import CacheUse, advise
@@ -68,7 +68,7 @@ def _show_running(url: str, since: float | None, as_json: bool) -> None:
     with working(f"Asking {server.url}") as show:
         earlier, page = None, server.page()
         if since is not None:
-            show(f"Watching {server.url} for {since:g} s")
+            show(f"Watching {server.url} for {since} s")
             time.sleep(since)
             earlier, page = page, server.page()
         models = server.models()
@@ -83,7 +83,7 @@ def _show_running(url: str, since: float | None, as_json: bool) -> None:
         typer.echo(json.dumps(answer, indent=2))
     else:
         names = ", ".join(models) or "models that this key may not see (LMCACHE_XPU_API_KEY)"
-        span = "since it started" if since is None else f"in {since:g} seconds"
+        span = "since it started" if since is None else f"in {since} seconds"
         console = Console(highlight=False, markup=False)
         console.print(f"{server.url} serves {names}; {span}:\n", soft_wrap=True)
         console.print(_use_table(use))
