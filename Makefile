@@ -46,6 +46,9 @@ loadtest-compare: setup ## Engines without and with offload, same load: [PROFILE
 capacity: setup ## How many users fit, without and with offload: [ARGS=...]
 	@$(BIN)/python -m loadtests.capacity $(ARGS)
 
+other-clients: setup ## Other benchmark clients beside this one: HOST=http://... [ARGS=...]
+	@$(BIN)/python -m loadtests.other_clients --host $(or $(HOST),$(error HOST=http://... is missing)) $(ARGS)
+
 bench-engine: setup ## Hits and stores, beside LMCache's own: [ARGS='--report FILE']
 	@$(BIN)/lmcache-xpu bench engine $(ARGS)
 
@@ -109,4 +112,4 @@ helm-package: setup ## Package the chart into dist/: [REGISTRY=oci://...] pushes
 lock: setup ## Renew constraints.txt from pyproject.toml: [UPGRADE=1] all of it
 	@$(PYTHON) scripts/bootstrap.py --lock $(if $(UPGRADE),--upgrade)
 
-.PHONY: help setup demo test integration integration-long integration-broken fuzz check fmt docs docs-serve bench bench-engine bench-device up up-cpu down logs test-containers helm-docs helm-check helm-package loadtest loadtest-compare capacity lock clean
+.PHONY: help setup demo test integration integration-long integration-broken fuzz check fmt docs docs-serve bench bench-engine bench-device up up-cpu down logs test-containers helm-docs helm-check helm-package loadtest loadtest-compare capacity other-clients lock clean

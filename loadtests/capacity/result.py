@@ -123,10 +123,12 @@ def _draw(sweep: Sweep, limits: Limits, path: Path) -> None:
         axes = figure.subplots()
         axes.set_title("Users within the thresholds", loc="left", fontweight="bold")
         for (name, steps), colour in zip(sweep.items(), COLOURS, strict=False):
-            drawn = sorted((s for s in steps if _height(s) is not None), key=lambda s: s.users)
+            drawn = sorted(
+                (s for s in steps if _height(s, limits) is not None), key=lambda s: s.users
+            )
             most, _ = most_users(steps)
             x = [step.users for step in drawn]
-            y = [_height(step) or 0.0 for step in drawn]
+            y = [_height(step, limits) or 0.0 for step in drawn]
             axes.plot(x, y, color=colour, linewidth=1.5, label=f"{name}: {most} users fit")
             for step, height in zip(drawn, y, strict=True):
                 face = colour if step.fits else "white"
@@ -144,7 +146,7 @@ def _draw(sweep: Sweep, limits: Limits, path: Path) -> None:
         )
         axes.set_ylim(bottom=0)
         axes.set_xlim(left=0)
-        axes.set_xlabel("users (filled: fits; hollow: does not; triangle: stopped early)")
+        axes.set_xlabel("users (filled: fits; hollow: does not; triangle: at least, stopped early)")
         axes.set_ylabel("time to first token at 95 %, s")
         axes.grid(alpha=0.25)
         if axes.lines:
@@ -152,6 +154,7 @@ def _draw(sweep: Sweep, limits: Limits, path: Path) -> None:
         figure.savefig(path, dpi=DPI)
 
 
-def _height(step: Step) -> float | None:
-    """Where a step is drawn: at its percentile, or at its mean where it ended too early for one."""
-    return step.ttft_p95_s if step.ttft_p95_s is not None else step.ttft_mean_s
+def _height(step: Step, limits: Limits) -> float | None:
+    """Where a step is drawn: one that ended too early for a percentile is over the limit."""
+    early = limits.ttft_s if step.stopped_early else step.ttft_mean_s
+    return step.ttft_p95_s if step.ttft_p95_s is not None else early

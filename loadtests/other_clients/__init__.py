@@ -1,0 +1,1 @@
+"""Do other benchmark clients see what ours sees? `make other-clients HOST=http://...`."""
