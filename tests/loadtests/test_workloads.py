@@ -89,7 +89,7 @@ def test_a_file_of_conversations(tmp_path):
 def test_a_file_without_conversations_is_refused(tmp_path):
     file = tmp_path / "talks.json"
     file.write_text("[]")
-    with pytest.raises(ValueError, match="found no conversation in"):
+    with pytest.raises(ValueError, match="no conversation; expected"):
         sessions("conversations", 1, conversations=file)
 
 
