@@ -175,6 +175,13 @@ def test_the_disk_tier_reaches_lmcache_through_vllms_command_line(parser):
     }
 
 
+def test_staging_is_what_suits_the_device_unless_a_size_is_named(monkeypatch):
+    """A size that is handed on where nobody named one would hide the table's row."""
+    assert "xpu.staging_mib" not in lmcache_config(load())["extra_config"]
+    monkeypatch.setenv("LMCACHE_XPU_STAGING_MIB", "128")
+    assert lmcache_config(load())["extra_config"]["xpu.staging_mib"] == 128
+
+
 def test_the_shared_tier_can_be_with_and_without_a_disk_tier():
     alone = lmcache_config(load(remote_url="redis://cache:6379"))
     both = lmcache_config(load(remote_url="rediss://cache:6379/1", disk_path="/d", disk_gib=1))

@@ -7,7 +7,6 @@ import pytest
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.serve import resolve_device
 from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
-from lmcache_xpu.transfer.tuning import TUNINGS
 
 # vLLM and LMCache import parts of other packages that these packages deprecate.
 pytestmark = [
@@ -18,11 +17,6 @@ pytestmark = [
 
 def load(**values):
     return Settings.load({"model": "m", **values})
-
-
-def test_staging_takes_as_much_with_and_without_the_setting():
-    """`serve` always hands it on: a row of the table with another size would have no effect."""
-    assert {load().staging_mib * 2**20} == {row.staging_bytes for row in TUNINGS.values()}
 
 
 def test_the_shared_tier_is_not_for_layerwise():

@@ -14,6 +14,7 @@ from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
 from lmcache.v1.memory_management import MemoryFormat
 from lmcache.v1.metadata import LMCacheMetadata
 
+from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.gpu_connector.chunk_format import ChunkFormat
 from lmcache_xpu.gpu_connector.connector_options import ConnectorOptions
 from lmcache_xpu.gpu_connector.in_flight import InFlight
@@ -28,7 +29,7 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
         hidden_dim_size: elements of one token in one plane: heads x head size.
         num_layers: layers of the model.
         use_gpu: accepted for LMCache; staging is decided by where the memory is.
-        options: how to move; None reads them from the keyword arguments.
+        options: how to move, or else
         kwargs: fields of `ConnectorOptions`; `use_xpu` is another name for `use_gpu`.
 
     Attributes:
@@ -37,7 +38,7 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
         failed_slots: for each load that ended early, the slots `[tokens]` that it left unfilled.
 
     Raises:
-        SettingsError: an unknown option.
+        SettingsError: an unknown option, or options in both ways.
     """
 
     FORMAT: MemoryFormat
@@ -53,8 +54,13 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
         **kwargs: Any,
     ) -> None:
         self.use_gpu = bool(kwargs.pop("use_xpu", use_gpu))
-        if options is None or kwargs:
+        if options is None:
             options = ConnectorOptions.read(kwargs)
+        elif kwargs:
+            raise SettingsError(
+                f"connector options and {sorted(kwargs)[0]!r} beside them",
+                "`options`, or its fields as keyword arguments",
+            )
         self.hidden_dim_size = hidden_dim_size
         self.num_layers = num_layers
         self.use_mla = options.use_mla

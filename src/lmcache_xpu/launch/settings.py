@@ -134,7 +134,9 @@ class Settings(BaseSettings):
     )
     overlap_load: bool = Field(True, description="Load beside the engine's computing of layers")
     overlap_store: bool = Field(True, description="Store beside the engine's next steps")
-    staging_mib: int = Field(256, ge=2, description="Device memory that copies go through, MiB")
+    staging_mib: int | None = Field(
+        None, ge=2, description="Device memory that copies go through, MiB; unset: by the device"
+    )
     save_decode: bool = Field(False, description="Store the KV of answers too, not only prompts")
     # LMCache's default is Python's hash(), which differs from process to process; then what
     # one process stored, another one never finds.
