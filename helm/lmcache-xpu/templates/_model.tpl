@@ -192,7 +192,7 @@ engine
 {{- $claim := (index .spec.volumeClaimTemplates 0).spec -}}
 {{- $size := $claim.resources.requests.storage -}}
 {{- if ne $size $model.diskSize -}}
-{{- fail (printf "%s: the claims of the disk tier are %s, expected %s (1.1 x disk_gib x devices). Kubernetes does not\nchange a StatefulSet's claims. Nothing was changed. Either keep disk_gib, tensor_parallel and data_parallel, or\n  kubectl -n %s delete statefulset %s --cascade=orphan\n  kubectl -n %s get pvc -l lmcache-xpu/model=%s -o name | xargs -I CLAIM \\\n    kubectl -n %s patch CLAIM -p '{\"spec\":{\"resources\":{\"requests\":{\"storage\":\"%s\"}}}}'\nand upgrade again; a smaller disk tier needs new claims (docs/guides/kubernetes.md)." $where $size $model.diskSize $root.Release.Namespace $model.object $root.Release.Namespace $model.modelName $root.Release.Namespace $model.diskSize) -}}
+{{- fail (printf "%s: the claims of the disk tier are %s, expected %s (1.1 x disk_gib x devices). Kubernetes does not\nchange a StatefulSet's claims. Nothing was changed. Either keep disk_gib, tensor_parallel and data_parallel, or\n  kubectl -n %s delete statefulset %s --cascade=orphan\n  kubectl -n %s get pvc -l lmcache-xpu/model=%s -o name | xargs -I CLAIM \\\n    kubectl -n %s patch CLAIM -p '{\"spec\":{\"resources\":{\"requests\":{\"storage\":\"%s\"}}}}'\nand upgrade again; a smaller disk tier needs new claims (docs/guides/kubernetes-operations.md)." $where $size $model.diskSize $root.Release.Namespace $model.object $root.Release.Namespace $model.modelName $root.Release.Namespace $model.diskSize) -}}
 {{- end -}}
 {{- $class := default "" $claim.storageClassName -}}
 {{- if and $model.disk.storageClassName (ne $class $model.disk.storageClassName) -}}
