@@ -128,7 +128,8 @@ class Comparison:
             try:
                 code = locust.wait()
             except BaseException:  # Ctrl-C too: Locust ends with us, and reports
-                locust.send_signal(signal.SIGINT)
+                # What a shell puts in the background ignores SIGINT, and so would Locust.
+                locust.send_signal(signal.SIGTERM)
                 locust.wait(STOP_S)
                 raise
         if not (directory / META).exists() or code not in (0, 1):

@@ -23,6 +23,19 @@ STEPS, STEP_WORDS = 8, 25
 every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 
 
+PAGE_WORDS, README_LINES = 1500, 120  # two screens
+# Lab notes, and the tables that are made from the code.
+LONG = ("results", "settings.md", "commands.md", "metrics.md")
+
+
+@every_document
+def test_a_page_is_short_enough_to_be_read(document):
+    if not {document.name, document.parent.name} & set(LONG) and document.name != "CONTRIBUTING.md":
+        assert len(document.read_text().split()) <= PAGE_WORDS
+    if document == ROOT / "README.md":
+        assert len(document.read_text().splitlines()) <= README_LINES
+
+
 @every_document
 def test_the_files_that_are_named_exist(document):
     names = {name.lstrip("./") for name in FILE.findall(document.read_text())}
