@@ -22,6 +22,8 @@ def run(stack, *options: str, command: tuple[str, ...] = ()):
     [
         ("LMCACHE_XPU_CPU_GIB", "100000", "Lower cpu_gib"),
         ("LMCACHE_XPU_MODEL", "/models/none", "model=/models/none"),
+        ("LMCACHE_XPU_CHUNK_TOKENS", "100", "multiple of block_tokens"),
+        ("LMCACHE_XPU_DEVICE", "xpu", "expected cpu"),
         ("LMCACHE_XPU_CPU_GB", "8", "LMCACHE_XPU_CPU_GIB"),
         ("LMCACHE_CHUNK_SIZE", "64", "Unset LMCACHE_CHUNK_SIZE"),
     ],
