@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -13,6 +14,10 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 __all__ = ["LayerKinds", "check_states", "read_config", "states_error"]
+
+# transformers makes its names when they are asked for: of two threads that ask for the first time at
+# once, one may be told that there is no such name.
+_IMPORTING = threading.Lock()
 
 _WHOLE = {"full_attention", "attention"}
 _WINDOW = {"sliding_attention", "chunked_attention"}
@@ -83,7 +88,8 @@ def read_config(model: str, *, cached: bool = False) -> PretrainedConfig:
     Raises:
         SettingsError: there is none, or none that transformers can read.
     """
-    from transformers import AutoConfig
+    with _IMPORTING:
+        from transformers import AutoConfig
 
     path = Path(model).expanduser()
     path = path / "config.json" if path.is_dir() else path
