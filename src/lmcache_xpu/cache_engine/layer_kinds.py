@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LayerKinds", "check_states", "read_config", "states_error"]
 
-# transformers makes its names when they are asked for: of two threads that ask for the first time at
-# once, one may be told that there is no such name.
+# transformers makes its names when they are asked for. Of two threads that ask first at once, one
+# may be told that there is no such name.
 _IMPORTING = threading.Lock()
 
 _WHOLE = {"full_attention", "attention"}
