@@ -25,16 +25,14 @@ from support.caches import Spec, build
 from lmcache.integration.vllm import utils
 from lmcache.v1.cache_engine import LMCacheEngineBuilder
 from lmcache.v1.lookup_client.factory import LookupClientFactory
-from lmcache.v1.offload_server.zmq_server import ZMQOffloadServer
-from vllm.distributed import parallel_state
 from lmcache_xpu.cache_engine.ending import end_lmcache, end_with_process
 from lmcache_xpu.cache_engine.factory import EngineBuilder
 from lmcache_xpu.cache_engine.guarded_connectors import StandardConnector
 from lmcache_xpu.cache_engine.lookup_client import LookupClient
+from lmcache_xpu.cache_engine.offload_server import OffloadServer
 from lmcache_xpu.cache_engine.unfilled_blocks import UnfilledBlocks
 from lmcache_xpu.gpu_connector.in_flight import InFlight
 
-parallel_state.get_tensor_model_parallel_rank = lambda: 0
 tokens = list(range(64))
 cache = build(Spec("LBHNC", layers=2, blocks=8, tokens=16, dim=64))
 POOL_CHUNKS = 4096  # 64 MiB
@@ -63,7 +61,7 @@ class Engine:
             _health_monitor=None,
             _runtime_plugin_launcher=None,
             _api_server=None,
-            _offload_server=ZMQOffloadServer(engine, 0),
+            _offload_server=OffloadServer(engine, 0),
             _lookup_server=LookupClientFactory.create_lookup_server(engine, metadata),
             _lookup_client=client,
             _lmcache_engine=engine,
@@ -129,9 +127,12 @@ for number in range(rounds + 1):
     if number == 0:
         one.shutdown()  # as when a process ends, too
     del one
-    # A socket's thread may take a moment longer than the socket.
+    # A socket's thread and its files may take a moment longer than the socket.
     end = time.monotonic() + 5
-    while (now := state())["threads"] > (states or [now])[0]["threads"] and time.monotonic() < end:
+    while time.monotonic() < end and any(
+        (now := state())[what] > (states or [now])[0][what]
+        for what in ("threads", "files", "sockets")
+    ):
         time.sleep(0.05)
     states.append(now)
 kept = Engine("that is left", disk)

@@ -13,9 +13,9 @@ from lmcache_xpu.cache_engine.health import watch_tiers
 from lmcache_xpu.tiers.residency import CPU, DISK, SHARED, Change, Residency, chunk_name
 
 
-def watch(manager, config, layers: int = 1) -> Residency:
+def watch(manager, layers: int = 1) -> Residency:
     engine = SimpleNamespace(storage_manager=manager, num_layers=layers, use_layerwise=layers > 1)
-    return watch_tiers(engine, config)
+    return watch_tiers(engine)
 
 
 def held(changes: list[Change], state: dict[str, set[int]] | None = None) -> dict[str, set[int]]:
@@ -37,7 +37,7 @@ def on_disk(engine: Engine, numbers: range) -> set[int]:
 
 def test_what_is_stored_and_what_has_to_go(engines):
     engine = engines(hot=True, pool_chunks=6, chunks=4)
-    residency = watch(engine.manager, engine.config)
+    residency = watch(engine.manager)
     engine.store(range(3))
     state = held(residency.take())
     assert (state[CPU], state[DISK]) == ({0, 1, 2}, {0, 1, 2})
@@ -53,7 +53,7 @@ def test_what_is_stored_and_what_has_to_go(engines):
 
 def test_a_load_from_disk_is_in_memory_too_and_a_damaged_file_nowhere(engines):
     engine = engines(hot=True)
-    residency = watch(engine.manager, engine.config)
+    residency = watch(engine.manager)
     engine.store(range(2))
     engine.pool.clear()
     state = held(residency.take())
@@ -72,12 +72,12 @@ def test_a_restart_tells_what_the_disk_holds(engines):
     first.store(range(3))
     first.close()
     second = engines()
-    assert held(watch(second.manager, second.config).take())[DISK] == {0, 1, 2}
+    assert held(watch(second.manager).take())[DISK] == {0, 1, 2}
 
 
 def test_layers_of_a_chunk_come_and_go_together(engines):
     engine = engines(hot=True, pool_chunks=4)
-    residency = watch(engine.manager, engine.config, LAYERS)
+    residency = watch(engine.manager, LAYERS)
     state = {CPU: set(), DISK: set(), SHARED: set()}
     for number in range(8):  # LMCache evicts by another way than for whole chunks
         objs = engine.manager.batched_allocate(
@@ -97,7 +97,7 @@ def test_layers_of_a_chunk_come_and_go_together(engines):
 @needs_server
 def test_a_server_tells_what_it_has_when_it_is_asked(engine, server):
     first, second = engines = engine(), engine()
-    one, other = (watch(each.manager, each.manager.config) for each in engines)
+    one, other = (watch(each.manager) for each in engines)
     first.store(range(3))
     state = held(one.take())
     assert state[SHARED] == {0, 1, 2}

@@ -13,7 +13,6 @@ first, then its socket is closed, and the shared context stays.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -22,7 +21,6 @@ from typing import Any, Protocol
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 _JOIN_S = 5.0
-_WAKE_MS = 1000
 
 
 def end_lmcache(adapter: Any) -> None:
@@ -40,7 +38,7 @@ def end_lmcache(adapter: Any) -> None:
         ("health monitor", manager._health_monitor, lambda part: part.stop()),
         ("plug-ins", manager._runtime_plugin_launcher, lambda part: part.stop_plugins()),
         ("internal API", manager._api_server, lambda part: part.stop()),
-        ("offload server", manager._offload_server, _end_offload_server),
+        ("offload server", manager._offload_server, lambda part: part.close()),
         ("look-up server", manager._lookup_server, _end_lookup_server),
         ("look-up client", manager._lookup_client, _end_lookup_client),
         ("engine", manager._lmcache_engine, _end_engine),
@@ -59,40 +57,12 @@ def end_lmcache(adapter: Any) -> None:
         utils._config_instance = None
 
 
-def _end_offload_server(server: Any) -> None:
-    """Its thread waits for a message, so it gets one, which asks for nothing."""
-    import msgspec
-    import zmq
-    from lmcache.v1.offload_server.message import OffloadMsg
-    from lmcache.v1.rpc_utils import get_zmq_rpc_path_lmcache
-    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-
-    server.running = False
-    if not server.thread.is_alive():
-        return
-    server.offload = lambda *message: True
-    port = int(os.environ.get("LMCACHE_OFFLOAD_RPC_PORT", 100))
-    engine = server.lmcache_engine.metadata.engine_id or "default"
-    rank = get_tensor_model_parallel_rank()
-    with server.ctx.socket(zmq.REQ) as bell:
-        bell.setsockopt(zmq.LINGER, 0)
-        bell.setsockopt(zmq.RCVTIMEO, _WAKE_MS)
-        bell.connect(f"ipc://{get_zmq_rpc_path_lmcache(engine, 'offload', port, rank)}")
-        bell.send(msgspec.msgpack.encode(OffloadMsg(hashes=[], slot_mapping=[], offsets=[])))
-        try:
-            bell.recv()
-        except zmq.Again:
-            logger.debug("LMCache's offload server did not answer")
-    if _ended(server.thread):
-        server.socket.close(linger=0)
-
-
 def _end_lookup_server(server: Any) -> None:
     """Its thread asks every second whether it is to go on."""
     if not hasattr(server, "transport"):
         return  # that of asynchronous loading, which waits for messages for ever, in a daemon
     server.running = False
-    if _ended(server.thread):
+    if ended(server.thread):
         server.transport.close()
         server.transport.ctx.term()  # its own
 
@@ -108,11 +78,12 @@ def _end_engine(engine: Any) -> None:
     for name, instance in list(LMCacheEngineBuilder._instances.items()):
         if instance is engine:
             LMCacheEngineBuilder.destroy(name)
-    if (manager := engine.storage_manager) is not None and _ended(manager.thread):
+    if (manager := engine.storage_manager) is not None and ended(manager.thread):
         manager.loop.close()
 
 
-def _ended(thread: threading.Thread) -> bool:
+def ended(thread: threading.Thread) -> bool:
+    """Wait for a thread; whether it has ended. That it goes on is logged."""
     thread.join(_JOIN_S)
     if thread.is_alive():
         logger.warning(

@@ -25,6 +25,7 @@ from lmcache.v1.manager import LMCacheManager
 from lmcache_xpu.cache_engine.engine import CacheEngine
 from lmcache_xpu.cache_engine.guarded_connectors import LayerwiseConnector, StandardConnector
 from lmcache_xpu.cache_engine.lookup_client import LookupClient
+from lmcache_xpu.cache_engine.offload_server import OffloadServer
 from lmcache_xpu.cache_engine.token_database import TokenDatabase
 from lmcache_xpu.gpu_connector.connector_options import ConnectorOptions
 
@@ -181,6 +182,15 @@ class ServiceFactory(VllmServiceFactory):  # type: ignore[misc]  # untyped base
             group.broadcast_object,
         )
         return self.lmcache_engine
+
+    def maybe_create_offload_server(self) -> OffloadServer | None:
+        """Return the worker's offload server, which ends with the engine."""
+        if self.role != "worker":
+            return None
+        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+        self._ensure_engine()
+        return OffloadServer(self.lmcache_engine, get_tensor_model_parallel_rank())
 
     def maybe_create_lookup_client(self) -> LookupClient | None:
         """Return the scheduler's look-up client.

@@ -10,7 +10,7 @@ import torch
 
 from lmcache_xpu import __version__, versions
 from lmcache_xpu.errors import SeamError
-from lmcache_xpu.tiers.residency import CPU, Residency, chunk_name, watched
+from lmcache_xpu.tiers.residency import Residency
 from lmcache_xpu.transfer.devices import most_pinned
 from lmcache_xpu.transfer.pool_memory import PoolMemory
 
@@ -86,20 +86,10 @@ def check_tiers(engine: Any, config: LMCacheEngineConfig) -> None:
             )
 
 
-def watch_tiers(engine: Any, config: LMCacheEngineConfig) -> Residency:
+def watch_tiers(engine: Any) -> Residency:
     """Let all tiers tell of the chunks that they hold from now on."""
     residency = Residency(engine.num_layers if engine.use_layerwise else 1)
-    backends = engine.storage_manager.storage_backends
-    if (pool := backends.get("LocalCPUBackend")) is not None:
-
-        def in_pool(key: Any, present: bool) -> None:
-            name = chunk_name(key.chunk_hash)
-            residency.changed(CPU, name, present, getattr(key, "layer_id", 0))
-
-        assert not pool.hot_cache, "chunks before the tiers were up"
-        pool.hot_cache = watched(pool.hot_cache, in_pool)
-    for tier in tiers(config):
-        backend = backends[tier]
+    for backend in engine.storage_manager.storage_backends.values():
         # LMCache wraps a remote connector in one that measures.
         connection = getattr(backend, "connection", None)
         watch = getattr(getattr(connection, "_connector", backend), "watch", None)

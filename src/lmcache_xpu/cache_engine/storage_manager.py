@@ -6,7 +6,10 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lmcache.v1.storage_backend import storage_manager
+from lmcache import torch_device_type
+from lmcache.v1.storage_backend import is_cuda_worker, storage_manager
+
+from lmcache_xpu.cache_engine.cpu_pool import LocalCPUBackend
 
 if TYPE_CHECKING:
     from lmcache.utils import CacheEngineKey
@@ -23,6 +26,16 @@ class StorageManager(storage_manager.StorageManager):  # type: ignore[misc]  # u
     """LMCache's storage manager, which knows of stores that are still in flight."""
 
     in_flight: InFlight | None = None  # set when the engine's KV cache is registered
+
+    def create_backends(self) -> dict[str, str]:
+        """Make the tiers, the CPU tier of this package; LMCache keeps those that are there."""
+        if POOL not in self.storage_backends:
+            device = torch_device_type if is_cuda_worker(self.metadata) else "cpu"
+            self.storage_backends[POOL] = LocalCPUBackend(
+                self.config, self.metadata, device, self.lmcache_worker
+            )
+        created: dict[str, str] = super().create_backends()
+        return created
 
     def batched_put(
         self,

@@ -114,7 +114,7 @@ class WorkerSide:
         self._engine.register(list(kv_caches.values()), self.in_flight)
         health.check_tiers(self._engine, self._adapter.config)
         if self._publishes:
-            self.residency = health.watch_tiers(self._engine, self._adapter.config)
+            self.residency = health.watch_tiers(self._engine)
 
     # A step
 

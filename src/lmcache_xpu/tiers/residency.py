@@ -7,10 +7,9 @@ Only kept where the engine publishes KV events; see `kv_events`. Tiers report ea
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-__all__ = ["CPU", "DISK", "SHARED", "Change", "Residency", "chunk_name", "watched"]
+__all__ = ["CPU", "DISK", "SHARED", "Change", "Residency", "chunk_name"]
 
 CPU, DISK, SHARED = "cpu", "disk", "shared"
 
@@ -61,28 +60,3 @@ class Residency:
         with self._lock:
             changes, self._changes = self._changes, []
         return changes
-
-
-def watched(entries: Any, changed: Callable[[Any, bool], None]) -> Any:
-    """Return an empty mapping of the same type that reports each key that comes or goes.
-
-    Args:
-        entries: empty; LMCache's index of its CPU tier, a kind of `dict`.
-        changed: gets a key, and whether it is there now. Must not change the mapping.
-    """
-
-    class Watched(type(entries)):  # type: ignore[misc]  # of LMCache's choice
-        def __setitem__(self, key: Any, value: Any) -> None:
-            super().__setitem__(key, value)
-            changed(key, True)
-
-        def __delitem__(self, key: Any) -> None:
-            super().__delitem__(key)
-            changed(key, False)
-
-        def pop(self, key: Any, *default: Any) -> Any:
-            value = super().pop(key, *default)
-            changed(key, False)
-            return value
-
-    return Watched()

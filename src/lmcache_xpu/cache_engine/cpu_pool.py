@@ -1,0 +1,58 @@
+"""LMCache's CPU tier of one worker, which can tell of each chunk that comes or goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lmcache.v1.storage_backend import local_cpu_backend
+
+from lmcache_xpu.tiers.residency import CPU, chunk_name
+
+if TYPE_CHECKING:
+    from lmcache_xpu.tiers.residency import Residency
+
+__all__ = ["LocalCPUBackend"]
+
+
+class LocalCPUBackend(local_cpu_backend.LocalCPUBackend):  # type: ignore[misc]  # untyped base
+    """LMCache's CPU tier. It bears LMCache's name, which is the tier's name in logs."""
+
+    hot_cache: Any  # LMCache's index, a kind of `dict`
+
+    def watch(self, residency: Residency) -> None:
+        """Report chunks from now on. Call it before the first one is stored.
+
+        LMCache evicts in several ways; all of them change its index, and nothing else does.
+        """
+
+        def changed(key: Any, present: bool) -> None:
+            residency.changed(CPU, chunk_name(key.chunk_hash), present, getattr(key, "layer_id", 0))
+
+        assert not self.hot_cache, "chunks before the tiers were up"
+        self.hot_cache = _reporting(type(self.hot_cache), changed)
+
+
+def _reporting(kind: type, changed: Callable[[Any, bool], None]) -> Any:
+    """Return an empty mapping that reports each key that comes or goes.
+
+    Args:
+        kind: the class of LMCache's index, a kind of `dict`; it depends on `cache_policy`.
+        changed: gets a key, and whether it is there now. Must not change the mapping.
+    """
+
+    class Reporting(kind):  # type: ignore[misc]  # of LMCache's choice
+        def __setitem__(self, key: Any, value: Any) -> None:
+            super().__setitem__(key, value)
+            changed(key, True)
+
+        def __delitem__(self, key: Any) -> None:
+            super().__delitem__(key)
+            changed(key, False)
+
+        def pop(self, key: Any, *default: Any) -> Any:
+            value = super().pop(key, *default)
+            changed(key, False)
+            return value
+
+    return Reporting()

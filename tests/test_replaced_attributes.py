@@ -1,0 +1,99 @@
+"""What the data path sets on objects of others is a field of theirs, never a method or an index."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import lmcache_xpu
+
+SRC = Path(lmcache_xpu.__file__).parent
+ROOMS = ("kv_connector", "cache_engine", "gpu_connector", "tiers", "transfer")
+REPLACING = {  # by `status` shown as patches
+    "kv_connector/patches.py: setattr(holder, name, replacement)",
+    "kv_connector/worker_hooks.py: worker.__class__",
+}
+FIELDS = {  # of a description, a configuration or a state, which hold plain data
+    "cache_engine/cache_salt.py: meta.token_ids",
+    "cache_engine/config.py: config.extra_config",
+    "cache_engine/config.py: config.lookup_server_worker_ids",
+    "cache_engine/config.py: config.pre_caching_hash_algorithm",
+    "cache_engine/config.py: transfer.kv_connector_extra_config",
+    "cache_engine/ending.py: server.running",
+    "cache_engine/ending.py: utils._config_instance",
+    "cache_engine/factory.py: metadata.kv_shape",
+    "cache_engine/factory.py: metadata.model_name",
+    "cache_engine/factory.py: metadata.role",
+    "cache_engine/factory.py: request.save_spec.can_save",
+    "cache_engine/unfilled_blocks.py: request.load_spec",
+    "cache_engine/unfilled_blocks.py: request.save_spec.can_save",
+    "gpu_connector/registered_cache.py: metadata.fmt",
+    "kv_connector/early_loads.py: request.load_spec",
+    "kv_connector/epochs.py: request.save_spec.can_save",
+    "kv_connector/scheduler.py: tracker.allocated_block_ids",
+    "kv_connector/worker.py: context.attn_metadata",
+}
+OWN = {  # of classes of this package, and of events that it makes
+    "cache_engine/cache_salt.py: adapter.lookup_client.salts",
+    "cache_engine/engine.py: self.gpu_connector.overlap",
+    "cache_engine/engine.py: self.storage_manager.in_flight",
+    "cache_engine/factory.py: connector.unfilled",
+    "kv_connector/epochs.py: metadata.epoch",
+    "kv_connector/epochs.py: self._engine.refuses_lookups",
+    "kv_connector/kv_events.py: event.block_hashes",
+    "kv_connector/kv_events.py: event.extra_keys",
+    "kv_connector/kv_events.py: event.token_ids",
+    "kv_connector/kv_events.py: prompt.end",
+    "kv_connector/kv_events.py: prompt.first",
+    "kv_connector/kv_events.py: prompt.name",
+    "kv_connector/patches.py: replacement.__lmcache_xpu__",
+    "kv_connector/scheduler.py: self._epochs.pool",
+    "tiers/disk/chunk_index.py: self._pins[key].count",
+    "tiers/disk/chunk_store.py: entry.used_ns",
+    "transfer/host_copies.py: step.pending",
+}
+
+
+def assigned(source: str) -> Iterator[str]:
+    """Attributes that code sets on anything but the object whose method it is."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+            if ast.unparse(node.value) not in ("self", "cls"):
+                yield ast.unparse(node)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in (
+            "setattr",
+            "__setattr__",
+            "delattr",
+        ):
+            yield ast.unparse(node)
+
+
+def test_nothing_else_is_set_on_objects_of_others():
+    seen = {
+        f"{path.relative_to(SRC)}: {target}"
+        for room in ROOMS
+        for path in (SRC / room).rglob("*.py")
+        for target in assigned(path.read_text())
+    }
+    assert seen == REPLACING | FIELDS | OWN, "replace nothing: extend the class (CONTRIBUTING.md)"
+
+
+def test_every_way_to_set_one_is_seen():
+    source = """
+pool.hot_cache = watched(pool.hot_cache)
+a, b.c = 1, 2
+self.x = d.e = 3
+setattr(f, "g", 1)
+object.__setattr__(f, "g", 1)
+del h.i
+self.own = 4
+"""
+    assert set(assigned(source)) == {
+        "pool.hot_cache",
+        "b.c",
+        "d.e",
+        "setattr(f, 'g', 1)",
+        "object.__setattr__(f, 'g', 1)",
+        "h.i",
+    }
