@@ -95,6 +95,8 @@ def _not_reached(figure: Figures) -> Answer | None:
         said += "No tier was asked: does this engine run with offload?"
     elif hits["device_hits"]:
         full = "" if used is None else f", which was at most {used:.0%} full"
+        if tokens := figure.get("engine_cache_tokens"):
+            full = f", which holds {tokens:,.0f} tokens" + full.replace(", which", " and")
         said += (
             f"{percent(hits['device_rate'])} came from the engine's own cache{full}. Send more "
             "than it holds: more users (-u), longer histories (--user-history-prompt)."
@@ -120,4 +122,4 @@ def _runs(figure: Figures) -> str:
 def _confidence(base: Figures, figure: Figures) -> str:
     """What the interval knows of: how runs differ, only where there are several."""
     single = min(base["runs"], figure["runs"]) == 1
-    return "with 95 % confidence" + (", for runs like this one" if single else "")
+    return "with 95 % confidence" + (", within this run only" if single else "")

@@ -133,9 +133,8 @@ class Comparison:
                 locust.wait(STOP_S)
                 raise
         if not (directory / META).exists() or code not in (0, 1):
-            said = [line for line in Path(log.name).read_text().splitlines() if "/ERROR/" in line]
-            why = said[-1].partition("loadtests: ")[2] if said else f"exit code {code}"
-            raise CutShortError(f"run {label} did not begin: {why or said[-1]} ({log.name})")
+            why = _cause(Path(log.name).read_text()) or f"exit code {code}"
+            raise CutShortError(f"run {label} did not begin: {why} ({log.name})")
         ended_by = json.loads((directory / META).read_text())["ended_by"]
         if ended_by not in ENDS:
             raise CutShortError(f"run {label} was cut short: {ended_by}; see {log.name}")
@@ -262,6 +261,13 @@ def main(
         refuse("nothing was measured.")
     holds = comparison.report(facts)
     raise typer.Exit(0 if holds and not broken else 1)
+
+
+def _cause(log: str) -> str:
+    """Return why Locust refused: the last line that our checks, or its parser of options, said."""
+    marks = ("/ERROR/loadtests: ", ": error: ")
+    said = [line.partition(mark)[2] for line in log.splitlines() for mark in marks if mark in line]
+    return said[-1] if said else ""
 
 
 def _again(directory: Path, slo: Path | None) -> NoReturn:

@@ -44,7 +44,7 @@ def urls_of(pairs: list[str]) -> dict[str, str]:
             refuse(f"found --url for {name}; expected one of {', '.join(VARIANTS)}.")
         try:
             httpx.get(f"{url}/v1/models", timeout=ANSWER_S, trust_env=False)
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             refuse(f"found no answer from {name}={url} ({error}); expected a server that runs.")
         urls[name] = url.rstrip("/")
     return urls

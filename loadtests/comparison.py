@@ -216,6 +216,21 @@ def _summary(figure: Figures) -> list[str]:
     ):
         if figure[key]["n"]:
             lines.append(f"{part}: time to first token {_times(figure[key])}.")
+    hit, missed = figure["ttft_hit_s"], figure["ttft_missed_s"]
+    if hit["n"] or missed["n"]:
+        lines += [
+            f"Whole run, {words}: time to first token {_times(times)}."
+            for words, times in (
+                ("at least half of the prompt from a cache (the engine's own or a tier)", hit),
+                ("less than half of it", missed),
+            )
+            if times["n"]
+        ]
+    else:
+        lines.append(
+            "The server does not say what its caches had of each request, so times of hits and of "
+            "misses are not told apart. vLLM says it with --enable-prompt-tokens-details."
+        )
     if figure["offered_qps"]:
         lines.append(
             f"After the ramp-up {figure['achieved_qps']:.2f} requests/s were sent, of "

@@ -14,13 +14,14 @@ import pandas as pd
 from loadtests.client import DROPPED, OK
 from loadtests.hits import Hits, hits_by_phase
 from loadtests.recorder import CLIENT, META, REQUESTS
-from loadtests.scrape import METRICS
+from loadtests.scrape import ENGINE_TOKENS, METRICS
 from loadtests.slo import Goodput
 
 __all__ = ["FEWEST", "PERCENTILES", "Measured", "figures", "load", "percentiles"]
 
 PERCENTILES = (50, 90, 95, 99)
 FEWEST = 20  # values that a percentile is given of
+MOSTLY = 0.5  # of a prompt: so much from caches makes a request one that hit
 
 Figures = dict[str, Any]
 
@@ -122,6 +123,8 @@ def figures(runs: Sequence[Measured], goodput: Goodput) -> Figures:
         "ttft_s": percentiles(answered["ttft_s"]),
         "ttft_later_rounds_s": percentiles(_round(answered, later=True)["ttft_s"]),
         "ttft_first_round_s": percentiles(_round(all_answered, later=False)["ttft_s"]),
+        "ttft_hit_s": percentiles(_hit(all_answered, hit=True)["ttft_s"]),
+        "ttft_missed_s": percentiles(_hit(all_answered, hit=False)["ttft_s"]),
         "intended_to_first_token_s": percentiles(
             answered["started_s"] + answered["ttft_s"] - answered["intended_s"]
         ),
@@ -143,6 +146,16 @@ def figures(runs: Sequence[Measured], goodput: Goodput) -> Figures:
 
 def _round(rows: pd.DataFrame, *, later: bool) -> pd.DataFrame:
     return rows[rows["round"] > 1] if later else rows[rows["round"] == 1]
+
+
+def _hit(rows: pd.DataFrame, *, hit: bool) -> pd.DataFrame:
+    """Return requests most of whose prompt some cache had, or the others; by the server's word."""
+    cached, prompt = (
+        pd.to_numeric(rows[column], errors="coerce")
+        for column in ("cached_tokens", "prompt_tokens")
+    )
+    share = cached / prompt
+    return rows[share >= MOSTLY] if hit else rows[share < MOSTLY]
 
 
 def _total(rows: pd.DataFrame, column: str) -> float:
@@ -167,4 +180,7 @@ def _server(runs: Sequence[Measured]) -> Figures:
         "external_hit_rate": main.external_rate,
         "found_rate": None if main.computed_rate is None else 1 - main.computed_rate,
         "most": {name: float(samples[name].max()) for name in (*tiers, *gauges) if name in samples},
+        "engine_cache_tokens": (
+            float(samples[ENGINE_TOKENS].max()) if ENGINE_TOKENS in samples else None
+        ),
     }

@@ -97,14 +97,25 @@ def _finish(environment: Environment) -> None:
     # take seconds from the start.
     from loadtests.report import report_run
 
+    try:
+        verdict = report_run(run.directory, run.options.slo)
+    except (OSError, ValueError) as error:  # no room, or --slo was edited meanwhile
+        LOG.error(
+            "found that the report can't be written (%s); expected room in %s, where the rows are. "
+            "Later: make loadtest-compare ARGS='--again %s'",
+            _short(error),
+            run.directory,
+            run.directory,
+        )
+        environment.process_exit_code = FAILED
+        return
+    LOG.info("%s\nReport: %s", verdict.text, run.directory / "report.html")
+    if not verdict.holds or not run.complete:
+        environment.process_exit_code = FAILED
     if run.workload == "trace":
         from loadtests.traces.summary import summarise
 
         LOG.info("%s", summarise(run.directory, run.options))
-    verdict = report_run(run.directory, run.options.slo)
-    LOG.info("%s\nReport: %s", verdict.text, run.directory / "report.html")
-    if not verdict.holds or not run.complete:
-        environment.process_exit_code = FAILED
 
 
 def _short(error: Exception) -> str:

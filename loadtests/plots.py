@@ -18,7 +18,7 @@ from loadtests.comparison import Arm
 from loadtests.figures import Figures, Measured
 from loadtests.hits import hits_over_time
 
-__all__ = ["draw"]
+__all__ = ["DPI", "draw", "plot_rounds"]
 
 # Okabe and Ito's colours, which people with any colour vision can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -110,6 +110,14 @@ def _cdf(arms: Sequence[Arm]) -> Figure | None:
 
 def _by_round(arms: Sequence[Arm]) -> Figure | None:
     figure, axes = _axes("Time to first token by round", "round", "time to first token, ms")
+    if not plot_rounds(axes, arms):
+        return None
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    return figure
+
+
+def plot_rounds(axes: Axes, arms: Sequence[Arm]) -> bool:
+    """Draw requests and their mean by round; whether there are any."""
     rounds: set[int] = set()
     for i, arm in enumerate(arms):
         rows = _answered(arm)
@@ -124,12 +132,11 @@ def _by_round(arms: Sequence[Arm]) -> Figure | None:
         axes.plot(mean_ms.index + aside, mean_ms, linewidth=2, color=colour, label=label)
         rounds |= set(mean_ms.index)
     if not rounds:
-        return None
+        return False
     axes.set_yscale("log")
     _plain_ticks(axes.yaxis)
     axes.set_xticks(sorted(rounds))
-    figure.legend(loc="outside lower center", ncols=2, frameon=False)
-    return figure
+    return True
 
 
 def _plain_ticks(axis: Axis) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from http.client import HTTPException
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -102,7 +103,7 @@ def served_models(host: str, options: Options) -> list[str]:
                 "LOCUST_API_KEY."
             )
         names = [str(model["id"]) for model in orjson.loads(page)["data"]]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, HTTPException, ValueError, LookupError, TypeError, AttributeError) as error:
         raise RuntimeError(
             f"found no list of models at {host}/v1/models ({error}); expected an OpenAI-style "
             "server. Check HOST: `curl HOST/v1/models` shows what answers."

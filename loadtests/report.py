@@ -16,6 +16,7 @@ from loadtests.comparison import Arm, Verdict, compare, judge
 from loadtests.figures import FEWEST, PERCENTILES, Figures, load
 from loadtests.plots import draw
 from loadtests.slo import Slo
+from loadtests.summary_picture import draw_summary
 from loadtests.words import amount, percent
 
 __all__ = ["report_run", "write_report"]
@@ -26,6 +27,8 @@ TIMES = (
     ("ttft_s", "Time to first token"),
     ("ttft_later_rounds_s", "  of rounds 2 and later"),
     ("ttft_first_round_s", "  of round 1, ramp-up included"),
+    ("ttft_hit_s", "  half of the prompt or more from a cache, whole run"),
+    ("ttft_missed_s", "  less of it, whole run"),
     ("intended_to_first_token_s", "From when it was due by the plan to the first token"),
     ("itl_s", "Between chunks (ITL)"),
     ("tpot_s", "Per token after the first (TPOT)"),
@@ -93,6 +96,7 @@ def _pictures(
 ) -> list[tuple[str, Path]]:
     """Draw; a picture that can't be drawn costs the picture, not the report."""
     try:
+        draw_summary(arms, by_arm, verdict, directory)
         return draw(arms, by_arm, directory)
     except Exception as error:  # of matplotlib, on data that nobody foresaw
         verdict.sentences.append(f"The pictures could not be drawn: {error!r}.")

@@ -15,9 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from loadtests.recorder import RunClock
 
-__all__ = ["METRICS", "Scraper", "samples"]
+__all__ = ["ENGINE_TOKENS", "METRICS", "Scraper", "samples"]
 
 METRICS = "metrics.jsonl"
+ENGINE_TOKENS = "engine_cache_tokens"
 EVERY_S = 1.0
 TIMEOUT_S = 5.0
 # What is kept of a page that has hundreds of lines. The parser is too slow for all of them: it
@@ -28,6 +29,7 @@ PREFIXES = (
     "vllm:prompt_tokens_total",
     "vllm:generation_tokens_total",
     "vllm:kv_cache_usage_perc",
+    "vllm:cache_config_info",
     "vllm:num_requests_",
     "vllm:num_preemptions_total",
     "lmcache:local_cache_usage",
@@ -47,6 +49,12 @@ def samples(page: str) -> dict[str, float]:
     for family in text_string_to_metric_families("\n".join(lines) + "\n"):
         for sample in family.samples:
             if sample.name.endswith("_created"):
+                continue
+            if sample.name == "vllm:cache_config_info":  # its labels are what it says
+                held = [sample.labels.get(k, "") for k in ("num_gpu_blocks", "block_size")]
+                if all(number.isdigit() for number in held):
+                    tokens = float(held[0]) * float(held[1])
+                    samples[ENGINE_TOKENS] = samples.get(ENGINE_TOKENS, 0.0) + tokens
                 continue
             labels = {k: v for k, v in sample.labels.items() if k in ("direction", "tier")}
             name = sample.name + "".join(f" {k}={v}" for k, v in sorted(labels.items()))

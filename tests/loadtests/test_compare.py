@@ -92,6 +92,7 @@ DEAD = "http://127.0.0.1:9"
         (["--url", DEAD], f"found --url {DEAD}; expected VARIANT=http://HOST:PORT"),
         (["--url", f"gpu={DEAD}"], "found --url for gpu; expected one of none, cpu"),
         (["--url", f"none={DEAD}"], f"found no answer from none={DEAD}"),
+        (["--url", "none=http://["], "found no answer from none=http://["),
         (["--url", "none=127.0.0.1:9"], "expected VARIANT=http://HOST:PORT"),
         (["--again", "MISSING"], "found no rows in MISSING"),
         (["--slo", "MISSING"], "found --slo MISSING, No such file"),
@@ -119,6 +120,13 @@ def test_a_run_that_does_not_begin_says_why(stub, tmp_path):
     assert process.returncode == 2, said
     assert "run none-1 did not begin: found --tags" in said
     assert "nothing was measured" in said
+
+
+def test_an_option_that_locust_does_not_have_is_named(stub, tmp_path):
+    process = compare("--url", f"none={stub.url}", "--option=--qpz=3", tmp_path=tmp_path)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 2, said
+    assert "run none-1 did not begin: unrecognized arguments: --qpz" in said
 
 
 def test_a_restart_needs_somebody_who_restarts(stub, tmp_path):

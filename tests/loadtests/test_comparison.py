@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from loadtests.comparison import Arm, compare, judge
 from loadtests.figures import figures, load, percentiles
 from loadtests.hits import COUNTERS, hits_by_phase, hits_over_time
 from loadtests.report import write_report
+from loadtests.scrape import ENGINE_TOKENS, samples
 from loadtests.slo import Goodput, Slo
 
 GOODPUT = Goodput(ttft_s=0.5, itl_s=0.02)
@@ -179,7 +181,7 @@ def test_a_gain_is_said_with_its_confidence(tmp_path):
     assert verdict.holds
     assert verdict.lines[0].startswith("YES: CPU tier. First tokens come 10.")
     assert "n = 37 requests in 1 run of vLLM without offload and 37 in 1 run" in verdict.lines[0]
-    assert "for runs like this one" in verdict.lines[0]
+    assert "within this run only" in verdict.lines[0]
     assert "80% of the rest from the tiers" in verdict.text
     assert "All 3 thresholds hold." in verdict.sentences
 
@@ -280,6 +282,43 @@ def test_each_sentence_names_its_population_and_how_many(tmp_path):
     assert f"After the ramp-up: time to first token {later}." in text
 
 
+def test_hits_and_misses_have_each_their_times(tmp_path):
+    """By what the server said of each request; one that it said nothing of is in neither."""
+    rows = [row(6 + i / 10) | {"cached_tokens": 50} for i in range(20)]
+    rows += [row(9 + i / 10, ttft_s=1.0) | {"cached_tokens": 49} for i in range(25)]
+    rows += [row(12, ttft_s=7.0)]
+    slo = Slo.load(slo_file(tmp_path))
+    arm = Arm("server", "it", [run(tmp_path / "r", rows, counters=COUNTED)])
+    text = judge([arm], compare([arm], slo), slo).text
+    assert "from a cache (the engine's own or a tier): time to first token mean 100 ms, " in text
+    assert "median 100 ms, p95 100 ms (n = 20)." in text
+    misses = "mean 1,000 ms, median 1,000 ms, p95 1,000 ms (n = 25)."
+    assert f"Whole run, less than half of it: time to first token {misses}" in text
+
+
+def test_a_server_that_does_not_say_what_it_had_is_told_so(tmp_path):
+    slo = Slo.load(slo_file(tmp_path))
+    arm = Arm("server", "it", [run(tmp_path / "r", [row(i) for i in range(5, 35)])])
+    text = judge([arm], compare([arm], slo), slo).text
+    assert "vLLM says it with --enable-prompt-tokens-details." in text
+
+
+def test_a_cache_that_held_all_is_said_with_its_size(tmp_path):
+    slo = Slo.load(slo_file(tmp_path))
+    arm = Arm("server", "it", [run(tmp_path / "r", [row(i) for i in range(30)], counters=FITS)])
+    found = compare([arm], slo)
+    found["server"]["engine_cache_tokens"] = 14336.0
+    assert "own cache, which holds 14,336 tokens. Send more" in judge([arm], found, slo).text
+    found["server"]["most"]["vllm:kv_cache_usage_perc"] = 0.5
+    assert "holds 14,336 tokens and was at most 50% full. Send" in judge([arm], found, slo).text
+
+
+def test_the_engines_cache_is_read_from_its_page():
+    info = 'vllm:cache_config_info{block_size="128",engine="%d",num_gpu_blocks="%s"} 1.0\n'
+    assert samples(info % (0, "40") + info % (1, "40")) == {ENGINE_TOKENS: 10240.0}
+    assert samples(info % (0, "None")) == {}
+
+
 def test_a_base_that_fell_behind_is_said(tmp_path):
     made = arms(tmp_path, base_s=1.0, cpu_s=0.1)
     slo = Slo.load(slo_file(tmp_path))
@@ -330,6 +369,9 @@ def test_the_report_of_a_comparison_is_whole(tmp_path):
     assert "none: the run was cut short (server gone)." in verdict
     assert "make &lt;it&gt;" in page or "make \\u003cit\\u003e" in page
     assert page.count("data:image/png") == 4
+    assert page.index("In short") < page.index("Thresholds")
+    width, height = struct.unpack(">II", (tmp_path / "summary.png").read_bytes()[16:24])
+    assert width > height > 400
 
 
 def test_a_picture_that_fails_costs_the_picture_alone(tmp_path, monkeypatch):

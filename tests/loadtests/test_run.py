@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from contextlib import contextmanager
@@ -104,7 +105,8 @@ def test_a_run_leaves_rows_figures_pictures_and_a_page(stub, tmp_path):
     assert found["device_hit_rate"] == pytest.approx(1 / 4, abs=0.01)
     assert found["external_hit_rate"] == pytest.approx(2 / 3, abs=0.01)
     page = (directory / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == len(list(directory.glob("*.png"))) == 4
+    assert page.count("data:image/png;base64,") == len(list(directory.glob("*.png"))) - 1 == 4
+    assert (directory / "summary.png").exists()  # all of it in one image
     assert not re.findall(r'(?:src|href)="(?!data:)', page)
     assert "YES: the tiers serve this load. They held" in said
 
@@ -213,6 +215,41 @@ def test_what_can_not_be_run_is_refused(stub, tmp_path, options, says):
     refused = next((line for line in said.splitlines() if says in line), "")
     # Refused before anything starts, but for a server that fails: without Locust's empty tables.
     assert "Aggregated" not in said or "warm-up" in refused
+
+
+@pytest.mark.parametrize("answer", [b"SSH-2.0-OpenSSH_9.2\r\n", b""])
+def test_a_port_that_is_not_http_is_refused(tmp_path, answer):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def speak():
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(answer)
+
+        threading.Thread(target=speak, daemon=True).start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with locust(url, tmp_path / "r") as process:
+            code, said = end(process)
+    assert code == 2, said
+    assert f"found no list of models at {url}" in said
+    assert "Traceback" not in said
+    assert not (tmp_path / "r" / "rows.jsonl").exists()
+
+
+def test_a_report_that_can_not_be_written_loses_no_row(stub, tmp_path):
+    directory, slo = tmp_path / "report", tmp_path / "slo.toml"
+    slo.write_text("[goodput]\nttft_s=1\nitl_s=1\n")
+    with locust(stub.url, directory, **{"--slo": slo}) as process:
+        wait_for(lambda: (directory / "rows.jsonl").exists())
+        slo.write_text("no TOML")
+        code, said = end(process)
+    assert code == 1, said
+    assert "the report can't be written" in said
+    assert f"--again {directory}" in said
+    assert "Traceback" not in said
+    assert len(rows_of(directory)) > 5
+    assert read(directory, "meta.json")["ended_by"] == "time"
 
 
 def test_a_bug_at_the_start_ends_the_run_instead_of_hanging(stub, tmp_path):

@@ -1,0 +1,99 @@
+"""One picture of a whole report, for places that show images but no pages."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from loadtests.comparison import Arm, Verdict
+from loadtests.figures import Figures
+from loadtests.plots import DPI, plot_rounds
+
+__all__ = ["NAME", "draw_summary"]
+
+NAME = "summary.png"
+WIDTH = 10.0  # inches
+LINE = 0.2  # of text
+PANELS = 4.0
+CHARACTERS = 118  # of a line of text
+SHARES = (
+    ("engine's own cache", "#56B4E9"),
+    ("tiers", "#009E73"),
+    ("computed", "#DDDDDD"),
+)
+
+
+def draw_summary(
+    arms: Sequence[Arm], by_arm: dict[str, Figures], verdict: Verdict, directory: Path
+) -> Path:
+    """Write summary.png: the answers, times to first token by round, and who had the prompts."""
+    lines = [
+        line for answer in map(str, verdict.answers) for line in textwrap.wrap(answer, CHARACTERS)
+    ]
+    head = LINE * (len(lines) + 1)
+    with mpl.rc_context({"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}):
+        figure = Figure(figsize=(WIDTH, head + PANELS))
+        grid = figure.add_gridspec(2, 1, height_ratios=(head, PANELS))
+        top = figure.add_subfigure(grid[0])
+        bottom = figure.add_subfigure(grid[1])
+        colour = "#007A5A" if verdict.holds else "#B04A00"
+        top.text(0.01, 0.9, "\n".join(lines), va="top", color=colour, fontsize=10)
+        times, shares = bottom.subplots(1, 2, width_ratios=(3, 2))
+        bottom.subplots_adjust(left=0.07, right=0.97, top=0.92, bottom=0.24, wspace=0.36)
+        times.set_title("Time to first token, ms: requests and mean by round", loc="left")
+        times.set_xlabel("round, ramp-up included")
+        times.grid(alpha=0.25)
+        plot_rounds(times, arms)
+        bottom.legend(
+            *times.get_legend_handles_labels(), loc="lower left", ncols=2, frameon=False, fontsize=8
+        )
+        _plot_shares(shares, arms, by_arm)
+        path = directory / NAME
+        figure.savefig(path, dpi=DPI)
+    return path
+
+
+def _plot_shares(axes: Axes, arms: Sequence[Arm], by_arm: dict[str, Figures]) -> None:
+    """Draw of all prompt tokens of the whole run, who had them."""
+    axes.set_title("Prompt tokens of the whole run", loc="left")
+    axes.set_xlim(0, 100)
+    axes.set_xlabel("% of prompt tokens")
+    hits = {
+        arm.name: by_arm[arm.name]["hit_rates"]["whole run"]
+        for arm in arms
+        if by_arm[arm.name].get("hit_rates")
+    }
+    labels = []
+    for place, (name, counts) in enumerate(hits.items()):
+        total = counts["device_queries"]
+        labels.append(f"{name}\n{total:,.0f} tokens")
+        if not total:
+            continue
+        parts = [counts["device_hits"], counts["external_hits"]]
+        left = 0.0
+        for part, (_, colour) in zip([*parts, total - sum(parts)], SHARES, strict=True):
+            width = part / total * 100
+            axes.barh(place, width, left=left, height=0.6, color=colour)
+            if width >= 6:
+                axes.text(left + width / 2, place, f"{width:.0f} %", ha="center", va="center")
+            left += width
+    if not hits:
+        axes.text(50, 0.5, "the server's counters were not read", ha="center")
+        axes.set_yticks([])
+        return
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set_ylim(len(labels) - 0.5, -0.5)
+    patches = [axes.barh(0, 0, color=colour, label=label) for label, colour in SHARES]
+    axes.legend(
+        handles=patches,
+        loc="upper center",
+        bbox_to_anchor=(0.4, -0.15),
+        ncols=3,
+        frameon=False,
+        fontsize=8,
+    )
