@@ -76,9 +76,10 @@ OTHERS = {
     "hw_memory_usage_bytes": "Memory of a GPU in use, from Intel's exporter",
     "hw_power_watts": "Power of a GPU, from Intel's exporter",
     "hw_temperature_celsius": "Temperature of a GPU, from Intel's exporter",
+    "hw_errors_total": "Errors that a GPU reports, from Intel's exporter",
     "up": "1 while Prometheus reaches the engine",
 }
-METRIC = re.compile(r"\b(?:vllm:|lmcache:)\w+|\bhw_\w+_(?:ratio|bytes|watts|celsius)|\bup(?=\{)")
+METRIC = re.compile(r"\b(?:vllm:|lmcache:)\w+|\bhw_\w+_(?:ratio|bytes|watts|celsius|total)|\bup(?=\{)")
 
 
 def rows(head: Iterable[str], body: Iterable[Iterable[str]]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from chart import CHART, CI_FILES, MODEL, ROOT, helm, rendered, template
+from chart import CHART, CI_FILES, MODEL, ROOT, helm, render, rendered, template
 
 import lmcache_xpu
 
@@ -68,10 +68,42 @@ def test_the_package_holds_the_files_of_monitoring(tmp_path):
     assert not [name for name in members if "/ci/" in name]
     values = {**MODEL, "monitor": {"rules": True, "dashboard": True}}
     objects = rendered(helm("template", "kv", str(package), values=values))
-    rules = objects.one("PrometheusRule")["spec"]
-    assert rules == yaml.safe_load((monitoring / "alerts.yaml").read_text())
-    shown = objects.one("ConfigMap", "kv-lmcache-xpu-dashboard")["data"]["lmcache-xpu.json"]
-    assert json.loads(shown) == json.loads(dashboard.read_text())
+    rules = objects.one("PrometheusRule")["spec"]["groups"]
+    assert rules[:-1] == yaml.safe_load((monitoring / "alerts.yaml").read_text())["groups"]
+    [(_, shown)] = objects.one("ConfigMap", "kv-lmcache-xpu-dashboard")["data"].items()
+    own = ("uid", "title")
+    assert {k: v for k, v in json.loads(shown).items() if k not in own} == {
+        k: v for k, v in json.loads(dashboard.read_text()).items() if k not in own
+    }
+
+
+def test_dashboards_of_two_releases_live_side_by_side():
+    def dashboard(release: str, namespace: str) -> tuple[str, str]:
+        values = {**MODEL, "monitor": {"dashboard": True}}
+        done = helm("template", release, str(CHART), "-n", namespace, values=values)
+        [config] = rendered(done).of("ConfigMap")
+        [(file, text)] = config["data"].items()
+        return file, json.loads(text)["uid"]
+
+    made = [dashboard("kv", "a"), dashboard("kv", "b"), dashboard("other", "a")]
+    for column in zip(*made, strict=True):
+        assert len(set(column)) == 3
+    assert all(len(uid) <= 40 for _, uid in made)  # Grafana's limit
+
+
+@pytest.mark.parametrize(
+    ("settings", "metric"),
+    [
+        ({}, "kube_deployment_status_replicas_ready"),
+        ({"disk_gib": 1}, "kube_statefulset_status_replicas_ready"),
+    ],
+)
+def test_pods_that_never_come_are_an_alert(settings, metric):
+    objects = render(monitor={"rules": True}, models={"m": {"settings": settings}})
+    [rule] = objects.one("PrometheusRule")["spec"]["groups"][-1]["rules"]
+    kind = metric.split("_")[1]
+    assert f'{metric}{{namespace="serving", {kind}="kv-lmcache-xpu-m"}}' in rule["expr"]
+    assert rule["for"] == "42m"  # 1,800 s for a start, and what comes before it
 
 
 def test_this_versions_values_are_frozen_for_the_next_one():
