@@ -183,10 +183,12 @@ def judge(arms: Sequence[Arm], by_arm: dict[str, Figures], slo: Slo) -> Verdict:
             answer.of_variant(arm.about, by_arm[arm.name], base.about, plain) for arm in others
         ]
         sentences = [line for arm in others for line in _gains(arm, by_arm[arm.name], base)]
-        if behind := _behind(plain):
-            sentences.append(
-                f"{base.about} did not keep up: {behind}. Ratios have its queue in them."
-            )
+        sentences += [
+            f"{arm.about} did not keep up: {behind}. Its times have its queue in them. Send less "
+            "(--option=--qps=...), or measure while nothing else runs on the machine."
+            for arm in arms
+            if (behind := _behind(by_arm[arm.name]))
+        ]
     else:
         answers, sentences = [answer.of_run(plain)], _summary(plain)
     missed = [check for check in checks if not check.holds]
