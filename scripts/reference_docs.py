@@ -79,7 +79,9 @@ OTHERS = {
     "hw_errors_total": "Errors that a GPU reports, from Intel's exporter",
     "up": "1 while Prometheus reaches the engine",
 }
-METRIC = re.compile(r"\b(?:vllm:|lmcache:)\w+|\bhw_\w+_(?:ratio|bytes|watts|celsius|total)|\bup(?=\{)")
+METRIC = re.compile(
+    r"\b(?:vllm:|lmcache:)\w+|\bhw_\w+_(?:ratio|bytes|watts|celsius|total)|\bup(?=\{)"
+)
 
 
 def rows(head: Iterable[str], body: Iterable[Iterable[str]]) -> str:
