@@ -269,7 +269,9 @@ class Loadtest(Values):
     now: bool
     model: str
     users: Count
-    workload: Literal["multi-round", "conversations", "long-documents", "agents", "no-reuse"]
+    workload: Literal[
+        "multi-round", "conversations", "long-documents", "agents", "no-reuse", "trace"
+    ]
     durationS: Count
     args: list[str]
     reportClaim: str

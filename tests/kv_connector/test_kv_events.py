@@ -14,7 +14,7 @@ from lmcache_xpu.cache_engine.cache_salt import salted
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.kv_connector import kv_events
 from lmcache_xpu.kv_connector.kv_events import KVEvents, TierReport, published
-from lmcache_xpu.tiers.residency import CPU, DISK, SHARED, Change, Residency, watched
+from lmcache_xpu.tiers.residency import CPU, DISK, SHARED, Change, Residency
 
 
 def numbers(hashes: list[bytes]) -> list[int]:
@@ -263,27 +263,3 @@ def test_a_chunk_is_held_when_all_its_layers_are():
     assert residency.take() == [Change(CPU, "a", False)]
     residency.changed(SHARED, "a", True)  # whole chunks
     assert residency.take() == [Change(SHARED, "a", True)]
-
-
-@pytest.mark.parametrize("policy", ["LRU", "LFU", "FIFO", "MRU"])
-def test_lmcaches_index_tells_of_keys_however_they_come_and_go(policy):
-    from lmcache.v1.storage_backend.cache_policy import get_cache_policy
-
-    seen: list[tuple[str, bool]] = []
-    residency = Residency()
-    index = watched(
-        get_cache_policy(policy).init_mutable_mapping(),
-        lambda key, held: (seen.append((key, held)), residency.changed(CPU, key, held)),
-    )
-    index["a"] = index["b"] = index["c"] = 1
-    del index["a"]
-    assert index.pop("b") == 1
-    assert index.pop("b", None) is None
-    with pytest.raises(KeyError):
-        index.pop("b")
-    assert index.get("c") == 1
-    assert residency.take() == [
-        *changes(CPU, ["a", "b", "c"]),
-        *changes(CPU, ["a", "b"], held=False),
-    ]
-    assert len(index) == 1

@@ -12,7 +12,7 @@ from lmcache_xpu.tiers.residency import CPU, chunk_name
 if TYPE_CHECKING:
     from lmcache_xpu.tiers.residency import Residency
 
-__all__ = ["LocalCPUBackend"]
+__all__ = ["LocalCPUBackend", "reporting"]
 
 
 class LocalCPUBackend(local_cpu_backend.LocalCPUBackend):  # type: ignore[misc]  # untyped base
@@ -30,10 +30,10 @@ class LocalCPUBackend(local_cpu_backend.LocalCPUBackend):  # type: ignore[misc] 
             residency.changed(CPU, chunk_name(key.chunk_hash), present, getattr(key, "layer_id", 0))
 
         assert not self.hot_cache, "chunks before the tiers were up"
-        self.hot_cache = _reporting(type(self.hot_cache), changed)
+        self.hot_cache = reporting(type(self.hot_cache), changed)
 
 
-def _reporting(kind: type, changed: Callable[[Any, bool], None]) -> Any:
+def reporting(kind: type, changed: Callable[[Any, bool], None]) -> Any:
     """Return an empty mapping that reports each key that comes or goes.
 
     Args:
