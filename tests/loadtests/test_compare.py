@@ -83,36 +83,6 @@ def test_an_interrupted_comparison_reports_what_it_has(stub, tmp_path):
     assert summary["facts"]["cut short"] == "interrupted"
 
 
-DEAD = "http://127.0.0.1:9"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--url", DEAD], f"found --url {DEAD}; expected VARIANT=http://HOST:PORT"),
-        (["--url", f"gpu={DEAD}"], "found --url for gpu; expected one of none, cpu"),
-        (["--url", f"none={DEAD}"], f"found no answer from none={DEAD}"),
-        (["--url", "none=http://["], "found no answer from none=http://["),
-        (["--url", "none=127.0.0.1:9"], "expected VARIANT=http://HOST:PORT"),
-        (["--again", "MISSING"], "found no rows in MISSING"),
-        (["--slo", "MISSING"], "found --slo MISSING, No such file"),
-        (["--report-dir", "/proc/x"], "found --report-dir /proc/x"),
-        (["--work", "/proc/x"], "found --work /proc/x"),
-        (["--compose", "MISSING"], "found no file MISSING"),
-        (["--order", "none,gpu"], "found variants ['gpu']"),
-        (["--profile", "x"], "found profile x"),
-    ],
-)
-def test_mistakes_end_with_one_line_before_anything_starts(tmp_path, arguments, says):
-    process = compare(*arguments, tmp_path=tmp_path)
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == 2, said
-    assert says in said
-    assert "Traceback" not in said
-    assert "starting" not in said
-    assert not (ROOT / "MISSING").exists()
-
-
 def test_a_run_that_does_not_begin_says_why(stub, tmp_path):
     wrong = ["--option=--tags=nonsense"]
     process = compare("--url", f"none={stub.url}", *wrong, tmp_path=tmp_path)

@@ -6,64 +6,15 @@ import json
 import re
 import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
 import urllib.request
-from contextlib import contextmanager
-from pathlib import Path
 from urllib.parse import urlencode
 
 import pytest
+from locust_process import end, locust
 from stub_process import stub_server
 
 pytestmark = pytest.mark.alone
-
-ROOT = Path(__file__).parents[2]
-OPTIONS = {
-    "--users": 4,
-    "--num-rounds": 4,
-    "--qps": 4,
-    "--answer-len": 8,
-    "--shared-system-prompt": 20,
-    "--user-history-prompt": 30,
-    "--duration-s": 4,
-}
-
-
-@contextmanager
-def locust(url, directory, *more, headless=True, **options):
-    """A Locust that runs; ended in any case."""
-    given = OPTIONS | {"--host": url, "--report-dir": directory} | options
-    command = [sys.executable, "-m", "locust", "-f", "loadtests/locustfile.py", "--only-summary"]
-    command += [str(word) for pair in given.items() for word in pair]
-    command += [*more, *(["--headless"] if headless else [])]
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        preexec_fn=interruptible,
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
-
-
-def interruptible():
-    """A shell lets what it starts in the background ignore Ctrl-C, and that is inherited."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def end(process, within_s=40):
-    """Its exit code and what it said."""
-    said, _ = process.communicate(timeout=within_s)
-    return process.returncode, said
 
 
 def rows_of(directory):
@@ -182,61 +133,6 @@ def test_requests_that_stall_are_counted_and_sessions_go_on(stub, tmp_path):
     assert "share of requests that failed is 100.0%, expected at most 1.0%" in said
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"--tags": "nonsense"}, "found --tags nonsense; expected one of multi-round"),
-        ({"--num-rounds": 1}, "expected at least 1 user, at least 2 rounds"),
-        ({"--silence-s": -1}, "--silence-s: Input should be greater than 0, found -1"),
-        ({"--stages": "9:2"}, "found --stages with --qps 4; expected --qps 0"),
-        ({"--tags": "conversations"}, "expected --conversations FILE"),
-        (
-            {"--tags": "conversations", "--conversations": "MISSING"},
-            "found --conversations MISSING, No such file or directory; expected a list",
-        ),
-        (
-            {"--tags": "conversations", "--conversations": "README.md"},
-            "found --conversations README.md, JSONDecodeError",
-        ),
-        ({"--report-dir": "/proc/x"}, "found --report-dir /proc/x, No such file or directory"),
-        ({"--slo": "MISSING"}, "found --slo MISSING, No such file or directory; expected a TOML"),
-        ({"--slo": "README.md"}, "found --slo README.md, which says: "),
-        ({"--model": "other"}, "found stub, stub-stall"),
-        ({"--model": "stub-http-503"}, "warm-up requests failed (first: HTTP 503"),
-        ({"--host": "http://127.0.0.1:9"}, "found no list of models at http://127.0.0.1:9"),
-    ],
-)
-def test_what_can_not_be_run_is_refused(stub, tmp_path, options, says):
-    with locust(stub.url, tmp_path / "r", **options) as process:
-        code, said = end(process)
-    assert code == 2, said
-    assert says in said
-    assert "Traceback" not in said
-    refused = next((line for line in said.splitlines() if says in line), "")
-    # Refused before anything starts, but for a server that fails: without Locust's empty tables.
-    assert "Aggregated" not in said or "warm-up" in refused
-
-
-@pytest.mark.parametrize("answer", [b"SSH-2.0-OpenSSH_9.2\r\n", b""])
-def test_a_port_that_is_not_http_is_refused(tmp_path, answer):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def speak():
-            connection, _ = listener.accept()
-            with connection:
-                connection.recv(4096)
-                connection.sendall(answer)
-
-        threading.Thread(target=speak, daemon=True).start()
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        with locust(url, tmp_path / "r") as process:
-            code, said = end(process)
-    assert code == 2, said
-    assert f"found no list of models at {url}" in said
-    assert "Traceback" not in said
-    assert not (tmp_path / "r" / "rows.jsonl").exists()
-
-
 def test_a_report_that_can_not_be_written_loses_no_row(stub, tmp_path):
     directory, slo = tmp_path / "report", tmp_path / "slo.toml"
     slo.write_text("[goodput]\nttft_s=1\nitl_s=1\n")
@@ -250,17 +146,6 @@ def test_a_report_that_can_not_be_written_loses_no_row(stub, tmp_path):
     assert "Traceback" not in said
     assert len(rows_of(directory)) > 5
     assert read(directory, "meta.json")["ended_by"] == "time"
-
-
-def test_a_bug_at_the_start_ends_the_run_instead_of_hanging(stub, tmp_path):
-    """An error that nobody expects: the users would wait for a run that never begins."""
-    code = "import loadtests.run as r; r.Run.client = None; from locust.main import main; main()"
-    command = [sys.executable, "-c", code, "-f", "loadtests/locustfile.py", "--headless"]
-    given = OPTIONS | {"--host": stub.url, "--report-dir": tmp_path / "r"}
-    command += [str(word) for pair in given.items() for word in pair]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=40)
-    assert done.returncode == 2, done.stderr
-    assert "TypeError" in done.stderr
 
 
 def test_a_file_of_conversations_is_held_to_its_end(stub, tmp_path):
