@@ -67,12 +67,13 @@ def compare(stack, directory, *options: str):
     )
 
 
+@pytest.mark.timeout(480)  # three engines, one after another, each with its load
 def test_a_disk_tier_that_a_new_engine_finds(stack, tmp_path):
     """Without offload, then with a disk tier that one engine fills and the next one reads."""
     (slo := tmp_path / "slo.toml").write_text(SLO)
     # Long enough for twenty requests of later rounds, also after the restart.
-    long = f"--option=--duration-s={PROFILE.duration_s:g}"
-    done = compare(stack, tmp_path, "--order", "none,disk", "--slo", str(slo), long)
+    order = ("--order", "none,disk", "--option=--duration-s=48")
+    done = compare(stack, tmp_path, *order, "--slo", str(slo))
     print(done.stdout)
     assert done.returncode == 0, done.stdout[-6000:]
     summary = json.loads((tmp_path / "report/summary.json").read_text())
