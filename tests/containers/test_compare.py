@@ -67,7 +67,6 @@ def compare(stack, directory, *options: str):
     )
 
 
-@pytest.mark.timeout(480)  # three engines, one after another, each with its load
 def test_a_disk_tier_that_a_new_engine_finds(stack, tmp_path):
     """Without offload, then with a disk tier that one engine fills and the next one reads."""
     (slo := tmp_path / "slo.toml").write_text(SLO)
