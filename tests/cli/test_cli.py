@@ -24,7 +24,7 @@ def served(monkeypatch):
     calls = []
     monkeypatch.setattr(
         "lmcache_xpu.launch.serve.serve",
-        lambda settings, dry_run: calls.append((settings, dry_run)),
+        lambda settings, check, dry_run: calls.append((settings, dry_run)),
     )
     return calls
 
@@ -85,7 +85,7 @@ def test_a_mistake_is_one_line_on_stderr_and_code_2():
 
 
 def test_brackets_in_a_message_are_not_markup(monkeypatch):
-    def fail(settings, dry_run):
+    def fail(settings, check, dry_run):
         raise SettingsError("[red]x[/red] [/]", "y")
 
     monkeypatch.setattr("lmcache_xpu.launch.serve.serve", fail)
@@ -93,7 +93,7 @@ def test_brackets_in_a_message_are_not_markup(monkeypatch):
 
 
 def test_a_bug_is_not_dressed_up_as_a_mistake(monkeypatch):
-    def fail(settings, dry_run):
+    def fail(settings, check, dry_run):
         raise ZeroDivisionError
 
     monkeypatch.setattr("lmcache_xpu.launch.serve.serve", fail)

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 
 def _serve(values: dict[str, Any], dry_run: bool) -> None:
+    from lmcache_xpu.doctor.start import check_start
     from lmcache_xpu.launch.serve import serve
 
-    serve(Settings.load(values), dry_run=dry_run)
+    serve(Settings.load(values), check_start, dry_run=dry_run)
 
 
 def _option(name: str, field: FieldInfo) -> inspect.Parameter:

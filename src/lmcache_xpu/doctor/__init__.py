@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lmcache_xpu import versions
-from lmcache_xpu.doctor import gpu, memory, packages, round_trip, software, storage
+from lmcache_xpu.doctor import gpu, memory, packages, software, storage
 from lmcache_xpu.doctor.check import Check, fail, ok, skip
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.machine import Machine
@@ -40,6 +40,8 @@ def examine(settings: Settings, machine: Machine) -> Iterator[Check]:
     yield ok("device", f"{settings.device}, which vLLM is built for")
     yield from _gpu(settings, machine)
     if settings.offload:
+        from lmcache_xpu.doctor import round_trip  # torch, which `serve` has no time for
+
         yield round_trip.check_transfer(settings.device)
         yield memory.check_memory(machine, settings)
         yield memory.check_shared_memory(machine, settings)

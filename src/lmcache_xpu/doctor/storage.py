@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 from lmcache_xpu.doctor.check import Check, fail, ok, skip, warn
@@ -15,7 +16,7 @@ from lmcache_xpu.launch.machine import Machine
 from lmcache_xpu.launch.preflight import check_disk
 from lmcache_xpu.launch.settings import Settings
 
-__all__ = ["check_disk_tier", "check_shared_tier"]
+__all__ = ["check_disk_room", "check_disk_tier", "check_shared_tier"]
 
 GIB = 2**30
 PROBE_BYTES = 256 * 2**20
@@ -26,6 +27,19 @@ _FORGOTTEN = {"overlay": "the container's own layer, gone with it", "tmpfs": "me
 
 def check_disk_tier(machine: Machine, settings: Settings) -> Check:
     """Check space, durability and write speed of the disk tier's directory."""
+    room = check_disk_room(machine, settings)
+    if settings.disk_path is None or room.outcome != "ok":
+        return room
+    speed = _write_speed(settings.disk_path)
+    state = f"{room.found}, written at {speed / 1e6:.0f} MB/s"
+    if speed < SLOW_BYTES_S:
+        advice = "Use a local SSD: what is written slower than it is made is lost."
+        return warn(room.name, state, advice)
+    return ok(room.name, state)
+
+
+def check_disk_room(machine: Machine, settings: Settings) -> Check:
+    """Check space and durability of the disk tier's directory."""
     name, path = "disk tier", settings.disk_path
     if path is None or settings.disk_gib is None:
         return skip(name, "disk_path is not set")
@@ -35,10 +49,10 @@ def check_disk_tier(machine: Machine, settings: Settings) -> Check:
         return fail(name, error.found, error.fix)
     kind = machine.file_system(path.resolve())
     needed_gib = settings.disk_gib * settings.devices
-    used_bytes = sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
-    room_gib = (shutil.disk_usage(path).free + used_bytes) / GIB
-    speed = _write_speed(path)
-    state = f"{path} ({kind}): {room_gib:.0f} GiB to be had, written at {speed / 1e6:.0f} MB/s"
+    room_gib = shutil.disk_usage(path).free / GIB
+    if room_gib < needed_gib:  # else there is no need to look at every file
+        room_gib += _used_bytes(path) / GIB
+    state = f"{path} ({kind}): {room_gib:.0f} GiB to be had"
     if kind in _FORGOTTEN:
         return warn(
             name, f"{path} is on {_FORGOTTEN[kind]}", "Mount a volume or a local disk there."
@@ -49,8 +63,6 @@ def check_disk_tier(machine: Machine, settings: Settings) -> Check:
             f"{state}; disk_gib x devices is {needed_gib:g}",
             "Lower disk_gib: when the disk is full, new chunks are dropped.",
         )
-    if speed < SLOW_BYTES_S:
-        return warn(name, state, "Use a local SSD: what is written slower than it is made is lost.")
     return ok(name, state)
 
 
@@ -100,6 +112,14 @@ def check_shared_tier(settings: Settings) -> Check:
             "set maxmemory-policy allkeys-lru.",
         )
     return ok(name, state)
+
+
+def _used_bytes(path: Path) -> int:
+    used = 0
+    for file in path.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # an engine that ends may remove some
+            used += file.stat().st_size if file.is_file() else 0
+    return used
 
 
 def _write_speed(path: os.PathLike[str]) -> float:

@@ -13,14 +13,14 @@ import shlex
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.engine_arguments import engine_variables, lmcache_config, vllm_arguments
 from lmcache_xpu.launch.model_support import check_layers, check_reachable
-from lmcache_xpu.launch.preflight import check_model, preflight
+from lmcache_xpu.launch.preflight import check_model
 from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
 
 __all__ = [
@@ -36,8 +36,13 @@ __all__ = [
 METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's
 
 
-def serve(settings: Settings, *, dry_run: bool = False) -> None:
+def serve(settings: Settings, check: Callable[[Settings], None], *, dry_run: bool = False) -> None:
     """Replace this process by the engine; with `dry_run` print what would be run.
+
+    Args:
+        settings: of the engine.
+        check: looks at the machine, and raises where the engine would not run.
+        dry_run: to check the model alone.
 
     Raises:
         SettingsError: the engine could not start with these settings on this machine.
@@ -49,7 +54,7 @@ def serve(settings: Settings, *, dry_run: bool = False) -> None:
             check_layers(settings.model)
         print(describe(settings))
         return
-    preflight(settings, os.environ)
+    check(settings)
     check_reachable(settings.model)
     argv = command(settings)
     sys.stdout.flush()
