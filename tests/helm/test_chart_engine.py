@@ -104,7 +104,14 @@ def test_probes_and_metrics_need_no_key_and_the_api_does(engine, objects):
     for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert httpx.get(engine["url"] + container[kind]["httpGet"]["path"]).status_code == 200
     assert httpx.get(f"{engine['url']}/metrics").status_code == 200
-    assert httpx.get(f"{engine['url']}/v1/models").status_code == 401
+    for path in ("/v1/models", "/version", "/load"):
+        assert httpx.get(engine["url"] + path).status_code == 401
+    chat = {"model": "small", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    for path in ("/v1/chat/completions", "/invocations", "/tokenize"):  # vLLM guards the first
+        assert httpx.post(engine["url"] + path, json=chat).status_code == 401
+        headers = {"Authorization": f"Bearer {KEY}"}
+        done = httpx.post(engine["url"] + path, json=chat, headers=headers, timeout=60)
+        assert done.status_code == 200, path
 
 
 def script(objects: Objects, url: str, key: str = KEY) -> subprocess.CompletedProcess[str]:

@@ -102,7 +102,9 @@ def test_serve_becomes_the_engine_and_adds_to_the_environment(monkeypatch, free)
     monkeypatch.setattr(module, "check_reachable", lambda _: None)
     monkeypatch.setenv("KEPT", "yes")
     settings = load(port=free, api_key="key")
-    serve(settings)
+    checked: list[Settings] = []
+    serve(settings, checked.append)
+    assert [settings.device for settings in checked] == ["cpu"]
     [(program, argv, env)] = calls
     assert [program, *argv[1:]] == command(resolve_device(settings))
     assert (env["KEPT"], env["PYTHONHASHSEED"], env["VLLM_API_KEY"]) == ("yes", "0", "key")
@@ -110,12 +112,14 @@ def test_serve_becomes_the_engine_and_adds_to_the_environment(monkeypatch, free)
 
 def test_a_dry_run_shows_all_and_runs_nothing(monkeypatch, capsys):
     monkeypatch.setattr(os, "execvpe", lambda *_: pytest.fail("ran"))
-    serve(load(api_key="s3cret", disk_path="/no/such", disk_gib=1), dry_run=True)
+    serve(load(api_key="s3cret", disk_path="/no/such", disk_gib=1), pytest.fail, dry_run=True)
     shown = capsys.readouterr().out
     assert "s3cret" not in shown
     assert "VLLM_API_KEY=(not shown)" in shown
     line = shown.splitlines()[1]
-    assert shlex.split(line) == command(resolve_device(load(disk_path="/no/such", disk_gib=1)))
+    assert shlex.split(line) == command(
+        resolve_device(load(api_key="s3cret", disk_path="/no/such", disk_gib=1))
+    )
     lmcache = json.loads(shown.partition("# LMCache\n")[2])
     assert lmcache["extra_config"]["disk.path"] == "/no/such"
 
@@ -134,7 +138,7 @@ def test_a_signal_reaches_the_engine_itself(tmp_path, free):
         "from lmcache_xpu.launch.settings import Settings\n"
         f"s.command = lambda settings: [{str(engine)!r}]\n"
         "s.check_reachable = lambda model: None\n"
-        f"s.serve(Settings.load({{'model': 'org/model', 'port': {free}}}))"
+        f"s.serve(Settings.load({{'model': 'org/model', 'port': {free}}}), lambda _: None)"
     )
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     out, _ = process.communicate(timeout=60)

@@ -16,6 +16,8 @@ from lmcache_xpu.transfer import pool_memory
 
 __all__ = ["engine_variables", "kv_transfer_config", "lmcache_config", "vllm_arguments"]
 
+KEY_GUARD = "lmcache_xpu.launch.key_guard.KeyGuard"
+
 
 def vllm_arguments(settings: Settings) -> list[str]:
     """Return the arguments of `vllm serve`, the model first."""
@@ -39,6 +41,7 @@ def vllm_arguments(settings: Settings) -> list[str]:
         "--max-num-seqs": settings.max_num_seqs,
         "--kv-transfer-config": transfer,
         "--kv-events-config": json.dumps(_kv_events(settings)) if settings.kv_events else None,
+        "--middleware": KEY_GUARD if settings.api_key is not None else None,
     }
     args = [settings.model]
     for option, value in options.items():

@@ -78,7 +78,9 @@ class Settings(BaseSettings):
     model: str = Field(min_length=1, description="Model directory, or its name on a hub")
     host: str = Field("127.0.0.1", description="Address to listen on")
     port: int = Field(8000, ge=1, le=65535, description="Port to listen on")
-    api_key: SecretStr | None = Field(None, description="Key that clients of /v1 have to send")
+    api_key: SecretStr | None = Field(
+        None, description="Key that clients have to send, but to /health and /metrics"
+    )
     served_model_name: str | None = Field(None, description="Model name in the API")
     drain_s: int = Field(0, ge=0, description="Seconds that requests get to end on SIGTERM")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
