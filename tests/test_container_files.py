@@ -106,6 +106,20 @@ def test_no_service_has_rights_or_reaches_beyond_loopback(name):
         assert re.match(r"\$\{(API|MONITORING)_ADDRESS:-127\.0\.0\.1\}:", port)
 
 
+@pytest.mark.parametrize("name", sorted(SERVICES))
+def test_what_serves_comes_back_after_a_reboot_and_any_number_of_crashes(name):
+    """Docker does not start `on-failure` again when it starts itself. A load test may end."""
+    expected = "on-failure:3" if name == "loadtest" else "unless-stopped"
+    assert SERVICES[name]["restart"] == expected
+
+
+def test_a_start_has_as_long_for_the_health_check_as_for_the_wait():
+    wait_s = int(re.search(r"\$\{WAIT_S:-(\d+)\}", (ROOT / "docker/up").read_text())[1])
+    periods = re.findall(r"--start-period=(\d+)m", DOCKERFILE)
+    assert [60 * int(minutes) for minutes in periods] == [wait_s] * 2
+    assert SERVICES["router"]["healthcheck"]["start_period"] == f"{wait_s // 60}m"
+
+
 def test_engines_differ_in_their_device_alone():
     """What was run on CPU is what will run on Intel GPUs, but for these lines."""
     gpu = {"devices", "group_add", "ulimits"}
@@ -198,9 +212,28 @@ def test_panels_use_names_that_exist_and_one_way_to_choose_engines():
         for target in panel.get("targets", ()):
             used = set(re.findall(r"\$\{?([a-z]\w*)", json.dumps(target)))
             assert used <= names, panel["title"]
-            assert "hw_" in target["expr"] or 'instance=~"$instance"' in target["expr"]
+            metrics = re.findall(r"((?:vllm|lmcache)\w*:?\w+)\{(.*?)\}", target["expr"])
+            assert metrics or "hw_" in target["expr"]
+            for metric, labels in metrics:
+                model = ["model"] * metric.startswith("vllm:")  # others have no such label
+                chosen = re.findall(r'\w+=~"\$(\w+)"', labels)
+                assert chosen == ["namespace", *model, "instance"], target["expr"]
         if panel["type"] != "row":
             assert panel["description"]
+
+
+def test_without_a_choice_the_dashboard_shows_engines_that_have_no_namespace():
+    """In Docker there is none: `.*` matches a label that is not there, a list of names does not."""
+    dashboard = json.loads((ROOT / "monitoring/dashboards/lmcache-xpu.json").read_text())
+    variables = {each["name"]: each for each in dashboard["templating"]["list"]}
+    assert list(variables) == ["datasource", "namespace", "model", "instance"]
+    for name in ("namespace", "model"):
+        assert (variables[name]["allValue"], variables[name]["includeAll"]) == (".*", True)
+        assert variables[name]["current"]["value"] == "$__all"
+    # Metrics of this package have no model: all engines are those of the chosen models.
+    assert "allValue" not in variables["instance"]
+    assert "$namespace" in variables["instance"]["query"]["query"]
+    assert "$model" in variables["instance"]["query"]["query"]
 
 
 RULES = yaml.safe_load((ROOT / "monitoring/alerts.yaml").read_text())["groups"][0]["rules"]

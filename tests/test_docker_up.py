@@ -16,13 +16,20 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 DOCKER = """\
 #!{python}
-import json, os, sys
-words = sys.argv[1:]
+import json, os, sys, time
+words, crashes = sys.argv[1:], {crashes}
 if words == ["compose", "version", "--short"]:
     print("{version}")
 with open("{log}", "a") as log:
     names = ("COMPOSE_PROFILES", "RENDER_GID")
     print(json.dumps([words, {{name: os.environ.get(name) for name in names}}]), file=log)
+looks = open("{log}").read().count('"inspect"')
+if crashes is not None and "ps" in words:
+    print("c0ffee")
+if crashes is not None and "inspect" in words:
+    print("c0ffee", 5 + crashes * (looks - 1))  # 5 times in earlier days
+if crashes is not None and "--wait" in words:
+    time.sleep(3)
 """
 
 
@@ -43,11 +50,17 @@ class Project:
             self.set(name, free_port())
         self.install("2.26.1")
 
-    def install(self, version: str) -> None:
-        """Put a Docker with this version of Compose onto the path."""
+    def install(self, version: str, *, crashes: int | None = None) -> None:
+        """Put a Docker with this version of Compose onto the path.
+
+        Args:
+            version: of Compose.
+            crashes: how often its one container ends between two looks at it, while a start waits.
+        """
         (self.folder / "bin").mkdir(exist_ok=True)
         program = self.folder / "bin/docker"
-        program.write_text(DOCKER.format(python=sys.executable, version=version, log=self.log))
+        text = DOCKER.format(python=sys.executable, version=version, log=self.log, crashes=crashes)
+        program.write_text(text)
         program.chmod(0o755)
 
     def set(self, name: str, value: object) -> None:
@@ -151,6 +164,22 @@ def test_a_port_that_is_taken_is_named(project):
     assert done.returncode == 1
     assert f"something listens on port {port} already" in done.stderr
     assert "Set GRAFANA_PORT in .env" in done.stderr
+
+
+def test_an_engine_that_only_crashes_is_stopped_and_said(project):
+    """By itself Docker would start it again for ever, and Compose wait for half an hour."""
+    project.install("2.26.1", crashes=2)
+    done = project.run("docker/up", "cpu")
+    assert done.returncode == 1
+    assert "the stack did not become healthy" in done.stderr
+    assert [words for words, _ in project.calls("stop")] == [["stop", "c0ffee"]]
+
+
+def test_crashes_of_earlier_days_are_not_counted(project):
+    project.install("2.26.1", crashes=0)
+    done = project.run("docker/up", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert project.calls("stop") == []
 
 
 @pytest.mark.parametrize("target", ["up", "up-cpu", "down", "logs"])
