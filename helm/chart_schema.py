@@ -159,15 +159,30 @@ class Router(Values):
     endpointPicker: EndpointPicker
 
 
+class PrometheusAuth(Values):
+    name: str = Field(min_length=1)
+    kind: Literal["TriggerAuthentication", "ClusterTriggerAuthentication"]
+    modes: str = Field(min_length=1)
+
+
+class Fallback(Values):
+    failureThreshold: Count
+    replicas: Annotated[int, Field(ge=0)]
+
+
 class Autoscaling(Values):
     kind: Literal["none", "hpa", "keda"]
-    minReplicas: Count
+    minReplicas: Annotated[int, Field(ge=0)]
     maxReplicas: Count
     cpuPercent: Annotated[int, Field(ge=1)]
     prometheusUrl: str = Field(pattern="^(https?://.*)?$")
+    prometheusAuth: PrometheusAuth
     waitingRequests: Annotated[float, Field(gt=0)]
     ttftS: Annotated[float, Field(gt=0)]
     cooldownS: Seconds
+    pollS: Count
+    fallback: Fallback
+    triggers: list[Any_]
 
 
 class DisruptionBudget(Values):

@@ -165,6 +165,24 @@ def test_no_gpu_asks_for_none():
     assert "/cpu:" in container(objects.engines()["m"])["image"]
 
 
+@pytest.mark.parametrize("download", [True, False])
+def test_a_pod_may_be_guaranteed_and_so_have_cores_of_its_own(download):
+    """As docs/guides/numa.md sets it: requests and limits of all containers are equal."""
+    keys = {"cpus": 8, "files": {"download": download}, "settings": {"cpu_gib": 24}}
+
+    def unequal(**more: object) -> list[tuple[str, str]]:
+        pod = spec(model(**keys, **more))
+        return [
+            (each["name"], kind)
+            for each in [*pod.get("initContainers", []), *pod["containers"]]
+            for kind in ("cpu", "memory")
+            if each["resources"]["requests"][kind] != each["resources"]["limits"].get(kind)
+        ]
+
+    assert unequal(resources={"limits": {"cpu": "8"}}) == []
+    assert unequal() == [("engine", "cpu")]
+
+
 def test_the_time_to_start_and_to_stop():
     objects = model(startup={"limitS": 605}, settings={"drain_s": 90}, stop={"preStopS": 5})
     engine = container(objects.engines()["m"])
@@ -267,6 +285,38 @@ def test_autoscaling_decides_the_number_of_pods_alone():
     assert model(autoscaling=first).engines()["m"]["spec"]["replicas"] == 2
     scaled = model(autoscaling=KEDA, settings={"disk_gib": 1}).one("ScaledObject")["spec"]
     assert scaled["scaleTargetRef"]["kind"] == "StatefulSet"
+
+
+def test_keda_starts_from_zero_with_a_trigger_of_the_users():
+    own = {"type": "nats-jetstream", "metadata": {"stream": "requests"}}
+    zero = {"kind": "keda", "minReplicas": 0, "triggers": [own]}
+    objects = model(autoscaling=zero)
+    scaled = objects.one("ScaledObject")["spec"]
+    assert (scaled["minReplicaCount"], scaled["triggers"]) == (0, [own])
+    assert objects.engines()["m"]["spec"]["replicas"] == 0
+    both = model(autoscaling={**KEDA, **zero}).one("ScaledObject")["spec"]["triggers"]
+    assert [trigger.get("name") for trigger in both] == [None, "waiting", "ttft"]
+
+
+def test_keda_logs_in_at_prometheus_and_has_a_number_for_when_it_is_away():
+    scaled = model(autoscaling=KEDA).one("ScaledObject")["spec"]
+    assert scaled["pollingInterval"] == 30
+    assert "fallback" not in scaled
+    assert not any("authenticationRef" in trigger for trigger in scaled["triggers"])
+    changes = {
+        "pollS": 10,
+        "fallback": {"replicas": 3},
+        "prometheusAuth": {"name": "prometheus", "modes": "bearer"},
+    }
+    scaled = model(autoscaling={**KEDA, **changes}).one("ScaledObject")["spec"]
+    assert scaled["pollingInterval"] == 10
+    assert scaled["fallback"] == {"failureThreshold": 3, "replicas": 3}
+    reference = {"name": "prometheus", "kind": "TriggerAuthentication"}
+    for trigger in scaled["triggers"]:
+        assert trigger["authenticationRef"] == reference
+        assert trigger["metadata"]["authModes"] == "bearer"
+    # KEDA takes a fallback only where some trigger's metric is an average per pod.
+    assert "AverageValue" in [trigger["metricType"] for trigger in scaled["triggers"]]
 
 
 def test_a_route_leads_to_the_pool_when_there_is_one():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from chart import MODEL, merged, template
 
+ZERO = {"minReplicas": 0}
+
 
 @pytest.mark.parametrize(
     ("values", "says"),
@@ -96,8 +98,16 @@ from chart import MODEL, merged, template
             ["models.m.autoscaling.minReplicas is 5; expected at most maxReplicas, 4"],
         ),
         (
-            {"defaults": {"autoscaling": {"kind": "keda", "minReplicas": 0}}},
-            ["defaults.autoscaling.minReplicas: Must be greater than or equal to 1"],
+            {"defaults": {"autoscaling": {"kind": "keda", "prometheusUrl": "http://p", **ZERO}}},
+            ["models.m.autoscaling.minReplicas is 0; expected at least 1", "autoscaling.triggers"],
+        ),
+        (
+            {"defaults": {"autoscaling": {"kind": "keda", "triggers": [{"type": "cpu"}], **ZERO}}},
+            ["models.m.autoscaling.minReplicas is 0; expected at least 1"],
+        ),
+        (
+            {"defaults": {"autoscaling": {"kind": "hpa", "triggers": [{"type": "nats"}], **ZERO}}},
+            ["models.m.autoscaling.minReplicas is 0; expected at least 1"],
         ),
         ({"fullnameOverride": "KV|a.b"}, ["fullnameOverride: Does not match pattern"]),
         (

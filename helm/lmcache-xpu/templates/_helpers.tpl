@@ -88,14 +88,37 @@ image: {{ default $project .own | quote }}
 imagePullPolicy: {{ $image.pullPolicy }}
 {{- end -}}
 
-{{/* Labels and annotations of a pod: (dict "labels" SELECTOR-LABELS "pod" VALUES) */}}
+{{/*
+A checksum of the secrets that a pod reads, so that the next upgrade after a rotation makes new
+pods: (dict "root" $ "secrets" LIST). Only a cluster knows them: without one (`helm template`) there
+is no annotation.
+*/}}
+{{- define "lmcache-xpu.rotation" -}}
+{{- $namespace := .root.Release.Namespace -}}
+{{- $contents := list -}}
+{{- range .secrets -}}
+{{- if .name -}}
+{{- with lookup "v1" "Secret" $namespace .name -}}
+{{- $contents = append $contents .data -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- with $contents }}
+checksum/secrets: {{ toJson . | sha256sum }}
+{{- end -}}
+{{- end -}}
+
+{{/*
+Labels and annotations of a pod: (dict "root" $ "labels" SELECTOR-LABELS "pod" VALUES), and the
+"secrets" that it reads.
+*/}}
 {{- define "lmcache-xpu.podMetadata" -}}
 labels:
   {{- .labels | nindent 2 }}
   {{- with .pod.labels }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
-{{- with .pod.annotations }}
+{{- with (merge (include "lmcache-xpu.rotation" (dict "root" .root "secrets" .secrets) | fromYaml) .pod.annotations) }}
 annotations:
   {{- toYaml . | nindent 2 }}
 {{- end }}

@@ -49,8 +49,17 @@ Returns {models: {NAME: {...}}} as JSON; a mistake that the schema can't see end
 {{- $_ := set $model "remotePasswordSecret" .root.Values.valkey.passwordSecret -}}
 {{- end -}}
 {{- end -}}
-{{- if and (eq $model.autoscaling.kind "keda") (not $model.autoscaling.prometheusUrl) -}}
+{{- if and (eq $model.autoscaling.kind "keda") (not $model.autoscaling.prometheusUrl) (not $model.autoscaling.triggers) -}}
 {{- fail (printf "%s.autoscaling.prometheusUrl is not set; KEDA asks Prometheus, e.g. http://prometheus-operated.monitoring:9090." $where) -}}
+{{- end -}}
+{{- if and (ne $model.autoscaling.kind "none") (eq 0 (int $model.autoscaling.minReplicas)) -}}
+{{- $wakes := false -}}
+{{- range $model.autoscaling.triggers -}}
+{{- if not (has .type (list "cpu" "memory")) }}{{ $wakes = eq $model.autoscaling.kind "keda" }}{{ end -}}
+{{- end -}}
+{{- if not $wakes -}}
+{{- fail (printf "%s.autoscaling.minReplicas is 0; expected at least 1, or KEDA with a trigger of yours in autoscaling.triggers\nthat lives without engines: a gateway's or a queue's. The chart's own are measured by the engines." $where) -}}
+{{- end -}}
 {{- end -}}
 {{- if gt (int $model.autoscaling.minReplicas) (int $model.autoscaling.maxReplicas) -}}
 {{- fail (printf "%s.autoscaling.minReplicas is %d; expected at most maxReplicas, %d." $where (int $model.autoscaling.minReplicas) (int $model.autoscaling.maxReplicas)) -}}

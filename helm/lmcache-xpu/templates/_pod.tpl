@@ -10,7 +10,8 @@ metadata:
     {{- with (merge (dict) $model.podLabels $root.Values.commonLabels) }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
-  {{- with (merge (include "lmcache-xpu.rotation" . | fromYaml) $model.podAnnotations) }}
+  {{- $secrets := list $model.apiKeySecret $model.remotePasswordSecret $model.files.tokenSecret }}
+  {{- with (merge (include "lmcache-xpu.rotation" (dict "root" $root "secrets" $secrets) | fromYaml) $model.podAnnotations) }}
   annotations:
     {{- toYaml . | nindent 4 }}
   {{- end }}
@@ -289,23 +290,4 @@ topologySpreadConstraints:
 {{- end -}}
 {{- end -}}
 {{- toYaml $variables -}}
-{{- end -}}
-
-{{/*
-A checksum of the secrets that the pod reads, so that the next upgrade after a rotation makes new
-pods. Only a cluster knows them: without one (`helm template`) there is no annotation.
-*/}}
-{{- define "lmcache-xpu.rotation" -}}
-{{- $root := .root -}}
-{{- $contents := list -}}
-{{- range list .model.apiKeySecret .model.remotePasswordSecret .model.files.tokenSecret -}}
-{{- if .name -}}
-{{- with lookup "v1" "Secret" $root.Release.Namespace .name -}}
-{{- $contents = append $contents .data -}}
-{{- end -}}
-{{- end -}}
-{{- end -}}
-{{- with $contents }}
-checksum/secrets: {{ toJson . | sha256sum }}
-{{- end -}}
 {{- end -}}
