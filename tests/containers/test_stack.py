@@ -67,8 +67,9 @@ def test_the_engine_answers_and_says_which_model(stack, story):
 
 def test_it_wants_its_key_and_shows_it_to_nobody(stack, story):
     for headers in ({}, {"Authorization": "Bearer another"}):
-        answer = httpx.get(f"{stack.url()}/v1/models", headers=headers, trust_env=False)
-        assert answer.status_code == 401
+        for path in ("/v1/models", "/invocations", "/tokenize", "/version"):
+            answer = httpx.get(stack.url() + path, headers=headers, trust_env=False)
+            assert answer.status_code == 401
     assert KEY not in stack.compose("top", ENGINE).stdout
     assert KEY not in stack.logs(ENGINE)
 
@@ -175,7 +176,8 @@ def test_every_query_of_every_panel_has_data(stack, load):
     for title, expression in panels():
         if title in NEEDS_A_GPU:
             continue
-        query = expression.replace("$__rate_interval", "1m").replace("$instance", ".*")
+        query = expression.replace("$__rate_interval", "1m")
+        query = re.sub(r"\$(namespace|model|instance)\b", ".*", query)
         values = [float(result["value"][1]) for result in stack.query(query)]
         if not values or all(value != value for value in values):
             empty.append((title, expression))
