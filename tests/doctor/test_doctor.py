@@ -47,6 +47,19 @@ def test_the_command_says_what_is_wrong_in_both_languages(tmp_path):
     assert done.stderr == ""  # nothing of what vLLM and LMCache log as they are imported
 
 
+@pytest.mark.parametrize("command", ["doctor", "status"])
+def test_a_pipe_sees_a_line_before_anything_slow_is_imported(command, tmp_path):
+    """The import is stood in for by one that never ends."""
+    for name in ("vllm", "torch", "lmcache"):
+        (tmp_path / f"{name}.py").write_text("import time; time.sleep(100)")
+    program = [sys.executable, "-c", "from lmcache_xpu.cli import app; app()", command]
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, env=env) as process:
+        line = process.stdout.readline()
+        process.kill()
+    assert line in ("This machine, for an engine:\n", "Installed here\n")
+
+
 def test_the_build_needs_neither_device_nor_settings():
     # Nor the directory that an engine makes: in a container its variable is always set.
     never_made = {"PROMETHEUS_MULTIPROC_DIR": "/no/such"}

@@ -31,6 +31,8 @@ def doctor(
 
     Exits with 1 when a check fails, with 0 otherwise.
     """
+    if not as_json:  # at once: the checks take seconds, most of them the import of vLLM
+        typer.echo("This machine, as it is built:" if build else "This machine, for an engine:")
     with working("Checking this machine") as show:
         from lmcache_xpu.doctor import NO_MODEL, Machine, examine, examine_build
         from lmcache_xpu.launch.serve import METRICS_VARIABLE
