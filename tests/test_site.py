@@ -14,16 +14,19 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def build(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
+def build(root: Path, site: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(site)]
     env = os.environ | {"NO_MKDOCS_2_WARNING": "1", "DOCS_REPO_URL": "https://example.org/files"}
+    env |= variables
     return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
-    run = build(ROOT, folder)
+    script = tmp_path_factory.mktemp("mermaid") / "mermaid.min.js"  # `make docs` gets the real one
+    script.write_text("// Mermaid")
+    run = build(ROOT, folder, DOCS_MERMAID=str(script))
     assert run.returncode == 0, run.stdout + run.stderr
     return folder
 
@@ -73,8 +76,17 @@ def test_diagrams_are_drawn(site):
     assert '<pre class="mermaid">' in (site / "concepts/architecture/index.html").read_text()
 
 
-def test_nothing_but_diagrams_is_fetched_from_elsewhere(site):
-    """Fonts, styles and scripts are its own; for diagrams Material fetches one script more."""
+def test_nothing_is_fetched_from_elsewhere(site):
+    """Fonts, styles and scripts are its own. Material would fetch Mermaid, unless it is there."""
     for page in site.rglob("*.html"):
-        assert 'src="http' not in page.read_text()
-        assert 'rel="stylesheet" href="http' not in page.read_text()
+        text = page.read_text()
+        assert re.findall(r'(?:src|rel="stylesheet" href)="(?:https?:)?//', text) == []
+        own = re.findall(r'src="([^"]*mermaid[^"]*)"', text)
+        assert len(own) == ('<pre class="mermaid">' in text)
+        assert all((page.parent / src).read_text() == "// Mermaid" for src in own)
+
+
+def test_without_mermaid_the_site_is_built_and_material_fetches_it(tmp_path):
+    run = build(ROOT, tmp_path, DOCS_MERMAID=str(tmp_path / "missing.js"))
+    assert run.returncode == 0, run.stderr
+    assert "mermaid-" not in (tmp_path / "concepts/architecture/index.html").read_text()
