@@ -49,6 +49,9 @@ capacity: setup ## How many users fit, without and with offload: [ARGS=...]
 other-clients: setup ## Other benchmark clients beside this one: HOST=http://... [ARGS=...]
 	@$(BIN)/python -m loadtests.other_clients --host $(or $(HOST),$(error HOST=http://... is missing)) $(ARGS)
 
+pictures: setup ## Renew docs' pictures: an engine under load, Prometheus: [ARGS=...]
+	@$(BIN)/python -m loadtests.pictures $(ARGS)
+
 bench-engine: setup ## Hits and stores, beside LMCache's own: [ARGS='--report FILE']
 	@$(BIN)/lmcache-xpu bench engine $(ARGS)
 
@@ -96,6 +99,7 @@ fmt: setup ## Format and fix what lint can fix
 
 docs: setup ## Renew the pages made from the code, build the site into site/
 	@$(BIN)/python scripts/reference_docs.py
+	@$(BIN)/python scripts/site_mermaid.py
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 docs-serve: docs ## The site on this machine, at http://127.0.0.1:8001
@@ -112,4 +116,4 @@ helm-package: setup ## Package the chart into dist/: [REGISTRY=oci://...] pushes
 lock: setup ## Renew constraints.txt from pyproject.toml: [UPGRADE=1] all of it
 	@$(PYTHON) scripts/bootstrap.py --lock $(if $(UPGRADE),--upgrade)
 
-.PHONY: help setup demo test integration integration-long integration-broken fuzz check fmt docs docs-serve bench bench-engine bench-device up up-cpu down logs test-containers helm-docs helm-check helm-package loadtest loadtest-compare capacity other-clients lock clean
+.PHONY: help setup demo test integration integration-long integration-broken fuzz check fmt docs docs-serve bench bench-engine bench-device up up-cpu down logs test-containers helm-docs helm-check helm-package loadtest loadtest-compare capacity other-clients pictures lock clean

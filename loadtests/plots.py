@@ -18,7 +18,7 @@ from loadtests.comparison import Arm
 from loadtests.figures import Figures, Measured
 from loadtests.hits import hits_over_time
 
-__all__ = ["DPI", "draw", "plot_rounds"]
+__all__ = ["COLOURS", "DPI", "draw", "plain_ticks"]
 
 # Okabe and Ito's colours, which people with any colour vision can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -102,7 +102,7 @@ def _cdf(arms: Sequence[Arm]) -> Figure | None:
     if not drawn:
         return None
     axes.set_xscale("log")
-    _plain_ticks(axes.xaxis)
+    plain_ticks(axes.xaxis)
     axes.set_ylim(0, 101)
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
     return figure
@@ -110,13 +110,13 @@ def _cdf(arms: Sequence[Arm]) -> Figure | None:
 
 def _by_round(arms: Sequence[Arm]) -> Figure | None:
     figure, axes = _axes("Time to first token by round", "round", "time to first token, ms")
-    if not plot_rounds(axes, arms):
+    if not _plot_rounds(axes, arms):
         return None
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
     return figure
 
 
-def plot_rounds(axes: Axes, arms: Sequence[Arm]) -> bool:
+def _plot_rounds(axes: Axes, arms: Sequence[Arm]) -> bool:
     """Draw requests and their mean by round; whether there are any."""
     rounds: set[int] = set()
     for i, arm in enumerate(arms):
@@ -134,12 +134,12 @@ def plot_rounds(axes: Axes, arms: Sequence[Arm]) -> bool:
     if not rounds:
         return False
     axes.set_yscale("log")
-    _plain_ticks(axes.yaxis)
+    plain_ticks(axes.yaxis)
     axes.set_xticks(sorted(rounds))
     return True
 
 
-def _plain_ticks(axis: Axis) -> None:
+def plain_ticks(axis: Axis) -> None:
     """Numbers that people read, on a logarithmic axis of whatever span."""
     axis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))

@@ -71,7 +71,7 @@ def write_report(
         "facts": facts,
     }
     (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    pictures = _pictures(arms, by_arm, directory, verdict)
+    pictures = _pictures(arms, by_arm, directory, verdict, summary)
     page = _environment().get_template(TEMPLATE)
     (directory / "report.html").write_text(
         page.render(
@@ -92,11 +92,15 @@ def write_report(
 
 
 def _pictures(
-    arms: Sequence[Arm], by_arm: dict[str, Figures], directory: Path, verdict: Verdict
+    arms: Sequence[Arm],
+    by_arm: dict[str, Figures],
+    directory: Path,
+    verdict: Verdict,
+    summary: dict[str, Any],
 ) -> list[tuple[str, Path]]:
     """Draw; a picture that can't be drawn costs the picture, not the report."""
     try:
-        draw_summary(arms, by_arm, verdict, directory)
+        draw_summary(summary, directory)
         return draw(arms, by_arm, directory)
     except Exception as error:  # of matplotlib, on data that nobody foresaw
         verdict.sentences.append(f"The pictures could not be drawn: {error!r}.")

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from loadtests.comparison import Arm, Verdict
 from loadtests.figures import Figures
-from loadtests.plots import DPI, plot_rounds
+from loadtests.plots import COLOURS, DPI, plain_ticks
+from loadtests.variants import VARIANTS
 
 __all__ = ["NAME", "draw_summary"]
 
@@ -28,12 +29,17 @@ SHARES = (
 )
 
 
-def draw_summary(
-    arms: Sequence[Arm], by_arm: dict[str, Figures], verdict: Verdict, directory: Path
-) -> Path:
-    """Write summary.png: the answers, times to first token by round, and who had the prompts."""
+def draw_summary(summary: Mapping[str, Any], directory: Path) -> Path:
+    """Write summary.png: the answers, times to first token by round, and who had the prompts.
+
+    Args:
+        summary: a report's summary.json, so that the picture can be drawn without the rows.
+        directory: where to write.
+    """
     lines = [
-        line for answer in map(str, verdict.answers) for line in textwrap.wrap(answer, CHARACTERS)
+        line
+        for answer in summary["answers"]
+        for line in textwrap.wrap(f"{answer['answer']}: {answer['why']}", CHARACTERS)
     ]
     head = LINE * (len(lines) + 1)
     with mpl.rc_context({"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}):
@@ -41,32 +47,54 @@ def draw_summary(
         grid = figure.add_gridspec(2, 1, height_ratios=(head, PANELS))
         top = figure.add_subfigure(grid[0])
         bottom = figure.add_subfigure(grid[1])
-        colour = "#007A5A" if verdict.holds else "#B04A00"
+        colour = "#007A5A" if summary["holds"] else "#B04A00"
         top.text(0.01, 0.9, "\n".join(lines), va="top", color=colour, fontsize=10)
         times, shares = bottom.subplots(1, 2, width_ratios=(3, 2))
         bottom.subplots_adjust(left=0.07, right=0.97, top=0.92, bottom=0.24, wspace=0.36)
-        times.set_title("Time to first token, ms: requests and mean by round", loc="left")
-        times.set_xlabel("round, ramp-up included")
-        times.grid(alpha=0.25)
-        plot_rounds(times, arms)
+        _plot_means(times, summary["variants"])
         bottom.legend(
             *times.get_legend_handles_labels(), loc="lower left", ncols=2, frameon=False, fontsize=8
         )
-        _plot_shares(shares, arms, by_arm)
+        _plot_shares(shares, summary["variants"])
         path = directory / NAME
         figure.savefig(path, dpi=DPI)
     return path
 
 
-def _plot_shares(axes: Axes, arms: Sequence[Arm], by_arm: dict[str, Figures]) -> None:
+def _plot_means(axes: Axes, by_arm: Mapping[str, Figures]) -> None:
+    axes.set_title("Time to first token, ms: mean by round", loc="left")
+    axes.set_xlabel("round, ramp-up included")
+    axes.grid(alpha=0.25)
+    rounds: set[int] = set()
+    for i, (name, figures) in enumerate(by_arm.items()):
+        by_round = figures.get("ttft_by_round_s", {})
+        means = {int(number): times["mean"] for number, times in by_round.items()}
+        if not means:
+            continue
+        about = VARIANTS[name].about if name in VARIANTS else name
+        axes.plot(
+            list(means),
+            [mean_s * 1e3 for mean_s in means.values()],
+            marker="o",
+            color=COLOURS[i % len(COLOURS)],
+            label=f"{about} (n = {figures['requests']})",
+        )
+        rounds |= means.keys()
+    if rounds:
+        axes.set_yscale("log")
+        plain_ticks(axes.yaxis)
+        axes.set_xticks(sorted(rounds))
+
+
+def _plot_shares(axes: Axes, by_arm: Mapping[str, Figures]) -> None:
     """Draw of all prompt tokens of the whole run, who had them."""
     axes.set_title("Prompt tokens of the whole run", loc="left")
     axes.set_xlim(0, 100)
     axes.set_xlabel("% of prompt tokens")
     hits = {
-        arm.name: by_arm[arm.name]["hit_rates"]["whole run"]
-        for arm in arms
-        if by_arm[arm.name].get("hit_rates")
+        name: figures["hit_rates"]["whole run"]
+        for name, figures in by_arm.items()
+        if figures.get("hit_rates")
     }
     labels = []
     for place, (name, counts) in enumerate(hits.items()):
@@ -79,7 +107,7 @@ def _plot_shares(axes: Axes, arms: Sequence[Arm], by_arm: dict[str, Figures]) ->
         for part, (_, colour) in zip([*parts, total - sum(parts)], SHARES, strict=True):
             width = part / total * 100
             axes.barh(place, width, left=left, height=0.6, color=colour)
-            if width >= 6:
+            if width >= 8:
                 axes.text(left + width / 2, place, f"{width:.0f} %", ha="center", va="center")
             left += width
     if not hits:

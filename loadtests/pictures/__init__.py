@@ -1,0 +1,1 @@
+"""The pictures of docs/, drawn from what was measured: `make pictures`."""
