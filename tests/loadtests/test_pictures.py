@@ -4,17 +4,41 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from pathlib import Path
 
+import httpx
 import pytest
 import typer
 
+from lmcache_xpu.errors import EngineError
 from loadtests.pictures.__main__ import DASHBOARD, RECORDING, SUMMARY, main
 from loadtests.pictures.dashboard import expand, label, read_dashboard
 from loadtests.pictures.drawing import draw_dashboard, shown
+from loadtests.pictures.prometheus import SCRAPE_S, Prometheus
 from loadtests.pictures.recording import Recording
 from loadtests.pictures.units import text
 
+# Stands in for Prometheus: it answers a query with what it was told to scrape, and how often.
+PROGRAM = """#!{python}
+import json, sys, yaml
+from http.server import BaseHTTPRequestHandler, HTTPServer
+options = dict(word[2:].split("=", 1) for word in sys.argv[1:])
+config = yaml.safe_load(open(options["config.file"]))
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def do_POST(self):
+        query = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        answer = {{"status": "error", "error": "no"}} if "bad" in query else {{
+            "status": "success", "data": {{"result": [{{"config": config, "query": query}}]}}}}
+        self.do_GET()
+        self.wfile.write(json.dumps(answer).encode())
+    def log_message(self, *_): pass
+host, port = options["web.listen-address"].split(":")
+HTTPServer((host, int(port)), Handler).serve_forever()
+"""
 ROOT = Path(__file__).resolve().parents[2]
 IMAGE = re.compile(r"!\[[^\]]*\]\(([^)\s]+)\)")
 PANELS = read_dashboard()
@@ -110,6 +134,22 @@ def test_prometheus_is_asked_what_grafana_asks():
     assert all(times == {"start": 1000, "end": 1055, "step_s": 5} for _, times in asked)
     assert [expression for expression, _ in asked if "$" in expression] == []
     assert recording.answers.keys() == ASKED
+
+
+def test_prometheus_scrapes_the_engine_alone_and_is_ended(tmp_path):
+    program = tmp_path / "prometheus"
+    program.write_text(PROGRAM.format(python=sys.executable))
+    program.chmod(0o755)
+    with Prometheus.watching("127.0.0.1:1", program=str(program), folder=tmp_path) as prometheus:
+        [answer] = prometheus.range("up", start=0, end=10, step_s=5)
+        with pytest.raises(EngineError, match="Prometheus refuses bad: no"):
+            prometheus.range("bad", start=0, end=10, step_s=5)
+    assert answer["query"] == "query=up&start=0&end=10&step=5"
+    assert answer["config"]["global"]["scrape_interval"] == f"{SCRAPE_S:g}s"
+    [job] = answer["config"]["scrape_configs"]
+    assert job["static_configs"] == [{"targets": ["127.0.0.1:1"]}]
+    with pytest.raises(httpx.ConnectError):
+        prometheus.range("up", start=0, end=10, step_s=5)
 
 
 def test_variables_and_legends_are_filled_in_as_grafana_does():
