@@ -21,12 +21,9 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
-
-if TYPE_CHECKING:
-    from lmcache_xpu.kv_connector.step_metadata import StepMetadata
 
 __all__ = ["FIRST", "Epoch", "Epochs", "WeightsChanged", "WorkerEpoch"]
 
@@ -62,6 +59,13 @@ class WeightsChanged(KVConnectorWorkerMetadata):  # type: ignore[misc]  # untype
         """What several workers said, as one."""
         assert isinstance(other, WeightsChanged)
         return WeightsChanged(max(self.number, other.number))
+
+
+class Step(Protocol):
+    """What the workers are told of a step, as far as it is looked at here."""
+
+    requests: list[Any]
+    epoch: Epoch
 
 
 class BlockPool(Protocol):
@@ -112,7 +116,7 @@ class Epochs:
         """Forget a request."""
         self._names.pop(request, None)
 
-    def describe(self, metadata: StepMetadata) -> None:
+    def describe(self, metadata: Step) -> None:
         """Tell the workers of the epoch with a step, and what of it is not to be stored."""
         metadata.epoch = self.current
         for request in metadata.requests:
@@ -179,7 +183,7 @@ class WorkerEpoch:
         self._engine.refuses_lookups = False
         return self._forgotten()
 
-    def begin_step(self, metadata: StepMetadata) -> None:
+    def begin_step(self, metadata: Step) -> None:
         """Load and store nothing of a step that was described in an epoch that has passed."""
         self.begin(metadata.epoch)
         if self.changed is not None:
