@@ -29,7 +29,8 @@ from lmcache_xpu.transfer.host_copies import HostCopies
 from lmcache_xpu.transfer.paged_view import PagedView
 from lmcache_xpu.transfer.segments import Segments
 from lmcache_xpu.transfer.slots import RequestRows, Rows, Slots
-from lmcache_xpu.transfer.staging import Stager, TransferHandle
+from lmcache_xpu.transfer.handles import TransferHandle
+from lmcache_xpu.transfer.staging import Stager
 from lmcache_xpu.transfer.staging_ring import Buffer
 
 

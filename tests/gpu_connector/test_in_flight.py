@@ -18,7 +18,7 @@ from support.loads import ENDS, SPANS, STARTS, Case, Point, stored
 from lmcache_xpu.gpu_connector.in_flight import InFlight, Phase
 from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
 from lmcache_xpu.gpu_connector.load_pipeline import group_starts
-from lmcache_xpu.transfer.staging import TransferHandle
+from lmcache_xpu.transfer.handles import TransferHandle
 from lmcache_xpu.transfer.tuning import CUDA
 
 IDLE, SCHEDULING, PREPARING, COMPUTING = Phase

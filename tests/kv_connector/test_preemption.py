@@ -24,7 +24,8 @@ from lmcache_xpu.gpu_connector.in_flight import InFlight
 from lmcache_xpu.kv_connector.connector import LMCacheXPUConnector
 from lmcache_xpu.kv_connector.scheduler import SchedulerSide
 from lmcache_xpu.kv_connector.step_metadata import StepMetadata, written_blocks
-from lmcache_xpu.transfer.staging import Stager, StoreHandle, TransferHandle
+from lmcache_xpu.transfer.handles import StoreHandle, TransferHandle
+from lmcache_xpu.transfer.staging import Stager
 
 BLOCK = 4
 OLD = [4, 1, 3]  # blocks of the request that is preempted

@@ -14,7 +14,8 @@ from lmcache.v1.memory_management import MemoryObj
 
 from lmcache_xpu.gpu_connector.in_flight import Finished, InFlight
 from lmcache_xpu.gpu_connector.load_pipeline import LoadPipeline
-from lmcache_xpu.transfer.staging import Stager, StoreHandle, TransferHandle
+from lmcache_xpu.transfer.handles import StoreHandle, TransferHandle
+from lmcache_xpu.transfer.staging import Stager
 
 
 class OverlappedLoad:

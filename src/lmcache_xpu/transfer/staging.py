@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 
 from lmcache_xpu.transfer.devices import Event, SideStream, has_triton, is_host
 from lmcache_xpu.transfer.direct import AddressTables, HostKernels
 from lmcache_xpu.transfer.gather_scatter import TorchTransfer, Transfer
+from lmcache_xpu.transfer.handles import StoreHandle, TransferHandle
 from lmcache_xpu.transfer.host_copies import HostCopies
 from lmcache_xpu.transfer.paged_view import PagedView
 from lmcache_xpu.transfer.pinned_uploads import PinnedUploads
@@ -28,24 +28,6 @@ from lmcache_xpu.transfer.plan import HostFormat, Piece, Plan
 from lmcache_xpu.transfer.slots import Slots, request_rows
 from lmcache_xpu.transfer.staging_ring import StagingRing
 from lmcache_xpu.transfer.tuning import Tuning, tuning_of
-
-
-class TransferHandle(NamedTuple):
-    """Points in time of a store or a load."""
-
-    begun: Event
-    done: Event  # the target is complete; the source may be reused
-
-    def seconds(self) -> float:
-        """Return how long it took, once it is done."""
-        return self.begun.seconds_until(self.done)
-
-
-class StoreHandle(NamedTuple):
-    """A store, and when the engine's blocks had been read."""
-
-    transfer: TransferHandle
-    gathered: Event
 
 
 class Stager:
