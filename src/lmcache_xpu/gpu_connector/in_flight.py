@@ -8,20 +8,7 @@ a step that was given one of their blocks waits on the device until the block ha
 keep this order; nothing here waits on the engine's thread. On CPU nothing runs beside anything: a
 layer is loaded when the engine comes to it.
 
-A step has four phases. Each call belongs in some of them; a call in another one is an error of the
-caller's, and an assertion:
-
-    call          IDLE        SCHEDULING  PREPARING   COMPUTING   what it does
-    schedule      SCHEDULING  stays       -           -           loads may begin before their step
-    begin_step    PREPARING   PREPARING   stays       PREPARING   new blocks wait for their readers
-    add_load      -           stays       stays       stays       enqueues the first layers
-    before_all    -           -           stays       stays       the engine waits for all layers
-    before_layer  stays       -           COMPUTING   stays       the engine waits for this layer
-    after_layer   stays       -           COMPUTING   stays       enqueues the next layers
-    end_step      stays       -           IDLE        IDLE        leaves nothing to load
-
-`protect`, `add_store`, `publish`, `release`, `drain` and `close` may be called in each phase. In
-IDLE, a layer is a drafter's: its turn comes when the step's loads have been ended.
+Each call belongs in some phases of a step, see `phase`.
 """
 
 from __future__ import annotations
@@ -30,7 +17,6 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import NamedTuple
 
 import torch
@@ -38,20 +24,12 @@ from lmcache.v1.memory_management import MemoryObj
 
 from lmcache_xpu.gpu_connector.finisher import Finisher
 from lmcache_xpu.gpu_connector.load_pipeline import LoadPipeline, group_starts
+from lmcache_xpu.gpu_connector.phase import Phase
+from lmcache_xpu.transfer.handles import StoreHandle, TransferHandle
 from lmcache_xpu.transfer.slots import blocks_of
-from lmcache_xpu.transfer.staging import StoreHandle, TransferHandle
 from lmcache_xpu.transfer.tuning import Tuning
 
 Finished = Callable[[float], None]  # is told how many seconds a transfer took
-
-
-class Phase(Enum):
-    """Where the engine is between two ends of a step."""
-
-    IDLE = auto()  # no step has begun
-    SCHEDULING = auto()  # vLLM still decides on a step, and loads for it have begun
-    PREPARING = auto()  # the step is known, and the engine has not come to its first layer
-    COMPUTING = auto()  # the engine is at its layers
 
 
 class _Load(NamedTuple):
@@ -94,7 +72,7 @@ class InFlight:
             new_blocks: IDs of the blocks that the load writes.
             tokens: number of the request's tokens that the step computes.
         """
-        self._check("schedule", Phase.IDLE, Phase.SCHEDULING)
+        self.phase.check("schedule", Phase.IDLE, Phase.SCHEDULING)
         self.phase = Phase.SCHEDULING
         self._protect_and_feed(new_blocks, tokens)
 
@@ -140,7 +118,7 @@ class InFlight:
         In SCHEDULING so much is enqueued that the link stays busy, in PREPARING the first layers.
         A load that comes in COMPUTING may be too late for its first layer; `end_step` reports it.
         """
-        self._check("add_load", Phase.SCHEDULING, Phase.PREPARING, Phase.COMPUTING)
+        self.phase.check("add_load", Phase.SCHEDULING, Phase.PREPARING, Phase.COMPUTING)
         self._loads.append(_Load(load, [], finished))
         self.hold(load, objs)
         if self.phase is Phase.SCHEDULING:
@@ -151,7 +129,7 @@ class InFlight:
 
     def hold(self, load: LoadPipeline, objs: Sequence[MemoryObj]) -> None:
         """Hold more memory for a load of this step, between its `add_load` and `end_step`."""
-        self._check("hold", Phase.SCHEDULING, Phase.PREPARING, Phase.COMPUTING)
+        self.phase.check("hold", Phase.SCHEDULING, Phase.PREPARING, Phase.COMPUTING)
         for item in self._loads:
             if item.load is load:
                 for obj in objs:
@@ -163,7 +141,7 @@ class InFlight:
 
         In PREPARING, or in COMPUTING where vLLM asks for loads behind the layers.
         """
-        self._check("before_all", Phase.PREPARING, Phase.COMPUTING)
+        self.phase.check("before_all", Phase.PREPARING, Phase.COMPUTING)
         for item in self._loads:
             with item.load.enduring():
                 item.load.before_all()
@@ -174,7 +152,7 @@ class InFlight:
         In PREPARING and COMPUTING; leads to COMPUTING. In IDLE it does nothing: a drafter comes to
         its layers behind `end_step`, which has waited for them.
         """
-        self._check("before_layer", Phase.IDLE, Phase.PREPARING, Phase.COMPUTING)
+        self.phase.check("before_layer", Phase.IDLE, Phase.PREPARING, Phase.COMPUTING)
         if self.phase is Phase.PREPARING:
             self.phase = Phase.COMPUTING
             for item in self._loads[:1]:
@@ -191,7 +169,7 @@ class InFlight:
         enqueued that the link stays busy, and no more: behind the first layers the device waits
         for this thread.
         """
-        self._check("after_layer", Phase.IDLE, Phase.PREPARING, Phase.COMPUTING)
+        self.phase.check("after_layer", Phase.IDLE, Phase.PREPARING, Phase.COMPUTING)
         if self.phase is Phase.PREPARING:
             self.phase = Phase.COMPUTING
         bytes_ahead = self._bytes_under_way()
@@ -212,7 +190,7 @@ class InFlight:
         Returns:
             For each load that failed or was not waited for in time, its slots `[tokens]`.
         """
-        self._check("end_step", Phase.IDLE, Phase.PREPARING, Phase.COMPUTING)
+        self.phase.check("end_step", Phase.IDLE, Phase.PREPARING, Phase.COMPUTING)
         self.phase = Phase.IDLE
         failed_slots = []
         loads, self._loads = self._loads, []
@@ -280,12 +258,6 @@ class InFlight:
     def close(self) -> None:
         """Do as `drain` for the last time: the thread ends. In each phase, and again."""
         self._finisher.close()
-
-    def _check(self, call: str, *phases: Phase) -> None:
-        assert self.phase in phases, (
-            f"InFlight.{call} was called in phase {self.phase.name}; "
-            f"it belongs in {' or '.join(phase.name for phase in phases)}."
-        )
 
     def _protect_and_feed(self, new_blocks: frozenset[int] | None, tokens: int | None) -> None:
         self._tokens = tokens
