@@ -11,15 +11,15 @@ A tier holds a chunk when all workers hold their part of it, and no longer when 
 from __future__ import annotations
 
 import logging
-from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
 from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.kv_connector.chunk_blocks import ChunkBlocks
 from lmcache_xpu.tiers.residency import CPU, DISK, SHARED, Change, chunk_name
 
 if TYPE_CHECKING:
@@ -86,19 +86,6 @@ def published(config: VllmConfig, enabled: bool) -> bool:
 
 
 @dataclass(slots=True)
-class _Chunk:
-    """What events say of a chunk."""
-
-    start: int  # its first token
-    tokens: array[int]
-    hashes: list[Any]
-    parent: Any
-    extra_keys: list[Any]
-    lora: tuple[int | None, str | None]
-    tiers: set[str] = field(default_factory=set)  # that hold it, as far as was told
-
-
-@dataclass(slots=True)
 class _Prompt:
     """A request, and how many of its chunks are described."""
 
@@ -133,7 +120,7 @@ class KVEvents:
         self._block_tokens = block_tokens
         self._group, self._kind = _stored_group(groups)
         self._requests: dict[str, _Prompt] = {}
-        self._chunks: dict[str, _Chunk] = {}
+        self._chunks: dict[str, ChunkBlocks] = {}
         self._waiting: dict[str, None] = {}  # of these, those that no tier holds; oldest first
         self._held: dict[tuple[str, str], int] = {}  # workers, by tier and chunk
         self._workers = 1
@@ -236,7 +223,7 @@ class KVEvents:
         blocks = range(prompt.end // self._block_tokens, end // self._block_tokens)
         if not blocks:
             return
-        self._chunks[name] = _described(prompt.request, blocks, self._block_tokens)
+        self._chunks[name] = ChunkBlocks.of(prompt.request, blocks, self._block_tokens)
         tiers = [tier for tier in PLACES if self._held.get((tier, name), 0) >= self._workers]
         places += [(tier, name) for tier in tiers]  # e.g. on disk since an earlier run
         if not tiers:
@@ -258,7 +245,7 @@ class KVEvents:
             event.extra_keys += chunk.extra_keys
             grows[tier, chunk.hashes[-1]] = event
 
-    def _stored(self, tier: str, chunk: _Chunk) -> BlockStored:
+    def _stored(self, tier: str, chunk: ChunkBlocks) -> BlockStored:
         """An event that begins with a chunk's first block, and has none yet."""
         place, (lora_id, lora_name) = PLACES[tier], chunk.lora
         event = BlockStored(
@@ -300,33 +287,6 @@ class KVEvents:
                     ownership=place.ownership,
                 )
             )
-
-
-def _described(request: Request, blocks: range, block_tokens: int) -> _Chunk:
-    """What vLLM's own events say of some blocks of a request."""
-    from vllm.v1.core.kv_cache_utils import (
-        generate_block_hash_extra_keys,
-        maybe_convert_block_hash,
-        to_event_extra_keys,
-    )
-
-    hashes = [maybe_convert_block_hash(h) for h in request.block_hashes[blocks[0] : blocks[-1] + 1]]
-    keys, image = [], 0
-    for block in blocks:
-        start = block * block_tokens
-        key, image = generate_block_hash_extra_keys(request, start, start + block_tokens, image)
-        keys.append(key)
-    before = blocks[0] - 1
-    lora = request.lora_request
-    start, end = blocks[0] * block_tokens, (blocks[-1] + 1) * block_tokens
-    return _Chunk(
-        start=start,
-        tokens=array("I", request.all_token_ids[start:end]),
-        hashes=hashes,
-        parent=None if before < 0 else maybe_convert_block_hash(request.block_hashes[before]),
-        extra_keys=to_event_extra_keys(keys) or [],
-        lora=(None, None) if lora is None else (lora.adapter_id, lora.name),
-    )
 
 
 def _stored_group(groups: KVCacheConfig) -> tuple[int, str]:
