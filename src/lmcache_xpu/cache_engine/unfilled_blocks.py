@@ -10,7 +10,7 @@ that step computes is wrong as well: a block counts as unfilled until it is give
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,6 +62,21 @@ class UnfilledBlocks:
         first = max(first, load.get("vllm_cached_tokens", 0))
         self.add_slots(load["slot_mapping"][first:])
         log_failure(LOAD_CPU, "A load failed and is computed instead", cause)
+
+    def add_missed(self, loads: Sequence[torch.Tensor]) -> None:
+        """Add the blocks of loads that the engine did not wait for; log how many loads.
+
+        Args:
+            loads: the slots of each, on the host.
+        """
+        for slots in loads:
+            self.add_slots(slots)
+        if loads:
+            logger.error(
+                "vLLM computed without waiting for the KV cache of %d requests; "
+                "they are recomputed (docs: troubleshooting#load-not-awaited)",
+                len(loads),
+            )
 
     def add(self, blocks: Iterable[int]) -> None:
         """Add blocks by their IDs."""

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lmcache.integration.vllm.utils import calculate_draft_layers
-from vllm.logger import init_logger
 
 from lmcache_xpu.cache_engine import health
 from lmcache_xpu.cache_engine.ending import end_lmcache
@@ -40,8 +39,6 @@ if TYPE_CHECKING:
     from lmcache_xpu.tiers.residency import Residency
 
 __all__ = ["WorkerSide"]
-
-logger = init_logger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 
 class WorkerSide:
@@ -291,15 +288,10 @@ class WorkerSide:
     def _end_loads(self) -> None:
         """End this step's loads, and record what did not arrive."""
         self._adapter.end_loads()
-        missed = [] if self.in_flight is None else self.in_flight.end_step()
-        if missed:
-            logger.error(
-                "vLLM computed without waiting for the KV cache of %d requests; "
-                "they are recomputed (docs: troubleshooting#load-not-awaited)",
-                len(missed),
-            )
+        if self.in_flight is not None:
+            self._unfilled.add_missed(self.in_flight.end_step())
         ended_early: list[torch.Tensor] = self._engine.gpu_connector.failed_slots
-        for slots in (*missed, *ended_early):
+        for slots in ended_early:
             self._unfilled.add_slots(slots)
         ended_early.clear()
         self._unfilled.add(self._adapter.get_block_ids_with_load_errors())
