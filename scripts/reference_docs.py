@@ -17,7 +17,7 @@ from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
 from lmcache_xpu import metrics
-from lmcache_xpu.cache_engine.options import EXTRA, OPTIONS, VLLM, table
+from lmcache_xpu.cache_engine.options import EXTRA, OPTIONS, VLLM, Option, Verdict
 from lmcache_xpu.cli import app
 from lmcache_xpu.cli.exit_codes import BAD_NEWS, MEANINGS
 from lmcache_xpu.launch.settings import DIAGNOSTIC_VARIABLES, ENV_PREFIX, Settings
@@ -360,13 +360,23 @@ make itself reports any failure as 2.
 # LMCache's options
 
 
+def options_table(options: tuple[Option, ...]) -> str:
+    """Return some options as a table; those that differ in name alone share a row."""
+    body = [
+        (", ".join(f"`{option.name}`" for option in options if option[1:] == what), *what)
+        for verdict in get_args(Verdict)
+        for what in dict.fromkeys(option[1:] for option in options if option.verdict == verdict)
+    ]
+    return rows(("option", "here", ""), body)
+
+
 def options(text: str) -> str:
     """docs/reference/lmcache-options.md: its tables."""
     for name, table_options in {"options": OPTIONS, "extra": EXTRA, "vllm": VLLM}.items():
         begin, end = f"<!-- {name}: made by `make docs` -->\n", f"<!-- end of {name} -->"
         head, _, rest = text.partition(begin)
         _, _, tail = rest.partition(end)
-        text = f"{head}{begin}{table(table_options)}\n{end}{tail}"
+        text = f"{head}{begin}{options_table(table_options)}\n{end}{tail}"
     return text
 
 

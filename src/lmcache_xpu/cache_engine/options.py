@@ -6,10 +6,11 @@ docs/reference/lmcache-options.md. A test holds it complete against LMCache's ow
 
 from __future__ import annotations
 
+import functools
 from fnmatch import fnmatchcase
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
-__all__ = ["EXTRA", "OPTIONS", "VLLM", "Option", "extra_option", "table"]
+__all__ = ["EXTRA", "OPTIONS", "VLLM", "Option", "Verdict", "extra_option"]
 
 Verdict = Literal["served", "refused", "no effect"]
 
@@ -28,18 +29,13 @@ class Option(NamedTuple):
     note: str
 
 
-def _served(note: str, *names: str) -> tuple[Option, ...]:
-    return tuple(Option(name, "served", note) for name in names)
+def _options(verdict: Verdict, note: str, *names: str) -> tuple[Option, ...]:
+    return tuple(Option(name, verdict, note) for name in names)
 
 
-def _refused(note: str, *names: str) -> tuple[Option, ...]:
-    return tuple(Option(name, "refused", note) for name in names)
-
-
-def _idle(note: str, *names: str) -> tuple[Option, ...]:
-    return tuple(Option(name, "no effect", note) for name in names)
-
-
+_served = functools.partial(_options, "served")
+_refused = functools.partial(_options, "refused")
+_idle = functools.partial(_options, "no effect")
 _ENGINE = "engine/test_options.py"
 _UNCHECKED = "It keeps no checksum, so damage would be served. Use "
 _UNTRIED = "It was not tried with these connectors; leave it unset."
@@ -301,13 +297,3 @@ VLLM = (
 def extra_option(name: str) -> Option | None:
     """What becomes of a key of LMCache's `extra_config`; None for one of somebody else."""
     return next((option for option in EXTRA if fnmatchcase(name, option.name)), None)
-
-
-def table(options: tuple[Option, ...]) -> str:
-    """The options in lmcache-options.md; those that differ in name alone share a row."""
-    rows = ["| option | here | |", "|---|---|---|"]
-    for verdict in get_args(Verdict):
-        for note in dict.fromkeys(option.note for option in options if option.verdict == verdict):
-            alike = [option.name for option in options if option[1:] == (verdict, note)]
-            rows.append(f"| {', '.join(f'`{name}`' for name in alike)} | {verdict} | {note} |")
-    return "\n".join(rows)
