@@ -49,8 +49,8 @@ OWN = {  # of classes of this package, and of events that it makes
     "kv_connector/kv_events.py: prompt.name",
     "kv_connector/patches.py: replacement.__lmcache_xpu__",
     "kv_connector/scheduler.py: self._epochs.pool",
+    "tiers/disk/chunk_index.py: entry.used_ns",
     "tiers/disk/chunk_index.py: self._pins[key].count",
-    "tiers/disk/chunk_store.py: entry.used_ns",
     "transfer/host_copies.py: step.pending",
 }
 

@@ -36,7 +36,8 @@ def test_the_oldest_go_first_and_no_more_than_must(index):
 
 
 def test_a_use_makes_an_entry_young(index):
-    index.get("b").used_ns = 10
+    assert index.mark("b", 10)
+    assert not index.mark("z", 10)
     assert evicted(index, SIZE) == ["c"]
 
 

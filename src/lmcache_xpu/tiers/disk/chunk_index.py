@@ -96,6 +96,12 @@ class ChunkIndex:
             if self._watch is not None:
                 self._watch(key, False)
 
+    def mark(self, key: str, used_ns: int) -> bool:
+        """Set an entry's time of last use; False if there is none."""
+        if entry := self._entries.get(key):
+            entry.used_ns = used_ns
+        return entry is not None
+
     def pin(self, key: str) -> bool:
         """Keep an entry from eviction until as many `unpin`; False if there is none."""
         if key not in self._entries:

@@ -14,7 +14,8 @@ import logging
 import threading
 import time
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import LOAD_DISK
@@ -23,11 +24,7 @@ from lmcache_xpu.tiers.disk.chunk_file import ChunkInfo, disk_bytes, read_chunk,
 from lmcache_xpu.tiers.disk.chunk_index import ChunkIndex
 from lmcache_xpu.tiers.disk.counters import Counters
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from pathlib import Path
-
-__all__ = ["ChunkStore", "Counters"]
+__all__ = ["ChunkStore"]
 
 logger = logging.getLogger("vllm.lmcache_xpu.disk")  # vLLM prints its own loggers only
 
@@ -87,8 +84,7 @@ class ChunkStore:
 
     def info(self, key: str) -> ChunkInfo | None:
         """What is stored under `key`, or None; reads no file."""
-        entry = self._index.get(key)
-        return entry.info if entry else None
+        return entry.info if (entry := self._index.get(key)) else None
 
     def put(
         self, key: str, meta: str, payload: bytes | memoryview, used_ns: int | None = None
@@ -236,16 +232,14 @@ class ChunkStore:
             self._closed = True
             self._files.release()
 
-    def _write(
-        self, temporary: Path, key: str, meta: str, payload: memoryview, used_ns: int
-    ) -> None:
+    def _write(self, file: Path, key: str, meta: str, payload: memoryview, used_ns: int) -> None:
         try:
-            write_chunk(temporary, key, meta, payload, used_ns)
+            write_chunk(file, key, meta, payload, used_ns)
         except FileNotFoundError:
             # Someone removed the directory, e.g. to free the disk in a hurry.
             with self._lock:
                 self._reopen()
-            write_chunk(temporary, key, meta, payload, used_ns)
+            write_chunk(file, key, meta, payload, used_ns)
 
     # The lock is held in everything below.
 
@@ -290,8 +284,7 @@ class ChunkStore:
             raise OSError(str(error)) from error
 
     def _mark(self, key: str, used_ns: int) -> None:
-        if entry := self._index.get(key):
-            entry.used_ns = used_ns
+        if self._index.mark(key, used_ns):
             self._files.mark(key, used_ns)
 
     def _remove(self, key: str) -> None:
@@ -300,11 +293,8 @@ class ChunkStore:
 
     def _make_room(self, need: int) -> bool:
         """Evict until `need` more bytes fit; False, with nothing evicted, if they can't."""
-        if self._index.fits(need):
-            return True
-        if not self._index.can_fit(need):
-            return False
-        for key in self._index.evict(need):
+        possible = self._index.fits(need) or self._index.can_fit(need)
+        for key in self._index.evict(need) if possible else ():
             self._remove(key)
             self._count["evicted"] += 1
-        return True
+        return possible
