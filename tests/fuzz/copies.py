@@ -2,151 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from unittest import mock
 
 import oracle
 import torch
+import ways
 from host import Arena
 from hypothesis import strategies as st
 from layouts import FORMS, Cache, Layout, layouts
-from lmcache.v1.memory_management import MemoryFormat
-from support.kernels import INTERPRET, TritonTransfer
 
 from lmcache_xpu.errors import TransferError
-from lmcache_xpu.gpu_connector import registered_cache
 from lmcache_xpu.gpu_connector.base import PagedMemConnector
-from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
-from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2
-from lmcache_xpu.transfer import direct, host_copies, staging
-from lmcache_xpu.transfer.gather_scatter import TorchTransfer
-from lmcache_xpu.transfer.staging import Stager
-from lmcache_xpu.transfer.staging_ring import Buffer, StagingRing
-
-ORDERS = ("planes", "layers", "rows")
-
-
-@dataclass(frozen=True)
-class Way:
-    """How a connector moves bytes.
-
-    order: of host memory; `rows` is the layerwise connector's. buffer: size of a staging buffer in
-    hundredths of a chunk's largest layer; 0 for no staging.
-    """
-
-    order: str
-    at_once: int
-    triton: bool
-    buffer: int
-    buffers: int
-    pinned: bool
-    batched: bool
-
-
-ways = st.builds(
-    Way,
-    order=st.sampled_from(ORDERS),
-    at_once=st.integers(1, 4),
-    triton=st.integers(0, 5).map(lambda n: n == 5),
-    buffer=st.sampled_from((0, 100, 130, 250, 400, 1000, 5000, 90)),
-    buffers=st.integers(2, 4),
-    pinned=st.booleans(),
-    batched=st.booleans(),
-)
-
-
-def copied_in_batches(sources: torch.Tensor, targets: torch.Tensor, sizes: torch.Tensor) -> None:
-    """vLLM's operation of a device, on the host."""
-    for one in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
-        ctypes.memmove(*one)
-
-
-@contextmanager
-def taken(way: Way, buffer_bytes: int) -> Iterator[None]:
-    """While this lasts, connectors that are bound take this way."""
-
-    def stager(view: object, staging_bytes: int) -> Stager:
-        made = Stager(view, staging_bytes, in_place=not way.buffer)
-        if way.buffer:
-            made.buffer_bytes = buffer_bytes
-            made._ring = StagingRing(
-                [Buffer(buffer_bytes, view.device) for _ in range(way.buffers)]
-            )
-            made._host._ring_bytes = max(1, buffer_bytes // 2)
-        return made
-
-    with ExitStack() as stack:
-
-        def patch(place: object, name: str, value: object) -> None:
-            stack.enter_context(mock.patch.object(place, name, value))
-
-        patch(registered_cache, "Stager", stager)
-        patch(staging, "transfer_of", TritonTransfer.of if way.triton else TorchTransfer.of)
-        patch(StagingRing, "allocate", lambda wanted, device: StagingRing([Buffer(1, device)]))
-        if way.triton:
-            patch(TritonTransfer, "warm_up", lambda self: None)  # slow in the interpreter
-            patch(direct, "reaches_host", lambda transfer: True)
-            stack.enter_context(mock.patch.dict("os.environ", INTERPRET))
-        if way.batched and way.pinned:
-            patch(host_copies, "batched_copy", lambda device: copied_in_batches)
-        if way.pinned:
-            patch(host_copies.HostCopies, "pinned", lambda self, memory, at_least=None: True)
-        yield
-
-
-def connect(layout: Layout, way: Way) -> PagedMemConnector:
-    layerwise = way.order == "rows"
-    kind = VLLMPagedMemLayerwiseXPUConnector if layerwise else VLLMPagedMemXPUConnectorV2
-    options = {"layers_at_once": way.at_once} if layerwise else {}
-    return kind(
-        layout.hidden,
-        layout.sizes["l"],
-        dtype=layout.dtype,
-        device="cpu",
-        use_mla=layout.mla,
-        layout_hints={"kv_layout": layout.hint} if layout.hint else None,
-        opaque_blocks=layout.opaque,
-        layer_major=way.order == "layers",
-        **options,
-    )
-
-
-def format_of(connector: PagedMemConnector) -> MemoryFormat:
-    return MemoryFormat.KV_MLA_FMT if connector.use_mla else connector.FORMAT
-
-
-def chunks_of(
-    objs: Sequence[Sequence], connector: PagedMemConnector, way: Way, spans: Sequence[tuple]
-) -> list[oracle.Chunk]:
-    """Of objects `[group][chunk]`, what the oracle must know."""
-    groups = connector.groups if way.order == "rows" else [(0, connector.num_layers)]
-    room = groups[0][1]
-    return [
-        oracle.Chunk(obj.meta.address, start, end, way.order, room, first, last - first)
-        for (first, last), group in zip(groups, objs, strict=True)
-        for obj, (start, end) in zip(group, spans, strict=True)
-    ]
-
-
-def call(connector: PagedMemConnector, direction: str, objs: Sequence[Sequence], **given) -> None:
-    """As LMCache's engine drives either connector, to the end."""
-    move = getattr(connector, direction)
-    if not connector.LAYERWISE:
-        move(objs[0], **given)
-    elif direction == "batched_from_gpu":
-        steps = move(objs, **given)
-        for _ in range(len(objs) + 1):
-            next(steps)
-    else:
-        steps = move(**given)
-        next(steps)
-        for group in objs:
-            steps.send(group)
-        next(steps)
 
 
 @dataclass(frozen=True)
@@ -208,8 +76,8 @@ class Case:
 
     here: Layout
     there: Layout
-    store: Way
-    load: Way
+    store: ways.Way
+    load: ways.Way
     request: Request
     moves: bool  # the engine moves its cache between two loads
     seed: int
@@ -237,8 +105,8 @@ def cases(draw: st.DrawFn) -> Case:
             here.dtype,
             other.named,
         )
-    store, load = draw(ways), draw(ways)
-    load = Way(store.order, store.at_once, *list(vars(load).values())[2:])
+    store, load = draw(ways.every), draw(ways.every)
+    load = ways.Way(store.order, store.at_once, *list(vars(load).values())[2:])
     request = draw(requests(here, there))
     return Case(here, there, store, load, request, draw(st.booleans()), draw(st.integers(0, 2**32)))
 
@@ -247,7 +115,7 @@ def run(case: Case) -> None:
     """Move, and compare every byte of both caches and of host memory."""
     request, spans = case.request, case.request.spans
     source, target = Cache(case.here, case.seed), Cache(case.there, case.seed + 1)
-    connector = connect(case.here, case.store)
+    connector = ways.connect(case.here, case.store)
     dtype = case.here.dtype
     largest = max((end - start for start, end in spans), default=1)
     arena = Arena(
@@ -258,20 +126,20 @@ def run(case: Case) -> None:
     groups = connector.groups if connector.LAYERWISE else [(0, connector.num_layers)]
     objs = [
         [
-            arena.allocate(connector.get_shape(end - start), dtype, format_of(connector))
+            arena.allocate(connector.get_shape(end - start), dtype, ways.format_of(connector))
             for start, end in spans
         ]
         for _ in groups
     ]
-    chunks = chunks_of(objs, connector, case.store, spans)
+    chunks = ways.chunks_of(objs, connector, case.store, spans)
     starts, ends = [start for start, _ in spans], [end for _, end in spans]
     layer = largest * source.paged.row * source.paged.planes
     before = bytearray(source.bytes())
 
-    def buffer(way: Way) -> int:
+    def buffer(way: ways.Way) -> int:
         return max(1, layer * way.buffer // 100)
 
-    with taken(case.store, buffer(case.store)):
+    with ways.taken(case.store, buffer(case.store)):
         moves = oracle.pairs(source.paged, chunks, request.here)
         given = {"starts": starts, "ends": ends, "kvcaches": source.engine}
         slots = torch.tensor(request.here, dtype=torch.int64)
@@ -283,9 +151,9 @@ def run(case: Case) -> None:
     oracle.compare("host memory after a store", arena.bytes(), arena.wanted)
     oracle.compare("the cache that was read", source.bytes(), before)
 
-    loader = connect(case.there, case.load)
+    loader = ways.connect(case.there, case.load)
     targets = [target, Cache(case.there, case.seed + 2)] if case.moves else [target]
-    with taken(case.load, buffer(case.load)):
+    with ways.taken(case.load, buffer(case.load)):
         for number, cache in enumerate(targets):
             wanted = bytearray(cache.bytes())
             skip = 0 if number else request.cached
@@ -307,12 +175,12 @@ def run(case: Case) -> None:
 
 
 def _refused(
-    connector: PagedMemConnector, direction: str, objs: Sequence, given: dict, way: Way, spans
+    connector: PagedMemConnector, direction: str, objs: Sequence, given: dict, way: ways.Way, spans
 ) -> bool:
     """Make the call; True if it was refused as it must be: a layer of a chunk fits no buffer."""
     too_small = 0 < way.buffer < 100 and bool(spans)
     try:
-        call(connector, direction, objs, **given)
+        ways.call(connector, direction, objs, **given)
     except TransferError as error:
         if too_small and "raise staging_mib" in str(error):
             return True

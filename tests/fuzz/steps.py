@@ -13,16 +13,17 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
-import copies
 import oracle
-import torch
+import ways
+from blocks import Blocks
+from chunk_keeper import ChunkKeeper
 from host import Arena
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
-from late_device import COPIES, ENGINE, KERNELS, LateDevice, PlantedError
+from late_device import COPIES, ENGINE, KERNELS, LateDevice
 from layouts import Cache, Layout, layouts
+from running import Prompt, Running, prompts
 from support.tuned import tuned
 
 from lmcache_xpu.gpu_connector.in_flight import InFlight
@@ -30,63 +31,12 @@ from lmcache_xpu.gpu_connector.in_flight import InFlight
 PLACES = 40  # for objects in host memory
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """A request to come."""
-
-    content: int
-    tokens: int
-    kept: int  # leading blocks that the engine may have itself
-    early: bool
-    stays: bool
-
-
-prompts = st.builds(
-    Prompt,
-    content=st.integers(0, 1),
-    tokens=st.integers(1, 14),
-    kept=st.sampled_from((0, 0, 1, 2)),
-    early=st.booleans(),
-    stays=st.booleans(),
-)
-
-
-@dataclass(eq=False)
-class Running:
-    """A request that has blocks."""
-
-    prompt: Prompt
-    blocks: list[int]
-    tokens: int
-    cached: int  # leading tokens that the engine had
-    loaded: int  # leading tokens that it has after the load; the rest is computed
-    chunks: list[tuple[int, int]] = field(default_factory=list)  # that are loaded
-    objs: list[list] = field(default_factory=list)  # [group][chunk]
-    lost: bool = False
-
-    def slots(self, block_tokens: int) -> list[int]:
-        every = [block * block_tokens + n for block in self.blocks for n in range(block_tokens)]
-        return every[: self.tokens]
-
-
-@dataclass(eq=False)
-class Storing:
-    """Chunks on their way to LMCache."""
-
-    of: Running
-    keys: list[tuple[int, int]]
-    objs: list[list]  # [group][chunk]
-    put: set[int] = field(default_factory=set)  # groups
-    decided: bool = False  # whether they were computed from what was there
-    failed: bool = False
-
-
-class Steps(RuleBasedStateMachine):
+class Steps(Blocks, ChunkKeeper, RuleBasedStateMachine):
     """An engine with our connector, and an LMCache without anything else."""
 
     @initialize(
         layout=layouts(l=4, b=12, n=2),
-        way=copies.ways,
+        way=ways.every,
         order=st.sampled_from(
             [
                 (),
@@ -106,7 +56,7 @@ class Steps(RuleBasedStateMachine):
     def start(
         self,
         layout: Layout,
-        way: copies.Way,
+        way: ways.Way,
         order: tuple[str, ...],
         chunk: int,
         layers: int,
@@ -120,9 +70,9 @@ class Steps(RuleBasedStateMachine):
         self.paged = self.cache.paged
         self.block_tokens = layout.sizes["n"]
         self.chunk = chunk * self.block_tokens if layout.opaque else chunk + 1
-        self.way = copies.Way(**vars(way) | {"buffer": max(100, way.buffer)})
+        self.way = ways.Way(**vars(way) | {"buffer": max(100, way.buffer)})
         self.device = LateDevice(order)
-        self.connector = copies.connect(layout, self.way)
+        self.connector = ways.connect(layout, self.way)
         self.layerwise = self.connector.LAYERWISE
         self.ahead = ahead
         size = self.connector.get_shape(self.chunk).numel() * layout.dtype.itemsize + 8
@@ -150,7 +100,7 @@ class Steps(RuleBasedStateMachine):
         buffer = self.chunk * self.paged.row * self.paged.planes * self.way.buffer // 100
         with (
             tuned(ahead_bytes=self.ahead, single_layers=1, first_groups=1),
-            copies.taken(self.way, buffer),
+            ways.taken(self.way, buffer),
             self.device.installed(),
         ):
             yield
@@ -241,66 +191,15 @@ class Steps(RuleBasedStateMachine):
         if self.arena.lent != held:
             raise oracle.MismatchError(f"{self.arena.lent} objects are lent, {held} are stored")
 
+    def _raise(self) -> None:
+        for one, error in self.errors:
+            if not (one.lost and self.layerwise):
+                raise error
+        self.errors.clear()
+
     def teardown(self) -> None:
         if hasattr(self, "overlap"):
             self.settle()
-
-    # Requests and blocks
-
-    def _admit(self, prompt: Prompt, donors: list[Running]) -> Running | None:
-        size = self.block_tokens
-        kept = [
-            donor.blocks[: min(prompt.kept, donor.tokens // size, (prompt.tokens - 1) // size)]
-            for donor in donors
-            if donor.prompt.content == prompt.content
-        ]
-        blocks = max(kept, key=len, default=[])[:]
-        cached = len(blocks) * size
-        need = -(-prompt.tokens // size) - len(blocks)
-        if need > len(self.free):
-            return None
-        # Those that were given back last come first.
-        blocks += [self.free.pop() for _ in range(need)]
-        self.users.update(blocks)
-        found = 0
-        while (found + 1) * self.chunk <= prompt.tokens and (prompt.content, found) in self.stored:
-            found += 1
-        one = Running(prompt, blocks, prompt.tokens, cached, max(cached, found * self.chunk))
-        if one.loaded > cached:
-            first = cached // self.chunk if self.random.random() < 0.5 else 0
-            one.chunks = [(n * self.chunk, (n + 1) * self.chunk) for n in range(first, found)]
-            held = [self.stored[prompt.content, n] for n in range(first, found)]
-            one.objs = [list(group) for group in zip(*held, strict=True)]
-            for obj in (obj for group in one.objs for obj in group):
-                obj.ref_count_up()
-        return one
-
-    def _new(self, one: Running) -> frozenset[int]:
-        return frozenset(one.blocks[one.cached // self.block_tokens :])
-
-    def _grow(self, donors: list[Running]) -> frozenset[int]:
-        """Requests that run get a token more, and a block where they need one."""
-        new = set()
-        for one in donors:
-            if self.paged.block and one.tokens % self.block_tokens:
-                continue  # its whole block would be written, which others may share
-            if one.tokens == len(one.blocks) * self.block_tokens:
-                if not self.free or self.random.random() < 0.5:
-                    continue
-                one.blocks.append(self.free.pop())
-                self.users[one.blocks[-1]] += 1
-                new.add(one.blocks[-1])
-            elif self.users[one.blocks[-1]] > 1:
-                continue
-            one.tokens += 1
-            self.grown.append(one)
-        return frozenset(new)
-
-    def _give_back(self, one: Running) -> None:
-        for block in one.blocks:
-            self.users[block] -= 1
-            if not self.users[block]:
-                self.free.append(block)
 
     # What the engine does
 
@@ -391,161 +290,3 @@ class Steps(RuleBasedStateMachine):
             self._engine_writes(one, layer, one.cached)
         if self.overlap.end_step():
             raise oracle.MismatchError("a load was given up twice")
-
-    # Loads and stores, as LMCache asks for them
-
-    def _expect_load(self, one: Running, group: int) -> None:
-        chunks = self._oracle_chunks(one.objs[group], one.chunks, group)
-        moves = oracle.pairs(self.paged, chunks, one.slots(self.block_tokens), one.cached)
-        oracle.load(self.wanted, self.arena.wanted, moves, b"")
-
-    def _oracle_chunks(self, objs: list, spans: list, group: int) -> list[oracle.Chunk]:
-        groups = self.connector.groups if self.layerwise else [(0, self.paged.layers)]
-        first, last = groups[group]
-        return [
-            oracle.Chunk(obj.meta.address, *span, self.way.order, groups[0][1], first, last - first)
-            for obj, span in zip(objs, spans, strict=True)
-        ]
-
-    def _given(self, one: Running, spans: list[tuple[int, int]]) -> dict:
-        return {
-            "starts": [start for start, _ in spans],
-            "ends": [end for _, end in spans],
-            "kvcaches": self.cache.engine,
-            "slot_mapping": torch.tensor(one.slots(self.block_tokens)),
-        }
-
-    def _load(self, one: Running) -> None:
-        self._expect_load(one, 0)
-        (objs,), one.objs = one.objs, []
-        try:
-            given = self._given(one, one.chunks)
-            self.connector.batched_to_gpu(objs, **given, vllm_cached_tokens=one.cached)
-        except PlantedError:
-            one.lost = True
-        for obj in objs:
-            obj.ref_count_down()
-
-    def _load_layers(self, one: Running) -> Iterator:
-        given = self._given(one, one.chunks)
-        steps = self.connector.batched_to_gpu(**given, vllm_cached_tokens=one.cached)
-        next(steps)
-        for group in range(len(one.objs)):
-            self._expect_load(one, group)
-        self._send(one, steps, 0)
-        return steps
-
-    def _send(self, one: Running, steps: Iterator, group: int) -> None:
-        objs = one.objs[group] if group < len(one.objs) else None
-        if not one.lost:
-            try:
-                steps.send(objs)
-            except PlantedError:
-                one.lost = True
-        for obj in objs or ():
-            obj.ref_count_down()
-
-    def _to_store(self, one: Running) -> Storing:
-        content, size = one.prompt.content, self.chunk
-        numbers = [
-            n
-            for n in range(one.tokens // size)
-            if (content, n) not in self.stored and (content, n) not in self.storing
-        ]
-        groups = self.connector.groups if self.layerwise else [None]
-        while numbers and self.arena.room < len(numbers) * len(groups):
-            if not self.stored:
-                return Storing(one, [], [])
-            self._evict(min(self.stored))
-            if self.arena.room < len(numbers) * len(groups):
-                numbers = numbers[:-1]
-        shape, dtype = self.connector.get_shape(size), self.cache.layout.dtype
-        fmt = copies.format_of(self.connector)
-        objs = [[self.arena.allocate(shape, dtype, fmt) for _ in numbers] for _ in groups]
-        keys = [(content, n) for n in numbers]
-        self.storing |= set(keys)
-        return Storing(one, keys, objs)
-
-    def _store(self, one: Running) -> None:
-        store = self._to_store(one)
-        if not store.keys:
-            return
-        self._expect_store(store, 0)
-        given = self._given(one, self._spans(store))
-        store.decided = True
-        try:
-            self.connector.batched_from_gpu(store.objs[0], **given)
-        except PlantedError:
-            self._fail(store, 0)
-            return
-        self.overlap.publish(store.objs[0], lambda: self._put(store, 0))
-
-    def _store_layers(self, one: Running, stores: dict, group: int) -> None:
-        if group == 0:
-            store = self._to_store(one)
-            if not store.keys:
-                return
-            given = self._given(one, self._spans(store))
-            stores[one] = self.connector.batched_from_gpu(store.objs, **given), store
-        if one not in stores or stores[one][1].failed:
-            return
-        steps, store = stores[one]
-        self._expect_store(store, group)
-        try:
-            next(steps)
-        except PlantedError:
-            self._fail(store, group)
-            return
-        if self.overlap.stores:
-            self.overlap.publish(store.objs[group], lambda: self._put(store, group))
-
-    def _spans(self, store: Storing) -> list[tuple[int, int]]:
-        return [(n * self.chunk, (n + 1) * self.chunk) for _, n in store.keys]
-
-    def _expect_store(self, store: Storing, group: int) -> None:
-        chunks = self._oracle_chunks(store.objs[group], self._spans(store), group)
-        moves = oracle.pairs(self.paged, chunks, store.of.slots(self.block_tokens))
-        oracle.store(self.wanted, self.arena.wanted, moves)
-
-    def _fail(self, store: Storing, group: int) -> None:
-        """A store ended early: LMCache gives up what it did not take over."""
-        for obj in (obj for objs in store.objs[group:] for obj in objs):
-            obj.ref_count_down()
-        del store.objs[group:]
-        store.failed = True
-        self._conclude(store)
-
-    def _put(self, store: Storing, group: int) -> None:
-        """LMCache takes a group's objects over; they must be complete."""
-        there = self.arena.bytes()
-        for obj in store.objs[group]:
-            at, size = obj.meta.address, len(obj.raw_tensor)
-            wanted = self.arena.wanted[at : at + size]
-            try:
-                oracle.compare("what is published", there[at : at + size], wanted)
-            except oracle.MismatchError as error:
-                self.errors.append((store.of, error))
-        store.put.add(group)
-        self._conclude(store)
-
-    def _conclude(self, store: Storing) -> None:
-        """What was computed from a lost load is not kept."""
-        if not store.decided or len(store.put) < len(store.objs):
-            return
-        self.storing -= set(store.keys)
-        if store.failed or (store.of.lost and self.layerwise):
-            for obj in (obj for group in store.objs for obj in group):
-                obj.ref_count_down()
-            return
-        for number, key in enumerate(store.keys):
-            self.stored[key] = [group[number] for group in store.objs]
-
-    def _evict(self, key: tuple[int, int]) -> None:
-        for obj in self.stored.pop(key):
-            obj.ref_count_down()
-
-    def _raise(self) -> None:
-        for one, error in self.errors:
-            if not (one.lost and self.layerwise):
-                raise error
-        self.errors.clear()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copies
 import oracle
 import pytest
 import torch
+import ways
 from host import Arena
 from late_device import LateDevice, PlantedError
 from layouts import Cache, Layout
@@ -28,11 +28,11 @@ SPANS = ((0, 2), (2, 4), (4, 6))
 @pytest.mark.parametrize("order", ["planes", "rows"])
 def test_nothing_arrives_after_the_error(order, direction, pinned, number):
     """LMCache gives its memory to others, and vLLM computes the blocks anew."""
-    way = copies.Way(order, 3, False, 100, 2, pinned, False)
+    way = ways.Way(order, 3, False, 100, 2, pinned, False)
     cache, device = Cache(LAYOUT, 1), LateDevice(())
-    connector = copies.connect(LAYOUT, way)
+    connector = ways.connect(LAYOUT, way)
     arena = Arena(3, connector.get_shape(2).numel() * 2, 1)
-    fmt = copies.format_of(connector)
+    fmt = ways.format_of(connector)
     objs = [arena.allocate(connector.get_shape(2), LAYOUT.dtype, fmt) for _ in SPANS]
     given = {
         "starts": [start for start, _ in SPANS],
@@ -40,11 +40,11 @@ def test_nothing_arrives_after_the_error(order, direction, pinned, number):
         "kvcaches": cache.engine,
         "slot_mapping": torch.arange(6),
     }
-    with copies.taken(way, 2 * cache.paged.row * 2), device.installed():
+    with ways.taken(way, 2 * cache.paged.row * 2), device.installed():
         connector.initialize_kvcaches_ptr(kvcaches=cache.engine)
         device.fail_at(number)
         with pytest.raises(PlantedError):
-            copies.call(connector, direction, [objs], **given)
+            ways.call(connector, direction, [objs], **given)
         assert device.failed
         for obj in objs:
             obj.ref_count_down()  # and others write there

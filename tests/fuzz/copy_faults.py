@@ -1,0 +1,143 @@
+"""Faults in what is copied where."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+from unittest import mock
+
+import torch
+from fault import Faults
+from support.kernels import TritonTransfer
+
+from lmcache_xpu.gpu_connector import registered_cache
+from lmcache_xpu.gpu_connector.registered_cache import Registration
+from lmcache_xpu.transfer import plan, staging
+from lmcache_xpu.transfer.direct import HostKernels
+from lmcache_xpu.transfer.gather_scatter import TorchTransfer
+from lmcache_xpu.transfer.host_copies import HostCopies
+from lmcache_xpu.transfer.paged_view import PagedView
+from lmcache_xpu.transfer.segments import Segments
+from lmcache_xpu.transfer.slots import RequestRows, Rows, Slots
+from lmcache_xpu.transfer.staging import Stager
+
+FAULTS = Faults()
+fault = FAULTS.add
+
+
+@fault("the last slot is off by one", "copies", registered_cache, "check_slots")
+def _(check: Any) -> Any:
+    def wrong(view: PagedView, mapping: torch.Tensor) -> Slots:
+        numbers, holes = check(view, mapping)
+        numbers = numbers.clone()
+        numbers[-1:] -= view.tokens_per_row * (numbers[-1:] >= view.tokens_per_row)
+        return Slots(numbers, holes)
+
+    return wrong
+
+
+@fault("tokens without a slot go to the first one", "copies", registered_cache, "check_slots")
+def _(check: Any) -> Any:
+    return lambda view, mapping: Slots(check(view, mapping).numbers.clamp(min=0), holes=False)
+
+
+@fault("keys and values of the last layer are exchanged", "copies", PagedView, "from_engine")
+def _(read: Any) -> Any:
+    def wrong(*args: Any, **given: Any) -> PagedView:
+        view = read(*args, **given)
+        return dataclasses.replace(view, tensors=(*view.tensors[:-1], view.tensors[-1][::-1]))
+
+    return wrong
+
+
+@fault("the last token of the last chunk is left out", "copies", RequestRows, "chunks")
+def _(chunks: Any) -> Any:
+    def wrong(self: RequestRows, first: int, last: int) -> Rows:
+        rows = chunks(self, first, last)
+        if last < len(self.totals):
+            return rows
+        host = torch.arange(rows.total) if rows.host is None else rows.host
+        return Rows(rows.engine[:-1], host[:-1], rows.total)
+
+    return wrong
+
+
+@fault("tokens that the engine has are overwritten", "copies", staging, "request_rows")
+def _(rows: Any) -> Any:
+    return lambda view, slots, spans, cached, upload: rows(view, slots, spans, 0, upload)
+
+
+@fault(
+    "a cache that the engine moved is not looked at anew", "copies", Registration, "_is_registered"
+)
+def _(_: Any) -> Any:
+    return lambda self, bound, kvcaches: True
+
+
+@fault("addresses of another layer's chunks are used", "copies", HostKernels, "_table")
+def _(table: Any) -> Any:
+    def wrong(self: HostKernels, piece: plan.Piece, memory: Any, tables: Any) -> Any:
+        first = vars(piece.rows.request).setdefault("tables", {})
+        if piece.chunks not in first:  # the memory is kept, too
+            first[piece.chunks] = memory, table(self, piece, memory, tables)
+        return first[piece.chunks][1]
+
+    return wrong
+
+
+@fault("planes and layers of host memory are exchanged", "copies", plan._ORDERS, "planes")
+def _(_: Any) -> Any:
+    return (2, 1, 3)
+
+
+@fault("heads are taken to lie side by side", "copies", TorchTransfer, "of")
+def _(prepare: Any) -> Any:
+    def wrong(view: PagedView) -> TorchTransfer:
+        made = prepare(view)
+        return dataclasses.replace(made, within=torch.arange(len(made.within)))
+
+    return wrong
+
+
+@fault("a store does not bring the rows that stay", "copies", Stager, "_store_staged")
+def _(stage: Any) -> Any:
+    def wrong(self: Stager, *args: Any) -> None:
+        with mock.patch.object(self._host, "load", return_value=None):
+            stage(self, *args)
+
+    return wrong
+
+
+@fault("values are taken from where keys are", "copies", plan, "_segments")
+def _(segments: Any) -> Any:
+    def wrong(*args: Any) -> Segments:
+        right = segments(*args)
+        return Segments(right.offsets[:1] * len(right.offsets), right.sizes)
+
+    return wrong
+
+
+@fault("the last of several pieces is left out", "copies", plan.Piece, "parts")
+def _(parts: Any) -> Any:
+    def wrong(self: plan.Piece, buffer_bytes: int) -> list[plan.Piece]:
+        every = list(parts(self, buffer_bytes))
+        return every[:-1] or every
+
+    return wrong
+
+
+@fault("every group of layers goes to the first one", "copies", Stager, "load")
+def _(load: Any) -> Any:
+    return lambda self, pieces, memory, first=0, **given: load(self, pieces, memory, 0, **given)
+
+
+@fault("what is stored through the ring stays in it", "copies", HostCopies, "flush")
+def _(_: Any) -> Any:
+    return lambda self: None
+
+
+@fault("the kernel takes every row of a chunk", "copies", TritonTransfer, "_launch")
+def _(launch: Any) -> Any:
+    return lambda self, rows, *args, **given: launch(
+        self, Rows(rows.engine, None, rows.total), *args, **given
+    )

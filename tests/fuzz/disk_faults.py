@@ -1,0 +1,114 @@
+"""Faults of the disk tier and its chunk store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from fault import Faults
+
+from lmcache_xpu.tiers.disk import chunk_directory, chunk_file, chunk_store
+from lmcache_xpu.tiers.disk.chunk_index import ChunkIndex
+from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
+from lmcache_xpu.tiers.disk.lock import DirectoryLock
+from lmcache_xpu.tiers.disk.tier import DiskTier
+from lmcache_xpu.tiers.disk.writer import DiskWriter
+
+FAULTS = Faults()
+fault = FAULTS.add
+
+
+@fault("checksums are not compared", "disk", chunk_store, "read_chunk")
+def _(read: Any) -> Any:
+    def wrong(*args: Any) -> str | None:
+        found = read(*args)
+        return None if found == "its checksum does not match" else found
+
+    return wrong
+
+
+@fault("a file is not asked whose chunk it holds", "disk", chunk_store, "read_chunk")
+def _(read: Any) -> Any:
+    def wrong(path: Any, key: str, info: Any, buffer: memoryview) -> str | None:
+        header = chunk_file._parse(path.read_bytes()[: chunk_file.HEADER_BYTES])
+        return read(path, header.key, header.info, buffer) if header else "damaged"
+
+    return wrong
+
+
+@fault("a scan takes files that were cut", "disk", chunk_directory, "scan_chunk")
+def _(_: Any) -> Any:
+    def wrong(path: Any) -> Any:
+        header = chunk_file._parse(path.read_bytes()[: chunk_file.HEADER_BYTES])
+        return header and (header.key, header.info, path.stat().st_mtime_ns)
+
+    return wrong
+
+
+@fault("a restart forgets when chunks were used", "disk", chunk_directory, "scan_chunk")
+def _(scan: Any) -> Any:
+    def wrong(path: Any) -> Any:
+        found = scan(path)
+        return found and (found[0], found[1], 0)
+
+    return wrong
+
+
+@fault("what was used last goes first", "disk", ChunkIndex, "evict")
+def _(_: Any) -> Any:
+    def wrong(self: ChunkIndex, need: int) -> Iterator[str]:
+        while not self.fits(need):
+            free = [key for key in self._entries if not self.pinned(key)]
+            yield max(free, key=lambda key: self._entries[key].used_ns)
+
+    return wrong
+
+
+@fault("pins do not protect", "disk", ChunkIndex, "evict")
+def _(_: Any) -> Any:
+    def wrong(self: ChunkIndex, need: int) -> Iterator[str]:
+        for key in sorted(self._entries, key=lambda key: self._entries[key].used_ns):
+            if self.fits(need):
+                return
+            yield key
+
+    return wrong
+
+
+@fault("the limit is not kept", "disk", ChunkIndex, "fits")
+def _(_: Any) -> Any:
+    return lambda self, need: True
+
+
+@fault("a chunk that is removed leaves its file", "disk", ChunkStore, "_remove")
+def _(_: Any) -> Any:
+    return lambda self, key: self._index.remove(key)
+
+
+@fault("a file is named before it is complete", "disk", chunk_directory, "_TEMPORARY")
+def _(_: Any) -> Any:
+    return ".lmxkv.part"
+
+
+@fault("two stores may have one directory", "disk", DirectoryLock, "_try")
+def _(_: Any) -> Any:
+    return lambda self: True
+
+
+@fault("a chunk of another model is served after a restart", "tier", DiskTier, "_name")
+def _(_: Any) -> Any:
+    return lambda self, key: key.chunk_hash_hex
+
+
+@fault("what is queued is not written at the end", "tier", DiskWriter, "close")
+def _(_: Any) -> Any:
+    def wrong(self: DiskWriter) -> None:
+        self._closed = True
+        self._threads.shutdown(cancel_futures=True)
+
+    return wrong
+
+
+@fault("a flipped bit on disk is served", "tier", chunk_file.zlib, "crc32")
+def _(_: Any) -> Any:
+    return lambda data, crc=0: 7

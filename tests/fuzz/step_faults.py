@@ -1,0 +1,104 @@
+"""Faults in what waits for what, in the steps of an engine."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from fault import Faults
+
+from lmcache_xpu.gpu_connector.finisher import Finisher
+from lmcache_xpu.gpu_connector.in_flight import InFlight
+from lmcache_xpu.gpu_connector.load_pipeline import LoadPipeline
+from lmcache_xpu.transfer import staging
+from lmcache_xpu.transfer.handles import TransferHandle
+from lmcache_xpu.transfer.staging import Stager
+from lmcache_xpu.transfer.staging_ring import Buffer
+
+FAULTS = Faults()
+fault = FAULTS.add
+
+
+class _NoWait:
+    def __init__(self, event: Any) -> None:
+        self.record = event.record
+
+    def wait(self) -> None:
+        """Nothing."""
+
+
+@fault("a scatter does not wait for its copy", "steps", Buffer, "__init__")
+def _(make: Any) -> Any:
+    def wrong(self: Buffer, size: int, device: torch.device) -> None:
+        make(self, size, device)
+        self.filled = _NoWait(self.filled)
+
+    return wrong
+
+
+@fault("a buffer is filled before it was emptied", "steps", Buffer, "take")
+def _(_: Any) -> Any:
+    return lambda self, nbytes: self._memory[:nbytes]
+
+
+@fault("the engine does not wait for a layer", "steps", LoadPipeline, "before_layer")
+def _(_: Any) -> Any:
+    def wrong(self: LoadPipeline, layer: int) -> None:
+        groups = sum(start <= layer for start in self._starts)
+        if self.failed_behind is None and groups > self._waited:
+            self._enqueue(groups)
+            self._waited = groups
+
+    return wrong
+
+
+@fault("the engine writes blocks that a store still reads", "steps", InFlight, "add_store")
+def _(add: Any) -> Any:
+    def wrong(self: InFlight, *args: Any) -> None:
+        add(self, *args)
+        self._reading.clear()
+
+    return wrong
+
+
+@fault("loads and stores do not wait for the engine", "steps", Stager, "follow_engine")
+def _(_: Any) -> Any:
+    return lambda self: None
+
+
+@fault("memory is not held while it is copied", "steps", InFlight, "hold")
+def _(_: Any) -> Any:
+    return lambda self, load, objs: None
+
+
+@fault("chunks are published before they are complete", "steps", Finisher, "when_done")
+def _(_: Any) -> Any:
+    return lambda self, moves, action: action()
+
+
+@fault("a load that failed is not reported", "steps", InFlight, "end_step")
+def _(end: Any) -> Any:
+    return lambda self: end(self)[:0]
+
+
+@fault("a load that failed is not waited for", "steps", Stager, "fence")
+def _(_: Any) -> Any:
+    return lambda self: TransferHandle(
+        staging.Event(self.view.device), staging.Event(self.view.device)
+    )
+
+
+@fault("after an error what is on its way is forgotten", "steps", Stager, "whole")
+def _(_: Any) -> Any:
+    return lambda self: contextlib.nullcontext()
+
+
+@fault("a load is done when it is copied", "steps", Stager, "load")
+def _(load: Any) -> Any:
+    def wrong(self: Stager, *args: Any, **given: Any) -> TransferHandle:
+        handle = load(self, *args, **given)
+        handle.done.record(self._copies)
+        return handle
+
+    return wrong

@@ -1,0 +1,146 @@
+"""The ways that bytes can take: connectors, orders of host memory, kernels, staging buffers."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+import oracle
+import torch
+from hypothesis import strategies as st
+from layouts import Layout
+from lmcache.v1.memory_management import MemoryFormat
+from support.kernels import INTERPRET, TritonTransfer
+
+from lmcache_xpu.gpu_connector import registered_cache
+from lmcache_xpu.gpu_connector.base import PagedMemConnector
+from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
+from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2
+from lmcache_xpu.transfer import direct, host_copies, staging
+from lmcache_xpu.transfer.gather_scatter import TorchTransfer
+from lmcache_xpu.transfer.staging import Stager
+from lmcache_xpu.transfer.staging_ring import Buffer, StagingRing
+
+ORDERS = ("planes", "layers", "rows")
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a connector moves bytes.
+
+    order: of host memory; `rows` is the layerwise connector's. buffer: size of a staging buffer in
+    hundredths of a chunk's largest layer; 0 for no staging.
+    """
+
+    order: str
+    at_once: int
+    triton: bool
+    buffer: int
+    buffers: int
+    pinned: bool
+    batched: bool
+
+
+every = st.builds(
+    Way,
+    order=st.sampled_from(ORDERS),
+    at_once=st.integers(1, 4),
+    triton=st.integers(0, 5).map(lambda n: n == 5),
+    buffer=st.sampled_from((0, 100, 130, 250, 400, 1000, 5000, 90)),
+    buffers=st.integers(2, 4),
+    pinned=st.booleans(),
+    batched=st.booleans(),
+)
+
+
+def copied_in_batches(sources: torch.Tensor, targets: torch.Tensor, sizes: torch.Tensor) -> None:
+    """vLLM's operation of a device, on the host."""
+    for one in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
+        ctypes.memmove(*one)
+
+
+@contextmanager
+def taken(way: Way, buffer_bytes: int) -> Iterator[None]:
+    """While this lasts, connectors that are bound take this way."""
+
+    def stager(view: object, staging_bytes: int) -> Stager:
+        made = Stager(view, staging_bytes, in_place=not way.buffer)
+        if way.buffer:
+            made.buffer_bytes = buffer_bytes
+            made._ring = StagingRing(
+                [Buffer(buffer_bytes, view.device) for _ in range(way.buffers)]
+            )
+            made._host._ring_bytes = max(1, buffer_bytes // 2)
+        return made
+
+    with ExitStack() as stack:
+
+        def patch(place: object, name: str, value: object) -> None:
+            stack.enter_context(mock.patch.object(place, name, value))
+
+        patch(registered_cache, "Stager", stager)
+        patch(staging, "transfer_of", TritonTransfer.of if way.triton else TorchTransfer.of)
+        patch(StagingRing, "allocate", lambda wanted, device: StagingRing([Buffer(1, device)]))
+        if way.triton:
+            patch(TritonTransfer, "warm_up", lambda self: None)  # slow in the interpreter
+            patch(direct, "reaches_host", lambda transfer: True)
+            stack.enter_context(mock.patch.dict("os.environ", INTERPRET))
+        if way.batched and way.pinned:
+            patch(host_copies, "batched_copy", lambda device: copied_in_batches)
+        if way.pinned:
+            patch(host_copies.HostCopies, "pinned", lambda self, memory, at_least=None: True)
+        yield
+
+
+def connect(layout: Layout, way: Way) -> PagedMemConnector:
+    layerwise = way.order == "rows"
+    kind = VLLMPagedMemLayerwiseXPUConnector if layerwise else VLLMPagedMemXPUConnectorV2
+    options = {"layers_at_once": way.at_once} if layerwise else {}
+    return kind(
+        layout.hidden,
+        layout.sizes["l"],
+        dtype=layout.dtype,
+        device="cpu",
+        use_mla=layout.mla,
+        layout_hints={"kv_layout": layout.hint} if layout.hint else None,
+        opaque_blocks=layout.opaque,
+        layer_major=way.order == "layers",
+        **options,
+    )
+
+
+def format_of(connector: PagedMemConnector) -> MemoryFormat:
+    return MemoryFormat.KV_MLA_FMT if connector.use_mla else connector.FORMAT
+
+
+def chunks_of(
+    objs: Sequence[Sequence], connector: PagedMemConnector, way: Way, spans: Sequence[tuple]
+) -> list[oracle.Chunk]:
+    """Of objects `[group][chunk]`, what the oracle must know."""
+    groups = connector.groups if way.order == "rows" else [(0, connector.num_layers)]
+    room = groups[0][1]
+    return [
+        oracle.Chunk(obj.meta.address, start, end, way.order, room, first, last - first)
+        for (first, last), group in zip(groups, objs, strict=True)
+        for obj, (start, end) in zip(group, spans, strict=True)
+    ]
+
+
+def call(connector: PagedMemConnector, direction: str, objs: Sequence[Sequence], **given) -> None:
+    """As LMCache's engine drives either connector, to the end."""
+    move = getattr(connector, direction)
+    if not connector.LAYERWISE:
+        move(objs[0], **given)
+    elif direction == "batched_from_gpu":
+        steps = move(objs, **given)
+        for _ in range(len(objs) + 1):
+            next(steps)
+    else:
+        steps = move(**given)
+        next(steps)
+        for group in objs:
+            steps.send(group)
+        next(steps)
