@@ -286,3 +286,19 @@ def test_under_other_weights_nothing_is_looked_up(monkeypatch):
     assert engine.lookup(lookup_id="r") == 256
     engine.refuses_lookups = True
     assert engine.lookup(lookup_id="r") == 0
+
+
+def test_lmcaches_memory_is_pinned_while_nobody_waits():
+    """A driver takes seconds to register many GiB; the first store would wait for it."""
+    pinned: list[str] = []
+    gpu = SimpleNamespace(initialize_kvcaches_ptr=lambda kvcaches: None, pin=pinned.append)
+    backend = SimpleNamespace(memory_allocator=SimpleNamespace(buffer="memory"))
+    manager = SimpleNamespace(storage_backends={"LocalCPUBackend": backend})
+    engine = SimpleNamespace(gpu_connector=gpu, storage_manager=manager)
+    beside = object()
+    CacheEngine.register(engine, [], beside)
+    assert pinned == ["memory"]
+    assert gpu.overlap is manager.in_flight is beside
+    manager.storage_backends = {}  # LMCache without a CPU tier
+    CacheEngine.register(engine, [], beside)
+    assert pinned == ["memory"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 pytest.importorskip("vllm")
 from lmcache.integration.vllm.vllm_v1_adapter import LMCacheConnectorMetadata
 from support.adapter import Adapter, request
-from support.scripts import run_script
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
@@ -276,65 +274,6 @@ def test_vllm_carries_what_any_rank_says():
     assert carried is not None
     assert carried.kv_connector_output is not None
     assert carried.kv_connector_output.kv_connector_worker_meta.weights.number == 3
-
-
-WEIGHTS = """
-import inspect
-import json
-from types import SimpleNamespace
-from vllm.distributed.kv_transfer import kv_transfer_state
-from vllm.v1.worker.gpu_worker import Worker
-from vllm.v1.worker.worker_base import WorkerWrapperBase
-public = [name for name, _ in inspect.getmembers(Worker, callable) if not name.startswith("_")]
-from lmcache_xpu.kv_connector import patches
-from lmcache_xpu.kv_connector.worker_hooks import WEIGHT_CHANGES
-class FakeWorker:
-    pass
-events = []
-for name in WEIGHT_CHANGES:
-    setattr(FakeWorker, name, lambda self, *args, name=name: events.append(name) or args)
-del FakeWorker.discard  # as in an earlier vLLM
-patches.install()
-wrapper = object.__new__(WorkerWrapperBase)
-wrapper.worker = FakeWorker()
-ours = SimpleNamespace(change_weights=lambda: events.append("told"))
-among_others = SimpleNamespace(_connectors=[SimpleNamespace(), ours])
-changes = [name for name in WEIGHT_CHANGES if hasattr(wrapper, name)]
-found = []
-for connector in (None, SimpleNamespace(), ours, among_others):
-    kv_transfer_state._KV_CONNECTOR_AGENT = connector
-    for name in changes:
-        events.clear()
-        assert getattr(wrapper, name)(7) == (7,)
-        found.append([name, *events])
-print(json.dumps([public, list(WEIGHT_CHANGES), changes, found]))
-"""
-HARMLESS = {
-    "compute_weight_checksums",
-    "init_weight_transfer_engine",
-    "shutdown_weight_transfer_engine",
-    "supports_draft_weight_updates",
-    "get_model",
-    "get_draft_model",
-    "get_model_inspection",
-    "apply_model",  # runs what it is given
-    "compile_or_warm_up_model",
-    "execute_model",
-    "save_tensorized_model",
-    "update_max_model_len",
-}
-
-
-def test_our_connector_hears_of_changing_weights_before_they_do():
-    public, names, changes, found = run_script(WEIGHTS)
-    assert changes == [name for name in names if name != "discard"]
-    rounds = [found[at : at + len(changes)] for at in range(0, len(found), len(changes))]
-    untold = [[name, name] for name in changes]
-    assert rounds[:2] == [untold, untold]
-    told = [[name, "told", name] for name in changes]
-    assert rounds[2:] == [told, told]
-    suspects = {name for name in public if re.search("weight|model|sleep|wake|discard", name)}
-    assert suspects == {*names} | HARMLESS
 
 
 def test_names_of_an_epoch_go_with_their_requests():

@@ -51,7 +51,7 @@ OPTIONS = (
         "save_unfull_chunk",
     ),
     *_served(
-        "kv_connector/test_patches.py; Python's hash only with a PYTHONHASHSEED",
+        "cache_engine/test_config.py; Python's hash only with a PYTHONHASHSEED",
         "pre_caching_hash_algorithm",
     ),
     *_served("below", "extra_config"),

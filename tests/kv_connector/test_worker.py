@@ -1,0 +1,214 @@
+"""The worker's half of the connector: what LMCache is told, where vLLM and LMCache disagree."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+from support.halves import BLOCK, Adapter, Facade, worker_side
+
+from lmcache_xpu.kv_connector import worker
+from lmcache_xpu.kv_connector.step_metadata import StepMetadata
+from lmcache_xpu.kv_connector.worker import WorkerSide
+
+STEP = {"attention": "of the step"}
+
+
+def step(*can_load: bool | None) -> StepMetadata:
+    """A step of requests that have something to load, have nothing yet, or never had (None)."""
+    specs = [None if can is None else SimpleNamespace(can_load=can) for can in can_load]
+    return StepMetadata([SimpleNamespace(load_spec=spec, save_spec=None) for spec in specs])
+
+
+@pytest.mark.parametrize(
+    ("can_load", "in_context", "given", "seen"),
+    [
+        ((True,), STEP, {}, STEP),
+        ((True,), None, {"attn_metadata": STEP}, STEP),
+        # A step that is one graph, up to vLLM 0.26: LMCache would skip the load, and the engine
+        # compute from whatever the blocks hold. Seen on a card: no block of a hit was restored.
+        ((None, True), None, {}, {}),
+        ((None, False), None, {}, None),
+    ],
+)
+def test_a_load_is_not_skipped_for_want_of_attention_metadata(can_load, in_context, given, seen):
+    side = worker_side(adapter := Adapter())
+    side.bind(metadata := step(*can_load))
+    context: Any = SimpleNamespace(attn_metadata=in_context)
+    side.start_load(context, given)
+    assert adapter.seen == [("load", (metadata, seen))]
+    assert context.attn_metadata == in_context
+
+
+def begin_two_steps(side: WorkerSide) -> list[Any]:
+    """The calls in which vLLM makes a step, twice; what LMCache was told to load."""
+    adapter: Any = side._adapter
+    facade = Facade(worker=side)
+    for _ in range(2):
+        metadata = step(True)
+        facade.begin_step(metadata)
+        adapter.seen.append(("prepared", ()))
+        facade.bind_connector_metadata(metadata)
+        facade.start_load_kv(SimpleNamespace(attn_metadata=STEP))
+        facade.end_enqueueing()
+        facade.clear_connector_metadata()
+    return adapter.seen
+
+
+def test_a_step_loads_once_and_before_vllm_prepares_it():
+    (_, one), (prepared, _), (_, two), (prepared_again, _) = begin_two_steps(worker_side())
+    assert (prepared, prepared_again) == ("prepared", "prepared")
+    assert one[0] is not two[0]
+    assert (one[1], two[1]) == ({}, {}), "LMCache skips a load without attention metadata"
+
+
+def test_blocks_that_vllm_zeroes_are_loaded_after_that():
+    seen = begin_two_steps(worker_side(loads_early=False))
+    assert [what for what, _ in seen] == ["prepared", "load"] * 2
+
+
+def test_a_step_begins_once(monkeypatch):
+    began: list[Any] = []
+    in_flight = SimpleNamespace(begin_step=lambda *facts: began.append(facts))
+    monkeypatch.setattr(worker, "may_run_as_one_graph", lambda *args: False)
+    begin_two_steps(worker_side(in_flight=in_flight))
+    assert len(began) == 2
+
+
+class Beside:
+    """What runs beside the engine, as far as a load that begins early tells it."""
+
+    def __init__(self, *, loads: bool = True) -> None:
+        self.loads, self.told = loads, []
+
+    def schedule(self, written: frozenset[int], tokens: int) -> None:
+        self.told.append((written, tokens))
+
+
+def load_of_one() -> StepMetadata:
+    return StepMetadata(["one"], new_blocks=frozenset({3}), tokens=5)
+
+
+def test_a_load_begins_between_two_steps_and_leaves_no_trace_of_one():
+    adapter, beside = Adapter(), Beside()
+    metadata = load_of_one()
+    assert worker_side(adapter, in_flight=beside).begin_load(metadata)
+    assert adapter.seen == [("load", (metadata, {}))]
+    assert beside.told == [({3}, 5)]
+    assert adapter.step is None
+
+
+@pytest.mark.parametrize(
+    ("loads_early", "in_flight", "layerwise", "under_way"),
+    [
+        (False, Beside(), False, None),  # vLLM zeroes blocks when it prepares the step
+        (True, None, False, None),
+        (True, Beside(loads=False), False, None),
+        (True, Beside(), True, None),
+        (True, Beside(), False, step()),
+    ],
+)
+def test_a_load_that_must_wait_for_its_step_does_not_begin(
+    loads_early, in_flight, layerwise, under_way
+):
+    adapter = Adapter(use_layerwise=layerwise)
+    adapter.step = under_way
+    side = worker_side(adapter, in_flight=in_flight, loads_early=loads_early)
+    assert not side.begin_load(load_of_one())
+    assert adapter.seen == []
+
+
+def test_a_load_that_other_weights_have_outdated_does_not_begin():
+    side = worker_side(adapter := Adapter(), in_flight=Beside())
+    side.epoch.change_weights()
+    assert not side.begin_load(load_of_one())
+    assert adapter.seen == []
+    assert adapter.lmcache_engine.refuses_lookups
+
+
+@pytest.mark.parametrize("setting", [None, "remote_storage_plugins", "remote_url"])
+def test_a_worker_whose_tier_may_take_long_is_not_called(setting: str | None):
+    adapter = Adapter()
+    if setting is not None:
+        setattr(adapter.config, setting, "a server")
+    near = worker_side(adapter).near_engine()
+    assert near is (None if setting else adapter.lmcache_engine)
+
+
+class Calls:
+    """A step with a drafter's layer behind two of the model."""
+
+    def __init__(self) -> None:
+        in_flight = SimpleNamespace(
+            begin_step=lambda *facts: None,
+            before_layer=lambda layer: None,
+            after_layer=lambda layer: None,
+            end_step=list,
+        )
+        self.adapter = Adapter()
+        layers = ("model.0", "model.1", "draft")
+        self.side = worker_side(self.adapter, in_flight=in_flight, layers=layers)
+        self.side.bind(step())
+
+    def forward(self, *layers: str) -> None:
+        for layer in layers:
+            self.side.wait_for_layer(layer)
+            self.side.save_layer(layer, None, None)
+
+
+def test_lmcache_hears_of_each_layer_once_however_many_tokens_are_drafted():
+    """It counts calls: one more ends its generators, and with them the engine."""
+    calls = Calls()
+    calls.forward("model.0", "model.1", "draft", "draft", "draft")
+    calls.side.wait_for_save()
+    each = [(name, layer) for layer in calls.side.layers for name in ("wait", "save")]
+    assert calls.adapter.seen == [*each, ("save", "")]
+
+
+def test_a_step_without_its_drafter_stores_whole_chunks():
+    calls = Calls()
+    calls.forward("model.0", "model.1")
+    calls.side.wait_for_save()
+    assert calls.adapter.seen[-2:] == [("save", "draft"), ("save", "")]
+
+
+def test_a_step_that_computes_nothing_stores_nothing():
+    calls = Calls()
+    calls.side.wait_for_save()
+    assert calls.adapter.seen == [("save", "")]
+
+
+SLOTS = torch.arange(24) + 10 * BLOCK  # blocks 10 to 15
+
+
+def request(slots: torch.Tensor = SLOTS) -> Any:
+    spec = SimpleNamespace(can_save=True)
+    return SimpleNamespace(req_id="r", slot_mapping=slots, save_spec=spec, load_spec=None)
+
+
+@pytest.mark.parametrize("reporter", ["connector", "LMCache", "in flight"])
+@pytest.mark.parametrize("asked_first", [True, False])
+def test_a_step_stores_nothing_that_read_an_unfilled_block(asked_first: bool, reporter: str):
+    adapter, missed = Adapter(), []
+    in_flight = SimpleNamespace(begin_step=lambda *facts: None, end_step=lambda: [*missed])
+    side = worker_side(adapter, in_flight=in_flight)
+    reader, other = request(), request(SLOTS + 100)
+    side.bind(StepMetadata([reader, other]))
+    if reporter == "connector":
+        adapter.lmcache_engine.gpu_connector.failed_slots.append(SLOTS[-BLOCK:])
+    elif reporter == "LMCache":
+        adapter.invalid.add(15)
+    else:
+        missed.append(SLOTS[-BLOCK:])
+    if asked_first:  # vLLM may ask for the blocks before it completes the stores
+        assert side.take_unfilled() == {15}
+        missed.clear()
+    side.wait_for_save()
+    missed.clear()
+    assert adapter.dropped == [reader]
+    side.clear()
+    assert side.take_unfilled() == (set() if asked_first else {15})
