@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from support.engine_probe import BLOCK, CHUNK, LENGTHS, cached
+from support.real_engine import BLOCK, CHUNK, LENGTHS, cached
 from support.scripts import printed, run_probe
 
 from lmcache_xpu.harness.random_model import EXACT, make_model

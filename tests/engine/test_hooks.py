@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.engine_probe import BLOCK, CHUNK, prompt
+from support.real_engine import BLOCK, CHUNK, prompt
 from support.hooks_probe import LAST, LONG, OTHER
 from support.scripts import printed, run_probe
 

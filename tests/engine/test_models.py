@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from support import tiny_models
-from support.engine_probe import BLOCK, CHUNK, LENGTHS
+from support.real_engine import BLOCK, CHUNK, LENGTHS
 from support.models_probe import LONGEST
 from support.scripts import environment, printed, run_probe
 

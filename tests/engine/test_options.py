@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.engine_probe import BLOCK, CHUNK
+from support.real_engine import BLOCK, CHUNK
 from support.scripts import printed, run_probe
 
 from lmcache_xpu.harness.random_model import EXACT, make_model

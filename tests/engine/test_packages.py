@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.engine_probe import BLOCK, LENGTHS, cached
+from support.real_engine import BLOCK, LENGTHS, cached
 from support.installation import pins, uv
 from support.scripts import environment, printed, run_probe
 

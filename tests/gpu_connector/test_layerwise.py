@@ -8,49 +8,13 @@ import pytest
 import torch
 from lmcache.v1.memory_management import MemoryFormat
 from support.caches import Spec, bits, build
-from support.connectors import ALLOCATOR, make, objects, slots_of
+from support.connectors import ALLOCATOR, objects, slots_of
 from support.intel import KINDS_ON_MACHINES, MACHINES, on_machines
 from support.intel import machine as machine  # a fixture
+from support.layerwise import LAYERS, SPANS, connect, load, moved, start, store
 
 from lmcache_xpu.errors import HostMemoryError, SlotError, TransferError
 from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
-
-LAYERS = 3
-SPANS = ([0, 4, 8], [4, 8, 11])  # the last chunk ends inside a block
-
-
-def connect(cache, **options) -> VLLMPagedMemLayerwiseXPUConnector:
-    return make(cache, kind=VLLMPagedMemLayerwiseXPUConnector, **options)
-
-
-def store(connector, objs, spans, slots, cache) -> None:
-    """LMCacheEngine.store_layer: after step k, layer k - 2 is published."""
-    steps = connector.batched_from_gpu(
-        objs, *spans, kvcaches=cache.engine, slot_mapping=slots, offset=0, sync=True, req_id="r"
-    )
-    next(steps)
-    for _ in range(LAYERS):
-        next(steps)
-
-
-def load(connector, objs, spans, slots, cache, **more) -> None:
-    """LMCacheEngine.retrieve_layer: two steps at start, one per wait_for_layer_load."""
-    steps = connector.batched_to_gpu(
-        *spans, kvcaches=cache.engine, slot_mapping=slots, sync=False, **more
-    )
-    next(steps)
-    for layer in range(LAYERS):
-        steps.send(objs[layer])
-    next(steps)
-
-
-def moved(source, here, target, there):
-    wanted = target.twin()
-    for plane in range(source.planes):
-        for layer in range(LAYERS):
-            for one, other in zip(here.tolist(), there.tolist(), strict=True):
-                wanted.put(plane, layer, other, source.token(plane, layer, one))
-    return wanted.raw
 
 
 @KINDS_ON_MACHINES
@@ -224,14 +188,6 @@ def test_a_finished_load_lets_go_of_its_memory():
     objs = objects(connector, SPANS)
     load(connector, objs, SPANS, slots_of(4, 1, 3)[:11], cache)
     assert {obj.metadata.ref_count for layer in objs for obj in layer} == {1}
-
-
-def start(connector, cache):
-    steps = connector.batched_to_gpu(
-        *SPANS, kvcaches=cache.engine, slot_mapping=slots_of(4, 1, 3)[:11]
-    )
-    next(steps)
-    return steps
 
 
 def test_a_missing_layer_and_one_too_many_are_errors():

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from support.engine_probe import BLOCK, CHUNK, counts, digests, prompt, restored, zero
+from support.real_engine import BLOCK, CHUNK, counts, digests, prompt, restored, zero
 from support.probes import connector_options, end_with
 
 LONG, OTHER, LAST = 4 * CHUNK + 77, 3 * CHUNK + BLOCK + 5, 2 * CHUNK + 9

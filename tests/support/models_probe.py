@@ -10,7 +10,7 @@ import json
 import sys
 from typing import Any
 
-from support.engine_probe import CHUNK, LENGTHS, Engine, digests, prompt, restored
+from support.real_engine import CHUNK, LENGTHS, Engine, digests, prompt, restored
 from support.probes import end_with
 
 LONGEST = 4096

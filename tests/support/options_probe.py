@@ -9,7 +9,7 @@ import gc
 import sys
 import time
 
-from support.engine_probe import CHUNK, Engine, prompt, restored
+from support.real_engine import CHUNK, Engine, prompt, restored
 from support.probes import end_with
 
 OPTIONS = {

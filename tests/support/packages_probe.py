@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module, metadata
 
-from support.engine_probe import LENGTHS, Engine, hit, prompt
+from support.real_engine import LENGTHS, Engine, hit, prompt
 from support.probes import end_with
 
 MODULES = ("google.protobuf", "grpc", "numpy", "opentelemetry.sdk.trace", "prometheus_client")

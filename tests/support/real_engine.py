@@ -1,0 +1,150 @@
+"""A real vLLM on CPU with real LMCache in this process, for the probes that ask it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+
+from support.probes import connector_options
+
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine in this process: faults can be planted
+    VLLM_ALLOW_INSECURE_SERIALIZATION="1",
+    TOKENIZERS_PARALLELISM="false",
+)
+
+CHUNK, BLOCK, KV_HEADS = 256, 128, 2
+# On a chunk's boundary, inside a block, and on a block's boundary inside a chunk.
+LENGTHS = {"boundary": 4 * CHUNK, "inside": 4 * CHUNK + 77, "block": 3 * CHUNK + BLOCK}
+
+
+def prompt(length: int) -> list[int]:
+    chosen = random.Random(length)
+    return [chosen.randrange(300, 4000) for _ in range(length)]
+
+
+def cached(name: str) -> int:
+    """Tokens that a hit may restore: whole chunks, and never the last token of a prompt."""
+    whole = LENGTHS[name] // CHUNK * CHUNK
+    return whole - 1 if whole == LENGTHS[name] else whole
+
+
+def caches(worker):
+    return list(worker.model_runner.kv_caches)
+
+
+def zero(worker):
+    for cache in caches(worker):
+        cache.zero_()
+
+
+def digests(worker):
+    """Per layer, the digests of the blocks that hold anything."""
+    return [
+        [hashlib.sha256(b.contiguous().numpy().tobytes()).hexdigest() for b in cache if b.any()]
+        for cache in caches(worker)
+    ]
+
+
+class Engine:
+    """The engine and what is asked of it."""
+
+    def __init__(
+        self,
+        model: str,
+        disk: str,
+        mode: str,
+        *,
+        layers_at_once: int = 3,
+        lmcache: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        from vllm import LLM
+
+        from lmcache_xpu.cache_engine import health
+
+        if mode == "layerwise":  # the memory of a pool that is too large to be pinned
+            health.most_pinned = lambda device: 2**20
+        connector = connector_options(
+            {
+                "model": model,
+                "cpu_gib": 0.25,
+                "disk_path": disk,
+                "layerwise": mode == "layerwise",
+                "layers_at_once": layers_at_once,
+                "save_decode": True,  # a preempted request's hit reaches into its answer
+            }
+        )
+        connector["kv_transfer_config"]["kv_connector_extra_config"] |= lmcache or {}
+        usual = {
+            "dtype": "float32",
+            "block_size": BLOCK,
+            "max_model_len": 4096,
+            "max_num_batched_tokens": 512,  # chunked prefill: stores and loads in several steps
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": 2**26,
+            "disable_log_stats": False,
+            **connector,
+        }
+        self.llm = LLM(model, **{**usual, **options})
+
+    def ask(self, tokens: list[int], **options: Any) -> list[int]:
+        return self.ask_at_once([tokens], **options)[0]
+
+    def ask_at_once(self, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+        asked = [{"prompt_token_ids": tokens, **options} for tokens in prompts]
+        answers = self.llm.generate(asked, sampling, use_tqdm=False)
+        return [list(answer.outputs[0].token_ids) for answer in answers]
+
+    def forget(self) -> None:
+        """Empty the engine's own cache: not only its index, its bytes too."""
+        self.llm.reset_prefix_cache()
+        self.llm.collective_rpc(zero)
+
+    def blocks(self) -> list[list[str]]:
+        return self.llm.collective_rpc(digests)[0]
+
+    def counter(self, name: str) -> int:
+        named = {metric.name: metric for metric in self.llm.get_metrics()}
+        return named[f"vllm:{name}"].value
+
+    def close_after(self, look: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+        """Return what a function finds with this engine and arguments, and shut the engine down."""
+        result = look(self, *args)
+        self.llm.llm_engine.engine_core.shutdown()
+        return result
+
+    def external_hits(self) -> int:
+        return self.counter("external_prefix_cache_hits")
+
+
+def restored(cold: list[list[str]], warm: list[list[str]]) -> int:
+    """Blocks that are byte for byte the same, in the layer that has the fewest."""
+    return min(len(set(a) & set(b)) for a, b in zip(cold, warm, strict=True))
+
+
+def hit(engine: Engine, tokens: list[int], cold: list[list[str]]) -> dict:
+    engine.forget()
+    before = engine.external_hits()
+    answer = engine.ask(tokens)
+    return {
+        "answer": answer,
+        "hit": engine.external_hits() - before,
+        "restored": restored(cold, engine.blocks()),
+    }
+
+
+def counts(worker):
+    """LMCache's references and pins that outlive a request."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    engine = get_kv_transfer_group()._lmcache_engine.lmcache_engine
+    objs = engine.storage_manager.storage_backends["LocalCPUBackend"].hot_cache.values()
+    facts = [obj.metadata for obj in objs]
+    return sorted({(fact.ref_count, fact.pin_count) for fact in facts})
