@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from support import caches
+from support.imitated_streams import Order
 from support.races import Actor, Memory, bytes_of
 from torch.overrides import TorchFunctionMode
 
@@ -56,24 +56,22 @@ class Mode(TorchFunctionMode):
         return GPU.here.call(func, args, kwargs or {})
 
 
-class GPU:
+class GPU(Order):
     """The device.
 
     Args:
         machine: see there.
     """
 
-    here: GPU | None = None
+    here: GPU
 
     def __init__(self, machine: Machine) -> None:
+        super().__init__(streams=ON_HOST)
         self.machine = machine
         self.faults: list[str] = []
         self.registered: list[range] = []
         self._pinned: list[range] = []
         self._memory = Memory()
-        self._actors: list[Actor] = []
-        self._engine_thread = threading.get_ident()
-        self._hosts = self.actor("the host"), self.actor("another thread of the host")
         self._own = {
             "device": self._device,
             "data_ptr": self._data_ptr,
@@ -85,27 +83,6 @@ class GPU:
             "_foreach_copy_": self._foreach_copy,
             "__iter__": self._iter,
         }
-        GPU.here = self
-        self.streams = [Stream()] if ON_HOST else []  # the current one last; the engine's first
-
-    def actor(self, name: str) -> Actor:
-        number = len(self._actors)
-        self._actors.append(Actor(f"{name} ({number})", number))
-        return self._actors[-1]
-
-    @property
-    def host(self) -> Actor:
-        """This thread."""
-        return self._hosts[not self.on_engine_thread]
-
-    @property
-    def on_engine_thread(self) -> bool:
-        return threading.get_ident() == self._engine_thread
-
-    def join(self) -> None:
-        """Order this thread behind the others."""
-        for host in self._hosts:
-            self.host.after(host.clock)
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """Say that memory of the host was allocated pinned."""
@@ -122,10 +99,6 @@ class GPU:
     def batched(self, *copies: torch.Tensor) -> None:
         """vLLM's operation: on XPU it first copies what the host has on the host."""
         self.fault("copies go by way of the host")
-
-    def synchronize(self, device: object = None) -> None:
-        for actor in self._actors:
-            self.host.after(actor.clock)
 
     def fault(self, what: str) -> None:
         """What the device would be lost by, or bytes be wrong by."""
@@ -272,12 +245,6 @@ class GPU:
         if not non_blocking:
             self.host.after(actor.clock)
 
-    def launch(self) -> Actor:
-        """The current stream, for what is enqueued now."""
-        actor = self.streams[-1].actor
-        actor.after(self.host.clock)
-        return actor
-
     def _access(self, actor: Actor, tensor: torch.Tensor, *, write: bool) -> None:
         allocation = self._memory.of(tensor)
         if allocation is not None and tensor.numel():
@@ -287,7 +254,7 @@ class GPU:
 
     def _race(self, actor: Actor, other: int, *, write: bool) -> None:
         verb = "writes" if write else "reads"
-        self.fault(f"{actor.name} {verb} without a wait for {self._actors[other].name}")
+        self.fault(f"{actor.name} {verb} without a wait for {self.actors[other].name}")
 
     def kernel(self, addresses: np.ndarray, size: int, *, write: bool) -> None:
         """Words of some size that a kernel reads or writes, at addresses of the device."""
@@ -304,56 +271,6 @@ class GPU:
             race = allocation.access(actor, where, write=write)
             if race is not None:
                 self._race(actor, race, write=write)
-
-
-class Stream:
-    """As `torch.Stream`."""
-
-    def __init__(self, device: object = None, *, priority: int = 0) -> None:
-        self.actor = GPU.here.actor("a stream")
-
-    def __enter__(self) -> Stream:
-        GPU.here.streams.append(self)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        GPU.here.streams.pop()
-
-    def wait_stream(self, other: Stream) -> None:
-        self.actor.after(other.actor.clock)
-
-
-class Event:
-    """As `torch.Event`. To the engine's thread the device is never ahead of what it waited for."""
-
-    def __init__(self, device: object = None, *, enable_timing: bool = False) -> None:
-        self._clock: dict[int, int] = {}
-        self._timed = enable_timing
-
-    def record(self, stream: Stream | None = None) -> None:
-        actor = (stream or GPU.here.streams[-1]).actor
-        actor.after(GPU.here.host.clock)
-        actor.step()
-        self._clock = dict(actor.clock)
-
-    def wait(self, stream: Stream | None = None) -> None:
-        (stream or GPU.here.streams[-1]).actor.after(self._clock)
-
-    def synchronize(self) -> None:
-        GPU.here.host.after(self._clock)
-
-    def query(self) -> bool:
-        if not GPU.here.on_engine_thread:
-            self.synchronize()
-        clock = GPU.here.host.clock
-        return all(clock.get(number, 0) >= time for number, time in self._clock.items())
-
-    def elapsed_time(self, later: Event) -> float:
-        if not (self._timed and later._timed and self._clock and later._clock):
-            raise RuntimeError("both events must be timed and recorded")
-        if not (self.query() and later.query()):
-            raise RuntimeError("both events must be completed before calculating elapsed time")
-        return 1.0
 
 
 def real_addresses(addresses: np.ndarray) -> np.ndarray:

@@ -26,15 +26,14 @@ from typing import Any
 import pytest
 import torch
 from support import caches
+from support.imitated_streams import Event, Order, Stream
 from support.imitation import (
     GPU,
     OFFSET,
     ON_HOST,
     REAL,
-    Event,
     Machine,
     Mode,
-    Stream,
     real_addresses,
 )
 from support.kernels import INTERPRET
@@ -77,7 +76,7 @@ def machine(request, monkeypatch) -> Iterator[Machine | None]:
             library.define("xpu_host_register(int ptr, int n_bytes) -> bool")
             library.impl("xpu_host_register", gpu.register, "CompositeExplicitAutograd")
         yield imitated
-    GPU.here = None
+    Order.here = None
     assert not gpu.faults
 
 

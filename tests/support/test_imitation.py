@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from support.caches import Spec, build, view_of
-from support.imitation import GPU, ON_HOST, XPU, Event, Stream
+from support.imitated_streams import Event, Stream
+from support.imitation import GPU, ON_HOST, XPU
 from support.intel import INTEL
 from support.intel import machine as machine  # a fixture
 from support.kernels import TritonTransfer
