@@ -82,20 +82,25 @@ print(json.dumps({"stock": stock, "ours": keys(), "refused": refused,
 """
 
 
+@pytest.fixture(scope="module")
+def keys() -> dict:
+    return run_script(KEYS)
+
+
 @pytest.mark.xfail(strict=True, reason="known limit: LMCache keeps 64 bits of a chunk's hash")
-def test_names_of_chunks_are_too_long_to_meet_by_chance():
+def test_names_of_chunks_are_too_long_to_meet_by_chance(keys: dict):
     """known-limits.md: two prompts whose chunks have equal names would share them."""
-    names = [key.split("@")[3] for key in run_script(KEYS)["ours"]]
+    names = [key.split("@")[3] for key in keys["ours"]]
     assert min(len(name) * 4 for name in names) > 64, names
 
 
-def test_keys_are_the_same_in_every_process():
-    one, other = run_script(KEYS), run_script(KEYS)
-    assert one["stock"] != other["stock"]  # LMCache's default without a fixed seed: never a hit
-    assert one["algorithm"] == "sha256"
-    assert len(one["ours"]) == 2
-    assert one["ours"] == other["ours"]
-    assert "nothing would ever be found" in one["refused"]
+def test_keys_are_the_same_in_every_process(keys: dict):
+    other = run_script(KEYS)
+    assert keys["stock"] != other["stock"]  # LMCache's default without a fixed seed: never a hit
+    assert keys["algorithm"] == "sha256"
+    assert len(keys["ours"]) == 2
+    assert keys["ours"] == other["ours"]
+    assert "nothing would ever be found" in keys["refused"]
 
 
 def test_a_fixed_seed_leaves_lmcache_s_choice_alone():

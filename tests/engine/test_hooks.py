@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.real_engine import BLOCK, CHUNK, prompt
 from support.hooks_probe import LAST, LONG, OTHER
+from support.real_engine import BLOCK, CHUNK, prompt
 from support.scripts import printed, run_probe
 
 from lmcache_xpu.harness.random_model import EXACT, make_model

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 from support import tiny_models
-from support.real_engine import BLOCK, CHUNK, LENGTHS
 from support.models_probe import LONGEST
+from support.real_engine import BLOCK, CHUNK, LENGTHS
 from support.scripts import environment, printed, run_probe
 
 from lmcache_xpu.harness.random_model import EXACT, make_model

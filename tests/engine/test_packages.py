@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.real_engine import BLOCK, LENGTHS, cached
 from support.installation import pins, uv
+from support.real_engine import BLOCK, LENGTHS, cached
 from support.scripts import environment, printed, run_probe
 
 from lmcache_xpu import versions

@@ -6,7 +6,9 @@ import pytest
 from stub_server import Stub
 
 
-@pytest.mark.parametrize("error", [BrokenPipeError(), ConnectionResetError(), ValueError("planted")])
+@pytest.mark.parametrize(
+    "error", [BrokenPipeError(), ConnectionResetError(), ValueError("planted")]
+)
 def test_a_client_that_leaves_early_prints_nothing(error: Exception, capsys):
     stub = Stub(lambda path: "")
     try:

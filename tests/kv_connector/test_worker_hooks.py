@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
+import pytest
 from support.scripts import run_script
 
 STEP = """
@@ -48,16 +50,21 @@ print(json.dumps([*found, name, type(wrapper.worker) is once, missing]))
 """
 
 
-def test_our_connector_hears_of_a_step_first():
-    nobody, stock, idle, ours, failed, *_ = run_script(STEP)
+@pytest.fixture(scope="module")
+def steps() -> list[Any]:
+    return run_script(STEP)
+
+
+def test_our_connector_hears_of_a_step_first(steps: list[Any]):
+    nobody, stock, idle, ours, failed, *_ = steps
     assert nobody == stock == ["its output", ["vLLM"]]
     assert idle == ["its output", ["vLLM", "enqueued"]]
     assert ours == ["its output", ["ours", "vLLM", "enqueued"]]
     assert failed == ["ours", "vLLM", "enqueued"]
 
 
-def test_a_worker_is_hooked_once_and_keeps_its_name_and_its_methods():
-    *_, name, once, missing = run_script(STEP)
+def test_a_worker_is_hooked_once_and_keeps_its_name_and_its_methods(steps: list[Any]):
+    *_, name, once, missing = steps
     assert (name, once) == ("Worker", True)
     assert "'Worker' object has no attribute 'missing'" in missing
 

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from support import newer_runner
 from support.probes import end_with

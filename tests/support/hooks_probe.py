@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from support.real_engine import BLOCK, CHUNK, counts, digests, prompt, restored, zero
 from support.probes import connector_options, end_with
+from support.real_engine import BLOCK, CHUNK, counts, digests, prompt, restored, zero
 
 LONG, OTHER, LAST = 4 * CHUNK + 77, 3 * CHUNK + BLOCK + 5, 2 * CHUNK + 9
 POOL_GIB = 0.012  # 12 chunks: fewer than what is stored

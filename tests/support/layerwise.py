@@ -1,4 +1,4 @@
-"""The layerwise connector as LMCache's engine and vLLM adapter drive it, for a request of a test."""
+"""The layerwise connector as LMCache's engine and vLLM adapter drive it, for one request."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ import json
 import sys
 from typing import Any
 
-from support.real_engine import CHUNK, LENGTHS, Engine, digests, prompt, restored
 from support.probes import end_with
+from support.real_engine import CHUNK, LENGTHS, Engine, digests, prompt, restored
 
 LONGEST = 4096
 

@@ -9,8 +9,8 @@ import gc
 import sys
 import time
 
-from support.real_engine import CHUNK, Engine, prompt, restored
 from support.probes import end_with
+from support.real_engine import CHUNK, Engine, prompt, restored
 
 OPTIONS = {
     "lmcache.max_local_cpu_size": 0.02,  # ten chunks: of five prompts some are on disk alone

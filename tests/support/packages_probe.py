@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 from importlib import import_module, metadata
 
-from support.real_engine import LENGTHS, Engine, hit, prompt
 from support.probes import end_with
+from support.real_engine import LENGTHS, Engine, hit, prompt
 
 MODULES = ("google.protobuf", "grpc", "numpy", "opentelemetry.sdk.trace", "prometheus_client")
 

@@ -17,8 +17,8 @@ from pathlib import Path
 if sys.argv[1:2] == ["ranks"]:
     os.environ.update(VLLM_CPU_OMP_THREADS_BIND="0|1", OMP_NUM_THREADS="1")
 
-from support.real_engine import CHUNK, Engine, prompt
 from support.probes import end_with
+from support.real_engine import CHUNK, Engine, prompt
 
 LENGTHS = {"stored": 4 * CHUNK + 77, "poison": 3 * CHUNK + 50, "running": 4 * CHUNK + 5}
 CROWD = 28  # more than the engine's cache holds, of two ranks too

@@ -18,8 +18,8 @@ import torch
 
 from lmcache_xpu.metrics import LOAD_CPU
 from lmcache_xpu.transfer.direct import AddressTables
-from lmcache_xpu.transfer.plan import LayerGroup, Plan
 from lmcache_xpu.transfer.handles import TransferHandle
+from lmcache_xpu.transfer.plan import LayerGroup, Plan
 from lmcache_xpu.transfer.staging import Stager
 from lmcache_xpu.transfer.tuning import Tuning
 
