@@ -65,8 +65,11 @@ bench-device: ## The connectors on an accelerator, in the environment of PYTHON
 ##@ Test
 
 test: setup ## Unit tests, and end-to-end tests with real engines
-	@$(BIN)/pytest -n 2 --dist loadfile -m "not alone"
+	@$(BIN)/pytest -n 2 --dist loadfile -m "not alone and not matrix"
 	@$(BIN)/pytest -m alone
+
+test-models: setup ## Every model in every mode in real engines: more than make test does
+	@$(BIN)/pytest tests/engine/test_models.py
 
 integration: setup ## The promises, also when things break, in short: [STACK=compose]
 	@$(if $(filter compose,$(STACK)),docker compose build engine-cpu)
@@ -116,4 +119,4 @@ helm-package: setup ## Package the chart into dist/: [REGISTRY=oci://...] pushes
 lock: setup ## Renew constraints.txt from pyproject.toml: [UPGRADE=1] all of it
 	@$(PYTHON) scripts/bootstrap.py --lock $(if $(UPGRADE),--upgrade)
 
-.PHONY: help setup demo test integration integration-long integration-broken fuzz check fmt docs docs-serve bench bench-engine bench-device up up-cpu down logs test-containers helm-docs helm-check helm-package loadtest loadtest-compare capacity other-clients pictures lock clean
+.PHONY: help setup demo test test-models integration integration-long integration-broken fuzz check fmt docs docs-serve bench bench-engine bench-device up up-cpu down logs test-containers helm-docs helm-check helm-package loadtest loadtest-compare capacity other-clients pictures lock clean

@@ -80,14 +80,16 @@ def run(case: str, mode: str, models: Models, disk: Path) -> subprocess.Complete
     scope="module",
     params=[
         ("mla, two workers", "standard"),
-        ("mla, two workers", "layerwise"),
-        ("mla, mtp", "standard"),
         ("mla, mtp", "layerwise"),
         ("ngram", "standard"),
-        ("ngram", "layerwise"),
         ("eagle", "standard"),
         ("eagle", "layerwise"),
         ("gemma3", "standard"),
+        # What each of these puts together others have: two workers in layerwise mode are in
+        # test_resets.py.
+        pytest.param(("mla, two workers", "layerwise"), marks=pytest.mark.matrix),
+        pytest.param(("mla, mtp", "standard"), marks=pytest.mark.matrix),
+        pytest.param(("ngram", "layerwise"), marks=pytest.mark.matrix),
     ],
     ids=", ".join,
 )

@@ -119,7 +119,7 @@ def test_what_was_promised_to_requests_that_wait_is_not_loaded(found: dict):
 @pytest.fixture(scope="module")
 def ranks(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict:
     directory = tmp_path_factory.mktemp("ranks")
-    return probe("ranks", model, str(directory / "disk"), "unused", "standard")
+    return probe("ranks", model, str(directory / "disk"), "unused", "layerwise")
 
 
 def test_two_ranks_find_nothing_after_a_reset_or_under_other_weights(ranks: dict):
