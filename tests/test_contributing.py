@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 HISTORY = (
     *("CHANGELOG.md", "CONTRIBUTING.md", "docs/results/", "docs/performance.md"),
     *("docs/concepts/disk-tier.md", "docs/guides/other-clients.md", "docs/guides/send-a-report.md"),
+    "docs/pictures/",
     *("tests/stored_by/", "tests/harness/pages/", "tests/bases/"),
 )
 VERSION = re.compile(
