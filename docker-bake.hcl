@@ -4,10 +4,32 @@
 variable "REGISTRY" { default = "lmcache-xpu" }
 variable "TAG" { default = "0.1.0" }
 
+// Digests of the base images (`docker/digests`); empty: what the tag names today.
+variable "DEBIAN_DIGEST" { default = "" }
+variable "XPU_DIGEST" { default = "" }
+variable "UBUNTU_DIGEST" { default = "" }
+variable "LEGACY_DIGEST" { default = "" }
+
+// Not empty: with SBOM and provenance, which Docker's default builder can't attach.
+variable "RELEASE" { default = "" }
+
+function "pinned" {
+  params = [image, digest]
+  result = digest == "" ? image : "${image}@${digest}"
+}
+
 group "default" { targets = ["xpu"] }
+
+// What .github/workflows/release.yml publishes: the images that the chart names.
+group "release" { targets = ["xpu", "cpu", "router", "loadtest"] }
 
 target "_image" {
   dockerfile = "docker/Dockerfile"
+  args = {
+    BASE_IMAGE   = pinned("debian:bookworm-slim", DEBIAN_DIGEST)
+    UBUNTU_IMAGE = pinned("ubuntu:24.04", UBUNTU_DIGEST)
+  }
+  attest = RELEASE == "" ? [] : ["type=sbom", "type=provenance,mode=max"]
   labels = {
     "org.opencontainers.image.version" = TAG
   }
@@ -23,7 +45,7 @@ target "wheel" {
 target "xpu" {
   inherits = ["_image"]
   target   = "xpu"
-  args     = { XPU_IMAGE = "vllm/vllm-openai-xpu:v0.32.0" }
+  args     = { XPU_IMAGE = pinned("vllm/vllm-openai-xpu:v0.32.0", XPU_DIGEST) }
   tags     = ["${REGISTRY}/xpu:${TAG}"]
 }
 
@@ -41,7 +63,7 @@ target "xpu-legacy" {
   inherits = ["_image"]
   target   = "xpu"
   args = {
-    XPU_IMAGE      = "intel/vllm:0.14.1-xpu"
+    XPU_IMAGE      = pinned("intel/vllm:0.14.1-xpu", LEGACY_DIGEST)
     ALLOW_UNTESTED = "1"
   }
   tags = ["${REGISTRY}/xpu:${TAG}-legacy"]

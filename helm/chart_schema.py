@@ -33,9 +33,14 @@ SELECTORS = [
     *(f"app.kubernetes.io/{part}" for part in ("name", "instance", "component")),
     "lmcache-xpu/model",
 ]
+LABEL_NAME = r"^([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$"
 Labels = Annotated[
     dict[str, Label],
-    Field(json_schema_extra={"propertyNames": {"not": {"enum": SELECTORS}}}),
+    Field(
+        json_schema_extra={
+            "propertyNames": {"pattern": LABEL_NAME, "not": {"enum": SELECTORS}},
+        }
+    ),
 ]
 Gib = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from chart import MODEL, merged, template
+from chart import CHART, MODEL, helm, merged, template
 
 ZERO = {"minReplicas": 0}
 
@@ -115,6 +115,7 @@ ZERO = {"minReplicas": 0}
             ["defaults.podLabels.a: Does not match pattern"],
         ),
         ({"commonLabels": {"app.kubernetes.io/name": "x"}}, ["commonLabels"]),
+        ({"commonLabels": {"a b": "x"}}, ["commonLabels: Does not match pattern"]),
         ({"models": {"valkey": {}}}, ["models.valkey has the name of another part of the chart"]),
         (
             {"models": {"m-engine": MODEL["models"]["m"]}},
@@ -142,6 +143,11 @@ def test_mistakes_are_named(values, says):
     assert done.returncode != 0
     for text in says:
         assert text in done.stderr
+    if values == {"models": None}:  # `helm lint` of the chart alone has nothing to say
+        return
+    linted = helm("lint", str(CHART), values=merged(MODEL, values))
+    assert linted.returncode != 0
+    assert any(says[0] in line for line in linted.stdout.splitlines() if "executing" not in line)
 
 
 def test_what_the_mistakes_are_changes_of_is_right():

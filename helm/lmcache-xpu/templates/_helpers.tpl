@@ -1,3 +1,12 @@
+{{/*
+Refuse values with this message. `helm lint` lets `fail` pass; there the second line is the error,
+which ends with the message.
+*/}}
+{{- define "lmcache-xpu.refuse" -}}
+{{- fail . -}}
+{{- semverCompare (printf "\n\n%s" (trim .)) "1.0.0" -}}
+{{- end -}}
+
 {{- define "lmcache-xpu.name" -}}
 {{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" -}}
 {{- end -}}

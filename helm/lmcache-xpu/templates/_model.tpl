@@ -24,11 +24,11 @@ Returns {models: {NAME: {...}}} as JSON; a mistake that the schema can't see end
 {{- $settings := $model.settings -}}
 {{- $where := printf "\n\nmodels.%s" .name -}}
 {{- if not $settings.model -}}
-{{- fail (printf "%s.settings.model is not set; expected a name on the hub, or /models/NAME with files.modelClaim." $where) -}}
+{{- include "lmcache-xpu.refuse" (printf "%s.settings.model is not set; expected a name on the hub, or /models/NAME with files.modelClaim." $where) -}}
 {{- end -}}
 {{- $gpu := ne $model.gpu.kind "none" -}}
 {{- if and $gpu (eq nil $model.gpu.renderGroups) -}}
-{{- fail (printf "%s.gpu.renderGroups is not set; expected the groups that own /dev/dri/renderD* on the nodes.\nOn a node, `getent group render` shows the number: --set 'defaults.gpu.renderGroups={992}'.\nUse [] where containerd has device_ownership_from_security_context, and gpu.kind=none without GPUs." $where) -}}
+{{- include "lmcache-xpu.refuse" (printf "%s.gpu.renderGroups is not set; expected the groups that own /dev/dri/renderD* on the nodes.\nOn a node, `getent group render` shows the number: --set 'defaults.gpu.renderGroups={992}'.\nUse [] where containerd has device_ownership_from_security_context, and gpu.kind=none without GPUs." $where) -}}
 {{- end -}}
 {{- if eq "auto" (default "auto" $settings.device) -}}
 {{- $_ := set $settings "device" (ternary "xpu" "cpu" $gpu) -}}
@@ -40,7 +40,7 @@ Returns {models: {NAME: {...}}} as JSON; a mistake that the schema can't see end
 {{- $owner := ternary (printf "%s.%s" .root.Release.Namespace $model.object) $model.object (eq $model.disk.kind "hostPath") -}}
 {{- $_ := set $settings "disk_path" (printf "/var/cache/kv/%s" $owner) -}}
 {{- if and (eq $model.disk.kind "hostPath") (not $model.disk.hostPath) -}}
-{{- fail (printf "%s.disk.hostPath is not set; expected a directory that exists on the nodes, as disk.kind is hostPath." $where) -}}
+{{- include "lmcache-xpu.refuse" (printf "%s.disk.hostPath is not set; expected a directory that exists on the nodes, as disk.kind is hostPath." $where) -}}
 {{- end -}}
 {{- end -}}
 {{- if .root.Values.valkey.enabled -}}
@@ -50,7 +50,7 @@ Returns {models: {NAME: {...}}} as JSON; a mistake that the schema can't see end
 {{- end -}}
 {{- end -}}
 {{- if and (eq $model.autoscaling.kind "keda") (not $model.autoscaling.prometheusUrl) (not $model.autoscaling.triggers) -}}
-{{- fail (printf "%s.autoscaling.prometheusUrl is not set; KEDA asks Prometheus, e.g. http://prometheus-operated.monitoring:9090." $where) -}}
+{{- include "lmcache-xpu.refuse" (printf "%s.autoscaling.prometheusUrl is not set; KEDA asks Prometheus, e.g. http://prometheus-operated.monitoring:9090." $where) -}}
 {{- end -}}
 {{- if and (ne $model.autoscaling.kind "none") (eq 0 (int $model.autoscaling.minReplicas)) -}}
 {{- $wakes := false -}}
@@ -58,26 +58,26 @@ Returns {models: {NAME: {...}}} as JSON; a mistake that the schema can't see end
 {{- if not (has .type (list "cpu" "memory")) }}{{ $wakes = eq $model.autoscaling.kind "keda" }}{{ end -}}
 {{- end -}}
 {{- if not $wakes -}}
-{{- fail (printf "%s.autoscaling.minReplicas is 0; expected at least 1, or KEDA with a trigger of yours in autoscaling.triggers\nthat lives without engines: a gateway's or a queue's. The chart's own are measured by the engines." $where) -}}
+{{- include "lmcache-xpu.refuse" (printf "%s.autoscaling.minReplicas is 0; expected at least 1, or KEDA with a trigger of yours in autoscaling.triggers\nthat lives without engines: a gateway's or a queue's. The chart's own are measured by the engines." $where) -}}
 {{- end -}}
 {{- end -}}
 {{- if gt (int $model.autoscaling.minReplicas) (int $model.autoscaling.maxReplicas) -}}
-{{- fail (printf "%s.autoscaling.minReplicas is %d; expected at most maxReplicas, %d." $where (int $model.autoscaling.minReplicas) (int $model.autoscaling.maxReplicas)) -}}
+{{- include "lmcache-xpu.refuse" (printf "%s.autoscaling.minReplicas is %d; expected at most maxReplicas, %d." $where (int $model.autoscaling.minReplicas) (int $model.autoscaling.maxReplicas)) -}}
 {{- end -}}
 {{- if and $model.httpRoute.enabled (not $model.httpRoute.parentRefs) -}}
-{{- fail (printf "%s.httpRoute.parentRefs is empty; expected the gateways that serve the route: [{name: NAME, namespace: NAMESPACE}]." $where) -}}
+{{- include "lmcache-xpu.refuse" (printf "%s.httpRoute.parentRefs is empty; expected the gateways that serve the route: [{name: NAME, namespace: NAMESPACE}]." $where) -}}
 {{- end -}}
 {{- if and $model.files.download (hasPrefix "/" $settings.model) -}}
-{{- fail (printf "%s.files.download is on, and settings.model is the directory %s; expected a name on the hub, or download off." $where $settings.model) -}}
+{{- include "lmcache-xpu.refuse" (printf "%s.files.download is on, and settings.model is the directory %s; expected a name on the hub, or download off." $where $settings.model) -}}
 {{- end -}}
 {{- if and (eq $model.router.kind "inferencePool") (not $model.router.endpointPicker.name) -}}
-{{- fail (printf "%s.router.endpointPicker.name is not set; expected the service of the endpoint picker for this pool." $where) -}}
+{{- include "lmcache-xpu.refuse" (printf "%s.router.endpointPicker.name is not set; expected the service of the endpoint picker for this pool." $where) -}}
 {{- end -}}
 {{- if and $model.ingress.enabled (not $model.ingress.host) -}}
-{{- fail (printf "%s.ingress.host is not set; expected a host name of its own for each model." $where) -}}
+{{- include "lmcache-xpu.refuse" (printf "%s.ingress.host is not set; expected a host name of its own for each model." $where) -}}
 {{- end -}}
 {{- if and (eq $model.files.cache "existingClaim") (not $model.files.claimName) -}}
-{{- fail (printf "%s.files.claimName is not set; expected the claim to use, as files.cache is existingClaim." $where) -}}
+{{- include "lmcache-xpu.refuse" (printf "%s.files.claimName is not set; expected the claim to use, as files.cache is existingClaim." $where) -}}
 {{- end -}}
 {{- $devices := mul (default 1 $settings.tensor_parallel) (default 1 $settings.data_parallel) | int -}}
 {{- $_ := set $model "devices" $devices -}}
@@ -201,11 +201,11 @@ engine
 {{- $claim := (index .spec.volumeClaimTemplates 0).spec -}}
 {{- $size := $claim.resources.requests.storage -}}
 {{- if ne $size $model.diskSize -}}
-{{- fail (printf "%s: the claims of the disk tier are %s, expected %s (1.1 x disk_gib x devices). Kubernetes does not\nchange a StatefulSet's claims. Nothing was changed. Either keep disk_gib, tensor_parallel and data_parallel, or\n  kubectl -n %s delete statefulset %s --cascade=orphan\n  kubectl -n %s get pvc -l lmcache-xpu/model=%s -o name | xargs -I CLAIM \\\n    kubectl -n %s patch CLAIM -p '{\"spec\":{\"resources\":{\"requests\":{\"storage\":\"%s\"}}}}'\nand upgrade again; a smaller disk tier needs new claims (docs/guides/kubernetes-operations.md)." $where $size $model.diskSize $root.Release.Namespace $model.object $root.Release.Namespace $model.modelName $root.Release.Namespace $model.diskSize) -}}
+{{- include "lmcache-xpu.refuse" (printf "%s: the claims of the disk tier are %s, expected %s (1.1 x disk_gib x devices). Kubernetes does not\nchange a StatefulSet's claims. Nothing was changed. Either keep disk_gib, tensor_parallel and data_parallel, or\n  kubectl -n %s delete statefulset %s --cascade=orphan\n  kubectl -n %s get pvc -l lmcache-xpu/model=%s -o name | xargs -I CLAIM \\\n    kubectl -n %s patch CLAIM -p '{\"spec\":{\"resources\":{\"requests\":{\"storage\":\"%s\"}}}}'\nand upgrade again; a smaller disk tier needs new claims (docs/guides/kubernetes-operations.md)." $where $size $model.diskSize $root.Release.Namespace $model.object $root.Release.Namespace $model.modelName $root.Release.Namespace $model.diskSize) -}}
 {{- end -}}
 {{- $class := default "" $claim.storageClassName -}}
 {{- if and $model.disk.storageClassName (ne $class $model.disk.storageClassName) -}}
-{{- fail (printf "%s.disk.storageClassName is %q; expected %q, as the claims have it. Kubernetes does not change a claim's class.\nNothing was changed. For new claims, delete the StatefulSet %s and its claims first." $where $model.disk.storageClassName $class $model.object) -}}
+{{- include "lmcache-xpu.refuse" (printf "%s.disk.storageClassName is %q; expected %q, as the claims have it. Kubernetes does not change a claim's class.\nNothing was changed. For new claims, delete the StatefulSet %s and its claims first." $where $model.disk.storageClassName $class $model.object) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -213,7 +213,7 @@ engine
 {{- with lookup "v1" "PersistentVolumeClaim" $root.Release.Namespace (printf "%s-hub" $model.object) -}}
 {{- $modes := .spec.accessModes -}}
 {{- if not (has $model.files.accessMode $modes) -}}
-{{- fail (printf "%s.files.accessMode is %s; expected %s, as the claim %s-hub has it. Kubernetes does not change it.\nNothing was changed. For another mode, delete that claim first; the model is downloaded again." $where $model.files.accessMode (join ", " $modes) $model.object) -}}
+{{- include "lmcache-xpu.refuse" (printf "%s.files.accessMode is %s; expected %s, as the claim %s-hub has it. Kubernetes does not change it.\nNothing was changed. For another mode, delete that claim first; the model is downloaded again." $where $model.files.accessMode (join ", " $modes) $model.object) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -225,12 +225,12 @@ engine
 {{- $endings := list "router" "engine" "hub" "chat" "gpu" -}}
 {{- range $name := $names -}}
 {{- if has $name (list "valkey" "dashboard" "loadtest" "router") -}}
-{{- fail (printf "\n\nmodels.%s has the name of another part of the chart; expected a name that is none of:\nvalkey, dashboard, loadtest, router." $name) -}}
+{{- include "lmcache-xpu.refuse" (printf "\n\nmodels.%s has the name of another part of the chart; expected a name that is none of:\nvalkey, dashboard, loadtest, router." $name) -}}
 {{- end -}}
 {{- range $ending := $endings -}}
 {{- if hasSuffix (printf "-%s" $ending) $name -}}
 {{- if has (trimSuffix (printf "-%s" $ending) $name) $names -}}
-{{- fail (printf "\n\nmodels.%s has the name of a part of models.%s; expected another name." $name (trimSuffix (printf "-%s" $ending) $name)) -}}
+{{- include "lmcache-xpu.refuse" (printf "\n\nmodels.%s has the name of a part of models.%s; expected another name." $name (trimSuffix (printf "-%s" $ending) $name)) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
