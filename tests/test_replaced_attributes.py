@@ -39,6 +39,7 @@ OWN = {  # of classes of this package, and of events that it makes
     "cache_engine/engine.py: self.gpu_connector.overlap",
     "cache_engine/engine.py: self.storage_manager.in_flight",
     "cache_engine/factory.py: connector.unfilled",
+    "cache_engine/lookup_client.py: self.transport.engine",
     "kv_connector/epochs.py: metadata.epoch",
     "kv_connector/epochs.py: self._engine.refuses_lookups",
     "kv_connector/kv_events.py: event.block_hashes",

@@ -55,7 +55,7 @@ class Engine:
         self.overlap = InFlight(16)
         engine.register(cache.engine, self.overlap)
         transport = LookupClientFactory._create_zmq_client_transport(config, metadata)
-        client = LookupClient(config, metadata, transport)
+        client = LookupClient(config, metadata, transport, 16)
         manager = SimpleNamespace(
             _config=config,
             _health_monitor=None,

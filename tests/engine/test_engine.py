@@ -94,6 +94,10 @@ def test_loads_begin_as_early_as_they_can(stored: dict, place: tuple[str, ...]):
     assert stored["began"] == [earliest] * 4 * len(LENGTHS)
 
 
+def test_look_ups_in_the_same_process_need_no_socket(stored: dict):
+    assert stored["asked"] == ["near"]
+
+
 def test_many_at_once_get_their_own_tokens(stored: dict):
     """Loads begin one by one while their steps are decided on; what is preempted loads again."""
     for found in stored["crowd"]["rounds"]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm")
+from support.adapter import UnaskedClient
 from support.halves import Facade
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -55,7 +56,7 @@ def test_with_one_tier_all_hits_come_from_it(setting):
 @pytest.mark.parametrize("layers", [0, 3])
 def test_the_scheduler_asks_the_worker_in_its_process(layers: int, monkeypatch):
     config = SimpleNamespace(storage_plugins=["disk"], chunk_size=8)
-    side = SchedulerSide(SimpleNamespace(lookup_client=SimpleNamespace(), config=config), None, 4)
+    side = SchedulerSide(SimpleNamespace(lookup_client=UnaskedClient(), config=config), None, 4)
     engine = SimpleNamespace(
         lookup_pins={"r": {CPU: [0] * 2 * max(layers, 1), "disk": [0] * max(layers, 1)}},
         use_layerwise=bool(layers),

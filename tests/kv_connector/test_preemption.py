@@ -13,6 +13,7 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
+from support.adapter import UnaskedClient
 from support.caches import Spec, bits, build
 from support.connectors import make, memory, slots_of
 from support.halves import Facade, worker_side
@@ -120,7 +121,7 @@ def request(name: str = "r") -> Any:
 def test_blocks_that_another_connector_fills_are_protected_too(monkeypatch):
     """vLLM counts their tokens as computed; and they may be filled before the request runs."""
     adapter = SimpleNamespace(
-        lookup_client=SimpleNamespace(),
+        lookup_client=UnaskedClient(),
         load_specs={},
         build_connector_meta=lambda step: StepMetadata(),
         update_state_after_alloc=lambda request, tokens: None,

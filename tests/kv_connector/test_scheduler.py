@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 pytest.importorskip("vllm")
+from support.adapter import UnaskedClient
+
 from lmcache_xpu.kv_connector import scheduler
 from lmcache_xpu.kv_connector.garbage import GarbageCollection
 from lmcache_xpu.kv_connector.scheduler import SchedulerSide
@@ -28,7 +30,7 @@ def test_blocks_that_the_worker_adds_to_a_resumed_request_are_not_added_twice():
     blocks = [7, 8]
     tracker = SimpleNamespace(allocated_block_ids=blocks)
     adapter = SimpleNamespace(
-        lookup_client=SimpleNamespace(),
+        lookup_client=UnaskedClient(),
         build_connector_meta=lambda step: SimpleNamespace(requests=[]),
         _request_trackers={"resumed": tracker},
     )
@@ -57,14 +59,14 @@ def test_the_scheduler_finds_the_worker_of_its_own_engine(group, found: bool, mo
         group = SimpleNamespace(**vars(group) | {"_vllm_config": config(group._vllm_config)})
     monkeypatch.setattr(kv_transfer, "has_kv_transfer_group", lambda: group is not None)
     monkeypatch.setattr(kv_transfer, "get_kv_transfer_group", lambda: group)
-    side = SchedulerSide(SimpleNamespace(lookup_client=SimpleNamespace()), config("ours"), 16)
+    side = SchedulerSide(SimpleNamespace(lookup_client=UnaskedClient()), config("ours"), 16)
     assert side._worker() == ("a half" if found else None)
 
 
 @pytest.mark.parametrize("near", [False, True])
 def test_garbage_waits_from_a_look_up_to_the_end_of_scheduling_or_of_the_step(near, monkeypatch):
     adapter = SimpleNamespace(
-        lookup_client=SimpleNamespace(), build_connector_meta=lambda step: StepMetadata()
+        lookup_client=UnaskedClient(), build_connector_meta=lambda step: StepMetadata()
     )
     side = SchedulerSide(adapter, None, 16)
     half = SimpleNamespace(collection=GarbageCollection(), epoch=SimpleNamespace(changed=None))

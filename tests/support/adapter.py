@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 from lmcache.v1.lookup_client.lmcache_lookup_client import LMCacheLookupClient
@@ -52,6 +53,11 @@ class Asked(LMCacheLookupClient):
 class Client(LookupClient, Asked):
     """Ours around it."""
 
+    def __init__(self, adapter):
+        Asked.__init__(self, adapter)
+        self.transport = SimpleNamespace()
+        self.token_database = SimpleNamespace(remember=lambda request, salt: nullcontext())
+
 
 class Metadata:
     def __init__(self, *requests):
@@ -59,3 +65,10 @@ class Metadata:
 
     def add_request(self, meta):
         self.requests.append(meta)
+
+
+class UnaskedClient:
+    """A look-up client that nobody asks."""
+
+    def ask_near(self, engine):
+        """Of which process the worker is makes no difference."""

@@ -142,10 +142,32 @@ def watch_loads() -> list[str]:
     return began
 
 
+def watch_lookups() -> list[str]:
+    """How the worker was asked: by a call, or through LMCache's socket as well."""
+    from lmcache.v1.rpc.zmq_transport import ZmqReqRepClientTransport
+
+    from lmcache_xpu.cache_engine.lookup_client import NearTransport
+
+    asked: list[str] = []
+
+    def watch(kind: type, name: str) -> None:
+        send = kind.send_and_recv_all
+
+        def seen(self, message):
+            asked.append(name)
+            return send(self, message)
+
+        kind.send_and_recv_all = seen
+
+    watch(NearTransport, "near")
+    watch(ZmqReqRepClientTransport, "far")
+    return asked
+
+
 def store(engine: Engine, reference: Path) -> dict:
     from lmcache_xpu.transfer.gather_scatter import TorchTransfer
 
-    began = watch_loads()
+    asked, began = watch_lookups(), watch_loads()
     found: dict = {}
     for name, length in LENGTHS.items():
         engine.forget()
@@ -185,6 +207,7 @@ def store(engine: Engine, reference: Path) -> dict:
         "runs": what_runs(engine),
         "prompts": prompts,
         "stumbled": stumble(engine),
+        "asked": sorted(set(asked)),
         "crowd": crowd(engine),
         "counts": engine.llm.collective_rpc(counts)[0],
         "pool": engine.llm.collective_rpc(pool)[0],

@@ -69,11 +69,13 @@ class CacheSalts:
         self._salts: dict[str, str] = {}
         self._computed: set[str] = set()
         self._looked_up: set[str] = set()
+        self._admitted: Request | None = None  # the last one
         self._abandoned: list[str] = []
         adapter.lookup_client.salts = self
 
     def admit(self, request: Request) -> None:
         """Before a request is looked up."""
+        self._admitted = request
         if request.request_id not in self._salts and (salt := salt_of(request)):
             self._salts[request.request_id] = salt
         if request.skip_reading_prefix_cache:
@@ -92,9 +94,18 @@ class CacheSalts:
         self._looked_up.add(request_id)
         return self.named(request_id, token_ids)
 
+    def admitted(self, request_id: str) -> Request | None:
+        """Return the request of this name, if it is the one that was admitted last."""
+        request = self._admitted
+        return request if request is not None and request.request_id == request_id else None
+
+    def salt(self, request_id: str) -> str:
+        """Return what a request's first token stands for beside itself; empty for most."""
+        return self._salts.get(request_id, "") + self._epoch_of(request_id)
+
     def named(self, request_id: str, token_ids: Sequence[int]) -> Sequence[int]:
         """Return the tokens by which LMCache is to name a request's chunks; most are its own."""
-        salt = self._salts.get(request_id, "") + self._epoch_of(request_id)
+        salt = self.salt(request_id)
         return salted(token_ids, salt) if salt and len(token_ids) else token_ids
 
     def mark(self, metadata: Any) -> None:
@@ -118,6 +129,8 @@ class CacheSalts:
         """
         self._salts.pop(request_id, None)
         self._computed.discard(request_id)
+        if self.admitted(request_id) is not None:
+            self._admitted = None  # vLLM's request, with all of its tokens
         if request_id in self._looked_up:
             self._abandon(request_id)
 

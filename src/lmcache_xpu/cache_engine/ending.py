@@ -68,7 +68,7 @@ def _end_lookup_server(server: Any) -> None:
 
 
 def _end_lookup_client(client: Any) -> None:
-    for socket in client.transport.sockets:
+    for socket in client.transport.far.sockets:
         socket.close(linger=0)
 
 

@@ -201,7 +201,7 @@ class ServiceFactory(VllmServiceFactory):  # type: ignore[misc]  # untyped base
             return None
         metadata = self.get_or_create_metadata()
         transport = LookupClientFactory._create_zmq_client_transport(self.lmcache_config, metadata)
-        return LookupClient(self.lmcache_config, metadata, transport)
+        return LookupClient(self.lmcache_config, metadata, transport, self._facts.block_size)
 
 
 class EngineBuilder(LMCacheEngineBuilder):  # type: ignore[misc]  # untyped base

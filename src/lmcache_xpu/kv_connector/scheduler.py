@@ -59,6 +59,7 @@ class SchedulerSide:
         self._epochs = Epochs()
         self._salts = CacheSalts(adapter, self._epochs.of)
         self._loads = EarlyLoads(adapter, block_size, self._worker, self._salts.named)
+        adapter.lookup_client.ask_near(self._near_engine)
 
     # Requests
 
@@ -199,8 +200,7 @@ class SchedulerSide:
         config = self._adapter.config
         if (source := lone_source(config)) is not None:
             return {source: tokens}
-        worker = self._worker()
-        if worker is None or (engine := worker.near_engine()) is None:
+        if (engine := self._near_engine()) is None:
             return {}
         pinned = engine.lookup_pins.get(request_id, {})
         objects = engine.num_layers if engine.use_layerwise else 1
@@ -210,6 +210,11 @@ class SchedulerSide:
         """End what LMCache has started here."""
         self._collection.allow()
         end_lmcache(self._adapter)
+
+    def _near_engine(self) -> Any:
+        """Return LMCache's engine of the worker, if both are near; see `WorkerSide.near_engine`."""
+        worker = self._worker()
+        return None if worker is None else worker.near_engine()
 
     def _worker(self) -> WorkerSide | None:
         """Return the worker's half of the same engine, if it is in this process."""
