@@ -167,7 +167,8 @@ def test_the_printed_command_starts_the_engine_that_was_measured(
     assert Path(serve[0]) == Path(sys.executable).with_name("lmcache-xpu")
     started = []
     monkeypatch.setattr(
-        "lmcache_xpu.launch.serve.serve", lambda settings, dry_run: started.append(settings)
+        "lmcache_xpu.launch.serve.serve",
+        lambda settings, check, dry_run: started.append(settings),
     )
     assert CliRunner().invoke(app, serve[1:], catch_exceptions=False).exit_code == 0
     [same] = started
