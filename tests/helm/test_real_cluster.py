@@ -153,6 +153,15 @@ def test_autoscaling_keeps_the_pods_that_run(cluster, release, shape):
 
 
 @pytest.mark.parametrize("shape", [{}, DISK])
+def test_waiting_for_an_engine_that_never_comes_fails(cluster, release, shape):
+    """No pod may start here. Helm counts a Deployment as ready that may lack all of its pods."""
+    wait = ("--install", release, str(CHART), "--wait", "--timeout", "8s")
+    done = cluster.helm("upgrade", *wait, **merged(MODEL, shape))
+    assert done.returncode != 0
+    assert "context deadline exceeded" in done.stderr
+
+
+@pytest.mark.parametrize("shape", [{}, DISK])
 @pytest.mark.parametrize("path", FROZEN, ids=lambda path: path.stem)
 def test_values_of_an_earlier_chart_are_upgraded(cluster, release, path, shape):
     values = merged(MODEL, shape)
