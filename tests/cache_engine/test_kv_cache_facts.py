@@ -34,15 +34,17 @@ WEIGHTS = f"+w{fingerprint('org/model', COMMIT)}"
 FULL = {"block_size": 64, "num_kv_heads": 8, "head_size": 128, "dtype": torch.bfloat16}
 
 
-def read(*specs, device: str = "xpu", cache_dtype: str = "auto", monkeypatch) -> EngineFacts:
+def read(
+    *specs, device: str = "xpu", cache_dtype: str = "auto", resolves: bool = True, monkeypatch
+) -> EngineFacts:
     import vllm.platforms
 
     platform = SimpleNamespace(device_type=device)
     monkeypatch.setattr(vllm.platforms, "current_platform", platform, raising=False)
     groups = [KVCacheGroupSpec([f"layer.{i}"], spec) for i, spec in enumerate(specs)]
-    resolved = SimpleNamespace(
-        cache_dtype=cache_dtype, get_resolved_kv_cache_layout=lambda: KVCacheLayout.LBNHC
-    )
+    resolved = SimpleNamespace(cache_dtype=cache_dtype)
+    if resolves:
+        resolved.get_resolved_kv_cache_layout = lambda: KVCacheLayout.LBNHC
     model_config = SimpleNamespace(
         model="org/model", dtype=torch.bfloat16, hf_config=SimpleNamespace(_commit_hash=COMMIT)
     )
@@ -61,6 +63,22 @@ def test_a_dense_cache_is_what_lmcache_s_key_says(monkeypatch):
         block_size=64,
         namespace=WEIGHTS,
     )
+
+
+def test_an_older_vllm_is_asked_with_its_configuration_set(monkeypatch):
+    """As vLLM 0.26: a scheduler whose workers have processes of their own has none."""
+    from vllm.config import get_current_vllm_config
+    from vllm.v1.attention.backends import utils
+
+    def layout() -> str:
+        assert get_current_vllm_config().model_config.model == "org/model"
+        return "HND"
+
+    monkeypatch.setattr(utils, "get_kv_cache_layout", layout, raising=False)
+    facts = read(FullAttentionSpec(**FULL), resolves=False, monkeypatch=monkeypatch)
+    assert facts.kv_layout == "HND"
+    with pytest.raises(AssertionError, match="vLLM config"):
+        get_current_vllm_config()
 
 
 def test_the_content_counts_not_the_model_s_head(monkeypatch):

@@ -13,7 +13,7 @@ from lmcache_xpu.cache_engine.model_fingerprint import fingerprint
 from lmcache_xpu.errors import LayoutError, SettingsError
 
 if TYPE_CHECKING:
-    from vllm.config import CacheConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import (
         AttentionSpec,
         KVCacheConfig,
@@ -106,7 +106,7 @@ def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Eng
             "a content that splits into two planes",
         )
     cache = vllm_config.cache_config
-    layout = _layout(cache)
+    layout = _layout(vllm_config)
     opaque = current_platform.device_type == "cpu" and not mla
     model = vllm_config.model_config
     commit = getattr(model.hf_config, "_commit_hash", None)
@@ -216,14 +216,19 @@ def _content_bytes(spec: AttentionSpec) -> int:
     return size
 
 
-def _layout(cache: CacheConfig) -> str:
+def _layout(vllm_config: VllmConfig) -> str:
     """The memory order of the KV cache: vLLM's name for it."""
+    cache = vllm_config.cache_config
     if hasattr(cache, "get_resolved_kv_cache_layout"):
         name: str = cache.get_resolved_kv_cache_layout().name
     else:
+        from vllm.config import set_current_vllm_config
         from vllm.v1.attention.backends.utils import get_kv_cache_layout
 
-        name = get_kv_cache_layout()
+        # It asks for the engine's configuration (vLLM 0.26), which is not set in a scheduler whose
+        # workers have processes of their own.
+        with set_current_vllm_config(vllm_config):
+            name = get_kv_cache_layout()
     return name
 
 
