@@ -75,7 +75,8 @@ class Engine:
         self.url = url
         self.client = Client(url, api_key=api_key, timeout_s=120)
         self._runner = runner
-        self._http = httpx.Client(base_url=url, timeout=30, trust_env=False)
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=30, trust_env=False)
 
     def close(self) -> None:
         """Let go of the connections."""
@@ -143,7 +144,7 @@ class Engine:
 
     def status(self, path: str, **body: Any) -> int:
         """The status code of a request without a key."""
-        return self._http.post(path, json=body).status_code
+        return self._http.post(path, json=body, headers={"Authorization": ""}).status_code
 
     def forget(self) -> None:
         """Empty the engine's own prefix cache, so that what is found comes from LMCache."""

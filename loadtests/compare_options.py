@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from typing import NoReturn
@@ -19,10 +20,12 @@ REFUSED = 2  # the exit code of a run that measured nothing
 
 def versions_of(urls: Mapping[str, str]) -> dict[str, str]:
     """What servers that somebody else started say of themselves."""
+    key = os.environ.get("LOCUST_API_KEY")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     versions = {}
     for name, url in urls.items():
         try:
-            answer = httpx.get(f"{url}/version", timeout=ANSWER_S, trust_env=False)
+            answer = httpx.get(f"{url}/version", headers=headers, timeout=ANSWER_S, trust_env=False)
             versions[name] = str(answer.json()["version"])
         except (httpx.HTTPError, ValueError, LookupError, TypeError):
             versions[name] = "not said"
