@@ -20,12 +20,12 @@ def test_a_server_with_a_key_says_its_version_too(
 
     def get(url: str, **options: Any) -> httpx.Response:
         asked.append((url, options["headers"]))
-        return httpx.Response(200, json={"version": "0.32.0"})
+        return httpx.Response(200, json={"version": "1.2.3"})
 
     monkeypatch.setattr(httpx, "get", get)
     if key is None:
         monkeypatch.delenv("LOCUST_API_KEY", raising=False)
     else:
         monkeypatch.setenv("LOCUST_API_KEY", key)
-    assert versions_of({"cpu": "http://a:8000"}) == {"cpu": "0.32.0"}
+    assert versions_of({"cpu": "http://a:8000"}) == {"cpu": "1.2.3"}
     assert asked == [("http://a:8000/version", headers)]
