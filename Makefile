@@ -86,6 +86,9 @@ fuzz: setup ## Random cases against an oracle: [EXAMPLES=...] or [SECONDS=600]
 	@FUZZ_EXAMPLES=$(EXAMPLES) FUZZ_SECONDS=$(or $(SECONDS),$(if $(EXAMPLES),,600)) \
 		$(BIN)/pytest tests/fuzz -s --timeout 0
 
+contract: setup ## What moved of what is used: [VLLM=0.34.0] [LMCACHE=...]
+	@$(BIN)/python -m contract $(addprefix --vllm ,$(VLLM)) $(addprefix --lmcache ,$(LMCACHE)) $(ARGS)
+
 test-containers: setup ## Build the images and test the stack on CPU, with its own Docker
 	@$(BIN)/pytest tests/containers
 
@@ -119,4 +122,4 @@ helm-package: setup ## Package the chart into dist/: [REGISTRY=oci://...] pushes
 lock: setup ## Renew constraints.txt from pyproject.toml: [UPGRADE=1] all of it
 	@$(PYTHON) scripts/bootstrap.py --lock $(if $(UPGRADE),--upgrade)
 
-.PHONY: help setup demo test test-models integration integration-long integration-broken fuzz check fmt docs docs-serve bench bench-engine bench-device up up-cpu down logs test-containers helm-docs helm-check helm-package loadtest loadtest-compare capacity other-clients pictures lock clean
+.PHONY: help setup demo test test-models contract integration integration-long integration-broken fuzz check fmt docs docs-serve bench bench-engine bench-device up up-cpu down logs test-containers helm-docs helm-check helm-package loadtest loadtest-compare capacity other-clients pictures lock clean

@@ -1,0 +1,3 @@
+from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
+
+class VLLMPagedMemLayerwiseXPUConnector(GPUConnectorInterface): ...

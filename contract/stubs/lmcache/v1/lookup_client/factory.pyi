@@ -1,0 +1,3 @@
+class LookupClientFactory:
+    @staticmethod
+    def _create_zmq_client_transport(config, metadata): ...

@@ -1,0 +1,26 @@
+from enum import Enum
+from typing import Any
+
+class MemoryFormat(Enum):
+    KV_2LTD: Any
+    KV_T2D: Any
+    KV_MLA_FMT: Any
+
+class MemoryObj:
+    def ref_count_up(self): ...
+    def ref_count_down(self): ...
+    def pin(self): ...
+    def is_valid(self): ...
+    def get_size(self): ...
+    def get_num_tokens(self): ...
+    metadata: MemoryObjMetadata
+    byte_array: Any
+    raw_tensor: Any
+
+class MemoryObjMetadata:
+    shape: Any
+    dtype: Any
+    fmt: Any
+    shapes: Any
+    dtypes: Any
+    cached_positions: Any

@@ -1,0 +1,50 @@
+from enum import Enum
+from typing import Any
+
+class VllmConfig:
+    model_config: ModelConfig
+    speculative_config: SpeculativeConfig | None
+    cache_config: CacheConfig
+    parallel_config: ParallelConfig
+    kv_transfer_config: KVTransferConfig
+    kv_events_config: KVEventsConfig | None
+    compilation_config: CompilationConfig
+    num_speculative_tokens: Any
+
+class ParallelConfig:
+    data_parallel_index: Any
+    world_size: Any
+    tensor_parallel_size: Any
+
+def set_current_vllm_config(vllm_config): ...
+
+class ModelConfig:
+    is_hybrid: Any
+    hf_text_config: Any
+    hf_config: Any
+    model: Any
+    dtype: Any
+    use_mla: Any
+
+class CacheConfig:
+    cache_dtype: Any
+    def get_resolved_kv_cache_layout(self): ...
+
+class KVTransferConfig:
+    kv_connector_extra_config: Any
+    kv_role: Any
+    engine_id: Any
+
+class KVEventsConfig:
+    enable_kv_cache_events: Any
+
+class SpeculativeConfig:
+    method: Any
+
+class CompilationConfig:
+    cudagraph_mode: CUDAGraphMode | None
+
+class CUDAGraphMode(Enum):
+    def has_full_cudagraphs(self): ...
+    def mixed_mode(self): ...
+    FULL: Any

@@ -1,0 +1,4 @@
+from typing import Any
+
+class Platform:
+    device_type: Any

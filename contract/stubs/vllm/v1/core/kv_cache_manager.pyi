@@ -1,0 +1,9 @@
+from typing import Any
+
+class KVCacheBlocks:
+    def get_block_ids(self): ...
+
+class KVCacheManager:
+    def get_block_ids(self, request_id): ...
+    def evict_blocks(self, block_ids): ...
+    block_pool: Any

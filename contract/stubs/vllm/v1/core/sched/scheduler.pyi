@@ -1,0 +1,13 @@
+from typing import Any
+
+class Scheduler:
+    def _handle_invalid_blocks(self, invalid_block_ids, num_scheduled_tokens): ...
+    def _preempt_request(self, request, timestamp, drop_stale_output=...): ...
+    running: Any
+    connector: Any
+    recompute_kv_load_failures: Any
+    kv_cache_config: Any
+    kv_cache_manager: Any
+    prev_step_scheduled_req_ids: Any
+    requests: Any
+    block_size: Any

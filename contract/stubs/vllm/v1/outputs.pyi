@@ -1,0 +1,4 @@
+from typing import Any
+
+class KVConnectorOutput:
+    kv_connector_worker_meta: Any

@@ -1,0 +1,15 @@
+from typing import Any
+
+from vllm.lora.request import LoRARequest
+
+class Request:
+    request_id: Any
+    cache_salt: Any
+    lora_request: LoRARequest | None
+    prompt_embeds: Any
+    mm_features: Any
+    all_token_ids: Any
+    block_hashes: Any
+    num_tokens: Any
+    sampling_params: Any
+    skip_reading_prefix_cache: Any

@@ -1,0 +1,4 @@
+from typing import Any
+
+class GPUModelRunner:
+    kv_caches: Any
