@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -9,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from support.checks import load
+from support.checks import B60, load
 
 from lmcache_xpu import doctor
 from lmcache_xpu.errors import SettingsError
@@ -75,3 +76,7 @@ def test_no_check_of_the_gpu_is_left_out(machine, monkeypatch):
     names = [check.name for check in doctor.examine(load(port=65431), machine())]
     assert {"device nodes", "kernel driver", "oneAPI runtime", "PyTorch's devices"} <= set(names)
     assert {"GPU selection", "pinned memory"} <= set(names)
+    assert "GPUs together" not in names
+    two = dataclasses.replace(B60, gpus=B60.gpus * 2, apart=())
+    checks = doctor.examine(load(port=65431, tensor_parallel=2), machine(torch=lambda: two))
+    assert "GPUs together" in [check.name for check in checks]

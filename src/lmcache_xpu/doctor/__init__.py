@@ -70,5 +70,7 @@ def _gpu(settings: Settings, machine: Machine) -> Iterator[Check]:
     facts = machine.torch()
     yield gpu.check_torch(facts, settings)
     yield gpu.check_affinity(machine, settings)
+    if settings.tensor_parallel > 1 and len(facts.gpus) > 1:
+        yield gpu.check_peers(facts, settings)
     if settings.offload:
         yield memory.check_pinned(machine, settings, facts)

@@ -25,6 +25,7 @@ from lmcache_xpu.cache_engine.kv_cache_facts import check_chunks, check_model, e
 from lmcache_xpu.kv_connector import patches, stats
 from lmcache_xpu.kv_connector.failed_start import ending_on_failure
 from lmcache_xpu.kv_connector.kv_events import published
+from lmcache_xpu.kv_connector.orphans import end_with_parent
 from lmcache_xpu.kv_connector.stats import ConnectorStats, PromMetrics
 from lmcache_xpu.kv_connector.worker_report import WorkerReport
 
@@ -98,6 +99,7 @@ class LMCacheXPUConnector(KVConnectorBase_V1):  # type: ignore[misc]  # untyped 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
+        end_with_parent()
         versions.check(versions.installed())
         patches.install()
         # All that can be refused is refused before LMCache starts its threads.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import resource
 from collections.abc import Callable, Mapping
@@ -26,10 +27,18 @@ def _may_read_and_write(path: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TorchFacts:
-    """PyTorch's version, and the name and the memory of each Intel GPU that it sees."""
+    """PyTorch's version, and what it sees of Intel GPUs.
+
+    Args:
+        version: of PyTorch.
+        gpus: the name and the memory of each.
+        apart: pairs of GPUs, by number, of which the first can't reach the memory of the second;
+            None where PyTorch can't tell.
+    """
 
     version: str
     gpus: tuple[tuple[str, int], ...] = ()
+    apart: tuple[tuple[int, int], ...] | None = None
 
     @classmethod
     def probe(cls) -> TorchFacts:
@@ -40,7 +49,11 @@ class TorchFacts:
             torch.xpu.get_device_properties(i)
             for i in range(torch.xpu.device_count() if torch.xpu.is_available() else 0)
         ]
-        return cls(torch.__version__, tuple((gpu.name, gpu.total_memory) for gpu in gpus))
+        pairs = itertools.permutations(range(len(gpus)), 2)
+        reaches = getattr(torch.xpu, "can_device_access_peer", None)  # not in older ones
+        apart = reaches and tuple(pair for pair in pairs if not reaches(*pair))
+        names = tuple((gpu.name, gpu.total_memory) for gpu in gpus)
+        return cls(torch.__version__, names, apart)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
