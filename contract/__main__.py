@@ -33,11 +33,20 @@ def main(
     if not any(asked.values()):
         asked = {package: checked(package) for package in PACKAGES}
     pairs = [(package, version) for package in PACKAGES for version in asked[package]]
+    try:
+        for pair in pairs:
+            unpacked(*pair)
+    except LookupError as error:
+        typer.echo(f"contract: {error.args[0]}. Name one that is there.", err=True)
+        raise typer.Exit(2) from None
     with ProcessPoolExecutor() as processes:
         changed = list(processes.map(_check, *zip(*pairs, strict=True)))
     for (package, version), texts in zip(pairs, changed, strict=True):
         count = sum(1 for _ in declared(package))
-        typer.echo(f"{package} {version}: {count} names declared, {len(texts)} changes")
+        typer.echo(
+            f"{package} {version}: {count} names declared, "
+            f"{len(texts) or 'no'} changes beside those in differences.toml"
+        )
         for text in texts:
             typer.echo(f"  {text}")
     arrivals = {pair: _arrivals(*pair) for pair in pairs}

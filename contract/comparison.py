@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import griffe
 
-from contract.declaration import STUBS, declared, differences, moves
+from contract.declaration import STUBS, declared, differences, moves, passed
 from contract.modules import Modules
 from contract.uses import place, subclasses
 
@@ -65,11 +66,12 @@ def compare(
             actual = modules.find(_moved(name.removesuffix(".__init__"), version, modules))
         if actual is None:
             missing.add(name)
-            changes.append(Change(name, _gone(name, modules)))
+            changes.append(Change(name, _gone(name, modules, sources / package)))
         else:
             changes += _changes(name, expected, actual, modules)
     if declaration == STUBS:
         changes += _abstract(package, version, modules)
+        changes += _unpassed(package, version, modules)
         changes += _uncalled(package, version, sources)
     return tuple(changes)
 
@@ -104,11 +106,22 @@ def _moved(name: str, version: str, modules: Modules) -> str:
     return name
 
 
-def _gone(name: str, modules: Modules) -> str:
-    above = name.rpartition(".")[0]
-    if modules.find(above) is None:
-        return "its module is not there"
-    return "is not there"
+def _gone(name: str, modules: Modules, folder: Path) -> str:
+    above, _, last = name.rpartition(".")
+    what = "is not there" if modules.find(above) is not None else "its module is not there"
+    if others := definitions(folder).get(last, ()):
+        what += f"; {' and '.join(others[:3])} {'has' if len(others) == 1 else 'have'} that name"
+    return what
+
+
+@cache
+def definitions(folder: Path) -> dict[str, list[str]]:
+    """Return the files of a package in which each class or function is, by its name."""
+    files: dict[str, list[str]] = {}
+    for path in sorted(folder.rglob("*.py")):
+        for name in re.findall(r"^(?:class|def|async def) (\w+)", path.read_text(), re.MULTILINE):
+            files.setdefault(name, []).append(str(path.relative_to(folder.parent)))
+    return files
 
 
 def _changes(
@@ -233,6 +246,19 @@ def _uncalled(package: str, version: str, sources: Path) -> Iterator[Change]:
             special = method.startswith("__") or method in names
             if not special and modules.find(_moved(name, version, modules)) is not None:
                 yield Change(f"{name}(called)", f"is overridden, and nothing calls {method}")
+
+
+def _unpassed(package: str, version: str, modules: Modules) -> Iterator[Change]:
+    """Yield keyword arguments that nobody passes to methods of ours any more."""
+    for each in passed():
+        if each.by.split(".")[0] != package or not each.versions.contains(version, True):
+            continue
+        module = modules.find(_moved(each.by, version, modules))
+        file = None if module is None else module.filepath
+        text = file.read_text() if isinstance(file, Path) and file.is_file() else ""
+        for keyword in each.keywords:
+            if not re.search(rf"""\b{keyword}=|["']{keyword}["']""", text):
+                yield Change(f"{each.by}({keyword})", f"does not pass {keyword} to {each.to}")
 
 
 def attributes(folder: Path) -> frozenset[str]:

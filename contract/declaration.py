@@ -15,7 +15,18 @@ from packaging.specifiers import SpecifierSet
 from contract.modules import Modules
 from contract.uses import PACKAGES
 
-__all__ = ["STUBS", "Difference", "Move", "checked", "declared", "differences", "moves", "stubs"]
+__all__ = [
+    "STUBS",
+    "Difference",
+    "Move",
+    "Passed",
+    "checked",
+    "declared",
+    "differences",
+    "moves",
+    "passed",
+    "stubs",
+]
 
 FOLDER = Path(__file__).parent
 STUBS = FOLDER / "stubs"
@@ -57,6 +68,23 @@ class Move:
         return self.new + name.removeprefix(self.old)
 
 
+@dataclass(frozen=True)
+class Passed:
+    """Keyword arguments that reach a method of ours which takes any.
+
+    Args:
+        by: the module that passes them.
+        to: the method, in words.
+        keywords: their names.
+        versions: that have it so; in others nobody looks.
+    """
+
+    by: str
+    to: str
+    keywords: tuple[str, ...]
+    versions: SpecifierSet
+
+
 @cache
 def stubs(folder: Path = STUBS) -> Modules:
     """Return the stubs."""
@@ -88,6 +116,14 @@ def moves() -> tuple[Move, ...]:
     entries = _table().get("move", ())
     return tuple(
         Move(e["old"], e["new"], SpecifierSet(e["versions"]), e["bridge"]) for e in entries
+    )
+
+
+def passed() -> tuple[Passed, ...]:
+    """Return the keyword arguments that methods of ours are known to get."""
+    return tuple(
+        Passed(e["by"], e["to"], tuple(e["keywords"]), SpecifierSet(e["versions"]))
+        for e in _table().get("passed", ())
     )
 
 

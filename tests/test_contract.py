@@ -12,9 +12,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
+from contract import comparison
 from contract.comparison import Change, compare, new_methods, unexpected
-from contract.declaration import checked, declared, differences, stubs
+from contract.declaration import Passed, checked, declared, differences, stubs
 from contract.modules import Modules
 from contract.report import report
 from contract.sources import installed
@@ -108,11 +110,28 @@ def test_what_is_replaced_or_hooked_at_run_time_is_declared():
     assert not [name for name in names if stubs().find(name) is None]
 
 
+def test_options_and_variables_of_vllm_are_declared():
+    text = "\n".join(path.read_text() for path in SOURCE.rglob("*.py"))
+    variables = set(re.findall(r"\bVLLM_[A-Z_]+\b", text))
+    arguments = (SOURCE / "lmcache_xpu" / "launch" / "engine_arguments.py").read_text()
+    options = set(re.findall(r'"--(?:no-)?([a-z-]+)"', arguments))
+    holders = ("vllm.engine.arg_utils.EngineArgs", "vllm.entrypoints.common.cli_args.FrontendArgs")
+    names = {option.replace("-", "_") for option in options}
+    assert variables
+    assert options
+    assert not {name for name in variables if stubs().find(f"vllm.envs.{name}") is None}
+    assert not {
+        name for name in names if not any(stubs().find(f"{holder}.{name}") for holder in holders)
+    }
+
+
 def test_nothing_is_declared_that_src_does_not_use():
     members = [
         name for package in PACKAGES for name, each in declared(package) if not each.is_class
     ]
-    words = {w for path in SOURCE.rglob("*.py") for w in re.findall(r"\w+", path.read_text())}
+    text = "\n".join(path.read_text() for path in SOURCE.rglob("*.py"))
+    words = set(re.findall(r"\w+", text))
+    words |= {option.replace("-", "_") for option in re.findall(r'"--(?:no-)?([a-z-]+)"', text)}
     unused = [name for name in members if name.rpartition(".")[2] not in words]
     assert members
     assert not [name for name in unused if not name.endswith(".__init__")]
@@ -155,7 +174,10 @@ def test_a_planted_change_is_told(sources, before, after, told):
 def test_a_module_that_moved_is_told(sources):
     (sources / "there" / "fake" / "pool.py").rename(sources / "there" / "fake" / "pools.py")
     changes = compare("fake", "1.0", sources / "there", sources / "stubs")
-    assert [change.what for change in changes] == ["its module is not there"] * 3
+    told = {change.name: change.what for change in changes}
+    moved = "its module is not there; fake/pools.py has that name"
+    assert told.keys() == {"fake.pool.CONSTANT", "fake.pool.Pool", "fake.pool.convert"}
+    assert told["fake.pool.Pool"] == told["fake.pool.convert"] == moved
 
 
 def test_a_new_parameter_of_a_method_that_ours_overrides_is_told(tmp_path):
@@ -168,6 +190,16 @@ def test_a_new_parameter_of_a_method_that_ours_overrides_is_told(tmp_path):
     [change] = compare("vllm", "1.0", tmp_path / "there", tmp_path / "stubs")
     assert "new parameter step" in change.what
     assert "connector.py:" in change.text
+
+
+def test_a_keyword_that_is_not_passed_any_more_is_told(tmp_path, monkeypatch):
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "runner.py").write_text("connector.start_load_kv(attn_metadata=None)")
+    entry = Passed("vllm.runner", "start_load_kv", ("attn_metadata", "step"), SpecifierSet(">=1"))
+    monkeypatch.setattr(comparison, "passed", lambda: (entry,))
+    changes = [each.name for each in compare("vllm", "1.0", tmp_path)]
+    assert "vllm.runner(step)" in changes
+    assert "vllm.runner(attn_metadata)" not in changes
 
 
 def test_only_differences_of_other_versions_are_expected():
