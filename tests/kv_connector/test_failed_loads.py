@@ -100,9 +100,3 @@ def test_what_is_not_ours_is_passed_on(scheduler):
     assert scheduler.passed == {2}
     assert len(scheduler.running) == len(RUNNING)
     assert not scheduler.evicted
-
-
-def test_a_vllm_that_can_not_drop_what_is_under_way_is_left_alone():
-    scheduler = Scheduler(Ours(), RUNNING)
-    scheduler._preempt_request = lambda request, timestamp: None
-    assert handle(scheduler, {2}) == {"from the original"}

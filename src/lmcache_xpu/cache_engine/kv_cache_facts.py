@@ -11,6 +11,7 @@ from lmcache_xpu import versions
 from lmcache_xpu.cache_engine.layer_kinds import LayerKinds, states_error
 from lmcache_xpu.cache_engine.model_fingerprint import fingerprint
 from lmcache_xpu.errors import LayoutError, SettingsError
+from lmcache_xpu.versions import vllm
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -96,7 +97,7 @@ def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Eng
     from vllm.platforms import current_platform
 
     spec = _only_spec(kv_cache_config)
-    heads, content_bytes = _heads(spec), _content_bytes(spec)
+    heads, content_bytes = vllm.kv_heads(spec), vllm.content_bytes(spec)
     mla = heads == 1 and type(spec).__name__ == "MLAAttentionSpec"
     content, rest = divmod(content_bytes, spec.dtype.itemsize)
     head_size, odd = divmod(content, 1 if mla else 2)
@@ -106,7 +107,7 @@ def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Eng
             "a content that splits into two planes",
         )
     cache = vllm_config.cache_config
-    layout = _layout(vllm_config)
+    layout = vllm.kv_cache_layout(vllm_config)
     opaque = current_platform.device_type == "cpu" and not mla
     model = vllm_config.model_config
     commit = getattr(model.hf_config, "_commit_hash", None)
@@ -165,8 +166,8 @@ def _only_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
                 f"groups of {' or '.join(_SUPPORTED_KINDS)}",
                 "Serve this model without KV-cache offload.",
             )
-        if getattr(spec, "tokens_per_state", 1) != 1:
-            raise LayoutError(f"{spec.tokens_per_state} tokens per state", "one state per token")
+        if (tokens := vllm.tokens_per_state(spec)) != 1:
+            raise LayoutError(f"{tokens} tokens per state", "one state per token")
     groups = len(_groups(kv_cache_config))
     if groups != 1 or len({_shape(spec) for spec in specs}) != 1:
         raise LayoutError(
@@ -179,8 +180,7 @@ def _only_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
 
 
 def _groups(kv_cache_config: KVCacheConfig) -> list[KVCacheGroupSpec]:
-    # Older vLLM has no groups that stay out of it.
-    return [g for g in kv_cache_config.kv_cache_groups if getattr(g, "enable_kv_transfer", True)]
+    return [group for group in kv_cache_config.kv_cache_groups if vllm.is_transferred(group)]
 
 
 def _specs(kv_cache_config: KVCacheConfig) -> list[KVCacheSpec]:
@@ -196,40 +196,7 @@ def _specs(kv_cache_config: KVCacheConfig) -> list[KVCacheSpec]:
 
 
 def _shape(spec: AttentionSpec) -> tuple[int, int, int, torch.dtype]:
-    return _heads(spec), _content_bytes(spec), spec.block_size, spec.dtype
-
-
-# What vLLM 0.25 and 0.26 name or lack otherwise.
-
-
-def _heads(spec: AttentionSpec) -> int:
-    heads: int = spec.num_heads if hasattr(spec, "num_heads") else spec.num_kv_heads
-    return heads
-
-
-def _content_bytes(spec: AttentionSpec) -> int:
-    """Of one head of one token, keys and values."""
-    if hasattr(spec, "state_content_size_bytes"):
-        size: int = spec.state_content_size_bytes
-    else:
-        size = spec.real_page_size_bytes // (spec.block_size * _heads(spec))
-    return size
-
-
-def _layout(vllm_config: VllmConfig) -> str:
-    """The memory order of the KV cache: vLLM's name for it."""
-    cache = vllm_config.cache_config
-    if hasattr(cache, "get_resolved_kv_cache_layout"):
-        name: str = cache.get_resolved_kv_cache_layout().name
-    else:
-        from vllm.config import set_current_vllm_config
-        from vllm.v1.attention.backends.utils import get_kv_cache_layout
-
-        # It asks for the engine's configuration (vLLM 0.26), which is not set in a scheduler whose
-        # workers have processes of their own.
-        with set_current_vllm_config(vllm_config):
-            name = get_kv_cache_layout()
-    return name
+    return vllm.kv_heads(spec), vllm.content_bytes(spec), spec.block_size, spec.dtype
 
 
 def _cpu_packing(vllm_config: VllmConfig, spec: AttentionSpec) -> str:

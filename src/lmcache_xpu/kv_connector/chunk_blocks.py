@@ -6,6 +6,8 @@ from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
+from lmcache_xpu.versions import vllm
+
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
@@ -40,7 +42,6 @@ class ChunkBlocks:
         from vllm.v1.core.kv_cache_utils import (
             generate_block_hash_extra_keys,
             maybe_convert_block_hash,
-            to_event_extra_keys,
         )
 
         first, after = blocks[0], blocks[-1] + 1
@@ -56,6 +57,6 @@ class ChunkBlocks:
             tokens=array("I", request.all_token_ids[start : after * block_tokens]),
             hashes=[maybe_convert_block_hash(h) for h in request.block_hashes[first:after]],
             parent=maybe_convert_block_hash(request.block_hashes[first - 1]) if first else None,
-            extra_keys=to_event_extra_keys(keys) or [],
+            extra_keys=vllm.event_extra_keys(keys),
             lora=(None, None) if lora is None else (lora.adapter_id, lora.name),
         )

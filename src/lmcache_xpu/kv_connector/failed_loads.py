@@ -13,11 +13,12 @@ vLLM does the same to running requests when its prefix cache is reset.
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+from lmcache_xpu.versions import vllm
 
 __all__ = ["beginning_anew"]
 
@@ -30,16 +31,15 @@ def beginning_anew(original: Handler) -> Handler:
     """Make the replacement of `Scheduler._handle_invalid_blocks`.
 
     It passes to the original what does not concern it: other connectors alone, the policy `fail`,
-    requests of other connectors that load asynchronously, and versions of vLLM that can't drop what
-    is under way of a preempted request.
+    and requests of other connectors that load asynchronously.
     """
 
     @functools.wraps(original)
     def handle(scheduler: Any, invalid: set[int], scheduled: Mapping[str, int]) -> set[str]:
         connectors = list(_ours(scheduler.connector))
-        if not (connectors and scheduler.recompute_kv_load_failures and _drops_output(scheduler)):
+        if not (connectors and scheduler.recompute_kv_load_failures and _has_one_group(scheduler)):
             return original(scheduler, invalid, scheduled)
-        again, stale = _preempt(scheduler, invalid)
+        again, stale = _preempt(scheduler, invalid, scheduled)
         for connector in connectors:
             for request_id in again:
                 connector.give_up_hits(request_id)
@@ -50,7 +50,9 @@ def beginning_anew(original: Handler) -> Handler:
     return handle
 
 
-def _preempt(scheduler: Any, invalid: set[int]) -> tuple[set[str], set[int]]:
+def _preempt(
+    scheduler: Any, invalid: set[int], scheduled: Mapping[str, int]
+) -> tuple[set[str], set[int]]:
     """Preempt the running requests that have one of these blocks.
 
     Returns:
@@ -74,7 +76,7 @@ def _preempt(scheduler: Any, invalid: set[int]) -> tuple[set[str], set[int]]:
     now = time.monotonic()
     for request in reversed(again):  # each goes to the front of the queue
         scheduler.running.remove(request)
-        scheduler._preempt_request(request, now, drop_stale_output=True)
+        vllm.preempt(scheduler, request, now, scheduled.get(request.request_id, 0))
         # May be scheduled in the very next step: the runner must not take it for one that went on.
         scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
     if again:
@@ -94,8 +96,5 @@ def _ours(connector: Any) -> Iterator[Any]:
         yield from _ours(inner)
 
 
-def _drops_output(scheduler: Any) -> bool:
-    return (
-        len(scheduler.kv_cache_config.kv_cache_groups) == 1
-        and "drop_stale_output" in inspect.signature(scheduler._preempt_request).parameters
-    )
+def _has_one_group(scheduler: Any) -> bool:
+    return len(scheduler.kv_cache_config.kv_cache_groups) == 1

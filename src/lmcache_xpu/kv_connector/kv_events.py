@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerM
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.kv_connector.chunk_blocks import ChunkBlocks
 from lmcache_xpu.tiers.residency import CPU, DISK, SHARED, Change, chunk_name
+from lmcache_xpu.versions import vllm
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -260,7 +261,7 @@ class KVEvents:
             group_idx=self._group,
             kv_cache_spec_kind=self._kind,
             locality=place.locality,
-            ownership=place.ownership,
+            **vllm.event_fields(BlockStored, ownership=place.ownership),
         )
         self._events.append(event)
         return event
@@ -284,7 +285,7 @@ class KVEvents:
                     medium=place.medium,
                     group_idx=self._group,
                     locality=place.locality,
-                    ownership=place.ownership,
+                    **vllm.event_fields(BlockRemoved, ownership=place.ownership),
                 )
             )
 
@@ -294,6 +295,6 @@ def _stored_group(groups: KVCacheConfig) -> tuple[int, str]:
     from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
     for number, group in enumerate(groups.kv_cache_groups):
-        if getattr(group, "enable_kv_transfer", True):
+        if vllm.is_transferred(group):
             return number, get_kv_cache_spec_kind(group.kv_cache_spec).value
     raise AssertionError("no KV cache group is stored")

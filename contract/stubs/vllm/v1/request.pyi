@@ -13,3 +13,6 @@ class Request:
     num_tokens: Any
     sampling_params: Any
     skip_reading_prefix_cache: Any
+    num_in_flight_tokens: Any
+    num_output_placeholders: Any
+    async_tokens_to_discard: Any
