@@ -18,7 +18,7 @@ demo: setup ## vLLM and LMCache on CPU with this connector: a conversation, time
 	@$(BIN)/lmcache-xpu demo
 
 clean: ## Remove .venv, caches and what the demo left
-	rm -rf .venv dist .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache site
+	rm -rf .venv build dist .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache site
 
 ##@ Run it with Docker
 
@@ -71,6 +71,11 @@ test: setup ## Unit tests, and end-to-end tests with real engines
 test-models: setup ## Every model in every mode in real engines: more than make test does
 	@$(BIN)/pytest tests/engine/test_models.py
 
+test-lmcache: LMCACHE_DIR = $(CURDIR)/build/lmcache-$(or $(LMCACHE),$(error LMCACHE=... is missing))
+test-lmcache: setup ## End-to-end tests with another LMCache beside this vLLM: LMCACHE=...
+	@$(BIN)/uv pip install --quiet --no-deps --target $(LMCACHE_DIR) lmcache==$(LMCACHE)
+	@PYTHONPATH=$(LMCACHE_DIR) $(BIN)/pytest -m engine tests/engine tests/test_stored_by.py $(ARGS)
+
 integration: setup ## The promises, also when things break, in short: [STACK=compose]
 	@$(if $(filter compose,$(STACK)),docker compose build engine-cpu)
 	@$(INTEGRATION) --stack $(or $(STACK),processes)
@@ -122,4 +127,4 @@ helm-package: setup ## Package the chart into dist/: [REGISTRY=oci://...] pushes
 lock: setup ## Renew constraints.txt from pyproject.toml: [UPGRADE=1] all of it
 	@$(PYTHON) scripts/bootstrap.py --lock $(if $(UPGRADE),--upgrade)
 
-.PHONY: help setup demo test test-models contract integration integration-long integration-broken fuzz check fmt docs docs-serve bench bench-engine bench-device up up-cpu down logs test-containers helm-docs helm-check helm-package loadtest loadtest-compare capacity other-clients pictures lock clean
+.PHONY: help setup demo test test-models test-lmcache contract integration integration-long integration-broken fuzz check fmt docs docs-serve bench bench-engine bench-device up up-cpu down logs test-containers helm-docs helm-check helm-package loadtest loadtest-compare capacity other-clients pictures lock clean

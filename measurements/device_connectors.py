@@ -154,8 +154,11 @@ def native(
     work: paged.Workload, chunks: list[Any], layers: list[list[Any]]
 ) -> dict[str, Callable[[], object]]:
     """LMCache's own connectors for CUDA; raises where they don't load."""
-    from lmcache.v1.gpu_connector import gpu_connectors as stock
     from lmcache.v1.metadata import LMCacheMetadata
+
+    from lmcache_xpu.versions.lmcache import in_process_module
+
+    stock = in_process_module("v1.gpu_connector.gpu_connectors")
 
     model = work.model
     chunk = work.ends[0] - work.starts[0]

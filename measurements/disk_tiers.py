@@ -23,12 +23,15 @@ import torch
 import typer
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.config import LMCacheEngineConfig
-from lmcache.v1.event_manager import EventManager
 from lmcache.v1.metadata import LMCacheMetadata
-from lmcache.v1.pin_monitor import PinMonitor
 from lmcache.v1.storage_backend.storage_manager import StorageManager
 from rich.console import Console
 from rich.table import Table
+
+from lmcache_xpu.versions.lmcache import in_process_module
+
+EventManager = in_process_module("v1.event_manager").EventManager
+PinMonitor = in_process_module("v1.pin_monitor").PinMonitor
 
 MIB = 1 << 20
 TOKENS, HEADS, DIM = 256, 8, 128

@@ -36,6 +36,7 @@ FIELDS = {  # of a description, a configuration or a state, which hold plain dat
 }
 OWN = {  # of classes of this package, and of events that it makes
     "cache_engine/cache_salt.py: adapter.lookup_client.salts",
+    "cache_engine/engine.py: self.gpu_connector.load_end",
     "cache_engine/engine.py: self.gpu_connector.overlap",
     "cache_engine/engine.py: self.storage_manager.in_flight",
     "cache_engine/factory.py: connector.unfilled",

@@ -20,7 +20,8 @@ HOOKS = Path(os.environ["HOOKS_DIRECTORY"])
 def cache_engine():
     """LMCache's engine in the worker; None where it is not up."""
     from lmcache.integration.vllm.utils import ENGINE_NAME
-    from lmcache.v1.cache_engine import LMCacheEngineBuilder
+
+    from lmcache_xpu.versions.lmcache import LMCacheEngineBuilder
 
     return LMCacheEngineBuilder.get(ENGINE_NAME)
 

@@ -82,7 +82,7 @@ def test_embeddings_are_never_found_again():
 
 
 def test_a_request_that_was_only_looked_up_is_unpinned_with_the_next_step():
-    pytest.importorskip("lmcache.integration.vllm.vllm_v1_adapter")
+    pytest.importorskip("vllm")
     inner = Adapter()
     salts = CacheSalts(inner)
     for name in ("scheduled", "aborted"):

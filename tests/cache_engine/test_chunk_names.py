@@ -10,10 +10,10 @@ import pytest
 import torch
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.metadata import LMCacheMetadata
-from lmcache.v1.token_database import ChunkedTokenDatabase
 
 from lmcache_xpu.cache_engine import chunk_names
 from lmcache_xpu.cache_engine.chunk_names import ChunkNames
+from lmcache_xpu.versions.lmcache import ChunkedTokenDatabase
 
 BLOCK, CHUNK = 4, 8
 TOKENS = list(range(100, 100 + 5 * CHUNK + 3))

@@ -62,7 +62,7 @@ import json
 import torch
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.metadata import LMCacheMetadata
-from lmcache.v1.token_database import ChunkedTokenDatabase
+from lmcache_xpu.versions.lmcache import ChunkedTokenDatabase
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.cache_engine.config import make_hash_safe
 config = LMCacheEngineConfig.from_defaults(chunk_size=4)

@@ -23,8 +23,8 @@ import psutil, torch
 from support import storage
 from support.caches import Spec, build
 from lmcache.integration.vllm import utils
-from lmcache.v1.cache_engine import LMCacheEngineBuilder
-from lmcache.v1.lookup_client.factory import LookupClientFactory
+from lmcache_xpu.versions.lmcache import LMCacheEngineBuilder
+from lmcache_xpu.versions.lmcache import LookupClientFactory
 from lmcache_xpu.cache_engine.ending import end_lmcache, end_with_process
 from lmcache_xpu.cache_engine.factory import EngineBuilder
 from lmcache_xpu.cache_engine.guarded_connectors import StandardConnector

@@ -7,14 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lmcache.v1.cache_engine import LMCacheEngine
-from lmcache.v1.gpu_connector.utils import assert_layerwise_gpu_connector
 
 from lmcache_xpu.cache_engine.engine import CacheEngine
 from lmcache_xpu.cache_engine.guarded_connectors import LayerwiseConnector, StandardConnector
 from lmcache_xpu.cache_engine.unfilled_blocks import UnfilledBlocks
 from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
 from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2
+from lmcache_xpu.versions.lmcache import LMCacheEngine, in_process_module
 
 BLOCK, CHUNK, LAYERS = 4, 8, 3
 TOKENS = list(range(3 * CHUNK))
@@ -96,7 +95,9 @@ class LMCache(LMCacheEngine):
             self.steps += 1
             if step == self.fails_at:
                 raise RuntimeError("planted")
-            yield retrieved.sum() if step == 0 and held else None
+            if step == 0 and held:
+                self.gpu_connector.load_end = len(held) * CHUNK  # as our connector does
+            yield None
         self.steps += 1
         yield None
         if not held:
@@ -177,6 +178,7 @@ def test_a_failed_layer_ends_the_copies_and_not_the_load(layer):
     connector.unfilled = UnfilledBlocks(BLOCK)
     load = connector.batched_to_gpu([CHUNK], [2 * CHUNK], slot_mapping=SLOTS)
     next(load)
+    assert connector.load_end == 2 * CHUNK
     for number in range(LAYERS):
         load.send([number])
     next(load)
@@ -185,9 +187,10 @@ def test_a_failed_layer_ends_the_copies_and_not_the_load(layer):
 
 
 def test_lmcache_takes_our_layerwise_connector_for_one_of_its_own():
-    assert_layerwise_gpu_connector(LayerwiseConnector(16, LAYERS))
+    check = in_process_module("v1.gpu_connector.utils").assert_layerwise_gpu_connector
+    check(LayerwiseConnector(16, LAYERS))
     with pytest.raises(AssertionError):
-        assert_layerwise_gpu_connector(StandardConnector(16, LAYERS))
+        check(StandardConnector(16, LAYERS))
 
 
 def test_what_lmcache_itself_raises_is_a_load_of_nothing():

@@ -77,7 +77,7 @@ import json
 import torch
 from types import SimpleNamespace
 from lmcache.v1.config import LMCacheEngineConfig
-from lmcache.integration.vllm.vllm_service_factory import VllmServiceFactory
+from lmcache_xpu.versions.lmcache import VllmServiceFactory
 from lmcache_xpu.cache_engine.factory import ServiceFactory
 from vllm.platforms import interface
 interface.set_assigned_physical_gpu_ids([1])  # as vLLM does on CPU in the second engine

@@ -204,15 +204,16 @@ from pathlib import Path
 import torch
 from support.storage import CHUNK, SHAPE, TOKENS, content, make_key, make_metadata
 from lmcache.v1.config import LMCacheEngineConfig
-from lmcache.v1.event_manager import EventManager
+from lmcache_xpu.versions.lmcache import in_process_module
 from lmcache.v1.memory_management import MemoryFormat
-from lmcache.v1.pin_monitor import PinMonitor
 from lmcache.v1.storage_backend.storage_manager import StorageManager
 
 place = Path(os.environ["PLACE"])
 config = LMCacheEngineConfig.from_defaults(
     chunk_size=TOKENS, max_local_cpu_size=64 * CHUNK / 2**30, **json.loads(os.environ["CONFIG"])
 )
+EventManager = in_process_module("v1.event_manager").EventManager
+PinMonitor = in_process_module("v1.pin_monitor").PinMonitor
 PinMonitor.GetOrCreate(config)
 manager = StorageManager(config, make_metadata(), EventManager())
 obj = manager.allocate(SHAPE, torch.bfloat16, fmt=MemoryFormat.KV_2LTD)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.metadata import LMCacheMetadata
-from lmcache.v1.token_database import ChunkedTokenDatabase
 
 from lmcache_xpu.cache_engine.token_database import TokenDatabase
+from lmcache_xpu.versions.lmcache import ChunkedTokenDatabase
 
 CHUNK = 8
 TOKENS = list(range(100, 100 + 5 * CHUNK + 3))

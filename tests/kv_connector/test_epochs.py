@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm")
-from lmcache.integration.vllm.vllm_v1_adapter import LMCacheConnectorMetadata
 from support.adapter import Adapter, request
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -18,6 +17,7 @@ from lmcache_xpu.kv_connector.epochs import Epoch, Epochs, WeightsChanged, Worke
 from lmcache_xpu.kv_connector.garbage import GarbageCollection
 from lmcache_xpu.kv_connector.scheduler import SchedulerSide
 from lmcache_xpu.kv_connector.worker_report import WorkerReport
+from lmcache_xpu.versions.lmcache import LMCacheConnectorMetadata
 
 
 class Pool:

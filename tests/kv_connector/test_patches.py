@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from support.scripts import run_script
 
+from lmcache_xpu import versions
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.kv_connector import patches
+from lmcache_xpu.versions.lmcache import in_process_module
 
 PLUGIN = """
 import json, sys
@@ -46,6 +48,7 @@ def test_the_off_switch_leaves_stock_names_alone():
 STATUS = """
 import dataclasses, json
 from lmcache_xpu.kv_connector import patches
+from lmcache_xpu.versions.lmcache import in_process_module
 print(json.dumps(dataclasses.asdict(patches.status())))
 """
 
@@ -67,11 +70,12 @@ from types import SimpleNamespace
 from vllm.plugins import load_general_plugins
 load_general_plugins()
 import torch
-import lmcache.v1.gpu_connector as factory
 from lmcache.utils import EngineType
 from lmcache.v1.config import LMCacheEngineConfig
-from lmcache.v1.gpu_connector import xpu_connectors
 from lmcache.v1.metadata import LMCacheMetadata
+from lmcache_xpu.versions.lmcache import in_process_module
+factory = in_process_module("v1.gpu_connector")
+xpu_connectors = in_process_module("v1.gpu_connector.xpu_connectors")
 factory.torch_device_type = "xpu"  # a machine with one, as far as LMCache sees
 factory.torch_dev = SimpleNamespace(device_count=lambda: 1, set_device=lambda number: None)
 for name in ("VLLMPagedMemXPUConnectorV2", "VLLMPagedMemLayerwiseXPUConnector"):
@@ -88,7 +92,7 @@ print(json.dumps(made))
 def test_a_device_that_is_not_served_keeps_lmcaches_own_classes():
     """Ours would come without any check, layout or namespace."""
     found = run_script(UNSERVED, LMCACHE_XPU_DEVICES="cpu")
-    assert found == ["lmcache.v1.gpu_connector.xpu_connectors"] * 2
+    assert found == [in_process_module("v1.gpu_connector.xpu_connectors").__name__] * 2
 
 
 @pytest.mark.parametrize(("devices", "ours"), [("xpu", False), ("cpu,xpu", True)])
@@ -128,7 +132,9 @@ print(json.dumps({"said": said, "hooked": hooked}))
 
 def test_an_untested_version_is_refused_by_name_and_patches_nothing():
     found = run_script(WRONG_VERSION)
-    assert found["said"].startswith("VersionError: found LMCache 0.5.6 with vLLM 0.32.0")
+    installed = versions.installed()
+    expected = f"VersionError: found LMCache {installed.lmcache} with vLLM {installed.vllm}"
+    assert found["said"].startswith(expected)
     assert "9.9.9" in found["said"]
     assert "LMCACHE_XPU_ALLOW_UNTESTED=1" in found["said"]
     assert not found["hooked"]

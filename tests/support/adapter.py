@@ -5,9 +5,8 @@ from __future__ import annotations
 from contextlib import nullcontext
 from types import SimpleNamespace
 
-from lmcache.v1.lookup_client.lmcache_lookup_client import LMCacheLookupClient
-
 from lmcache_xpu.cache_engine.lookup_client import LookupClient
+from lmcache_xpu.versions.lmcache import LMCacheLookupClient
 
 
 def request(request_id="r", cache_salt=None, lora=None, prompt_embeds=None, computed=False):

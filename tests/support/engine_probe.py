@@ -144,9 +144,10 @@ def watch_loads() -> list[str]:
 
 def watch_lookups() -> list[str]:
     """How the worker was asked: by a call, or through LMCache's socket as well."""
-    from lmcache.v1.rpc.zmq_transport import ZmqReqRepClientTransport
-
     from lmcache_xpu.cache_engine.lookup_client import NearTransport
+    from lmcache_xpu.versions.lmcache import in_process_module
+
+    far = in_process_module("v1.rpc.zmq_transport").ZmqReqRepClientTransport
 
     asked: list[str] = []
 
@@ -160,7 +161,7 @@ def watch_lookups() -> list[str]:
         kind.send_and_recv_all = seen
 
     watch(NearTransport, "near")
-    watch(ZmqReqRepClientTransport, "far")
+    watch(far, "far")
     return asked
 
 

@@ -6,11 +6,18 @@ import time
 
 import torch
 from lmcache.v1.config import LMCacheEngineConfig
-from lmcache.v1.event_manager import EventManager
 from lmcache.v1.memory_management import MemoryFormat
-from lmcache.v1.pin_monitor import PinMonitor
 from lmcache.v1.storage_backend.storage_manager import StorageManager
-from support.storage import CHUNK, SHAPE, TOKENS, content, make_key, make_metadata
+from support.storage import (
+    CHUNK,
+    SHAPE,
+    TOKENS,
+    EventManager,
+    PinMonitor,
+    content,
+    make_key,
+    make_metadata,
+)
 
 from lmcache_xpu.launch.engine_arguments import lmcache_config
 from lmcache_xpu.launch.settings import Settings

@@ -7,12 +7,14 @@ import time
 import torch
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.config import LMCacheEngineConfig
-from lmcache.v1.event_manager import EventManager
 from lmcache.v1.memory_management import MemoryFormat
 from lmcache.v1.metadata import LMCacheMetadata
-from lmcache.v1.pin_monitor import PinMonitor
 
 from lmcache_xpu.cache_engine.storage_manager import StorageManager
+from lmcache_xpu.versions.lmcache import in_process_module
+
+EventManager = in_process_module("v1.event_manager").EventManager
+PinMonitor = in_process_module("v1.pin_monitor").PinMonitor
 
 LAYERS, TOKENS, HEADS, DIM = 2, 16, 2, 64
 SHAPE = torch.Size([2, LAYERS, TOKENS, HEADS * DIM])  # 16 KiB in bfloat16

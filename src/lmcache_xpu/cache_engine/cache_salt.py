@@ -114,7 +114,7 @@ class CacheSalts:
             self._looked_up.discard(meta.req_id)  # the worker unpins it after this step
             meta.token_ids = self.named(meta.req_id, meta.token_ids)
         if self._abandoned:
-            from lmcache.integration.vllm.vllm_v1_adapter import ReqMeta
+            from lmcache_xpu.versions.lmcache import ReqMeta
 
             for req_id in self._abandoned:
                 nothing = torch.empty(0, dtype=torch.long)

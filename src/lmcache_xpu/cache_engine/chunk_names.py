@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lmcache.v1.token_database import ChunkedTokenDatabase
+
+from lmcache_xpu.versions.lmcache import ChunkedTokenDatabase
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -73,7 +73,7 @@ def _end_lookup_client(client: Any) -> None:
 
 
 def _end_engine(engine: Any) -> None:
-    from lmcache.v1.cache_engine import LMCacheEngineBuilder
+    from lmcache_xpu.versions.lmcache import LMCacheEngineBuilder
 
     for name, instance in list(LMCacheEngineBuilder._instances.items()):
         if instance is engine:

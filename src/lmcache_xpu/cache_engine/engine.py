@@ -20,12 +20,12 @@ from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lmcache.v1.cache_engine import LMCacheEngine
 
 from lmcache_xpu.cache_engine.health import pool
 from lmcache_xpu.cache_engine.storage_manager import StorageManager
 from lmcache_xpu.cache_engine.unfilled_blocks import log_failure
 from lmcache_xpu.metrics import STORE_CPU
+from lmcache_xpu.versions.lmcache import LMCacheEngine
 
 if TYPE_CHECKING:
     from lmcache.utils import CacheEngineKey
@@ -153,19 +153,19 @@ class CacheEngine(LMCacheEngine):  # type: ignore[misc]  # untyped base
 
     def _first_group(self, tokens: Tokens, mask: Any, kwargs: dict[str, Any]) -> tuple[Layers, int]:
         """Begin a load; the generator, and the token after the last one that is there."""
-        skipped = len(tokens) - int(mask.sum())
+        self.gpu_connector.load_end = len(tokens) - int(mask.sum())
         load = super().retrieve_layer(tokens, mask, **kwargs)
         try:
-            count = next(load)
+            next(load)  # the count that LMCache before 0.5.7 yields here is not needed
         except AssertionError:  # chunks in several tiers; LMCache loads from one
             everywhere = self.retrieve_locations
             self.retrieve_locations = [self._best_tier(tokens, mask)]
             try:
                 load = super().retrieve_layer(tokens, mask, **kwargs)
-                count = next(load)
+                next(load)
             finally:
                 self.retrieve_locations = everywhere
-        return load, skipped + int(count or 0)
+        return load, self.gpu_connector.load_end
 
     def _best_tier(self, tokens: Tokens, mask: Any) -> str:
         """Return the name of the tier that holds most of the prefix."""

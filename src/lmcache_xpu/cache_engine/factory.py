@@ -15,12 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lmcache.banner import print_banner_once
 from lmcache.integration.vllm.utils import ENGINE_NAME, lmcache_get_or_create_config
-from lmcache.integration.vllm.vllm_service_factory import VllmServiceFactory
-from lmcache.integration.vllm.vllm_v1_adapter import LMCacheConnectorV1Impl
 from lmcache.observability import LMCacheStatsLogger
-from lmcache.v1.cache_engine import LMCacheEngineBuilder
-from lmcache.v1.lookup_client.factory import LookupClientFactory
-from lmcache.v1.manager import LMCacheManager
 
 from lmcache_xpu.cache_engine.engine import CacheEngine
 from lmcache_xpu.cache_engine.guarded_connectors import LayerwiseConnector, StandardConnector
@@ -28,15 +23,22 @@ from lmcache_xpu.cache_engine.lookup_client import LookupClient
 from lmcache_xpu.cache_engine.offload_server import OffloadServer
 from lmcache_xpu.cache_engine.token_database import TokenDatabase
 from lmcache_xpu.gpu_connector.connector_options import ConnectorOptions
+from lmcache_xpu.versions.lmcache import (
+    LMCacheConnectorV1Impl,
+    LMCacheEngineBuilder,
+    LMCacheManager,
+    LookupClientFactory,
+    VllmServiceFactory,
+)
 
 if TYPE_CHECKING:
-    from lmcache.integration.vllm.vllm_v1_adapter import LMCacheConnectorMetadata
     from lmcache.v1.config import LMCacheEngineConfig
     from lmcache.v1.metadata import LMCacheMetadata
     from vllm.config import VllmConfig
 
     from lmcache_xpu.cache_engine.kv_cache_facts import EngineFacts
     from lmcache_xpu.cache_engine.unfilled_blocks import UnfilledBlocks
+    from lmcache_xpu.versions.lmcache import LMCacheConnectorMetadata
 
 __all__ = ["Adapter", "CacheEngine", "ServiceFactory", "gpu_connector"]
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import Any
 
-from lmcache.v1.gpu_connector import xpu_connectors
 from lmcache.v1.memory_management import MemoryObj
 
 from lmcache_xpu.cache_engine.unfilled_blocks import UnfilledBlocks
 from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
 from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2
+from lmcache_xpu.versions.lmcache import VLLMPagedMemLayerwiseXPUConnector as LMCacheLayerwise
 
 __all__ = ["LayerwiseConnector", "StandardConnector"]
 
@@ -46,16 +46,19 @@ class StandardConnector(VLLMPagedMemXPUConnectorV2):
 class LayerwiseConnector(VLLMPagedMemLayerwiseXPUConnector):
     """The layerwise connector of one engine.
 
-    `unfilled` is set by who makes the connector.
+    `unfilled` is set by who makes the connector. `load_end` is the token after the last one of the
+    load that began last; the engine sets it before, for the case that LMCache begins none.
     """
 
     unfilled: UnfilledBlocks
+    load_end: int
 
     def batched_to_gpu(self, starts: Sequence[int], ends: Sequence[int], **kwargs: Any) -> Layers:
         """Load a request layer by layer; raises nothing, see the module.
 
         After an error the generator takes the other layers' chunks and drops them.
         """
+        self.load_end = ends[-1]
         load: Layers | None = super().batched_to_gpu(starts, ends, **kwargs)
         memory_objs = None
         for _ in range(len(self.groups) + 2):
@@ -69,4 +72,4 @@ class LayerwiseConnector(VLLMPagedMemLayerwiseXPUConnector):
 
 
 # LMCache takes layerwise connectors of a fixed list of classes alone.
-xpu_connectors.VLLMPagedMemLayerwiseXPUConnector.register(LayerwiseConnector)
+LMCacheLayerwise.register(LayerwiseConnector)

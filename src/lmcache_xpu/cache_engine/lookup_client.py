@@ -12,10 +12,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lmcache.v1.lookup_client.lmcache_lookup_client import LMCacheLookupClient
-from lmcache.v1.rpc.transport import RpcClientTransport
-
 from lmcache_xpu.cache_engine.chunk_names import ChunkNames
+from lmcache_xpu.versions.lmcache import LMCacheLookupClient, RpcClientTransport
 
 if TYPE_CHECKING:
     from lmcache_xpu.cache_engine.cache_salt import CacheSalts

@@ -8,11 +8,9 @@ from typing import Any
 
 import msgspec
 import zmq
-from lmcache.v1.offload_server.message import OffloadMsg
-from lmcache.v1.offload_server.zmq_server import ZMQOffloadServer
-from lmcache.v1.rpc_utils import get_zmq_rpc_path_lmcache
 
 from lmcache_xpu.cache_engine.ending import ended
+from lmcache_xpu.versions.lmcache import OffloadMsg, ZMQOffloadServer, get_zmq_rpc_path_lmcache
 
 __all__ = ["OffloadServer"]
 

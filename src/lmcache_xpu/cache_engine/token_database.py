@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from lmcache.utils import CacheEngineKey
-from lmcache.v1.token_database import ChunkedTokenDatabase
+
+from lmcache_xpu.versions.lmcache import ChunkedTokenDatabase
 
 __all__ = ["TokenDatabase"]
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
-from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
 from lmcache.v1.memory_management import MemoryFormat
 from lmcache.v1.metadata import LMCacheMetadata
 
@@ -20,6 +19,7 @@ from lmcache_xpu.gpu_connector.connector_options import ConnectorOptions
 from lmcache_xpu.gpu_connector.in_flight import InFlight
 from lmcache_xpu.gpu_connector.registered_cache import RegisteredCache, Registration
 from lmcache_xpu.metrics import Flow
+from lmcache_xpu.versions.lmcache import GPUConnectorInterface
 
 
 class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped base

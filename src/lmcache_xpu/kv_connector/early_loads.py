@@ -15,10 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, overload
 
-from lmcache.integration.vllm.vllm_v1_adapter import ReqMeta, extract_request_configs
-
 from lmcache_xpu.kv_connector.step_metadata import StepMetadata
 from lmcache_xpu.transfer.slots import slots_of
+from lmcache_xpu.versions.lmcache import ReqMeta, extract_request_configs
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from lmcache.integration.vllm.vllm_v1_adapter import LMCacheConnectorMetadata
-
 from lmcache_xpu.kv_connector.epochs import FIRST, Epoch
+from lmcache_xpu.versions.lmcache import LMCacheConnectorMetadata
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

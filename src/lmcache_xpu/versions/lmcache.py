@@ -1,0 +1,73 @@
+"""Where the installed LMCache keeps its in-process mode.
+
+LMCache 0.5.7 moved that mode into the package `lmcache.inprocess`, module by module, and left no
+aliases. What this package uses of it is imported from here. A module is imported when a name of it
+is asked for: some need vLLM, others take seconds.
+"""
+
+# ruff: noqa: F401 (imported for others)
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # types, as the version has them that pyproject.toml pins
+    from lmcache.integration.vllm.vllm_service_factory import VllmServiceFactory
+    from lmcache.integration.vllm.vllm_v1_adapter import (
+        LMCacheConnectorMetadata,
+        LMCacheConnectorV1Impl,
+        ReqMeta,
+        extract_request_configs,
+    )
+    from lmcache.v1.cache_engine import LMCacheEngine, LMCacheEngineBuilder
+    from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
+    from lmcache.v1.gpu_connector.xpu_connectors import VLLMPagedMemLayerwiseXPUConnector
+    from lmcache.v1.lookup_client.factory import LookupClientFactory
+    from lmcache.v1.lookup_client.lmcache_lookup_client import LMCacheLookupClient
+    from lmcache.v1.manager import LMCacheManager
+    from lmcache.v1.offload_server.message import OffloadMsg
+    from lmcache.v1.offload_server.zmq_server import ZMQOffloadServer
+    from lmcache.v1.rpc.transport import RpcClientTransport
+    from lmcache.v1.rpc_utils import get_zmq_rpc_path_lmcache
+    from lmcache.v1.token_database import ChunkedTokenDatabase
+
+MODULES = {
+    "ChunkedTokenDatabase": "v1.token_database",
+    "GPUConnectorInterface": "v1.gpu_connector.gpu_connectors",
+    "LMCacheConnectorMetadata": "integration.vllm.vllm_v1_adapter",
+    "LMCacheConnectorV1Impl": "integration.vllm.vllm_v1_adapter",
+    "LMCacheEngine": "v1.cache_engine",
+    "LMCacheEngineBuilder": "v1.cache_engine",
+    "LMCacheLookupClient": "v1.lookup_client.lmcache_lookup_client",
+    "LMCacheManager": "v1.manager",
+    "LookupClientFactory": "v1.lookup_client.factory",
+    "OffloadMsg": "v1.offload_server.message",
+    "ReqMeta": "integration.vllm.vllm_v1_adapter",
+    "RpcClientTransport": "v1.rpc.transport",
+    "VLLMPagedMemLayerwiseXPUConnector": "v1.gpu_connector.xpu_connectors",
+    "VllmServiceFactory": "integration.vllm.vllm_service_factory",
+    "ZMQOffloadServer": "v1.offload_server.zmq_server",
+    "extract_request_configs": "integration.vllm.vllm_v1_adapter",
+    "get_zmq_rpc_path_lmcache": "v1.rpc_utils",
+}
+
+
+@cache
+def in_process_package() -> str:
+    """Return the package that holds the in-process mode: that of 0.5.7, or LMCache itself."""
+    return "lmcache.inprocess" if find_spec("lmcache.inprocess") else "lmcache"
+
+
+def in_process_module(name: str) -> ModuleType:
+    """Import a module of the in-process mode, by its name before 0.5.7: `v1.cache_engine`."""
+    return import_module(f"{in_process_package()}.{name}")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(in_process_module(MODULES[name]), name)
