@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from support.installation import uv
+from support.scripts import environment, printed
 
-from lmcache_xpu.versions import lmcache
+from lmcache_xpu.versions import TESTED, installed, lmcache
 
 ROOT = Path(__file__).resolve().parents[1]
 CODE = [
@@ -32,11 +36,33 @@ def test_types_are_those_of_the_same_modules():
         assert name in stated[f"lmcache.{module}"]
 
 
-@pytest.mark.parametrize("name", lmcache.MODULES)
-def test_every_name_is_there(name: str):
-    if "integration" in lmcache.MODULES[name]:
-        pytest.importorskip("vllm")
-    assert getattr(lmcache, name).__module__.startswith(lmcache.in_process_package())
+def test_every_name_is_in_the_installed_lmcache():
+    pytest.importorskip("vllm")
+    for name, module in lmcache.MODULES.items():
+        assert getattr(lmcache, name).__module__ == f"{lmcache.in_process_package()}.{module}"
+
+
+IMPORT = """
+import json
+from importlib import metadata
+from lmcache_xpu.kv_connector import start
+from lmcache_xpu.versions import lmcache
+modules = {name: getattr(lmcache, name).__module__ for name in lmcache.MODULES}
+print(json.dumps({"version": metadata.version("lmcache"), "modules": modules}))
+"""
+
+
+@pytest.mark.parametrize("version", set(TESTED["lmcache"]) - {installed().lmcache})
+def test_every_name_is_in_each_other_accepted_lmcache(version: str, tmp_path: Path):
+    """Laid over the one that is installed, as `make test-lmcache` does for the engine's tests."""
+    pytest.importorskip("vllm")
+    uv("install", "--no-deps", "--target", str(tmp_path), f"lmcache=={version}")
+    command = [sys.executable, "-c", IMPORT]
+    env = environment(first=[tmp_path])
+    found = printed(subprocess.run(command, env=env, capture_output=True, text=True, timeout=240))
+    assert found["version"] == version
+    for name, module in lmcache.MODULES.items():
+        assert found["modules"][name] in (f"lmcache.{module}", f"lmcache.inprocess.{module}")
 
 
 def test_other_names_are_not():
