@@ -76,6 +76,9 @@ test-lmcache: setup ## End-to-end tests with another LMCache beside this vLLM: L
 	@$(BIN)/uv pip install --quiet --no-deps --target $(LMCACHE_DIR) lmcache==$(LMCACHE)
 	@PYTHONPATH=$(LMCACHE_DIR) $(BIN)/pytest -m engine tests/engine tests/test_stored_by.py $(ARGS)
 
+test-ranks: setup ## Two ranks of one engine in both modes: more than make test does
+	@$(BIN)/pytest tests/engine/test_ranks.py
+
 integration: setup ## The promises, also when things break, in short: [STACK=compose]
 	@$(if $(filter compose,$(STACK)),docker compose build engine-cpu)
 	@$(INTEGRATION) --stack $(or $(STACK),processes)
@@ -127,4 +130,4 @@ helm-package: setup ## Package the chart into dist/: [REGISTRY=oci://...] pushes
 lock: setup ## Renew constraints.txt from pyproject.toml: [UPGRADE=1] all of it
 	@$(PYTHON) scripts/bootstrap.py --lock $(if $(UPGRADE),--upgrade)
 
-.PHONY: help setup demo test test-models test-lmcache contract integration integration-long integration-broken fuzz check fmt docs docs-serve bench bench-engine bench-device up up-cpu down logs test-containers helm-docs helm-check helm-package loadtest loadtest-compare capacity other-clients pictures lock clean
+.PHONY: help setup demo test test-models test-ranks test-lmcache contract integration integration-long integration-broken fuzz check fmt docs docs-serve bench bench-engine bench-device up up-cpu down logs test-containers helm-docs helm-check helm-package loadtest loadtest-compare capacity other-clients pictures lock clean

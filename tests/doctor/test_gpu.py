@@ -69,8 +69,9 @@ def test_what_pytorch_sees():
     assert said(gpu.check_torch(TorchFacts("2.13.0+cpu"), load()), "fail", "2.13.0+cpu", "+xpu")
     two = load(tensor_parallel=2)
     assert said(gpu.check_torch(B60, two), "fail", "tensor_parallel=2:", "ZE_AFFINITY_MASK")
-    four = load(tensor_parallel=2, data_parallel=2)
-    assert said(gpu.check_torch(B60, four), "fail", "tensor_parallel=2 x data_parallel=2")
+    eight = load(tensor_parallel=2, pipeline_parallel=2, data_parallel=2)
+    product = "tensor_parallel=2 x pipeline_parallel=2 x data_parallel=2"
+    assert said(gpu.check_torch(B60, eight), "fail", product)
 
 
 def test_gpus_that_share_layers_reach_each_other():
@@ -101,6 +102,6 @@ def test_pytorch_is_asked_of_each_pair_of_gpus(monkeypatch):
 )
 def test_the_affinity_mask_leaves_enough(machine, mask, parallel, outcome):
     chosen = machine(environ={"ZE_AFFINITY_MASK": mask})
-    for name in ("tensor_parallel", "data_parallel"):
+    for name in ("tensor_parallel", "pipeline_parallel", "data_parallel"):
         check = gpu.check_affinity(chosen, load(**{name: parallel}))
         assert check.outcome == outcome

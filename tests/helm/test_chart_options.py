@@ -127,6 +127,9 @@ def test_gpus_of_the_device_plugin(resource):
     ]["nodeSelectorTerms"]
     assert term["matchExpressions"][0]["key"] == "intel.feature.node.kubernetes.io/gpu"
     assert "resourceClaims" not in spec(objects)
+    both = {"tensor_parallel": 2, "pipeline_parallel": 3}
+    objects = model(gpu={"resource": resource}, settings=both)
+    assert container(objects.engines()["m"])["resources"]["limits"][resource] == "6"
 
 
 def test_only_nodes_with_certain_gpus():

@@ -66,6 +66,7 @@ def test_every_setting_reaches_the_process_as_it_was_given(monkeypatch):
         "kv_cache_gib": 1.25,
         "memory_fraction": 0.85,
         "tensor_parallel": 4,
+        "pipeline_parallel": 2,
         "prefix_caching": False,
         "max_num_batched_tokens": 16384,
         "max_num_seqs": 0x100,

@@ -31,6 +31,7 @@ def test_a_password_in_the_url_is_refused_and_not_shown():
         ({"chunk_tokens": 100, "block_tokens": 64}, "multiple of block_tokens. Use 128"),
         ({"chunk_tokens": 64, "device": "cpu"}, "blocks of 128 tokens; .* Use 128"),
         ({"block_tokens": 16, "device": "cpu"}, "expected a multiple of 32"),
+        ({"pipeline_parallel": 2, "device": "cpu"}, "expected 1: vLLM.s CPU engine can.t"),
         ({"model": ""}, "model=''"),
     ],
 )

@@ -75,6 +75,8 @@ def write(tmp_path, config):
         (LLAMA_3_8B, {"kv_dtype": "fp8_e4m3"}, "GQA", 65536),
         (LLAMA_3_8B, {"tensor_parallel": 4}, "GQA", 32768),
         (LLAMA_3_8B, {"tensor_parallel": 16}, "GQA", 16384),  # one of eight heads, twice
+        (LLAMA_3_8B, {"pipeline_parallel": 2}, "GQA", 65536),
+        (LLAMA_3_8B, {"pipeline_parallel": 3}, "GQA", 11 * 4096),  # of 32 layers, 11 in a group
         (LLAMA_2_7B, {}, "MHA", 524288),
         (QWEN_3_8B, {}, "GQA", 147456),
         (DEEPSEEK_V3, {}, "MLA", 61 * 576 * 2),
@@ -198,9 +200,9 @@ def test_the_command_for_people(tmp_path):
 def test_the_machine_holds_the_tiers_of_every_device(tmp_path):
     """In the numbers of `serve`, doctor and chart."""
     given = ["--cpu-gib", "64", "--disk-gib", "500", "--kv-cache-gib", "8"]
-    devices = ["--tensor-parallel", "2", "--data-parallel", "2"]
+    devices = ["--tensor-parallel", "2", "--pipeline-parallel", "2", "--data-parallel", "2"]
     command = ["size", write(tmp_path, LLAMA_3_8B), *given, *devices]
     result = CliRunner().invoke(app, [*command, "--json"], catch_exceptions=False)
-    assert json.loads(result.stdout)["machine_gib"] == {"CPU": 256, "disk": 2000}
+    assert json.loads(result.stdout)["machine_gib"] == {"CPU": 512, "disk": 4000}
     result = CliRunner().invoke(app, command, catch_exceptions=False)
-    assert "of the machine, for 4 devices: CPU 256 GiB, disk 2000 GiB" in result.stdout
+    assert "of the machine, for 8 devices: CPU 512 GiB, disk 4000 GiB" in result.stdout

@@ -79,7 +79,7 @@ Returns {models: {NAME: {...}}} as JSON; a mistake that the schema can't see end
 {{- if and (eq $model.files.cache "existingClaim") (not $model.files.claimName) -}}
 {{- include "lmcache-xpu.refuse" (printf "%s.files.claimName is not set; expected the claim to use, as files.cache is existingClaim." $where) -}}
 {{- end -}}
-{{- $devices := mul (default 1 $settings.tensor_parallel) (default 1 $settings.data_parallel) | int -}}
+{{- $devices := mul (default 1 $settings.tensor_parallel) (default 1 $settings.pipeline_parallel) (default 1 $settings.data_parallel) | int -}}
 {{- $_ := set $model "devices" $devices -}}
 {{- $_ := set $model "gpus" (int (default $devices $model.gpu.count)) -}}
 {{- $_ := set $model "diskSize" (printf "%dGi" (int (ceil (mulf 1.1 $devices (default 0 $settings.disk_gib))))) -}}
@@ -201,7 +201,7 @@ engine
 {{- $claim := (index .spec.volumeClaimTemplates 0).spec -}}
 {{- $size := $claim.resources.requests.storage -}}
 {{- if ne $size $model.diskSize -}}
-{{- include "lmcache-xpu.refuse" (printf "%s: the claims of the disk tier are %s, expected %s (1.1 x disk_gib x devices). Kubernetes does not\nchange a StatefulSet's claims. Nothing was changed. Either keep disk_gib, tensor_parallel and data_parallel, or\n  kubectl -n %s delete statefulset %s --cascade=orphan\n  kubectl -n %s get pvc -l lmcache-xpu/model=%s -o name | xargs -I CLAIM \\\n    kubectl -n %s patch CLAIM -p '{\"spec\":{\"resources\":{\"requests\":{\"storage\":\"%s\"}}}}'\nand upgrade again; a smaller disk tier needs new claims (docs/guides/kubernetes-operations.md)." $where $size $model.diskSize $root.Release.Namespace $model.object $root.Release.Namespace $model.modelName $root.Release.Namespace $model.diskSize) -}}
+{{- include "lmcache-xpu.refuse" (printf "%s: the claims of the disk tier are %s, expected %s (1.1 x disk_gib x devices). Kubernetes does not\nchange a StatefulSet's claims. Nothing was changed. Either keep disk_gib and the numbers of devices, or\n  kubectl -n %s delete statefulset %s --cascade=orphan\n  kubectl -n %s get pvc -l lmcache-xpu/model=%s -o name | xargs -I CLAIM \\\n    kubectl -n %s patch CLAIM -p '{\"spec\":{\"resources\":{\"requests\":{\"storage\":\"%s\"}}}}'\nand upgrade again; a smaller disk tier needs new claims (docs/guides/kubernetes-operations.md)." $where $size $model.diskSize $root.Release.Namespace $model.object $root.Release.Namespace $model.modelName $root.Release.Namespace $model.diskSize) -}}
 {{- end -}}
 {{- $class := default "" $claim.storageClassName -}}
 {{- if and $model.disk.storageClassName (ne $class $model.disk.storageClassName) -}}

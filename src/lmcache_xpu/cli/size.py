@@ -47,6 +47,10 @@ def size(
     tensor_parallel: Annotated[
         int, _tier("tensor_parallel", "Devices that share each layer.", least=1)
     ] = _DEFAULTS["tensor_parallel"],
+    pipeline_parallel: Annotated[
+        int,
+        _tier("pipeline_parallel", "Groups of devices that have some of the layers each.", least=1),
+    ] = _DEFAULTS["pipeline_parallel"],
     data_parallel: Annotated[
         int, _tier("data_parallel", "Engines that share the requests.", least=1)
     ] = _DEFAULTS["data_parallel"],
@@ -60,14 +64,20 @@ def size(
     from lmcache_xpu.launch.sizing import GIB, KVShape, fit
 
     kv_dtype = dtype if kv_dtype == "auto" else kv_dtype
-    shape = KVShape.of_model(model, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
+    shape = KVShape.of_model(
+        model,
+        kv_dtype=kv_dtype,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
+    )
+    devices = tensor_parallel * pipeline_parallel * data_parallel
     result = fit(
         shape,
         context_tokens=context,
         users=users,
         chunk_tokens=chunk_tokens,
         tiers_gib={"engine": kv_cache_gib, "CPU": cpu_gib, "disk": disk_gib or None},
-        devices=tensor_parallel * data_parallel,
+        devices=devices,
     )
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(result), indent=2))
@@ -86,4 +96,4 @@ def size(
         table.add_row(name, f"{tier.gib:g}", f"{tier.tokens:,}", f"{tier.histories:,}", enough)
     console.print(table)
     sizes = ", ".join(f"{name} {gib:g} GiB" for name, gib in result.machine_gib.items())
-    console.print(f"of the machine, for {tensor_parallel * data_parallel} devices: {sizes}")
+    console.print(f"of the machine, for {devices} devices: {sizes}")

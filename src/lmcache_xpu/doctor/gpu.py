@@ -130,5 +130,5 @@ def check_affinity(machine: Machine, settings: Settings) -> Check:
 
 
 def _devices(settings: Settings) -> str:
-    names = ("tensor_parallel", "data_parallel")
+    names = ("tensor_parallel", "pipeline_parallel", "data_parallel")
     return " x ".join(f"{n}={size}" for n in names if (size := getattr(settings, n)) > 1)

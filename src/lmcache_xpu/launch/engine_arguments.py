@@ -36,6 +36,9 @@ def vllm_arguments(settings: Settings) -> list[str]:
         "--kv-cache-memory-bytes": kv_cache_gib and int(kv_cache_gib * 2**30),
         "--gpu-memory-utilization": settings.memory_fraction,
         "--tensor-parallel-size": settings.tensor_parallel,
+        "--pipeline-parallel-size": settings.pipeline_parallel
+        if settings.pipeline_parallel > 1
+        else None,
         "--data-parallel-size": settings.data_parallel if settings.data_parallel > 1 else None,
         "--max-num-batched-tokens": settings.max_num_batched_tokens,
         "--max-num-seqs": settings.max_num_seqs,

@@ -106,6 +106,9 @@ class Settings(BaseSettings):
         0.9, gt=0, le=1, description="Part of the device's memory that the engine may use"
     )
     tensor_parallel: int = Field(1, ge=1, description="Devices that share each layer")
+    pipeline_parallel: int = Field(
+        1, ge=1, description="Groups of devices that have some of the layers each; not on CPU"
+    )
     data_parallel: int = Field(
         1,
         ge=1,
@@ -189,6 +192,12 @@ class Settings(BaseSettings):
                 "a multiple of 32",
                 f"vLLM's CPU attention packs 32 tokens; use {CPU_BLOCK_TOKENS}.",
             )
+        if self.device == "cpu" and self.pipeline_parallel > 1:
+            raise SettingsError(
+                f"pipeline_parallel={self.pipeline_parallel} with device=cpu",
+                "1: vLLM's CPU engine can't run a part of the layers",
+                "Use tensor_parallel or data_parallel.",
+            )
         if self.offload and block is not None and self.chunk_tokens % block:
             raise SettingsError(
                 f"chunk_tokens={self.chunk_tokens} with blocks of {block} tokens",
@@ -213,4 +222,4 @@ class Settings(BaseSettings):
     @property
     def devices(self) -> int:
         """Count the devices of all engines; sizes of tiers are per device."""
-        return self.tensor_parallel * self.data_parallel
+        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel

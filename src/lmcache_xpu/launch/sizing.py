@@ -46,18 +46,35 @@ class KVShape:
         return f"{self.kind}, {self.layers} layers x {self.width} x {self.dtype}"
 
     @classmethod
-    def of_model(cls, model: str, *, kv_dtype: str = "auto", tensor_parallel: int = 1) -> KVShape:
+    def of_model(
+        cls,
+        model: str,
+        *,
+        kv_dtype: str = "auto",
+        tensor_parallel: int = 1,
+        pipeline_parallel: int = 1,
+    ) -> KVShape:
         """Read a model directory, its config.json, or its configuration on a hub.
 
         Raises:
             SettingsError: no such model, or one whose KV cache can't be offloaded.
         """
         check_reachable(model)
-        return cls.of_config(read_config(model), kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
+        return cls.of_config(
+            read_config(model),
+            kv_dtype=kv_dtype,
+            tensor_parallel=tensor_parallel,
+            pipeline_parallel=pipeline_parallel,
+        )
 
     @classmethod
     def of_config(
-        cls, config: PretrainedConfig, *, kv_dtype: str = "auto", tensor_parallel: int = 1
+        cls,
+        config: PretrainedConfig,
+        *,
+        kv_dtype: str = "auto",
+        tensor_parallel: int = 1,
+        pipeline_parallel: int = 1,
     ) -> KVShape:
         """Read the configuration of a language model.
 
@@ -67,7 +84,7 @@ class KVShape:
         kinds = check_offload(config)
         notes: tuple[str, ...] = (kinds.note,) if kinds.note else ()
         dtype = _dtype(config, kv_dtype)
-        layers = config.num_hidden_layers
+        layers = -(-config.num_hidden_layers // pipeline_parallel)  # the largest group's
         if latent := getattr(config, "kv_lora_rank", None):
             width = latent + config.qk_rope_head_dim  # every device has all of it
             if tensor_parallel > 1:

@@ -1,0 +1,147 @@
+"""A real vLLM on CPU with real LMCache and two ranks: bytes of each, and faults of the second.
+
+Run by engine/test_ranks.py, with the arguments MODEL DISK MODE; prints a JSON object last. The
+ranks are processes of their own, in which the functions here that take a worker run.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from support.probes import end_with
+from support.real_engine import CHUNK, LENGTHS, Engine, digests, prompt, restored
+
+FAULTS = {"loses a chunk": 2, "fails its loads": 3, "has a full disk": 5}  # and chunks of a prompt
+
+
+def tiers(worker) -> dict[str, Any]:
+    """Of this rank, when all that it stores is in them."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    connector = get_kv_transfer_group()
+    connector.worker_side.in_flight.drain()
+    found = connector._lmcache_engine.lmcache_engine.storage_manager.storage_backends
+    for name in list(found["disk"]._writes.pending):
+        found["disk"]._writes.settle(name)
+    return found
+
+
+def leave_disk(worker):
+    """Empty the CPU tier."""
+    memory = tiers(worker)["LocalCPUBackend"]
+    memory.batched_remove(memory.get_keys())
+
+
+def disk_files(worker):
+    return len(list(tiers(worker)["disk"]._store.directory.glob("*.lmxkv")))
+
+
+def second(worker) -> bool:
+    return worker.model_runner.parallel_config.rank == 1
+
+
+def lose_a_chunk(worker):
+    """The second rank has one chunk less of what was stored last, and nothing on disk."""
+    if second(worker):
+        memory = tiers(worker)["LocalCPUBackend"]
+        lost = memory.get_keys()[-1].chunk_hash
+        memory.batched_remove([key for key in memory.get_keys() if key.chunk_hash == lost])
+        tiers(worker)["disk"]._store.clear()
+
+
+def fail_loads(worker):
+    """The second rank can't write what it loads to its KV cache."""
+    from lmcache_xpu.transfer.gather_scatter import TorchTransfer
+
+    def failing(*args):
+        raise RuntimeError("planted")
+
+    if second(worker):
+        worker.scatter, TorchTransfer.scatter = TorchTransfer.scatter, failing
+
+
+def mend_loads(worker):
+    from lmcache_xpu.transfer.gather_scatter import TorchTransfer
+
+    if second(worker):
+        TorchTransfer.scatter = worker.scatter
+
+
+def fill_disk(worker):
+    """The second rank's disk has no room for another file."""
+    if second(worker):
+
+        def full(*args, **kwargs):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        tiers(worker)["disk"]._store._write = full
+
+
+class Case:
+    """Prompts that are computed, and asked again."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.rpc = engine, engine.llm.collective_rpc
+
+    def compute(self, tokens: list[int]) -> list[list[list[str]]]:
+        self.engine.forget()
+        self.answer = self.engine.ask(tokens)
+        return self.rpc(digests)
+
+    def again(self, tokens: list[int], cold: list[list[list[str]]]) -> dict[str, Any]:
+        """What a hit wrote, by rank."""
+        before = self.engine.external_hits()
+        self.engine.forget()
+        answer = self.engine.ask(tokens)
+        return {
+            "right": answer == self.answer,
+            "hit": self.engine.external_hits() - before,
+            "restored": [restored(*both) for both in zip(cold, self.rpc(digests), strict=True)],
+        }
+
+    def hits(self, length: int) -> dict[str, Any]:
+        """From memory, and from disk."""
+        tokens = prompt(length)
+        cold = self.compute(tokens)
+        found = {"memory": self.again(tokens, cold)}
+        self.rpc(leave_disk)
+        return found | {"disk": self.again(tokens, cold)}
+
+    def faulty(self, chunks: int, plant: Callable, mend: Callable | None) -> dict[str, Any]:
+        """Stored by sound ranks, asked again with a fault of one, and once more without."""
+        tokens = prompt(chunks * CHUNK + 50)
+        cold = self.compute(tokens)
+        self.rpc(plant)
+        found = {"faulty": self.again(tokens, cold)}
+        if mend:
+            self.rpc(mend)
+        return found | {"afterwards": self.again(tokens, cold)}
+
+    def full_disk(self, chunks: int) -> dict[str, Any]:
+        self.rpc(fill_disk)
+        tokens = prompt(chunks * CHUNK + 50)
+        files = self.rpc(disk_files)
+        cold = self.compute(tokens)
+        self.rpc(leave_disk)
+        written = [
+            after - before for before, after in zip(files, self.rpc(disk_files), strict=True)
+        ]
+        return {"written": written, "faulty": self.again(tokens, cold)}
+
+
+def probe(engine: Engine) -> dict[str, Any]:
+    case = Case(engine)
+    found: dict[str, Any] = {name: case.hits(length) for name, length in LENGTHS.items()}
+    chunks = FAULTS
+    found["loses a chunk"] = case.faulty(chunks["loses a chunk"], lose_a_chunk, None)
+    found["fails its loads"] = case.faulty(chunks["fails its loads"], fail_loads, mend_loads)
+    found["has a full disk"] = case.full_disk(chunks["has a full disk"])
+    return found
+
+
+if __name__ == "__main__":
+    model, disk, mode = sys.argv[1:]
+    end_with(lambda: Engine(model, disk, mode, tensor_parallel_size=2).close_after(probe))
