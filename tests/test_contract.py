@@ -227,5 +227,10 @@ def test_new_methods_of_classes_that_ours_extend_are_named(tmp_path):
 
 def test_the_page_has_every_difference_as_it_is_declared():
     page = (ROOT / "docs" / "results" / "contract.md").read_text()
-    rows = {line for line in report({}).splitlines() if line.startswith("| `")}
-    assert rows <= set(page.splitlines()), "make contract ARGS='--report docs/results/contract.md'"
+    assert rows(report({})) == rows(page), "make contract ARGS='--report docs/results/contract.md'"
+
+
+def rows(page):
+    """What a page says of each name, but for the file that uses it, which may change any day."""
+    table = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    return {(cells[0], cells[1], cells[-1]) for cells in table}
