@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 from packaging.version import Version
 
-from contract.comparison import compare, new_methods, unexpected
+from contract.comparison import compare, unexpected
 from contract.declaration import checked, declared
+from contract.extension import new_methods
 from contract.report import report
 from contract.sources import unpacked
 from contract.uses import PACKAGES

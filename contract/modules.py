@@ -12,7 +12,7 @@ from pathlib import Path
 
 import griffe
 
-__all__ = ["Modules"]
+__all__ = ["Modules", "decorators", "text_of"]
 
 # Methods of the class that LMCache makes of its options; `lmcache.v1.config_base` adds them.
 MADE_BY_LMCACHE = ("from_defaults", "get_extra_config_value")
@@ -190,5 +190,16 @@ def _assigns(holder: griffe.Class | griffe.Module, name: str) -> bool:
         return (
             re.search(rf"^(\w+, )*{name}\b(, \w+)* = ", file.read_text(), re.MULTILINE) is not None
         )
-    lines = file.read_text().splitlines()[(holder.lineno or 1) - 1 : holder.endlineno]
-    return re.search(rf"\bself\.{name}\b[^=\n(]*=[^=]", "\n".join(lines)) is not None
+    return re.search(rf"\bself\.{name}\b[^=\n(]*=[^=]", text_of(holder)) is not None
+
+
+def text_of(each: griffe.Class | griffe.Function) -> str:
+    """Return the source text of a class or a function."""
+    file = each.filepath
+    lines = file.read_text().splitlines() if isinstance(file, Path) else []
+    return "\n".join(lines[(each.lineno or 1) - 1 : each.endlineno])
+
+
+def decorators(function: griffe.Function) -> list[str]:
+    """Return the decorators of a function, as text."""
+    return [str(decorator.value) for decorator in function.decorators]

@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from contract import comparison
-from contract.comparison import Change, compare, new_methods, unexpected
+from contract import extension
+from contract.change import Change
+from contract.comparison import compare, unexpected
 from contract.declaration import Passed, checked, declared, differences, stubs
+from contract.extension import new_methods
 from contract.modules import Modules
 from contract.report import report
 from contract.sources import installed
@@ -196,10 +198,23 @@ def test_a_keyword_that_is_not_passed_any_more_is_told(tmp_path, monkeypatch):
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "runner.py").write_text("connector.start_load_kv(attn_metadata=None)")
     entry = Passed("vllm.runner", "start_load_kv", ("attn_metadata", "step"), SpecifierSet(">=1"))
-    monkeypatch.setattr(comparison, "passed", lambda: (entry,))
+    monkeypatch.setattr(extension, "passed", lambda: (entry,))
     changes = [each.name for each in compare("vllm", "1.0", tmp_path)]
     assert "vllm.runner(step)" in changes
     assert "vllm.runner(attn_metadata)" not in changes
+
+
+def test_an_attribute_that_a_replaced_constructor_sets_is_told(tmp_path):
+    path = tmp_path / "lmcache" / "integration" / "vllm" / "vllm_v1_adapter.py"
+    path.parent.mkdir(parents=True)
+    body = "self.device = None\n        self.pending = {}\n"
+    path.write_text(
+        f"class LMCacheConnectorV1Impl:\n    def __init__(self, config):\n        {body}"
+    )
+    changes = [each.name for each in compare("lmcache", "1.0", tmp_path)]
+    constructor = "lmcache.integration.vllm.vllm_v1_adapter.LMCacheConnectorV1Impl.__init__"
+    assert f"{constructor}(pending)" in changes
+    assert f"{constructor}(device)" not in changes
 
 
 def test_only_differences_of_other_versions_are_expected():
