@@ -56,6 +56,8 @@ def test_a_load_that_fails_on_one_rank_is_recomputed_on_both(found: dict[str, An
 
 def test_what_one_rank_could_not_write_is_no_hit(found: dict[str, Any]):
     seen = found["has a full disk"]
-    assert seen["written"] == [FAULTS["has a full disk"], 0]
+    sound, full = seen["written"]
+    assert sound >= FAULTS["has a full disk"]  # layerwise, a chunk is several files
+    assert full == 0
     assert seen["faulty"]["right"]
     assert seen["faulty"]["hit"] == 0
