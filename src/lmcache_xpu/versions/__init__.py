@@ -9,7 +9,7 @@ from importlib import metadata
 
 from lmcache_xpu.errors import VersionError
 
-TESTED: dict[str, tuple[str, ...]] = {"lmcache": ("0.5.6",), "vllm": ("0.32.0",)}
+TESTED: dict[str, tuple[str, ...]] = {"lmcache": ("0.5.6", "0.5.7rc2"), "vllm": ("0.32.0",)}
 
 # What vLLM's image for Intel GPUs has, with LMCache beside it, of the packages that both ask for.
 # LMCache's wheel asks for older ones; pyproject.toml says what holds.
