@@ -4,10 +4,18 @@
 variable "REGISTRY" { default = "lmcache-xpu" }
 variable "TAG" { default = "0.1.0" }
 
+// The version of vLLM whose image the target xpu is built on. The build's self-check refuses one
+// that this package does not accept (src/lmcache_xpu/versions).
+variable "VLLM_VERSION" { default = "0.32.0" }
+
 // Digests of the base images (`docker/digests`); empty: what the tag names today.
 variable "DEBIAN_DIGEST" { default = "" }
 variable "XPU_DIGEST" { default = "" }
 variable "UBUNTU_DIGEST" { default = "" }
+variable "SCALER_DIGEST" { default = "" }
+variable "LLMD_DIGEST" { default = "" }
+variable "UBI_DIGEST" { default = "" }
+variable "ROCKY_DIGEST" { default = "" }
 variable "LEGACY_DIGEST" { default = "" }
 
 // Not empty: with SBOM and provenance, which Docker's default builder can't attach.
@@ -45,8 +53,37 @@ target "wheel" {
 target "xpu" {
   inherits = ["_image"]
   target   = "xpu"
-  args     = { XPU_IMAGE = pinned("vllm/vllm-openai-xpu:v0.32.0", XPU_DIGEST) }
-  tags     = ["${REGISTRY}/xpu:${TAG}"]
+  args     = { XPU_IMAGE = pinned("vllm/vllm-openai-xpu:v${VLLM_VERSION}", XPU_DIGEST) }
+  tags     = ["${REGISTRY}/xpu:${TAG}${VLLM_VERSION == "0.32.0" ? "" : "-vllm-${VLLM_VERSION}"}"]
+}
+
+// The same on images of others; docs/guides/images.md says what is known of each.
+target "xpu-llm-scaler" {
+  inherits = ["_image"]
+  target   = "xpu"
+  args     = { XPU_IMAGE = pinned("intel/llm-scaler-vllm:0.26.0-b2", SCALER_DIGEST) }
+  tags     = ["${REGISTRY}/xpu:${TAG}-llm-scaler"]
+}
+
+target "xpu-llm-d" {
+  inherits = ["_image"]
+  target   = "xpu"
+  args     = { XPU_IMAGE = pinned("ghcr.io/llm-d/llm-d-xpu:v0.9.0", LLMD_DIGEST) }
+  tags     = ["${REGISTRY}/xpu:${TAG}-llm-d"]
+}
+
+target "xpu-ubi" {
+  inherits = ["_image"]
+  target   = "xpu"
+  args     = { XPU_IMAGE = pinned("intel/vllm:0.29.0-ubi10", UBI_DIGEST) }
+  tags     = ["${REGISTRY}/xpu:${TAG}-ubi"]
+}
+
+target "xpu-rocky" {
+  inherits = ["_image"]
+  target   = "xpu"
+  args     = { XPU_IMAGE = pinned("intel/vllm:0.29.0-rockylinux10", ROCKY_DIGEST) }
+  tags     = ["${REGISTRY}/xpu:${TAG}-rocky"]
 }
 
 // The same, built up from Ubuntu and Intel's packages.

@@ -1,13 +1,14 @@
-"""Install LMCache and this package beside the vLLM that is there, and change nothing that is there.
+"""Install LMCache and this package beside the vLLM that is there, and change nothing of vLLM's.
 
 Run it with the Python that vLLM is installed for:
 
     python3 scripts/install.py
 
 What is installed are uv's constraints: a package that does not fit them ends this with uv's
-message, and nothing is installed. Which of LMCache's requirements hold is said in pyproject.toml.
-pip alone can't do it: it would take several of vLLM's packages back to what LMCache's wheel asks
-for. uv comes from the PATH, else pip fetches it for the time of this call.
+message, and nothing is installed. An LMCache of another version is replaced. Which of LMCache's
+requirements hold is said in pyproject.toml. pip alone can't do it: it would take several of vLLM's
+packages back to what LMCache's wheel asks for. uv comes from the PATH, else pip fetches it for the
+time of this call.
 
 Arguments are uv's: `--dry-run` to look, `--break-system-packages` for Ubuntu's own Python.
 """
@@ -36,12 +37,16 @@ def find_uv(folder: Path) -> str:
 
 
 def installed(uv: str, env: dict[str, str]) -> str:
-    """The installed packages as constraints, less those that came from a file or a directory."""
+    """The installed packages as constraints, less those that came from a file or a directory.
+
+    Less LMCache as well: one of another version is replaced.
+    """
     command = [uv, "pip", "freeze", "--exclude-editable", "--python", sys.executable]
     frozen = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
     if frozen.returncode:
         fail("uv could not list what is installed.", frozen.stderr.strip())
-    return "".join(line for line in frozen.stdout.splitlines(True) if " @ " not in line)
+    lines = frozen.stdout.splitlines(True)
+    return "".join(line for line in lines if " @ " not in line and not line.startswith("lmcache"))
 
 
 def main(*options: str) -> None:

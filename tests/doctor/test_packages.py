@@ -33,7 +33,7 @@ def packages(shared, vllm="0.32.0+xpu", requires=()):
 
 
 def test_each_accepted_vllm_has_its_images_packages():
-    assert IMAGE_PACKAGES.keys() == set(versions.TESTED["vllm"])
+    assert IMAGE_PACKAGES.keys() >= set(versions.TESTED["vllm"])
     for version, shared in IMAGE_PACKAGES.items():
         image = pins(f"vllm-{version}")
         assert {name: image[name] for name in shared if name in image}.items() <= shared.items()

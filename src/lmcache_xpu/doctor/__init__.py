@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 
 from lmcache_xpu import versions
-from lmcache_xpu.doctor import gpu, memory, packages, software, storage
+from lmcache_xpu.doctor import data_path, gpu, memory, packages, software, storage
 from lmcache_xpu.doctor.check import Check, fail, ok, skip
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.machine import Machine
-from lmcache_xpu.launch.serve import resolve_device
+from lmcache_xpu.launch.serve import built_for, resolve_device
 from lmcache_xpu.launch.settings import Settings
 
 __all__ = ["Check", "Machine", "examine", "examine_build"]
@@ -24,9 +25,14 @@ def examine_build(machine: Machine) -> Iterator[Check]:
     yield imports
     if imports.outcome == "ok":
         yield packages.check_packages(packages.installed())
-        from lmcache_xpu.kv_connector.patches import status
+        from lmcache_xpu.kv_connector.patches import OUR_NAME, STOCK, STOCK_NAME, status
 
         yield software.check_patches(status())
+        factory = importlib.import_module(STOCK.module)
+        yield data_path.check_connector(factory, (OUR_NAME, STOCK_NAME))
+        device = built_for()
+        yield data_path.check_kernels(device)
+        yield data_path.check_pinning(device)
 
 
 def examine(settings: Settings, machine: Machine) -> Iterator[Check]:

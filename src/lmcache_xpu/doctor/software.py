@@ -34,8 +34,15 @@ __all__ = [
 def check_versions(installed: versions.Versions, environ: Mapping[str, str]) -> Check:
     """Check LMCache and vLLM against the tested matrix."""
     name = "versions"
-    text = f"LMCache {installed.lmcache}, vLLM {installed.vllm}, PyTorch {installed.torch}"
+    vllm = installed.changed or installed.vllm
+    text = f"LMCache {installed.lmcache}, vLLM {vllm}, PyTorch {installed.torch}"
     tested = ", ".join(f"{key} {' or '.join(all_)}" for key, all_ in versions.TESTED.items())
+    if installed.tested and installed.changed:
+        return warn(
+            name,
+            text,
+            f"That is {installed.vllm} with changes, and tested is {installed.vllm} as released.",
+        )
     if installed.tested:
         return ok(name, text)
     if versions.allowed(installed, environ):

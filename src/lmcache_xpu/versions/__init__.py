@@ -11,19 +11,37 @@ from lmcache_xpu.errors import VersionError
 
 TESTED: dict[str, tuple[str, ...]] = {"lmcache": ("0.5.6", "0.5.7rc2"), "vllm": ("0.32.0",)}
 
-# What vLLM's image for Intel GPUs has, with LMCache beside it, of the packages that both ask for.
+# What vLLM's images for Intel GPUs have, with LMCache beside it, of the packages that both ask for.
 # LMCache's wheel asks for older ones; pyproject.toml says what holds.
+_TO_0_28 = {
+    "grpcio": "1.81.1",
+    "grpcio-status": "1.81.1",
+    "opentelemetry-api": "1.43.0",
+    "opentelemetry-exporter-otlp": "1.43.0",
+    "opentelemetry-exporter-prometheus": "0.64b0",
+    "opentelemetry-sdk": "1.43.0",
+    "prometheus-client": "0.25.0",
+    "protobuf": "7.35.1",
+}
+_FROM_0_29 = {
+    "grpcio": "1.83.0",
+    "grpcio-status": "1.83.0",
+    "opentelemetry-api": "1.44.0",
+    "opentelemetry-exporter-otlp": "1.44.0",
+    "opentelemetry-exporter-prometheus": "0.65b0",
+    "opentelemetry-sdk": "1.44.0",
+    "prometheus-client": "0.26.0",
+    "protobuf": "7.35.1",
+}
 IMAGE_PACKAGES: dict[str, dict[str, str]] = {
-    "0.32.0": {
-        "grpcio": "1.83.0",
-        "grpcio-status": "1.83.0",
-        "opentelemetry-api": "1.44.0",
-        "opentelemetry-exporter-otlp": "1.44.0",
-        "opentelemetry-exporter-prometheus": "0.65b0",
-        "opentelemetry-sdk": "1.44.0",
-        "prometheus-client": "0.26.0",
-        "protobuf": "7.35.1",
-    }
+    "0.26.0": _TO_0_28,
+    "0.27.1": _TO_0_28,
+    "0.28.0": _TO_0_28,
+    "0.29.0": _FROM_0_29,
+    "0.30.0": _FROM_0_29,
+    "0.31.0": _FROM_0_29,
+    "0.32.0": _FROM_0_29,
+    "0.33.0": _FROM_0_29,
 }
 SHARED_PACKAGES = frozenset[str]().union(*IMAGE_PACKAGES.values())
 
@@ -39,11 +57,16 @@ UNTESTED_VARIABLE = "LMCACHE_XPU_ALLOW_UNTESTED"
 
 @dataclass(frozen=True, slots=True)
 class Versions:
-    """Installed versions without build suffixes; None where a package is missing."""
+    """Installed versions without build suffixes; None where a package is missing.
+
+    Args:
+        changed: vLLM's whole version, where it was built from a release's source with changes.
+    """
 
     lmcache: str | None
     vllm: str | None
     torch: str | None
+    changed: str | None = None
 
     @property
     def tested(self) -> bool:
@@ -53,7 +76,14 @@ class Versions:
 
 def installed() -> Versions:
     """Read the installed versions from package metadata (imports nothing)."""
-    return Versions(*(_version(name) for name in ("lmcache", "vllm", "torch")))
+    lmcache, vllm, torch = (_version(name) for name in ("lmcache", "vllm", "torch"))
+    release = vllm and _release(vllm)
+    return Versions(
+        lmcache=lmcache and lmcache.partition("+")[0],
+        vllm=release,
+        torch=torch and torch.partition("+")[0],
+        changed=None if vllm is None or vllm.partition("+")[0] == release else vllm,
+    )
 
 
 def allowed(versions: Versions, environment: Mapping[str, str] = os.environ) -> bool:
@@ -76,10 +106,23 @@ def check(versions: Versions, environment: Mapping[str, str] = os.environ) -> No
     )
 
 
+def _release(version: str) -> str:
+    """Return the release that a build was made from.
+
+    setuptools-scm gives a changed tree of 0.26.0, without commits of its own, the version
+    0.26.1.dev0. So does Intel's llm-scaler, which patches vLLM.
+    """
+    release = version.partition("+")[0]
+    head, _, patch = release.removesuffix(".dev0").rpartition(".")
+    if release.endswith(".dev0") and patch.isdigit() and int(patch) > 0:
+        return f"{head}.{int(patch) - 1}"
+    return release
+
+
 def _version(name: str) -> str | None:
     for distribution in DISTRIBUTIONS[name]:
         try:
-            return metadata.version(distribution).partition("+")[0]
+            return metadata.version(distribution)
         except metadata.PackageNotFoundError:
             continue
     return None
