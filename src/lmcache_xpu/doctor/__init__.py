@@ -27,9 +27,11 @@ def examine_build(machine: Machine) -> Iterator[Check]:
         yield packages.check_packages(packages.installed())
         from lmcache_xpu.kv_connector.patches import OUR_NAME, STOCK, STOCK_NAME, status
 
-        yield software.check_patches(status())
-        factory = importlib.import_module(STOCK.module)
-        yield data_path.check_connector(factory, (OUR_NAME, STOCK_NAME))
+        patches = software.check_patches(status())
+        yield patches
+        if patches.outcome == "ok":
+            factory = importlib.import_module(STOCK.module)
+            yield data_path.check_connector(factory, (OUR_NAME, STOCK_NAME))
         device = built_for()
         yield data_path.check_kernels(device)
         yield data_path.check_pinning(device)

@@ -1,0 +1,75 @@
+"""Checks of what an image will move KV cache with."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from support.checks import said
+
+from lmcache_xpu import doctor
+from lmcache_xpu.doctor import data_path, software
+from lmcache_xpu.doctor.check import fail, ok
+from lmcache_xpu.kv_connector.connector import LMCacheXPUConnector
+from lmcache_xpu.versions import Versions
+
+NAMES = ("LMCacheXPUConnector", "LMCacheConnectorV1")
+
+
+class Other:
+    """A connector of somebody else."""
+
+
+def factory(**classes: type) -> SimpleNamespace:
+    return SimpleNamespace(
+        KVConnectorFactory=SimpleNamespace(get_connector_class_by_name=classes.__getitem__)
+    )
+
+
+def test_whose_connector_vllm_makes():
+    both = factory(LMCacheXPUConnector=LMCacheXPUConnector, LMCacheConnectorV1=LMCacheXPUConnector)
+    assert said(data_path.check_connector(both, NAMES), "ok", "LMCacheConnectorV1 is lmcache_xpu.")
+    own = factory(LMCacheXPUConnector=LMCacheXPUConnector, LMCacheConnectorV1=Other)
+    assert said(data_path.check_connector(own, NAMES), "warn", "LMCACHE_XPU_STOCK")
+    none = factory(LMCacheXPUConnector=Other, LMCacheConnectorV1=Other)
+    assert said(data_path.check_connector(none, NAMES), "fail", "Another package")
+
+
+def test_kernels(monkeypatch):
+    assert data_path.check_kernels("cpu").outcome == "skip"
+    monkeypatch.setattr(data_path.importlib.util, "find_spec", lambda name: object())
+    assert said(data_path.check_kernels("xpu"), "ok", "Triton", "on xpu")
+    monkeypatch.setattr(data_path.importlib.util, "find_spec", lambda name: None)
+    assert said(data_path.check_kernels("xpu"), "warn", "no Triton")
+
+
+def test_pinning_where_vllms_kernels_can_not_be_loaded():
+    assert data_path.check_pinning("cpu").outcome == "skip"
+    assert said(data_path.check_pinning("xpu"), "fail", "ModuleNotFoundError", "vllm_xpu_kernels")
+
+
+@pytest.mark.parametrize("operation", ["xpu_host_register", "another"])
+def test_pinning(monkeypatch, operation):
+    monkeypatch.setitem(sys.modules, "vllm_xpu_kernels", ModuleType("vllm_xpu_kernels"))
+    monkeypatch.setitem(sys.modules, "vllm_xpu_kernels._C", ModuleType("vllm_xpu_kernels._C"))
+    monkeypatch.setattr(torch.ops, "_C", SimpleNamespace(**{operation: print}))
+    check = data_path.check_pinning("xpu")
+    assert check.outcome == ("ok" if operation == "xpu_host_register" else "warn")
+    assert "vllm-xpu-kernels" in check.found
+
+
+def test_no_connector_is_looked_for_where_the_versions_are_refused(monkeypatch):
+    """It is not registered there; the checks before it say why."""
+    monkeypatch.setattr(software, "check_imports", lambda modules: ok("imports", ""))
+    monkeypatch.setattr(software, "check_patches", lambda status: fail("patches", "none", ""))
+    names = [check.name for check in doctor.examine_build(doctor.Machine())]
+    assert "patches" in names
+    assert "connector" not in names
+
+
+def test_a_release_with_changes_is_named_and_not_refused():
+    changed = "0.32.1.dev0+g568afb3a1.d20260907.xpu"
+    patched = Versions(lmcache="0.5.6", vllm="0.32.0", torch=None, changed=changed)
+    assert said(software.check_versions(patched, {}), "warn", changed, "0.32.0 with changes")
