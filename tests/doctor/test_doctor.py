@@ -67,7 +67,9 @@ def test_the_build_needs_neither_device_nor_settings():
     done = run("--build", "--json", LMCACHE_XPU_CPU_GIB="100000", **never_made)
     found = json.loads(done.stdout)
     assert (done.returncode, found["ok"]) == (0, True), found
-    assert [c["name"] for c in found["checks"]] == ["versions", "imports", "packages", "patches"]
+    assert [c["name"] for c in found["checks"]] == [
+        *("versions", "imports", "packages", "patches", "connector", "kernels", "pinning")
+    ]
 
 
 def test_no_check_of_the_gpu_is_left_out(machine, monkeypatch):

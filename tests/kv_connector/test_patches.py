@@ -151,3 +151,13 @@ def test_served_devices():
     assert patches.served_devices({patches.DEVICES_VARIABLE: "xpu, cuda"}) == ("xpu", "cuda")
     with pytest.raises(SettingsError, match="tpus"):
         patches.served_devices({patches.DEVICES_VARIABLE: "tpus"})
+
+
+def test_a_module_that_a_version_lacks_is_no_patch_that_is_missing():
+    """vLLM 0.26 has no vllm.triton_utils.dispatcher."""
+    mandatory = patches.Patch("no_such_module_of_vllm", "name", lambda original: original, "")
+    optional = patches.Patch(
+        "no_such_module_of_vllm", "name", lambda original: original, "", optional=True
+    )
+    assert optional.absent()
+    assert not mandatory.absent()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import operator
 import os
 import sys
@@ -71,6 +72,10 @@ class Patch:
         owner, _, name = self.attribute.rpartition(".")
         holder = operator.attrgetter(owner)(module) if owner else module
         return not self.optional or hasattr(holder, name)
+
+    def absent(self) -> bool:
+        """Whether this version lacks the module, and need not have it."""
+        return self.optional and importlib.util.find_spec(self.module) is None
 
     def in_place(self, module: ModuleType) -> bool:
         """Whether the attribute is a replacement made here."""
@@ -234,6 +239,8 @@ def status() -> Status:
         install()
         register(importlib.import_module(STOCK.module))
         for patch in (*PATCHES, STOCK):
+            if isinstance(patch, Patch) and patch.absent():
+                continue
             module = importlib.import_module(patch.module)
             if patch.needed(module):
                 patches[patch.name] = patch.in_place(module)
