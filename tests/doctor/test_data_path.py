@@ -13,7 +13,7 @@ from lmcache_xpu import doctor
 from lmcache_xpu.doctor import data_path, software
 from lmcache_xpu.doctor.check import fail, ok
 from lmcache_xpu.kv_connector.connector import LMCacheXPUConnector
-from lmcache_xpu.versions import Versions
+from lmcache_xpu.versions import TESTED, Versions
 
 NAMES = ("LMCacheXPUConnector", "LMCacheConnectorV1")
 
@@ -70,6 +70,8 @@ def test_no_connector_is_looked_for_where_the_versions_are_refused(monkeypatch):
 
 
 def test_a_release_with_changes_is_named_and_not_refused():
-    changed = "0.32.1.dev0+g568afb3a1.d20260907.xpu"
-    patched = Versions(lmcache="0.5.6", vllm="0.32.0", torch=None, changed=changed)
-    assert said(software.check_versions(patched, {}), "warn", changed, "0.32.0 with changes")
+    accepted = {name: all_[0] for name, all_ in TESTED.items()}
+    changed = "1.2.3.dev0+g568afb3a1.d20260907.xpu"
+    patched = Versions(**accepted, torch=None, changed=changed)
+    said_of_it = f"{accepted['vllm']} with changes"
+    assert said(software.check_versions(patched, {}), "warn", changed, said_of_it)
