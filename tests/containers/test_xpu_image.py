@@ -14,11 +14,7 @@ from lmcache_xpu.versions import IMAGE_PACKAGES, TESTED, installed
 STANDINS = "tests/containers/standins.Dockerfile"
 DOCKERFILE = (ROOT / "docker/Dockerfile").read_text()
 CPU = ("--build-arg", f"CPU_IMAGE={tag('cpu')}")
-<<<<<<< HEAD
-VLLM = TESTED["vllm"][-1]  # of the CPU image too
-=======
 VLLM = installed().vllm  # of the CPU image too
->>>>>>> d4713b7 (Docs and tests of the images on other bases)
 LMCACHES = ("grpcio-status", "opentelemetry-exporter-prometheus")
 
 
