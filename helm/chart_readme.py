@@ -53,8 +53,8 @@ def _comment(lines: list[str], line: int) -> str:
     first = line
     while first > 0 and lines[first - 1].lstrip().startswith("# "):
         first -= 1
-    found = [text.strip().removeprefix("# ") for text in lines[first:line]]
-    return " ".join(found).replace("|", "\\|")
+    comment = [text.strip().removeprefix("# ") for text in lines[first:line]]
+    return " ".join(comment).replace("|", "\\|")
 
 
 def _settings() -> str:

@@ -30,8 +30,8 @@ class Metrics:
         """Of all samples of this name with at least these labels."""
         return sum(
             value
-            for sample, given, value in self.samples
-            if sample == name and labels.items() <= given.items()
+            for sample, sample_labels, value in self.samples
+            if sample == name and labels.items() <= sample_labels.items()
         )
 
     def flow(self, what: str, direction: str, tier: str) -> float:
@@ -116,8 +116,8 @@ class Engine:
             "cache_salt": f"likeliest {hash(tuple(tokens))}",
         }
         answer = self._http.post("/v1/completions", json=body).raise_for_status().json()
-        (found,) = answer["choices"][0]["logprobs"]["top_logprobs"]
-        return {int(name.removeprefix("token_id:")): value for name, value in found.items()}
+        (logprobs,) = answer["choices"][0]["logprobs"]["top_logprobs"]
+        return {int(name.removeprefix("token_id:")): value for name, value in logprobs.items()}
 
     @contextlib.contextmanager
     def answering(self, tokens: Sequence[int], max_tokens: int = 512) -> Iterator[httpx.Response]:

@@ -34,5 +34,5 @@ def counted(engine: Engine, prompt: list[int]) -> tuple[Answer, int, int]:
 
 def hit(engine: Engine, prompt: list[int]) -> tuple[int, int]:
     """Tokens found, and how many of them came from the disk."""
-    _, found, from_disk = counted(engine, prompt)
-    return found, from_disk
+    _, hits, from_disk = counted(engine, prompt)
+    return hits, from_disk

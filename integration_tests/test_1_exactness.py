@@ -34,11 +34,11 @@ def repeats_itself(engine: Engine, prompt: list[int], threads: ThreadPoolExecuto
     return {answer.token_ids for answer in again} == {_recomputed[tuple(prompt)]}
 
 
-def is_tie(engine: Engine, prompt: list[int], one: Sequence[int], other: Sequence[int]) -> bool:
+def is_tie(engine: Engine, prompt: list[int], answer: Sequence[int], other: Sequence[int]) -> bool:
     """Whether two answers part where the model prefers neither token."""
-    at = next(at for at, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
-    found = engine.likeliest([*prompt, *one[:at]])
-    return abs(found.get(one[at], -math.inf) - found.get(other[at], math.inf)) < TIE
+    at = next(at for at, (a, b) in enumerate(zip(answer, other, strict=True)) if a != b)
+    likeliest = engine.likeliest([*prompt, *answer[:at]])
+    return abs(likeliest.get(answer[at], -math.inf) - likeliest.get(other[at], math.inf)) < TIE
 
 
 def check_ties(engine: Engine) -> None:

@@ -68,10 +68,10 @@ def test_a_prompt_in_two_tiers_is_found_in_both(small: Engine, mode: str):
     fill(engine, "half of it", 16)
     engine.ask(tokens("the other half stays", 4 * CHUNK + 1), max_tokens=1)
     engine.settle()
-    answer, found, from_disk = counted(engine, prompt)
+    answer, hits, from_disk = counted(engine, prompt)
     assert answer.token_ids == expected
     if mode == "standard":
-        assert found == 8 * CHUNK
+        assert hits == 8 * CHUNK
         assert 0 < from_disk <= 8 * CHUNK
     engine.settle()
     engine.forget()

@@ -28,7 +28,7 @@ def listening(group: int) -> set[str]:
                 continue
             if target.startswith("socket:["):
                 inodes.add(target.removeprefix("socket:[").rstrip("]"))
-    found = set()
+    sockets = set()
     for table, size in (("tcp", 4), ("tcp6", 16)):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
@@ -37,8 +37,8 @@ def listening(group: int) -> set[str]:
                 raw = bytes.fromhex(address)
                 # Words of four bytes in the machine's order.
                 raw = b"".join(raw[i : i + 4][::-1] for i in range(0, size, 4))
-                found.add(f"{ipaddress.ip_address(raw)} {int(port, 16)}")
-    return found
+                sockets.add(f"{ipaddress.ip_address(raw)} {int(port, 16)}")
+    return sockets
 
 
 @pytest.mark.fails_without("loopback")
@@ -68,16 +68,16 @@ def test_nothing_listens_beyond_loopback(engine: Engine):
 def test_entries_of_a_salt_are_for_that_salt(engine: Engine):
     """Seen to fail with LMCache's own keys: each of these is a hit, as it hashes tokens alone."""
     prompt = tokens("salted", 3 * CHUNK + 7)
-    assert found(engine, prompt, cache_salt="one") == 0
-    assert found(engine, prompt, cache_salt="one") == 3 * CHUNK
-    assert found(engine, prompt, cache_salt="two") == 0
-    assert found(engine, prompt) == 0
-    assert found(engine, prompt) == 3 * CHUNK
-    assert found(engine, prompt, cache_salt="three") == 0
-    assert found(engine, prompt, cache_salt="one") == 3 * CHUNK
+    assert hit_tokens(engine, prompt, cache_salt="one") == 0
+    assert hit_tokens(engine, prompt, cache_salt="one") == 3 * CHUNK
+    assert hit_tokens(engine, prompt, cache_salt="two") == 0
+    assert hit_tokens(engine, prompt) == 0
+    assert hit_tokens(engine, prompt) == 3 * CHUNK
+    assert hit_tokens(engine, prompt, cache_salt="three") == 0
+    assert hit_tokens(engine, prompt, cache_salt="one") == 3 * CHUNK
 
 
-def found(engine: Engine, prompt: list[int], **options: object) -> int:
+def hit_tokens(engine: Engine, prompt: list[int], **options: object) -> int:
     engine.forget()
     before = engine.counts()
     engine.ask(prompt, **options)

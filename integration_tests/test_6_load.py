@@ -57,13 +57,13 @@ def test_a_soak_leaves_memory_and_ttft_flat(
     prompts = shared(seed=7, count=10**9)
     samples: list[tuple[float, float]] = []
 
-    def one(prompt: list[int]) -> None:
+    def send(prompt: list[int]) -> None:
         samples.append((time.monotonic() - begin, engine.ask(prompt).ttft_s))
 
     files, resident = [], []
     with ThreadPoolExecutor(4) as threads:
         while (spent := time.monotonic() - begin) < seconds:
-            list(threads.map(one, [next(prompts) for _ in range(50)]))
+            list(threads.map(send, [next(prompts) for _ in range(50)]))
             if engine.small and spent > seconds / 5:  # allocators have seen everything by then
                 seen = engine.inside("look")
                 files.append(seen["files"])

@@ -83,19 +83,19 @@ def pair(stack: Stack, server: Server) -> Iterator[tuple[Engine, Engine]]:
     with ThreadPoolExecutor(2) as threads, contextlib.ExitStack() as running:
         # Both at once, by threads that live as long as the engines do (see EngineProcess).
         starts = [stack.start(**settings) for _ in range(2)]
-        one, two = threads.map(running.enter_context, starts)
-        yield one, two
+        first, second = threads.map(running.enter_context, starts)
+        yield first, second
 
 
 def shared_hit(pair: tuple[Engine, Engine], seed: str) -> int:
     """Stored by the one, found by the other; checked against recomputing."""
-    one, two = pair
+    first, second = pair
     prompt = tokens(seed, 4 * CHUNK + 77)
-    expected = one.ask(prompt).token_ids
+    expected = first.ask(prompt).token_ids
     time.sleep(1)  # until it is sent
-    before = two.counts()
-    assert two.ask(prompt).token_ids == expected
-    return (two.counts() - before).external_hits
+    before = second.counts()
+    assert second.ask(prompt).token_ids == expected
+    return (second.counts() - before).external_hits
 
 
 @contextlib.contextmanager
@@ -175,30 +175,30 @@ def test_a_damaged_value_is_computed_again_and_heals(
 
     Seen to fail with errors that are not counted; `flipped` also without the checksum.
     """
-    one, two = pair
+    first, second = pair
     prompt = tokens(("damage", damage), 4 * CHUNK + 77)
-    expected = one.recompute(prompt).token_ids
+    expected = first.recompute(prompt).token_ids
     time.sleep(1)  # until it is sent
     others = server.values()
-    assert one.ask(prompt).token_ids == expected
+    assert first.ask(prompt).token_ids == expected
     time.sleep(1)
     own = {name: value for name, value in server.values().items() if name not in others}
     assert len(own) == 4
     name, value = next(iter(own.items()))
     damaged = value[:-1] + (bytes([value[-1] ^ 0x40]) if damage == "flipped" else b"")
     server.set(name, damaged)
-    before = corrupt(two), fallbacks(two)
-    assert two.ask(prompt).token_ids == expected
-    assert (corrupt(two), fallbacks(two)) == (before[0] + 1, before[1] + 1)
+    before = corrupt(second), fallbacks(second)
+    assert second.ask(prompt).token_ids == expected
+    assert (corrupt(second), fallbacks(second)) == (before[0] + 1, before[1] + 1)
     time.sleep(1)  # until what it computed is sent
     assert server.values()[name] != damaged
-    fill(one, ("damage", damage), CPU_CHUNKS)
-    one.forget()
-    before_hit = one.counts()
-    assert one.ask(prompt).token_ids == expected
-    assert (one.counts() - before_hit).external_hits == 4 * CHUNK
-    assert corrupt(one) == 0
-    assert leaks(one) == leaks(two) == CLEAN
+    fill(first, ("damage", damage), CPU_CHUNKS)
+    first.forget()
+    before_hit = first.counts()
+    assert first.ask(prompt).token_ids == expected
+    assert (first.counts() - before_hit).external_hits == 4 * CHUNK
+    assert corrupt(first) == 0
+    assert leaks(first) == leaks(second) == CLEAN
 
 
 @contextlib.contextmanager
@@ -257,19 +257,19 @@ def test_a_reset_engine_finds_nothing_of_before_and_the_other_one_all(pair: tupl
 
     Seen to fail with a reset that vLLM's connectors may leave out.
     """
-    one, two = pair
+    first, second = pair
     assert shared_hit(pair, "reset") == 4 * CHUNK
     prompt = tokens("reset", 4 * CHUNK + 77)
-    expected = one.recompute(prompt).token_ids
+    expected = first.recompute(prompt).token_ids
 
-    def found(engine: Engine) -> int:
+    def hit_tokens(engine: Engine) -> int:
         answer, hits, _ = counted(engine, prompt)
         assert answer.token_ids == expected
         return hits
 
-    one.reset()
-    assert found(one) == 0
-    assert found(two) == 4 * CHUNK
-    two.reset()
-    assert found(two) == 0
-    assert [found(engine) for engine in pair] == [4 * CHUNK] * 2  # of their own
+    first.reset()
+    assert hit_tokens(first) == 0
+    assert hit_tokens(second) == 4 * CHUNK
+    second.reset()
+    assert hit_tokens(second) == 0
+    assert [hit_tokens(engine) for engine in pair] == [4 * CHUNK] * 2  # of their own

@@ -29,10 +29,10 @@ INSTALLED_GIB = 4.3
 DISK_GIB = 6  # what is installed, and the wheels while they are unpacked
 
 
-def fail(found: str, fix: str) -> NoReturn:
+def fail(problem: str, fix: str) -> NoReturn:
     """End with one readable line instead of a traceback."""
     name = Path(sys.argv[0]).stem
-    sys.exit(f"{name}: {found}\n{' ' * len(name)}  {fix}")
+    sys.exit(f"{name}: {problem}\n{' ' * len(name)}  {fix}")
 
 
 def run(*command: str, env: dict[str, str] | None = None, quiet: bool = False) -> bool:
@@ -45,9 +45,9 @@ def pip_find_links(python: Path) -> str | None:
     """The find-links that pip is configured with, in uv's form (comma separated)."""
     command = [str(python), "-m", "pip", "config", "get"]
     for key in (":env:.find-links", "global.find-links", "user.find-links"):
-        found = subprocess.run([*command, key], capture_output=True, text=True)
-        if found.returncode == 0 and found.stdout.strip():
-            return ",".join(found.stdout.split())
+        done = subprocess.run([*command, key], capture_output=True, text=True)
+        if done.returncode == 0 and done.stdout.strip():
+            return ",".join(done.stdout.split())
     return None
 
 

@@ -126,7 +126,7 @@ class Environment:
         return [str(path) for path in (self.path / "lib").glob("python3.*/site-packages")]
 
     def _versions(self) -> dict[str, str]:
-        return {found.name: found.version for found in distributions(path=self._packages())}
+        return {package.name: package.version for package in distributions(path=self._packages())}
 
     def _requirements(self) -> dict[str, Requirement]:
         """What this vLLM asks for on this machine, by name."""

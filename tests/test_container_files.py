@@ -135,9 +135,9 @@ def test_engines_differ_in_their_device_alone():
 
 
 def test_two_engines_share_no_gpu_and_no_disk_tier():
-    one, two = SERVICES["engine-xpu"], SERVICES["engine-xpu-2"]
-    assert one["environment"]["ZE_AFFINITY_MASK"] != two["environment"]["ZE_AFFINITY_MASK"]
-    mounts = [{v for v in s["volumes"] if "/var/cache/kv" in v} for s in (one, two)]
+    first, second = SERVICES["engine-xpu"], SERVICES["engine-xpu-2"]
+    assert first["environment"]["ZE_AFFINITY_MASK"] != second["environment"]["ZE_AFFINITY_MASK"]
+    mounts = [{v for v in s["volumes"] if "/var/cache/kv" in v} for s in (first, second)]
     assert not mounts[0] & mounts[1]
 
 
@@ -155,8 +155,8 @@ def test_versions_are_those_of_the_package():
     assert f'UV = "uv=={re.search(r"UV_VERSION=(.*)", DOCKERFILE)[1]}"' in environment
     bake = (ROOT / "docker-bake.hcl").read_text()
     for text in (DOCKERFILE, COMPOSE, EXAMPLE, bake):
-        for found in re.findall(r"vllm-openai-xpu:v([\d.]+)", text):
-            assert found in versions.TESTED["vllm"]
+        for version in re.findall(r"vllm-openai-xpu:v([\d.]+)", text):
+            assert version in versions.TESTED["vllm"]
     assert re.search(r"ARG VLLM_VERSION=(.*)", DOCKERFILE)[1] in versions.TESTED["vllm"]
     for text in (COMPOSE, EXAMPLE, bake):
         assert set(re.findall(r"lmcache-xpu/\w+:([\d.]+)", text)) <= {__version__}

@@ -59,10 +59,10 @@ def test_every_name_is_in_each_other_accepted_lmcache(version: str, tmp_path: Pa
     uv("install", "--no-deps", "--target", str(tmp_path), f"lmcache=={version}")
     command = [sys.executable, "-c", IMPORT]
     env = environment(first=[tmp_path])
-    found = printed(subprocess.run(command, env=env, capture_output=True, text=True, timeout=240))
-    assert found["version"] == version
+    moved = printed(subprocess.run(command, env=env, capture_output=True, text=True, timeout=240))
+    assert moved["version"] == version
     for name, module in lmcache.MODULES.items():
-        assert found["modules"][name] in (f"lmcache.{module}", f"lmcache.inprocess.{module}")
+        assert moved["modules"][name] in (f"lmcache.{module}", f"lmcache.inprocess.{module}")
 
 
 def test_other_names_are_not():

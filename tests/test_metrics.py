@@ -67,9 +67,9 @@ metrics.DISK_USED_BYTES.set(5)
 
 def test_processes_share_a_directory_and_an_earlier_engine_does_not_count(tmp_path):
     settings = Settings.load({"model": "org/model"})
-    given = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "metrics"), "PATH": ""}
+    variables = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "metrics"), "PATH": ""}
     for _ in range(2):  # engines, one after the other
-        env = environment(settings, given)
+        env = environment(settings, variables)
         for _ in range(2):  # processes of one engine
             subprocess.run([sys.executable, "-c", COUNTING], env=env, check=True)
     registry = CollectorRegistry()
@@ -91,6 +91,6 @@ def test_the_directory_is_the_users_alone_and_of_this_port(tmp_path, monkeypatch
 
 def test_a_directory_that_cannot_be_used_is_named(tmp_path):
     (tmp_path / "file").touch()
-    given = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "file")}
+    variables = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "file")}
     with pytest.raises(SettingsError, match=r"file for the engine's metrics .*MULTIPROC_DIR"):
-        environment(Settings.load({"model": "m"}), given)
+        environment(Settings.load({"model": "m"}), variables)

@@ -188,8 +188,8 @@ def test_digests_see_every_byte_and_its_place():
     worker.kv_caches[0][5, 1, 3, 5] += 1
     after = _digests(worker, [1, 5], 8)
     assert (before == after).tolist() == [[True, False], [True, True]]
-    one, other = worker.kv_caches[1][0, 1, 0, :2].tolist()
-    worker.kv_caches[1][0, 1, 0, :2] = torch.tensor([other, one])  # swapped
+    first, second = worker.kv_caches[1][0, 1, 0, :2].tolist()
+    worker.kv_caches[1][0, 1, 0, :2] = torch.tensor([second, first])  # swapped
     assert (after == _digests(worker, [1, 5], 8)).tolist() == [[True, True], [False, True]]
 
 

@@ -62,10 +62,10 @@ def test_an_adapter_is_its_name_and_its_weights(tmp_path, change):
         (tmp_path / name / "adapter_model.bin").write_bytes(
             (name if change == "weights" else "same").encode() * 100
         )
-    one = salt_of(request(lora=adapter(tmp_path / "one", "a")))
+    salt = salt_of(request(lora=adapter(tmp_path / "one", "a")))
     two = salt_of(request(lora=adapter(tmp_path / "two", "b" if change == "name" else "a")))
-    assert one != two
-    assert one == salt_of(request(lora=adapter(tmp_path / "one", "a")))
+    assert salt != two
+    assert salt == salt_of(request(lora=adapter(tmp_path / "one", "a")))
 
 
 def test_an_adapter_that_changes_in_place_is_another_one(tmp_path):

@@ -30,14 +30,14 @@ def applied(engine: int, extra: dict) -> LMCacheEngineConfig:
     return config
 
 
-@pytest.mark.parametrize("given", [{}, {"lmcache.extra_config": {"disk.path": "/d"}}])
-def test_each_engine_has_a_number_and_ports_of_its_own(given):
+@pytest.mark.parametrize("chosen", [{}, {"lmcache.extra_config": {"disk.path": "/d"}}])
+def test_each_engine_has_a_number_and_ports_of_its_own(chosen):
     first = LMCacheEngineConfig.from_defaults().internal_api_server_port_start
     ports = set()
     for engine in range(3):
-        config = applied(engine, dict(given))
+        config = applied(engine, dict(chosen))
         named = {"disk.engine": engine} if engine else {}
-        assert (config.extra_config or {}) == {**given.get("lmcache.extra_config", {}), **named}
+        assert (config.extra_config or {}) == {**chosen.get("lmcache.extra_config", {}), **named}
         start = config.internal_api_server_port_start
         ports |= {start + at for at in range(3)}  # the scheduler's and two workers'
     assert ports == set(range(first, first + 9))
@@ -104,9 +104,9 @@ def test_keys_are_the_same_in_every_process(keys: dict):
 
 
 def test_a_fixed_seed_leaves_lmcache_s_choice_alone():
-    found = run_script(KEYS, PYTHONHASHSEED="0")
-    assert (found["algorithm"], found["refused"]) == ("builtin", None)
-    assert found["ours"] == found["stock"]
+    printed_values = run_script(KEYS, PYTHONHASHSEED="0")
+    assert (printed_values["algorithm"], printed_values["refused"]) == ("builtin", None)
+    assert printed_values["ours"] == printed_values["stock"]
 
 
 COPIES = """
@@ -139,8 +139,8 @@ print(json.dumps({
 def test_each_worker_of_an_mla_model_keeps_its_own_copy():
     """LMCache's default is one copy, of which the other workers' connectors could make nothing."""
     pytest.importorskip("vllm")
-    found = run_script(COPIES)
-    assert found["one"] == [True, None, [0]]
-    assert found["two"] == [False, None, [0, 1]]  # what not all of them have was not found
-    assert found["more"] == [False, "/d", [0, 1]]
-    assert "save_only_first_rank true with MLA on 2 devices" in found["refused"]
+    printed_values = run_script(COPIES)
+    assert printed_values["one"] == [True, None, [0]]
+    assert printed_values["two"] == [False, None, [0, 1]]  # what not all of them have was not found
+    assert printed_values["more"] == [False, "/d", [0, 1]]
+    assert "save_only_first_rank true with MLA on 2 devices" in printed_values["refused"]

@@ -224,9 +224,9 @@ def test_layers_that_move_together_are_loaded_before_the_first_of_them():
     engine, unfilled = guarded(groups=GROUPS)
     hold(engine, "cpu", 0, 1, 2)
     seen = []
-    for found in engine.retrieve_layer(TOKENS, MASK, slot_mapping=SLOTS):
+    for tokens in engine.retrieve_layer(TOKENS, MASK, slot_mapping=SLOTS):
         seen.append(engine.steps)
-        last = found
+        last = tokens
     assert seen == [1, 2, 3, 3, 3, 4, 4, 4, 5, 5]  # step g + 3 waits for group g
     assert last.all()
     assert unfilled.take() == set()

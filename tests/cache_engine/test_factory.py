@@ -64,12 +64,12 @@ print(json.dumps({
 
 
 def test_keys_and_memory_are_of_the_engines_real_content():
-    found = run_script(CREATE)
+    printed_values = run_script(CREATE)
     # 12 elements a plane here, not what the model's heads suggest (8).
-    assert found["shape"] == [2, 3, 5, 24]
-    assert found["metadata"] == [[2, 3, 5, 24]]
-    assert found["model"] == "model+c24.layers"
-    assert found["hint"] == "BHLNC"  # LMCache's own hints would have refused this layout
+    assert printed_values["shape"] == [2, 3, 5, 24]
+    assert printed_values["metadata"] == [[2, 3, 5, 24]]
+    assert printed_values["model"] == "model+c24.layers"
+    assert printed_values["hint"] == "BHLNC"  # LMCache's own hints would have refused this layout
 
 
 LATER_ENGINE = """
@@ -106,6 +106,6 @@ print(json.dumps({
 
 
 def test_lmcache_starts_in_every_engine_of_data_parallelism():
-    found = run_script(LATER_ENGINE)
-    assert "out of range for assigned_physical_gpu_ids [1]" in found["LMCache"]
-    assert found["ours"] == [0, 1, "worker"]
+    printed_values = run_script(LATER_ENGINE)
+    assert "out of range for assigned_physical_gpu_ids [1]" in printed_values["LMCache"]
+    assert printed_values["ours"] == [0, 1, "worker"]

@@ -46,7 +46,7 @@ def test_each_of_lmcaches_options_is_in_the_list_once():
 
 def read_by_lmcache():
     """Names that LMCache's sources take from `extra_config`, and where."""
-    found = {}
+    names = {}
     for path in (p for p in LMCACHE.rglob("*.py") if p.relative_to(LMCACHE).parts[0] != "cli"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
@@ -61,8 +61,8 @@ def read_by_lmcache():
             else:
                 continue
             if wanted and isinstance(name, ast.Constant) and isinstance(name.value, str):
-                found.setdefault(name.value, str(path.relative_to(LMCACHE)))
-    return found
+                names.setdefault(name.value, str(path.relative_to(LMCACHE)))
+    return names
 
 
 def test_each_key_that_lmcache_reads_from_extra_config_is_in_the_list():
@@ -242,9 +242,9 @@ def test_lmcaches_own_tiers_serve_a_flipped_bit(tmp_path, way):
         "local_disk": {"local_disk": f"{tmp_path}/", "max_local_disk_size": 1},
         "remote_url": {"remote_url": f"fs://host:0{tmp_path}/"},
     }[way]
-    found = run_script(
+    printed_values = run_script(
         FLIPPED,
         PLACE=str(tmp_path),
         CONFIG=json.dumps(config),
     )
-    assert found == {"served": True, "wrong": True}
+    assert printed_values == {"served": True, "wrong": True}

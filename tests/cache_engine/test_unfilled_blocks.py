@@ -71,5 +71,5 @@ def test_a_refused_step_loads_and_stores_nothing_and_reports_what_it_lacks():
     unfilled = UnfilledBlocks(BLOCK)
     unfilled.refuse([loads, waits, nothing])
     assert unfilled.take() == {11, 12}  # not 10, which vLLM has itself
-    assert [one.load_spec for one in (loads, waits)] == [None, None]
-    assert [one.save_spec.can_save for one in (loads, waits)] == [False, False]
+    assert [request.load_spec for request in (loads, waits)] == [None, None]
+    assert [request.save_spec.can_save for request in (loads, waits)] == [False, False]

@@ -59,9 +59,9 @@ class DockerHost:
 
     def run(self, *args: str, timeout: float = 300, check: bool = True, **options):
         """Run `docker ARGS`; its output, both streams together unless `options` say otherwise."""
-        given = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **options}
-        env = {**self.env, **given.pop("env", {})}
-        done = subprocess.run(["docker", *args], env=env, text=True, timeout=timeout, **given)
+        run_options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **options}
+        env = {**self.env, **run_options.pop("env", {})}
+        done = subprocess.run(["docker", *args], env=env, text=True, timeout=timeout, **run_options)
         if check and done.returncode:
             pytest.fail(f"docker {' '.join(args)}: exit {done.returncode}\n{done.stdout[-6000:]}")
         return done
@@ -183,8 +183,8 @@ class DockerHost:
         if index := re.search(r"index-url='(https?://[^']+)'", config):
             lines.append(f'index-url = "{index[1]}"')
         if links := re.search(r"find-links='([^']+)'", config):
-            found = [self._serve(one) for one in links[1].replace("\\n", " ").split()]
-            lines.append(f"find-links = {[one for one in found if one]}".replace("'", '"'))
+            served = [self._serve(link) for link in links[1].replace("\\n", " ").split()]
+            lines.append(f"find-links = {[link for link in served if link]}".replace("'", '"'))
         if lines:
             self.secret = self.folder / "uv.toml"
             self.secret.write_text("\n".join(lines) + "\n")
@@ -218,10 +218,10 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 def _debian_mirror() -> str:
     """The first Debian archive that this machine's apt is configured with."""
     asked = ["apt-get", "indextargets", "--format", "$(REPO_URI)", "Origin: Debian"]
-    found = subprocess.run(asked, capture_output=True, text=True, timeout=60).stdout.split()
-    if not found:
+    words = subprocess.run(asked, capture_output=True, text=True, timeout=60).stdout.split()
+    if not words:
         pytest.fail("apt knows no Debian archive here. Configure one, or set SKIP_CONTAINERS=1.")
-    return found[0].rstrip("/")
+    return words[0].rstrip("/")
 
 
 def _call(*command: str) -> None:

@@ -92,8 +92,8 @@ class Stack:
         return self.compose("logs", "--no-log-prefix", service).stdout
 
     def inspect(self, service: str) -> dict:
-        [found] = json.loads(self.host.run("inspect", f"{PROJECT}-{service}-1").stdout)
-        return found
+        [container] = json.loads(self.host.run("inspect", f"{PROJECT}-{service}-1").stdout)
+        return container
 
     def address(self, service: str, port: int = 8000) -> str:
         """Where a service that publishes nothing can be reached from this machine."""
@@ -118,8 +118,8 @@ class Stack:
         """Samples on /metrics whose line begins with `text`."""
         url = url or self.url()
         lines = httpx.get(f"{url}/metrics", trust_env=False).text.splitlines()
-        found = (line.rpartition(" ") for line in lines if line.startswith(text))
-        return {name: float(value) for name, _, value in found}
+        samples = (line.rpartition(" ") for line in lines if line.startswith(text))
+        return {name: float(value) for name, _, value in samples}
 
     def query(self, expression: str) -> list:
         """What Prometheus answers now."""

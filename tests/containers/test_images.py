@@ -42,17 +42,20 @@ def test_the_wheel_is_a_file_that_holds_the_package(host, tmp_path):
 
 @pytest.mark.parametrize("image", ["cpu", "router", "loadtest"])
 def test_images_run_as_nobody_in_particular_and_say_what_they_are(host, images, image):
-    [found] = json.loads(host.run("image", "inspect", tag(image)).stdout)
-    assert found["Config"]["User"] == "10001:10001"
-    assert found["Config"]["Labels"]["org.opencontainers.image.licenses"] == "Apache-2.0"
-    assert found["Config"]["Labels"]["org.opencontainers.image.title"]
+    [inspected] = json.loads(host.run("image", "inspect", tag(image)).stdout)
+    assert inspected["Config"]["User"] == "10001:10001"
+    assert inspected["Config"]["Labels"]["org.opencontainers.image.licenses"] == "Apache-2.0"
+    assert inspected["Config"]["Labels"]["org.opencontainers.image.title"]
 
 
 def test_the_health_check_and_the_signal_are_the_engines(host, images):
-    [found] = json.loads(host.run("image", "inspect", tag("cpu")).stdout)
-    assert found["Config"]["Healthcheck"]["Test"][0] == "CMD"
-    assert found["Config"]["StopSignal"] == "SIGTERM"
-    assert (found["Config"]["Entrypoint"], found["Config"]["Cmd"]) == (["lmcache-xpu"], ["serve"])
+    [inspected] = json.loads(host.run("image", "inspect", tag("cpu")).stdout)
+    assert inspected["Config"]["Healthcheck"]["Test"][0] == "CMD"
+    assert inspected["Config"]["StopSignal"] == "SIGTERM"
+    assert (inspected["Config"]["Entrypoint"], inspected["Config"]["Cmd"]) == (
+        ["lmcache-xpu"],
+        ["serve"],
+    )
 
 
 @pytest.mark.parametrize("image", ["cpu", "router", "loadtest"])
@@ -77,8 +80,8 @@ def test_no_source_tree_came_along(inside):
 
 def test_the_self_check_that_ends_the_build_passes(inside):
     shown = inside("lmcache-xpu", "doctor", "--build", "--json").stdout
-    found = json.loads(shown[shown.index("{\n") :])  # after LMCache's log
-    outcomes = [check["outcome"] for check in found["checks"]]
+    checks = json.loads(shown[shown.index("{\n") :])  # after LMCache's log
+    outcomes = [check["outcome"] for check in checks["checks"]]
     assert outcomes == ["ok"] * 5 + ["skip"] * 2  # a CPU needs neither kernels nor pinned memory
 
 

@@ -36,16 +36,16 @@ def shared_bytes(stack, url, direction):
 
 def test_what_one_engine_computed_the_other_one_finds(stack):
     first, second = stack.address("engine-cpu"), stack.address("engine-cpu-2")
-    with stack.client(first) as one, stack.client(second) as other:
-        expected = ask(one, conversation(1))
+    with stack.client(first) as near, stack.client(second) as far:
+        expected = ask(near, conversation(1))
         end = time.monotonic() + 20
         stored = expected.prompt_tokens // 256 * 256 * EXACT.kv_bytes_per_token
         while shared_bytes(stack, first, "store") < stored:
             assert time.monotonic() < end, "nothing reached the shared tier"
             time.sleep(0.2)
-        before = other.counts()
-        answer = ask(other, conversation(1))
-        hits = (other.counts() - before).external_hits
+        before = far.counts()
+        answer = ask(far, conversation(1))
+        hits = (far.counts() - before).external_hits
     assert hits >= 1024
     assert answer.token_ids == expected.token_ids
     assert shared_bytes(stack, second, "load") >= hits * EXACT.kv_bytes_per_token

@@ -75,9 +75,9 @@ def test_it_wants_its_key_and_shows_it_to_nobody(stack, story):
 
 
 def test_it_has_no_rights_that_it_does_not_need(stack):
-    found = stack.inspect(ENGINE)
-    rights = found["HostConfig"]
-    assert found["Config"]["User"] == "10001:10001"
+    container = stack.inspect(ENGINE)
+    rights = container["HostConfig"]
+    assert container["Config"]["User"] == "10001:10001"
     assert rights["CapDrop"] == ["ALL"]
     assert rights["ReadonlyRootfs"] is True
     assert rights["SecurityOpt"] == ["no-new-privileges:true"]

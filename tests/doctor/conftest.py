@@ -36,7 +36,7 @@ def root(tmp_path):
 @pytest.fixture
 def machine(root):
     def make(**changes):
-        given = {
+        facts = {
             "root": root,
             "environ": {},
             "may_open": lambda _: True,
@@ -44,6 +44,6 @@ def machine(root):
             "torch": lambda: B60,
             "memlock_bytes": -1,
         }
-        return Machine(**given | changes)
+        return Machine(**facts | changes)
 
     return make

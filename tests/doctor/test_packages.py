@@ -28,8 +28,8 @@ TAKEN_BACK = {
 
 
 def packages(shared, vllm="0.32.0+xpu", requires=()):
-    found = {name: Package(version) for name, version in shared.items()}
-    return {**found, "vllm": Package(vllm, requires), "other": Package("1", ("protobuf<1",))}
+    installed = {name: Package(version) for name, version in shared.items()}
+    return {**installed, "vllm": Package(vllm, requires), "other": Package("1", ("protobuf<1",))}
 
 
 def test_each_accepted_vllm_has_its_images_packages():
@@ -80,9 +80,9 @@ def test_what_vllm_asks_for():
 
 
 def test_what_the_shared_packages_ask_of_each_other():
-    found = packages(IMAGE_PACKAGES["0.32.0"])
-    found["opentelemetry-sdk"] = Package("1.44.0", ("opentelemetry-api==1.45.0",))
-    check = check_packages(found)
+    installed = packages(IMAGE_PACKAGES["0.32.0"])
+    installed["opentelemetry-sdk"] = Package("1.44.0", ("opentelemetry-api==1.45.0",))
+    check = check_packages(installed)
     assert check.outcome == "warn"
     assert "opentelemetry-sdk 1.44.0 wants opentelemetry-api==1.45.0" in check.found
 

@@ -46,15 +46,15 @@ def test_a_transfer_that_goes_wrong_is_seen(monkeypatch):
         return load(self, plan, memory[::-1], *args, **kwargs)
 
     monkeypatch.setattr(Stager, "load", shifted)
-    found = round_trip.check_transfer(HERE)
-    assert said(found, "fail", "other bytes", "staged", "offload=false")
+    check = round_trip.check_transfer(HERE)
+    assert said(check, "fail", "other bytes", "staged", "offload=false")
 
     def refused(self, *args, **kwargs):
         raise RuntimeError("no timed events")
 
     monkeypatch.setattr(Stager, "store", refused)
-    found = round_trip.check_transfer(HERE)
-    assert said(found, "fail", "RuntimeError: no timed events")
+    check = round_trip.check_transfer(HERE)
+    assert said(check, "fail", "RuntimeError: no timed events")
 
 
 @pytest.mark.parametrize(

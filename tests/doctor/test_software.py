@@ -25,10 +25,15 @@ def test_a_package_that_can_not_be_imported():
 
 
 def test_a_patch_that_is_missing():
-    given = {"lmcache_version": "", "vllm_version": "", "torch_version": "", "tested": True}
-    status = Status(**given, devices={"xpu": ("A", "B")}, patches={"a.b": True, "c.d": False})
+    versions = {
+        "lmcache_version": "",
+        "vllm_version": "",
+        "torch_version": "",
+        "tested": True,
+    }
+    status = Status(**versions, devices={"xpu": ("A", "B")}, patches={"a.b": True, "c.d": False})
     assert said(software.check_patches(status), "fail", "c.d", "Another package")
-    status = Status(**given, devices={"xpu": ("A", "B")}, patches={})
+    status = Status(**versions, devices={"xpu": ("A", "B")}, patches={})
     assert software.check_patches(status).outcome == "fail"
 
 

@@ -63,22 +63,22 @@ def test_this_is_what_runs(stored: dict, place: tuple[str, ...]):
 
 @pytest.mark.parametrize("name", LENGTHS)
 def test_a_cpu_hit_restores_every_byte_and_gives_the_recomputed_tokens(stored: dict, name: str):
-    found = stored["prompts"][name]
-    assert len(found["recompute"]) == 24
-    assert found["cpu"]["answer"] == found["recompute"]
-    assert found["cpu"]["hit"] == cached(name)
+    hit = stored["prompts"][name]
+    assert len(hit["recompute"]) == 24
+    assert hit["cpu"]["answer"] == hit["recompute"]
+    assert hit["cpu"]["hit"] == cached(name)
     # Every cached block but the one whose last token vLLM recomputes on a full hit.
-    assert found["cpu"]["restored"] >= cached(name) // BLOCK
+    assert hit["cpu"]["restored"] >= cached(name) // BLOCK
 
 
 @pytest.mark.parametrize("turn", ["prompts", "again"])
 @pytest.mark.parametrize("name", LENGTHS)
 def test_a_disk_hit_after_a_restart_does_too(stored: dict, restarted: dict, name: str, turn: str):
     """Twice: a load that kept pins or locks of the first would fail or hang in the second."""
-    found = restarted[turn][name]
-    assert found["answer"] == stored["prompts"][name]["recompute"]
-    assert found["hit"] == cached(name)
-    assert found["restored"] >= cached(name) // BLOCK
+    hit = restarted[turn][name]
+    assert hit["answer"] == stored["prompts"][name]["recompute"]
+    assert hit["hit"] == cached(name)
+    assert hit["restored"] >= cached(name) // BLOCK
     assert restarted["disk_hits"] >= sum(length // CHUNK for length in LENGTHS.values())
 
 
@@ -105,35 +105,35 @@ def test_look_ups_in_the_same_process_need_no_socket(stored: dict):
 
 def test_many_at_once_get_their_own_tokens(stored: dict):
     """Loads begin one by one while their steps are decided on; what is preempted loads again."""
-    for found in stored["crowd"]["rounds"]:
-        assert all(found["right"])
-        assert found["preempted"] > 0
-        assert found["hit"] > stored["crowd"]["tokens"] / 2
+    for crowd_round in stored["crowd"]["rounds"]:
+        assert all(crowd_round["right"])
+        assert crowd_round["preempted"] > 0
+        assert crowd_round["hit"] > stored["crowd"]["tokens"] / 2
 
 
 @pytest.mark.parametrize("fault", ["shifted", "without values"])
 @pytest.mark.parametrize("name", LENGTHS)
 def test_a_wrong_load_would_be_seen(stored: dict, name: str, fault: str):
-    found = stored["prompts"][name]
-    assert found[fault]["hit"] == cached(name)  # reported as a hit all the same
-    assert found[fault]["answer"] != found["recompute"]
-    assert found[fault]["restored"] < cached(name) // BLOCK
+    hit = stored["prompts"][name]
+    assert hit[fault]["hit"] == cached(name)  # reported as a hit all the same
+    assert hit[fault]["answer"] != hit["recompute"]
+    assert hit[fault]["restored"] < cached(name) // BLOCK
 
 
 @pytest.mark.parametrize("name", LENGTHS)
 def test_a_load_that_fails_is_recomputed(stored: dict, name: str):
-    found = stored["prompts"][name]
-    assert found["failing"]["answer"] == found["recompute"]
-    assert found["failing"]["restored"] >= cached(name) // BLOCK
+    hit = stored["prompts"][name]
+    assert hit["failing"]["answer"] == hit["recompute"]
+    assert hit["failing"]["restored"] >= cached(name) // BLOCK
 
 
 def test_turns_whose_loads_fail_are_computed_and_leave_nothing_wrong_behind(stored: dict):
     """A step that was on its way when a load failed stores nothing, and its tokens are dropped."""
-    found = stored["stumbled"]
-    assert found["failed"] > 0
-    assert found["hit"] >= 4 * CHUNK or FORGETS_STEPS  # promised
-    assert found["failing"] == found["cold"]
-    assert found["afterwards"] == found["cold"]
+    stumbled = stored["stumbled"]
+    assert stumbled["failed"] > 0
+    assert stumbled["hit"] >= 4 * CHUNK or FORGETS_STEPS  # promised
+    assert stumbled["failing"] == stumbled["cold"]
+    assert stumbled["afterwards"] == stumbled["cold"]
 
 
 def test_a_tier_that_does_not_open_ends_the_engine_with_the_reason(model: str):

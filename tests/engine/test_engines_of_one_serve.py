@@ -66,18 +66,18 @@ def answers(place: Path) -> list[Answers]:
             name = rf'vllm:external_prefix_cache_hits_total{{engine="{rank}".*}} (\S+)'
             return float(re.search(name, client.get("/metrics").text)[1])
 
-        found = []
+        replies = []
         for rank in (0, 1):
             computed = ask(rank)
             assert hits(rank) == 0  # nothing of the other engine's
-            found.append(Answers(computed, ask(rank), hits(rank)))
-    return found  # what was queued for the disk is there now
+            replies.append(Answers(computed, ask(rank), hits(rank)))
+    return replies  # what was queued for the disk is there now
 
 
 def test_each_engine_loads_what_it_stored(answers: list[Answers]):
-    for found in answers:
-        assert found.computed == found.loaded == answers[0].computed
-        assert found.hits == CHUNK * CHUNKS
+    for reply in answers:
+        assert reply.computed == reply.loaded == answers[0].computed
+        assert reply.hits == CHUNK * CHUNKS
 
 
 def test_each_engine_writes_to_a_directory_of_its_own(place: Path, answers: list[Answers]):

@@ -42,8 +42,8 @@ def alone(model: str) -> Iterator[dict[str, Any]]:
 
 @pytest.fixture(scope="module", params=["first", "behind"])
 def several(request: pytest.FixtureRequest, model: str) -> Iterator[dict[str, Any]]:
-    for found in probe(request.param, model):
-        yield {**found, "order": request.param}
+    for group in probe(request.param, model):
+        yield {**group, "order": request.param}
 
 
 def blocks(events: list[dict[str, Any]], medium: str) -> dict[int, tuple[Any, ...]]:
@@ -62,8 +62,8 @@ def blocks(events: list[dict[str, Any]], medium: str) -> dict[int, tuple[Any, ..
     return told
 
 
-def check_hits(found: dict[str, Any]) -> None:
-    visits = found["visits"]
+def check_hits(report: dict[str, Any]) -> None:
+    visits = report["visits"]
     for name in VISITS:
         assert visits[name]["answer"] == visits["cold"]["answer"], name
         assert visits[name]["restored"] >= HIT // BLOCK, name
@@ -72,19 +72,19 @@ def check_hits(found: dict[str, Any]) -> None:
     for name in ("hit", "salted hit", "longer"):
         assert visits[name]["hit"] == HIT, name
     assert visits["cold"]["hit"] == 0
-    assert found["counts"] == [[1, 0]], "a reference or a pin outlives its request"
+    assert report["counts"] == [[1, 0]], "a reference or a pin outlives its request"
 
 
-def check_blocks(found: dict[str, Any], media: tuple[str, ...]) -> None:
+def check_blocks(report: dict[str, Any], media: tuple[str, ...]) -> None:
     """Each block of a tier is told as vLLM told of it when the engine had it."""
-    engine = blocks(found["events"], "GPU")
+    engine = blocks(report["events"], "GPU")
     first, salted = (
         [fact for fact in engine.values() if fact[3] == keys] for keys in (None, ("s",))
     )
     assert first
     assert [fact[2] for fact in salted] == [tuple(prompt(LONG)[:BLOCK])]
     for medium in media:
-        told = blocks(found["events"], medium)
+        told = blocks(report["events"], medium)
         assert told
         assert {block: engine[block] for block in told} == told
         tokens = {token for fact in told.values() for token in fact[2]}

@@ -93,7 +93,7 @@ def run(case: str, mode: str, models: Models, disk: Path) -> subprocess.Complete
     ],
     ids=", ".join,
 )
-def found(request, models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def report(request, models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a case's engine did, by prompt; and its log."""
     done = run(*request.param, models, tmp_path_factory.mktemp("disk"))
     case, _ = request.param
@@ -108,9 +108,9 @@ def hit_tokens(case: str, name: str) -> int:
     return whole - 1 if whole == LENGTHS.get(name) else whole
 
 
-def test_a_hit_restores_every_byte_on_every_worker_and_gives_the_computed_tokens(found):
-    case, block = found["case"], 16 if found["case"].startswith("mla") else BLOCK
-    prompts = {k: v for k, v in found["prompts"].items() if k != "not waited for"}
+def test_a_hit_restores_every_byte_on_every_worker_and_gives_the_computed_tokens(report):
+    case, block = report["case"], 16 if report["case"].startswith("mla") else BLOCK
+    prompts = {k: v for k, v in report["prompts"].items() if k != "not waited for"}
     layers = tiny_models.LAYERS + (case in ("eagle", "mla, mtp"))
     for name, seen in prompts.items():
         assert seen["answer"] == seen["computed"], name
@@ -120,24 +120,24 @@ def test_a_hit_restores_every_byte_on_every_worker_and_gives_the_computed_tokens
         assert seen["missed"] == 0, name
         if name != "longest":  # of which a drafter's last blocks were never computed
             assert min(seen["restored"]) >= hit_tokens(case, name) // block, name
-    assert (RECOMPUTED in found["log"]) is ("not waited for" in found["prompts"])
-    assert (found["drafted"] > 0) is (case in ("eagle", "mla, mtp", "ngram"))
+    assert (RECOMPUTED in report["log"]) is ("not waited for" in report["prompts"])
+    assert (report["drafted"] > 0) is (case in ("eagle", "mla, mtp", "ngram"))
 
 
-def test_an_engine_that_does_not_wait_for_the_model_s_layers_is_still_seen(found):
+def test_an_engine_that_does_not_wait_for_the_model_s_layers_is_still_seen(report):
     """vLLM asks for failed loads before a drafter has run: its layers are not waited for yet."""
-    if (seen := found["prompts"].get("not waited for")) is None:
+    if (seen := report["prompts"].get("not waited for")) is None:
         pytest.skip("planted in one case: an engine with a drafter")
-    assert found["log"].count(RECOMPUTED) == 1
+    assert report["log"].count(RECOMPUTED) == 1
     assert seen["answer"] == seen["computed"]
     assert seen["missed"] > 0
 
 
-def test_what_windows_cost_is_said(found):
+def test_what_windows_cost_is_said(report):
     said = (
         "6 of 8 layers attend to a window; with offload the whole prompt is kept for them too: 4.0"
     )
-    assert (said in found["log"]) is (found["case"] == "gemma3")
+    assert (said in report["log"]) is (report["case"] == "gemma3")
 
 
 @pytest.mark.parametrize(

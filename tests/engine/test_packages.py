@@ -65,8 +65,8 @@ def test_the_engine_ran_with_the_packages_of_the_base(served: dict, base: str, o
 
 @pytest.mark.parametrize("name", LENGTHS)
 def test_a_hit_restores_every_byte_and_gives_the_recomputed_tokens(served: dict, name: str):
-    found = served["hits"][name]
-    assert len(found["recompute"]) == 24
-    assert found["answer"] == found["recompute"]
-    assert found["hit"] == cached(name)
-    assert found["restored"] >= cached(name) // BLOCK
+    hit = served["hits"][name]
+    assert len(hit["recompute"]) == 24
+    assert hit["answer"] == hit["recompute"]
+    assert hit["hit"] == cached(name)
+    assert hit["restored"] >= cached(name) // BLOCK

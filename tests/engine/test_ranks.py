@@ -20,7 +20,7 @@ pytestmark = pytest.mark.engine
 @pytest.fixture(
     scope="module", params=["standard", pytest.param("layerwise", marks=pytest.mark.matrix)]
 )
-def found(request, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def report(request, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("ranks")
     model = make_model(EXACT, directory)
     env = environment(VLLM_CPU_OMP_THREADS_BIND="0|1", OMP_NUM_THREADS="1")
@@ -29,24 +29,24 @@ def found(request, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("tier", ["memory", "disk"])
 @pytest.mark.parametrize("name", LENGTHS)
-def test_a_hit_restores_every_byte_on_both_ranks(found: dict[str, Any], name: str, tier: str):
-    seen = found[name][tier]
+def test_a_hit_restores_every_byte_on_both_ranks(report: dict[str, Any], name: str, tier: str):
+    seen = report[name][tier]
     assert seen["right"]
     assert seen["hit"] == cached(name)
     assert min(seen["restored"]) >= cached(name) // BLOCK
     assert len(seen["restored"]) == 2
 
 
-def test_a_chunk_that_one_rank_lost_is_no_hit(found: dict[str, Any]):
-    seen = found["loses a chunk"]
+def test_a_chunk_that_one_rank_lost_is_no_hit(report: dict[str, Any]):
+    seen = report["loses a chunk"]
     assert seen["faulty"]["right"]
     assert seen["faulty"]["hit"] < FAULTS["loses a chunk"] * CHUNK
     assert seen["afterwards"]["right"]
     assert seen["afterwards"]["hit"] == FAULTS["loses a chunk"] * CHUNK  # stored again
 
 
-def test_a_load_that_fails_on_one_rank_is_recomputed_on_both(found: dict[str, Any]):
-    seen = found["fails its loads"]
+def test_a_load_that_fails_on_one_rank_is_recomputed_on_both(report: dict[str, Any]):
+    seen = report["fails its loads"]
     assert seen["faulty"]["right"]
     assert seen["afterwards"]["right"]
     for turn in ("faulty", "afterwards"):
@@ -54,8 +54,8 @@ def test_a_load_that_fails_on_one_rank_is_recomputed_on_both(found: dict[str, An
     assert seen["afterwards"]["hit"] == FAULTS["fails its loads"] * CHUNK
 
 
-def test_what_one_rank_could_not_write_is_no_hit(found: dict[str, Any]):
-    seen = found["has a full disk"]
+def test_what_one_rank_could_not_write_is_no_hit(report: dict[str, Any]):
+    seen = report["has a full disk"]
     sound, full = seen["written"]
     assert sound >= FAULTS["has a full disk"]  # layerwise, a chunk is several files
     assert full == 0

@@ -32,12 +32,12 @@ def place(request, model: str, tmp_path_factory: pytest.TempPathFactory) -> tupl
 
 
 @pytest.fixture(scope="module")
-def found(place: tuple[str, ...]) -> dict:
+def report(place: tuple[str, ...]) -> dict:
     return probe("reset", *place)
 
 
 @pytest.fixture(scope="module")
-def restarted(place: tuple[str, ...], found: dict) -> dict:
+def restarted(place: tuple[str, ...], report: dict) -> dict:
     return probe("restart", *place)
 
 
@@ -53,34 +53,34 @@ CHANGES = ["reset", "reset caches", "reloaded", "sleep 1", "sleep 2", "pause"]
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_nothing_is_found_that_was_stored_before(found: dict, change: str):
+def test_nothing_is_found_that_was_stored_before(report: dict, change: str):
     """After a reset, vLLM's ways to pause and sleep, and its own way to load other weights.
 
     On CPU vLLM's sleep keeps the weights where they are; what it does before is the same.
     """
-    is_new(found["plain"])
-    is_new(found[change])
+    is_new(report["plain"])
+    is_new(report[change])
 
 
-def test_other_weights_give_other_answers(found: dict):
+def test_other_weights_give_other_answers(report: dict):
     """Else the comparisons above would show nothing."""
-    answers = [found[name]["again"]["answer"] for name in ("plain", "reset", "reset caches")]
+    answers = [report[name]["again"]["answer"] for name in ("plain", "reset", "reset caches")]
     assert len({tuple(answer) for answer in answers}) == 3
-    assert found["first"]  # and those of the files are back when they are read again
+    assert report["first"]  # and those of the files are back when they are read again
 
 
-def test_a_reset_gives_back_the_room_of_its_own_tiers(found: dict):
-    assert found["said"] is True
-    assert all(entries > 0 for entries in found["before"][0])
-    assert found["after"] == [[0, 0]]
+def test_a_reset_gives_back_the_room_of_its_own_tiers(report: dict):
+    assert report["said"] is True
+    assert all(entries > 0 for entries in report["before"][0])
+    assert report["after"] == [[0, 0]]
 
 
 def test_what_was_stored_under_changed_weights_is_not_served_after_a_restart(
-    found: dict, restarted: dict
+    report: dict, restarted: dict
 ):
     """Stored before anybody could know, after a reset, and when the engine ended."""
-    assert found["poison"]["right"]
-    assert all(entries > 0 for entries in found["end"][0])
+    assert report["poison"]["right"]
+    assert all(entries > 0 for entries in report["end"][0])
     assert restarted["left"] == [[0, 0]]
     for name in ("stored", "poison", "running"):
         assert restarted[name]["hit"] == 0
@@ -88,28 +88,28 @@ def test_what_was_stored_under_changed_weights_is_not_served_after_a_restart(
     assert restarted["again"]["again"]["hit"] == WHOLE
 
 
-def test_what_vllms_own_cache_has_of_other_weights_is_not_stored(found: dict):
+def test_what_vllms_own_cache_has_of_other_weights_is_not_stored(report: dict):
     """Its prefix cache is not ours to empty: until someone does, it serves what it has."""
-    assert not found["stale"]["before"]["right"]
-    assert found["stale"]["after"]["hit"] == 0
-    assert found["stale"]["after"]["right"]
+    assert not report["stale"]["before"]["right"]
+    assert report["stale"]["after"]["hit"] == 0
+    assert report["stale"]["after"]["right"]
 
 
 @pytest.mark.parametrize(("case", "hit"), [("running", WHOLE), ("kept running", 0)])
 def test_a_request_that_runs_through_a_reset_leaves_nothing_of_before(
-    found: dict, case: str, hit: int
+    report: dict, case: str, hit: int
 ):
     """One that vLLM preempts begins anew, so that its KV is all new; the other is of both."""
-    assert found[case]["reset"] is (case == "running")  # vLLM's own part of it
-    assert found[case]["stored"] == [[0, 0]]
-    assert found[case]["first"]["hit"] == hit
-    assert found[case]["again"]["hit"] == WHOLE
-    assert found[case]["first"]["right"]
-    assert found[case]["again"]["right"]
+    assert report[case]["reset"] is (case == "running")  # vLLM's own part of it
+    assert report[case]["stored"] == [[0, 0]]
+    assert report[case]["first"]["hit"] == hit
+    assert report[case]["again"]["hit"] == WHOLE
+    assert report[case]["first"]["right"]
+    assert report[case]["again"]["right"]
 
 
-def test_what_was_promised_to_requests_that_wait_is_not_loaded(found: dict):
-    crowd = found["crowd"]
+def test_what_was_promised_to_requests_that_wait_is_not_loaded(report: dict):
+    crowd = report["crowd"]
     assert crowd["hit_before"] > 0
     assert crowd["hit_after"] == 0
     assert crowd["pins"] == [0]
@@ -130,9 +130,9 @@ def test_two_ranks_find_nothing_after_a_reset_or_under_other_weights(ranks: dict
     assert ranks["reloaded"]["hit"] == 0
     assert ranks["reloaded"]["right"]
     is_new(ranks["later"])
-    one, other = ranks["entries"]
-    assert one == other
-    assert all(entries > 0 for entries in one)
+    first, second = ranks["entries"]
+    assert first == second
+    assert all(entries > 0 for entries in first)
 
 
 def test_two_ranks_refuse_what_was_promised_under_other_weights(ranks: dict):

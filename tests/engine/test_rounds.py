@@ -21,11 +21,11 @@ def test_eight_engines_leave_the_process_as_it_was(tmp_path: Path):
     model = make_model(EXACT, tmp_path / "models")
     result = printed(run_probe("rounds", model, tmp_path / "kv", ROUNDS, timeout=580))
     print(json.dumps(result))
-    found, states = result["found"], result["states"]
-    assert {one["mode"] for one in found[::2]} == {"StandardConnector"}
-    assert {one["mode"] for one in found[1::2]} == {"LayerwiseConnector"}
-    assert len({tuple(one["answer"]) for one in found}) == 1
-    assert [one["hits"] > 0 for one in found] == [False] * WARM_UP + [True] * (ROUNDS - 1)
+    engines, states = result["found"], result["states"]
+    assert {engine["mode"] for engine in engines[::2]} == {"StandardConnector"}
+    assert {engine["mode"] for engine in engines[1::2]} == {"LayerwiseConnector"}
+    assert len({tuple(engine["answer"]) for engine in engines}) == 1
+    assert [engine["hits"] > 0 for engine in engines] == [False] * WARM_UP + [True] * (ROUNDS - 1)
     before = states[WARM_UP - 1]
     for after in states[WARM_UP:]:
         for what in ("threads", "files", "sockets"):

@@ -36,42 +36,45 @@ class Blocks:
         # Those that were given back last come first.
         blocks += [self.free.pop() for _ in range(need)]
         self.users.update(blocks)
-        found = 0
-        while (found + 1) * self.chunk <= prompt.tokens and (prompt.content, found) in self.stored:
-            found += 1
-        one = Running(prompt, blocks, prompt.tokens, cached, max(cached, found * self.chunk))
-        if one.loaded > cached:
+        stored = 0
+        while (stored + 1) * self.chunk <= prompt.tokens and (
+            prompt.content,
+            stored,
+        ) in self.stored:
+            stored += 1
+        request = Running(prompt, blocks, prompt.tokens, cached, max(cached, stored * self.chunk))
+        if request.loaded > cached:
             first = cached // self.chunk if self.random.random() < 0.5 else 0
-            one.chunks = [(n * self.chunk, (n + 1) * self.chunk) for n in range(first, found)]
-            held = [self.stored[prompt.content, n] for n in range(first, found)]
-            one.objs = [list(group) for group in zip(*held, strict=True)]
-            for obj in (obj for group in one.objs for obj in group):
+            request.chunks = [(n * self.chunk, (n + 1) * self.chunk) for n in range(first, stored)]
+            held = [self.stored[prompt.content, n] for n in range(first, stored)]
+            request.objs = [list(group) for group in zip(*held, strict=True)]
+            for obj in (obj for group in request.objs for obj in group):
                 obj.ref_count_up()
-        return one
+        return request
 
-    def _new(self, one: Running) -> frozenset[int]:
-        return frozenset(one.blocks[one.cached // self.block_tokens :])
+    def _new(self, request: Running) -> frozenset[int]:
+        return frozenset(request.blocks[request.cached // self.block_tokens :])
 
     def _grow(self, donors: list[Running]) -> frozenset[int]:
         """Requests that run get a token more, and a block where they need one."""
         new = set()
-        for one in donors:
-            if self.paged.block and one.tokens % self.block_tokens:
+        for request in donors:
+            if self.paged.block and request.tokens % self.block_tokens:
                 continue  # its whole block would be written, which others may share
-            if one.tokens == len(one.blocks) * self.block_tokens:
+            if request.tokens == len(request.blocks) * self.block_tokens:
                 if not self.free or self.random.random() < 0.5:
                     continue
-                one.blocks.append(self.free.pop())
-                self.users[one.blocks[-1]] += 1
-                new.add(one.blocks[-1])
-            elif self.users[one.blocks[-1]] > 1:
+                request.blocks.append(self.free.pop())
+                self.users[request.blocks[-1]] += 1
+                new.add(request.blocks[-1])
+            elif self.users[request.blocks[-1]] > 1:
                 continue
-            one.tokens += 1
-            self.grown.append(one)
+            request.tokens += 1
+            self.grown.append(request)
         return frozenset(new)
 
-    def _give_back(self, one: Running) -> None:
-        for block in one.blocks:
+    def _give_back(self, request: Running) -> None:
+        for block in request.blocks:
             self.users[block] -= 1
             if not self.users[block]:
                 self.free.append(block)

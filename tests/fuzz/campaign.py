@@ -39,20 +39,20 @@ def run(target: str, chosen: settings) -> int:
     cases = 0
 
     def counted(run: Callable[..., None]) -> Callable[..., None]:
-        def one(*args: object) -> None:
+        def count_case(*args: object) -> None:
             nonlocal cases
             cases += 1
             run(*args)
 
-        return one
+        return count_case
 
     logging.disable(logging.CRITICAL)  # loads that fail on purpose
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         if target == "copies":
-            one = counted(copies.run)
-            chosen(given(copies.cases())(lambda case: one(case)))()
+            count_case = counted(copies.run)
+            chosen(given(copies.cases())(lambda case: count_case(case)))()
         else:
             machine = MACHINES[target]
             with mock.patch.object(machine, "teardown", counted(machine.teardown)):

@@ -33,9 +33,9 @@ class ChunkKeeper:
     storing: set[tuple[int, int]]
     errors: list[tuple[Running, oracle.MismatchError]]
 
-    def _expect_load(self, one: Running, group: int) -> None:
-        chunks = self._oracle_chunks(one.objs[group], one.chunks, group)
-        moves = oracle.pairs(self.paged, chunks, one.slots(self.block_tokens), one.cached)
+    def _expect_load(self, request: Running, group: int) -> None:
+        chunks = self._oracle_chunks(request.objs[group], request.chunks, group)
+        moves = oracle.pairs(self.paged, chunks, request.slots(self.block_tokens), request.cached)
         oracle.load(self.wanted, self.arena.wanted, moves, b"")
 
     def _oracle_chunks(self, objs: list, spans: list, group: int) -> list[oracle.Chunk]:
@@ -46,55 +46,55 @@ class ChunkKeeper:
             for obj, span in zip(objs, spans, strict=True)
         ]
 
-    def _given(self, one: Running, spans: list[tuple[int, int]]) -> dict:
+    def _arguments(self, request: Running, spans: list[tuple[int, int]]) -> dict:
         return {
             "starts": [start for start, _ in spans],
             "ends": [end for _, end in spans],
             "kvcaches": self.cache.engine,
-            "slot_mapping": torch.tensor(one.slots(self.block_tokens)),
+            "slot_mapping": torch.tensor(request.slots(self.block_tokens)),
         }
 
-    def _load(self, one: Running) -> None:
-        self._expect_load(one, 0)
-        (objs,), one.objs = one.objs, []
+    def _load(self, request: Running) -> None:
+        self._expect_load(request, 0)
+        (objs,), request.objs = request.objs, []
         try:
-            given = self._given(one, one.chunks)
-            self.connector.batched_to_gpu(objs, **given, vllm_cached_tokens=one.cached)
+            arguments = self._arguments(request, request.chunks)
+            self.connector.batched_to_gpu(objs, **arguments, vllm_cached_tokens=request.cached)
         except PlantedError:
-            one.lost = True
+            request.lost = True
         for obj in objs:
             obj.ref_count_down()
 
-    def _load_layers(self, one: Running) -> Iterator:
-        given = self._given(one, one.chunks)
-        steps = self.connector.batched_to_gpu(**given, vllm_cached_tokens=one.cached)
+    def _load_layers(self, request: Running) -> Iterator:
+        arguments = self._arguments(request, request.chunks)
+        steps = self.connector.batched_to_gpu(**arguments, vllm_cached_tokens=request.cached)
         next(steps)
-        for group in range(len(one.objs)):
-            self._expect_load(one, group)
-        self._send(one, steps, 0)
+        for group in range(len(request.objs)):
+            self._expect_load(request, group)
+        self._send(request, steps, 0)
         return steps
 
-    def _send(self, one: Running, steps: Iterator, group: int) -> None:
-        objs = one.objs[group] if group < len(one.objs) else None
-        if not one.lost:
+    def _send(self, request: Running, steps: Iterator, group: int) -> None:
+        objs = request.objs[group] if group < len(request.objs) else None
+        if not request.lost:
             try:
                 steps.send(objs)
             except PlantedError:
-                one.lost = True
+                request.lost = True
         for obj in objs or ():
             obj.ref_count_down()
 
-    def _to_store(self, one: Running) -> Storing:
-        content, size = one.prompt.content, self.chunk
+    def _to_store(self, request: Running) -> Storing:
+        content, size = request.prompt.content, self.chunk
         numbers = [
             n
-            for n in range(one.tokens // size)
+            for n in range(request.tokens // size)
             if (content, n) not in self.stored and (content, n) not in self.storing
         ]
         groups = self.connector.groups if self.layerwise else [None]
         while numbers and self.arena.room < len(numbers) * len(groups):
             if not self.stored:
-                return Storing(one, [], [])
+                return Storing(request, [], [])
             self._evict(min(self.stored))
             if self.arena.room < len(numbers) * len(groups):
                 numbers = numbers[:-1]
@@ -103,32 +103,32 @@ class ChunkKeeper:
         objs = [[self.arena.allocate(shape, dtype, fmt) for _ in numbers] for _ in groups]
         keys = [(content, n) for n in numbers]
         self.storing |= set(keys)
-        return Storing(one, keys, objs)
+        return Storing(request, keys, objs)
 
-    def _store(self, one: Running) -> None:
-        store = self._to_store(one)
+    def _store(self, request: Running) -> None:
+        store = self._to_store(request)
         if not store.keys:
             return
         self._expect_store(store, 0)
-        given = self._given(one, self._spans(store))
+        arguments = self._arguments(request, self._spans(store))
         store.decided = True
         try:
-            self.connector.batched_from_gpu(store.objs[0], **given)
+            self.connector.batched_from_gpu(store.objs[0], **arguments)
         except PlantedError:
             self._fail(store, 0)
             return
         self.overlap.publish(store.objs[0], lambda: self._put(store, 0))
 
-    def _store_layers(self, one: Running, stores: dict, group: int) -> None:
+    def _store_layers(self, request: Running, stores: dict, group: int) -> None:
         if group == 0:
-            store = self._to_store(one)
+            store = self._to_store(request)
             if not store.keys:
                 return
-            given = self._given(one, self._spans(store))
-            stores[one] = self.connector.batched_from_gpu(store.objs, **given), store
-        if one not in stores or stores[one][1].failed:
+            arguments = self._arguments(request, self._spans(store))
+            stores[request] = self.connector.batched_from_gpu(store.objs, **arguments), store
+        if request not in stores or stores[request][1].failed:
             return
-        steps, store = stores[one]
+        steps, store = stores[request]
         self._expect_store(store, group)
         try:
             next(steps)

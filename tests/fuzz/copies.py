@@ -59,7 +59,7 @@ def _slots(rng: random.Random, layout: Layout, tokens: int, kind: int) -> tuple[
         if kind == 3 or blocks * size < tokens:
             order = rng.choices(range(blocks), k=-(-tokens // size))
         if kind:
-            order = [-1 if rng.random() < 0.3 else one for one in order]
+            order = [-1 if rng.random() < 0.3 else number for number in order]
         slots = [-1 if b < 0 else b * size + n for b in order for n in range(size)][:tokens]
         if kind and not layout.opaque:
             slots = [-1 if rng.random() < 0.2 else slot for slot in slots]
@@ -141,10 +141,15 @@ def run(case: Case) -> None:
 
     with ways.taken(case.store, buffer(case.store)):
         moves = oracle.pairs(source.paged, chunks, request.here)
-        given = {"starts": starts, "ends": ends, "kvcaches": source.engine}
+        arguments = {"starts": starts, "ends": ends, "kvcaches": source.engine}
         slots = torch.tensor(request.here, dtype=torch.int64)
         if _refused(
-            connector, "batched_from_gpu", objs, given | {"slot_mapping": slots}, case.store, spans
+            connector,
+            "batched_from_gpu",
+            objs,
+            arguments | {"slot_mapping": slots},
+            case.store,
+            spans,
         ):
             return _unchanged(source, before, arena)
         oracle.store(before, arena.wanted, moves)
@@ -157,10 +162,10 @@ def run(case: Case) -> None:
         for number, cache in enumerate(targets):
             wanted = bytearray(cache.bytes())
             skip = 0 if number else request.cached
-            given = {"starts": starts, "ends": ends, "kvcaches": cache.engine}
-            given["slot_mapping"] = torch.tensor(request.there, dtype=torch.int64)
-            given["vllm_cached_tokens"] = skip
-            if _refused(loader, "batched_to_gpu", objs, given, case.load, spans):
+            arguments = {"starts": starts, "ends": ends, "kvcaches": cache.engine}
+            arguments["slot_mapping"] = torch.tensor(request.there, dtype=torch.int64)
+            arguments["vllm_cached_tokens"] = skip
+            if _refused(loader, "batched_to_gpu", objs, arguments, case.load, spans):
                 return _unchanged(cache, wanted, arena)
             moves = oracle.pairs(cache.paged, chunks, request.there, skip)
             oracle.load(wanted, arena.wanted, moves, cache.bytes())
@@ -175,12 +180,17 @@ def run(case: Case) -> None:
 
 
 def _refused(
-    connector: PagedMemConnector, direction: str, objs: Sequence, given: dict, way: ways.Way, spans
+    connector: PagedMemConnector,
+    direction: str,
+    objs: Sequence,
+    arguments: dict,
+    way: ways.Way,
+    spans,
 ) -> bool:
     """Make the call; True if it was refused as it must be: a layer of a chunk fits no buffer."""
     too_small = 0 < way.buffer < 100 and bool(spans)
     try:
-        ways.call(connector, direction, objs, **given)
+        ways.call(connector, direction, objs, **arguments)
     except TransferError as error:
         if too_small and "raise staging_mib" in str(error):
             return True

@@ -43,8 +43,8 @@ def _(check: Any) -> Any:
 
 @fault("keys and values of the last layer are exchanged", "copies", PagedView, "from_engine")
 def _(read: Any) -> Any:
-    def wrong(*args: Any, **given: Any) -> PagedView:
-        view = read(*args, **given)
+    def wrong(*args: Any, **options: Any) -> PagedView:
+        view = read(*args, **options)
         return dataclasses.replace(view, tensors=(*view.tensors[:-1], view.tensors[-1][::-1]))
 
     return wrong
@@ -128,7 +128,7 @@ def _(parts: Any) -> Any:
 
 @fault("every group of layers goes to the first one", "copies", Stager, "load")
 def _(load: Any) -> Any:
-    return lambda self, pieces, memory, first=0, **given: load(self, pieces, memory, 0, **given)
+    return lambda self, pieces, memory, first=0, **options: load(self, pieces, memory, 0, **options)
 
 
 @fault("what is stored through the ring stays in it", "copies", HostCopies, "flush")
@@ -138,6 +138,6 @@ def _(_: Any) -> Any:
 
 @fault("the kernel takes every row of a chunk", "copies", TritonTransfer, "_launch")
 def _(launch: Any) -> Any:
-    return lambda self, rows, *args, **given: launch(
-        self, Rows(rows.engine, None, rows.total), *args, **given
+    return lambda self, rows, *args, **options: launch(
+        self, Rows(rows.engine, None, rows.total), *args, **options
     )

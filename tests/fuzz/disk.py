@@ -75,7 +75,7 @@ class Disk(RuleBasedStateMachine):
     def open(self) -> None:
         self.store = ChunkStore(self.path, self.limit, lock_seconds=0)
         # A scan reads headers and lengths.
-        for key in [key for key, one in self.chunks.items() if one.fate in ("gone", "header")]:
+        for key in [key for key, entry in self.chunks.items() if entry.fate in ("gone", "header")]:
             del self.chunks[key]
         self.pins.clear()
         self.evict(0)
@@ -97,15 +97,15 @@ class Disk(RuleBasedStateMachine):
 
     @property
     def used(self) -> int:
-        return sum(size_on_disk(len(one.payload)) for one in self.chunks.values())
+        return sum(size_on_disk(len(entry.payload)) for entry in self.chunks.values())
 
     def evict(self, need: int) -> bool:
         """The least recently used of what is not pinned, until there is room."""
-        pinned = [one for key, one in self.chunks.items() if self.pins[key]]
-        if sum(size_on_disk(len(one.payload)) for one in pinned) + need > self.limit:
+        pinned = [entry for key, entry in self.chunks.items() if self.pins[key]]
+        if sum(size_on_disk(len(entry.payload)) for entry in pinned) + need > self.limit:
             return self.used + need <= self.limit
         while self.used + need > self.limit:
-            free = [(one.used, key) for key, one in self.chunks.items() if not self.pins[key]]
+            free = [(entry.used, key) for key, entry in self.chunks.items() if not self.pins[key]]
             del self.chunks[min(free)[1]]
         return True
 
@@ -120,7 +120,7 @@ class Disk(RuleBasedStateMachine):
             raise MismatchError(f"{self.store.used_bytes} bytes are counted, and are {self.used}")
         files = [file.stat().st_size for file in self.path.glob("*.lmxkv")]
         # A file that something else made larger is noticed when it is read.
-        damaged = any(one.fate for one in self.chunks.values())
+        damaged = any(entry.fate for entry in self.chunks.values())
         if sum(files) > self.limit and not damaged:
             raise MismatchError(f"files of {sum(files)} bytes, {self.limit} are allowed")
 
@@ -233,7 +233,7 @@ class Disk(RuleBasedStateMachine):
     )
     def damage(self, number: int, kind: int, at: int) -> None:
         """One bit flips, a file is cut or zeroed or goes, or another chunk's takes its place."""
-        whole = [key for key, one in sorted(self.chunks.items()) if not one.fate]
+        whole = [key for key, entry in sorted(self.chunks.items()) if not entry.fate]
         if not whole:
             return
         key = whole[number % len(whole)]
@@ -270,9 +270,9 @@ class Disk(RuleBasedStateMachine):
     @rule(seed=st.integers(0, 2**32), threads=st.integers(2, 4))
     def storm(self, seed: int, threads: int) -> None:
         """Several threads at once, each key with one payload; then the model looks what is left."""
-        for key in [key for key, one in self.chunks.items() if one.fate]:
+        for key in [key for key, entry in self.chunks.items() if entry.fate]:
             self.look(key)
-        before = {key: one.payload for key, one in self.chunks.items()}
+        before = {key: entry.payload for key, entry in self.chunks.items()}
         payloads = {
             key: self.payload(key, seed % 9000) for key in (f"key {n}" for n in range(8))
         } | before
@@ -293,7 +293,7 @@ class Disk(RuleBasedStateMachine):
             list(pool.map(work, range(threads)))
         there = {key for key in payloads if key in self.store}
         kept = {key for key in self.chunks if self.pins[key]}
-        sizes = [size_on_disk(len(one)) for one in payloads.values()]
+        sizes = [size_on_disk(len(entry)) for entry in payloads.values()]
         # Two threads may write the same chunk: it then takes room twice for a moment.
         room = sum(sizes) + threads * max(sizes) <= self.limit
         if not (kept if not room else set(before)) <= there:

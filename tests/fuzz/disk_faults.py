@@ -21,8 +21,8 @@ fault = FAULTS.add
 @fault("checksums are not compared", "disk", chunk_store, "read_chunk")
 def _(read: Any) -> Any:
     def wrong(*args: Any) -> str | None:
-        found = read(*args)
-        return None if found == "its checksum does not match" else found
+        result = read(*args)
+        return None if result == "its checksum does not match" else result
 
     return wrong
 
@@ -48,8 +48,8 @@ def _(_: Any) -> Any:
 @fault("a restart forgets when chunks were used", "disk", chunk_directory, "scan_chunk")
 def _(scan: Any) -> Any:
     def wrong(path: Any) -> Any:
-        found = scan(path)
-        return found and (found[0], found[1], 0)
+        result = scan(path)
+        return result and (result[0], result[1], 0)
 
     return wrong
 

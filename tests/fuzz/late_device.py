@@ -145,7 +145,7 @@ class LateDevice(TorchFunctionMode):
     def step(self) -> bool:
         """One operation of the first stream that can go on; False if none can."""
         rank = {kind: place for place, kind in enumerate(self._order)}
-        for stream in sorted(self._streams, key=lambda one: rank.get(one.kind, 0)):
+        for stream in sorted(self._streams, key=lambda each: rank.get(each.kind, 0)):
             if self._next(stream, needed=False):
                 return True
         return False
@@ -273,14 +273,14 @@ class _LateDirect(_Late):
     def aligned(self, addresses: Sequence[int]) -> bool:
         return self._transfer.aligned(addresses)
 
-    def move_chunks(self, *args: Any, **given: Any) -> None:
-        self._device.enqueue(lambda: self._transfer.move_chunks(*args, **given))
+    def move_chunks(self, *args: Any, **options: Any) -> None:
+        self._device.enqueue(lambda: self._transfer.move_chunks(*args, **options))
 
     def first_row(self) -> torch.Tensor:
         return self._transfer.first_row()
 
-    def move_first_row(self, *args: Any, **given: Any) -> None:
-        self._transfer.move_first_row(*args, **given)
+    def move_first_row(self, *args: Any, **options: Any) -> None:
+        self._transfer.move_first_row(*args, **options)
 
 
 def _late(device: LateDevice, transfer: Any) -> _Late:

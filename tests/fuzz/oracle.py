@@ -94,7 +94,7 @@ def pairs(
         slots: one per token of the request, negative where it has none.
         skip: leading tokens that are left alone.
     """
-    found = []
+    copies = []
     for chunk in chunks:
         for layer in range(chunk.first, chunk.first + chunk.count):
             for plane in range(1 if paged.block else paged.planes):
@@ -107,9 +107,9 @@ def pairs(
                         paged.whole(layer, slot) if paged.block else paged.parts(layer, plane, slot)
                     )
                     for begin, size in engine:
-                        found.append(((begin, size), (place, size)))
+                        copies.append(((begin, size), (place, size)))
                         place += size
-    return found
+    return copies
 
 
 def store(cache: bytearray, host: bytearray, moves: Iterable[tuple[Range, Range]]) -> None:
@@ -152,6 +152,8 @@ def compare(
         wanted = hidden
         if actual == wanted:
             return
-    at = next(n for n, (one, other) in enumerate(zip(actual, wanted, strict=True)) if one != other)
-    count = sum(one != other for one, other in zip(actual, wanted, strict=True))
+    at = next(
+        n for n, (byte, other) in enumerate(zip(actual, wanted, strict=True)) if byte != other
+    )
+    count = sum(byte != other for byte, other in zip(actual, wanted, strict=True))
     raise MismatchError(f"{what}: {count} of {len(actual)} bytes differ, the first at {at}")

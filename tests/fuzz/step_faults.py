@@ -96,8 +96,8 @@ def _(_: Any) -> Any:
 
 @fault("a load is done when it is copied", "steps", Stager, "load")
 def _(load: Any) -> Any:
-    def wrong(self: Stager, *args: Any, **given: Any) -> TransferHandle:
-        handle = load(self, *args, **given)
+    def wrong(self: Stager, *args: Any, **options: Any) -> TransferHandle:
+        handle = load(self, *args, **options)
         handle.done.record(self._copies)
         return handle
 

@@ -123,36 +123,41 @@ class Steps(Blocks, ChunkKeeper, RuleBasedStateMachine):
         self.device.fail_at(fail)
         with self.on_device():
             donors = list(self.resident)
-            step = [one for prompt in admitted if (one := self._admit(prompt, donors))]
+            step = [request for prompt in admitted if (request := self._admit(prompt, donors))]
             grown = self._grow(donors)
-            for one in step:
-                if one.chunks and one.prompt.early and not self.layerwise and self.overlap.loads:
-                    self.overlap.schedule(self._new(one), one.tokens - one.loaded)
-                    self._load(one)
-            written = frozenset().union(grown, *(self._new(one) for one in step))
-            computed = sum(one.tokens - one.loaded for one in step)
+            for request in step:
+                if (
+                    request.chunks
+                    and request.prompt.early
+                    and not self.layerwise
+                    and self.overlap.loads
+                ):
+                    self.overlap.schedule(self._new(request), request.tokens - request.loaded)
+                    self._load(request)
+            written = frozenset().union(grown, *(self._new(request) for request in step))
+            computed = sum(request.tokens - request.loaded for request in step)
             self.overlap.begin_step(written if told else None, computed if told > 1 else None)
             loads = {}
-            for one in step:
-                if one.chunks and self.layerwise:
-                    loads[one] = self._load_layers(one)
-                elif one.objs:
-                    self._load(one)
-            for one in step if crowded else ():
-                for start, _ in one.chunks:
-                    if (key := (one.prompt.content, start // self.chunk)) in self.stored:
+            for request in step:
+                if request.chunks and self.layerwise:
+                    loads[request] = self._load_layers(request)
+                elif request.objs:
+                    self._load(request)
+            for request in step if crowded else ():
+                for start, _ in request.chunks:
+                    if (key := (request.prompt.content, start // self.chunk)) in self.stored:
                         self._evict(key)
             self._compute(step, loads, graph=not graph and not self.layerwise)
-            for one in [one for one in step if one.lost]:
-                self._compute_again(one)
+            for request in [request for request in step if request.lost]:
+                self._compute_again(request)
             if not self.layerwise:
-                for one in step:
-                    self._store(one)
-            for one in step:
-                if one.prompt.stays:
-                    self.resident.append(one)
+                for request in step:
+                    self._store(request)
+            for request in step:
+                if request.prompt.stays:
+                    self.resident.append(request)
                 else:
-                    self._give_back(one)
+                    self._give_back(request)
         self.device.fail_at(0)
 
     @rule(what=st.integers(0, 4), number=st.integers(0, 40))
@@ -181,9 +186,9 @@ class Steps(Blocks, ChunkKeeper, RuleBasedStateMachine):
             self.overlap.drain()
             self.device.finish()
         self._raise()
-        for one, layer, found, wanted in self.reads:
-            if not one.lost:
-                oracle.compare(f"what the engine read of layer {layer}", found, wanted)
+        for request, layer, actual, wanted in self.reads:
+            if not request.lost:
+                oracle.compare(f"what the engine read of layer {layer}", actual, wanted)
         self.reads.clear()
         oracle.compare("the paged cache", self.cache.bytes(), self.wanted)
         oracle.compare("host memory", self.arena.bytes(), self.arena.wanted)
@@ -192,8 +197,8 @@ class Steps(Blocks, ChunkKeeper, RuleBasedStateMachine):
             raise oracle.MismatchError(f"{self.arena.lent} objects are lent, {held} are stored")
 
     def _raise(self) -> None:
-        for one, error in self.errors:
-            if not (one.lost and self.layerwise):
+        for request, error in self.errors:
+            if not (request.lost and self.layerwise):
                 raise error
         self.errors.clear()
 
@@ -203,10 +208,10 @@ class Steps(Blocks, ChunkKeeper, RuleBasedStateMachine):
 
     # What the engine does
 
-    def _ranges(self, one: Running, layer: int, first: int, last: int) -> list[oracle.Range]:
+    def _ranges(self, request: Running, layer: int, first: int, last: int) -> list[oracle.Range]:
         """Bytes of its tokens in a layer; of the blocks they lie in where these are opaque."""
         size = self.block_tokens
-        slots = one.slots(size)
+        slots = request.slots(size)
         if self.paged.block:
             starts = range(first // size * size, last, size)
             return [part for token in starts for part in self.paged.whole(layer, slots[token])]
@@ -217,21 +222,21 @@ class Steps(Blocks, ChunkKeeper, RuleBasedStateMachine):
             for part in self.paged.parts(layer, plane, slots[token])
         ]
 
-    def _engine_reads(self, one: Running, layer: int) -> None:
-        ranges = self._ranges(one, layer, 0, one.loaded)
+    def _engine_reads(self, request: Running, layer: int) -> None:
+        ranges = self._ranges(request, layer, 0, request.loaded)
         wanted = b"".join(self.wanted[at : at + size] for at, size in ranges)
 
         def read() -> None:
             there = memoryview(self.cache.raw.numpy())
-            found = b"".join(there[at : at + size] for at, size in ranges)
-            self.reads.append((one, layer, found, wanted))
+            actual = b"".join(there[at : at + size] for at, size in ranges)
+            self.reads.append((request, layer, actual, wanted))
 
         self.device.enqueue(read)
 
-    def _engine_writes(self, one: Running, layer: int, first: int) -> None:
+    def _engine_writes(self, request: Running, layer: int, first: int) -> None:
         values = [
             (at, self.random.randbytes(size))
-            for at, size in self._ranges(one, layer, first, one.tokens)
+            for at, size in self._ranges(request, layer, first, request.tokens)
         ]
         for at, value in values:
             self.wanted[at : at + len(value)] = value
@@ -251,30 +256,30 @@ class Steps(Blocks, ChunkKeeper, RuleBasedStateMachine):
         for layer in range(self.paged.layers):
             for number, (first, _) in enumerate(groups):
                 if first == layer:
-                    for one, steps in loads.items():
-                        self._send(one, steps, number + 1)
+                    for request, steps in loads.items():
+                        self._send(request, steps, number + 1)
             if not graph:
                 self.overlap.before_layer(layer)
-            for one in step:
-                self._engine_reads(one, layer)
-                self._engine_writes(one, layer, min(one.loaded, one.tokens - 1))
-            for one in self.grown:
-                self._engine_writes(one, layer, one.tokens - 1)
+            for request in step:
+                self._engine_reads(request, layer)
+                self._engine_writes(request, layer, min(request.loaded, request.tokens - 1))
+            for request in self.grown:
+                self._engine_writes(request, layer, request.tokens - 1)
             for number, (_, last) in enumerate(groups):
                 if last == layer + 1:
-                    for one in step:
-                        self._store_layers(one, stores, number)
+                    for request in step:
+                        self._store_layers(request, stores, number)
             if not graph:
                 self.overlap.after_layer(layer)
         self.grown.clear()
         for slots in self.overlap.end_step():
             blocks = {slot // self.block_tokens for slot in slots.tolist()}
-            for one in step:
-                one.lost = one.lost or bool(one.chunks and blocks & self._new(one))
-        if any(one.lost for one in step) and not self.device.failed:
+            for request in step:
+                request.lost = request.lost or bool(request.chunks and blocks & self._new(request))
+        if any(request.lost for request in step) and not self.device.failed:
             raise oracle.MismatchError("a load was given up, and none failed")
-        for one, (steps, store) in stores.items():
-            if one.lost:
+        for request, (steps, store) in stores.items():
+            if request.lost:
                 steps.close()
             elif not store.failed:
                 next(steps)
@@ -284,9 +289,9 @@ class Steps(Blocks, ChunkKeeper, RuleBasedStateMachine):
             store.decided = True
             self._conclude(store)
 
-    def _compute_again(self, one: Running) -> None:
-        self.overlap.begin_step(frozenset(), one.tokens)
+    def _compute_again(self, request: Running) -> None:
+        self.overlap.begin_step(frozenset(), request.tokens)
         for layer in range(self.paged.layers):
-            self._engine_writes(one, layer, one.cached)
+            self._engine_writes(request, layer, request.cached)
         if self.overlap.end_step():
             raise oracle.MismatchError("a load was given up twice")

@@ -34,7 +34,7 @@ def test_nothing_arrives_after_the_error(order, direction, pinned, number):
     arena = Arena(3, connector.get_shape(2).numel() * 2, 1)
     fmt = ways.format_of(connector)
     objs = [arena.allocate(connector.get_shape(2), LAYOUT.dtype, fmt) for _ in SPANS]
-    given = {
+    arguments = {
         "starts": [start for start, _ in SPANS],
         "ends": [end for _, end in SPANS],
         "kvcaches": cache.engine,
@@ -44,7 +44,7 @@ def test_nothing_arrives_after_the_error(order, direction, pinned, number):
         connector.initialize_kvcaches_ptr(kvcaches=cache.engine)
         device.fail_at(number)
         with pytest.raises(PlantedError):
-            ways.call(connector, direction, [objs], **given)
+            ways.call(connector, direction, [objs], **arguments)
         assert device.failed
         for obj in objs:
             obj.ref_count_down()  # and others write there

@@ -82,28 +82,28 @@ class Tier(RuleBasedStateMachine):
         self.engine.settle()
         keys = [self.key(number, variant) for number in numbers]
         if pinned:
-            found, _ = self.engine.manager.batched_contains(keys, pin=True)
+            hits, _ = self.engine.manager.batched_contains(keys, pin=True)
         objs = self.engine.manager.batched_get(keys, location="disk") if keys else []
         ended = False
         for number, obj in zip(numbers, objs, strict=True):
-            one = number, variant
-            ended = ended or one not in self.stored or one in self.damaged
+            chunk = number, variant
+            ended = ended or chunk not in self.stored or chunk in self.damaged
             if (obj is None) != ended:
-                raise MismatchError(f"{one}: {'missing' if obj is None else 'served'}")
+                raise MismatchError(f"{chunk}: {'missing' if obj is None else 'served'}")
             if obj is not None:
-                if not torch.equal(obj.tensor, self.content(*one)):
-                    raise MismatchError(f"{one}: other bytes were served")
+                if not torch.equal(obj.tensor, self.content(*chunk)):
+                    raise MismatchError(f"{chunk}: other bytes were served")
                 if obj.meta.fmt is not MemoryFormat.KV_2LTD:
-                    raise MismatchError(f"{one}: came back as {obj.meta.fmt}")
+                    raise MismatchError(f"{chunk}: came back as {obj.meta.fmt}")
                 obj.ref_count_down()
         if pinned and keys:
-            self.engine.manager.batched_unpin(keys[:found], ["disk"])
+            self.engine.manager.batched_unpin(keys[:hits], ["disk"])
         # What was read and found damaged is gone; those behind a miss may have been read, too.
         for number in numbers:
-            one = number, variant
-            if one in self.damaged and not self.engine.tier.contains(self.key(*one)):
-                self.damaged.discard(one)
-                self.stored.discard(one)
+            chunk = number, variant
+            if chunk in self.damaged and not self.engine.tier.contains(self.key(*chunk)):
+                self.damaged.discard(chunk)
+                self.stored.discard(chunk)
 
     @rule(numbers=NUMBERS, variant=st.integers(0, 3))
     def restart(self, numbers: list[int], variant: int) -> None:
@@ -115,13 +115,13 @@ class Tier(RuleBasedStateMachine):
     @rule(number=st.integers(0, 9), variant=st.integers(0, 3), seed=st.integers(0, 2**32))
     def damage(self, number: int, variant: int, seed: int) -> None:
         """A bit flips in the payload."""
-        one = number, variant
+        chunk = number, variant
         self.store([number], variant, wait=True)
-        if one in self.damaged:
+        if chunk in self.damaged:
             return
         tier = self.engine.tier
-        file = tier._store._path(tier._name(self.key(*one)))
+        file = tier._store._path(tier._name(self.key(*chunk)))
         raw, rng = bytearray(file.read_bytes()), random.Random(seed)
         raw[rng.randrange(4096, len(raw))] ^= 1 << rng.randrange(8)
         file.write_bytes(raw)
-        self.damaged.add(one)
+        self.damaged.add(chunk)

@@ -58,8 +58,8 @@ every = st.builds(
 
 def copied_in_batches(sources: torch.Tensor, targets: torch.Tensor, sizes: torch.Tensor) -> None:
     """vLLM's operation of a device, on the host."""
-    for one in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
-        ctypes.memmove(*one)
+    for copy in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
+        ctypes.memmove(*copy)
 
 
 @contextmanager
@@ -129,17 +129,19 @@ def chunks_of(
     ]
 
 
-def call(connector: PagedMemConnector, direction: str, objs: Sequence[Sequence], **given) -> None:
+def call(
+    connector: PagedMemConnector, direction: str, objs: Sequence[Sequence], **arguments
+) -> None:
     """As LMCache's engine drives either connector, to the end."""
     move = getattr(connector, direction)
     if not connector.LAYERWISE:
-        move(objs[0], **given)
+        move(objs[0], **arguments)
     elif direction == "batched_from_gpu":
-        steps = move(objs, **given)
+        steps = move(objs, **arguments)
         for _ in range(len(objs) + 1):
             next(steps)
     else:
-        steps = move(**given)
+        steps = move(**arguments)
         next(steps)
         for group in objs:
             steps.send(group)

@@ -47,8 +47,8 @@ class Engine:
         places = [(slot // BLOCK, slot % BLOCK) for slot in slots.tolist()]
         return torch.stack([plane[layer][at] for plane in self.cache.truth for at in places])
 
-    def begin(self, written: torch.Tensor, **given) -> None:
-        self.overlap.begin_step(frozenset((written // BLOCK).tolist()), **given)
+    def begin(self, written: torch.Tensor, **options) -> None:
+        self.overlap.begin_step(frozenset((written // BLOCK).tolist()), **options)
 
 
 def chunks(connector) -> list:
@@ -69,13 +69,13 @@ def stored(engine: Engine) -> tuple[list, torch.Tensor]:
 
 def arrived(engine: Engine, seen: torch.Tensor) -> None:
     """Every layer holds the bytes when the engine comes to it, without another wait."""
-    found = []
+    values = []
     for layer in range(LAYERS):
         engine.overlap.before_layer(layer)
-        found.append(engine.read(layer, THERE))
+        values.append(engine.read(layer, THERE))
         engine.overlap.after_layer(layer)
     assert engine.overlap.end_step() == []
-    assert torch.equal(bits(torch.stack(found)), bits(seen))
+    assert torch.equal(bits(torch.stack(values)), bits(seen))
     engine.overlap.drain()
 
 
@@ -121,21 +121,21 @@ def test_groups_of_layers_go_and_come_beside_the_engine(machine: Machine):
     engine.overlap.drain()
     steps = engine.layerwise.batched_to_gpu(STARTS, ENDS, slot_mapping=THERE, **call)
     next(steps)
-    found = []
+    values = []
     for (first, last), objs in zip(engine.layerwise.groups, groups, strict=True):
         steps.send(objs)
         for layer in range(first, last):
             engine.overlap.before_layer(layer)
-            found.append(engine.read(layer, THERE))
+            values.append(engine.read(layer, THERE))
             engine.overlap.after_layer(layer)
     next(steps)
     assert engine.overlap.end_step() == []
-    assert torch.equal(bits(torch.stack(found)), bits(torch.stack(seen)))
+    assert torch.equal(bits(torch.stack(values)), bits(torch.stack(seen)))
     engine.overlap.drain()
 
 
 EARLY = [
-    *((one, one.kernels and one.memory == "pinned") for one in INTEL),
+    *((machine, machine.kernels and machine.memory == "pinned") for machine in INTEL),
     (Machine("xpu, unpinned memory, kernels read the host", "pageable", kernels=True), False),
 ]
 

@@ -79,23 +79,23 @@ def test_later_layers_are_not_copied_before_the_first_are_waited_for():
 @pytest.mark.parametrize(("room", "groups"), [(1, 1), (10**9, 2)])
 def test_behind_a_layer_no_more_is_enqueued_than_the_link_has_room_for(room: int, groups: int):
     """Of the load that has the fewest first; the engine finds its layers there all the same."""
-    one, other = cases = Case(), Case()
-    other.overlap = other.connector.overlap = one.overlap
+    first, second = cases = Case(), Case()
+    second.overlap = second.connector.overlap = first.overlap
     for case in cases:
         case.load()
-    one.overlap.before_layer(0)
+    first.overlap.before_layer(0)
     for behind in range(2):
-        before = sum(item.load.enqueued for item in one.overlap._loads)
+        before = sum(item.load.enqueued for item in first.overlap._loads)
         with tuned(ahead_bytes=room):
-            one.overlap.after_layer(behind)
-        enqueued = [item.load.enqueued for item in one.overlap._loads]
+            first.overlap.after_layer(behind)
+        enqueued = [item.load.enqueued for item in first.overlap._loads]
         assert sum(enqueued) - before == groups
         assert max(enqueued) - min(enqueued) <= 1
     for layer in range(1, LAYERS):
-        one.overlap.before_layer(layer)
+        first.overlap.before_layer(layer)
         assert all(case.there(layer) for case in cases)
-        one.overlap.after_layer(layer)
-    assert one.overlap.end_step() == []
+        first.overlap.after_layer(layer)
+    assert first.overlap.end_step() == []
 
 
 def test_what_is_under_way_leaves_less_room():
@@ -218,15 +218,15 @@ def test_a_load_the_engine_did_not_wait_for_is_reported():
 
 @MACHINES
 def test_loads_of_several_requests_share_a_step():
-    one, other = Case(), Case()
-    other.connector.overlap = one.overlap
-    one.load()
-    other.load()
+    first, second = Case(), Case()
+    second.connector.overlap = first.overlap
+    first.load()
+    second.load()
     for layer in range(LAYERS):
-        one.overlap.before_layer(layer)
-        assert one.there(layer)
-        assert other.there(layer)
-    assert one.overlap.end_step() == []
+        first.overlap.before_layer(layer)
+        assert first.there(layer)
+        assert second.there(layer)
+    assert first.overlap.end_step() == []
 
 
 @MACHINES
@@ -290,7 +290,7 @@ def test_a_drafter_s_layer_that_can_t_be_loaded_is_reported():
     for layer in range(LAYERS - 1):
         case.overlap.before_layer(layer)
 
-    def broken(*args, **given):
+    def broken(*args, **options):
         raise RuntimeError("planted")
 
     case.connector._registration.register(None).stager.load = broken

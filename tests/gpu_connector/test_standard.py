@@ -37,8 +37,8 @@ def test_a_stored_request_loads_back_into_other_slots(kind: str, layer_major: bo
     wanted = target.twin()
     for plane in range(source.planes):
         for layer in range(spec.layers):
-            for one, other in zip(here.tolist(), there.tolist(), strict=True):
-                wanted.put(plane, layer, other, source.token(plane, layer, one))
+            for here_slot, there_slot in zip(here.tolist(), there.tolist(), strict=True):
+                wanted.put(plane, layer, there_slot, source.token(plane, layer, here_slot))
     connector.batched_to_gpu(objs, *spans, kvcaches=target.engine, slot_mapping=there, req_id="r")
     assert torch.equal(bits(target.raw), bits(wanted.raw))
 
@@ -48,11 +48,11 @@ def test_layer_major_memory_has_keys_and_values_of_a_layer_side_by_side():
     connector = make(cache, layer_major=True)
     obj = memory(connector, 4)
     connector.from_gpu(obj, 4, 8, kvcaches=cache.engine, slot_mapping=slots_of(0, 3))
-    found = obj.tensor.view(3, 2, 4, -1)  # three layers
+    stored = obj.tensor.view(3, 2, 4, -1)  # three layers
     for layer in range(3):
         for plane in range(2):
             wanted = cache.token(plane, layer, 3 * 4 + 1)  # block 3, its second token
-            assert torch.equal(bits(found[layer, plane, 1]), bits(wanted))
+            assert torch.equal(bits(stored[layer, plane, 1]), bits(wanted))
 
 
 def test_host_memory_is_lmcache_s_format():
@@ -254,15 +254,15 @@ def test_from_metadata_and_shapes():
 
 @MACHINES
 def test_an_engine_that_moves_its_cache_is_followed():
-    one, other = build(Spec("LBNHC")), build(Spec("LBNHC"))
-    connector = make(one)
+    first, second = build(Spec("LBNHC")), build(Spec("LBNHC"))
+    connector = make(first)
     obj = memory(connector, 4)
-    connector.to_gpu(obj, 0, 4, kvcaches=one.engine, slot_mapping=slots_of(1))
-    before = one.raw.clone()
+    connector.to_gpu(obj, 0, 4, kvcaches=first.engine, slot_mapping=slots_of(1))
+    before = first.raw.clone()
     obj.tensor.view(torch.uint8).random_(0, 256)
-    connector.to_gpu(obj, 0, 4, kvcaches=other.engine, slot_mapping=slots_of(1))
-    assert torch.equal(bits(one.raw), bits(before))
-    assert torch.equal(bits(other.token(0, 0, 5)), bits(obj.tensor[0, 0, 1]))
+    connector.to_gpu(obj, 0, 4, kvcaches=second.engine, slot_mapping=slots_of(1))
+    assert torch.equal(bits(first.raw), bits(before))
+    assert torch.equal(bits(second.token(0, 0, 5)), bits(obj.tensor[0, 0, 1]))
 
 
 @MACHINES

@@ -57,8 +57,8 @@ class FakeEngine:
         self.own.move_to_end(who)
         while len(self.own) > 2:
             self.own.popitem(last=False)
-        found = 0 if self.lose else max((n for w, n in self.disk if w == who), default=0)
-        external = max(0, min(found, length) // CHUNK * CHUNK - own)
+        hits = 0 if self.lose else max((n for w, n in self.disk if w == who), default=0)
+        external = max(0, min(hits, length) // CHUNK * CHUNK - own)
         self.disk.add((who, length))
         for name, value in {
             "prompt": length,

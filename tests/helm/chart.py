@@ -28,9 +28,9 @@ MODEL = {"models": {"m": {"settings": {"model": "org/model"}, "gpu": {"renderGro
 
 def helm(*args: str, values: Mapping | None = None) -> subprocess.CompletedProcess[str]:
     """Run helm; `values` go in as a values file."""
-    given = ["-f", "-"] if values is not None else []
+    from_stdin = ["-f", "-"] if values is not None else []
     return subprocess.run(
-        [str(HELM), *args, *given],
+        [str(HELM), *args, *from_stdin],
         input=json.dumps(values or {}),
         capture_output=True,
         text=True,
@@ -50,9 +50,9 @@ class Objects(list):
         return [item for item in self if item["kind"] == kind]
 
     def one(self, kind: str, name: str | None = None) -> dict:
-        found = [o for o in self.of(kind) if name in (None, o["metadata"]["name"])]
-        assert len(found) == 1, f"{len(found)} of {kind} {name or ''}, 1 expected"
-        return found[0]
+        matching = [o for o in self.of(kind) if name in (None, o["metadata"]["name"])]
+        assert len(matching) == 1, f"{len(matching)} of {kind} {name or ''}, 1 expected"
+        return matching[0]
 
     def pods(self) -> list[tuple[str, dict]]:
         """Every pod that the objects make: where it is from, and its spec."""
@@ -112,21 +112,21 @@ def model(**keys: object) -> Objects:
 
 def container(workload: dict, name: str = "engine") -> dict:
     spec = workload["spec"]["template"]["spec"]
-    [found] = [c for c in spec["containers"] if c["name"] == name]
-    return found
+    [container_spec] = [c for c in spec["containers"] if c["name"] == name]
+    return container_spec
 
 
 def environment(workload: dict) -> dict[str, str]:
     """The variables that the engine's container would have; secrets as (secret NAME/KEY)."""
     engine = container(workload)
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for item in engine["env"]:
         if "value" in item:
-            found[item["name"]] = item["value"]
+            variables[item["name"]] = item["value"]
         else:
             secret = item["valueFrom"]["secretKeyRef"]
-            found[item["name"]] = f"(secret {secret['name']}/{secret['key']})"
-    return found
+            variables[item["name"]] = f"(secret {secret['name']}/{secret['key']})"
+    return variables
 
 
 def settings(objects: Objects, workload: dict, monkeypatch) -> Settings:

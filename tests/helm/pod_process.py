@@ -42,12 +42,12 @@ class PodProcess:
             for mount in mounts
             if mount["mountPath"] != "/dev/shm"  # the machine's own
         }
-        found = {
+        variables = {
             name: secrets.get(value, self._here(value))
             for name, value in environment(workload).items()
         }
-        found |= {"LMCACHE_XPU_HOST": "127.0.0.1", "LMCACHE_XPU_PORT": str(port)}
-        self.env = {**found, "PATH": os.environ["PATH"], "TMPDIR": str(self.volumes["/tmp"])}
+        variables |= {"LMCACHE_XPU_HOST": "127.0.0.1", "LMCACHE_XPU_PORT": str(port)}
+        self.env = {**variables, "PATH": os.environ["PATH"], "TMPDIR": str(self.volumes["/tmp"])}
         program = Path(sys.executable).with_name(engine["command"][0])
         self.argv = [str(program), *engine["command"][1:], *engine["args"]]
         for volume in self.volumes.values():

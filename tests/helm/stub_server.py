@@ -30,9 +30,9 @@ class Stub(ThreadingHTTPServer):
                 stub.seen.append((self.command, self.path, headers))
                 if "watch" in parse_qs(urlsplit(self.path).query):
                     time.sleep(1)  # an event stream without events
-                given = answer(self.path)
-                body = (given if isinstance(given, str) else json.dumps(given)).encode()
-                self.send_response(status(given))
+                reply = answer(self.path)
+                body = (reply if isinstance(reply, str) else json.dumps(reply)).encode()
+                self.send_response(status(reply))
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()

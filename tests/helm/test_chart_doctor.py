@@ -33,11 +33,11 @@ def pod(tmp_path):
 def test_the_doctor_passes_every_example(path, pod, monkeypatch):
     objects = shapes()[path.name.removesuffix("-values.yaml")]
     for workload in objects.engines().values():
-        found = settings(objects, workload, monkeypatch)
+        loaded = settings(objects, workload, monkeypatch)
         machine = pod(container(workload)["resources"]["limits"]["memory"])
-        assert memory.check_memory(machine, found).outcome == "ok"
-        if found.device == "xpu":
-            assert memory.check_pinned(machine, found, B60).outcome == "ok"
+        assert memory.check_memory(machine, loaded).outcome == "ok"
+        if loaded.device == "xpu":
+            assert memory.check_pinned(machine, loaded, B60).outcome == "ok"
 
 
 def test_every_engine_of_data_parallelism_has_its_own(pod, monkeypatch):
@@ -51,6 +51,6 @@ def test_every_engine_of_data_parallelism_has_its_own(pod, monkeypatch):
     assert resources["requests"]["memory"] == resources["limits"]["memory"] == "60Gi"  # 16 + 4
     [claim] = workload["spec"]["volumeClaimTemplates"]
     assert claim["spec"]["resources"]["requests"]["storage"] == "440Gi"
-    found = settings(objects, workload, monkeypatch)
-    assert found.devices == 4
-    assert "40 GiB in all" in memory.check_memory(pod("60Gi"), found).found
+    loaded = settings(objects, workload, monkeypatch)
+    assert loaded.devices == 4
+    assert "40 GiB in all" in memory.check_memory(pod("60Gi"), loaded).found

@@ -59,11 +59,11 @@ ROUTE = {"enabled": True, "parentRefs": [{"name": "gateway"}]}
     ],
 )
 def test_an_object_is_there_when_asked_for_and_not_otherwise(values, kind, end):
-    def found(objects: Objects) -> list[dict]:
+    def objects_of_kind(objects: Objects) -> list[dict]:
         return [o for o in objects.of(kind) if o["metadata"]["name"].endswith(end)]
 
-    assert len(found(render(**values))) == 1
-    assert found(render()) == []
+    assert len(objects_of_kind(render(**values))) == 1
+    assert objects_of_kind(render()) == []
 
 
 @pytest.mark.parametrize(

@@ -89,14 +89,17 @@ print(json.dumps({**found, "workloads": list(WORKLOADS)}))
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    printed_options = json.loads(done.stdout.splitlines()[-1])
     from chart_schema import Loadtest
 
-    assert Loadtest.model_json_schema()["properties"]["workload"]["enum"] == found["workloads"]
-    assert found["headless"] is True
-    assert found["host"] == "http://kv-lmcache-xpu-small:80"
-    assert (found["num_users"], found["tags"]) == (4, ["multi-round"])
-    assert (found["duration_s"], found["num_rounds"]) == (60, 3)
-    assert found["model"] == "Qwen/Qwen3-0.6B"
-    assert found["report_dir"] == "/reports/kv-1"
-    assert found["api_key"] == "the key"
+    assert (
+        Loadtest.model_json_schema()["properties"]["workload"]["enum"]
+        == printed_options["workloads"]
+    )
+    assert printed_options["headless"] is True
+    assert printed_options["host"] == "http://kv-lmcache-xpu-small:80"
+    assert (printed_options["num_users"], printed_options["tags"]) == (4, ["multi-round"])
+    assert (printed_options["duration_s"], printed_options["num_rounds"]) == (60, 3)
+    assert printed_options["model"] == "Qwen/Qwen3-0.6B"
+    assert printed_options["report_dir"] == "/reports/kv-1"
+    assert printed_options["api_key"] == "the key"

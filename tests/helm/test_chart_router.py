@@ -64,7 +64,7 @@ def router(tmp_path: Path):
     }
     (tmp_path / "kubeconfig").write_text(yaml.safe_dump(config))
     deployment = objects.one("Deployment", "kv-lmcache-xpu-m-router")
-    found = container(deployment, "router")
+    spec = container(deployment, "router")
     # The same but for where it listens: the last one counts.
     port, prometheus = free_port(), free_port()
     here = [
@@ -72,11 +72,11 @@ def router(tmp_path: Path):
         f"--prometheus-port={prometheus}",
         f"--service-discovery-port={engine.port}",
     ]
-    [program] = found["command"]
-    secrets = {item["name"] for item in found["env"] if "valueFrom" in item}
+    [program] = spec["command"]
+    secrets = {item["name"] for item in spec["env"] if "valueFrom" in item}
     gate = {"GATE_ADDRESS": "127.0.0.1", "GATE_PORT": str(port), "ROUTER_PORT": str(free_port())}
     gate |= dict.fromkeys(secrets, KEY)
-    argv = [ROOT / "docker" / program, *found["args"], *here]
+    argv = [ROOT / "docker" / program, *spec["args"], *here]
     with running(argv, tmp_path, gate) as process:
         wait_until(lambda: answers(port) and engine.seen, process)
         yield {

@@ -36,9 +36,9 @@ def test_vllm_and_lmcache_read_every_shape(path, parser, monkeypatch):
 
     objects = shapes()[path.name.removesuffix("-values.yaml")]
     for workload in objects.engines().values():
-        found = settings(objects, workload, monkeypatch)
-        args = parser.parse_args(vllm_arguments(found))
-        assert args.model_tag == found.model
+        loaded = settings(objects, workload, monkeypatch)
+        args = parser.parse_args(vllm_arguments(loaded))
+        assert args.model_tag == loaded.model
         assert (args.host, args.port) == ("0.0.0.0", 8000)
         assert args.shutdown_timeout == 60
         assert args.enable_prefix_caching is True
@@ -48,14 +48,14 @@ def test_vllm_and_lmcache_read_every_shape(path, parser, monkeypatch):
             key = name.removeprefix("lmcache.")
             assert validate_and_set_config_value(config, key, value), name
         config.validate()
-        assert config.max_local_cpu_size == found.cpu_gib
-        assert config.use_layerwise is found.layerwise
-        assert ("disk.path" in (config.extra_config or {})) is (found.disk_path is not None)
-        assert bool(config.remote_storage_plugins) is (found.remote_url is not None)
+        assert config.max_local_cpu_size == loaded.cpu_gib
+        assert config.use_layerwise is loaded.layerwise
+        assert ("disk.path" in (config.extra_config or {})) is (loaded.disk_path is not None)
+        assert bool(config.remote_storage_plugins) is (loaded.remote_url is not None)
 
 
 def test_every_setting_reaches_the_process_as_it_was_given(monkeypatch):
-    given = {
+    values = {
         "served_model_name": "a name with spaces",
         "drain_s": 7,
         "log_level": "debug",
@@ -79,14 +79,14 @@ def test_every_setting_reaches_the_process_as_it_was_given(monkeypatch):
         "hash_algorithm": "sha256_cbor",
         "extra_args": ["--seed", "7", "--chat-template", 'it\'s "so"; $(rm -rf /)\\n'],
     }
-    objects = model(settings={"model": "org/model", **given})
-    found = settings(objects, objects.engines()["m"], monkeypatch)
-    for name, value in given.items():
+    objects = model(settings={"model": "org/model", **values})
+    loaded = settings(objects, objects.engines()["m"], monkeypatch)
+    for name, value in values.items():
         want = tuple(value) if isinstance(value, list) else value
-        assert getattr(found, name) == want, name
+        assert getattr(loaded, name) == want, name
     off = model(settings={"offload": False, "layerwise": True, "host": "::"})
-    found = settings(off, off.engines()["m"], monkeypatch)
-    assert (found.offload, found.layerwise, found.host) == (False, True, "::")
+    loaded = settings(off, off.engines()["m"], monkeypatch)
+    assert (loaded.offload, loaded.layerwise, loaded.host) == (False, True, "::")
 
 
 def test_every_switch_and_number_can_be_changed(monkeypatch):
@@ -103,22 +103,22 @@ def test_every_switch_and_number_can_be_changed(monkeypatch):
 
 def test_the_chart_sets_what_depends_on_it(monkeypatch):
     objects = model(settings={"disk_gib": 10}, gpu={"kind": "none"})
-    found = settings(objects, objects.engines()["m"], monkeypatch)
-    assert found.device == "cpu"
+    loaded = settings(objects, objects.engines()["m"], monkeypatch)
+    assert loaded.device == "cpu"
     mounts = container(objects.engines()["m"])["volumeMounts"]
-    assert str(found.disk_path).startswith(
+    assert str(loaded.disk_path).startswith(
         next(mount["mountPath"] for mount in mounts if mount["name"] == "kv") + "/"
     )
-    found = settings(plain := model(), plain.engines()["m"], monkeypatch)
-    assert (found.device, found.disk_path) == ("xpu", None)
+    loaded = settings(plain := model(), plain.engines()["m"], monkeypatch)
+    assert (loaded.device, loaded.disk_path) == ("xpu", None)
 
 
 @pytest.mark.parametrize(("disk_gib", "has_tier"), [(None, False), (0, False), (50, True)])
 def test_without_a_size_there_is_no_disk_tier(monkeypatch, disk_gib, has_tier):
     """Compose agrees: tests/test_container_files.py."""
     objects = model(settings={"disk_gib": disk_gib})
-    found = settings(objects, objects.engines()["m"], monkeypatch)
-    assert (found.disk_path is not None) is has_tier
+    loaded = settings(objects, objects.engines()["m"], monkeypatch)
+    assert (loaded.disk_path is not None) is has_tier
     mounts = container(objects.engines()["m"])["volumeMounts"]
     assert ("kv" in {mount["name"] for mount in mounts}) is has_tier
 
@@ -131,9 +131,9 @@ def test_secrets_are_references():
         files={"tokenSecret": secret},
         settings={"remote_url": "redis://cache:6379"},
     )
-    found = environment(objects.engines()["m"])
+    variables = environment(objects.engines()["m"])
     for name in ("LMCACHE_XPU_API_KEY", "LMCACHE_XPU_REMOTE_PASSWORD", "HF_TOKEN"):
-        assert found[name] == "(secret s/k)"
+        assert variables[name] == "(secret s/k)"
     names = {name for name, value in environment(model().engines()["m"]).items()}
     assert not names & {"LMCACHE_XPU_API_KEY", "LMCACHE_XPU_REMOTE_PASSWORD", "HF_TOKEN"}
 
@@ -161,6 +161,6 @@ def test_variables_of_the_pod_are_settings_or_not_ours():
     """Our own prefix with a name that is no setting would stop the start."""
     for objects in shapes().values():
         for workload in objects.engines().values():
-            known = {ENV_PREFIX + name.upper() for name in Settings.model_fields}
+            fields = {ENV_PREFIX + name.upper() for name in Settings.model_fields}
             ours = [n for n in environment(workload) if n.startswith(ENV_PREFIX)]
-            assert set(ours) <= known
+            assert set(ours) <= fields

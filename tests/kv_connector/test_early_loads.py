@@ -45,25 +45,25 @@ def layers_there(case: Case) -> int:
 def compute(case: Case, *others: Case) -> None:
     for layer in range(LAYERS):
         case.overlap.before_layer(layer)
-        assert all(one.there(layer) for one in (case, *others))
+        assert all(case_of_step.there(layer) for case_of_step in (case, *others))
         case.overlap.after_layer(layer)
     assert case.overlap.end_step() == []
     settle()
     case.overlap.drain()
-    for one in (case, *others):
-        assert one.held == {1}
-        assert torch.equal(bits(one.target.raw), bits(expected(one)))
+    for case_of_step in (case, *others):
+        assert case_of_step.held == {1}
+        assert torch.equal(bits(case_of_step.target.raw), bits(expected(case_of_step)))
 
 
 def test_a_load_goes_on_while_the_next_one_and_the_step_are_decided_on():
-    one, other = Case(), Case()
-    begun(one)
-    assert layers_there(one) == 2
-    begun(other, one.overlap)
-    assert (layers_there(one), layers_there(other)) == (4, 2)
-    one.overlap.begin_step(LOADED, 2048)
-    assert layers_there(one) + layers_there(other) == 8
-    compute(one, other)
+    first, second = Case(), Case()
+    begun(first)
+    assert layers_there(first) == 2
+    begun(second, first.overlap)
+    assert (layers_there(first), layers_there(second)) == (4, 2)
+    first.overlap.begin_step(LOADED, 2048)
+    assert layers_there(first) + layers_there(second) == 8
+    compute(first, second)
 
 
 @pytest.mark.parametrize(("ahead", "there"), [(1, 2), (3, 4), (100, LAYERS)])
@@ -79,14 +79,14 @@ def test_so_much_is_enqueued_at_once(ahead: int, there: int, layer_bytes: int):
 def test_what_needs_copies_waits_for_the_step(monkeypatch):
     """The engine's own few bytes would come behind them."""
     monkeypatch.setattr(registered_cache, "Stager", functools.partial(Stager, in_place=False))
-    one, other = (Case(staging_bytes=SMALLEST_STAGING_BYTES) for _ in range(2))
-    for case in (one, other):  # kernels that reach host memory would need no copies
+    first, second = (Case(staging_bytes=SMALLEST_STAGING_BYTES) for _ in range(2))
+    for case in (first, second):  # kernels that reach host memory would need no copies
         case.connector._registration.register(case.target.engine).stager._direct = None
-        begun(case, one.overlap)
-    assert (layers_there(one), layers_there(other)) == (0, 0)
-    one.overlap.begin_step(LOADED, 2048)
-    assert (layers_there(one), layers_there(other)) == (4, 4)
-    compute(one, other)
+        begun(case, first.overlap)
+    assert (layers_there(first), layers_there(second)) == (0, 0)
+    first.overlap.begin_step(LOADED, 2048)
+    assert (layers_there(first), layers_there(second)) == (4, 4)
+    compute(first, second)
 
 
 def test_blocks_that_a_store_still_reads_are_protected():
@@ -111,12 +111,12 @@ def test_the_engines_copies_go_before_those_that_follow_its_first_layer(monkeypa
     monkeypatch.setattr(
         Stager, "load", lambda self, *a, **k: (events.append("group"), load(self, *a, **k))[1]
     )
-    one, other = Case(), Case()
-    begun(one)
-    begun(other, one.overlap)
-    one.overlap.begin_step(LOADED, 2048)
+    first, second = Case(), Case()
+    begun(first)
+    begun(second, first.overlap)
+    first.overlap.begin_step(LOADED, 2048)
     events.clear()
-    compute(one, other)
+    compute(first, second)
     assert events[0] == "engine's"
     assert events.count("engine's") == 1  # once in a step
     assert events.count("group") > 0

@@ -24,7 +24,7 @@ CPU = "LocalCPUBackend"
 
 
 @pytest.mark.parametrize(
-    ("pinned", "tokens", "found"),
+    ("pinned", "tokens", "expected"),
     [
         ({CPU: 4}, 32, {HOST: 32}),
         ({CPU: 4}, 31, {HOST: 31}),  # vLLM computes the last token of a full hit
@@ -38,10 +38,10 @@ CPU = "LocalCPUBackend"
     ],
 )
 @pytest.mark.parametrize("objects", [1, 3])
-def test_a_hit_is_split_by_what_was_found_where(pinned, tokens, found, objects):
+def test_a_hit_is_split_by_what_was_found_where(pinned, tokens, expected, objects):
     keys = {name: range(chunks * objects) for name, chunks in pinned.items()}
-    assert hit_sources(keys, objects, 8, tokens) == found
-    assert not found or sum(found.values()) == tokens
+    assert hit_sources(keys, objects, 8, tokens) == expected
+    assert not expected or sum(expected.values()) == tokens
 
 
 @pytest.mark.parametrize("setting", [None, "storage_plugins", "remote_url", "local_disk"])

@@ -19,7 +19,7 @@ from lmcache_xpu.tiers.residency import CPU, DISK, SHARED, Change, Residency
 
 def numbers(hashes: list[bytes]) -> list[int]:
     """As vLLM publishes hashes."""
-    return [int.from_bytes(one[-8:], "big") for one in hashes]
+    return [int.from_bytes(name[-8:], "big") for name in hashes]
 
 
 @pytest.fixture
@@ -113,10 +113,10 @@ def test_each_tier_has_a_place_and_goes_by_the_same(events, database, tier, plac
 def test_a_tier_holds_what_all_workers_hold(events, database):
     told(events, request(TOKENS))
     names = database.names(TOKENS)[:1]
-    one = TierReport(2, changes(CPU, names))
-    events.report(one)
+    report = TierReport(2, changes(CPU, names))
+    events.report(report)
     assert events.take() == []
-    events.report(one)
+    events.report(report)
     assert [type(event) for event in events.take()] == [BlockStored]
     gone = TierReport(2, changes(CPU, names, held=False))
     events.report(gone)
@@ -164,9 +164,9 @@ def test_prompts_that_fork_have_an_event_each(events, database):
     told(events, request(other, "b"))
     names = {*database.names(TOKENS[:16]), *database.names(other)}
     events.report(TierReport(1, changes(CPU, sorted(names))))
-    one, two = sorted(events.take(), key=lambda event: len(event.block_hashes), reverse=True)
-    assert (len(one.block_hashes), len(two.block_hashes)) == (4, 2)
-    assert two.parent_block_hash == one.block_hashes[1]
+    longer, shorter = sorted(events.take(), key=lambda event: len(event.block_hashes), reverse=True)
+    assert (len(longer.block_hashes), len(shorter.block_hashes)) == (4, 2)
+    assert shorter.parent_block_hash == longer.block_hashes[1]
 
 
 def test_a_prompt_that_is_computed_in_parts_is_described_in_parts(events, database):

@@ -134,8 +134,8 @@ def test_stats_and_reports_of_tiers_pass_through(other: str, first: bool):
     assert WorkerReport(TierReport(2, [Change(CPU, "a", True)])) in meta.metadata
     assert multi.build_connector_worker_meta() is None
     # The scheduler's half.
-    for one in multi._connectors:
-        one.connector_scheduler = Mock()  # theirs has one
+    for part in multi._connectors:
+        part.connector_scheduler = Mock()  # theirs has one
     heard: list[Any] = []
     ours.scheduler_side = SimpleNamespace(hear=heard.append, take_events=lambda: ["event"])
     multi.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=meta))

@@ -32,17 +32,17 @@ print(json.dumps({
 
 
 def test_the_plugin_gives_our_connector_under_both_names():
-    found = run_script(PLUGIN)
-    assert found["early"] == []  # a vLLM without LMCache must not pay for it
-    assert found["hooked"]
-    assert set(found["names"].values()) == {"lmcache_xpu.kv_connector.connector"}
+    printed_values = run_script(PLUGIN)
+    assert printed_values["early"] == []  # a vLLM without LMCache must not pay for it
+    assert printed_values["hooked"]
+    assert set(printed_values["names"].values()) == {"lmcache_xpu.kv_connector.connector"}
 
 
 def test_the_off_switch_leaves_stock_names_alone():
-    found = run_script(PLUGIN, LMCACHE_XPU_STOCK="1")
-    assert not found["hooked"]
-    assert found["names"]["LMCacheConnectorV1"].startswith("vllm.")
-    assert found["names"]["LMCacheXPUConnector"] == "lmcache_xpu.kv_connector.connector"
+    printed_values = run_script(PLUGIN, LMCACHE_XPU_STOCK="1")
+    assert not printed_values["hooked"]
+    assert printed_values["names"]["LMCacheConnectorV1"].startswith("vllm.")
+    assert printed_values["names"]["LMCacheXPUConnector"] == "lmcache_xpu.kv_connector.connector"
 
 
 STATUS = """
@@ -55,11 +55,11 @@ print(json.dumps(dataclasses.asdict(patches.status())))
 
 def test_status_shows_each_attribute_that_is_replaced():
     """There are at most five, and none is LMCache's."""
-    found = run_script(STATUS)["patches"]
-    assert len(found) == len(patches.PATCHES) + 1 <= 5
-    assert all(name.startswith("vllm.") for name in found)
-    assert set(found.values()) == {True}
-    assert [name for name in found if "LMCacheConnectorV1" in name]
+    replaced = run_script(STATUS)["patches"]
+    assert len(replaced) == len(patches.PATCHES) + 1 <= 5
+    assert all(name.startswith("vllm.") for name in replaced)
+    assert set(replaced.values()) == {True}
+    assert [name for name in replaced if "LMCacheConnectorV1" in name]
     off = run_script(STATUS, LMCACHE_XPU_STOCK="1")["patches"]
     assert len(off) == len(patches.PATCHES)
 
@@ -91,8 +91,8 @@ print(json.dumps(made))
 
 def test_a_device_that_is_not_served_keeps_lmcaches_own_classes():
     """Ours would come without any check, layout or namespace."""
-    found = run_script(UNSERVED, LMCACHE_XPU_DEVICES="cpu")
-    assert found == [in_process_module("v1.gpu_connector.xpu_connectors").__name__] * 2
+    modules = run_script(UNSERVED, LMCACHE_XPU_DEVICES="cpu")
+    assert modules == [in_process_module("v1.gpu_connector.xpu_connectors").__name__] * 2
 
 
 @pytest.mark.parametrize(("devices", "ours"), [("xpu", False), ("cpu,xpu", True)])
@@ -102,14 +102,14 @@ def test_there_vllm_gets_its_own_connector_for_lmcache(devices: str, ours: bool,
     from lmcache_xpu.kv_connector import connector
 
     made: list[Any] = []
-    monkeypatch.setattr(connector, "LMCacheConnectorV1", lambda *given: made.append(given))
-    monkeypatch.setattr(connector.LMCacheXPUConnector, "__init__", lambda self, *given: None)
+    monkeypatch.setattr(connector, "LMCacheConnectorV1", lambda *arguments: made.append(arguments))
+    monkeypatch.setattr(connector.LMCacheXPUConnector, "__init__", lambda self, *arguments: None)
     assert current_platform.device_type == "cpu"
     monkeypatch.setenv(patches.DEVICES_VARIABLE, devices)
-    given: Any = ("configuration", "role", "KV cache")
-    instance = connector.LMCacheXPUConnector(*given)
+    arguments: Any = ("configuration", "role", "KV cache")
+    instance = connector.LMCacheXPUConnector(*arguments)
     assert isinstance(instance, connector.LMCacheXPUConnector) is ours
-    assert made == ([] if ours else [given])
+    assert made == ([] if ours else [arguments])
 
 
 WRONG_VERSION = """
@@ -131,19 +131,19 @@ print(json.dumps({"said": said, "hooked": hooked}))
 
 
 def test_an_untested_version_is_refused_by_name_and_patches_nothing():
-    found = run_script(WRONG_VERSION)
+    printed_values = run_script(WRONG_VERSION)
     installed = versions.installed()
     expected = f"VersionError: found LMCache {installed.lmcache} with vLLM {installed.vllm}"
-    assert found["said"].startswith(expected)
-    assert "9.9.9" in found["said"]
-    assert "LMCACHE_XPU_ALLOW_UNTESTED=1" in found["said"]
-    assert not found["hooked"]
+    assert printed_values["said"].startswith(expected)
+    assert "9.9.9" in printed_values["said"]
+    assert "LMCACHE_XPU_ALLOW_UNTESTED=1" in printed_values["said"]
+    assert not printed_values["hooked"]
 
 
 def test_an_untested_version_goes_on_when_asked():
-    found = run_script(WRONG_VERSION, LMCACHE_XPU_ALLOW_UNTESTED="1")
-    assert not found["said"].startswith("VersionError")
-    assert found["hooked"]
+    printed_values = run_script(WRONG_VERSION, LMCACHE_XPU_ALLOW_UNTESTED="1")
+    assert not printed_values["said"].startswith("VersionError")
+    assert printed_values["hooked"]
 
 
 def test_served_devices():

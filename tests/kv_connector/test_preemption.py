@@ -132,8 +132,8 @@ def test_blocks_that_another_connector_fills_are_protected_too(monkeypatch):
     side.admit(request(), 2 * BLOCK)
     side.allocated(request(), SimpleNamespace(get_block_ids=lambda: ([7, 8, 9, 5],)), 0)
 
-    def written(**given: Any) -> frozenset[int]:
-        now = step(**given)
+    def written(**arguments: Any) -> frozenset[int]:
+        now = step(**arguments)
         now.total_num_scheduled_tokens = 1
         blocks = side.describe(now).new_blocks
         assert blocks is not None

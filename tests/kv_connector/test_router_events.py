@@ -27,8 +27,8 @@ CREDIT = {CPU: 0.8, DISK: 0.3, SHARED: 0.6}  # the router's defaults, of tokens 
 
 @pytest.fixture(scope="module")
 def routed() -> Iterator[Router]:
-    with router(BLOCK) as found:
-        yield found
+    with router(BLOCK) as running_router:
+        yield running_router
 
 
 def prompt(number: int) -> list[int]:

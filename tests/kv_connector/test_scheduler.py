@@ -41,7 +41,7 @@ def test_blocks_that_the_worker_adds_to_a_resumed_request_are_not_added_twice():
 
 
 @pytest.mark.parametrize(
-    ("group", "found"),
+    ("group", "same_engine"),
     [
         (None, False),  # in another process
         (SimpleNamespace(_vllm_config="ours"), False),  # another connector
@@ -49,7 +49,7 @@ def test_blocks_that_the_worker_adds_to_a_resumed_request_are_not_added_twice():
         (SimpleNamespace(_vllm_config="ours", worker_side="a half"), True),
     ],
 )
-def test_the_scheduler_finds_the_worker_of_its_own_engine(group, found: bool, monkeypatch):
+def test_the_scheduler_finds_the_worker_of_its_own_engine(group, same_engine: bool, monkeypatch):
     from vllm.distributed import kv_transfer
 
     def config(engine: str) -> SimpleNamespace:
@@ -60,7 +60,7 @@ def test_the_scheduler_finds_the_worker_of_its_own_engine(group, found: bool, mo
     monkeypatch.setattr(kv_transfer, "has_kv_transfer_group", lambda: group is not None)
     monkeypatch.setattr(kv_transfer, "get_kv_transfer_group", lambda: group)
     side = SchedulerSide(SimpleNamespace(lookup_client=UnaskedClient()), config("ours"), 16)
-    assert side._worker() == ("a half" if found else None)
+    assert side._worker() == ("a half" if same_engine else None)
 
 
 @pytest.mark.parametrize("near", [False, True])

@@ -21,7 +21,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    ("given", "kept", "blocks"),
+    ("before", "kept", "blocks"),
     [
         (step(new=[("a", [5, 6, 7], 0)]), {}, {5, 6, 7}),
         (step(new=[("a", [5, 6, 7], 32)]), {}, {7}),  # 5 and 6 are shared
@@ -34,8 +34,8 @@ pytestmark = [
         (step(new=[("a", [1], 0)], cached=[("b", [2], 50, False)]), {}, {1, 2}),
     ],
 )
-def test_blocks_that_are_written_for_the_first_time(given, kept, blocks):
-    assert written_blocks(given, 16, kept) == blocks
+def test_blocks_that_are_written_for_the_first_time(before, kept, blocks):
+    assert written_blocks(before, 16, kept) == blocks
 
 
 @pytest.mark.parametrize(
@@ -61,12 +61,12 @@ def test_a_step_that_may_run_as_one_graph(mode, runtime, tokens, one_graph):
     )
     if runtime is not None:
         context = Fake(attn_metadata={}, cudagraph_runtime_mode=CUDAGraphMode[runtime])
-        given = {}
+        arguments = {}
     else:
         context = Fake(attn_metadata={}, cudagraph_runtime_mode=CUDAGraphMode.NONE)
         numbers = {str(number): count for number, count in enumerate(tokens)}
-        given = {"attn_metadata": {}, "scheduler_output": Fake(num_scheduled_tokens=numbers)}
-    assert may_run_as_one_graph(config, context, given) is one_graph
+        arguments = {"attn_metadata": {}, "scheduler_output": Fake(num_scheduled_tokens=numbers)}
+    assert may_run_as_one_graph(config, context, arguments) is one_graph
 
 
 def test_speculative_decoding_makes_uniform_steps_longer():
@@ -78,8 +78,8 @@ def test_speculative_decoding_makes_uniform_steps_longer():
     )
     context = Fake(attn_metadata=None, cudagraph_runtime_mode=CUDAGraphMode.NONE)
     for count, wanted in ((4, True), (5, False)):
-        given = {"scheduler_output": Fake(num_scheduled_tokens={"a": count})}
-        assert may_run_as_one_graph(config, context, given) is wanted
+        arguments = {"scheduler_output": Fake(num_scheduled_tokens={"a": count})}
+        assert may_run_as_one_graph(config, context, arguments) is wanted
 
 
 def new_request(name: str, prompt: list[int], prefill: list[int] | None) -> NewRequestData:

@@ -25,7 +25,7 @@ def step(*can_load: bool | None) -> StepMetadata:
 
 
 @pytest.mark.parametrize(
-    ("can_load", "in_context", "given", "seen"),
+    ("can_load", "in_context", "arguments", "seen"),
     [
         ((True,), STEP, {}, STEP),
         ((True,), None, {"attn_metadata": STEP}, STEP),
@@ -35,11 +35,13 @@ def step(*can_load: bool | None) -> StepMetadata:
         ((None, False), None, {}, None),
     ],
 )
-def test_a_load_is_not_skipped_for_want_of_attention_metadata(can_load, in_context, given, seen):
+def test_a_load_is_not_skipped_for_want_of_attention_metadata(
+    can_load, in_context, arguments, seen
+):
     side = worker_side(adapter := Adapter())
     side.bind(metadata := step(*can_load))
     context: Any = SimpleNamespace(attn_metadata=in_context)
-    side.start_load(context, given)
+    side.start_load(context, arguments)
     assert adapter.seen == [("load", (metadata, seen))]
     assert context.attn_metadata == in_context
 
@@ -60,10 +62,10 @@ def begin_two_steps(side: WorkerSide) -> list[Any]:
 
 
 def test_a_step_loads_once_and_before_vllm_prepares_it():
-    (_, one), (prepared, _), (_, two), (prepared_again, _) = begin_two_steps(worker_side())
+    (_, first), (prepared, _), (_, second), (prepared_again, _) = begin_two_steps(worker_side())
     assert (prepared, prepared_again) == ("prepared", "prepared")
-    assert one[0] is not two[0]
-    assert (one[1], two[1]) == ({}, {}), "LMCache skips a load without attention metadata"
+    assert first[0] is not second[0]
+    assert (first[1], second[1]) == ({}, {}), "LMCache skips a load without attention metadata"
 
 
 def test_blocks_that_vllm_zeroes_are_loaded_after_that():

@@ -117,9 +117,9 @@ HARMLESS = {
 
 
 def test_our_connector_hears_of_changing_weights_before_they_do():
-    public, names, changes, found = run_script(WEIGHTS)
+    public, names, changes, heard = run_script(WEIGHTS)
     assert changes == [name for name in names if name != "discard"]
-    rounds = [found[at : at + len(changes)] for at in range(0, len(found), len(changes))]
+    rounds = [heard[at : at + len(changes)] for at in range(0, len(heard), len(changes))]
     untold = [[name, name] for name in changes]
     assert rounds[:2] == [untold, untold]
     told = [[name, "told", name] for name in changes]

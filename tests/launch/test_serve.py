@@ -146,8 +146,8 @@ def test_a_signal_reaches_the_engine_itself(tmp_path, free):
 
 
 def test_the_engines_process_has_the_allocators_settings(free, monkeypatch):
-    given = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
+    variables = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "not this")
-    env = module.environment(load(port=free, device="xpu"), given)
+    env = module.environment(load(port=free, device="xpu"), variables)
     wanted = "max_split_size_mb:64,pinned_max_cached_size_mb:1024"
     assert env["PYTORCH_CUDA_ALLOC_CONF"] == wanted

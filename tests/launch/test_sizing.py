@@ -151,16 +151,16 @@ def test_an_unknown_type_is_refused(tmp_path):
 
 def test_a_tier_holds_whole_histories_of_whole_chunks(tmp_path):
     shape = KVShape.of_model(write(tmp_path, LLAMA_3_8B))
-    found = fit(
+    fitted = fit(
         shape,
         context_tokens=10_000,  # 39 chunks of 256, 32 MiB each, and 16 tokens
         users=5,
         chunk_tokens=256,
         tiers_gib={"engine": None, "CPU": 5, "disk": 39 / 32 * 5},
     )
-    assert (found.history_tokens, found.history_bytes) == (39 * 256, 39 * 2**25)
-    assert found.needed_gib == 5 * 39 / 32
-    assert {n: (t.histories, t.enough) for n, t in found.tiers.items()} == {
+    assert (fitted.history_tokens, fitted.history_bytes) == (39 * 256, 39 * 2**25)
+    assert fitted.needed_gib == 5 * 39 / 32
+    assert {n: (t.histories, t.enough) for n, t in fitted.tiers.items()} == {
         "CPU": (4, False),
         "disk": (5, True),
     }
@@ -179,16 +179,21 @@ def test_the_command_reads_the_variables_of_serve(tmp_path):
         env={"LMCACHE_XPU_CPU_GIB": "8", "LMCACHE_XPU_DISK_GIB": "16"},
         catch_exceptions=False,
     )
-    found = json.loads(result.stdout)
-    assert found["token_bytes"] == 131072
-    assert found["tiers"]["CPU"] == {"gib": 8, "tokens": 65536, "histories": 8, "enough": False}
-    assert found["tiers"]["disk"]["enough"] is True
+    fitted = json.loads(result.stdout)
+    assert fitted["token_bytes"] == 131072
+    assert fitted["tiers"]["CPU"] == {
+        "gib": 8,
+        "tokens": 65536,
+        "histories": 8,
+        "enough": False,
+    }
+    assert fitted["tiers"]["disk"]["enough"] is True
 
 
 def test_a_disk_tier_of_0_gib_is_none(tmp_path):
     command = ["size", write(tmp_path, LLAMA_3_8B), "--json", "--disk-gib", "0"]
-    found = json.loads(CliRunner().invoke(app, command, catch_exceptions=False).stdout)
-    assert set(found["tiers"]) == set(found["machine_gib"]) == {"CPU"}
+    fitted = json.loads(CliRunner().invoke(app, command, catch_exceptions=False).stdout)
+    assert set(fitted["tiers"]) == set(fitted["machine_gib"]) == {"CPU"}
 
 
 def test_the_command_for_people(tmp_path):
@@ -199,9 +204,9 @@ def test_the_command_for_people(tmp_path):
 
 def test_the_machine_holds_the_tiers_of_every_device(tmp_path):
     """In the numbers of `serve`, doctor and chart."""
-    given = ["--cpu-gib", "64", "--disk-gib", "500", "--kv-cache-gib", "8"]
+    sizes = ["--cpu-gib", "64", "--disk-gib", "500", "--kv-cache-gib", "8"]
     devices = ["--tensor-parallel", "2", "--pipeline-parallel", "2", "--data-parallel", "2"]
-    command = ["size", write(tmp_path, LLAMA_3_8B), *given, *devices]
+    command = ["size", write(tmp_path, LLAMA_3_8B), *sizes, *devices]
     result = CliRunner().invoke(app, [*command, "--json"], catch_exceptions=False)
     assert json.loads(result.stdout)["machine_gib"] == {"CPU": 512, "disk": 4000}
     result = CliRunner().invoke(app, command, catch_exceptions=False)

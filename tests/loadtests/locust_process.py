@@ -23,9 +23,9 @@ OPTIONS = {
 @contextmanager
 def locust(url, directory, *more, headless=True, **options):
     """A Locust that runs; ended in any case."""
-    given = OPTIONS | {"--host": url, "--report-dir": directory} | options
+    all_options = OPTIONS | {"--host": url, "--report-dir": directory} | options
     command = [sys.executable, "-m", "locust", "-f", "loadtests/locustfile.py", "--only-summary"]
-    command += [str(word) for pair in given.items() for word in pair]
+    command += [str(word) for pair in all_options.items() for word in pair]
     command += [*more, *(["--headless"] if headless else [])]
     process = subprocess.Popen(
         command,

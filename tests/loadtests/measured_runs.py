@@ -102,8 +102,8 @@ def arms(tmp_path, *, base_s, cpu_s, disk_first_s=0.1, ended_by="time"):
         return [row(i, round_=1, ttft_s=whole_s * noise.normal(1, 0.01)) for i in range(30)]
 
     def made(name, about, later_s, first_s, whole_s):
-        one = run(tmp_path / name, rows(later_s, first_s), counters=COUNTED, ended_by=ended_by)
-        return Arm(name, about, [one], [run(tmp_path / f"{name}-c", control(whole_s))])
+        measured = run(tmp_path / name, rows(later_s, first_s), counters=COUNTED, ended_by=ended_by)
+        return Arm(name, about, [measured], [run(tmp_path / f"{name}-c", control(whole_s))])
 
     return [
         made("none", "vLLM without offload", base_s, base_s, 1.0),

@@ -13,15 +13,15 @@ from loadtests.slo import Slo
 def test_a_gain_is_said_with_its_confidence(tmp_path):
     made = arms(tmp_path, base_s=1.0, cpu_s=0.1)
     slo = Slo.load(slo_file(tmp_path))
-    found = compare(made, slo)
-    cpu, disk = found["cpu"], found["disk"]
+    comparison = compare(made, slo)
+    cpu, disk = comparison["cpu"], comparison["disk"]
     assert cpu["ttft_p50_ratio"] == pytest.approx(10, rel=0.1)
     low, high = cpu["ttft_p50_ratio_ci"]
     assert 9 < low < cpu["ttft_p50_ratio"] < high < 11
     assert disk["first_round_p50_ratio"] == pytest.approx(10, rel=0.15)
     assert cpu["no_reuse_overhead"] == pytest.approx(0.03, abs=0.02)
     assert cpu["no_reuse_overhead_ci"][0] < cpu["no_reuse_overhead"]
-    verdict = judge(made, found, slo)
+    verdict = judge(made, comparison, slo)
     assert verdict.holds
     assert verdict.lines[0].startswith("YES: CPU tier. First tokens come 10.")
     assert "n = 37 requests in 1 run of vLLM without offload and 37 in 1 run" in verdict.lines[0]
@@ -144,22 +144,24 @@ def test_a_server_that_does_not_say_what_it_had_is_told_so(tmp_path):
 def test_a_cache_that_held_all_is_said_with_its_size(tmp_path):
     slo = Slo.load(slo_file(tmp_path))
     arm = Arm("server", "it", [run(tmp_path / "r", [row(i) for i in range(30)], counters=FITS)])
-    found = compare([arm], slo)
-    found["server"]["engine_cache_tokens"] = 14336.0
-    assert "own cache, which holds 14,336 tokens. Send more" in judge([arm], found, slo).text
-    found["server"]["most"]["vllm:kv_cache_usage_perc"] = 0.5
-    assert "holds 14,336 tokens and was at most 50% full. Send" in judge([arm], found, slo).text
+    comparison = compare([arm], slo)
+    comparison["server"]["engine_cache_tokens"] = 14336.0
+    assert "own cache, which holds 14,336 tokens. Send more" in judge([arm], comparison, slo).text
+    comparison["server"]["most"]["vllm:kv_cache_usage_perc"] = 0.5
+    assert (
+        "holds 14,336 tokens and was at most 50% full. Send" in judge([arm], comparison, slo).text
+    )
 
 
 @pytest.mark.parametrize("name", ["none", "cpu"])
 def test_a_variant_that_fell_behind_is_said(tmp_path, name):
     made = arms(tmp_path, base_s=1.0, cpu_s=0.1)
     slo = Slo.load(slo_file(tmp_path))
-    found = compare(made, slo)
-    assert "keep up" not in judge(made, found, slo).text
-    found[name] |= {"offered_qps": 10.0}
+    comparison = compare(made, slo)
+    assert "keep up" not in judge(made, comparison, slo).text
+    comparison[name] |= {"offered_qps": 10.0}
     about = {arm.name: arm.about for arm in made}[name]
-    said = [line for line in judge(made, found, slo).lines if "keep up" in line]
+    said = [line for line in judge(made, comparison, slo).lines if "keep up" in line]
     assert len(said) == 1
     assert said[0].startswith(f"{about} did not keep up: it answered")
 
@@ -190,7 +192,7 @@ def test_thresholds_that_come_with_this_name_figures_that_there_are(tmp_path, na
     from loadtests import slo as module
 
     slo = Slo.load(tmp_path.joinpath(module.__file__).parent / name)
-    found = compare(arms(tmp_path, base_s=1.0, cpu_s=0.1), slo)
-    known = set().union(*found.values())
-    assert {t.figure for t in (*slo.run, *slo.compare)} <= known
+    comparison = compare(arms(tmp_path, base_s=1.0, cpu_s=0.1), slo)
+    figures = set().union(*comparison.values())
+    assert {t.figure for t in (*slo.run, *slo.compare)} <= figures
     assert slo.compare

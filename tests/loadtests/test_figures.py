@@ -20,19 +20,19 @@ def test_figures_count_what_is_steady_and_answered(tmp_path):
     rows += [row(15) for _ in range(10)]
     rows += [row(15, outcome="stalled"), row(16, outcome="HTTP 503"), row(17, outcome="dropped")]
     rows += [row(18, late=True), row(19, gap_s=0.05)]
-    found = figures([run(tmp_path / "r", rows)], GOODPUT)
-    assert (found["requests"], found["dropped"]) == (44, 1)
-    assert found["failures"] == {"stalled": 1, "HTTP 503": 1}
-    assert found["failure_rate"] == pytest.approx(2 / 44)
-    assert found["late_sends"] == 1
-    assert found["achieved_qps"] == pytest.approx(25 / 15)
-    assert found["answered_qps"] == pytest.approx(22 / 15)
-    assert found["answer_tokens_per_s"] == pytest.approx(66 / 15)
-    assert found["ttft_s"]["p50"] == pytest.approx(0.1)
-    assert found["ttft_first_round_s"]["p50"] == pytest.approx(9.0)
-    assert found["goodput_share"] == pytest.approx(21 / 22)
-    assert found["intended_to_first_token_s"]["p99"] > 0.5  # the late one, by the plan
-    assert found["ttft_s"]["p99"] < 0.31  # by its send
+    steady = figures([run(tmp_path / "r", rows)], GOODPUT)
+    assert (steady["requests"], steady["dropped"]) == (44, 1)
+    assert steady["failures"] == {"stalled": 1, "HTTP 503": 1}
+    assert steady["failure_rate"] == pytest.approx(2 / 44)
+    assert steady["late_sends"] == 1
+    assert steady["achieved_qps"] == pytest.approx(25 / 15)
+    assert steady["answered_qps"] == pytest.approx(22 / 15)
+    assert steady["answer_tokens_per_s"] == pytest.approx(66 / 15)
+    assert steady["ttft_s"]["p50"] == pytest.approx(0.1)
+    assert steady["ttft_first_round_s"]["p50"] == pytest.approx(9.0)
+    assert steady["goodput_share"] == pytest.approx(21 / 22)
+    assert steady["intended_to_first_token_s"]["p99"] > 0.5  # the late one, by the plan
+    assert steady["ttft_s"]["p99"] < 0.31  # by its send
 
 
 def test_percentiles_are_exact_and_unknown_without_values():

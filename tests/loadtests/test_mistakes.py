@@ -43,9 +43,9 @@ print(json.dumps([[each.exit_code, each.output, repr(each.exception)] for each i
 
 def test_of_a_comparison_nothing_starts(tmp_path):
     where = ["--profile", "short", "--report-dir", str(tmp_path / "r"), "--work", str(tmp_path)]
-    given = json.dumps([[*where, *arguments] for arguments, _ in COMPARISONS])
+    cases = json.dumps([[*where, *arguments] for arguments, _ in COMPARISONS])
     done = subprocess.run(
-        [sys.executable, "-c", COMPARE, given],
+        [sys.executable, "-c", COMPARE, cases],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -120,8 +120,8 @@ def test_a_bug_at_the_start_ends_the_run_instead_of_hanging(stub, tmp_path):
     """An error that nobody expects: the users would wait for a run that never begins."""
     code = "import loadtests.run as r; r.Run.client = None; from locust.main import main; main()"
     command = [sys.executable, "-c", code, "-f", "loadtests/locustfile.py", "--headless"]
-    given = OPTIONS | {"--host": stub.url, "--report-dir": tmp_path / "r"}
-    command += [str(word) for pair in given.items() for word in pair]
+    options = OPTIONS | {"--host": stub.url, "--report-dir": tmp_path / "r"}
+    command += [str(word) for pair in options.items() for word in pair]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=40)
     assert done.returncode == 2, done.stderr
     assert "TypeError" in done.stderr

@@ -49,12 +49,12 @@ def test_a_run_leaves_rows_figures_pictures_and_a_page(stub, tmp_path):
     steady = [row for row in rows if 1.0 <= row["started_s"] < 4.0]
     assert len(steady) == pytest.approx(16, abs=2)
     assert all(row["started_s"] - row["due_s"] < 0.1 for row in rows)
-    found = summary["variants"]["server"]
-    assert found["offered_qps"] == pytest.approx(16 / 3)
-    assert found["ttft_s"]["p50"] == pytest.approx(0.05, abs=0.02)
-    assert found["tpot_s"]["p50"] == pytest.approx(0.01, abs=0.005)
-    assert found["device_hit_rate"] == pytest.approx(1 / 4, abs=0.01)
-    assert found["external_hit_rate"] == pytest.approx(2 / 3, abs=0.01)
+    variant = summary["variants"]["server"]
+    assert variant["offered_qps"] == pytest.approx(16 / 3)
+    assert variant["ttft_s"]["p50"] == pytest.approx(0.05, abs=0.02)
+    assert variant["tpot_s"]["p50"] == pytest.approx(0.01, abs=0.005)
+    assert variant["device_hit_rate"] == pytest.approx(1 / 4, abs=0.01)
+    assert variant["external_hit_rate"] == pytest.approx(2 / 3, abs=0.01)
     page = (directory / "report.html").read_text()
     assert page.count("data:image/png;base64,") == len(list(directory.glob("*.png"))) - 1 == 4
     assert (directory / "summary.png").exists()  # all of it in one image

@@ -156,16 +156,16 @@ def _fused(spec: Spec, raw: torch.Tensor | None) -> EngineCache:
 def _split(spec: Spec, raw: torch.Tensor | None) -> EngineCache:
     shape, memory, hint = (SPLIT | PAIR)[spec.kind]
     sizes = {"k": 2, "b": spec.blocks, "n": spec.tokens, "h": spec.heads, "d": spec.dim}
-    one = torch.Size([sizes[a] for a in memory]).numel()
+    elements = torch.Size([sizes[a] for a in memory]).numel()
     pair = spec.kind in PAIR
-    per_layer = 2 * one if pair else one
+    per_layer = 2 * elements if pair else elements
     raw = _buffer(spec, spec.layers * per_layer, raw)
     engine, truth = [], [[], []]
     for layer in range(spec.layers):
         tensors = []
         for plane in range(2 if pair else 1):
-            start = MARGIN + layer * per_layer + plane * one
-            physical = raw[start : start + one].view([sizes[a] for a in memory])
+            start = MARGIN + layer * per_layer + plane * elements
+            physical = raw[start : start + elements].view([sizes[a] for a in memory])
             tensors.append(physical.permute([memory.index(a) for a in shape]))
         engine.append(tuple(tensors) if pair else tensors[0])
         for plane in range(2):

@@ -33,11 +33,11 @@ def memory(connector, tokens: int, dtype=torch.bfloat16, fmt=None):
     gpu = GPU.here
     pinned = gpu is None or gpu.machine.memory == "pinned"
     allocator = ALLOCATOR if pinned else UNPINNED
-    found = allocator.allocate(connector.get_shape(tokens), dtype, fmt)
+    allocated = allocator.allocate(connector.get_shape(tokens), dtype, fmt)
     if gpu is not None and pinned and ON_HOST:
-        gpu.pin(found.raw_tensor)
-    found.tensor.view(torch.uint8).random_(0, 256)
-    return found
+        gpu.pin(allocated.raw_tensor)
+    allocated.tensor.view(torch.uint8).random_(0, 256)
+    return allocated
 
 
 def slots_of(*blocks: int, tokens: int = 4) -> torch.Tensor:

@@ -169,14 +169,14 @@ def store(engine: Engine, reference: Path) -> dict:
     from lmcache_xpu.transfer.gather_scatter import TorchTransfer
 
     asked, began = watch_lookups(), watch_loads()
-    found: dict = {}
+    report: dict = {}
     for name, length in LENGTHS.items():
         engine.forget()
         answer = engine.ask(prompt(length))
-        found[name] = {"recompute": answer, "cold": engine.blocks()}
-    reference.write_text(json.dumps(found))
+        report[name] = {"recompute": answer, "cold": engine.blocks()}
+    reference.write_text(json.dumps(report))
     for name, length in LENGTHS.items():
-        found[name]["cpu"] = hit(engine, prompt(length), found[name]["cold"])
+        report[name]["cpu"] = hit(engine, prompt(length), report[name]["cold"])
 
     scatter = TorchTransfer.scatter
 
@@ -193,16 +193,16 @@ def store(engine: Engine, reference: Path) -> dict:
     for fault, broken in (("shifted", shifted), ("without values", without_values)):
         TorchTransfer.scatter = broken
         for name, length in LENGTHS.items():
-            found[name][fault] = hit(engine, prompt(length), found[name]["cold"])
+            report[name][fault] = hit(engine, prompt(length), report[name]["cold"])
 
     def failing(self, rows, source, first_layer=0):
         raise RuntimeError("planted")
 
     TorchTransfer.scatter = failing
     for name, length in LENGTHS.items():
-        found[name]["failing"] = hit(engine, prompt(length), found[name]["cold"])
+        report[name]["failing"] = hit(engine, prompt(length), report[name]["cold"])
     TorchTransfer.scatter = scatter
-    prompts = {name: {k: v for k, v in f.items() if k != "cold"} for name, f in found.items()}
+    prompts = {name: {k: v for k, v in f.items() if k != "cold"} for name, f in report.items()}
     return {
         "began": list(began),  # before the others, whose loads nobody counts
         "runs": what_runs(engine),
@@ -217,9 +217,9 @@ def store(engine: Engine, reference: Path) -> dict:
 
 def restart(engine: Engine, reference: Path) -> dict:
     cold = json.loads(reference.read_text())
-    found = {name: hit(engine, prompt(n), cold[name]["cold"]) for name, n in LENGTHS.items()}
+    report = {name: hit(engine, prompt(n), cold[name]["cold"]) for name, n in LENGTHS.items()}
     return {
-        "prompts": found,
+        "prompts": report,
         "again": {name: hit(engine, prompt(n), cold[name]["cold"]) for name, n in LENGTHS.items()},
         "disk_hits": engine.llm.collective_rpc(disk_hits)[0],
         "counts": engine.llm.collective_rpc(counts)[0],

@@ -190,7 +190,7 @@ def run(order: str, model: str, directory: Path) -> dict[str, Any]:
     engine.ask(prompt(LAST))
     engine.llm.llm_engine.do_log_stats()
     time.sleep(0.5)
-    found = {
+    report = {
         "visits": visits,
         "events": msgspec.to_builtins(engine.events.heard),
         "lines": lines.lines,
@@ -205,7 +205,7 @@ def run(order: str, model: str, directory: Path) -> dict[str, Any]:
         "counts": engine.llm.collective_rpc(counts_of_ours)[0],
     }
     engine.llm.llm_engine.engine_core.shutdown()  # its processes would hold on to the output
-    return found
+    return report
 
 
 def counts_of_ours(worker: Any) -> Any:
@@ -216,16 +216,16 @@ def counts_of_ours(worker: Any) -> Any:
 
     group = kv_transfer.get_kv_transfer_group()
     [ours] = [
-        one
-        for one in getattr(group, "sub_connectors", [group])
-        if isinstance(one, LMCacheXPUConnector)
+        connector
+        for connector in getattr(group, "sub_connectors", [group])
+        if isinstance(connector, LMCacheXPUConnector)
     ]
-    found = kv_transfer.get_kv_transfer_group
+    get_group = kv_transfer.get_kv_transfer_group
     kv_transfer.get_kv_transfer_group = lambda: ours
     try:
         return counts(worker)
     finally:
-        kv_transfer.get_kv_transfer_group = found
+        kv_transfer.get_kv_transfer_group = get_group
 
 
 if __name__ == "__main__":

@@ -133,9 +133,13 @@ class GPU(Order):
         return self._to(torch.Tensor.to, tensor, "cpu")
 
     def _to(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        given = [*args, kwargs.pop("device", None)]
-        devices = [torch.device(one) for one in given if isinstance(one, str | torch.device)]
-        rest = [one for one in args if not isinstance(one, str | torch.device)]
+        targets = [*args, kwargs.pop("device", None)]
+        devices = [
+            torch.device(argument)
+            for argument in targets
+            if isinstance(argument, str | torch.device)
+        ]
+        rest = [argument for argument in args if not isinstance(argument, str | torch.device)]
         there = devices[0].type == XPU.type if devices else _there(tensor)
         if there == _there(tensor):
             return self._other("to", func, [tensor, *rest], kwargs) if rest or kwargs else tensor
@@ -166,12 +170,12 @@ class GPU(Order):
         return iter(self._wrapped(tensor.unbind(0)) if _there(tensor) else tensor.unbind(0))
 
     def _other(self, name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        given = _tensors([args, kwargs])
-        there = any(map(_there, given))
+        tensors = _tensors([args, kwargs])
+        there = any(map(_there, tensors))
         if (device := kwargs.get("device")) is not None:
             there = torch.device(device).type == XPU.type
             kwargs["device"] = REAL if there else device
-        elif there and name not in _COPIES and any(not _there(t) and t.dim() for t in given):
+        elif there and name not in _COPIES and any(not _there(t) and t.dim() for t in tensors):
             raise RuntimeError(f"{name}: expected all tensors to be on the same device")
         pinned = ON_HOST and kwargs.pop("pin_memory", False)
         result = func(*args, **kwargs)
@@ -180,7 +184,7 @@ class GPU(Order):
         if there:
             result = self._wrapped(result)
         if ON_HOST:
-            self._note(name, args, kwargs, given, result, there=there)
+            self._note(name, args, kwargs, tensors, result, there=there)
         return result
 
     def _wrapped(self, result: Any) -> Any:
@@ -199,7 +203,7 @@ class GPU(Order):
         name: str,
         args: Sequence[Any],
         kwargs: dict[str, Any],
-        given: list[torch.Tensor],
+        arguments: list[torch.Tensor],
         result: Any,
         *,
         there: bool,
@@ -211,13 +215,13 @@ class GPU(Order):
             part = args[0][args[1]]
             shared = part.untyped_storage().data_ptr() == args[0].untyped_storage().data_ptr()
             written.append(part if shared else args[0])
-        storages = {tensor.untyped_storage().data_ptr() for tensor in given}
+        storages = {tensor.untyped_storage().data_ptr() for tensor in arguments}
         results = _tensors(result)
         fresh = [t for t in results if t.untyped_storage().data_ptr() not in storages]
         reads = name in _READ or (bool(fresh or written) and not any(b in name for b in _BLIND))
         actor = self.launch() if there else self.host
-        for tensor in given if reads else ():
-            if not any(tensor is one for one in written) and name != "__setitem__":
+        for tensor in arguments if reads else ():
+            if not any(tensor is target for target in written) and name != "__setitem__":
                 self._access(actor, tensor, write=False)
         for tensor in (*written, *(() if "empty" in name else fresh)):
             self._access(actor, tensor, write=True)
@@ -289,5 +293,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, dict):
         value = list(value.values())
     return (
-        [one for part in value for one in _tensors(part)] if isinstance(value, list | tuple) else []
+        [tensor for part in value for tensor in _tensors(part)]
+        if isinstance(value, list | tuple)
+        else []
     )

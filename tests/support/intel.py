@@ -55,7 +55,11 @@ def on_machines(name: str, here: Iterable[Any], there: Iterable[Any]) -> pytest.
     """A test's cases here, and fewer of them on each machine: kernels are interpreted slowly."""
     cases = [
         *(pytest.param(None, case, id=str(case)) for case in here),
-        *(pytest.param(one, case, id=f"{case} on {one}") for one in INTEL for case in there),
+        *(
+            pytest.param(machine, case, id=f"{case} on {machine}")
+            for machine in INTEL
+            for case in there
+        ),
     ]
     return pytest.mark.parametrize(("machine", name), cases, indirect=["machine"])
 
@@ -172,11 +176,11 @@ class _Translated:
         if constants["TABLE"] and not self._gpu.machine.kernels:
             self._gpu.fault("a kernel addresses memory of the host")
         with torch._C.DisableTorchFunction():
-            given = [
+            arguments = [
                 arg.as_subclass(torch.Tensor) if isinstance(arg, torch.Tensor) else arg
                 for arg in args
             ]
             for at in self._tables:
-                table = given[at]
-                given[at] = torch.where(table < 0, table + (2**64 - OFFSET), table)
-            self._kernel[grid](*given, **constants)
+                table = arguments[at]
+                arguments[at] = torch.where(table < 0, table + (2**64 - OFFSET), table)
+            self._kernel[grid](*arguments, **constants)

@@ -27,11 +27,11 @@ class Database:
         return int.from_bytes(hashlib.sha256(repr((before, tokens)).encode()).digest()[:8], "big")
 
     def names(self, tokens: list[int]) -> list[str]:
-        name, found = self._get_init_hash(), []
+        name, names = self._get_init_hash(), []
         for start in range(0, len(tokens), CHUNK):
             name = self._hash_tokens(tokens[start : start + CHUNK], name)
-            found.append(chunk_name(name))
-        return found
+            names.append(chunk_name(name))
+        return names
 
 
 def request(tokens: list[int], name: str = "r", salt: str | None = None, **other: Any) -> Any:

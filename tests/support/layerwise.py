@@ -39,8 +39,8 @@ def moved(source, here, target, there):
     wanted = target.twin()
     for plane in range(source.planes):
         for layer in range(LAYERS):
-            for one, other in zip(here.tolist(), there.tolist(), strict=True):
-                wanted.put(plane, layer, other, source.token(plane, layer, one))
+            for here_slot, there_slot in zip(here.tolist(), there.tolist(), strict=True):
+                wanted.put(plane, layer, there_slot, source.token(plane, layer, here_slot))
     return wanted.raw
 
 

@@ -54,12 +54,12 @@ def hits(engine: Engine, case: str) -> dict[str, Any]:
         # vLLM's MLA on CPU rounds a prompt's tokens otherwise than an answer's: the second prompt
         # leaves one token to compute, which was an answer's before as well.
         return {str(chunks): hit(engine, chunks * CHUNK, said=1) for chunks in (3, 4)}
-    found = {name: hit(engine, length) for name, length in LENGTHS.items()}
+    report = {name: hit(engine, length) for name, length in LENGTHS.items()}
     if case == "eagle":
         # vLLM leaves the drafter out of the last step: it could not propose so many tokens.
-        found["longest"] = hit(engine, LONGEST - 1)
-        found["not waited for"] = without_waiting(engine)
-    return found
+        report["longest"] = hit(engine, LONGEST - 1)
+        report["not waited for"] = without_waiting(engine)
+    return report
 
 
 def without_waiting(engine: Engine) -> dict[str, Any]:

@@ -63,18 +63,18 @@ def look(engine: Engine) -> dict:
     for length in LENGTHS:
         engine.forget()
         seen.append((prompt(length), ask(engine, prompt(length)), engine.blocks()))
-    found: dict = {"long": [again(engine, *each) for each in seen]}
+    report: dict = {"long": [again(engine, *each) for each in seen]}
 
     engine.forget()
     short = prompt(CHUNK + 50)
     answer = ask(engine, short)
-    found["short"] = again(engine, short, answer, engine.blocks())
+    report["short"] = again(engine, short, answer, engine.blocks())
 
     engine.forget()
     later = prompt(2 * CHUNK + 3)
     answer = ask(engine, later, priority=1)
-    found["unimportant"] = again(engine, later, answer, engine.blocks())
-    found["important"] = again(engine, later, answer, engine.blocks())
+    report["unimportant"] = again(engine, later, answer, engine.blocks())
+    report["important"] = again(engine, later, answer, engine.blocks())
 
     engine.forget()
     start = prompt(2 * CHUNK - 10)  # the answer completes its second chunk
@@ -84,9 +84,9 @@ def look(engine: Engine) -> dict:
     before = engine.external_hits()
     hit = ask(engine, longer)
     hits = engine.external_hits() - before
-    found["answer"] = {"right": hit == ask(engine, longer, cache_salt="another"), "hit": hits}
-    found["collects"] = gc.isenabled()
-    return found
+    report["answer"] = {"right": hit == ask(engine, longer, cache_salt="another"), "hit": hits}
+    report["collects"] = gc.isenabled()
+    return report
 
 
 if __name__ == "__main__":

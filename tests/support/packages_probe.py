@@ -17,12 +17,12 @@ MODULES = ("google.protobuf", "grpc", "numpy", "opentelemetry.sdk.trace", "prome
 
 def hits(engine: Engine) -> dict:
     """Each prompt recomputed, and then hit in the CPU tier with the engine's cache at zero."""
-    found = {}
+    report = {}
     for name, length in LENGTHS.items():
         engine.forget()
         answer = engine.ask(prompt(length))
-        found[name] = {"recompute": answer, **hit(engine, prompt(length), engine.blocks())}
-    return found
+        report[name] = {"recompute": answer, **hit(engine, prompt(length), engine.blocks())}
+    return report
 
 
 def look(model: str, disk: str, packages: list[str]) -> dict:

@@ -23,10 +23,10 @@ def tiers(worker) -> dict[str, Any]:
 
     connector = get_kv_transfer_group()
     connector.worker_side.in_flight.drain()
-    found = connector._lmcache_engine.lmcache_engine.storage_manager.storage_backends
-    for name in list(found["disk"]._writes.pending):
-        found["disk"]._writes.settle(name)
-    return found
+    backends = connector._lmcache_engine.lmcache_engine.storage_manager.storage_backends
+    for name in list(backends["disk"]._writes.pending):
+        backends["disk"]._writes.settle(name)
+    return backends
 
 
 def leave_disk(worker):
@@ -106,19 +106,19 @@ class Case:
         """From memory, and from disk."""
         tokens = prompt(length)
         cold = self.compute(tokens)
-        found = {"memory": self.again(tokens, cold)}
+        report = {"memory": self.again(tokens, cold)}
         self.rpc(leave_disk)
-        return found | {"disk": self.again(tokens, cold)}
+        return report | {"disk": self.again(tokens, cold)}
 
     def faulty(self, chunks: int, plant: Callable, mend: Callable | None) -> dict[str, Any]:
         """Stored by sound ranks, asked again with a fault of one, and once more without."""
         tokens = prompt(chunks * CHUNK + 50)
         cold = self.compute(tokens)
         self.rpc(plant)
-        found = {"faulty": self.again(tokens, cold)}
+        report = {"faulty": self.again(tokens, cold)}
         if mend:
             self.rpc(mend)
-        return found | {"afterwards": self.again(tokens, cold)}
+        return report | {"afterwards": self.again(tokens, cold)}
 
     def full_disk(self, chunks: int) -> dict[str, Any]:
         self.rpc(fill_disk)
@@ -134,12 +134,12 @@ class Case:
 
 def probe(engine: Engine) -> dict[str, Any]:
     case = Case(engine)
-    found: dict[str, Any] = {name: case.hits(length) for name, length in LENGTHS.items()}
+    report: dict[str, Any] = {name: case.hits(length) for name, length in LENGTHS.items()}
     chunks = FAULTS
-    found["loses a chunk"] = case.faulty(chunks["loses a chunk"], lose_a_chunk, None)
-    found["fails its loads"] = case.faulty(chunks["fails its loads"], fail_loads, mend_loads)
-    found["has a full disk"] = case.full_disk(chunks["has a full disk"])
-    return found
+    report["loses a chunk"] = case.faulty(chunks["loses a chunk"], lose_a_chunk, None)
+    report["fails its loads"] = case.faulty(chunks["fails its loads"], fail_loads, mend_loads)
+    report["has a full disk"] = case.full_disk(chunks["has a full disk"])
+    return report
 
 
 if __name__ == "__main__":

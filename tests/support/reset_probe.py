@@ -81,9 +81,9 @@ class Case:
 
     def twice(self, name: str = "stored") -> dict:
         """Asked, and asked again without vLLM's own cache."""
-        found = {"first": self.ask(name)}
+        report = {"first": self.ask(name)}
         self.engine.forget()
-        return found | {"again": self.ask(name)}
+        return report | {"again": self.ask(name)}
 
     def stored(self) -> list[list[int]]:
         return self.engine.llm.collective_rpc(stored)
@@ -122,10 +122,10 @@ def running(case: Case, *, preempt: bool) -> dict:
     after = case.stored()
     advance(engine, said, 1000)
     engine.forget()
-    found = {"reset": reset, "stored": after, "first": case.ask("running")}
+    report = {"reset": reset, "stored": after, "first": case.ask("running")}
     engine.forget()
     engine.llm.collective_rpc(leave_disk)
-    return found | {"again": case.ask("running")}
+    return report | {"again": case.ask("running")}
 
 
 def crowd(case: Case, change_weights: Callable[[], object]) -> dict:
@@ -168,7 +168,7 @@ def connector(engine: Engine):
 def reset(engine: Engine, reference: Path) -> dict:
     case, llm = Case(engine), engine.llm
     core = llm.llm_engine.engine_core.engine_core
-    found: dict = {"plain": case.twice()}
+    report: dict = {"plain": case.twice()}
     first = {name: case.recompute(name) for name in LENGTHS}
     reference.write_text(json.dumps(first))
 
@@ -176,67 +176,67 @@ def reset(engine: Engine, reference: Path) -> dict:
     # Stored under the name of the old weights: nobody can know, until the reset says so.
     engine.forget()
     case.ask("poison")
-    found["before"] = case.stored()
-    found["said"] = llm.reset_prefix_cache(reset_connector=True)
-    found["after"] = case.stored()
-    found["reset"] = case.twice()
-    found["poison"] = case.ask("poison")
+    report["before"] = case.stored()
+    report["said"] = llm.reset_prefix_cache(reset_connector=True)
+    report["after"] = case.stored()
+    report["reset"] = case.twice()
+    report["poison"] = case.ask("poison")
 
     llm.collective_rpc(change)
     core._reset_caches()
-    found["reset caches"] = case.twice()
+    report["reset caches"] = case.twice()
 
     # vLLM's own cache is stale and stays so: what it has of a prompt must not be stored.
     stale = case.ask("running")
     llm.collective_rpc("reload_weights")
     stale = case.ask("running")
     engine.forget()
-    found["stale"] = {"before": stale, "after": case.ask("running")}
-    found["reloaded"] = case.twice()
-    found["first"] = found["reloaded"]["again"]["answer"] == first["stored"]
+    report["stale"] = {"before": stale, "after": case.ask("running")}
+    report["reloaded"] = case.twice()
+    report["first"] = report["reloaded"]["again"]["answer"] == first["stored"]
 
     for level in (1, 2):
         llm.sleep(level)
         llm.wake_up()
-        found[f"sleep {level}"] = case.twice()
+        report[f"sleep {level}"] = case.twice()
     core.pause_scheduler(mode="abort", clear_cache=True)
     core.resume_scheduler()
-    found["pause"] = case.twice()
-    found["running"] = running(case, preempt=True)
-    found["kept running"] = running(case, preempt=False)
+    report["pause"] = case.twice()
+    report["running"] = running(case, preempt=True)
+    report["kept running"] = running(case, preempt=False)
 
     def change_and_reset() -> None:
         llm.collective_rpc(change)
         llm.llm_engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
 
-    found["crowd"] = crowd(case, change_and_reset)
-    found["end"] = case.stored()
-    return found
+    report["crowd"] = crowd(case, change_and_reset)
+    report["end"] = case.stored()
+    return report
 
 
 def restart(engine: Engine, reference: Path) -> dict:
     case, first = Case(engine), json.loads(reference.read_text())
-    found: dict = {"left": case.stored()}
+    report: dict = {"left": case.stored()}
     for name, wanted in first.items():
-        found[name] = case.ask(name)
-        found[name]["first"] = found[name]["answer"] == wanted
-    found["again"] = case.twice()
-    return found
+        report[name] = case.ask(name)
+        report[name]["first"] = report[name]["answer"] == wanted
+    report["again"] = case.twice()
+    return report
 
 
 def ranks(engine: Engine, reference: Path) -> dict:
     case, llm = Case(engine), engine.llm
-    found: dict = {"plain": case.twice()}
+    report: dict = {"plain": case.twice()}
     llm.collective_rpc(change)
-    found["said"] = llm.reset_prefix_cache(reset_connector=True)
-    found["reset"] = case.twice()
+    report["said"] = llm.reset_prefix_cache(reset_connector=True)
+    report["reset"] = case.twice()
     engine.forget()
     llm.collective_rpc("reload_weights")
     # The workers find nothing; the scheduler hears of it with the first step.
-    found["reloaded"] = case.ask("stored")
+    report["reloaded"] = case.ask("stored")
     engine.forget()
-    found["later"] = case.twice()
-    found["entries"] = case.stored()
+    report["later"] = case.twice()
+    report["entries"] = case.stored()
     # What was promised is refused by the workers, and computed.
     llm.collective_rpc(change)
     llm.reset_prefix_cache(reset_connector=True)
@@ -247,8 +247,8 @@ def ranks(engine: Engine, reference: Path) -> dict:
         runs = [request.request_id for request in core.scheduler.running]
         llm.llm_engine.abort_request(runs, internal=True)
 
-    found["crowd"] = crowd(case, reload_and_make_room)
-    return found
+    report["crowd"] = crowd(case, reload_and_make_room)
+    return report
 
 
 if __name__ == "__main__":

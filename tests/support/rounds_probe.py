@@ -70,14 +70,14 @@ def state() -> dict:
 
 if __name__ == "__main__":
     model, disk, rounds = sys.argv[1:]
-    found, states, seconds = [], [], []
+    engines, states, seconds = [], [], []
     for number in range(int(rounds)):
         begin = time.monotonic()
         llm = engine(model, disk, layerwise=bool(number % 2))
-        found.append(ask(llm))
+        engines.append(ask(llm))
         del llm
         states.append(state())
         seconds.append(round(time.monotonic() - begin, 1))
     llm = engine(model, disk, layerwise=False)
-    found.append(ask(llm))
-    print("\n" + json.dumps({"found": found, "states": states, "seconds": seconds}), flush=True)
+    engines.append(ask(llm))
+    print("\n" + json.dumps({"found": engines, "states": states, "seconds": seconds}), flush=True)

@@ -72,20 +72,20 @@ class Router:
         )
         return self._ports.index(port), int(decisions[-1])
 
-    def learns(self, engine: int, events: Sequence[Any], tokens: list[int], found: Any) -> bool:
+    def learns(self, engine: int, events: Sequence[Any], tokens: list[int], indexed: Any) -> bool:
         """Publish until the router answers so for a prompt: a subscription takes a moment."""
         for _ in range(20):
             self.publish(engine, events)
             time.sleep(0.25)
-            if found(*self.ask(tokens)):
+            if indexed(*self.ask(tokens)):
                 return True
         return False
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 @contextmanager

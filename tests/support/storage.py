@@ -82,9 +82,11 @@ class Engine:
 
     def _remember(self, allocate):
         def remembering(*args, **kwargs):
-            found = allocate(*args, **kwargs)
-            self.lent += found if isinstance(found, list) else [found] if found else []
-            return found
+            allocated = allocate(*args, **kwargs)
+            self.lent += (
+                allocated if isinstance(allocated, list) else [allocated] if allocated else []
+            )
+            return allocated
 
         return remembering
 

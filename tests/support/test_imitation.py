@@ -58,19 +58,19 @@ def test_a_missing_wait_is_seen(machine, first: str, then: str, wait: str):
         _ = data.add_(1) if kind == "a write" else data.clone()
 
     data = torch.zeros(8, device="xpu")
-    one, two = Stream(), Stream()
-    for stream in (one, two):
-        stream.wait_stream(GPU.here.streams[0])
-    with one:
+    stream, later_stream = Stream(), Stream()
+    for each in (stream, later_stream):
+        each.wait_stream(GPU.here.streams[0])
+    with stream:
         access(first, data[:5])
         event = Event()
         event.record()
-    with two:
+    with later_stream:
         access(then, data[5:])  # other bytes
         if wait == "an event":
             event.wait()
         elif wait == "a stream":
-            two.wait_stream(one)
+            later_stream.wait_stream(stream)
         elif wait == "the host":
             assert not event.query()
             event.synchronize()

@@ -11,11 +11,11 @@ from lmcache_xpu.tiers.chunk_layout import ChunkLayout
 
 
 def test_tokens_of_a_group_of_layers_are_counted_once():
-    one = ChunkLayout((torch.Size([256, 2, 16]),), (torch.bfloat16,), MemoryFormat.KV_T2D)
+    layer = ChunkLayout((torch.Size([256, 2, 16]),), (torch.bfloat16,), MemoryFormat.KV_T2D)
     two = ChunkLayout((torch.Size([512, 2, 16]),), (torch.bfloat16,), MemoryFormat.KV_T2D)
     all_layers = ChunkLayout((torch.Size([2, 8, 256, 16]),), (torch.int8,), MemoryFormat.KV_2LTD)
     latent = ChunkLayout((torch.Size([512, 16]),), (torch.bfloat16,), MemoryFormat.KV_MLA_FMT)
-    assert one.tokens(16) == two.tokens(32) == all_layers.tokens(16) == latent.tokens(32) == 256
+    assert layer.tokens(16) == two.tokens(32) == all_layers.tokens(16) == latent.tokens(32) == 256
 
 
 def of(**metadata) -> ChunkLayout | None:

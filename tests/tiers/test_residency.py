@@ -97,17 +97,17 @@ def test_layers_of_a_chunk_come_and_go_together(engines):
 @needs_server
 def test_a_server_tells_what_it_has_when_it_is_asked(engine, server):
     first, second = engines = engine(), engine()
-    one, other = (watch(each.manager) for each in engines)
+    nearer, farther = (watch(each.manager) for each in engines)
     first.store(range(3))
-    state = held(one.take())
+    state = held(nearer.take())
     assert state[SHARED] == {0, 1, 2}
     assert second.found(range(5)) == 3
-    assert held(other.take())[SHARED] == {0, 1, 2}
+    assert held(farther.take())[SHARED] == {0, 1, 2}
     server.client.flushall()  # it tells nobody what it evicts
     assert first.found(range(3)) == 0
-    assert held(one.take(), state)[SHARED] == set()
+    assert held(nearer.take(), state)[SHARED] == set()
     assert second.load(0) is None
-    assert other.take() == [Change(SHARED, "0", False)]
+    assert farther.take() == [Change(SHARED, "0", False)]
     for each in engines:
         each.manager.storage_backends["LocalCPUBackend"].clear()
 

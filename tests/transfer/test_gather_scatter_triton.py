@@ -111,15 +111,15 @@ class Recorder:
         return self.launch
 
     def launch(self, *args, **constants) -> None:
-        found = []
+        launches = []
         for name, value in zip(self.names, args, strict=False):  # constants come by name
             if isinstance(value, torch.Tensor):
-                found.append((name, name in self.any_place or value.data_ptr() % 16 == 0))
+                launches.append((name, name in self.any_place or value.data_ptr() % 16 == 0))
             elif name in self.any_value:
-                found.append((name, value.bit_length() > 31))  # its type is still the value's
+                launches.append((name, value.bit_length() > 31))  # its type is still the value's
             else:
-                found.append((name, value == 1, value % 16 == 0))
-        self.seen.add((tuple(found), tuple(constants.items())))
+                launches.append((name, value == 1, value % 16 == 0))
+        self.seen.add((tuple(launches), tuple(constants.items())))
 
 
 @pytest.mark.parametrize("order", ["planes", "layers", "rows"])
@@ -135,8 +135,8 @@ def test_nothing_is_compiled_after_warming_up(heads: int, dim: int, order: str, 
     monkeypatch.setattr(module, "_paged_copy", recorder)
     mover.warm_up()
     assert reaches_host(mover)
-    known = set(recorder.seen)
-    assert len(known) >= 8  # in and out, with rows left out or not, staged or not
+    warmed = set(recorder.seen)
+    assert len(warmed) >= 8  # in and out, with rows left out or not, staged or not
     slots = check_slots(view, torch.arange(64))
     for cached in (0, 5):
         made = request_rows(view, slots, [(0, 32), (32, 64)], cached)
@@ -150,7 +150,7 @@ def test_nothing_is_compiled_after_warming_up(heads: int, dim: int, order: str, 
                 for gather in (True, False):
                     table = torch.zeros(2, dtype=torch.int64)
                     mover.move_chunks(made.chunks(0, 2), table, form, first, gather=gather)
-    assert recorder.seen == known
+    assert recorder.seen == warmed
 
 
 @pytest.mark.parametrize("machine", INTEL[-1:], indirect=True, ids=str)

@@ -49,11 +49,11 @@ def numbers(count: int) -> torch.Tensor:
 @MACHINES
 def test_what_is_uploaded_is_what_was_given():
     upload = PinnedUploads(torch.device(caches.DEVICE), 4096)
-    given = [torch.randint(0, 99, (2, size)) for size in (1, 3, 100, 7, 0, 200, 250, 5, 5000)]
-    there = [upload(tensor) for tensor in given]
-    assert all(one.device.type == caches.DEVICE for one in there)
-    for tensor, one in zip(given, there, strict=True):
-        assert torch.equal(one.cpu(), tensor)
+    uploads = [torch.randint(0, 99, (2, size)) for size in (1, 3, 100, 7, 0, 200, 250, 5, 5000)]
+    there = [upload(tensor) for tensor in uploads]
+    assert all(copy.device.type == caches.DEVICE for copy in there)
+    for tensor, copy in zip(uploads, there, strict=True):
+        assert torch.equal(copy.cpu(), tensor)
 
 
 def test_room_is_taken_only_from_copies_that_are_done(pending):

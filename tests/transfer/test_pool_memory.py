@@ -37,7 +37,7 @@ EXACT = {"PYTORCH_ALLOC_CONF": OURS}
 
 
 @pytest.mark.parametrize(
-    ("given", "merged"),
+    ("before", "merged"),
     [
         ({}, {"PYTORCH_ALLOC_CONF": OURS}),
         ({"PYTORCH_ALLOC_CONF": ""}, {"PYTORCH_ALLOC_CONF": OURS}),
@@ -56,8 +56,8 @@ EXACT = {"PYTORCH_ALLOC_CONF": OURS}
         ({"PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:64"}, {}),
     ],
 )
-def test_what_is_set_of_pinned_memory_stays_and_the_rest_is_added_to(given, merged):
-    assert allocator_variables(given, "2.14.0") == merged
+def test_what_is_set_of_pinned_memory_stays_and_the_rest_is_added_to(before, merged):
+    assert allocator_variables(before, "2.14.0") == merged
 
 
 @pytest.mark.parametrize(("torch_", "told"), [("2.13.0", 1), ("3.0", 1), ("2.9.0", 0), (None, 0)])

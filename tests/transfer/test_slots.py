@@ -25,8 +25,8 @@ def blocks() -> PagedView:
 
 def rows(view: PagedView, slots: list[int], skip: int = 0, spans=None):
     spans = spans or [(0, len(slots))]
-    found = request_rows(view, check_slots(view, torch.tensor(slots)), spans, skip)
-    return [readable(found.chunks(i, i + 1)) for i in range(len(spans))]
+    pieces = request_rows(view, check_slots(view, torch.tensor(slots)), spans, skip)
+    return [readable(pieces.chunks(i, i + 1)) for i in range(len(spans))]
 
 
 def readable(rows: Rows):
@@ -59,10 +59,10 @@ def test_chunks_of_a_request(tokens: PagedView):
 
 def test_chunks_joined(tokens: PagedView):
     def joined(slots: list[int], skip: int = 0):
-        found = request_rows(
+        pieces = request_rows(
             tokens, check_slots(tokens, torch.tensor(slots)), [(0, 2), (3, 5)], skip
         )
-        return readable(found.chunks(0, 2))
+        return readable(pieces.chunks(0, 2))
 
     assert joined([5, 3, 9, 23, 1]) == ([5, 3, 23, 1], None, 4)
     assert joined([5, -1, 9, 23, 1]) == ([5, 23, 1], [0, 2, 3], 4)

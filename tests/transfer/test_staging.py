@@ -56,9 +56,9 @@ def moved(source, target):
     wanted = target.twin()
     for plane in range(2):
         for layer in range(source.spec.layers):
-            for one, other in zip(HERE, THERE, strict=True):
-                if other >= 0:
-                    wanted.put(plane, layer, other, source.token(plane, layer, one))
+            for here_slot, there_slot in zip(HERE, THERE, strict=True):
+                if there_slot >= 0:
+                    wanted.put(plane, layer, there_slot, source.token(plane, layer, here_slot))
     return wanted.raw
 
 
@@ -72,8 +72,8 @@ def batches(request, monkeypatch) -> list[int]:
 
     def batched(sources: torch.Tensor, targets: torch.Tensor, sizes_: torch.Tensor) -> None:
         sizes.append(len(sources))
-        for one in zip(targets.tolist(), sources.tolist(), sizes_.tolist(), strict=True):
-            ctypes.memmove(*one)
+        for copy in zip(targets.tolist(), sources.tolist(), sizes_.tolist(), strict=True):
+            ctypes.memmove(*copy)
 
     if request.param == "in batches":
         if DEVICE != "cpu":
@@ -147,13 +147,13 @@ def test_less_memory_than_asked_for(free: int, monkeypatch, caplog):
     """A smaller step where there is some, a clear error at start where there is none."""
     real, taken = torch.empty, []
 
-    def empty(size, *args, **given):
-        if isinstance(size, int) and size >= 2**20 and not given.get("pin_memory"):
+    def empty(size, *args, **options):
+        if isinstance(size, int) and size >= 2**20 and not options.get("pin_memory"):
             if sum(taken) + size > free:
                 taken.clear()
                 raise torch.OutOfMemoryError("out of memory")
             taken.append(size)
-        return real(size, *args, **given)
+        return real(size, *args, **options)
 
     cache = build(Spec("LBNHC"))
     view = PagedView.from_engine(cache.engine, cache.geometry, num_layers=3)

@@ -66,10 +66,10 @@ class Engine:
     def metric(self, name: str) -> float:
         """A metric's value, summed over its labels."""
         lines = self.ask("GET", "/metrics").splitlines()
-        found = [line for line in lines if re.match(re.escape(name) + r"[{ ]", line)]
-        if not found:
+        samples = [line for line in lines if re.match(re.escape(name) + r"[{ ]", line)]
+        if not samples:
             sys.exit(f"no metric {name} at the engine: is offload switched on?")
-        return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+        return sum(float(line.rsplit(" ", 1)[1]) for line in samples)
 
     def cache_tokens(self) -> int:
         """How many tokens the engine's own cache holds."""

@@ -105,8 +105,8 @@ def test_many_threads_never_see_another_chunk(directory):
                 case 0 | 1:
                     store.put(key, "", contents[key])
                 case 2:
-                    found = load(store, key)
-                    assert found in (None, contents[key])
+                    loaded = load(store, key)
+                    assert loaded in (None, contents[key])
                 case 3:
                     if store.pin(key):
                         store.touch([key])

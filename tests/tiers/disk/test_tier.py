@@ -99,12 +99,12 @@ def test_a_key_is_all_of_its_parts(engines, other):
 
 def test_tags_that_lmcache_writes_alike_are_told_apart(engines):
     engine = engines()
-    one = make_key(0, request_configs={"lmcache.tag.a": "b@c%d"})
+    tagged = make_key(0, request_configs={"lmcache.tag.a": "b@c%d"})
     two = make_key(0, request_configs={"lmcache.tag.a": "b", "lmcache.tag.c": "d"})
-    assert one.to_string() == two.to_string()
-    engine.manager.batched_put([one], [engine.allocate(content(0))])
+    assert tagged.to_string() == two.to_string()
+    engine.manager.batched_put([tagged], [engine.allocate(content(0))])
     engine.settle()
-    assert engine.tier.contains(one)
+    assert engine.tier.contains(tagged)
     assert not engine.tier.contains(two)
 
 

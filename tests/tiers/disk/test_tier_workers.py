@@ -18,19 +18,19 @@ from lmcache_xpu.tiers.disk.tier import DiskTier
 
 def test_workers_share_the_path(engines, tmp_path):
     zero = engines(metadata=make_metadata(0, 2))
-    one = engines(metadata=make_metadata(1, 2))
+    fleet = engines(metadata=make_metadata(1, 2))
     zero.store([0])
-    one.store([1])
+    fleet.store([1])
     assert zero.load([0]) == [0]
     assert zero.load([1]) == []
-    assert one.load([1]) == [1]
+    assert fleet.load([1]) == [1]
     assert (tmp_path / "kv" / "kv-worker-0").stat().st_mode & 0o777 == 0o700
 
 
 def test_fewer_workers_than_before_leave_nothing_behind(engines, tmp_path):
-    one = engines(metadata=make_metadata(1, 2))
-    one.store([0])
-    one.close()
+    fleet = engines(metadata=make_metadata(1, 2))
+    fleet.store([0])
+    fleet.close()
     engines()
     assert list((tmp_path / "kv" / "kv-worker-1").glob("*.lmxkv")) == []
 
@@ -40,13 +40,13 @@ def test_engines_of_one_serve_have_directories_of_their_own(engines, tmp_path):
     alone = engines()
     alone.store([0])
     alone.close()
-    zero, one = engines(), engines(**{"disk.engine": 1})
-    one.store([1])
+    zero, first = engines(), engines(**{"disk.engine": 1})
+    first.store([1])
     assert (zero.load([0]), zero.load([1])) == ([0], [])
-    assert (one.load([0]), one.load([1])) == ([], [1])
+    assert (first.load([0]), first.load([1])) == ([], [1])
     names = {path.name for path in (tmp_path / "kv").iterdir()}
     assert names == {"kv-worker-0", "kv-engine-1-worker-0"}
-    one.close()
+    first.close()
     assert engines(**{"disk.engine": 1}).load([1]) == [1]
 
 
@@ -117,8 +117,8 @@ def test_wrong_settings_are_named(name, value):
 
 
 def test_settings():
-    found = DiskSettings.parse({"disk.path": "/cache", "disk.gib": 0.5})
-    assert (str(found.path), found.limit_bytes, found.threads) == ("/cache", 2**29, 4)
+    parsed = DiskSettings.parse({"disk.path": "/cache", "disk.gib": 0.5})
+    assert (str(parsed.path), parsed.limit_bytes, parsed.threads) == ("/cache", 2**29, 4)
 
 
 def test_a_hash_that_changes_with_the_process_is_refused(monkeypatch):

@@ -153,9 +153,9 @@ def test_stores_and_loads_at_once_neither_mix_nor_stop(engines):
                 obj.tensor.copy_(content(number))
                 objs.append(obj)
             engine.manager.batched_put(keys[: len(objs)], objs)
-            found, _ = engine.manager.batched_contains(keys, pin=True)
-            engine.load(numbers[:found])
-            engine.manager.batched_unpin(keys[:found], ["disk"])
+            hits, _ = engine.manager.batched_contains(keys, pin=True)
+            engine.load(numbers[:hits])
+            engine.manager.batched_unpin(keys[:hits], ["disk"])
             if turn % 5 == 0:
                 engine.tier.remove(keys[0])
 
