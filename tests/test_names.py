@@ -28,7 +28,7 @@ def test_no_variable_is_called_by_a_word_that_says_nothing():
 
 
 def test_variables_of_all_kinds_are_seen():
-    source = "def f(a, *b, **c):\n  d = [e for e in b]\n  for g in d: pass\n  return lambda h: h.i(j=1)"
+    source = "def f(a, *b, **c):\n  d = [e for e in b]\n  for g in d:\n    lambda h: h.i(j=1)"
     assert {name for _, name in variables(source)} == set("abcdegh")
 
 

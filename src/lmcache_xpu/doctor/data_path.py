@@ -18,7 +18,7 @@ def check_connector(factory: ModuleType, names: tuple[str, ...]) -> Check:
     """Check which class vLLM's factory has under the names of connectors."""
     name = "connector"
     classes = {each: factory.KVConnectorFactory.get_connector_class_by_name(each) for each in names}
-    text = ", ".join(f"{each} is {found.__module__}" for each, found in classes.items())
+    text = ", ".join(f"{each} is {kind.__module__}" for each, kind in classes.items())
     others = [each for each in classes if not classes[each].__module__.startswith("lmcache_xpu.")]
     if names[0] in others:
         return fail(name, text, "Another package has that name; install this one alone.")
