@@ -103,7 +103,8 @@ contract: setup ## What moved of what is used: [VLLM=0.34.0] [LMCACHE=...]
 test-containers: setup ## Build the images and test the stack on CPU, with its own Docker
 	@$(BIN)/pytest tests/containers
 
-test-bases: setup ## Build the XPU image on a stand-in with an earlier vLLM (VLLM=0.29.0)
+test-bases: setup ## Packages of every base; the XPU image on a stand-in: [VLLM=0.29.0]
+	@$(BIN)/pytest tests/test_install.py
 	@VLLM=$(or $(VLLM),0.29.0) $(BIN)/pytest -s tests/containers/test_bases.py
 
 helm-check: setup ## Lint and test the chart, without an engine
