@@ -49,7 +49,7 @@ class Engine:
         connector.unfilled = UnfilledBlocks(16)
         engine = EngineBuilder.get_or_create(
             "vllm-instance", config, metadata, connector,
-            lambda tensor, src: tensor, lambda thing, src: thing,
+            lambda tensor, src: tensor, lambda value, src: value,
         )
         engine.post_init()
         self.overlap = InFlight(16)
@@ -118,15 +118,15 @@ def state():
 
 
 disk, rounds = Path(sys.argv[1] if len(sys.argv) > 1 else DISK), ROUNDS
-states, found, filled = [], [], []
+states, counts, filled = [], [], []
 for number in range(rounds + 1):
-    one = Engine(number, disk)
-    found.append((one.found, one.stored))
-    filled.append(one.fill())
-    one.shutdown()
+    engine = Engine(number, disk)
+    counts.append((engine.found, engine.stored))
+    filled.append(engine.fill())
+    engine.shutdown()
     if number == 0:
-        one.shutdown()  # as when a process ends, too
-    del one
+        engine.shutdown()  # as when a process ends, too
+    del engine
     # A socket's thread and its files may take a moment longer than the socket.
     end = time.monotonic() + 5
     while time.monotonic() < end and any(
@@ -136,7 +136,7 @@ for number in range(rounds + 1):
         time.sleep(0.05)
     states.append(now)
 kept = Engine("that is left", disk)
-print(json.dumps({"states": states, "found": found, "filled": filled}))
+print(json.dumps({"states": states, "counts": counts, "filled": filled}))
 """
 
 
@@ -152,8 +152,8 @@ def test_eight_engines_leave_memory_threads_files_and_sockets_as_they_were(tmp_p
         assert state["engines"] == 0
         assert filled - state["mib"] > 48, "a pool has 64 MiB"
         assert state["mib"] < first["mib"] + 16
-    assert result["found"][0] == [0, 64]
-    assert result["found"][1:] == [[64, 64]] * 8, "the disk's directory was free each time"
+    assert result["counts"][0] == [0, 64]
+    assert result["counts"][1:] == [[64, 64]] * 8, "the disk's directory was free each time"
 
 
 def test_a_second_engine_in_the_process_of_one_that_runs_is_refused():

@@ -94,8 +94,8 @@ config = SimpleNamespace(
         distributed_executor_backend="mp", data_parallel_backend="mp"))
 def asked(factory):
     try:
-        found = factory.get_or_create_metadata()
-        return [found.local_worker_id, found.local_world_size, found.role]
+        metadata = factory.get_or_create_metadata()
+        return [metadata.local_worker_id, metadata.local_world_size, metadata.role]
     except IndexError as error:
         return str(error)
 options = LMCacheEngineConfig.from_defaults()

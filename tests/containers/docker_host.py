@@ -218,10 +218,10 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 def _debian_mirror() -> str:
     """The first Debian archive that this machine's apt is configured with."""
     asked = ["apt-get", "indextargets", "--format", "$(REPO_URI)", "Origin: Debian"]
-    words = subprocess.run(asked, capture_output=True, text=True, timeout=60).stdout.split()
-    if not words:
+    archives = subprocess.run(asked, capture_output=True, text=True, timeout=60).stdout.split()
+    if not archives:
         pytest.fail("apt knows no Debian archive here. Configure one, or set SKIP_CONTAINERS=1.")
-    return words[0].rstrip("/")
+    return archives[0].rstrip("/")
 
 
 def _call(*command: str) -> None:

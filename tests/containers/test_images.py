@@ -80,8 +80,8 @@ def test_no_source_tree_came_along(inside):
 
 def test_the_self_check_that_ends_the_build_passes(inside):
     shown = inside("lmcache-xpu", "doctor", "--build", "--json").stdout
-    checks = json.loads(shown[shown.index("{\n") :])  # after LMCache's log
-    outcomes = [check["outcome"] for check in checks["checks"]]
+    report = json.loads(shown[shown.index("{\n") :])  # after LMCache's log
+    outcomes = [check["outcome"] for check in report["checks"]]
     assert outcomes == ["ok"] * 5 + ["skip"] * 2  # a CPU needs neither kernels nor pinned memory
 
 

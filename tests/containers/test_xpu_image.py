@@ -77,8 +77,8 @@ def test_nothing_of_the_base_changes_and_lmcache_is_there(inside, base, image):
 
 def test_the_self_check_that_ends_the_build_passes_for_the_images_user(inside, image):
     shown = inside(image, "lmcache-xpu", "doctor", "--build", "--json").stdout
-    checks = json.loads(shown[shown.index("{\n") :])  # after LMCache's log
-    assert {c["name"]: c["outcome"] for c in checks["checks"]} == {
+    report = json.loads(shown[shown.index("{\n") :])  # after LMCache's log
+    assert {c["name"]: c["outcome"] for c in report["checks"]} == {
         **dict.fromkeys(("versions", "imports", "packages", "patches", "connector"), "ok"),
         **dict.fromkeys(("kernels", "pinning"), "skip"),  # of vLLM for CPU
     }

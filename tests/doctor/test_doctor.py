@@ -38,9 +38,9 @@ def run(*args, **environ):
 def test_the_command_says_what_is_wrong_in_both_languages(tmp_path):
     bad = {"LMCACHE_XPU_CPU_GIB": "100000", "LMCACHE_XPU_MODEL": str(tmp_path)}
     done = run("--json", **bad)
-    checks = json.loads(done.stdout)
-    assert (done.returncode, checks["ok"]) == (1, False)
-    failed = {c["name"]: c["advice"] for c in checks["checks"] if c["outcome"] == "fail"}
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["ok"]) == (1, False)
+    failed = {c["name"]: c["advice"] for c in report["checks"] if c["outcome"] == "fail"}
     assert set(failed) == {"host memory", "model"}
     done = run(**bad, COLUMNS="200")
     assert done.returncode == 1
@@ -65,9 +65,9 @@ def test_the_build_needs_neither_device_nor_settings():
     # Nor the directory that an engine makes: in a container its variable is always set.
     never_made = {"PROMETHEUS_MULTIPROC_DIR": "/no/such"}
     done = run("--build", "--json", LMCACHE_XPU_CPU_GIB="100000", **never_made)
-    checks = json.loads(done.stdout)
-    assert (done.returncode, checks["ok"]) == (0, True), checks
-    assert [c["name"] for c in checks["checks"]] == [
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["ok"]) == (0, True), report
+    assert [c["name"] for c in report["checks"]] == [
         *("versions", "imports", "packages", "patches", "connector", "kernels", "pinning")
     ]
 

@@ -293,7 +293,7 @@ class Disk(RuleBasedStateMachine):
             list(pool.map(work, range(threads)))
         there = {key for key in payloads if key in self.store}
         kept = {key for key in self.chunks if self.pins[key]}
-        sizes = [size_on_disk(len(entry)) for entry in payloads.values()]
+        sizes = [size_on_disk(len(payload)) for payload in payloads.values()]
         # Two threads may write the same chunk: it then takes room twice for a moment.
         room = sum(sizes) + threads * max(sizes) <= self.limit
         if not (kept if not room else set(before)) <= there:

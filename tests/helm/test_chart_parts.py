@@ -75,10 +75,10 @@ from locust.argument_parser import parse_options
 from locust.env import Environment
 from loadtests.options import Options
 from loadtests.workloads import WORKLOADS
-given = parse_options(sys.argv[1:])
-found = Options.of(Environment(parsed_options=given)).model_dump(mode="json")
-found |= {name: getattr(given, name) for name in ("host", "num_users", "tags", "headless")}
-print(json.dumps({**found, "workloads": list(WORKLOADS)}))
+options = parse_options(sys.argv[1:])
+values = Options.of(Environment(parsed_options=options)).model_dump(mode="json")
+values |= {name: getattr(options, name) for name in ("host", "num_users", "tags", "headless")}
+print(json.dumps({**values, "workloads": list(WORKLOADS)}))
 """
     done = subprocess.run(
         [sys.executable, "-c", script, *locust["args"]],

@@ -30,23 +30,23 @@ patches.install()  # by the connector, which vLLM makes when the worker exists
 name = wrapper.compile_or_warm_up_model()
 once = type(wrapper.worker)
 ours = SimpleNamespace(begin_step=events.append, end_enqueueing=lambda: events.append("enqueued"))
-other, found = SimpleNamespace(), []
+other, heard = SimpleNamespace(), []
 for connector, metadata in ((None, "no one's"), (other, "another's"), (ours, None), (ours, "ours")):
     kv_transfer_state._KV_CONNECTOR_AGENT = connector
     step = SimpleNamespace(kv_connector_metadata=metadata, fails=False)
-    found.append((wrapper.execute_model(step), list(events)))
+    heard.append((wrapper.execute_model(step), list(events)))
     events.clear()
 step.fails = True
 try:
     wrapper.execute_model(step)
 except RuntimeError:
-    found.append(events)
+    heard.append(events)
 try:
     wrapper.missing
 except AttributeError as error:
     missing = str(error)
 wrapper.compile_or_warm_up_model()
-print(json.dumps([*found, name, type(wrapper.worker) is once, missing]))
+print(json.dumps([*heard, name, type(wrapper.worker) is once, missing]))
 """
 
 
@@ -91,14 +91,14 @@ wrapper.worker = FakeWorker()
 ours = SimpleNamespace(change_weights=lambda: events.append("told"))
 among_others = SimpleNamespace(_connectors=[SimpleNamespace(), ours])
 changes = [name for name in WEIGHT_CHANGES if hasattr(wrapper, name)]
-found = []
+heard = []
 for connector in (None, SimpleNamespace(), ours, among_others):
     kv_transfer_state._KV_CONNECTOR_AGENT = connector
     for name in changes:
         events.clear()
         assert getattr(wrapper, name)(7) == (7,)
-        found.append([name, *events])
-print(json.dumps([public, list(WEIGHT_CHANGES), changes, found]))
+        heard.append([name, *events])
+print(json.dumps([public, list(WEIGHT_CHANGES), changes, heard]))
 """
 HARMLESS = {
     "compute_weight_checksums",

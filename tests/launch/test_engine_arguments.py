@@ -52,7 +52,7 @@ def test_vllm_reads_every_argument_as_it_was_meant(parser):
         extra_args=("--seed", "7"),
     )
     args = parser.parse_args(vllm_arguments(settings))
-    got = {
+    arguments = {
         "model": args.model_tag,
         "host": args.host,
         "port": args.port,
@@ -72,7 +72,7 @@ def test_vllm_reads_every_argument_as_it_was_meant(parser):
         "eager": args.enforce_eager,
         "seed": args.seed,
     }
-    assert got == {
+    assert arguments == {
         "model": "m",
         "host": "::1",
         "port": 8123,

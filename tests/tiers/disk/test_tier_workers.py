@@ -18,19 +18,19 @@ from lmcache_xpu.tiers.disk.tier import DiskTier
 
 def test_workers_share_the_path(engines, tmp_path):
     zero = engines(metadata=make_metadata(0, 2))
-    fleet = engines(metadata=make_metadata(1, 2))
+    second = engines(metadata=make_metadata(1, 2))
     zero.store([0])
-    fleet.store([1])
+    second.store([1])
     assert zero.load([0]) == [0]
     assert zero.load([1]) == []
-    assert fleet.load([1]) == [1]
+    assert second.load([1]) == [1]
     assert (tmp_path / "kv" / "kv-worker-0").stat().st_mode & 0o777 == 0o700
 
 
 def test_fewer_workers_than_before_leave_nothing_behind(engines, tmp_path):
-    fleet = engines(metadata=make_metadata(1, 2))
-    fleet.store([0])
-    fleet.close()
+    second = engines(metadata=make_metadata(1, 2))
+    second.store([0])
+    second.close()
     engines()
     assert list((tmp_path / "kv" / "kv-worker-1").glob("*.lmxkv")) == []
 
@@ -40,13 +40,13 @@ def test_engines_of_one_serve_have_directories_of_their_own(engines, tmp_path):
     alone = engines()
     alone.store([0])
     alone.close()
-    zero, first = engines(), engines(**{"disk.engine": 1})
-    first.store([1])
-    assert (zero.load([0]), zero.load([1])) == ([0], [])
-    assert (first.load([0]), first.load([1])) == ([], [1])
+    first, second = engines(), engines(**{"disk.engine": 1})
+    second.store([1])
+    assert (first.load([0]), first.load([1])) == ([0], [])
+    assert (second.load([0]), second.load([1])) == ([], [1])
     names = {path.name for path in (tmp_path / "kv").iterdir()}
     assert names == {"kv-worker-0", "kv-engine-1-worker-0"}
-    first.close()
+    second.close()
     assert engines(**{"disk.engine": 1}).load([1]) == [1]
 
 
