@@ -29,6 +29,7 @@ WRONG = {
     "kv_cache_gib": "0",
     "memory_fraction": "1.5",
     "tensor_parallel": "0",
+    "pipeline_parallel": "0",
     "prefix_caching": "perhaps",
     "max_num_batched_tokens": "-5",
     "max_num_seqs": "0",
