@@ -100,11 +100,11 @@ fuzz: setup ## Random cases against an oracle: [EXAMPLES=...] or [SECONDS=600]
 contract: setup ## What moved of what is used: [VLLM=0.34.0] [LMCACHE=...]
 	@$(BIN)/python -m contract $(addprefix --vllm ,$(VLLM)) $(addprefix --lmcache ,$(LMCACHE)) $(ARGS)
 
-test-containers: setup ## Build the images and test the stack on CPU, with its own Docker
-	@$(BIN)/pytest tests/containers
+test-containers: setup ## Build the images, test the stack on CPU in its own Docker: [ALL=1]
+	@$(BIN)/pytest tests/containers $(if $(ALL),,-m "not matrix")
 
 test-bases: setup ## Packages of every base; the XPU image on a stand-in: [VLLM=0.29.0]
-	@$(BIN)/pytest tests/test_install.py
+	@$(BIN)/pytest tests/test_install.py tests/engine/test_packages.py
 	@VLLM=$(or $(VLLM),0.29.0) $(BIN)/pytest -s tests/containers/test_bases.py
 
 helm-check: setup ## Lint and test the chart, without an engine

@@ -67,6 +67,7 @@ def compare(stack, directory, *options: str):
     )
 
 
+@pytest.mark.matrix  # minutes, and what `make loadtest-compare` does in .ci/run without containers
 def test_a_disk_tier_that_a_new_engine_finds(stack, tmp_path):
     """Without offload, then with a disk tier that one engine fills and the next one reads."""
     (slo := tmp_path / "slo.toml").write_text(SLO)

@@ -82,7 +82,6 @@ def run(case: str, mode: str, models: Models, disk: Path) -> subprocess.Complete
         ("mla, two workers", "standard"),
         ("mla, mtp", "layerwise"),
         ("ngram", "standard"),
-        ("eagle", "standard"),
         ("eagle", "layerwise"),
         ("gemma3", "standard"),
         # What each of these puts together others have: two workers in layerwise mode are in
@@ -90,6 +89,7 @@ def run(case: str, mode: str, models: Models, disk: Path) -> subprocess.Complete
         pytest.param(("mla, two workers", "layerwise"), marks=pytest.mark.matrix),
         pytest.param(("mla, mtp", "standard"), marks=pytest.mark.matrix),
         pytest.param(("ngram", "layerwise"), marks=pytest.mark.matrix),
+        pytest.param(("eagle", "standard"), marks=pytest.mark.matrix),
     ],
     ids=", ".join,
 )

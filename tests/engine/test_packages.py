@@ -30,7 +30,10 @@ LAID = (
 
 
 # Of the vLLM that is installed: its image, and what it brings without that.
-BASES = [f"{base}-{versions.installed().vllm}" for base in ("vllm", "ubuntu")]
+BASES = [
+    f"vllm-{versions.installed().vllm}",
+    pytest.param(f"ubuntu-{versions.installed().vllm}", marks=pytest.mark.matrix),
+]
 
 
 @pytest.fixture(scope="module", params=BASES)
