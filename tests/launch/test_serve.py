@@ -28,7 +28,7 @@ def installed(monkeypatch):
 
     def pretend(**versions):
         names = {name.replace("_", "-"): version for name, version in versions.items()}
-        monkeypatch.setattr(module, "_version", names.get)
+        monkeypatch.setattr(module, "version_of", names.get)
 
     return pretend
 

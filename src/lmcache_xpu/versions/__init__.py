@@ -76,7 +76,9 @@ class Versions:
 
 def installed() -> Versions:
     """Read the installed versions from package metadata (imports nothing)."""
-    lmcache, vllm, torch = (_version(name) for name in ("lmcache", "vllm", "torch"))
+    lmcache, vllm, torch = (
+        version_of(*DISTRIBUTIONS[name]) for name in ("lmcache", "vllm", "torch")
+    )
     release = vllm and _release(vllm)
     return Versions(
         lmcache=lmcache and lmcache.partition("+")[0],
@@ -84,6 +86,16 @@ def installed() -> Versions:
         torch=torch and torch.partition("+")[0],
         changed=None if vllm is None or vllm.partition("+")[0] == release else vllm,
     )
+
+
+def version_of(*distributions: str) -> str | None:
+    """Return the whole version of the first of these packages that is installed."""
+    for distribution in distributions:
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
 
 
 def allowed(versions: Versions, environment: Mapping[str, str] = os.environ) -> bool:
@@ -117,12 +129,3 @@ def _release(version: str) -> str:
     if release.endswith(".dev0") and patch.isdigit() and int(patch) > 0:
         return f"{head}.{int(patch) - 1}"
     return release
-
-
-def _version(name: str) -> str | None:
-    for distribution in DISTRIBUTIONS[name]:
-        try:
-            return metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
