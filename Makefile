@@ -18,7 +18,7 @@ demo: setup ## vLLM and LMCache on CPU with this connector: a conversation, time
 	@$(BIN)/lmcache-xpu demo
 
 clean: ## Remove .venv, caches and what the demo left
-	rm -rf .venv build dist .demo .matrix .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache site
+	rm -rf .venv build dist .demo .matrix .contract .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache site
 
 ##@ Run it with Docker
 

@@ -119,10 +119,9 @@ def _changes(
 
 
 def _kinds(name: str, expected: griffe.Function, actual: griffe.Function) -> Iterator[Change]:
-    for label, text in (("async", "a coroutine"),):
-        before, now = label in expected.labels, label in actual.labels
-        if before != now:
-            yield Change(name, f"is {text} now" if now else f"is not {text} any more")
+    before, now = ("async" in each.labels for each in (expected, actual))
+    if before != now:
+        yield Change(name, "is a coroutine now" if now else "is not a coroutine any more")
     for kind in ("classmethod", "staticmethod"):
         before, now = (kind in decorators(each) for each in (expected, actual))
         if before != now:

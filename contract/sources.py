@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
+import subprocess
 import sysconfig
 import tarfile
+import tomllib
 from pathlib import Path
 
 import httpx
+from uv import find_uv_bin
 
-INDEX = "https://pypi.org/simple"
 CACHE = Path(__file__).parents[1] / ".contract"
 
 
@@ -25,7 +27,7 @@ def unpacked(package: str, version: str) -> Path:
     machine. Only the Python files are kept.
 
     Raises:
-        LookupError: PyPI has no source distribution of this version.
+        LookupError: the index has no source distribution of this version.
     """
     folder = CACHE / f"{package}-{version}"
     if not folder.exists():
@@ -36,15 +38,17 @@ def unpacked(package: str, version: str) -> Path:
 
 
 def download(package: str, version: str) -> bytes:
-    """Return a source distribution from PyPI."""
-    headers = {"Accept": "application/vnd.pypi.simple.v1+json"}
-    with httpx.Client(timeout=120, follow_redirects=True) as client:
-        listing = client.get(f"{INDEX}/{package}/", headers=headers).raise_for_status().json()
-        name = f"{package}-{version}.tar.gz"
-        urls = [file["url"] for file in listing["files"] if file["filename"] == name]
-        if not urls:
-            raise LookupError(f"PyPI has no {name}")
-        return client.get(urls[0]).raise_for_status().content
+    """Return a source distribution from the index that uv is configured with."""
+    command = [find_uv_bin(), "pip", "compile", "-q", "--no-deps", "--format", "pylock.toml", "-"]
+    pinned = f"{package}=={version}"
+    done = subprocess.run(command, input=pinned, capture_output=True, text=True)
+    if done.returncode:
+        raise LookupError(f"uv finds no {pinned} ({done.stderr.partition(chr(10))[0]})")
+    [locked] = tomllib.loads(done.stdout)["packages"]
+    if "sdist" not in locked:
+        raise LookupError(f"{pinned} has no source distribution")
+    url = locked["sdist"]["url"]
+    return httpx.get(url, timeout=120, follow_redirects=True).raise_for_status().content
 
 
 def unpack(archive: bytes, package: str, folder: Path) -> None:
