@@ -59,37 +59,32 @@ target "xpu" {
 
 // The same on images of others; docs/guides/images.md says what is known of each.
 target "xpu-llm-scaler" {
-  inherits = ["_image"]
-  target   = "xpu"
+  inherits = ["xpu"]
   args     = { XPU_IMAGE = pinned("intel/llm-scaler-vllm:0.26.0-b2", SCALER_DIGEST) }
   tags     = ["${REGISTRY}/xpu:${TAG}-llm-scaler"]
 }
 
 target "xpu-llm-d" {
-  inherits = ["_image"]
-  target   = "xpu"
+  inherits = ["xpu"]
   args     = { XPU_IMAGE = pinned("ghcr.io/llm-d/llm-d-xpu:v0.9.0", LLMD_DIGEST) }
   tags     = ["${REGISTRY}/xpu:${TAG}-llm-d"]
 }
 
 target "xpu-ubi" {
-  inherits = ["_image"]
-  target   = "xpu"
+  inherits = ["xpu"]
   args     = { XPU_IMAGE = pinned("intel/vllm:0.29.0-ubi10", UBI_DIGEST) }
   tags     = ["${REGISTRY}/xpu:${TAG}-ubi"]
 }
 
 target "xpu-rocky" {
-  inherits = ["_image"]
-  target   = "xpu"
+  inherits = ["xpu"]
   args     = { XPU_IMAGE = pinned("intel/vllm:0.29.0-rockylinux10", ROCKY_DIGEST) }
   tags     = ["${REGISTRY}/xpu:${TAG}-rocky"]
 }
 
 // The same, built up from Ubuntu and Intel's packages.
 target "xpu-ubuntu" {
-  inherits = ["_image"]
-  target   = "xpu"
+  inherits = ["xpu"]
   args     = { XPU_IMAGE = "ubuntu-vllm" }
   tags     = ["${REGISTRY}/xpu:${TAG}-ubuntu"]
 }
@@ -97,8 +92,7 @@ target "xpu-ubuntu" {
 // End of life, for those who must stay on intel-extension-for-pytorch (archived in March 2026).
 // vLLM 0.14.1 is outside of the tested versions: nothing of this package was run with it.
 target "xpu-legacy" {
-  inherits = ["_image"]
-  target   = "xpu"
+  inherits = ["xpu"]
   args = {
     XPU_IMAGE      = pinned("intel/vllm:0.14.1-xpu", LEGACY_DIGEST)
     ALLOW_UNTESTED = "1"

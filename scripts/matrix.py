@@ -1,7 +1,7 @@
 """Run the end-to-end exactness tests on several versions of vLLM: `make matrix` runs it.
 
 Each version has an environment of its own in `.matrix`, with the PyTorch that its wheel for CPU was
-built for. Results are kept in docs/results/vllm-versions.json, of which `make docs` makes tables.
+built for. Results are kept in docs/results/vllm-versions.json.
 """
 
 from __future__ import annotations
