@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_xpu.harness.engine_process import free_port
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCKER = """\
 #!{python}
@@ -86,12 +88,6 @@ class Project:
         """The calls of Docker with this word: arguments, and variables that matter."""
         calls = map(json.loads, self.log.read_text().splitlines()) if self.log.exists() else ()
         return [(words, variables) for words, variables in calls if word in words]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def profiles(words: list[str]) -> set[str]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
+
+from lmcache_xpu.harness.engine_process import free_port
 
 
 @pytest.fixture
 def free():
     """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return free_port()

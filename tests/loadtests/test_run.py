@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import socket
 import time
 import urllib.request
 from urllib.parse import urlencode
@@ -13,6 +12,8 @@ from urllib.parse import urlencode
 import pytest
 from locust_process import end, locust
 from stub_process import stub_server
+
+from lmcache_xpu.harness.engine_process import free_port
 
 pytestmark = pytest.mark.alone
 
@@ -183,10 +184,7 @@ def test_stages_change_the_number_of_users(stub, tmp_path):
 
 
 def test_the_web_page_starts_and_stops_runs(stub, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    directory = tmp_path / "report"
+    port, directory = free_port(), tmp_path / "report"
     page = f"http://127.0.0.1:{port}"
     more = ("--web-host", "127.0.0.1", "--web-port", str(port))
     with locust(stub.url, directory, *more, headless=False, **{"--duration-s": 60}) as process:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 import time
 
 import pytest
 import redis
+
+from lmcache_xpu.harness.engine_process import free_port
 
 PASSWORD = "s3cret"
 PROGRAM = shutil.which("valkey-server") or shutil.which("redis-server")
@@ -19,9 +20,7 @@ class Server:
     """On loopback, with a password; keeps nothing on disk."""
 
     def __init__(self):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}"
         self.client = redis.Redis(port=self.port, password=PASSWORD)
         self.process = None

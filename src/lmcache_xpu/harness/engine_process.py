@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
+import random
 import re
 import shutil
 import signal
@@ -27,6 +29,7 @@ __all__ = ["EngineProcess", "free_port"]
 
 LOG_LINES = 15  # of the log, in an error
 POLL_S = 0.2
+PORTS = (20_000, 30_000)  # below ip_local_port_range and Kubernetes' node ports
 KILL_S = 10.0  # that a killed process may take to go
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -177,10 +180,21 @@ class EngineProcess:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a port that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    """Return a port that nothing listens on now.
+
+    It lies below those that the kernel gives to whoever asks for any: an engine binds its port many
+    seconds from now, and until then another process would be given the same.
+    """
+    while True:
+        port = random.SystemRandom().randrange(*PORTS)
+        try:
+            with socket.socket() as probe:
+                probe.bind((host, port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+        else:
+            return port
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:
