@@ -1,0 +1,72 @@
+"""Make the pages' parts on accepted versions, from what `make matrix` kept: `make docs` runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from environment import ROOT
+from matrix import Result, results
+from reference_docs import rows
+
+from lmcache_xpu.versions import TESTED
+
+BEGIN = "<!-- versions: made by `make docs` -->\n"
+END = "<!-- end of versions -->"
+
+
+def pytorch(result: Result) -> str:
+    """Return a result's PyTorch, with its build where that is not the one for CPU."""
+    version, _, build = result.torch.partition("+")
+    return version if build == "cpu" else f"{version} (PyPI's build)"
+
+
+def matrix_table() -> str:
+    """Return what ran on each version, and when."""
+    head = ("vLLM for CPU", "LMCache", "PyTorch", "tests passed", "failed", "seconds", "date")
+    return rows(
+        head,
+        (
+            (
+                result.vllm,
+                result.lmcache,
+                pytorch(result),
+                str(result.passed),
+                str(result.failed),
+                str(result.seconds),
+                result.date,
+            )
+            for result in results()
+        ),
+    )
+
+
+def accepted_table() -> str:
+    """Return which versions are accepted."""
+    names = {"vLLM": "vllm", "LMCache": "lmcache"}
+    body = [(name, ", ".join(TESTED[package])) for name, package in names.items()]
+    return rows(("", "accepted"), [*body, ("Python", "3.11 to 3.14")])
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "README.md": matrix_table,
+    "docs/faq.md": accepted_table,
+    "docs/reference/models.md": accepted_table,
+}
+
+
+def renewed(text: str, part: str) -> str:
+    """Return a page's text with the part between the comments made anew."""
+    head, _, rest = text.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    return f"{head}{BEGIN}{part}\n{END}{tail}"
+
+
+def main() -> None:
+    """Renew all parts."""
+    for name, part in PARTS.items():
+        path = ROOT / name
+        path.write_text(renewed(path.read_text(), part()))
+
+
+if __name__ == "__main__":
+    main()
