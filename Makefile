@@ -80,7 +80,7 @@ test-ranks: setup ## Two ranks of one engine in both modes: more than make test 
 	@$(BIN)/pytest tests/engine/test_ranks.py
 
 matrix: setup ## Exactness on each accepted vLLM: [VERSIONS=...] [ARGS=...]
-	@$(BIN)/python scripts/matrix.py $(VERSIONS) $(ARGS)
+	@PYTHONPATH=. $(BIN)/python scripts/matrix.py $(VERSIONS) $(ARGS)
 
 integration: setup ## The promises, also when things break, in short: [STACK=compose]
 	@$(if $(filter compose,$(STACK)),docker compose build engine-cpu)

