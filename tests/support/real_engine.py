@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from packaging.version import Version
 from support.probes import connector_options
 
 os.environ.update(
@@ -47,6 +48,28 @@ def digests(worker):
         [hashlib.sha256(b.contiguous().numpy().tobytes()).hexdigest() for b in cache if b.any()]
         for cache in caches(worker)
     ]
+
+
+def _record_every_step(engine: Any) -> None:
+    """Record steps without an answer too.
+
+    Before 0.28, `LLM` leaves these out, and with them what the next request hit (servers do not).
+    """
+    import vllm
+
+    if Version(vllm.__version__) >= Version("0.28"):
+        return
+    take_output = engine.engine_core.get_output
+
+    def get_output():
+        output = take_output()
+        if output.scheduler_stats is not None and not output.outputs:
+            engine.logger_manager.record(
+                scheduler_stats=output.scheduler_stats, iteration_stats=None
+            )
+        return output
+
+    engine.engine_core.get_output = get_output
 
 
 class Engine:
@@ -90,6 +113,7 @@ class Engine:
             **connector,
         }
         self.llm = LLM(model, **{**usual, **options})
+        _record_every_step(self.llm.llm_engine)
 
     def ask(self, tokens: list[int], **options: Any) -> list[int]:
         return self.ask_at_once([tokens], **options)[0]
