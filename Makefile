@@ -80,7 +80,7 @@ test-ranks: setup ## Two ranks of one engine in both modes: more than make test 
 	@$(BIN)/pytest tests/engine/test_ranks.py
 
 matrix: setup ## Exactness on each accepted vLLM: [VERSIONS=...] [ARGS=...]
-	@PYTHONPATH=. $(BIN)/python scripts/matrix.py $(VERSIONS) $(ARGS)
+	@$(BIN)/python scripts/matrix.py $(VERSIONS) $(ARGS)
 
 integration: setup ## The promises, also when things break, in short: [STACK=compose]
 	@$(if $(filter compose,$(STACK)),docker compose build engine-cpu)
@@ -120,6 +120,7 @@ fmt: setup ## Format and fix what lint can fix
 
 docs: setup ## Renew the pages made from the code, build the site into site/
 	@$(BIN)/python scripts/reference_docs.py
+	@$(BIN)/python scripts/version_tables.py
 	@$(BIN)/python scripts/site_mermaid.py
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 

@@ -20,14 +20,21 @@ def pytorch(result: Result) -> str:
     return version if build == "cpu" else f"{version} (PyPI's build)"
 
 
+def version(result: Result) -> str:
+    """Return a result's version of vLLM, with that of its compiled part where it is another."""
+    if result.extension == result.vllm:
+        return result.vllm
+    return f"{result.vllm} (its Python, {result.extension}'s extension)"
+
+
 def matrix_table() -> str:
     """Return what ran on each version, and when."""
-    head = ("vLLM for CPU", "LMCache", "PyTorch", "tests passed", "failed", "seconds", "date")
+    head = ("vLLM", "LMCache", "PyTorch", "tests passed", "failed", "seconds", "date")
     return rows(
         head,
         (
             (
-                result.vllm,
+                version(result),
                 result.lmcache,
                 pytorch(result),
                 str(result.passed),
@@ -58,7 +65,7 @@ def renewed(text: str, part: str) -> str:
     """Return a page's text with the part between the comments made anew."""
     head, _, rest = text.partition(BEGIN)
     _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}{part}\n{END}{tail}"
+    return f"{head}{BEGIN}\n{part}\n\n{END}{tail}"
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from stack import tag
 CHOSEN = "standard and not layers and (recomputed or tier or raises or flipped or salt or add_up)"
 
 
+@pytest.mark.matrix  # minutes, and what `make integration` does in .ci/run without containers
 def test_promises_are_kept_in_containers(host, images, tmp_path):
     report = tmp_path / "report.xml"
     done = subprocess.run(

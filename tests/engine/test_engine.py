@@ -32,11 +32,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_model(EXACT, tmp_path_factory.mktemp("models")))
 
 
-@pytest.fixture(
-    scope="module",
-    params=itertools.product(["standard", "layerwise"], ["default", "newer"]),
-    ids="-".join,
-)
+def pairs():
+    """Modes and runners; two pairs have every mode and every runner."""
+    for mode, runner in itertools.product(["standard", "layerwise"], ["default", "newer"]):
+        both = (mode, runner) in (("standard", "newer"), ("layerwise", "default"))
+        marks = () if both else pytest.mark.matrix
+        yield pytest.param((mode, runner), id=f"{mode}-{runner}", marks=marks)
+
+
+@pytest.fixture(scope="module", params=pairs())
 def place(request, model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     directory = tmp_path_factory.mktemp("-".join(request.param))
     return model, str(directory / "disk"), str(directory / "reference.json"), *request.param
