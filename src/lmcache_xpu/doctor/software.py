@@ -36,7 +36,7 @@ def check_versions(installed: versions.Versions, environ: Mapping[str, str]) -> 
     name = "versions"
     vllm = installed.changed or installed.vllm
     text = f"LMCache {installed.lmcache}, vLLM {vllm}, PyTorch {installed.torch}"
-    tested = ", ".join(f"{key} {' or '.join(all_)}" for key, all_ in versions.TESTED.items())
+    tested = " and ".join(f"{key} {versions.tested_versions(key)}" for key in versions.TESTED)
     if installed.tested and installed.changed:
         return warn(
             name,

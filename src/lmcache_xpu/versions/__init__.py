@@ -101,6 +101,12 @@ def version_of(*distributions: str) -> str | None:
     return None
 
 
+def tested_versions(package: str) -> str:
+    """Return a package's tested versions, for a sentence."""
+    *others, last = TESTED[package]
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 def allowed(versions: Versions, environment: Mapping[str, str] = os.environ) -> bool:
     """Whether these versions were tested, or the environment says to go on with any."""
     return versions.tested or environment.get(UNTESTED_VARIABLE, "") not in ("", "0")
@@ -116,7 +122,7 @@ def check(versions: Versions, environment: Mapping[str, str] = os.environ) -> No
         return
     raise VersionError(
         f"LMCache {versions.lmcache} with vLLM {versions.vllm}",
-        f"LMCache {' or '.join(TESTED['lmcache'])} with vLLM {' or '.join(TESTED['vllm'])}",
+        f"LMCache {tested_versions('lmcache')} with vLLM {tested_versions('vllm')}",
         f"Install a tested version, or set {UNTESTED_VARIABLE}=1 to go on at your own risk.",
     )
 
