@@ -1,0 +1,43 @@
+"""An engine whose start fails ends: every process of it, with the reason in the log, nothing left.
+
+Each failure is planted in one process of a server on CPU; `make test-ranks` runs this.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.whole_engine import WholeEngine
+
+from lmcache_xpu.harness.random_model import EXACT, make_model
+
+pytestmark = [pytest.mark.engine, pytest.mark.matrix]
+
+END_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(EXACT, tmp_path_factory.mktemp("models"))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "process", "hook"),
+    [
+        (1, "scheduler", "__init__"),
+        (1, "worker0", "register_kv_caches"),
+        (2, "scheduler", "__init__"),
+        (2, "worker1", "__init__"),
+        (2, "worker1", "register_kv_caches"),
+    ],
+)
+def test_a_failed_start_ends_every_process(
+    ranks: int, process: str, hook: str, model: Path, tmp_path: Path
+):
+    fault = f"{process}:{hook}"
+    with WholeEngine(model, tmp_path / "log", ranks=ranks, fault=fault) as engine:
+        assert not engine.wait_for_start()
+        assert engine.wait_for_end(END_S) == {}
+        assert f"planted in {process}" in engine.said()
+        assert engine.memory_left() == []
