@@ -24,7 +24,10 @@ FORGETS_STEPS = Version(str(versions.installed().vllm)) < Version("0.28")
 
 
 def probe(step: str, *args: str) -> dict:
-    return printed(run_probe("engine", step, *args))
+    process = run_probe("engine", step, *args)
+    # LMCache's word for a pin that another request had, and that was taken back in its stead.
+    assert "Double unpin" not in process.stdout + process.stderr
+    return printed(process)
 
 
 @pytest.fixture(scope="module")

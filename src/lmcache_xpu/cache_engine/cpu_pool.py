@@ -32,6 +32,25 @@ class LocalCPUBackend(local_cpu_backend.LocalCPUBackend):  # type: ignore[misc] 
         assert not self.hot_cache, "chunks before the tiers were up"
         self.hot_cache = reporting(type(self.hot_cache), changed)
 
+    async def batched_get_non_blocking(
+        self, lookup_id: str, keys: list[Any], transfer_spec: Any = None
+    ) -> list[Any]:
+        """Return the chunks of `keys`, each with one reference more.
+
+        Without a `transfer_spec` this is one layer of a layerwise load, and each chunk gets a pin
+        as well: `retrieve_layer` unpins what it was handed over, as loads of other tiers need it.
+        Of chunks that are here it would take back the pins of look-ups, other requests' too, and
+        they could be evicted before they are loaded.
+
+        Raises:
+            KeyError: if one is not here.
+        """
+        objs: list[Any] = await super().batched_get_non_blocking(lookup_id, keys, transfer_spec)
+        if transfer_spec is None:
+            for obj in objs:
+                obj.pin()
+        return objs
+
 
 def reporting(kind: type, changed: Callable[[Any, bool], None]) -> Any:
     """Return an empty mapping that reports each key that comes or goes.

@@ -31,10 +31,10 @@ def layer_major(numbers):
     return [[make_key(n).split_layers(LAYERS)[layer] for n in numbers] for layer in range(LAYERS)]
 
 
-def load_layers(engine, numbers):
+def load_layers(engine, numbers, location="disk"):
     """As `LMCacheEngine.retrieve_layer`: what came of each layer, references and pins dropped."""
     handed_over, counts = [], []
-    for task in engine.manager.layerwise_batched_get(layer_major(numbers), location="disk"):
+    for task in engine.manager.layerwise_batched_get(layer_major(numbers), location=location):
         objs = task.result(10)
         layer = len(counts)
         for number, obj in zip(numbers, objs, strict=False):
@@ -57,6 +57,24 @@ def test_layerwise_load(engines):
     assert all(engine.manager.contains(key) == "disk" for key in first_layers)
     assert load_layers(engine, range(3)) == [3, 3]
     assert engine.pool_in_use == 0
+
+
+def test_a_layerwise_load_from_the_cpu_tier_leaves_the_pins_of_look_ups(engines):
+    engine = engines(hot=True)
+    store_layers(engine, range(3))
+    keys = [key for layer in layer_major(range(3)) for key in layer]
+    for _ in range(2):  # two requests look the same chunks up
+        for key in keys:
+            assert engine.manager.contains(key, pin=True) == "LocalCPUBackend"
+    pins = [engine.pool.hot_cache[key].meta.pin_count for key in keys]
+    assert pins == [2] * len(keys)
+    for _ in range(2):
+        assert load_layers(engine, range(3), "LocalCPUBackend") == [3, 3]
+        assert [engine.pool.hot_cache[key].meta.pin_count for key in keys] == pins
+    for _ in range(2):
+        engine.manager.batched_unpin(keys)
+    assert not any(engine.pool.hot_cache[key].is_pinned for key in keys)
+    assert {engine.pool.hot_cache[key].get_ref_count() for key in keys} == {1}
 
 
 def test_a_layer_that_cannot_be_loaded_shortens_its_list(engines):
