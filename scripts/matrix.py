@@ -35,7 +35,7 @@ from contract.sources import unpacked  # not installed
 
 MATRIX = ROOT / ".matrix"
 RESULTS = ROOT / "docs/results/vllm-versions.json"
-TESTS = "tests/engine/test_engine.py"
+TESTS = ("tests/engine/test_engine.py", "tests/engine/test_shared_tier.py")
 TOOLS = ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist")
 # In the table.
 PACKAGES = ("torch", "transformers", "lmcache")
@@ -98,10 +98,10 @@ class Environment:
             self._take_python_files()
 
     def test(self, selection: str) -> Result:
-        """Run the tests, all of the file or those that pytest's `-k` selects."""
+        """Run the tests, all of the files or those that pytest's `-k` selects."""
         report = self.path / "report.xml"
         report.unlink(missing_ok=True)
-        command = [str(self.python), "-m", "pytest", "-q", TESTS, f"--junitxml={report}"]
+        command = [str(self.python), "-m", "pytest", "-q", *TESTS, f"--junitxml={report}"]
         began = time.monotonic()
         subprocess.run(
             [*command, "-k", selection] if selection else command,
@@ -192,14 +192,18 @@ def asked_for(texts: Sequence[str] | None) -> list[Requirement]:
 
 
 def results() -> list[Result]:
-    """What is kept, by version."""
+    """What is kept, by version, and of each the whole before the selections."""
     return [Result(**kept) for kept in json.loads(RESULTS.read_text())] if RESULTS.exists() else []
 
 
 def keep(result: Result) -> None:
-    """Keep a result in place of that of the same version."""
-    others = [kept for kept in results() if kept.vllm != result.vllm]
-    ordered = sorted([*others, result], key=lambda kept: Version(kept.vllm))
+    """Keep a result in place of that of the same version and tests; one of all tests, of any."""
+    others = [
+        kept
+        for kept in results()
+        if kept.vllm != result.vllm or result.tests not in ("", kept.tests)
+    ]
+    ordered = sorted([*others, result], key=lambda kept: (Version(kept.vllm), kept.tests))
     RESULTS.write_text(json.dumps([asdict(kept) for kept in ordered], indent=1) + "\n")
 
 

@@ -12,6 +12,8 @@ from lmcache_xpu.versions import TESTED
 
 BEGIN = "<!-- versions: made by `make docs` -->\n"
 END = "<!-- end of versions -->"
+# What is kept of a version, by pytest's `-k`.
+SELECTIONS = {"": "CPU and disk tier", "shared_tier": "shared tier"}
 
 
 def pytorch(result: Result) -> str:
@@ -29,13 +31,17 @@ def version(result: Result) -> str:
 
 def matrix_table() -> str:
     """Return what ran on each version, and when; a column for each."""
-    kept = results()
-    body = {
-        "LMCache, PyTorch": [f"{result.lmcache}, {pytorch(result)}" for result in kept],
-        "passed, failed": [f"{result.passed}, {result.failed}" for result in kept],
-        "seconds, date": [f"{result.seconds}, {result.date}" for result in kept],
-    }
-    head = ("vLLM", *map(version, kept))
+    kept: dict[str, dict[str, Result]] = {}
+    for result in results():
+        kept.setdefault(result.vllm, {})[result.tests] = result
+    last = [next(reversed(by_tests.values())) for by_tests in kept.values()]
+    body = {"LMCache, PyTorch": [f"{result.lmcache}, {pytorch(result)}" for result in last]}
+    for tests, name in SELECTIONS.items():
+        ran = [by_tests.get(tests) for by_tests in kept.values()]
+        if any(ran):
+            body[f"{name}: passed, failed"] = [f"{r.passed}, {r.failed}" if r else "" for r in ran]
+            body[f"{name}: seconds, date"] = [f"{r.seconds}, {r.date}" if r else "" for r in ran]
+    head = ("vLLM", *map(version, last))
     return rows(head, ((name, *cells) for name, cells in body.items()))
 
 

@@ -78,10 +78,11 @@ class Engine:
     def __init__(
         self,
         model: str,
-        disk: str,
+        disk: str | None,
         mode: str,
         *,
         layers_at_once: int = 3,
+        settings: dict[str, Any] | None = None,
         lmcache: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
@@ -96,9 +97,11 @@ class Engine:
                 "model": model,
                 "cpu_gib": 0.25,
                 "disk_path": disk,
+                "disk_gib": None if disk is None else 1,
                 "layerwise": mode == "layerwise",
                 "layers_at_once": layers_at_once,
                 "save_decode": True,  # a preempted request's hit reaches into its answer
+                **(settings or {}),
             }
         )
         connector["kv_transfer_config"]["kv_connector_extra_config"] |= lmcache or {}
