@@ -131,7 +131,7 @@ def run_case(runner: str, schedule: str, mode: str, shape: str) -> None:
     )
     import torch
 
-    from lmcache_xpu.bench.jobs import Engine
+    from lmcache_xpu.bench.engine import Engine
     from lmcache_xpu.launch.engine_arguments import engine_variables
     from lmcache_xpu.launch.settings import Settings
 

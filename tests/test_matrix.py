@@ -29,16 +29,25 @@ def test_a_result_replaces_that_of_its_version(tmp_path, monkeypatch):
         "transformers": "5",
         "lmcache": "0.5",
         "python": "3.11",
-        "tests": "",
     }
     counts = {"failed": 0, "skipped": 0, "seconds": 1}
 
-    def result(vllm: str, passed: int) -> matrix.Result:
-        return matrix.Result(vllm=vllm, date="2026-11-23", passed=passed, **facts, **counts)
+    def result(vllm: str, passed: int, tests: str = "") -> matrix.Result:
+        kept = {**facts, **counts, "vllm": vllm, "tests": tests}
+        return matrix.Result(date="2026-11-23", passed=passed, **kept)
 
     for vllm, passed in (("0.10.0", 1), ("0.9.0", 2), ("0.10.0", 3)):
         matrix.keep(result(vllm, passed))
     assert matrix.results() == [result("0.9.0", 2), result("0.10.0", 3)]
+    for passed in (4, 5):
+        matrix.keep(result("0.9.0", passed, "shared"))
+    assert matrix.results() == [
+        result("0.9.0", 2),
+        result("0.9.0", 5, "shared"),
+        result("0.10.0", 3),
+    ]
+    matrix.keep(result("0.9.0", 6))  # which the selection is a part of
+    assert matrix.results() == [result("0.9.0", 6), result("0.10.0", 3)]
 
 
 def test_what_a_package_of_another_version_needs_is_not_held_either():

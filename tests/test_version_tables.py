@@ -29,3 +29,5 @@ def test_what_is_accepted_passed_in_the_matrix_or_runs_in_ci():
     in_ci = versions.installed().vllm
     assert set(versions.TESTED["vllm"]) == passed | {in_ci}
     assert {result.lmcache for result in results} <= set(versions.TESTED["lmcache"])
+    assert {result.tests for result in results} <= set(version_tables.SELECTIONS)
+    assert all(result.passed and not result.failed for result in results)

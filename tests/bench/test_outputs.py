@@ -69,7 +69,7 @@ def test_a_file_that_fails_late_keeps_no_other_from_being_written(runs, tmp_path
     def fail(*_):
         raise OSError("the disk is full")
 
-    monkeypatch.setattr("lmcache_xpu.bench.outputs.plot", fail)
+    monkeypatch.setattr(Figures, "plot", fail)
     done = bench("--plot", tmp_path / "x.png", "--report", tmp_path / "good.md")
     assert done.exit_code == 2
     assert "the disk is full" in done.stderr

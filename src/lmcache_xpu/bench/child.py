@@ -49,6 +49,7 @@ class Child:
         graphs: bool,
         timeout_s: float,
     ) -> None:
+        self.variant = variant
         self.error: str | None = None  # why there are no more answers
         self._tier = variant.name != "none"
         self._timeout_s = timeout_s

@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from lmcache_xpu.bench.engine import Engine, synchronize
+from lmcache_xpu.bench.load import Conversations, Decoding
+from lmcache_xpu.bench.load_jobs import converse, decode
 from lmcache_xpu.bench.shapes import Turn
-from lmcache_xpu.launch.engine_arguments import engine_variables, vllm_arguments
+from lmcache_xpu.launch.engine_arguments import engine_variables
 from lmcache_xpu.launch.settings import Settings
 
 MARK = "BENCH "
@@ -31,97 +34,6 @@ TURN_REPEATS = 3  # later turns of one history
 def say(**facts: Any) -> None:
     """Print one line for the parent process."""
     print(MARK + json.dumps(facts), flush=True)
-
-
-class Engine:
-    """A vLLM engine in this process.
-
-    Args:
-        settings: the engine's settings.
-    """
-
-    def __init__(self, settings: Settings) -> None:
-        from vllm import LLM, SamplingParams
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-        parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-        # What is left over is for the server.
-        args, _ = parser.parse_known_args(["--model", *vllm_arguments(settings)])
-        self._llm = LLM.from_engine_args(EngineArgs.from_cli_args(args))
-        if settings.device != "cpu":
-            # As vLLM itself has it (0.32; 0.26 did not). Threads that wait for torch's next
-            # parallel operation took the engine's thread up to 50 ms at a time.
-            torch.set_num_threads(1)
-        self._one_token = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
-        self._two_tokens = SamplingParams(max_tokens=2, temperature=0, detokenize=False)
-        self._numbers = random.Random(1)
-
-    def prompt(self, length: int) -> list[int]:
-        """Make up a prompt of tokens that was never used before."""
-        return [self._numbers.randrange(3, 8000) for _ in range(length)]
-
-    def seconds(self, *prompts: list[int]) -> float:
-        """Time these prompts, at once, until all have their first token."""
-        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-        begin = time.perf_counter()
-        self._llm.generate(requests, self._one_token, use_tqdm=False)
-        return time.perf_counter() - begin
-
-    def forget(self) -> None:
-        """Empty the engine's own prefix cache."""
-        if not self._llm.reset_prefix_cache():
-            raise RuntimeError("the engine keeps its prefix cache: blocks are still in use")
-
-    def zero(self) -> None:
-        """Zero the engine's KV cache."""
-        self._llm.collective_rpc(_zero)
-
-    def written(self, prompt: list[int]) -> torch.Tensor:
-        """Return digests `[layers, blocks]` of a prompt's blocks, in order, without the last one.
-
-        In the last block a hit computes a token anew, which may round in another way.
-        """
-        engine: Any = self._llm.llm_engine
-        engine.add_request("written", {"prompt_token_ids": prompt}, self._two_tokens)
-        scheduler = engine.engine_core.engine_core.scheduler
-        digests: torch.Tensor | None = None
-        while engine.has_unfinished_requests():
-            outputs = engine.step()
-            if outputs and not outputs[0].finished and digests is None:
-                (request,) = scheduler.requests
-                blocks = scheduler.kv_cache_manager.get_block_ids(request)[0]
-                size = len(prompt) // (len(prompt) // scheduler.block_size)
-                ids = blocks[: len(prompt) // size - 1]
-                count = scheduler.kv_cache_config.num_blocks
-                digests = self._llm.collective_rpc(_digests, args=(ids, count))[0]
-        assert digests is not None
-        return digests
-
-
-def _zero(worker: Any) -> None:
-    for cache in worker.model_runner.kv_caches:
-        cache.zero_()
-    _synchronize()
-
-
-def _digests(worker: Any, ids: Sequence[int], count: int) -> torch.Tensor:
-    """Return a number per layer and block that depends on every byte and its place."""
-    _synchronize()
-    rows = []
-    for cache in worker.model_runner.kv_caches:
-        blocks = cache.movedim(list(cache.shape).index(count), 0)
-        words = blocks[torch.tensor(ids, device=cache.device)].contiguous()
-        words = words.view(len(ids), -1).view(torch.int16).long()
-        places = torch.arange(words.shape[1], device=cache.device)
-        weights = (places * 2654435761 + 40503) | 1
-        rows.append((words * weights).sum(dim=1).cpu())
-    return torch.stack(rows)
-
-
-def _synchronize() -> None:
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
 
 
 def python_s() -> float:
@@ -155,10 +67,10 @@ def link_gb_s(repeats: int) -> dict[str, float]:
     for name, target, source in (("load", device_memory, host), ("store", host, device_memory)):
         times = []
         for _ in range(repeats + 2):
-            _synchronize()
+            synchronize()
             begin = time.perf_counter()
             target.copy_(source, non_blocking=True)
-            _synchronize()
+            synchronize()
             times.append(time.perf_counter() - begin)
         rates[name] = size / sorted(times)[len(times) // 2] / 1e9
     return rates
@@ -226,11 +138,27 @@ def answer(engine: Engine, job: dict[str, Any], *, tier: bool) -> dict[str, Any]
             return {"rounds": [whole_prompt(engine, length, tier=tier)]}
         case {"later": list() as turns}:
             return {"rounds": later_turns(engine, [Turn(*turn) for turn in turns], tier=tier)}
+        case {"decode": dict() as load}:
+            return {"load": decode(engine, Decoding(**load | {"hit": Turn(**load["hit"])}))}
+        case {"converse": dict() as load}:
+            return {"load": converse(engine, Conversations(**load))}
     raise ValueError(f"a job that is none: {job}")
 
 
 def main() -> None:
     """Start the engine, and do jobs until the standard input ends."""
+    status = 1
+    try:
+        _do_jobs()
+        status = 0
+    except Exception:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # LMCache's threads would keep the process, a failed one too
+
+
+def _do_jobs() -> None:
     settings = Settings.load(json.loads(sys.argv[1]))
     os.environ.update(engine_variables(settings))
     os.environ.update(
@@ -245,8 +173,6 @@ def main() -> None:
         job = json.loads(line)
         time.sleep(SETTLE_S / 2)  # the engine before this one may still store
         say(**answer(engine, job["do"], tier=job["tier"]))
-    sys.stdout.flush()
-    os._exit(0)  # LMCache's threads would keep the process
 
 
 if __name__ == "__main__":

@@ -6,14 +6,27 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 from rich.console import Console
 
-from lmcache_xpu.bench.report import Figures, plot, plot_suffixes, write
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.harness.outputs import check_file
 
-__all__ = ["Outputs"]
+__all__ = ["Outputs", "Page"]
+
+
+class Page(Protocol):
+    """The figures of a run."""
+
+    def as_dict(self, machine: dict[str, str], command: str) -> dict[str, Any]:
+        """Return all of them, for a file."""
+
+    def show(self, console: Console) -> None:
+        """Print them as tables."""
+
+    def plot(self, path: Path) -> None:
+        """Draw them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,23 +58,28 @@ class Outputs:
                 f"--plot {self.plot_file}", "a file that ends in .png, .svg or .pdf"
             )
 
-    def write(self, figures: Figures, machine: dict[str, str], command: str) -> list[str]:
+    def write(self, page: Page, machine: dict[str, str], command: str) -> list[str]:
         """Write the figures so far; one file that fails does not keep the others from it.
 
         Returns:
             A sentence for each file that could not be written.
         """
-
-        def write_json(path: Path) -> None:
-            path.write_text(json.dumps(figures.as_dict(machine, command), indent=1) + "\n")
+        figures = json.dumps(page.as_dict(machine, command), indent=1) + "\n"
 
         def write_report(path: Path) -> None:
-            write(figures, machine, command, path)
+            with path.open("w") as file:
+                facts = Console(file=file, width=160)
+                bench = " ".join(command.split()[:3])
+                facts.print(f"# {bench}", highlight=False)
+                for name, value in {**machine, "command": command}.items():
+                    facts.print(f"{name}: {value}", markup=False, highlight=False)
+                page.show(facts)
+                file.write("\n" + figures)
 
-        tasks: list[tuple[Path | None, Callable[[Path], None]]] = [
-            (self.json_file, write_json),
+        tasks: list[tuple[Path | None, Callable[[Path], object]]] = [
+            (self.json_file, lambda path: path.write_text(figures)),
             (self.report, write_report),
-            (self.plot_file, lambda path: plot(figures, path)),
+            (self.plot_file, page.plot),
         ]
         failures = []
         for path, task in tasks:
@@ -77,3 +95,18 @@ class Outputs:
         for path in (self.report, self.json_file, self.plot_file):
             if path is not None:
                 console.print(f"Written: {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+def plot_suffixes() -> list[str]:
+    """Return the endings of files that a plot can be written to.
+
+    Raises:
+        SettingsError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        raise SettingsError(
+            "no matplotlib", "it to be installed for a plot", "pip install matplotlib"
+        ) from None
+    return sorted(FigureCanvasBase.get_supported_filetypes())

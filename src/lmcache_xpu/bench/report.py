@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +12,6 @@ from rich.table import Table
 
 from lmcache_xpu.bench.runner import Result
 from lmcache_xpu.bench.shapes import Shape
-from lmcache_xpu.errors import SettingsError
 
 
 class Figures:
@@ -80,6 +78,54 @@ class Figures:
             ],
         }
 
+    def show(self, console: Console) -> None:
+        """Print the tables, and below them the engines that failed or restored other bytes."""
+        for question in (
+            _Question("Hit in the tier, ms (and over its limit)", "tier", self.hit_ratio),
+            _Question(
+                "Recompute while storing, ms (and over recomputing alone)",
+                "recompute",
+                self.store_ratio,
+            ),
+            _Question("The engine's own prefix hit, ms", "own prefix"),
+            _Question(
+                "A fixed piece of Python meanwhile, ms: how fast the host was", "python", digits=2
+            ),
+        ):
+            # As a line of its own: a table's title is folded to the table's width.
+            console.print(f"[italic]{question.title}[/italic]", highlight=False)
+            console.print(_table(self, question))
+        for result in self.results:
+            if result.exact is not None and result.exact < 1:
+                console.print(
+                    f"{result.title}: NOT EXACT, {result.exact:.4f} of the blocks restored"
+                )
+            if result.error:
+                console.print(f"{result.title}: {result.error}", markup=False, highlight=False)
+
+    def plot(self, path: Path) -> None:
+        """Draw the hits beside their limits."""
+        from matplotlib.figure import Figure
+
+        rows = [row for row in self.rows if self.limit_ms(row) is not None]
+        results = [r for r in self.results if any("tier" in r.ms.get(row, {}) for row in rows)]
+        figure = Figure(figsize=(10, 4.5), layout="constrained")
+        axes = figure.subplots()
+        width = 0.8 / max(1, len(results))
+        for number, result in enumerate(results):
+            heights = [self.hit_ratio(result, row) or 0 for row in rows]
+            places = [at + (number - (len(results) - 1) / 2) * width for at in range(len(rows))]
+            exact = result.exact is None or result.exact == 1
+            label = result.title if exact else f"{result.title} (not exact)"
+            axes.bar(places, heights, width, label=label, hatch=None if exact else "//")
+        axes.axhline(1, color="black", linewidth=1)
+        axes.set_xticks(range(len(rows)), [row.replace(" (", "\n(") for row in rows])
+        axes.set_xlabel("tokens of the request: cached, or cached + new")
+        axes.set_ylabel("time to first token of a hit over its limit")
+        axes.set_title("A hit in the CPU tier; 1 is the least that it can cost")
+        axes.legend(ncols=2, fontsize="small")
+        figure.savefig(path, dpi=120)
+
 
 class _Question(NamedTuple):
     """One table: a row for each engine, a column for each row of the figures."""
@@ -88,30 +134,6 @@ class _Question(NamedTuple):
     source: str
     ratio: Callable[[Result, str], float | None] | None = None
     digits: int = 1
-
-
-def show(figures: Figures, console: Console) -> None:
-    """Print the tables, and below them the engines that failed or restored other bytes."""
-    for question in (
-        _Question("Hit in the tier, ms (and over its limit)", "tier", figures.hit_ratio),
-        _Question(
-            "Recompute while storing, ms (and over recomputing alone)",
-            "recompute",
-            figures.store_ratio,
-        ),
-        _Question("The engine's own prefix hit, ms", "own prefix"),
-        _Question(
-            "A fixed piece of Python meanwhile, ms: how fast the host was", "python", digits=2
-        ),
-    ):
-        # As a line of its own: a table's title is folded to the table's width.
-        console.print(f"[italic]{question.title}[/italic]", highlight=False)
-        console.print(_table(figures, question))
-    for result in figures.results:
-        if result.exact is not None and result.exact < 1:
-            console.print(f"{result.title}: NOT EXACT, {result.exact:.4f} of the blocks restored")
-        if result.error:
-            console.print(f"{result.title}: {result.error}", markup=False, highlight=False)
 
 
 def _table(figures: Figures, question: _Question) -> Table:
@@ -141,53 +163,3 @@ def _cell(result: Result, row: str, question: _Question) -> str:
     ratio = question.ratio(result, row) if question.ratio else None
     note = "" if ratio is None else f" ({ratio:.2f})"
     return f"{ms:.{question.digits}f}{note}"
-
-
-def plot_suffixes() -> list[str]:
-    """Return the endings of files that a plot can be written to.
-
-    Raises:
-        SettingsError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError:
-        raise SettingsError(
-            "no matplotlib", "it to be installed for a plot", "pip install matplotlib"
-        ) from None
-    return sorted(FigureCanvasBase.get_supported_filetypes())
-
-
-def plot(figures: Figures, path: Path) -> None:
-    """Draw the hits beside their limits."""
-    from matplotlib.figure import Figure
-
-    rows = [row for row in figures.rows if figures.limit_ms(row) is not None]
-    results = [r for r in figures.results if any("tier" in r.ms.get(row, {}) for row in rows)]
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
-    axes = figure.subplots()
-    width = 0.8 / max(1, len(results))
-    for number, result in enumerate(results):
-        heights = [figures.hit_ratio(result, row) or 0 for row in rows]
-        places = [at + (number - (len(results) - 1) / 2) * width for at in range(len(rows))]
-        exact = result.exact is None or result.exact == 1
-        label = result.title if exact else f"{result.title} (not exact)"
-        axes.bar(places, heights, width, label=label, hatch=None if exact else "//")
-    axes.axhline(1, color="black", linewidth=1)
-    axes.set_xticks(range(len(rows)), [row.replace(" (", "\n(") for row in rows])
-    axes.set_xlabel("tokens of the request: cached, or cached + new")
-    axes.set_ylabel("time to first token of a hit over its limit")
-    axes.set_title("A hit in the CPU tier; 1 is the least that it can cost")
-    axes.legend(ncols=2, fontsize="small")
-    figure.savefig(path, dpi=120)
-
-
-def write(figures: Figures, machine: dict[str, str], command: str, path: Path) -> None:
-    """Write one readable file with everything: facts, tables, and the figures as JSON."""
-    with path.open("w") as file:
-        facts = Console(file=file, width=160)
-        facts.print("# lmcache-xpu bench engine", highlight=False)
-        for name, value in {**machine, "command": command}.items():
-            facts.print(f"{name}: {value}", markup=False, highlight=False)
-        show(figures, facts)
-        file.write("\n" + json.dumps(figures.as_dict(machine, command), indent=1) + "\n")

@@ -23,7 +23,6 @@ from lmcache_xpu.bench import runner
 from lmcache_xpu.bench.child import Child
 from lmcache_xpu.bench.machine_report import Part, Save, Show
 from lmcache_xpu.bench.report import Figures
-from lmcache_xpu.bench.report import show as show_figures
 from lmcache_xpu.bench.shapes import Shape, shape_named
 from lmcache_xpu.bench.variants import variants_named
 from lmcache_xpu.errors import EngineError
@@ -113,7 +112,7 @@ def measure(
     def facts(results: list[runner.Result]) -> dict[str, Any]:
         figures = Figures(shape, results)
         page = Console(file=io.StringIO(), width=110)
-        show_figures(figures, page)
+        figures.show(page)
         text = page.file.getvalue()  # type: ignore[attr-defined]  # it is a StringIO
         return figures.as_dict({}, "") | {"text": text}
 

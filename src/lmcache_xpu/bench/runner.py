@@ -7,7 +7,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,28 +23,104 @@ from lmcache_xpu.launch.serve import built_for
 
 
 @dataclass(slots=True)
-class Result:
-    """The figures of one engine.
+class EngineResult:
+    """How an engine's measurement went.
 
     Args:
         variant: its variant's name.
         title: its name for readers.
-        exact: share of blocks that a hit restored to the byte; None without a tier.
-        ms: row -> source -> milliseconds.
-        tokens: row -> cached tokens.
-        link_gb_s: speed of a raw copy; from the engine without a connector.
         error: the cause why it did not start, or did not end.
         seconds: time that its answers took.
     """
 
     variant: str
     title: str
+    error: str | None = field(default=None, kw_only=True)
+    seconds: float = field(default=0.0, kw_only=True)
+
+
+@dataclass(slots=True)
+class Result(EngineResult):
+    """The figures of one engine.
+
+    Args:
+        exact: share of blocks that a hit restored to the byte; None without a tier.
+        ms: row -> source -> milliseconds.
+        tokens: row -> cached tokens.
+        link_gb_s: speed of a raw copy; from the engine without a connector.
+    """
+
     exact: float | None = None
     ms: dict[str, dict[str, float]] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
     link_gb_s: dict[str, float] = field(default_factory=dict)
-    error: str | None = None
-    seconds: float = 0.0
+
+
+class Questions:
+    """Asks engines, and shows what is asked.
+
+    Args:
+        console: where the progress is shown.
+        show: called with what is being done.
+    """
+
+    def __init__(self, console: Console, show: Callable[[str], None] = lambda _: None) -> None:
+        self._console = console
+        self._show = show
+
+    def ask(
+        self, result: EngineResult, child: Child, name: str, job: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return an engine's answer; an empty one, and an error in its result, if it failed.
+
+        Args:
+            result: the engine's.
+            child: its process.
+            name: of the job, for readers.
+            job: see `jobs.answer`.
+        """
+        if result.error is not None:
+            return {}
+        self._show(f"{result.title}: {name}")
+        begin = time.monotonic()
+        with self._console.status(f"{result.title}: {name}"):
+            answer = child.ask(job)
+        result.seconds += time.monotonic() - begin
+        if answer is None:
+            result.error = child.error
+            self._console.print(f"{result.title}: {child.error}", markup=False, highlight=False)
+        return answer or {}
+
+    def end(self, result: EngineResult) -> None:
+        """Say how long an engine took that did not fail."""
+        if result.error is None:
+            self._console.print(f"{result.title}: {result.seconds:.0f} s", highlight=False)
+
+
+def started(
+    shape: Shape, engines: list[Variant], *, in_turn: bool, graphs: bool, timeout_s: float
+) -> Iterator[list[Child]]:
+    """Start engines: yield those that run at once, and end them when the next ones are asked for.
+
+    Args:
+        shape: the model's shape.
+        engines: the engines' variants.
+        in_turn: whether all engines share the device, so that they meet the same host. Else there
+            is one engine after another.
+        graphs: whether vLLM compiles graphs.
+        timeout_s: seconds that an engine may take to start, and for each answer.
+    """
+    device = built_for()
+    with tempfile.TemporaryDirectory() as directory:
+        shape.write(Path(directory))
+        for group in [engines] if in_turn else [[variant] for variant in engines]:
+            with ExitStack() as stack:
+                yield [
+                    stack.enter_context(
+                        Child(variant, shape, directory, device, graphs=graphs, timeout_s=timeout_s)
+                    )
+                    for variant in group
+                ]
 
 
 def run(
@@ -65,30 +141,20 @@ def run(
         shape: the model's shape.
         engines: the engines' variants.
         repeats: repeats of each row; medians count.
-        in_turn: whether all engines share the device, and each row goes to one after another, so
-            that they meet the same host. Else there is one engine after another.
+        in_turn: see `started`; each row then goes to one engine after another.
         graphs: whether vLLM compiles graphs.
         timeout_s: seconds that an engine may take to start, and for each answer.
         console: where the progress is shown.
         save: called with all results so far whenever engines have ended.
         show: called with what is being done.
     """
-    device = built_for()
     results: list[Result] = []
-    with tempfile.TemporaryDirectory() as directory:
-        shape.write(Path(directory))
-        for group in [engines] if in_turn else [[variant] for variant in engines]:
-            with ExitStack() as stack:
-                children = []
-                for variant in group:
-                    child = Child(
-                        variant, shape, directory, device, graphs=graphs, timeout_s=timeout_s
-                    )
-                    result = Result(variant.name, variant.title)
-                    children.append((result, stack.enter_context(child)))
-                _measure(children, shape, repeats, console, show)
-            results += [result for result, _ in children]
-            save(results)
+    groups = started(shape, engines, in_turn=in_turn, graphs=graphs, timeout_s=timeout_s)
+    for children in groups:
+        pairs = [(Result(child.variant.name, child.variant.title), child) for child in children]
+        _measure(pairs, shape, repeats, Questions(console, show))
+        results += [result for result, _ in pairs]
+        save(results)
     return results
 
 
@@ -135,48 +201,29 @@ def _cpu_name() -> str:
 
 
 def _measure(
-    children: list[tuple[Result, Child]],
-    shape: Shape,
-    repeats: int,
-    console: Console,
-    show: Callable[[str], None],
+    children: list[tuple[Result, Child]], shape: Shape, repeats: int, questions: Questions
 ) -> None:
     """Let each child do all jobs, and fill in its result."""
     first = shape.lengths[0]
-    with console.status("") as status:
-
-        def ask(result: Result, child: Child, name: str, job: dict[str, Any]) -> dict[str, Any]:
-            if result.error is not None:
-                return {}
-            status.update(f"{result.title}: {name}")
-            show(f"{result.title}: {name}")
-            begin = time.monotonic()
-            answer = child.ask(job)
-            result.seconds += time.monotonic() - begin
-            if answer is None:
-                result.error = child.error
-                console.print(f"{result.title}: {child.error}", markup=False, highlight=False)
-            return answer or {}
-
-        for result, child in children:
-            ask(result, child, "start", {"warm up": first // 2})
-            if result.variant == "none":
-                result.link_gb_s = ask(result, child, "raw copy", {"link": repeats}).get("link", {})
-            else:
-                result.exact = ask(result, child, "exactness", {"exact": first}).get("exact")
-        for row in shape.rows():
-            rounds: dict[str, list[dict[str, float]]] = {}
-            for _ in range(repeats):
-                for result, child in children:
-                    answer = ask(result, child, row.name, row.job)
-                    rounds.setdefault(result.variant, []).extend(answer.get("rounds", []))
-            for result, _ in children:
-                if result.error is None:
-                    result.ms[row.name] = medians(rounds[result.variant])
-                    result.tokens[row.name] = row.tokens
+    ask = questions.ask
+    for result, child in children:
+        ask(result, child, "start", {"warm up": first // 2})
+        if result.variant == "none":
+            result.link_gb_s = ask(result, child, "raw copy", {"link": repeats}).get("link", {})
+        else:
+            result.exact = ask(result, child, "exactness", {"exact": first}).get("exact")
+    for row in shape.rows():
+        rounds: dict[str, list[dict[str, float]]] = {}
+        for _ in range(repeats):
+            for result, child in children:
+                answer = ask(result, child, row.name, row.job)
+                rounds.setdefault(result.variant, []).extend(answer.get("rounds", []))
+        for result, _ in children:
+            if result.error is None:
+                result.ms[row.name] = medians(rounds[result.variant])
+                result.tokens[row.name] = row.tokens
     for result, _ in children:
-        if result.error is None:
-            console.print(f"{result.title}: {result.seconds:.0f} s", highlight=False)
+        questions.end(result)
 
 
 def medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:

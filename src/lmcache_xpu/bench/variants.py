@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,13 +92,20 @@ def variants(shape: Shape) -> tuple[Variant, ...]:
     )
 
 
-def variants_named(shape: Shape, names: list[str] | None) -> list[Variant]:
+def variants_named(
+    shape: Shape, names: list[str] | None, more: Sequence[Variant] = ()
+) -> list[Variant]:
     """Return the variants of these names, in their own order; all of them without names.
+
+    Args:
+        shape: the model's.
+        names: those that are wanted.
+        more: variants beside the usual ones.
 
     Raises:
         SettingsError: there is none of a name.
     """
-    by_name = {variant.name: variant for variant in variants(shape)}
+    by_name = {variant.name: variant for variant in (*variants(shape), *more)}
     for name in names or ():
         if name not in by_name:
             raise SettingsError(f"variant {name!r}", f"one of {', '.join(by_name)}")

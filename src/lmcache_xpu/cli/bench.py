@@ -22,8 +22,30 @@ Variants = Annotated[
         "given several times (default: all)."
     ),
 ]
+LoadVariants = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="none, ours, ours-layerwise, lmcache, lmcache-layerwise, offloading or room; may be "
+        "given several times (default: all)."
+    ),
+]
 Repeats = Annotated[
     int, typer.Option(min=1, help="Of each request, of later turns three each; medians count.")
+]
+LoadRepeats = Annotated[int, typer.Option(min=1, help="Of each load; medians count.")]
+ShapeName = Annotated[
+    str | None,
+    typer.Option(help="8b, 1b or small (default: small on CPU, 1b on GPUs below 32 GiB, else 8b)."),
+]
+Graphs = Annotated[
+    bool, typer.Option("--graphs", help="With vLLM's compiled graphs; they take minutes.")
+]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")]
+PlotFile = Annotated[
+    Path | None, typer.Option("--plot", help="Write a picture to this file (.png, .svg).")
+]
+Report = Annotated[
+    Path | None, typer.Option(help="Write one file with versions, device and figures.")
 ]
 InTurn = Annotated[
     bool,
@@ -35,35 +57,17 @@ InTurn = Annotated[
 ]
 
 
-@app.callback()
-def _main() -> None:
-    """A group, though it has one command yet."""
-
-
 @app.command()
 def engine(
-    shape: Annotated[
-        str | None,
-        typer.Option(
-            help="8b, 1b or small (default: small on CPU, 1b on GPUs below 32 GiB, else 8b)."
-        ),
-    ] = None,
+    shape: ShapeName = None,
     variant: Variants = None,
     repeats: Repeats = 3,
     in_turn: InTurn = False,
-    graphs: Annotated[
-        bool, typer.Option("--graphs", help="With vLLM's compiled graphs; they take minutes.")
-    ] = False,
+    graphs: Graphs = False,
     timeout_s: TimeoutS = 900,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the figures to this file.")
-    ] = None,
-    plot_file: Annotated[
-        Path | None, typer.Option("--plot", help="Write a picture to this file (.png, .svg).")
-    ] = None,
-    report: Annotated[
-        Path | None, typer.Option(help="Write one file with versions, device and figures.")
-    ] = None,
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
+    report: Report = None,
 ) -> None:
     """Time hits and stores in a real engine with random weights; nothing is downloaded.
 
@@ -74,19 +78,18 @@ def engine(
     """
     from lmcache_xpu.bench import runner
     from lmcache_xpu.bench.outputs import Outputs
-    from lmcache_xpu.bench.report import Figures, show
+    from lmcache_xpu.bench.report import Figures
     from lmcache_xpu.bench.shapes import default_name, shape_named
     from lmcache_xpu.bench.variants import variants_named
     from lmcache_xpu.launch.serve import built_for
 
-    # Ending by SIGTERM would skip what stops the engine.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    _end_engines_by_sigterm()
     console = Console()
     outputs = Outputs(json_file=json_file, report=report, plot_file=plot_file)
     outputs.check()
     model = shape_named(shape or default_name(built_for(), runner.device_memory_bytes()))
     variants = variants_named(model, variant)
-    command = _command(model.name, repeats, variant or [], in_turn=in_turn, graphs=graphs)
+    command = _command("engine", model.name, repeats, variant, in_turn=in_turn, graphs=graphs)
     machine = runner.machine()
     failures: list[str] = []
 
@@ -103,22 +106,91 @@ def engine(
         console=console,
         save=save,
     )
-    show(Figures(model, results), console)
-    if failures:
-        raise SettingsError(
-            "; ".join(failures),
-            "files that can be written",
-            "The figures are above, and in the other files that were named.",
-        )
+    Figures(model, results).show(console)
+    _refuse(failures)
     outputs.name(console)
     ours = [result for result in results if result.variant.startswith("ours")]
     if any(result.error or result.exact != 1 for result in ours):
         raise typer.Exit(1)
 
 
-def _command(shape: str, repeats: int, variants: list[str], *, in_turn: bool, graphs: bool) -> str:
+@app.command()
+def load(
+    shape: ShapeName = None,
+    variant: LoadVariants = None,
+    repeats: LoadRepeats = 1,
+    in_turn: InTurn = False,
+    graphs: Graphs = False,
+    timeout_s: TimeoutS = 900,
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
+    report: Report = None,
+) -> None:
+    """Time two loads in a real engine with random weights; nothing is downloaded.
+
+    What hits cost others: requests decode, alone and then while prompts with cached tokens arrive.
+    What is gained: conversations at once, more than the engine's own cache holds; `room` is an
+    engine whose cache holds them all. Exits with 1 if an engine with this package fails.
+    """
+    from lmcache_xpu.bench import load_runner, runner
+    from lmcache_xpu.bench.load import load_named
+    from lmcache_xpu.bench.load_report import LoadFigures
+    from lmcache_xpu.bench.outputs import Outputs
+    from lmcache_xpu.bench.shapes import default_name
+    from lmcache_xpu.bench.variants import variants_named
+    from lmcache_xpu.launch.serve import built_for
+
+    _end_engines_by_sigterm()
+    console = Console()
+    outputs = Outputs(json_file=json_file, report=report, plot_file=plot_file)
+    outputs.check()
+    loads = load_named(shape or default_name(built_for(), runner.device_memory_bytes()))
+    variants = variants_named(loads.shape, variant, [loads.with_room()])
+    name = loads.shape.name
+    command = _command("load", name, repeats, variant, in_turn=in_turn, graphs=graphs)
+    machine = runner.machine()
+    failures: list[str] = []
+
+    def save(results: list[load_runner.LoadResult]) -> None:
+        failures[:] = outputs.write(LoadFigures(loads, results), machine, command)
+
+    results = load_runner.run(
+        loads,
+        variants,
+        repeats=repeats,
+        in_turn=in_turn,
+        graphs=graphs,
+        timeout_s=timeout_s,
+        console=console,
+        save=save,
+    )
+    LoadFigures(loads, results).show(console)
+    _refuse(failures)
+    outputs.name(console)
+    if any(result.error for result in results if result.variant.startswith("ours")):
+        raise typer.Exit(1)
+
+
+def _end_engines_by_sigterm() -> None:
+    """Let SIGTERM end this process by an exception: it would skip what stops the engine."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+
+def _refuse(failures: list[str]) -> None:
+    """Say which files were not written."""
+    if failures:
+        raise SettingsError(
+            "; ".join(failures),
+            "files that can be written",
+            "The figures are above, and in the other files that were named.",
+        )
+
+
+def _command(
+    bench: str, shape: str, repeats: int, variants: list[str] | None, *, in_turn: bool, graphs: bool
+) -> str:
     """Return the command line that repeats a run."""
-    words = ["lmcache-xpu bench engine", f"--shape {shape}", f"--repeats {repeats}"]
-    words += [f"--variant {name}" for name in variants]
+    words = [f"lmcache-xpu bench {bench}", f"--shape {shape}", f"--repeats {repeats}"]
+    words += [f"--variant {name}" for name in variants or ()]
     words += ["--in-turn"] * in_turn + ["--graphs"] * graphs
     return " ".join(words)

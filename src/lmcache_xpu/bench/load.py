@@ -1,0 +1,181 @@
+"""The loads of `bench load`: what hits cost others, and what conversations at once gain."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from lmcache_xpu.bench.shapes import Shape, Turn, shape_named
+from lmcache_xpu.bench.variants import Variant
+
+__all__ = ["Conversations", "Decoding", "Load", "load_named"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoding:
+    """Requests that decode, alone at first, and then beside hits that arrive one by one.
+
+    Args:
+        requests: how many decode at once.
+        prompt: tokens of each one's prompt.
+        tokens: of each one's answer.
+        hits: how many hits arrive.
+        hit: each of these.
+        answer: tokens of a hit's answer.
+        every_s: seconds between two of them.
+    """
+
+    requests: int
+    prompt: int
+    tokens: int
+    hits: int
+    hit: Turn
+    answer: int
+    every_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversations:
+    """Users that ask at once, each of them round after round.
+
+    Args:
+        users: how many.
+        rounds: requests of each.
+        history: tokens before the first request.
+        new: tokens of each request.
+        answer: tokens of each answer.
+        apart_s: seconds between the first requests of two users.
+        pause_s: seconds from an answer to the next request.
+    """
+
+    users: int
+    rounds: int
+    history: int
+    new: int
+    answer: int
+    apart_s: float
+    pause_s: float
+
+    @property
+    def tokens(self) -> int:
+        """All tokens of all conversations."""
+        return self.users * (self.history + self.rounds * (self.new + self.answer))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Both loads, and the engine that gets them: its own cache is too small for the conversations.
+
+    Args:
+        shape: the model, and the engine's settings.
+        room_gib: KV cache of an engine with room for everything.
+        decoding: the first load.
+        conversations: the second one.
+    """
+
+    shape: Shape
+    room_gib: float
+    decoding: Decoding
+    conversations: Conversations
+
+    def jobs(self) -> dict[str, dict[str, Any]]:
+        """Return the jobs of `jobs.answer`, by load."""
+        return {
+            "decoding": {"decode": asdict(self.decoding)},
+            "conversations": {"converse": asdict(self.conversations)},
+        }
+
+    def with_room(self) -> Variant:
+        """Return the engine that never needs a tier."""
+        return Variant(
+            name="room",
+            title="no connector, room for everything",
+            settings={"offload": False, "kv_cache_gib": self.room_gib},
+        )
+
+
+def _shape(name: str, **settings: float) -> Shape:
+    shape = shape_named(name)
+    return replace(shape, settings={**shape.settings, **settings})
+
+
+def load_named(name: str) -> Load:
+    """Return the load for a shape.
+
+    Raises:
+        SettingsError: there is no shape of this name.
+    """
+    return _LOADS[shape_named(name).name]
+
+
+_LOADS = {
+    load.shape.name: load
+    for load in (
+        Load(
+            shape=_shape("8b", kv_cache_gib=15, cpu_gib=56),
+            room_gib=50,
+            decoding=Decoding(
+                requests=16,
+                prompt=512,
+                tokens=700,
+                hits=8,
+                hit=Turn(32768, 256),
+                answer=4,
+                every_s=0.8,
+            ),
+            conversations=Conversations(
+                users=24,
+                rounds=4,
+                history=12_000,
+                new=1000,
+                answer=64,
+                apart_s=0.15,
+                pause_s=0.05,
+            ),
+        ),
+        Load(
+            shape=_shape("1b", kv_cache_gib=1.5, cpu_gib=6),
+            room_gib=4,
+            decoding=Decoding(
+                requests=8,
+                prompt=512,
+                tokens=700,
+                hits=6,
+                hit=Turn(16384, 256),
+                answer=4,
+                every_s=0.8,
+            ),
+            conversations=Conversations(
+                users=12,
+                rounds=4,
+                history=6000,
+                new=500,
+                answer=64,
+                apart_s=0.15,
+                pause_s=0.05,
+            ),
+        ),
+        Load(
+            shape=_shape("small", kv_cache_gib=0.09, cpu_gib=1),
+            room_gib=1,
+            decoding=Decoding(
+                requests=4,
+                prompt=128,
+                tokens=160,
+                hits=4,
+                hit=Turn(2048, 128),
+                answer=4,
+                every_s=0.5,
+            ),
+            conversations=Conversations(
+                users=6,
+                rounds=3,
+                history=1536,
+                new=128,
+                answer=16,
+                apart_s=0.1,
+                pause_s=0.05,
+            ),
+        ),
+    )
+}

@@ -1,0 +1,238 @@
+"""`lmcache-xpu bench load`: its loads, its figures, and the whole of it with a small engine."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from lmcache_xpu.bench import load_jobs
+from lmcache_xpu.bench.engine import Output
+from lmcache_xpu.bench.jobs import answer
+from lmcache_xpu.bench.load import Conversations, Decoding, load_named
+from lmcache_xpu.bench.load_jobs import Request, converse, decode, drive, spread
+from lmcache_xpu.bench.load_report import LoadFigures
+from lmcache_xpu.bench.load_runner import LoadResult
+from lmcache_xpu.bench.shapes import SHAPES, Turn
+from lmcache_xpu.bench.variants import variants_named
+from lmcache_xpu.cli import app
+from lmcache_xpu.launch.settings import Settings
+
+STEP_S, LOAD_S = 0.01, 0.1  # of a step, and what a prompt adds to the step that it begins in
+
+
+class ImitatedEngine:
+    """Gives each request a token a step; a step in which prompts begin takes longer."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.running: dict[str, int] = {}
+        self.began: list[tuple[float, list[int]]] = []
+        self.forgotten = 0
+        self.most = 0
+        self._begin = 0
+        self._next = 0
+        monkeypatch.setattr(load_jobs.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(load_jobs.time, "sleep", self._sleep)
+
+    def prompt(self, length: int) -> list[int]:
+        self._next += 1
+        return [self._next] * length
+
+    def seconds(self, *prompts: list[int]) -> float:
+        return 0.0
+
+    def forget(self) -> None:
+        assert not self.running
+        self.forgotten += 1
+
+    def add(self, prompt: list[int], tokens: int) -> str:
+        self.began.append((self.now, prompt))
+        self.running[str(len(self.began))] = tokens
+        self._begin += 1
+        return str(len(self.began))
+
+    def step(self) -> list[Output]:
+        self.now += STEP_S + LOAD_S * bool(self._begin)
+        self._begin = 0
+        self.most = max(self.most, len(self.running))
+        self.running = {name: left - 1 for name, left in self.running.items()}
+        outputs = [Output(name, [7], not left) for name, left in self.running.items()]
+        self.running = {name: left for name, left in self.running.items() if left}
+        return outputs
+
+    def _sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    return ImitatedEngine(monkeypatch)
+
+
+DECODING = Decoding(requests=3, prompt=4, tokens=300, hits=2, hit=Turn(8, 2), answer=2, every_s=1.0)
+TALK = Conversations(users=3, rounds=3, history=10, new=2, answer=4, apart_s=0.05, pause_s=0.25)
+
+
+def test_requests_are_asked_when_they_are_due(engine):
+    requests = [Request([1], 2, at_s=0.5), Request([2], 2), Request([3], 1, at_s=0.5)]
+    drive(engine, requests)
+    assert engine.began == [(0, [2]), (0.5, [1]), (0.5, [3])]
+    assert [len(request.times) for request in requests] == [2, 2, 1]
+    assert requests[0].ttft_ms == pytest.approx((STEP_S + LOAD_S) * 1e3)
+
+
+def test_a_hit_is_timed_from_when_it_was_due(engine):
+    """It waits for the step that was on its way."""
+    late = Request([2], 1, at_s=0.001)
+    drive(engine, [Request([1], 3), late])
+    assert late.ttft_ms == pytest.approx((2 * (STEP_S + LOAD_S) - 0.001) * 1e3)
+
+
+def test_others_tokens_are_late_beside_hits_and_nowhere_else(engine):
+    figures = decode(engine, DECODING)
+    assert engine.forgotten == 2
+    assert engine.most == DECODING.requests + 1
+    assert figures["alone"]["max"] == pytest.approx(STEP_S * 1e3)
+    assert figures["with hits"]["p50"] == pytest.approx(STEP_S * 1e3)
+    assert figures["with hits"]["max"] == pytest.approx((STEP_S + LOAD_S) * 1e3)
+    assert figures["ttft"]["n"] == DECODING.hits
+    assert figures["ttft"]["p90"] is None
+    assert figures["tokens_s alone"] == pytest.approx(DECODING.requests / STEP_S)
+    assert figures["tokens_s with hits"] < figures["tokens_s alone"]
+
+
+def test_hits_begin_with_what_was_computed_before(engine, monkeypatch):
+    computed = []
+    monkeypatch.setattr(engine, "seconds", computed.append)
+    decode(engine, DECODING)
+    hits = [prompt for _, prompt in engine.began if len(prompt) == 10]
+    assert [prompt[:8] for prompt in hits] == computed
+
+
+def test_a_conversation_goes_on_from_its_answers(engine):
+    figures = converse(engine, TALK)
+    prompts = [prompt for _, prompt in engine.began]
+    assert len(prompts) == TALK.users * TALK.rounds
+    last = [prompt for prompt in prompts if len(prompt) == 12 + 2 * (4 + 2)]
+    assert len(last) == TALK.users
+    for prompt in last:
+        assert prompt[12:16] == prompt[18:22] == [7] * 4
+        assert prompt[:12] in prompts
+    assert figures["first"]["n"] == 3
+    assert figures["later"]["n"] == 6
+    assert figures["requests_s"] == pytest.approx(9 / engine.now)
+
+
+def test_few_values_have_no_percentiles():
+    assert spread([1.0] * 19)["p99"] is None
+    values = spread([float(value) for value in range(1, 102)])
+    assert (values["p50"], values["p90"], values["p99"], values["max"]) == (51, 91, 100, 101)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_the_engine_is_too_small_and_the_one_with_room_is_not(shape):
+    """And each fits what one request of either load needs."""
+    load = load_named(shape.name)
+    size = load.shape.model.kv_bytes_per_token
+    talk, decoding = load.conversations, load.decoding
+    own, room = load.shape.settings["kv_cache_gib"] * 2**30, load.room_gib * 2**30
+    assert own < talk.tokens * size < room
+    assert load.shape.settings["cpu_gib"] * 2**30 > talk.tokens * size
+    beside = decoding.requests * (decoding.prompt + decoding.tokens)
+    hit = decoding.hit.history + decoding.hit.new + decoding.answer
+    longest = talk.history + talk.rounds * (talk.new + talk.answer)
+    assert (beside + hit) * size < own
+    assert max(hit, longest, load.shape.lengths[0]) < load.shape.settings["max_model_len"] * 1.0
+    assert load.shape.settings["max_model_len"] * size < own
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_jobs_cross_to_the_engine_as_json(engine, shape, monkeypatch):
+    load = load_named(shape.name)
+    asked = []
+    monkeypatch.setattr("lmcache_xpu.bench.jobs.decode", lambda _, job: asked.append(job))
+    monkeypatch.setattr("lmcache_xpu.bench.jobs.converse", lambda _, job: asked.append(job))
+    for job in load.jobs().values():
+        answer(engine, json.loads(json.dumps(job)), tier=True)
+    assert asked == [load.decoding, load.conversations]
+
+
+def test_the_engine_with_room_is_made_of_settings():
+    load = load_named("small")
+    (room,) = variants_named(load.shape, ["room"], [load.with_room()])
+    settings = Settings.load(room.values(load.shape, "model", "cpu", graphs=False))
+    assert (settings.kv_cache_gib, settings.offload) == (1, False)
+
+
+def results(engine):
+    ours = LoadResult("ours", "ours, standard")
+    ours.rounds = {
+        "decoding": [decode(engine, DECODING) for _ in range(2)],
+        "conversations": [converse(engine, TALK)],
+    }
+    return [ours, LoadResult("lmcache", "LMCache, standard", error="AssertionError: layout")]
+
+
+def test_figures_are_shown_written_and_drawn(engine, tmp_path):
+    figures = LoadFigures(load_named("small"), results(engine))
+    console = Console(width=160, record=True, file=io.StringIO())
+    figures.show(console)
+    text = console.export_text()
+    assert "ours, standard" in text
+    assert "LMCache, standard: AssertionError: layout" in text
+    facts = figures.as_dict({"device": "cpu"}, "lmcache-xpu bench load")
+    assert len(json.loads(json.dumps(facts))["results"][0]["rounds"]["decoding"]) == 2
+    figures.plot(tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 5_000
+
+
+def test_what_was_measured_is_written_and_a_failed_engine_of_ours_is_an_error(
+    engine, tmp_path, monkeypatch
+):
+    measured = results(engine)
+
+    def run(load, variants, *, save, repeats, **_):
+        assert [variant.name for variant in variants] == ["ours", "room"]
+        assert repeats == 2
+        save(measured)
+        return measured
+
+    monkeypatch.setattr("lmcache_xpu.bench.load_runner.run", run)
+    monkeypatch.setattr("lmcache_xpu.bench.runner.machine", lambda: {"device": "cpu"})
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # this process keeps its own
+    words = ["bench", "load", "--shape", "small", "--variant", "ours", "--variant", "room"]
+    words += ["--repeats", "2", "--report", str(tmp_path / "x.md")]
+    done = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    report = (tmp_path / "x.md").read_text()
+    assert report.startswith("# lmcache-xpu bench load\n")
+    assert "--shape small --repeats 2 --variant ours --variant room" in report
+    measured[0].error = "RuntimeError: broken"
+    assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 1
+
+
+@pytest.mark.alone
+@pytest.mark.engine
+@pytest.mark.timeout(400)
+def test_hits_beside_others_and_conversations_in_a_real_engine(tmp_path: Path):
+    file = tmp_path / "figures.json"
+    command = ["bench", "load", "--shape", "small", "--variant", "ours", "--json", str(file)]
+    program = Path(sys.executable).with_name("lmcache-xpu")
+    done = subprocess.run([str(program), *command], capture_output=True, text=True, timeout=380)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (result,) = json.loads(file.read_text())["results"]
+    load = load_named("small")
+    (decoding,), (talk,) = (result["rounds"][name] for name in ("decoding", "conversations"))
+    assert decoding["ttft"]["n"] == load.decoding.hits
+    assert 0 < decoding["alone"]["p50"] <= decoding["alone"]["max"]
+    assert decoding["tokens_s with hits"] > 0
+    # The history is loaded in later rounds, and computed in the first one.
+    assert talk["later"]["p50"] < talk["first"]["p50"]
+    assert talk["later"]["n"] == load.conversations.users * (load.conversations.rounds - 1)
