@@ -55,6 +55,9 @@ pictures: setup ## Renew docs' pictures: an engine under load, Prometheus: [ARGS
 bench-engine: setup ## Hits and stores, beside LMCache's own: [ARGS='--report FILE']
 	@$(BIN)/lmcache-xpu bench engine $(ARGS)
 
+bench-load: setup ## Hits beside others, and conversations at once: [ARGS='--report FILE']
+	@$(BIN)/lmcache-xpu bench load $(ARGS)
+
 bench: setup ## The connectors and the demo's engine on CPU; needs a quiet machine
 	@$(BIN)/python measurements/cpu_connectors.py
 	@$(BIN)/python measurements/cpu_engine.py
@@ -138,4 +141,4 @@ helm-package: setup ## Package the chart into dist/: [REGISTRY=oci://...] pushes
 lock: setup ## Renew constraints.txt from pyproject.toml: [UPGRADE=1] all of it
 	@$(PYTHON) scripts/bootstrap.py --lock $(if $(UPGRADE),--upgrade)
 
-.PHONY: help setup demo test test-models test-ranks test-lmcache contract matrix integration integration-long integration-broken fuzz check fmt docs docs-serve bench bench-engine bench-device up up-cpu down logs test-containers test-bases helm-docs helm-check helm-package loadtest loadtest-compare capacity other-clients pictures lock clean
+.PHONY: help setup demo test test-models test-ranks test-lmcache contract matrix integration integration-long integration-broken fuzz check fmt docs docs-serve bench bench-engine bench-load bench-device up up-cpu down logs test-containers test-bases helm-docs helm-check helm-package loadtest loadtest-compare capacity other-clients pictures lock clean

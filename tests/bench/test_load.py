@@ -149,7 +149,7 @@ def test_the_engine_is_too_small_and_the_one_with_room_is_not(shape):
     hit = decoding.hit.history + decoding.hit.new + decoding.answer
     longest = talk.history + talk.rounds * (talk.new + talk.answer)
     assert (beside + hit) * size < own
-    assert max(hit, longest, load.shape.lengths[0]) < load.shape.settings["max_model_len"] * 1.0
+    assert max(hit, longest, load.shape.lengths[0]) < load.shape.settings["max_model_len"]
     assert load.shape.settings["max_model_len"] * size < own
 
 

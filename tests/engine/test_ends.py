@@ -1,6 +1,7 @@
-"""An engine whose start fails ends: every process of it, with the reason in the log, nothing left.
+"""An engine that fails ends: every process of it, with the reason in the log, nothing left.
 
-Each failure is planted in one process of a server on CPU; `make test-ranks` runs this.
+Each failure is planted in one process of a server on CPU, at its start or with the first request;
+or one process is killed. `make test-ranks` runs this.
 """
 
 from __future__ import annotations
@@ -41,3 +42,39 @@ def test_a_failed_start_ends_every_process(
         assert engine.wait_for_end(END_S) == {}
         assert f"planted in {process}" in engine.said()
         assert engine.memory_left() == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "process", "hook"),
+    [
+        (1, "scheduler", "get_num_new_matched_tokens"),
+        (1, "worker0", "wait_for_save"),
+        (2, "scheduler", "build_connector_meta"),
+        (2, "worker1", "start_load_kv"),
+        (2, "worker1", "get_finished"),
+    ],
+)
+def test_a_failure_with_a_request_ends_every_process(
+    ranks: int, process: str, hook: str, model: Path, tmp_path: Path
+):
+    fault = f"{process}:{hook}"
+    with WholeEngine(model, tmp_path / "log", ranks=ranks, fault=fault) as engine:
+        assert engine.wait_for_start()
+        assert not engine.answers()
+        assert engine.wait_for_end(END_S) == {}
+        assert f"planted in {process}" in engine.said()
+        assert engine.memory_left() == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "title"),
+    [(1, "VLLM::EngineCore"), (2, "VLLM::EngineCore"), (2, "VLLM::Worker_TP1")],
+)
+def test_a_killed_process_ends_the_others(ranks: int, title: str, model: Path, tmp_path: Path):
+    with WholeEngine(model, tmp_path / "log", ranks=ranks) as engine:
+        assert engine.wait_for_start()
+        assert engine.answers()
+        engine.kill(title)
+        assert engine.wait_for_end(END_S) == {}
+        assert engine.memory_left() == []
+        assert "died" in engine.said() or "dead" in engine.said()

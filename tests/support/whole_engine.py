@@ -32,10 +32,10 @@ class WholeEngine:
         model: directory of a model.
         log: of all of the engine's processes.
         ranks: workers that share each layer.
-        fault: see `faulty_connector`.
+        fault: see `faulty_connector`; none by default.
     """
 
-    def __init__(self, model: Path, log: Path, *, ranks: int, fault: str) -> None:
+    def __init__(self, model: Path, log: Path, *, ranks: int, fault: str = "") -> None:
         self.log = log
         self.held: set[Path] = set()  # shared memory that the engine had when it was last asked
         self.settings = Settings.load(
@@ -105,7 +105,7 @@ class WholeEngine:
         """Whether it serves; False where it has said that it does not, or has ended."""
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline and self.process.poll() is None:
-            if f"planted in {self._fault.partition(':')[0]}" in self.said():
+            if self._fault and f"planted in {self._fault.partition(':')[0]}" in self.said():
                 return False
             with contextlib.suppress(httpx.TransportError):
                 if httpx.get(self._url("/health"), timeout=5).status_code == httpx.codes.OK:
@@ -114,6 +114,20 @@ class WholeEngine:
             self.processes()
             time.sleep(0.5)
         return False
+
+    def answers(self) -> bool:
+        """Whether it answers a prompt of two chunks."""
+        asked = {"model": str(self.settings.model), "prompt": [*range(300, 850)], "max_tokens": 4}
+        try:
+            answer = httpx.post(self._url("/v1/completions"), json=asked, timeout=60)
+        except httpx.TransportError:
+            return False
+        return answer.status_code == httpx.codes.OK
+
+    def kill(self, title: str) -> None:
+        """Kill its only process whose title begins so."""
+        [pid] = [pid for pid, line in self.processes().items() if line.startswith(title)]
+        os.kill(pid, signal.SIGKILL)
 
     def wait_for_end(self, seconds: float) -> dict[int, str]:
         """Processes that run after so many seconds; none as soon as all have ended."""
