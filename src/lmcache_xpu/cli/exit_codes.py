@@ -19,4 +19,5 @@ BAD_NEWS = {
     "status": "with --url: something has to be mended at the running engine",
     "report": "a part failed or has bad news; the file says which",
     "bench engine": "an engine of this package did not start, or restored wrong bytes",
+    "bench load": "an engine of this package failed",
 }
