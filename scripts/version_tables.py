@@ -29,6 +29,11 @@ def version(result: Result) -> str:
     return f"{result.vllm} (its Python, {result.extension}'s extension)"
 
 
+def outcome(result: Result) -> str:
+    """Return how a result's tests ended, and when."""
+    return f"{result.passed}, {result.failed} ({result.seconds} s, {result.date})"
+
+
 def matrix_table() -> str:
     """Return what ran on each version, and when; a column for each."""
     kept: dict[str, dict[str, Result]] = {}
@@ -39,8 +44,7 @@ def matrix_table() -> str:
     for tests, name in SELECTIONS.items():
         ran = [by_tests.get(tests) for by_tests in kept.values()]
         if any(ran):
-            body[f"{name}: passed, failed"] = [f"{r.passed}, {r.failed}" if r else "" for r in ran]
-            body[f"{name}: seconds, date"] = [f"{r.seconds}, {r.date}" if r else "" for r in ran]
+            body[f"{name}: passed, failed"] = [outcome(result) if result else "" for result in ran]
     head = ("vLLM", *map(version, last))
     return rows(head, ((name, *cells) for name, cells in body.items()))
 
