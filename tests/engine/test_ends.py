@@ -77,4 +77,4 @@ def test_a_killed_process_ends_the_others(ranks: int, title: str, model: Path, t
         engine.kill(title)
         assert engine.wait_for_end(END_S) == {}
         assert engine.memory_left() == []
-        assert "died" in engine.said() or "dead" in engine.said()
+        assert "unexpectedly" in engine.said()  # vLLM's word for what it did not do

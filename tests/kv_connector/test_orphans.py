@@ -13,7 +13,7 @@ from support.scripts import environment
 # A child that waits in C and keeps a thread, as a worker does whose peers have ended.
 FAMILY = """
 import multiprocessing, os, signal, sys, threading, time
-from lmcache_xpu.kv_connector import failed_start, orphans
+from lmcache_xpu.kv_connector import failures, orphans
 orphans.END_S, orphans._POLL_S = 1.0, 0.1
 
 def child(pids):
@@ -34,7 +34,7 @@ WATCH = "orphans.end_with_parent()"
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 FAIL = """
     try:
-        with failed_start.ending_on_failure():
+        with failures.ending_on_failure():
             raise ValueError("planted")
     except ValueError:
         pass  # as far as it got, it waits for others

@@ -16,6 +16,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 from lmcache_xpu.kv_connector import patches
 events = []
 class Worker:
+    parallel_config = SimpleNamespace(world_size=1)
     def execute_model(self, step):
         events.append("vLLM")
         if step.fails:

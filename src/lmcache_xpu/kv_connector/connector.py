@@ -23,7 +23,7 @@ from lmcache_xpu.cache_engine import config as lmcache_config
 from lmcache_xpu.cache_engine.ending import end_with_process
 from lmcache_xpu.cache_engine.kv_cache_facts import check_chunks, check_model, engine_facts
 from lmcache_xpu.kv_connector import patches, stats
-from lmcache_xpu.kv_connector.failed_start import ending_on_failure
+from lmcache_xpu.kv_connector.failures import ending_on_failure
 from lmcache_xpu.kv_connector.kv_events import published
 from lmcache_xpu.kv_connector.orphans import end_with_parent
 from lmcache_xpu.kv_connector.stats import ConnectorStats, PromMetrics

@@ -1,6 +1,6 @@
 """What vLLM's worker tells no connector, and ours must know: a step begins, the weights change.
 
-The worker gets a class of its own, made of `WorkerHooks` and the class that it had.
+And a step that fails on one of several ranks ends that rank's process, see `failures`. The worker gets a class of its own, made of `WorkerHooks` and the class that it had.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed import kv_transfer
+
+from lmcache_xpu.kv_connector.failures import ending_rank_on_failure
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -31,20 +33,27 @@ WEIGHT_CHANGES = (
 )
 
 
+# What belongs to a step beside `execute_model`.
+STEPS = ("sample_tokens",)
+
+
 class WorkerHooks:
     """Stands before the class of a worker; see `hook_worker`."""
+
+    parallel_config: Any  # vLLM's
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         """Compute a step. Our connector hears of it first, and when it is enqueued."""
         group = _group()
         begin, end = (getattr(group, name, None) for name in ("begin_step", "end_enqueueing"))
-        try:
-            if begin is not None and scheduler_output.kv_connector_metadata is not None:
-                begin(scheduler_output.kv_connector_metadata)
-            return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
-        finally:
-            if end is not None:
-                end()
+        with ending_rank_on_failure(self.parallel_config.world_size):
+            try:
+                if begin is not None and scheduler_output.kv_connector_metadata is not None:
+                    begin(scheduler_output.kv_connector_metadata)
+                return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+            finally:
+                if end is not None:
+                    end()
 
 
 def hook_worker(worker: Any) -> None:
@@ -57,6 +66,7 @@ def hook_worker(worker: Any) -> None:
         changes = {
             name: _changing(getattr(kind, name)) for name in WEIGHT_CHANGES if hasattr(kind, name)
         }
+        changes |= {name: _stepping(getattr(kind, name)) for name in STEPS if hasattr(kind, name)}
         worker.__class__ = type(kind.__name__, (WorkerHooks, kind), changes)
 
 
@@ -71,6 +81,17 @@ def _changing(method: Callable[..., Any]) -> Callable[..., Any]:
         return method(worker, *args, **kwargs)
 
     return change
+
+
+def _stepping(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the method of a subclass whose failure ends a rank."""
+
+    @functools.wraps(method)
+    def step(worker: Any, *args: Any, **kwargs: Any) -> Any:
+        with ending_rank_on_failure(worker.parallel_config.world_size):
+            return method(worker, *args, **kwargs)
+
+    return step
 
 
 def _group() -> Any:
