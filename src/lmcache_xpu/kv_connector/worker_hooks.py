@@ -1,6 +1,8 @@
 """What vLLM's worker tells no connector, and ours must know: a step begins, the weights change.
 
-And a step that fails on one of several ranks ends that rank's process, see `failures`. The worker gets a class of its own, made of `WorkerHooks` and the class that it had.
+A step that fails on one of several ranks ends that rank's process, see `failures`.
+
+The worker gets a class of its own, made of `WorkerHooks` and the class that it had.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from lmcache_xpu.kv_connector.failures import ending_rank_on_failure
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-__all__ = ["WEIGHT_CHANGES", "WorkerHooks", "hook_worker"]
+__all__ = ["STEPS", "WEIGHT_CHANGES", "WorkerHooks", "hook_worker"]
 
 # What a worker of vLLM 0.32 offers that leaves it with other weights, or may.
 WEIGHT_CHANGES = (

@@ -6,3 +6,4 @@ class WorkerWrapperBase:
 
 class WorkerBase:
     model_runner: Any
+    parallel_config: Any
