@@ -25,7 +25,7 @@ from contract.sources import installed
 from contract.uses import PACKAGES, SOURCE, place, subclasses
 from lmcache_xpu import versions
 from lmcache_xpu.kv_connector.patches import PATCHES, STOCK
-from lmcache_xpu.kv_connector.worker_hooks import STEPS, WEIGHT_CHANGES
+from lmcache_xpu.kv_connector.worker_hooks import WEIGHT_CHANGES, WorkerHooks
 
 ROOT = Path(__file__).resolve().parents[1]
 STUB = """
@@ -108,7 +108,9 @@ def test_every_override_is_declared():
 def test_what_is_replaced_or_hooked_at_run_time_is_declared():
     names = [patch.name for patch in PATCHES]
     names += [STOCK.name.partition("[")[0]]
-    names += [f"vllm.v1.worker.gpu_worker.Worker.{name}" for name in (*STEPS, *WEIGHT_CHANGES)]
+    hooked = [*WEIGHT_CHANGES, *(name for name in vars(WorkerHooks) if not name.startswith("_"))]
+    assert "sample_tokens" in hooked
+    names += [f"vllm.v1.worker.gpu_worker.Worker.{name}" for name in hooked]
     assert not [name for name in names if stubs().find(name) is None]
 
 

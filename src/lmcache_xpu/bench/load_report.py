@@ -103,16 +103,13 @@ class LoadFigures:
                 console.print(f"{result.title}: {result.error}", markup=False, highlight=False)
 
     def plot(self, path: Path) -> None:
-        """Draw decoded tokens a second beside hits, and requests a second of conversations."""
+        """Draw the others' inter-token latency beside hits, and requests a second."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(10, 4), layout="constrained")
-        for axes, name, (title, look) in zip(
-            figure.subplots(1, 2),
-            ("decoding", "conversations"),
-            (("inter-token latency with hits, p99, ms", DECODING[3][1]), CONVERSATIONS[0]),
-            strict=True,
-        ):
+        latency = "inter-token latency with hits, p99, ms", _value("with hits", "p99")
+        bars = {"decoding": latency, "conversations": CONVERSATIONS[0]}
+        for axes, (name, (title, look)) in zip(figure.subplots(1, 2), bars.items(), strict=True):
             ran = [result for result in self.results if result.rounds.get(name)]
             heights = [_median(result.rounds[name], look) or 0 for result in ran]
             axes.barh([result.title for result in ran], heights)

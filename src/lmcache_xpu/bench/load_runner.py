@@ -60,9 +60,8 @@ def run(
             for name, job in load.jobs().items():
                 for result, child in pairs:
                     answer = questions.ask(result, child, name, job)
-                    result.rounds.setdefault(name, []).extend(
-                        [answer["load"]] if "load" in answer else []
-                    )
+                    if "load" in answer:
+                        result.rounds.setdefault(name, []).append(answer["load"])
         for result, _ in pairs:
             questions.end(result)
         results += [result for result, _ in pairs]

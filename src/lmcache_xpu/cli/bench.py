@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 from rich.console import Console
 
 from lmcache_xpu.cli.options import TimeoutS
 from lmcache_xpu.errors import SettingsError
+
+if TYPE_CHECKING:
+    from lmcache_xpu.bench.outputs import Outputs, Page
+
+R = TypeVar("R")
 
 app = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -83,32 +90,21 @@ def engine(
     from lmcache_xpu.bench.variants import variants_named
     from lmcache_xpu.launch.serve import built_for
 
-    _end_engines_by_sigterm()
-    console = Console()
     outputs = Outputs(json_file=json_file, report=report, plot_file=plot_file)
     outputs.check()
     model = shape_named(shape or default_name(built_for(), runner.device_memory_bytes()))
     variants = variants_named(model, variant)
     command = _command("engine", model.name, repeats, variant, in_turn=in_turn, graphs=graphs)
-    machine = runner.machine()
-    failures: list[str] = []
-
-    def save(results: list[runner.Result]) -> None:
-        failures[:] = outputs.write(Figures(model, results), machine, command)
-
-    results = runner.run(
+    run = partial(
+        runner.run,
         model,
         variants,
         repeats=repeats,
         in_turn=in_turn,
         graphs=graphs,
         timeout_s=timeout_s,
-        console=console,
-        save=save,
     )
-    Figures(model, results).show(console)
-    _refuse(failures)
-    outputs.name(console)
+    results = _measured(run, partial(Figures, model), outputs, command)
     ours = [result for result in results if result.variant.startswith("ours")]
     if any(result.error or result.exact != 1 for result in ours):
         raise typer.Exit(1)
@@ -140,50 +136,63 @@ def load(
     from lmcache_xpu.bench.variants import variants_named
     from lmcache_xpu.launch.serve import built_for
 
-    _end_engines_by_sigterm()
-    console = Console()
     outputs = Outputs(json_file=json_file, report=report, plot_file=plot_file)
     outputs.check()
     loads = load_named(shape or default_name(built_for(), runner.device_memory_bytes()))
     variants = variants_named(loads.shape, variant, [loads.with_room()])
     name = loads.shape.name
     command = _command("load", name, repeats, variant, in_turn=in_turn, graphs=graphs)
-    machine = runner.machine()
-    failures: list[str] = []
-
-    def save(results: list[load_runner.LoadResult]) -> None:
-        failures[:] = outputs.write(LoadFigures(loads, results), machine, command)
-
-    results = load_runner.run(
+    run = partial(
+        load_runner.run,
         loads,
         variants,
         repeats=repeats,
         in_turn=in_turn,
         graphs=graphs,
         timeout_s=timeout_s,
-        console=console,
-        save=save,
     )
-    LoadFigures(loads, results).show(console)
-    _refuse(failures)
-    outputs.name(console)
+    results = _measured(run, partial(LoadFigures, loads), outputs, command)
     if any(result.error for result in results if result.variant.startswith("ours")):
         raise typer.Exit(1)
 
 
-def _end_engines_by_sigterm() -> None:
-    """Let SIGTERM end this process by an exception: it would skip what stops the engine."""
+def _measured(
+    run: Callable[..., list[R]],
+    page: Callable[[list[R]], Page],
+    outputs: Outputs,
+    command: str,
+) -> list[R]:
+    """Measure, show the figures, and write them whenever engines have ended; return the results.
+
+    Args:
+        run: measures; gets a console, and what saves the results so far.
+        page: makes the figures of results.
+        outputs: the files.
+        command: that repeats it.
+
+    Raises:
+        SettingsError: a file could not be written.
+    """
+    from lmcache_xpu.bench.runner import machine
+
+    # Ending by SIGTERM would skip what stops the engine.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    console, facts = Console(), machine()
+    failures: list[str] = []
 
+    def save(results: list[R]) -> None:
+        failures[:] = outputs.write(page(results), facts, command)
 
-def _refuse(failures: list[str]) -> None:
-    """Say which files were not written."""
+    results = run(console=console, save=save)
+    page(results).show(console)
     if failures:
         raise SettingsError(
             "; ".join(failures),
             "files that can be written",
             "The figures are above, and in the other files that were named.",
         )
+    outputs.name(console)
+    return results
 
 
 def _command(

@@ -18,7 +18,7 @@ from lmcache_xpu.kv_connector.failures import ending_rank_on_failure
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-__all__ = ["STEPS", "WEIGHT_CHANGES", "WorkerHooks", "hook_worker"]
+__all__ = ["WEIGHT_CHANGES", "WorkerHooks", "hook_worker"]
 
 # What a worker of vLLM 0.32 offers that leaves it with other weights, or may.
 WEIGHT_CHANGES = (
@@ -33,10 +33,6 @@ WEIGHT_CHANGES = (
     "wake_up",
     "discard",
 )
-
-
-# What belongs to a step beside `execute_model`.
-STEPS = ("sample_tokens",)
 
 
 class WorkerHooks:
@@ -57,6 +53,11 @@ class WorkerHooks:
                 if end is not None:
                     end()
 
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """Sample what a step computed."""
+        with ending_rank_on_failure(self.parallel_config.world_size):
+            return super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+
 
 def hook_worker(worker: Any) -> None:
     """Put `WorkerHooks` before the class of a worker, unless that was done.
@@ -68,7 +69,6 @@ def hook_worker(worker: Any) -> None:
         changes = {
             name: _changing(getattr(kind, name)) for name in WEIGHT_CHANGES if hasattr(kind, name)
         }
-        changes |= {name: _stepping(getattr(kind, name)) for name in STEPS if hasattr(kind, name)}
         worker.__class__ = type(kind.__name__, (WorkerHooks, kind), changes)
 
 
@@ -83,17 +83,6 @@ def _changing(method: Callable[..., Any]) -> Callable[..., Any]:
         return method(worker, *args, **kwargs)
 
     return change
-
-
-def _stepping(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the method of a subclass whose failure ends a rank."""
-
-    @functools.wraps(method)
-    def step(worker: Any, *args: Any, **kwargs: Any) -> Any:
-        with ending_rank_on_failure(worker.parallel_config.world_size):
-            return method(worker, *args, **kwargs)
-
-    return step
 
 
 def _group() -> Any:
