@@ -5,6 +5,7 @@
     lmcache_xpu_seconds_total    {direction, tier}          that the moves took
     lmcache_xpu_errors_total     {direction, tier, reason}  moves that failed
     lmcache_xpu_fallbacks_total  {reason}                   loads that ended in recomputing
+    lmcache_xpu_loads_total      {way}                      loads inside steps, or asynchronous ones
     lmcache_xpu_disk_used_bytes, lmcache_xpu_disk_limit_bytes
 
 Direction is `store` or `load`. Tier `cpu` is between the engine's KV cache and host memory, `disk`
@@ -41,6 +42,7 @@ __all__ = [
     "Stopwatch",
     "add",
     "fallback",
+    "loaded",
     "take",
 ]
 
@@ -51,6 +53,7 @@ _TOKENS = Counter("lmcache_xpu_tokens_total", "Tokens whose KV cache was moved."
 _SECONDS = Counter("lmcache_xpu_seconds_total", "Seconds that moves took.", _LABELS)
 _ERRORS = Counter("lmcache_xpu_errors_total", "Moves that failed.", (*_LABELS, "reason"))
 _FALLBACKS = Counter("lmcache_xpu_fallbacks_total", "Loads that ended in recomputing.", ("reason",))
+_LOADS = Counter("lmcache_xpu_loads_total", "Loads that have begun, of one worker each.", ("way",))
 
 _COUNTERS = {
     "bytes": _BYTES,
@@ -58,6 +61,7 @@ _COUNTERS = {
     "seconds": _SECONDS,
     "errors": _ERRORS,
     "fallbacks": _FALLBACKS,
+    "loads": _LOADS,
 }
 
 _lock = threading.Lock()
@@ -178,6 +182,14 @@ def fallback(reason: str) -> None:
     _count("fallbacks", (reason,), 1)
 
 
+def loaded(way: Literal["step", "async"], loads: int = 1) -> None:
+    """Count loads that begin, inside a step or while their requests wait."""
+    if not loads:
+        return
+    _LOADS.labels(way).inc(loads)
+    _count("loads", (way,), loads)
+
+
 # What a reason means, and what to do; docs/reference/metrics.md shows it. Another one is the class
 # of the error that was raised.
 _MOVE_REASONS = {
@@ -229,3 +241,10 @@ FLOWS = (STORE_CPU, LOAD_CPU, STORE_DISK, LOAD_DISK, STORE_SHARED, LOAD_SHARED)
 FALLBACK_REASONS = {"load": "A load failed or was incomplete. The errors say why"}
 for _reason in FALLBACK_REASONS:
     _FALLBACKS.labels(_reason)
+# How a load runs; docs/reference/metrics.md shows it.
+LOAD_WAYS = {
+    "step": "Inside the step of its request, beside the layers",
+    "async": "While its request waits and others are computed",
+}
+for _way in LOAD_WAYS:
+    _LOADS.labels(_way)

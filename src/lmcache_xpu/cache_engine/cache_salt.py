@@ -121,6 +121,10 @@ class CacheSalts:
                 metadata.add_request(ReqMeta(req_id, token_ids=[], slot_mapping=nothing))
             self._abandoned.clear()
 
+    def loads(self, request_id: str) -> None:
+        """When a worker was told to load for a request that waits, and to unpin it then."""
+        self._looked_up.discard(request_id)
+
     def finished(self, request_id: str) -> None:
         """When a request has ended, in whatever way.
 

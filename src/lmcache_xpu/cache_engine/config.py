@@ -23,6 +23,8 @@ logger = init_logger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 SAFE_HASH = "sha256"
 ONE_COPY = "save_only_first_rank"  # of LMCache's extra_config; of MLA models alone
 ENGINE = "disk.engine"  # the disk tier's name for it
+LOADS = "xpu.loads"  # the setting `loads`
+LOAD_WAYS = ("auto", "step", "async")
 
 
 def prepare(vllm_config: VllmConfig) -> LMCacheEngineConfig:
@@ -205,6 +207,9 @@ def _check_values(config: LMCacheEngineConfig) -> None:
             f"LMCache max_local_cpu_size {config.max_local_cpu_size:g}",
             "more than 0: all chunks go through this memory",
         )
+    loads = (config.extra_config or {}).get(LOADS, LOAD_WAYS[0])
+    if loads not in LOAD_WAYS:
+        raise SettingsError(f"extra_config {LOADS} {loads!r}", " or ".join(map(repr, LOAD_WAYS)))
     remote = config.remote_storage_plugins or ()
     if remote and config.use_layerwise:
         raise SettingsError(

@@ -16,6 +16,7 @@ stores.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,10 @@ Layers = Generator[Any, None, None]
 
 
 class CacheEngine(LMCacheEngine):  # type: ignore[misc]  # untyped base
-    """LMCache's engine of one worker. Look-ups come in a thread of their own, all else in vLLM's.
+    """LMCache's engine of one worker.
+
+    Look-ups come in a thread of their own, loads that requests wait for in another one, and all
+    else in vLLM's.
 
     Args:
         config: LMCache's configuration.
@@ -67,6 +71,8 @@ class CacheEngine(LMCacheEngine):  # type: ignore[misc]  # untyped base
             config, metadata, token_database, gpu_connector, broadcast, broadcast_object
         )
         self.unfilled = gpu_connector.unfilled
+        # A layerwise load begins with attributes that each load sets, in either thread.
+        self._beginning = threading.Lock()
         self.refuses_lookups = False  # while the weights are not those of any stored KV
         # LMCache's own events name tokens that `cache_salt` exchanged; see `kv_events`.
         self.kv_events_enabled = False
@@ -153,6 +159,12 @@ class CacheEngine(LMCacheEngine):  # type: ignore[misc]  # untyped base
 
     def _first_group(self, tokens: Tokens, mask: Any, kwargs: dict[str, Any]) -> tuple[Layers, int]:
         """Begin a load; the generator, and the token after the last one that is there."""
+        with self._beginning:
+            return self._begin_layers(tokens, mask, kwargs)
+
+    def _begin_layers(
+        self, tokens: Tokens, mask: Any, kwargs: dict[str, Any]
+    ) -> tuple[Layers, int]:
         self.gpu_connector.load_end = len(tokens) - int(mask.sum())
         load = super().retrieve_layer(tokens, mask, **kwargs)
         try:

@@ -222,7 +222,7 @@ OPTIONS = (
 
 EXTRA = (
     *_served(
-        "launch/test_engine_arguments.py; overlap_load, overlap_store, staging_mib, "
+        "launch/test_engine_arguments.py; loads, overlap_load, overlap_store, staging_mib, "
         "layers_at_once: our own",
         "xpu.*",
     ),

@@ -7,6 +7,7 @@ look-up left the keys of all chunks that it promised in LMCache's list of pins.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,13 +23,14 @@ __all__ = ["TokenDatabase"]
 class TokenDatabase(ChunkedTokenDatabase):  # type: ignore[misc]  # untyped base
     """LMCache's token database of one worker.
 
-    The engine's thread names chunks by tokens. Look-ups, in a thread of their own, name them by
-    hashes, which always get keys of their own.
+    The engine's thread names chunks by tokens, and so does the thread that fetches for loads which
+    no step waits for: what one of them reuses, the other does not see. Look-ups, in a thread of
+    their own, name chunks by hashes, which always get keys of their own.
     """
 
     def __init__(self, config: Any, metadata: Any) -> None:
         super().__init__(config, metadata)
-        self._pinned: Sequence[CacheEngineKey] = ()
+        self._reused = threading.local()
 
     @contextmanager
     def reuse(self, pinned: Sequence[CacheEngineKey]) -> Iterator[None]:
@@ -37,11 +39,16 @@ class TokenDatabase(ChunkedTokenDatabase):  # type: ignore[misc]  # untyped base
         Args:
             pinned: keys of the first chunks of the request, in the order of its prompt.
         """
-        self._pinned = pinned
+        self._reused.keys = pinned
         try:
             yield
         finally:
-            self._pinned = ()
+            self._reused.keys = ()
+
+    @property
+    def _pinned(self) -> Sequence[CacheEngineKey]:
+        keys: Sequence[CacheEngineKey] = getattr(self._reused, "keys", ())
+        return keys
 
     def process_tokens(
         self,

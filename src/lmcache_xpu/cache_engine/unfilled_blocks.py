@@ -10,6 +10,7 @@ that step computes is wrong as well: a block counts as unfilled until it is give
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,9 @@ logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers on
 
 
 class UnfilledBlocks:
-    """IDs of unfilled blocks. Called by the engine's thread alone.
+    """IDs of unfilled blocks.
+
+    Called by the engine's thread; what adds blocks, by the one that fetches as well.
 
     Args:
         block_size: tokens of a block.
@@ -32,6 +35,7 @@ class UnfilledBlocks:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
+        self._lock = threading.Lock()  # of the next
         self._unreported: set[int] = set()
         self._unfilled: set[int] = set()
 
@@ -49,7 +53,7 @@ class UnfilledBlocks:
         Args:
             slots: slot mapping of the missing tokens, on the host.
         """
-        self._unreported |= blocks_of(slots, self._block_size)
+        self.add(blocks_of(slots, self._block_size))
 
     def add_load(self, cause: Exception | str, load: Mapping[str, Any], first: int) -> None:
         """Add the blocks of a load that failed, but those that the engine has itself; log why.
@@ -80,7 +84,8 @@ class UnfilledBlocks:
 
     def add(self, blocks: Iterable[int]) -> None:
         """Add blocks by their IDs."""
-        self._unreported.update(blocks)
+        with self._lock:
+            self._unreported.update(blocks)
 
     def refuse(self, requests: Iterable[Any]) -> None:
         """Add what a step would load, before it does, and let it store nothing.
@@ -98,14 +103,19 @@ class UnfilledBlocks:
 
     def settle(self) -> None:
         """Count the blocks that were added: from now on nothing is stored from them."""
-        if self._unreported - self._unfilled:
+        with self._lock:
+            unreported = set(self._unreported)
+        if unreported - self._unfilled:
             fallback("load")
-        self._unfilled |= self._unreported
+        self._unfilled |= unreported
 
     def take(self) -> set[int]:
         """Return the blocks that vLLM has not heard of, once."""
-        self.settle()
-        blocks, self._unreported = self._unreported, set()
+        with self._lock:
+            blocks, self._unreported = self._unreported, set()
+        if blocks - self._unfilled:
+            fallback("load")
+        self._unfilled |= blocks
         return blocks
 
     def spoil(self, slots: torch.Tensor) -> bool:

@@ -17,7 +17,11 @@ from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.gpu_connector.chunk_format import ChunkFormat
 from lmcache_xpu.gpu_connector.connector_options import ConnectorOptions
 from lmcache_xpu.gpu_connector.in_flight import InFlight
-from lmcache_xpu.gpu_connector.registered_cache import RegisteredCache, Registration
+from lmcache_xpu.gpu_connector.registered_cache import (
+    RegisteredCache,
+    Registration,
+    TransferRequest,
+)
 from lmcache_xpu.metrics import Flow
 from lmcache_xpu.versions.lmcache import GPUConnectorInterface
 
@@ -140,13 +144,20 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
         return self.overlap if self.overlap is not None and self.overlap.stores else None
 
     def _group_starts(
-        self, cache: RegisteredCache, starts: Sequence[int], ends: Sequence[int]
+        self,
+        cache: RegisteredCache,
+        starts: Sequence[int],
+        ends: Sequence[int],
+        request: TransferRequest,
     ) -> list[int]:
         """Return the first layer of each group that a load of these chunks waits for at once."""
-        if self._loads_in_flight is None:
-            return [0]
         tokens = sum(ends) - sum(starts)
         layer_bytes = self._layer_bytes(cache, tokens)
+        if request.owner is not None:  # who enqueues some with each step
+            size = cache.stager.tuning.direct_launch_bytes // max(layer_bytes, 1)
+            return list(range(0, self.num_layers, max(1, size)))
+        if self._loads_in_flight is None:
+            return [0]
         return self._loads_in_flight.group_starts(
             self.num_layers, tokens, layer_bytes, cache.stager.tuning
         )

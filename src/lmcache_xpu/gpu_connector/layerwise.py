@@ -150,15 +150,16 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
         self, starts: Sequence[int], ends: Sequence[int], request: TransferRequest
     ) -> _RequestChunks:
         cache = self._registration.register(request.kvcaches)
-        return _RequestChunks(cache, request, starts, ends, self._group_starts(cache, starts, ends))
+        group_starts = self._group_starts(cache, starts, ends, request)
+        return _RequestChunks(cache, request, starts, ends, group_starts)
 
     def _begin_load(self, chunks: _RequestChunks) -> OverlappedLoad | SteppedLoad:
         def finished(seconds: float) -> None:  # of the chunks that are left by then
             cached = chunks.request.cached
             self._count(LOAD_CPU, chunks.cache, chunks.starts, chunks.ends, cached, seconds)
 
-        if (in_flight := self._loads_in_flight) is not None:
-            return OverlappedLoad(in_flight, chunks.pipeline, finished)
+        if (owner := chunks.request.owner or self._loads_in_flight) is not None:
+            return OverlappedLoad(owner, chunks.pipeline, finished)
         return SteppedLoad(chunks.pipeline, chunks.cache.stager, finished)
 
     def _memory(
@@ -212,7 +213,8 @@ class _RequestChunks:
         self._request_count = len(starts)  # also of chunks that a tier has lost
         self._group_starts = group_starts
         self._plan = cache.plan(starts, ends, request, loading=True)
-        cache.stager.follow_engine()
+        if request.owner is None:
+            cache.stager.follow_engine()
         self.pipeline = LoadPipeline(cache.stager, request.slots(starts, ends))
 
     @property

@@ -14,36 +14,37 @@ from lmcache.v1.memory_management import MemoryObj
 
 from lmcache_xpu.gpu_connector.in_flight import Finished, InFlight
 from lmcache_xpu.gpu_connector.load_pipeline import LoadPipeline
+from lmcache_xpu.gpu_connector.registered_cache import LoadOwner
 from lmcache_xpu.transfer.handles import StoreHandle, TransferHandle
 from lmcache_xpu.transfer.staging import Stager
 
 
 class OverlappedLoad:
-    """A load that `InFlight` enqueues ahead of the engine's layers, and whose memory it holds.
+    """A load that another enqueues, and whose memory it holds.
 
     Args:
-        in_flight: hears of the engine's layers.
+        owner: `InFlight`, which hears of the engine's layers, or an `AsyncLoad`.
         pipeline: the load.
         finished: is told how many seconds it took.
     """
 
-    def __init__(self, in_flight: InFlight, pipeline: LoadPipeline, finished: Finished) -> None:
-        self._in_flight = in_flight
+    def __init__(self, owner: LoadOwner, pipeline: LoadPipeline, finished: Finished) -> None:
+        self._owner = owner
         self._pipeline = pipeline
         self._finished = finished
 
     def enqueue(self, memory_objs: Sequence[MemoryObj], first_layer: int) -> None:
         """Hold the memory of a group that the pipeline has; begin the load with the first one."""
         if first_layer == 0:
-            self._in_flight.add_load(self._pipeline, memory_objs, self._finished)
+            self._owner.add_load(self._pipeline, memory_objs, self._finished)
         else:
-            self._in_flight.hold(self._pipeline, memory_objs)
+            self._owner.hold(self._pipeline, memory_objs)
 
     def wait(self) -> None:
-        """Leave it to `InFlight` to wait for the last layers."""
+        """Leave it to the owner to wait for the last layers."""
 
     def close(self) -> None:
-        """Leave it to `InFlight` to let go of the memory."""
+        """Leave it to the owner to let go of the memory."""
 
 
 class SteppedLoad:

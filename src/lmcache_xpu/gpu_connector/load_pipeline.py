@@ -116,6 +116,27 @@ class LoadPipeline:
         self._head_start = count + 1
         return group.nbytes
 
+    def follow_engine(self) -> None:
+        """Order what follows after what the engine has enqueued so far."""
+        self._stager.follow_engine()
+
+    def enqueue_next(self) -> int:
+        """Enqueue one more group of a load that no step waits for, and return its bytes.
+
+        0 if none is left.
+        """
+        count = len(self._handles)
+        if self.failed_behind is not None or count == len(self._groups):
+            return 0
+        self._enqueue(count + 1, idle=True)
+        return self._groups[count][0].nbytes
+
+    def arrived(self) -> bool:
+        """Whether all groups are there; or, of a load that failed, nothing is on its way."""
+        if self.failed_behind is not None:
+            return self.failed_behind.done.reached()
+        return len(self._handles) == len(self._groups) and not self.bytes_under_way()
+
     @property
     def enqueued(self) -> int:
         """Number of groups that were enqueued so far."""

@@ -9,9 +9,9 @@ other requests may share their blocks. Negative slots are skipped in both direct
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from lmcache.v1.memory_management import MemoryObj
@@ -20,10 +20,23 @@ from lmcache_xpu.errors import HostMemoryError, LayoutError, TransferError
 from lmcache_xpu.gpu_connector.chunk_bytes import ChunkBytes
 from lmcache_xpu.gpu_connector.chunk_format import ChunkFormat, same_bytes
 from lmcache_xpu.gpu_connector.connector_options import ConnectorOptions
+from lmcache_xpu.gpu_connector.load_pipeline import LoadPipeline
 from lmcache_xpu.transfer.paged_view import EngineLayer, PagedView
 from lmcache_xpu.transfer.plan import Plan
 from lmcache_xpu.transfer.slots import check_slots
 from lmcache_xpu.transfer.staging import Stager
+
+
+class LoadOwner(Protocol):
+    """Who enqueues a load and holds its memory meanwhile: `InFlight`, or an `AsyncLoad`."""
+
+    def add_load(
+        self, load: LoadPipeline, objs: Sequence[MemoryObj], finished: Callable[[float], None]
+    ) -> None:
+        """Take over a load, and tell `finished` how many seconds it took."""
+
+    def hold(self, load: LoadPipeline, objs: Sequence[MemoryObj]) -> None:
+        """Hold more memory for the load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +47,13 @@ class TransferRequest:
         kvcaches: the engine's layers; None means those of the last transfer.
         slot_mapping: `[tokens]`, one slot per token of the whole request.
         cached: leading tokens that the engine has itself; loads leave them alone.
+        owner: of a load that no step waits for; None for one that a step needs.
     """
 
     kvcaches: Sequence[EngineLayer] | None
     slot_mapping: torch.Tensor
     cached: int
+    owner: LoadOwner | None
 
     @classmethod
     def read(cls, arguments: Mapping[str, Any]) -> Self:
@@ -51,7 +66,12 @@ class TransferRequest:
         if slot_mapping is None:
             raise TransferError("no slot_mapping", "a slot per token as keyword 'slot_mapping'")
         cached = arguments.get("vllm_cached_tokens", 0)
-        return cls(kvcaches=arguments.get("kvcaches"), slot_mapping=slot_mapping, cached=cached)
+        return cls(
+            kvcaches=arguments.get("kvcaches"),
+            slot_mapping=slot_mapping,
+            cached=cached,
+            owner=arguments.get("load_owner"),
+        )
 
     def slots(self, starts: Sequence[int], ends: Sequence[int]) -> torch.Tensor:
         """Return the slots `[tokens]` from the first chunk to the last, on the host."""

@@ -60,15 +60,16 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
         """
         request = TransferRequest.read(kwargs)
         cache = self._registration.register(request.kvcaches)
-        group_starts = self._group_starts(cache, starts, ends)
+        group_starts = self._group_starts(cache, starts, ends, request)
         plan = cache.plan(starts, ends, request, loading=True, group_starts=group_starts)
         memory = cache.memory(memory_objs, starts, ends, loading=True)
         count = functools.partial(self._count, LOAD_CPU, cache, starts, ends, request.cached)
-        cache.stager.follow_engine()  # blocks may have been freed by a step that is running
-        if (in_flight := self._loads_in_flight) is not None:
+        if request.owner is None:
+            cache.stager.follow_engine()  # blocks may have been freed by a step that is running
+        if (owner := request.owner or self._loads_in_flight) is not None:
             load = LoadPipeline(cache.stager, request.slots(starts, ends))
             load.add(plan, memory)
-            in_flight.add_load(load, memory_objs, count)
+            owner.add_load(load, memory_objs, count)
             return
         with cache.stager.whole():
             handle = cache.stager.load(plan, memory)

@@ -183,6 +183,10 @@ class LMCacheXPUConnector(KVConnectorBase_V1):  # type: ignore[misc]  # untyped 
         """Store what this step computed, but not from a failed load."""
         self.worker_side.wait_for_save()
 
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str] | None]:
+        """No stores, and the requests that have all that they have waited for."""
+        return None, self.worker_side.finished_loads() or None
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that a load left unfilled since the last call; vLLM recomputes them."""
         return self.worker_side.take_unfilled()
@@ -215,13 +219,13 @@ class LMCacheXPUConnector(KVConnectorBase_V1):  # type: ignore[misc]  # untyped 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens that can be loaded beyond those that the engine has; never in the background."""
-        return self.scheduler_side.matched_tokens(request, num_computed_tokens), False
+        """Tokens that can be loaded beyond those that the engine has, and whether in background."""
+        return self.scheduler_side.matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """A request has its blocks, and will be in the next step."""
+        """A request has its blocks, and will be in the next step, or waits for its load."""
         self.scheduler_side.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -248,8 +252,8 @@ class LMCacheXPUConnector(KVConnectorBase_V1):  # type: ignore[misc]  # untyped 
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take what the workers report after a step."""
-        if isinstance(report := connector_output.kv_connector_worker_meta, WorkerReport):
-            self.scheduler_side.hear(report)
+        report = connector_output.kv_connector_worker_meta
+        self.scheduler_side.end_step(report if isinstance(report, WorkerReport) else None)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """KV events of the tiers since the last call; see `kv_events`."""

@@ -8,6 +8,7 @@ from vllm.distributed import kv_transfer
 
 from lmcache_xpu.cache_engine.cache_salt import CacheSalts
 from lmcache_xpu.cache_engine.ending import end_lmcache
+from lmcache_xpu.kv_connector.async_loads import AsyncLoads
 from lmcache_xpu.kv_connector.early_loads import EarlyLoads
 from lmcache_xpu.kv_connector.epochs import Epochs
 from lmcache_xpu.kv_connector.garbage import GarbageCollection
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from lmcache_xpu.kv_connector.epochs import WeightsChanged
     from lmcache_xpu.kv_connector.kv_events import KVEvents
+    from lmcache_xpu.kv_connector.load_policy import LoadPolicy
     from lmcache_xpu.kv_connector.worker import WorkerSide
     from lmcache_xpu.kv_connector.worker_report import WorkerReport
 
@@ -39,6 +41,7 @@ class SchedulerSide:
         adapter: LMCache's connector.
         config: of the engine.
         block_size: tokens of a block.
+        policy: says which requests wait for their loads; None: none does.
         events: turns the workers' reports into vLLM's KV events, where the engine publishes them.
     """
 
@@ -47,23 +50,32 @@ class SchedulerSide:
         adapter: Any,
         config: VllmConfig,
         block_size: int,
+        policy: LoadPolicy | None = None,
         events: KVEvents | None = None,
     ) -> None:
         self._adapter = adapter
         self._config = config
         self._block_size = block_size
         self._events = events
+        self._policy = policy
+        self._running: set[str] = set()  # requests of the last step
         self._kept: dict[str, int] = {}  # tokens of vLLM's own, of requests that were looked up
         self._filled: set[int] = set()  # blocks that requests got since the last step
         self._collection = GarbageCollection()
         self._epochs = Epochs()
         self._salts = CacheSalts(adapter, self._epochs.of)
         self._loads = EarlyLoads(adapter, block_size, self._worker, self._salts.named)
+        self._async_loads = AsyncLoads(
+            adapter,
+            block_size,
+            self._salts.named,
+            prefix_caching=bool(config.cache_config.enable_prefix_caching),
+        )
         adapter.lookup_client.ask_near(self._near_engine)
 
     # Requests
 
-    def matched_tokens(self, request: Request, kept: int) -> int | None:
+    def matched_tokens(self, request: Request, kept: int) -> tuple[int | None, bool]:
         """Look a request up.
 
         Args:
@@ -71,11 +83,27 @@ class SchedulerSide:
             kept: number of tokens that vLLM's own prefix cache has.
 
         Returns:
-            The number of tokens that can be loaded beyond those.
+            The number of tokens that can be loaded beyond those, and whether the request waits for
+            them. None if it is to be asked again: another request loads what it lacks first.
         """
+        if self._async_loads.missed(request.request_id):
+            self.give_up_hits(request.request_id)
+        if self._async_loads.shares(request, kept):
+            return None, False
         self.admit(request, kept)
         tokens: int | None = self._adapter.get_num_new_matched_tokens(request, kept)
-        return tokens
+        # Of images and embeddings LMCache makes names of its own, with a step.
+        named_later = request.mm_features or request.prompt_embeds is not None
+        waits = bool(tokens) and not named_later and self._waits(request, kept, tokens or 0)
+        self._async_loads.choose(request.request_id, waits=waits)
+        return tokens, waits
+
+    def _waits(self, request: Request, kept: int, tokens: int) -> bool:
+        if self._policy is None:
+            return False
+        computed = request.num_tokens - kept - tokens
+        others = bool(self._running - {request.request_id})
+        return self._policy.waits(tokens, computed, others=others)
 
     def admit(self, request: Request, kept: int = 0) -> None:
         """Hear of a request before it is looked up; for `kept` see `matched_tokens`."""
@@ -102,12 +130,17 @@ class SchedulerSide:
             blocks: all of its blocks.
             external_tokens: number of tokens to be loaded.
         """
+        request_id = request.request_id
         self._adapter.update_state_after_alloc(request, external_tokens)
         numbers = blocks.get_block_ids()[0]
+        kept = self._kept.pop(request_id, 0)
+        there = self._async_loads.allocated(request, numbers, external_tokens)
         # Another connector may load into them, in this step or while the request waits.
-        kept = self._kept.pop(request.request_id, 0) // self._block_size
-        self._filled.update(numbers[kept:])
-        self._loads.begin(request, numbers)
+        self._filled.update(numbers[(kept if there is None else there) // self._block_size :])
+        if request_id in self._adapter.load_specs:
+            self._loads.begin(request, numbers)
+        else:
+            self._salts.loads(request_id)
 
     def finished(
         self, request: Request, block_ids: list[int]
@@ -117,6 +150,8 @@ class SchedulerSide:
         self._salts.finished(request_id)
         self._epochs.finished(request_id)
         self._kept.pop(request_id, None)
+        self._running.discard(request_id)
+        self._async_loads.finished(request_id)
         if self._events is not None:
             self._events.finished(request_id)
         ended: tuple[bool, dict[str, Any] | None]
@@ -139,10 +174,15 @@ class SchedulerSide:
             tokens=step.total_num_scheduled_tokens,
         )
         self._filled.clear()
+        self._running = set(step.num_scheduled_tokens)
         self._salts.mark(metadata)
         self._epochs.describe(metadata)
         if self._events is not None:
             self._events.describe(metadata)
+        self._async_loads.describe(metadata)
+        if self._policy is not None:
+            loads = any(r.load_spec is not None and r.load_spec.can_load for r in metadata.requests)
+            self._policy.begin_step(step.total_num_scheduled_tokens, loads=loads)
         self._loads.mark(metadata)
         self._own_blocks(step)
         self._collection.allow()  # a worker in this process has a step of its own to enqueue
@@ -178,8 +218,14 @@ class SchedulerSide:
         worker = self._worker()
         return worker is None or worker.epoch.begin(self._epochs.current)
 
-    def hear(self, report: WorkerReport) -> None:
-        """Take what workers report after a step."""
+    def end_step(self, report: WorkerReport | None) -> None:
+        """Hear that a step has ended, and what the workers report."""
+        if self._policy is not None:
+            self._policy.end_step()
+        if report is None:
+            return
+        if self._policy is not None and report.loaded_per_s is not None:
+            self._policy.hear(report.loaded_per_s)
         self._change_weights(report.weights)
         if self._events is not None and report.tiers is not None:
             self._events.report(report.tiers)

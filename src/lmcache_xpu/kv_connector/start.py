@@ -9,12 +9,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.logger import init_logger
 
 from lmcache_xpu.cache_engine import health
+from lmcache_xpu.cache_engine.config import LOADS
 from lmcache_xpu.cache_engine.factory import Adapter
 from lmcache_xpu.cache_engine.kv_cache_facts import promoted_windows
 from lmcache_xpu.cache_engine.unfilled_blocks import UnfilledBlocks
 from lmcache_xpu.kv_connector.kv_events import KVEvents
+from lmcache_xpu.kv_connector.load_policy import LoadPolicy
 from lmcache_xpu.kv_connector.scheduler import SchedulerSide
 from lmcache_xpu.kv_connector.worker import WorkerSide
+from lmcache_xpu.transfer.tuning import tuning_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -73,4 +76,8 @@ def start_scheduler(
     events = None
     if publishes:
         events = KVEvents(adapter.lookup_client.token_database, facts.block_size, kv_cache_config)
-    return adapter, SchedulerSide(adapter, config, facts.block_size, events)
+    policy = None
+    if not kv_cache_config.needs_kv_cache_zeroing:  # of new blocks, also those that a load fills
+        loads = (adapter.config.extra_config or {}).get(LOADS, "auto")
+        policy = LoadPolicy(loads, tuning_of(facts.device_type).loaded_per_computed)
+    return adapter, SchedulerSide(adapter, config, facts.block_size, policy, events)

@@ -79,7 +79,7 @@ class ConnectorStats(KVConnectorStats):  # type: ignore[misc]  # untyped base
             shown[f"{name}_s"] = round(seconds, 4)
         for key, amount in sorted(counts.items()):
             kind, flow = key.split(" ", 1)
-            if kind in ("errors", "fallbacks"):
+            if kind in ("errors", "fallbacks", "loads"):
                 shown[f"{flow.replace(' ', '_')}_{kind}"] = int(amount)
         for key, value in sorted(levels.items()):
             shown[key.replace("_bytes", "_gib")] = round(value / GIB, 3)

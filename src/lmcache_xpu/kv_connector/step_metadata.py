@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from lmcache_xpu.kv_connector.epochs import FIRST, Epoch
@@ -12,6 +12,8 @@ from lmcache_xpu.versions.lmcache import LMCacheConnectorMetadata
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+
+    from lmcache_xpu.versions.lmcache import ReqMeta
 
 __all__ = ["StepMetadata", "may_run_as_one_graph", "with_answers", "written_blocks"]
 
@@ -28,11 +30,13 @@ class StepMetadata(LMCacheConnectorMetadata):  # type: ignore[misc]  # untyped b
             got them, see `written_blocks`; None if that is not known.
         tokens: number of tokens to compute; None if that is not known.
         epoch: in which the step was described.
+        loads: of requests that wait for them, and are in no step yet; see `async_loads`.
     """
 
     new_blocks: frozenset[int] | None = None
     tokens: int | None = None
     epoch: Epoch = FIRST
+    loads: list[ReqMeta] = field(default_factory=list)
 
 
 def written_blocks(

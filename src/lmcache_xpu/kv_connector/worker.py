@@ -26,8 +26,11 @@ from lmcache_xpu.gpu_connector.in_flight import InFlight
 from lmcache_xpu.kv_connector.epochs import WorkerEpoch
 from lmcache_xpu.kv_connector.garbage import GarbageCollection
 from lmcache_xpu.kv_connector.kv_events import TierReport
+from lmcache_xpu.kv_connector.load_queue import LoadQueue
 from lmcache_xpu.kv_connector.step_metadata import may_run_as_one_graph
 from lmcache_xpu.kv_connector.worker_report import WorkerReport
+from lmcache_xpu.metrics import loaded
+from lmcache_xpu.transfer.tuning import tuning_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -68,6 +71,7 @@ class WorkerSide:
         self.in_flight: InFlight | None = None  # once the KV cache is registered
         self.layers: dict[str, int] = {}  # their numbers, by the names that vLLM has for them
         self.residency: Residency | None = None  # where the engine publishes KV events
+        self.queue: LoadQueue | None = None  # once the KV cache is registered
         self._adapter = adapter
         self._engine: Any = adapter.lmcache_engine
         self._config = config
@@ -110,6 +114,14 @@ class WorkerSide:
         )
         self._engine.register(list(kv_caches.values()), self.in_flight)
         health.check_tiers(self._engine, self._adapter.config)
+        caches = list(kv_caches.values())
+        self.queue = LoadQueue(
+            self._engine,
+            self._unfilled,
+            caches,
+            chunk_tokens=self._adapter.config.chunk_size,
+            bytes_ahead=tuning_of(caches[0].device.type).async_bytes,
+        )
         if self._publishes:
             self.residency = health.watch_tiers(self._engine)
 
@@ -171,6 +183,8 @@ class WorkerSide:
         self.epoch.begin_step(metadata)
         if self.in_flight is not None:
             self.in_flight.begin_step(metadata.new_blocks, metadata.tokens)
+        if self.queue is not None and metadata.loads:
+            (self.queue.refuse if self.epoch.changed else self.queue.begin)(metadata.loads)
 
     def clear(self) -> None:
         """End a step."""
@@ -199,7 +213,9 @@ class WorkerSide:
         """
         if not self._loading:
             attention = context.attn_metadata
-            if attention is None and self._loads_in_step():
+            loads = self._loads_in_step()
+            loaded("step", loads)
+            if attention is None and loads:
                 context.attn_metadata = arguments.get("attn_metadata", {})
             try:
                 self._adapter.start_load_kv(context, **arguments)
@@ -245,6 +261,10 @@ class WorkerSide:
                 self._adapter.save_kv_layer(name, None, None)
         self._adapter.wait_for_save()
 
+    def finished_loads(self) -> set[str]:
+        """Go on with loads that requests wait for; return the requests that have all, or failed."""
+        return set() if self.queue is None else self.queue.move()
+
     def take_unfilled(self) -> set[int]:
         """Return the blocks that loads left unfilled since the last call; vLLM recomputes them."""
         self._end_loads()  # vLLM may ask before it calls wait_for_save
@@ -262,8 +282,10 @@ class WorkerSide:
         tiers = None
         if self.residency is not None and (changes := self.residency.take()):
             tiers = TierReport(health.storing_workers(self._adapter), changes)
-        weights = self.epoch.changed
-        return None if tiers is None and weights is None else WorkerReport(tiers, weights)
+        report = WorkerReport(
+            tiers, self.epoch.changed, None if self.queue is None else self.queue.take_speed()
+        )
+        return None if report == WorkerReport() else report
 
     def near_engine(self) -> Any:
         """Return LMCache's engine, which knows its pins; None with a tier on another host."""
@@ -272,6 +294,8 @@ class WorkerSide:
 
     def shutdown(self) -> None:
         """End what LMCache has started, see `ending`. What is queued for the disk gets there."""
+        if self.queue is not None:
+            self.queue.close()
         self.epoch.end()
         if self.in_flight is not None:
             self.in_flight.close()
@@ -279,11 +303,13 @@ class WorkerSide:
         end_lmcache(self._adapter)
 
     def _load(self) -> None:
+        loaded("step", self._loads_in_step())
         self._adapter.start_load_kv(SimpleNamespace(attn_metadata={}))
 
-    def _loads_in_step(self) -> bool:
+    def _loads_in_step(self) -> int:
+        """Return how many loads are inside this step."""
         specs = [request.load_spec for request in self._adapter.step.requests]
-        return any(spec is not None and spec.can_load for spec in specs)
+        return sum(spec is not None and spec.can_load for spec in specs)
 
     def _end_loads(self) -> None:
         """End this step's loads, and record what did not arrive."""
@@ -291,8 +317,7 @@ class WorkerSide:
         if self.in_flight is not None:
             self._unfilled.add_missed(self.in_flight.end_step())
         ended_early: list[torch.Tensor] = self._engine.gpu_connector.failed_slots
-        for slots in ended_early:
-            self._unfilled.add_slots(slots)
-        ended_early.clear()
+        while ended_early:  # the thread that fetches may add more
+            self._unfilled.add_slots(ended_early.pop())
         self._unfilled.add(self._adapter.get_block_ids_with_load_errors())
         self._unfilled.settle()

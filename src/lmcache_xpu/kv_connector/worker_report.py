@@ -19,10 +19,13 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # untyped 
     Args:
         tiers: what changed in their tiers; None if nothing did, or nobody wants to know.
         weights: their weights changed; None if not.
+        loaded_per_s: tokens a second of a load that a request has waited for; None if none has
+            ended.
     """
 
     tiers: TierReport | None = None
     weights: WeightsChanged | None = None
+    loaded_per_s: float | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """This one's report and that of another worker."""
@@ -32,4 +35,5 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # untyped 
             tiers = self.tiers.aggregate(other.tiers)
         if self.weights is not None and other.weights is not None:
             weights = self.weights.aggregate(other.weights)
-        return WorkerReport(tiers, weights)
+        speeds = [r.loaded_per_s for r in (self, other) if r.loaded_per_s is not None]
+        return WorkerReport(tiers, weights, min(speeds, default=None))

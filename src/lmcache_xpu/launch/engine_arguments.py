@@ -92,7 +92,7 @@ def lmcache_config(settings: Settings) -> dict[str, object]:
         config["enable_kv_events"] = True
     extra: dict[str, object] = {
         f"xpu.{name}": value
-        for name in ("overlap_load", "overlap_store", "staging_mib", "layers_at_once")
+        for name in ("loads", "overlap_load", "overlap_store", "staging_mib", "layers_at_once")
         if (value := getattr(settings, name)) is not None
     }
     if settings.disk_path is not None:

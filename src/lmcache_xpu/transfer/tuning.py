@@ -44,6 +44,7 @@ class Tuning:
         early_groups: of a load that begins before its step, so many groups of up to
             `direct_launch_bytes` come first.
         ahead_bytes: of all loads, bytes that are enqueued beyond what the engine waits for next.
+        async_bytes: of all loads that no step waits for, bytes that are under way behind a step.
     """
 
     measured_on: str
@@ -68,6 +69,7 @@ class Tuning:
     groups_ahead: int
     early_groups: int
     ahead_bytes: int
+    async_bytes: int
 
 
 CUDA = Tuning(
@@ -121,6 +123,8 @@ CUDA = Tuning(
     # 10 ms of the link. More would only take the engine's thread, before its first layer and
     # behind it.
     ahead_bytes=512 * MIB,
+    # 14 ms of the link, about as long as a step takes without graphs.
+    async_bytes=768 * MIB,
 )
 
 # No Intel GPU was measured. Nor would it be right to guess: these are CUDA's.

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # types, as the version has them that pyproject.toml pins
     from lmcache.integration.vllm.vllm_v1_adapter import (
         LMCacheConnectorMetadata,
         LMCacheConnectorV1Impl,
+        LoadSpec,
         ReqMeta,
         extract_request_configs,
     )
@@ -44,6 +45,7 @@ MODULES = {
     "LMCacheEngineBuilder": "v1.cache_engine",
     "LMCacheLookupClient": "v1.lookup_client.lmcache_lookup_client",
     "LMCacheManager": "v1.manager",
+    "LoadSpec": "integration.vllm.vllm_v1_adapter",
     "LookupClientFactory": "v1.lookup_client.factory",
     "OffloadMsg": "v1.offload_server.message",
     "ReqMeta": "integration.vllm.vllm_v1_adapter",

@@ -1,0 +1,156 @@
+"""Loads that requests wait for, as a worker knows them: fetched by a thread, moved with steps.
+
+The thread asks LMCache for the chunks of one request after another; where they lie on a disk or on
+a server, that takes its time, and no step waits for it. The engine's thread enqueues what was
+fetched, some of it with each step, and tells vLLM which requests have all. What did not arrive is
+recorded as any other load's, before vLLM is told.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from lmcache_xpu.gpu_connector.async_load import AsyncLoad
+from lmcache_xpu.metrics import loaded
+
+if TYPE_CHECKING:
+    from lmcache_xpu.cache_engine.engine import CacheEngine
+    from lmcache_xpu.cache_engine.unfilled_blocks import UnfilledBlocks
+    from lmcache_xpu.versions.lmcache import ReqMeta
+
+__all__ = ["LoadQueue"]
+
+logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
+
+
+class _Fetched(NamedTuple):
+    request_id: str
+    load: AsyncLoad
+
+
+class LoadQueue:
+    """The loads of one worker that requests wait for. Called by the engine's thread.
+
+    Args:
+        engine: LMCache's.
+        unfilled: the record of failed loads.
+        kv_caches: of the engine, one tensor for each layer.
+        chunk_tokens: of a chunk.
+        bytes_ahead: bytes that are under way at the end of a step, at most.
+    """
+
+    def __init__(
+        self,
+        engine: CacheEngine,
+        unfilled: UnfilledBlocks,
+        kv_caches: list[torch.Tensor],
+        *,
+        chunk_tokens: int,
+        bytes_ahead: int,
+    ) -> None:
+        self.tokens_per_s: float | None = None  # of the last load, until `take_speed`
+        self._engine = engine
+        self._unfilled = unfilled
+        self._kv_caches = kv_caches
+        self._chunk_tokens = chunk_tokens
+        self._bytes_ahead = bytes_ahead
+        self._thread = ThreadPoolExecutor(1, "lmcache-xpu-fetch")
+        self._fetched: deque[_Fetched] = deque()  # the thread adds, in the order of `begin`
+        self._moving: list[_Fetched] = []
+
+    def begin(self, requests: Iterable[ReqMeta]) -> None:
+        """Fetch what these requests wait for.
+
+        Args:
+            requests: LMCache's descriptions; the blocks may be written once this step is enqueued.
+        """
+        for request in requests:
+            loaded("async")
+            self._thread.submit(self._fetch, request)
+
+    def refuse(self, requests: Iterable[ReqMeta]) -> None:
+        """Load nothing for these requests; they hear of it as of loads that failed."""
+        for request in requests:
+            self._thread.submit(self._give_up, request)
+
+    def move(self) -> set[str]:
+        """Enqueue more of what was fetched, behind the step; return the requests that have all."""
+        while self._fetched:
+            self._moving.append(self._fetched.popleft())
+        room = self._bytes_ahead - sum(item.load.bytes_under_way for item in self._moving)
+        for item in self._moving:
+            if room <= 0:
+                break
+            room -= item.load.feed(room)
+        arrived = [item for item in self._moving if item.load.arrived()]
+        self._moving = [item for item in self._moving if item not in arrived]
+        for _, load in arrived:
+            seconds, failed_slots = load.close()
+            if failed_slots is not None:
+                self._unfilled.add_slots(failed_slots)
+            elif seconds:
+                self.tokens_per_s = load.tokens / seconds
+        return {item.request_id for item in arrived}
+
+    def take_speed(self) -> float | None:
+        """Return how many tokens a second the last load brought; None if none has ended since."""
+        speed, self.tokens_per_s = self.tokens_per_s, None
+        return speed
+
+    def close(self) -> None:
+        """Fetch nothing more, and wait for what is under way. May be called again."""
+        self._thread.shutdown(cancel_futures=True)
+        self._moving += self._fetched
+        self._fetched.clear()
+        for _, load in self._moving:
+            load.abandon()
+        self._moving.clear()
+
+    # The thread that fetches
+
+    def _fetch(self, request: ReqMeta) -> None:
+        spec, request_id = request.load_spec, request.req_id
+        kept, end = spec.vllm_cached_tokens, spec.lmcache_cached_tokens
+        load = AsyncLoad(end - kept)
+        mask = torch.ones(end, dtype=torch.bool)
+        mask[: kept // self._chunk_tokens * self._chunk_tokens] = False
+        slots = request.slot_mapping[:end]
+        arguments: dict[str, Any] = {
+            "kvcaches": self._kv_caches,
+            "slot_mapping": slots,
+            "vllm_cached_tokens": kept,
+            "req_id": request_id,
+            "load_owner": load,
+        }
+        try:
+            if self._engine.use_layerwise:
+                # It records by itself what is missing.
+                deque(self._engine.retrieve_layer(request.token_ids, mask, **arguments), maxlen=0)
+            else:
+                there = self._engine.retrieve(
+                    request.token_ids, mask, request_configs=request.request_configs, **arguments
+                )
+                missing = slots[kept:][~there[kept:]]
+                if len(missing):
+                    self._unfilled.add_slots(missing)
+        except Exception:  # whatever it is: the request is computed, and the next one is fetched
+            logger.exception(
+                "A load failed and is computed instead (docs: troubleshooting#transfer-failed)"
+            )
+            self._unfilled.add_slots(slots[kept:])
+        finally:
+            self._end(request_id, load)
+
+    def _give_up(self, request: ReqMeta) -> None:
+        self._unfilled.refuse([request])
+        self._end(request.req_id, AsyncLoad(0))
+
+    def _end(self, request_id: str, load: AsyncLoad) -> None:
+        self._engine.lookup_unpin(request_id)
+        self._fetched.append(_Fetched(request_id, load))
