@@ -23,6 +23,13 @@ pytestmark = pytest.mark.engine
 FORGETS_STEPS = Version(str(versions.installed().vllm)) < Version("0.28")
 
 
+OFTEN = (
+    ("standard", "newer", "auto"),
+    ("layerwise", "default", "auto"),
+    ("standard", "newer", "async"),
+)
+
+
 def probe(step: str, *args: str) -> dict:
     process = run_probe("engine", step, *args)
     # LMCache's word for a pin that another request had, and that was taken back in its stead.
@@ -36,11 +43,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def pairs():
-    """Modes and runners; two pairs have every mode and every runner."""
-    for mode, runner in itertools.product(["standard", "layerwise"], ["default", "newer"]):
-        both = (mode, runner) in (("standard", "newer"), ("layerwise", "default"))
-        marks = () if both else pytest.mark.matrix
-        yield pytest.param((mode, runner), id=f"{mode}-{runner}", marks=marks)
+    """Modes, runners, and how loads run; a few have every one of them."""
+    ways = itertools.product(["standard", "layerwise"], ["default", "newer"], ["auto", "async"])
+    for way in ways:
+        marks = () if way in OFTEN else pytest.mark.matrix
+        yield pytest.param(way, id="-".join(way), marks=marks)
 
 
 @pytest.fixture(scope="module", params=pairs())
@@ -60,7 +67,7 @@ def restarted(place: tuple[str, ...], stored: dict) -> dict:
 
 
 def test_this_is_what_runs(stored: dict, place: tuple[str, ...]):
-    newer = place[-1] == "newer"
+    newer = place[-2] == "newer"
     assert stored["runs"] == {
         "runner": "vllm.v1.worker.cpu.model_runner" if newer else "vllm.v1.worker.cpu_model_runner",
         "scheduler": "AsyncScheduler" if newer else "Scheduler",
@@ -97,12 +104,14 @@ def test_no_reference_or_pin_outlives_its_request(stored: dict, restarted: dict)
 
 def test_the_cpu_tier_takes_what_it_says(stored: dict, place: tuple[str, ...]):
     """Asked of PyTorch, or allocated by us, as on an Intel GPU what is too large to be pinned."""
-    assert stored["pool"] == [2**28, place[-2] == "standard"]
+    assert stored["pool"] == [2**28, place[-3] == "standard"]
 
 
 def test_loads_begin_as_early_as_they_can(stored: dict, place: tuple[str, ...]):
-    """Each could begin later as well: when vLLM has prepared its step."""
-    earliest = {"standard": "scheduled", "layerwise": "told"}[place[-2]]
+    """Each could begin later as well: when vLLM has prepared its step. Or its request waits."""
+    earliest = {"standard": "scheduled", "layerwise": "told"}[place[-3]]
+    if place[-1] == "async":
+        earliest = "waiting"
     assert stored["began"] == [earliest] * 4 * len(LENGTHS)
 
 
@@ -145,7 +154,7 @@ def test_turns_whose_loads_fail_are_computed_and_leave_nothing_wrong_behind(stor
 
 def test_a_tier_that_does_not_open_ends_the_engine_with_the_reason(model: str):
     """LMCache alone would go on without it; and its threads would keep a failed process alive."""
-    done = run_probe("engine", "broken", model, "unused", "unused", "standard", "default")
+    done = run_probe("engine", "broken", model, "unused", "unused", "standard", "default", "auto")
     assert done.returncode == 1
     assert "SeamError: found LMCache tiers ['LocalCPUBackend']" in done.stderr
     assert "Failed to create backend disk" in done.stdout + done.stderr

@@ -1,6 +1,6 @@
 """A real vLLM on CPU with real LMCache in this process: what a hit writes, byte by byte.
 
-Run by engine/test_engine.py, with the arguments STEP MODEL DISK REFERENCE MODE RUNNER. The step
+Run by engine/test_engine.py, with the arguments STEP MODEL DISK REFERENCE MODE RUNNER LOADS. The step
 `store` recomputes prompts, hits them in the CPU tier, and hits them again with planted faults; the
 step `restart` is a new process that finds them on disk; the step `broken` has a disk tier that
 can't be opened. Each prints a JSON object last. RUNNER is `default` or `newer` (newer_runner.py).
@@ -8,6 +8,7 @@ can't be opened. Each prints a JSON object last. RUNNER is `default` or `newer` 
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -116,10 +117,12 @@ def pool(worker):
 
 def watch_loads() -> list[str]:
     """When the loads of a step had begun."""
+    from lmcache_xpu.kv_connector.load_queue import LoadQueue
     from lmcache_xpu.kv_connector.worker import WorkerSide
 
     began: list[str] = []
     load, step, prepared = WorkerSide.begin_load, WorkerSide.begin_step, WorkerSide.start_load
+    begin = LoadQueue.begin
 
     def begin_load(self, *args):
         if done := load(self, *args):
@@ -132,11 +135,16 @@ def watch_loads() -> list[str]:
             began.append("told")
         return begun
 
+    def begin_waiting(self, requests):
+        began.extend("waiting" for _ in requests)
+        begin(self, requests)
+
     def start_load(self, *args):
         if self._loads_in_step() and not self._loading:
             began.append("prepared")
         prepared(self, *args)
 
+    LoadQueue.begin = begin_waiting
     WorkerSide.begin_load, WorkerSide.begin_step = begin_load, begin_step
     WorkerSide.start_load = start_load
     return began
@@ -227,10 +235,12 @@ def restart(engine: Engine, reference: Path) -> dict:
 
 
 if __name__ == "__main__":
-    step, model, disk, reference, mode, runner = sys.argv[1:]
+    step, model, disk, reference, mode, runner, loads = sys.argv[1:]
+    settings = {"loads": loads}
     if runner == "newer":
         newer_runner.use()
     if step == "broken":  # which is to end by itself
-        Engine(model, "/dev/null/no-directory", mode)
+        Engine(model, "/dev/null/no-directory", mode, settings=settings)
     probe = {"store": store, "restart": restart}[step]
-    end_with(lambda: Engine(model, disk, mode).close_after(probe, Path(reference)))
+    engine = functools.partial(Engine, model, disk, mode, settings=settings)
+    end_with(lambda: engine().close_after(probe, Path(reference)))
