@@ -166,7 +166,7 @@ def test_jobs_cross_to_the_engine_as_json(engine, shape, monkeypatch):
 
 def test_the_engine_with_room_is_made_of_settings():
     load = load_named("small")
-    (room,) = variants_named(load.shape, ["room"], [load.with_room()])
+    (room,) = variants_named(load.shape, ["room"], [*load.more_variants()])
     settings = Settings.load(room.values(load.shape, "model", "cpu", graphs=False))
     assert (settings.kv_cache_gib, settings.offload) == (1, False)
 

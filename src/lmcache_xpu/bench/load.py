@@ -85,13 +85,17 @@ class Load:
             "conversations": {"converse": asdict(self.conversations)},
         }
 
-    def with_room(self) -> Variant:
-        """Return the engine that never needs a tier."""
-        return Variant(
-            name="room",
-            title="no connector, room for everything",
-            settings={"offload": False, "kv_cache_gib": self.room_gib},
-        )
+    def more_variants(self) -> list[Variant]:
+        """Return engines beside the usual ones: ways to load, and one that never needs a tier."""
+        return [
+            Variant(name="ours-step", title="ours, loads in steps", settings={"loads": "step"}),
+            Variant(name="ours-async", title="ours, loads async", settings={"loads": "async"}),
+            Variant(
+                name="room",
+                title="no connector, room for everything",
+                settings={"offload": False, "kv_cache_gib": self.room_gib},
+            ),
+        ]
 
 
 def _shape(name: str, **settings: float) -> Shape:

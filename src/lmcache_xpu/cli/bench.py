@@ -139,7 +139,7 @@ def load(
     outputs = Outputs(json_file=json_file, report=report, plot_file=plot_file)
     outputs.check()
     loads = load_named(shape or default_name(built_for(), runner.device_memory_bytes()))
-    variants = variants_named(loads.shape, variant, [loads.with_room()])
+    variants = variants_named(loads.shape, variant, loads.more_variants())
     name = loads.shape.name
     command = _command("load", name, repeats, variant, in_turn=in_turn, graphs=graphs)
     run = partial(

@@ -42,7 +42,6 @@ class AsyncLoads:
         adapter: LMCache's connector.
         block_size: tokens of a block.
         named: gives the tokens by which LMCache names a request's chunks; see `cache_salt`.
-        prefix_caching: vLLM finds blocks again that a request has filled.
     """
 
     def __init__(
@@ -50,13 +49,10 @@ class AsyncLoads:
         adapter: Any,
         block_size: int,
         named: Callable[[str, Sequence[int]], Sequence[int]],
-        *,
-        prefix_caching: bool,
     ) -> None:
         self._adapter = adapter
         self._block_size = block_size
         self._named = named
-        self._prefix_caching = prefix_caching
         self._chosen: set[str] = set()
         self._under_way: dict[str, _Load] = {}
         self._untold: list[ReqMeta] = []
@@ -74,7 +70,7 @@ class AsyncLoads:
             kept: tokens that vLLM's own prefix cache has of it.
         """
         block, hashes = kept // self._block_size, request.block_hashes
-        if not self._prefix_caching or block >= len(hashes):
+        if block >= len(hashes):
             return False
         return any(
             block in load.blocks

@@ -18,6 +18,7 @@ import torch
 
 from lmcache_xpu.gpu_connector.async_load import AsyncLoad
 from lmcache_xpu.metrics import loaded
+from lmcache_xpu.transfer.tuning import tuning_of
 
 if TYPE_CHECKING:
     from lmcache_xpu.cache_engine.engine import CacheEngine
@@ -41,25 +42,17 @@ class LoadQueue:
         engine: LMCache's.
         unfilled: the record of failed loads.
         kv_caches: of the engine, one tensor for each layer.
-        chunk_tokens: of a chunk.
-        bytes_ahead: bytes that are under way at the end of a step, at most.
     """
 
     def __init__(
-        self,
-        engine: CacheEngine,
-        unfilled: UnfilledBlocks,
-        kv_caches: list[torch.Tensor],
-        *,
-        chunk_tokens: int,
-        bytes_ahead: int,
+        self, engine: CacheEngine, unfilled: UnfilledBlocks, kv_caches: list[torch.Tensor]
     ) -> None:
         self.tokens_per_s: float | None = None  # of the last load, until `take_speed`
         self._engine = engine
         self._unfilled = unfilled
         self._kv_caches = kv_caches
-        self._chunk_tokens = chunk_tokens
-        self._bytes_ahead = bytes_ahead
+        self._chunk_tokens = engine.config.chunk_size
+        self._bytes_ahead = tuning_of(kv_caches[0].device.type).async_bytes
         self._thread = ThreadPoolExecutor(1, "lmcache-xpu-fetch")
         self._fetched: deque[_Fetched] = deque()  # the thread adds, in the order of `begin`
         self._moving: list[_Fetched] = []

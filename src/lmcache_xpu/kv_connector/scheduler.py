@@ -65,12 +65,7 @@ class SchedulerSide:
         self._epochs = Epochs()
         self._salts = CacheSalts(adapter, self._epochs.of)
         self._loads = EarlyLoads(adapter, block_size, self._worker, self._salts.named)
-        self._async_loads = AsyncLoads(
-            adapter,
-            block_size,
-            self._salts.named,
-            prefix_caching=bool(config.cache_config.enable_prefix_caching),
-        )
+        self._async_loads = AsyncLoads(adapter, block_size, self._salts.named)
         adapter.lookup_client.ask_near(self._near_engine)
 
     # Requests
@@ -88,7 +83,7 @@ class SchedulerSide:
         """
         if self._async_loads.missed(request.request_id):
             self.give_up_hits(request.request_id)
-        if self._async_loads.shares(request, kept):
+        if self._async_loads.shares(request, kept) and self._finds_blocks_again():
             return None, False
         self.admit(request, kept)
         tokens: int | None = self._adapter.get_num_new_matched_tokens(request, kept)
@@ -97,6 +92,9 @@ class SchedulerSide:
         waits = bool(tokens) and not named_later and self._waits(request, kept, tokens or 0)
         self._async_loads.choose(request.request_id, waits=waits)
         return tokens, waits
+
+    def _finds_blocks_again(self) -> bool:
+        return bool(self._config.cache_config.enable_prefix_caching)
 
     def _waits(self, request: Request, kept: int, tokens: int) -> bool:
         if self._policy is None:

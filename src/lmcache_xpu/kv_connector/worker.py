@@ -30,7 +30,6 @@ from lmcache_xpu.kv_connector.load_queue import LoadQueue
 from lmcache_xpu.kv_connector.step_metadata import may_run_as_one_graph
 from lmcache_xpu.kv_connector.worker_report import WorkerReport
 from lmcache_xpu.metrics import loaded
-from lmcache_xpu.transfer.tuning import tuning_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -114,14 +113,7 @@ class WorkerSide:
         )
         self._engine.register(list(kv_caches.values()), self.in_flight)
         health.check_tiers(self._engine, self._adapter.config)
-        caches = list(kv_caches.values())
-        self.queue = LoadQueue(
-            self._engine,
-            self._unfilled,
-            caches,
-            chunk_tokens=self._adapter.config.chunk_size,
-            bytes_ahead=tuning_of(caches[0].device.type).async_bytes,
-        )
+        self.queue = LoadQueue(self._engine, self._unfilled, list(kv_caches.values()))
         if self._publishes:
             self.residency = health.watch_tiers(self._engine)
 
