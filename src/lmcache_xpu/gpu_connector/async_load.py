@@ -5,7 +5,10 @@ some of them with each step, behind the step's own work, so that nobody's answer
 request may be computed when all has arrived.
 
     fetching    add_load, hold                  from the thread that fetches
-    moving      fetched, feed, arrived, close   from the engine's thread
+    moving      feed, arrived, wait, close      from the engine's thread
+
+vLLM is told of a load when its last part is on its way: it takes two steps until the request is in
+one. The first step after vLLM has heard waits on the device, where that was too early.
 """
 
 from __future__ import annotations
@@ -74,9 +77,18 @@ class AsyncLoad:
         """Bytes that were enqueued and are not there yet."""
         return 0 if self._pipeline is None else self._pipeline.bytes_under_way()
 
-    def arrived(self) -> bool:
-        """Whether all of it is in the engine's blocks, or it has failed and nothing moves."""
-        return self._pipeline is None or self._pipeline.arrived()
+    def arrived(self, within_bytes: int = 0) -> bool:
+        """Whether all of it is in the engine's blocks, or it has failed and nothing moves.
+
+        Args:
+            within_bytes: so much may still be on its way; nothing can go wrong with that.
+        """
+        return self._pipeline is None or self._pipeline.arrived(within_bytes)
+
+    def wait(self) -> None:
+        """Let the engine's stream wait for what is on its way."""
+        if self._pipeline is not None:
+            self._pipeline.before_all()
 
     def close(self) -> tuple[float, torch.Tensor | None]:
         """Let go of the memory of a load that has arrived.

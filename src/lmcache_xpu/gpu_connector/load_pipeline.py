@@ -131,11 +131,15 @@ class LoadPipeline:
         self._enqueue(count + 1, idle=True)
         return self._groups[count][0].nbytes
 
-    def arrived(self) -> bool:
-        """Whether all groups are there; or, of a load that failed, nothing is on its way."""
+    def arrived(self, within_bytes: int = 0) -> bool:
+        """Whether all groups are there; or, of a load that failed, nothing is on its way.
+
+        Args:
+            within_bytes: so much may still be on its way, if all was enqueued.
+        """
         if self.failed_behind is not None:
             return self.failed_behind.done.reached()
-        return len(self._handles) == len(self._groups) and not self.bytes_under_way()
+        return len(self._handles) == len(self._groups) and self.bytes_under_way() <= within_bytes
 
     @property
     def enqueued(self) -> int:

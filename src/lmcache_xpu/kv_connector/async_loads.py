@@ -15,7 +15,7 @@ This is the scheduler's half; the worker's is `load_queue`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmcache_xpu.transfer.slots import slots_of
@@ -56,7 +56,9 @@ class AsyncLoads:
         self._chosen: set[str] = set()
         self._under_way: dict[str, _Load] = {}
         self._untold: list[ReqMeta] = []
-        self._arrived: set[str] = set()  # since the last step was described
+        # Both since the last step was described.
+        self._heard: set[str] = set()  # requests that the workers have named
+        self._resumed: set[str] = set()  # requests that go on
 
     def choose(self, request_id: str, *, waits: bool) -> None:
         """Say whether a request that was looked up is to wait for its load."""
@@ -103,7 +105,7 @@ class AsyncLoads:
             if there < promised - (promised == request.num_tokens):
                 promised = there // chunk * chunk
             self._adapter.load_specs[request_id] = LoadSpec(there, promised, can_load=False)
-            self._arrived.add(request_id)
+            self._resumed.add(request_id)
             return there
         if request_id not in self._chosen or not tokens:
             return None
@@ -127,12 +129,18 @@ class AsyncLoads:
         """Forget a request. A load that was told to the workers goes on."""
         self._chosen.discard(request_id)
         self._under_way.pop(request_id, None)
-        self._arrived.discard(request_id)
+        self._resumed.discard(request_id)
+
+    def hear(self, arrived: Iterable[str]) -> None:
+        """Hear which requests have all that they have waited for, as vLLM hears it."""
+        self._heard.update(arrived)
 
     def describe(self, metadata: StepMetadata) -> None:
         """Tell the workers, with a step, of the loads that begin; they load nothing again."""
         metadata.loads, self._untold = self._untold, []
+        metadata.arrived = frozenset(self._heard)
         for request in metadata.requests:
-            if request.req_id in self._arrived:
+            if request.req_id in self._resumed:
                 request.load_spec = None
-        self._arrived.clear()
+        self._heard.clear()
+        self._resumed.clear()

@@ -253,7 +253,10 @@ class LMCacheXPUConnector(KVConnectorBase_V1):  # type: ignore[misc]  # untyped 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take what the workers report after a step."""
         report = connector_output.kv_connector_worker_meta
-        self.scheduler_side.end_step(report if isinstance(report, WorkerReport) else None)
+        self.scheduler_side.end_step(
+            report if isinstance(report, WorkerReport) else None,
+            connector_output.finished_recving or (),
+        )
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """KV events of the tiers since the last call; see `kv_events`."""

@@ -12,7 +12,8 @@ import logging
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,9 +31,11 @@ __all__ = ["LoadQueue"]
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 
-class _Fetched(NamedTuple):
+@dataclass(slots=True)
+class _Fetched:
     request_id: str
     load: AsyncLoad
+    told: bool = False  # vLLM was, that it has arrived
 
 
 class LoadQueue:
@@ -52,7 +55,7 @@ class LoadQueue:
         self._unfilled = unfilled
         self._kv_caches = kv_caches
         self._chunk_tokens = engine.config.chunk_size
-        self._bytes_ahead = tuning_of(kv_caches[0].device.type).async_bytes
+        self._tuning = tuning_of(kv_caches[0].device.type)
         self._thread = ThreadPoolExecutor(1, "lmcache-xpu-fetch")
         self._fetched: deque[_Fetched] = deque()  # the thread adds, in the order of `begin`
         self._moving: list[_Fetched] = []
@@ -72,24 +75,43 @@ class LoadQueue:
         for request in requests:
             self._thread.submit(self._give_up, request)
 
+    def await_told(self, arrived: frozenset[str]) -> None:
+        """Let the engine's stream wait for the rest of loads that vLLM was told of a little early.
+
+        Args:
+            arrived: requests of which vLLM has heard since the last step. From this step on their
+                blocks may be read, by others too, and written if they have ended.
+        """
+        for item in self._moving:
+            if item.request_id in arrived:
+                item.load.wait()
+
     def move(self) -> set[str]:
-        """Enqueue more of what was fetched, behind the step; return the requests that have all."""
+        """Enqueue more of what was fetched, behind the step.
+
+        Returns:
+            The requests that have all, or soon will; each is named once. See `await_told`.
+        """
         while self._fetched:
             self._moving.append(self._fetched.popleft())
-        room = self._bytes_ahead - sum(item.load.bytes_under_way for item in self._moving)
+        room = self._tuning.async_bytes - sum(item.load.bytes_under_way for item in self._moving)
         for item in self._moving:
             if room <= 0:
                 break
             room -= item.load.feed(room)
-        arrived = [item for item in self._moving if item.load.arrived()]
-        self._moving = [item for item in self._moving if item not in arrived]
-        for _, load in arrived:
-            seconds, failed_slots = load.close()
+        told = set()
+        for item in self._moving:
+            if not item.told and item.load.arrived(self._tuning.async_bytes_early):
+                item.told = True
+                told.add(item.request_id)
+        for item in [item for item in self._moving if item.load.arrived()]:
+            self._moving.remove(item)
+            seconds, failed_slots = item.load.close()
             if failed_slots is not None:
                 self._unfilled.add_slots(failed_slots)
             elif seconds:
-                self.tokens_per_s = load.tokens / seconds
-        return {item.request_id for item in arrived}
+                self.tokens_per_s = item.load.tokens / seconds
+        return told
 
     def take_speed(self) -> float | None:
         """Return how many tokens a second the last load brought; None if none has ended since."""
@@ -101,8 +123,8 @@ class LoadQueue:
         self._thread.shutdown(cancel_futures=True)
         self._moving += self._fetched
         self._fetched.clear()
-        for _, load in self._moving:
-            load.abandon()
+        for item in self._moving:
+            item.load.abandon()
         self._moving.clear()
 
     # The thread that fetches

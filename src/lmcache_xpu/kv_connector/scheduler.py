@@ -216,8 +216,9 @@ class SchedulerSide:
         worker = self._worker()
         return worker is None or worker.epoch.begin(self._epochs.current)
 
-    def end_step(self, report: WorkerReport | None) -> None:
-        """Hear that a step has ended, and what the workers report."""
+    def end_step(self, report: WorkerReport | None, arrived: Iterable[str] = ()) -> None:
+        """Hear that a step has ended, what the workers report, and whose loads have arrived."""
+        self._async_loads.hear(arrived)
         if self._policy is not None:
             self._policy.end_step()
         if report is None:

@@ -31,12 +31,14 @@ class StepMetadata(LMCacheConnectorMetadata):  # type: ignore[misc]  # untyped b
         tokens: number of tokens to compute; None if that is not known.
         epoch: in which the step was described.
         loads: of requests that wait for them, and are in no step yet; see `async_loads`.
+        arrived: requests that were said to have all that they waited for, since the last step.
     """
 
     new_blocks: frozenset[int] | None = None
     tokens: int | None = None
     epoch: Epoch = FIRST
     loads: list[ReqMeta] = field(default_factory=list)
+    arrived: frozenset[str] = frozenset()
 
 
 def written_blocks(

@@ -175,7 +175,8 @@ class WorkerSide:
         self.epoch.begin_step(metadata)
         if self.in_flight is not None:
             self.in_flight.begin_step(metadata.new_blocks, metadata.tokens)
-        if self.queue is not None and metadata.loads:
+        if self.queue is not None:
+            self.queue.await_told(metadata.arrived)
             (self.queue.refuse if self.epoch.changed else self.queue.begin)(metadata.loads)
 
     def clear(self) -> None:
