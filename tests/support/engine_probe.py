@@ -1,8 +1,10 @@
 """A real vLLM on CPU with real LMCache in this process: what a hit writes, byte by byte.
 
-Run by engine/test_engine.py, with STEP MODEL DISK REFERENCE MODE RUNNER LOADS. The step `store` recomputes prompts, hits them in the CPU tier, and hits them again with planted faults; the
-step `restart` is a new process that finds them on disk; the step `broken` has a disk tier that
-can't be opened. Each prints a JSON object last. RUNNER is `default` or `newer` (newer_runner.py).
+Run by engine/test_engine.py, with the arguments STEP MODEL DISK REFERENCE MODE RUNNER LOADS. The
+step `store` recomputes prompts, hits them in the CPU tier, and hits them again with planted faults;
+the step `restart` is a new process that finds them on disk; the step `broken` has a disk tier that
+can't be opened. Each prints a JSON object last. RUNNER is `default` or `newer` (newer_runner.py),
+LOADS the setting of that name.
 """
 
 from __future__ import annotations

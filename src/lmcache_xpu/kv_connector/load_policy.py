@@ -12,6 +12,7 @@ stands for both, see `Tuning.loaded_per_computed`.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable
@@ -24,6 +25,7 @@ Loads = Literal["auto", "step", "async"]
 # Tokens of a step from which on they decide how long it takes; with less, the weights do.
 MANY_TOKENS = 512
 NEWEST = 0.25  # what the newest measurement counts in a mean
+SMALL_STEPS = 32  # the last so many are remembered
 STEPS_AHEAD = 8  # steps that vLLM schedules before it hears of the first, at most
 
 
@@ -54,8 +56,9 @@ class LoadPolicy:
         self._steps: deque[_Step] = deque(maxlen=STEPS_AHEAD)
         self._ended = 0.0  # when the last step did
         self._loaded_per_s: float | None = None
-        self._computed_per_s: float | None = None
-        self._small_step_s: float | None = None
+        self._small_steps_s: deque[float] = deque(maxlen=SMALL_STEPS)
+        self._large_tokens = self._large_s = 0.0  # of large steps, older ones counting less
+        self._after_large = False  # the last step was one
 
     def begin_step(self, tokens: int, *, loads: bool) -> None:
         """Hear of a step that vLLM has decided on.
@@ -73,16 +76,21 @@ class LoadPolicy:
         step, now = self._steps.popleft(), self._clock()
         seconds = now - max(step.begun, self._ended)
         self._ended = now
-        if step.loads or not step.tokens or seconds <= 0:
+        after_large, self._after_large = self._after_large, step.tokens >= MANY_TOKENS
+        if step.loads or not step.tokens:
             return
-        if step.tokens >= MANY_TOKENS:
-            self._computed_per_s = _mean(self._computed_per_s, step.tokens / seconds)
+        if self._after_large or after_large:
+            # A part of a prompt gives no token, and vLLM does not wait for it: what it takes shows
+            # in the step that follows.
+            self._large_tokens = (1 - NEWEST) * self._large_tokens + step.tokens
+            self._large_s = (1 - NEWEST) * self._large_s + seconds
         else:
-            self._small_step_s = _mean(self._small_step_s, seconds)
+            self._small_steps_s.append(seconds)
 
     def hear(self, loaded_per_s: float) -> None:
         """Take the speed of a load that a worker has measured, in tokens a second."""
-        self._loaded_per_s = _mean(self._loaded_per_s, loaded_per_s)
+        last = self._loaded_per_s or loaded_per_s
+        self._loaded_per_s = last + NEWEST * (loaded_per_s - last)
 
     def waits(self, loaded: int, computed: int, *, others: bool) -> bool:
         """Whether a request is to wait for its load.
@@ -96,12 +104,8 @@ class LoadPolicy:
             return self._loads == "async"
         if not others:
             return False
-        speeds = self._loaded_per_s, self._computed_per_s, self._small_step_s
-        if None in speeds:
+        if self._loaded_per_s is None or not self._large_tokens or not self._small_steps_s:
             return loaded > self._ratio * computed
-        loads, computes, small_step_s = (speed or 0.0 for speed in speeds)
-        return loaded / loads > small_step_s + computed / computes
-
-
-def _mean(old: float | None, new: float) -> float:
-    return new if old is None else old + NEWEST * (new - old)
+        step_s = statistics.median(self._small_steps_s)
+        computing_s = computed * self._large_s / self._large_tokens
+        return loaded / self._loaded_per_s > step_s + computing_s

@@ -177,6 +177,7 @@ class WorkerSide:
             self.in_flight.begin_step(metadata.new_blocks, metadata.tokens)
         if self.queue is not None:
             self.queue.await_told(metadata.arrived)
+        if self.queue is not None and metadata.loads:
             (self.queue.refuse if self.epoch.changed else self.queue.begin)(metadata.loads)
 
     def clear(self) -> None:
