@@ -185,7 +185,7 @@ class LMCacheXPUConnector(KVConnectorBase_V1):  # type: ignore[misc]  # untyped 
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str] | None]:
         """No stores, and the requests that have all that they have waited for."""
-        return None, self.worker_side.finished_loads() or None
+        return None, self.worker_side.queue.move() or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that a load left unfilled since the last call; vLLM recomputes them."""
@@ -253,10 +253,8 @@ class LMCacheXPUConnector(KVConnectorBase_V1):  # type: ignore[misc]  # untyped 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take what the workers report after a step."""
         report = connector_output.kv_connector_worker_meta
-        self.scheduler_side.end_step(
-            report if isinstance(report, WorkerReport) else None,
-            connector_output.finished_recving or (),
-        )
+        arrived = connector_output.finished_recving or ()
+        self.scheduler_side.end_step(report if isinstance(report, WorkerReport) else None, arrived)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """KV events of the tiers since the last call; see `kv_events`."""

@@ -44,21 +44,22 @@ class LoadQueue:
     Args:
         engine: LMCache's.
         unfilled: the record of failed loads.
-        kv_caches: of the engine, one tensor for each layer.
     """
 
-    def __init__(
-        self, engine: CacheEngine, unfilled: UnfilledBlocks, kv_caches: list[torch.Tensor]
-    ) -> None:
-        self.tokens_per_s: float | None = None  # of the last load, until `take_speed`
+    def __init__(self, engine: CacheEngine, unfilled: UnfilledBlocks) -> None:
         self._engine = engine
         self._unfilled = unfilled
-        self._kv_caches = kv_caches
-        self._chunk_tokens = engine.config.chunk_size
-        self._tuning = tuning_of(kv_caches[0].device.type)
+        self._kv_caches: list[torch.Tensor] = []  # of the engine, once they are registered
+        self._tuning = tuning_of("cpu")
+        self._tokens_per_s: float | None = None  # of the last load, until `take_speed`
         self._thread = ThreadPoolExecutor(1, "lmcache-xpu-fetch")
         self._fetched: deque[_Fetched] = deque()  # the thread adds, in the order of `begin`
         self._moving: list[_Fetched] = []
+
+    def register(self, kv_caches: Iterable[torch.Tensor]) -> None:
+        """Take the engine's KV cache, one tensor for each layer."""
+        self._kv_caches = list(kv_caches)
+        self._tuning = tuning_of(self._kv_caches[0].device.type)
 
     def begin(self, requests: Iterable[ReqMeta]) -> None:
         """Fetch what these requests wait for.
@@ -110,12 +111,12 @@ class LoadQueue:
             if failed_slots is not None:
                 self._unfilled.add_slots(failed_slots)
             elif seconds:
-                self.tokens_per_s = item.load.tokens / seconds
+                self._tokens_per_s = item.load.tokens / seconds
         return told
 
     def take_speed(self) -> float | None:
         """Return how many tokens a second the last load brought; None if none has ended since."""
-        speed, self.tokens_per_s = self.tokens_per_s, None
+        speed, self._tokens_per_s = self._tokens_per_s, None
         return speed
 
     def close(self) -> None:
@@ -134,7 +135,8 @@ class LoadQueue:
         kept, end = spec.vllm_cached_tokens, spec.lmcache_cached_tokens
         load = AsyncLoad(end - kept)
         mask = torch.ones(end, dtype=torch.bool)
-        mask[: kept // self._chunk_tokens * self._chunk_tokens] = False
+        chunk: int = self._engine.config.chunk_size
+        mask[: kept // chunk * chunk] = False
         slots = request.slot_mapping[:end]
         arguments: dict[str, Any] = {
             "kvcaches": self._kv_caches,

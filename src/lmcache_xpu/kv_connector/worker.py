@@ -70,7 +70,7 @@ class WorkerSide:
         self.in_flight: InFlight | None = None  # once the KV cache is registered
         self.layers: dict[str, int] = {}  # their numbers, by the names that vLLM has for them
         self.residency: Residency | None = None  # where the engine publishes KV events
-        self.queue: LoadQueue | None = None  # once the KV cache is registered
+        self.queue = LoadQueue(adapter.lmcache_engine, unfilled)
         self._adapter = adapter
         self._engine: Any = adapter.lmcache_engine
         self._config = config
@@ -113,7 +113,7 @@ class WorkerSide:
         )
         self._engine.register(list(kv_caches.values()), self.in_flight)
         health.check_tiers(self._engine, self._adapter.config)
-        self.queue = LoadQueue(self._engine, self._unfilled, list(kv_caches.values()))
+        self.queue.register(kv_caches.values())
         if self._publishes:
             self.residency = health.watch_tiers(self._engine)
 
@@ -175,9 +175,8 @@ class WorkerSide:
         self.epoch.begin_step(metadata)
         if self.in_flight is not None:
             self.in_flight.begin_step(metadata.new_blocks, metadata.tokens)
-        if self.queue is not None:
-            self.queue.await_told(metadata.arrived)
-        if self.queue is not None and metadata.loads:
+        self.queue.await_told(metadata.arrived)
+        if metadata.loads:
             (self.queue.refuse if self.epoch.changed else self.queue.begin)(metadata.loads)
 
     def clear(self) -> None:
@@ -255,10 +254,6 @@ class WorkerSide:
                 self._adapter.save_kv_layer(name, None, None)
         self._adapter.wait_for_save()
 
-    def finished_loads(self) -> set[str]:
-        """Go on with loads that requests wait for; return the requests that have all, or failed."""
-        return set() if self.queue is None else self.queue.move()
-
     def take_unfilled(self) -> set[int]:
         """Return the blocks that loads left unfilled since the last call; vLLM recomputes them."""
         self._end_loads()  # vLLM may ask before it calls wait_for_save
@@ -276,9 +271,7 @@ class WorkerSide:
         tiers = None
         if self.residency is not None and (changes := self.residency.take()):
             tiers = TierReport(health.storing_workers(self._adapter), changes)
-        report = WorkerReport(
-            tiers, self.epoch.changed, None if self.queue is None else self.queue.take_speed()
-        )
+        report = WorkerReport(tiers, self.epoch.changed, self.queue.take_speed())
         return None if report == WorkerReport() else report
 
     def near_engine(self) -> Any:
@@ -288,8 +281,7 @@ class WorkerSide:
 
     def shutdown(self) -> None:
         """End what LMCache has started, see `ending`. What is queued for the disk gets there."""
-        if self.queue is not None:
-            self.queue.close()
+        self.queue.close()
         self.epoch.end()
         if self.in_flight is not None:
             self.in_flight.close()
@@ -301,7 +293,6 @@ class WorkerSide:
         self._adapter.start_load_kv(SimpleNamespace(attn_metadata={}))
 
     def _loads_in_step(self) -> int:
-        """Return how many loads are inside this step."""
         specs = [request.load_spec for request in self._adapter.step.requests]
         return sum(spec is not None and spec.can_load for spec in specs)
 
