@@ -1,0 +1,70 @@
+"""Requests that wait for their loads, in a real vLLM on CPU: tokens and blocks are compared."""
+
+from __future__ import annotations
+
+import pytest
+from support.scripts import printed, run_probe
+from support.waiting_probe import HELD_STEPS
+
+from lmcache_xpu.harness.random_model import EXACT, make_model
+
+pytestmark = pytest.mark.engine
+
+PAIRS = (
+    pytest.param(("standard", "newer"), id="standard-newer"),
+    pytest.param(("standard", "default"), id="standard-default", marks=pytest.mark.matrix),
+    pytest.param(("layerwise", "newer"), id="layerwise-newer", marks=pytest.mark.matrix),
+    pytest.param(("layerwise", "default"), id="layerwise-default", marks=pytest.mark.matrix),
+)
+
+
+@pytest.fixture(scope="module", params=PAIRS)
+def report(request, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    model = make_model(EXACT, tmp_path_factory.mktemp("model"))
+    return {"mode": request.param[0], **printed(run_probe("waiting", model, *request.param))}
+
+
+def test_a_slow_load_holds_nobody_else_up(report: dict):
+    assert report["holding"]["waits"]
+    assert report["holding"]["others computed"] >= HELD_STEPS - 2
+    assert report["holding"]["right"]
+
+
+def test_a_reset_meanwhile_says_that_it_could_not_be(report: dict):
+    assert report["holding"]["reset"] is False
+    assert report["holding"]["reset afterwards"] is True
+
+
+def test_who_is_aborted_while_it_waits_leaves_nothing_behind(report: dict):
+    aborted = report["aborted"]
+    assert aborted["blocks kept"] > 4  # until the load has ended
+    assert aborted["free again"]
+    assert not aborted["answered"]
+    assert aborted["right"]
+
+
+def test_what_several_share_is_loaded_once(report: dict):
+    assert report["shared"] == {"loads": 1, "right": True}
+
+
+def test_without_a_choice_made_a_request_waits_only_beside_others(report: dict):
+    assert report["chosen"] == {"alone": 0, "beside": 1, "right": True}
+
+
+@pytest.mark.parametrize("fault", ["a chunk lost", "all lost"])
+def test_what_is_lost_is_computed(report: dict, fault: str):
+    if report["mode"] == "layerwise":
+        pytest.skip("plants its fault where the standard mode fetches; see test_engine.py")
+    assert report["failing"][fault] == {"right": True, "reason": "length", "afterwards": True}
+
+
+@pytest.mark.parametrize("fault", ["a chunk lost", "all lost"])
+def test_or_its_request_fails_where_that_was_asked_for(report: dict, fault: str):
+    if report["mode"] == "layerwise":
+        pytest.skip("plants its fault where the standard mode fetches; see test_engine.py")
+    failing = report["failing, policy fail"][fault]
+    assert (failing["reason"], failing["afterwards"]) == ("error", True)
+
+
+def test_no_reference_or_pin_outlives_its_request(report: dict):
+    assert report["counts"] == [[1, 0]]

@@ -1,0 +1,223 @@
+"""A real vLLM on CPU whose requests wait for their loads: what may happen meanwhile.
+
+Run by engine/test_waiting.py, with the arguments MODEL MODE RUNNER. Prints a JSON object last.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import time
+from typing import Any
+
+from support import newer_runner
+from support.probes import end_with
+from support.real_engine import BLOCK, CHUNK, Engine, counts, prompt
+
+TURNS = 8  # requests at once that share a history
+HELD_STEPS = 30  # while a load is held
+
+
+class Loads:
+    """Holds loads before they are fetched, and counts them."""
+
+    def __init__(self) -> None:
+        from lmcache_xpu.kv_connector.load_queue import LoadQueue
+
+        self.open = threading.Event()
+        self.open.set()
+        self.count = 0
+        fetch = LoadQueue._fetch
+
+        def held(queue: Any, request: Any) -> None:
+            self.count += 1
+            self.open.wait(30)
+            fetch(queue, request)
+
+        LoadQueue._fetch = held
+
+
+class Asked:
+    """Requests that are computed step by step."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine.llm.llm_engine
+        self.answers: dict[str, list[int]] = {}
+        self.reasons: dict[str, str | None] = {}
+
+    def add(self, name: str, tokens: list[int], answer: int = 24) -> None:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(max_tokens=answer, temperature=0, ignore_eos=True)
+        self.engine.add_request(name, {"prompt_token_ids": tokens}, sampling)
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            for output in self.engine.step():
+                self.answers[output.request_id] = list(output.outputs[0].token_ids)
+                if output.finished:
+                    self.reasons[output.request_id] = output.outputs[0].finish_reason
+
+    def finish(self) -> None:
+        deadline = time.monotonic() + 60
+        while self.engine.has_unfinished_requests() and time.monotonic() < deadline:
+            self.step()
+
+
+def scheduler(engine: Engine) -> Any:
+    return engine.llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def stored(engine: Engine, tokens: list[int]) -> list[int]:
+    """The right answer; what it takes is in the tier afterwards, and nowhere else."""
+    engine.forget()
+    answer = engine.ask(tokens)
+    engine.forget()
+    return answer
+
+
+def holding(engine: Engine, loads: Loads, tokens: list[int]) -> dict[str, Any]:
+    """A load that is slow: others decode, and a reset says that it can't be now."""
+    right = stored(engine, tokens)
+    asked = Asked(engine)
+    asked.add("other", prompt(40), answer=200)
+    asked.step(5)
+    loads.open.clear()
+    asked.add("held", tokens)
+    before = len(asked.answers["other"])
+    asked.step(HELD_STEPS)
+    computed = len(asked.answers["other"]) - before
+    waiting = "held" not in asked.answers
+    reset = engine.llm.reset_prefix_cache()
+    loads.open.set()
+    asked.finish()
+    return {
+        "others computed": computed,
+        "waits": waiting,
+        "reset": reset,
+        "right": asked.answers["held"] == right,
+        "reset afterwards": engine.llm.reset_prefix_cache(),
+    }
+
+
+def aborted(engine: Engine, loads: Loads, tokens: list[int]) -> dict[str, Any]:
+    """A request that is aborted while it waits; its blocks are kept until the load has ended."""
+    right = stored(engine, tokens)
+    pool = scheduler(engine).kv_cache_manager.block_pool
+    free = pool.get_num_free_blocks()
+    asked = Asked(engine)
+    asked.add("other", prompt(41), answer=60)
+    asked.step(3)
+    loads.open.clear()
+    asked.add("aborted", tokens)
+    asked.step(3)
+    asked.engine.abort_request(["aborted"])
+    asked.step(3)
+    kept = free - pool.get_num_free_blocks()
+    loads.open.set()
+    asked.finish()
+    asked.add("last", prompt(42), answer=8)  # steps, in which vLLM hears of the load
+    asked.finish()
+    free_again = engine.llm.reset_prefix_cache() and pool.get_num_free_blocks() == free
+    return {
+        "blocks kept": kept,
+        "free again": bool(free_again),
+        "answered": "aborted" in asked.answers,
+        "right": engine.ask(tokens) == right,
+    }
+
+
+def shared(engine: Engine, loads: Loads) -> dict[str, Any]:
+    """Turns at once that share a history in the tier: it is loaded once."""
+    history = prompt(4 * CHUNK)
+    turns = [history + prompt(50 + number) for number in range(TURNS)]
+    right = [stored(engine, tokens) for tokens in turns]
+    stored(engine, history)
+    asked, loads.count = Asked(engine), 0
+    asked.add("other", prompt(43), answer=100)
+    asked.step(3)
+    for number, tokens in enumerate(turns):
+        asked.add(f"turn {number}", tokens)
+    asked.finish()
+    return {
+        "loads": loads.count,
+        "right": [asked.answers[f"turn {number}"] for number in range(TURNS)] == right,
+    }
+
+
+def failing(engine: Engine, tokens: list[int]) -> dict[str, Any]:
+    """A chunk that is lost between look-up and load, then all of them."""
+    from lmcache_xpu.cache_engine.storage_manager import StorageManager
+
+    get = StorageManager.batched_get
+    report = {}
+    for fault, kept in (("a chunk lost", 2), ("all lost", 0)):
+        right = stored(engine, tokens)
+
+        def lossy(manager: Any, keys: Any, location: Any = None, kept: int = kept) -> Any:
+            there = get(manager, keys, location)
+            for obj in there[kept:]:
+                if obj is not None:
+                    obj.ref_count_down()
+            return [*there[:kept], *(None for _ in there[kept:])]
+
+        StorageManager.batched_get = lossy
+        asked = Asked(engine)
+        asked.add("other", prompt(44), answer=60)
+        asked.step(3)
+        asked.add("failing", tokens)
+        asked.finish()
+        StorageManager.batched_get = get
+        report[fault] = {
+            "right": asked.answers["failing"] == right,
+            "reason": asked.reasons["failing"],
+            "afterwards": stored(engine, tokens) == right == engine.ask(tokens),
+        }
+    return report
+
+
+def chosen(engine: Engine, loads: Loads, tokens: list[int]) -> dict[str, Any]:
+    """With `auto`: alone a request does not wait, beside others it does."""
+    from lmcache_xpu.kv_connector.load_policy import LoadPolicy
+
+    policy = scheduler(engine).connector.scheduler_side._policy
+    assert isinstance(policy, LoadPolicy)
+    policy._loads = "auto"
+    right = stored(engine, tokens)
+    loads.count = 0
+    alone = engine.ask(tokens) == right
+    counted = {"alone": loads.count}
+    engine.forget()
+    policy._loaded_per_s = 1.0  # a link that no step could hide
+    asked = Asked(engine)
+    asked.add("other", prompt(45), answer=60)
+    asked.step(3)
+    asked.add("hit", tokens)
+    asked.finish()
+    return {**counted, "beside": loads.count, "right": alone and asked.answers["hit"] == right}
+
+
+def look(engine: Engine, mode: str) -> dict[str, Any]:
+    loads, tokens = Loads(), prompt(4 * CHUNK + BLOCK + 9)
+    report = {
+        "holding": holding(engine, loads, tokens),
+        "aborted": aborted(engine, loads, tokens),
+        "shared": shared(engine, loads),
+        "chosen": chosen(engine, loads, tokens[: 4 * CHUNK + 1]),
+    }
+    scheduler(engine).connector.scheduler_side._policy._loads = "async"
+    if mode == "standard":
+        report["failing"] = failing(engine, tokens)
+        scheduler(engine).recompute_kv_load_failures = False  # the policy `fail`
+        report["failing, policy fail"] = failing(engine, tokens)
+    report["counts"] = engine.llm.collective_rpc(counts)[0]
+    return report
+
+
+if __name__ == "__main__":
+    model, mode, runner = sys.argv[1:]
+    if runner == "newer":
+        newer_runner.use()
+    engine = functools.partial(Engine, model, None, mode, settings={"loads": "async"})
+    end_with(lambda: engine().close_after(look, mode))
