@@ -225,6 +225,7 @@ def metrics_page(text: str) -> str:
         for reason, meaning in flow.reasons.items()
     ]
     fallbacks = [(f"`{name}`", f"{text}.") for name, text in metrics.FALLBACK_REASONS.items()]
+    ways = [(f"`{name}`", f"{text}.") for name, text in metrics.LOAD_WAYS.items()]
     others = [(f"`{name}`", f"{OTHERS[name]}.") for name in OTHERS if name in used_metrics()]
     return f"""# Metrics
 
@@ -258,6 +259,10 @@ Of `lmcache_xpu_errors_total`. An error costs a computation, never a wrong answe
 Of `lmcache_xpu_fallbacks_total`:
 
 {rows(("`reason`", "what it means"), fallbacks)}
+
+Of `lmcache_xpu_loads_total`, which each worker counts; see the setting `loads`:
+
+{rows(("`way`", "what it means"), ways)}
 
 ## Of vLLM, LMCache and the GPU
 

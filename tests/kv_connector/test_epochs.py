@@ -62,6 +62,7 @@ class Scheduler:
         return self.side.describe(
             SimpleNamespace(
                 scheduled_new_reqs=[],
+                num_scheduled_tokens={},
                 total_num_scheduled_tokens=1,
                 scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set()),
             )
@@ -229,7 +230,7 @@ def test_under_changed_weights_nothing_is_found_loaded_or_stored_before_another_
     assert worker.engine.refuses_lookups
     worker.epoch.begin_step(step)
     assert worker.refused == step.requests
-    scheduler.side.hear(WorkerReport(weights=worker.epoch.changed))
+    scheduler.side.end_step(WorkerReport(weights=worker.epoch.changed))
     # It was alive, so that its KV is of both.
     later = scheduler.step("r")
     assert not later.requests[0].save_spec.can_save
@@ -252,8 +253,8 @@ def test_weights_that_change_after_a_reset_and_before_its_first_step_are_covered
 
 def test_a_change_that_was_heard_of_twice_begins_one_epoch(scheduler):
     for _ in range(2):  # the second in the output of a step that was under way
-        scheduler.side.hear(WorkerReport(weights=WeightsChanged(0)))
-    scheduler.side.hear(WorkerReport())
+        scheduler.side.end_step(WorkerReport(weights=WeightsChanged(0)))
+    scheduler.side.end_step(WorkerReport())
     assert scheduler.step().epoch.number == 1
 
 

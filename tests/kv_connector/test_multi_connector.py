@@ -137,7 +137,9 @@ def test_stats_and_reports_of_tiers_pass_through(other: str, first: bool):
     for part in multi._connectors:
         part.connector_scheduler = Mock()  # theirs has one
     heard: list[Any] = []
-    ours.scheduler_side = SimpleNamespace(hear=heard.append, take_events=lambda: ["event"])
+    ours.scheduler_side = SimpleNamespace(
+        end_step=lambda report, arrived: heard.append(report), take_events=lambda: ["event"]
+    )
     multi.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=meta))
     assert heard == [WorkerReport(TierReport(2, [Change(CPU, "a", True)]))]
     assert list(ours.take_events()) == ["event"]

@@ -134,7 +134,7 @@ def test_blocks_that_another_connector_fills_are_protected_too(monkeypatch):
 
     def written(**arguments: Any) -> frozenset[int]:
         now = step(**arguments)
-        now.total_num_scheduled_tokens = 1
+        now.total_num_scheduled_tokens, now.num_scheduled_tokens = 1, {}
         blocks = side.describe(now).new_blocks
         assert blocks is not None
         return blocks

@@ -21,7 +21,10 @@ def step(resumed: set[str]) -> SimpleNamespace:
         req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=resumed
     )
     return SimpleNamespace(
-        scheduled_new_reqs=[], scheduled_cached_reqs=cached, total_num_scheduled_tokens=0
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=cached,
+        num_scheduled_tokens={},
+        total_num_scheduled_tokens=0,
     )
 
 
@@ -84,7 +87,10 @@ def test_garbage_waits_from_a_look_up_to_the_end_of_scheduling_or_of_the_step(ne
     cached = SimpleNamespace(resumed_req_ids=set())
     side.describe(
         SimpleNamespace(
-            scheduled_new_reqs=[], total_num_scheduled_tokens=1, scheduled_cached_reqs=cached
+            scheduled_new_reqs=[],
+            num_scheduled_tokens={},
+            total_num_scheduled_tokens=1,
+            scheduled_cached_reqs=cached,
         )
     )
     assert gc.isenabled() is not near

@@ -171,6 +171,7 @@ def test_the_disk_tier_reaches_lmcache_through_vllms_command_line(parser):
     assert extra == {
         "disk.path": "/data/kv",
         "disk.gib": 2.5,
+        "xpu.loads": "auto",
         "xpu.overlap_load": True,
         "xpu.overlap_store": False,
         "xpu.staging_mib": 128,

@@ -27,6 +27,7 @@ class ModelConfig:
     use_mla: Any
 
 class CacheConfig:
+    enable_prefix_caching: Any
     cache_dtype: Any
     def get_resolved_kv_cache_layout(self): ...
 

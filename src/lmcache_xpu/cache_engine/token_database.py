@@ -7,9 +7,9 @@ look-up left the keys of all chunks that it promised in LMCache's list of pins.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ class TokenDatabase(ChunkedTokenDatabase):  # type: ignore[misc]  # untyped base
 
     def __init__(self, config: Any, metadata: Any) -> None:
         super().__init__(config, metadata)
-        self._reused = threading.local()
+        self._pinned: ContextVar[Sequence[CacheEngineKey]] = ContextVar("pinned", default=())
 
     @contextmanager
     def reuse(self, pinned: Sequence[CacheEngineKey]) -> Iterator[None]:
@@ -39,16 +39,11 @@ class TokenDatabase(ChunkedTokenDatabase):  # type: ignore[misc]  # untyped base
         Args:
             pinned: keys of the first chunks of the request, in the order of its prompt.
         """
-        self._reused.keys = pinned
+        before = self._pinned.set(pinned)
         try:
             yield
         finally:
-            self._reused.keys = ()
-
-    @property
-    def _pinned(self) -> Sequence[CacheEngineKey]:
-        keys: Sequence[CacheEngineKey] = getattr(self._reused, "keys", ())
-        return keys
+            self._pinned.reset(before)
 
     def process_tokens(
         self,
@@ -79,9 +74,9 @@ class TokenDatabase(ChunkedTokenDatabase):  # type: ignore[misc]  # untyped base
     def _has_pinned(self, tokens: int) -> bool:
         whole, rest = divmod(tokens, self.chunk_size)
         if not rest:
-            return bool(0 < whole <= len(self._pinned))
+            return bool(0 < whole <= len(self._pinned.get()))
         # A chunk that is not whole is the last one of its prompt, and of its look-up.
-        return bool(self.config.save_unfull_chunk and whole + 1 == len(self._pinned))
+        return bool(self.config.save_unfull_chunk and whole + 1 == len(self._pinned.get()))
 
     def _pinned_chunks(
         self, tokens: int, mask: torch.Tensor | None
@@ -90,6 +85,6 @@ class TokenDatabase(ChunkedTokenDatabase):  # type: ignore[misc]  # untyped base
         starts = range(0, tokens, self.chunk_size)
         return [
             (start, min(start + self.chunk_size, tokens), key)
-            for start, key in zip(starts, self._pinned, strict=False)
+            for start, key in zip(starts, self._pinned.get(), strict=False)
             if start >= skipped
         ]

@@ -141,7 +141,7 @@ class WorkerSide:
         self.in_flight.schedule(metadata.new_blocks, metadata.tokens)
         self._adapter.bind(metadata)
         try:
-            self._load()
+            self._load(1)
         finally:
             self._adapter.clear()
         return True
@@ -157,10 +157,10 @@ class WorkerSide:
         """
         if self._loads_early:
             self.bind(metadata)
-            if self._loads_in_step():
+            if loads := self._loads_in_step():
                 self.collection.put_off()  # until the step is enqueued
                 self._loading = True
-                self._load()
+                self._load(loads)
         return self._loads_early
 
     def bind(self, metadata: StepMetadata) -> None:
@@ -288,8 +288,8 @@ class WorkerSide:
         self.collection.allow()
         end_lmcache(self._adapter)
 
-    def _load(self) -> None:
-        loaded("step", self._loads_in_step())
+    def _load(self, loads: int) -> None:
+        loaded("step", loads)
         self._adapter.start_load_kv(SimpleNamespace(attn_metadata={}))
 
     def _loads_in_step(self) -> int:

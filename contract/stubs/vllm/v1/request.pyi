@@ -11,6 +11,7 @@ class Request:
     all_token_ids: Any
     block_hashes: Any
     num_tokens: Any
+    num_computed_tokens: Any
     sampling_params: Any
     skip_reading_prefix_cache: Any
     num_in_flight_tokens: Any

@@ -43,8 +43,10 @@ class ReqMeta:
     slot_mapping: Any
     load_spec: Any
     save_spec: Any
+    request_configs: Any
 
 class LoadSpec:
+    def __init__(self, vllm_cached_tokens, lmcache_cached_tokens, can_load): ...
     vllm_cached_tokens: Any
     lmcache_cached_tokens: Any
     can_load: Any
