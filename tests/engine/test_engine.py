@@ -26,7 +26,6 @@ FORGETS_STEPS = Version(str(versions.installed().vllm)) < Version("0.28")
 OFTEN = (
     ("standard", "newer", "auto"),
     ("layerwise", "default", "auto"),
-    ("standard", "newer", "async"),
 )
 
 
@@ -43,7 +42,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def pairs():
-    """Modes, runners, and how loads run; a few have every one of them."""
+    """Modes, runners, and how loads run; two have every mode and every runner.
+
+    Of requests that wait for their loads, test_waiting.py has one each time.
+    """
     ways = itertools.product(["standard", "layerwise"], ["default", "newer"], ["auto", "async"])
     for way in ways:
         marks = () if way in OFTEN else pytest.mark.matrix

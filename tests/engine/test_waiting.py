@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.real_engine import BLOCK, CHUNK
 from support.scripts import printed, run_probe
 from support.waiting_probe import HELD_STEPS
 
@@ -22,6 +23,12 @@ PAIRS = (
 def report(request, tmp_path_factory: pytest.TempPathFactory) -> dict:
     model = make_model(EXACT, tmp_path_factory.mktemp("model"))
     return {"mode": request.param[0], **printed(run_probe("waiting", model, *request.param))}
+
+
+def test_a_hit_restores_every_byte(report: dict):
+    assert report["hit"]["hit"] == 4 * CHUNK
+    assert report["hit"]["restored"] >= 4 * CHUNK // BLOCK
+    assert report["holding"]["right"]
 
 
 def test_a_slow_load_holds_nobody_else_up(report: dict):

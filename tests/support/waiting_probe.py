@@ -13,7 +13,7 @@ from typing import Any
 
 from support import newer_runner
 from support.probes import end_with
-from support.real_engine import BLOCK, CHUNK, Engine, counts, prompt
+from support.real_engine import BLOCK, CHUNK, Engine, counts, hit, prompt
 
 TURNS = 8  # requests at once that share a history
 HELD_STEPS = 30  # while a load is held
@@ -200,7 +200,10 @@ def chosen(engine: Engine, loads: Loads, tokens: list[int]) -> dict[str, Any]:
 
 def look(engine: Engine, mode: str) -> dict[str, Any]:
     loads, tokens = Loads(), prompt(4 * CHUNK + BLOCK + 9)
+    engine.forget()
+    engine.ask(tokens)
     report = {
+        "hit": hit(engine, tokens, engine.blocks()),
         "holding": holding(engine, loads, tokens),
         "aborted": aborted(engine, loads, tokens),
         "shared": shared(engine, loads),
