@@ -1,6 +1,7 @@
 """Two ranks of one engine on CPU: each restores its bytes, and a fault of one is everybody's miss.
 
-In `make test` in standard mode; `make test-ranks` has layerwise mode too.
+In `make test` in standard mode. `make test-ranks` has layerwise mode too, and requests that wait
+for their loads.
 """
 
 from __future__ import annotations
@@ -17,14 +18,20 @@ from lmcache_xpu.harness.random_model import EXACT, make_model
 pytestmark = pytest.mark.engine
 
 
-@pytest.fixture(
-    scope="module", params=["standard", pytest.param("layerwise", marks=pytest.mark.matrix)]
+WAYS = (
+    pytest.param(("standard", "auto"), id="standard-auto"),
+    pytest.param(("layerwise", "auto"), id="layerwise-auto", marks=pytest.mark.matrix),
+    pytest.param(("standard", "async"), id="standard-async", marks=pytest.mark.matrix),
+    pytest.param(("layerwise", "async"), id="layerwise-async", marks=pytest.mark.matrix),
 )
+
+
+@pytest.fixture(scope="module", params=WAYS)
 def report(request, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("ranks")
     model = make_model(EXACT, directory)
     env = environment(VLLM_CPU_OMP_THREADS_BIND="0|1", OMP_NUM_THREADS="1")
-    return printed(run_probe("ranks", model, directory / "disk", request.param, env=env))
+    return printed(run_probe("ranks", model, directory / "disk", *request.param, env=env))
 
 
 @pytest.mark.parametrize("tier", ["memory", "disk"])

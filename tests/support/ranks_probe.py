@@ -1,7 +1,7 @@
 """A real vLLM on CPU with real LMCache and two ranks: bytes of each, and faults of the second.
 
-Run by engine/test_ranks.py, with the arguments MODEL DISK MODE; prints a JSON object last. The
-ranks are processes of their own, in which the functions here that take a worker run.
+Run by engine/test_ranks.py, with MODEL DISK MODE LOADS; prints a JSON object last. The ranks are
+processes of their own, in which the functions here that take a worker run.
 """
 
 from __future__ import annotations
@@ -143,5 +143,6 @@ def probe(engine: Engine) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    model, disk, mode = sys.argv[1:]
-    end_with(lambda: Engine(model, disk, mode, tensor_parallel_size=2).close_after(probe))
+    model, disk, mode, loads = sys.argv[1:]
+    options = {"tensor_parallel_size": 2, "settings": {"loads": loads}}
+    end_with(lambda: Engine(model, disk, mode, **options).close_after(probe))
