@@ -35,7 +35,7 @@ from contract.sources import unpacked  # not installed
 
 MATRIX = ROOT / ".matrix"
 RESULTS = ROOT / "docs/results/vllm-versions.json"
-TESTS = ("tests/engine/test_engine.py", "tests/engine/test_shared_tier.py")
+TESTS = tuple(f"tests/engine/test_{name}.py" for name in ("engine", "waiting", "shared_tier"))
 TOOLS = ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist")
 # In the table.
 PACKAGES = ("torch", "transformers", "lmcache")
