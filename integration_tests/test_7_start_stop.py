@@ -44,6 +44,7 @@ WRONG = {
     "kv_events": "http://router:5557",
     "data_parallel": "0",
     "hash_algorithm": "builtin",
+    "loads": "sometimes",
     "overlap_load": "maybe",
     "overlap_store": "2",
     "staging_mib": "-1",
