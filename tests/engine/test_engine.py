@@ -7,12 +7,11 @@ newer model runner and asynchronous scheduling.
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 from packaging.version import Version
 from support.real_engine import BLOCK, CHUNK, LENGTHS, cached
 from support.scripts import printed, run_probe
+from support.ways import each_way
 
 from lmcache_xpu import versions
 from lmcache_xpu.harness.random_model import EXACT, make_model
@@ -41,18 +40,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_model(EXACT, tmp_path_factory.mktemp("models")))
 
 
-def pairs():
-    """Modes, runners, and how loads run; two have every mode and every runner.
-
-    Of requests that wait for their loads, test_waiting.py has one each time.
-    """
-    ways = itertools.product(["standard", "layerwise"], ["default", "newer"], ["auto", "async"])
-    for way in ways:
-        marks = () if way in OFTEN else pytest.mark.matrix
-        yield pytest.param(way, id="-".join(way), marks=marks)
+# Two have every mode and every runner. Of requests that wait for their loads, test_waiting.py has
+# one each time.
+WAYS = each_way(("standard", "layerwise"), ("default", "newer"), ("auto", "async"), often=OFTEN)
 
 
-@pytest.fixture(scope="module", params=pairs())
+@pytest.fixture(scope="module", params=WAYS)
 def place(request, model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     directory = tmp_path_factory.mktemp("-".join(request.param))
     return model, str(directory / "disk"), str(directory / "reference.json"), *request.param

@@ -12,18 +12,13 @@ import pytest
 from support.ranks_probe import FAULTS
 from support.real_engine import BLOCK, CHUNK, LENGTHS, cached
 from support.scripts import environment, printed, run_probe
+from support.ways import each_way
 
 from lmcache_xpu.harness.random_model import EXACT, make_model
 
 pytestmark = pytest.mark.engine
 
-
-WAYS = (
-    pytest.param(("standard", "auto"), id="standard-auto"),
-    pytest.param(("layerwise", "auto"), id="layerwise-auto", marks=pytest.mark.matrix),
-    pytest.param(("standard", "async"), id="standard-async", marks=pytest.mark.matrix),
-    pytest.param(("layerwise", "async"), id="layerwise-async", marks=pytest.mark.matrix),
-)
+WAYS = each_way(("standard", "layerwise"), ("auto", "async"), often=[("standard", "auto")])
 
 
 @pytest.fixture(scope="module", params=WAYS)

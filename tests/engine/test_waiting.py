@@ -6,17 +6,13 @@ import pytest
 from support.real_engine import BLOCK, CHUNK
 from support.scripts import printed, run_probe
 from support.waiting_probe import HELD_STEPS
+from support.ways import each_way
 
 from lmcache_xpu.harness.random_model import EXACT, make_model
 
 pytestmark = pytest.mark.engine
 
-PAIRS = (
-    pytest.param(("standard", "newer"), id="standard-newer"),
-    pytest.param(("standard", "default"), id="standard-default", marks=pytest.mark.matrix),
-    pytest.param(("layerwise", "newer"), id="layerwise-newer", marks=pytest.mark.matrix),
-    pytest.param(("layerwise", "default"), id="layerwise-default", marks=pytest.mark.matrix),
-)
+PAIRS = each_way(("standard", "layerwise"), ("newer", "default"), often=[("standard", "newer")])
 
 
 @pytest.fixture(scope="module", params=PAIRS)

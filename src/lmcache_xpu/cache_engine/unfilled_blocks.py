@@ -105,18 +105,19 @@ class UnfilledBlocks:
         """Count the blocks that were added: from now on nothing is stored from them."""
         with self._lock:
             unreported = set(self._unreported)
-        if unreported - self._unfilled:
-            fallback("load")
-        self._unfilled |= unreported
+        self._settle(unreported)
 
     def take(self) -> set[int]:
         """Return the blocks that vLLM has not heard of, once."""
         with self._lock:
             blocks, self._unreported = self._unreported, set()
+        self._settle(blocks)
+        return blocks
+
+    def _settle(self, blocks: set[int]) -> None:
         if blocks - self._unfilled:
             fallback("load")
         self._unfilled |= blocks
-        return blocks
 
     def spoil(self, slots: torch.Tensor) -> bool:
         """Return whether a request with this slot mapping has an unfilled block."""

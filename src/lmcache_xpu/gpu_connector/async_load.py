@@ -13,14 +13,12 @@ one. The first step after vLLM has heard waits on the device, where that was too
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from lmcache.v1.memory_management import MemoryObj
 
-from lmcache_xpu.gpu_connector.load_pipeline import LoadPipeline
-
-Finished = Callable[[float], None]  # is told how many seconds a transfer took
+from lmcache_xpu.gpu_connector.load_pipeline import Finished, LoadPipeline
 
 
 class AsyncLoad:

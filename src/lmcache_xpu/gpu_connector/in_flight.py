@@ -23,13 +23,11 @@ import torch
 from lmcache.v1.memory_management import MemoryObj
 
 from lmcache_xpu.gpu_connector.finisher import Finisher
-from lmcache_xpu.gpu_connector.load_pipeline import LoadPipeline, group_starts
+from lmcache_xpu.gpu_connector.load_pipeline import Finished, LoadPipeline, group_starts
 from lmcache_xpu.gpu_connector.phase import Phase
 from lmcache_xpu.transfer.handles import StoreHandle, TransferHandle
 from lmcache_xpu.transfer.slots import blocks_of
 from lmcache_xpu.transfer.tuning import Tuning
-
-Finished = Callable[[float], None]  # is told how many seconds a transfer took
 
 
 class _Load(NamedTuple):

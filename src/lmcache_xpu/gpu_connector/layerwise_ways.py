@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from lmcache.v1.memory_management import MemoryObj
 
-from lmcache_xpu.gpu_connector.in_flight import Finished, InFlight
-from lmcache_xpu.gpu_connector.load_pipeline import LoadPipeline
+from lmcache_xpu.gpu_connector.in_flight import InFlight
+from lmcache_xpu.gpu_connector.load_pipeline import Finished, LoadPipeline
 from lmcache_xpu.gpu_connector.registered_cache import LoadOwner
 from lmcache_xpu.transfer.handles import StoreHandle, TransferHandle
 from lmcache_xpu.transfer.staging import Stager

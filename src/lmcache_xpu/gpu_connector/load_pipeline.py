@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -24,6 +24,8 @@ from lmcache_xpu.transfer.staging import Stager
 from lmcache_xpu.transfer.tuning import Tuning
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
+
+Finished = Callable[[float], None]  # is told how many seconds a transfer took
 
 
 @dataclass(frozen=True, slots=True)

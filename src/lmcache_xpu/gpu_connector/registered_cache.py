@@ -9,7 +9,7 @@ other requests may share their blocks. Negative slots are skipped in both direct
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -20,7 +20,7 @@ from lmcache_xpu.errors import HostMemoryError, LayoutError, TransferError
 from lmcache_xpu.gpu_connector.chunk_bytes import ChunkBytes
 from lmcache_xpu.gpu_connector.chunk_format import ChunkFormat, same_bytes
 from lmcache_xpu.gpu_connector.connector_options import ConnectorOptions
-from lmcache_xpu.gpu_connector.load_pipeline import LoadPipeline
+from lmcache_xpu.gpu_connector.load_pipeline import Finished, LoadPipeline
 from lmcache_xpu.transfer.paged_view import EngineLayer, PagedView
 from lmcache_xpu.transfer.plan import Plan
 from lmcache_xpu.transfer.slots import check_slots
@@ -30,9 +30,7 @@ from lmcache_xpu.transfer.staging import Stager
 class LoadOwner(Protocol):
     """Who enqueues a load and holds its memory meanwhile: `InFlight`, or an `AsyncLoad`."""
 
-    def add_load(
-        self, load: LoadPipeline, objs: Sequence[MemoryObj], finished: Callable[[float], None]
-    ) -> None:
+    def add_load(self, load: LoadPipeline, objs: Sequence[MemoryObj], finished: Finished) -> None:
         """Take over a load, and tell `finished` how many seconds it took."""
 
     def hold(self, load: LoadPipeline, objs: Sequence[MemoryObj]) -> None:

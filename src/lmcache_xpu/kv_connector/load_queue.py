@@ -8,7 +8,6 @@ recorded as any other load's, before vLLM is told.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from lmcache_xpu.versions.lmcache import ReqMeta
 
 __all__ = ["LoadQueue"]
-
-logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 
 @dataclass(slots=True)
@@ -156,11 +153,8 @@ class LoadQueue:
                 missing = slots[kept:][~there[kept:]]
                 if len(missing):
                     self._unfilled.add_slots(missing)
-        except Exception:  # whatever it is: the request is computed, and the next one is fetched
-            logger.exception(
-                "A load failed and is computed instead (docs: troubleshooting#transfer-failed)"
-            )
-            self._unfilled.add_slots(slots[kept:])
+        except Exception as error:  # whatever: the request is computed, and the next one is fetched
+            self._unfilled.add_load(error, arguments, kept)
         finally:
             self._end(request_id, load)
 
