@@ -105,9 +105,12 @@ class Engine:
         self._llm.collective_rpc(_zero)
 
     def written(self, prompt: list[int]) -> torch.Tensor:
-        """Return digests `[layers, blocks]` of a prompt's blocks, in order, without the last one.
+        """Return digests of a prompt's blocks, in order, without the last one.
 
         In the last block a hit computes a token anew, which may round in another way.
+
+        Returns:
+            `[ranks * layers, blocks]`, all layers of the first rank before those of the next.
         """
         engine: Any = self._llm.llm_engine
         engine.add_request("written", {"prompt_token_ids": prompt}, self._two_tokens)
@@ -121,7 +124,7 @@ class Engine:
                 size = len(prompt) // (len(prompt) // scheduler.block_size)
                 ids = blocks[: len(prompt) // size - 1]
                 count = scheduler.kv_cache_config.num_blocks
-                digests = self._llm.collective_rpc(_digests, args=(ids, count))[0]
+                digests = torch.cat(self._llm.collective_rpc(_digests, args=(ids, count)))
         assert digests is not None
         return digests
 
@@ -146,7 +149,12 @@ def _digests(worker: Any, ids: Sequence[int], count: int) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def synchronize() -> None:
-    """Wait for all that the device was given; on CPU there is nothing to wait for."""
+def synchronize(devices: int | None = None) -> None:
+    """Wait for all that the device was given; on CPU there is nothing to wait for.
+
+    Args:
+        devices: so many devices, from the first on; None: the current one.
+    """
     if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
+        for device in [None] if devices is None else range(devices):
+            torch.accelerator.synchronize(device)

@@ -57,22 +57,31 @@ def exactness(engine: Engine, length: int) -> float:
     return float((cold == warm).float().mean())
 
 
-def link_gb_s(repeats: int) -> dict[str, float]:
-    """Time one large copy from pinned memory (on CPU: a plain copy) and back; GB/s."""
+def link_gb_s(repeats: int, devices: int) -> dict[str, float]:
+    """Time one large copy from pinned memory (on CPU: a plain copy) and back; GB/s.
+
+    Args:
+        repeats: of the copy; the median counts.
+        devices: that copy at the same time, each as much; the rate is that of all together.
+    """
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     size = 2**30 if device else 2**28
-    host = torch.empty(size, dtype=torch.uint8, pin_memory=device is not None).fill_(1)
-    device_memory = torch.ones(size, dtype=torch.uint8, device=device or "cpu")
+    names = [f"{device.type}:{number}" for number in range(devices)] if device else ["cpu"]
+    hosts = [
+        torch.empty(size, dtype=torch.uint8, pin_memory=device is not None).fill_(1) for _ in names
+    ]
+    on_devices = [torch.ones(size, dtype=torch.uint8, device=name) for name in names]
     rates = {}
-    for name, target, source in (("load", device_memory, host), ("store", host, device_memory)):
+    for name, targets, sources in (("load", on_devices, hosts), ("store", hosts, on_devices)):
         times = []
         for _ in range(repeats + 2):
-            synchronize()
+            synchronize(devices)
             begin = time.perf_counter()
-            target.copy_(source, non_blocking=True)
-            synchronize()
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+            synchronize(devices)
             times.append(time.perf_counter() - begin)
-        rates[name] = size / sorted(times)[len(times) // 2] / 1e9
+        rates[name] = len(names) * size / sorted(times)[len(times) // 2] / 1e9
     return rates
 
 
@@ -132,8 +141,8 @@ def answer(engine: Engine, job: dict[str, Any], *, tier: bool) -> dict[str, Any]
             return {"seconds": engine.seconds(engine.prompt(length))}
         case {"exact": int() as length}:
             return {"exact": exactness(engine, length)}
-        case {"link": int() as repeats}:
-            return {"link": link_gb_s(repeats)}
+        case {"link": dict() as copies}:
+            return {"link": link_gb_s(**copies)}
         case {"whole": int() as length}:
             return {"rounds": [whole_prompt(engine, length, tier=tier)]}
         case {"later": list() as turns}:

@@ -78,6 +78,10 @@ class Load:
     decoding: Decoding
     conversations: Conversations
 
+    def on_devices(self, count: int) -> Load:
+        """Return the load for `count` devices that share the layers; see `Shape.on_devices`."""
+        return replace(self, shape=self.shape.on_devices(count), room_gib=self.room_gib / count)
+
     def jobs(self) -> dict[str, dict[str, Any]]:
         """Return the jobs of `jobs.answer`, by load."""
         return {

@@ -47,7 +47,8 @@ class Result(EngineResult):
         exact: share of blocks that a hit restored to the byte; None without a tier.
         ms: row -> source -> milliseconds.
         tokens: row -> cached tokens.
-        link_gb_s: speed of a raw copy; from the engine without a connector.
+        link_gb_s: speed of a raw copy by all devices together; from the engine without a
+            connector.
     """
 
     exact: float | None = None
@@ -209,7 +210,9 @@ def _measure(
     for result, child in children:
         ask(result, child, "start", {"warm up": first // 2})
         if result.variant == "none":
-            result.link_gb_s = ask(result, child, "raw copy", {"link": repeats}).get("link", {})
+            copies = {"repeats": repeats, "devices": shape.devices}
+            answer = ask(result, child, "raw copy", {"link": copies})
+            result.link_gb_s = answer.get("link", {})
         else:
             result.exact = ask(result, child, "exactness", {"exact": first}).get("exact")
     for row in shape.rows():

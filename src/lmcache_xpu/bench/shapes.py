@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,18 @@ class Shape:
     def name(self) -> str:
         """The shape's name on the command line."""
         return self.model.name
+
+    @property
+    def devices(self) -> int:
+        """Number of devices that share the layers."""
+        return int(self.settings.get("tensor_parallel", 1))
+
+    def on_devices(self, count: int) -> Shape:
+        """Return the shape on `count` devices that share its layers, KV cache and tier."""
+        settings = self.settings | {"tensor_parallel": count}
+        for name in settings.keys() & {"kv_cache_gib", "cpu_gib"}:
+            settings[name] /= count
+        return replace(self, settings=settings)
 
     def rows(self) -> list[Row]:
         """Return the requests to time, in this order."""

@@ -75,7 +75,9 @@ def variants(shape: Shape) -> tuple[Variant, ...]:
     offloading = {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"cpu_bytes_to_use": int(shape.settings["cpu_gib"] * 2**30)},
+        "kv_connector_extra_config": {
+            "cpu_bytes_to_use": int(shape.settings["cpu_gib"] * shape.devices * 2**30)
+        },
     }
     return (
         Variant(name="none", title="no connector", settings={"offload": False}),

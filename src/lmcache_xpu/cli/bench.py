@@ -17,6 +17,7 @@ from lmcache_xpu.errors import SettingsError
 
 if TYPE_CHECKING:
     from lmcache_xpu.bench.outputs import Outputs, Page
+    from lmcache_xpu.bench.shapes import Shape
 
 R = TypeVar("R")
 
@@ -54,6 +55,12 @@ PlotFile = Annotated[
 Report = Annotated[
     Path | None, typer.Option(help="Write one file with versions, device and figures.")
 ]
+TensorParallel = Annotated[
+    int,
+    typer.Option(
+        min=1, help="Devices that share the layers, in each engine; they share its memory, too."
+    ),
+]
 InTurn = Annotated[
     bool,
     typer.Option(
@@ -69,6 +76,7 @@ def engine(
     shape: ShapeName = None,
     variant: Variants = None,
     repeats: Repeats = 3,
+    tensor_parallel: TensorParallel = 1,
     in_turn: InTurn = False,
     graphs: Graphs = False,
     timeout_s: TimeoutS = 900,
@@ -93,8 +101,9 @@ def engine(
     outputs = Outputs(json_file=json_file, report=report, plot_file=plot_file)
     outputs.check()
     model = shape_named(shape or default_name(built_for(), runner.device_memory_bytes()))
+    model = model.on_devices(tensor_parallel)
     variants = variants_named(model, variant)
-    command = _command("engine", model.name, repeats, variant, in_turn=in_turn, graphs=graphs)
+    command = _command("engine", model, repeats, variant, in_turn=in_turn, graphs=graphs)
     run = partial(
         runner.run,
         model,
@@ -115,6 +124,7 @@ def load(
     shape: ShapeName = None,
     variant: LoadVariants = None,
     repeats: LoadRepeats = 1,
+    tensor_parallel: TensorParallel = 1,
     in_turn: InTurn = False,
     graphs: Graphs = False,
     timeout_s: TimeoutS = 900,
@@ -139,9 +149,9 @@ def load(
     outputs = Outputs(json_file=json_file, report=report, plot_file=plot_file)
     outputs.check()
     loads = load_named(shape or default_name(built_for(), runner.device_memory_bytes()))
+    loads = loads.on_devices(tensor_parallel)
     variants = variants_named(loads.shape, variant, loads.more_variants())
-    name = loads.shape.name
-    command = _command("load", name, repeats, variant, in_turn=in_turn, graphs=graphs)
+    command = _command("load", loads.shape, repeats, variant, in_turn=in_turn, graphs=graphs)
     run = partial(
         load_runner.run,
         loads,
@@ -196,10 +206,17 @@ def _measured(
 
 
 def _command(
-    bench: str, shape: str, repeats: int, variants: list[str] | None, *, in_turn: bool, graphs: bool
+    bench: str,
+    shape: Shape,
+    repeats: int,
+    variants: list[str] | None,
+    *,
+    in_turn: bool,
+    graphs: bool,
 ) -> str:
     """Return the command line that repeats a run."""
-    words = [f"lmcache-xpu bench {bench}", f"--shape {shape}", f"--repeats {repeats}"]
+    words = [f"lmcache-xpu bench {bench}", f"--shape {shape.name}", f"--repeats {repeats}"]
+    words += [f"--tensor-parallel {shape.devices}"] * (shape.devices > 1)
     words += [f"--variant {name}" for name in variants or ()]
     words += ["--in-turn"] * in_turn + ["--graphs"] * graphs
     return " ".join(words)
