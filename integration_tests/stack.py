@@ -36,6 +36,7 @@ SMALL = {
     "kv_cache_gib": 48 / 1024,
     "cpu_gib": 24 / 1024,
     "enforce_eager": True,
+    "loads": "always",  # this model may be computed as fast
     "served_model_name": "exact",
 }
 

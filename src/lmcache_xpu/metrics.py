@@ -5,7 +5,7 @@
     lmcache_xpu_seconds_total    {direction, tier}          that the moves took
     lmcache_xpu_errors_total     {direction, tier, reason}  moves that failed
     lmcache_xpu_fallbacks_total  {reason}                   loads that ended in recomputing
-    lmcache_xpu_loads_total      {way}                      loads inside steps, or asynchronous ones
+    lmcache_xpu_loads_total      {way}                      what became of hits
     lmcache_xpu_disk_used_bytes, lmcache_xpu_disk_limit_bytes
 
 Direction is `store` or `load`. Tier `cpu` is between the engine's KV cache and host memory, `disk`
@@ -182,8 +182,8 @@ def fallback(reason: str) -> None:
     _count("fallbacks", (reason,), 1)
 
 
-def loaded(way: Literal["step", "async"], loads: int = 1) -> None:
-    """Count loads that begin, inside a step or while their requests wait."""
+def loaded(way: Literal["step", "async", "computed"], loads: int = 1) -> None:
+    """Count loads that begin, and hits that are computed; see `LOAD_WAYS`."""
     if not loads:
         return
     _LOADS.labels(way).inc(loads)
@@ -245,6 +245,7 @@ for _reason in FALLBACK_REASONS:
 LOAD_WAYS = {
     "step": "Inside the step of its request, beside the layers",
     "async": "While its request waits and others are computed",
+    "computed": "Not at all: its tokens were computed, which is measured to take no longer",
 }
 for _way in LOAD_WAYS:
     _LOADS.labels(_way)

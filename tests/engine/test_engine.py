@@ -23,8 +23,8 @@ FORGETS_STEPS = Version(str(versions.installed().vllm)) < Version("0.28")
 
 
 OFTEN = (
-    ("standard", "newer", "auto"),
-    ("layerwise", "default", "auto"),
+    ("standard", "newer", "always"),
+    ("layerwise", "default", "always"),
 )
 
 
@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 # Two have every mode and every runner. Of requests that wait for their loads, test_waiting.py has
 # one each time.
-WAYS = each_way(("standard", "layerwise"), ("default", "newer"), ("auto", "async"), often=OFTEN)
+WAYS = each_way(("standard", "layerwise"), ("default", "newer"), ("always", "async"), often=OFTEN)
 
 
 @pytest.fixture(scope="module", params=WAYS)
@@ -149,7 +149,7 @@ def test_turns_whose_loads_fail_are_computed_and_leave_nothing_wrong_behind(stor
 
 def test_a_tier_that_does_not_open_ends_the_engine_with_the_reason(model: str):
     """LMCache alone would go on without it; and its threads would keep a failed process alive."""
-    done = run_probe("engine", "broken", model, "unused", "unused", "standard", "default", "auto")
+    done = run_probe("engine", "broken", model, "unused", "unused", "standard", "default", "always")
     assert done.returncode == 1
     assert "SeamError: found LMCache tiers ['LocalCPUBackend']" in done.stderr
     assert "Failed to create backend disk" in done.stdout + done.stderr

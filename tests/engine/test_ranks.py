@@ -18,7 +18,7 @@ from lmcache_xpu.harness.random_model import EXACT, make_model
 
 pytestmark = pytest.mark.engine
 
-WAYS = each_way(("standard", "layerwise"), ("auto", "async"), often=[("standard", "auto")])
+WAYS = each_way(("standard", "layerwise"), ("always", "async"), often=[("standard", "always")])
 
 
 @pytest.fixture(scope="module", params=WAYS)

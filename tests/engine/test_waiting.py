@@ -54,6 +54,14 @@ def test_without_a_choice_made_a_request_waits_only_beside_others(report: dict):
     assert report["chosen"] == {"alone": 0, "beside": 1, "right": True}
 
 
+def test_what_is_computed_sooner_than_loaded_is_computed(report: dict):
+    computed = report["computed"]
+    assert (computed["loads"], computed["right"]) == (0, True)
+    assert computed["more"] == {"computed": 1, "stored": 0}  # the tier had it all
+    assert computed["hit"]["hit"] == 4 * CHUNK
+    assert computed["hit"]["restored"] >= 4 * CHUNK // BLOCK
+
+
 @pytest.mark.parametrize("fault", ["a chunk lost", "all lost"])
 def test_what_is_lost_is_computed(report: dict, fault: str):
     if report["mode"] == "layerwise":

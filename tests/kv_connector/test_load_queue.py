@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("vllm")
 
 from lmcache_xpu.cache_engine.unfilled_blocks import UnfilledBlocks
+from lmcache_xpu.kv_connector.load_policy import LoadSpeeds
 from lmcache_xpu.kv_connector.load_queue import LoadQueue
 from lmcache_xpu.transfer.tuning import tuning_of
 from lmcache_xpu.versions.lmcache import LoadSpec, ReqMeta
@@ -88,6 +89,7 @@ class Engine:
         self.pipelines: dict[str, Pipeline] = {}
         self.there: dict[str, int] = {}  # tokens, where it is less than all
         self.memory = Memory()
+        self.far: dict[str, int] = {}  # tokens on a disk
         self.unpinned: list[str] = []
         self.masks: list[int] = []
         self.counted: list[float] = []
@@ -101,6 +103,9 @@ class Engine:
             raise RuntimeError("planted")
         load_owner.add_load(self.pipelines[req_id], [self.memory], self.counted.append)
         return torch.arange(len(mask)) < self.there.get(req_id, len(mask))
+
+    def far_tokens(self, request: str) -> int:
+        return 0 if request in self.unpinned else self.far.get(request, 0)
 
     def lookup_unpin(self, request: str) -> None:
         self.unpinned.append(request)
@@ -151,8 +156,8 @@ def test_who_has_all_is_named_once_and_the_memory_is_given_back(queue, engine):
     assert (queue.move(), engine.memory.references, engine.counted) == (set(), 2, [])
     load.there = 8
     assert (queue.move(), engine.memory.references, engine.counted) == (set(), 1, [0.5])
-    assert queue.take_speed() == 2 * CHUNK / 0.5
-    assert queue.take_speed() is None
+    assert queue.take_speeds() == LoadSpeeds(near=2 * CHUNK / 0.5)
+    assert queue.take_speeds() == LoadSpeeds()
     assert engine.unpinned == ["one"]
 
 
@@ -222,7 +227,7 @@ def test_a_copy_that_fails_is_recorded_and_its_memory_given_back(queue, engine, 
     assert unfilled.take() == {0, 1}  # the pipeline's own
     assert engine.memory.references == 1
     assert engine.counted == []
-    assert queue.take_speed() is None
+    assert queue.take_speeds() == LoadSpeeds()
 
 
 def test_under_changed_weights_nothing_is_loaded(queue, engine, unfilled):
@@ -264,3 +269,22 @@ def test_layer_by_layer_the_generator_is_taken_to_its_end(queue, engine):
     moved(queue, engine, 1)
     assert ended == ["one"]
     assert engine.memory.references == 4
+
+
+def test_speeds_are_told_once_that_of_a_disk_by_itself(queue, engine):
+    engine.pipelines = {"near": Pipeline(), "far": Pipeline()}
+    engine.far["far"] = 6
+    engine.open.clear()
+    queue.begin([asked("far")])
+    threading.Timer(0.05, engine.open.set).start()
+    engine.pipelines["far"].there = 1
+    moved(queue, engine, 1)
+    speeds = queue.take_speeds()
+    assert speeds.near == 2 * asked("far").load_spec.lmcache_cached_tokens  # in half a second
+    assert speeds.far is not None
+    assert 0 < speeds.far <= 6 / 0.05
+    assert queue.take_speeds() == LoadSpeeds()
+    engine.pipelines["near"].there = 1
+    queue.begin([asked("near")])
+    moved(queue, engine, 1)
+    assert queue.take_speeds().far is None

@@ -21,7 +21,7 @@ def connector_options(values: dict[str, Any]) -> dict[str, Any]:
     from lmcache_xpu.launch.engine_arguments import engine_variables, vllm_arguments
     from lmcache_xpu.launch.settings import Settings
 
-    settings = Settings.load({"device": "cpu", "disk_gib": 1, **values})
+    settings = Settings.load({"device": "cpu", "disk_gib": 1, "loads": "always", **values})
     os.environ.update(engine_variables(settings))
     arguments = vllm_arguments(settings)
     flags = {name: "--" + name.replace("_", "-") for name in OBJECTS}

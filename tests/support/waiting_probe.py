@@ -5,12 +5,14 @@ Run by engine/test_waiting.py, with the arguments MODEL MODE RUNNER. Prints a JS
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 import threading
 import time
 from typing import Any
 
+from prometheus_client import REGISTRY
 from support import newer_runner
 from support.probes import end_with
 from support.real_engine import BLOCK, CHUNK, Engine, counts, hit, prompt
@@ -178,24 +180,55 @@ def failing(engine: Engine, tokens: list[int]) -> dict[str, Any]:
 
 
 def chosen(engine: Engine, loads: Loads, tokens: list[int]) -> dict[str, Any]:
-    """With `auto`: alone a request does not wait, beside others it does."""
-    from lmcache_xpu.kv_connector.load_policy import LoadPolicy
+    """With a choice: alone a request does not wait, beside others it does."""
+    from lmcache_xpu.kv_connector.load_policy import LoadPolicy, LoadSpeeds
 
     policy = scheduler(engine).connector.scheduler_side._policy
     assert isinstance(policy, LoadPolicy)
-    policy._loads = "auto"
+    policy._loads = "always"
     right = stored(engine, tokens)
     loads.count = 0
     alone = engine.ask(tokens) == right
     counted = {"alone": loads.count}
     engine.forget()
-    policy._loaded_per_s = 1.0  # a link that no step could hide
+    policy._speeds = LoadSpeeds(near=1.0)  # a link that no step could hide
     asked = Asked(engine)
     asked.add("other", prompt(45), answer=60)
     asked.step(3)
     asked.add("hit", tokens)
     asked.finish()
     return {**counted, "beside": loads.count, "right": alone and asked.answers["hit"] == right}
+
+
+def counted() -> dict[str, float]:
+    """What this process has counted of hits that were computed, and of stores."""
+    hits = REGISTRY.get_sample_value("lmcache_xpu_loads_total", {"way": "computed"})
+    store = {"direction": "store", "tier": "cpu"}
+    stored_bytes = REGISTRY.get_sample_value("lmcache_xpu_bytes_total", store)
+    return {"computed": hits or 0, "stored": stored_bytes or 0}
+
+
+def computed(engine: Engine, loads: Loads, tokens: list[int]) -> dict[str, Any]:
+    """With `auto`, and loads that take longer than computing: nothing is loaded, or stored again.
+
+    Then, without a choice, all of it is still there.
+    """
+    policy = scheduler(engine).connector.scheduler_side._policy
+    right = stored(engine, tokens)
+    engine.ask(prompt(700))  # computing is measured by now
+    usual, policy._loads = policy._tuning, "auto"
+    policy._tuning = dataclasses.replace(usual, load_s=1e6)
+    loads.count, before = 0, counted()
+    answer = engine.ask(tokens)
+    after, cold = counted(), engine.blocks()
+    policy._tuning, policy._loads = usual, "always"
+    engine.forget()
+    return {
+        "loads": loads.count,
+        "more": {name: after[name] - before[name] for name in after},
+        "right": answer == right,
+        "hit": hit(engine, tokens, cold),
+    }
 
 
 def look(engine: Engine, mode: str) -> dict[str, Any]:
@@ -208,6 +241,7 @@ def look(engine: Engine, mode: str) -> dict[str, Any]:
         "aborted": aborted(engine, loads, tokens),
         "shared": shared(engine, loads),
         "chosen": chosen(engine, loads, tokens[: 4 * CHUNK + 1]),
+        "computed": computed(engine, loads, tokens),
     }
     scheduler(engine).connector.scheduler_side._policy._loads = "async"
     if mode == "standard":

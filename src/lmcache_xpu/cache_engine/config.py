@@ -24,7 +24,7 @@ SAFE_HASH = "sha256"
 ONE_COPY = "save_only_first_rank"  # of LMCache's extra_config; of MLA models alone
 ENGINE = "disk.engine"  # the disk tier's name for it
 LOADS = "xpu.loads"  # the setting `loads`
-LOAD_WAYS = ("auto", "step", "async")
+LOAD_WAYS = ("auto", "always", "step", "async")
 
 
 def prepare(vllm_config: VllmConfig) -> LMCacheEngineConfig:

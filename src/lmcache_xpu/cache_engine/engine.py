@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lmcache_xpu.cache_engine.health import pool
-from lmcache_xpu.cache_engine.storage_manager import StorageManager
+from lmcache_xpu.cache_engine.storage_manager import POOL, StorageManager
 from lmcache_xpu.cache_engine.unfilled_blocks import log_failure
 from lmcache_xpu.metrics import STORE_CPU
 from lmcache_xpu.versions.lmcache import LMCacheEngine
@@ -105,6 +105,18 @@ class CacheEngine(LMCacheEngine):  # type: ignore[misc]  # untyped base
     def lookup(self, *args: Any, **kwargs: Any) -> int:
         """Return how many tokens can be loaded; see LMCache's engine."""
         return 0 if self.refuses_lookups else super().lookup(*args, **kwargs)
+
+    def far_tokens(self, lookup_id: str) -> int:
+        """Return how many tokens a look-up has found beyond this host's memory.
+
+        Args:
+            lookup_id: its name; what it found is still pinned, or nothing is returned.
+        """
+        tiers = self.lookup_pins.get(lookup_id, {})
+        far = sum(len(keys) for name, keys in tiers.items() if name != POOL)
+        objects: int = self.num_layers if self.use_layerwise else 1
+        tokens: int = far // objects * self.config.chunk_size
+        return tokens
 
     # Loads
 

@@ -1,13 +1,17 @@
-"""Which loads a request waits for, and which its step brings along.
+"""What becomes of a hit: loaded inside its step, loaded while its request waits, or computed.
 
 A load inside the step of its request, beside the layers, ends sooner. But all others in that step
-wait for it as well. So a request waits for its load, while others are computed, where both hold:
+wait for it as well. So a request waits for its load, while others are computed, where
 
-    others      somebody else waits for a token
+    far         a part of it comes from a disk or a server: a thread fetches it
+    others      or somebody else waits for a token, and
     too long    the load takes longer than the step would take without it
 
-How long a step takes is measured here; how fast loads are, the workers report. Until then a ratio
-stands for both, see `Tuning.loaded_per_computed`.
+And it is computed where that takes no longer than the load: few tokens, which a step computes
+beside others for nothing, or a slow disk or server.
+
+How long steps take is measured here; how fast loads are, the workers report. Until then a ratio
+stands for both, see `Tuning.loaded_per_computed`, and nothing is computed that can be loaded.
 """
 
 from __future__ import annotations
@@ -18,15 +22,45 @@ from collections import deque
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-__all__ = ["LoadPolicy", "Loads"]
+from lmcache_xpu.transfer.tuning import Tuning
 
-Loads = Literal["auto", "step", "async"]
+__all__ = ["Hit", "LoadPolicy", "LoadSpeeds", "Loads"]
+
+Loads = Literal["auto", "always", "step", "async"]
 
 # Tokens of a step from which on they decide how long it takes; with less, the weights do.
 MANY_TOKENS = 512
 NEWEST = 0.25  # what the newest measurement counts in a mean
 SMALL_STEPS = 32  # the last so many are remembered
 STEPS_AHEAD = 8  # steps that vLLM schedules before it hears of the first, at most
+# So many hits are computed before one is loaded again: a disk may have become faster.
+COMPUTED_IN_TURN = 16
+
+
+class Hit(NamedTuple):
+    """What a look-up has promised for a request.
+
+    Args:
+        loaded: tokens of the load.
+        computed: tokens of the request that its step computes.
+        far: tokens among those of the load that are not in this host's memory.
+    """
+
+    loaded: int
+    computed: int
+    far: int = 0
+
+
+class LoadSpeeds(NamedTuple):
+    """Tokens a second of loads; None where none has ended.
+
+    Args:
+        near: from host memory to the device.
+        far: from a disk or a server to host memory.
+    """
+
+    near: float | None = None
+    far: float | None = None
 
 
 class _Step(NamedTuple):
@@ -39,26 +73,24 @@ class LoadPolicy:
     """Chooses for each request, on the scheduler's side.
 
     Args:
-        loads: `step` or `async` leaves no choice.
-        loaded_per_computed: tokens that are loaded while one is computed, until that is measured.
+        loads: `always` never computes a hit; `step` or `async` leaves no choice.
+        tuning: of the engine's device.
         clock: seconds.
     """
 
     def __init__(
-        self,
-        loads: Loads,
-        loaded_per_computed: int,
-        clock: Callable[[], float] = time.perf_counter,
+        self, loads: Loads, tuning: Tuning, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._loads = loads
-        self._ratio = loaded_per_computed
+        self._tuning = tuning
         self._clock = clock
         self._steps: deque[_Step] = deque(maxlen=STEPS_AHEAD)
         self._ended = 0.0  # when the last step did
-        self._loaded_per_s: float | None = None
+        self._speeds = LoadSpeeds()
         self._small_steps_s: deque[float] = deque(maxlen=SMALL_STEPS)
         self._large_tokens = self._large_s = 0.0  # of large steps, older ones counting less
         self._after_large = False  # the last step was one
+        self._computed_in_turn = 0
 
     def begin_step(self, tokens: int, *, loads: bool) -> None:
         """Hear of a step that vLLM has decided on.
@@ -87,25 +119,58 @@ class LoadPolicy:
         else:
             self._small_steps_s.append(seconds)
 
-    def hear(self, loaded_per_s: float) -> None:
-        """Take the speed of a load that a worker has measured, in tokens a second."""
-        last = self._loaded_per_s or loaded_per_s
-        self._loaded_per_s = last + NEWEST * (loaded_per_s - last)
+    def hear(self, speeds: LoadSpeeds) -> None:
+        """Take what a worker has measured."""
+        self._speeds = LoadSpeeds(*map(_mean, self._speeds, speeds))
 
-    def waits(self, loaded: int, computed: int, *, others: bool) -> bool:
+    def computes(self, hit: Hit) -> bool:
+        """Whether a request is to be computed, though its tokens could be loaded."""
+        if self._loads != "auto" or not self._large_tokens or not self._small_steps_s:
+            return False
+        loading_s = self._tuning.load_s
+        loading_s += sum(
+            tokens / speed
+            for tokens, speed in zip((hit.loaded, hit.far), self._speeds, strict=True)
+            if speed is not None
+        )
+        saved_s = self._step_s(hit.loaded + hit.computed) - self._step_s(hit.computed)
+        if loading_s <= saved_s:
+            return False
+        self._computed_in_turn = (self._computed_in_turn + 1) % (COMPUTED_IN_TURN + 1)
+        return self._computed_in_turn != 0
+
+    def waits(self, hit: Hit, *, others: bool) -> bool:
         """Whether a request is to wait for its load.
 
         Args:
-            loaded: tokens of the load.
-            computed: tokens of the request that its step computes.
+            hit: of the request.
             others: other requests wait for their next token.
         """
-        if self._loads != "auto":
+        if self._loads in ("step", "async"):
             return self._loads == "async"
+        if hit.far:
+            return True
         if not others:
             return False
-        if self._loaded_per_s is None or not self._large_tokens or not self._small_steps_s:
-            return loaded > self._ratio * computed
-        step_s = statistics.median(self._small_steps_s)
-        computing_s = computed * self._large_s / self._large_tokens
-        return loaded / self._loaded_per_s > step_s + computing_s
+        near_per_s = self._speeds.near
+        if near_per_s is None or not self._large_tokens or not self._small_steps_s:
+            return hit.loaded > self._tuning.loaded_per_computed * hit.computed
+        return hit.loaded / near_per_s > self._small_step_s + self._computing_s(hit.computed)
+
+    @property
+    def _small_step_s(self) -> float:
+        return statistics.median(self._small_steps_s)
+
+    def _computing_s(self, tokens: int) -> float:
+        return tokens * self._large_s / self._large_tokens
+
+    def _step_s(self, tokens: int) -> float:
+        """Return what a step takes: with few tokens as long as with hardly any."""
+        return max(self._small_step_s, self._computing_s(tokens))
+
+
+def _mean(before: float | None, newest: float | None) -> float | None:
+    """Return the mean after another measurement; what was measured, if there was none before."""
+    if before is None or newest is None:
+        return before if newest is None else newest
+    return before + NEWEST * (newest - before)

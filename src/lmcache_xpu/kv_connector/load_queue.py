@@ -8,6 +8,7 @@ recorded as any other load's, before vLLM is told.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lmcache_xpu.gpu_connector.async_load import AsyncLoad
+from lmcache_xpu.kv_connector.load_policy import LoadSpeeds
 from lmcache_xpu.metrics import loaded
 from lmcache_xpu.transfer.tuning import tuning_of
 
@@ -32,6 +34,7 @@ __all__ = ["LoadQueue"]
 class _Fetched:
     request_id: str
     load: AsyncLoad
+    far_per_s: float | None  # tokens a second that were fetched from beyond this host's memory
     told: bool = False  # vLLM was, that it has arrived
 
 
@@ -48,7 +51,7 @@ class LoadQueue:
         self._unfilled = unfilled
         self._kv_caches: list[torch.Tensor] = []  # of the engine, once they are registered
         self._tuning = tuning_of("cpu")
-        self._tokens_per_s: float | None = None  # of the last load, until `take_speed`
+        self._speeds = LoadSpeeds()  # of the last loads, until `take_speeds`
         self._thread = ThreadPoolExecutor(1, "lmcache-xpu-fetch")
         self._fetched: deque[_Fetched] = deque()  # the thread adds, in the order of `begin`
         self._moving: list[_Fetched] = []
@@ -107,14 +110,15 @@ class LoadQueue:
             seconds, failed_slots = item.load.close()
             if failed_slots is not None:
                 self._unfilled.add_slots(failed_slots)
-            elif seconds:
-                self._tokens_per_s = item.load.tokens / seconds
+            else:
+                near_per_s = item.load.tokens / seconds if seconds else self._speeds.near
+                self._speeds = LoadSpeeds(near_per_s, item.far_per_s or self._speeds.far)
         return told
 
-    def take_speed(self) -> float | None:
-        """Return how many tokens a second the last load brought; None if none has ended since."""
-        speed, self._tokens_per_s = self._tokens_per_s, None
-        return speed
+    def take_speeds(self) -> LoadSpeeds:
+        """Return how fast the last loads were that have ended since the last call."""
+        speeds, self._speeds = self._speeds, LoadSpeeds()
+        return speeds
 
     def close(self) -> None:
         """Fetch nothing more, and wait for what is under way. May be called again."""
@@ -142,6 +146,7 @@ class LoadQueue:
             "req_id": request_id,
             "load_owner": load,
         }
+        far, begun = self._engine.far_tokens(request_id), time.perf_counter()
         try:
             if self._engine.use_layerwise:
                 # It records by itself what is missing.
@@ -156,12 +161,13 @@ class LoadQueue:
         except Exception as error:  # whatever: the request is computed, and the next one is fetched
             self._unfilled.add_load(error, arguments, kept)
         finally:
-            self._end(request_id, load)
+            seconds = time.perf_counter() - begun
+            self._end(request_id, load, far / seconds if far else None)
 
     def _give_up(self, request: ReqMeta) -> None:
         self._unfilled.refuse([request])
         self._end(request.req_id, AsyncLoad(0))
 
-    def _end(self, request_id: str, load: AsyncLoad) -> None:
+    def _end(self, request_id: str, load: AsyncLoad, far_per_s: float | None = None) -> None:
         self._engine.lookup_unpin(request_id)
-        self._fetched.append(_Fetched(request_id, load))
+        self._fetched.append(_Fetched(request_id, load, far_per_s))

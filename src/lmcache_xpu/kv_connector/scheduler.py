@@ -13,6 +13,7 @@ from lmcache_xpu.kv_connector.early_loads import EarlyLoads
 from lmcache_xpu.kv_connector.epochs import Epochs
 from lmcache_xpu.kv_connector.garbage import GarbageCollection
 from lmcache_xpu.kv_connector.hit_sources import hit_sources, lone_source
+from lmcache_xpu.kv_connector.load_policy import Hit
 from lmcache_xpu.kv_connector.step_metadata import StepMetadata, with_answers, written_blocks
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class SchedulerSide:
         self._policy = policy
         self._running: set[str] = set()  # requests of the last step
         self._kept: dict[str, int] = {}  # tokens of vLLM's own, of requests that were looked up
+        self._computed_hits: set[str] = set()  # requests that are computed, of those
         self._filled: set[int] = set()  # blocks that requests got since the last step
         self._collection = GarbageCollection()
         self._epochs = Epochs()
@@ -87,21 +89,25 @@ class SchedulerSide:
             return None, False
         self.admit(request, kept)
         tokens: int | None = self._adapter.get_num_new_matched_tokens(request, kept)
+        if not tokens or self._policy is None:
+            return tokens, False
+        worker = self._worker()
+        far = 0 if worker is None else worker.far_tokens(request.request_id)
+        hit = Hit(tokens, request.num_tokens - kept - tokens, far)
+        computed = self._policy.computes(hit)
+        (self._computed_hits.add if computed else self._computed_hits.discard)(request.request_id)
+        if computed:  # LMCache still knows what it has, and stores none of that again
+            self._async_loads.choose(request.request_id, waits=False)
+            return 0, False
         # Of images and embeddings LMCache makes names of its own, with a step.
         named_later = request.mm_features or request.prompt_embeds is not None
-        waits = bool(tokens) and not named_later and self._waits(request, kept, tokens or 0)
+        others = bool(self._running - {request.request_id})
+        waits = not named_later and self._policy.waits(hit, others=others)
         self._async_loads.choose(request.request_id, waits=waits)
         return tokens, waits
 
     def _finds_blocks_again(self) -> bool:
         return bool(self._config.cache_config.enable_prefix_caching)
-
-    def _waits(self, request: Request, kept: int, tokens: int) -> bool:
-        if self._policy is None:
-            return False
-        computed = request.num_tokens - kept - tokens
-        others = bool(self._running - {request.request_id})
-        return self._policy.waits(tokens, computed, others=others)
 
     def admit(self, request: Request, kept: int = 0) -> None:
         """Hear of a request before it is looked up; for `kept` see `matched_tokens`."""
@@ -149,6 +155,7 @@ class SchedulerSide:
         self._epochs.finished(request_id)
         self._kept.pop(request_id, None)
         self._running.discard(request_id)
+        self._computed_hits.discard(request_id)
         self._async_loads.finished(request_id)
         if self._events is not None:
             self._events.finished(request_id)
@@ -173,6 +180,8 @@ class SchedulerSide:
         )
         self._filled.clear()
         self._running = set(step.num_scheduled_tokens)
+        metadata.computed_hits = len(self._computed_hits & self._running)
+        self._computed_hits -= self._running
         self._salts.mark(metadata)
         self._epochs.describe(metadata)
         if self._events is not None:
@@ -223,8 +232,8 @@ class SchedulerSide:
             self._policy.end_step()
         if report is None:
             return
-        if self._policy is not None and report.loaded_per_s is not None:
-            self._policy.hear(report.loaded_per_s)
+        if self._policy is not None:
+            self._policy.hear(report.speeds)
         self._change_weights(report.weights)
         if self._events is not None and report.tiers is not None:
             self._events.report(report.tiers)

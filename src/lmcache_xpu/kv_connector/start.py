@@ -79,5 +79,5 @@ def start_scheduler(
     policy = None
     if not kv_cache_config.needs_kv_cache_zeroing:  # of new blocks, also those that a load fills
         loads = (adapter.config.extra_config or {}).get(LOADS, "auto")
-        policy = LoadPolicy(loads, tuning_of(facts.device_type).loaded_per_computed)
+        policy = LoadPolicy(loads, tuning_of(facts.device_type))
     return adapter, SchedulerSide(adapter, config, facts.block_size, policy, events)

@@ -32,6 +32,7 @@ class StepMetadata(LMCacheConnectorMetadata):  # type: ignore[misc]  # untyped b
         epoch: in which the step was described.
         loads: of requests that wait for them, and are in no step yet; see `async_loads`.
         arrived: requests that were said to have all that they waited for, since the last step.
+        computed_hits: number of requests in it that are computed, though they could be loaded.
     """
 
     new_blocks: frozenset[int] | None = None
@@ -39,6 +40,7 @@ class StepMetadata(LMCacheConnectorMetadata):  # type: ignore[misc]  # untyped b
     epoch: Epoch = FIRST
     loads: list[ReqMeta] = field(default_factory=list)
     arrived: frozenset[str] = frozenset()
+    computed_hits: int = 0
 
 
 def written_blocks(

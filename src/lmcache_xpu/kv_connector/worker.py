@@ -176,6 +176,7 @@ class WorkerSide:
         if self.in_flight is not None:
             self.in_flight.begin_step(metadata.new_blocks, metadata.tokens)
         self.queue.await_told(metadata.arrived)
+        loaded("computed", metadata.computed_hits)
         if metadata.loads:
             (self.queue.refuse if self.epoch.changed else self.queue.begin)(metadata.loads)
 
@@ -271,8 +272,13 @@ class WorkerSide:
         tiers = None
         if self.residency is not None and (changes := self.residency.take()):
             tiers = TierReport(health.storing_workers(self._adapter), changes)
-        report = WorkerReport(tiers, self.epoch.changed, self.queue.take_speed())
+        report = WorkerReport(tiers, self.epoch.changed, self.queue.take_speeds())
         return None if report == WorkerReport() else report
+
+    def far_tokens(self, lookup_id: str) -> int:
+        """Return how many tokens a look-up has found on a disk or a server."""
+        tokens: int = self._engine.far_tokens(lookup_id)
+        return tokens
 
     def near_engine(self) -> Any:
         """Return LMCache's engine, which knows its pins; None with a tier on another host."""

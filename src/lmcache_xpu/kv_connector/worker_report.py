@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
 from lmcache_xpu.kv_connector.epochs import WeightsChanged
 from lmcache_xpu.kv_connector.kv_events import TierReport
+from lmcache_xpu.kv_connector.load_policy import LoadSpeeds
 
 __all__ = ["WorkerReport"]
 
@@ -19,13 +20,12 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # untyped 
     Args:
         tiers: what changed in their tiers; None if nothing did, or nobody wants to know.
         weights: their weights changed; None if not.
-        loaded_per_s: tokens a second of a load that a request has waited for; None if none has
-            ended.
+        speeds: of loads that requests have waited for.
     """
 
     tiers: TierReport | None = None
     weights: WeightsChanged | None = None
-    loaded_per_s: float | None = None
+    speeds: LoadSpeeds = field(default_factory=LoadSpeeds)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """This one's report and that of another worker."""
@@ -35,5 +35,8 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # untyped 
             tiers = self.tiers.aggregate(other.tiers)
         if self.weights is not None and other.weights is not None:
             weights = self.weights.aggregate(other.weights)
-        speeds = [r.loaded_per_s for r in (self, other) if r.loaded_per_s is not None]
-        return WorkerReport(tiers, weights, min(speeds, default=None))
+        return WorkerReport(tiers, weights, LoadSpeeds(*map(_slower, self.speeds, other.speeds)))
+
+
+def _slower(a: float | None, b: float | None) -> float | None:
+    return min((speed for speed in (a, b) if speed is not None), default=None)

@@ -137,8 +137,10 @@ class Settings(BaseSettings):
     layers_at_once: int | None = Field(
         None, ge=1, description="Layers that move together with layerwise; unset: by their size"
     )
-    loads: Literal["auto", "step", "async"] = Field(
-        "auto", description="Load in the request's step, or while it waits; auto: by what is faster"
+    loads: Literal["auto", "always", "step", "async"] = Field(
+        "auto",
+        description="Compute a hit, load it in its request's step, or while the request waits; "
+        "auto: whichever is faster; always: of the last two",
     )
     overlap_load: bool = Field(True, description="Load beside the engine's computing of layers")
     overlap_store: bool = Field(True, description="Store beside the engine's next steps")
