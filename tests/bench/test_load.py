@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,8 @@ from typer.testing import CliRunner
 from lmcache_xpu.bench import load_jobs
 from lmcache_xpu.bench.engine import Output
 from lmcache_xpu.bench.jobs import answer
-from lmcache_xpu.bench.load import Conversations, Decoding, load_named
-from lmcache_xpu.bench.load_jobs import Request, converse, decode, drive, spread
+from lmcache_xpu.bench.load import Conversations, Decoding, Sharing, load_named
+from lmcache_xpu.bench.load_jobs import Request, converse, decode, drive, share, spread
 from lmcache_xpu.bench.load_report import LoadFigures
 from lmcache_xpu.bench.load_runner import LoadResult
 from lmcache_xpu.bench.shapes import SHAPES, Turn
@@ -116,6 +117,30 @@ def test_hits_begin_with_what_was_computed_before(engine, monkeypatch):
     assert [prompt[:8] for prompt in hits] == computed
 
 
+def test_what_is_new_was_not_computed_before(engine, monkeypatch):
+    computed = []
+    monkeypatch.setattr(engine, "seconds", computed.append)
+    figures = decode(engine, replace(DECODING, new=True))
+    assert not computed
+    assert figures["ttft"]["n"] == DECODING.hits
+
+
+@pytest.mark.parametrize("tier", [True, False])
+def test_who_shares_a_history_is_asked_at_once(engine, tier: bool):
+    load = Sharing(requests=5, history=8, new=2, answer=3)
+    figures = share(engine, load, tier=tier)
+    places = ["own", "tier"] if tier else ["own"]
+    assert list(figures) == [name for place in places for name in (f"{place} s", place)]
+    assert engine.forgotten == tier
+    assert engine.most == 5
+    (history,) = {tuple(prompt[:8]) for _, prompt in engine.began}
+    assert len({tuple(prompt[8:]) for _, prompt in engine.began}) == 5 * len(places)
+    assert len(history) == 8
+    for place in places:
+        assert figures[place]["max"] == pytest.approx((STEP_S + LOAD_S) * 1e3)
+        assert figures[f"{place} s"] == pytest.approx(3 * STEP_S + LOAD_S)
+
+
 def test_a_conversation_goes_on_from_its_answers(engine):
     figures = converse(engine, TALK)
     prompts = [prompt for _, prompt in engine.began]
@@ -159,9 +184,11 @@ def test_jobs_cross_to_the_engine_as_json(engine, shape, monkeypatch):
     asked = []
     monkeypatch.setattr("lmcache_xpu.bench.jobs.decode", lambda _, job: asked.append(job))
     monkeypatch.setattr("lmcache_xpu.bench.jobs.converse", lambda _, job: asked.append(job))
+    monkeypatch.setattr("lmcache_xpu.bench.jobs.share", lambda _, job, tier: asked.append(job))
     for job in load.jobs().values():
         answer(engine, json.loads(json.dumps(job)), tier=True)
-    assert asked == [load.decoding, load.conversations]
+    storing = replace(load.decoding, new=True)
+    assert asked == [load.decoding, storing, load.conversations, load.sharing]
 
 
 def test_the_engine_with_room_is_made_of_settings():
@@ -175,7 +202,9 @@ def results(engine):
     ours = LoadResult("ours", "ours, standard")
     ours.rounds = {
         "decoding": [decode(engine, DECODING) for _ in range(2)],
+        "storing": [decode(engine, replace(DECODING, new=True))],
         "conversations": [converse(engine, TALK)],
+        "sharing": [share(engine, Sharing(requests=2, history=4, new=1, answer=1), tier=True)],
     }
     return [ours, LoadResult("lmcache", "LMCache, standard", error="AssertionError: layout")]
 
@@ -185,7 +214,7 @@ def test_figures_are_shown_written_and_drawn(engine, tmp_path):
     console = Console(width=160, record=True, file=io.StringIO())
     figures.show(console)
     text = console.export_text()
-    assert "ours, standard" in text
+    assert text.count("ours, standard") == 4  # in each table
     assert "LMCache, standard: AssertionError: layout" in text
     facts = figures.as_dict({"device": "cpu"}, "lmcache-xpu bench load")
     assert len(json.loads(json.dumps(facts))["results"][0]["rounds"]["decoding"]) == 2
@@ -198,7 +227,8 @@ def test_what_was_measured_is_written_and_a_failed_engine_of_ours_is_an_error(
 ):
     measured = results(engine)
 
-    def run(load, variants, *, save, repeats, **_):
+    def run(load, variants, *, save, repeats, only, **_):
+        assert only == ["storing"]
         assert [variant.name for variant in variants] == ["ours", "room"]
         assert repeats == 2
         save(measured)
@@ -208,12 +238,12 @@ def test_what_was_measured_is_written_and_a_failed_engine_of_ours_is_an_error(
     monkeypatch.setattr("lmcache_xpu.bench.runner.machine", lambda: {"device": "cpu"})
     monkeypatch.setattr("signal.signal", lambda *_: None)  # this process keeps its own
     words = ["bench", "load", "--shape", "small", "--variant", "ours", "--variant", "room"]
-    words += ["--repeats", "2", "--report", str(tmp_path / "x.md")]
+    words += ["--load", "storing", "--repeats", "2", "--report", str(tmp_path / "x.md")]
     done = CliRunner().invoke(app, words, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     report = (tmp_path / "x.md").read_text()
     assert report.startswith("# lmcache-xpu bench load\n")
-    assert "--shape small --repeats 2 --variant ours --variant room" in report
+    assert "--shape small --repeats 2 --variant ours --variant room --load storing" in report
     measured[0].error = "RuntimeError: broken"
     assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 1
 
@@ -231,6 +261,8 @@ def test_hits_beside_others_and_conversations_in_a_real_engine(tmp_path: Path):
     load = load_named("small")
     (decoding,), (talk,) = (result["rounds"][name] for name in ("decoding", "conversations"))
     assert decoding["ttft"]["n"] == load.decoding.hits
+    assert result["rounds"]["storing"][0]["ttft"]["p50"] > 0
+    assert result["rounds"]["sharing"][0]["tier"]["n"] == load.sharing.requests
     assert 0 < decoding["alone"]["p50"] <= decoding["alone"]["max"]
     assert decoding["tokens_s with hits"] > 0
     # The history is loaded in later rounds, and computed in the first one.

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from lmcache_xpu.bench.engine import Engine, synchronize
-from lmcache_xpu.bench.load import Conversations, Decoding
-from lmcache_xpu.bench.load_jobs import converse, decode
+from lmcache_xpu.bench.load import Conversations, Decoding, Sharing
+from lmcache_xpu.bench.load_jobs import converse, decode, share
 from lmcache_xpu.bench.shapes import Turn
 from lmcache_xpu.launch.engine_arguments import engine_variables
 from lmcache_xpu.launch.settings import Settings
@@ -151,6 +151,8 @@ def answer(engine: Engine, job: dict[str, Any], *, tier: bool) -> dict[str, Any]
             return {"load": decode(engine, Decoding(**load | {"hit": Turn(**load["hit"])}))}
         case {"converse": dict() as load}:
             return {"load": converse(engine, Conversations(**load))}
+        case {"share": dict() as load}:
+            return {"load": share(engine, Sharing(**load), tier=tier)}
     raise ValueError(f"a job that is none: {job}")
 
 

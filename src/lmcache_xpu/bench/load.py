@@ -1,4 +1,4 @@
-"""The loads of `bench load`: what hits cost others, and what conversations at once gain."""
+"""The loads of `bench load`: what hits and stores cost others, and what many at once gain."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from typing import Any
 from lmcache_xpu.bench.shapes import Shape, Turn, shape_named
 from lmcache_xpu.bench.variants import Variant
 
-__all__ = ["Conversations", "Decoding", "Load", "load_named"]
+__all__ = ["Conversations", "Decoding", "Load", "Sharing", "load_named"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoding:
-    """Requests that decode, alone at first, and then beside hits that arrive one by one.
+    """Requests that decode, alone at first, and then beside others that arrive one by one.
 
     Args:
         requests: how many decode at once.
         prompt: tokens of each one's prompt.
         tokens: of each one's answer.
-        hits: how many hits arrive.
+        hits: how many arrive.
         hit: each of these.
         answer: tokens of a hit's answer.
         every_s: seconds between two of them.
+        new: whether what arrives is no hit, but computed and stored.
     """
 
     requests: int
@@ -32,6 +33,24 @@ class Decoding:
     hit: Turn
     answer: int
     every_s: float
+    new: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """Requests that are asked at once, and begin alike.
+
+    Args:
+        requests: how many.
+        history: tokens that they share.
+        new: tokens of each alone.
+        answer: tokens of each answer.
+    """
+
+    requests: int
+    history: int
+    new: int
+    answer: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,19 +83,21 @@ class Conversations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Both loads, and the engine that gets them: its own cache is too small for the conversations.
+    """All loads, and the engine that gets them: its own cache is too small for the conversations.
 
     Args:
         shape: the model, and the engine's settings.
         room_gib: KV cache of an engine with room for everything.
-        decoding: the first load.
-        conversations: the second one.
+        decoding: the first load; the second one is the same beside prompts that are new.
+        conversations: the third one.
+        sharing: the fourth one.
     """
 
     shape: Shape
     room_gib: float
     decoding: Decoding
     conversations: Conversations
+    sharing: Sharing
 
     def on_devices(self, count: int) -> Load:
         """Return the load for `count` devices that share the layers; see `Shape.on_devices`."""
@@ -86,7 +107,9 @@ class Load:
         """Return the jobs of `jobs.answer`, by load."""
         return {
             "decoding": {"decode": asdict(self.decoding)},
+            "storing": {"decode": asdict(replace(self.decoding, new=True))},
             "conversations": {"converse": asdict(self.conversations)},
+            "sharing": {"share": asdict(self.sharing)},
         }
 
     def more_variants(self) -> list[Variant]:
@@ -140,6 +163,7 @@ _LOADS = {
                 apart_s=0.15,
                 pause_s=0.05,
             ),
+            sharing=Sharing(requests=50, history=10_000, new=200, answer=32),
         ),
         Load(
             shape=_shape("1b", kv_cache_gib=1.5, cpu_gib=6),
@@ -162,6 +186,7 @@ _LOADS = {
                 apart_s=0.15,
                 pause_s=0.05,
             ),
+            sharing=Sharing(requests=24, history=8000, new=100, answer=32),
         ),
         Load(
             shape=_shape("small", kv_cache_gib=0.09, cpu_gib=1),
@@ -184,6 +209,7 @@ _LOADS = {
                 apart_s=0.1,
                 pause_s=0.05,
             ),
+            sharing=Sharing(requests=8, history=1536, new=64, answer=8),
         ),
     )
 }

@@ -1,4 +1,4 @@
-"""The two loads in an engine of this process: requests arrive by the clock, steps go on and on.
+"""The loads in an engine of this process: requests arrive by the clock, steps go on and on.
 
 The engine's step, which decodes and loads, is what is measured. A server around it would add its
 own time to each token.
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, TypedDict
 
 if TYPE_CHECKING:
     from lmcache_xpu.bench.engine import Engine
-    from lmcache_xpu.bench.load import Conversations, Decoding
+    from lmcache_xpu.bench.load import Conversations, Decoding, Sharing
 
-__all__ = ["Spread", "converse", "decode"]
+__all__ = ["Spread", "converse", "decode", "share"]
 
 SETTLE_S = 2.0  # stores go on after an answer
 PERCENTILES_FROM = 20  # fewer values have a median and a largest one
@@ -107,16 +107,18 @@ def drive(
 def decode(engine: Engine, load: Decoding) -> dict[str, Spread | float]:
     """Time what decodes, alone and while hits arrive, and the hits.
 
-    Without a tier the hits are prompts that are computed. Of the decoding requests the part counts
-    in which all of them decode, and that ends with the last hit's answer.
+    Without a tier the hits are prompts that are computed, and so they are with `new`. Of the
+    decoding requests the part counts in which all of them decode, and that ends with the last hit's
+    answer.
 
     Returns:
         inter-token latencies `alone` and `with hits`, `ttft` of the hits, and the tokens a second
         that were decoded, `tokens_s alone` and `tokens_s with hits`.
     """
     histories = [engine.prompt(load.hit.history) for _ in range(load.hits)]
-    for history in histories:
-        engine.seconds(history)
+    if not load.new:
+        for history in histories:
+            engine.seconds(history)
     time.sleep(SETTLE_S)
     figures: dict[str, Spread | float] = {}
     for name, arriving in (("alone", []), ("with hits", histories)):
@@ -167,6 +169,31 @@ def converse(engine: Engine, load: Conversations) -> dict[str, Spread | float]:
         "later": spread([request.ttft_ms for request in later]),
         "itl": spread([gap for request in first + later for gap in request.gaps_ms()]),
     }
+
+
+def share(engine: Engine, load: Sharing, *, tier: bool) -> dict[str, Spread | float]:
+    """Time requests at once that begin alike: their history in the engine's own cache, in the tier.
+
+    Args:
+        engine: that computes them.
+        load: the requests.
+        tier: whether the engine has one.
+
+    Returns:
+        `own` and `tier`, the times to first token; `own s` and `tier s`, seconds until all ended.
+    """
+    history = engine.prompt(load.history)
+    engine.seconds(history)
+    figures: dict[str, Spread | float] = {}
+    for place in ("own", "tier")[: 1 + tier]:
+        time.sleep(SETTLE_S)
+        if place == "tier":
+            engine.forget()
+        prompts = [history + engine.prompt(load.new) for _ in range(load.requests)]
+        requests = [Request(prompt, load.answer) for prompt in prompts]
+        figures[f"{place} s"] = drive(engine, requests)
+        figures[place] = spread([request.ttft_ms for request in requests])
+    return figures
 
 
 def spread(values: list[float]) -> Spread:

@@ -44,6 +44,14 @@ DECODING: list[Column] = [
     ("TTFT of hits p50", _value("ttft", "p50")),
     ("max", _value("ttft", "max")),
 ]
+SHARING: list[Column] = [
+    ("TTFT, own cache p50", _value("own", "p50")),
+    ("max", _value("own", "max")),
+    ("all, s", lambda figures: figures["own s"]),
+    ("tier p50", lambda figures: figures["tier"]["p50"] if "tier" in figures else None),
+    ("max", lambda figures: figures["tier"]["max"] if "tier" in figures else None),
+    ("all, s", lambda figures: figures.get("tier s")),
+]
 CONVERSATIONS: list[Column] = [
     ("requests/s", lambda figures: figures["requests_s"]),
     ("TTFT, first p50", _value("first", "p50")),
@@ -75,12 +83,13 @@ class LoadFigures:
             "shape": self.load.shape.name,
             "decoding": asdict(self.load.decoding),
             "conversations": asdict(self.load.conversations),
+            "sharing": asdict(self.load.sharing),
             "results": [asdict(result) for result in self.results],
         }
 
     def show(self, console: Console) -> None:
         """Print a table for each load, and below them the engines that failed."""
-        decoding, users = self.load.decoding, self.load.conversations
+        decoding, users, sharing = self.load.decoding, self.load.conversations, self.load.sharing
         for name, columns, title in (
             (
                 "decoding",
@@ -89,15 +98,28 @@ class LoadFigures:
                 f"{decoding.hit} tokens arrives. Inter-token latency, ms",
             ),
             (
+                "storing",
+                [(title.replace("hits", "new ones"), look) for title, look in DECODING],
+                f"The same beside {decoding.hit.history + decoding.hit.new} new tokens each, which are computed and "
+                "stored. ms",
+            ),
+            (
                 "conversations",
                 CONVERSATIONS,
                 f"{users.users} conversations at once: {users.history} tokens, then {users.rounds} "
                 f"rounds of {users.new} new ones and {users.answer} of answer. ms",
             ),
+            (
+                "sharing",
+                SHARING,
+                f"{sharing.requests} requests at once that share {sharing.history} tokens and have "
+                f"{sharing.new} of their own. ms",
+            ),
         ):
-            # As a line of its own: a table's title is folded to the table's width.
-            console.print(f"[italic]{title}[/italic]", highlight=False)
-            console.print(self._table(name, columns))
+            if any(result.rounds.get(name) for result in self.results):
+                # As a line of its own: a table's title is folded to the table's width.
+                console.print(f"[italic]{title}[/italic]", highlight=False)
+                console.print(self._table(name, columns))
         for result in self.results:
             if result.error:
                 console.print(f"{result.title}: {result.error}", markup=False, highlight=False)

@@ -1,8 +1,8 @@
-"""Both loads in each engine, several times; one that fails is a result with an error."""
+"""The loads in each engine, several times; one that fails is a result with an error."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ def run(
     engines: list[Variant],
     *,
     repeats: int,
+    only: Sequence[str] = (),
     in_turn: bool,
     graphs: bool,
     timeout_s: float,
@@ -43,6 +44,7 @@ def run(
         load: the loads.
         engines: the engines' variants.
         repeats: of each load.
+        only: names of loads; all of them without any.
         in_turn: see `runner.started`.
         graphs: whether vLLM compiles graphs.
         timeout_s: seconds that an engine may take to start, and for each load.
@@ -50,6 +52,7 @@ def run(
         save: called with all results so far whenever engines have ended.
     """
     results: list[LoadResult] = []
+    jobs = {name: job for name, job in load.jobs().items() if not only or name in only}
     questions = Questions(console)
     groups = started(load.shape, engines, in_turn=in_turn, graphs=graphs, timeout_s=timeout_s)
     for children in groups:
@@ -57,7 +60,7 @@ def run(
         for result, child in pairs:
             questions.ask(result, child, "start", {"warm up": load.shape.lengths[0]})
         for _ in range(repeats):
-            for name, job in load.jobs().items():
+            for name, job in jobs.items():
                 for result, child in pairs:
                     answer = questions.ask(result, child, name, job)
                     if "load" in answer:

@@ -40,6 +40,14 @@ LoadVariants = Annotated[
 Repeats = Annotated[
     int, typer.Option(min=1, help="Of each request, of later turns three each; medians count.")
 ]
+Loads = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--load",
+        help="decoding, storing, conversations or sharing; may be given several times (default: "
+        "all).",
+    ),
+]
 LoadRepeats = Annotated[int, typer.Option(min=1, help="Of each load; medians count.")]
 ShapeName = Annotated[
     str | None,
@@ -123,6 +131,7 @@ def engine(
 def load(
     shape: ShapeName = None,
     variant: LoadVariants = None,
+    only: Loads = None,
     repeats: LoadRepeats = 1,
     tensor_parallel: TensorParallel = 1,
     in_turn: InTurn = False,
@@ -132,11 +141,13 @@ def load(
     plot_file: PlotFile = None,
     report: Report = None,
 ) -> None:
-    """Time two loads in a real engine with random weights; nothing is downloaded.
+    """Time four loads in a real engine with random weights; nothing is downloaded.
 
-    What hits cost others: requests decode, alone and then while prompts with cached tokens arrive.
-    What is gained: conversations at once, more than the engine's own cache holds; `room` is an
-    engine whose cache holds them all. Exits with 1 if an engine with this package fails.
+    What hits cost others: requests decode, alone and then while prompts with cached tokens arrive
+    (decoding). What storing costs them: the same with new prompts (storing). What is gained:
+    conversations at once, more than the engine's own cache holds (conversations); `room` is an
+    engine whose cache holds them all. And many at once that begin alike (sharing). Exits with 1 if
+    an engine with this package fails.
     """
     from lmcache_xpu.bench import load_runner, runner
     from lmcache_xpu.bench.load import load_named
@@ -150,13 +161,18 @@ def load(
     outputs.check()
     loads = load_named(shape or default_name(built_for(), runner.device_memory_bytes()))
     loads = loads.on_devices(tensor_parallel)
+    for name in only or ():
+        if name not in loads.jobs():
+            raise SettingsError(f"load {name!r}", f"one of {', '.join(loads.jobs())}")
     variants = variants_named(loads.shape, variant, loads.more_variants())
     command = _command("load", loads.shape, repeats, variant, in_turn=in_turn, graphs=graphs)
+    command += "".join(f" --load {name}" for name in only or ())
     run = partial(
         load_runner.run,
         loads,
         variants,
         repeats=repeats,
+        only=only or (),
         in_turn=in_turn,
         graphs=graphs,
         timeout_s=timeout_s,

@@ -170,6 +170,8 @@ class InFlight:
         self.phase.check("after_layer", Phase.IDLE, Phase.PREPARING, Phase.COMPUTING)
         if self.phase is Phase.PREPARING:
             self.phase = Phase.COMPUTING
+        if not self._loads:
+            return
         bytes_ahead = self._bytes_under_way()
         loads = [item.load for item in self._loads]
         for load in sorted(loads, key=operator.attrgetter("enqueued")):
