@@ -6,11 +6,12 @@ from types import SimpleNamespace as Fake
 
 import pytest
 from support.steps import step
-from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from lmcache_xpu.kv_connector.step_metadata import (
     may_run_as_one_graph,
     with_answers,
+    without_answering,
     written_blocks,
 )
 
@@ -113,3 +114,72 @@ def test_a_step_without_such_requests_is_not_copied():
     seen = SchedulerOutput.make_empty()
     seen.scheduled_new_reqs = [new_request("new", [1, 2], [1, 2])]
     assert with_answers(seen) is seen
+
+
+def answering_step(
+    rows: dict[str, tuple[int, int]],
+    *,
+    resumed: tuple[str, ...] = (),
+    finished: tuple[str, ...] = (),
+) -> SchedulerOutput:
+    """A step of requests that are known: by name, tokens answered and tokens scheduled."""
+    step = SchedulerOutput.make_empty()
+    step.scheduled_cached_reqs = CachedRequestData(
+        req_ids=list(rows),
+        resumed_req_ids=set(resumed),
+        new_token_ids=[],
+        all_token_ids={},
+        new_block_ids=[([number],) for number, _ in enumerate(rows)],
+        num_computed_tokens=[100 + number for number, _ in enumerate(rows)],
+        num_output_tokens=[answered for answered, _ in rows.values()],
+    )
+    step.num_scheduled_tokens = {name: tokens for name, (_, tokens) in rows.items()}
+    step.finished_req_ids = set(finished)
+    return step
+
+
+def shown(step: SchedulerOutput, answering: set[str]) -> list[tuple[str, tuple, int, int]]:
+    cached = without_answering(step, answering).scheduled_cached_reqs
+    return list(
+        zip(
+            cached.req_ids,
+            cached.new_block_ids,
+            cached.num_computed_tokens,
+            cached.num_output_tokens,
+            strict=True,
+        )
+    )
+
+
+def test_who_answers_is_left_out_and_others_keep_what_is_theirs():
+    answering: set[str] = set()
+    rows = shown(answering_step({"a": (1, 1), "b": (0, 256), "c": (7, 1)}), answering)
+    assert rows == [("b", ([1],), 101, 0)]
+    assert answering == {"a", "c"}
+
+
+def test_the_last_token_of_a_prompt_is_no_answer():
+    assert shown(answering_step({"a": (0, 1)}), set()) == [("a", ([0],), 100, 0)]
+
+
+def test_a_step_without_answers_is_the_same_one():
+    step = answering_step({"b": (0, 256)})
+    assert without_answering(step, {"a"}) is step
+
+
+def test_who_was_left_out_stays_so_until_it_has_other_blocks():
+    """LMCache counts blocks: it has not heard of those that came meanwhile."""
+    answering: set[str] = set()
+    shown(answering_step({"a": (1, 1)}), answering)
+    assert shown(answering_step({"a": (1, 5)}), answering) == []
+    step = answering_step({"a": (3, 1)}, resumed=("a",))
+    assert shown(step, answering) == [("a", ([0],), 100, 3)]
+    assert shown(answering_step({"a": (3, 200)}), answering) == [("a", ([0],), 100, 3)]
+
+
+def test_who_ended_or_begins_anew_is_not_remembered():
+    answering = {"a", "b", "c"}
+    step = answering_step({}, finished=("a",))
+    step.scheduled_new_reqs = [Fake(req_id="b")]
+    without_answering(step, answering)
+    assert answering == {"c"}

@@ -75,10 +75,36 @@ def test_blocks_that_vllm_zeroes_are_loaded_after_that():
 
 def test_a_step_begins_once(monkeypatch):
     began: list[Any] = []
-    in_flight = SimpleNamespace(begin_step=lambda *facts: began.append(facts))
+    in_flight = SimpleNamespace(begin_step=lambda *facts: began.append(facts), loading=False)
     monkeypatch.setattr(worker, "may_run_as_one_graph", lambda *args: False)
     begin_two_steps(worker_side(in_flight=in_flight))
     assert len(began) == 2
+
+
+@pytest.mark.parametrize(
+    ("loads", "layerwise", "looked"),
+    [(False, False, False), (True, False, True), (False, True, True)],
+    ids=["quiet", "loads", "layerwise"],
+)
+def test_at_a_layer_nothing_is_done_where_nothing_is_loaded_and_no_layer_stored(
+    loads: bool, layerwise: bool, looked: bool
+):
+    """A load may have begun before its step; then the step describes none."""
+    calls: list[tuple[str, int]] = []
+    in_flight = SimpleNamespace(
+        begin_step=lambda *facts: None,
+        loading=loads,
+        before_layer=lambda layer: calls.append(("before", layer)),
+        after_layer=lambda layer: calls.append(("after", layer)),
+    )
+    adapter = Adapter(use_layerwise=layerwise)
+    side = worker_side(adapter, in_flight=in_flight, layers=("a", "b"))
+    side.begin_step(StepMetadata([], new_blocks=frozenset()))
+    side.wait_for_layer("b")
+    side.save_layer("b", None, None)
+    seen = [("wait", "b"), ("save", "b")] if looked else []
+    assert adapter.seen == seen
+    assert calls == ([("before", 1), ("after", 1)] if looked else [])
 
 
 class Beside:

@@ -100,8 +100,8 @@ class LoadFigures:
             (
                 "storing",
                 [(title.replace("hits", "new ones"), look) for title, look in DECODING],
-                f"The same beside {decoding.hit.history + decoding.hit.new} new tokens each, which are computed and "
-                "stored. ms",
+                f"The same where none of the {decoding.hit} tokens is cached: all are computed, "
+                "and stored. ms",
             ),
             (
                 "conversations",

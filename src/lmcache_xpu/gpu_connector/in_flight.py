@@ -134,6 +134,11 @@ class InFlight:
                     obj.ref_count_up()
                 item.objs.extend(objs)
 
+    @property
+    def loading(self) -> bool:
+        """Whether this step has loads. In each phase."""
+        return bool(self._loads)
+
     def before_all(self) -> None:
         """Let the engine's stream wait for all layers, where it does not stop at each.
 

@@ -14,7 +14,12 @@ from lmcache_xpu.kv_connector.epochs import Epochs
 from lmcache_xpu.kv_connector.garbage import GarbageCollection
 from lmcache_xpu.kv_connector.hit_sources import hit_sources, lone_source
 from lmcache_xpu.kv_connector.load_policy import Hit
-from lmcache_xpu.kv_connector.step_metadata import StepMetadata, with_answers, written_blocks
+from lmcache_xpu.kv_connector.step_metadata import (
+    StepMetadata,
+    with_answers,
+    without_answering,
+    written_blocks,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -44,6 +49,7 @@ class SchedulerSide:
         block_size: tokens of a block.
         policy: says which requests wait for their loads; None: none does.
         events: turns the workers' reports into vLLM's KV events, where the engine publishes them.
+        answers_unseen: answers are not stored, and come one token at a time.
     """
 
     def __init__(
@@ -53,6 +59,8 @@ class SchedulerSide:
         block_size: int,
         policy: LoadPolicy | None = None,
         events: KVEvents | None = None,
+        *,
+        answers_unseen: bool = False,
     ) -> None:
         self._adapter = adapter
         self._config = config
@@ -62,6 +70,8 @@ class SchedulerSide:
         self._running: set[str] = set()  # requests of the last step
         self._kept: dict[str, int] = {}  # tokens of vLLM's own, of requests that were looked up
         self._computed_hits: set[str] = set()  # requests that are computed, of those
+        self._answering: set[str] = set()  # requests of which LMCache need not hear
+        self._answers_unseen = answers_unseen
         self._filled: set[int] = set()  # blocks that requests got since the last step
         self._collection = GarbageCollection()
         self._epochs = Epochs()
@@ -167,7 +177,10 @@ class SchedulerSide:
 
     def describe(self, step: SchedulerOutput) -> StepMetadata:
         """Return what the workers must know of a step."""
-        described = self._adapter.build_connector_meta(with_answers(step))
+        shown = with_answers(step)
+        if self._answers_unseen:
+            shown = without_answering(shown, self._answering)
+        described = self._adapter.build_connector_meta(shown)
         kept = {
             request.req_id: request.load_spec.vllm_cached_tokens
             for request in described.requests

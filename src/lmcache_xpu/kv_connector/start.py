@@ -80,4 +80,8 @@ def start_scheduler(
     if not kv_cache_config.needs_kv_cache_zeroing:  # of new blocks, also those that a load fills
         loads = (adapter.config.extra_config or {}).get(LOADS, "auto")
         policy = LoadPolicy(loads, tuning_of(facts.device_type))
-    return adapter, SchedulerSide(adapter, config, facts.block_size, policy, events)
+    # A drafter's tokens come several at a time.
+    unseen = not adapter.config.save_decode_cache and config.speculative_config is None
+    return adapter, SchedulerSide(
+        adapter, config, facts.block_size, policy, events, answers_unseen=unseen
+    )

@@ -15,7 +15,13 @@ if TYPE_CHECKING:
 
     from lmcache_xpu.versions.lmcache import ReqMeta
 
-__all__ = ["StepMetadata", "may_run_as_one_graph", "with_answers", "written_blocks"]
+__all__ = [
+    "StepMetadata",
+    "may_run_as_one_graph",
+    "with_answers",
+    "without_answering",
+    "written_blocks",
+]
 
 FULL = "FULL"  # vLLM's CUDAGraphMode
 
@@ -85,6 +91,41 @@ def with_answers(step: SchedulerOutput) -> SchedulerOutput:
         for new in step.scheduled_new_reqs
     ]
     return replace(step, scheduled_new_reqs=requests)
+
+
+def without_answering(step: SchedulerOutput, answering: set[str]) -> SchedulerOutput:
+    """Return a step without the requests that have come to their answers.
+
+    Where answers are not stored, LMCache has nothing to do for these and still looks at each of
+    them. One that was left out stays so until it is given other blocks: LMCache counts what it is
+    told of a request's blocks.
+
+    Args:
+        step: what is scheduled; one token at a time of each answer.
+        answering: requests that were left out so far; kept up to date.
+    """
+    cached = step.scheduled_cached_reqs
+    answering.difference_update(step.finished_req_ids, cached.resumed_req_ids)
+    answering.difference_update(new.req_id for new in step.scheduled_new_reqs)
+    answering.update(
+        request
+        for request, answered in zip(cached.req_ids, cached.num_output_tokens, strict=True)
+        if answered
+        and step.num_scheduled_tokens[request] == 1
+        and request not in cached.resumed_req_ids
+    )
+    if answering.isdisjoint(cached.req_ids):
+        return step
+    left = [at for at, request in enumerate(cached.req_ids) if request not in answering]
+    requests = replace(
+        cached,
+        req_ids=[cached.req_ids[at] for at in left],
+        new_token_ids=[cached.new_token_ids[at] for at in left if cached.new_token_ids],
+        new_block_ids=[cached.new_block_ids[at] for at in left],
+        num_computed_tokens=[cached.num_computed_tokens[at] for at in left],
+        num_output_tokens=[cached.num_output_tokens[at] for at in left],
+    )
+    return replace(step, scheduled_cached_reqs=requests)
 
 
 def _has_answered(new: NewRequestData) -> bool:

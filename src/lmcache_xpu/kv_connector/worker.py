@@ -26,6 +26,7 @@ from lmcache_xpu.gpu_connector.in_flight import InFlight
 from lmcache_xpu.kv_connector.epochs import WorkerEpoch
 from lmcache_xpu.kv_connector.garbage import GarbageCollection
 from lmcache_xpu.kv_connector.kv_events import TierReport
+from lmcache_xpu.kv_connector.load_policy import LoadSpeeds
 from lmcache_xpu.kv_connector.load_queue import LoadQueue
 from lmcache_xpu.kv_connector.step_metadata import may_run_as_one_graph
 from lmcache_xpu.kv_connector.worker_report import WorkerReport
@@ -79,6 +80,7 @@ class WorkerSide:
         self._loads_early = loads_early
         self._publishes = publishes
         self._loading = False  # this step's loads have begun
+        self._quiet = False  # nothing is to be done at this step's layers
         self._loaded_layers: set[str] = set()  # that the engine came to in this step
         self._stored_layers: set[str] = set()  # that it is done with
 
@@ -161,6 +163,8 @@ class WorkerSide:
                 self.collection.put_off()  # until the step is enqueued
                 self._loading = True
                 self._load(loads)
+            loading = self.in_flight is not None and self.in_flight.loading
+            self._quiet = not (loads or loading or self._engine.use_layerwise)
         return self._loads_early
 
     def bind(self, metadata: StepMetadata) -> None:
@@ -168,7 +172,7 @@ class WorkerSide:
         if self._adapter.step is metadata:
             return  # again would forget layerwise loads that have begun
         self._adapter.bind(metadata)
-        self._loading = False
+        self._loading = self._quiet = False
         self._loaded_layers.clear()
         self._stored_layers.clear()
         self._unfilled.begin_step(metadata.new_blocks)
@@ -223,7 +227,7 @@ class WorkerSide:
 
         A drafter comes to its layers once for each token that it proposes. LMCache counts calls.
         """
-        if layer_name in self._loaded_layers:
+        if self._quiet or layer_name in self._loaded_layers:
             return
         self._loaded_layers.add(layer_name)
         self._adapter.wait_for_layer_load(layer_name)  # of layerwise loads
@@ -235,7 +239,7 @@ class WorkerSide:
 
         A drafter's first time covers all that the step stores.
         """
-        if layer_name in self._stored_layers:
+        if self._quiet or layer_name in self._stored_layers:
             return
         self._stored_layers.add(layer_name)
         self._adapter.save_kv_layer(layer_name, kv_layer, attn_metadata)
@@ -272,8 +276,10 @@ class WorkerSide:
         tiers = None
         if self.residency is not None and (changes := self.residency.take()):
             tiers = TierReport(health.storing_workers(self._adapter), changes)
-        report = WorkerReport(tiers, self.epoch.changed, self.queue.take_speeds())
-        return None if report == WorkerReport() else report
+        weights, speeds = self.epoch.changed, self.queue.take_speeds()
+        if tiers is None and weights is None and speeds == LoadSpeeds():
+            return None
+        return WorkerReport(tiers, weights, speeds)
 
     def far_tokens(self, lookup_id: str) -> int:
         """Return how many tokens a look-up has found on a disk or a server."""
