@@ -1,0 +1,420 @@
+"""The disk tier as an L2 adapter of LMCache's server: what comes back, is a miss, is kept."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+import torch
+from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.internal_api import L2AdapterListener
+from support.server_disk import FILE, LAYOUT, OBJECT, Adapter, content, make_key
+
+from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.tiers.disk import chunk_file
+from lmcache_xpu.tiers.disk.l2_adapter import DiskL2Adapter
+
+
+@pytest.fixture
+def adapters(tmp_path):
+    opened = []
+
+    def start(**settings):
+        opened.append(Adapter(settings.pop("path", tmp_path / "kv"), **settings))
+        return opened[-1]
+
+    yield start
+    for adapter in opened:
+        adapter.close()
+
+
+def restart(adapters, adapter, **settings):
+    adapter.tier.close()
+    return adapters(**settings)
+
+
+# Round trip
+
+
+def test_lmcache_makes_the_adapter_and_gets_its_objects_back(adapters):
+    adapter = adapters()
+    assert isinstance(adapter.tier, DiskL2Adapter)
+    stored = adapter.store(range(5))
+    assert (stored.is_successful(), stored.bytes_transferred()) == (True, 5 * OBJECT)
+    assert adapter.look_up(range(7)) == [0, 1, 2, 3, 4]
+    assert adapter.load(range(5)) == [0, 1, 2, 3, 4]
+    counters = adapter.store_.counters
+    assert (counters.stored, counters.hits, counters.bytes) == (5, 5, 5 * FILE)
+
+
+def test_objects_are_found_after_a_restart(adapters):
+    first = adapters()
+    first.store(range(5))
+    second = restart(adapters, first)
+    assert second.look_up(range(7)) == [0, 1, 2, 3, 4]
+    assert second.load(range(5)) == [0, 1, 2, 3, 4]
+
+
+def test_results_are_given_out_once(adapters):
+    adapter = adapters()
+    adapter.store([0])
+    task = adapter.tier.submit_lookup_and_lock_task([make_key(0)], {0: LAYOUT})
+    adapter.settle()
+    assert adapter.tier.query_lookup_and_lock_result(task).test(0)
+    assert adapter.tier.query_lookup_and_lock_result(task) is None
+    assert adapter.tier.pop_completed_store_tasks() == {}
+    assert len({fd(adapter.tier) for fd in DESCRIPTORS}) == 3
+
+
+DESCRIPTORS = (
+    DiskL2Adapter.get_store_event_fd,
+    DiskL2Adapter.get_lookup_and_lock_event_fd,
+    DiskL2Adapter.get_load_event_fd,
+)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_name": "another/model"},
+        {"kv_rank": ObjectKey.ComputeKVRank(2, 1, 2, 1)},
+        {"object_group_id": 1},
+        {"cache_salt": "somebody"},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_key_is_all_of_its_parts(adapters, changes):
+    adapter = adapters()
+    adapter.store([0])
+    assert adapter.look_up([0]) == [0]
+    assert adapter.look_up([0], **changes) == []
+    assert adapter.load([0], **changes) == []
+    adapter.store([0], **changes)
+    assert restart(adapters, adapter).load([0], **changes) == [0]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        MemoryLayoutDesc(LAYOUT.shapes, [torch.float16]),  # of as many bytes
+        MemoryLayoutDesc([torch.Size([2, 4, 8, 128])], LAYOUT.dtypes),
+        MemoryLayoutDesc([torch.Size([2, 2, 8, 128])], LAYOUT.dtypes),
+    ],
+)
+def test_another_layout_is_a_miss_until_it_is_stored_itself(adapters, other):
+    adapter = adapters()
+    adapter.store([0])
+    assert adapter.look_up([0], other) == []
+    assert adapter.load([0], other) == []
+    assert adapter.load([0]) == [0]  # nothing was removed
+    assert adapter.store([0], other).is_successful()
+    assert adapter.look_up([0], other) == [0]
+    assert adapter.load([0], other) == [0]
+    assert adapter.look_up([0]) == []
+
+
+def test_an_object_of_several_shapes_comes_back(adapters):
+    adapter = adapters()
+    layout = MemoryLayoutDesc(
+        [torch.Size([2, 1, 16, 64]), torch.Size([1, 1, 8, 32])], [torch.bfloat16, torch.float32]
+    )
+    [obj] = adapter.allocate(1, layout)
+    memory = memoryview(obj.byte_array).cast("B")
+    memory[:] = expected = os.urandom(len(memory))
+    adapter.tier.submit_store_task([make_key(0)], [obj])
+    adapter.wait(adapter.tier.get_store_event_fd(), adapter.tier.pop_completed_store_tasks)
+    memory[:] = bytes(len(memory))
+    assert adapter.look_up([0], layout) == [0]
+    task = adapter.tier.submit_load_task([make_key(0)], [obj])
+    loaded = adapter.wait(
+        adapter.tier.get_load_event_fd(), lambda: adapter.tier.query_load_result(task)
+    )
+    assert loaded.test(0)
+    assert bytes(memory) == expected
+
+
+def test_what_is_there_is_not_written_again(adapters):
+    adapter = adapters()
+    adapter.store([0, 1])
+    before = adapter.file(0).stat().st_ino
+    assert adapter.store([0, 1, 2]).bytes_transferred() == OBJECT
+    assert adapter.file(0).stat().st_ino == before
+
+
+# Bound and eviction
+
+
+def test_the_bound_holds_and_the_least_recently_used_go(adapters):
+    adapter = adapters(files=4)
+    adapter.store([0, 1])
+    adapter.store([2, 3])
+    adapter.look_up([0, 1])
+    adapter.tier.submit_unlock([make_key(0), make_key(1)])
+    adapter.settle()
+    adapter.store([4, 5])
+    assert adapter.look_up(range(6)) == [0, 1, 4, 5]
+    assert adapter.tier.get_usage().total_bytes_used == 4 * FILE
+
+
+def test_of_one_prompt_the_end_goes_first_in_all_groups(adapters):
+    adapter = adapters(files=4)
+    for group in (0, 1):
+        adapter.store([0, 1], object_group_id=group)
+    keys = [make_key(n, object_group_id=group) for group in (0, 1) for n in (0, 1)]
+    adapter.tier.submit_touch(keys)
+    adapter.settle()
+    adapter.store([7, 8])
+    assert adapter.look_up([0, 1], object_group_id=0) == [0]
+    assert adapter.look_up([0, 1], object_group_id=1) == [0]
+
+
+def test_the_bound_counts_earlier_runs_and_a_smaller_one_evicts(adapters):
+    first = adapters()
+    first.store(range(5))
+    second = restart(adapters, first, files=3)
+    assert len(second.look_up(range(5))) == 3
+    assert second.tier.get_usage().usage_fraction == pytest.approx(1.0, abs=0.01)
+
+
+def test_what_was_looked_up_stays_until_it_is_unlocked(adapters):
+    adapter = adapters(files=2)
+    adapter.store([0, 1])
+    adapter.look_up([0, 1])
+    assert not adapter.store([2, 3]).is_successful()
+    assert adapter.load([0, 1]) == [0, 1]  # unlocks
+    adapter.settle()
+    assert adapter.store([2, 3]).is_successful()
+    assert adapter.look_up(range(4)) == [2, 3]
+
+
+# Damage and errors
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "foreign", "delete", "swap"])
+def test_damage_is_a_miss_and_is_stored_again(adapters, damage):
+    adapter = adapters()
+    adapter.store(range(4))
+    path = adapter.file(2)
+    raw = bytearray(path.read_bytes())
+    match damage:
+        case "flip":
+            raw[-1] ^= 1
+            path.write_bytes(raw)
+        case "truncate":
+            path.write_bytes(raw[:-1])
+        case "foreign":
+            path.write_bytes(os.urandom(len(raw)))
+        case "delete":
+            path.unlink()
+        case "swap":
+            path.write_bytes(adapter.file(3).read_bytes())
+    assert adapter.load(range(4)) == [0, 1, 3]
+    assert not path.exists()
+    assert adapter.look_up(range(4)) == [0, 1, 3]
+    counters = adapter.store_.counters
+    assert (counters.corrupt, counters.misses) == (int(damage != "delete"), 1)
+    assert adapter.tier.get_usage().total_bytes_used == 3 * FILE
+    assert adapter.store([2]).is_successful()
+    assert restart(adapters, adapter).load(range(4)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_a_disk_that_takes_nothing_costs_the_store(adapters, monkeypatch, code, log):
+    adapter = adapters()
+    adapter.store([0])
+
+    def fail(*args):
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(chunk_file.os, "write", fail)
+        assert not adapter.store([1, 2]).is_successful()
+    assert [line for line in log if "could not be stored" in line]
+    assert adapter.load([0, 1, 2]) == [0]
+    assert adapter.store([1, 2]).is_successful()  # once there is room
+    assert adapter.load([0, 1, 2]) == [0, 1, 2]
+
+
+def test_a_disk_that_gives_nothing_costs_the_hit(adapters, monkeypatch):
+    adapter = adapters()
+    adapter.store([0, 1])
+
+    def fail(*args):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(chunk_file.os, "preadv", fail)
+        assert adapter.load([0, 1]) == []
+    assert adapter.store_.counters.errors == 2
+    assert adapter.store([0, 1]).is_successful()
+    assert adapter.load([0, 1]) == [0, 1]
+
+
+def test_a_directory_that_vanishes_is_made_again(adapters, tmp_path):
+    adapter = adapters()
+    adapter.store([0])
+    os.rename(tmp_path / "kv", tmp_path / "away")
+    assert adapter.load([0]) == []
+    assert adapter.store([1]).is_successful()
+    assert adapter.load([0, 1]) == [1]
+
+
+def test_an_error_that_nobody_thought_of_is_a_miss(adapters, monkeypatch, log):
+    adapter = adapters()
+    adapter.store([0, 1])
+    with monkeypatch.context() as patch:
+        patch.setattr(adapter.store_, "read", lambda *args: 1 / 0)
+        assert adapter.load([0, 1]) == []
+    assert [line for line in log if "a load failed" in line]
+    assert adapter.load([0, 1]) == [0, 1]
+
+
+# Memory that the server takes back
+
+
+def test_memory_taken_back_while_it_is_written_is_not_stored(adapters, monkeypatch):
+    adapter = adapters()
+    objects = adapter.filled([0])
+    write = os.write
+
+    def free_and_reuse(fd, piece):
+        adapter.l1.free(list(objects))
+        return write(fd, piece)
+
+    monkeypatch.setattr(chunk_file.os, "write", free_and_reuse)
+    task = adapter.tier.submit_store_task([make_key(0)], objects)
+    result = adapter.wait(
+        adapter.tier.get_store_event_fd(), adapter.tier.pop_completed_store_tasks
+    )[task]
+    assert not result.is_successful()
+    assert adapter.look_up([0]) == []
+    assert [path.name for path in adapter.store_.directory.iterdir()] == ["lock"]
+
+
+def test_memory_taken_back_during_a_load_is_not_written(adapters, monkeypatch):
+    adapter = adapters()
+    adapter.store([0])
+    objects = adapter.allocate()
+    preadv = os.preadv
+
+    def free_and_reuse(*args):
+        count = preadv(*args)
+        adapter.l1.free(list(objects))
+        [again] = adapter.allocate()
+        assert again.data_ptr == objects[0].data_ptr
+        again.tensor.copy_(content(9))
+        return count
+
+    with monkeypatch.context() as patch:
+        patch.setattr(chunk_file.os, "preadv", free_and_reuse)
+        assert adapter.load([0], objects=list(objects)) == []
+    assert torch.equal(adapter.lent[-1].tensor, content(9))
+    assert adapter.load([0]) == [0]  # the file was not at fault
+
+
+def test_memory_taken_back_before_a_load_is_not_touched(adapters):
+    adapter = adapters()
+    adapter.store([0])
+    [obj] = adapter.allocate()
+    adapter.l1.free([obj])
+    [again] = adapter.filled([9])
+    assert again.data_ptr == obj.data_ptr
+    task = adapter.tier.submit_load_task([make_key(0)], [obj])
+    fd = adapter.tier.get_load_event_fd()
+    assert not adapter.wait(fd, lambda: adapter.tier.query_load_result(task)).test(0)
+    assert torch.equal(again.tensor, content(9))
+
+
+# What LMCache is told
+
+
+class Listener(L2AdapterListener):
+    def __init__(self):
+        self.held = {}
+
+    def on_l2_keys_stored(self, keys, sizes):
+        self.held |= dict(zip(keys, sizes, strict=True))
+
+    def on_l2_keys_accessed(self, keys):
+        assert keys
+
+    def on_l2_keys_deleted(self, keys):
+        for key in keys:
+            del self.held[key]
+
+
+def test_lmcache_hears_what_is_there_what_comes_and_what_goes(adapters):
+    first = adapters()
+    first.store([0, 1])
+    first.store([2], cache_salt="somebody")
+    adapter = restart(adapters, first, files=4)
+    assert dict(adapter.tier.get_usage().bytes_by_cache_salt) == {"": 2 * FILE, "somebody": FILE}
+    listener = Listener()
+    adapter.tier.register_listener(listener)
+    kept = {make_key(0), make_key(1), make_key(2, cache_salt="somebody")}
+    assert listener.held == dict.fromkeys(kept, FILE)
+    adapter.store([3])
+    adapter.tier.delete([make_key(0)])
+    adapter.store([4, 5])  # evicts 1, which is the oldest
+    usage = adapter.tier.get_usage()
+    assert listener.held.keys() == kept - {make_key(0), make_key(1)} | {
+        make_key(n) for n in (3, 4, 5)
+    } or usage.total_bytes_used == 4 * FILE
+    assert sum(listener.held.values()) == usage.total_bytes_used == 4 * FILE
+
+
+def test_its_status_says_where_it_is_and_how_full(adapters, tmp_path):
+    adapter = adapters()
+    adapter.store([0])
+    status = adapter.tier.report_status()
+    assert status["is_healthy"]
+    assert status["directory"] == str(tmp_path / "kv" / "kv-server")
+    assert (status["bytes"], status["stored"], status["pending"]) == (FILE, 1, 0)
+
+
+# Start and end
+
+
+def test_a_second_server_in_the_directory_does_not_start(adapters):
+    adapters()
+    with pytest.raises(SettingsError, match=f"in use by process {os.getpid()}"):
+        adapters()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"disk.path": "/tmp/kv"},
+        {"disk.path": "/tmp/kv", "disk.gib": 0},
+        {"disk.path": "/tmp/kv", "disk.gib": 1, "disk.threads": 0},
+        {"disk.path": "/tmp/kv", "disk.gib": 1, "disk.engine": 1},
+        {"disk.path": "/tmp/kv", "disk.gib": 1, "path": "/tmp"},
+    ],
+)
+def test_wrong_settings_stop_the_server(params):
+    with pytest.raises(SettingsError):
+        DiskL2Adapter(params)
+
+
+def test_files_of_the_in_process_tier_stay_as_they_are(adapters, tmp_path):
+    other = tmp_path / "kv" / "kv-worker-0" / f"{0:064x}.lmxkv"
+    other.parent.mkdir(parents=True)
+    other.write_bytes(b"theirs")
+    adapter = adapters(files=1)
+    adapter.store([0, 1, 2])
+    restart(adapters, adapter)
+    assert other.read_bytes() == b"theirs"
+
+
+def test_a_close_ends_queued_writes_and_then_touches_no_memory(adapters):
+    adapter = adapters(threads=1)
+    objects = adapter.filled(range(20))
+    adapter.tier.submit_store_task([make_key(n) for n in range(20)], objects)
+    adapter.tier.close()
+    for obj in objects:
+        obj.tensor.zero_()
+    again = adapters()
+    assert again.look_up(range(20)) == list(range(20))
+    assert again.load(range(20)) == list(range(20))
