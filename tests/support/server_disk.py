@@ -109,9 +109,7 @@ class Adapter:
         for obj in objects:
             obj.tensor.zero_()
         task = self.tier.submit_load_task(keys, objects)
-        bits = self.wait(
-            self.tier.get_load_event_fd(), lambda: self.tier.query_load_result(task)
-        )
+        bits = self.wait(self.tier.get_load_event_fd(), lambda: self.tier.query_load_result(task))
         self.tier.submit_unlock(keys)
         loaded = [n for index, n in enumerate(numbers) if bits.test(index)]
         for number, obj in zip(numbers, objects, strict=True):
@@ -153,6 +151,7 @@ class Storage:
 
     def __init__(self, path, files=1000, **settings):
         self.manager = StorageManager(parse_args(options(path, files, **settings)))
+        self.closed = False
 
     @property
     def tier(self):
@@ -183,10 +182,13 @@ class Storage:
         return length
 
     def clear(self):
-        """Empty L1, once nothing is being stored."""
-        self.until(lambda: not self.manager._store_controller._in_flight_tasks)
-        self.manager.clear()
-        assert not self.manager._l1_manager._objects
+        """Empty L1, once nothing of it is being stored."""
+
+        def is_empty():
+            self.manager.clear()
+            return not self.manager._l1_manager._objects
+
+        self.until(is_empty)
 
     def until(self, condition):
         deadline = time.monotonic() + 10
@@ -195,4 +197,6 @@ class Storage:
             time.sleep(0.002)
 
     def close(self):
-        self.manager.close()
+        if not self.closed:
+            self.closed = True
+            self.manager.close()

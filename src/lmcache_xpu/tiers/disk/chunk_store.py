@@ -141,9 +141,7 @@ class ChunkStore:
                 self._index.release(temporary.name)
         return lent
 
-    def read(
-        self, key: str, buffer: memoryview, is_lent: Callable[[], bool] | None = None
-    ) -> bool:
+    def read(self, key: str, buffer: memoryview, is_lent: Callable[[], bool] | None = None) -> bool:
         """Read a chunk's payload straight into `buffer`, whose length must be the payload's.
 
         A file that is truncated, damaged, another's, or unreadable is removed and counts as a

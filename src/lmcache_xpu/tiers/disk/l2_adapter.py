@@ -148,8 +148,7 @@ class DiskL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # untyped base
         """Begin to read objects into memory of their layouts."""
         task = self._loaded.begin()
         reads = [
-            self._reads.submit(self._read, key, obj)
-            for key, obj in zip(keys, objects, strict=True)
+            self._reads.submit(self._read, key, obj) for key, obj in zip(keys, objects, strict=True)
         ]
         self._loaded.end_after(task, reads, lambda: _bitmap([_succeeded(read) for read in reads]))
         return task

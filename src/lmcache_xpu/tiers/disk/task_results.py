@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from lmcache.v1.platform import create_event_notifier
 
@@ -46,9 +46,7 @@ class TaskResults(Generic[T]):
             self._results[task] = result
             self._notifier.notify()
 
-    def end_after(
-        self, task: int, parts: Sequence[Future[object]], result: Callable[[], T]
-    ) -> None:
+    def end_after(self, task: int, parts: Sequence[Future[Any]], result: Callable[[], T]) -> None:
         """Record a task's result when all of its parts have ended, in the last one's thread.
 
         Args:
@@ -58,7 +56,7 @@ class TaskResults(Generic[T]):
         """
         left = itertools.count(len(parts) - 1, -1)  # `next` is atomic
 
-        def ended(part: Future[object]) -> None:
+        def ended(part: Future[Any]) -> None:
             if not next(left):
                 self.end(task, result())
 
