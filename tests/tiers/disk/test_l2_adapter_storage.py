@@ -41,7 +41,9 @@ def test_a_restart_finds_it(storages):
     first.close()
     second = storages()
     assert second.hit(range(7)) == 5
-    assert second.manager.get_usage_bytes_by_cache_salt()[""] == second.tier.report_status()["bytes"]
+    assert (
+        second.manager.get_usage_bytes_by_cache_salt()[""] == second.tier.report_status()["bytes"]
+    )
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
