@@ -139,17 +139,9 @@ class Client:
         )
 
     def _key(self, prompt: int, chunks: int, worker: int | None) -> IPCCacheServerKey:
-        tokens = tuple(prompt * 1_000 + i % 997 for i in range(chunks * CHUNK_TOKENS))
-        return IPCCacheServerKey(
-            model_name=MODEL,
-            world_size=1,
-            worker_id=worker,
-            token_ids=tokens,
-            start=0,
-            end=len(tokens),
-            request_id=f"request-{next(self._requests)}",
-            num_kv_readers=1,
-        )
+        tokens = [prompt * 1_000 + i % 997 for i in range(chunks * CHUNK_TOKENS)]
+        request = f"request-{next(self._requests)}"
+        return IPCCacheServerKey.from_token_ids(MODEL, 1, worker, tokens, 0, len(tokens), request)
 
     def store(self, prompt: int, chunks: int) -> int:
         """Store a prompt; returns how many chunks of it L1 did not have."""
@@ -169,8 +161,10 @@ class Client:
         assert length is not None, "the look-up did not end"
         if length:
             part = replace(key, end=length * CHUNK_TOKENS, worker_id=0)
-            slots = self._context.prepare_retrieve(part, 1)
-            assert slots is not None and len(slots) == length
+            # Not the context's own method: its arguments differ between LMCache's versions.
+            answer = self._client.prepare_retrieve(part, 1).result(WAIT_S)
+            slots = self._context._build_slot_tensors(answer.context["slots"])
+            assert answer.success and len(slots) == length
             for number, slot in enumerate(slots):
                 assert torch.equal(slot, content(prompt, number)), (prompt, number)
             assert self._context.commit_retrieve(part, 1)
