@@ -1,4 +1,4 @@
-"""The disk tier in a real `lmcache server`: bytes compared after L1 is wiped, and after restarts."""
+"""The disk tier in a real `lmcache server`: bytes compared, L1 wiped, and after restarts."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_server_that_is_killed_during_stores_serves_no_wrong_byte(servers, cli
         assert not list((tmp_path / "kv" / "kv-server").glob("*.tmp"))
         for p in prompts:
             client.store(100 * kill + p, 8)
-        until(lambda: server.disk["stored"] >= 2 * (kill + 1))
+        until(lambda: server.disk["stored"] >= 2)
         server.stop(signal.SIGKILL)
     assert sum(hits) >= 2
 

@@ -146,7 +146,7 @@ class Disk(RuleBasedStateMachine):
 
     @rule(key=KEYS, size=SIZES, number=st.integers(0, 7))
     def lose_memory(self, key: str, size: int, number: int) -> None:
-        """Memory is taken back while it is stored from, or loaded to; LMCache's server does that."""
+        """Memory is taken back during a store or a load, as by LMCache's server."""
         self.now = next(self.clock)
         stored = self.store.put(key, "", self.payload(key, size), is_lent=lambda: False)
         if key in self.chunks:

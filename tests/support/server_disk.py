@@ -84,12 +84,15 @@ class Adapter:
         """What the store controller hears of these objects."""
         keys = [make_key(n, **changes) for n in numbers]
         objects = self.filled(numbers, layout)
-        task = self.tier.submit_store_task(keys, objects)
-        result = self.wait(
-            self.tier.get_store_event_fd(), lambda: self.tier.pop_completed_store_tasks().get(task)
-        )
+        result = self.submit_store(keys, objects)
         self.l1.free(objects)
         return result
+
+    def submit_store(self, keys, objects):
+        task = self.tier.submit_store_task(keys, objects)
+        return self.wait(
+            self.tier.get_store_event_fd(), lambda: self.tier.pop_completed_store_tasks().get(task)
+        )
 
     def look_up(self, numbers, layout=LAYOUT, **changes):
         """Which of these objects are there; they stay pinned."""
@@ -121,12 +124,10 @@ class Adapter:
         """What the controllers do: wait for the descriptor, then ask."""
         poller = select.poll()
         poller.register(fd, select.POLLIN)
-        for _ in range(100):
+        while (result := query()) is None:
             assert poller.poll(10_000), "the task did not end"
             consume_fd(fd)
-            if (result := query()) is not None:
-                return result
-        raise AssertionError("the descriptor was readable without a result")
+        return result
 
     @property
     def store_(self):

@@ -67,6 +67,24 @@ def test_results_are_given_out_once(adapters):
     assert len({fd(adapter.tier) for fd in DESCRIPTORS}) == 3
 
 
+def test_tasks_at_once_have_results_of_their_own(adapters):
+    adapter = adapters()
+    adapter.store(range(0, 20, 2))
+    keys = [make_key(n) for n in range(20)]
+    looks = [adapter.tier.submit_lookup_and_lock_task([key], {0: LAYOUT}) for key in keys]
+    objects = adapter.allocate(20)
+    loads = [
+        adapter.tier.submit_load_task([key], [obj]) for key, obj in zip(keys, objects, strict=True)
+    ]
+    fd = adapter.tier.get_load_event_fd()
+    for number, (look, load) in enumerate(zip(looks, loads, strict=True)):
+        loaded = adapter.wait(fd, lambda load=load: adapter.tier.query_load_result(load))
+        adapter.settle()
+        located = adapter.tier.query_lookup_and_lock_result(look)
+        assert located.test(0) == loaded.test(0) == (number % 2 == 0)
+        assert not loaded.test(0) or torch.equal(objects[number].tensor, content(number))
+
+
 DESCRIPTORS = (
     DiskL2Adapter.get_store_event_fd,
     DiskL2Adapter.get_lookup_and_lock_event_fd,
@@ -122,8 +140,7 @@ def test_an_object_of_several_shapes_comes_back(adapters):
     [obj] = adapter.allocate(1, layout)
     memory = memoryview(obj.byte_array).cast("B")
     memory[:] = expected = os.urandom(len(memory))
-    adapter.tier.submit_store_task([make_key(0)], [obj])
-    adapter.wait(adapter.tier.get_store_event_fd(), adapter.tier.pop_completed_store_tasks)
+    assert adapter.submit_store([make_key(0)], [obj]).is_successful()
     memory[:] = bytes(len(memory))
     assert adapter.look_up([0], layout) == [0]
     task = adapter.tier.submit_load_task([make_key(0)], [obj])
@@ -283,11 +300,7 @@ def test_memory_taken_back_while_it_is_written_is_not_stored(adapters, monkeypat
         return write(fd, piece)
 
     monkeypatch.setattr(chunk_file.os, "write", free_and_reuse)
-    task = adapter.tier.submit_store_task([make_key(0)], objects)
-    result = adapter.wait(
-        adapter.tier.get_store_event_fd(), adapter.tier.pop_completed_store_tasks
-    )[task]
-    assert not result.is_successful()
+    assert not adapter.submit_store([make_key(0)], objects).is_successful()
     assert adapter.look_up([0]) == []
     assert [path.name for path in adapter.store_.directory.iterdir()] == ["lock"]
 

@@ -249,7 +249,7 @@ class DiskL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # untyped base
         try:
             name, layout = object_name(key), ChunkLayout.of(obj)
             info = self._store.info(name)
-            if info is None or layout is None or info.meta != layout.text or not obj.is_valid():
+            if info is None or layout is None or info.meta != layout.text:
                 return False
             return read_object(self._store, key, name, obj, is_lent=obj.is_valid)
         except Exception as error:
