@@ -114,14 +114,20 @@ class Server:
 
 
 class Client:
-    """A worker and a scheduler in one, which asks for prompts of whole chunks."""
+    """A worker and a scheduler in one, which asks for prompts of whole chunks.
 
-    def __init__(self, server: Server):
+    Args:
+        server: that runs.
+        instance: number of the worker, of which the server has no other.
+    """
+
+    def __init__(self, server: Server, instance: int = 1):
         self._server = server
+        self._instance = instance
         self._requests = itertools.count()
         self._client = RequestClientFactory.create(f"tcp://127.0.0.1:{server.port}")
         payload = RegisterEngineDrivenContextPayload(
-            instance_id=1,
+            instance_id=instance,
             model_name=MODEL,
             world_size=1,
             block_size=16,
@@ -147,10 +153,10 @@ class Client:
     def store(self, prompt: int, chunks: int) -> int:
         """Store a prompt; returns how many chunks of it L1 did not have."""
         key = self._key(prompt, chunks, worker=0)
-        slots, numbers = self._context.prepare_store(key, 1)
+        slots, numbers = self._context.prepare_store(key, self._instance)
         for slot, number in zip(slots, numbers, strict=True):
             slot.copy_(content(prompt, number))
-        assert not slots or self._context.commit_store(key, 1, [])
+        assert not slots or self._context.commit_store(key, self._instance, [])
         self._client.end_session(key.request_id).result(WAIT_S)
         return len(numbers)
 
@@ -163,14 +169,20 @@ class Client:
         if length:
             part = replace(key, end=length * CHUNK_TOKENS, worker_id=0)
             # Not the context's own method: its arguments differ between LMCache's versions.
-            answer = self._client.prepare_retrieve(part, 1).result(WAIT_S)
+            answer = self._client.prepare_retrieve(part, self._instance).result(WAIT_S)
             slots = self._context._build_slot_tensors(answer.context["slots"])
             assert len(slots) == length
             for number, slot in enumerate(slots):
                 assert torch.equal(slot, content(prompt, number)), (prompt, number)
-            assert self._context.commit_retrieve(part, 1)
+            assert self._context.commit_retrieve(part, self._instance)
         self._client.end_session(key.request_id).result(WAIT_S)
         return length
+
+    def leave(self, prompt: int, chunks: int) -> None:
+        """Ask for memory to store a prompt in, and leave before anything is written there."""
+        self._context.prepare_store(self._key(prompt, chunks, worker=0), self._instance)
+        self._client.unregister_kv_cache_engine_driven_context(self._instance).result(WAIT_S)
+        self.close()
 
     def clear(self) -> None:
         """Empty L1, once nothing of it is being stored, and wipe its memory."""
