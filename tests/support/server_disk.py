@@ -6,6 +6,7 @@ keeps objects with, its controllers included.
 
 from __future__ import annotations
 
+import json
 import select
 import time
 
@@ -47,12 +48,13 @@ def content(number, layout=LAYOUT):
     return torch.randn(layout.shapes[0], generator=generator).to(layout.dtypes[0])
 
 
-def options(path, files, *, threads=None, l1_objects=L1_OBJECTS):
+def options(path, files, *, threads=None, l1_objects=L1_OBJECTS, **more):
     """The server's options: room for so many files, and for so many objects in L1."""
+    option = json.loads(server_option(path, files * FILE / 2**30, threads)) | more
     return [
         *("--l1-size-gb", str(l1_objects * OBJECT / 2**30), "--no-l1-use-lazy"),
         *("--eviction-policy", "LRU"),
-        *("--l2-adapter", server_option(path, files * FILE / 2**30, threads)),
+        *("--l2-adapter", json.dumps(option)),
     ]
 
 

@@ -164,3 +164,21 @@ def test_an_end_under_load_leaves_only_whole_files(storages):
     for n in range(40):
         second.hit([n])  # compares bytes
     assert second.tier.report_status()["corrupt"] == 0
+
+
+def test_of_what_lmcache_converts_nothing_is_found(storages):
+    storage = storages(serde={"type": "fp8"})
+    storage.store([0], wait=False)
+    storage.until(lambda: storage.tier.report_status()["stored"])
+    storage.clear()
+    assert storage.hit([0]) == 0
+
+
+def test_lmcache_may_evict_by_quotas_of_its_own_also_what_an_earlier_run_stored(storages):
+    first = storages()
+    first.store(range(4))
+    first.close()
+    limits = {"eviction_policy": "IsolatedLRU", "trigger_watermark": 0.5, "eviction_ratio": 0.5}
+    second = storages(eviction=limits)
+    second.until(lambda: second.tier.report_status()["bytes"] == 0)  # no quota: none is allowed
+    assert second.hit(range(4)) == 0

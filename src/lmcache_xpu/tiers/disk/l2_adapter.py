@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from lmcache.lmcache_native import Bitmap
@@ -98,18 +98,16 @@ class DiskL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # untyped base
         names = [object_name(key) for key in keys]
         for name, obj in zip(names, objects, strict=True):
             self._remove_unlike(name, obj)
-        stored = {name for name in names if name in self._store}
+        stored = [name for name in names if name in self._store]
+        new_bytes = sum(
+            obj.get_size() for name, obj in zip(names, objects, strict=True) if name not in stored
+        )
         self._writes.submit(keys, names, objects)
         writes = [write for name in names if (write := self._writes.pending.get(name))]
-        sizes = {
-            name: obj.get_size()
-            for name, obj in zip(names, objects, strict=True)
-            if name not in stored
-        }
 
         def result() -> L2StoreResult:
             complete = all(name in self._store for name in names)
-            return L2StoreResult(complete, sum(sizes.values()) if complete else 0)
+            return L2StoreResult(complete, new_bytes if complete else 0)
 
         self._stored.end_after(task, writes, result)
         self._looks.submit(self._store.touch, stored)
@@ -177,6 +175,11 @@ class DiskL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # untyped base
 
         return MemoryTags(MemorySegment.STORAGE, MemoryResidency.LOCAL)
 
+    def set_backend_identity(self, name: str, shared: bool = False) -> None:
+        """Take the name by which LMCache tells of this tier, and tell it what is there."""
+        super().set_backend_identity(name, shared)
+        self._report()
+
     def register_listener(self, listener: L2AdapterListener) -> None:
         """Tell a listener of changes, and first of what is there."""
         with self._reporting:
@@ -198,13 +201,14 @@ class DiskL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # untyped base
 
     def report_status(self) -> dict[str, Any]:
         """What the server's status page shows."""
+        counters = self._store.counters
         return {
             "is_healthy": True,
             "type": type(self).__name__,
             "directory": str(self._store.directory),
             "limit_bytes": self._max_capacity_bytes,
             "pending": len(self._writes.pending),
-            **asdict(self._store.counters),
+            **asdict(replace(counters, dropped=counters.dropped + self._writes.dropped)),
         }
 
     def close(self) -> None:
