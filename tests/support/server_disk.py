@@ -142,6 +142,10 @@ class Adapter:
         """Wait until what was submitted without a result is done."""
         self.tier._looks.submit(lambda: None).result(10)
 
+    def restarted(self, start, **settings):
+        self.tier.close()
+        return start(**settings)
+
     def close(self):
         self.tier.close()
         assert {obj.get_ref_count() for obj in self.lent} <= {1}  # LMCache's own
