@@ -78,6 +78,7 @@ test-lmcache: LMCACHE_DIR = $(CURDIR)/build/lmcache-$(or $(LMCACHE),$(error LMCA
 test-lmcache: setup ## End-to-end tests with another LMCache beside this vLLM: LMCACHE=...
 	@$(BIN)/uv pip install --quiet --no-deps --target $(LMCACHE_DIR) lmcache==$(LMCACHE)
 	@PYTHONPATH=$(LMCACHE_DIR) $(BIN)/pytest -m engine tests/engine tests/test_stored_by.py $(ARGS)
+	@PYTHONPATH=$(LMCACHE_DIR) $(BIN)/pytest tests/tiers/disk -k l2_adapter
 
 test-ranks: setup ## Two ranks of one engine in both modes; starts that fail
 	@$(BIN)/pytest tests/engine/test_ends.py tests/engine/test_ranks.py

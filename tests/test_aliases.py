@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
     [
         ("vllm_connector", "LMCacheXPUConnector", "kv_connector.connector.LMCacheXPUConnector"),
         ("disk.tier", "DiskTier", "tiers.disk.tier.DiskTier"),
+        ("disk.l2_adapter", "DiskL2Adapter", "tiers.disk.l2_adapter.DiskL2Adapter"),
         ("remote", "RemoteTier", "tiers.shared.SharedTier"),
     ],
 )

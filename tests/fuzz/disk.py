@@ -144,12 +144,34 @@ class Disk(RuleBasedStateMachine):
             raise MismatchError(f"a put said {stored}; the model says {wanted}")
         self.check()
 
-    @rule(number=st.integers(0, 7))
-    def read(self, number: int) -> None:
+    @rule(key=KEYS, size=SIZES, number=st.integers(0, 7))
+    def lose_memory(self, key: str, size: int, number: int) -> None:
+        """Memory is taken back during a store or a load, as by LMCache's server."""
+        self.now = next(self.clock)
+        stored = self.store.put(key, "", self.payload(key, size), is_lent=lambda: False)
+        if key in self.chunks:
+            self.chunks[key].used = self.now
+        else:
+            self.evict(size_on_disk(size))
+        if stored != (key in self.chunks):
+            raise MismatchError(f"a put from memory that was taken back said {stored}")
+        self.check()
         if self.chunks:
-            self.look(sorted(self.chunks)[number % len(self.chunks)])
+            key = sorted(self.chunks)[number % len(self.chunks)]
+            buffer = bytearray(
+                before := random.Random(key).randbytes(len(self.chunks[key].payload))
+            )
+            served = self.store.read(key, memoryview(buffer), lambda: False)
+            if (served and before) or buffer != before:
+                raise MismatchError(f"{key}: read to memory that was taken back")
+            self.check()
 
-    def look(self, key: str) -> None:
+    @rule(number=st.integers(0, 7), lent=st.booleans())
+    def read(self, number: int, lent: bool) -> None:
+        if self.chunks:
+            self.look(sorted(self.chunks)[number % len(self.chunks)], lent)
+
+    def look(self, key: str, lent: bool = False) -> None:
         """What is served is what was stored; what is damaged is found, and gone."""
         chunk, info = self.chunks.get(key), self.store.info(key)
         if (info is not None) != (chunk is not None):
@@ -159,7 +181,7 @@ class Disk(RuleBasedStateMachine):
         buffer = bytearray(random.Random(key).randbytes(info.payload_bytes))
         if info.meta != f"meta of {key}" or len(buffer) != len(chunk.payload):
             raise MismatchError(f"{key}: its meta is {info}")
-        served = self.store.read(key, memoryview(buffer))
+        served = self.store.read(key, memoryview(buffer), (lambda: True) if lent else None)
         if served != (not chunk.fate):
             raise MismatchError(f"{key}: served {served}, its file is {chunk.fate or 'whole'}")
         if served and buffer != chunk.payload:

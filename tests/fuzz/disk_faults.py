@@ -29,9 +29,25 @@ def _(read: Any) -> Any:
 
 @fault("a file is not asked whose chunk it holds", "disk", chunk_store, "read_chunk")
 def _(read: Any) -> Any:
-    def wrong(path: Any, key: str, info: Any, buffer: memoryview) -> str | None:
+    def wrong(path: Any, key: str, info: Any, *memory: Any) -> str | None:
         header = chunk_file._parse(path.read_bytes()[: chunk_file.HEADER_BYTES])
-        return read(path, header.key, header.info, buffer) if header else "damaged"
+        return read(path, header.key, header.info, *memory) if header else "damaged"
+
+    return wrong
+
+
+@fault("a load goes on when its memory was taken back", "disk", chunk_store, "read_chunk")
+def _(read: Any) -> Any:
+    def wrong(path: Any, key: str, info: Any, buffer: memoryview, _: Any) -> str | None:
+        return read(path, key, info, buffer)
+
+    return wrong
+
+
+@fault("memory that was taken back is stored", "disk", ChunkStore, "put")
+def _(put: Any) -> Any:
+    def wrong(self: ChunkStore, key: str, meta: str, payload: Any, **_: Any) -> bool:
+        return put(self, key, meta, payload)
 
     return wrong
 

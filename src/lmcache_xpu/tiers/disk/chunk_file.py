@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 __all__ = [
@@ -83,8 +84,22 @@ def write_chunk(path: Path, key: str, meta: str, payload: memoryview, used_ns: i
         os.close(fd)
 
 
-def read_chunk(path: Path, key: str, info: ChunkInfo, buffer: memoryview) -> str | None:
+def read_chunk(
+    path: Path,
+    key: str,
+    info: ChunkInfo,
+    buffer: memoryview,
+    is_lent: Callable[[], bool] | None = None,
+) -> str | None:
     """Read a payload straight into `buffer`, of the payload's length.
+
+    Args:
+        path: the file.
+        key: that the file must hold.
+        info: that the file must hold.
+        buffer: where the payload goes.
+        is_lent: says whether `buffer` may still be written. With it, each slice goes to memory of
+            this call first: a slow disk may deliver when the buffer is another's already.
 
     Returns:
         None if `buffer` holds the chunk, else what is wrong with the file; `buffer` may then hold
@@ -100,13 +115,20 @@ def read_chunk(path: Path, key: str, info: ChunkInfo, buffer: memoryview) -> str
             return "its header is damaged"
         if header.key != key or header.info != info:
             return "it holds another chunk"
+        buffer = buffer.cast("B")
+        own = memoryview(bytearray(_SLICE)) if is_lent else None
         crc, done = 0, 0
         while done < len(buffer):
-            piece = buffer[done : done + _SLICE]
+            target = buffer[done : done + _SLICE]
+            piece = target if own is None else own[: len(target)]
             count = os.preadv(fd, [piece], HEADER_BYTES + done)
             if count == 0:
                 return f"it ends after {done} of {len(buffer)} bytes"
             crc = zlib.crc32(piece[:count], crc)
+            if is_lent:
+                if not is_lent():
+                    return "the memory to read it into was taken back"
+                target[:count] = piece[:count]
             done += count
         return None if crc == header.payload_crc else "its checksum does not match"
     finally:

@@ -87,7 +87,12 @@ class ChunkStore:
         return entry.info if (entry := self._index.get(key)) else None
 
     def put(
-        self, key: str, meta: str, payload: bytes | memoryview, used_ns: int | None = None
+        self,
+        key: str,
+        meta: str,
+        payload: bytes | memoryview,
+        used_ns: int | None = None,
+        is_lent: Callable[[], bool] = lambda: True,
     ) -> bool:
         """Store a chunk, evicting others for it; a key that is there is only marked as used.
 
@@ -96,10 +101,11 @@ class ChunkStore:
             meta: returned by `info` as it is; must fit the header together with `key`.
             payload: one-byte items; must not change during the call.
             used_ns: counts as the time of last use; now if None.
+            is_lent: says whether the payload's memory was still the caller's, once it was read.
 
         Returns:
             True if the chunk is stored now; False if it doesn't fit beside what is pinned and
-            being written, or the store is closed.
+            being written, its memory was taken back, or the store is closed.
 
         Raises:
             ValueError: key and meta are too long for the header.
@@ -119,7 +125,11 @@ class ChunkStore:
         try:
             self._write(temporary, key, meta, memoryview(payload), used_ns)
             with self._lock:
-                self._publish(temporary, key, ChunkInfo(meta, len(payload)), used_ns)
+                if lent := is_lent():
+                    self._publish(temporary, key, ChunkInfo(meta, len(payload)), used_ns)
+                else:
+                    temporary.unlink()
+                    self._count["dropped"] += 1
         except (OSError, ValueError) as error:
             with contextlib.suppress(OSError):
                 temporary.unlink()
@@ -129,13 +139,14 @@ class ChunkStore:
         finally:
             with self._lock:
                 self._index.release(temporary.name)
-        return True
+        return lent
 
-    def read(self, key: str, buffer: memoryview) -> bool:
+    def read(self, key: str, buffer: memoryview, is_lent: Callable[[], bool] | None = None) -> bool:
         """Read a chunk's payload straight into `buffer`, whose length must be the payload's.
 
         A file that is truncated, damaged, another's, or unreadable is removed and counts as a
-        miss. The time of last use does not change, see `touch`.
+        miss. So does a buffer that is not the caller's any more, by `is_lent`, but the file stays.
+        The time of last use does not change, see `touch`.
 
         Returns:
             True if `buffer` holds the chunk; False on a miss, and then it may hold anything.
@@ -147,13 +158,15 @@ class ChunkStore:
             return False
         failed = False
         try:
-            fault = read_chunk(self._path(key), key, entry.info, buffer)
+            fault = read_chunk(self._path(key), key, entry.info, buffer, is_lent)
         except FileNotFoundError:
             fault = ""  # evicted since, or removed by hand
         except OSError as error:
             fault, failed = str(error), True
         with self._lock:
             self._count.update(hits=int(fault is None), misses=int(fault is not None))
+            if fault is not None and is_lent is not None and not is_lent():
+                return False
             self._count["errors"] += failed
             if fault is not None and self._index.get(key) is entry:
                 self._remove(key)

@@ -1,7 +1,8 @@
-"""The disk tier's settings, read from LMCache's `extra_config`, and the directory they name."""
+"""The disk tier's settings, as LMCache's configuration holds them, and the directory they name."""
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -16,20 +17,22 @@ from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["DiskSettings", "check_hash"]
+__all__ = ["DiskSettings", "check_hash", "server_option"]
 
 logger = logging.getLogger("vllm.lmcache_xpu.disk")  # vLLM prints its own loggers only
 
 _PREFIX = "disk."
+_SERVER_NAMES = ("disk.path", "disk.gib", "disk.threads")
+_SERVER_DIRECTORY = "kv-server"
 
 
 @dataclass(frozen=True, slots=True)
 class DiskSettings:
-    """The `disk.*` entries of LMCache's `extra_config`.
+    """The `disk.*` entries of LMCache's `extra_config`, or of its server's option.
 
     Args:
-        path: directory that holds one directory for each worker.
-        limit_bytes: what one worker may use; `disk.gib` in bytes.
+        path: directory that holds one directory for each worker, and one for a server.
+        limit_bytes: what one worker, or the server, may use; `disk.gib` in bytes.
         threads: reads at a time.
         engine: number of the engine, of those that vLLM runs with data parallelism.
     """
@@ -65,6 +68,19 @@ class DiskSettings:
             raise SettingsError(f"disk.engine={engine!r}", "a whole number from 0 up")
         return cls(Path(path), int(gib * 2**30), threads, engine)
 
+    @classmethod
+    def parse_server(cls, params: Mapping[str, object]) -> DiskSettings:
+        """Check and convert the `adapter_params` of the server's option, see `server_option`.
+
+        Raises:
+            SettingsError: an entry is wrong, missing or unknown.
+        """
+        if unknown := sorted(params.keys() - set(_SERVER_NAMES)):
+            raise SettingsError(
+                f"{', '.join(unknown)} in adapter_params", f"of {', '.join(_SERVER_NAMES)}"
+            )
+        return cls.parse(params)
+
     @property
     def prefix(self) -> str:
         """The start of the names of this engine's directories; the worker's number follows."""
@@ -92,6 +108,20 @@ class DiskSettings:
                     logger.warning(
                         "disk tier: left as it is: %s (docs: troubleshooting#disk-left)", error
                     )
+        self._log_room(store)
+        return store
+
+    def open_server_store(self) -> ChunkStore:
+        """Open the directory of LMCache's server; what workers keep beside it stays theirs.
+
+        Raises:
+            SettingsError: the directory can't be used, or another process uses it.
+        """
+        store = ChunkStore(self.path / _SERVER_DIRECTORY, self.limit_bytes)
+        self._log_room(store)
+        return store
+
+    def _log_room(self, store: ChunkStore) -> None:
         used, free = store.counters.bytes, shutil.disk_usage(self.path).free
         logger.info(
             "disk tier: %d chunks of earlier runs, %.2f of %.2f GiB, in %s",
@@ -107,7 +137,6 @@ class DiskSettings:
                 self.limit_bytes / 2**30,
                 (used + free) / 2**30,
             )
-        return store
 
 
 def check_hash(algorithm: str) -> None:
@@ -119,3 +148,24 @@ def check_hash(algorithm: str) -> None:
             "keys that are the same after a restart",
             "Set it to 'sha256', or fix PYTHONHASHSEED.",
         )
+
+
+def server_option(path: Path, gib: float, threads: int | None = None) -> str:
+    """Return the value of `lmcache server`'s option `--l2-adapter` that switches the tier on.
+
+    Args:
+        path: directory on a local disk; the server's is made in it.
+        gib: what the server may use of it.
+        threads: reads at a time, and half as many writes; the tier's default if None.
+    """
+    params: dict[str, object] = {"disk.path": str(path), "disk.gib": gib}
+    if threads is not None:
+        params["disk.threads"] = threads
+    return json.dumps(
+        {
+            "type": "plugin",
+            "module_path": "lmcache_xpu.disk.l2_adapter",
+            "class_name": "DiskL2Adapter",
+            "adapter_params": params,
+        }
+    )

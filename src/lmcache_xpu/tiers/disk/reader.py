@@ -10,19 +10,20 @@ from typing import TYPE_CHECKING
 from lmcache_xpu.metrics import DISK_USED_BYTES, LOAD_DISK, Stopwatch
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
 from lmcache_xpu.tiers.disk.complaint import Complaint
-from lmcache_xpu.tiers.disk.writer import first_layer
+from lmcache_xpu.tiers.disk.writer import counts_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
     from lmcache.utils import CacheEngineKey
+    from lmcache.v1.distributed.api import ObjectKey
     from lmcache.v1.memory_management import MemoryObj
     from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
     from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
 
-__all__ = ["DiskReader"]
+__all__ = ["DiskReader", "read_object"]
 
 
 class DiskReader:
@@ -109,20 +110,46 @@ class DiskReader:
 
     def _fill(self, key: CacheEngineKey, name: str, obj: MemoryObj) -> MemoryObj | None:
         filled = False
-        watch = Stopwatch()
         try:
-            with watch.running():
-                filled = self._store.read(name, obj.byte_array)
+            filled = read_object(self._store, key, name, obj, hidden=self._hidden)
         finally:
             if not filled:
-                DISK_USED_BYTES.set(self._store.used_bytes)  # a damaged file is gone
                 obj.ref_count_down()
+        return obj if filled else None
+
+
+def read_object(
+    store: ChunkStore,
+    key: CacheEngineKey | ObjectKey,
+    name: str,
+    obj: MemoryObj,
+    *,
+    hidden: int = 0,
+    is_lent: Callable[[], bool] | None = None,
+) -> bool:
+    """Read a chunk into a memory object of its size, and count that; False on a miss.
+
+    Args:
+        store: where the chunk is.
+        key: LMCache's.
+        name: its name in the store.
+        obj: after a miss it may hold anything.
+        hidden: see `ChunkLayout.tokens`.
+        is_lent: whether the object may still be written, see `read_chunk`.
+    """
+    filled = False
+    watch = Stopwatch()
+    try:
+        with watch.running():
+            filled = store.read(name, obj.byte_array, is_lent)
+    finally:
         if not filled:
-            return None
+            DISK_USED_BYTES.set(store.used_bytes)  # a damaged file is gone
+    if filled:
         layout = ChunkLayout.of(obj)
-        tokens = layout.tokens(self._hidden) if layout and first_layer(key) else 0
+        tokens = layout.tokens(hidden) if layout and counts_tokens(key) else 0
         LOAD_DISK.moved(size_bytes=obj.get_size(), tokens=tokens, seconds=watch.seconds)
-        return obj
+    return filled
 
 
 def _prefix(objs: Sequence[MemoryObj | None]) -> list[MemoryObj]:

@@ -23,20 +23,21 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from lmcache.utils import CacheEngineKey
+    from lmcache.v1.distributed.api import ObjectKey
     from lmcache.v1.memory_management import MemoryObj
 
     from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
 
-__all__ = ["DiskWriter", "first_layer"]
+__all__ = ["DiskWriter", "counts_tokens"]
 
 logger = logging.getLogger("vllm.lmcache_xpu.disk")  # vLLM prints its own loggers only
 
 _DRAIN_SECONDS = 10.0
 
 
-def first_layer(key: CacheEngineKey) -> bool:
-    """Whether a chunk's tokens are counted with this key: it may name one of its layers."""
-    return not getattr(key, "layer_id", 0)
+def counts_tokens(key: CacheEngineKey | ObjectKey) -> bool:
+    """Whether a chunk's tokens are counted with this key: it may name a part of its layers."""
+    return not (getattr(key, "layer_id", 0) or getattr(key, "object_group_id", 0))
 
 
 class DiskWriter:
@@ -82,10 +83,10 @@ class DiskWriter:
 
     def submit(
         self,
-        keys: list[CacheEngineKey],
+        keys: list[CacheEngineKey] | list[ObjectKey],
         names: list[str],
         objs: list[MemoryObj],
-        on_complete: Callable[[CacheEngineKey], None] | None,
+        on_complete: Callable[[CacheEngineKey], None] | None = None,
     ) -> list[Future[None]]:
         """Queue chunks, the first to count as the last used; returns what was queued.
 
@@ -138,7 +139,7 @@ class DiskWriter:
 
     def _write(
         self,
-        key: CacheEngineKey,
+        key: CacheEngineKey | ObjectKey,
         name: str,
         obj: MemoryObj,
         used_ns: int,
@@ -153,14 +154,19 @@ class DiskWriter:
                     self.dropped += 1
             else:
                 with watch.running():
-                    stored = self._store.put(name, layout.text, obj.byte_array, used_ns)
+                    stored = self._store.put(
+                        name, layout.text, obj.byte_array, used_ns, obj.is_valid
+                    )
                 if stored:
-                    tokens = layout.tokens(self._hidden) if first_layer(key) else 0
+                    tokens = layout.tokens(self._hidden) if counts_tokens(key) else 0
                     STORE_DISK.moved(size_bytes=layout.size, tokens=tokens, seconds=watch.seconds)
                     DISK_USED_BYTES.set(self._store.used_bytes)
-                else:
+                elif obj.is_valid():
                     STORE_DISK.failed("crowded")
                     self._crowded.log()
+                else:  # LMCache's server lends memory for a time only
+                    STORE_DISK.failed("behind")
+                    self._behind.log()
         except (OSError, ValueError) as error:
             full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
             STORE_DISK.failed("full" if full else "io")

@@ -1,0 +1,3 @@
+from lmcache.v1.platform.event_notifier import EventNotifier
+
+def create_event_notifier() -> EventNotifier: ...

@@ -1,0 +1,26 @@
+from enum import Enum
+from typing import Any
+
+class EncodedObjectKey:
+    def __init__(
+        self, chunk_hash_hex, model_name, kv_rank, object_group_id=..., cache_salt=...
+    ): ...
+    def to_object_key(self): ...
+
+class MemoryLayoutDesc:
+    shapes: Any
+    dtypes: Any
+
+class MemoryResidency(Enum):
+    LOCAL: Any
+
+class MemorySegment(Enum):
+    STORAGE: Any
+
+class MemoryTags:
+    def __init__(self, segment, residency): ...
+
+class ObjectKey:
+    chunk_hash: Any
+    object_group_id: Any
+    def to_encoded_object_key(self): ...

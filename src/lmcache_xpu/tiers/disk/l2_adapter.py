@@ -1,0 +1,289 @@
+"""The disk tier in LMCache's server: an L2 adapter over `ChunkStore`.
+
+Switched on by an option of `lmcache server`, whose value `server_option` writes:
+
+    --l2-adapter '{"type": "plugin", "module_path": "lmcache_xpu.disk.l2_adapter",
+                   "class_name": "DiskL2Adapter",
+                   "adapter_params": {"disk.path": "/var/cache/kv", "disk.gib": 100}}'
+
+Who calls what (LMCache 0.5.6 and 0.5.7rc2), and whose the memory is:
+
+    store    the store controller's thread, with the server's L1 locked for a time. Queued writes
+             hold at most half of it. Written bytes count only if the memory was lent to the end.
+    look-up  the prefetch controller's thread. Pins files until `submit_unlock`.
+    load     the same, into memory that is lent for a time: it is checked before each slice goes
+             there. A miss of one object does not end the load: LMCache cuts the hit itself.
+    close    after the controllers, before L1's memory is freed: waits for what reads or writes it.
+
+Nothing raises into the server and nothing of it waits for the disk: tasks run in threads here, and
+the server hears of their end through a file descriptor.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed.internal_api import L2StoreResult
+from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+
+from lmcache_xpu.metrics import DISK_LIMIT_BYTES, DISK_USED_BYTES, LOAD_DISK
+from lmcache_xpu.tiers.chunk_layout import ChunkLayout
+from lmcache_xpu.tiers.disk.holdings import Holdings
+from lmcache_xpu.tiers.disk.object_name import has_layout, object_name
+from lmcache_xpu.tiers.disk.parameters import DiskSettings
+from lmcache_xpu.tiers.disk.reader import read_object
+from lmcache_xpu.tiers.disk.task_results import TaskResults
+from lmcache_xpu.tiers.disk.writer import DiskWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from concurrent.futures import Future
+
+    from lmcache.v1.distributed.api import MemoryLayoutDesc, MemoryTags, ObjectKey
+    from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2AdapterListener
+    from lmcache.v1.distributed.l2_adapters.base import AdapterUsage
+    from lmcache.v1.memory_management import MemoryObj
+
+__all__ = ["DiskL2Adapter"]
+
+logger = logging.getLogger("vllm.lmcache_xpu.disk")  # vLLM prints its own loggers only
+
+_QUEUE_BYTES = 1 << 30  # of writes, where L1's size is not told
+
+
+class DiskL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # untyped base
+    """Objects of LMCache's server on a local disk, found again after a restart.
+
+    Thread-safe. One server for each directory.
+
+    Args:
+        params: the option's `adapter_params`: `disk.path`, `disk.gib` and `disk.threads`, as the
+            in-process tier has them.
+        l1_memory_desc: the server's memory.
+
+    Raises:
+        SettingsError: a setting is wrong, or the directory can't be used or is in use. The server
+            does not start then.
+    """
+
+    def __init__(
+        self, params: Mapping[str, object], l1_memory_desc: L1MemoryDesc | None = None
+    ) -> None:
+        settings = DiskSettings.parse_server(params)
+        super().__init__(max_capacity_bytes=settings.limit_bytes)
+        self._store = settings.open_server_store()
+        DISK_LIMIT_BYTES.set(settings.limit_bytes)
+        DISK_USED_BYTES.set(self._store.used_bytes)
+        queue_bytes = l1_memory_desc.size // 2 if l1_memory_desc else _QUEUE_BYTES
+        self._writes = DiskWriter(self._store, queue_bytes, max(1, settings.threads // 2))
+        self._reads = ThreadPoolExecutor(settings.threads, "disk-read")
+        # What reads or changes the index alone, in the order of its submission.
+        self._looks = ThreadPoolExecutor(1, "disk-look-up")
+        self._stored: TaskResults[L2StoreResult] = TaskResults()
+        self._located: TaskResults[Bitmap] = TaskResults()
+        self._loaded: TaskResults[Bitmap] = TaskResults()
+        self._holdings = Holdings(self._store)
+        self._reporting = threading.Lock()
+
+    # Store
+
+    def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        """Queue objects to be written; what exceeds the bound on the queue is dropped."""
+        task = self._stored.begin()
+        names = [object_name(key) for key in keys]
+        for name, obj in zip(names, objects, strict=True):
+            self._remove_unlike(name, obj)
+        stored = [name for name in names if name in self._store]
+        new_bytes = sum(
+            obj.get_size() for name, obj in zip(names, objects, strict=True) if name not in stored
+        )
+        self._writes.submit(keys, names, objects)
+        writes = [write for name in names if (write := self._writes.pending.get(name))]
+
+        def result() -> L2StoreResult:
+            complete = all(name in self._store for name in names)
+            return L2StoreResult(complete, new_bytes if complete else 0)
+
+        self._stored.end_after(task, writes, result)
+        self._looks.submit(self._store.touch, stored)
+        return task
+
+    def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
+        """The tasks that have ended, successful if all of their objects are on the disk."""
+        self._looks.submit(self._report)
+        return self._stored.take_all()
+
+    # Look-up
+
+    def submit_lookup_and_lock_task(
+        self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
+    ) -> int:
+        """Begin to look for objects, and to pin those that are there with their group's layout."""
+        task = self._located.begin()
+        self._looks.submit(self._locate, task, keys, group_layout_descs)
+        return task
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
+        """A bit for each object that is there and pinned; None before, and after the first time."""
+        return self._located.take(task_id)
+
+    def submit_unlock(self, keys: list[ObjectKey]) -> None:
+        """Begin to take one pin of each object back."""
+        self._looks.submit(self._unlock, keys)
+
+    def submit_touch(self, keys: list[ObjectKey]) -> None:
+        """Begin to mark objects as used, without moving their bytes."""
+        self._looks.submit(self._touch, keys)
+
+    # Load
+
+    def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        """Begin to read objects into memory of their layouts."""
+        task = self._loaded.begin()
+        reads = [
+            self._reads.submit(self._read, key, obj) for key, obj in zip(keys, objects, strict=True)
+        ]
+        self._loaded.end_after(task, reads, lambda: _bitmap([_succeeded(read) for read in reads]))
+        return task
+
+    def query_load_result(self, task_id: int) -> Bitmap | None:
+        """A bit for each object that was read; None before, and after the first time."""
+        return self._loaded.take(task_id)
+
+    # The rest of LMCache's interface
+
+    def get_store_event_fd(self) -> int:
+        """Readable when a store has ended."""
+        return self._stored.fileno()
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        """Readable when a look-up has ended."""
+        return self._located.fileno()
+
+    def get_load_event_fd(self) -> int:
+        """Readable when a load has ended."""
+        return self._loaded.fileno()
+
+    def get_memory_tags(self) -> MemoryTags:
+        """A disk of this host. LMCache 0.5.7 asks; 0.5.6 has no such names."""
+        from lmcache.v1.distributed.api import MemoryResidency, MemorySegment, MemoryTags
+
+        return MemoryTags(MemorySegment.STORAGE, MemoryResidency.LOCAL)
+
+    def set_backend_identity(self, name: str, shared: bool = False) -> None:
+        """Take the name by which LMCache tells of this tier, and tell it what is there."""
+        super().set_backend_identity(name, shared)
+        self._report()
+
+    def register_listener(self, listener: L2AdapterListener) -> None:
+        """Tell a listener of changes, and first of what is there."""
+        with self._reporting:
+            super().register_listener(listener)
+            keys, sizes = self._holdings.all()
+            if keys:
+                listener.on_l2_keys_stored(keys, sizes)
+
+    def delete(self, keys: list[ObjectKey]) -> None:
+        """Remove objects, pinned or not; LMCache's own eviction calls it, where one is set up."""
+        for key in keys:
+            self._store.remove(object_name(key))
+        self._report()
+
+    def get_usage(self) -> AdapterUsage:
+        """The bytes of the files, as the file system counts them, and the bound."""
+        self._report()
+        return super().get_usage()
+
+    def report_status(self) -> dict[str, Any]:
+        """What the server's status page shows."""
+        counters = self._store.counters
+        return {
+            "is_healthy": True,
+            "type": type(self).__name__,
+            "directory": str(self._store.directory),
+            "limit_bytes": self._max_capacity_bytes,
+            "pending": len(self._writes.pending),
+            **asdict(replace(counters, dropped=counters.dropped + self._writes.dropped)),
+        }
+
+    def close(self) -> None:
+        """End the queued writes, within ten seconds, and let go of memory and directory."""
+        self._writes.close()
+        for threads in (self._reads, self._looks):
+            threads.shutdown(cancel_futures=True)
+        for results in (self._stored, self._located, self._loaded):
+            results.close()
+        self._store.close()
+
+    # In threads
+
+    def _locate(
+        self, task: int, keys: list[ObjectKey], layouts: dict[int, MemoryLayoutDesc]
+    ) -> None:
+        hits = []
+        try:
+            for key in keys:
+                info, layout = self._store.info(object_name(key)), layouts.get(key.object_group_id)
+                fits = info and (layout is None or has_layout(info.meta, layout))
+                hits.append(bool(fits) and self._store.pin(object_name(key)))
+        finally:
+            hits += [False] * (len(keys) - len(hits))
+            self._located.end(task, _bitmap(hits))
+        self._touch([key for key, hit in zip(keys, hits, strict=True) if hit])
+
+    def _unlock(self, keys: list[ObjectKey]) -> None:
+        for key in keys:
+            self._store.unpin(object_name(key))
+        self._report()  # a load may have removed a damaged file
+
+    def _touch(self, keys: list[ObjectKey]) -> None:
+        # The parts of a chunk, of all groups and ranks, are used together.
+        chunks: dict[bytes, int] = {}
+        keys = sorted(keys, key=lambda key: chunks.setdefault(key.chunk_hash, len(chunks)))
+        self._store.touch([object_name(key) for key in keys])
+        if keys:
+            self._notify_keys_accessed(keys)
+
+    def _read(self, key: ObjectKey, obj: MemoryObj) -> bool:
+        try:
+            name, layout = object_name(key), ChunkLayout.of(obj)
+            info = self._store.info(name)
+            if info is None or layout is None or info.meta != layout.text:
+                return False
+            return read_object(self._store, key, name, obj, is_lent=obj.is_valid)
+        except Exception as error:
+            LOAD_DISK.failed(type(error).__name__)
+            logger.exception("disk tier: a load failed (docs: troubleshooting#disk-load)")
+            return False
+
+    def _remove_unlike(self, name: str, obj: MemoryObj) -> None:
+        """Remove what an engine of another layout has stored under this name."""
+        layout, info = ChunkLayout.of(obj), self._store.info(name)
+        if info and layout and info.meta != layout.text:
+            self._store.remove(name)
+
+    def _report(self) -> None:
+        """Tell LMCache what has come and gone: it counts bytes, also by salt, for its quotas."""
+        with self._reporting:
+            come, gone = self._holdings.settle()
+            if gone.keys:
+                self._notify_keys_deleted(gone.keys, gone.sizes)
+            if come.keys:
+                self._notify_keys_stored(come.keys, come.sizes)
+
+
+def _succeeded(read: Future[bool]) -> bool:
+    return not read.cancelled() and read.result()
+
+
+def _bitmap(hits: list[bool]) -> Bitmap:
+    bitmap = Bitmap(len(hits))
+    for index, hit in enumerate(hits):
+        if hit:
+            bitmap.set(index)
+    return bitmap

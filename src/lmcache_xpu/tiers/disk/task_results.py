@@ -1,0 +1,83 @@
+"""Results of tasks that LMCache's server submits and asks for later."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from lmcache.v1.platform import create_event_notifier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
+
+__all__ = ["TaskResults"]
+
+T = TypeVar("T")
+
+
+class TaskResults(Generic[T]):
+    """Results by task, each given out once; a file descriptor becomes readable with each.
+
+    Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._notifier = create_event_notifier()
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._results: dict[int, T] = {}
+        self._closed = False
+
+    def fileno(self) -> int:
+        """Return the file descriptor."""
+        return int(self._notifier.fileno())
+
+    def begin(self) -> int:
+        """Return the number of a new task."""
+        return next(self._numbers)
+
+    def end(self, task: int, result: T) -> None:
+        """Record what a task came to."""
+        with self._lock:
+            if self._closed:
+                return
+            self._results[task] = result
+            self._notifier.notify()
+
+    def end_after(self, task: int, parts: Sequence[Future[Any]], result: Callable[[], T]) -> None:
+        """Record a task's result when all of its parts have ended, in the last one's thread.
+
+        Args:
+            task: its number.
+            parts: futures; none means now.
+            result: makes it, must not raise.
+        """
+        left = itertools.count(len(parts) - 1, -1)  # `next` is atomic
+
+        def ended(part: Future[Any]) -> None:
+            if not next(left):
+                self.end(task, result())
+
+        for part in parts:
+            part.add_done_callback(ended)
+        if not parts:
+            self.end(task, result())
+
+    def take(self, task: int) -> T | None:
+        """Return a task's result, the first time after its end; else None."""
+        with self._lock:
+            return self._results.pop(task, None)
+
+    def take_all(self) -> dict[int, T]:
+        """Return all results that were not taken."""
+        with self._lock:
+            results, self._results = self._results, {}
+            return results
+
+    def close(self) -> None:
+        """Drop what comes later, and close the file descriptor; idempotent."""
+        with self._lock:
+            self._closed = True
+            self._notifier.close()
