@@ -1,10 +1,10 @@
 """A real vLLM on CPU with LMCache's server, byte by byte, also when the server fails.
 
-Run by engine/test_server.py with the arguments STEP MODEL DIRECTORY; prints a JSON object last.
-The server is started here, but for the step `find`, whose server is that of `store`'s URL.
+Run by engine/test_server.py with the arguments STEP MODEL DIRECTORY [URL]; prints a JSON object
+last.
 
     faults   one engine: hits, salts, a reset, and a server that is killed, hung, or damaged
-    store    what is stored for another engine; the server goes on when this engine has ended
+    store    at a server's URL: what is stored for another engine
     find     another engine, which finds it
 """
 
@@ -81,8 +81,8 @@ def wait_for(engine: Engine, look: Callable[[Any], bool], *, until: bool) -> boo
     return False
 
 
-def make(model: str, server: CacheServer, **options: Any) -> Engine:
-    settings = {"cache": "server", "server_url": server.url, "layers_at_once": None}
+def make(model: str, url: str, **options: Any) -> Engine:
+    settings = {"cache": "server", "server_url": url, "layers_at_once": None}
     return Engine(model, None, "standard", settings=settings, **options)
 
 
@@ -130,12 +130,17 @@ def faults(engine: Engine, server: CacheServer) -> dict[str, Any]:
         return asked(engine, reference, length)
 
     def comes_back(start: Callable[[], None]) -> dict[str, Any]:
-        """Let the server be there again; whether what is stored then is hit."""
+        """Let the server be there again; whether what is stored then is hit.
+
+        Asked by another prompt: what this one's stores had asked of the server comes late, and
+        keeps its chunks for as long as a lease.
+        """
         start()
         seen = wait_for(engine, answers, until=True)
-        first = ask()
+        first = asked(engine, references["block"], LENGTHS["block"])
         wait_for(engine, busy, until=False)
-        return {"seen": seen, "first": first, "second": ask()}
+        second = asked(engine, references["block"], LENGTHS["block"])
+        return {"seen": seen, "first": first, "second": second}
 
     server.hang()
     report["hung"] = [ask() for _ in range(2)]
@@ -146,16 +151,18 @@ def faults(engine: Engine, server: CacheServer) -> dict[str, Any]:
     for direction in ("load", "store"):
         if direction == "store":  # nothing of this prompt is there
             engine.llm.reset_prefix_cache(reset_connector=True)
+        else:
+            cold(engine, length)
+            report["hit before it"] = ask()
         engine.llm.collective_rpc(on_next, args=(direction, server.kill))
         report[f"killed in a {direction}"] = ask()
         report[f"after a {direction}"] = comes_back(server.start)
-    report["hit before damage"] = ask()
     engine.llm.collective_rpc(damage)
-    report["damaged"] = ask()
+    report["damaged"] = asked(engine, references["block"], LENGTHS["block"])
     engine.llm.reset_prefix_cache(reset_connector=True)
-    report["reset"] = ask()
+    report["reset"] = asked(engine, references["block"], LENGTHS["block"])
     wait_for(engine, busy, until=False)
-    report["after the reset"] = ask()
+    report["after the reset"] = asked(engine, references["block"], LENGTHS["block"])
     report["errors"] = engine.llm.collective_rpc(counted)[0]
     return report
 
@@ -171,20 +178,17 @@ def find(engine: Engine, directory: Path) -> dict[str, Any]:
     return {name: asked(engine, references[name], length) for name, length in LENGTHS.items()}
 
 
-def main(step: str, model: str, directory: Path) -> dict[str, Any]:
-    server = CacheServer(directory / "server.log")
-    server.start()
-    try:
-        if step == "faults":
-            return make(model, server).close_after(faults, server)
-        first = make(model, server)
-        second = make(model, server)
-        stored = first.close_after(store, directory)
-        return {"stored": stored, "found": second.close_after(find, directory)}
-    finally:
-        server.kill()
+def main(step: str, model: str, directory: Path, url: str) -> dict[str, Any]:
+    if step == "faults":
+        server = CacheServer(directory / "server.log")
+        server.start()
+        try:
+            return make(model, server.url).close_after(faults, server)
+        finally:
+            server.kill()
+    return make(model, url).close_after({"store": store, "find": find}[step], directory)
 
 
 if __name__ == "__main__":
-    step, model, directory = sys.argv[1:]
-    end_with(lambda: main(step, model, Path(directory)))
+    step, model, directory, *url = sys.argv[1:]
+    end_with(lambda: main(step, model, Path(directory), *(url or [""])))

@@ -57,7 +57,9 @@ def server_command(settings: Settings, ports: Sequence[int]) -> list[str]:
         "--l1-write-ttl-seconds": LEASE_S,
     }
     flags = ["--no-l1-use-lazy", "--disable-grpc-metrics", "--separate-object-groups"]
-    return [str(program), "server", *flags] + [str(word) for option in options.items() for word in option]
+    return [str(program), "server", *flags] + [
+        str(word) for option in options.items() for word in option
+    ]
 
 
 def start_server(settings: Settings) -> str:

@@ -9,11 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorRole,
-    SupportsHMA,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, SupportsHMA
 
 from lmcache_xpu.kv_connector.stats import ConnectorStats, PromMetrics
 
@@ -24,7 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["LMCacheXPUServerConnector"]
 
 
-class LMCacheXPUServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # untyped
+@SupportsHMA.register  # it makes those that are
+class LMCacheXPUServerConnector:
     """Makes a `ServerConnector`, whose errors are raised here.
 
     It takes the blocks of all KV cache groups, so vLLM's hybrid manager stays on.
@@ -42,6 +39,16 @@ class LMCacheXPUServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignor
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         raise NotImplementedError  # vLLM looks at its parameters
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """None: we read any layout."""
+        return None
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """No: nothing is waited for between layers."""
+        return False
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:

@@ -88,8 +88,9 @@ def cache_groups(kv_cache_config: KVCacheConfig) -> list[CacheGroup]:
 def _specs(spec: KVCacheSpec) -> list[KVCacheSpec]:
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
-    uniform = isinstance(spec, UniformTypeKVCacheSpecs)
-    return list(spec.kv_cache_specs.values()) if uniform else [spec]
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return list(spec.kv_cache_specs.values())
+    return [spec]
 
 
 def _window(spec: KVCacheSpec) -> tuple[int | None, bool]:
@@ -105,4 +106,5 @@ def _window(spec: KVCacheSpec) -> tuple[int | None, bool]:
         )
     if (tokens := vllm.tokens_per_state(spec)) != 1:
         raise LayoutError(f"{tokens} tokens per state", "one state per token")
-    return (spec.sliding_window if kind in _WINDOW else None), False
+    window: int | None = getattr(spec, "sliding_window", None) if kind in _WINDOW else None
+    return window, False

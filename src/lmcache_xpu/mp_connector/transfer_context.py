@@ -83,9 +83,20 @@ class ServerTransfers(TransferContext):  # type: ignore[misc]  # untyped base
     # LMCache's interface
 
     def register(
-        self, _kv_caches: Any, model_name: str, world_size: int, *_args: Any, **_options: Any
+        self,
+        _kv_caches: Any,
+        model_name: str,
+        world_size: int,
+        _blocks_in_chunk: int = 0,
+        _mq_timeout: float = 0.0,
+        layout_hints: Any = None,
+        engine_group_infos: Any = (),
+        engine_type: Any = None,
+        lmcache_chunk_tokens: int | None = None,
     ) -> None:
         """Tell the server of this worker, and map the memory that it lends. May be called again.
+
+        The groups know the rest of what LMCache passes.
 
         Waits for the server; raises as `Server.map`.
         """
