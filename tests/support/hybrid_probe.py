@@ -125,14 +125,35 @@ def look(engine: Engine) -> dict[str, Any]:
         of_computed = dict(computed)
         again, hit = ask(engine, length)
         different = [key for key in brought if of_computed.get(key) != brought[key]]
-        report["prompts"][length] = {
+        report["prompts"][str(length)] = {
             "first": first,
             "hit": hit,
             "same answer": again == answer,
             "compared": {n: sum(key[0] == n for key in brought) for n in {k[0] for k in brought}},
             "different": different,
         }
+    engine.llm.collective_rpc(break_loads)
+    brought.clear()
+    ask(engine, LENGTHS[-1])
+    different = {key[0] for key in brought if of_computed.get(key) != brought[key]}
+    report["groups of a planted fault"] = sorted(different)
     return report
+
+
+def break_loads(worker) -> None:
+    """From now on, half of each block that is loaded is zero."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    for copies in get_kv_transfer_group().worker_adapter.transfers.groups:
+
+        def load(chunks: Any, objects: Any, copies: Any = copies, real: Any = copies.load) -> Any:
+            handles = real(chunks, objects)
+            for part in copies.parts:
+                for (page,) in part.stager.view.tensors:
+                    page[[b for ids in chunks for b in ids if b], :, :, : page.shape[-1] // 2] = 0
+            return handles
+
+        copies.load = load
 
 
 def blocks(llm: Any) -> int:

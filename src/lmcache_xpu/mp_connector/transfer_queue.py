@@ -102,17 +102,17 @@ class TransferQueue:
         """Do a transfer when those before it have ended; `move` catches its errors."""
         with self._lock:
             self._transfers.add(transfer)
+        self._thread.submit(self.run, transfer, move)
 
-        def run() -> None:
-            result = False
-            try:
-                result = move()
-            finally:
-                transfer.end(result)
-                with self._lock:
-                    self._transfers.discard(transfer)
-
-        self._thread.submit(run)
+    def run(self, transfer: Transfer, move: Callable[[], bool]) -> None:
+        """Do a transfer at once, in this thread."""
+        result = False
+        try:
+            result = move()
+        finally:
+            with self._lock:
+                self._transfers.discard(transfer)
+            transfer.end(result)
 
     @property
     def busy(self) -> bool:
