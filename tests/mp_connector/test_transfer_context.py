@@ -195,7 +195,7 @@ def hybrid(monkeypatch):
         copies(state, number=2, window=BLOCK, recurrent=True),
     )
     sizes = [SimpleNamespace(hidden_dim_size=group.object_bytes) for group in groups]
-    told = SimpleNamespace(group_layouts=sizes)  # LMCache 0.5.6 has no description of groups
+    told = SimpleNamespace(group_layouts=sizes)  # older LMCache has no name for it
     monkeypatch.setattr(transfer_context, "payload", lambda *_: told)
     worker = Worker(client, *groups)
     yield worker, (*whole.values(), *window.values(), page)

@@ -44,50 +44,50 @@ def test_transfers_are_done_one_after_another_and_tell_how_they_ended(queue):
 
 
 def test_one_that_has_not_begun_ends_when_its_blocks_are_needed(queue):
-    waits, one, began = threading.Event(), transfer(), []
-    queue.add(one, lambda: waits.wait(5) and bool(began.append(one.begin_copying())))
-    one.leave_blocks(soon())
-    assert one.is_cancelled
-    assert not one.future.query()  # nothing of it is on its way when this is done
+    waits, stored, began = threading.Event(), transfer(), []
+    queue.add(stored, lambda: waits.wait(5) and bool(began.append(stored.begin_copying())))
+    stored.leave_blocks(soon())
+    assert stored.is_cancelled
+    assert not stored.future.query()  # nothing of it is on its way when this is done
     waits.set()
-    assert one.future.result(5) is False
+    assert stored.future.result(5) is False
     assert began == [False]
 
 
 def test_one_that_copies_is_waited_for_until_its_copies_are_enqueued(queue):
-    begun, goes_on, one, seen = threading.Event(), threading.Event(), transfer(), []
+    begun, goes_on, stored, seen = threading.Event(), threading.Event(), transfer(), []
 
     class Event:
         def wait(self):
             seen.append("the engine's stream waits")
 
     def copy():
-        assert one.begin_copying()
+        assert stored.begin_copying()
         begun.set()
         goes_on.wait(5)
         seen.append("copied")
-        one.enqueued([Event()])
+        stored.enqueued([Event()])
         return True
 
-    queue.add(one, copy)
+    queue.add(stored, copy)
     begun.wait(5)
     threading.Timer(0.1, goes_on.set).start()
-    one.leave_blocks(time.monotonic())
+    stored.leave_blocks(time.monotonic())
     assert seen == ["copied", "the engine's stream waits"]
-    assert one.future.result(5) is True
+    assert stored.future.result(5) is True
 
 
 def test_an_error_leaves_nobody_waiting(queue):
-    one = transfer()
+    stored = transfer()
 
     def fail():
-        assert one.begin_copying()
+        assert stored.begin_copying()
         raise RuntimeError("planted")
 
     with pytest.raises(RuntimeError, match="planted"):
-        queue.run(one, fail)
-    one.leave_blocks(soon())
-    assert one.future.result(5) is False
+        queue.run(stored, fail)
+    stored.leave_blocks(soon())
+    assert stored.future.result(5) is False
 
 
 def test_closing_ends_what_has_not_begun():

@@ -29,11 +29,11 @@ def layers(worker) -> list[list[list[Any]]]:
     """By group and layer, the tensors that hold blocks."""
     runner = worker.model_runner
     context = runner.compilation_config.static_forward_context
-    found = []
+    groups = []
     for group in runner.kv_cache_config.kv_cache_groups:
         caches = [context[name].kv_cache for name in group.layer_names]
-        found.append([[c] if hasattr(c, "shape") else list(c) for c in caches])
-    return found
+        groups.append([[c] if hasattr(c, "shape") else list(c) for c in caches])
+    return groups
 
 
 def digests(worker, op: Any, spans: list[int]) -> dict[tuple[int, int], list[str]]:

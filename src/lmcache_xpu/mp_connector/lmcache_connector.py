@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import zmq
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 from lmcache_xpu import versions
 from lmcache_xpu.errors import SettingsError, VersionError
@@ -79,6 +79,12 @@ class ServerConnector(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
                 f"LMCache {lmcache_server.GROUPS_SINCE} or newer, whose server keeps groups apart",
                 f"Install it: pip install --no-deps lmcache=={lmcache_server.GROUPS_SINCE}",
             )
+        if not hasattr(KVConnectorBase_V1, "get_transfer_results"):
+            raise VersionError(
+                f"vLLM {versions.installed().vllm}",
+                "a vLLM that is told of failed loads request by request, which came with 0.30",
+                "Install a newer one, or use cache=in-process.",
+            )
         super().__init__(vllm_config, role, kv_cache_config)
         self._blocks = kv_cache_config.num_blocks
         # Where vLLM zeroes new blocks, its newer runner does so before it tells us of the step.
@@ -94,7 +100,7 @@ class ServerConnector(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
                 self.worker_adapter = self._own_adapter(self.worker_adapter)
 
     def _own_adapter(self, stock: Any) -> WorkerAdapter:
-        """Make our adapter in place of LMCache's, which 0.5.6 makes without asking us."""
+        """Make our adapter in place of LMCache's, which older LMCache makes without asking us."""
         stock.shutdown()
         return self.create_lmcache_mp_worker_adapter(
             server_url=self._options[f"{PREFIX}server_urls"],
@@ -109,7 +115,7 @@ class ServerConnector(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
     # The worker's half
 
     def create_lmcache_mp_worker_adapter(self, **options: Any) -> WorkerAdapter:
-        """Make the adapter of a worker; LMCache asks for it since 0.5.7."""
+        """Make the adapter of a worker; newer LMCache asks for it."""
         return WorkerAdapter(**options)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

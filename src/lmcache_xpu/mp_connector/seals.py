@@ -67,7 +67,7 @@ def _place(memory: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 def _tokens(key: Any) -> memoryview:
     """Return a key's tokens, 4 bytes each."""
-    packed = getattr(key, "token_bytes", None)  # LMCache 0.5.7
+    packed = getattr(key, "token_bytes", None)  # of newer LMCache
     return memoryview(_packed(key.token_ids) if packed is None else packed)
 
 

@@ -201,7 +201,7 @@ def _succeeds(flow: Flow, move: Callable[[], None]) -> bool:
         flow.failed(type(error).__name__)
         logger.warning(
             "A %s between the engine and LMCache's server failed: %s "
-            "(docs: troubleshooting#server-transfer)",
+            "(docs: troubleshooting#transfer-failed)",
             flow.direction,
             error,
             exc_info=not isinstance(error, LMCacheXPUError),

@@ -11,6 +11,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from lmcache_xpu.versions import TESTED
+
 if TYPE_CHECKING:  # types, as the version has them that pyproject.toml pins
     from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
     from lmcache.integration.vllm.lmcache_mp_metadata import (
@@ -32,11 +34,11 @@ MODULES = {
     "RegisterEngineDrivenContextPayload": "v1.multiprocess.custom_types",
     "TransferContext": "v1.multiprocess.transfer_context.worker_transfer",
 }
-GROUPS_SINCE = "0.5.7rc2"  # whose server takes objects of several KV cache groups
+GROUPS_SINCE = TESTED["lmcache"][-1]  # its server takes objects of several KV cache groups
 
 
 def keeps_groups() -> bool:
-    """Whether the server keeps several KV cache groups apart; it does since LMCache 0.5.7."""
+    """Whether the server keeps several KV cache groups apart; newer ones do."""
     return find_spec("lmcache.v1.multiprocess.token_codec") is not None
 
 
