@@ -86,6 +86,19 @@ def test_memory_that_holds_something_else_is_computed(seen):
     assert seen["errors"]["store server"] >= 1
 
 
+def test_what_is_damaged_is_stored_anew_under_another_key(seen):
+    first, second = seen["after damage"]
+    assert is_exact(first, "block")
+    assert is_exact(second, "block")
+    assert second["hit"] == cached("block")
+
+
+def test_requests_that_are_aborted_while_they_are_loaded_leave_nothing(seen):
+    assert seen["aborted"]["loading"] > 0
+    assert seen["aborted"]["freed"]
+    assert is_exact(seen["after aborts"], "block")
+
+
 def test_nothing_is_found_that_was_stored_before_a_reset(seen):
     assert seen["reset"]["hit"] == 0
     assert is_exact(seen["reset"], "block")

@@ -46,4 +46,5 @@ def test_groups_without_tokens_write_all_of_theirs():
 
 
 def test_reports_of_workers_are_one():
-    assert FailedLoads({"a"}).aggregate(FailedLoads({"b"})).requests == {"a", "b"}
+    both = FailedLoads({"a"}, {"a"}).aggregate(FailedLoads({"b"}))
+    assert (both.requests, both.damaged) == ({"a", "b"}, {"a"})

@@ -103,6 +103,8 @@ def test_what_a_worker_left_half_written_is_not_loaded(dense, monkeypatch):
     assert not worker.load([LOADED])
     assert failures("load", "damaged") == count + 1
     assert torch.equal(layers[0], before)
+    assert worker.transfers.take_damaged() == {"request"}
+    assert worker.transfers.take_damaged() == set()
 
 
 def test_memory_that_is_lent_to_another_meanwhile_is_not_taken_for_the_chunk(dense, monkeypatch):
@@ -127,6 +129,7 @@ def test_keys_with_another_salt_hit_nothing(dense):
     assert worker.store([STORED])
     assert not worker.load([LOADED], Key(KEY.tokens, 0, 24, cache_salt="other"))
     assert failures("load", "missing") == count + 1
+    assert worker.transfers.take_damaged() == set()
 
 
 def test_a_server_that_does_not_answer_costs_one_wait_and_is_lost(dense):

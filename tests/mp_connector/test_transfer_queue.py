@@ -26,7 +26,7 @@ def queue():
 
 
 def transfer(blocks=(1, 2)):
-    return Transfer(frozenset(blocks), Future())
+    return Transfer("request", frozenset(blocks), Future())
 
 
 def soon():

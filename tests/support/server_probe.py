@@ -159,12 +159,49 @@ def faults(engine: Engine, server: CacheServer) -> dict[str, Any]:
         report[f"after a {direction}"] = comes_back(server.start)
     engine.llm.collective_rpc(damage)
     report["damaged"] = asked(engine, references["block"], LENGTHS["block"])
+    wait_for(engine, busy, until=False)
+    report["after damage"] = [
+        asked(engine, references["block"], LENGTHS["block"])
+        for _ in range(2)
+        if wait_for(engine, busy, until=False)
+    ]
+    report["aborted"] = aborted(engine, LENGTHS["block"])
+    report["after aborts"] = asked(engine, references["block"], LENGTHS["block"])
     engine.llm.reset_prefix_cache(reset_connector=True)
     report["reset"] = asked(engine, references["block"], LENGTHS["block"])
     wait_for(engine, busy, until=False)
     report["after the reset"] = asked(engine, references["block"], LENGTHS["block"])
     report["errors"] = engine.llm.collective_rpc(counted)[0]
     return report
+
+
+def aborted(engine: Engine, length: int) -> dict[str, Any]:
+    """Abort requests before, in and after their loads; how many loads were on their way."""
+    from vllm import SamplingParams
+
+    engine.forget()
+    llm, loading = engine.llm.llm_engine, 0
+    engine.llm.collective_rpc(on_next, args=("load", lambda: time.sleep(0.3)))
+    for steps in (0, 1, 2, 3, 4, 8, 16, 100):
+        llm.add_request(
+            f"aborted-{steps}", {"prompt_token_ids": prompt(length)}, SamplingParams(max_tokens=24)
+        )
+        for _ in range(steps):
+            llm.step()
+        loading += engine.llm.collective_rpc(is_loading)[0]
+        llm.abort_request([f"aborted-{steps}"])
+        for _ in range(5):
+            llm.step()
+    while llm.has_unfinished_requests():
+        llm.step()
+    end = time.monotonic() + 5
+    while not engine.llm.reset_prefix_cache() and time.monotonic() < end:
+        llm.step()
+    return {"loading": loading, "freed": engine.llm.reset_prefix_cache()}
+
+
+def is_loading(worker) -> bool:
+    return adapter().transfers._loads.busy
 
 
 def store(engine: Engine, directory: Path) -> dict[str, Any]:

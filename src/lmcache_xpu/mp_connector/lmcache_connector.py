@@ -92,7 +92,8 @@ class ServerConnector(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         # Requests are reported as a whole: of a part of them LMCache would count tokens twice.
         self._report_request_errors = True
         if role is KVConnectorRole.SCHEDULER:
-            self._keys = Keys(vllm_config, kv_cache_config)
+            chunk_tokens = self.scheduler_adapter.lmcache_tokens_per_chunk
+            self._keys = Keys(vllm_config, kv_cache_config, chunk_tokens)
             self._computed = 0  # of the request that is looked up
         else:
             self._failed: set[str] = set()
@@ -167,7 +168,9 @@ class ServerConnector(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
     def build_connector_worker_meta(self) -> FailedLoads | None:
         """Whose loads failed."""
         failed, self._failed = self._failed, set()
-        return FailedLoads(failed) if failed else None
+        transfers = self.worker_adapter.transfers
+        damaged = set() if transfers is None else transfers.take_damaged()
+        return FailedLoads(failed, damaged) if failed or damaged else None
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """What this process counted since the last call. The scheduler's half counts nothing."""
@@ -212,7 +215,11 @@ class ServerConnector(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         """Take what the workers report after a step."""
         super().update_connector_output(connector_output)
         report = connector_output.kv_connector_worker_meta
-        for request_id in report.requests if isinstance(report, FailedLoads) else ():
+        if not isinstance(report, FailedLoads):
+            return
+        for request_id in report.damaged:
+            self._keys.damaged(request_id)
+        for request_id in report.requests:
             if (tracker := self.request_trackers.get(request_id)) is not None:
                 tracker.max_offload_tokens = 0  # LMCache counts what it loaded as computed
 

@@ -68,12 +68,14 @@ class FailedLoads(KVConnectorWorkerMetadata):  # type: ignore[misc]  # untyped b
 
     Args:
         requests: their names.
+        damaged: those of which the server has something that is not what it should be.
     """
 
-    def __init__(self, requests: Iterable[str]) -> None:
+    def __init__(self, requests: Iterable[str], damaged: Iterable[str] = ()) -> None:
         self.requests = frozenset(requests)
+        self.damaged = frozenset(damaged)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> FailedLoads:
         """What several workers said, as one."""
         assert isinstance(other, FailedLoads)
-        return FailedLoads(self.requests | other.requests)
+        return FailedLoads(self.requests | other.requests, self.damaged | other.damaged)

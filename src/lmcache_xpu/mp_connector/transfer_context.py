@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from queue import SimpleQueue
 from typing import Any
 
 from lmcache_xpu.errors import LMCacheXPUError
@@ -26,6 +27,7 @@ logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers on
 # The engine waits so long before a step for stores of blocks that the step writes.
 GRACE_S = 0.03
 _POLL_S = 0.01
+_PASSING = ("late", "missing", "overtaken", "server")  # the same load may succeed next time
 
 
 class ServerTransfers(TransferContext):  # type: ignore[misc]  # untyped base
@@ -56,6 +58,14 @@ class ServerTransfers(TransferContext):  # type: ignore[misc]  # untyped base
         self._moves = Moves(self._server, groups, chunk_tokens)
         self._stores = TransferQueue("stores")
         self._loads = TransferQueue("loads")
+        self._damaged: SimpleQueue[str] = SimpleQueue()
+
+    def take_damaged(self) -> set[str]:
+        """Requests whose loads met something else than they should, since the last call."""
+        damaged = set()
+        while not self._damaged.empty():
+            damaged.add(self._damaged.get())
+        return damaged
 
     @property
     def busy(self) -> bool:
@@ -127,7 +137,7 @@ class ServerTransfers(TransferContext):  # type: ignore[misc]  # untyped base
 
     def submit_store(
         self,
-        _request_id: str,
+        request_id: str,
         key: Any,
         _kv_caches: Any,
         block_ids: Sequence[Sequence[int]],
@@ -136,11 +146,17 @@ class ServerTransfers(TransferContext):  # type: ignore[misc]  # untyped base
     ) -> Any:
         """Store chunks beside the engine; see `submit_retrieve`."""
         blocks = [list(ids) for ids in block_ids]
-        return self._add(self._stores, STORE_SERVER, self._moves.store, key, blocks, event)
+        transfer = Transfer(request_id, union(blocks), MessagingFuture())
+
+        def move() -> None:
+            self._moves.store(transfer, key, blocks, event)
+
+        self._stores.add(transfer, lambda: self._succeeds(STORE_SERVER, move, transfer))
+        return transfer.future
 
     def submit_retrieve(
         self,
-        _request_id: str,
+        request_id: str,
         key: Any,
         _kv_caches: Any,
         block_ids: Sequence[Sequence[int]],
@@ -151,6 +167,7 @@ class ServerTransfers(TransferContext):  # type: ignore[misc]  # untyped base
         """Load chunks beside the engine.
 
         Args:
+            request_id: name of the request.
             key: LMCache's, of the chunks.
             block_ids: by group, the blocks of the chunks.
             event: behind what the engine does with these blocks before.
@@ -164,7 +181,13 @@ class ServerTransfers(TransferContext):  # type: ignore[misc]  # untyped base
         for copies, ids in zip(self.groups, blocks, strict=True):
             has = skip_first_n_tokens // copies.group.block_tokens
             ids[:has] = [NULL_BLOCK] * has
-        return self._add(self._loads, LOAD_SERVER, self._moves.load, key, blocks, event)
+        transfer = Transfer(request_id, union(blocks), MessagingFuture())
+
+        def move() -> None:
+            self._moves.load(transfer, key, blocks, event)
+
+        self._loads.add(transfer, lambda: self._succeeds(LOAD_SERVER, move, transfer))
+        return transfer.future
 
     def flush_inflight_stores(self) -> None:
         """Nothing: which blocks are written is looked at in each step, see `leave`."""
@@ -177,37 +200,26 @@ class ServerTransfers(TransferContext):  # type: ignore[misc]  # untyped base
         self._loads.close()
         self._server.release()
 
-    def _add(
-        self,
-        queue: TransferQueue,
-        flow: Flow,
-        move: Callable[[Transfer, Any, Sequence[list[int]], Event | None], None],
-        key: Any,
-        blocks: Sequence[list[int]],
-        event: Event | None,
-    ) -> Any:
-        transfer = Transfer(union(blocks), MessagingFuture())
-        queue.add(transfer, lambda: _succeeds(flow, lambda: move(transfer, key, blocks, event)))
-        return transfer.future
-
-
-def _succeeds(flow: Flow, move: Callable[[], None]) -> bool:
-    """Whether a transfer succeeds; a failure is counted, and logged where it is news."""
-    try:
-        move()
-    except GivenUpError as error:
-        flow.failed(error.reason)
-    except Exception as error:  # whatever it is: it costs a hit, and the engine goes on
-        flow.failed(type(error).__name__)
-        logger.warning(
-            "A %s between the engine and LMCache's server failed: %s "
-            "(docs: troubleshooting#transfer-failed)",
-            flow.direction,
-            error,
-            exc_info=not isinstance(error, LMCacheXPUError),
-        )
-    else:
-        return True
-    if flow.direction == "load":
-        fallback("load")
-    return False
+    def _succeeds(self, flow: Flow, move: Callable[[], None], transfer: Transfer) -> bool:
+        """Whether a transfer succeeds; a failure is counted, and logged where it is news."""
+        try:
+            move()
+        except GivenUpError as error:
+            reason = error.reason
+        except Exception as error:  # whatever it is: it costs a hit, and the engine goes on
+            reason = type(error).__name__
+            logger.warning(
+                "A %s between the engine and LMCache's server failed: %s "
+                "(docs: troubleshooting#transfer-failed)",
+                flow.direction,
+                error,
+                exc_info=not isinstance(error, LMCacheXPUError),
+            )
+        else:
+            return True
+        flow.failed(reason)
+        if flow is LOAD_SERVER:
+            fallback("load")
+            if reason not in _PASSING:
+                self._damaged.put(transfer.request)
+        return False

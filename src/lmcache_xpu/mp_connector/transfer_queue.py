@@ -31,11 +31,13 @@ class Transfer:
     """A store or a load.
 
     Args:
+        request: its name.
         blocks: of the engine, that it reads or writes.
         future: LMCache's, which is told the result.
     """
 
-    def __init__(self, blocks: frozenset[int], future: Any) -> None:
+    def __init__(self, request: str, blocks: frozenset[int], future: Any) -> None:
+        self.request = request
         self.blocks = blocks
         self.future = future
         self.read: list[Event] = []  # the engine's blocks were read

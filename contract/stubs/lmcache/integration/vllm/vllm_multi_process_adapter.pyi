@@ -5,6 +5,7 @@ class LoadStoreOp:
     skip_first_n_tokens: Any
 
 class LMCacheMPSchedulerAdapter:
+    lmcache_tokens_per_chunk: Any
     def cleanup_lookup_result(self, request_id): ...
 
 class LMCacheMPWorkerAdapter:
