@@ -188,6 +188,7 @@ def aborted(engine: Engine, length: int) -> dict[str, Any]:
         )
         for _ in range(steps):
             llm.step()
+            time.sleep(0.005)  # for the look-up's answer
         loading += engine.llm.collective_rpc(is_loading)[0]
         llm.abort_request([f"aborted-{steps}"])
         for _ in range(5):
