@@ -9,7 +9,7 @@ from pathlib import Path
 import griffe
 
 from contract.change import Change, moved
-from contract.declaration import passed
+from contract.declaration import passed, stubs
 from contract.modules import Modules, decorators, text_of
 from contract.uses import subclasses
 
@@ -51,6 +51,17 @@ def _abstract(package: str, version: str, modules: Modules) -> Iterator[Change]:
                         yield Change(f"{each.base}.{name}", what)
 
 
+def _is_hook(base: str, method: str) -> bool:
+    """Whether a class of theirs has a method from a class of the other package, which calls it."""
+    declarations = stubs()
+    kind = declarations.find(base)
+    return isinstance(kind, griffe.Class) and any(
+        method in each.members
+        for each in declarations.lineage(kind)
+        if each.path.split(".")[0] != base.split(".")[0]
+    )
+
+
 def _uncalled(package: str, version: str, sources: Path) -> Iterator[Change]:
     """Yield methods that we override, and nothing calls by this name any more."""
     modules, names = Modules(sources), attributes(sources / package)
@@ -59,7 +70,7 @@ def _uncalled(package: str, version: str, sources: Path) -> Iterator[Change]:
             continue
         for method in each.methods:
             name = f"{each.base}.{method}"
-            special = method.startswith("__") or method in names
+            special = method.startswith("__") or method in names or _is_hook(each.base, method)
             if not special and modules.find(moved(name, version, modules)) is not None:
                 yield Change(f"{name}(called)", f"is overridden, and nothing calls {method}")
 

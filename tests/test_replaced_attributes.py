@@ -9,7 +9,7 @@ from pathlib import Path
 import lmcache_xpu
 
 SRC = Path(lmcache_xpu.__file__).parent
-ROOMS = ("kv_connector", "cache_engine", "gpu_connector", "tiers", "transfer")
+ROOMS = ("mp_connector", "kv_connector", "cache_engine", "gpu_connector", "tiers", "transfer")
 REPLACING = {  # by `status` shown as patches
     "kv_connector/patches.py: setattr(holder, name, replacement)",
     "kv_connector/worker_hooks.py: worker.__class__",
@@ -34,6 +34,8 @@ FIELDS = {  # of a description, a configuration or a state, which hold plain dat
     "kv_connector/epochs.py: request.save_spec.can_save",
     "kv_connector/scheduler.py: tracker.allocated_block_ids",
     "kv_connector/worker.py: context.attn_metadata",
+    "mp_connector/lmcache_connector.py: tracker.cache_salt",
+    "mp_connector/lmcache_connector.py: tracker.max_offload_tokens",
 }
 OWN = {  # of classes of this package, and of events that it makes
     "cache_engine/cache_salt.py: adapter.lookup_client.salts",
@@ -55,6 +57,7 @@ OWN = {  # of classes of this package, and of events that it makes
     "kv_connector/load_queue.py: item.told",
     "kv_connector/patches.py: replacement.__lmcache_xpu__",
     "kv_connector/scheduler.py: self._epochs.pool",
+    "mp_connector/keys.py: self._epochs.pool",
     "tiers/disk/chunk_index.py: entry.used_ns",
     "tiers/disk/chunk_index.py: self._pins[key].count",
     "transfer/host_copies.py: step.pending",

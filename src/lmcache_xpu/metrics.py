@@ -10,7 +10,8 @@
 
 Direction is `store` or `load`. Tier `cpu` is between the engine's KV cache and host memory, `disk`
 between host memory and files, `shared` between host memory and a Valkey or Redis server; so a load
-from the latter two counts in `cpu` as well. The engine runs in processes of its own: `serve` gives
+from the latter two counts in `cpu` as well. `server` is between the engine's KV cache and the
+memory of LMCache's server. The engine runs in processes of its own: `serve` gives
 them all one directory, where prometheus_client keeps its files and from which vLLM's server sums
 them up.
 """
@@ -33,9 +34,11 @@ __all__ = [
     "FLOWS",
     "LOAD_CPU",
     "LOAD_DISK",
+    "LOAD_SERVER",
     "LOAD_SHARED",
     "STORE_CPU",
     "STORE_DISK",
+    "STORE_SERVER",
     "STORE_SHARED",
     "Flow",
     "Level",
@@ -135,7 +138,7 @@ class Flow:
     def __init__(
         self,
         direction: Literal["store", "load"],
-        tier: Literal["cpu", "disk", "shared"],
+        tier: Literal["cpu", "disk", "shared", "server"],
         reasons: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._labels = (direction, tier)
@@ -236,7 +239,34 @@ LOAD_SHARED = Flow(
         "server": "The server did not answer. It is left alone for a while, then tried again",
     },
 )
-FLOWS = (STORE_CPU, LOAD_CPU, STORE_DISK, LOAD_DISK, STORE_SHARED, LOAD_SHARED)
+_SERVER_LOST = "LMCache's server did not answer. Nothing moves until it does: look at its log"
+_SERVER_LATE = "The engine took longer than the server lends its memory for. No action"
+STORE_SERVER = Flow(
+    "store",
+    "server",
+    {
+        "late": _SERVER_LATE,
+        "overtaken": "The engine needed the blocks before the server answered. Accept fewer hits",
+        "refused": "The server did not take what was stored. Look at its log",
+        "server": _SERVER_LOST,
+    },
+)
+LOAD_SERVER = Flow(
+    "load",
+    "server",
+    {
+        "damaged": "The server's memory held something else, or half of it. It was computed",
+        "late": _SERVER_LATE,
+        "missing": "What was promised was gone: evicted, or the server is another one. No action",
+        "server": _SERVER_LOST,
+    },
+)
+FLOWS = (
+    *(STORE_CPU, LOAD_CPU),
+    *(STORE_DISK, LOAD_DISK),
+    *(STORE_SHARED, LOAD_SHARED),
+    *(STORE_SERVER, LOAD_SERVER),
+)
 # Of requests whose KV cache did not arrive.
 FALLBACK_REASONS = {"load": "A load failed or was incomplete. The errors say why"}
 for _reason in FALLBACK_REASONS:

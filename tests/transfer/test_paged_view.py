@@ -8,7 +8,7 @@ from support.caches import KINDS, LATENT, Spec, bits, build
 
 from lmcache_xpu.errors import LayoutError
 from lmcache_xpu.transfer.layout import Geometry
-from lmcache_xpu.transfer.paged_view import PagedView
+from lmcache_xpu.transfer.paged_view import PagedView, pages_of
 
 
 def view_of(cache, **options) -> PagedView:
@@ -69,3 +69,38 @@ def test_a_head_that_is_not_contiguous_is_refused():
     layer = torch.empty(6, 2, 16, 4).transpose(2, 3)
     with pytest.raises(LayoutError, match="stride 4"):
         PagedView.from_engine([layer], Geometry(hidden=16), num_layers=1)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.isalpha()])
+def test_pages_are_the_bytes_of_whole_blocks_whatever_their_order(kind: str):
+    cache = build(Spec(kind))
+    blocks = cache.engine[0].shape[0]
+    for number, layer in enumerate(cache.engine):
+        before = bits(layer).clone()
+        runs = pages_of(layer, blocks)
+        view = PagedView.of_pages(runs, 4)
+        assert sum(run.shape[1] for run in runs) == layer[0].numel() * layer.element_size()
+        assert (view.planes, view.tokens_per_row, view.num_slots) == (1, 4, 4 * blocks)
+        for run in runs:
+            run[number + 1] = 0
+        kept = [block for block in range(blocks) if block != number + 1]
+        assert not layer[number + 1].any()
+        assert torch.equal(bits(layer)[kept], before[kept])
+
+
+def test_parts_of_blocks_make_one_page_and_states_share_it():
+    small = torch.arange(6 * 8, dtype=torch.int16).view(12, 4)  # each block is two of these
+    [page] = pages_of(small, 6)
+    assert page.shape == (6, 16)
+    assert torch.equal(page.view(torch.int16)[2], small[4:6].flatten())
+    memory = torch.arange(6 * 8, dtype=torch.float32)
+    states = [memory.as_strided((6, 3), (8, 1)), memory.as_strided((6, 4), (8, 1), 3)]
+    [page] = pages_of(states, 6)
+    assert torch.equal(page.view(torch.float32), memory.view(6, 8))
+
+
+def test_a_first_dimension_that_counts_no_blocks_is_refused():
+    with pytest.raises(LayoutError, match="counts blocks"):
+        pages_of(torch.zeros(7, 4), 6)
+    with pytest.raises(LayoutError, match="no layers"):
+        PagedView.of_pages([], 4)

@@ -109,15 +109,7 @@ def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Eng
     cache = vllm_config.cache_config
     layout = vllm.kv_cache_layout(vllm_config)
     opaque = current_platform.device_type == "cpu" and not mla
-    model = vllm_config.model_config
-    commit = getattr(model.hf_config, "_commit_hash", None)
-    marks = [f"w{fingerprint(model.model, commit)}"]
-    if opaque:
-        isa = _cpu_packing(vllm_config, spec)
-        dtype = str(model.dtype).removeprefix("torch.")
-        # The packing is vLLM's own affair and may change with its version.
-        version = versions.installed().vllm
-        marks += ["cpu", isa, layout, f"b{spec.block_size}", dtype, f"vllm{version}"]
+    marks = [_weights(vllm_config), *(_packing(vllm_config, spec) if opaque else ())]
     if cache.cache_dtype not in ("auto", "float16", "bfloat16", "float32"):
         marks.append(cache.cache_dtype)  # fp8 formats share LMCache's dtype uint8
     if not mla and head_size != spec.head_size:
@@ -197,6 +189,41 @@ def _specs(kv_cache_config: KVCacheConfig) -> list[KVCacheSpec]:
 
 def _shape(spec: AttentionSpec) -> tuple[int, int, int, torch.dtype]:
     return vllm.kv_heads(spec), vllm.content_bytes(spec), spec.block_size, spec.dtype
+
+
+def packing_marks(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[str]:
+    """Return what sets the bytes of an engine's blocks apart, whatever its layers are.
+
+    As the namespace of `engine_facts`, for a KV cache of which whole blocks are kept.
+    """
+    from vllm.platforms import current_platform
+
+    marks = [
+        _weights(vllm_config),
+        current_platform.device_type,
+        vllm.kv_cache_layout(vllm_config),
+        str(vllm_config.model_config.dtype).removeprefix("torch."),
+        vllm_config.cache_config.cache_dtype,
+    ]
+    if current_platform.device_type == "cpu":
+        for spec in _specs(kv_cache_config):
+            if type(spec).__name__ != "MambaSpec":
+                marks += _packing(vllm_config, spec)
+    return marks
+
+
+def _weights(vllm_config: VllmConfig) -> str:
+    model = vllm_config.model_config
+    return f"w{fingerprint(model.model, getattr(model.hf_config, '_commit_hash', None))}"
+
+
+def _packing(vllm_config: VllmConfig, spec: AttentionSpec) -> list[str]:
+    """What sets blocks apart that the CPU's attention packs in an order of its own."""
+    isa, layout = _cpu_packing(vllm_config, spec), vllm.kv_cache_layout(vllm_config)
+    dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    # The packing is vLLM's own affair and may change with its version.
+    version = versions.installed().vllm
+    return ["cpu", isa, layout, f"b{spec.block_size}", dtype, f"vllm{version}"]
 
 
 def _cpu_packing(vllm_config: VllmConfig, spec: AttentionSpec) -> str:

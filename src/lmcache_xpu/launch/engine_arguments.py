@@ -14,7 +14,13 @@ from lmcache_xpu import versions
 from lmcache_xpu.launch.settings import CPU_KV_CACHE_GIB, ENV_PREFIX, Settings
 from lmcache_xpu.transfer import pool_memory
 
-__all__ = ["engine_variables", "kv_transfer_config", "lmcache_config", "vllm_arguments"]
+__all__ = [
+    "engine_variables",
+    "kv_transfer_config",
+    "lmcache_config",
+    "server_config",
+    "vllm_arguments",
+]
 
 KEY_GUARD = "lmcache_xpu.launch.key_guard.KeyGuard"
 
@@ -62,6 +68,14 @@ def vllm_arguments(settings: Settings) -> list[str]:
 
 def kv_transfer_config(settings: Settings) -> dict[str, object]:
     """Return vLLM's KV transfer configuration, with LMCache's inside."""
+    if settings.cache == "server":
+        return {
+            "kv_connector": "LMCacheXPUServerConnector",
+            "kv_connector_module_path": "lmcache_xpu.vllm_connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": server_config(settings),
+        }
     return {
         "kv_connector": "LMCacheXPUConnector",
         "kv_connector_module_path": "lmcache_xpu.vllm_connector",
@@ -75,8 +89,11 @@ def kv_transfer_config(settings: Settings) -> dict[str, object]:
 
 
 def lmcache_config(settings: Settings) -> dict[str, object]:
-    """Return LMCache's configuration, in LMCache's names; empty without `offload`."""
-    if not settings.offload:
+    """Return LMCache's configuration, in LMCache's names.
+
+    Empty without `offload`, and where LMCache is a server: see `server_config`.
+    """
+    if not settings.offload or settings.cache == "server":
         return {}
     config: dict[str, object] = {
         "chunk_size": settings.chunk_tokens,
@@ -113,6 +130,21 @@ def lmcache_config(settings: Settings) -> dict[str, object]:
     return {**config, "extra_config": extra}
 
 
+def server_config(settings: Settings) -> dict[str, object]:
+    """Return the options of LMCache's connector to its server, and of this package's."""
+    options: dict[str, object] = {
+        "lmcache.mp.server_urls": settings.server_url,
+        "lmcache.mp.mq_timeout": settings.server_timeout_s,
+        # A lost server is noticed, and one that is there again is found, within so long.
+        "lmcache.mp.heartbeat_interval": settings.server_timeout_s,
+        "lmcache.mp.save_decode_cache": settings.save_decode,
+        "xpu.server_timeout_s": settings.server_timeout_s,
+    }
+    if settings.staging_mib is not None:
+        options["xpu.staging_mib"] = settings.staging_mib
+    return options
+
+
 def engine_variables(settings: Settings, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables that have no argument: to be added to the engine's environment.
 
@@ -134,6 +166,8 @@ def engine_variables(settings: Settings, environ: Mapping[str, str] = os.environ
         env["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "0"
     if settings.device == "xpu" and settings.offload:
         env |= pool_memory.allocator_variables(environ, versions.installed().torch)
+    if settings.cache == "server":
+        env[f"{ENV_PREFIX}STOCK"] = "1"  # the in-process connector's patches stay away
     if settings.device == "cuda":
         env[f"{ENV_PREFIX}DEVICES"] = "cuda"  # where this package is off unless asked for
     if settings.api_key is not None:

@@ -40,7 +40,8 @@ def preflight(
     if settings.device == "xpu":
         check_render_nodes(machine)
     if settings.offload:
-        check_layers(settings.model)
+        if settings.cache == "in-process":
+            check_layers(settings.model)
         check_memory(settings.cpu_gib * settings.devices, machine)
         if settings.disk_path is not None:
             check_disk(settings.disk_path)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.launch.cache_server import check_shared_memory, server_command, start_server
 from lmcache_xpu.launch.engine_arguments import engine_variables, lmcache_config, vllm_arguments
 from lmcache_xpu.launch.model_support import check_layers, check_reachable
 from lmcache_xpu.launch.preflight import check_model
@@ -33,6 +34,7 @@ __all__ = [
     "serve",
 ]
 
+SHOWN_PORTS = (5555, 8080, 9090)  # LMCache's own; free ones are taken
 METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's
 
 
@@ -50,12 +52,15 @@ def serve(settings: Settings, check: Callable[[Settings], None], *, dry_run: boo
     settings = resolve_device(settings)
     if dry_run:
         check_model(settings.model)
-        if settings.offload:
+        if settings.offload and settings.cache == "in-process":
             check_layers(settings.model)
         print(describe(settings))
         return
     check(settings)
     check_reachable(settings.model)
+    if settings.offload and settings.cache == "server" and settings.server_url is None:
+        check_shared_memory(settings)
+        settings = settings.model_copy(update={"server_url": start_server(settings)})
     argv = command(settings)
     sys.stdout.flush()
     os.execvpe(argv[0], argv, environment(settings, os.environ))
@@ -112,7 +117,12 @@ def describe(settings: Settings) -> str:
         env[secret] = "(not shown)"
     lines = ["# command", shlex.join(command(settings)), "", "# environment"]
     lines += [f"{name}={value}" for name, value in sorted(env.items())]
-    lines += ["", "# LMCache", json.dumps(lmcache_config(settings), indent=2)]
+    if settings.offload and settings.cache == "server":
+        if settings.server_url is None:
+            server = shlex.join(server_command(settings, SHOWN_PORTS))
+            lines += ["", "# LMCache's server, on free ports", server]
+    else:
+        lines += ["", "# LMCache", json.dumps(lmcache_config(settings), indent=2)]
     return "\n".join(lines)
 
 

@@ -41,6 +41,19 @@ DIAGNOSTIC_VARIABLES = frozenset(
 CPU_KV_CACHE_GIB = 4.0
 CPU_BLOCK_TOKENS = 128
 
+# What only LMCache in the engine's process has, and the value that leaves it alone.
+SERVER_LACKS: dict[str, object] = {
+    "disk_path": None,
+    "remote_url": None,
+    "layerwise": False,
+    "layers_at_once": None,
+    "loads": "auto",
+    "overlap_load": True,
+    "overlap_store": True,
+    "hash_algorithm": "sha256",
+    "kv_events": None,
+}
+
 
 def _split(value: object) -> object:
     """Let a variable hold arguments as a shell would write them."""
@@ -121,6 +134,20 @@ class Settings(BaseSettings):
 
     # Where the KV cache goes.
     offload: bool = Field(True, description="LMCache; without it this is plain vLLM")
+    cache: Literal["in-process", "server"] = Field(
+        "in-process",
+        description="Where LMCache runs: in the engine's process, or as a server of this host that "
+        "several engines can share",
+    )
+    server_url: str | None = Field(
+        None,
+        pattern=r"^tcp://[^@/]+:\d+$",
+        description="LMCache's server, tcp://HOST:PORT, with cache=server; unset: one is started "
+        "with the engine",
+    )
+    server_timeout_s: float = Field(
+        1.0, gt=0, description="Seconds that LMCache's server has for an answer; then it is a miss"
+    )
     chunk_tokens: int = Field(256, ge=1, description="Tokens per stored chunk")
     cpu_gib: float = Field(5.0, gt=0, description="CPU tier per device, GiB, allocated at start")
     disk_gib: float | None = Field(
@@ -222,7 +249,25 @@ class Settings(BaseSettings):
                 "one of the two",
                 "The shared tier holds whole chunks only.",
             )
+        self._agree_on_the_server()
         return self
+
+    def _agree_on_the_server(self) -> None:
+        if self.cache == "in-process":
+            if self.server_url is not None:
+                raise SettingsError(
+                    f"server_url={self.server_url} with cache=in-process",
+                    "cache=server",
+                    "LMCache runs in the engine's process unless cache says otherwise.",
+                )
+            return
+        for name, value in SERVER_LACKS.items():
+            if getattr(self, name) not in (value, None):
+                raise SettingsError(
+                    f"{name}={getattr(self, name)} with cache=server",
+                    f"{name} unset: the connector to LMCache's server has no such choice",
+                    "Leave it out, or use cache=in-process.",
+                )
 
     @property
     def devices(self) -> int:

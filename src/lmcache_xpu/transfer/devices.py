@@ -124,6 +124,30 @@ def register_host(address: int, size: int, device: torch.device) -> bool:
         return False
 
 
+def unregister_host(address: int, device: torch.device) -> None:
+    """Undo `register_host`, before the memory goes; waits for nothing that copies from it.
+
+    No error in it ends the engine: the memory then stays until the process ends.
+    """
+    try:
+        if device.type == "cuda":
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # as above
+            runtime.cudaHostUnregister(address)
+        elif device.type == "xpu":
+            unregister = getattr(torch.ops._C, "xpu_host_unregister", None)
+            if unregister is not None:
+                takes_tensor = str(unregister.default._schema.arguments[0].type) == "Tensor"
+                table = address_table([address]).view(torch.uint64)
+                unregister(table if takes_tensor else address)
+    except Exception as error:  # whatever a driver or another version of the call raises
+        logger.warning(
+            "%s can't give back pinned memory: %s: %s (docs: troubleshooting#not-pinned)",
+            device,
+            type(error).__name__,
+            error,
+        )
+
+
 def _cuda_register(address: int, size: int) -> bool:
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no types for it
     return int(runtime.cudaHostRegister(address, size, 0)) == 0

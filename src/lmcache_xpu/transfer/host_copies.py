@@ -71,6 +71,12 @@ class HostCopies:
         """
         return all(self._pinning_of(part) >= at_least for part in memory)
 
+    def forget(self, memory: torch.Tensor) -> None:
+        """Forget an allocation that is about to go; another one may come to its place."""
+        storage = memory.untyped_storage()
+        self._pinning.pop((storage.data_ptr(), storage.nbytes()), None)
+        self._last, self._last_pinning = range(0), Pinning.NONE
+
     @property
     def copies_in_batches(self) -> bool:
         """Whether many small copies are about as fast as few large ones."""

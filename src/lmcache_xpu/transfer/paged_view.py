@@ -79,6 +79,27 @@ class PagedView:
         view._check()
         return view
 
+    @classmethod
+    def of_pages(cls, pages: Sequence[torch.Tensor], block_tokens: int) -> PagedView:
+        """Read layers of which nothing is known but where their blocks lie.
+
+        Args:
+            pages: `[blocks, bytes of a block]` uint8 per layer (see `pages_of`), all alike.
+            block_tokens: tokens of a block, as the engine numbers blocks.
+
+        Raises:
+            LayoutError: no layers, or layers that differ.
+        """
+        if not pages:
+            raise LayoutError("no layers", "at least one layer of KV cache")
+        view = cls(
+            tensors=tuple((page[:, None, None, :],) for page in pages),
+            axes="bc",
+            tokens_per_row=block_tokens,
+        )
+        view._check()
+        return view
+
     @property
     def layers(self) -> int:
         """Number of layers."""
@@ -138,6 +159,57 @@ class PagedView:
             raise LayoutError(
                 f"a head dimension with stride {reference.stride(-1)}", "stride 1, contiguous heads"
             )
+
+
+def pages_of(layer: EngineLayer, blocks: int) -> list[torch.Tensor]:
+    """Return a layer's blocks as bytes, `[blocks, bytes]` uint8; nothing is copied.
+
+    Where a block's bytes do not lie side by side they are several such tensors, in one order for
+    one layout. A layer of several tensors, such as a recurrent layer's states, has all of them in
+    one page: the first begins with the page, and its blocks are a page apart.
+
+    Args:
+        layer: the first dimension of its tensor counts blocks, or equal parts of blocks.
+        blocks: of the engine.
+
+    Raises:
+        LayoutError: another first dimension.
+    """
+    tensor = layer if isinstance(layer, torch.Tensor) else layer[0]
+    parts, rest = divmod(tensor.shape[0], max(blocks, 1))
+    if rest or not parts:
+        raise LayoutError(
+            f"a KV cache of shape {list(tensor.shape)} for {blocks} blocks",
+            "a first dimension that counts blocks, or equal parts of them",
+        )
+    size = tensor.element_size()
+    page = tensor.stride(0) * size * parts
+    if not isinstance(layer, torch.Tensor):
+        return [_bytes_at(tensor, int(tensor.storage_offset()) * size, blocks, page, page)]
+    run, outer = size, list[tuple[int, int]]()
+    for step, extent in sorted(zip(tensor.stride()[1:], tensor.shape[1:], strict=True)):
+        if extent > 1 and step * size == run and not outer:
+            run *= extent
+        elif extent > 1:
+            outer.append((step * size, extent))
+    if parts > 1:
+        if outer or run * parts != page:
+            outer.append((tensor.stride(0) * size, parts))
+        else:
+            run = page
+    places = [0]
+    for step, extent in reversed(outer):
+        places = [place + step * index for place in places for index in range(extent)]
+    start = int(tensor.storage_offset()) * size
+    return [_bytes_at(tensor, start + place, blocks, page, run) for place in places]
+
+
+def _bytes_at(tensor: torch.Tensor, start: int, blocks: int, step: int, size: int) -> torch.Tensor:
+    """Return bytes of a tensor's memory, `size` of them every `step`."""
+    with torch.inference_mode(False):  # what is kept may be written from either mode
+        memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        memory.set_(tensor.untyped_storage(), start, (blocks, size), (step, 1))
+    return memory
 
 
 def _described(tensor: torch.Tensor) -> str:

@@ -12,12 +12,12 @@ work on host memory directly.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from lmcache_xpu.transfer.devices import Event, SideStream, has_triton, is_host
+from lmcache_xpu.transfer.devices import Event, SideStream, has_triton, is_host, register_host
 from lmcache_xpu.transfer.direct import AddressTables, HostKernels
 from lmcache_xpu.transfer.gather_scatter import TorchTransfer, Transfer
 from lmcache_xpu.transfer.handles import StoreHandle, TransferHandle
@@ -44,13 +44,19 @@ class Stager:
             the view is on the host.
         in_place: memory on the view's device is not staged. Off for tests, which then take an
             accelerator's way on the host.
+        register: pins memory that is not, by address and size.
 
     Raises:
         SettingsError: not even the least can be allocated.
     """
 
     def __init__(
-        self, view: PagedView, staging_bytes: int | None = None, *, in_place: bool = True
+        self,
+        view: PagedView,
+        staging_bytes: int | None = None,
+        *,
+        in_place: bool = True,
+        register: Callable[[int, int, torch.device], bool] = register_host,
     ) -> None:
         self.view = view
         self._row_bytes = view.row_size * view.dtype.itemsize
@@ -64,7 +70,7 @@ class Stager:
             StagingRing([]) if nothing else StagingRing.allocate(staging_bytes, view.device)
         )
         self.buffer_bytes = self._ring.buffer_bytes
-        self._host = HostCopies(view.device, self.buffer_bytes)
+        self._host = HostCopies(view.device, self.buffer_bytes, register)
         self._upload = PinnedUploads(view.device)
         self._direct = HostKernels.of(self._transfer, view.device, self._host, self._upload)
 
@@ -72,6 +78,10 @@ class Stager:
         """Pin memory that copies will go from and to, if it is not; that takes seconds for GiB."""
         if self.buffer_bytes:
             self._host.pinned([pool])
+
+    def forget(self, pool: torch.Tensor) -> None:
+        """Forget memory that is about to go, once nothing copies from or to it."""
+        self._host.forget(pool)
 
     @property
     def tuning(self) -> Tuning:

@@ -14,7 +14,10 @@ class FullAttentionSpec(AttentionSpec):
     attention_chunk_size: Any
 
 class MLAAttentionSpec(FullAttentionSpec): ...
-class SlidingWindowSpec: ...
+
+class SlidingWindowSpec(AttentionSpec):
+    sliding_window: Any
+
 class SlidingWindowMLASpec: ...
 class ChunkedLocalAttentionSpec: ...
 class MambaSpec: ...
@@ -26,6 +29,7 @@ class KVCacheConfig:
 
 class KVCacheGroupSpec:
     kv_cache_spec: Any
+    layer_names: Any
     enable_kv_transfer: Any
 
 class KVCacheSpec:

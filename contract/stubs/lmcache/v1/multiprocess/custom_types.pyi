@@ -1,0 +1,50 @@
+from typing import Any
+
+class GroupLayout:
+    def __init__(
+        self,
+        num_layers,
+        hidden_dim_size,
+        dtype_str,
+        tokens_per_block,
+        window_tokens=...,
+        kv_size=...,
+        window_chunks=...,
+        recurrent=...,
+    ): ...
+
+class IPCCacheServerKey:
+    model_name: Any
+    world_size: Any
+    worker_id: Any
+    cache_salt: Any
+    start: Any
+    end: Any
+    token_ids: Any
+    token_bytes: Any
+
+class RegisterEngineDrivenContextPayload:
+    def __init__(
+        self,
+        instance_id,
+        model_name,
+        world_size,
+        block_size,
+        num_layers,
+        hidden_dim_size,
+        dtype_str,
+        use_mla,
+        num_physical_slots=...,
+        group_layouts=...,
+    ): ...
+
+class RegisterEngineDrivenContextResponse:
+    shm_name: Any
+    pool_size: Any
+
+class PrepareStoreResponse:
+    context: Any
+
+class PrepareRetrieveResponse:
+    success: Any
+    context: Any

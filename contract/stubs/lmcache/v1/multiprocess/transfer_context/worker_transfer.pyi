@@ -1,0 +1,36 @@
+from typing import Any
+
+class TransferContext:
+    _instance_id: Any
+    _req_client: Any
+    def __init__(self, instance_id, req_client): ...
+    def _submit_registration(self, submit): ...
+    def _submit_unregistration(self, submit): ...
+    def _mark_closed(self): ...
+    def register(
+        self,
+        _kv_caches,
+        model_name,
+        world_size,
+        blocks_in_chunk,
+        mq_timeout,
+        layout_hints=...,
+        engine_group_infos=...,
+        engine_type=...,
+        lmcache_chunk_tokens=...,
+    ): ...
+    def unregister(self): ...
+    def create_recorded_event(self): ...
+    def submit_store(self, request_id, key, kv_caches, block_ids, event, blocks_in_chunk): ...
+    def submit_retrieve(
+        self,
+        request_id,
+        key,
+        kv_caches,
+        block_ids,
+        event,
+        blocks_in_chunk,
+        skip_first_n_tokens=...,
+    ): ...
+    def flush_inflight_stores(self): ...
+    def close(self): ...

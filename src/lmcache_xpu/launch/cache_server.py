@@ -1,0 +1,154 @@
+"""LMCache's server beside an engine: started before it, started again when it ends, ended with it.
+
+`serve` becomes the engine (see `launch.serve`), so nothing of it is left to look after the server.
+A process of its own does: this module, run as a program. The kernel tells it when the engine ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.launch.settings import Settings
+
+__all__ = ["check_shared_memory", "server_command", "start_server"]
+
+HOST = "127.0.0.1"
+SHARED_MEMORY = Path("/dev/shm")
+START_S = 120.0  # imports take most of it
+AGAIN_S = 1.0
+END_S = 5.0
+LEASE_S = 30  # of memory for a write that a worker never finishes; longer than a worker waits
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_LIBC = ctypes.CDLL(None)
+
+
+def server_command(settings: Settings, ports: Sequence[int]) -> list[str]:
+    """Return the command line of a server for an engine of these settings.
+
+    Args:
+        settings: of the engine. The server has the memory of all of its devices.
+        ports: to listen on: for workers, for LMCache's HTTP interface, and for its metrics.
+    """
+    port, http, metrics = ports
+    program = Path(sysconfig.get_path("scripts")) / "lmcache"
+    options = {
+        "--host": HOST,
+        "--port": port,
+        "--http-port": http,
+        "--prometheus-port": metrics,
+        "--chunk-size": settings.chunk_tokens,
+        "--l1-size-gb": settings.cpu_gib * settings.devices,  # of 2**30 bytes
+        "--shm-name": f"lmcache-xpu-{os.geteuid()}-{port}",
+        "--supported-transfer-mode": "engine_driven",
+        "--eviction-policy": "LRU",
+        "--max-workers": 4,
+        "--l1-write-ttl-seconds": LEASE_S,
+    }
+    flags = ["--no-l1-use-lazy", "--disable-grpc-metrics", "--separate-object-groups"]
+    return [str(program), "server", *flags] + [
+        str(word) for option in options.items() for word in option
+    ]
+
+
+def start_server(settings: Settings) -> str:
+    """Start a server that ends with this process, whatever it becomes; return its URL.
+
+    Waits until it listens.
+
+    Raises:
+        SettingsError: it does not come up.
+    """
+    ports = _free_ports(3)
+    command = server_command(settings, ports)
+    keeper = subprocess.Popen(
+        [sys.executable, "-m", "lmcache_xpu.launch.cache_server", *command],
+        preexec_fn=_end_with_parent,
+    )
+    deadline = time.monotonic() + START_S
+    while not _listens(ports[0]):
+        if keeper.poll() is not None or time.monotonic() > deadline:
+            keeper.terminate()
+            keeper.wait()
+            raise SettingsError(
+                "an LMCache server that does not come up",
+                f"one that listens within {START_S:.0f} s",
+                "Its own lines are above. It can be started by hand, and named by server_url.",
+            )
+        time.sleep(0.1)
+    return f"tcp://{HOST}:{ports[0]}"
+
+
+def check_shared_memory(settings: Settings) -> None:
+    """Refuse a server whose memory is not free in /dev/shm: LMCache would lend none of it.
+
+    Raises:
+        SettingsError: too little.
+    """
+    needed = settings.cpu_gib * settings.devices * 2**30
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    if needed > free:
+        raise SettingsError(
+            f"{free / 2**30:.2f} GiB free in {SHARED_MEMORY}",
+            f"{needed / 2**30:g} GiB for LMCache's server (cpu_gib x devices)",
+            "Lower cpu_gib, or make it larger (docker: --shm-size; Kubernetes: an emptyDir with "
+            "medium Memory).",
+        )
+
+
+def keep(command: Sequence[str]) -> None:
+    """Run a server until this process is told to end, and start it again whenever it ends."""
+    server: subprocess.Popen[bytes] | None = None
+
+    def end(_signal: int, _frame: FrameType | None) -> None:
+        if server is not None and server.poll() is None:
+            server.terminate()
+            try:
+                server.wait(END_S)
+            except subprocess.TimeoutExpired:
+                server.kill()
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the engine, which may have requests to end
+    while True:
+        server = subprocess.Popen(command, preexec_fn=_end_with_parent)
+        status = server.wait()
+        print(f"LMCache's server ended with status {status}; it starts again", flush=True)
+        time.sleep(AGAIN_S)
+
+
+def _end_with_parent() -> None:
+    """Let the kernel end this process when the one that started it ends."""
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind((HOST, 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((HOST, port)) == 0
+
+
+if __name__ == "__main__":
+    keep(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""The connector to LMCache's server: LMCache's own by subclass, with this package's copies."""

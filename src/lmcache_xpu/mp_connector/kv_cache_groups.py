@@ -1,0 +1,110 @@
+"""vLLM's KV cache groups: which layers share blocks, and which blocks a hit needs.
+
+Blocks are numbered within a group. All layers of a dense model are one group. Layers that attend to
+a window are another, and so are those that keep a state: vLLM frees what they need no more, and
+block 0 stands for it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lmcache_xpu.errors import LayoutError
+from lmcache_xpu.versions import vllm
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+__all__ = ["NULL_BLOCK", "CacheGroup", "cache_groups"]
+
+NULL_BLOCK = 0  # vLLM's: it holds nothing
+
+_WHOLE = ("FullAttentionSpec", "MLAAttentionSpec")
+_WINDOW = ("SlidingWindowSpec",)
+_STATE = ("MambaSpec",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheGroup:
+    """Layers whose blocks have the same numbers.
+
+    Args:
+        number: of the group, as vLLM counts.
+        layers: their names.
+        block_tokens: tokens of a block.
+        window: tokens at the end of a hit that the layers need; None for all.
+        recurrent: each block holds a state, not keys and values.
+    """
+
+    number: int
+    layers: tuple[str, ...]
+    block_tokens: int
+    window: int | None = None
+    recurrent: bool = False
+
+    def window_chunks(self, chunk_tokens: int) -> int:
+        """Chunks at the end of a hit that the layers need; 0 for all of them."""
+        return 0 if self.window is None else max(1, math.ceil(self.window / chunk_tokens))
+
+    def needed_blocks(self, chunk_tokens: int) -> int:
+        """Blocks at the end of a chunk without which it helps nobody."""
+        tokens = chunk_tokens if self.window is None else min(chunk_tokens, self.window)
+        return math.ceil(tokens / self.block_tokens)
+
+    def is_storable(self, blocks: list[int], chunk_tokens: int) -> bool:
+        """Whether a chunk's blocks hold all that a hit may need of it."""
+        return NULL_BLOCK not in blocks[-self.needed_blocks(chunk_tokens) :]
+
+
+def cache_groups(kv_cache_config: KVCacheConfig) -> list[CacheGroup]:
+    """Return the groups of an engine whose blocks are stored.
+
+    Raises:
+        LayoutError: layers whose blocks can't be restored from a prefix.
+    """
+    groups = []
+    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+        if not vllm.is_transferred(group):
+            continue
+        specs = _specs(group.kv_cache_spec)
+        windows = {_window(spec) for spec in specs}
+        if len(windows) != 1:
+            raise LayoutError(f"a KV cache group with windows of {windows} tokens", "one window")
+        window, recurrent = windows.pop()
+        groups.append(
+            CacheGroup(
+                number=number,
+                layers=tuple(group.layer_names),
+                block_tokens=group.kv_cache_spec.block_size,
+                window=window,
+                recurrent=recurrent,
+            )
+        )
+    return groups
+
+
+def _specs(spec: KVCacheSpec) -> list[KVCacheSpec]:
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return list(spec.kv_cache_specs.values())
+    return [spec]
+
+
+def _window(spec: KVCacheSpec) -> tuple[int | None, bool]:
+    """The tokens at the end of a hit that a layer needs, and whether it keeps a state."""
+    kind = type(spec).__name__
+    if kind in _STATE:
+        return spec.block_size, True
+    if kind not in (*_WHOLE, *_WINDOW):
+        raise LayoutError(
+            f"a KV cache group of kind {kind}",
+            f"groups of {', '.join((*_WHOLE, *_WINDOW, *_STATE))}",
+            "Serve this model without KV-cache offload.",
+        )
+    if (tokens := vllm.tokens_per_state(spec)) != 1:
+        raise LayoutError(f"{tokens} tokens per state", "one state per token")
+    window: int | None = getattr(spec, "sliding_window", None) if kind in _WINDOW else None
+    return window, False

@@ -1,0 +1,191 @@
+"""A store and a load of some chunks, from the first question to the server's last answer.
+
+    store   ask where (PREPARE_STORE), break seals, copy, seal, tell (COMMIT_STORE)
+    load    ask where (PREPARE_RETRIEVE), compare seals, copy, compare them again, tell
+
+They run in threads beside the engine, see `transfer_queue`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lmcache_xpu.errors import TransferError
+from lmcache_xpu.metrics import LOAD_SERVER, STORE_SERVER, Flow
+from lmcache_xpu.mp_connector.group_copies import GroupCopies
+from lmcache_xpu.mp_connector.lent_memory import LentMemory
+from lmcache_xpu.mp_connector.object_slots import ObjectSlots
+from lmcache_xpu.mp_connector.seals import break_seal, is_sealed, seal, seals_of
+from lmcache_xpu.mp_connector.server import GivenUpError, Server, check_lease
+from lmcache_xpu.mp_connector.transfer_queue import Transfer
+from lmcache_xpu.transfer.devices import Event, SideStream
+
+__all__ = ["Moves"]
+
+Sealed = list[tuple[torch.Tensor, bytes]]
+
+
+class Moves:
+    """Moves chunks of all KV cache groups.
+
+    Args:
+        server: where from and to.
+        groups: copies of each group.
+        chunk_tokens: tokens of a chunk.
+    """
+
+    def __init__(self, server: Server, groups: Sequence[GroupCopies], chunk_tokens: int) -> None:
+        self._server = server
+        self._groups = groups
+        self._chunk_tokens = chunk_tokens
+        self._stream = SideStream(server.device, urgent=False)
+        self._enqueueing = threading.Lock()  # stores and loads share staging memory
+
+    def store(
+        self, transfer: Transfer, key: Any, blocks: Sequence[list[int]], event: Event | None
+    ) -> None:
+        """Store chunks that the server does not have.
+
+        Args:
+            transfer: is told when the engine's blocks were read.
+            key: LMCache's, of the chunks.
+            blocks: of each group.
+            event: behind what the engine computed.
+
+        Raises:
+            GivenUpError: for a reason of the metrics; others as they come.
+        """
+        chunks = [copies.chunks(ids) for copies, ids in zip(self._groups, blocks, strict=True)]
+        asked = self._ask_where(key, chunks)
+        begun, memory = time.monotonic(), self._server.lent
+        answer = self._server.answer(asked, lambda: transfer.is_cancelled)
+        slots = ObjectSlots.read(answer.context, len(self._groups))
+        if not slots:
+            return  # all are there, or there is no room
+        objects = self._objects(memory, slots)
+        if not transfer.begin_copying():
+            raise GivenUpError("overtaken")
+        check_lease(begun)
+        handles = []
+        with self._enqueueing, torch.inference_mode(), self._stream.current():
+            if event is not None:
+                event.wait()
+            for number, copies in enumerate(self._groups):
+                for obj in objects[number]:
+                    break_seal(obj)
+                copies.follow_engine()
+                stored = [chunks[number][chunk] for chunk in slots.chunks(number)]
+                handles += copies.store(stored, objects[number]) if stored else []
+        transfer.enqueued([handle.gathered for handle in handles])
+        for handle in handles:
+            handle.transfer.done.synchronize()
+        check_lease(begun)
+        for obj, digest in self._sealed(key, slots, objects):
+            seal(obj, digest)
+        committed = self._server.client.commit_store(key, self._server.instance_id, b"")
+        if not self._server.answer(committed):
+            raise GivenUpError("refused")
+        self._count(STORE_SERVER, slots, time.monotonic() - begun)
+
+    def load(
+        self, transfer: Transfer, key: Any, blocks: Sequence[list[int]], event: Event | None
+    ) -> None:
+        """Load chunks into the engine's blocks, but null blocks; arguments and errors as `store`.
+
+        After an error the blocks hold anything.
+        """
+        begun, memory = time.monotonic(), self._server.lent
+        worker = self._server.instance_id
+        answer = self._server.answer(self._server.client.prepare_retrieve(key, worker))
+        if not answer.success:
+            raise GivenUpError("missing")
+        try:
+            slots = ObjectSlots.read(answer.context, len(self._groups))
+            self._copy(transfer, memory, key, blocks, slots, event)
+        finally:
+            self._server.client.commit_retrieve(key, worker)  # nobody waits for the answer
+        check_lease(begun)
+        self._count(LOAD_SERVER, slots, time.monotonic() - begun)
+
+    def _ask_where(self, key: Any, chunks: Sequence[list[list[int]]]) -> Any:
+        """Ask where to store chunks, of each group those that hold what a hit needs."""
+        skipped = tuple(
+            tuple(
+                number
+                for number, ids in enumerate(of_group)
+                if not copies.group.is_storable(ids, self._chunk_tokens)
+            )
+            for copies, of_group in zip(self._groups, chunks, strict=True)
+        )
+        ask, worker = self._server.client.prepare_store, self._server.instance_id
+        if len(self._groups) > 1:
+            return ask(key, worker, skipped)
+        if skipped[0]:
+            raise TransferError(f"chunks {skipped[0]} without blocks", "blocks for all chunks")
+        return ask(key, worker)
+
+    def _copy(
+        self,
+        transfer: Transfer,
+        memory: LentMemory,
+        key: Any,
+        blocks: Sequence[list[int]],
+        slots: ObjectSlots,
+        event: Event | None,
+    ) -> None:
+        count = (key.end - key.start) // self._chunk_tokens
+        for number, copies in enumerate(self._groups):
+            window = copies.window_chunks
+            expected = list(range(max(0, count - window) if window else 0, count))
+            if slots.chunks(number) != expected:
+                raise TransferError(
+                    f"chunks {slots.chunks(number)} of group {number}", f"chunks {expected}"
+                )
+        objects = self._objects(memory, slots)
+        sealed = self._sealed(key, slots, objects)
+        _check_seals(sealed)
+        if not transfer.begin_copying():
+            raise GivenUpError("overtaken")
+        handles = []
+        with self._enqueueing, torch.inference_mode(), self._stream.current():
+            if event is not None:
+                event.wait()
+            for number, copies in enumerate(self._groups):
+                copies.follow_engine()
+                chunks = copies.chunks(blocks[number])
+                loaded = [chunks[chunk] for chunk in slots.chunks(number)]
+                handles += copies.load(loaded, objects[number])
+        for handle in handles:
+            handle.done.synchronize()
+        _check_seals(sealed)
+
+    def _objects(self, memory: LentMemory, slots: ObjectSlots) -> list[list[torch.Tensor]]:
+        return [
+            [memory.slot(*slot, copies.object_bytes) for slot in slots.of_group(number)]
+            for number, copies in enumerate(self._groups)
+        ]
+
+    def _sealed(
+        self, key: Any, slots: ObjectSlots, objects: Sequence[list[torch.Tensor]]
+    ) -> Sealed:
+        """Return the objects with their seals."""
+        sealed: Sealed = []
+        for number, copies in enumerate(self._groups):
+            seals = seals_of(key, self._chunk_tokens, copies.layout)
+            pairs = zip(objects[number], slots.chunks(number), strict=True)
+            sealed += [(obj, seals[chunk]) for obj, chunk in pairs]
+        return sealed
+
+    def _count(self, flow: Flow, slots: ObjectSlots, seconds: float) -> None:
+        chunks = max(len(slots.chunks(number)) for number in range(len(self._groups)))
+        flow.moved(seconds, size_bytes=slots.nbytes, tokens=chunks * self._chunk_tokens)
+
+
+def _check_seals(sealed: Sealed) -> None:
+    if not all(is_sealed(obj, digest) for obj, digest in sealed):
+        raise GivenUpError("damaged")

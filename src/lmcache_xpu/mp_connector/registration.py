@@ -1,0 +1,49 @@
+"""What a worker tells the server of its KV cache: how large the objects of each group are.
+
+The server allocates them by numbers of layers, tokens and elements. It is told of one layer of one
+token of bytes, so that the order of bytes in an object is this package's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lmcache_xpu.mp_connector.group_copies import GroupCopies
+from lmcache_xpu.versions import lmcache_server
+from lmcache_xpu.versions.lmcache_server import RegisterEngineDrivenContextPayload
+
+__all__ = ["payload"]
+
+
+def payload(
+    instance_id: int, model_name: str, world_size: int, groups: Sequence[GroupCopies]
+) -> Any:
+    """Return LMCache's registration of a worker."""
+    several: dict[str, Any] = {}
+    if len(groups) > 1:
+        several["group_layouts"] = [
+            lmcache_server.GroupLayout(
+                num_layers=1,
+                hidden_dim_size=copies.object_bytes,
+                dtype_str="uint8",
+                tokens_per_block=copies.group.block_tokens,
+                window_tokens=1,
+                kv_size=1,
+                window_chunks=copies.window_chunks,
+                recurrent=copies.group.recurrent,
+            )
+            for copies in groups
+        ]
+    return RegisterEngineDrivenContextPayload(
+        instance_id=instance_id,
+        model_name=model_name,
+        world_size=world_size,
+        block_size=groups[0].group.block_tokens,
+        num_layers=1,
+        hidden_dim_size=groups[0].object_bytes,
+        dtype_str="uint8",
+        use_mla=True,  # one plane
+        num_physical_slots=1,
+        **several,
+    )

@@ -1,0 +1,77 @@
+"""Seals: whether an object in the server's memory is the chunk that it should be, and whole.
+
+The server lends memory and does not look into it. It publishes an object that a worker left half
+written when that worker ends, and it takes memory back whose lease is over, whoever still copies.
+So each object ends in a seal, which names its chunk. A worker breaks it before it writes, and sets
+it when all bytes are there. A reader compares it before and after it copies.
+
+A seal is a digest of what sets the chunk apart: the model, the rank, the salt, the group's layout
+in memory, and all tokens up to the chunk's last one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["SEAL_BYTES", "break_seal", "is_sealed", "seal", "seals_of"]
+
+SEAL_BYTES = 64
+_DIGEST_BYTES = 32
+
+
+def seals_of(key: Any, chunk_tokens: int, layout: str) -> list[bytes]:
+    """Return the seal of each chunk of a key.
+
+    Args:
+        key: LMCache's, of a range of a request's tokens.
+        chunk_tokens: tokens of a chunk.
+        layout: of the group of layers, in words.
+    """
+    names = (key.model_name, key.world_size, key.worker_id, key.cache_salt, layout)
+    running = hashlib.blake2b(repr(names).encode(), digest_size=_DIGEST_BYTES)
+    tokens, size = _tokens(key), 4 * chunk_tokens
+    running.update(tokens[: 4 * key.start])
+    seals = []
+    for start in range(4 * key.start, 4 * key.end, size):
+        running.update(tokens[start : start + size])
+        seals.append(running.digest())
+    return seals
+
+
+def break_seal(memory: torch.Tensor) -> None:
+    """Make an object nobody's, before anything is written to it."""
+    _place(memory)[:] = 0
+
+
+def seal(memory: torch.Tensor, digest: bytes) -> None:
+    """Make an object the chunk of this seal, once all its bytes are there."""
+    _place(memory)[:_DIGEST_BYTES] = np.frombuffer(digest, np.uint8)
+
+
+def is_sealed(memory: torch.Tensor, digest: bytes) -> bool:
+    """Whether an object is the chunk of this seal, and whole."""
+    return _place(memory)[:_DIGEST_BYTES].tobytes() == digest
+
+
+def _place(memory: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The last bytes of an object, flat bytes on the host."""
+    place: np.ndarray[Any, np.dtype[np.uint8]] = memory[-SEAL_BYTES:].numpy()
+    return place
+
+
+def _tokens(key: Any) -> memoryview:
+    """Return a key's tokens, 4 bytes each."""
+    packed = getattr(key, "token_bytes", None)  # of newer LMCache
+    return memoryview(_packed(key.token_ids) if packed is None else packed)
+
+
+def _packed(tokens: Sequence[int]) -> bytes:
+    # An image's place in a prompt is a number of 64 bits.
+    numbers = np.frombuffer(array("q", [t & 0x7FFFFFFFFFFFFFFF for t in tokens]), dtype=np.int64)
+    return (numbers & 0xFFFFFFFF).astype(">u4").tobytes()

@@ -1,0 +1,81 @@
+"""What the two halves of the connector tell each other, beside what LMCache's own do."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+
+from lmcache_xpu.mp_connector.kv_cache_groups import NULL_BLOCK
+from lmcache_xpu.versions.lmcache_server import LMCacheMPConnectorMetadata
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+__all__ = ["FailedLoads", "Step", "written_blocks"]
+
+
+class Step(LMCacheMPConnectorMetadata):  # type: ignore[misc]  # untyped base
+    """What the workers are told of a step.
+
+    Args:
+        metadata: LMCache's.
+        written: blocks that the step may write, or loads that begin with it.
+    """
+
+    def __init__(self, metadata: Any, written: Collection[int]) -> None:
+        super().__init__()
+        self.requests = metadata.requests
+        self.written = frozenset(written)
+
+
+def written_blocks(
+    output: SchedulerOutput, loads: Iterable[Any], block_tokens: Sequence[int]
+) -> set[int]:
+    """Return the blocks that a step may write: those that requests did not have before.
+
+    vLLM numbers the blocks of all groups together. A block that a request has already is full, or
+    is written where nothing was stored.
+
+    Args:
+        output: vLLM's, of the step.
+        loads: LMCache's descriptions of loads that begin with it.
+        block_tokens: by group, as vLLM counts them, tokens of a block; 0 for one without tokens.
+    """
+    written: set[int] = set()
+
+    def add(blocks: Sequence[Sequence[int]], computed: int) -> None:
+        for ids, tokens in zip(blocks, block_tokens, strict=True):
+            written.update(ids[computed // tokens if tokens else 0 :])
+
+    for request in output.scheduled_new_reqs:
+        add(request.block_ids, request.num_computed_tokens)
+    cached = output.scheduled_cached_reqs
+    for name, blocks, computed in zip(
+        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+    ):
+        if blocks is not None:
+            add(blocks, computed if name in cached.resumed_req_ids else 0)
+    for load in loads:
+        add(load.block_ids, load.skip_first_n_tokens)
+    written.discard(NULL_BLOCK)
+    return written
+
+
+class FailedLoads(KVConnectorWorkerMetadata):  # type: ignore[misc]  # untyped base
+    """A worker tells the scheduler whose loads failed.
+
+    Args:
+        requests: their names.
+        damaged: those of which the server has something that is not what it should be.
+    """
+
+    def __init__(self, requests: Iterable[str], damaged: Iterable[str] = ()) -> None:
+        self.requests = frozenset(requests)
+        self.damaged = frozenset(damaged)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> FailedLoads:
+        """What several workers said, as one."""
+        assert isinstance(other, FailedLoads)
+        return FailedLoads(self.requests | other.requests, self.damaged | other.damaged)

@@ -1,0 +1,225 @@
+"""LMCache's transfer context, by which a worker stores to the server's memory and loads from it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+from lmcache_xpu.errors import LMCacheXPUError
+from lmcache_xpu.metrics import LOAD_SERVER, STORE_SERVER, Flow, fallback
+from lmcache_xpu.mp_connector.group_copies import GroupCopies
+from lmcache_xpu.mp_connector.kv_cache_groups import NULL_BLOCK
+from lmcache_xpu.mp_connector.moves import Moves
+from lmcache_xpu.mp_connector.registration import payload
+from lmcache_xpu.mp_connector.server import GivenUpError, Server, union
+from lmcache_xpu.mp_connector.transfer_queue import Transfer, TransferQueue
+from lmcache_xpu.transfer.devices import Event
+from lmcache_xpu.versions.lmcache_server import MessagingFuture, TransferContext
+
+__all__ = ["ServerTransfers"]
+
+logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
+
+# The engine waits so long before a step for stores of blocks that the step writes.
+GRACE_S = 0.03
+_POLL_S = 0.01
+_PASSING = ("late", "missing", "overtaken", "server")  # the same load may succeed next time
+
+
+class ServerTransfers(TransferContext):  # type: ignore[misc]  # untyped base
+    """The transfers of one worker. Nothing here waits for the server.
+
+    Args:
+        instance_id: of the worker, for the server.
+        client: LMCache's, of the server.
+        healthy: set while the server answers; see `Server`.
+        groups: copies of each KV cache group.
+        chunk_tokens: tokens of a chunk.
+        timeout_s: that the server has for an answer.
+    """
+
+    def __init__(
+        self,
+        instance_id: int,
+        client: Any,
+        healthy: threading.Event,
+        groups: Sequence[GroupCopies],
+        chunk_tokens: int,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(instance_id, client)
+        self.groups = groups
+        self._device = groups[0].device
+        self._server = Server(client, instance_id, healthy, self._device, timeout_s)
+        self._moves = Moves(self._server, groups, chunk_tokens)
+        self._stores = TransferQueue("stores")
+        self._loads = TransferQueue("loads")
+        self._damaged: SimpleQueue[str] = SimpleQueue()
+
+    def take_damaged(self) -> set[str]:
+        """Requests whose loads met something else than they should, since the last call."""
+        damaged = set()
+        while not self._damaged.empty():
+            damaged.add(self._damaged.get())
+        return damaged
+
+    @property
+    def busy(self) -> bool:
+        """Whether any transfer is on its way, or waits for its turn."""
+        return self._stores.busy or self._loads.busy
+
+    def pinned(self, address: int) -> bool | None:
+        """Whether the server's memory at this address is pinned; None for other memory."""
+        return self._server.pinned(address)
+
+    def leave(self, blocks: Collection[int] | None = None) -> None:
+        """Let the engine overwrite blocks that stores still read; called by its thread.
+
+        Waits until their copies are enqueued, and lets the current stream wait for them. A store
+        that can't begin in `GRACE_S` ends.
+
+        Args:
+            blocks: that are about to be written; None for any.
+        """
+        deadline = time.monotonic() + GRACE_S
+        for transfer in self._stores.transfers():
+            if blocks is None or not transfer.blocks.isdisjoint(blocks):
+                transfer.leave_blocks(deadline)
+
+    # LMCache's interface
+
+    def register(
+        self,
+        _kv_caches: Any,
+        model_name: str,
+        world_size: int,
+        _blocks_in_chunk: int = 0,
+        _mq_timeout: float = 0.0,
+        layout_hints: Any = None,
+        engine_group_infos: Any = (),
+        engine_type: Any = None,
+        lmcache_chunk_tokens: int | None = None,
+    ) -> None:
+        """Tell the server of this worker, and map the memory that it lends. May be called again.
+
+        The groups know the rest of what LMCache passes.
+
+        Waits for the server; raises as `Server.map`.
+        """
+        registration = payload(self._instance_id, model_name, world_size, self.groups)
+        registered = self._submit_registration(
+            lambda: self._req_client.register_kv_cache_engine_driven_context(registration)
+        )
+        before = self._server.map(registered)
+        if before is None:
+            return
+        while self.busy:  # with what had begun; the server is not healthy yet
+            time.sleep(_POLL_S)
+        for copies in self.groups:
+            copies.forget(before.pool)
+        before.release()
+
+    def unregister(self) -> Any:
+        """Tell the server that this worker ends; None if it was never told of it."""
+        return self._submit_unregistration(
+            lambda: self._req_client.unregister_kv_cache_engine_driven_context(self._instance_id)
+        )
+
+    def create_recorded_event(self) -> Event:
+        """Return a point behind what the engine has enqueued so far."""
+        event = Event(self._device)
+        event.record()
+        return event
+
+    def submit_store(
+        self,
+        request_id: str,
+        key: Any,
+        _kv_caches: Any,
+        block_ids: Sequence[Sequence[int]],
+        event: Event | None,
+        _blocks_in_chunk: int,
+    ) -> Any:
+        """Store chunks beside the engine; see `submit_retrieve`."""
+        blocks = [list(ids) for ids in block_ids]
+        transfer = Transfer(request_id, union(blocks), MessagingFuture())
+
+        def move() -> None:
+            self._moves.store(transfer, key, blocks, event)
+
+        self._stores.add(transfer, lambda: self._succeeds(STORE_SERVER, move, transfer))
+        return transfer.future
+
+    def submit_retrieve(
+        self,
+        request_id: str,
+        key: Any,
+        _kv_caches: Any,
+        block_ids: Sequence[Sequence[int]],
+        event: Event | None,
+        _blocks_in_chunk: int,
+        skip_first_n_tokens: int = 0,
+    ) -> Any:
+        """Load chunks beside the engine.
+
+        Args:
+            request_id: name of the request.
+            key: LMCache's, of the chunks.
+            block_ids: by group, the blocks of the chunks.
+            event: behind what the engine does with these blocks before.
+            skip_first_n_tokens: leading tokens of the chunks that the engine has.
+
+        Returns:
+            A future that is done when nothing of the transfer is on its way any more: whether all
+            chunks arrived.
+        """
+        blocks = [list(ids) for ids in block_ids]
+        for copies, ids in zip(self.groups, blocks, strict=True):
+            has = skip_first_n_tokens // copies.group.block_tokens
+            ids[:has] = [NULL_BLOCK] * has
+        transfer = Transfer(request_id, union(blocks), MessagingFuture())
+
+        def move() -> None:
+            self._moves.load(transfer, key, blocks, event)
+
+        self._loads.add(transfer, lambda: self._succeeds(LOAD_SERVER, move, transfer))
+        return transfer.future
+
+    def flush_inflight_stores(self) -> None:
+        """Nothing: which blocks are written is looked at in each step, see `leave`."""
+
+    def close(self) -> None:
+        """End the threads, and give the server's memory back; waits for copies on their way."""
+        self._mark_closed()
+        self._server.leave()
+        self._stores.close()
+        self._loads.close()
+        self._server.release()
+
+    def _succeeds(self, flow: Flow, move: Callable[[], None], transfer: Transfer) -> bool:
+        """Whether a transfer succeeds; a failure is counted, and logged where it is news."""
+        try:
+            move()
+        except GivenUpError as error:
+            reason = error.reason
+        except Exception as error:  # whatever it is: it costs a hit, and the engine goes on
+            reason = type(error).__name__
+            logger.warning(
+                "A %s between the engine and LMCache's server failed: %s "
+                "(docs: troubleshooting#transfer-failed)",
+                flow.direction,
+                error,
+                exc_info=not isinstance(error, LMCacheXPUError),
+            )
+        else:
+            return True
+        flow.failed(reason)
+        if flow is LOAD_SERVER:
+            fallback("load")
+            if reason not in _PASSING:
+                self._damaged.put(transfer.request)
+        return False

@@ -1,0 +1,134 @@
+"""Transfers between the engine's KV cache and the server's memory, in threads beside the engine.
+
+Stores have one thread and loads another. Each takes its transfers one after another: a request's
+last store is done when all of them are.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from lmcache_xpu.transfer.devices import Event
+
+__all__ = ["Phase", "Transfer", "TransferQueue"]
+
+
+class Phase(enum.Enum):
+    """How far a transfer is."""
+
+    ASKING = enum.auto()  # waits for its turn, or for the server
+    COPYING = enum.auto()
+    ENQUEUED = enum.auto()  # all copies from and to the engine's blocks are on their way
+    ENDED = enum.auto()
+
+
+class Transfer:
+    """A store or a load.
+
+    Args:
+        request: its name.
+        blocks: of the engine, that it reads or writes.
+        future: LMCache's, which is told the result.
+    """
+
+    def __init__(self, request: str, blocks: frozenset[int], future: Any) -> None:
+        self.request = request
+        self.blocks = blocks
+        self.future = future
+        self.read: list[Event] = []  # the engine's blocks were read
+        self._phase = Phase.ASKING
+        self._changed = threading.Condition()
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether it ended before it copied anything."""
+        return self._phase is Phase.ENDED
+
+    def begin_copying(self) -> bool:
+        """Begin to copy; False if it was cancelled."""
+        with self._changed:
+            if self._phase is not Phase.ASKING:
+                return False
+            self._phase = Phase.COPYING
+            return True
+
+    def enqueued(self, read: list[Event]) -> None:
+        """All copies from the engine's blocks are on their way."""
+        with self._changed:
+            self.read, self._phase = read, Phase.ENQUEUED
+            self._changed.notify_all()
+
+    def end(self, result: bool) -> None:
+        """Nothing of it is on its way any more."""
+        with self._changed:
+            self._phase = Phase.ENDED
+            self._changed.notify_all()
+        if not self.future.query():
+            self.future.set_result(result)
+
+    def leave_blocks(self, deadline: float) -> None:
+        """Let the engine's current stream wait until the blocks were read.
+
+        Waits on this thread until the copies are enqueued. A transfer that has not begun by the
+        deadline is cancelled.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._phase is not Phase.ASKING, max(0.0, deadline - time.monotonic())
+            )
+            if self._phase is Phase.ASKING:
+                self._phase = Phase.ENDED
+            self._changed.wait_for(lambda: self._phase is not Phase.COPYING)
+            for event in self.read:
+                event.wait()
+
+
+class TransferQueue:
+    """A thread that does transfers of one direction.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"lmcache-xpu-{name}")
+        self._transfers: set[Transfer] = set()
+        self._lock = threading.Lock()
+
+    def add(self, transfer: Transfer, move: Callable[[], bool]) -> None:
+        """Do a transfer when those before it have ended; `move` catches its errors."""
+        with self._lock:
+            self._transfers.add(transfer)
+        self._thread.submit(self.run, transfer, move)
+
+    def run(self, transfer: Transfer, move: Callable[[], bool]) -> None:
+        """Do a transfer at once, in this thread."""
+        result = False
+        try:
+            result = move()
+        finally:
+            with self._lock:
+                self._transfers.discard(transfer)
+            transfer.end(result)
+
+    @property
+    def busy(self) -> bool:
+        """Whether any transfer has not ended."""
+        with self._lock:
+            return bool(self._transfers)
+
+    def transfers(self) -> list[Transfer]:
+        """Those that have not ended."""
+        with self._lock:
+            return list(self._transfers)
+
+    def close(self) -> None:
+        """Drop what has not begun, and wait for what has."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        for transfer in self.transfers():
+            transfer.end(False)

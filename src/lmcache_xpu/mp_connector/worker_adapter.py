@@ -1,0 +1,72 @@
+"""LMCache's adapter of a worker, whose transfers run beside the engine and outlive their server.
+
+LMCache's own lets go of all transfers when the server is lost, while they may still be copying: the
+engine would give their blocks to others. Here it waits for what copies; nothing else is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from lmcache_xpu.mp_connector.group_copies import GroupCopies
+from lmcache_xpu.mp_connector.transfer_context import ServerTransfers
+from lmcache_xpu.versions.lmcache_server import LMCacheMPWorkerAdapter
+
+__all__ = ["WorkerAdapter"]
+
+
+class WorkerAdapter(LMCacheMPWorkerAdapter):  # type: ignore[misc]  # untyped base
+    """LMCache's, with `ServerTransfers`. Arguments are LMCache's."""
+
+    transfers: ServerTransfers | None = None
+
+    def register(
+        self, kv_caches: dict[str, Any], groups: Sequence[GroupCopies], timeout_s: float
+    ) -> None:
+        """Tell the server of the engine's KV cache.
+
+        Raises:
+            ConnectionError: the server does not answer.
+            SettingsError: it lends no memory.
+        """
+        self.transfers = ServerTransfers(
+            self.instance_id,
+            self.req_client,
+            self._health_event,
+            groups,
+            self.lmcache_tokens_per_chunk,
+            timeout_s,
+        )
+        self.register_kv_caches(kv_caches, (), {})
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the server answers, or a transfer has not ended yet.
+
+        What is submitted meanwhile ends at once. LMCache forgets its transfers when this is False.
+        """
+        busy = self.transfers is not None and self.transfers.busy
+        return bool(super().is_healthy) or busy
+
+    def leave(self, blocks: Collection[int] | None = None) -> None:
+        """Let the engine overwrite blocks; see `ServerTransfers.leave`."""
+        if self.transfers is not None:
+            self.transfers.leave(blocks)
+
+    def _block_ids_per_group(self, op: Any) -> list[list[int]]:
+        assert self.transfers is not None
+        blocks: list[list[int]] = op.block_ids
+        return [blocks[copies.group.number] for copies in self.transfers.groups]
+
+    def _send_register_kv_caches_request(self, kv_caches: dict[str, Any]) -> None:
+        """Register, at the start and whenever the server is there again."""
+        assert self.transfers is not None
+        self.kv_caches = kv_caches
+        self.transfer_ctx = self.transfers
+        try:
+            self.transfers.register(kv_caches, self.model_name, self.world_size)
+        except TimeoutError:
+            raise ConnectionError(
+                f"LMCache's server did not answer within {self._mq_timeout} s"
+            ) from None

@@ -1,0 +1,48 @@
+"""What the installed LMCache has for workers of its server, and which of them can serve what.
+
+A name is imported when it is asked for: some need vLLM, others take seconds.
+"""
+
+# ruff: noqa: F401 (imported for others)
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from lmcache_xpu.versions import TESTED
+
+if TYPE_CHECKING:  # types, as the version has them that pyproject.toml pins
+    from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
+    from lmcache.integration.vllm.lmcache_mp_metadata import (
+        LMCacheMPConnectorMetadata,
+        LMCacheMPRequestState,
+    )
+    from lmcache.integration.vllm.vllm_multi_process_adapter import LMCacheMPWorkerAdapter
+    from lmcache.v1.multiprocess.custom_types import RegisterEngineDrivenContextPayload
+    from lmcache.v1.multiprocess.futures import MessagingFuture
+    from lmcache.v1.multiprocess.transfer_context.worker_transfer import TransferContext
+
+MODULES = {
+    "GroupLayout": "v1.multiprocess.custom_types",
+    "LMCacheMPConnector": "integration.vllm.lmcache_mp_connector",
+    "LMCacheMPConnectorMetadata": "integration.vllm.lmcache_mp_metadata",
+    "LMCacheMPRequestState": "integration.vllm.lmcache_mp_metadata",
+    "LMCacheMPWorkerAdapter": "integration.vllm.vllm_multi_process_adapter",
+    "MessagingFuture": "v1.multiprocess.futures",
+    "RegisterEngineDrivenContextPayload": "v1.multiprocess.custom_types",
+    "TransferContext": "v1.multiprocess.transfer_context.worker_transfer",
+}
+GROUPS_SINCE = TESTED["lmcache"][-1]  # its server takes objects of several KV cache groups
+
+
+def keeps_groups() -> bool:
+    """Whether the server keeps several KV cache groups apart; newer ones do."""
+    return find_spec("lmcache.v1.multiprocess.token_codec") is not None
+
+
+def __getattr__(name: str) -> Any:
+    if name not in MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"lmcache.{MODULES[name]}"), name)

@@ -1,0 +1,151 @@
+"""End to end on CPU with a real LMCache server: hits are exact, and a server costs hits alone.
+
+As in test_engine.py bytes and tokens are compared, with the engine's cache zeroed before each hit.
+"""
+
+from __future__ import annotations
+
+import pytest
+from support import tiny_models
+from support.cache_server import CacheServer
+from support.real_engine import BLOCK, LENGTHS, cached
+from support.scripts import printed, run_probe
+
+from lmcache_xpu.harness.random_model import EXACT, make_model
+from lmcache_xpu.versions import lmcache_server
+
+pytestmark = pytest.mark.engine
+
+AT_MOST_S = 2.0  # that a server may hold a request; what is computed beside it is less
+HIT = "inside"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return tmp_path_factory.mktemp("server")
+
+
+@pytest.fixture(scope="module")
+def model(directory):
+    return make_model(EXACT, directory)
+
+
+@pytest.fixture(scope="module")
+def seen(model, directory) -> dict:
+    return printed(run_probe("server", "faults", model, directory))
+
+
+def is_exact(asked: dict, name: str = HIT) -> bool:
+    """Whether tokens and bytes were those of the recomputed prompt."""
+    return asked["same"] and asked["restored"] >= cached(name) // BLOCK
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_a_hit_restores_every_byte_and_gives_the_recomputed_tokens(seen, name):
+    assert seen["first"][name] == 0
+    assert seen["hits"][name]["hit"] == cached(name)
+    assert is_exact(seen["hits"][name], name)
+    assert seen["errors before"] == {}
+
+
+def test_a_salt_has_keys_of_its_own(seen):
+    assert seen["salts"] == [0, cached(HIT), 0]
+
+
+@pytest.mark.parametrize("fault", ["hung", "killed"])
+def test_a_server_that_does_not_answer_costs_hits_and_one_wait(seen, fault):
+    first, second = seen[fault]
+    assert is_exact(first)
+    assert is_exact(second)
+    assert (first["hit"], second["hit"]) == (0, 0)
+    assert first["seconds"] < AT_MOST_S + second["seconds"]
+
+
+@pytest.mark.parametrize(
+    "again", ["goes on", "started again", "after a load", "after a store"], ids=lambda name: name
+)
+def test_hits_come_back_when_the_server_does(seen, again):
+    assert seen[again]["seen"]
+    assert is_exact(seen[again]["first"], "block")
+    assert is_exact(seen[again]["second"], "block")
+    assert seen[again]["second"]["hit"] == cached("block")
+
+
+@pytest.mark.parametrize("direction", ["load", "store"])
+def test_a_server_that_is_killed_in_the_middle_costs_no_byte(seen, direction):
+    asked = seen[f"killed in a {direction}"]
+    assert is_exact(asked)
+    assert asked["seconds"] < AT_MOST_S + seen["hung"][1]["seconds"]
+    assert seen["hit before it"]["hit"] == cached(HIT)
+
+
+def test_memory_that_holds_something_else_is_computed(seen):
+    assert seen["damaged"]["hit"] == cached("block")  # the server promised it
+    assert is_exact(seen["damaged"], "block")
+    assert seen["errors"]["load damaged"] >= 1
+    assert seen["errors"]["store server"] >= 1
+
+
+def test_what_is_damaged_is_stored_anew_under_another_key(seen):
+    first, second = seen["after damage"]
+    assert is_exact(first, "block")
+    assert is_exact(second, "block")
+    assert second["hit"] == cached("block")
+
+
+def test_requests_that_are_aborted_while_they_are_loaded_leave_nothing(seen):
+    assert seen["aborted"]["loading"] > 0
+    assert seen["aborted"]["freed"]
+    assert is_exact(seen["after aborts"], "block")
+
+
+def test_nothing_is_found_that_was_stored_before_a_reset(seen):
+    assert seen["reset"]["hit"] == 0
+    assert is_exact(seen["reset"], "block")
+    assert seen["after the reset"]["hit"] == cached("block")
+
+
+def test_what_one_engine_stores_another_one_finds(model, directory):
+    server = CacheServer(directory / "two.log")
+    server.start()
+    try:
+        steps = {
+            step: printed(run_probe("server", step, model, directory, server.url))
+            for step in ("store", "find")
+        }
+    finally:
+        server.kill()
+    assert set(steps["store"].values()) == {0}
+    for name in LENGTHS:
+        assert steps["find"][name]["hit"] == cached(name)
+        assert is_exact(steps["find"][name], name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "make", "hits", "blocks"),
+    [
+        ("windows", tiny_models.gemma3, (1023, 1024, 2048), {"0": 2, "1": 2, "2": 2, "3": 16}),
+        ("states", tiny_models.qwen3_next, (768, 1024, 2048), {"0": 1, "1": 1, "2": 1, "3": 16}),
+    ],
+    ids=["windows", "states"],
+)
+def test_groups_with_windows_and_states_are_exact_or_refused(tmp_path, kind, make, hits, blocks):
+    server = CacheServer(tmp_path / "server.log")
+    server.start()
+    try:
+        done = run_probe("hybrid", kind, make(tmp_path), server.url)
+    finally:
+        server.kill()
+    if not lmcache_server.keeps_groups():
+        assert done.returncode == 1
+        assert f"expected LMCache {lmcache_server.GROUPS_SINCE} or newer" in done.stderr
+        return
+    report = printed(done)
+    assert report["blocks"] == report["blocks without"]
+    prompts = report["prompts"].values()
+    assert [prompt["first"] for prompt in prompts] == [0, 0, 0]
+    assert tuple(prompt["hit"] for prompt in prompts) == hits
+    assert [prompt["different"] for prompt in prompts] == [[], [], []]
+    assert all(prompt["same answer"] for prompt in prompts)
+    assert report["prompts"]["2248"]["compared"] == blocks
+    assert report["groups of a planted fault"] == [0, 1, 2, 3]

@@ -1,0 +1,151 @@
+"""LMCache's server beside an engine. A small program stands for it, but in one test."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from support.scripts import environment
+
+from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.launch import cache_server
+from lmcache_xpu.launch.cache_server import check_shared_memory, server_command
+from lmcache_xpu.launch.engine_arguments import engine_variables, kv_transfer_config
+from lmcache_xpu.launch.serve import describe
+from lmcache_xpu.launch.settings import SERVER_LACKS, Settings
+
+# Writes its process id to a line of a file, and waits.
+SERVER = "import os, sys, time; open(sys.argv[1], 'a').write(f'{os.getpid()}\\n'); time.sleep(600)"
+PARENT = """
+import subprocess, sys, time
+from lmcache_xpu.launch import cache_server
+subprocess.Popen(
+    [sys.executable, "-m", "lmcache_xpu.launch.cache_server", sys.executable, "-c", *sys.argv[1:]],
+    preexec_fn=cache_server._end_with_parent,
+)
+time.sleep(600)
+"""
+
+
+def settings(**values):
+    return Settings.load({"model": "m", "device": "cpu", "cache": "server", **values})
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_for(seen, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not (result := seen()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return result
+
+
+@pytest.fixture
+def kept(tmp_path):
+    """A process that started a server, and the file of the server's process ids."""
+    pids = tmp_path / "pids"
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, SERVER, pids], env=environment())
+    yield parent, lambda: [int(line) for line in pids.read_text().split()] if pids.exists() else []
+    parent.kill()
+    parent.wait()
+
+
+def test_a_server_that_ends_is_started_again_and_ends_with_the_engine(kept):
+    parent, pids = kept
+    [first] = wait_for(pids)
+    os.kill(first, signal.SIGKILL)
+    _, second = wait_for(lambda: len(pids()) == 2 and pids())
+    assert is_running(second)
+    parent.kill()  # without a chance to end anything
+    assert wait_for(lambda: not is_running(second))
+    assert pids() == [first, second]
+
+
+def test_the_server_gets_the_sizes_of_all_devices():
+    command = server_command(settings(cpu_gib=3, tensor_parallel=2, chunk_tokens=512), (1, 2, 3))
+    options = dict(itertools.pairwise(command))
+    assert options["--l1-size-gb"] == "6.0"
+    assert options["--chunk-size"] == "512"
+    assert (options["--port"], options["--host"]) == ("1", "127.0.0.1")
+    assert "--no-l1-use-lazy" in command
+    assert options["--shm-name"]
+
+
+def test_the_engine_gets_the_connector_and_nothing_of_the_in_process_mode():
+    asked = settings(server_url="tcp://127.0.0.1:5555", server_timeout_s=0.5, staging_mib=64)
+    transfer = kv_transfer_config(asked)
+    assert transfer["kv_connector"] == "LMCacheXPUServerConnector"
+    assert transfer["kv_load_failure_policy"] == "recompute"
+    assert transfer["kv_connector_extra_config"] == {
+        "lmcache.mp.server_urls": "tcp://127.0.0.1:5555",
+        "lmcache.mp.mq_timeout": 0.5,
+        "lmcache.mp.heartbeat_interval": 0.5,
+        "lmcache.mp.save_decode_cache": False,
+        "xpu.server_timeout_s": 0.5,
+        "xpu.staging_mib": 64,
+    }
+    assert engine_variables(asked)["LMCACHE_XPU_STOCK"] == "1"  # no patch of vLLM
+
+
+def test_a_dry_run_shows_the_server_that_would_be_started():
+    assert "lmcache server " in describe(settings())
+    assert "lmcache server " not in describe(settings(server_url="tcp://127.0.0.1:5555"))
+
+
+@pytest.mark.parametrize("name", SERVER_LACKS)
+def test_what_the_server_lacks_is_refused(name):
+    values = {
+        "disk_path": "/d",
+        "remote_url": "redis://cache:6379",
+        "layerwise": True,
+        "layers_at_once": 2,
+        "loads": "step",
+        "overlap_load": False,
+        "overlap_store": False,
+        "hash_algorithm": "sha256_cbor",
+        "kv_events": "tcp://*:5557",
+    }
+    with pytest.raises(SettingsError, match=f"{name}=.*with cache=server"):
+        settings(**{name: values[name]}, **({"disk_gib": 1} if name == "disk_path" else {}))
+
+
+def test_a_server_that_nobody_would_use_is_refused():
+    with pytest.raises(SettingsError, match="expected cache=server"):
+        Settings.load({"model": "m", "server_url": "tcp://127.0.0.1:5555"})
+
+
+def test_too_little_shared_memory_is_refused(monkeypatch):
+    usage = SimpleNamespace(free=2**30)
+    monkeypatch.setattr(cache_server.shutil, "disk_usage", lambda _: usage)
+    check_shared_memory(settings(cpu_gib=1))
+    with pytest.raises(SettingsError, match="docker: --shm-size"):
+        check_shared_memory(settings(cpu_gib=1, tensor_parallel=2))
+
+
+@pytest.mark.engine
+def test_a_real_server_is_up_when_the_engine_begins():
+    script = """
+import json, os, socket
+from lmcache_xpu.launch.cache_server import start_server
+from lmcache_xpu.launch.settings import Settings
+values = {"model": "m", "device": "cpu", "cache": "server", "cpu_gib": 0.1}
+url = start_server(Settings.load(values))
+socket.create_connection((url.split("/")[2].split(":")[0], int(url.rpartition(":")[2])))
+print(json.dumps({"shared": [n for n in os.listdir("/dev/shm") if url.rpartition(":")[2] in n]}))
+"""
+    from support.scripts import run_script
+
+    assert len(run_script(script)["shared"]) == 1

@@ -1,0 +1,230 @@
+"""Stores and loads of a worker, with an imitated server and real shared memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from prometheus_client import REGISTRY
+from support.lending import BLOCK, BLOCKS, Client, Key, copies, filled
+
+pytest.importorskip("vllm")
+
+from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.mp_connector import transfer_context
+from lmcache_xpu.mp_connector.transfer_context import ServerTransfers
+
+KEY = Key(tuple(range(24)), 0, 24)
+STORED, LOADED = [3, 4, 9, 8, 20, 21], [10, 11, 12, 13, 14, 15]
+TIMEOUT_S = 0.3
+
+
+class Worker:
+    """A worker's transfers."""
+
+    def __init__(self, client, *groups):
+        self.client, self.groups, self.healthy = client, list(groups), threading.Event()
+        self.healthy.set()
+        self.transfers = ServerTransfers(1, client, self.healthy, self.groups, 8, TIMEOUT_S)
+        self.transfers.register(None, "model", 1)
+
+    def store(self, blocks, key=KEY):
+        return self._do(self.transfers.submit_store, key, blocks)
+
+    def load(self, blocks, key=KEY, skip=0):
+        return self._do(self.transfers.submit_retrieve, key, blocks, skip)
+
+    def submit(self, submit, key, blocks, *more):
+        event = self.transfers.create_recorded_event()
+        return submit("request", key, None, blocks, event, 2, *more)
+
+    def _do(self, submit, key, blocks, *more):
+        return self.submit(submit, key, blocks, *more).result(10)
+
+
+@pytest.fixture
+def dense():
+    """A worker of a dense model, and its layers."""
+    client, caches = Client(), {f"layer {n}": filled(n) for n in range(3)}
+    worker = Worker(client, copies(caches))
+    yield worker, list(caches.values())
+    worker.transfers.close()
+    client.close()
+
+
+def failures(direction, reason):
+    labels = {"direction": direction, "tier": "server", "reason": reason}
+    return REGISTRY.get_sample_value("lmcache_xpu_errors_total", labels) or 0.0
+
+
+def moved(direction):
+    labels = {"direction": direction, "tier": "server"}
+    return REGISTRY.get_sample_value("lmcache_xpu_tokens_total", labels) or 0.0
+
+
+def test_what_was_stored_is_loaded_into_other_blocks_and_nothing_else_changes(dense):
+    worker, layers = dense
+    before, tokens = [layer.clone() for layer in layers], moved("load")
+    assert worker.store([STORED])
+    assert worker.load([LOADED])
+    for layer, was in zip(layers, before, strict=True):
+        assert torch.equal(layer[LOADED], was[STORED])
+        others = [block for block in range(BLOCKS) if block not in LOADED]
+        assert torch.equal(layer[others], was[others])
+    assert moved("load") - tokens == 24
+
+
+def test_blocks_that_the_engine_has_are_left_alone(dense):
+    worker, layers = dense
+    before = layers[0].clone()
+    assert worker.store([STORED])
+    assert worker.load([LOADED], skip=2 * BLOCK)
+    assert torch.equal(layers[0][LOADED[:2]], before[LOADED[:2]])
+    assert torch.equal(layers[0][LOADED[2:]], before[STORED[2:]])
+
+
+def test_what_the_server_has_is_not_stored_again(dense):
+    worker, _ = dense
+    assert worker.store([STORED])
+    assert worker.store([STORED])
+    assert worker.client.calls.count("commit_store") == 1
+
+
+def test_what_a_worker_left_half_written_is_not_loaded(dense, monkeypatch):
+    worker, layers = dense
+    before, count = layers[0].clone(), failures("load", "damaged")
+    monkeypatch.setattr(worker.groups[0], "store", lambda *_: 1 / 0)
+    assert not worker.store([STORED])
+    assert failures("store", "ZeroDivisionError") >= 1
+    worker.client.publish_unfinished()
+    assert not worker.load([LOADED])
+    assert failures("load", "damaged") == count + 1
+    assert torch.equal(layers[0], before)
+    assert worker.transfers.take_damaged() == {"request"}
+    assert worker.transfers.take_damaged() == set()
+
+
+def test_memory_that_is_lent_to_another_meanwhile_is_not_taken_for_the_chunk(dense, monkeypatch):
+    worker, _ = dense
+    assert worker.store([STORED])
+    load = worker.groups[0].load
+
+    def overwritten(chunks, objects):
+        handles = load(chunks, objects)
+        objects[1].fill_(9)
+        return handles
+
+    monkeypatch.setattr(worker.groups[0], "load", overwritten)
+    count = failures("load", "damaged")
+    assert not worker.load([LOADED])
+    assert failures("load", "damaged") == count + 1
+
+
+def test_keys_with_another_salt_hit_nothing(dense):
+    worker, _ = dense
+    count = failures("load", "missing")
+    assert worker.store([STORED])
+    assert not worker.load([LOADED], Key(KEY.tokens, 0, 24, cache_salt="other"))
+    assert failures("load", "missing") == count + 1
+    assert worker.transfers.take_damaged() == set()
+
+
+def test_a_server_that_does_not_answer_costs_one_wait_and_is_lost(dense):
+    worker, layers = dense
+    before = layers[0].clone()
+    worker.client.silent = True
+    begin = time.monotonic()
+    assert not worker.store([STORED])
+    assert time.monotonic() - begin < 5 * TIMEOUT_S
+    assert not worker.healthy.is_set()
+    begin = time.monotonic()
+    assert not worker.load([LOADED])
+    assert time.monotonic() - begin < TIMEOUT_S
+    assert torch.equal(layers[0], before)
+
+
+def test_the_engine_is_not_held_and_takes_its_blocks_back(dense):
+    worker, _ = dense
+    worker.client.silent, count = True, failures("store", "overtaken")
+    begin = time.monotonic()
+    stored = worker.submit(worker.transfers.submit_store, KEY, [STORED])
+    assert worker.transfers.busy
+    worker.transfers.leave([30, 31])  # others
+    assert time.monotonic() - begin < transfer_context.GRACE_S
+    worker.transfers.leave([STORED[-1]])
+    assert time.monotonic() - begin < 10 * transfer_context.GRACE_S
+    assert stored.result(10) is False
+    assert failures("store", "overtaken") == count + 1
+    assert worker.healthy.is_set()
+
+
+def test_a_server_that_was_started_again_lends_other_memory(dense):
+    worker, layers = dense
+    before = layers[0].clone()
+    assert worker.store([STORED])
+    worker.client.path.unlink()
+    worker.client.path.write_bytes(bytes(2**20))
+    worker.client.objects.clear()
+    worker.transfers.register(None, "model", 1)
+    assert not worker.load([LOADED])
+    assert worker.store([STORED])
+    assert worker.load([LOADED])
+    assert torch.equal(layers[0][LOADED], before[STORED])
+
+
+def test_a_server_without_shared_memory_is_refused(dense):
+    worker, _ = dense
+    worker.client.name = ""
+    with pytest.raises(SettingsError, match="--shm-name"):
+        worker.transfers.register(None, "model", 1)
+
+
+@pytest.fixture
+def hybrid(monkeypatch):
+    """A worker with layers of a whole prompt, of a window of 12 tokens, and with a state."""
+    client = Client(windows=(0, 2, 1))
+    whole = {f"whole {n}": filled(n) for n in range(2)}
+    window = {"window": filled(2)}
+    page = filled(3).reshape(BLOCKS, -1).contiguous()
+    state = {
+        "state": [page.as_strided((BLOCKS, 8), (48, 1)), page.as_strided((BLOCKS, 3), (48, 1), 9)]
+    }
+    groups = (
+        copies(whole),
+        copies(window, number=1, window=12),
+        copies(state, number=2, window=BLOCK, recurrent=True),
+    )
+    sizes = [SimpleNamespace(hidden_dim_size=group.object_bytes) for group in groups]
+    told = SimpleNamespace(group_layouts=sizes)  # older LMCache has no name for it
+    monkeypatch.setattr(transfer_context, "payload", lambda *_: told)
+    worker = Worker(client, *groups)
+    yield worker, (*whole.values(), *window.values(), page)
+    worker.transfers.close()
+    client.close()
+
+
+def test_each_group_stores_what_a_hit_may_need_and_loads_what_it_needs(hybrid):
+    worker, caches = hybrid
+    before = [cache.clone() for cache in caches]
+    stored = [STORED, [0, 0, 0, 8, 20, 21], [0, 0, 0, 8, 0, 21]]
+    loaded = [LOADED, [0, 0, 0, 16, 17, 18], [0, 0, 0, 0, 0, 19]]
+    assert worker.store(stored)
+    assert worker.client.skipped == ((), (0, 1), (0,))
+    assert worker.client.objects.keys() == {
+        (group, name)
+        for group, chunks in enumerate(([0, 1, 2], [2], [1, 2]))
+        for name in [KEY.names()[chunk] for chunk in chunks]
+    }
+    assert not worker.load(loaded)  # of the window a chunk is missing
+    assert worker.store([STORED, [0, 0, 9, 8, 20, 21], stored[2]])
+    assert worker.load(loaded)
+    for number, (group, was) in enumerate(zip(caches, before, strict=True)):
+        kind = max(0, number - 1)
+        to = [block for block in loaded[kind] if block]
+        pairs = zip(loaded[kind], STORED if not kind else [0, 0, 9, 8, 20, 21], strict=True)
+        assert torch.equal(group[to], was[[source for target, source in pairs if target]])
+        others = [block for block in range(BLOCKS) if block not in to]
+        assert torch.equal(group[others], was[others])

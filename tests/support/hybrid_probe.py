@@ -1,0 +1,184 @@
+"""A real vLLM on CPU with windows or states, hybrid manager on, and LMCache's server.
+
+Run by engine/test_server.py with the arguments KIND MODEL URL; prints a JSON object last. What a
+step computed is kept as digests when its stores begin, block by block in every group. What a load
+brought is compared with it when vLLM hears of the load, so before anything else is computed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from typing import Any
+
+from support.probes import end_with
+from support.real_engine import Engine, prompt
+
+LENGTHS = (1024, 1101, 2248)
+CHUNK = 256
+KINDS: dict[str, dict[str, Any]] = {
+    "windows": {"dtype": "float32"},
+    "states": {"dtype": "bfloat16", "load_format": "dummy", "mamba_cache_mode": "align"},
+}
+computed: dict[tuple[int, int], list[str]] = {}  # by group and place in the prompt
+brought: dict[tuple[int, int], list[str]] = {}
+
+
+def layers(worker) -> list[list[list[Any]]]:
+    """By group and layer, the tensors that hold blocks."""
+    runner = worker.model_runner
+    context = runner.compilation_config.static_forward_context
+    groups = []
+    for group in runner.kv_cache_config.kv_cache_groups:
+        caches = [context[name].kv_cache for name in group.layer_names]
+        groups.append([[c] if hasattr(c, "shape") else list(c) for c in caches])
+    return groups
+
+
+def digests(worker, op: Any, spans: list[int]) -> dict[tuple[int, int], list[str]]:
+    """Of the blocks of a store or a load, by group and place; null blocks are left out."""
+    import torch
+
+    result = {}
+    for number, (group, blocks) in enumerate(zip(layers(worker), op.block_ids, strict=True)):
+        for place, block in enumerate(blocks, op.start // spans[number]):
+            if block:
+                result[number, place] = [
+                    hashlib.sha256(
+                        t[block].contiguous().view(torch.uint8).numpy().tobytes()
+                    ).hexdigest()
+                    for layer in group
+                    for t in layer
+                ]
+    return result
+
+
+def watch(worker) -> None:
+    """Keep digests of what is stored and of what was loaded."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    connector = get_kv_transfer_group()
+    adapter, spans = connector.worker_adapter, connector._group_tokens_per_block
+    store, load, finished = (
+        adapter.submit_store_request,
+        adapter.submit_retrieve_request,
+        connector.get_transfer_results,
+    )
+    loading = {}
+
+    def submit_store(name: str, op: Any, *args: Any, **options: Any) -> None:
+        computed.update(digests(worker, op, spans))
+        store(name, op, *args, **options)
+
+    def submit_load(name: str, op: Any, *args: Any, **options: Any) -> None:
+        loading[name] = op
+        load(name, op, *args, **options)
+
+    def get_results(names: set[str]) -> Any:
+        results = finished(names)
+        for name in results.finished_recving - results.failed_recving:
+            brought.update(digests(worker, loading.pop(name), spans))
+        return results
+
+    adapter.submit_store_request = submit_store
+    adapter.submit_retrieve_request = submit_load
+    connector.get_transfer_results = get_results
+
+
+def zero_all(worker) -> None:
+    for group in layers(worker):
+        for layer in group:
+            for tensor in layer:
+                tensor.zero_()
+
+
+def wait_until_idle(engine: Engine) -> None:
+    end = time.monotonic() + 20
+    while engine.llm.collective_rpc(is_busy)[0] and time.monotonic() < end:
+        time.sleep(0.05)
+
+
+def is_busy(worker) -> bool:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group().worker_adapter.transfers.busy
+
+
+def ask(engine: Engine, length: int) -> tuple[list[int], int]:
+    """Ask with an empty cache; the answer, and the tokens that were hit."""
+    engine.llm.reset_prefix_cache()
+    engine.llm.collective_rpc(zero_all)
+    before = engine.external_hits()
+    answer = engine.ask(prompt(length))
+    wait_until_idle(engine)
+    return answer, engine.external_hits() - before
+
+
+def look(engine: Engine) -> dict[str, Any]:
+    engine.llm.collective_rpc(watch)
+    report: dict[str, Any] = {"blocks": blocks(engine.llm), "prompts": {}}
+    for length in LENGTHS:
+        computed.clear()
+        brought.clear()
+        answer, first = ask(engine, length)
+        of_computed = dict(computed)
+        again, hit = ask(engine, length)
+        different = [key for key in brought if of_computed.get(key) != brought[key]]
+        report["prompts"][str(length)] = {
+            "first": first,
+            "hit": hit,
+            "same answer": again == answer,
+            "compared": {n: sum(key[0] == n for key in brought) for n in {k[0] for k in brought}},
+            "different": different,
+        }
+    engine.llm.collective_rpc(break_loads)
+    brought.clear()
+    ask(engine, LENGTHS[-1])
+    different = {key[0] for key in brought if of_computed.get(key) != brought[key]}
+    report["groups of a planted fault"] = sorted(different)
+    return report
+
+
+def break_loads(worker) -> None:
+    """From now on, half of each block that is loaded is zero."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    for copies in get_kv_transfer_group().worker_adapter.transfers.groups:
+
+        def load(chunks: Any, objects: Any, copies: Any = copies, real: Any = copies.load) -> Any:
+            handles = real(chunks, objects)
+            for part in copies.parts:
+                for (page,) in part.stager.view.tensors:
+                    page[[b for ids in chunks for b in ids if b], :, :, : page.shape[-1] // 2] = 0
+            return handles
+
+        copies.load = load
+
+
+def blocks(llm: Any) -> int:
+    return llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+
+
+def main(kind: str, model: str, url: str) -> dict[str, Any]:
+    from vllm import LLM
+
+    options = {
+        "block_size": 128,
+        "max_model_len": 4096,
+        "max_num_batched_tokens": CHUNK,  # the same split of prompts, with and without a hit
+        "enable_prefix_caching": True,
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 2**26,
+        **KINDS[kind],
+    }
+    plain = LLM(model, skip_tokenizer_init=True, **options)
+    without = blocks(plain)
+    plain.llm_engine.engine_core.shutdown()
+    settings = {"cache": "server", "server_url": url, "layers_at_once": None}
+    engine = Engine(model, None, "standard", settings=settings, skip_tokenizer_init=True, **options)
+    return {"blocks without": without, **engine.close_after(look)}
+
+
+if __name__ == "__main__":
+    end_with(lambda: main(*sys.argv[1:]))

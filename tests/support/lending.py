@@ -1,0 +1,163 @@
+"""An imitated LMCache server that lends real shared memory, and what a worker has of it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from lmcache_xpu.mp_connector.group_copies import GroupCopies
+from lmcache_xpu.mp_connector.kv_cache_groups import CacheGroup
+from lmcache_xpu.transfer.devices import register_host
+
+POOL, ALIGN = 2**20, 64
+BLOCK, CHUNK, BLOCKS = 4, 8, 32  # tokens, tokens, blocks of the engine
+_numbers = itertools.count()
+
+
+class Answer:
+    """LMCache's future."""
+
+    def __init__(self, result: Any = None, *, comes: bool = True) -> None:
+        self._result, self._done = result, threading.Event()
+        if comes:
+            self._done.set()
+
+    def query(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return self._done.wait(timeout)
+
+    def result(self, timeout: float | None = None) -> Any:
+        if not self._done.wait(timeout):
+            raise TimeoutError
+        return self._result
+
+
+@dataclass(frozen=True)
+class Key:
+    """LMCache's key of tokens `start` to `end`."""
+
+    tokens: tuple[int, ...]
+    start: int
+    end: int
+    cache_salt: str = ""
+    model_name: str = "model"
+    world_size: int = 1
+    worker_id: int | None = 0
+    request_id: str = field(default="request", compare=False)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.tokens
+
+    def names(self) -> list[Any]:
+        return [
+            (self.cache_salt, self.tokens[: end + CHUNK])
+            for end in range(self.start, self.end, CHUNK)
+        ]
+
+
+class Client:
+    """The server, as its client calls it. Objects are kept by group and by the tokens before."""
+
+    def __init__(self, windows: Sequence[int] = (0,)) -> None:
+        self.name = f"lmcache-xpu-test-{os.getpid()}-{next(_numbers)}"
+        self.path = Path("/dev/shm") / self.name
+        self.path.write_bytes(bytes(POOL))
+        self.windows = windows  # chunks at the end, by group; 0 for all
+        self.silent = False
+        self.calls: list[str] = []
+        self.skipped: Any = None
+        self.objects: dict[Any, dict[str, int]] = {}
+        self._pending: dict[Any, dict[Any, dict[str, int]]] = {}
+        self._used = 0
+        self.sizes: list[int] = []
+
+    def close(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+    def register_kv_cache_engine_driven_context(self, payload: Any) -> Answer:
+        groups = getattr(payload, "group_layouts", None) or [payload]
+        self.sizes = [group.hidden_dim_size for group in groups]
+        return self._answer("register", SimpleNamespace(shm_name=self.name, pool_size=POOL))
+
+    def unregister_kv_cache_engine_driven_context(self, instance_id: int) -> Answer:
+        return self._answer("unregister", None)
+
+    def prepare_store(self, key: Key, instance_id: int, skipped: Any = ()) -> Answer:
+        self.skipped = skipped
+        lent: dict[Any, dict[str, int]] = {}
+        rows = []
+        for group, size in enumerate(self.sizes):
+            for chunk, name in enumerate(key.names()):
+                if (group, name) in self.objects or (skipped and chunk in skipped[group]):
+                    continue
+                lent[group, name] = {"offset": self._used, "length": size}
+                self._used += -(-size // ALIGN) * ALIGN
+                rows.append((lent[group, name], chunk, group))
+        self._pending[key] = lent
+        return self._answer("prepare_store", SimpleNamespace(context=_context(rows)))
+
+    def commit_store(self, key: Key, instance_id: int, data: bytes) -> Answer:
+        self.objects |= self._pending.pop(key)
+        return self._answer("commit_store", True)
+
+    def publish_unfinished(self) -> None:
+        """As LMCache does when a worker that was storing ends."""
+        for lent in self._pending.values():
+            self.objects |= lent
+
+    def prepare_retrieve(self, key: Key, instance_id: int) -> Answer:
+        rows, names = [], key.names()
+        for group, window in enumerate(self.windows):
+            first = max(0, len(names) - window) if window else 0
+            for chunk, name in enumerate(names[first:], first):
+                if (group, name) not in self.objects:
+                    return self._answer("prepare_retrieve", SimpleNamespace(success=False))
+                rows.append((self.objects[group, name], chunk, group))
+        answer = SimpleNamespace(success=True, context=_context(rows))
+        return self._answer("prepare_retrieve", answer)
+
+    def commit_retrieve(self, key: Key, instance_id: int) -> Answer:
+        return self._answer("commit_retrieve", True)
+
+    def _answer(self, call: str, result: Any) -> Answer:
+        self.calls.append(call)
+        return Answer(result, comes=not self.silent)
+
+
+def _context(rows: Sequence[tuple[dict[str, int], int, int]]) -> dict[str, Any]:
+    return {
+        "slots": [slot for slot, *_ in rows],
+        "chunk_indices": [chunk for _, chunk, _ in rows],
+        "group_ids": [group for *_, group in rows],
+    }
+
+
+def filled(seed: int, *, blocks: int = BLOCKS) -> torch.Tensor:
+    """A layer `[blocks, heads, tokens, content]` whose heads lie inside of tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (blocks, BLOCK, 2, 6)
+    return torch.randn(shape, generator=generator).permute(0, 2, 1, 3)
+
+
+def copies(
+    caches: dict[str, Any], *, number: int = 0, window: int | None = None, recurrent: bool = False
+) -> GroupCopies:
+    group = CacheGroup(
+        number=number,
+        layers=tuple(caches),
+        block_tokens=BLOCK,
+        window=window,
+        recurrent=recurrent,
+    )
+    return GroupCopies(group, caches, BLOCKS, CHUNK, None, register_host)
