@@ -12,10 +12,13 @@ class CachedRequestData:
     new_block_ids: Any
     num_computed_tokens: Any
     resumed_req_ids: Any
+    new_token_ids: Any
+    num_output_tokens: Any
 
 class SchedulerOutput:
     scheduled_new_reqs: list[NewRequestData]
     scheduled_cached_reqs: CachedRequestData
     total_num_scheduled_tokens: Any
     num_scheduled_tokens: Any
+    finished_req_ids: Any
     kv_connector_metadata: Any
