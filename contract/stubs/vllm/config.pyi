@@ -15,6 +15,7 @@ class ParallelConfig:
     data_parallel_index: Any
     world_size: Any
     tensor_parallel_size: Any
+    decode_context_parallel_size: Any
 
 def set_current_vllm_config(vllm_config): ...
 
@@ -25,6 +26,7 @@ class ModelConfig:
     model: Any
     dtype: Any
     use_mla: Any
+    def get_total_num_kv_heads(self): ...
 
 class CacheConfig:
     enable_prefix_caching: Any
@@ -41,6 +43,7 @@ class KVEventsConfig:
 
 class SpeculativeConfig:
     method: Any
+    draft_model_config: Any
 
 class CompilationConfig:
     cudagraph_mode: CUDAGraphMode | None

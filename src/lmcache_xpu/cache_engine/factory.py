@@ -23,6 +23,7 @@ from lmcache_xpu.cache_engine.lookup_client import LookupClient
 from lmcache_xpu.cache_engine.offload_server import OffloadServer
 from lmcache_xpu.cache_engine.token_database import TokenDatabase
 from lmcache_xpu.gpu_connector.connector_options import ConnectorOptions
+from lmcache_xpu.tiers.shard import Shard, ShardedMetadata
 from lmcache_xpu.versions.lmcache import (
     LMCacheConnectorV1Impl,
     LMCacheEngineBuilder,
@@ -128,6 +129,7 @@ class ServiceFactory(VllmServiceFactory):  # type: ignore[misc]  # untyped base
     """
 
     role: str
+    metadata: LMCacheMetadata
 
     def __init__(
         self,
@@ -170,8 +172,17 @@ class ServiceFactory(VllmServiceFactory):  # type: ignore[misc]  # untyped base
             return None
         from vllm.distributed.parallel_state import get_tp_group
 
-        metadata = self.get_or_create_metadata()
-        connector = gpu_connector(self.lmcache_config, metadata, self._facts)
+        facts, metadata = self._facts, self.get_or_create_metadata()
+        self.metadata = metadata = ShardedMetadata.of(
+            metadata,
+            Shard.of_rank(
+                metadata.worker_id,
+                metadata.world_size,
+                facts.shared_heads,
+                divisible=not (facts.opaque_blocks or self.lmcache_config.use_layerwise),
+            ),
+        )
+        connector = gpu_connector(self.lmcache_config, metadata, facts)
         assert self._unfilled is not None
         connector.unfilled = self._unfilled
         group = get_tp_group()
