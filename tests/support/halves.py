@@ -49,7 +49,7 @@ class Adapter:
             gpu_connector=SimpleNamespace(failed_slots=[]),
             refuses_lookups=False,
             save_only_first_rank=False,
-            metadata=SimpleNamespace(world_size=2),
+            metadata=SimpleNamespace(world_size=2, worker_id=0),
             use_layerwise=use_layerwise,
         )
 

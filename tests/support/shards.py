@@ -9,12 +9,15 @@ from lmcache_xpu.tiers.shard import Shard, ShardedMetadata
 
 KV_HEADS = 8
 SIZES = (1, 2, 4)
+NUMBERS = range(5)  # of chunks
 
 
-def rank_metadata(rank, ranks, heads=KV_HEADS, *, divisible=True):
+def rank_metadata(
+    rank, ranks, heads=KV_HEADS, *, divisible=True, layers=LAYERS, tokens=TOKENS, dim=DIM
+):
     """What LMCache's tiers are told in one rank of an engine."""
     metadata = make_metadata(rank, ranks)
-    metadata.kv_shape = (LAYERS, 2, TOKENS, max(1, heads // ranks), DIM)
+    metadata.kv_shape = (layers, 2, tokens, max(1, heads // ranks), dim)
     shard = Shard.of_rank(rank, ranks, heads, divisible=divisible)
     return ShardedMetadata.of(metadata, shard)
 
@@ -40,3 +43,38 @@ def part(number, rank, ranks, heads=KV_HEADS):
 
 def same_bytes(one, other):
     return torch.equal(one.view(torch.int16), other.view(torch.int16))
+
+
+# With the disk tier
+
+
+def store(engine, number, size, numbers, heads=KV_HEADS):
+    keys = rank_keys(number, size, numbers)
+    content = [part(each, number, size, heads) for each in numbers]
+    engine.manager.batched_put(keys, [engine.allocate(each, each.shape) for each in content])
+    engine.settle()
+
+
+def fill(opened, numbers=NUMBERS, heads=KV_HEADS):
+    """Chunks of an engine that then ends."""
+    for number, engine in enumerate(opened):
+        store(engine, number, len(opened), numbers, heads)
+    for engine in opened:
+        engine.close()
+
+
+def load(engine, number, size, numbers=NUMBERS, heads=KV_HEADS):
+    """Which chunks a look-up promises and a load brings, every byte compared."""
+    keys = rank_keys(number, size, numbers)
+    promised, mapping = engine.manager.batched_contains(keys, pin=True)
+    objs = engine.manager.batched_get(keys[:promised], location="disk") if promised else []
+    for each in mapping.get("disk", []):
+        assert engine.tier.unpin(each)
+    loaded = []
+    for each, obj in zip(numbers, objs, strict=False):
+        if obj is not None:
+            assert same_bytes(obj.tensor, part(each, number, size, heads))
+            assert obj.get_num_tokens() == TOKENS
+            obj.ref_count_down()
+            loaded.append(each)
+    return promised, loaded

@@ -11,6 +11,7 @@ import torch
 from lmcache_xpu import __version__, versions
 from lmcache_xpu.errors import SeamError
 from lmcache_xpu.tiers.residency import Residency
+from lmcache_xpu.tiers.shard import shard_of
 from lmcache_xpu.transfer.devices import most_pinned
 from lmcache_xpu.transfer.pool_memory import PoolMemory
 
@@ -98,10 +99,10 @@ def watch_tiers(engine: Any) -> Residency:
     return residency
 
 
-def storing_workers(adapter: Any) -> int:
-    """Workers of an engine that each store a part of every chunk."""
-    engine = adapter.lmcache_engine
-    return 1 if engine.save_only_first_rank else int(engine.metadata.world_size)
+def parts(adapter: Any) -> tuple[int, int]:
+    """Return how many parts a chunk has in the workers' memory, and on disk or in a server."""
+    metadata = adapter.lmcache_engine.metadata
+    return int(metadata.world_size), shard_of(metadata).count
 
 
 def forget_entries(engine: Any) -> bool:

@@ -270,7 +270,8 @@ class WorkerSide:
         """Return what has changed in this worker since the last call: its tiers, its weights."""
         tiers = None
         if self.residency is not None and (changes := self.residency.take()):
-            tiers = TierReport(health.storing_workers(self._adapter), changes)
+            workers, shards = health.parts(self._adapter)
+            tiers = TierReport(workers, changes, shards)
         report = WorkerReport(tiers, self.epoch.changed, self.queue.take_speed())
         return None if report == WorkerReport() else report
 

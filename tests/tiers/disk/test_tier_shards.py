@@ -6,61 +6,12 @@ import os
 from itertools import permutations
 
 import pytest
-from support.shards import KV_HEADS, SIZES, part, rank_keys, rank_metadata, same_bytes
-from support.storage import TOKENS
+from support.shards import NUMBERS, SIZES, fill, load, part, rank_keys, rank_metadata, store
 
 from lmcache_xpu.tiers.disk import chunk_directory, neighbours
 from lmcache_xpu.tiers.disk.chunk_file import disk_bytes
 
 PAIRS = list(permutations(SIZES, 2))
-NUMBERS = range(5)
-
-
-@pytest.fixture
-def rank(engines):
-    def start(number, ranks, *, heads=KV_HEADS, divisible=True, **settings):
-        metadata = rank_metadata(number, ranks, heads, divisible=divisible)
-        return engines(metadata=metadata, **{"pool_chunks": 512, **settings})
-
-    return start
-
-
-@pytest.fixture
-def ranks(rank):
-    """All ranks of an engine."""
-    return lambda size, **options: [rank(number, size, **options) for number in range(size)]
-
-
-def store(engine, number, size, numbers, heads=KV_HEADS):
-    keys = rank_keys(number, size, numbers)
-    content = [part(each, number, size, heads) for each in numbers]
-    engine.manager.batched_put(keys, [engine.allocate(each, each.shape) for each in content])
-    engine.settle()
-
-
-def fill(opened, numbers=NUMBERS, heads=KV_HEADS):
-    """Chunks of an engine that then ends."""
-    for number, engine in enumerate(opened):
-        store(engine, number, len(opened), numbers, heads)
-    for engine in opened:
-        engine.close()
-
-
-def load(engine, number, size, numbers=NUMBERS, heads=KV_HEADS):
-    """Which chunks a look-up promises and a load brings, every byte compared."""
-    keys = rank_keys(number, size, numbers)
-    promised, mapping = engine.manager.batched_contains(keys, pin=True)
-    objs = engine.manager.batched_get(keys[:promised], location="disk") if promised else []
-    for each in mapping.get("disk", []):
-        assert engine.tier.unpin(each)
-    loaded = []
-    for each, obj in zip(numbers, objs, strict=False):
-        if obj is not None:
-            assert same_bytes(obj.tensor, part(each, number, size, heads))
-            assert obj.get_num_tokens() == TOKENS
-            obj.ref_count_down()
-            loaded.append(each)
-    return promised, loaded
 
 
 @pytest.mark.parametrize(("before", "after"), PAIRS)
