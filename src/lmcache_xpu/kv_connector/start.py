@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
 from lmcache_xpu.cache_engine import health
@@ -15,6 +16,7 @@ from lmcache_xpu.cache_engine.kv_cache_facts import promoted_windows
 from lmcache_xpu.cache_engine.unfilled_blocks import UnfilledBlocks
 from lmcache_xpu.kv_connector.kv_events import KVEvents
 from lmcache_xpu.kv_connector.load_policy import LoadPolicy
+from lmcache_xpu.kv_connector.rank_group import RankGroup
 from lmcache_xpu.kv_connector.scheduler import SchedulerSide
 from lmcache_xpu.kv_connector.worker import WorkerSide
 from lmcache_xpu.transfer.tuning import tuning_of
@@ -57,6 +59,7 @@ def start_worker(
         # Where vLLM zeroes new blocks, it does so while it prepares a step.
         loads_early=not kv_cache_config.needs_kv_cache_zeroing,
         publishes=publishes,
+        ranks=RankGroup(group.cpu_group) if (group := get_tp_group()).world_size > 1 else None,
     )
     return adapter, worker
 

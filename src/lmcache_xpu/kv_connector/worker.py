@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from lmcache_xpu.cache_engine.factory import Adapter
     from lmcache_xpu.cache_engine.unfilled_blocks import UnfilledBlocks
+    from lmcache_xpu.kv_connector.rank_group import RankGroup
     from lmcache_xpu.kv_connector.step_metadata import StepMetadata
     from lmcache_xpu.tiers.residency import Residency
 
@@ -53,6 +54,7 @@ class WorkerSide:
         block_size: tokens of a block.
         loads_early: loads may begin before vLLM has prepared a step.
         publishes: the engine publishes KV events of the tiers.
+        ranks: that share out the heads; None where this one has all.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class WorkerSide:
         block_size: int,
         loads_early: bool = True,
         publishes: bool = False,
+        ranks: RankGroup | None = None,
     ) -> None:
         self.collection = GarbageCollection()
         self.epoch = WorkerEpoch(adapter.lmcache_engine, unfilled, self._forget_entries)
@@ -78,6 +81,8 @@ class WorkerSide:
         self._block_size = block_size
         self._loads_early = loads_early
         self._publishes = publishes
+        self._ranks = ranks
+        self._described_loads = False  # this step has some, on all ranks
         self._loading = False  # this step's loads have begun
         self._loaded_layers: set[str] = set()  # that the engine came to in this step
         self._stored_layers: set[str] = set()  # that it is done with
@@ -168,6 +173,7 @@ class WorkerSide:
         if self._adapter.step is metadata:
             return  # again would forget layerwise loads that have begun
         self._adapter.bind(metadata)
+        self._described_loads = self._loads_in_step() > 0
         self._loading = False
         self._loaded_layers.clear()
         self._stored_layers.clear()
@@ -242,8 +248,14 @@ class WorkerSide:
             self.in_flight.after_layer(self.layers[layer_name])
 
     def wait_for_save(self) -> None:
-        """Store what this step computed, but not from blocks that a load left unfilled."""
+        """Store what this step computed, but not from blocks that a load left unfilled.
+
+        In a step that loads, ranks wait for each other: a load that failed on one of them counts on
+        all.
+        """
         self._end_loads()
+        if self._ranks is not None and self._described_loads:
+            self._unfilled.share(self._ranks.union)
         for request in self._adapter.step.requests:
             if request.save_spec is not None and self._unfilled.spoil(request.slot_mapping):
                 self._adapter.drop_store(request)
