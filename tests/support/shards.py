@@ -41,8 +41,8 @@ def part(number, rank, ranks, heads=KV_HEADS):
     return whole(number, heads)[..., first : first + each, :].flatten(3).view(torch.bfloat16)
 
 
-def same_bytes(one, other):
-    return torch.equal(one.view(torch.int16), other.view(torch.int16))
+def same_bytes(first, second):
+    return torch.equal(first.view(torch.int16), second.view(torch.int16))
 
 
 # With the disk tier

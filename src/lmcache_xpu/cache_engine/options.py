@@ -233,8 +233,8 @@ EXTRA = (
         "LMCache's own choice for one latent KV cache of several workers",
         "save_only_first_rank",
         "first_rank_max_local_cpu_size",
-        "remote_enable_mla_worker_id_as0",
     ),
+    *_idle("always false: chunks have a name for it", "remote_enable_mla_worker_id_as0"),
     *_served(_ENGINE, "enable_cache_usage_details_in_response"),
     *_idle("of internal_api_server_enabled", "internal_api_server_*"),
     *_refused(

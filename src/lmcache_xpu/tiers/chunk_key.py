@@ -54,7 +54,11 @@ class KeyTexts:
         self._model = metadata.model_name
         self._origin = engine_origin(metadata)
         self._cuts = list(self.shard.cuts())
-        ranks, rank = metadata.world_size, metadata.worker_id
+        self._world: int = metadata.world_size
+        # As versions named what several ranks hold that kept a copy for each, on disk, or one of
+        # MLA's in a server.
+        copies = self.shard.copies > 1
+        self._ranks = sorted({metadata.worker_id, self.shard.first_rank}) if copies else []
         layers, planes, tokens, _, head_size = metadata.kv_shape
         self._origins = {
             count: _origin((layers, planes, tokens, self.shard.heads // count, head_size))
@@ -64,7 +68,7 @@ class KeyTexts:
         self._own = f"{self._origin}@{self.shard.count}@{self.shard.number}@"
         self._usable = (
             self._own,
-            f"{self._origin}@{ranks}@{rank}@",
+            *(f"{self._origin}@{self._world}@{rank}@" for rank in self._ranks),
             *(
                 f"{self._origins[cut.count]}@{cut.count}@{number}@"
                 for cut in self._cuts
@@ -80,8 +84,8 @@ class KeyTexts:
 
     def sources(self, key: CacheEngineKey) -> Iterator[Source]:
         """Yield what a chunk that is missing can be made of, in the order in which to look."""
-        if self.shard.copies > 1:  # by the rank, as versions stored it that kept a copy for each
-            yield Source((key_text(self._origin, key),))
+        for rank in self._ranks:
+            yield Source((key_text(self._origin, key, self._world, rank),))
         if isinstance(key, LayerCacheEngineKey):
             return
         for cut in self._cuts:
