@@ -112,8 +112,8 @@ def keep_own_copies(config: LMCacheEngineConfig, extra: dict[str, Any], *, worke
 
     LMCache's default is one copy, which the first worker broadcasts; the others have no tiers that
     our connector could use. Chunks count as found where all workers have them. Disk and server have
-    one copy all the same, by the names of its chunks (see `tiers.shard`). By LMCache's, workers with
-    other layers would get those of the first.
+    one copy all the same, by the names of its chunks (see `tiers.shard`). By LMCache's name for it,
+    workers that have other layers would get those of the first.
 
     Args:
         config: changed.

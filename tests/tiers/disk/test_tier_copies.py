@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import threading
+
 import pytest
 import torch
 from lmcache.v1.memory_management import MemoryFormat
@@ -9,7 +12,7 @@ from support.shards import NUMBERS, fill, load, part, rank_keys, rank_metadata, 
 from support.storage import LAYERS, TOKENS, content
 
 from lmcache_xpu.tiers.disk import chunk_directory
-from lmcache_xpu.tiers.disk.chunk_file import HEADER_BYTES
+from lmcache_xpu.tiers.disk.chunk_file import HEADER_BYTES, disk_bytes
 from lmcache_xpu.tiers.residency import DISK, Residency
 from lmcache_xpu.tiers.shard import Shard, ShardedMetadata
 
@@ -153,3 +156,27 @@ def test_the_first_rank_alone_reports_what_the_disk_holds(ranks):
     for number, engine in enumerate(opened):
         store(engine, number, 2, [1], heads=1)
     assert [[change.tier for change in each.take()] for each in seen] == [[DISK], []]
+
+
+def test_what_is_read_while_its_rank_evicts_is_right_or_a_miss(ranks, log):
+    """Room for three chunks, of which more are written all the time."""
+    limit = 3 * disk_bytes(part(0, 0, 2, 1).nbytes)
+    first, second = ranks(2, heads=1, **{"disk.gib": limit / 2**30})
+    ended, loads = threading.Event(), []
+
+    def write():
+        for number in range(300):
+            store(first, 0, 2, [number % 7], heads=1)
+        ended.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    while not ended.is_set():
+        numbers = random.sample(range(7), 3)
+        loads.append(load(second, 1, 2, numbers, heads=1))  # compares every byte
+    writer.join()
+    assert any(loaded for _, loaded in loads)
+    assert any(len(loaded) < 3 for _, loaded in loads)
+    assert first.tier.counters.evicted > 100
+    assert first.tier.counters.corrupt == 0
+    assert "Removed" not in "".join(log)

@@ -61,9 +61,14 @@ class Neighbours:
         """Return what a chunk's header says; None if there is no such chunk."""
         if (file := self.file(key)) is None:
             return None
-        with contextlib.suppress(OSError):  # removed since
-            if (chunk := scan_chunk(file)) is not None and chunk[0] == key:
-                return chunk[1]
+        try:
+            chunk = scan_chunk(file)
+        except FileNotFoundError:  # removed since
+            return None
+        except OSError:
+            chunk = None
+        if chunk is not None and chunk[0] == key:
+            return chunk[1]
         self._remove(file, key, "its header or its length is not right")
         return None
 
