@@ -92,7 +92,7 @@ def test_each_size_loads_what_another_one_stored_or_finds_nothing(engines):
     pairs = (first["asked"][0], second["asked"][0]), (second["asked"][1], third["asked"][0])
     for before, after in pairs:
         assert after["hit"] == hits
-        # Of one head and two the sums over ranks are exact. MLA's are not: other sizes, other tokens.
+        # Sums over ranks are exact in this model alone: MLA gives each size tokens of its own.
         assert same_answer(before, after) or case.options == MLA
         if case.shared:
             ranks = before["blocks"] + after["blocks"]
