@@ -69,8 +69,8 @@ def engines(request, tmp_path_factory: pytest.TempPathFactory) -> tuple[Case, li
         return [asked["answer"][0] for asked in reports[-1]["asked"]]
 
     [zero] = run(1, 0)
-    _, one, _ = run(2, [0, zero], 1, "leave", "again")
-    run(1, [1, one], [0, zero])
+    _, first, _ = run(2, [0, zero], 1, "leave", "again")
+    run(1, [1, first], [0, zero])
     return request.param, reports
 
 
