@@ -128,7 +128,7 @@ def test_windows_count_as_the_whole_prompt_and_it_is_said(tmp_path, config, laye
     assert shape.notes[0][-20:] in " ".join(said.split())
 
 
-ONCE = "each {} devices hold the same: in the CPU tier each of them, on disk one"
+ONCE = "each {} devices hold the same, and one of them keeps it for all"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ class VllmConfig:
     num_speculative_tokens: Any
 
 class ParallelConfig:
+    rank: Any
     data_parallel_index: Any
     world_size: Any
     tensor_parallel_size: Any

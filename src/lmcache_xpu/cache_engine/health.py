@@ -23,12 +23,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 
-def limit_pinning(device: torch.device) -> None:
-    """Keep LMCache's pool from a pinned allocation that fails or takes more; see `pool_memory`."""
-    if (most := most_pinned(device)) is not None:
+def limit_pinning(device: torch.device, *, shared: bool = False) -> None:
+    """Keep LMCache's pool from a pinned allocation that fails or takes more; see `pool_memory`.
+
+    Args:
+        device: of the engine.
+        shared: other workers will map the pool.
+    """
+    most = most_pinned(device)
+    if most is not None or shared:
         from lmcache import device_ops
 
-        PoolMemory.bind(device_ops, most, os.environ)
+        PoolMemory.bind(device_ops, most or 0, os.environ, shared=shared)
 
 
 def pool(engine: Any) -> torch.Tensor | None:
@@ -101,8 +107,10 @@ def watch_tiers(engine: Any) -> Residency:
 
 def parts(adapter: Any) -> tuple[int, int]:
     """Return how many parts a chunk has in the workers' memory, and on disk or in a server."""
-    metadata = adapter.lmcache_engine.metadata
-    return int(metadata.world_size), shard_of(metadata).count
+    engine = adapter.lmcache_engine
+    shards = shard_of(engine.metadata).count
+    shared = engine.lender is not None or engine.borrower is not None
+    return shards if shared else int(engine.metadata.world_size), shards
 
 
 def forget_entries(engine: Any) -> bool:

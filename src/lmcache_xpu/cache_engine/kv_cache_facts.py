@@ -52,6 +52,7 @@ class EngineFacts:
         block_size: tokens of a block.
         namespace: what sets this cache's bytes apart from those of engines with the same
             model name, dtype and world size: the weights, and how blocks are packed.
+        shares_cpu_tier: workers that hold the same have one CPU tier, the first one's.
     """
 
     device_type: str
@@ -62,6 +63,7 @@ class EngineFacts:
     block_size: int
     namespace: str
     shared_heads: int = 0
+    shares_cpu_tier: bool = False
 
 
 def check_model(vllm_config: VllmConfig) -> None:

@@ -223,7 +223,7 @@ OPTIONS = (
 EXTRA = (
     *_served(
         "launch/test_engine_arguments.py; loads, overlap_load, overlap_store, staging_mib, "
-        "layers_at_once: our own",
+        "layers_at_once, share_cpu_tier: our own",
         "xpu.*",
     ),
     *_served("tiers/disk/test_tier.py", "storage_plugin.*", "disk.*"),

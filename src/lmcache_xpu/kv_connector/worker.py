@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from lmcache_xpu.cache_engine.factory import Adapter
     from lmcache_xpu.cache_engine.unfilled_blocks import UnfilledBlocks
+    from lmcache_xpu.kv_connector.pool_sharing import PoolSharing
     from lmcache_xpu.kv_connector.rank_group import RankGroup
     from lmcache_xpu.kv_connector.step_metadata import StepMetadata
     from lmcache_xpu.tiers.residency import Residency
@@ -55,6 +56,7 @@ class WorkerSide:
         loads_early: loads may begin before vLLM has prepared a step.
         publishes: the engine publishes KV events of the tiers.
         ranks: that share out the heads; None where this one has all.
+        sharing: of one CPU tier with ranks that hold the same; None where this one has its own.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class WorkerSide:
         loads_early: bool = True,
         publishes: bool = False,
         ranks: RankGroup | None = None,
+        sharing: PoolSharing | None = None,
     ) -> None:
         self.collection = GarbageCollection()
         self.epoch = WorkerEpoch(adapter.lmcache_engine, unfilled, self._forget_entries)
@@ -82,6 +85,7 @@ class WorkerSide:
         self._loads_early = loads_early
         self._publishes = publishes
         self._ranks = ranks
+        self._sharing = sharing
         self._described_loads = False  # this step has some, on all ranks
         self._loading = False  # this step's loads have begun
         self._loaded_layers: set[str] = set()  # that the engine came to in this step
@@ -107,6 +111,8 @@ class WorkerSide:
             )
         self._adapter.register_kv_caches(kv_caches)
         health.check_healthy(self._adapter)
+        if self._sharing is not None:
+            self._sharing.share(self._engine)
         extra = self._adapter.config.extra_config or {}
         self.layers = {name: number for number, name in enumerate(kv_caches)}
         self.in_flight = InFlight(
@@ -177,6 +183,7 @@ class WorkerSide:
         self._loading = False
         self._loaded_layers.clear()
         self._stored_layers.clear()
+        self._engine.settle()
         self._unfilled.begin_step(metadata.new_blocks)
         self.epoch.begin_step(metadata)
         if self.in_flight is not None:

@@ -190,7 +190,7 @@ def _copies_note(heads: int, tensor_parallel: int, pipeline_parallel: int) -> tu
         return ()
     if pipeline_parallel > 1:
         return (f"each {alike} devices hold the same, and each keeps a copy of its own",)
-    return (f"each {alike} devices hold the same: in the CPU tier each of them, on disk one",)
+    return (f"each {alike} devices hold the same, and one of them keeps it for all",)
 
 
 def _dtype(config: PretrainedConfig, kv_dtype: str) -> str:
