@@ -1,6 +1,7 @@
 """Two ranks that hold the same, on CPU: one CPU tier, from which both load, and faults of either.
 
-The first rank keeps the chunks, and lends its memory to the second one.
+The first rank keeps the chunks, and lends its memory to the second one. `make test-ranks` has loads
+that requests wait for as well.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.engine
 ONE_HEAD = dataclasses.replace(EXACT, name="one-head", kv_heads=1)
 
 
-@pytest.fixture(scope="module", params=["auto", "async"])
+@pytest.fixture(scope="module", params=["auto", pytest.param("async", marks=pytest.mark.matrix)])
 def report(request, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("copies")
     model = make_model(ONE_HEAD, directory)

@@ -2,7 +2,7 @@
 
 On CPU blocks of several heads are packed, so that a rank's heads can't be cut out of them. What
 can be shared there is what each rank holds whole: MLA's latent, and a single KV head. How heads are
-cut and joined is in gpu_connector/test_shards.py.
+cut and joined is in gpu_connector/test_shards.py. `make test-ranks` has one head as well.
 """
 
 from __future__ import annotations
@@ -50,7 +50,13 @@ class Case:
 CASES = [Case("mla", MLA, True), Case("one head", {}, True), Case("two heads", {}, False)]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
+PARAMS = [
+    pytest.param(case, id=case.name, marks=[pytest.mark.matrix] if case.name == "one head" else [])
+    for case in CASES
+]
+
+
+@pytest.fixture(scope="module", params=PARAMS)
 def engines(request, tmp_path_factory: pytest.TempPathFactory) -> tuple[Case, list[dict]]:
     directory: Path = tmp_path_factory.mktemp("sizes")
     make = {
