@@ -79,7 +79,7 @@ test-lmcache: setup ## End-to-end tests with another LMCache beside this vLLM: L
 	@$(BIN)/uv pip install --quiet --no-deps --target $(LMCACHE_DIR) lmcache==$(LMCACHE)
 	@PYTHONPATH=$(LMCACHE_DIR) $(BIN)/pytest -m engine tests/engine tests/test_stored_by.py $(ARGS)
 
-test-ranks: setup ## Two ranks of one engine in both modes; one copy; TP sizes; starts that fail
+test-ranks: setup ## Two ranks of one engine in both modes; other sizes; starts that fail
 	@$(BIN)/pytest $(addprefix tests/engine/test_,ends.py ranks.py one_copy.py tp_sizes.py)
 
 matrix: setup ## Exactness on each accepted vLLM: [VERSIONS=...] [ARGS=...]
