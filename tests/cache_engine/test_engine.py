@@ -298,7 +298,7 @@ def test_lmcaches_memory_is_pinned_while_nobody_waits():
     gpu = SimpleNamespace(initialize_kvcaches_ptr=lambda kvcaches: None, pin=pinned.append)
     backend = SimpleNamespace(memory_allocator=SimpleNamespace(buffer="memory"))
     manager = SimpleNamespace(storage_backends={"LocalCPUBackend": backend})
-    engine = SimpleNamespace(gpu_connector=gpu, storage_manager=manager, borrower=None)
+    engine = SimpleNamespace(gpu_connector=gpu, storage_manager=manager)
     beside = object()
     CacheEngine.register(engine, [], beside)
     assert pinned == ["memory"]
@@ -306,9 +306,6 @@ def test_lmcaches_memory_is_pinned_while_nobody_waits():
     manager.storage_backends = {}  # LMCache without a CPU tier
     CacheEngine.register(engine, [], beside)
     assert pinned == ["memory"]
-    engine.borrower = SimpleNamespace(pool=SimpleNamespace(tensor="another rank's"))
-    CacheEngine.register(engine, [], beside)
-    assert pinned == ["memory", "another rank's"]
 
 
 # A rank that uses another one's CPU tier

@@ -20,7 +20,6 @@ from torch import distributed
 from lmcache_xpu.cache_engine.health import pool
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.kv_connector import pool_sharing
-from lmcache_xpu.kv_connector.rank_group import RankGroup
 from lmcache_xpu.tiers.shard import Shard
 from lmcache_xpu.transfer.shared_memory import SharedMemory
 
@@ -40,7 +39,7 @@ def start(rank: int, store: str) -> Any:
     )
     return SimpleNamespace(
         storage_manager=SimpleNamespace(storage_backends={"LocalCPUBackend": backend}),
-        gpu_connector=SimpleNamespace(),
+        gpu_connector=SimpleNamespace(pin=lambda memory: None),
         lender=None,
         borrower=None,
     )
@@ -50,8 +49,7 @@ def lend_and_borrow(rank: int, store: str, answers: Any) -> None:
     engine = start(rank, store)
     allocator = TensorMemoryAllocator(pool(engine))
     shard = Shard.of_rank(rank, RANKS, 2, divisible=True)
-    assert RankGroup(distributed.group.WORLD).on_one_host()
-    pool_sharing.PoolSharing(shard).share(engine)
+    pool_sharing.share_pool(engine, shard)
     said = []
     for turn in range(3):
         if engine.lender is not None:
@@ -74,7 +72,7 @@ def lend_and_borrow(rank: int, store: str, answers: Any) -> None:
 
 def refuse(rank: int, store: str, answers: Any) -> None:
     engine = start(rank, store)
-    sharing = pool_sharing.PoolSharing(Shard.of_rank(rank, RANKS, 2, divisible=True))
+    shard = Shard.of_rank(rank, RANKS, 2, divisible=True)
     if rank == 3:
 
         def closed(path: Any, *args: Any) -> int:
@@ -82,7 +80,7 @@ def refuse(rank: int, store: str, answers: Any) -> None:
 
         os.open = closed
     try:
-        sharing.share(engine)
+        pool_sharing.share_pool(engine, shard)
         answers.put((rank, ""))
     except SettingsError as error:
         answers.put((rank, str(error)))

@@ -12,6 +12,8 @@ class VllmConfig:
     num_speculative_tokens: Any
 
 class ParallelConfig:
+    distributed_executor_backend: Any
+    nnodes: Any
     rank: Any
     data_parallel_index: Any
     world_size: Any

@@ -100,8 +100,7 @@ class CacheEngine(LMCacheEngine):  # type: ignore[misc]  # untyped base
             LayoutError: a KV cache that can't be read.
         """
         self.gpu_connector.initialize_kvcaches_ptr(kvcaches=kv_caches)
-        memory = pool(self) if self.borrower is None else self.borrower.pool.tensor
-        if memory is not None:
+        if (memory := pool(self)) is not None:
             self.gpu_connector.pin(memory)
         self.gpu_connector.overlap = self.storage_manager.in_flight = in_flight
 

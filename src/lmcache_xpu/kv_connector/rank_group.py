@@ -7,7 +7,6 @@ sum over the ranks. vLLM hears of the failure after the step, when the others ha
 from __future__ import annotations
 
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,14 +38,6 @@ class RankGroup:
         gathered: list[list[int]] = [[]] * self._group.size()
         distributed.all_gather_object(gathered, list(numbers), group=self._group)
         return set().union(*gathered)
-
-    def on_one_host(self) -> bool:
-        """Return whether all ranks are, and see each other's processes: in one container."""
-        places = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-        host = f"{places[0].read_text()} {places[1].readlink()}"
-        hosts: list[str] = [""] * self._group.size()
-        distributed.all_gather_object(hosts, host, group=self._group)
-        return len(set(hosts)) == 1
 
 
 class GroupChannel:

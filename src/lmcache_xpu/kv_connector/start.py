@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +20,7 @@ from lmcache_xpu.cache_engine.rank_shard import may_share_cpu_tier, rank_shard
 from lmcache_xpu.cache_engine.unfilled_blocks import UnfilledBlocks
 from lmcache_xpu.kv_connector.kv_events import KVEvents
 from lmcache_xpu.kv_connector.load_policy import LoadPolicy
-from lmcache_xpu.kv_connector.pool_sharing import PoolSharing
+from lmcache_xpu.kv_connector.pool_sharing import share_pool
 from lmcache_xpu.kv_connector.rank_group import RankGroup
 from lmcache_xpu.kv_connector.scheduler import SchedulerSide
 from lmcache_xpu.kv_connector.worker import WorkerSide
@@ -54,8 +55,9 @@ def start_worker(
     group = get_tp_group()
     ranks = RankGroup(group.cpu_group) if group.world_size > 1 else None
     shard = rank_shard(parallel.rank, parallel.world_size, facts, lmcache_config)
-    shared = may_share_cpu_tier(shard, lmcache_config)
-    shared = shared and ranks is not None and ranks.on_one_host()
+    # Its workers are processes of one container.
+    near = parallel.distributed_executor_backend == "mp" and parallel.nnodes == 1
+    shared = near and may_share_cpu_tier(shard, lmcache_config)
     facts = dataclasses.replace(facts, shares_cpu_tier=shared)
     health.limit_pinning(torch.device(facts.device_type), shared=shared and shard.stores)
     unfilled = UnfilledBlocks(facts.block_size)
@@ -70,7 +72,7 @@ def start_worker(
         # Where vLLM zeroes new blocks, it does so while it prepares a step.
         loads_early=not kv_cache_config.needs_kv_cache_zeroing,
         publishes=publishes,
-        sharing=PoolSharing(shard) if shared else None,
+        sharing=functools.partial(share_pool, shard=shard) if shared else None,
         ranks=ranks,
     )
     return adapter, worker

@@ -13,6 +13,7 @@ flight, garbage collection. The calls come in this order; the first two are not 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
     from lmcache_xpu.cache_engine.factory import Adapter
     from lmcache_xpu.cache_engine.unfilled_blocks import UnfilledBlocks
-    from lmcache_xpu.kv_connector.pool_sharing import PoolSharing
     from lmcache_xpu.kv_connector.rank_group import RankGroup
     from lmcache_xpu.kv_connector.step_metadata import StepMetadata
     from lmcache_xpu.tiers.residency import Residency
@@ -56,7 +56,8 @@ class WorkerSide:
         loads_early: loads may begin before vLLM has prepared a step.
         publishes: the engine publishes KV events of the tiers.
         ranks: that share out the heads; None where this one has all.
-        sharing: of one CPU tier with ranks that hold the same; None where this one has its own.
+        sharing: gives LMCache's engine one CPU tier with ranks that hold the same, and waits for
+            them; None where this one has its own.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class WorkerSide:
         loads_early: bool = True,
         publishes: bool = False,
         ranks: RankGroup | None = None,
-        sharing: PoolSharing | None = None,
+        sharing: Callable[[Any], None] | None = None,
     ) -> None:
         self.collection = GarbageCollection()
         self.epoch = WorkerEpoch(adapter.lmcache_engine, unfilled, self._forget_entries)
@@ -111,8 +112,6 @@ class WorkerSide:
             )
         self._adapter.register_kv_caches(kv_caches)
         health.check_healthy(self._adapter)
-        if self._sharing is not None:
-            self._sharing.share(self._engine)
         extra = self._adapter.config.extra_config or {}
         self.layers = {name: number for number, name in enumerate(kv_caches)}
         self.in_flight = InFlight(
@@ -178,6 +177,9 @@ class WorkerSide:
         """Begin a step. Blocks that it may write wait for stores that still read them."""
         if self._adapter.step is metadata:
             return  # again would forget layerwise loads that have begun
+        if self._sharing is not None:  # with the first step, to which all ranks come
+            sharing, self._sharing = self._sharing, None
+            sharing(self._engine)
         self._adapter.bind(metadata)
         self._described_loads = self._loads_in_step() > 0
         self._loading = False
