@@ -89,7 +89,17 @@ class ServerConnector(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
                 "a vLLM that is told of failed loads request by request, which came with 0.30",
                 "Install a newer one, or use cache=in-process.",
             )
-        self._connect(vllm_config, role, kv_cache_config)
+        deadline = time.monotonic() + CONNECT_S
+        while not hasattr(self, "_group_tokens_per_block"):  # LMCache's, once the server answers
+            try:
+                super().__init__(vllm_config, role, kv_cache_config)
+            except ConnectionError as error:
+                if time.monotonic() > deadline:
+                    raise SettingsError(
+                        f"no answer from an LMCache server at {self._url}",
+                        f"one that answers within {CONNECT_S:.0f} s",
+                        "Start it, or leave server_url unset and `lmcache-xpu serve` does.",
+                    ) from error
         self._blocks = kv_cache_config.num_blocks
         # Where vLLM zeroes new blocks, its newer runner does so before it tells us of the step.
         self._zeroed = bool(kv_cache_config.needs_kv_cache_zeroing)
@@ -103,23 +113,6 @@ class ServerConnector(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
             self._failed: set[str] = set()
             if not isinstance(self.worker_adapter, WorkerAdapter):
                 self.worker_adapter = self._own_adapter(self.worker_adapter)
-
-    def _connect(
-        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
-    ) -> None:
-        """Become LMCache's connector, once the server answers; it may come up beside the engine."""
-        deadline = time.monotonic() + CONNECT_S
-        while True:
-            try:
-                super().__init__(vllm_config, role, kv_cache_config)
-                return
-            except ConnectionError as error:
-                if time.monotonic() > deadline:
-                    raise SettingsError(
-                        f"no answer from an LMCache server at {self._url}",
-                        f"one that answers within {CONNECT_S:.0f} s",
-                        "Start it, or leave server_url unset and `lmcache-xpu serve` does.",
-                    ) from error
 
     def _own_adapter(self, stock: Any) -> WorkerAdapter:
         """Make our adapter in place of LMCache's, which older LMCache makes without asking us."""
