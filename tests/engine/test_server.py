@@ -5,6 +5,8 @@ As in test_engine.py bytes and tokens are compared, with the engine's cache zero
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from support import tiny_models
 from support.cache_server import CacheServer
@@ -106,14 +108,17 @@ def test_nothing_is_found_that_was_stored_before_a_reset(seen):
 
 
 def test_what_one_engine_stores_another_one_finds(model, directory):
+    """The first engine is there before the server, and waits for it."""
     server = CacheServer(directory / "two.log")
-    server.start()
+    starting = threading.Timer(15, server.start)
+    starting.start()
     try:
         steps = {
             step: printed(run_probe("server", step, model, directory, server.url))
             for step in ("store", "find")
         }
     finally:
+        starting.join()
         server.kill()
     assert set(steps["store"].values()) == {0}
     for name in LENGTHS:
