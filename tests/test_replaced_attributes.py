@@ -59,6 +59,7 @@ OWN = {  # of classes of this package, and of events that it makes
     "kv_connector/kv_events.py: prompt.name",
     "kv_connector/load_queue.py: item.told",
     "kv_connector/patches.py: replacement.__lmcache_xpu__",
+    "kv_connector/scheduler.py: metadata.computed_hits",
     "kv_connector/pool_sharing.py: engine.borrower",
     "kv_connector/pool_sharing.py: engine.gpu_connector.lender",
     "kv_connector/pool_sharing.py: engine.lender",

@@ -6,6 +6,7 @@ As in test_engine.py bytes and tokens are compared, with the engine's cache zero
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 from support import tiny_models
@@ -124,6 +125,24 @@ def test_what_one_engine_stores_another_one_finds(model, directory):
     for name in LENGTHS:
         assert steps["find"][name]["hit"] == cached(name)
         assert is_exact(steps["find"][name], name)
+
+
+@pytest.mark.parametrize("end", ["stop", "kill"])
+def test_what_is_on_disk_outlives_its_server(model, directory, end):
+    server = CacheServer(directory / f"{end}.log", disk_path=directory / end, disk_gib=1)
+    server.start()
+    try:
+        printed(run_probe("server", "store", model, directory, server.url))
+        if end == "kill":
+            time.sleep(3)  # what is stored gets to the disk in the background
+        getattr(server, end)()
+        server.start()
+        asked = printed(run_probe("server", "find", model, directory, server.url))
+    finally:
+        server.kill()
+    for name in LENGTHS:
+        assert asked[name]["hit"] == cached(name)
+        assert is_exact(asked[name], name)
 
 
 @pytest.mark.parametrize(

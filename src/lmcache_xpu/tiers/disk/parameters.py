@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -17,7 +16,7 @@ from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["DiskSettings", "check_hash", "server_option"]
+__all__ = ["DiskSettings", "check_hash"]
 
 logger = logging.getLogger("vllm.lmcache_xpu.disk")  # vLLM prints its own loggers only
 
@@ -159,24 +158,3 @@ def check_hash(algorithm: str) -> None:
             "keys that are the same after a restart",
             "Set it to 'sha256', or fix PYTHONHASHSEED.",
         )
-
-
-def server_option(path: Path, gib: float, threads: int | None = None) -> str:
-    """Return the value of `lmcache server`'s option `--l2-adapter` that switches the tier on.
-
-    Args:
-        path: directory on a local disk; the server's is made in it.
-        gib: what the server may use of it.
-        threads: reads at a time, and half as many writes; the tier's default if None.
-    """
-    params: dict[str, object] = {"disk.path": str(path), "disk.gib": gib}
-    if threads is not None:
-        params["disk.threads"] = threads
-    return json.dumps(
-        {
-            "type": "plugin",
-            "module_path": "lmcache_xpu.disk.l2_adapter",
-            "class_name": "DiskL2Adapter",
-            "adapter_params": params,
-        }
-    )
