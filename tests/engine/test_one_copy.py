@@ -21,7 +21,7 @@ pytestmark = pytest.mark.engine
 ONE_HEAD = dataclasses.replace(EXACT, name="one-head", kv_heads=1)
 
 
-@pytest.fixture(scope="module", params=["auto", pytest.param("async", marks=pytest.mark.matrix)])
+@pytest.fixture(scope="module", params=["always", pytest.param("async", marks=pytest.mark.matrix)])
 def report(request, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("copies")
     model = make_model(ONE_HEAD, directory)

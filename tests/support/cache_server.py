@@ -55,13 +55,6 @@ class CacheServer:
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
 
-    def stop(self) -> None:
-        """End it as a user would, and wait."""
-        assert self._process is not None
-        self._process.terminate()
-        self._process.wait(60)
-        self._process = None
-
     def kill(self) -> None:
         if self._process is not None:
             self._process.kill()
