@@ -17,7 +17,7 @@ from support.scripts import printed, run_probe
 from lmcache_xpu.harness.random_model import EXACT, make_model
 from lmcache_xpu.versions import lmcache_server
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.alone]  # a wait is measured
 
 AT_MOST_S = 2.0  # that a server may hold a request; what is computed beside it is less
 HIT = "inside"

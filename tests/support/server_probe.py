@@ -22,6 +22,7 @@ from support.probes import end_with
 from support.real_engine import LENGTHS, Engine, hit, prompt
 
 HIT = "inside"  # of the lengths
+COMES_BACK_S = 20
 
 
 def adapter():
@@ -137,9 +138,13 @@ def faults(engine: Engine, server: CacheServer) -> dict[str, Any]:
         """
         start()
         seen = wait_for(engine, answers, until=True)
-        first = asked(engine, references["block"], LENGTHS["block"])
-        wait_for(engine, busy, until=False)
-        second = asked(engine, references["block"], LENGTHS["block"])
+        first = second = asked(engine, references["block"], LENGTHS["block"])
+        end = time.monotonic() + COMES_BACK_S
+        while time.monotonic() < end:  # on a busy machine the server may be late once more
+            wait_for(engine, busy, until=False)
+            second = asked(engine, references["block"], LENGTHS["block"])
+            if second["hit"] or not second["same"]:
+                break
         return {"seen": seen, "first": first, "second": second}
 
     server.hang()
