@@ -1,0 +1,82 @@
+"""LMCache's server as a service: two engines with one memory, its disk, its end and its return."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from stack import ask, conversation, crowd_out
+
+
+@pytest.fixture(scope="module")
+def stack(make_stack):
+    stack = make_stack(
+        LMCACHE_XPU_CACHE="server",
+        LMCACHE_XPU_SERVER_URL="tcp://lmcache:5555",
+        LMCACHE_XPU_DISK_GIB="",
+        LMCACHE_XPU_ENFORCE_EAGER="true",
+        SERVER_GIB="0.5",
+        SERVER_SHM_SIZE="2g",
+        SERVER_DISK_GIB="1",
+        COMPOSE_PROFILES="xpu,xpu-2,xpu-server,monitoring",
+    )
+    stack.up("cpu")
+    return stack
+
+
+def hits_of(client, seed):
+    """External hits of a prompt, and its answer."""
+    before = client.counts()
+    answer = ask(client, conversation(seed))
+    return (client.counts() - before).external_hits, answer
+
+
+def wait_for_a_hit(client, seed):
+    """The answer of a prompt that the engine's own cache has lost, once the server has it."""
+    end = time.monotonic() + 60
+    while True:
+        crowd_out(client, seed * 100)
+        hits, answer = hits_of(client, seed)
+        if hits >= 1024:
+            return answer
+        assert time.monotonic() < end, "nothing came back from the server"
+
+
+def test_what_one_engine_computed_the_other_one_hits(stack):
+    with (
+        stack.client(stack.address("engine-cpu")) as near,
+        stack.client(stack.address("engine-cpu-2")) as far,
+    ):
+        expected = ask(near, conversation(1))
+        answer = wait_for_a_hit(far, 1)
+    assert answer.token_ids == expected.token_ids
+
+
+def test_no_container_has_the_hosts_memory_or_rights(stack):
+    for service in ("engine-cpu", "engine-cpu-2", "server-cpu"):
+        config = stack.inspect(service)["HostConfig"]
+        assert (config["IpcMode"], config["Privileged"]) == ("private", False)
+
+
+def test_hits_come_back_when_the_server_does(stack):
+    stack.host.run("kill", "--signal", "KILL", stack.inspect("server-cpu")["Id"])
+    with stack.client(stack.address("engine-cpu")) as client:
+        assert ask(client, conversation(2)).completion_tokens == 24
+        stack.compose("start", "server-cpu")
+        stack.wait_healthy("server-cpu")
+        expected = ask(client, conversation(3))
+        assert wait_for_a_hit(client, 3).token_ids == expected.token_ids
+    assert "Insufficient /dev/shm" not in stack.logs("server-cpu")
+
+
+def test_its_disk_tier_outlives_it(stack):
+    listed = stack.compose("exec", "server-cpu", "ls", "/var/cache/kv/kv-server").stdout
+    assert ".lmxkv" in listed
+
+
+def test_prometheus_sees_it(stack):
+    end = time.monotonic() + 60
+    while not stack.query('up{job="lmcache-server"} == 1'):
+        assert time.monotonic() < end
+        time.sleep(1)
+    assert stack.query("lmcache_mp_l1_usage_ratio")
