@@ -1,4 +1,4 @@
-"""docker/cache-server starts the server that `serve --cache server` starts, with a disk tier on it."""
+"""docker/cache-server starts the server that `serve --cache server` starts, with a disk tier."""
 
 from __future__ import annotations
 

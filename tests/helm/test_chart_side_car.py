@@ -131,9 +131,10 @@ def test_its_metrics_are_a_job_of_their_own_where_it_is(kind, endpoints):
 def test_without_it_nothing_of_it_is_there():
     objects = model()
     assert "initContainers" not in objects.engines()["m"]["spec"]["template"]["spec"]
-    assert not {"LMCACHE_XPU_CACHE", "LMCACHE_XPU_SERVER_URL"} & environment(
-        objects.engines()["m"]
-    ).keys()
+    assert (
+        not {"LMCACHE_XPU_CACHE", "LMCACHE_XPU_SERVER_URL"}
+        & environment(objects.engines()["m"]).keys()
+    )
 
 
 WRONG = {
@@ -182,9 +183,10 @@ def test_wrong_combinations_are_refused(keys, message):
 def test_a_shared_valkey_is_refused_beside_it():
     valkey = {"enabled": True, "passwordSecret": {"name": "s", "key": "k"}}
     values = merged(MODEL, {"valkey": valkey, "models": {"m": {"cache": SIDE_CAR}}})
-    assert "sideCar with remote_url=redis://kv-lmcache-xpu-valkey:6379" in template(
-        values=values
-    ).stderr
+    assert (
+        "sideCar with remote_url=redis://kv-lmcache-xpu-valkey:6379"
+        in template(values=values).stderr
+    )
 
 
 def test_a_server_in_the_engines_container_is_refused_and_one_of_the_node_is_not(monkeypatch):

@@ -17,6 +17,7 @@ import pytest
 from chart import ROOT, Objects, model
 from pod_process import PodProcess
 
+from lmcache_xpu.harness.client import Answer, Client
 from lmcache_xpu.harness.engine_process import free_port
 from lmcache_xpu.harness.random_model import EXACT, make_model
 
@@ -39,6 +40,7 @@ def objects(place: Path) -> Objects:
         settings={
             "model": str(make_model(EXACT, place)),
             "served_model_name": "small",
+            "max_model_len": 8192,
             "kv_cache_gib": 0.04,
             "cpu_gib": 0.5,
             "disk_gib": 1,
@@ -62,78 +64,141 @@ def wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + START_S
     while not answers(url):
         ended = process.poll() is not None or time.monotonic() > deadline
-        assert not ended, log.read_text(errors="replace")[-3000:]
+        if ended:
+            text = log.read_text(errors="replace")
+            pytest.fail("\n".join([*re.findall(r".*Error: .*", text), text[-2000:]]))
         time.sleep(0.2)
+
+
+class SideCar:
+    """The side-car's command as a process, on free ports."""
+
+    def __init__(self, objects: Objects, place: Path) -> None:
+        spec = objects.engines()["m"]["spec"]["template"]["spec"]
+        [self.spec] = spec["initContainers"]
+        self.port, self.http, self.log = free_port(), free_port(), place / "server.log"
+        environ = {item["name"]: item["value"] for item in self.spec["env"]}
+        environ |= {"CACHE_PORT": str(self.port), "CACHE_HTTP_PORT": str(self.http)}
+        environ |= {"CACHE_DISK_PATH": str(place / "kv"), "CACHE_HTTP_HOST": "127.0.0.1"}
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        self.environ = {**environ, "HOME": str(place), "PATH": path}
+        self.url = f"http://127.0.0.1:{self.http}"
+
+    def start(self) -> None:
+        with self.log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [ROOT / "docker" / self.spec["command"][0]],
+                env=self.environ,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        wait(self.url + self.spec["startupProbe"]["httpGet"]["path"], self.process, self.log)
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait(30)
+
+    @property
+    def metrics(self) -> str:
+        return httpx.get(f"{self.url}/metrics", timeout=10, trust_env=False).text
 
 
 @pytest.fixture(scope="module")
 def server(objects: Objects, place: Path):
-    """The side-car's command, on free ports; the URL of its HTTP interface, and its port."""
-    spec = objects.engines()["m"]["spec"]["template"]["spec"]
-    [side_car] = spec["initContainers"]
-    port, http, log = free_port(), free_port(), place / "server.log"
-    environ = {item["name"]: item["value"] for item in side_car["env"]}
-    environ |= {"CACHE_PORT": str(port), "CACHE_HTTP_PORT": str(http)}
-    environ |= {"CACHE_DISK_PATH": str(place / "kv"), "CACHE_HTTP_HOST": "127.0.0.1"}
-    environ |= {"HOME": str(place), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [ROOT / "docker" / side_car["command"][0]],
-            env=environ,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-    url = f"http://127.0.0.1:{http}"
+    side_car = SideCar(objects, place)
     try:
-        wait(url + side_car["startupProbe"]["httpGet"]["path"], process, log)
-        yield {"url": url, "port": port}
+        side_car.start()
+        yield side_car
     finally:
-        process.terminate()
-        process.wait(30)
+        side_car.stop()
 
 
 @pytest.fixture(scope="module")
-def hits(objects: Objects, server, place: Path) -> tuple[int, int]:
-    """Tokens that came back, and all of the prompt, by the script of `helm test`."""
-    workload, port = objects.engines()["m"], free_port()
-    pod = PodProcess(objects, workload, place, {}, port)
+def engine(objects: Objects, server: SideCar, place: Path):
+    """The URL of the pod's engine."""
+    port = free_port()
+    pod = PodProcess(objects, objects.engines()["m"], place, {}, port)
     assert pod.env["LMCACHE_XPU_SERVER_URL"] == "tcp://127.0.0.1:5555"
-    pod.env["LMCACHE_XPU_SERVER_URL"] = f"tcp://127.0.0.1:{server['port']}"
+    pod.env["LMCACHE_XPU_SERVER_URL"] = f"tcp://127.0.0.1:{server.port}"
     url = f"http://127.0.0.1:{port}"
     with pod.running(confined=False) as process:
         wait(f"{url}/health", process, pod.log)
-        [chat] = objects.one("Pod")["spec"]["containers"]
-        done = subprocess.run(
-            [sys.executable, *chat["command"][1:], chat["args"][0], url, chat["args"][2]],
-            capture_output=True,
-            text=True,
-            timeout=200,
-            env={},
-        )
-    assert done.returncode == 0, done.stdout + done.stderr
-    match = re.search(r"(\d+) of (\d+) tokens came from", done.stdout)
-    assert match
-    return int(match[1]), int(match[2])
+        yield url
 
 
-def test_helm_tests_script_sees_a_chat_come_back_from_the_side_car(hits):
-    loaded, tokens = hits
-    assert tokens - 256 <= loaded < tokens
+@pytest.fixture(scope="module")
+def script(objects: Objects, engine: str) -> subprocess.CompletedProcess[str]:
+    """What `helm test`'s pod runs."""
+    [chat] = objects.one("Pod")["spec"]["containers"]
+    text, _, name = chat["args"]
+    return subprocess.run(
+        [sys.executable, *chat["command"][1:], text, engine, name],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={},
+    )
 
 
-def test_what_the_engine_stored_is_on_the_servers_disk(hits, place):
-    assert list((place / "kv" / "kv-server").iterdir())
+def test_helm_tests_script_sees_a_chat_come_back_from_the_side_car(script):
+    assert script.returncode == 0, script.stdout + script.stderr
+    hits, tokens = map(int, re.search(r"(\d+) of (\d+) tokens came from", script.stdout).groups())
+    assert tokens - 256 <= hits < tokens
 
 
-def test_the_dashboards_names_are_those_of_the_server(hits, server):
-    text = httpx.get(f"{server['url']}/metrics", timeout=10, trust_env=False).text
-    sampled = set(re.findall(r"^(\w+)", text, re.MULTILINE))
+def test_the_dashboards_names_are_those_of_the_server(script, server):
+    sampled = set(re.findall(r"^(\w+)", server.metrics, re.MULTILINE))
     board = json.loads((ROOT / "monitoring/dashboards/lmcache-xpu.json").read_text())
     exprs = [t["expr"] for panel in board["panels"] for t in panel.get("targets", ())]
     shown = {name for expr in exprs for name in re.findall(r"lmcache_mp_\w+", expr)}
     assert len(shown) >= 5
     # Counted from the first time on that it happens.
     rare = {"lmcache_mp_l1_evicted_chunks_total", "lmcache_mp_l1_allocation_failure_total"}
-    assert shown - sampled <= rare
+    assert shown - sampled <= rare, sorted(name for name in sampled if "lmcache_mp" in name)
 
 
+def test_hits_come_from_its_disk_after_the_side_car_is_another(engine, server, script):
+    """As after a crash of its container: its memory is empty, the engine goes on."""
+    with Client(engine, timeout_s=120) as client:
+        expected = ask(client, conversation(1))
+        crowd_out(client, 100)
+        stored = len(files(server))
+        server.stop()
+        server.start()
+        deadline = time.monotonic() + 60
+        while True:
+            before = client.counts()
+            answer = ask(client, conversation(1))
+            hits = (client.counts() - before).external_hits
+            if hits >= 1024 or time.monotonic() > deadline:
+                break
+            crowd_out(client, 200)
+    assert hits >= 1024
+    assert answer.token_ids == expected.token_ids
+    assert stored
+    loaded = re.search(
+        r'^lmcache_xpu_bytes_total\{direction="load",tier="disk"\} (\S+)',
+        server.metrics,
+        re.MULTILINE,
+    )
+    assert float(loaded[1]) > 0
+
+
+def files(server: SideCar) -> list[Path]:
+    return list((Path(server.environ["CACHE_DISK_PATH"]) / "kv-server").glob("*.lmxkv"))
+
+
+def conversation(seed: int) -> list[dict[str, str]]:
+    """A prompt of its own for each seed, of some 1,500 tokens and more."""
+    words = " ".join(str((seed * 7919 + i * 104729) % 99991) for i in range(250))
+    return [{"role": "user", "content": words}]
+
+
+def ask(client: Client, messages: list[dict[str, str]], tokens: int = 24) -> Answer:
+    return client.chat(messages, max_tokens=tokens)
+
+
+def crowd_out(client: Client, first_seed: int) -> None:
+    """Fill the engine's own cache with other prompts."""
+    for seed in range(first_seed, first_seed + 12):
+        ask(client, conversation(seed), tokens=2)

@@ -16,7 +16,7 @@ printf '%s\\n' "LMCACHE_TRACK_USAGE=$LMCACHE_TRACK_USAGE" "PYTHONHASHSEED=$PYTHO
 
 
 def run_program(folder: Path, environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run it with these variables; what it prints are the two that it exports, and the arguments."""
+    """Run it with these variables; it prints two of those that it exports, and the arguments."""
     program = folder / "lmcache"
     program.write_text(LMCACHE)
     program.chmod(0o755)
