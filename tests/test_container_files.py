@@ -326,7 +326,7 @@ def test_engines_map_the_memory_of_lmcaches_server_where_they_use_one(url):
     for name in ENGINES:
         [mount] = [each for each in SERVICES[name]["volumes"] if each.startswith("shared-memory:")]
         source, target, option = interpolated(mount, **variables).split(":")
-        # Docker would copy the rights of the image's own directory.
+        # What an image has at that path is not for this volume.
         assert (source, target, option) == ("shared-memory", ENGINE_SIDE[url], "nocopy")
     for name in SERVERS:
         assert "shared-memory:/dev/shm:nocopy" in SERVICES[name]["volumes"]

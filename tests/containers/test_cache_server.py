@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
+from docker_host import ROOT
 from stack import ask, conversation, crowd_out
 
 
@@ -76,7 +78,18 @@ def test_its_disk_tier_outlives_it(stack):
 
 def test_prometheus_sees_it(stack):
     end = time.monotonic() + 60
-    while not stack.query('up{job="lmcache-server"} == 1'):
+    while not stack.query('max_over_time(up{job="lmcache-server"}[5m]) == 1'):
         assert time.monotonic() < end
         time.sleep(1)
-    assert stack.query("lmcache_mp_l1_usage_ratio")
+    board = json.loads((ROOT / "monitoring/dashboards/lmcache-xpu.json").read_text())
+    exprs = [t["expr"] for panel in board["panels"] for t in panel.get("targets", ())]
+    queries = [
+        expr.replace("$__rate_interval", "1m").replace("$namespace", ".*")
+        for expr in exprs
+        if "lmcache_mp_" in expr or "lmcache-server" in expr
+    ]
+    assert len(queries) >= 5
+    # What has not happened has no series: an eviction, a store without room.
+    rare = ("evicted", "allocation_failure")
+    empty = [query for query in queries if not stack.query(query)]
+    assert [query for query in empty if not any(word in query for word in rare)] == []
