@@ -49,6 +49,9 @@ WRONG = {
     "overlap_store": "2",
     "staging_mib": "-1",
     "layers_at_once": "0",
+    "cache": "elsewhere",
+    "server_url": "127.0.0.1:5555",
+    "server_timeout_s": "0",
 }
 ANY_TEXT = {
     "model",

@@ -10,17 +10,21 @@ from support.cache_server_program import by_name, disk, options, run_program
 
 from lmcache_xpu.launch.cache_server import server_command
 from lmcache_xpu.launch.settings import Settings
-from lmcache_xpu.tiers.disk.parameters import server_option
+from lmcache_xpu.tiers.disk.server_option import server_option
 
 WHERE = {"--host", "--port", "--http-host", "--http-port", "--prometheus-port", "--shm-name"}
 
 
 def test_its_options_are_those_of_serve_but_for_where_it_listens(tmp_path):
-    settings = Settings.load({"model": "m", "cache": "server", "cpu_gib": 3, "chunk_tokens": 512})
+    sizes = {"cpu_gib": 3, "chunk_tokens": 512, "disk_path": "/kv", "disk_gib": 9}
+    settings = Settings.load({"model": "m", "cache": "server", **sizes})
     _, _, *words = server_command(settings, (1, 2, 3))
-    ours = options(tmp_path, {"CACHE_GIB": "3", "CACHE_CHUNK_TOKENS": "512"})
+    environ = {"CACHE_GIB": "3", "CACHE_CHUNK_TOKENS": "512"}
+    environ |= {"CACHE_DISK_PATH": "/kv", "CACHE_DISK_GIB": "9"}
+    ours = options(tmp_path, environ)
     expected = by_name(words)
     assert float(ours.pop("--l1-size-gb")) == float(expected.pop("--l1-size-gb")) == 3
+    assert json.loads(ours.pop("--l2-adapter")) == json.loads(expected.pop("--l2-adapter"))
     assert {k: v for k, v in ours.items() if k not in WHERE} == {
         k: v for k, v in expected.items() if k not in WHERE
     }

@@ -124,6 +124,7 @@ def read(workers, **extra):
         config.get_extra_config_value("save_only_first_rank", True),
         config.get_extra_config_value("disk.path", None),
         config.get_lookup_server_worker_ids(True, workers),
+        config.get_extra_config_value("remote_enable_mla_worker_id_as0", True),
     ]
 try:
     read(2, save_only_first_rank=True)
@@ -140,7 +141,8 @@ def test_each_worker_of_an_mla_model_keeps_its_own_copy():
     """LMCache's default is one copy, of which the other workers' connectors could make nothing."""
     pytest.importorskip("vllm")
     printed_values = run_script(COPIES)
-    assert printed_values["one"] == [True, None, [0]]
-    assert printed_values["two"] == [False, None, [0, 1]]  # what not all of them have was not found
-    assert printed_values["more"] == [False, "/d", [0, 1]]
+    assert printed_values["one"] == [True, None, [0], True]
+    # What not all of them have was not found; and other layers are not the first worker's.
+    assert printed_values["two"] == [False, None, [0, 1], False]
+    assert printed_values["more"] == [False, "/d", [0, 1], False]
     assert "save_only_first_rank true with MLA on 2 devices" in printed_values["refused"]

@@ -35,7 +35,15 @@ FULL = {"block_size": 64, "num_kv_heads": 8, "head_size": 128, "dtype": torch.bf
 
 
 def read(
-    *specs, device: str = "xpu", cache_dtype: str = "auto", resolves: bool = True, monkeypatch
+    *specs,
+    device: str = "xpu",
+    cache_dtype: str = "auto",
+    resolves: bool = True,
+    kv_heads: int = 8,
+    mla: bool = False,
+    drafter_heads: int | None = None,
+    monkeypatch,
+    **parallel: int,
 ) -> EngineFacts:
     import vllm.platforms
 
@@ -46,9 +54,22 @@ def read(
     if resolves:
         resolved.get_resolved_kv_cache_layout = lambda: KVCacheLayout.LBNHC
     model_config = SimpleNamespace(
-        model="org/model", dtype=torch.bfloat16, hf_config=SimpleNamespace(_commit_hash=COMMIT)
+        model="org/model",
+        dtype=torch.bfloat16,
+        hf_config=SimpleNamespace(_commit_hash=COMMIT),
+        use_mla=mla,
+        get_total_num_kv_heads=lambda: kv_heads,
     )
-    vllm_config = SimpleNamespace(cache_config=resolved, model_config=model_config)
+    drafter = SimpleNamespace(use_mla=mla, get_total_num_kv_heads=lambda: drafter_heads)
+    drafts = SimpleNamespace(draft_model_config=drafter)
+    sizes = {"tensor_parallel_size": 1, "decode_context_parallel_size": 1, **parallel}
+    sizes.setdefault("world_size", sizes["tensor_parallel_size"])
+    vllm_config = SimpleNamespace(
+        cache_config=resolved,
+        model_config=model_config,
+        parallel_config=SimpleNamespace(**sizes),
+        speculative_config=None if drafter_heads is None else drafts,
+    )
     return engine_facts(vllm_config, KVCacheConfig(8, [], groups))
 
 
@@ -62,7 +83,39 @@ def test_a_dense_cache_is_what_lmcache_s_key_says(monkeypatch):
         head_size=128,
         block_size=64,
         namespace=WEIGHTS,
+        shared_heads=8,
     )
+
+
+@pytest.mark.parametrize(
+    ("heads", "options", "shared"),
+    [
+        (4, {"kv_heads": 8, "tensor_parallel_size": 2}, 8),
+        (1, {"kv_heads": 2, "tensor_parallel_size": 8}, 2),
+        (1, {"kv_heads": 128, "mla": True, "tensor_parallel_size": 4}, 1),
+        (4, {"kv_heads": 8, "tensor_parallel_size": 2, "drafter_heads": 8}, 8),
+        (4, {"kv_heads": 8, "tensor_parallel_size": 2, "drafter_heads": 4}, 0),
+        (8, {"kv_heads": 8, "tensor_parallel_size": 2}, 0),  # not shared out
+        (4, {"kv_heads": 8, "tensor_parallel_size": 2, "world_size": 4}, 0),  # layers, too
+        (1, {"kv_heads": 2, "tensor_parallel_size": 4, "decode_context_parallel_size": 2}, 0),
+    ],
+)
+def test_heads_that_ranks_share_out(heads, options, shared, monkeypatch):
+    """By tensor parallelism alone; and the drafter's in the same way."""
+    spec = FullAttentionSpec(**{**FULL, "num_kv_heads": heads})
+    assert read(spec, monkeypatch=monkeypatch, **options).shared_heads == shared
+
+
+def test_the_fingerprint_of_weights_is_the_same_on_all_ranks(monkeypatch):
+    spaces = {
+        read(
+            FullAttentionSpec(**{**FULL, "num_kv_heads": 8 // size}),
+            tensor_parallel_size=size,
+            monkeypatch=monkeypatch,
+        ).namespace
+        for size in (1, 2, 4)
+    }
+    assert len(spaces) == 1
 
 
 def test_an_older_vllm_is_asked_with_its_configuration_set(monkeypatch):
@@ -105,7 +158,7 @@ def test_fp8_formats_do_not_share_a_cache(monkeypatch):
 
 def test_mla_is_one_plane_and_row_major_everywhere(monkeypatch):
     latent = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
-    facts = read(latent, device="cpu", monkeypatch=monkeypatch)
+    facts = read(latent, device="cpu", mla=True, monkeypatch=monkeypatch)
     assert (facts.heads, facts.head_size, facts.opaque_blocks) == (1, 576, False)
     assert facts.namespace == WEIGHTS
 

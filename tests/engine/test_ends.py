@@ -6,6 +6,7 @@ or one process is killed. `make test-ranks` runs this.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -79,3 +80,33 @@ def test_a_killed_process_ends_the_others(ranks: int, title: str, model: Path, t
         assert engine.wait_for_end(END_S) == {}
         assert engine.memory_left() == []
         assert "unexpectedly" in engine.said()  # vLLM's word for what it did not do
+
+
+@pytest.fixture(scope="module")
+def one_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    spec = dataclasses.replace(EXACT, name="one-head", kv_heads=1)
+    return make_model(spec, tmp_path_factory.mktemp("models"))
+
+
+@pytest.mark.parametrize("process", ["worker0", "worker1"])
+def test_ranks_wait_for_no_other_that_failed_to_share_its_cpu_tier(
+    process: str, one_head: Path, tmp_path: Path
+):
+    fault = f"{process}:register_kv_caches"
+    with WholeEngine(one_head, tmp_path / "log", ranks=2, fault=fault) as engine:
+        assert not engine.wait_for_start()
+        assert engine.wait_for_end(END_S) == {}
+        assert f"planted in {process}" in engine.said()
+        assert engine.memory_left() == []
+
+
+@pytest.mark.parametrize("title", ["VLLM::Worker_TP0", "VLLM::Worker_TP1"])
+def test_a_killed_rank_that_shares_its_cpu_tier_ends_the_other(
+    title: str, one_head: Path, tmp_path: Path
+):
+    with WholeEngine(one_head, tmp_path / "log", ranks=2) as engine:
+        assert engine.wait_for_start()
+        assert engine.answers()
+        engine.kill(title)
+        assert engine.wait_for_end(END_S) == {}
+        assert [path for path in engine.memory_left() if "vllm_dist_" not in path] == []

@@ -56,6 +56,19 @@ def test_a_load_that_fails_on_one_rank_is_recomputed_on_both(report: dict[str, A
     assert seen["afterwards"]["hit"] == FAULTS["fails its loads"] * CHUNK
 
 
+def test_what_a_step_computes_behind_a_load_that_fails_on_one_rank_is_not_stored(
+    report: dict[str, Any],
+):
+    """On the other rank: each layer's sum brings it what the failed one computes from anything."""
+    seen = report["computes behind"]
+    chunks = FAULTS["computes behind"]
+    assert seen["faulty"]["right"]
+    assert seen["faulty"]["hit"] == 2 * CHUNK
+    assert seen["afterwards"]["right"]
+    assert seen["afterwards"]["hit"] == chunks * CHUNK
+    assert min(seen["afterwards"]["restored"]) >= chunks * CHUNK // BLOCK
+
+
 def test_what_one_rank_could_not_write_is_no_hit(report: dict[str, Any]):
     seen = report["has a full disk"]
     sound, full = seen["written"]

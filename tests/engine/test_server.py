@@ -5,6 +5,9 @@ As in test_engine.py bytes and tokens are compared, with the engine's cache zero
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 from support import tiny_models
 from support.cache_server import CacheServer
@@ -106,19 +109,38 @@ def test_nothing_is_found_that_was_stored_before_a_reset(seen):
 
 
 def test_what_one_engine_stores_another_one_finds(model, directory):
+    """The first engine is there before the server, and waits for it."""
     server = CacheServer(directory / "two.log")
-    server.start()
+    starting = threading.Timer(15, server.start)
+    starting.start()
     try:
         steps = {
             step: printed(run_probe("server", step, model, directory, server.url))
             for step in ("store", "find")
         }
     finally:
+        starting.join()
         server.kill()
     assert set(steps["store"].values()) == {0}
     for name in LENGTHS:
         assert steps["find"][name]["hit"] == cached(name)
         assert is_exact(steps["find"][name], name)
+
+
+def test_what_is_on_disk_outlives_its_server(model, directory):
+    server = CacheServer(directory / "disk.log", disk_path=directory / "disk", disk_gib=1)
+    server.start()
+    try:
+        printed(run_probe("server", "store", model, directory, server.url))
+        time.sleep(3)  # what is stored gets to the disk in the background
+        server.kill()
+        server.start()
+        asked = printed(run_probe("server", "find", model, directory, server.url))
+    finally:
+        server.kill()
+    for name in LENGTHS:
+        assert asked[name]["hit"] == cached(name)
+        assert is_exact(asked[name], name)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import time
 import pytest
 from support.lmcache_server import CHUNK, CHUNK_TOKENS, Client, Server
 
-from lmcache_xpu.tiers.disk.parameters import server_option
+from lmcache_xpu.tiers.disk.server_option import server_option
 
 pytestmark = pytest.mark.engine
 

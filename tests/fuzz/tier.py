@@ -120,7 +120,7 @@ class Tier(RuleBasedStateMachine):
         if chunk in self.damaged:
             return
         tier = self.engine.tier
-        file = tier._store._path(tier._name(self.key(*chunk)))
+        file = tier._store._path(tier._holdings.name(self.key(*chunk)))
         raw, rng = bytearray(file.read_bytes()), random.Random(seed)
         raw[rng.randrange(4096, len(raw))] ^= 1 << rng.randrange(8)
         file.write_bytes(raw)

@@ -157,7 +157,7 @@ def refused(**keys) -> str:
 
 def test_every_setting_that_the_server_lacks_is_refused_here():
     """Before a pod runs that would end with the same message."""
-    assert WRONG.keys() == SERVER_LACKS.keys() - {"disk_path"}  # which goes to the server
+    assert WRONG.keys() == SERVER_LACKS.keys()
     for name, value in WRONG.items():
         message = refused(cache=SIDE_CAR, settings={name: value})
         assert f"models.m.cache.kind is sideCar with {name}=" in message

@@ -125,9 +125,21 @@ def test_a_tier_holds_what_all_workers_hold(events, database):
     assert events.take() == []
 
 
+def test_what_workers_hold_alike_is_on_disk_once(events, database):
+    """And in the memory of each."""
+    told(events, request(TOKENS))
+    names = database.names(TOKENS)[:1]
+    events.report(TierReport(2, changes(DISK, names), shards=1))
+    assert [event.medium for event in events.take()] == ["STORAGE"]
+    events.report(TierReport(2, changes(CPU, names), shards=1))
+    assert events.take() == []
+
+
 def test_workers_of_one_step_are_added_up():
     reports = [TierReport(2, changes(CPU, [name])) for name in "ab"]
     assert reports[0].aggregate(reports[1]) == TierReport(2, changes(CPU, ["a", "b"]))
+    reports = [TierReport(2, [], 1)] * 2
+    assert reports[0].aggregate(reports[1]) == TierReport(2, [], 1)
 
 
 def test_removed_and_stored_again_stay_in_order(events, database):

@@ -131,7 +131,7 @@ def test_stats_and_reports_of_tiers_pass_through(other: str, first: bool):
     assert stats.reduce()["LMCacheXPUConnector"]["load_cpu_tokens"] == 256
     ours.worker_side.residency.changed(CPU, "a", True)
     meta = multi.build_connector_worker_meta()
-    assert WorkerReport(TierReport(2, [Change(CPU, "a", True)])) in meta.metadata
+    assert WorkerReport(TierReport(2, [Change(CPU, "a", True)], 2)) in meta.metadata
     assert multi.build_connector_worker_meta() is None
     # The scheduler's half.
     for part in multi._connectors:
@@ -141,7 +141,7 @@ def test_stats_and_reports_of_tiers_pass_through(other: str, first: bool):
         end_step=lambda report, arrived: heard.append(report), take_events=lambda: ["event"]
     )
     multi.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=meta))
-    assert heard == [WorkerReport(TierReport(2, [Change(CPU, "a", True)]))]
+    assert heard == [WorkerReport(TierReport(2, [Change(CPU, "a", True)], 2))]
     assert list(ours.take_events()) == ["event"]
 
 

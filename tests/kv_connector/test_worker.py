@@ -240,3 +240,51 @@ def test_a_step_stores_nothing_that_read_an_unfilled_block(asked_first: bool, re
     assert adapter.dropped == [reader]
     side.clear()
     assert side.take_unfilled() == (set() if asked_first else {15})
+
+
+class OtherRank:
+    """A rank of which some blocks are unfilled."""
+
+    def __init__(self, *blocks: int) -> None:
+        self.blocks, self.heard = set(blocks), []
+
+    def union(self, numbers: set[int]) -> set[int]:
+        self.heard.append(set(numbers))
+        return numbers | self.blocks
+
+
+def loading(slots: torch.Tensor) -> Any:
+    described = request(slots)
+    described.load_spec = SimpleNamespace(can_load=True)
+    return described
+
+
+def test_a_load_that_failed_on_another_rank_counts_here_until_its_blocks_are_given_anew():
+    adapter, other = Adapter(), OtherRank(15)
+    side = worker_side(adapter, ranks=other)
+
+    def store(described: Any, *new_blocks: int) -> bool:
+        side.bind(StepMetadata([described], new_blocks=frozenset(new_blocks)))
+        side.wait_for_save()
+        side.clear()
+        return not adapter.dropped or adapter.dropped.pop() is not described
+
+    assert not store(loading(SLOTS))
+    other.blocks.clear()
+    assert not store(request())  # vLLM may schedule it once more before it hears of the failure
+    assert store(request(), 15)
+    assert side.take_unfilled() == set()  # the other rank reports it
+    assert other.heard == [set()]
+
+
+def test_ranks_tell_each_other_of_steps_that_load_alone_whatever_becomes_of_the_loads():
+    """All of them ask, or each would wait for the others: the description is the same for all."""
+    adapter, other = Adapter(), OtherRank()
+    side = worker_side(adapter, ranks=other)
+    adapter.invalid.add(15)
+    for described in (request(), loading(SLOTS)):
+        side.bind(StepMetadata([described]))
+        described.load_spec = None  # this rank's weights have changed
+        side.wait_for_save()
+        side.clear()
+    assert other.heard == [{15}]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -108,7 +109,6 @@ def test_a_dry_run_shows_the_server_that_would_be_started():
 @pytest.mark.parametrize("name", SERVER_LACKS)
 def test_what_the_server_lacks_is_refused(name):
     values = {
-        "disk_path": "/d",
         "remote_url": "redis://cache:6379",
         "layerwise": True,
         "layers_at_once": 2,
@@ -119,7 +119,18 @@ def test_what_the_server_lacks_is_refused(name):
         "kv_events": "tcp://*:5557",
     }
     with pytest.raises(SettingsError, match=f"{name}=.*with cache=server"):
-        settings(**{name: values[name]}, **({"disk_gib": 1} if name == "disk_path" else {}))
+        settings(**{name: values[name]})
+
+
+def test_a_disk_is_that_of_the_server_which_is_started():
+    disk = {"disk_path": "/d", "disk_gib": 3, "tensor_parallel": 2}
+    command = server_command(settings(**disk), (1, 2, 3))
+    option = json.loads(command[command.index("--l2-adapter") + 1])
+    assert option["adapter_params"] == {"disk.path": "/d", "disk.gib": 6}  # of both devices
+    assert command[command.index("--l2-prefetch-policy") + 1] == "retain"
+    assert "--l2-adapter" not in server_command(settings(), (1, 2, 3))
+    with pytest.raises(SettingsError, match="a server that runs has a disk of its own"):
+        settings(server_url="tcp://127.0.0.1:5555", **disk)
 
 
 def test_a_server_that_nobody_would_use_is_refused():

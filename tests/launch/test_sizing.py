@@ -128,10 +128,25 @@ def test_windows_count_as_the_whole_prompt_and_it_is_said(tmp_path, config, laye
     assert shape.notes[0][-20:] in " ".join(said.split())
 
 
-def test_each_device_keeps_mla_in_full_and_it_is_said(tmp_path):
-    shape = KVShape.of_model(write(tmp_path, DEEPSEEK_V3), tensor_parallel=4)
-    assert shape.notes == ("each of 4 devices keeps a copy of its own",)
-    assert KVShape.of_model(str(tmp_path)).notes == ()
+ONCE = "each {} devices hold the same, and one of them keeps it for all"
+
+
+@pytest.mark.parametrize(
+    ("config", "devices", "notes"),
+    [
+        (DEEPSEEK_V3, (1, 1), ()),
+        (DEEPSEEK_V3, (4, 1), (ONCE.format(4),)),
+        (LLAMA_3_8B, (16, 1), (ONCE.format(2),)),  # of 8 KV heads
+        (LLAMA_3_8B, (4, 1), ()),
+        (DEEPSEEK_V3, (2, 2), ("each 2 devices hold the same, and each keeps a copy of its own",)),
+    ],
+)
+def test_what_devices_hold_alike_is_said(tmp_path, config, devices, notes):
+    tensor, pipeline = devices
+    shape = KVShape.of_model(
+        write(tmp_path, config), tensor_parallel=tensor, pipeline_parallel=pipeline
+    )
+    assert shape.notes == notes
 
 
 @pytest.mark.parametrize(

@@ -142,8 +142,10 @@ def test_a_server_that_does_not_answer_costs_one_wait_and_is_lost(dense):
     assert not worker.healthy.is_set()
     begin = time.monotonic()
     assert not worker.load([LOADED])
+    assert not worker.store([STORED])
     assert time.monotonic() - begin < TIMEOUT_S
     assert torch.equal(layers[0], before)
+    assert worker.client.calls == ["register", "prepare_store"]  # it is asked nothing more
 
 
 def test_the_engine_is_not_held_and_takes_its_blocks_back(dense):

@@ -49,8 +49,11 @@ class Adapter:
             gpu_connector=SimpleNamespace(failed_slots=[]),
             refuses_lookups=False,
             save_only_first_rank=False,
-            metadata=SimpleNamespace(world_size=2),
+            metadata=SimpleNamespace(world_size=2, worker_id=0),
             use_layerwise=use_layerwise,
+            settle=lambda: None,
+            lender=None,
+            borrower=None,
         )
 
     def bind(self, step: Any) -> None:

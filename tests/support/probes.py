@@ -21,7 +21,8 @@ def connector_options(values: dict[str, Any]) -> dict[str, Any]:
     from lmcache_xpu.launch.engine_arguments import engine_variables, vllm_arguments
     from lmcache_xpu.launch.settings import Settings
 
-    settings = Settings.load({"device": "cpu", "disk_gib": 1, "loads": "always", **values})
+    loads = {} if values.get("cache") == "server" else {"loads": "always"}
+    settings = Settings.load({"device": "cpu", "disk_gib": 1, **loads, **values})
     os.environ.update(engine_variables(settings))
     arguments = vllm_arguments(settings)
     flags = {name: "--" + name.replace("_", "-") for name in OBJECTS}

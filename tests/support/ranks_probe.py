@@ -14,7 +14,8 @@ from typing import Any
 from support.probes import end_with
 from support.real_engine import CHUNK, LENGTHS, Engine, digests, prompt, restored
 
-FAULTS = {"loses a chunk": 2, "fails its loads": 3, "has a full disk": 5}  # and chunks of a prompt
+# And chunks of a prompt.
+FAULTS = {"loses a chunk": 2, "fails its loads": 3, "computes behind": 4, "has a full disk": 5}
 
 
 def tiers(worker) -> dict[str, Any]:
@@ -120,6 +121,23 @@ class Case:
             self.rpc(mend)
         return report | {"afterwards": self.again(tokens, cold)}
 
+    def behind_a_failed_load(self, chunks: int) -> dict[str, Any]:
+        """Two chunks are loaded, which fails on one rank, and more computed in the same steps."""
+        base, tokens = prompt(2 * CHUNK), prompt(chunks * CHUNK + 51)
+        tokens = base + tokens[len(base) :]
+        self.engine.forget()
+        self.answer = self.engine.ask(tokens, cache_salt="apart")
+        cold = self.rpc(digests)
+        self.compute_only(base)
+        self.rpc(fail_loads)
+        report = {"faulty": self.again(tokens, cold)}
+        self.rpc(mend_loads)
+        return report | {"afterwards": self.again(tokens, cold)}
+
+    def compute_only(self, tokens: list[int]) -> None:
+        self.engine.forget()
+        self.engine.ask(tokens)
+
     def full_disk(self, chunks: int) -> dict[str, Any]:
         self.rpc(fill_disk)
         tokens = prompt(chunks * CHUNK + 50)
@@ -138,6 +156,7 @@ def probe(engine: Engine) -> dict[str, Any]:
     chunks = FAULTS
     report["loses a chunk"] = case.faulty(chunks["loses a chunk"], lose_a_chunk, None)
     report["fails its loads"] = case.faulty(chunks["fails its loads"], fail_loads, mend_loads)
+    report["computes behind"] = case.behind_a_failed_load(chunks["computes behind"])
     report["has a full disk"] = case.full_disk(chunks["has a full disk"])
     return report
 

@@ -88,9 +88,9 @@ class Engine:
     ) -> None:
         from vllm import LLM
 
-        from lmcache_xpu.cache_engine import health
-
         if mode == "layerwise":  # the memory of a pool that is too large to be pinned
+            from lmcache_xpu.cache_engine import health  # and LMCache, see `connector`
+
             health.most_pinned = lambda device: 2**20
         connector = connector_options(
             {

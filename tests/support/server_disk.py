@@ -24,7 +24,7 @@ from lmcache.v1.distributed.storage_manager import StorageManager
 from lmcache.v1.platform import consume_fd
 
 from lmcache_xpu.tiers.disk.object_name import object_name
-from lmcache_xpu.tiers.disk.parameters import server_option
+from lmcache_xpu.tiers.disk.server_option import server_option
 
 SHAPE = torch.Size([2, 2, 16, 128])
 LAYOUT = MemoryLayoutDesc([SHAPE], [torch.bfloat16])

@@ -131,7 +131,7 @@ class Engine:
 
     def file(self, number):
         store = self.tier._store
-        return store._path(self.tier._name(make_key(number)))
+        return store._path(self.tier._holdings.name(make_key(number)))
 
 
 def content(number, shape=SHAPE):

@@ -59,7 +59,7 @@ def test_a_load_from_disk_is_in_memory_too_and_a_damaged_file_nowhere(engines):
     state = held(residency.take())
     assert state[CPU] == set()
     assert engine.load([0]) == [0]
-    path = engine.tier._store._path(engine.tier._name(make_key(1)))
+    path = engine.tier._store._path(engine.tier._holdings.name(make_key(1)))
     path.write_bytes(b"damaged")
     assert engine.load([1]) == []
     state = held(residency.take(), state)

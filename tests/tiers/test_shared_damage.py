@@ -115,7 +115,7 @@ def test_what_another_engine_has_stored_again_is_not_deleted(engine, server, mon
     first.store([1])
     [name] = server.client.keys()
     value = server.client.get(name)
-    unpack = shared._unpack
+    unpack = shared.unpack
 
     def unpack_and_heal(*args):
         try:
@@ -123,7 +123,7 @@ def test_what_another_engine_has_stored_again_is_not_deleted(engine, server, mon
         finally:
             server.client.set(name, value)
 
-    monkeypatch.setattr(shared, "_unpack", unpack_and_heal)
+    monkeypatch.setattr(shared, "unpack", unpack_and_heal)
     server.client.set(name, flipped(-1)(value, name))
     assert not whole(first, 1)
     assert server.client.get(name) == value
@@ -252,7 +252,7 @@ def test_checking_a_chunk_leaves_the_loop_alone(engine, monkeypatch):
     first = engine()
     loop = first.manager.loop
     seen = []
-    for name in ("_unpack", "pack_chunk"):
+    for name in ("unpack", "pack_chunk"):
         original = getattr(shared, name)
 
         def noticing(*args, original=original, name=name):
@@ -265,7 +265,7 @@ def test_checking_a_chunk_leaves_the_loop_alone(engine, monkeypatch):
         monkeypatch.setattr(shared, name, noticing)
     first.store([1])
     assert whole(first, 1)
-    assert seen == [("pack_chunk", False), ("_unpack", False)]
+    assert seen == [("pack_chunk", False), ("unpack", False)]
 
 
 def test_its_threads_end_with_it(engine):

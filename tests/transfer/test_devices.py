@@ -12,6 +12,7 @@ from lmcache_xpu.transfer.devices import (
     has_triton,
     is_host,
     register_host,
+    unregister_host,
 )
 from lmcache_xpu.transfer.direct import (
     KERNELS_READ_HOST_VARIABLE,
@@ -104,6 +105,31 @@ def test_cuda_s_call_is_cuda_s(monkeypatch, operation):
 
     monkeypatch.setattr(torch.cuda, "cudart", missing)
     assert register_host(4096, 99, CUDA) is False
+
+
+@pytest.mark.parametrize("takes", ["int ptr", "Tensor ptr"])
+def test_memory_is_given_back_by_the_same_kind_of_argument(takes: str):
+    seen = []
+    with torch.library._scoped_library("_C", "FRAGMENT") as library:
+        library.define(f"xpu_host_unregister({takes}) -> bool")
+        does = lambda ptr: seen.append(ptr if takes == "int ptr" else ptr.tolist()[0]) is None  # noqa: E731
+        library.impl("xpu_host_unregister", does, "CompositeExplicitAutograd")
+        unregister_host(4096, XPU)
+    assert seen == [4096]
+
+
+def test_giving_memory_back_ends_no_engine(monkeypatch, caplog):
+    class Runtime:
+        def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+            raise RuntimeError(f"not registered: {address}")
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    with caplog.at_level(logging.WARNING):
+        unregister_host(4096, CUDA)
+        unregister_host(4096, XPU)  # without an operation
+        unregister_host(4096, CPU)
+    [line] = caplog.messages
+    assert "can't give back pinned memory: RuntimeError: not registered: 4096" in line
 
 
 def test_copies_in_batches_are_cuda_s_alone(monkeypatch):

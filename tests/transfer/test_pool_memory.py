@@ -26,6 +26,7 @@ from lmcache_xpu.transfer.pool_memory import (
     limit,
     risky,
 )
+from lmcache_xpu.transfer.shared_memory import SharedMemory
 
 MIB, GIB = 2**20, 2**30
 PAGE = os.sysconf("SC_PAGESIZE")
@@ -221,3 +222,15 @@ def test_numa_is_no_way_around_it(ops, monkeypatch):
     assert ops.asked == []
     ops.free_pinned_numa_ptr(address, 2 * MIB)
     assert ctypes.string_at(address, 1) == b"\0"
+
+
+def test_a_pool_that_others_map_is_shared_whatever_its_size(ops):
+    PoolMemory.bind(ops, 90 * MIB, {}, shared=True)
+    for allocate in (ops.alloc_pinned_ptr, ops.alloc_pinned_numa_ptr):
+        address = allocate(2 * MIB, 0)
+        assert ops.asked == []
+        memory = SharedMemory.made_at(address)
+        assert memory is not None
+        assert memory.tensor.nbytes == 2 * MIB
+        ops.free_pinned_ptr(address, 2 * MIB)  # others may read it
+        assert SharedMemory.open(memory.place).tensor.nbytes == 2 * MIB

@@ -12,9 +12,13 @@ class VllmConfig:
     num_speculative_tokens: Any
 
 class ParallelConfig:
+    distributed_executor_backend: Any
+    nnodes: Any
+    rank: Any
     data_parallel_index: Any
     world_size: Any
     tensor_parallel_size: Any
+    decode_context_parallel_size: Any
 
 def set_current_vllm_config(vllm_config): ...
 
@@ -25,6 +29,7 @@ class ModelConfig:
     model: Any
     dtype: Any
     use_mla: Any
+    def get_total_num_kv_heads(self): ...
 
 class CacheConfig:
     enable_prefix_caching: Any
@@ -41,6 +46,7 @@ class KVEventsConfig:
 
 class SpeculativeConfig:
     method: Any
+    draft_model_config: Any
 
 class CompilationConfig:
     cudagraph_mode: CUDAGraphMode | None

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 SAFE_HASH = "sha256"
-ONE_COPY = "save_only_first_rank"  # of LMCache's extra_config; of MLA models alone
+# Of LMCache's extra_config; of MLA models alone.
+ONE_COPY = "save_only_first_rank"
+ONE_NAME = "remote_enable_mla_worker_id_as0"
 ENGINE = "disk.engine"  # the disk tier's name for it
 LOADS = "xpu.loads"  # the setting `loads`
 LOAD_WAYS = ("auto", "always", "step", "async")
@@ -109,7 +111,9 @@ def keep_own_copies(config: LMCacheEngineConfig, extra: dict[str, Any], *, worke
     """Let each worker of an MLA model keep its own copy, as those of other models keep their part.
 
     LMCache's default is one copy, which the first worker broadcasts; the others have no tiers that
-    our connector could use. Chunks count as found where all workers have them.
+    our connector could use. Chunks count as found where all workers have them. Disk and server have
+    one copy all the same, by the names of its chunks (see `tiers.shard`). By LMCache's name for it,
+    workers that have other layers would get those of the first.
 
     Args:
         config: changed.
@@ -128,7 +132,7 @@ def keep_own_copies(config: LMCacheEngineConfig, extra: dict[str, Any], *, worke
             "false: each device keeps a copy of its own",
             f"Leave {ONE_COPY} unset.",
         )
-    own[ONE_COPY] = False
+    own[ONE_COPY] = own[ONE_NAME] = False
     config.extra_config = own
     if "lmcache.extra_config" in extra:
         extra["lmcache.extra_config"] = own

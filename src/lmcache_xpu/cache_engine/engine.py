@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from lmcache.utils import CacheEngineKey
 
     from lmcache_xpu.cache_engine.guarded_connectors import LayerwiseConnector, StandardConnector
+    from lmcache_xpu.cache_engine.loans import Borrower, Lender
     from lmcache_xpu.cache_engine.token_database import TokenDatabase
     from lmcache_xpu.gpu_connector.in_flight import InFlight
 
@@ -73,6 +74,9 @@ class CacheEngine(LMCacheEngine):  # type: ignore[misc]  # untyped base
         self.unfilled = gpu_connector.unfilled
         # A layerwise load begins with attributes that each load sets, in either thread.
         self._beginning = threading.Lock()
+        # Where ranks hold the same, one of the two; see `loans`.
+        self.lender: Lender | None = None
+        self.borrower: Borrower | None = None
         self.refuses_lookups = False  # while the weights are not those of any stored KV
         # LMCache's own events name tokens that `cache_salt` exchanged; see `kv_events`.
         self.kv_events_enabled = False
@@ -103,8 +107,16 @@ class CacheEngine(LMCacheEngine):  # type: ignore[misc]  # untyped base
     # Look-ups
 
     def lookup(self, *args: Any, **kwargs: Any) -> int:
-        """Return how many tokens can be loaded; see LMCache's engine."""
-        return 0 if self.refuses_lookups else super().lookup(*args, **kwargs)
+        """Return how many tokens can be loaded; see LMCache's engine.
+
+        A rank that borrows has whatever the first one has: the scheduler takes the least.
+        """
+        if self.refuses_lookups:
+            return 0
+        if self.borrower is not None:
+            return sum(kwargs["offsets"])
+        length: int = super().lookup(*args, **kwargs)
+        return length
 
     def far_tokens(self, lookup_id: str) -> int:
         """Return how many tokens a look-up has found beyond this host's memory.
@@ -127,6 +139,15 @@ class CacheEngine(LMCacheEngine):  # type: ignore[misc]  # untyped base
             Which tokens were loaded, `[tokens]` bool on the host; none after an error, which is
             what LMCache's adapter can deal with.
         """
+        if self.borrower is not None:
+            return self._borrow(self.borrower, tokens, kwargs)
+        self.settle()
+        loaded = self._retrieve(tokens, mask, kwargs)
+        if self.lender is not None:
+            self.lender.end(_order(kwargs), kwargs["req_id"])
+        return loaded
+
+    def _retrieve(self, tokens: Tokens, mask: Any, kwargs: dict[str, Any]) -> torch.Tensor:
         tiers: dict[str, list[CacheEngineKey]] = self.lookup_pins.get(kwargs.get("req_id"), {})
         pinned = [key for keys in tiers.values() for key in keys]
         try:
@@ -136,6 +157,24 @@ class CacheEngine(LMCacheEngine):  # type: ignore[misc]  # untyped base
         except Exception as error:
             self.unfilled.add_load(error, kwargs, 0)
             return torch.zeros(len(tokens), dtype=torch.bool)
+
+    def _borrow(self, borrower: Borrower, tokens: Tokens, kwargs: dict[str, Any]) -> torch.Tensor:
+        """Load what the first rank has fetched of a request."""
+        loaded = torch.zeros(len(tokens), dtype=torch.bool)
+        try:
+            objs, starts, ends = borrower.borrow(_order(kwargs), kwargs["req_id"])
+            try:
+                if objs:
+                    self.gpu_connector.batched_to_gpu(objs, starts, ends, **kwargs)
+            finally:
+                for obj in objs:
+                    obj.ref_count_down()
+        except Exception as error:
+            self.unfilled.add_load(error, kwargs, 0)
+            return loaded
+        for start, end in zip(starts, ends, strict=True):
+            loaded[start:end] = True
+        return loaded
 
     def retrieve_layer(self, tokens: Tokens, mask: Any, **kwargs: Any) -> Layers:
         """Load a request's chunks layer by layer; yields once more than the model has layers.
@@ -205,7 +244,13 @@ class CacheEngine(LMCacheEngine):  # type: ignore[misc]  # untyped base
     # Stores
 
     def store(self, *args: Any, **kwargs: Any) -> None:
-        """Store a request's chunks; raises nothing. An error comes before one is published."""
+        """Store a request's chunks; raises nothing. An error comes before one is published.
+
+        A rank that borrows stores nothing: the first one holds the same.
+        """
+        if self.borrower is not None:
+            return
+        self.settle()
         try:
             super().store(*args, **kwargs)
         except Exception as error:
@@ -244,9 +289,19 @@ class CacheEngine(LMCacheEngine):  # type: ignore[misc]  # untyped base
                 for layer in layers:
                     self.storage_manager.remove(layer)
 
+    def settle(self) -> None:
+        """Let go of what other ranks have loaded from this one's CPU tier."""
+        if self.lender is not None:
+            self.lender.settle()
+
     def _keys(self, tokens: Tokens, mask: Any) -> list[CacheEngineKey]:
         chunks = self.token_database.process_tokens(tokens=tokens, mask=mask)
         return [key for _, _, key in chunks]
+
+
+def _order(arguments: dict[str, Any]) -> int:
+    """Return which of the two orders a load is in; see `loans`."""
+    return int(arguments.get("load_owner") is not None)
 
 
 _LEFT_OUT = "A store failed and is left out"

@@ -21,8 +21,10 @@ from lmcache_xpu.cache_engine.engine import CacheEngine
 from lmcache_xpu.cache_engine.guarded_connectors import LayerwiseConnector, StandardConnector
 from lmcache_xpu.cache_engine.lookup_client import LookupClient
 from lmcache_xpu.cache_engine.offload_server import OffloadServer
+from lmcache_xpu.cache_engine.rank_shard import BORROWER_GIB, rank_shard
 from lmcache_xpu.cache_engine.token_database import TokenDatabase
 from lmcache_xpu.gpu_connector.connector_options import ConnectorOptions
+from lmcache_xpu.tiers.shard import ShardedMetadata
 from lmcache_xpu.versions.lmcache import (
     LMCacheConnectorV1Impl,
     LMCacheEngineBuilder,
@@ -128,6 +130,7 @@ class ServiceFactory(VllmServiceFactory):  # type: ignore[misc]  # untyped base
     """
 
     role: str
+    metadata: LMCacheMetadata
 
     def __init__(
         self,
@@ -170,8 +173,12 @@ class ServiceFactory(VllmServiceFactory):  # type: ignore[misc]  # untyped base
             return None
         from vllm.distributed.parallel_state import get_tp_group
 
-        metadata = self.get_or_create_metadata()
-        connector = gpu_connector(self.lmcache_config, metadata, self._facts)
+        facts, metadata = self._facts, self.get_or_create_metadata()
+        shard = rank_shard(metadata.worker_id, metadata.world_size, facts, self.lmcache_config)
+        if facts.shares_cpu_tier and not shard.stores:
+            self.lmcache_config.max_local_cpu_size = BORROWER_GIB
+        self.metadata = metadata = ShardedMetadata.of(metadata, shard)
+        connector = gpu_connector(self.lmcache_config, metadata, facts)
         assert self._unfilled is not None
         connector.unfilled = self._unfilled
         group = get_tp_group()

@@ -11,6 +11,7 @@ from typing import Any
 
 from lmcache.v1.memory_management import MemoryObj
 
+from lmcache_xpu.cache_engine.loans import Lender
 from lmcache_xpu.cache_engine.unfilled_blocks import UnfilledBlocks
 from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
 from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2
@@ -24,10 +25,11 @@ Layers = Generator[None, Sequence[MemoryObj] | None, None]
 class StandardConnector(VLLMPagedMemXPUConnectorV2):
     """The standard connector of one engine.
 
-    `unfilled` is set by who makes the connector.
+    `unfilled` is set by who makes the connector; `lender` where other ranks use its CPU tier.
     """
 
     unfilled: UnfilledBlocks
+    lender: Lender | None = None
 
     def batched_to_gpu(
         self,
@@ -36,8 +38,11 @@ class StandardConnector(VLLMPagedMemXPUConnectorV2):
         ends: Sequence[int],
         **kwargs: Any,
     ) -> None:
-        """Load chunks; raises nothing, see the module."""
+        """Load chunks, here and where others hold the same; raises nothing, see the module."""
         try:
+            if self.lender is not None:
+                order = int(kwargs.get("load_owner") is not None)
+                self.lender.lend(order, kwargs["req_id"], memory_objs, starts, ends)
             super().batched_to_gpu(memory_objs, starts, ends, **kwargs)
         except Exception as error:
             self.unfilled.add_load(error, kwargs, starts[0])

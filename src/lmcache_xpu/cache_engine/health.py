@@ -11,6 +11,7 @@ import torch
 from lmcache_xpu import __version__, versions
 from lmcache_xpu.errors import SeamError
 from lmcache_xpu.tiers.residency import Residency
+from lmcache_xpu.tiers.shard import shard_of
 from lmcache_xpu.transfer.devices import most_pinned
 from lmcache_xpu.transfer.pool_memory import PoolMemory
 
@@ -22,12 +23,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 
-def limit_pinning(device: torch.device) -> None:
-    """Keep LMCache's pool from a pinned allocation that fails or takes more; see `pool_memory`."""
-    if (most := most_pinned(device)) is not None:
+def limit_pinning(device: torch.device, *, shared: bool = False) -> None:
+    """Keep LMCache's pool from a pinned allocation that fails or takes more; see `pool_memory`.
+
+    Args:
+        device: of the engine.
+        shared: other workers will map the pool.
+    """
+    most = most_pinned(device)
+    if most is not None or shared:
         from lmcache import device_ops
 
-        PoolMemory.bind(device_ops, most, os.environ)
+        PoolMemory.bind(device_ops, most or 0, os.environ, shared=shared)
 
 
 def pool(engine: Any) -> torch.Tensor | None:
@@ -98,10 +105,12 @@ def watch_tiers(engine: Any) -> Residency:
     return residency
 
 
-def storing_workers(adapter: Any) -> int:
-    """Workers of an engine that each store a part of every chunk."""
+def parts(adapter: Any) -> tuple[int, int]:
+    """Return how many parts a chunk has in the workers' memory, and on disk or in a server."""
     engine = adapter.lmcache_engine
-    return 1 if engine.save_only_first_rank else int(engine.metadata.world_size)
+    shards = shard_of(engine.metadata).count
+    shared = engine.lender is not None or engine.borrower is not None
+    return shards if shared else int(engine.metadata.world_size), shards
 
 
 def forget_entries(engine: Any) -> bool:

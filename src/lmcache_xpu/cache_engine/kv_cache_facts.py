@@ -46,10 +46,13 @@ class EngineFacts:
         kv_layout: the memory order of the KV cache as vLLM names it.
         opaque_blocks: blocks are packed in an order of the attention kernel's own.
         heads: KV heads on this worker.
+        shared_heads: KV heads that the engine's workers share out, evenly or so that each has one;
+            0 where they do otherwise.
         head_size: elements per head and plane (half of the content where that is fused).
         block_size: tokens of a block.
         namespace: what sets this cache's bytes apart from those of engines with the same
             model name, dtype and world size: the weights, and how blocks are packed.
+        shares_cpu_tier: workers that hold the same have one CPU tier, the first one's.
     """
 
     device_type: str
@@ -59,6 +62,8 @@ class EngineFacts:
     head_size: int
     block_size: int
     namespace: str
+    shared_heads: int = 0
+    shares_cpu_tier: bool = False
 
 
 def check_model(vllm_config: VllmConfig) -> None:
@@ -122,6 +127,7 @@ def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Eng
         head_size=head_size,
         block_size=spec.block_size,
         namespace="+" + ".".join(marks),
+        shared_heads=_shared_heads(vllm_config, heads),
     )
 
 
@@ -169,6 +175,26 @@ def _only_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
             "them without offload, or without the drafter.",
         )
     return specs[0]
+
+
+def _shared_heads(vllm_config: VllmConfig, heads: int) -> int:
+    """Return the KV heads of all layers that tensor parallelism shares out; 0 if it does not.
+
+    Args:
+        vllm_config: of the engine.
+        heads: KV heads on a worker.
+    """
+    parallel, drafter = vllm_config.parallel_config, vllm_config.speculative_config
+    ranks = parallel.tensor_parallel_size
+    # Others share out layers, or the tokens of a request.
+    if parallel.world_size != ranks or parallel.decode_context_parallel_size > 1:
+        return 0
+    models = [vllm_config.model_config]
+    if drafter is not None and drafter.draft_model_config is not None:
+        models.append(drafter.draft_model_config)
+    totals = {1 if m.use_mla else m.get_total_num_kv_heads() for m in models}
+    total = totals.pop() if len(totals) == 1 else 0
+    return total if heads == max(1, total // ranks) else 0
 
 
 def _groups(kv_cache_config: KVCacheConfig) -> list[KVCacheGroupSpec]:

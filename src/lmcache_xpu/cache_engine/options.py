@@ -223,7 +223,7 @@ OPTIONS = (
 EXTRA = (
     *_served(
         "launch/test_engine_arguments.py; loads, overlap_load, overlap_store, staging_mib, "
-        "layers_at_once: our own",
+        "layers_at_once, share_cpu_tier: our own",
         "xpu.*",
     ),
     *_served("tiers/disk/test_tier.py", "storage_plugin.*", "disk.*"),
@@ -233,8 +233,8 @@ EXTRA = (
         "LMCache's own choice for one latent KV cache of several workers",
         "save_only_first_rank",
         "first_rank_max_local_cpu_size",
-        "remote_enable_mla_worker_id_as0",
     ),
+    *_idle("always false: chunks have a name for it", "remote_enable_mla_worker_id_as0"),
     *_served(_ENGINE, "enable_cache_usage_details_in_response"),
     *_idle("of internal_api_server_enabled", "internal_api_server_*"),
     *_refused(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -113,6 +113,14 @@ class UnfilledBlocks:
             blocks, self._unreported = self._unreported, set()
         self._settle(blocks)
         return blocks
+
+    def share(self, union: Callable[[set[int]], set[int]]) -> None:
+        """Count what other ranks' loads left unfilled as well: those ranks report it to vLLM.
+
+        Args:
+            union: of a set of each rank, returns all of them.
+        """
+        self._unfilled |= union(self._unfilled)
 
     def _settle(self, blocks: set[int]) -> None:
         if blocks - self._unfilled:

@@ -5,7 +5,8 @@ size and another hash, and with the token that `cache_salt` exchanged. A router 
 them. So workers report names of chunks (see `residency`), and here in the scheduler's half, where
 requests are known, each becomes the blocks that vLLM itself publishes of these tokens.
 
-A tier holds a chunk when all workers hold their part of it, and no longer when one does not.
+A tier holds a chunk when all workers that store in it hold their part, and no longer when one does
+not.
 """
 
 from __future__ import annotations
@@ -56,17 +57,20 @@ class TierReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # untyped ba
     """What changed in the tiers of some workers.
 
     Args:
-        workers: that store each chunk, each its own part.
+        workers: that store each chunk in their memory, each its own part.
         changes: of any of them, each worker's in their order.
+        shards: parts of it on disk or in a server, where there is one of what workers hold alike;
+            None: as many as workers.
     """
 
     workers: int
     changes: list[Change]
+    shards: int | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> TierReport:
         """This one's changes and those of another worker."""
         assert isinstance(other, TierReport)
-        return TierReport(self.workers, self.changes + other.changes)
+        return TierReport(self.workers, self.changes + other.changes, self.shards)
 
 
 def published(config: VllmConfig, enabled: bool) -> bool:
@@ -124,7 +128,7 @@ class KVEvents:
         self._chunks: dict[str, ChunkBlocks] = {}
         self._waiting: dict[str, None] = {}  # of these, those that no tier holds; oldest first
         self._held: dict[tuple[str, str], int] = {}  # workers, by tier and chunk
-        self._workers = 1
+        self._parts = dict.fromkeys(PLACES, 1)  # of a chunk, by tier
         self._events: list[KVCacheEvent] = []
         self._complained = False
 
@@ -148,7 +152,8 @@ class KVEvents:
 
     def report(self, report: TierReport) -> None:
         """Take what workers report after a step."""
-        self._workers = report.workers
+        shards = report.workers if report.shards is None else report.shards
+        self._parts = {CPU: report.workers, DISK: shards, SHARED: shards}
         stored: list[tuple[str, str]] = []
         for tier, chunk, present in report.changes:
             before = self._held.get((tier, chunk), 0)
@@ -157,9 +162,9 @@ class KVEvents:
                 self._held[tier, chunk] = after
             else:
                 self._held.pop((tier, chunk), None)
-            if present and before < self._workers <= after:
+            if present and before < self._parts[tier] <= after:
                 stored.append((tier, chunk))
-            elif not present and after < self._workers <= before:
+            elif not present and after < self._parts[tier] <= before:
                 self._announce(stored)
                 stored = []
                 self._remove(tier, [chunk])
@@ -225,7 +230,7 @@ class KVEvents:
         if not blocks:
             return
         self._chunks[name] = ChunkBlocks.of(prompt.request, blocks, self._block_tokens)
-        tiers = [tier for tier in PLACES if self._held.get((tier, name), 0) >= self._workers]
+        tiers = [tier for tier in PLACES if self._held.get((tier, name), 0) >= self._parts[tier]]
         places += [(tier, name) for tier in tiers]  # e.g. on disk since an earlier run
         if not tiers:
             self._waiting[name] = None

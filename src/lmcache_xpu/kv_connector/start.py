@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import TYPE_CHECKING
 
 import torch
+from lmcache.integration.vllm.utils import lmcache_get_or_create_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
 from lmcache_xpu.cache_engine import health
 from lmcache_xpu.cache_engine.config import LOADS
 from lmcache_xpu.cache_engine.factory import Adapter
 from lmcache_xpu.cache_engine.kv_cache_facts import promoted_windows
+from lmcache_xpu.cache_engine.rank_shard import may_share_cpu_tier, rank_shard
 from lmcache_xpu.cache_engine.unfilled_blocks import UnfilledBlocks
 from lmcache_xpu.kv_connector.kv_events import KVEvents
 from lmcache_xpu.kv_connector.load_policy import LoadPolicy
+from lmcache_xpu.kv_connector.pool_sharing import share_pool
+from lmcache_xpu.kv_connector.rank_group import RankGroup
 from lmcache_xpu.kv_connector.scheduler import SchedulerSide
 from lmcache_xpu.kv_connector.worker import WorkerSide
 from lmcache_xpu.transfer.tuning import tuning_of
@@ -44,7 +51,15 @@ def start_worker(
     Raises:
         SeamError: LMCache did not come up.
     """
-    health.limit_pinning(torch.device(facts.device_type))
+    parallel, lmcache_config = config.parallel_config, lmcache_get_or_create_config()
+    group = get_tp_group()
+    ranks = RankGroup(group.cpu_group) if group.world_size > 1 else None
+    shard = rank_shard(parallel.rank, parallel.world_size, facts, lmcache_config)
+    # Its workers are processes of one container.
+    near = parallel.distributed_executor_backend == "mp" and parallel.nnodes == 1
+    shared = near and may_share_cpu_tier(shard, lmcache_config)
+    facts = dataclasses.replace(facts, shares_cpu_tier=shared)
+    health.limit_pinning(torch.device(facts.device_type), shared=shared and shard.stores)
     unfilled = UnfilledBlocks(facts.block_size)
     adapter = Adapter(config, KVConnectorRole.WORKER, facts, unfilled)
     health.check_healthy(adapter)
@@ -57,6 +72,8 @@ def start_worker(
         # Where vLLM zeroes new blocks, it does so while it prepares a step.
         loads_early=not kv_cache_config.needs_kv_cache_zeroing,
         publishes=publishes,
+        sharing=functools.partial(share_pool, shard=shard) if shared else None,
+        ranks=ranks,
     )
     return adapter, worker
 

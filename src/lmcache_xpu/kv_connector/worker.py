@@ -13,6 +13,7 @@ flight, garbage collection. The calls come in this order; the first two are not 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
     from lmcache_xpu.cache_engine.factory import Adapter
     from lmcache_xpu.cache_engine.unfilled_blocks import UnfilledBlocks
+    from lmcache_xpu.kv_connector.rank_group import RankGroup
     from lmcache_xpu.kv_connector.step_metadata import StepMetadata
     from lmcache_xpu.tiers.residency import Residency
 
@@ -54,6 +56,9 @@ class WorkerSide:
         block_size: tokens of a block.
         loads_early: loads may begin before vLLM has prepared a step.
         publishes: the engine publishes KV events of the tiers.
+        ranks: that share out the heads; None where this one has all.
+        sharing: gives LMCache's engine one CPU tier with ranks that hold the same, and waits for
+            them; None where this one has its own.
     """
 
     def __init__(
@@ -65,6 +70,8 @@ class WorkerSide:
         block_size: int,
         loads_early: bool = True,
         publishes: bool = False,
+        ranks: RankGroup | None = None,
+        sharing: Callable[[Any], None] | None = None,
     ) -> None:
         self.collection = GarbageCollection()
         self.epoch = WorkerEpoch(adapter.lmcache_engine, unfilled, self._forget_entries)
@@ -79,6 +86,9 @@ class WorkerSide:
         self._block_size = block_size
         self._loads_early = loads_early
         self._publishes = publishes
+        self._ranks = ranks
+        self._sharing = sharing
+        self._described_loads = False  # this step has some, on all ranks
         self._loading = False  # this step's loads have begun
         self._quiet = False  # nothing is to be done at this step's layers
         self._loaded_layers: set[str] = set()  # that the engine came to in this step
@@ -171,10 +181,15 @@ class WorkerSide:
         """Begin a step. Blocks that it may write wait for stores that still read them."""
         if self._adapter.step is metadata:
             return  # again would forget layerwise loads that have begun
+        if self._sharing is not None:  # with the first step, to which all ranks come
+            sharing, self._sharing = self._sharing, None
+            sharing(self._engine)
         self._adapter.bind(metadata)
+        self._described_loads = self._loads_in_step() > 0
         self._loading = self._quiet = False
         self._loaded_layers.clear()
         self._stored_layers.clear()
+        self._engine.settle()
         self._unfilled.begin_step(metadata.new_blocks)
         self.epoch.begin_step(metadata)
         if self.in_flight is not None:
@@ -247,8 +262,14 @@ class WorkerSide:
             self.in_flight.after_layer(self.layers[layer_name])
 
     def wait_for_save(self) -> None:
-        """Store what this step computed, but not from blocks that a load left unfilled."""
+        """Store what this step computed, but not from blocks that a load left unfilled.
+
+        In a step that loads, ranks wait for each other: a load that failed on one of them counts on
+        all.
+        """
         self._end_loads()
+        if self._ranks is not None and self._described_loads:
+            self._unfilled.share(self._ranks.union)
         for request in self._adapter.step.requests:
             if request.save_spec is not None and self._unfilled.spoil(request.slot_mapping):
                 self._adapter.drop_store(request)
@@ -275,7 +296,8 @@ class WorkerSide:
         """Return what has changed in this worker since the last call: its tiers, its weights."""
         tiers = None
         if self.residency is not None and (changes := self.residency.take()):
-            tiers = TierReport(health.storing_workers(self._adapter), changes)
+            workers, shards = health.parts(self._adapter)
+            tiers = TierReport(workers, changes, shards)
         weights, speeds = self.epoch.changed, self.queue.take_speeds()
         if tiers is None and weights is None and speeds == LoadSpeeds():
             return None

@@ -21,6 +21,7 @@ from types import FrameType
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.settings import Settings
+from lmcache_xpu.tiers.disk.server_option import server_option
 
 __all__ = ["check_shared_memory", "server_command", "start_server"]
 
@@ -38,12 +39,12 @@ def server_command(settings: Settings, ports: Sequence[int]) -> list[str]:
     """Return the command line of a server for an engine of these settings.
 
     Args:
-        settings: of the engine. The server has the memory of all of its devices.
+        settings: of the engine. The server has the memory and the disk of all of its devices.
         ports: to listen on: for workers, for LMCache's HTTP interface, and for its metrics.
     """
     port, http, metrics = ports
     program = Path(sysconfig.get_path("scripts")) / "lmcache"
-    options = {
+    options: dict[str, object] = {
         "--host": HOST,
         "--port": port,
         "--http-port": http,
@@ -56,6 +57,11 @@ def server_command(settings: Settings, ports: Sequence[int]) -> list[str]:
         "--max-workers": 4,
         "--l1-write-ttl-seconds": LEASE_S,
     }
+    if settings.disk_path is not None:
+        assert settings.disk_gib is not None
+        size_gib = settings.disk_gib * settings.devices
+        options["--l2-adapter"] = server_option(settings.disk_path, size_gib)
+        options["--l2-prefetch-policy"] = "retain"  # in memory what came from disk, as in process
     flags = ["--no-l1-use-lazy", "--disable-grpc-metrics", "--separate-object-groups"]
     return [str(program), "server", *flags] + [
         str(word) for option in options.items() for word in option

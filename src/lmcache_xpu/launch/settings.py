@@ -43,7 +43,6 @@ CPU_BLOCK_TOKENS = 128
 
 # What only LMCache in the engine's process has, and the value that leaves it alone.
 SERVER_LACKS: dict[str, object] = {
-    "disk_path": None,
     "remote_url": None,
     "layerwise": False,
     "layers_at_once": None,
@@ -268,6 +267,12 @@ class Settings(BaseSettings):
                     f"{name} unset: the connector to LMCache's server has no such choice",
                     "Leave it out, or use cache=in-process.",
                 )
+        if self.server_url is not None and self.disk_path is not None:
+            raise SettingsError(
+                f"disk_path={self.disk_path} with server_url={self.server_url}",
+                "one of the two: a server that runs has a disk of its own, or none",
+                "Give that server the option --l2-adapter, or leave server_url out.",
+            )
 
     @property
     def devices(self) -> int:

@@ -87,8 +87,7 @@ class KVShape:
         layers = -(-config.num_hidden_layers // pipeline_parallel)  # the largest group's
         if latent := getattr(config, "kv_lora_rank", None):
             width = latent + config.qk_rope_head_dim  # every device has all of it
-            if tensor_parallel > 1:
-                notes += (f"each of {tensor_parallel} devices keeps a copy of its own",)
+            notes += _copies_note(1, tensor_parallel, pipeline_parallel)
             return cls(kind="MLA", layers=layers, width=width, dtype=dtype, notes=notes)
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -105,6 +104,7 @@ class KVShape:
         device_heads = max(1, kv_heads // tensor_parallel)
         kind = "MHA" if kv_heads == heads else "GQA"
         width = 2 * device_heads * head_dim
+        notes += _copies_note(kv_heads, tensor_parallel, pipeline_parallel)
         return cls(kind=kind, layers=layers, width=width, dtype=dtype, notes=notes)
 
 
@@ -182,6 +182,15 @@ def fit(
         tiers=tiers,
         machine_gib={name: tier.gib * devices for name, tier in tiers.items() if name != "engine"},
     )
+
+
+def _copies_note(heads: int, tensor_parallel: int, pipeline_parallel: int) -> tuple[str, ...]:
+    alike = max(1, tensor_parallel // heads)
+    if alike == 1:
+        return ()
+    if pipeline_parallel > 1:
+        return (f"each {alike} devices hold the same, and each keeps a copy of its own",)
+    return (f"each {alike} devices hold the same, and one of them keeps it for all",)
 
 
 def _dtype(config: PretrainedConfig, kv_dtype: str) -> str:

@@ -11,6 +11,7 @@ different:
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,6 +48,7 @@ __all__ = ["ServerConnector"]
 
 PREFIX = "lmcache.mp."  # of LMCache's options in vLLM's extra configuration
 TIMEOUT_S, STAGING_MIB = "xpu.server_timeout_s", "xpu.staging_mib"
+CONNECT_S = 60.0  # that a server has to come up
 REFUSED = ("lazy_offload", "eager_prefetch", "transfer_intermediate_tensors")
 
 
@@ -55,9 +57,8 @@ class ServerConnector(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
 
     Raises:
         VersionError: LMCache or vLLM is outside the tested versions, or can't serve this model.
-        SettingsError: options of LMCache that this connector does not serve.
+        SettingsError: options of LMCache that this connector does not serve, or no server answers.
         LayoutError: a KV cache that can't be served.
-        ConnectionError: the server does not answer.
     """
 
     worker_adapter: WorkerAdapter  # of a worker
@@ -68,6 +69,9 @@ class ServerConnector(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         end_with_parent()
         versions.check(versions.installed())
         self._options = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self._url = self._options.get(f"{PREFIX}server_urls")
+        if not isinstance(self._url, str) or "," in self._url:
+            raise SettingsError(f"{PREFIX}server_urls={self._url!r}", "one URL, tcp://HOST:PORT")
         for name in REFUSED:
             if self._options.get(PREFIX + name):
                 raise SettingsError(f"{PREFIX}{name}", "it to be off", "Leave it unset.")
@@ -85,7 +89,17 @@ class ServerConnector(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
                 "a vLLM that is told of failed loads request by request, which came with 0.30",
                 "Install a newer one, or use cache=in-process.",
             )
-        super().__init__(vllm_config, role, kv_cache_config)
+        deadline = time.monotonic() + CONNECT_S
+        while not hasattr(self, "_group_tokens_per_block"):  # LMCache's, once the server answers
+            try:
+                super().__init__(vllm_config, role, kv_cache_config)
+            except ConnectionError as error:
+                if time.monotonic() > deadline:
+                    raise SettingsError(
+                        f"no answer from an LMCache server at {self._url}",
+                        f"one that answers within {CONNECT_S:.0f} s",
+                        "Start it, or leave server_url unset and `lmcache-xpu serve` does.",
+                    ) from error
         self._blocks = kv_cache_config.num_blocks
         # Where vLLM zeroes new blocks, its newer runner does so before it tells us of the step.
         self._zeroed = bool(kv_cache_config.needs_kv_cache_zeroing)
@@ -104,7 +118,7 @@ class ServerConnector(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         """Make our adapter in place of LMCache's, which older LMCache makes without asking us."""
         stock.shutdown()
         return self.create_lmcache_mp_worker_adapter(
-            server_url=self._options[f"{PREFIX}server_urls"],
+            server_url=self._url,
             context=zmq.Context.instance(),
             model_name=stock.model_name,
             vllm_block_size=stock.lmcache_tokens_per_chunk // stock.blocks_in_chunk,

@@ -61,8 +61,8 @@ class Moves:
             GivenUpError: for a reason of the metrics; others as they come.
         """
         chunks = [copies.chunks(ids) for copies, ids in zip(self._groups, blocks, strict=True)]
+        begun, memory = time.monotonic(), self._server.lent  # a lost server is asked nothing
         asked = self._ask_where(key, chunks)
-        begun, memory = time.monotonic(), self._server.lent
         answer = self._server.answer(asked, lambda: transfer.is_cancelled)
         slots = ObjectSlots.read(answer.context, len(self._groups))
         if not slots:

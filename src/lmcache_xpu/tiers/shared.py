@@ -40,11 +40,13 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
 from lmcache_xpu.metrics import LOAD_SHARED, STORE_SHARED, Flow
-from lmcache_xpu.tiers.chunk_key import engine_origin, key_text
+from lmcache_xpu.tiers.chunk_key import KeyTexts
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
-from lmcache_xpu.tiers.disk.chunk_file import pack_chunk, unpack_chunk
+from lmcache_xpu.tiers.disk.chunk_file import pack_chunk
 from lmcache_xpu.tiers.pause import Pause
 from lmcache_xpu.tiers.residency import SHARED
+from lmcache_xpu.tiers.shared_lookup import FORMAT, SharedLookup
+from lmcache_xpu.tiers.shared_value import SharedValue, make, unpack
 
 if TYPE_CHECKING:
     from lmcache.utils import CacheEngineKey
@@ -68,9 +70,6 @@ ANSWER_S = 10.0
 AWAY_S = 10.0  # that a server is left alone after an error, or not written to after a refusal
 CLOSE_S = 10.0
 THREADS = 4  # that make and compare checksums: 2 GB/s each
-# The version of a value, as part of its name: engines with another one share a server with these,
-# and neither finds what the other stores.
-_FORMAT = "kv2"
 # Not WATCH and MULTI, which a full server refuses.
 _DELETE = """
 if redis.sha1hex(redis.call("GET", KEYS[1]) or "") == ARGV[1] then redis.call("DEL", KEYS[1]) end
@@ -93,7 +92,8 @@ class SharedTier(RemoteConnector):  # type: ignore[misc]  # untyped base
         super().__init__(config, metadata)
         self._loop = loop
         self._pool = local_cpu_backend
-        self._origin = engine_origin(metadata)
+        self._texts = KeyTexts(metadata)
+        self._hidden: int = metadata.kv_shape[3] * metadata.kv_shape[4]
         # Chunks on their way stay in host memory, which the engine needs for other things too.
         self._limit_bytes = int(config.max_local_cpu_size * 2**30) // 4
         self._sending_bytes = 0
@@ -102,6 +102,8 @@ class SharedTier(RemoteConnector):  # type: ignore[misc]  # untyped base
         self._refusing = Pause(logger, "not written to")
         self._refusal = ""
         self._threads = ThreadPoolExecutor(THREADS, "lmcache-xpu-shared")
+        # Values of other shards may be several times as large as what is made of them.
+        self._making = asyncio.Semaphore(THREADS)
         self._server = Redis.from_url(
             (config.extra_config or {})[URL_KEY],
             password=os.environ.get(PASSWORD_VARIABLE) or None,
@@ -112,6 +114,8 @@ class SharedTier(RemoteConnector):  # type: ignore[misc]  # untyped base
             retry=Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,)),
         )
 
+        self._stored = SharedLookup(self._server, self._texts)
+
     def watch(self, residency: Residency) -> None:
         """Report chunks that turn out to be on the server or missing, or are put there.
 
@@ -120,7 +124,7 @@ class SharedTier(RemoteConnector):  # type: ignore[misc]  # untyped base
         self._residency = residency
 
     def _report(self, key: CacheEngineKey, is_stored: bool) -> None:
-        if self._residency is not None:
+        if self._residency is not None and self._texts.shard.stores:
             self._residency.changed(SHARED, key.chunk_hash_hex, is_stored)
 
     # Lookup
@@ -151,16 +155,10 @@ class SharedTier(RemoteConnector):  # type: ignore[misc]  # untyped base
         if self._away.on:
             return 0
         try:
-            async with self._server.pipeline(transaction=False) as pipeline:
-                for key in keys:
-                    pipeline.exists(self._name(key))
-                counts: list[int] = await pipeline.execute()
+            return await self._stored.prefix(keys, self._report)
         except (RedisError, OSError) as error:
             self._leave_alone(error)
             return 0
-        for key, count in zip(keys, counts, strict=True):
-            self._report(key, bool(count))
-        return counts.index(0) if 0 in counts else len(counts)
 
     # Load
 
@@ -168,39 +166,63 @@ class SharedTier(RemoteConnector):  # type: ignore[misc]  # untyped base
         """The chunk, with one reference for the caller; None on a miss."""
         if self._away.on:
             return None
-        begin, name = time.perf_counter(), self._name(key)
+        begin = time.perf_counter()
         try:
-            value: Any = await self._server.get(name)
-            if value is None:
-                self._report(key, False)
-                return None
-            try:
-                layout, payload = await self._in_thread(_unpack, name, value)
-            except ValueError as damage:
-                LOAD_SHARED.failed("corrupt")
-                logger.warning(
-                    "shared tier: a damaged chunk of %d bytes: %s "
-                    "(docs: troubleshooting#shared-damaged)",
-                    len(value),
-                    damage,
-                )
-                self._report(key, False)
-                await self._delete(name, value)
-                return None
+            value = await self._value(self._texts.text(key))
+            if value is not None:
+                return self._to_pool(value, begin)
+            self._report(key, False)
+            async with self._making:
+                return await self._make(key, begin)
         except (RedisError, OSError) as error:
             self._leave_alone(error)
             LOAD_SHARED.failed("server")
             return None
+
+    async def _make(self, key: CacheEngineKey, begin: float) -> MemoryObj | None:
+        """The chunk, made of others; None where one of those is missing."""
+        sources = list(self._texts.sources(key))
+        for source, complete in zip(sources, await self._stored.complete(sources), strict=True):
+            if not complete:
+                continue
+            fetched = [await self._value(text) for text in source.texts]
+            values = [value for value in fetched if value is not None]
+            if len(values) == len(fetched):
+                value = await self._in_thread(make, values, source.cut, self._hidden)
+                return None if value is None else self._to_pool(value, begin)
+        return None
+
+    def _to_pool(self, value: SharedValue, begin: float) -> MemoryObj | None:
         # Waiting here for memory could be for ever: this load's own chunks may fill the pool.
+        layout = value.layout
         obj = self._pool.allocate(
             list(layout.shapes), list(layout.dtypes), fmt=layout.fmt, busy_loop=False
         )
         if obj is None:
             LOAD_SHARED.failed("pool_full")
             return None
-        memoryview(obj.byte_array).cast("B")[: layout.size] = payload
+        memoryview(obj.byte_array).cast("B")[: layout.size] = value.payload
         _count(LOAD_SHARED, obj, time.perf_counter() - begin)
         return obj
+
+    async def _value(self, text: str) -> SharedValue | None:
+        """Return the value of a key, whole; a damaged one is deleted, and is none."""
+        name = self._stored.name(text)
+        value: Any = await self._server.get(name)
+        if value is None:
+            return None
+        try:
+            return await self._in_thread(unpack, name, value)
+        except ValueError as damage:
+            LOAD_SHARED.failed("corrupt")
+            logger.warning(
+                "shared tier: a damaged chunk of %d bytes: %s "
+                "(docs: troubleshooting#shared-damaged)",
+                len(value),
+                damage,
+            )
+            await self._delete(name, value)
+            return None
 
     async def _delete(self, name: str, damaged: bytes) -> None:
         """Delete this value, but not one that another engine has stored there since."""
@@ -213,7 +235,7 @@ class SharedTier(RemoteConnector):  # type: ignore[misc]  # untyped base
     async def put(self, key: CacheEngineKey, memory_obj: MemoryObj) -> None:
         """Send a chunk, unless the server has it or too much is on its way already."""
         layout, size = ChunkLayout.of(memory_obj), memory_obj.get_size()
-        if self._away.on or layout is None:
+        if self._away.on or layout is None or not self._texts.shard.stores:
             return
         if self._refusing.on:
             STORE_SHARED.failed(self._refusal)
@@ -224,7 +246,7 @@ class SharedTier(RemoteConnector):  # type: ignore[misc]  # untyped base
         begin = time.perf_counter()
         self._sending_bytes += size
         try:
-            if not await self._server.exists(name := self._name(key)):
+            if not await self._server.exists(name := self._stored.name(self._texts.text(key))):
                 payload = memoryview(memory_obj.byte_array).cast("B")[: layout.size]
                 value = await self._in_thread(pack_chunk, name, layout.text, payload)
                 await self._server.set(name, value)
@@ -244,14 +266,14 @@ class SharedTier(RemoteConnector):  # type: ignore[misc]  # untyped base
 
     async def list(self) -> list[str]:
         """Names of all chunks of all engines on the server."""
-        return [key.decode() async for key in self._server.scan_iter(match=f"{_FORMAT}@*")]
+        return [key.decode() async for key in self._server.scan_iter(match=f"{FORMAT}@*")]
 
     def remove_sync(self, key: CacheEngineKey) -> bool:
         """Remove a chunk; False if the server did not have it."""
         return asyncio.run_coroutine_threadsafe(self._remove(key), self._loop).result()
 
     async def _remove(self, key: CacheEngineKey) -> bool:
-        removed = bool(await self._server.delete(self._name(key)))
+        removed = bool(await self._server.delete(self._stored.name(self._texts.text(key))))
         self._report(key, False)
         return removed
 
@@ -270,26 +292,6 @@ class SharedTier(RemoteConnector):  # type: ignore[misc]  # untyped base
 
     def _leave_alone(self, error: Exception) -> None:
         self._away.begin(AWAY_S, error)
-
-    def _name(self, key: CacheEngineKey) -> str:
-        return f"{_FORMAT}@{key_text(self._origin, key)}"
-
-
-def _unpack(name: str, value: bytes) -> tuple[ChunkLayout, memoryview]:
-    """Layout and bytes of a value. Takes milliseconds for a large one: a thread's work.
-
-    Raises:
-        ValueError: says what is wrong with it.
-    """
-    meta, payload = unpack_chunk(memoryview(value), name)
-    try:
-        layout = ChunkLayout.parse(meta)
-        size = layout.size
-    except (AttributeError, KeyError, TypeError, ValueError):
-        raise ValueError(f"its layout {meta!r} is unknown") from None
-    if size != len(payload):
-        raise ValueError(f"it has {len(payload)} bytes, and its layout {size}")
-    return layout, payload
 
 
 def _digest(value: bytes) -> str:

@@ -21,6 +21,8 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from lmcache_xpu.transfer.shared_memory import SharedMemory
+
 __all__ = ["MOST_GIB", "PoolMemory", "allocator_variables", "exact_above", "fits", "limit", "risky"]
 
 MIB, GIB = 2**20, 2**30
@@ -108,19 +110,23 @@ class PoolMemory:
         ops: LMCache's operations of the device, `lmcache.device_ops`.
         most: bytes of the largest pinned allocation.
         environ: of this process.
+        shared: what it allocates can be mapped by other processes, and all is allocated so.
     """
 
-    def __init__(self, ops: Any, most: int, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self, ops: Any, most: int, environ: Mapping[str, str], *, shared: bool = False
+    ) -> None:
         self._allocate, self._free = ops.alloc_pinned_ptr, ops.free_pinned_ptr
         self._most, self._environ = most, environ
-        self._pools: dict[int, mmap.mmap] = {}
+        self._shared = shared
+        self._pools: dict[int, mmap.mmap | SharedMemory] = {}
 
     @classmethod
-    def bind(cls, ops: Any, most: int, environ: Mapping[str, str]) -> None:
+    def bind(cls, ops: Any, most: int, environ: Mapping[str, str], *, shared: bool = False) -> None:
         """Let LMCache use it from now on; may be called again."""
         if isinstance(getattr(ops.alloc_pinned_ptr, "__self__", None), cls):
             return
-        pool = cls(ops, most, environ)
+        pool = cls(ops, most, environ, shared=shared)
         # As LMCache binds the operations of its own extensions. Off CUDA it knows no NUMA nodes.
         names = SimpleNamespace(
             alloc_pinned_ptr=pool.allocate,
@@ -136,6 +142,10 @@ class PoolMemory:
         Raises:
             OSError: there is not so much memory.
         """
+        if self._shared:
+            memory = SharedMemory.make(size)
+            self._pools[memory.address] = memory
+            return memory.address
         if fits(size, self._most, self._environ):
             address: int = self._allocate(size, flags)
             return address

@@ -81,7 +81,7 @@ def test_a_layer_that_cannot_be_loaded_shortens_its_list(engines):
     engine = engines()
     store_layers(engine, range(3))
     lost = make_key(1).split_layers(LAYERS)[1]
-    os.truncate(engine.tier._store._path(engine.tier._name(lost)), 5000)
+    os.truncate(engine.tier._store._path(engine.tier._holdings.name(lost)), 5000)
     assert load_layers(engine, range(3)) == [3, 1]
     assert engine.pool_in_use == 0
 

@@ -11,13 +11,29 @@ class MemoryObj:
     def ref_count_down(self): ...
     def pin(self): ...
     def is_valid(self): ...
+    def invalidate(self): ...
     def get_size(self): ...
     def get_num_tokens(self): ...
     metadata: MemoryObjMetadata
     byte_array: Any
     raw_tensor: Any
 
+class TensorMemoryObj(MemoryObj):
+    def __init__(self, raw_data, metadata, parent_allocator): ...
+
 class MemoryObjMetadata:
+    def __init__(
+        self,
+        shape,
+        dtype,
+        address,
+        phy_size,
+        ref_count,
+        *,
+        fmt=...,
+        shapes=...,
+        dtypes=...,
+    ): ...
     shape: Any
     dtype: Any
     fmt: Any

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from lmcache_xpu.errors import SettingsError
@@ -40,6 +40,7 @@ class ChunkStore:
         directory: created (mode 0700) if it is missing; files of other names in it are left alone.
         limit_bytes: bound on the files, headers included, those of earlier runs and those being
             written as well. Opening a store with a smaller limit evicts; 0 empties it.
+        left: directories that no rank has any more; their chunks become this store's.
         pin_seconds: a pin older than this no longer protects, so that a forgotten one can't fill
             the store for good.
         lock_seconds: how long to wait for another process to let go of the directory.
@@ -53,12 +54,13 @@ class ChunkStore:
         directory: Path,
         limit_bytes: int,
         *,
+        left: Sequence[Path] = (),
         pin_seconds: float = 300.0,
         lock_seconds: float = 5.0,
     ) -> None:
         self.directory = directory
         self._lock = threading.Lock()
-        self._files = ChunkDirectory(directory)
+        self._files = ChunkDirectory(directory, left)
         self._index = ChunkIndex(limit_bytes, pin_seconds)
         self._count: Counter[str] = Counter()
         self._closed = False

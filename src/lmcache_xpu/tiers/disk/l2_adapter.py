@@ -33,10 +33,10 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 
 from lmcache_xpu.metrics import DISK_LIMIT_BYTES, DISK_USED_BYTES, LOAD_DISK
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
-from lmcache_xpu.tiers.disk.holdings import Holdings
 from lmcache_xpu.tiers.disk.object_name import has_layout, object_name
 from lmcache_xpu.tiers.disk.parameters import DiskSettings
 from lmcache_xpu.tiers.disk.reader import read_object
+from lmcache_xpu.tiers.disk.server_index import ServerIndex
 from lmcache_xpu.tiers.disk.task_results import TaskResults
 from lmcache_xpu.tiers.disk.writer import DiskWriter
 
@@ -87,7 +87,7 @@ class DiskL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # untyped base
         self._stored: TaskResults[L2StoreResult] = TaskResults()
         self._located: TaskResults[Bitmap] = TaskResults()
         self._loaded: TaskResults[Bitmap] = TaskResults()
-        self._holdings = Holdings(self._store)
+        self._index = ServerIndex(self._store)
         self._reporting = threading.Lock()
 
     # Store
@@ -184,7 +184,7 @@ class DiskL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # untyped base
         """Tell a listener of changes, and first of what is there."""
         with self._reporting:
             super().register_listener(listener)
-            keys, sizes = self._holdings.all()
+            keys, sizes = self._index.all()
             if keys:
                 listener.on_l2_keys_stored(keys, sizes)
 
@@ -255,7 +255,11 @@ class DiskL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # untyped base
             info = self._store.info(name)
             if info is None or layout is None or info.meta != layout.text:
                 return False
-            return read_object(self._store, key, name, obj, is_lent=obj.is_valid)
+
+            def fill() -> bool:
+                return self._store.read(name, obj.byte_array, obj.is_valid)
+
+            return read_object(fill, self._store, key, obj)
         except Exception as error:
             LOAD_DISK.failed(type(error).__name__)
             logger.exception("disk tier: a load failed (docs: troubleshooting#disk-load)")
@@ -270,7 +274,7 @@ class DiskL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # untyped base
     def _report(self) -> None:
         """Tell LMCache what has come and gone: it counts bytes, also by salt, for its quotas."""
         with self._reporting:
-            come, gone = self._holdings.settle()
+            come, gone = self._index.settle()
             if gone.keys:
                 self._notify_keys_deleted(gone.keys, gone.sizes)
             if come.keys:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -17,7 +16,7 @@ from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["DiskSettings", "check_hash", "server_option"]
+__all__ = ["DiskSettings", "check_hash"]
 
 logger = logging.getLogger("vllm.lmcache_xpu.disk")  # vLLM prints its own loggers only
 
@@ -86,28 +85,39 @@ class DiskSettings:
         """The start of the names of this engine's directories; the worker's number follows."""
         return f"kv-engine-{self.engine}-worker-" if self.engine else "kv-worker-"
 
-    def open_store(self, worker_id: int, world_size: int, pin_seconds: float) -> ChunkStore:
-        """Open this worker's directory, and empty what workers left that no longer exist.
+    def directory(self, worker_id: int) -> Path:
+        """Where a worker's chunks are."""
+        return self.path / f"{self.prefix}{worker_id}"
 
-        What another engine left stays: it may only not have started yet.
+    def others(self, worker_id: int, world_size: int) -> list[Path]:
+        """Return the directories of this engine's other workers, and of those that it had.
+
+        Those that it had come first: their files move to the others.
+        """
+        numbers = self._left(world_size) + [n for n in range(world_size) if n != worker_id]
+        return [self.directory(number) for number in numbers]
+
+    def _left(self, world_size: int) -> list[int]:
+        """Return the numbers of workers that there were once."""
+        names = (path.name.removeprefix(self.prefix) for path in self.path.glob(f"{self.prefix}*"))
+        return sorted(int(name) for name in names if name.isdigit() and int(name) >= world_size)
+
+    def open_store(self, worker_id: int, world_size: int, pin_seconds: float) -> ChunkStore:
+        """Open this worker's directory, and take over what workers left that no longer exist.
+
+        Together it stays within the size. What another engine left stays where it is: it may only
+        not have started yet.
 
         Raises:
             SettingsError: the directory can't be used, or another process uses it.
         """
+        left = [number for number in self._left(world_size) if number % world_size == worker_id]
         store = ChunkStore(
-            self.path / f"{self.prefix}{worker_id}", self.limit_bytes, pin_seconds=pin_seconds
+            self.directory(worker_id),
+            self.limit_bytes,
+            left=[self.directory(number) for number in left],
+            pin_seconds=pin_seconds,
         )
-        for directory in self.path.glob(f"{self.prefix}*"):
-            number = directory.name.removeprefix(self.prefix)
-            if not number.isdigit() or int(number) < world_size:
-                continue
-            if int(number) % world_size == worker_id:  # one worker sees to it
-                try:
-                    ChunkStore(directory, limit_bytes=0, lock_seconds=0).close()
-                except SettingsError as error:
-                    logger.warning(
-                        "disk tier: left as it is: %s (docs: troubleshooting#disk-left)", error
-                    )
         self._log_room(store)
         return store
 
@@ -148,24 +158,3 @@ def check_hash(algorithm: str) -> None:
             "keys that are the same after a restart",
             "Set it to 'sha256', or fix PYTHONHASHSEED.",
         )
-
-
-def server_option(path: Path, gib: float, threads: int | None = None) -> str:
-    """Return the value of `lmcache server`'s option `--l2-adapter` that switches the tier on.
-
-    Args:
-        path: directory on a local disk; the server's is made in it.
-        gib: what the server may use of it.
-        threads: reads at a time, and half as many writes; the tier's default if None.
-    """
-    params: dict[str, object] = {"disk.path": str(path), "disk.gib": gib}
-    if threads is not None:
-        params["disk.threads"] = threads
-    return json.dumps(
-        {
-            "type": "plugin",
-            "module_path": "lmcache_xpu.disk.l2_adapter",
-            "class_name": "DiskL2Adapter",
-            "adapter_params": params,
-        }
-    )

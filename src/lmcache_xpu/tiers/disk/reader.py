@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from lmcache_xpu.metrics import DISK_USED_BYTES, LOAD_DISK, Stopwatch
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
@@ -22,8 +22,18 @@ if TYPE_CHECKING:
     from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
     from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
+    from lmcache_xpu.tiers.disk.holdings import Holdings
+    from lmcache_xpu.tiers.disk.stored_chunk import StoredChunk
 
 __all__ = ["DiskReader", "read_object"]
+
+
+class _Read(NamedTuple):
+    """A chunk, and the memory that it is read into."""
+
+    key: CacheEngineKey
+    chunk: StoredChunk
+    obj: MemoryObj
 
 
 class DiskReader:
@@ -33,15 +43,24 @@ class DiskReader:
     never waits for memory, as its own chunks may be what fills the pool.
 
     Args:
-        store: where chunks come from.
+        store: this rank's files, for the count of their bytes.
+        holdings: where chunks come from.
         pool: where they go; one reference to each is the caller's.
         threads: reads at a time.
         hidden: see `ChunkLayout.tokens`.
     """
 
-    def __init__(self, store: ChunkStore, pool: LocalCPUBackend, threads: int, hidden: int) -> None:
+    def __init__(
+        self,
+        store: ChunkStore,
+        holdings: Holdings,
+        pool: LocalCPUBackend,
+        threads: int,
+        hidden: int,
+    ) -> None:
         self.misses = 0  # chunks that were not asked of the store
         self._store = store
+        self._holdings = holdings
         self._pool = pool
         self._hidden = hidden
         self._refusing = False
@@ -51,31 +70,29 @@ class DiskReader:
             "(docs: troubleshooting#pool-full)"
         )
 
-    def load(self, keys: Sequence[CacheEngineKey], names: list[str]) -> list[MemoryObj]:
+    def load(self, keys: Sequence[CacheEngineKey]) -> list[MemoryObj]:
         """Read the chunks of these keys; returns those before the first miss."""
-        objs = self._allocate(names)
-        if len(objs) == 1:  # not worth another thread
-            loaded = _prefix([self._fill(keys[0], names[0], objs[0])])
+        reads = self._allocate(keys)
+        if len(reads) == 1:  # not worth another thread
+            loaded = _prefix([self._fill(reads[0])])
         else:
-            loaded = _prefix(list(self._threads.map(self._fill, keys, names, objs)))
-        self._store.touch(names[: len(loaded)])
+            loaded = _prefix(list(self._threads.map(self._fill, reads)))
+        self._holdings.touch(keys[: len(loaded)])
         return loaded
 
-    async def load_async(self, keys: Sequence[CacheEngineKey], names: list[str]) -> list[MemoryObj]:
+    async def load_async(self, keys: Sequence[CacheEngineKey]) -> list[MemoryObj]:
         """`load`, without holding up the event loop that runs it."""
         loop = asyncio.get_running_loop()
-        objs = self._allocate(names)
         fills = [
-            loop.run_in_executor(self._threads, self._fill, *chunk)
-            for chunk in zip(keys, names, objs, strict=False)  # objects up to the first miss
+            loop.run_in_executor(self._threads, self._fill, read) for read in self._allocate(keys)
         ]
         loaded = _prefix(await asyncio.gather(*fills))
-        self._store.touch(names[: len(loaded)])
+        self._holdings.touch(keys[: len(loaded)])
         return loaded
 
-    def submit(self, key: CacheEngineKey, name: str) -> Future[MemoryObj | None]:
+    def submit(self, key: CacheEngineKey) -> Future[MemoryObj | None]:
         """`load` one chunk in a thread."""
-        return self._threads.submit(lambda: next(iter(self.load([key], [name])), None))
+        return self._threads.submit(lambda: next(iter(self.load([key])), None))
 
     def refuse(self) -> None:
         """Let every load from now on be a miss; those under way go on."""
@@ -86,17 +103,13 @@ class DiskReader:
         self.refuse()
         self._threads.shutdown(cancel_futures=True)
 
-    def _allocate(self, names: list[str]) -> list[MemoryObj]:
+    def _allocate(self, keys: Sequence[CacheEngineKey]) -> list[_Read]:
         """Memory for the chunks up to the first that is missing or finds none."""
-        objs: list[MemoryObj] = []
-        for name in names if not self._refusing else ():
-            info = self._store.info(name)
-            if info is None:
+        reads: list[_Read] = []
+        for key in keys if not self._refusing else ():
+            if (chunk := self._holdings.find(key)) is None:
                 break
-            layout = ChunkLayout.parse(info.meta)
-            if layout.size != info.payload_bytes:  # of a version that described it otherwise
-                self._store.remove(name)
-                break
+            layout = chunk.layout
             obj = self._pool.allocate(
                 list(layout.shapes), list(layout.dtypes), fmt=layout.fmt, busy_loop=False
             )
@@ -104,14 +117,18 @@ class DiskReader:
                 LOAD_DISK.failed("pool_full")
                 self._pool_full.log()
                 break
-            objs.append(obj)
-        self.misses += len(names) - len(objs)
-        return objs
+            reads.append(_Read(key, chunk, obj))
+        self.misses += len(keys) - len(reads)
+        return reads
 
-    def _fill(self, key: CacheEngineKey, name: str, obj: MemoryObj) -> MemoryObj | None:
-        filled = False
+    def _fill(self, read: _Read) -> MemoryObj | None:
+        obj, filled = read.obj, False
+
+        def fill() -> bool:
+            return read.chunk.read(memoryview(obj.byte_array).cast("B"))
+
         try:
-            filled = read_object(self._store, key, name, obj, hidden=self._hidden)
+            filled = read_object(fill, self._store, read.key, obj, hidden=self._hidden)
         finally:
             if not filled:
                 obj.ref_count_down()
@@ -119,29 +136,27 @@ class DiskReader:
 
 
 def read_object(
+    fill: Callable[[], bool],
     store: ChunkStore,
     key: CacheEngineKey | ObjectKey,
-    name: str,
     obj: MemoryObj,
     *,
     hidden: int = 0,
-    is_lent: Callable[[], bool] | None = None,
 ) -> bool:
     """Read a chunk into a memory object of its size, and count that; False on a miss.
 
     Args:
-        store: where the chunk is.
+        fill: reads it, and says whether it was whole.
+        store: where the chunk is, or its parts are.
         key: LMCache's.
-        name: its name in the store.
         obj: after a miss it may hold anything.
         hidden: see `ChunkLayout.tokens`.
-        is_lent: whether the object may still be written, see `read_chunk`.
     """
     filled = False
     watch = Stopwatch()
     try:
         with watch.running():
-            filled = store.read(name, obj.byte_array, is_lent)
+            filled = fill()
     finally:
         if not filled:
             DISK_USED_BYTES.set(store.used_bytes)  # a damaged file is gone

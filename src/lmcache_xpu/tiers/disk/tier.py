@@ -27,7 +27,7 @@ Who calls what, and which references and pins that leaves (LMCache 0.5.6):
 
 from __future__ import annotations
 
-import json
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +36,10 @@ from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import DISK_LIMIT_BYTES, DISK_USED_BYTES
-from lmcache_xpu.tiers.chunk_key import chunk_and_layer, engine_origin, is_of_model, key_text
+from lmcache_xpu.tiers.chunk_key import KeyTexts, chunk_and_layer
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
+from lmcache_xpu.tiers.disk.holdings import Holdings
+from lmcache_xpu.tiers.disk.neighbours import Neighbours
 from lmcache_xpu.tiers.disk.parameters import DiskSettings, check_hash
 from lmcache_xpu.tiers.disk.reader import DiskReader
 from lmcache_xpu.tiers.disk.writer import DiskWriter
@@ -58,6 +60,8 @@ if TYPE_CHECKING:
     from lmcache_xpu.tiers.residency import Residency
 
 __all__ = ["DiskTier"]
+
+logger = logging.getLogger("vllm.lmcache_xpu.disk")  # vLLM prints its own loggers only
 
 
 class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
@@ -89,7 +93,7 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
             )
         check_hash(config.pre_caching_hash_algorithm)
         settings = DiskSettings.parse(config.extra_config or {})
-        self._origin = engine_origin(metadata)
+        self._texts = KeyTexts(metadata)
         self._num_layers = metadata.kv_shape[0]
         self._hidden: int = metadata.kv_shape[3] * metadata.kv_shape[4]
         self._store = settings.open_store(
@@ -101,8 +105,25 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         self._writes = DiskWriter(
             self._store, half_pool, max(1, settings.threads // 2), self._hidden
         )
-        self._reads = DiskReader(self._store, local_cpu_backend, settings.threads, self._hidden)
+        self._holdings = self._open_holdings(settings)
+        self._reads = DiskReader(
+            self._store, self._holdings, local_cpu_backend, settings.threads, self._hidden
+        )
         self._closed = False
+
+    def _open_holdings(self, settings: DiskSettings) -> Holdings:
+        """Find out what other ranks' directories hold, besides this one's own."""
+        rank, ranks, shard = self.metadata.worker_id, self.metadata.world_size, self._texts.shard
+        neighbours = Neighbours(
+            settings.others(rank, ranks),
+            None if shard.stores else settings.directory(shard.first_rank),
+            lambda name: self._texts.is_usable(_text(name)),
+        )
+        if len(neighbours):
+            logger.info(
+                "disk tier: %d chunks in directories of other ranks can be read", len(neighbours)
+            )
+        return Holdings(self._store, neighbours, self._texts, self._hidden)
 
     def __str__(self) -> str:
         return type(self).__name__
@@ -126,6 +147,8 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         """Tell of the chunks that are stored, and of each that comes or goes."""
 
         def changed(name: str, is_stored: bool) -> None:
+            if not self._texts.is_own(_text(name)):
+                return
             chunk, layer = chunk_and_layer(name)
             residency.changed(DISK, chunk, is_stored, layer)
 
@@ -140,14 +163,13 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         lost meanwhile: LMCache has told the scheduler, and only a failing load is passed on. For
         the first layer of a chunk, asked before a layerwise store, all layers must be there.
         """
-        name = self._name(key)
         if pin:
-            return self._store.pin(name)
-        if self._store.pinned(name):
-            return True
+            return self._holdings.pin(key)
         if isinstance(key, LayerCacheEngineKey) and key.layer_id == 0:
-            return all(self._name(k) in self._store for k in key.split_layers(self._num_layers))
-        return name in self._store
+            if self._store.pinned(self._holdings.name(key)):
+                return True
+            return all(k in self._holdings for k in key.split_layers(self._num_layers))
+        return key in self._holdings
 
     def batched_contains(self, keys: list[CacheEngineKey], pin: bool = False) -> int:
         """Length of the prefix of `keys` that can be loaded, pinned if `pin`.
@@ -170,15 +192,15 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
 
     def exists_in_put_tasks(self, key: CacheEngineKey) -> bool:
         """Whether a write of `key` has not ended yet."""
-        return self._name(key) in self._writes
+        return self._holdings.name(key) in self._writes
 
     def pin(self, key: CacheEngineKey) -> bool:
         """Keep `key` from eviction; False if it is not stored."""
-        return self._store.pin(self._name(key))
+        return self._holdings.pin(key)
 
     def unpin(self, key: CacheEngineKey) -> bool:
         """Take one pin back; False if there was none."""
-        return self._store.unpin(self._name(key))
+        return self._holdings.unpin(key)
 
     def touch_cache(self) -> None:
         """Nothing to do: loads mark what they use, the start of a prompt as the last used."""
@@ -197,7 +219,9 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         Takes a reference to each until its write has ended. Skips what is stored (and marks it
         as used) or queued; drops what exceeds the bound on the queue, see the module.
         """
-        names = [self._name(key) for key in keys]
+        if not self._texts.shard.stores:
+            return []
+        names = [self._holdings.name(key) for key in keys]
         self._store.touch(names)
         return self._writes.submit(list(keys), names, objs, on_complete_callback)
 
@@ -211,11 +235,11 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         self, key: CacheEngineKey, location: str | None = None
     ) -> Future[MemoryObj | None]:
         """`get_blocking` in a thread."""
-        return self._reads.submit(key, self._name(key))
+        return self._reads.submit(key)
 
     def batched_get_blocking(self, keys: list[CacheEngineKey]) -> list[MemoryObj | None]:
         """One entry per key, None from the first miss on; see the module for references."""
-        loaded = self._reads.load(keys, [self._name(key) for key in keys])
+        loaded = self._reads.load(keys)
         return [*loaded, *[None] * (len(keys) - len(loaded))]
 
     async def batched_get_non_blocking(
@@ -228,11 +252,10 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         layer of a layerwise load: the reference goes when the layer is handed over, before its
         copy is done, and a pin on the object lasts until all are (`retrieve_layer` unpins).
         """
-        names = [self._name(key) for key in keys]
-        loaded = await self._reads.load_async(keys, names)
+        loaded = await self._reads.load_async(keys)
         if transfer_spec is not None:
-            for name in names:
-                self._store.unpin(name)
+            for key in keys:
+                self._holdings.unpin(key)
         else:
             for obj in loaded:
                 obj.pin()
@@ -242,7 +265,7 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
 
     def remove(self, key: CacheEngineKey, force: bool = True) -> bool:
         """Remove a chunk, pinned or not, also one that is being written; False if there is none."""
-        name = self._name(key)
+        name = self._holdings.name(key)
         self._writes.settle(name)
         return self._store.remove(name)
 
@@ -260,8 +283,7 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         """
 
         def is_own(name: str) -> bool:
-            text = name.partition("\n")[0]
-            return is_of_model(text, self._origin, self.metadata.model_name)
+            return self._texts.is_of_model(_text(name))
 
         ended = self._writes.cancel(is_own)
         removed = self._store.remove_all(is_own)
@@ -282,6 +304,7 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         self._reads.close()
         self._store.close()
 
-    def _name(self, key: CacheEngineKey) -> str:
-        tags = json.dumps(key.tags, default=str) if key.tags else ""
-        return f"{key_text(self._origin, key)}\n{tags}"
+
+def _text(name: str) -> str:
+    """Return the text of a key, without its tags."""
+    return name.partition("\n")[0]

@@ -1,0 +1,64 @@
+"""A value of the shared tier: a chunk with its checksum, or what another chunk is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lmcache_xpu.tiers.chunk_layout import ChunkLayout
+from lmcache_xpu.tiers.disk.chunk_file import unpack_chunk
+from lmcache_xpu.tiers.shard import Cut, rows
+
+__all__ = ["SharedValue", "make", "unpack"]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedValue:
+    """A chunk as the server gave it.
+
+    Args:
+        layout: of the chunk.
+        payload: its bytes.
+    """
+
+    layout: ChunkLayout
+    payload: memoryview
+
+
+def unpack(name: str, value: bytes) -> SharedValue:
+    """Read a value. Takes milliseconds for a large one: a thread's work.
+
+    Raises:
+        ValueError: says what is wrong with it.
+    """
+    meta, payload = unpack_chunk(memoryview(value), name)
+    try:
+        layout = ChunkLayout.parse(meta)
+        size = layout.size
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ValueError(f"its layout {meta!r} is unknown") from None
+    if size != len(payload):
+        raise ValueError(f"it has {len(payload)} bytes, and its layout {size}")
+    return SharedValue(layout, payload)
+
+
+def make(values: Sequence[SharedValue], cut: Cut | None, hidden: int) -> SharedValue | None:
+    """Return the chunk that others make; None where they don't fit. A thread's work, as above.
+
+    Args:
+        values: all that it is made of.
+        cut: how; None for the same chunk.
+        hidden: elements of a token in one plane of this rank's chunks.
+    """
+    if cut is None:
+        return values[0]
+    layouts = {value.layout for value in values}
+    layout = layouts.pop().resized(cut.width(hidden), hidden) if len(layouts) == 1 else None
+    if layout is None:
+        return None
+    payload, row_bytes = memoryview(bytearray(layout.size)), layout.row_bytes
+    for position, value in enumerate(values):
+        # torch reads from memory that it may write alone.
+        source = rows(memoryview(bytearray(value.payload)), cut.width(row_bytes))
+        cut.place(position, source, rows(payload, row_bytes))
+    return SharedValue(layout, payload)

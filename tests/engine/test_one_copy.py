@@ -1,0 +1,70 @@
+"""Two ranks that hold the same, on CPU: one CPU tier, from which both load, and faults of either.
+
+The first rank keeps the chunks, and lends its memory to the second one. `make test-ranks` has loads
+that requests wait for as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from support.one_copy_probe import FAULTS
+from support.real_engine import BLOCK, CHUNK, LENGTHS, cached
+from support.scripts import environment, printed, run_probe
+
+from lmcache_xpu.harness.random_model import EXACT, make_model
+
+pytestmark = pytest.mark.engine
+
+ONE_HEAD = dataclasses.replace(EXACT, name="one-head", kv_heads=1)
+
+
+@pytest.fixture(scope="module", params=["always", pytest.param("async", marks=pytest.mark.matrix)])
+def report(request, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("copies")
+    model = make_model(ONE_HEAD, directory)
+    env = environment(VLLM_CPU_OMP_THREADS_BIND="0|1", OMP_NUM_THREADS="1")
+    return printed(run_probe("one_copy", model, directory / "disk", request.param, env=env))
+
+
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_a_hit_restores_every_byte_on_both_ranks(report: dict[str, Any], name: str, tier: str):
+    seen = report[name][tier]
+    assert seen["right"]
+    assert seen["hit"] == cached(name)
+    assert min(seen["restored"]) >= cached(name) // BLOCK
+    assert len(seen["restored"]) == 2
+
+
+def test_one_rank_has_the_memory_and_the_files(report: dict[str, Any]):
+    first, second = report["memory"]
+    assert first["chunks"] > 0
+    assert second["chunks"] == 0
+    assert second["bytes"] <= 2**24
+    assert report["files"][0] > 0
+    assert report["files"][1] == 0
+
+
+def test_a_chunk_that_the_first_rank_lost_is_no_hit(report: dict[str, Any]):
+    seen = report["first loses a chunk"]
+    assert seen["faulty"]["right"]
+    assert seen["faulty"]["hit"] < FAULTS["first loses a chunk"] * CHUNK
+    assert seen["afterwards"]["right"]
+    assert seen["afterwards"]["hit"] == FAULTS["first loses a chunk"] * CHUNK
+
+
+@pytest.mark.parametrize("name", ["first fails", "second fails", "nothing is lent"])
+def test_a_load_that_fails_on_either_rank_is_recomputed_on_both(report: dict[str, Any], name: str):
+    seen = report[name]
+    for turn in ("faulty", "afterwards"):
+        assert seen[turn]["right"]
+        assert min(seen[turn]["restored"]) >= FAULTS[name] * CHUNK // BLOCK
+    assert seen["afterwards"]["hit"] == FAULTS[name] * CHUNK
+
+
+def test_tokens_are_right_while_chunks_come_and_go(report: dict[str, Any]):
+    assert report["at once"]["right"] == 30
+    assert report["at once"]["hits"] > 10 * CHUNK

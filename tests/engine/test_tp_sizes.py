@@ -1,0 +1,132 @@
+"""One disk, engines of TP 1 and 2 one after the other: what ranks hold alike, and what they don't.
+
+On CPU blocks of several heads are packed, so that a rank's heads can't be cut out of them. What
+can be shared there is what each rank holds whole: MLA's latent, and a single KV head. How heads are
+cut and joined is in gpu_connector/test_shards.py. `make test-ranks` has one head as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import tiny_models
+from support.real_engine import BLOCK, CHUNK, restored
+from support.scripts import environment, printed, run_probe
+from support.tp_sizes_probe import CHUNKS
+
+from lmcache_xpu.harness.random_model import EXACT, make_model
+from lmcache_xpu.tiers.disk.chunk_file import HEADER_BYTES
+
+pytestmark = pytest.mark.engine
+
+MLA = {
+    "attention_config": {"backend": "CPU_MLA"},
+    "block_size": 16,
+    "max_num_batched_tokens": 8192,
+    "kv_cache_memory_bytes": 2**28,
+    "skip_tokenizer_init": True,
+}
+ONE_HEAD = dataclasses.replace(EXACT, name="one-head", kv_heads=1)
+TOKENS = CHUNKS * CHUNK
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model whose KV cache is shared out in some way."""
+
+    name: str
+    options: dict[str, Any]
+    shared: bool  # ranks hold the same
+
+    @property
+    def block(self) -> int:
+        return int(self.options.get("block_size", BLOCK))
+
+
+CASES = [Case("mla", MLA, True), Case("one head", {}, True), Case("two heads", {}, False)]
+
+
+PARAMS = [
+    pytest.param(case, id=case.name, marks=[pytest.mark.matrix] if case.name == "one head" else [])
+    for case in CASES
+]
+
+
+@pytest.fixture(scope="module", params=PARAMS)
+def engines(request, tmp_path_factory: pytest.TempPathFactory) -> tuple[Case, list[dict]]:
+    directory: Path = tmp_path_factory.mktemp("sizes")
+    make = {
+        "mla": tiny_models.mla,
+        "one head": lambda parent: make_model(ONE_HEAD, parent),
+        "two heads": lambda parent: make_model(EXACT, parent),
+    }
+    model = make[request.param.name](directory)
+    reports: list[dict] = []
+
+    def run(size: int, *steps: Any) -> list[dict]:
+        env = environment(VLLM_CPU_OMP_THREADS_BIND="|".join("01"[:size]), OMP_NUM_THREADS="1")
+        options = json.dumps({"tensor_parallel_size": size, **request.param.options})
+        done = run_probe("tp_sizes", model, directory / "disk", options, json.dumps(steps), env=env)
+        reports.append(printed(done))
+        return [asked["answer"][0] for asked in reports[-1]["asked"]]
+
+    [zero] = run(1, 0)
+    _, first, _ = run(2, [0, zero], 1, "leave", "again")
+    run(1, [1, first], [0, zero])
+    return request.param, reports
+
+
+def same_answer(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    """The second one was asked with the first token."""
+    common = len(before["answer"])
+    return bool(after["answer"][:common] == before["answer"])
+
+
+def same_blocks(first: list[list[str]], second: list[list[str]], case: Case) -> bool:
+    """Whether two ranks hold the same bytes of the chunks, in each layer."""
+    return restored(first, second) >= TOKENS // case.block
+
+
+def test_each_size_loads_what_another_one_stored_or_finds_nothing(engines):
+    case, (first, second, third) = engines
+    hits = TOKENS if case.shared else 0
+    assert first["asked"][0]["hit"] == 0
+    pairs = (first["asked"][0], second["asked"][0]), (second["asked"][1], third["asked"][0])
+    for before, after in pairs:
+        assert after["hit"] == hits
+        # Sums over ranks are exact in this model alone: MLA gives each size tokens of its own.
+        assert same_answer(before, after) or case.options == MLA
+        if case.shared:
+            ranks = before["blocks"] + after["blocks"]
+            assert all(same_blocks(ranks[0], rank, case) for rank in ranks[1:])
+
+
+def test_its_own_chunks_are_found_by_a_size_that_comes_back(engines):
+    case, (first, _, third) = engines
+    back = third["asked"][1]
+    assert back["hit"] == TOKENS
+    assert same_blocks(back["blocks"][0], first["asked"][0]["blocks"][0], case)
+    assert same_answer(first["asked"][0], back)
+
+
+def test_two_ranks_load_from_one_disk(engines):
+    case, (_, second, _) = engines
+    _, computed, loaded = second["asked"]
+    assert (computed["hit"], loaded["hit"]) == (0, TOKENS)
+    assert same_answer(computed, loaded)
+    for cold, warm in zip(computed["blocks"], loaded["blocks"], strict=True):
+        assert same_blocks(cold, warm, case)
+
+
+def test_what_both_ranks_hold_is_on_disk_once(engines):
+    case, (first, second, _) = engines
+    written = {name: size for name, size in second["sizes"].items() if name not in first["sizes"]}
+    stored = sum(size - HEADER_BYTES for size in written.values())
+    [size] = {size - HEADER_BYTES for size in first["sizes"].values()}  # of a chunk of TP 1
+    prompts = 1 if case.shared else 2  # it computed prompt 0, too, or found it
+    assert stored <= 1.02 * prompts * CHUNKS * size
+    assert len(written) == (CHUNKS if case.shared else 2 * 2 * CHUNKS)

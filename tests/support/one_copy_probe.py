@@ -1,0 +1,112 @@
+"""A real vLLM on CPU with two ranks that hold the same: one CPU tier and one disk, and faults.
+
+Run by engine/test_one_copy.py, with MODEL DISK LOADS; prints a JSON object last.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from support.probes import end_with
+from support.ranks_probe import Case, disk_files, tiers
+from support.real_engine import CHUNK, LENGTHS, Engine, prompt
+
+# Chunks of the prompt of each fault.
+FAULTS = {"first loses a chunk": 2, "first fails": 3, "second fails": 5, "nothing is lent": 6}
+
+
+def memory(worker) -> dict[str, int]:
+    """Of this rank's CPU tier."""
+    backend = tiers(worker)["LocalCPUBackend"]
+    return {"chunks": len(backend.get_keys()), "bytes": backend.memory_allocator.buffer.nbytes}
+
+
+def rank(worker) -> int:
+    return worker.model_runner.parallel_config.rank
+
+
+def lose_a_chunk(worker):
+    if rank(worker) == 0:
+        backend = tiers(worker)["LocalCPUBackend"]
+        backend.batched_remove(backend.get_keys()[-1:])
+        tiers(worker)["disk"]._store.clear()
+
+
+def fail_first(worker):
+    fail(worker, 0)
+
+
+def fail_second(worker):
+    fail(worker, 1)
+
+
+def fail(worker, number):
+    """This rank can't write what it loads to its KV cache."""
+    from lmcache_xpu.transfer.gather_scatter import TorchTransfer
+
+    def failing(*args):
+        raise RuntimeError("planted")
+
+    if rank(worker) == number:
+        worker.scatter, TorchTransfer.scatter = TorchTransfer.scatter, failing
+
+
+def mend(worker):
+    from lmcache_xpu.transfer.gather_scatter import TorchTransfer
+
+    if hasattr(worker, "scatter"):
+        TorchTransfer.scatter = worker.scatter
+        del worker.scatter
+
+
+def fetch_nothing(worker):
+    """The first rank has promised chunks, and finds them no more."""
+    if rank(worker) == 0:
+        for backend in tiers(worker).values():
+            backend.batched_get_blocking = lambda keys: [None] * len(keys)
+
+
+def fetch_again(worker):
+    if rank(worker) == 0:
+        for backend in tiers(worker).values():
+            del backend.batched_get_blocking
+
+
+def probe(engine: Engine) -> dict[str, Any]:
+    case = Case(engine)
+    report: dict[str, Any] = {name: case.hits(length) for name, length in LENGTHS.items()}
+    report["memory"] = engine.llm.collective_rpc(memory)
+    report["files"] = engine.llm.collective_rpc(disk_files)
+    plants = (lose_a_chunk, None), (fail_first, mend), (fail_second, mend)
+    plants += ((fetch_nothing, fetch_again),)
+    for (name, chunks), (plant, undo) in zip(FAULTS.items(), plants, strict=True):
+        report[name] = case.faulty(chunks, plant, undo)
+    report["at once"] = at_once(engine)
+    return report
+
+
+def at_once(engine: Engine) -> dict[str, Any]:
+    """More prompts than the tiers have room for, again and again, several at a time."""
+    prompts = [prompt(6 * CHUNK + 20 + number) for number in range(12)]
+    engine.forget()
+    computed = [engine.ask(tokens, cache_salt="apart") for tokens in prompts]
+    before, right = engine.external_hits(), 0
+    for turn in range(6):
+        engine.forget()
+        asked = [(turn * 5 + number) % len(prompts) for number in range(5)]
+        answers = engine.ask_at_once([prompts[number] for number in asked])
+        right += sum(
+            answer == computed[number] for answer, number in zip(answers, asked, strict=True)
+        )
+    return {"right": right, "hits": engine.external_hits() - before}
+
+
+if __name__ == "__main__":
+    model, disk, loads = sys.argv[1:]
+    settings = {"loads": loads, "cpu_gib": 0.06}
+    end_with(
+        lambda: Engine(
+            model, disk, "standard", tensor_parallel_size=2, settings=settings
+        ).close_after(probe)
+    )
