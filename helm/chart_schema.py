@@ -77,6 +77,13 @@ class Image(Values):
     pullPolicy: Literal["IfNotPresent", "Always", "Never"]
 
 
+class Cache(Values):
+    kind: Literal["inProcess", "sideCar"]
+    cpus: Annotated[float, Field(gt=0)] | str
+    hostGib: Gib
+    resources: Any_
+
+
 class Disk(Values):
     kind: Literal["volumeClaim", "hostPath", "emptyDir"]
     storageClassName: str
@@ -213,6 +220,7 @@ class Model(Values):
     replicas: Annotated[int, Field(ge=0)]
     engineImage: ImageName
     settings: Any_  # replaced by what Settings says
+    cache: Cache
     disk: Disk
     gpu: Gpu
     files: Files

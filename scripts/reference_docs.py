@@ -72,15 +72,21 @@ OTHERS = {
     "lmcache:num_lookup_hits_total": "Of these, tokens that it had",
     "lmcache:num_stored_tokens_total": "Tokens that LMCache stored",
     "lmcache:local_cache_usage": "Bytes in the CPU tier",
+    "lmcache_mp_l1_usage_ratio": "Part of the memory of LMCache's server in use, 0 to 1",
+    "lmcache_mp_lookup_requested_tokens_total": "Tokens that the server was asked for",
+    "lmcache_mp_lookup_hit_l1_tokens_total": "Of these, tokens that it had in memory",
+    "lmcache_mp_lookup_hit_l2_tokens_total": "Of these, tokens that it had on its disk",
+    "lmcache_mp_l1_evicted_chunks_total": "Chunks that its memory had no more room for",
+    "lmcache_mp_l1_allocation_failure_total": "Stores that found no room in its memory",
     "hw_gpu_utilization_ratio": "Utilisation of a GPU, from Intel's exporter",
     "hw_memory_usage_bytes": "Memory of a GPU in use, from Intel's exporter",
     "hw_power_watts": "Power of a GPU, from Intel's exporter",
     "hw_temperature_celsius": "Temperature of a GPU, from Intel's exporter",
     "hw_errors_total": "Errors that a GPU reports, from Intel's exporter",
-    "up": "1 while Prometheus reaches the engine",
+    "up": "1 while Prometheus reaches the engine, the router or LMCache's server",
 }
 METRIC = re.compile(
-    r"\b(?:vllm:|lmcache:)\w+|\bhw_\w+_(?:ratio|bytes|watts|celsius|total)|\bup(?=\{)"
+    r"\b(?:vllm:|lmcache:|lmcache_mp_)\w+|\bhw_\w+_(?:ratio|bytes|watts|celsius|total)|\bup(?=\{)"
 )
 
 
@@ -245,6 +251,7 @@ What does `/metrics` say of the cache, and what does each `reason` mean?
 | `cpu` | the engine's KV cache and host memory |
 | `disk` | host memory and files |
 | `shared` | host memory and a Valkey or Redis server |
+| `server` | the engine's KV cache and memory of LMCache's server |
 
 A load from disk or server passes host memory, so it counts in `cpu` as well. The speed of a tier
 while it moves is bytes divided by seconds:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.cache_server_program import disk, options
 
 from lmcache_xpu import __version__, versions
 from lmcache_xpu.launch.settings import CPU_KV_CACHE_GIB, ENV_PREFIX, Settings
@@ -54,13 +55,14 @@ def test_the_example_has_every_setting_of_the_engine_once():
 
 def test_the_settings_of_the_example_are_allowed_and_its_comments_show_the_defaults():
     stacks = {"drain_s": "30"}
+    needs = {"server_url": {"cache": "server"}}
     for commented, name, value in LINE.findall(EXAMPLE):
         field = name.lower()
         default = Settings.model_fields[field].default
         if commented and default not in (None, ()):
             assert value == stacks.get(field, str(default).lower()), name
         elif commented and value:  # an example; the text names the default
-            assert Settings.load({"model": "m", field: value})
+            assert Settings.load({"model": "m", field: value, **needs.get(field, {})})
     chosen = {
         name.lower(): value for commented, name, value in LINE.findall(EXAMPLE) if not commented
     }
@@ -202,7 +204,8 @@ def test_the_program_in_an_image_has_oneapis_environment(tmp_path):
     """Also where nothing has read its scripts, and where there are none."""
     programs, oneapi = tmp_path / "bin", tmp_path / "oneapi"
     programs.mkdir()
-    for name, line in {"vllm": ":", "lmcache-xpu": 'echo "$ONEAPI_READ" "$@"'}.items():
+    echo = 'echo "$ONEAPI_READ" "$@"'
+    for name, line in {"vllm": ":", "lmcache-xpu": echo, "lmcache": echo}.items():
         (programs / name).write_text(f"#!/bin/sh\n{line}\n")
         (programs / name).chmod(0o755)
     environ = {"PATH": f"{programs}:{os.environ['PATH']}", "ONEAPI_ROOT": str(oneapi)}
@@ -216,6 +219,10 @@ def test_the_program_in_an_image_has_oneapis_environment(tmp_path):
     done = subprocess.run(program, env=environ, capture_output=True, text=True, check=True)
     scripts = (f"{oneapi}/{name} --force;" for name in ("setvars.sh", "ccl/latest/env/vars.sh"))
     assert done.stdout == f"{''.join(scripts)} serve a b\n"
+    (tmp_path / "lmcache").symlink_to(ROOT / "docker/lmcache-xpu")
+    program = (tmp_path / "lmcache", "server")
+    done = subprocess.run(program, env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith(" server\n")
 
 
 def test_bases_of_others_are_taken_as_they_are():
@@ -235,12 +242,15 @@ def test_panels_use_names_that_exist_and_one_way_to_choose_engines():
         for target in panel.get("targets", ()):
             used = set(re.findall(r"\$\{?([a-z]\w*)", json.dumps(target)))
             assert used <= names, panel["title"]
-            metrics = re.findall(r"((?:vllm|lmcache)\w*:?\w+)\{(.*?)\}", target["expr"])
+            metrics = re.findall(r"((?:vllm|lmcache)\w*:?\w+|up)\{(.*?)\}", target["expr"])
             assert metrics or "hw_" in target["expr"]
             for metric, labels in metrics:
                 model = ["model"] * metric.startswith("vllm:")  # others have no such label
                 chosen = re.findall(r'\w+=~"\$(\w+)"', labels)
-                assert chosen == ["namespace", *model, "instance"], target["expr"]
+                # LMCache's server is an instance of its own, of several models perhaps.
+                servers = metric.startswith("lmcache_mp_") or 'job="lmcache-server"' in labels
+                names_chosen = ["namespace"] if servers else ["namespace", *model, "instance"]
+                assert chosen == names_chosen, target["expr"]
         if panel["type"] != "row":
             assert panel["description"]
 
@@ -303,6 +313,69 @@ def test_alerts_leave_other_teams_engines_alone_and_say_whose_they_are():
 def test_backpressure_wakes_nobody():
     [errors] = [rule["expr"] for rule in RULES if rule["alert"] == "TransferErrors"]
     assert 'reason!~"behind|crowded|pool_full|incomplete"' in errors
+
+
+SERVERS = ("server-xpu", "server-cpu")
+ENGINE_SIDE = {"tcp://lmcache:5555": "/dev/shm", "": "/shm"}
+
+
+@pytest.mark.parametrize("url", ENGINE_SIDE)
+def test_engines_map_the_memory_of_lmcaches_server_where_they_use_one(url):
+    """It is a volume: that of one container would end, and come back as another, with it."""
+    variables = {"LMCACHE_XPU_SERVER_URL": url} if url else {}
+    for name in ENGINES:
+        [mount] = [each for each in SERVICES[name]["volumes"] if each.startswith("shared-memory:")]
+        source, target, option = interpolated(mount, **variables).split(":")
+        # What an image has at that path is not for this volume.
+        assert (source, target, option) == ("shared-memory", ENGINE_SIDE[url], "nocopy")
+    for name in SERVERS:
+        assert "shared-memory:/dev/shm:nocopy" in SERVICES[name]["volumes"]
+    memory = yaml.safe_load(COMPOSE)["volumes"]["shared-memory"]["driver_opts"]
+    assert (memory["type"], memory["device"]) == ("tmpfs", "tmpfs")
+    assert "mode=1777" in memory["o"]
+    size = re.search(r"SERVER_SHM_SIZE:-(\d+)g", memory["o"])[1]
+    assert int(size) >= 2 * int(re.search(r"SERVER_GIB:-(\d+)", COMPOSE)[1])
+
+
+def test_an_engine_starts_behind_a_server_that_is_there_and_alone_without():
+    for name in ENGINES:
+        assert SERVICES[name]["depends_on"] == {
+            server: {"condition": "service_healthy", "required": False} for server in SERVERS
+        }
+
+
+def test_the_servers_of_the_stack_differ_in_their_image_alone_and_have_no_gpu():
+    xpu, cpu = (SERVICES[name] for name in SERVERS)
+    same = xpu.keys() - {"profiles", "image", "build"}
+    assert {k: xpu[k] for k in same} == {k: cpu[k] for k in same}
+    assert not {"devices", "group_add", "ports"} & same
+    # `make up-cpu` starts the second where .env names the first.
+    assert [each["profiles"] for each in (xpu, cpu)] == [["xpu-server"], ["cpu-server"]]
+
+
+def test_the_address_in_the_example_is_the_servers(tmp_path):
+    [aliases] = {tuple(SERVICES[name]["networks"]["default"]["aliases"]) for name in SERVERS}
+    environ = {
+        name: interpolated(value, SERVER_DISK_GIB="7")
+        for name, value in SERVICES["server-cpu"]["environment"].items()
+    }
+    named = options(tmp_path, environ)
+    url = re.search(r"^#LMCACHE_XPU_SERVER_URL=tcp://(\w+):(\d+)$", EXAMPLE, re.MULTILINE)
+    assert (url[1], url[2]) == (*aliases, named["--port"])
+    assert named["--host"] == "0.0.0.0"
+    assert disk(named)["adapter_params"]["disk.gib"] == 7
+    assert any(v.endswith(":/var/cache/kv") for v in SERVICES["server-cpu"]["volumes"])
+    scraped = yaml.safe_load((ROOT / "monitoring/prometheus.yaml").read_text())["scrape_configs"]
+    [job] = [each for each in scraped if each["job_name"] == "lmcache-server"]
+    [names] = job["dns_sd_configs"]
+    assert (names["names"], str(names["port"])) == ([*aliases], named["--http-port"])
+    assert f":{names['port']}/healthcheck" in str(SERVICES["server-cpu"]["healthcheck"]["test"])
+
+
+def test_the_program_of_lmcache_in_the_xpu_image_is_the_wrapper_too():
+    assert "ln -s lmcache-xpu bin/lmcache" in stage("xpu")
+    for name in ("xpu", "cpu"):
+        assert "docker/cache-server" in stage(name)
 
 
 def test_the_stacks_alerts_reach_an_alertmanager():

@@ -37,6 +37,7 @@ def test_the_example_is_one_engine_on_an_intel_gpu(host):
         "/cache": "volume",
         "/dev/dri/by-path": "bind",
         "/models": "volume",
+        "/shm": "volume",
         "/var/cache/kv": "volume",
     }
 
@@ -48,6 +49,8 @@ def test_the_example_is_one_engine_on_an_intel_gpu(host):
         (("xpu", "monitoring"), {"engine-xpu", "prometheus", "grafana"}),
         (("xpu", "xpu-2", "router"), {"engine-xpu", "engine-xpu-2", "router"}),
         (("cpu", "cpu-2", "shared-cache"), {"engine-cpu", "engine-cpu-2", "valkey"}),
+        (("cpu", "cpu-2", "cpu-server"), {"engine-cpu", "engine-cpu-2", "server-cpu"}),
+        (("xpu", "xpu-server"), {"engine-xpu", "server-xpu"}),
         (("loadtest",), {"loadtest"}),
     ],
 )
@@ -65,6 +68,23 @@ def test_a_disk_tier_has_a_size(host, gib, path):
     ]
     disk = [environment[f"LMCACHE_XPU_DISK_{name}"] for name in ("GIB", "PATH")]
     assert disk == [gib, path]
+
+
+def test_engines_of_a_server_have_its_dev_shm_and_no_disk_tier(host):
+    services = render(
+        host,
+        *("cpu", "cpu-2", "cpu-server"),
+        LMCACHE_XPU_CACHE="server",
+        LMCACHE_XPU_SERVER_URL="tcp://lmcache:5555",
+        LMCACHE_XPU_DISK_GIB="",
+        SERVER_DISK_GIB="9",
+    )["services"]
+    for name, service in services.items():
+        [shared] = [v for v in service["volumes"] if v["source"] == "shared-memory"]
+        assert (shared["target"], shared["volume"]["nocopy"]) == ("/dev/shm", True), name
+    for name in ("engine-cpu", "engine-cpu-2"):
+        assert services[name]["environment"]["LMCACHE_XPU_DISK_PATH"] == ""
+    assert services["server-cpu"]["environment"]["CACHE_DISK_GIB"] == "9"
 
 
 def test_two_engines_get_a_gpu_each(host):

@@ -38,6 +38,13 @@ def test_the_cpu_tier_against_memory_and_limit(
         assert check.outcome == outcome, check
 
 
+def test_the_memory_of_a_server_that_runs_is_not_asked_for_again(machine, root):
+    (root / "sys/fs/cgroup/memory.max").write_text(str(4 * GIB))
+    server = {"cache": "server", "server_url": "tcp://127.0.0.1:5555"}
+    assert memory.check_memory(machine(), load(cpu_gib=5, cache="server")).outcome == "fail"
+    assert memory.check_memory(machine(), load(cpu_gib=5, **server)).outcome == "ok"
+
+
 def test_the_limit_of_a_container_stops_serve_too(machine, root):
     (root / "sys/fs/cgroup/memory.max").write_text(str(4 * GIB))
     with pytest.raises(SettingsError, match=r"less than the 4\.0 GiB"):

@@ -73,16 +73,16 @@ def test_every_selector_finds_its_pods_and_no_others():
             assert sum(selector <= labels.items() for labels in pods) == 1, service["metadata"]
 
 
-def test_ports_are_found_by_name():
+def test_ports_are_found_by_name_and_those_of_init_containers_by_number():
     for objects in shapes().values():
-        named = {
-            port["name"]
-            for _, spec in objects.pods()
-            for container in spec["containers"]
-            for port in container.get("ports", [])
-        }
+        there = set()
+        for _, spec in objects.pods():
+            for container in spec["containers"]:
+                there |= {port["name"] for port in container.get("ports", [])}
+            for container in spec.get("initContainers", []):
+                there |= {port["containerPort"] for port in container.get("ports", [])}
         for service in objects.of("Service"):
-            assert {port["targetPort"] for port in service["spec"]["ports"]} <= named
+            assert {port["targetPort"] for port in service["spec"]["ports"]} <= there
 
 
 @pytest.mark.parametrize("path", [None, *CI_FILES], ids=lambda path: path.name if path else "none")
@@ -155,4 +155,7 @@ def test_the_memory_asked_for_holds_the_tiers():
             data = environment(workload)
             devices = int(data.get("LMCACHE_XPU_TENSOR_PARALLEL", 1))
             assert asked.endswith("Gi")
+            if data.get("LMCACHE_XPU_CACHE") == "server":
+                assert "LMCACHE_XPU_CPU_GIB" not in data  # test_chart_side_car.py has the server's
+                continue
             assert int(asked[:-2]) >= float(data["LMCACHE_XPU_CPU_GIB"]) * devices + 5

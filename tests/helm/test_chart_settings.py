@@ -43,6 +43,9 @@ def test_vllm_and_lmcache_read_every_shape(path, parser, monkeypatch):
         assert args.shutdown_timeout == 60
         assert args.enable_prefix_caching is True
         extra = args.kv_transfer_config.kv_connector_extra_config
+        if loaded.cache == "server":  # LMCache's own is read by the server
+            assert extra["lmcache.mp.server_urls"] == loaded.server_url
+            continue
         config = LMCacheEngineConfig.from_defaults()
         for name, value in extra.items():
             key = name.removeprefix("lmcache.")

@@ -109,6 +109,10 @@ def test_a_cpu_tier_larger_than_memory(free):
     with pytest.raises(SettingsError, match=r"CPU tier of 2e\+06 GiB in all"):
         preflight(load(cpu_gib=1e6, tensor_parallel=2, port=free), {})
     preflight(load(cpu_gib=1e6, offload=False, port=free), {})
+    server = {"cache": "server", "server_url": "tcp://127.0.0.1:1"}  # which has its memory already
+    preflight(load(cpu_gib=1e6, port=free, **server), {})
+    with pytest.raises(SettingsError, match="CPU tier"):
+        preflight(load(cpu_gib=1e6, cache="server", port=free), {})
 
 
 @pytest.mark.parametrize("name", ["VLLM_CPU_KVCACHE_SPACE", "LMCACHE_CHUNK_SIZE"])

@@ -35,10 +35,12 @@ Returns {models: {NAME: {...}}} as JSON; a mistake that the schema can't see end
 {{- end -}}
 {{- $_ := set $settings "host" (default "0.0.0.0" $settings.host) -}}
 {{- $_ := set $settings "port" 8000 -}}
+{{- $_ := set $model "sideCar" (eq $model.cache.kind "sideCar") -}}
 {{- if $settings.disk_gib -}}
 {{- /* A directory of the node is seen by all namespaces; the others belong to one pod. */ -}}
 {{- $owner := ternary (printf "%s.%s" .root.Release.Namespace $model.object) $model.object (eq $model.disk.kind "hostPath") -}}
-{{- $_ := set $settings "disk_path" (printf "/var/cache/kv/%s" $owner) -}}
+{{- $_ := set $model "diskPath" (printf "/var/cache/kv/%s" $owner) -}}
+{{- if not $model.sideCar }}{{ $_ := set $settings "disk_path" $model.diskPath }}{{ end -}}
 {{- if and (eq $model.disk.kind "hostPath") (not $model.disk.hostPath) -}}
 {{- include "lmcache-xpu.refuse" (printf "%s.disk.hostPath is not set; expected a directory that exists on the nodes, as disk.kind is hostPath." $where) -}}
 {{- end -}}
@@ -49,6 +51,7 @@ Returns {models: {NAME: {...}}} as JSON; a mistake that the schema can't see end
 {{- $_ := set $model "remotePasswordSecret" .root.Values.valkey.passwordSecret -}}
 {{- end -}}
 {{- end -}}
+{{- include "lmcache-xpu.deriveCache" (dict "where" $where "model" $model) -}}
 {{- if and (eq $model.autoscaling.kind "keda") (not $model.autoscaling.prometheusUrl) (not $model.autoscaling.triggers) -}}
 {{- include "lmcache-xpu.refuse" (printf "%s.autoscaling.prometheusUrl is not set; KEDA asks Prometheus, e.g. http://prometheus-operated.monitoring:9090." $where) -}}
 {{- end -}}
@@ -88,7 +91,48 @@ Returns {models: {NAME: {...}}} as JSON; a mistake that the schema can't see end
 {{- end -}}
 {{- $_ := set $model "servedName" (default $settings.model $settings.served_model_name) -}}
 {{- $_ := set $model "workload" (ternary "StatefulSet" "Deployment" (and (not (not $settings.disk_gib)) (eq $model.disk.kind "volumeClaim"))) -}}
+{{- $_ := set $model "lentGib" (ternary (mulf $devices (default 5 $settings.cpu_gib)) 0 $model.sideCar) -}}
 {{- $_ := set $model "resources" (mergeOverwrite (include "lmcache-xpu.resources" $model | fromYaml) (deepCopy $model.resources)) -}}
+{{- end -}}
+
+{{/* Where LMCache runs; changes the model's settings */}}
+{{- define "lmcache-xpu.deriveCache" -}}
+{{- $model := .model -}}
+{{- $settings := $model.settings -}}
+{{- if not $model.sideCar -}}
+{{- if and (eq "server" (default "in-process" $settings.cache)) (not $settings.server_url) -}}
+{{- include "lmcache-xpu.refuse" (printf "%s.settings.cache is server without a server_url; expected cache.kind=sideCar, which runs LMCache's server\nbeside the engine, or settings.server_url of one on the same node." .where) -}}
+{{- end -}}
+{{- else -}}
+{{- if or $settings.server_url (eq "in-process" (default "server" $settings.cache)) -}}
+{{- include "lmcache-xpu.refuse" (printf "%s.cache.kind is sideCar with settings.cache or settings.server_url; expected neither: the chart sets both." .where) -}}
+{{- end -}}
+{{- if eq $settings.offload false -}}
+{{- include "lmcache-xpu.refuse" (printf "%s.cache.kind is sideCar with settings.offload=false; expected inProcess: nothing would use the server." .where) -}}
+{{- end -}}
+{{- /* What the connector to the server lacks: Settings refuses it as well, once the pod runs. */ -}}
+{{- $lacks := dict "remote_url" "" "layerwise" false "layers_at_once" 0 "loads" "auto" "overlap_load" true "overlap_store" true "hash_algorithm" "sha256" "kv_events" "" -}}
+{{- range $name, $value := $lacks -}}
+{{- $set := get $settings $name -}}
+{{- if and (hasKey $settings $name) (not (kindIs "invalid" $set)) (ne (toString $set) (toString $value)) -}}
+{{- include "lmcache-xpu.refuse" (printf "%s.cache.kind is sideCar with %s=%v; expected it unset: LMCache's server has no such choice.\nFor a shared Valkey (valkey.enabled), layerwise mode or KV events use inProcess." $.where $name $set) -}}
+{{- end -}}
+{{- end -}}
+{{- $_ := set $settings "cache" "server" -}}
+{{- $_ := set $settings "server_url" "tcp://127.0.0.1:5555" -}}
+{{- end -}}
+{{- end -}}
+
+{{/*
+Resources of the side-car. Its memory is the pages of /dev/shm that it lends; the limit has them
+twice, as after a crash the engine holds the old ones until the server answers again.
+*/}}
+{{- define "lmcache-xpu.serverResources" -}}
+requests:
+  cpu: {{ .cache.cpus | toJson | trimAll "\"" | quote }}
+  memory: {{ printf "%dGi" (int (ceil (addf .cache.hostGib .lentGib))) }}
+limits:
+  memory: {{ printf "%dGi" (int (ceil (addf .cache.hostGib (mulf 2 .lentGib)))) }}
 {{- end -}}
 
 {{/*
@@ -98,7 +142,7 @@ GPU, which is not charged to the container: so the scheduler keeps them free on 
 {{- define "lmcache-xpu.resources" -}}
 {{- $settings := .settings -}}
 {{- $gib := addf .hostGib .shmGib -}}
-{{- if ne $settings.offload false -}}
+{{- if and (ne $settings.offload false) (not .sideCar) -}}
 {{- $gib = addf $gib (mulf .devices (default 5 $settings.cpu_gib)) -}}
 {{- end -}}
 {{- if eq $settings.device "cpu" -}}
@@ -123,6 +167,13 @@ claims:
 {{- define "lmcache-xpu.routed" -}}
 {{- range (include "lmcache-xpu.models" . | fromJson).models -}}
 {{- if eq .router.kind "vllmRouter" }}yes{{ end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Not empty when some model has LMCache's server beside its engine */}}
+{{- define "lmcache-xpu.sideCars" -}}
+{{- range (include "lmcache-xpu.models" . | fromJson).models -}}
+{{- if .sideCar }}yes{{ end -}}
 {{- end -}}
 {{- end -}}
 

@@ -43,7 +43,7 @@ spec:
     - name: gpu
       resourceClaimTemplateName: {{ include "lmcache-xpu.claimTemplate" $model }}
   {{- end }}
-  {{- if or $model.files.download $model.initContainers }}
+  {{- if or $model.files.download $model.initContainers $model.sideCar }}
   initContainers:
     {{- if $model.files.download }}
     - name: download
@@ -80,6 +80,9 @@ spec:
     {{- end }}
     {{- with $model.initContainers }}
     {{- toYaml . | nindent 4 }}
+    {{- end }}
+    {{- if $model.sideCar }}
+    {{- include "lmcache-xpu.server" (dict "root" $root "model" $model "image" $image) | nindent 4 }}
     {{- end }}
   {{- end }}
   containers:
@@ -136,7 +139,7 @@ spec:
         {{- include "lmcache-xpu.containerSecurity" . | nindent 8 }}
       volumeMounts:
         {{- include "lmcache-xpu.mounts" $model | nindent 8 }}
-        {{- if $model.settings.disk_gib }}
+        {{- if and $model.settings.disk_gib (not $model.sideCar) }}
         - name: kv
           mountPath: /var/cache/kv
         {{- end }}
@@ -145,6 +148,64 @@ spec:
         {{- end }}
   volumes:
     {{- include "lmcache-xpu.volumes" $model | nindent 4 }}
+{{- end -}}
+
+{{/*
+LMCache's server as a side-car of Kubernetes: an init container that goes on (1.29). It starts before
+the engine and ends after it. Both see the pod's /dev/shm, and nobody else does. Ports are numbers
+wherever they are used: not every release finds those of init containers by name.
+*/}}
+{{- define "lmcache-xpu.server" -}}
+{{- $model := .model -}}
+- name: server
+  {{- include "lmcache-xpu.image" .image | nindent 2 }}
+  restartPolicy: Always
+  command: [cache-server]
+  env:
+    - name: CACHE_GIB
+      value: {{ $model.lentGib | toJson | quote }}
+    {{- if $model.settings.disk_gib }}
+    - name: CACHE_DISK_GIB
+      value: {{ mulf $model.devices $model.settings.disk_gib | toJson | quote }}
+    - name: CACHE_DISK_PATH
+      value: {{ $model.diskPath }}
+    {{- end }}
+    {{- with $model.settings.chunk_tokens }}
+    - name: CACHE_CHUNK_TOKENS
+      value: {{ toJson . | quote }}
+    {{- end }}
+    # For probes and Prometheus; engines reach it on loopback alone.
+    - name: CACHE_HTTP_HOST
+      value: 0.0.0.0
+    - name: HOME
+      value: /tmp
+  ports:
+    - name: server-metrics
+      containerPort: 5556
+  startupProbe:
+    httpGet: {path: /healthcheck, port: 5556}
+    periodSeconds: 2
+    timeoutSeconds: 5
+    failureThreshold: 150
+  livenessProbe:
+    httpGet: {path: /healthcheck, port: 5556}
+    periodSeconds: 15
+    timeoutSeconds: 10
+    failureThreshold: 4
+  resources:
+    {{- mergeOverwrite (include "lmcache-xpu.serverResources" $model | fromYaml) (deepCopy $model.cache.resources) | toYaml | nindent 4 }}
+  securityContext:
+    {{- include "lmcache-xpu.containerSecurity" . | nindent 4 }}
+  volumeMounts:
+    - name: shm
+      mountPath: /dev/shm
+    - name: tmp
+      mountPath: /tmp
+      subPath: server
+    {{- if $model.settings.disk_gib }}
+    - name: kv
+      mountPath: /var/cache/kv
+    {{- end }}
 {{- end -}}
 
 {{/* Where the pod may run */}}
@@ -238,7 +299,7 @@ topologySpreadConstraints:
 - name: shm
   emptyDir:
     medium: Memory
-    sizeLimit: {{ printf "%dGi" (int (ceil .shmGib)) }}
+    sizeLimit: {{ printf "%dGi" (int (ceil (addf .shmGib (mulf 2 .lentGib)))) }}
 {{- if eq .files.cache "emptyDir" }}
 - name: cache
   emptyDir:
@@ -278,7 +339,9 @@ topologySpreadConstraints:
 {{/* The settings as variables; arguments are quoted as for a shell */}}
 {{- define "lmcache-xpu.variables" -}}
 {{- $variables := list -}}
-{{- range $name, $value := omit .settings "model" -}}
+{{- $settings := omit .settings "model" -}}
+{{- if .sideCar }}{{ $settings = omit $settings "cpu_gib" "disk_gib" }}{{ end -}}
+{{- range $name, $value := $settings -}}
 {{- if not (kindIs "invalid" $value) -}}
 {{- $text := ternary $value (toJson $value) (kindIs "string" $value) -}}
 {{- if kindIs "slice" $value -}}

@@ -42,7 +42,8 @@ def preflight(
     if settings.offload:
         if settings.cache == "in-process":
             check_layers(settings.model)
-        check_memory(settings.cpu_gib * settings.devices, machine)
+        if settings.server_url is None:  # which has its memory already
+            check_memory(settings.cpu_gib * settings.devices, machine)
         if settings.disk_path is not None:
             check_disk(settings.disk_path)
 
