@@ -42,11 +42,11 @@ class SlowDisk:
         self._lock = threading.Lock()
         fill = DiskReader._fill
 
-        def slow(reader: Any, key: Any, name: str, obj: Any) -> Any:
-            if self.bytes_per_s is not None and obj is not None:
+        def slow(reader: Any, read: Any) -> Any:
+            if self.bytes_per_s is not None:
                 with self._lock:
-                    time.sleep(obj.get_size() / self.bytes_per_s)
-            return fill(reader, key, name, obj)
+                    time.sleep(read.obj.get_size() / self.bytes_per_s)
+            return fill(reader, read)
 
         DiskReader._fill = slow
 

@@ -109,6 +109,14 @@ def test_a_few_slow_steps_are_not_what_a_step_takes(policy, clock):
     assert policy.waits(Hit(1600, 100), others=True)
 
 
+def test_steps_of_some_hundred_tokens_are_no_small_ones(policy, clock):
+    """What they take would count as what any step takes, and hits would be computed for it."""
+    measured(policy, clock)
+    for _ in range(SMALL_STEPS):
+        step(policy, clock, 300, 0.03)
+    assert not policy.computes(Hit(256, 32))
+
+
 def test_a_step_begins_when_the_one_before_has_ended(policy, clock):
     """With asynchronous scheduling vLLM decides on a step while another one runs."""
     measured(policy, clock)

@@ -107,6 +107,27 @@ def test_at_a_layer_nothing_is_done_where_nothing_is_loaded_and_no_layer_stored(
     assert calls == ([("before", 1), ("after", 1)] if looked else [])
 
 
+@pytest.mark.parametrize(
+    ("tokens", "fetching", "told", "waits"),
+    [
+        (0, True, set(), True),
+        (5, True, set(), False),
+        (0, False, set(), False),
+        (0, True, {"a"}, 0),
+    ],
+)
+def test_a_step_without_tokens_leaves_the_thread_that_fetches_its_time(
+    monkeypatch, tokens: int, fetching: bool, told: set[str], waits: bool
+):
+    slept: list[float] = []
+    monkeypatch.setattr(worker.time, "sleep", slept.append)
+    side = worker_side()
+    side.queue = SimpleNamespace(move=lambda: told, fetching=fetching)
+    side._adapter.bind(StepMetadata([], tokens=tokens))
+    assert side.arrived() == told
+    assert slept == [worker.IDLE_S] * waits
+
+
 class Beside:
     """What runs beside the engine, as far as a load that begins early tells it."""
 

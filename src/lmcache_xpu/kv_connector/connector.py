@@ -185,7 +185,7 @@ class LMCacheXPUConnector(KVConnectorBase_V1):  # type: ignore[misc]  # untyped 
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str] | None]:
         """No stores, and the requests that have all that they have waited for."""
-        return None, self.worker_side.queue.move() or None
+        return None, self.worker_side.arrived() or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that a load left unfilled since the last call; vLLM recomputes them."""

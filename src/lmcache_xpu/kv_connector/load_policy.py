@@ -28,8 +28,8 @@ __all__ = ["Hit", "LoadPolicy", "LoadSpeeds", "Loads"]
 
 Loads = Literal["auto", "always", "step", "async"]
 
-# Tokens of a step from which on they decide how long it takes; with less, the weights do.
-MANY_TOKENS = 512
+# Tokens of a step from which on they decide how long it takes, and up to which the weights do.
+MANY_TOKENS, FEW_TOKENS = 512, 128
 NEWEST = 0.25  # what the newest measurement counts in a mean
 SMALL_STEPS = 32  # the last so many are remembered
 STEPS_AHEAD = 8  # steps that vLLM schedules before it hears of the first, at most
@@ -116,7 +116,7 @@ class LoadPolicy:
             # in the step that follows.
             self._large_tokens = (1 - NEWEST) * self._large_tokens + step.tokens
             self._large_s = (1 - NEWEST) * self._large_s + seconds
-        else:
+        elif step.tokens <= FEW_TOKENS:
             self._small_steps_s.append(seconds)
 
     def hear(self, speeds: LoadSpeeds) -> None:

@@ -53,6 +53,7 @@ class LoadQueue:
         self._tuning = tuning_of("cpu")
         self._speeds = LoadSpeeds()  # of the last loads, until `take_speeds`
         self._thread = ThreadPoolExecutor(1, "lmcache-xpu-fetch")
+        self._asked = self._answered = 0  # loads that the thread was asked for, and has ended
         self._fetched: deque[_Fetched] = deque()  # the thread adds, in the order of `begin`
         self._moving: list[_Fetched] = []
 
@@ -69,11 +70,13 @@ class LoadQueue:
         """
         for request in requests:
             loaded("async")
+            self._asked += 1
             self._thread.submit(self._fetch, request)
 
     def refuse(self, requests: Iterable[ReqMeta]) -> None:
         """Load nothing for these requests; they hear of it as of loads that failed."""
         for request in requests:
+            self._asked += 1
             self._thread.submit(self._give_up, request)
 
     def await_told(self, arrived: frozenset[str]) -> None:
@@ -114,6 +117,11 @@ class LoadQueue:
                 near_per_s = item.load.tokens / seconds if seconds else self._speeds.near
                 self._speeds = LoadSpeeds(near_per_s, item.far_per_s or self._speeds.far)
         return told
+
+    @property
+    def fetching(self) -> bool:
+        """Whether the thread is at work."""
+        return self._answered < self._asked
 
     def take_speeds(self) -> LoadSpeeds:
         """Return how fast the last loads were that have ended since the last call."""
@@ -171,3 +179,4 @@ class LoadQueue:
     def _end(self, request_id: str, load: AsyncLoad, far_per_s: float | None = None) -> None:
         self._engine.lookup_unpin(request_id)
         self._fetched.append(_Fetched(request_id, load, far_per_s))
+        self._answered += 1

@@ -13,6 +13,7 @@ flight, garbage collection. The calls come in this order; the first two are not 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from lmcache_xpu.tiers.residency import Residency
 
 __all__ = ["WorkerSide"]
+
+IDLE_S = 0.001  # as vLLM's own loop waits, where the engine has a process
 
 
 class WorkerSide:
@@ -279,6 +282,15 @@ class WorkerSide:
             for name in self.layers.keys() - self._stored_layers:
                 self._adapter.save_kv_layer(name, None, None)
         self._adapter.wait_for_save()
+
+    def arrived(self) -> set[str]:
+        """Return the requests that have all that they waited for; see `LoadQueue.move`."""
+        requests, step = self.queue.move(), self._adapter.step
+        if not requests and step is not None and step.tokens == 0 and self.queue.fetching:
+            # Nobody computes, and vLLM asks again at once where its engine is in the caller's
+            # process. The thread that fetches would wait milliseconds for each turn.
+            time.sleep(IDLE_S)
+        return requests
 
     def take_unfilled(self) -> set[int]:
         """Return the blocks that loads left unfilled since the last call; vLLM recomputes them."""
