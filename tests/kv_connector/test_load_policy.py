@@ -12,6 +12,7 @@ from lmcache_xpu.kv_connector.load_policy import (
     Hit,
     LoadPolicy,
     LoadSpeeds,
+    served_loads,
 )
 from lmcache_xpu.transfer.tuning import CUDA
 
@@ -58,6 +59,10 @@ def test_a_setting_leaves_no_choice(way, waits: bool, clock):
     assert policy.waits(Hit(1, 10_000, far=1), others=True) == waits
     measured(policy, clock)
     assert not policy.computes(Hit(1, 10_000))
+
+
+def test_with_pipeline_parallelism_no_load_is_inside_a_step():
+    assert [served_loads("auto", ranks) for ranks in (1, 2)] == ["auto", "async"]
 
 
 def test_where_nobody_else_waits_for_a_token_a_load_is_inside_its_step(policy: LoadPolicy):

@@ -66,3 +66,10 @@ def test_the_variables_that_other_modules_read_are_known(monkeypatch):
 def test_a_disk_tier_of_0_gib_is_none(disk_path):
     assert load(disk_gib=0, disk_path=disk_path).disk_path is None
     assert resolve_device(load(disk_gib=0, disk_path=disk_path)).disk_path is None
+
+
+def test_a_load_inside_a_step_is_not_for_pipeline_parallelism():
+    gpu = {"device": "xpu", "pipeline_parallel": 2}
+    assert load(**gpu).loads == "auto"
+    with pytest.raises(SettingsError, match="loads=step with pipeline_parallel=2"):
+        load(**gpu, loads="step")

@@ -18,6 +18,7 @@ class ParallelConfig:
     data_parallel_index: Any
     world_size: Any
     tensor_parallel_size: Any
+    pipeline_parallel_size: Any
     decode_context_parallel_size: Any
 
 def set_current_vllm_config(vllm_config): ...

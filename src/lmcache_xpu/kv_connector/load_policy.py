@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 
 from lmcache_xpu.transfer.tuning import Tuning
 
-__all__ = ["Hit", "LoadPolicy", "LoadSpeeds", "Loads"]
+__all__ = ["Hit", "LoadPolicy", "LoadSpeeds", "Loads", "served_loads"]
 
 Loads = Literal["auto", "always", "step", "async"]
 
@@ -167,6 +167,15 @@ class LoadPolicy:
     def _step_s(self, tokens: int) -> float:
         """Return what a step takes: with few tokens as long as with hardly any."""
         return max(self._small_step_s, self._computing_s(tokens))
+
+
+def served_loads(loads: Loads, pipeline_parallel: int) -> Loads:
+    """Return how an engine loads that is to load like this.
+
+    With pipeline parallelism no load is inside a step. One that fails there on one rank is told to
+    the ranks that share its layers; others would store what came of it.
+    """
+    return "async" if pipeline_parallel > 1 else loads
 
 
 def _mean(before: float | None, newest: float | None) -> float | None:

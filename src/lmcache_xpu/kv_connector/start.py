@@ -19,7 +19,7 @@ from lmcache_xpu.cache_engine.kv_cache_facts import promoted_windows
 from lmcache_xpu.cache_engine.rank_shard import may_share_cpu_tier, rank_shard
 from lmcache_xpu.cache_engine.unfilled_blocks import UnfilledBlocks
 from lmcache_xpu.kv_connector.kv_events import KVEvents
-from lmcache_xpu.kv_connector.load_policy import LoadPolicy
+from lmcache_xpu.kv_connector.load_policy import LoadPolicy, served_loads
 from lmcache_xpu.kv_connector.pool_sharing import share_pool
 from lmcache_xpu.kv_connector.rank_group import RankGroup
 from lmcache_xpu.kv_connector.scheduler import SchedulerSide
@@ -96,6 +96,7 @@ def start_scheduler(
     policy = None
     if not kv_cache_config.needs_kv_cache_zeroing:  # of new blocks, also those that a load fills
         loads = (adapter.config.extra_config or {}).get(LOADS, "auto")
+        loads = served_loads(loads, config.parallel_config.pipeline_parallel_size)
         policy = LoadPolicy(loads, tuning_of(facts.device_type))
     # A drafter's tokens come several at a time.
     unseen = not adapter.config.save_decode_cache and config.speculative_config is None

@@ -229,6 +229,12 @@ class Settings(BaseSettings):
                 "1: vLLM's CPU engine can't run a part of the layers",
                 "Use tensor_parallel or data_parallel.",
             )
+        if self.pipeline_parallel > 1 and self.loads == "step":
+            raise SettingsError(
+                f"loads=step with pipeline_parallel={self.pipeline_parallel}",
+                "auto or async",
+                "What came of a load that failed on one rank could be stored by others.",
+            )
         if self.offload and block is not None and self.chunk_tokens % block:
             raise SettingsError(
                 f"chunk_tokens={self.chunk_tokens} with blocks of {block} tokens",
