@@ -16,7 +16,7 @@ from lmcache_xpu.kv_connector.load_policy import (
 )
 from lmcache_xpu.transfer.tuning import CUDA
 
-TUNING = dataclasses.replace(CUDA, loaded_per_computed=32, load_s=0.002)
+TUNING = dataclasses.replace(CUDA, loaded_per_computed=32, load_us=2000)
 
 
 class Clock:

@@ -217,7 +217,7 @@ def computed(engine: Engine, loads: Loads, tokens: list[int]) -> dict[str, Any]:
     right = stored(engine, tokens)
     engine.ask(prompt(700))  # computing is measured by now
     usual, policy._loads = policy._tuning, "auto"
-    policy._tuning = dataclasses.replace(usual, load_s=1e6)
+    policy._tuning = dataclasses.replace(usual, load_us=10**12)
     loads.count, before = 0, counted()
     answer = engine.ask(tokens)
     after, cold = counted(), engine.blocks()

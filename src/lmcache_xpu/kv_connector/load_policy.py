@@ -127,7 +127,7 @@ class LoadPolicy:
         """Whether a request is to be computed, though its tokens could be loaded."""
         if self._loads != "auto" or not self._large_tokens or not self._small_steps_s:
             return False
-        loading_s = self._tuning.load_s
+        loading_s = self._tuning.load_us / 1e6
         loading_s += sum(
             tokens / speed
             for tokens, speed in zip((hit.loaded, hit.far), self._speeds, strict=True)

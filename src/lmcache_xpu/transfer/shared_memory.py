@@ -10,9 +10,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from typing import ClassVar, NamedTuple, Self
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
-import torch
+if TYPE_CHECKING:  # who only starts an engine imports this module, too
+    import torch
 
 __all__ = ["Place", "SharedMemory"]
 
@@ -35,7 +37,6 @@ class SharedMemory:
 
     Attributes:
         address: of its first byte.
-        tensor: all of it, `[size]` uint8.
     """
 
     _made: ClassVar[dict[int, SharedMemory]] = {}  # by address
@@ -44,7 +45,13 @@ class SharedMemory:
         self._descriptor, self._size = descriptor, size
         self._map = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+
+    @cached_property
+    def tensor(self) -> torch.Tensor:
+        """All of it, `[size]` uint8."""
+        import torch
+
+        return torch.frombuffer(self._map, dtype=torch.uint8)
 
     @classmethod
     def make(cls, size: int) -> Self:

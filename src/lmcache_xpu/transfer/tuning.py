@@ -36,7 +36,7 @@ class Tuning:
             connector. Part of the key of what it stores: stored chunks are not found with another.
         loaded_per_computed: loaded tokens per token to compute from which on copying takes longer
             than computing.
-        load_s: seconds that a load takes beside its copies.
+        load_us: microseconds that a load takes beside its copies.
         single_layers: of a load beside much computing, so many groups of one layer come first.
         most_layers: of a later group.
         least_layers: of a group beside little computing.
@@ -64,7 +64,7 @@ class Tuning:
     large_row_bytes: int
     object_bytes: int
     loaded_per_computed: int
-    load_s: float
+    load_us: int
     single_layers: int
     most_layers: int
     least_layers: int
@@ -116,7 +116,7 @@ CUDA = Tuning(
     object_bytes=16 * MIB,
     # A guess: measured, 20. More on devices that compute more slowly.
     loaded_per_computed=32,
-    load_s=0.002,
+    load_us=2000,  # a guess
     single_layers=4,
     most_layers=2,
     least_layers=8,  # smaller copies are slower
