@@ -30,7 +30,7 @@ MACHINES: dict[str, type[RuleBasedStateMachine]] = {
     "tier": Tier,
     "sizes": Sizes,
 }
-PATIENCE = 5  # times the cases of the short form in which a planted fault has to be seen
+PATIENCE = 10  # times the cases of the short form in which a planted fault has to be seen
 ROUND = 100  # cases of the long form between two looks at the clock
 
 
