@@ -26,7 +26,7 @@ from lmcache_xpu.kv_connector import patches, stats
 from lmcache_xpu.kv_connector.failures import ending_on_failure
 from lmcache_xpu.kv_connector.kv_events import published
 from lmcache_xpu.kv_connector.orphans import end_with_parent
-from lmcache_xpu.kv_connector.stats import ConnectorStats, PromMetrics
+from lmcache_xpu.kv_connector.stats import StatsHooks
 from lmcache_xpu.kv_connector.worker_report import WorkerReport
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from lmcache_xpu.kv_connector.worker import WorkerSide
 
 
-class LMCacheXPUConnector(KVConnectorBase_V1):  # type: ignore[misc]  # untyped base
+class LMCacheXPUConnector(StatsHooks, KVConnectorBase_V1):  # type: ignore[misc]  # untyped base
     """LMCache in process, with the parts of this package.
 
     On devices that are not served (see `patches.served_devices`) the constructor returns vLLM's
@@ -274,24 +274,6 @@ class LMCacheXPUConnector(KVConnectorBase_V1):  # type: ignore[misc]  # untyped 
     def give_up_hits(self, request_id: str) -> None:
         """A load of this request failed: from now on it is computed; see `failed_loads`."""
         self.scheduler_side.give_up_hits(request_id)
-
-    # What vLLM makes of stats; see `stats`
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
-        """Stats as another process sent them; empty ones without `data`."""
-        return ConnectorStats() if data is None else ConnectorStats(data)
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: VllmConfig,
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> PromMetrics:
-        """What adds stats to this process' /metrics."""
-        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
 def _served() -> bool:

@@ -26,7 +26,7 @@ from lmcache_xpu import metrics
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["ConnectorStats", "PromMetrics", "take"]
+__all__ = ["ConnectorStats", "PromMetrics", "StatsHooks", "take"]
 
 MIB, GIB = 2**20, 2**30
 COUNTS, LEVELS = "counts", "levels"
@@ -112,6 +112,26 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # untyped base
             for name in stats[LEVELS]:
                 every = self._levels.values()
                 metrics.LEVELS[name].gauge.set(sum(levels.get(name, 0.0) for levels in every))
+
+
+class StatsHooks:
+    """What vLLM asks the class of a connector to make of stats."""
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
+        """Stats as another process sent them; empty ones without `data`."""
+        return ConnectorStats() if data is None else ConnectorStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> PromMetrics:
+        """What adds stats to this process' /metrics."""
+        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
 def _add_up(sums: dict[str, float], more: dict[str, float]) -> None:

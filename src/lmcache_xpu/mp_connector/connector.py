@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, SupportsHMA
 
-from lmcache_xpu.kv_connector.stats import ConnectorStats, PromMetrics
+from lmcache_xpu.kv_connector.stats import StatsHooks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -21,7 +21,7 @@ __all__ = ["LMCacheXPUServerConnector"]
 
 
 @SupportsHMA.register  # it makes those that are
-class LMCacheXPUServerConnector:
+class LMCacheXPUServerConnector(StatsHooks):
     """Makes a `ServerConnector`, whose errors are raised here.
 
     It takes the blocks of all KV cache groups, so vLLM's hybrid manager stays on.
@@ -49,19 +49,3 @@ class LMCacheXPUServerConnector:
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """No: nothing is waited for between layers."""
         return False
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
-        """Stats as another process sent them; empty ones without `data`."""
-        return ConnectorStats() if data is None else ConnectorStats(data)
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: VllmConfig,
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> PromMetrics:
-        """What adds stats to this process' /metrics."""
-        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
