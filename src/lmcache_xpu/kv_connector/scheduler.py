@@ -100,6 +100,8 @@ class SchedulerSide:
         self.admit(request, kept)
         tokens: int | None = self._adapter.get_num_new_matched_tokens(request, kept)
         if not tokens or self._policy is None:
+            self._computed_hits.discard(request.request_id)
+            self._async_loads.choose(request.request_id, waits=False)
             return tokens, False
         worker = self._worker()
         far = 0 if worker is None else worker.far_tokens(request.request_id)
