@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
-from itertools import repeat
+from itertools import repeat, takewhile
 
 import pytest
 from engine import CHUNK, Engine
@@ -32,15 +32,10 @@ def test_a_client_that_hangs_up_leaves_nothing(small: Engine):
         with ThreadPoolExecutor(len(prompts)) as threads:
             list(threads.map(hang_up, repeat(engine), prompts, repeat(wait_s)))
     engine.forget()
-    for _ in range(4):  # on a busy machine the first may have ended when the last has its load
-        with contextlib.ExitStack() as running:
-            for prompt in prompts[:4]:  # long answers: machines stand still for seconds at times
-                running.enter_context(engine.answering(prompt, 1500))
-            until(engine, "vllm:num_requests_running", 4)
-            with engine.answering(prompts[4]):  # looked up, and waits for their room
-                if waits := reaches(engine, "vllm:num_requests_waiting", 1, 3):
-                    break
-    assert waits
+    # On a busy machine the first may have ended before the last has its load: then once more.
+    tries = (room_is_taken(engine, prompts) for _ in range(6))
+    gauges = list(takewhile(lambda gauges: gauges != (4, 1), tries))
+    assert len(gauges) < 6, f"running and waiting at most: {gauges}"
     time.sleep(1)
     engine.forget()
     assert engine.ask(prompts[0]).token_ids == expected
@@ -52,17 +47,24 @@ def hang_up(engine: Engine, prompt: list[int], wait_s: float) -> None:
         time.sleep(wait_s)
 
 
-def until(engine: Engine, name: str, value: float) -> None:
-    assert reaches(engine, name, value, 20), f"{name} is not {value} or more"
+def room_is_taken(engine: Engine, prompts: list[list[int]]) -> tuple[int, int]:
+    """How many ran, of four, and whether a fifth waited beside them; long answers, which are left."""
+    with contextlib.ExitStack() as running:
+        for prompt in prompts[:4]:
+            running.enter_context(engine.answering(prompt, 1500))
+        ran = reaches(engine, "vllm:num_requests_running", 4, 10)
+        with engine.answering(prompts[4]):  # looked up, and waits for their room
+            return ran, reaches(engine, "vllm:num_requests_waiting", 1, 3)
 
 
-def reaches(engine: Engine, name: str, value: float, seconds: float) -> bool:
+def reaches(engine: Engine, name: str, value: int, seconds: float) -> int:
+    """The most that the gauge was seen at, up to the value, which ends the wait."""
     deadline = time.monotonic() + seconds
-    while engine.metrics().sum(name) < value:
-        if time.monotonic() > deadline:
-            return False
+    most = 0
+    while most < value and time.monotonic() < deadline:
+        most = max(most, int(engine.metrics().sum(name)))
         time.sleep(0.05)
-    return True
+    return min(most, value)
 
 
 @pytest.mark.fails_without("blocks", "references")
