@@ -48,7 +48,7 @@ def hang_up(engine: Engine, prompt: list[int], wait_s: float) -> None:
 
 
 def room_is_taken(engine: Engine, prompts: list[list[int]]) -> tuple[int, int]:
-    """How many ran, of four, and whether a fifth waited beside them; long answers, which are left."""
+    """How many ran, of four with long answers, and whether a fifth waited beside them."""
     with contextlib.ExitStack() as running:
         for prompt in prompts[:4]:
             running.enter_context(engine.answering(prompt, 1500))

@@ -23,6 +23,8 @@ from lmcache_xpu.bench.engine import Engine, synchronize
 from lmcache_xpu.bench.load import Conversations, Decoding, Sharing
 from lmcache_xpu.bench.load_jobs import converse, decode, share
 from lmcache_xpu.bench.shapes import Turn
+from lmcache_xpu.bench.variants import SERVER_URL, lmcache_server
+from lmcache_xpu.launch.cache_server import server_command, start_server
 from lmcache_xpu.launch.engine_arguments import engine_variables
 from lmcache_xpu.launch.settings import Settings
 
@@ -171,6 +173,8 @@ def main() -> None:
 
 def _do_jobs() -> None:
     settings = Settings.load(json.loads(sys.argv[1]))
+    if settings.cache == "server":
+        settings = _beside_server(settings)
     os.environ.update(engine_variables(settings))
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine in this process: its cache is looked at
@@ -184,6 +188,13 @@ def _do_jobs() -> None:
         job = json.loads(line)
         time.sleep(SETTLE_S / 2)  # the engine before this one may still store
         say(**answer(engine, job["do"], tier=job["tier"]))
+
+
+def _beside_server(settings: Settings) -> Settings:
+    """Start a server that ends with this process, and name it to the engine: ours or LMCache's."""
+    url = start_server(settings, server_command if settings.offload else lmcache_server)
+    words = tuple(word.replace(SERVER_URL, url) for word in settings.extra_args)
+    return settings.model_copy(update={"server_url": url, "extra_args": words})
 
 
 if __name__ == "__main__":

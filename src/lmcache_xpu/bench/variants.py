@@ -9,6 +9,10 @@ from typing import Any
 
 from lmcache_xpu.bench.shapes import Shape
 from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.launch.cache_server import HOST, PROGRAM
+from lmcache_xpu.launch.settings import Settings
+
+SERVER_URL = "tcp://LMCACHE"  # stands for that of the server that an engine's process starts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +74,19 @@ def _stock(name: str, title: str, layerwise: bool) -> Variant:
     )
 
 
+def lmcache_server(settings: Settings, ports: Sequence[int]) -> list[str]:
+    """Return the command line of LMCache's server as LMCache documents it.
+
+    Arguments are those of `launch.cache_server.server_command`.
+    """
+    port, http, metrics = map(str, ports)
+    size = str(settings.cpu_gib * settings.devices)
+    return [
+        *(*PROGRAM, "--host", HOST, "--port", port, "--http-port", http),
+        *("--prometheus-port", metrics, "--l1-size-gb", size, "--eviction-policy", "LRU"),
+    ]
+
+
 def variants(shape: Shape) -> tuple[Variant, ...]:
     """Return all variants, the one without a connector first: it sets the limits."""
     offloading = {
@@ -83,8 +100,19 @@ def variants(shape: Shape) -> tuple[Variant, ...]:
         Variant(name="none", title="no connector", settings={"offload": False}),
         Variant(name="ours", title="ours, standard"),
         Variant(name="ours-layerwise", title="ours, layerwise", settings={"layerwise": True}),
+        Variant(name="ours-server", title="ours, LMCache's server", settings={"cache": "server"}),
         _stock("lmcache", "LMCache, standard", layerwise=False),
         _stock("lmcache-layerwise", "LMCache, layerwise", layerwise=True),
+        Variant(
+            name="lmcache-server",
+            title="LMCache, server",
+            settings={"offload": False, "cache": "server"},
+            connector={
+                "kv_connector": "LMCacheMPConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"lmcache.mp.server_urls": SERVER_URL},
+            },
+        ),
         Variant(
             name="offloading",
             title="vLLM's OffloadingConnector",

@@ -26,15 +26,15 @@ app = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_marku
 Variants = Annotated[
     list[str] | None,
     typer.Option(
-        help="none, ours, ours-layerwise, lmcache, lmcache-layerwise or offloading; may be "
-        "given several times (default: all)."
+        help="none, ours, ours-layerwise, ours-server, lmcache, lmcache-layerwise, "
+        "lmcache-server or offloading; may be given several times (default: all)."
     ),
 ]
 LoadVariants = Annotated[
     list[str] | None,
     typer.Option(
-        help="none, ours, ours-layerwise, lmcache, lmcache-layerwise, offloading or room; may be "
-        "given several times (default: all)."
+        help="none, ours, ours-layerwise, ours-server, lmcache, lmcache-layerwise, lmcache-server, "
+        "offloading or room; may be given several times (default: all)."
     ),
 ]
 Repeats = Annotated[

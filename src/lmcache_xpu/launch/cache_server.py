@@ -15,7 +15,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -25,6 +25,7 @@ from lmcache_xpu.tiers.disk.server_option import server_option
 
 __all__ = ["check_shared_memory", "server_command", "start_server"]
 
+PROGRAM = (str(Path(sysconfig.get_path("scripts")) / "lmcache"), "server")
 HOST = "127.0.0.1"
 SHARED_MEMORY = Path("/dev/shm")
 START_S = 120.0  # imports take most of it
@@ -43,7 +44,6 @@ def server_command(settings: Settings, ports: Sequence[int]) -> list[str]:
         ports: to listen on: for workers, for LMCache's HTTP interface, and for its metrics.
     """
     port, http, metrics = ports
-    program = Path(sysconfig.get_path("scripts")) / "lmcache"
     options: dict[str, object] = {
         "--host": HOST,
         "--port": port,
@@ -63,23 +63,27 @@ def server_command(settings: Settings, ports: Sequence[int]) -> list[str]:
         options["--l2-adapter"] = server_option(settings.disk_path, size_gib)
         options["--l2-prefetch-policy"] = "retain"  # in memory what came from disk, as in process
     flags = ["--no-l1-use-lazy", "--disable-grpc-metrics", "--separate-object-groups"]
-    return [str(program), "server", *flags] + [
-        str(word) for option in options.items() for word in option
-    ]
+    return [*PROGRAM, *flags, *(str(word) for option in options.items() for word in option)]
 
 
-def start_server(settings: Settings) -> str:
+def start_server(
+    settings: Settings,
+    command: Callable[[Settings, Sequence[int]], list[str]] = server_command,
+) -> str:
     """Start a server that ends with this process, whatever it becomes; return its URL.
 
     Waits until it listens.
+
+    Args:
+        settings: of the engine that it is for.
+        command: makes its command line.
 
     Raises:
         SettingsError: it does not come up.
     """
     ports = _free_ports(3)
-    command = server_command(settings, ports)
     keeper = subprocess.Popen(
-        [sys.executable, "-m", "lmcache_xpu.launch.cache_server", *command],
+        [sys.executable, "-m", "lmcache_xpu.launch.cache_server", *command(settings, ports)],
         preexec_fn=_end_with_parent,
     )
     deadline = time.monotonic() + START_S

@@ -83,11 +83,14 @@ class ServerConnector(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
                 f"LMCache {lmcache_server.GROUPS_SINCE} or newer, whose server keeps groups apart",
                 f"Install it: pip install --no-deps lmcache=={lmcache_server.GROUPS_SINCE}",
             )
-        if not hasattr(KVConnectorBase_V1, "get_transfer_results"):
+        # Newer vLLM is told of failed loads request by request, older by blocks of one group.
+        by_request = hasattr(KVConnectorBase_V1, "get_transfer_results")
+        if len(self._groups) > 1 and not by_request:
             raise VersionError(
-                f"vLLM {versions.installed().vllm}",
+                f"a model with {len(self._groups)} KV cache groups, and vLLM "
+                f"{versions.installed().vllm}",
                 "a vLLM that is told of failed loads request by request, which came with 0.30",
-                "Install a newer one, or use cache=in-process.",
+                "Install a newer one.",
             )
         deadline = time.monotonic() + CONNECT_S
         while not hasattr(self, "_group_tokens_per_block"):  # LMCache's, once the server answers
@@ -104,13 +107,14 @@ class ServerConnector(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         # Where vLLM zeroes new blocks, its newer runner does so before it tells us of the step.
         self._zeroed = bool(kv_cache_config.needs_kv_cache_zeroing)
         # Requests are reported as a whole: of a part of them LMCache would count tokens twice.
-        self._report_request_errors = True
+        self._report_request_errors = by_request
         if role is KVConnectorRole.SCHEDULER:
             chunk_tokens = self.scheduler_adapter.lmcache_tokens_per_chunk
             self._keys = Keys(vllm_config, kv_cache_config, chunk_tokens)
             self._computed = 0  # of the request that is looked up
         else:
             self._failed: set[str] = set()
+            self._is_idle = False
             if not isinstance(self.worker_adapter, WorkerAdapter):
                 self.worker_adapter = self._own_adapter(self.worker_adapter)
 
@@ -159,6 +163,7 @@ class ServerConnector(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Let the engine wait before it writes blocks that stores still read."""
         assert isinstance(kv_connector_metadata, Step)
+        self._is_idle = not kv_connector_metadata.tokens
         self.worker_adapter.leave(kv_connector_metadata.written)
 
     def wait_for_save(self) -> None:
@@ -178,6 +183,21 @@ class ServerConnector(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         results = super().get_transfer_results(set())
         self._failed = set(results.failed_recving)
         return results
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Loads that have ended; older vLLM asks, and then for the blocks of those that failed."""
+        _, loaded = super().get_finished(set())
+        if self._is_idle and not loaded:
+            self.worker_adapter.rest()
+        return None, loaded
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """All blocks of the loads that failed, for vLLM that does not hear of requests."""
+        if self._report_request_errors:
+            return set()
+        blocks = set(self.worker_adapter.error_block_ids)
+        self._failed = self.worker_adapter.get_failed_request_ids()
+        return blocks
 
     def build_connector_worker_meta(self) -> FailedLoads | None:
         """Whose loads failed."""
@@ -223,7 +243,8 @@ class ServerConnector(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         """What the workers must know of a step."""
         metadata = super().build_connector_meta(scheduler_output)
         loads = [request.op for request in metadata.requests if request.direction == "RETRIEVE"]
-        return Step(metadata, written_blocks(scheduler_output, loads, self._group_tokens_per_block))
+        written = written_blocks(scheduler_output, loads, self._group_tokens_per_block)
+        return Step(metadata, written, scheduler_output.total_num_scheduled_tokens)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take what the workers report after a step."""

@@ -22,12 +22,14 @@ class Step(LMCacheMPConnectorMetadata):  # type: ignore[misc]  # untyped base
     Args:
         metadata: LMCache's.
         written: blocks that the step may write, or loads that begin with it.
+        tokens: that it computes.
     """
 
-    def __init__(self, metadata: Any, written: Collection[int]) -> None:
+    def __init__(self, metadata: Any, written: Collection[int], tokens: int) -> None:
         super().__init__()
         self.requests = metadata.requests
         self.written = frozenset(written)
+        self.tokens = tokens
 
 
 def written_blocks(
