@@ -75,7 +75,7 @@ def _stock(name: str, title: str, layerwise: bool) -> Variant:
 
 
 def lmcache_server(settings: Settings, ports: Sequence[int]) -> list[str]:
-    """Return the command line of LMCache's server as LMCache documents it.
+    """Return the command line of a server of LMCache alone, which serves every way of transfer.
 
     Arguments are those of `launch.cache_server.server_command`.
     """
@@ -84,6 +84,7 @@ def lmcache_server(settings: Settings, ports: Sequence[int]) -> list[str]:
     return [
         *(*PROGRAM, "--host", HOST, "--port", port, "--http-port", http),
         *("--prometheus-port", metrics, "--l1-size-gb", size, "--eviction-policy", "LRU"),
+        *("--supported-transfer-mode", "auto"),
     ]
 
 
