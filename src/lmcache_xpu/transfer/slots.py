@@ -154,9 +154,15 @@ class ChunkRows:
         """Return the rows of some of these chunks, counted from the first of them."""
         return ChunkRows(self.request, self.first + first, min(self.first + last, self.last))
 
-    def on_device(self) -> Rows:
-        """Return the rows on the view's device; see `RequestRows.chunks`."""
-        return self.request.chunks(self.first, self.last)
+    def total(self, number: int) -> int:
+        """Return the rows of a chunk, counted from the first of them, in host memory."""
+        return self.request.totals[self.first + number]
+
+    def on_device(self, number: int | None = None) -> Rows:
+        """Return the rows on the view's device, or those of a chunk; see `RequestRows.chunks`."""
+        if number is None:
+            return self.request.chunks(self.first, self.last)
+        return self.request.chunks(self.first + number, self.first + number + 1)
 
 
 def request_rows(
