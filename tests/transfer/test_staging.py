@@ -238,7 +238,7 @@ def test_nothing_is_not_copied_in_batches(batches):
     chunks = [chunk if DEVICE == "cpu" else chunk.pin_memory() for chunk in chunks]
     there = torch.zeros(5, dtype=torch.uint8, device=DEVICE)
     segments = Segments((0,), (2, 0, 3))
-    copies = memory.copies(segments, HostMemory(chunks).addresses)
+    copies = segments.copies(HostMemory(chunks).addresses)
     memory.load(there, chunks, segments, pinned=True, copies=copies)
     assert there.tolist() == [0, 1, 0, 1, 2]
     assert batches == ([2] if memory.copies_in_batches and DEVICE == "cpu" else [])

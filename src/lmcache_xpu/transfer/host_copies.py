@@ -70,7 +70,7 @@ class HostCopies:
         Pins a pool that is not, which takes seconds for GiB.
         """
         memory = HostMemory.of(memory)
-        if memory and all(address in self._last for address in memory.reach):
+        if memory and self._pinning_of(memory[0]) and all(at in self._last for at in memory.reach):
             return self._last_pinning >= at_least  # a pool is one allocation
         return all(self._pinning_of(part) >= at_least for part in memory)
 
@@ -101,7 +101,7 @@ class HostCopies:
             chunks: bytes, flat, one tensor per chunk; `pinned` memory or not.
             segments: of these chunks.
             pinned: what `pinned` said of them. If not, this waits for the copy before the last.
-            copies: of the segments, as `copies` returns them; in one batch then.
+            copies: of the segments, see `Segments.copies`; None for a call for each.
         """
         if not pinned:
             step = self._next()
@@ -110,7 +110,8 @@ class HostCopies:
             target.copy_(staged, non_blocking=True)
             step.used.record()
         elif self._batched is not None and copies is not None and len(segments) > 1:
-            self._batched(copies[0], _beside(copies, target), copies[2])
+            sources, places, sizes = _copied(copies, segments)
+            self._batched(sources, places + target.data_ptr(), sizes)
         else:
             parts = segments.split(target)
             torch._foreach_copy_(parts, segments.tensors(chunks), non_blocking=True)
@@ -135,21 +136,11 @@ class HostCopies:
             step.used.record()
             step.pending = segments.tensors(chunks), segments.split(staged)
         elif self._batched is not None and copies is not None and len(segments) > 1:
-            self._batched(_beside(copies, source), copies[0], copies[2])
+            targets, places, sizes = _copied(copies, segments)
+            self._batched(places + source.data_ptr(), targets, sizes)
         else:
             parts = segments.tensors(chunks)
             torch._foreach_copy_(parts, segments.split(source), non_blocking=True)
-
-    def copies(self, segments: Segments, addresses: torch.Tensor) -> torch.Tensor | None:
-        """Return the copies of segments, where they are copied in batches.
-
-        Arguments and result are those of `Segments.copies`, without segments of no bytes, which the
-        driver refuses.
-        """
-        if self._batched is None:
-            return None
-        copies = segments.copies(addresses)
-        return copies if all(segments.sizes) else copies[:, copies[2] > 0]
 
     def flush(self) -> None:
         """Finish stores to memory that is not pinned; waits for them."""
@@ -165,6 +156,8 @@ class HostCopies:
         return step
 
     def _pinning_of(self, part: torch.Tensor) -> Pinning:
+        if part.data_ptr() in self._last:
+            return self._last_pinning
         storage = part.untyped_storage()
         allocation = (storage.data_ptr(), storage.nbytes())
         pinning = self._pinning.get(allocation)
@@ -190,9 +183,9 @@ class HostCopies:
         return Pinning.REGISTERED if registered else Pinning.NONE
 
 
-def _beside(copies: torch.Tensor, staged: torch.Tensor) -> torch.Tensor:
-    """Return the addresses of copies in bytes that hold all of them side by side."""
-    return copies[1] + (staged.data_ptr() - int(copies[1, :1].sum()))
+def _copied(copies: torch.Tensor, segments: Segments) -> tuple[torch.Tensor, ...]:
+    """Return the rows of `copies` without segments of no bytes, which the driver refuses."""
+    return (copies if all(segments.sizes) else copies[:, copies[2] > 0]).unbind()
 
 
 class _Step:

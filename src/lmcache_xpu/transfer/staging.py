@@ -12,6 +12,7 @@ work on host memory directly.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -219,14 +220,14 @@ class Stager:
 
     def _parts(
         self, piece: Piece, memory: HostMemory
-    ) -> Iterator[tuple[Piece, torch.Tensor | None]]:
-        """Yield parts of a piece that fit a buffer, with the copies of each; see `HostCopies`."""
-        first, last = piece.chunks.start, piece.chunks.stop
-        copies = self._host.copies(piece.segments, memory.addresses[first:last])
-        for part in piece.parts(self.buffer_bytes):
-            each = len(part.segments.offsets)
-            at = slice((part.chunks.start - first) * each, (part.chunks.stop - first) * each)
-            yield part, None if copies is None else copies[:, at]
+    ) -> Iterable[tuple[Piece, torch.Tensor | None]]:
+        """Return parts of a piece that fit a buffer, with the copies of each; see `HostCopies`."""
+        parts = list(piece.parts(self.buffer_bytes))
+        if not self._host.copies_in_batches:
+            return zip(parts, itertools.repeat(None))
+        copies = piece.segments.copies(memory.addresses[piece.chunks.start : piece.chunks.stop])
+        copies[1] %= max(1, parts[0].nbytes)  # each begins at the beginning of a buffer
+        return zip(parts, torch.split(copies, len(parts[0].segments), dim=1), strict=True)
 
     def _store_staged(
         self, piece: Piece, memory: HostMemory, copies: torch.Tensor | None, first_layer: int
