@@ -172,7 +172,8 @@ class WorkerSide:
                 self.collection.put_off()  # until the step is enqueued
                 self._loads.begin()
             loading = self.in_flight is not None and self.in_flight.loading
-            self.layers.quiet = not (self._loads.count or loading or self._engine.use_layerwise)
+            if not (self._loads.count or loading or self._engine.use_layerwise):
+                self.layers.pass_over()
         return self._loads_early
 
     def bind(self, metadata: StepMetadata) -> None:
