@@ -34,7 +34,7 @@ FIELDS = {  # of a description, a configuration or a state, which hold plain dat
     "kv_connector/early_loads.py: request.load_spec",
     "kv_connector/epochs.py: request.save_spec.can_save",
     "kv_connector/scheduler.py: tracker.allocated_block_ids",
-    "kv_connector/worker.py: context.attn_metadata",
+    "kv_connector/step_loads.py: context.attn_metadata",
     "mp_connector/lmcache_connector.py: tracker.cache_salt",
     "mp_connector/lmcache_connector.py: tracker.max_offload_tokens",
 }

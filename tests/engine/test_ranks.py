@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.ranks_probe import FAULTS
-from support.real_engine import BLOCK, CHUNK, LENGTHS, cached
+from support.hits import check_failed, check_hit, check_lost, check_restored
+from support.ranks_probe import FAULTS, SLOW_S
+from support.real_engine import CHUNK, LENGTHS, cached
 from support.scripts import environment, printed, run_probe
 from support.ways import each_way
 
@@ -32,28 +33,15 @@ def report(request, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("tier", ["memory", "disk"])
 @pytest.mark.parametrize("name", LENGTHS)
 def test_a_hit_restores_every_byte_on_both_ranks(report: dict[str, Any], name: str, tier: str):
-    seen = report[name][tier]
-    assert seen["right"]
-    assert seen["hit"] == cached(name)
-    assert min(seen["restored"]) >= cached(name) // BLOCK
-    assert len(seen["restored"]) == 2
+    check_hit(report[name][tier], cached(name))
 
 
 def test_a_chunk_that_one_rank_lost_is_no_hit(report: dict[str, Any]):
-    seen = report["loses a chunk"]
-    assert seen["faulty"]["right"]
-    assert seen["faulty"]["hit"] < FAULTS["loses a chunk"] * CHUNK
-    assert seen["afterwards"]["right"]
-    assert seen["afterwards"]["hit"] == FAULTS["loses a chunk"] * CHUNK  # stored again
+    check_lost(report["loses a chunk"], FAULTS["loses a chunk"])
 
 
 def test_a_load_that_fails_on_one_rank_is_recomputed_on_both(report: dict[str, Any]):
-    seen = report["fails its loads"]
-    assert seen["faulty"]["right"]
-    assert seen["afterwards"]["right"]
-    for turn in ("faulty", "afterwards"):
-        assert min(seen[turn]["restored"]) >= FAULTS["fails its loads"] * CHUNK // BLOCK
-    assert seen["afterwards"]["hit"] == FAULTS["fails its loads"] * CHUNK
+    check_failed(report["fails its loads"], FAULTS["fails its loads"])
 
 
 def test_what_a_step_computes_behind_a_load_that_fails_on_one_rank_is_not_stored(
@@ -61,18 +49,24 @@ def test_what_a_step_computes_behind_a_load_that_fails_on_one_rank_is_not_stored
 ):
     """On the other rank: each layer's sum brings it what the failed one computes from anything."""
     seen = report["computes behind"]
-    chunks = FAULTS["computes behind"]
     assert seen["faulty"]["right"]
     assert seen["faulty"]["hit"] == 2 * CHUNK
-    assert seen["afterwards"]["right"]
-    assert seen["afterwards"]["hit"] == chunks * CHUNK
-    assert min(seen["afterwards"]["restored"]) >= chunks * CHUNK // BLOCK
+    check_hit(seen["afterwards"], FAULTS["computes behind"] * CHUNK)
+
+
+def test_one_rank_with_a_slow_disk_lets_all_wait_and_costs_no_token(report: dict[str, Any]):
+    seen, tokens = report["has a slow disk"], FAULTS["has a slow disk"] * CHUNK
+    check_hit(seen["faulty"], tokens)
+    assert seen["faulty"]["seconds"] >= SLOW_S
+    assert seen["beside"]
+    check_hit(seen["afterwards"], tokens)
 
 
 def test_what_one_rank_could_not_write_is_no_hit(report: dict[str, Any]):
-    seen = report["has a full disk"]
+    seen, chunks = report["has a full disk"], FAULTS["has a full disk"]
     sound, full = seen["written"]
-    assert sound >= FAULTS["has a full disk"]  # layerwise, a chunk is several files
+    assert sound >= chunks  # layerwise, a chunk is several files
     assert full == 0
-    assert seen["faulty"]["right"]
+    check_restored(seen["faulty"], chunks * CHUNK)
     assert seen["faulty"]["hit"] == 0
+    check_hit(seen["afterwards"], chunks * CHUNK)  # of the CPU tier

@@ -76,10 +76,10 @@ def _(_: Any) -> Any:
 
 @fault("addresses of another layer's chunks are used", "copies", HostKernels, "_table")
 def _(table: Any) -> Any:
-    def wrong(self: HostKernels, piece: plan.Piece, memory: Any, tables: Any) -> Any:
+    def wrong(self: HostKernels, piece: plan.Piece, memory: Any) -> Any:
         first = vars(piece.rows.request).setdefault("tables", {})
         if piece.chunks not in first:  # the memory is kept, too
-            first[piece.chunks] = memory, table(self, piece, memory, tables)
+            first[piece.chunks] = memory, table(self, piece, memory)
         return first[piece.chunks][1]
 
     return wrong

@@ -270,7 +270,7 @@ class _Late:
 class _LateDirect(_Late):
     """One that reaches host memory."""
 
-    def aligned(self, addresses: Sequence[int]) -> bool:
+    def aligned(self, addresses: torch.Tensor) -> bool:
         return self._transfer.aligned(addresses)
 
     def move_chunks(self, *args: Any, **options: Any) -> None:

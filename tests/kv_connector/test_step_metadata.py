@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import pickle
+import random
 from types import SimpleNamespace as Fake
 
 import pytest
+import torch
 from support.steps import step
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from lmcache_xpu.kv_connector.step_metadata import (
+    StepMetadata,
     may_run_as_one_graph,
     with_answers,
     without_answering,
     written_blocks,
 )
+from lmcache_xpu.versions.lmcache import ReqMeta
 
 pytestmark = [
     pytest.mark.filterwarnings(rf"ignore::DeprecationWarning:{package}\..*")
@@ -183,3 +188,28 @@ def test_who_ended_or_begins_anew_is_not_remembered():
     step.scheduled_new_reqs = [Fake(req_id="b")]
     without_answering(step, answering)
     assert answering == {"c"}
+
+
+@pytest.mark.parametrize("count", [4096, 4000])
+def test_a_rank_in_another_process_has_a_prompts_tokens_from_one_list(count: int):
+    """As vLLM sends a step: its own description of the request and ours in one pickle."""
+    prompt = [random.randrange(2**17) for _ in range(4096)]
+    salted = [-1, *prompt[1:]]
+    slots = torch.arange(count)
+
+    def metadata(tokens: list[int], **prompts: list[int]) -> StepMetadata:
+        request = ReqMeta("a", token_ids=tokens, slot_mapping=slots)
+        return StepMetadata([request], tokens=5, prompts=prompts)
+
+    ours = metadata(prompt[:count], a=prompt)
+    sent = pickle.dumps((prompt, ours))
+    apart = pickle.dumps((prompt, metadata(prompt[:count])))
+    assert len(sent) < len(apart) - 2 * count
+    for tokens, described in ((prompt, ours), (salted, metadata(salted[:count], a=prompt))):
+        own, received = pickle.loads(pickle.dumps((prompt, described)))
+        (request,) = received.requests
+        assert request.token_ids == tokens[:count]
+        assert request.token_ids is not own
+        assert torch.equal(request.slot_mapping, slots)
+        assert (received.tokens, received.prompts) == (5, {})
+    assert ours.requests[0].token_ids == prompt[:count]  # also told to a worker of this process

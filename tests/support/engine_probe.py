@@ -132,7 +132,7 @@ def watch_loads() -> list[str]:
 
     def begin_step(self, *args):
         begun = step(self, *args)
-        if self._loading:
+        if self._loads.begun:
             began.append("told")
         return begun
 
@@ -141,7 +141,7 @@ def watch_loads() -> list[str]:
         begin(self, requests)
 
     def start_load(self, *args):
-        if self._loads_in_step() and not self._loading:
+        if self._loads.count and not self._loads.begun:
             began.append("prepared")
         prepared(self, *args)
 

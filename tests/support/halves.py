@@ -91,5 +91,5 @@ def worker_side(
     """A worker's half between two steps."""
     side = WorkerSide(adapter or Adapter(), Any, UnfilledBlocks(BLOCK), block_size=BLOCK, **options)
     side.in_flight = in_flight
-    side.layers = {name: number for number, name in enumerate(layers)}
+    side.layers.register(layers)
     return side

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,14 @@ from support.probes import end_with
 from support.real_engine import CHUNK, LENGTHS, Engine, digests, prompt, restored
 
 # And chunks of a prompt.
-FAULTS = {"loses a chunk": 2, "fails its loads": 3, "computes behind": 4, "has a full disk": 5}
+FAULTS = {
+    "loses a chunk": 2,
+    "fails its loads": 3,
+    "computes behind": 4,
+    "has a full disk": 5,
+    "has a slow disk": 6,
+}
+SLOW_S = 1.5  # what a read of one file takes then
 
 
 def tiers(worker) -> dict[str, Any]:
@@ -81,6 +89,24 @@ def fill_disk(worker):
         tiers(worker)["disk"]._store._write = full
 
 
+def slow_disk(worker):
+    """The second rank waits for each file that it reads."""
+    if second(worker):
+        reads = tiers(worker)["disk"]._reads
+        fill = reads._fill
+
+        def slow(read):
+            time.sleep(SLOW_S)
+            return fill(read)
+
+        reads._fill = slow
+
+
+def mend_disk(worker):
+    if second(worker):
+        del tiers(worker)["disk"]._reads._fill
+
+
 class Case:
     """Prompts that are computed, and asked again."""
 
@@ -94,11 +120,12 @@ class Case:
 
     def again(self, tokens: list[int], cold: list[list[list[str]]]) -> dict[str, Any]:
         """What a hit wrote, by rank."""
-        before = self.engine.external_hits()
+        before, begin = self.engine.external_hits(), time.monotonic()
         self.engine.forget()
         answer = self.engine.ask(tokens)
         return {
             "right": answer == self.answer,
+            "seconds": time.monotonic() - begin,
             "hit": self.engine.external_hits() - before,
             "restored": [restored(*both) for both in zip(cold, self.rpc(digests), strict=True)],
         }
@@ -147,7 +174,24 @@ class Case:
         written = [
             after - before for before, after in zip(files, self.rpc(disk_files), strict=True)
         ]
-        return {"written": written, "faulty": self.again(tokens, cold)}
+        report = {"written": written, "faulty": self.again(tokens, cold)}
+        return report | {"afterwards": self.again(tokens, cold)}
+
+    def slow_disk(self, chunks: int) -> dict[str, Any]:
+        """Read while nobody else asks, and beside a request that has nothing to load."""
+        tokens, other = prompt(chunks * CHUNK + 50), prompt(CHUNK - 50)
+        self.engine.forget()
+        computed = self.engine.ask(other)
+        cold = self.compute(tokens)
+        self.rpc(leave_disk)
+        self.rpc(slow_disk)
+        report: dict[str, Any] = {"faulty": self.again(tokens, cold)}
+        self.rpc(leave_disk)
+        self.engine.forget()
+        report["beside"] = self.engine.ask_at_once([tokens, other]) == [self.answer, computed]
+        self.rpc(mend_disk)
+        self.rpc(leave_disk)
+        return report | {"afterwards": self.again(tokens, cold)}
 
 
 def probe(engine: Engine) -> dict[str, Any]:
@@ -157,6 +201,7 @@ def probe(engine: Engine) -> dict[str, Any]:
     report["loses a chunk"] = case.faulty(chunks["loses a chunk"], lose_a_chunk, None)
     report["fails its loads"] = case.faulty(chunks["fails its loads"], fail_loads, mend_loads)
     report["computes behind"] = case.behind_a_failed_load(chunks["computes behind"])
+    report["has a slow disk"] = case.slow_disk(chunks["has a slow disk"])
     report["has a full disk"] = case.full_disk(chunks["has a full disk"])
     return report
 

@@ -11,6 +11,7 @@ from support.plans import plan
 from support.tuned import tuned
 
 from lmcache_xpu.transfer.direct import HostKernels
+from lmcache_xpu.transfer.host_memory import HostMemory
 from lmcache_xpu.transfer.plan import LayerGroup
 
 
@@ -21,7 +22,7 @@ class Transfer:
         self.moved: list[tuple[list[int], list[int], int]] = []
         self._aligned = aligned
 
-    def aligned(self, addresses: list[int]) -> bool:
+    def aligned(self, addresses: torch.Tensor) -> bool:
         return self._aligned
 
     def move_chunks(self, rows: Any, table: Any, form: Any, layer: int, **options: Any) -> None:
@@ -40,8 +41,8 @@ def kernels(
     return HostKernels(transfer, torch.device("cpu"), host, upload)
 
 
-def chunks(count: int = 3) -> list[torch.Tensor]:
-    return [torch.zeros(2 * 4 * 2 * 4, dtype=torch.uint8) for _ in range(count)]
+def chunks(count: int = 3) -> HostMemory:
+    return HostMemory([torch.zeros(2 * 4 * 2 * 4, dtype=torch.uint8) for _ in range(count)])
 
 
 def groups() -> list[LayerGroup]:
@@ -52,16 +53,15 @@ def test_addresses_are_uploaded_once_for_all_layers_and_anew_for_other_memory():
     uploads: list[torch.Tensor] = []
     mover = kernels(uploads, transfer := Transfer())
     for memory in (chunks(), chunks()):
-        tables: dict = {}
         for group in groups():
-            assert mover.suits(group.pieces, memory, tables)
+            assert mover.suits(group.pieces, memory)
             for piece in group.pieces:
-                assert mover.move(piece, memory, tables, 10, gather=False)
+                assert mover.move(piece, memory, 10, gather=False)
         addresses = [chunk.data_ptr() for chunk in memory]
         assert uploads[-1].tolist() == addresses
         assert transfer.moved[-3:] == [(list(range(6)), addresses, layer) for layer in (10, 11, 13)]
         part = groups()[0].pieces[0].part(1, 2)
-        assert mover.move(part, memory, tables, 0, gather=True)
+        assert mover.move(part, memory, 0, gather=True)
         assert transfer.moved[-1] == ([2, 3], addresses[1:2], 0)
     assert [len(table) for table in uploads] == [3, 1, 3, 1]
 
@@ -70,8 +70,8 @@ def test_addresses_are_uploaded_once_for_all_layers_and_anew_for_other_memory():
 def test_what_kernels_do_not_reach_is_left_to_staging(pinned: bool, aligned: bool):
     transfer = Transfer(aligned)
     mover, (group, *_) = kernels([], transfer, pinned=pinned), groups()
-    assert not mover.suits(group.pieces, chunks(), {})
-    assert not mover.move(group.pieces[0], chunks(), {}, 0, gather=False)
+    assert not mover.suits(group.pieces, chunks())
+    assert not mover.move(group.pieces[0], chunks(), 0, gather=False)
     assert transfer.moved == []
 
 
@@ -93,6 +93,6 @@ def test_large_segments_are_left_to_the_copy_engine(numbers, batches, moved, sui
     (group, *_), memory = groups(), chunks()
     mover = kernels([], Transfer(), batches=batches)
     with tuned(**numbers):
-        assert mover.suits(group.pieces, memory, {}) is suits
-        assert mover.move(group.pieces[0], memory, {}, 0, gather=False) is moved
-        assert mover.move(group.pieces[0], memory, {}, 0, gather=False, idle=True)
+        assert mover.suits(group.pieces, memory) is suits
+        assert mover.move(group.pieces[0], memory, 0, gather=False) is moved
+        assert mover.move(group.pieces[0], memory, 0, gather=False, idle=True)

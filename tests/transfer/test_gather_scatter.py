@@ -17,6 +17,7 @@ from support.intel import machine as machine  # a fixture
 from support.kernels import TritonTransfer, interpreter  # noqa: F401  # a fixture
 
 from lmcache_xpu.transfer.gather_scatter import TorchTransfer, Transfer
+from lmcache_xpu.transfer.host_memory import HostMemory
 from lmcache_xpu.transfer.layout import Geometry
 from lmcache_xpu.transfer.paged_view import PagedView
 from lmcache_xpu.transfer.slots import Rows, check_slots, request_rows
@@ -180,8 +181,8 @@ def test_chunks_in_many_places_in_one_launch(offset: int, kind: str, slots: list
     wanted = expected_gather(cache, slots, whole)
     for layer in range(3):
         parts = pieces(whole, layer)
-        assert mover.aligned([part.data_ptr() for part in parts])
-        assert not mover.aligned([parts[0].data_ptr() + 1])
+        assert mover.aligned(addresses := HostMemory(parts).addresses)
+        assert not mover.aligned(addresses[:1] + 1)
         move(parts, layer, gather=True)
         if caches.DEVICE != "cpu":
             torch.accelerator.synchronize()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from support.plans import ROW, plan
 
 from lmcache_xpu.errors import TransferError
+from lmcache_xpu.transfer.host_memory import HostMemory
 from lmcache_xpu.transfer.plan import Piece, Plan, layer_groups, layers_of
 
 
@@ -80,11 +81,13 @@ def tensors_of(piece: Piece, memory: list[torch.Tensor]) -> list[torch.Tensor]:
     assert segments.nbytes == sum(segments.lengths()) == piece.nbytes
     assert segments.lengths() == [part.nbytes for part in tensors]
     assert segments.largest == max(segments.lengths())
-    assert segments.addresses(chunks) == [part.data_ptr() for part in tensors]
     staged = torch.empty(segments.nbytes, dtype=torch.uint8)
     places = segments.split(staged)
     assert [place.nbytes for place in places] == segments.lengths()
-    assert segments.staged_addresses(staged) == [place.data_ptr() for place in places]
+    copies = segments.copies(HostMemory(chunks).addresses)
+    assert copies[0].tolist() == [part.data_ptr() for part in tensors]
+    assert (copies[1] + staged.data_ptr()).tolist() == [place.data_ptr() for place in places]
+    assert copies[2].tolist() == segments.lengths()
     return tensors
 
 

@@ -16,6 +16,7 @@ from lmcache_xpu.errors import SettingsError, TransferError
 from lmcache_xpu.transfer import host_copies
 from lmcache_xpu.transfer.devices import Event
 from lmcache_xpu.transfer.host_copies import HostCopies
+from lmcache_xpu.transfer.host_memory import HostMemory
 from lmcache_xpu.transfer.paged_view import PagedView
 from lmcache_xpu.transfer.plan import HostFormat
 from lmcache_xpu.transfer.segments import Segments
@@ -236,7 +237,9 @@ def test_nothing_is_not_copied_in_batches(batches):
     chunks = [torch.arange(size, dtype=torch.uint8) for size in (2, 0, 3)]
     chunks = [chunk if DEVICE == "cpu" else chunk.pin_memory() for chunk in chunks]
     there = torch.zeros(5, dtype=torch.uint8, device=DEVICE)
-    memory.load(there, chunks, Segments((0,), (2, 0, 3)), pinned=True)
+    segments = Segments((0,), (2, 0, 3))
+    copies = segments.copies(HostMemory(chunks).addresses)
+    memory.load(there, chunks, segments, pinned=True, copies=copies)
     assert there.tolist() == [0, 1, 0, 1, 2]
     assert batches == ([2] if memory.copies_in_batches and DEVICE == "cpu" else [])
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lmcache_xpu.cache_engine.health import pool
+from lmcache_xpu.cache_engine.loans import order_of
 from lmcache_xpu.cache_engine.storage_manager import POOL, StorageManager
 from lmcache_xpu.cache_engine.unfilled_blocks import log_failure
 from lmcache_xpu.metrics import STORE_CPU
@@ -144,7 +145,7 @@ class CacheEngine(LMCacheEngine):  # type: ignore[misc]  # untyped base
         self.settle()
         loaded = self._retrieve(tokens, mask, kwargs)
         if self.lender is not None:
-            self.lender.end(_order(kwargs), kwargs["req_id"])
+            self.lender.end(order_of(kwargs), kwargs["req_id"])
         return loaded
 
     def _retrieve(self, tokens: Tokens, mask: Any, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -162,7 +163,7 @@ class CacheEngine(LMCacheEngine):  # type: ignore[misc]  # untyped base
         """Load what the first rank has fetched of a request."""
         loaded = torch.zeros(len(tokens), dtype=torch.bool)
         try:
-            objs, starts, ends = borrower.borrow(_order(kwargs), kwargs["req_id"])
+            objs, starts, ends = borrower.borrow(order_of(kwargs), kwargs["req_id"])
             try:
                 if objs:
                     self.gpu_connector.batched_to_gpu(objs, starts, ends, **kwargs)
@@ -297,11 +298,6 @@ class CacheEngine(LMCacheEngine):  # type: ignore[misc]  # untyped base
     def _keys(self, tokens: Tokens, mask: Any) -> list[CacheEngineKey]:
         chunks = self.token_database.process_tokens(tokens=tokens, mask=mask)
         return [key for _, _, key in chunks]
-
-
-def _order(arguments: dict[str, Any]) -> int:
-    """Return which of the two orders a load is in; see `loans`."""
-    return int(arguments.get("load_owner") is not None)
 
 
 _LEFT_OUT = "A store failed and is left out"

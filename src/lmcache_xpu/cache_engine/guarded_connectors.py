@@ -11,7 +11,7 @@ from typing import Any
 
 from lmcache.v1.memory_management import MemoryObj
 
-from lmcache_xpu.cache_engine.loans import Lender
+from lmcache_xpu.cache_engine.loans import Lender, order_of
 from lmcache_xpu.cache_engine.unfilled_blocks import UnfilledBlocks
 from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
 from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2
@@ -41,8 +41,7 @@ class StandardConnector(VLLMPagedMemXPUConnectorV2):
         """Load chunks, here and where others hold the same; raises nothing, see the module."""
         try:
             if self.lender is not None:
-                order = int(kwargs.get("load_owner") is not None)
-                self.lender.lend(order, kwargs["req_id"], memory_objs, starts, ends)
+                self.lender.lend(order_of(kwargs), kwargs["req_id"], memory_objs, starts, ends)
             super().batched_to_gpu(memory_objs, starts, ends, **kwargs)
         except Exception as error:
             self.unfilled.add_load(error, kwargs, starts[0])

@@ -17,7 +17,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -29,7 +29,7 @@ from lmcache_xpu.transfer.shared_memory import SharedMemory
 if TYPE_CHECKING:
     from lmcache.v1.memory_management import MemoryObj
 
-__all__ = ["LEDGER_BYTES", "Borrower", "Channel", "Lender"]
+__all__ = ["LEDGER_BYTES", "Borrower", "Channel", "Lender", "order_of"]
 
 ORDERS = 2
 LEDGER_BYTES = 4096
@@ -60,6 +60,11 @@ class _Message(NamedTuple):
     chunks: list[_Chunk]
     starts: list[int]
     ends: list[int]
+
+
+def order_of(load: Mapping[str, Any]) -> int:
+    """Return which of the two orders a load is in, by LMCache's keyword arguments of it."""
+    return int(load.get("load_owner") is not None)
 
 
 def _entry(ledger: SharedMemory, rank: int, order: int) -> ctypes.c_int64:

@@ -32,7 +32,6 @@ from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 
 from lmcache_xpu.errors import TransferError
 from lmcache_xpu.gpu_connector.base import PagedMemConnector
-from lmcache_xpu.gpu_connector.chunk_bytes import ChunkBytes
 from lmcache_xpu.gpu_connector.layerwise_ways import (
     OverlappedLoad,
     OverlappedStore,
@@ -42,6 +41,7 @@ from lmcache_xpu.gpu_connector.layerwise_ways import (
 from lmcache_xpu.gpu_connector.load_pipeline import LoadPipeline
 from lmcache_xpu.gpu_connector.registered_cache import RegisteredCache, TransferRequest
 from lmcache_xpu.metrics import LOAD_CPU, STORE_CPU
+from lmcache_xpu.transfer.host_memory import HostMemory
 
 
 class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
@@ -168,7 +168,7 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
         memory_objs: Sequence[Sequence[MemoryObj]],
         starts: Sequence[int],
         ends: Sequence[int],
-    ) -> list[ChunkBytes]:
+    ) -> list[HostMemory]:
         if len(memory_objs) != len(self.groups):
             raise TransferError(f"objects of {len(memory_objs)} layers", f"{len(self.groups)}")
         return [cache.memory(objs, starts, ends, loading=False) for objs in memory_objs]

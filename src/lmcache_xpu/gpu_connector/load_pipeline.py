@@ -12,13 +12,12 @@ import bisect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 
 from lmcache_xpu.metrics import LOAD_CPU
-from lmcache_xpu.transfer.direct import AddressTables
 from lmcache_xpu.transfer.handles import TransferHandle
+from lmcache_xpu.transfer.host_memory import HostMemory
 from lmcache_xpu.transfer.plan import LayerGroup, Plan
 from lmcache_xpu.transfer.staging import Stager
 from lmcache_xpu.transfer.tuning import Tuning
@@ -26,21 +25,6 @@ from lmcache_xpu.transfer.tuning import Tuning
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 Finished = Callable[[float], None]  # is told how many seconds a transfer took
-
-
-@dataclass(frozen=True, slots=True)
-class _HostMemory:
-    """The memory of some layers of a request's chunks.
-
-    Args:
-        chunks: bytes, flat, one tensor per chunk.
-        first_layer: the engine's layer that is the first one in them.
-        tables: their addresses, for kernels.
-    """
-
-    chunks: Sequence[torch.Tensor]
-    first_layer: int
-    tables: AddressTables = field(default_factory=dict)
 
 
 class LoadPipeline:
@@ -59,7 +43,8 @@ class LoadPipeline:
         self.slots = slots
         self.failed_behind: TransferHandle | None = None
         self._stager = stager
-        self._groups: list[tuple[LayerGroup, _HostMemory]] = []
+        # With the memory of its layers, and the engine's layer that is the first one in that.
+        self._groups: list[tuple[LayerGroup, HostMemory, int]] = []
         self._starts: list[int] = []  # first layer of each group, as the engine counts
         self._handles: list[TransferHandle] = []  # by group, of those that were enqueued
         self._arrived = 0  # groups
@@ -79,9 +64,9 @@ class LoadPipeline:
             memory: bytes, flat, one tensor per chunk, in the plan's format.
             first_layer: the engine's layer that is the first one in `memory`.
         """
-        host = _HostMemory(memory, first_layer)
+        host = HostMemory.of(memory)
         for group in plan.groups:
-            self._groups.append((group, host))
+            self._groups.append((group, host, first_layer))
             self._starts.append(first_layer + group.layers.start)
 
     @contextmanager
@@ -111,8 +96,8 @@ class LoadPipeline:
         count = len(self._handles)
         if self.failed_behind is not None or count == len(self._groups):
             return 0
-        group, host = self._groups[count]
-        if not self._stager.needs_no_copies(group.pieces, host.chunks, host.tables):
+        group, memory, _ = self._groups[count]
+        if not self._stager.needs_no_copies(group.pieces, memory):
             return 0
         self._enqueue(count + 1, idle=True)
         self._head_start = count + 1
@@ -156,7 +141,7 @@ class LoadPipeline:
         while self._arrived < len(self._handles) and self._handles[self._arrived].done.reached():
             self._arrived += 1
         under_way = self._groups[self._arrived : len(self._handles)]
-        return sum(group.nbytes for group, _ in under_way)
+        return sum(group.nbytes for group, *_ in under_way)
 
     def let_engine_copy(self) -> None:
         """Order copies that follow after what the engine has enqueued; see `Stager`."""
@@ -215,16 +200,10 @@ class LoadPipeline:
 
     def _enqueue(self, groups: int, *, idle: bool = False) -> None:
         for number in range(len(self._handles), min(groups, len(self._groups))):
-            group, host = self._groups[number]
-            handle = self._stager.load(
-                group.pieces,
-                host.chunks,
-                host.first_layer,
-                tables=host.tables,
-                # What the engine computes in this step waits for the first group.
-                idle=idle or number == 0,
-            )
-            self._handles.append(handle)
+            group, memory, first_layer = self._groups[number]
+            # What the engine computes in this step waits for the first group.
+            first = idle or number == 0
+            self._handles.append(self._stager.load(group.pieces, memory, first_layer, idle=first))
 
 
 def group_starts(

@@ -17,10 +17,11 @@ import torch
 from lmcache.v1.memory_management import MemoryObj
 
 from lmcache_xpu.errors import HostMemoryError, LayoutError, TransferError
-from lmcache_xpu.gpu_connector.chunk_bytes import ChunkBytes
+from lmcache_xpu.gpu_connector.chunk_bytes import chunk_bytes
 from lmcache_xpu.gpu_connector.chunk_format import ChunkFormat, same_bytes
 from lmcache_xpu.gpu_connector.connector_options import ConnectorOptions
 from lmcache_xpu.gpu_connector.load_pipeline import Finished, LoadPipeline
+from lmcache_xpu.transfer.host_memory import HostMemory
 from lmcache_xpu.transfer.paged_view import EngineLayer, PagedView
 from lmcache_xpu.transfer.plan import Plan
 from lmcache_xpu.transfer.slots import check_slots
@@ -122,13 +123,11 @@ class RegisteredCache:
         ends: Sequence[int],
         *,
         loading: bool,
-    ) -> ChunkBytes:
+    ) -> HostMemory:
         """Return the memory of LMCache's objects.
 
-        This checks what their metadata says; the bytes are looked at when they are needed.
-
         Raises:
-            HostMemoryError: one that does not fit its chunk.
+            HostMemoryError: one that does not fit its chunk; see also `chunk_bytes`.
             TransferError: not one per chunk.
         """
         if not len(memory_objs) == len(starts) == len(ends):
@@ -149,7 +148,7 @@ class RegisteredCache:
                 size = self.chunk_format.object_bytes(*kind, self.view.dtype)
                 checked = kind
             sizes.append(size)
-        return ChunkBytes(memory_objs, sizes, self.view.device)
+        return chunk_bytes(memory_objs, sizes, self.view.device)
 
 
 class Registration:

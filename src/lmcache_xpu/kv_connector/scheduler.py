@@ -192,6 +192,7 @@ class SchedulerSide:
             described.requests,
             new_blocks=written_blocks(step, self._block_size, kept) | self._filled,
             tokens=step.total_num_scheduled_tokens,
+            prompts={new.req_id: new.prompt_token_ids or [] for new in shown.scheduled_new_reqs},
         )
         self._filled.clear()
         self._running = set(step.num_scheduled_tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmcache_xpu.kv_connector.epochs import FIRST, Epoch
 from lmcache_xpu.versions.lmcache import LMCacheConnectorMetadata
@@ -39,6 +39,7 @@ class StepMetadata(LMCacheConnectorMetadata):  # type: ignore[misc]  # untyped b
         loads: of requests that wait for them, and are in no step yet; see `async_loads`.
         arrived: requests that were said to have all that they waited for, since the last step.
         computed_hits: number of requests in it that are computed, though they could be loaded.
+        prompts: vLLM's own lists of the tokens of its new requests, by request; not sent.
     """
 
     new_blocks: frozenset[int] | None = None
@@ -47,6 +48,43 @@ class StepMetadata(LMCacheConnectorMetadata):  # type: ignore[misc]  # untyped b
     loads: list[ReqMeta] = field(default_factory=list)
     arrived: frozenset[str] = frozenset()
     computed_hits: int = 0
+    prompts: Mapping[str, list[int]] = field(default_factory=dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what workers in other processes are told.
+
+        vLLM sends a step with its description of new requests as one pickle, which holds a list
+        once, however often it is named. Of 65,536 tokens a list takes milliseconds there and back,
+        in which nothing is loaded yet.
+        """
+        requests = [_named_by_prompt(each, self.prompts) for each in self.requests]
+        return {**vars(self), "requests": requests, "prompts": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        requests = [_with_own_tokens(request) for request in state["requests"]]
+        self.__dict__.update(state, requests=requests)
+
+
+class _OfPrompt(NamedTuple):
+    """The first tokens of a prompt."""
+
+    prompt: list[int]
+    tokens: int
+
+
+def _named_by_prompt(request: ReqMeta, prompts: Mapping[str, list[int]]) -> ReqMeta:
+    """Return a request whose tokens are a part of vLLM's own list, where they are."""
+    prompt, count = prompts.get(request.req_id), len(request.token_ids)
+    if prompt is None or prompt[:count] != request.token_ids:  # a cache salt exchanges some
+        return request
+    return replace(request, token_ids=_OfPrompt(prompt, count))
+
+
+def _with_own_tokens(request: ReqMeta) -> ReqMeta:
+    if not isinstance(request.token_ids, _OfPrompt):
+        return request
+    prompt, count = request.token_ids
+    return replace(request, token_ids=prompt[:count])
 
 
 def written_blocks(

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +29,8 @@ from lmcache_xpu.kv_connector.garbage import GarbageCollection
 from lmcache_xpu.kv_connector.kv_events import TierReport
 from lmcache_xpu.kv_connector.load_policy import LoadSpeeds
 from lmcache_xpu.kv_connector.load_queue import LoadQueue
+from lmcache_xpu.kv_connector.step_layers import StepLayers
+from lmcache_xpu.kv_connector.step_loads import StepLoads
 from lmcache_xpu.kv_connector.step_metadata import may_run_as_one_graph
 from lmcache_xpu.kv_connector.worker_report import WorkerReport
 from lmcache_xpu.metrics import loaded
@@ -79,7 +80,7 @@ class WorkerSide:
         self.collection = GarbageCollection()
         self.epoch = WorkerEpoch(adapter.lmcache_engine, unfilled, self._forget_entries)
         self.in_flight: InFlight | None = None  # once the KV cache is registered
-        self.layers: dict[str, int] = {}  # their numbers, by the names that vLLM has for them
+        self.layers = StepLayers(adapter)
         self.residency: Residency | None = None  # where the engine publishes KV events
         self.queue = LoadQueue(adapter.lmcache_engine, unfilled)
         self._adapter = adapter
@@ -89,13 +90,8 @@ class WorkerSide:
         self._block_size = block_size
         self._loads_early = loads_early
         self._publishes = publishes
-        self._ranks = ranks
         self._sharing = sharing
-        self._described_loads = False  # this step has some, on all ranks
-        self._loading = False  # this step's loads have begun
-        self._quiet = False  # nothing is to be done at this step's layers
-        self._loaded_layers: set[str] = set()  # that the engine came to in this step
-        self._stored_layers: set[str] = set()  # that it is done with
+        self._loads = StepLoads(adapter, unfilled, ranks)
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take over the engine's KV cache; LMCache opens its tiers now.
@@ -118,7 +114,7 @@ class WorkerSide:
         self._adapter.register_kv_caches(kv_caches)
         health.check_healthy(self._adapter)
         extra = self._adapter.config.extra_config or {}
-        self.layers = {name: number for number, name in enumerate(kv_caches)}
+        self.layers.register(kv_caches)
         self.in_flight = InFlight(
             block_tokens=self._block_size,
             # vLLM makes the layers in the order in which it computes them, a drafter's last.
@@ -156,7 +152,7 @@ class WorkerSide:
         self.in_flight.schedule(metadata.new_blocks, metadata.tokens)
         self._adapter.bind(metadata)
         try:
-            self._load(1)
+            self._loads.load(1)
         finally:
             self._adapter.clear()
         return True
@@ -172,12 +168,12 @@ class WorkerSide:
         """
         if self._loads_early:
             self.bind(metadata)
-            if loads := self._loads_in_step():
+            if self._loads.count:
                 self.collection.put_off()  # until the step is enqueued
-                self._loading = True
-                self._load(loads)
+                self._loads.begin()
             loading = self.in_flight is not None and self.in_flight.loading
-            self._quiet = not (loads or loading or self._engine.use_layerwise)
+            if not (self._loads.count or loading or self._engine.use_layerwise):
+                self.layers.pass_over()
         return self._loads_early
 
     def bind(self, metadata: StepMetadata) -> None:
@@ -188,13 +184,13 @@ class WorkerSide:
             sharing, self._sharing = self._sharing, None
             sharing(self._engine)
         self._adapter.bind(metadata)
-        self._described_loads = self._loads_in_step() > 0
-        self._loading = self._quiet = False
-        self._loaded_layers.clear()
-        self._stored_layers.clear()
+        self._loads.describe()
+        self.layers.begin_step()
         self._engine.settle()
         self._unfilled.begin_step(metadata.new_blocks)
         self.epoch.begin_step(metadata)
+        if self.epoch.changed is not None:
+            self._loads.refuse()
         if self.in_flight is not None:
             self.in_flight.begin_step(metadata.new_blocks, metadata.tokens)
         self.queue.await_told(metadata.arrived)
@@ -216,71 +212,30 @@ class WorkerSide:
             self.in_flight.protect(metadata.new_blocks)
 
     def start_load(self, context: ForwardContext, arguments: dict[str, Any]) -> None:
-        """Load what this step needs, if that has not begun.
-
-        vLLM's newer model runner loads before it enters a forward context where the step is one
-        graph (up to 0.26), or always (since). LMCache skips the load if the context has no
-        attention metadata, though the scheduler counts its tokens as computed: the step would
-        compute from whatever the blocks hold. It looks at nothing else of them.
-
-        Args:
-            context: of the step, or an empty one.
-            arguments: what vLLM passes beside it.
-        """
-        if not self._loading:
-            attention = context.attn_metadata
-            loads = self._loads_in_step()
-            loaded("step", loads)
-            if attention is None and loads:
-                context.attn_metadata = arguments.get("attn_metadata", {})
-            try:
-                self._adapter.start_load_kv(context, **arguments)
-            finally:
-                context.attn_metadata = attention
+        """Load what this step needs, if that has not begun; see `StepLoads.begin_prepared`."""
+        self._loads.begin_prepared(context, arguments)
         if self.in_flight is not None and may_run_as_one_graph(self._config, context, arguments):
             self.in_flight.before_all()
 
     def wait_for_layer(self, layer_name: str) -> None:
-        """Let the engine's stream wait for a layer of what this step loads.
-
-        A drafter comes to its layers once for each token that it proposes. LMCache counts calls.
-        """
-        if self._quiet or layer_name in self._loaded_layers:
-            return
-        self._loaded_layers.add(layer_name)
-        self._adapter.wait_for_layer_load(layer_name)  # of layerwise loads
-        if self.in_flight is not None:
-            self.in_flight.before_layer(self.layers[layer_name])
+        """Let the engine's stream wait for a layer of what this step loads."""
+        self.layers.wait(layer_name, self.in_flight)
 
     def save_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any) -> None:
-        """Store a layer whose attention is enqueued, and enqueue more of this step's loads.
-
-        A drafter's first time covers all that the step stores.
-        """
-        if self._quiet or layer_name in self._stored_layers:
-            return
-        self._stored_layers.add(layer_name)
-        self._adapter.save_kv_layer(layer_name, kv_layer, attn_metadata)
-        if self.in_flight is not None:
-            self.in_flight.after_layer(self.layers[layer_name])
+        """Store a layer whose attention is enqueued, and enqueue more of this step's loads."""
+        self.layers.save(layer_name, kv_layer, attn_metadata, self.in_flight)
 
     def wait_for_save(self) -> None:
         """Store what this step computed, but not from blocks that a load left unfilled.
 
-        In a step that loads, ranks wait for each other: a load that failed on one of them counts on
-        all.
+        See also `StepLoads.share_failures`.
         """
-        self._end_loads()
-        if self._ranks is not None and self._described_loads:
-            self._unfilled.share(self._ranks.union)
+        self._loads.end(self.in_flight)
+        self._loads.share_failures()
         for request in self._adapter.step.requests:
             if request.save_spec is not None and self._unfilled.spoil(request.slot_mapping):
                 self._adapter.drop_store(request)
-        if self._stored_layers:
-            # vLLM leaves its drafter out near the longest sequence. Without its layers a chunk
-            # would never be complete; what they hold decides no token.
-            for name in self.layers.keys() - self._stored_layers:
-                self._adapter.save_kv_layer(name, None, None)
+        self.layers.save_left_out()
         self._adapter.wait_for_save()
 
     def arrived(self) -> set[str]:
@@ -294,7 +249,7 @@ class WorkerSide:
 
     def take_unfilled(self) -> set[int]:
         """Return the blocks that loads left unfilled since the last call; vLLM recomputes them."""
-        self._end_loads()  # vLLM may ask before it calls wait_for_save
+        self._loads.end(self.in_flight)  # vLLM may ask before it calls wait_for_save
         return self._unfilled.take()
 
     def _forget_entries(self) -> bool:
@@ -333,22 +288,3 @@ class WorkerSide:
             self.in_flight.close()
         self.collection.allow()
         end_lmcache(self._adapter)
-
-    def _load(self, loads: int) -> None:
-        loaded("step", loads)
-        self._adapter.start_load_kv(SimpleNamespace(attn_metadata={}))
-
-    def _loads_in_step(self) -> int:
-        specs = [request.load_spec for request in self._adapter.step.requests]
-        return sum(spec is not None and spec.can_load for spec in specs)
-
-    def _end_loads(self) -> None:
-        """End this step's loads, and record what did not arrive."""
-        self._adapter.end_loads()
-        if self.in_flight is not None:
-            self._unfilled.add_missed(self.in_flight.end_step())
-        ended_early: list[torch.Tensor] = self._engine.gpu_connector.failed_slots
-        while ended_early:  # the thread that fetches may add more
-            self._unfilled.add_slots(ended_early.pop())
-        self._unfilled.add(self._adapter.get_block_ids_with_load_errors())
-        self._unfilled.settle()

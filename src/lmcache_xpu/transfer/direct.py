@@ -19,6 +19,7 @@ from lmcache_xpu.transfer.addresses import address_table
 from lmcache_xpu.transfer.devices import Event, is_host
 from lmcache_xpu.transfer.gather_scatter import Transfer
 from lmcache_xpu.transfer.host_copies import HostCopies, Pinning
+from lmcache_xpu.transfer.host_memory import HostMemory
 from lmcache_xpu.transfer.pinned_uploads import Upload
 from lmcache_xpu.transfer.plan import Piece
 from lmcache_xpu.transfer.slots import Rows
@@ -28,17 +29,13 @@ logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers on
 
 KERNELS_READ_HOST_VARIABLE = "LMCACHE_XPU_KERNELS_READ_HOST"
 
-# By range of chunks, their addresses on the device, or None where kernels can't use them. For one
-# memory of a request, so that they are uploaded once for all of its layer groups.
-AddressTables = dict[range, torch.Tensor | None]
-
 
 @runtime_checkable
 class DirectTransfer(Transfer, Protocol):
     """A transfer that reaches host memory from the device; see `TritonTransfer`."""
 
-    def aligned(self, addresses: Sequence[int]) -> bool:
-        """Whether `move_chunks` can use these addresses."""
+    def aligned(self, addresses: torch.Tensor) -> bool:
+        """Whether `move_chunks` can use these addresses, `[n]` int64 on the host."""
 
     def move_chunks(
         self,
@@ -172,8 +169,7 @@ class HostKernels:
     def move(
         self,
         piece: Piece,
-        memory: Sequence[torch.Tensor],
-        tables: AddressTables,
+        memory: HostMemory,
         first_layer: int,
         *,
         gather: bool,
@@ -183,8 +179,7 @@ class HostKernels:
 
         Args:
             piece: some layers of some chunks of the request.
-            memory: bytes, flat, one tensor per chunk of the request.
-            tables: of this memory.
+            memory: of all chunks of the request.
             first_layer: the view's layer that is the first one in `memory`.
             gather: from the view to the host; else the other way.
             idle: `suits` holds, so that any size is for kernels.
@@ -194,7 +189,7 @@ class HostKernels:
         """
         if not idle and piece.segments.largest >= self._direct_bytes:
             return False
-        table = self._table(piece, memory, tables)
+        table = self._table(piece, memory)
         if table is None:
             return False
         first = memory[piece.chunks.start]
@@ -209,9 +204,7 @@ class HostKernels:
         )
         return True
 
-    def suits(
-        self, pieces: Sequence[Piece], memory: Sequence[torch.Tensor], tables: AddressTables
-    ) -> bool:
+    def suits(self, pieces: Sequence[Piece], memory: HostMemory) -> bool:
         """Whether kernels can and should move all of these where the device is idle.
 
         May enqueue the upload of addresses in the current stream. Arguments as for `move`.
@@ -220,7 +213,7 @@ class HostKernels:
         small = all(piece.segments.largest < tuning.direct_bytes_idle for piece in pieces)
         launch_bytes = sum(piece.nbytes for piece in pieces)
         return (small or launch_bytes <= tuning.direct_launch_bytes) and all(
-            self._table(piece, memory, tables) is not None for piece in pieces
+            self._table(piece, memory) is not None for piece in pieces
         )
 
     @property
@@ -229,18 +222,10 @@ class HostKernels:
         batches = self._host.copies_in_batches
         return tuning.direct_bytes_batched if batches else tuning.direct_bytes
 
-    def _table(
-        self, piece: Piece, memory: Sequence[torch.Tensor], tables: AddressTables
-    ) -> torch.Tensor | None:
+    def _table(self, piece: Piece, memory: HostMemory) -> torch.Tensor | None:
         """Return the addresses of a piece's chunks on the device; uploaded once."""
-        if piece.chunks not in tables:
-            tables[piece.chunks] = self._upload_addresses(
-                memory[piece.chunks.start : piece.chunks.stop]
-            )
-        return tables[piece.chunks]
-
-    def _upload_addresses(self, chunks: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        addresses = [chunk.data_ptr() for chunk in chunks]
-        if not (self._host.pinned(chunks, self._needs) and self._transfer.aligned(addresses)):
-            return None
-        return self._upload(address_table(addresses))
+        if piece.chunks not in memory.tables:
+            addresses = memory.addresses[piece.chunks.start : piece.chunks.stop]
+            reached = self._host.pinned(memory, self._needs) and self._transfer.aligned(addresses)
+            memory.tables[piece.chunks] = self._upload(addresses) if reached else None
+        return memory.tables[piece.chunks]

@@ -8,7 +8,6 @@ no hints of a vendor.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -141,9 +140,9 @@ class TritonTransfer:
         """Copy mapped rows of `source` into the view; see `TorchTransfer.scatter`."""
         self._launch(rows, source, first_layer, gather=False)
 
-    def aligned(self, addresses: Sequence[int]) -> bool:
+    def aligned(self, addresses: torch.Tensor) -> bool:
         """Whether `move_chunks` can use these addresses: aligned as the view is."""
-        return all(address % self.word.itemsize == 0 for address in addresses)
+        return not bool((addresses % self.word.itemsize).any())
 
     def move_chunks(
         self,

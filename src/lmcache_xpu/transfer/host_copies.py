@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from lmcache_xpu.transfer.addresses import address_table
 from lmcache_xpu.transfer.devices import (
     Event,
     batched_copy,
     is_host,
     register_host,
 )
+from lmcache_xpu.transfer.host_memory import HostMemory
 from lmcache_xpu.transfer.segments import Segments
 from lmcache_xpu.transfer.tuning import tuning_of
 
@@ -69,6 +69,9 @@ class HostCopies:
 
         Pins a pool that is not, which takes seconds for GiB.
         """
+        memory = HostMemory.of(memory)
+        if memory and self._pinning_of(memory[0]) and all(at in self._last for at in memory.reach):
+            return self._last_pinning >= at_least  # a pool is one allocation
         return all(self._pinning_of(part) >= at_least for part in memory)
 
     def forget(self, memory: torch.Tensor) -> None:
@@ -89,6 +92,7 @@ class HostCopies:
         segments: Segments,
         *,
         pinned: bool,
+        copies: torch.Tensor | None = None,
     ) -> None:
         """Enqueue copies from the host; chunks may be reused when the current stream is done.
 
@@ -97,6 +101,7 @@ class HostCopies:
             chunks: bytes, flat, one tensor per chunk; `pinned` memory or not.
             segments: of these chunks.
             pinned: what `pinned` said of them. If not, this waits for the copy before the last.
+            copies: of the segments, see `Segments.copies`; None for a call for each.
         """
         if not pinned:
             step = self._next()
@@ -104,9 +109,9 @@ class HostCopies:
             torch._foreach_copy_(segments.split(staged), segments.tensors(chunks))
             target.copy_(staged, non_blocking=True)
             step.used.record()
-        elif self._batched is not None and len(segments) > 1:
-            sources, targets = segments.addresses(chunks), segments.staged_addresses(target)
-            self._enqueue(sources, targets, segments.lengths())
+        elif self._batched is not None and copies is not None and len(segments) > 1:
+            sources, places, sizes = _copied(copies, segments)
+            self._batched(sources, places + target.data_ptr(), sizes)
         else:
             parts = segments.split(target)
             torch._foreach_copy_(parts, segments.tensors(chunks), non_blocking=True)
@@ -118,6 +123,7 @@ class HostCopies:
         source: torch.Tensor,
         *,
         pinned: bool,
+        copies: torch.Tensor | None = None,
     ) -> None:
         """Enqueue copies to the host; complete after `flush` when the current stream is done.
 
@@ -129,9 +135,9 @@ class HostCopies:
             staged.copy_(source, non_blocking=True)
             step.used.record()
             step.pending = segments.tensors(chunks), segments.split(staged)
-        elif self._batched is not None and len(segments) > 1:
-            sources, targets = segments.staged_addresses(source), segments.addresses(chunks)
-            self._enqueue(sources, targets, segments.lengths())
+        elif self._batched is not None and copies is not None and len(segments) > 1:
+            targets, places, sizes = _copied(copies, segments)
+            self._batched(places + source.data_ptr(), targets, sizes)
         else:
             parts = segments.tensors(chunks)
             torch._foreach_copy_(parts, segments.split(source), non_blocking=True)
@@ -140,11 +146,6 @@ class HostCopies:
         """Finish stores to memory that is not pinned; waits for them."""
         for offset in range(1, len(self._ring) + 1):  # the older one first
             self._ring[(self._turn + offset) % len(self._ring)].finish()
-
-    def _enqueue(self, sources: list[int], targets: list[int], sizes: list[int]) -> None:
-        assert self._batched is not None
-        copies = address_table([*sources, *targets, *sizes]).view(3, -1)
-        self._batched(*(copies if all(sizes) else copies[:, copies[2] > 0]))
 
     def _next(self) -> _Step:
         if not self._ring:
@@ -155,7 +156,7 @@ class HostCopies:
         return step
 
     def _pinning_of(self, part: torch.Tensor) -> Pinning:
-        if part.data_ptr() in self._last:  # a pool is one allocation, looked up for each part
+        if part.data_ptr() in self._last:
             return self._last_pinning
         storage = part.untyped_storage()
         allocation = (storage.data_ptr(), storage.nbytes())
@@ -180,6 +181,11 @@ class HostCopies:
             else f"{self._device} can't pin it, so copies go through a ring of pinned memory",
         )
         return Pinning.REGISTERED if registered else Pinning.NONE
+
+
+def _copied(copies: torch.Tensor, segments: Segments) -> tuple[torch.Tensor, ...]:
+    """Return the rows of `copies` without segments of no bytes, which the driver refuses."""
+    return (copies if all(segments.sizes) else copies[:, copies[2] > 0]).unbind()
 
 
 class _Step:

@@ -96,14 +96,13 @@ class Piece:
 
     def part(self, first: int, last: int) -> Piece:
         """Return the same of this piece's chunks `first` to `last - 1`, counted from its own."""
-        sizes = self.segments.sizes[first:last]
         return Piece(
             self.form,
             self.chunks[first:last],
             self.layers,
             self.rows.part(first, last),
             self.row_bytes,
-            Segments(self.segments.offsets, sizes),
+            self.segments.part(first, last),
         )
 
     def parts(self, buffer_bytes: int) -> Iterator[Piece]:
@@ -112,13 +111,14 @@ class Piece:
         for first in range(0, len(self.chunks), count):
             yield self.part(first, first + count)
 
-    def chunk(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return the first chunk as a view `[1, planes, layers, rows, row bytes]` of its memory.
+    def chunk(self, memory: torch.Tensor, number: int = 0) -> torch.Tensor:
+        """Return a chunk as a view `[1, planes, layers, rows, row bytes]` of its memory.
 
         Args:
             memory: the chunk's bytes, flat; those behind its own are left alone.
+            number: of the chunk, counted from this piece's own.
         """
-        size = self.rows.totals[0] * self.form.layers * self.form.planes * self.row_bytes
+        size = self.rows.total(number) * self.form.layers * self.form.planes * self.row_bytes
         own = memory if memory.numel() == size else memory.narrow(0, 0, size)
         whole = self.form.shaped(own, 1, self.form.layers, self.row_bytes)
         return whole[:, :, self.layers.start : self.layers.stop]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -49,14 +49,25 @@ class Segments:
             for offset in self.offsets
         ]
 
-    def addresses(self, chunks: Sequence[torch.Tensor]) -> list[int]:
-        """Return the address of each segment."""
-        return [chunk.data_ptr() + offset for chunk in chunks for offset in self.offsets]
+    def part(self, first: int, last: int) -> Segments:
+        """Return the segments of chunks `first` to `last - 1`."""
+        return Segments(self.offsets, self.sizes[first:last])
+
+    def copies(self, addresses: torch.Tensor) -> torch.Tensor:
+        """Return `[3, segments]` int64 on the host, with a column for each segment.
+
+        Its address, its first byte among all that lie side by side, and its bytes.
+
+        Args:
+            addresses: `[chunks]` int64, those of the chunks.
+        """
+        table = torch.empty(3, len(self.sizes), len(self.offsets), dtype=torch.int64)
+        table[0] = addresses.unsqueeze(1) + torch.tensor(self.offsets)
+        table[2] = torch.frombuffer(array("q", self.sizes), dtype=torch.int64).unsqueeze(1)
+        table = table.view(3, -1)
+        torch.sub(table[2].cumsum(0), table[2], out=table[1])
+        return table
 
     def split(self, staged: torch.Tensor) -> list[torch.Tensor]:
         """Return each segment's view of `staged`, bytes that hold all of them side by side."""
         return list(staged.split_with_sizes(self.lengths()))
-
-    def staged_addresses(self, staged: torch.Tensor) -> list[int]:
-        """Return the address of each segment in bytes that hold all of them."""
-        return list(itertools.accumulate(self.lengths()[:-1], initial=staged.data_ptr()))

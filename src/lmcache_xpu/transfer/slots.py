@@ -9,7 +9,6 @@ All of it is decided on the host, so that nothing here waits for the device.
 from __future__ import annotations
 
 import functools
-import itertools
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -120,13 +119,14 @@ class RequestRows:
     def _make(self, first: int, last: int) -> Rows:
         spans = self._spans[first:last]
         total = sum(self.totals[first:last])
-        if not self._holes and all(start == move for start, move, _ in spans):
-            if not all(end == start for (*_, end), (start, *_) in itertools.pairwise(spans)):
+        starts, moves, ends = zip(*spans, strict=True)
+        if not self._holes and starts == moves:
+            if starts[1:] != ends[:-1]:
                 parts = [self._rows[start:end] for start, _, end in spans]
                 return Rows(self._upload(torch.cat(parts)), None, total)
             if self._there is None:
                 self._there = self._upload(self._rows)
-            return Rows(self._there[spans[0][0] : spans[-1][2]], None, total)
+            return Rows(self._there[starts[0] : ends[-1]], None, total)
         engine, host, before = [], [], 0
         for start, move, end in spans:
             mapped = (self._rows[move:end] >= 0).nonzero().squeeze(1) + move
@@ -154,9 +154,15 @@ class ChunkRows:
         """Return the rows of some of these chunks, counted from the first of them."""
         return ChunkRows(self.request, self.first + first, min(self.first + last, self.last))
 
-    def on_device(self) -> Rows:
-        """Return the rows on the view's device; see `RequestRows.chunks`."""
-        return self.request.chunks(self.first, self.last)
+    def total(self, number: int) -> int:
+        """Return the rows of a chunk, counted from the first of them, in host memory."""
+        return self.request.totals[self.first + number]
+
+    def on_device(self, number: int | None = None) -> Rows:
+        """Return the rows on the view's device, or those of a chunk; see `RequestRows.chunks`."""
+        if number is None:
+            return self.request.chunks(self.first, self.last)
+        return self.request.chunks(self.first + number, self.first + number + 1)
 
 
 def request_rows(

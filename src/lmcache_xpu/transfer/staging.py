@@ -12,16 +12,18 @@ work on host memory directly.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from lmcache_xpu.transfer.devices import Event, SideStream, has_triton, is_host, register_host
-from lmcache_xpu.transfer.direct import AddressTables, HostKernels
+from lmcache_xpu.transfer.direct import HostKernels
 from lmcache_xpu.transfer.gather_scatter import TorchTransfer, Transfer
 from lmcache_xpu.transfer.handles import StoreHandle, TransferHandle
 from lmcache_xpu.transfer.host_copies import HostCopies
+from lmcache_xpu.transfer.host_memory import HostMemory
 from lmcache_xpu.transfer.paged_view import PagedView
 from lmcache_xpu.transfer.pinned_uploads import PinnedUploads
 from lmcache_xpu.transfer.plan import HostFormat, Piece, Plan
@@ -34,8 +36,7 @@ class Stager:
     """Stores and loads chunks of one paged view.
 
     Calls only enqueue, and wait for nothing, as long as host memory is pinned (see `HostCopies`).
-    Whoever calls for one request gives the same `tables`, a dict that is empty at first, for all
-    layer groups that lie in one memory.
+    Whoever calls for several layer groups that lie in one memory gives it as one `HostMemory`.
 
     Args:
         view: the engine's KV cache.
@@ -117,9 +118,7 @@ class Stager:
         """
         self._copies.after_engine()
 
-    def needs_no_copies(
-        self, pieces: Sequence[Piece], memory: Sequence[torch.Tensor], tables: AddressTables
-    ) -> bool:
+    def needs_no_copies(self, pieces: Sequence[Piece], memory: HostMemory) -> bool:
         """Whether a load of these pieces on an idle device is for kernels only.
 
         May enqueue the upload of the memory's addresses; once, as `load` does.
@@ -129,7 +128,7 @@ class Stager:
         if self._direct is None:
             return False
         with self._kernels.current():
-            return self._direct.suits(pieces, memory, tables)
+            return self._direct.suits(pieces, memory)
 
     def store(
         self, pieces: Iterable[Piece], memory: Sequence[torch.Tensor], first_layer: int = 0
@@ -138,20 +137,19 @@ class Stager:
 
         Args:
             pieces: a plan of these chunks.
-            memory: bytes, flat, one tensor per chunk, in the plan's format; looked at piece by
-                piece.
+            memory: bytes, flat, one tensor per chunk, in the plan's format.
             first_layer: the view's layer that is the first one in `memory`.
 
         Waits for the copies if host memory is not pinned, and for nothing else.
         """
-        handle, tables = self._begin(self._kernels), AddressTables()
+        handle, memory = self._begin(self._kernels), HostMemory.of(memory)
         for piece in pieces:
             if self._move_in_place(piece, memory, first_layer, gather=True) or (
-                self._move_directly(piece, memory, tables, first_layer, gather=True)
+                self._move_directly(piece, memory, first_layer, gather=True)
             ):
                 continue
-            for part in piece.parts(self.buffer_bytes):
-                self._store_staged(part, memory, first_layer)
+            for part, copies in self._parts(piece, memory):
+                self._store_staged(part, memory, copies, first_layer)
         self._host.flush()
         gathered = Event(self.view.device)
         gathered.record(self._kernels)
@@ -165,7 +163,6 @@ class Stager:
         memory: Sequence[torch.Tensor],
         first_layer: int = 0,
         *,
-        tables: AddressTables | None = None,
         idle: bool = False,
     ) -> TransferHandle:
         """Enqueue a load from host memory into the view; waits as `store` does.
@@ -173,22 +170,21 @@ class Stager:
         Arguments as for `store`, and
 
         Args:
-            tables: addresses of `memory`, kept from layer group to layer group.
             idle: the device has nothing else to do meanwhile.
         """
-        pieces, tables = list(pieces), {} if tables is None else tables
+        pieces, memory = list(pieces), HostMemory.of(memory)
         handle, launched = self._begin(self._copies), Event(self.view.device, timed=True)
         launched.record(self._kernels)
-        idle = idle and self.needs_no_copies(pieces, memory, tables)
+        idle = idle and self.needs_no_copies(pieces, memory)
         staged = False
         for piece in pieces:
             if self._move_in_place(piece, memory, first_layer, gather=False) or (
-                self._move_directly(piece, memory, tables, first_layer, gather=False, idle=idle)
+                self._move_directly(piece, memory, first_layer, gather=False, idle=idle)
             ):
                 continue
             staged = True
-            for part in piece.parts(self.buffer_bytes):
-                self._load_staged(part, memory, first_layer)
+            for part, copies in self._parts(piece, memory):
+                self._load_staged(part, memory, copies, first_layer)
         handle.done.record(self._kernels)
         if staged:
             return handle
@@ -222,27 +218,42 @@ class Stager:
         handle.begun.record(stream)
         return handle
 
-    def _store_staged(self, piece: Piece, memory: Sequence[torch.Tensor], first_layer: int) -> None:
+    def _parts(
+        self, piece: Piece, memory: HostMemory
+    ) -> Iterable[tuple[Piece, torch.Tensor | None]]:
+        """Return parts of a piece that fit a buffer, with the copies of each; see `HostCopies`."""
+        parts = list(piece.parts(self.buffer_bytes))
+        if not self._host.copies_in_batches:
+            return zip(parts, itertools.repeat(None))
+        copies = piece.segments.copies(memory.addresses[piece.chunks.start : piece.chunks.stop])
+        copies[1] %= max(1, parts[0].nbytes)  # each begins at the beginning of a buffer
+        return zip(parts, torch.split(copies, len(parts[0].segments), dim=1), strict=True)
+
+    def _store_staged(
+        self, piece: Piece, memory: HostMemory, copies: torch.Tensor | None, first_layer: int
+    ) -> None:
         chunks = memory[piece.chunks.start : piece.chunks.stop]
-        pinned, buffer = self._host.pinned(chunks), self._ring.next_buffer()
+        pinned, buffer = self._host.pinned(memory), self._ring.next_buffer()
         with self._kernels.current():
             staged = buffer.take(piece.nbytes)
             rows = piece.rows.on_device()
             if rows.host is not None:  # rows that stay must survive the copy back
-                self._host.load(staged, chunks, piece.segments, pinned=pinned)
+                self._host.load(staged, chunks, piece.segments, pinned=pinned, copies=copies)
             self._transfer.gather(rows, piece.staged(staged), first_layer + piece.layers.start)
             buffer.filled.record()
         with self._copies.current():
             buffer.filled.wait()
-            self._host.store(chunks, piece.segments, staged, pinned=pinned)
+            self._host.store(chunks, piece.segments, staged, pinned=pinned, copies=copies)
             buffer.free.record()
 
-    def _load_staged(self, piece: Piece, memory: Sequence[torch.Tensor], first_layer: int) -> None:
+    def _load_staged(
+        self, piece: Piece, memory: HostMemory, copies: torch.Tensor | None, first_layer: int
+    ) -> None:
         chunks = memory[piece.chunks.start : piece.chunks.stop]
-        pinned, buffer = self._host.pinned(chunks), self._ring.next_buffer()
+        pinned, buffer = self._host.pinned(memory), self._ring.next_buffer()
         with self._copies.current():
             staged = buffer.take(piece.nbytes)
-            self._host.load(staged, chunks, piece.segments, pinned=pinned)
+            self._host.load(staged, chunks, piece.segments, pinned=pinned, copies=copies)
             # In this stream, or they would be copied behind all pieces that are enqueued.
             rows = piece.rows.on_device()
             self._kernels.reads(rows.engine, rows.host)
@@ -253,26 +264,22 @@ class Stager:
             buffer.free.record()
 
     def _move_in_place(
-        self, piece: Piece, memory: Sequence[torch.Tensor], first_layer: int, *, gather: bool
+        self, piece: Piece, memory: HostMemory, first_layer: int, *, gather: bool
     ) -> bool:
-        """Move a piece whose memory is on the view's device, chunk by chunk; whether it is."""
-        if not self._in_place:
-            return False
-        chunks = [memory[number] for number in piece.chunks]
-        if not all(chunk.device == self.view.device for chunk in chunks):
+        """Move a piece of memory on the view's device, chunk by chunk; whether it is there."""
+        if not self._in_place or memory.devices != {self.view.device}:
             return False
         move = self._transfer.gather if gather else self._transfer.scatter
         with self._kernels.current():
-            for number, chunk in enumerate(chunks):
-                part = piece.part(number, number + 1)
-                move(part.rows.on_device(), part.chunk(chunk), first_layer + piece.layers.start)
+            for at, number in enumerate(piece.chunks):
+                rows, chunk = piece.rows.on_device(at), piece.chunk(memory[number], at)
+                move(rows, chunk, first_layer + piece.layers.start)
         return True
 
     def _move_directly(
         self,
         piece: Piece,
-        memory: Sequence[torch.Tensor],
-        tables: AddressTables,
+        memory: HostMemory,
         first_layer: int,
         *,
         gather: bool,
@@ -282,7 +289,7 @@ class Stager:
         if self._direct is None:
             return False
         with self._kernels.current():
-            return self._direct.move(piece, memory, tables, first_layer, gather=gather, idle=idle)
+            return self._direct.move(piece, memory, first_layer, gather=gather, idle=idle)
 
 
 def transfer_of(view: PagedView) -> Transfer:

@@ -1,0 +1,33 @@
+"""What tests of two ranks say of a prompt that was asked again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from support.real_engine import BLOCK, CHUNK
+
+
+def check_restored(seen: dict[str, Any], tokens: int) -> None:
+    """Tokens were right, and blocks byte for byte the same on both ranks, loaded or computed."""
+    assert seen["right"]
+    assert len(seen["restored"]) == 2
+    assert min(seen["restored"]) >= tokens // BLOCK
+
+
+def check_hit(seen: dict[str, Any], tokens: int) -> None:
+    """And so many were loaded."""
+    check_restored(seen, tokens)
+    assert seen["hit"] == tokens
+
+
+def check_lost(seen: dict[str, Any], chunks: int) -> None:
+    """What a rank had lost was no hit, and was stored again."""
+    assert seen["faulty"]["right"]
+    assert seen["faulty"]["hit"] < chunks * CHUNK
+    check_hit(seen["afterwards"], chunks * CHUNK)
+
+
+def check_failed(seen: dict[str, Any], chunks: int) -> None:
+    """A load that failed was recomputed, and the next one was a hit."""
+    check_restored(seen["faulty"], chunks * CHUNK)
+    check_hit(seen["afterwards"], chunks * CHUNK)
