@@ -3,7 +3,10 @@
 Run by engine/test_server.py with the arguments STEP MODEL DIRECTORY [URL]; prints a JSON object
 last.
 
-    faults   one engine: hits, salts, a reset, and a server that is killed, hung, or damaged
+    faults   one engine: hits, salts, a reset, and a server that is killed, hung, or damaged; its
+             requests wait for their loads
+    inside   the same, with loads inside the steps of their requests
+    newer    as inside, with vLLM's newer model runner and asynchronous scheduling
     store    at a server's URL: what is stored for another engine
     find     another engine, which finds it
 """
@@ -17,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from support import newer_runner
 from support.cache_server import CacheServer
 from support.probes import end_with
 from support.real_engine import LENGTHS, Engine, hit, prompt
@@ -60,6 +64,31 @@ def on_next(worker, direction: str, act: Callable[[], None]) -> None:
     setattr(copies, direction, fault)
 
 
+def on_next_layer(worker, act: Callable[[], None]) -> None:
+    """Do something once, when the engine comes to the second layer of a step that loads."""
+    in_steps, count = adapter().transfers.in_steps, 0
+    before_layer = in_steps.before_layer
+
+    def fault(name: str) -> None:
+        nonlocal count
+        count += bool(in_steps._loads)
+        if count == 2:
+            del in_steps.before_layer
+            act()
+        before_layer(name)
+
+    in_steps.before_layer = fault
+
+
+def ways(worker) -> dict[str, float]:
+    """How loads ran so far."""
+    from prometheus_client import REGISTRY
+
+    names = ("step", "async", "computed")
+    name = "lmcache_xpu_loads_total"
+    return {way: REGISTRY.get_sample_value(name, {"way": way}) or 0.0 for way in names}
+
+
 def counted(worker) -> dict[str, float]:
     from prometheus_client import REGISTRY
 
@@ -82,8 +111,8 @@ def wait_for(engine: Engine, look: Callable[[Any], bool], *, until: bool) -> boo
     return False
 
 
-def make(model: str, url: str, **options: Any) -> Engine:
-    settings = {"cache": "server", "server_url": url, "layers_at_once": None}
+def make(model: str, url: str, loads: str = "async", **options: Any) -> Engine:
+    settings = {"cache": "server", "server_url": url, "layers_at_once": None, "loads": loads}
     return Engine(model, None, "standard", settings=settings, **options)
 
 
@@ -117,7 +146,7 @@ def salted(engine: Engine, salt: str) -> int:
     return engine.external_hits() - before
 
 
-def faults(engine: Engine, server: CacheServer) -> dict[str, Any]:
+def faults(engine: Engine, server: CacheServer, loads: str) -> dict[str, Any]:
     references = {name: cold(engine, length) for name, length in LENGTHS.items()}
     report: dict[str, Any] = {
         "first": {name: facts["hit"] for name, facts in references.items()},
@@ -159,7 +188,10 @@ def faults(engine: Engine, server: CacheServer) -> dict[str, Any]:
         else:
             cold(engine, length)
             report["hit before it"] = ask()
-        engine.llm.collective_rpc(on_next, args=(direction, server.kill))
+        if direction == "load" and loads == "step":
+            engine.llm.collective_rpc(on_next_layer, args=(server.kill,))
+        else:
+            engine.llm.collective_rpc(on_next, args=(direction, server.kill))
         report[f"killed in a {direction}"] = ask()
         report[f"after a {direction}"] = comes_back(server.start)
     engine.llm.collective_rpc(damage)
@@ -170,13 +202,15 @@ def faults(engine: Engine, server: CacheServer) -> dict[str, Any]:
         for _ in range(2)
         if wait_for(engine, busy, until=False)
     ]
-    report["aborted"] = aborted(engine, LENGTHS["block"])
-    report["after aborts"] = asked(engine, references["block"], LENGTHS["block"])
+    if loads == "async":
+        report["aborted"] = aborted(engine, LENGTHS["block"])
+        report["after aborts"] = asked(engine, references["block"], LENGTHS["block"])
     engine.llm.reset_prefix_cache(reset_connector=True)
     report["reset"] = asked(engine, references["block"], LENGTHS["block"])
     wait_for(engine, busy, until=False)
     report["after the reset"] = asked(engine, references["block"], LENGTHS["block"])
     report["errors"] = engine.llm.collective_rpc(counted)[0]
+    report["ways"] = engine.llm.collective_rpc(ways)[0]
     return report
 
 
@@ -222,11 +256,14 @@ def find(engine: Engine, directory: Path) -> dict[str, Any]:
 
 
 def main(step: str, model: str, directory: Path, url: str) -> dict[str, Any]:
-    if step == "faults":
+    if step in ("faults", "inside", "newer"):
+        loads = "async" if step == "faults" else "step"
+        if step == "newer":
+            newer_runner.use()
         server = CacheServer(directory / "server.log")
         server.start()
         try:
-            return make(model, server.url).close_after(faults, server)
+            return make(model, server.url, loads).close_after(faults, server, loads)
         finally:
             server.kill()
     return make(model, url).close_after({"store": store, "find": find}[step], directory)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lmcache_xpu.metrics import LOAD_CPU
+from lmcache_xpu.metrics import LOAD_CPU, Flow
 from lmcache_xpu.transfer.direct import AddressTables
 from lmcache_xpu.transfer.handles import TransferHandle
 from lmcache_xpu.transfer.plan import LayerGroup, Plan
@@ -53,10 +53,12 @@ class LoadPipeline:
     Args:
         stager: of the engine's KV cache.
         slots: those of the loaded tokens, for a report; on the host.
+        flow: counts an error.
     """
 
-    def __init__(self, stager: Stager, slots: torch.Tensor) -> None:
+    def __init__(self, stager: Stager, slots: torch.Tensor, flow: Flow = LOAD_CPU) -> None:
         self.slots = slots
+        self._flow = flow
         self.failed_behind: TransferHandle | None = None
         self._stager = stager
         self._groups: list[tuple[LayerGroup, _HostMemory]] = []
@@ -91,7 +93,7 @@ class LoadPipeline:
             yield
         except Exception as error:
             self.failed_behind = self._stager.fence()  # a part of a group may be on its way
-            LOAD_CPU.failed(type(error).__name__)
+            self._flow.failed(type(error).__name__)
             logger.exception(
                 "A load failed and is computed instead: %s (docs: troubleshooting#transfer-failed)",
                 error,

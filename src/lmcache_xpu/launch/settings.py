@@ -46,7 +46,6 @@ SERVER_LACKS: dict[str, object] = {
     "remote_url": None,
     "layerwise": False,
     "layers_at_once": None,
-    "loads": "auto",
     "overlap_load": True,
     "overlap_store": True,
     "hash_algorithm": "sha256",
