@@ -23,10 +23,11 @@ from typing import Any
 from support import newer_runner
 from support.cache_server import CacheServer
 from support.probes import end_with
-from support.real_engine import LENGTHS, Engine, hit, prompt
+from support.real_engine import CHUNK, LENGTHS, Engine, hit, prompt
 
 HIT = "inside"  # of the lengths
 COMES_BACK_S = 20
+STORED, SPOILED = 3 * CHUNK + 1, 4 * CHUNK + 10  # tokens
 
 
 def adapter():
@@ -78,6 +79,33 @@ def on_next_layer(worker, act: Callable[[], None]) -> None:
         before_layer(name)
 
     in_steps.before_layer = fault
+
+
+def spoil(worker) -> None:
+    """Let what the next step loads be something else from its second layer on, and seen late.
+
+    When it has been copied the server's memory is as before, and the load too late.
+    """
+    from lmcache_xpu.mp_connector.moves import Located
+    from lmcache_xpu.mp_connector.server import GivenUpError
+
+    in_steps, check = adapter().transfers.in_steps, Located.check
+    memory = adapter().transfers._server.lent.pool
+
+    def overwrite() -> None:
+        before = memory.clone()
+        for load in in_steps._loads:
+            for obj, _ in load.located.sealed:
+                obj[:-64].fill_(7)
+
+        def give_up(located: Any) -> None:
+            Located.check = check
+            memory.copy_(before)
+            raise GivenUpError("late")
+
+        Located.check = give_up
+
+    on_next_layer(worker, overwrite)
 
 
 def ways(worker) -> dict[str, float]:
@@ -202,7 +230,10 @@ def faults(engine: Engine, server: CacheServer, loads: str) -> dict[str, Any]:
         for _ in range(2)
         if wait_for(engine, busy, until=False)
     ]
-    if loads == "async":
+    if loads == "step":
+        report["scheduler"] = scheduling(engine)
+        report["spoiled"] = spoiled(engine)
+    else:
         report["aborted"] = aborted(engine, LENGTHS["block"])
         report["after aborts"] = asked(engine, references["block"], LENGTHS["block"])
     engine.llm.reset_prefix_cache(reset_connector=True)
@@ -211,6 +242,35 @@ def faults(engine: Engine, server: CacheServer, loads: str) -> dict[str, Any]:
     report["after the reset"] = asked(engine, references["block"], LENGTHS["block"])
     report["errors"] = engine.llm.collective_rpc(counted)[0]
     report["ways"] = engine.llm.collective_rpc(ways)[0]
+    return report
+
+
+def scheduling(engine: Engine) -> dict[str, bool]:
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    core = engine.llm.llm_engine.engine_core.engine_core
+    return {
+        "class runs ahead": isinstance(core.scheduler, AsyncScheduler),
+        "engine runs ahead": core.async_scheduling,
+    }
+
+
+def spoiled(engine: Engine) -> list[dict[str, Any]]:
+    """Load the beginning of a prompt in the step that computes and stores its end, and fail.
+
+    A reset forgets what was stored. Then the beginning is stored, the whole is asked for with the
+    fault, and again without.
+    """
+    whole = prompt(SPOILED)
+    reference = cold(engine, SPOILED)
+    engine.llm.reset_prefix_cache(reset_connector=True)
+    engine.ask(whole[:STORED])
+    wait_for(engine, busy, until=False)
+    engine.llm.collective_rpc(spoil)
+    report = []
+    for _ in range(2):
+        report.append(asked(engine, reference, SPOILED))
+        wait_for(engine, busy, until=False)
     return report
 
 
@@ -252,7 +312,8 @@ def store(engine: Engine, directory: Path) -> dict[str, Any]:
 
 def find(engine: Engine, directory: Path) -> dict[str, Any]:
     references = json.loads((directory / "reference.json").read_text())
-    return {name: asked(engine, references[name], length) for name, length in LENGTHS.items()}
+    report = {name: asked(engine, references[name], length) for name, length in LENGTHS.items()}
+    return {**report, "ways": engine.llm.collective_rpc(ways)[0]}
 
 
 def main(step: str, model: str, directory: Path, url: str) -> dict[str, Any]:
@@ -266,7 +327,10 @@ def main(step: str, model: str, directory: Path, url: str) -> dict[str, Any]:
             return make(model, server.url, loads).close_after(faults, server, loads)
         finally:
             server.kill()
-    return make(model, url).close_after({"store": store, "find": find}[step], directory)
+    if step == "find":  # whose scheduler is somebody else's
+        others = {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}
+        return make(model, url, "step", **others).close_after(find, directory)
+    return make(model, url).close_after(store, directory)
 
 
 if __name__ == "__main__":

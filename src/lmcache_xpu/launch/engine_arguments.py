@@ -51,9 +51,7 @@ def vllm_arguments(settings: Settings) -> list[str]:
         "--max-num-seqs": settings.max_num_seqs,
         "--kv-transfer-config": transfer,
         "--kv-events-config": json.dumps(_kv_events(settings)) if settings.kv_events else None,
-        "--scheduler-cls": SCHEDULER
-        if settings.offload and settings.cache == "server"
-        else None,
+        "--scheduler-cls": SCHEDULER if settings.offload and settings.cache == "server" else None,
         "--middleware": KEY_GUARD if settings.api_key is not None else None,
     }
     args = [settings.model]
