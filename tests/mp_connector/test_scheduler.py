@@ -1,4 +1,4 @@
-"""Which scheduler of vLLM's is subclassed; what it does is in test_failed_loads.py and test_server.py."""
+"""Which scheduler of vLLM is subclassed; what it does is in engine/test_server.py."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ def test_nothing_is_stored_that_came_of_a_failed_load_until_its_blocks_are_writt
 @pytest.mark.parametrize("filled", [True, False])
 def test_a_store_and_whoever_looks_wait_until_it_is_known(stored, monkeypatch, filled):
     """As on a device, which copies on while the engine goes on."""
-    decide, known, decisions = stored.loads._decide, threading.Event(), []
+    decide, said, decisions = stored.loads._decide, threading.Event(), []
     monkeypatch.setattr(stored.loads, "_decide", lambda *args: decisions.append(args))
     stored.load()
     blocks = stored.loads.take()
@@ -216,7 +216,7 @@ def test_a_store_and_whoever_looks_wait_until_it_is_known(stored, monkeypatch, f
         stored.transfers._server.lent.pool.fill_(9)
 
     def say() -> None:
-        known.wait(10)
+        said.wait(10)
         for args in decisions:
             decide(*args)
 
@@ -224,7 +224,7 @@ def test_a_store_and_whoever_looks_wait_until_it_is_known(stored, monkeypatch, f
     later.start()
     time.sleep(0.1)
     assert not future.query()
-    known.set()
+    said.set()
     assert set(blocks) == (set() if filled else set(LOADED))
     assert future.result(10) is filled
     later.join()

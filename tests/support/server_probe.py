@@ -3,7 +3,7 @@
 Run by engine/test_server.py with the arguments STEP MODEL DIRECTORY [URL]; prints a JSON object
 last.
 
-    faults   one engine: hits, salts, a reset, and a server that is killed, hung, or damaged; its
+    beside   one engine: hits, salts, a reset, and a server that is killed, hung, or damaged; its
              requests wait for their loads
     inside   the same, with loads inside the steps of their requests
     newer    as inside, with vLLM's newer model runner and asynchronous scheduling
@@ -27,7 +27,8 @@ from support.real_engine import CHUNK, LENGTHS, Engine, hit, prompt
 
 HIT = "inside"  # of the lengths
 COMES_BACK_S = 20
-STORED, SPOILED = 3 * CHUNK + 1, 4 * CHUNK + 10  # tokens
+# Of the split into steps that a prompt has which is computed as a whole.
+STORED, SPOILED = 2 * CHUNK + 1, 4 * CHUNK + 10
 
 
 def adapter():
@@ -230,12 +231,11 @@ def faults(engine: Engine, server: CacheServer, loads: str) -> dict[str, Any]:
         for _ in range(2)
         if wait_for(engine, busy, until=False)
     ]
+    report["scheduler"] = scheduling(engine)
     if loads == "step":
-        report["scheduler"] = scheduling(engine)
         report["spoiled"] = spoiled(engine)
-    else:
-        report["aborted"] = aborted(engine, LENGTHS["block"])
-        report["after aborts"] = asked(engine, references["block"], LENGTHS["block"])
+    report["aborted"] = aborted(engine, LENGTHS["block"], loads)
+    report["after aborts"] = asked(engine, references["block"], LENGTHS["block"])
     engine.llm.reset_prefix_cache(reset_connector=True)
     report["reset"] = asked(engine, references["block"], LENGTHS["block"])
     wait_for(engine, busy, until=False)
@@ -274,13 +274,14 @@ def spoiled(engine: Engine) -> list[dict[str, Any]]:
     return report
 
 
-def aborted(engine: Engine, length: int) -> dict[str, Any]:
-    """Abort requests before, in and after their loads; how many loads were on their way."""
+def aborted(engine: Engine, length: int, loads: str) -> dict[str, Any]:
+    """Abort requests before, in and after their loads; how many they waited for."""
     from vllm import SamplingParams
 
     engine.forget()
     llm, loading = engine.llm.llm_engine, 0
-    engine.llm.collective_rpc(on_next, args=("load", lambda: time.sleep(0.3)))
+    if loads == "async":
+        engine.llm.collective_rpc(on_next, args=("load", lambda: time.sleep(0.3)))
     for steps in (0, 1, 2, 3, 4, 8, 16, 100):
         llm.add_request(
             f"aborted-{steps}", {"prompt_token_ids": prompt(length)}, SamplingParams(max_tokens=24)
@@ -317,8 +318,8 @@ def find(engine: Engine, directory: Path) -> dict[str, Any]:
 
 
 def main(step: str, model: str, directory: Path, url: str) -> dict[str, Any]:
-    if step in ("faults", "inside", "newer"):
-        loads = "async" if step == "faults" else "step"
+    if step in ("beside", "inside", "newer"):
+        loads = "async" if step == "beside" else "step"
         if step == "newer":
             newer_runner.use()
         server = CacheServer(directory / "server.log")
