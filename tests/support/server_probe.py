@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from support import newer_runner
 from support.cache_server import CacheServer
 from support.probes import end_with
@@ -83,30 +84,32 @@ def on_next_layer(worker, act: Callable[[], None]) -> None:
 
 
 def spoil(worker) -> None:
-    """Let what the next step loads be something else from its second layer on, and seen late.
+    """Let what the next step loads be something else, as is seen when it has been copied.
 
-    When it has been copied the server's memory is as before, and the load too late.
+    Then the server's memory is as before, and the load too late.
     """
     from lmcache_xpu.mp_connector.moves import Located
     from lmcache_xpu.mp_connector.server import GivenUpError
 
-    in_steps, check = adapter().transfers.in_steps, Located.check
+    [copies] = adapter().transfers.groups
+    check, load = Located.check, copies.beside_layers
     memory = adapter().transfers._server.lent.pool
+    before = memory.clone()
 
-    def overwrite() -> None:
-        before = memory.clone()
-        for load in in_steps._loads:
-            for obj, _ in load.located.sealed:
-                obj[:-64].fill_(7)
+    def give_up(located: Any) -> None:
+        Located.check = check
+        memory.copy_(before)
+        raise GivenUpError("late")
 
-        def give_up(located: Any) -> None:
-            Located.check = check
-            memory.copy_(before)
-            raise GivenUpError("late")
-
+    def overwritten(chunks: Any, objects: Any, starts: Any) -> Any:
+        del copies.beside_layers
         Located.check = give_up
+        for obj in objects:
+            numbers = obj[:-64].view(torch.float32)  # with a seal at the end
+            numbers.copy_(torch.linspace(-2, 2, len(numbers)))
+        return load(chunks, objects, starts)
 
-    on_next_layer(worker, overwrite)
+    copies.beside_layers = overwritten
 
 
 def ways(worker) -> dict[str, float]:
