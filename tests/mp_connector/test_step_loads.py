@@ -8,6 +8,9 @@ import time
 import pytest
 import torch
 from prometheus_client import REGISTRY
+from support import caches
+from support.intel import MACHINES
+from support.intel import machine as machine  # a fixture
 from support.lending import BLOCKS, Client, Key, copies, filled
 
 pytest.importorskip("vllm")
@@ -15,9 +18,12 @@ pytest.importorskip("vllm")
 from lmcache_xpu.mp_connector import step_loads
 from lmcache_xpu.mp_connector.server import GivenUpError
 from lmcache_xpu.mp_connector.transfer_context import ServerTransfers
+from lmcache_xpu.mp_connector.transfer_queue import Transfer
+from lmcache_xpu.versions.lmcache_server import MessagingFuture
 
 KEY = Key(tuple(range(24)), 0, 24)
 STORED, LOADED = [3, 4, 9, 8, 20, 21], [10, 11, 12, 13, 14, 15]
+OTHERS = [1, 2, 5, 6, 7, 16]
 LAYERS = [f"layer {number}" for number in range(6)]
 TIMEOUT_S = 0.3
 
@@ -25,10 +31,10 @@ TIMEOUT_S = 0.3
 class Engine:
     """A worker's transfers, and the engine that calls them."""
 
-    def __init__(self):
+    def __init__(self, caches=None):
         self.client, self.healthy = Client(), threading.Event()
         self.healthy.set()
-        self.caches = {name: filled(number) for number, name in enumerate(LAYERS)}
+        self.caches = caches or {name: filled(number) for number, name in enumerate(LAYERS)}
         self.copies = copies(self.caches)
         self.transfers = ServerTransfers(1, self.client, self.healthy, [self.copies], 8, TIMEOUT_S)
         self.transfers.register(None, "model", 1)
@@ -241,15 +247,14 @@ def test_a_step_given_anew_does_not_open_an_earlier_stores_gate(stored):
 
 def test_several_loads_of_one_step_fail_one_by_one(stored):
     assert stored.store([22, 23, 24, 25, 26, 27], OTHER)
-    others = [1, 2, 5, 6, 7, 16]
-    stored.loads.begin_step([*LOADED, *others])
+    stored.loads.begin_step([*LOADED, *OTHERS])
     stored.loads.ask("a", KEY, LOADED)
-    stored.loads.ask("b", Key(OTHER.tokens, 0, 24, cache_salt="none"), others)
+    stored.loads.ask("b", Key(OTHER.tokens, 0, 24, cache_salt="none"), OTHERS)
     stored.loads.begin(4, whole=False)
     for name in LAYERS:
         assert stored.look(name, LOADED)
     stored.loads.end()
-    assert set(stored.loads.take()) == set(others)
+    assert set(stored.loads.take()) == set(OTHERS)
 
 
 def test_loads_are_counted_by_their_way(stored):
@@ -263,3 +268,33 @@ def test_loads_are_counted_by_their_way(stored):
     assert (count("step"), count("async")) == (before[0] + 1, before[1] + 1)
     assert stored.transfers.take_speeds().near > 0
     assert stored.transfers.take_speeds().near is None
+
+
+def test_layers_that_are_not_alike_are_all_there_before_the_step():
+    engine = Engine({**{name: filled(3) for name in LAYERS[:2]}, "wide": filled(4, heads=5)})
+    try:
+        assert engine.store(STORED)
+        engine.load(looks=False)
+        for layer, was in zip(engine.caches.values(), engine.before, strict=True):
+            assert torch.equal(layer[LOADED], was[STORED])
+        assert not engine.loads.take()
+    finally:
+        engine.transfers.close()
+        engine.client.close()
+
+
+@MACHINES
+def test_every_layer_is_ordered_before_who_reads_it(machine):
+    """The engine reads on its stream, as soon as it comes to a layer; a race would be seen."""
+    engine = Engine({name: filled(n).to(caches.DEVICE) for n, name in enumerate(LAYERS)})
+    try:
+        transfer = Transfer("request", frozenset(STORED), MessagingFuture())
+        engine.transfers._moves.store(transfer, KEY, [STORED], None)  # the GPU is this thread's
+        assert engine.load() == [True] * len(LAYERS)
+        assert not set(engine.loads.take())
+        assert unchanged(engine, [block for block in range(BLOCKS) if block not in LOADED])
+        engine.load(OTHERS, layers=LAYERS[:3])
+        assert set(engine.loads.take()) == set(OTHERS)
+    finally:
+        engine.transfers.close()
+        engine.client.close()

@@ -29,7 +29,7 @@ from support.real_engine import CHUNK, LENGTHS, Engine, hit, prompt
 HIT = "inside"  # of the lengths
 COMES_BACK_S = 20
 # Of the split into steps that a prompt has which is computed as a whole.
-STORED, SPOILED = 2 * CHUNK + 1, 4 * CHUNK + 10
+BEGINNING, WHOLE = 2 * CHUNK + 1, 4 * CHUNK + 10  # tokens
 
 
 def adapter():
@@ -237,6 +237,8 @@ def faults(engine: Engine, server: CacheServer, loads: str) -> dict[str, Any]:
     report["scheduler"] = scheduling(engine)
     if loads == "step":
         report["spoiled"] = spoiled(engine)
+        report["computed"] = computed(engine)
+        report["at once"] = at_once(engine, references)
     report["aborted"] = aborted(engine, LENGTHS["block"], loads)
     report["after aborts"] = asked(engine, references["block"], LENGTHS["block"])
     engine.llm.reset_prefix_cache(reset_connector=True)
@@ -258,23 +260,55 @@ def scheduling(engine: Engine) -> dict[str, bool]:
     }
 
 
-def spoiled(engine: Engine) -> list[dict[str, Any]]:
-    """Load the beginning of a prompt in the step that computes and stores its end, and fail.
-
-    A reset forgets what was stored. Then the beginning is stored, the whole is asked for with the
-    fault, and again without.
-    """
-    whole = prompt(SPOILED)
-    reference = cold(engine, SPOILED)
+def beginning_stored(engine: Engine) -> dict[str, Any]:
+    """Let the server have the beginning of a prompt alone; what the whole is."""
+    reference = cold(engine, WHOLE)
     engine.llm.reset_prefix_cache(reset_connector=True)
-    engine.ask(whole[:STORED])
+    engine.ask(prompt(WHOLE)[:BEGINNING])
     wait_for(engine, busy, until=False)
-    engine.llm.collective_rpc(spoil)
+    return reference
+
+
+def twice(engine: Engine, reference: dict[str, Any], between: Callable[[], None]) -> list[Any]:
+    """Ask for a whole prompt, and again."""
     report = []
     for _ in range(2):
-        report.append(asked(engine, reference, SPOILED))
+        report.append(asked(engine, reference, WHOLE))
         wait_for(engine, busy, until=False)
+        between()
     return report
+
+
+def spoiled(engine: Engine) -> list[dict[str, Any]]:
+    """Load the beginning of a prompt in the step that computes and stores its end, and fail."""
+    reference = beginning_stored(engine)
+    engine.llm.collective_rpc(spoil)
+    return twice(engine, reference, lambda: None)
+
+
+def computed(engine: Engine) -> dict[str, Any]:
+    """Compute the beginning of a prompt, though the server has it, and store its end."""
+    reference = beginning_stored(engine)
+    core = engine.llm.llm_engine.engine_core.engine_core
+    policy = core.scheduler.connector._ways._policy
+    policy.computes = lambda hit: True
+
+    def load_again() -> None:
+        vars(policy).pop("computes", None)
+
+    asked_twice = twice(engine, reference, load_again)
+    return {"asked": asked_twice, "ways": engine.llm.collective_rpc(ways)[0]["computed"]}
+
+
+def at_once(engine: Engine, references: dict[str, Any]) -> dict[str, Any]:
+    """Ask for several prompts at once, whose hits are loaded in one step."""
+    engine.forget()
+    before = engine.external_hits()
+    answers = engine.ask_at_once([prompt(length) for length in LENGTHS.values()])
+    return {
+        "same": answers == [facts["answer"] for facts in references.values()],
+        "hit": engine.external_hits() - before,
+    }
 
 
 def aborted(engine: Engine, length: int, loads: str) -> dict[str, Any]:
