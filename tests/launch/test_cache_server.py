@@ -112,6 +112,12 @@ def test_the_engine_gets_the_connector_and_nothing_of_the_in_process_mode():
         assert "--scheduler-cls" not in vllm_arguments(others)
 
 
+def test_on_several_ranks_no_load_is_inside_a_step():
+    with pytest.raises(SettingsError, match="loads=step with cache=server and tensor_parallel=2"):
+        settings(loads="step", tensor_parallel=2)
+    assert settings(tensor_parallel=2).loads == "auto"
+
+
 def test_a_dry_run_shows_the_server_that_would_be_started():
     assert "lmcache server " in describe(settings())
     assert "lmcache server " not in describe(settings(server_url="tcp://127.0.0.1:5555"))
