@@ -238,7 +238,7 @@ def faults(engine: Engine, server: CacheServer, loads: str) -> dict[str, Any]:
     if loads == "step":
         report["spoiled"] = spoiled(engine)
         report["computed"] = computed(engine)
-        report["at once"] = at_once(engine, references)
+        report["at once"] = at_once(engine)
     report["aborted"] = aborted(engine, LENGTHS["block"], loads)
     report["after aborts"] = asked(engine, references["block"], LENGTHS["block"])
     engine.llm.reset_prefix_cache(reset_connector=True)
@@ -300,13 +300,14 @@ def computed(engine: Engine) -> dict[str, Any]:
     return {"asked": asked_twice, "ways": engine.llm.collective_rpc(ways)[0]["computed"]}
 
 
-def at_once(engine: Engine, references: dict[str, Any]) -> dict[str, Any]:
+def at_once(engine: Engine) -> dict[str, Any]:
     """Ask for several prompts at once, whose hits are loaded in one step."""
+    references = [cold(engine, length) for length in LENGTHS.values()]
     engine.forget()
     before = engine.external_hits()
     answers = engine.ask_at_once([prompt(length) for length in LENGTHS.values()])
     return {
-        "same": answers == [facts["answer"] for facts in references.values()],
+        "same": answers == [facts["answer"] for facts in references],
         "hit": engine.external_hits() - before,
     }
 
