@@ -35,8 +35,9 @@ FIELDS = {  # of a description, a configuration or a state, which hold plain dat
     "kv_connector/epochs.py: request.save_spec.can_save",
     "kv_connector/scheduler.py: tracker.allocated_block_ids",
     "kv_connector/step_loads.py: context.attn_metadata",
-    "mp_connector/lmcache_connector.py: tracker.cache_salt",
-    "mp_connector/lmcache_connector.py: tracker.max_offload_tokens",
+    "mp_connector/scheduler_half.py: tracker.cache_salt",
+    "mp_connector/scheduler_half.py: tracker.max_offload_tokens",
+    "mp_connector/scheduler_half.py: tracker.num_lmcache_hit_tokens",
 }
 OWN = {  # of classes of this package, and of events that it makes
     "cache_engine/cache_salt.py: adapter.lookup_client.salts",
@@ -65,6 +66,10 @@ OWN = {  # of classes of this package, and of events that it makes
     "kv_connector/pool_sharing.py: engine.lender",
     "kv_connector/scheduler.py: self._epochs.pool",
     "mp_connector/keys.py: self._epochs.pool",
+    "mp_connector/step_loads.py: load.asked",
+    "mp_connector/step_loads.py: load.located",
+    "mp_connector/step_loads.py: load.memory",
+    "mp_connector/step_loads.py: load.parts",
     "tiers/disk/chunk_index.py: entry.used_ns",
     "tiers/disk/chunk_index.py: self._pins[key].count",
     "transfer/host_copies.py: step.pending",

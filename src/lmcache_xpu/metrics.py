@@ -249,6 +249,7 @@ STORE_SERVER = Flow(
         "overtaken": "The engine needed the blocks before the server answered. Accept fewer hits",
         "refused": "The server did not take what was stored. Look at its log",
         "server": _SERVER_LOST,
+        "unfilled": "It was computed from a load that failed. It is computed and stored anew",
     },
 )
 LOAD_SERVER = Flow(

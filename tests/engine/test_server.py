@@ -11,7 +11,7 @@ import time
 import pytest
 from support import tiny_models
 from support.cache_server import CacheServer
-from support.real_engine import BLOCK, LENGTHS, cached
+from support.real_engine import BLOCK, CHUNK, LENGTHS, cached
 from support.scripts import printed, run_probe
 
 from lmcache_xpu.harness.random_model import EXACT, make_model
@@ -21,6 +21,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.alone]  # a wait is measured
 
 AT_MOST_S = 2.0  # that a server may hold a request; what is computed beside it is less
 HIT = "inside"
+# Requests wait for their loads, or have them inside their steps; then also with what vLLM uses by
+# default on Intel GPUs.
+WAYS = ("beside", "inside", "newer")
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +36,10 @@ def model(directory):
     return make_model(EXACT, directory)
 
 
-@pytest.fixture(scope="module")
-def seen(model, directory) -> dict:
-    return printed(run_probe("server", "faults", model, directory))
+@pytest.fixture(scope="module", params=WAYS)
+def seen(request, model, directory) -> dict:
+    report = printed(run_probe("server", request.param, model, directory))
+    return {"way": request.param, **report}
 
 
 def is_exact(asked: dict, name: str = HIT) -> bool:
@@ -97,9 +101,52 @@ def test_what_is_damaged_is_stored_anew_under_another_key(seen):
 
 
 def test_requests_that_are_aborted_while_they_are_loaded_leave_nothing(seen):
-    assert seen["aborted"]["loading"] > 0
+    assert (seen["aborted"]["loading"] > 0) == (seen["way"] == "beside")
     assert seen["aborted"]["freed"]
     assert is_exact(seen["after aborts"], "block")
+
+
+def test_every_load_runs_the_way_that_is_asked_for(seen):
+    way, other = ("async", "step") if seen["way"] == "beside" else ("step", "async")
+    assert seen["ways"][way] >= len(LENGTHS)
+    assert seen["ways"][other] == 0
+
+
+def test_a_load_that_fails_inside_its_step_begins_anew_and_nothing_of_it_is_stored(seen):
+    """What is wrong is seen when the engine has computed from it, and perhaps a step more."""
+    if seen["way"] == "beside":
+        assert "spoiled" not in seen
+        return
+    failed, again = seen["spoiled"]
+    assert failed["same"]
+    assert failed["hit"] == 2 * CHUNK  # the server promised it
+    assert seen["errors"]["load late"] == 1
+    assert seen["errors"]["store unfilled"] >= 1
+    assert again["same"]
+    assert again["hit"] == 4 * CHUNK
+    assert again["restored"] >= 4 * CHUNK // BLOCK
+
+
+def test_a_hit_that_is_computed_stores_what_was_computed(seen):
+    if seen["way"] == "beside":
+        assert "computed" not in seen
+        return
+    first, again = seen["computed"]["asked"]
+    assert seen["computed"]["ways"] == 1
+    assert (first["same"], first["hit"]) == (True, 0)
+    assert (again["same"], again["hit"]) == (True, 4 * CHUNK)
+    assert again["restored"] >= 4 * CHUNK // BLOCK
+
+
+def test_several_hits_are_loaded_at_once(seen):
+    if seen["way"] != "beside":
+        assert seen["at once"]["same"]
+        assert seen["at once"]["hit"] == sum(map(cached, LENGTHS))
+
+
+def test_the_engine_schedules_ahead_as_it_would_without_our_scheduler(seen):
+    ahead = seen["way"] == "newer"  # vLLM's CPU engine does not
+    assert seen["scheduler"] == {"class runs ahead": ahead, "engine runs ahead": ahead}
 
 
 def test_nothing_is_found_that_was_stored_before_a_reset(seen):
@@ -125,6 +172,8 @@ def test_what_one_engine_stores_another_one_finds(model, directory):
     for name in LENGTHS:
         assert steps["find"][name]["hit"] == cached(name)
         assert is_exact(steps["find"][name], name)
+    # With a scheduler of somebody else's, requests wait for their loads, whatever is asked for.
+    assert steps["find"]["ways"] == {"step": 0, "async": len(LENGTHS), "computed": 0}
 
 
 def test_what_is_on_disk_outlives_its_server(model, directory):

@@ -141,7 +141,6 @@ WRONG = {
     "remote_url": "redis://a:6379",
     "layerwise": True,
     "layers_at_once": 4,
-    "loads": "step",
     "overlap_load": False,
     "overlap_store": False,
     "hash_algorithm": "sha256_cbor",

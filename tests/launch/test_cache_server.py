@@ -18,7 +18,12 @@ from support.scripts import environment
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch import cache_server
 from lmcache_xpu.launch.cache_server import check_shared_memory, server_command
-from lmcache_xpu.launch.engine_arguments import engine_variables, kv_transfer_config
+from lmcache_xpu.launch.engine_arguments import (
+    SCHEDULER,
+    engine_variables,
+    kv_transfer_config,
+    vllm_arguments,
+)
 from lmcache_xpu.launch.serve import describe
 from lmcache_xpu.launch.settings import SERVER_LACKS, Settings
 
@@ -86,7 +91,8 @@ def test_the_server_gets_the_sizes_of_all_devices():
 
 
 def test_the_engine_gets_the_connector_and_nothing_of_the_in_process_mode():
-    asked = settings(server_url="tcp://127.0.0.1:5555", server_timeout_s=0.5, staging_mib=64)
+    server = {"server_url": "tcp://127.0.0.1:5555", "server_timeout_s": 0.5}
+    asked = settings(**server, staging_mib=64, loads="async")
     transfer = kv_transfer_config(asked)
     assert transfer["kv_connector"] == "LMCacheXPUServerConnector"
     assert transfer["kv_load_failure_policy"] == "recompute"
@@ -96,9 +102,20 @@ def test_the_engine_gets_the_connector_and_nothing_of_the_in_process_mode():
         "lmcache.mp.heartbeat_interval": 0.5,
         "lmcache.mp.save_decode_cache": False,
         "xpu.server_timeout_s": 0.5,
+        "xpu.loads": "async",
         "xpu.staging_mib": 64,
     }
     assert engine_variables(asked)["LMCACHE_XPU_STOCK"] == "1"  # no patch of vLLM
+    arguments = vllm_arguments(asked)
+    assert arguments[arguments.index("--scheduler-cls") + 1] == SCHEDULER
+    for others in (settings(cache="in-process"), settings(offload=False)):
+        assert "--scheduler-cls" not in vllm_arguments(others)
+
+
+def test_on_several_ranks_no_load_is_inside_a_step():
+    with pytest.raises(SettingsError, match="loads=step with cache=server and tensor_parallel=2"):
+        settings(loads="step", tensor_parallel=2)
+    assert settings(tensor_parallel=2).loads == "auto"
 
 
 def test_a_dry_run_shows_the_server_that_would_be_started():

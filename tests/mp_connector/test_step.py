@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from lmcache_xpu.mp_connector.step import FailedLoads, written_blocks
+from lmcache_xpu.mp_connector.step import Step, WorkerReport, written_blocks
 
 
 def step(new=(), cached=()):
@@ -46,5 +47,11 @@ def test_groups_without_tokens_write_all_of_theirs():
 
 
 def test_reports_of_workers_are_one():
-    both = FailedLoads({"a"}, {"a"}).aggregate(FailedLoads({"b"}))
+    both = WorkerReport({"a"}, {"a"}).aggregate(WorkerReport({"b"}))
     assert (both.requests, both.damaged) == ({"a", "b"}, {"a"})
+
+
+def test_a_step_reaches_a_worker_in_another_process():
+    step = pickle.loads(pickle.dumps(Step([1], [2], {3}, 4, {"a": [5]}, 6)))
+    assert (step.requests, step.loads, step.written) == ([1], [2], {3})
+    assert (step.tokens, step.sources, step.computed_hits) == (4, {"a": [5]}, 6)

@@ -143,10 +143,10 @@ def _context(rows: Sequence[tuple[dict[str, int], int, int]]) -> dict[str, Any]:
     }
 
 
-def filled(seed: int, *, blocks: int = BLOCKS) -> torch.Tensor:
+def filled(seed: int, *, blocks: int = BLOCKS, heads: int = 2) -> torch.Tensor:
     """A layer `[blocks, heads, tokens, content]` whose heads lie inside of tokens."""
     generator = torch.Generator().manual_seed(seed)
-    shape = (blocks, BLOCK, 2, 6)
+    shape = (blocks, BLOCK, heads, 6)
     return torch.randn(shape, generator=generator).permute(0, 2, 1, 3)
 
 

@@ -16,21 +16,24 @@ OBJECTS = ("kv_transfer_config", "kv_events_config")
 def connector_options(values: dict[str, Any]) -> dict[str, Any]:
     """Set the variables of an engine on CPU with these settings; return its connector's options.
 
-    They are vLLM's `kv_transfer_config` and, with `kv_events`, `kv_events_config`.
+    They are vLLM's `kv_transfer_config`, with `kv_events` `kv_events_config`, and the class of its
+    scheduler, where that is not vLLM's choice.
     """
     from lmcache_xpu.launch.engine_arguments import engine_variables, vllm_arguments
     from lmcache_xpu.launch.settings import Settings
 
-    loads = {} if values.get("cache") == "server" else {"loads": "always"}
-    settings = Settings.load({"device": "cpu", "disk_gib": 1, **loads, **values})
+    settings = Settings.load({"device": "cpu", "disk_gib": 1, "loads": "always", **values})
     os.environ.update(engine_variables(settings))
     arguments = vllm_arguments(settings)
     flags = {name: "--" + name.replace("_", "-") for name in OBJECTS}
-    return {
+    options = {
         name: json.loads(arguments[arguments.index(flag) + 1])
         for name, flag in flags.items()
         if flag in arguments
     }
+    if "--scheduler-cls" in arguments:
+        options["scheduler_cls"] = arguments[arguments.index("--scheduler-cls") + 1]
+    return options
 
 
 def end_with(look: Callable[[], dict[str, Any]]) -> NoReturn:

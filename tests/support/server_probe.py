@@ -3,7 +3,10 @@
 Run by engine/test_server.py with the arguments STEP MODEL DIRECTORY [URL]; prints a JSON object
 last.
 
-    faults   one engine: hits, salts, a reset, and a server that is killed, hung, or damaged
+    beside   one engine: hits, salts, a reset, and a server that is killed, hung, or damaged; its
+             requests wait for their loads
+    inside   the same, with loads inside the steps of their requests
+    newer    as inside, with vLLM's newer model runner and asynchronous scheduling
     store    at a server's URL: what is stored for another engine
     find     another engine, which finds it
 """
@@ -17,12 +20,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from support import newer_runner
 from support.cache_server import CacheServer
 from support.probes import end_with
-from support.real_engine import LENGTHS, Engine, hit, prompt
+from support.real_engine import CHUNK, LENGTHS, Engine, hit, prompt
 
 HIT = "inside"  # of the lengths
 COMES_BACK_S = 20
+# Of the split into steps that a prompt has which is computed as a whole.
+BEGINNING, WHOLE = 2 * CHUNK + 1, 4 * CHUNK + 10  # tokens
 
 
 def adapter():
@@ -60,6 +67,60 @@ def on_next(worker, direction: str, act: Callable[[], None]) -> None:
     setattr(copies, direction, fault)
 
 
+def on_next_layer(worker, act: Callable[[], None]) -> None:
+    """Do something once, when the engine comes to the second layer of a step that loads."""
+    in_steps, count = adapter().transfers.in_steps, 0
+    before_layer = in_steps.before_layer
+
+    def fault(name: str) -> None:
+        nonlocal count
+        count += bool(in_steps._loads)
+        if count == 2:
+            del in_steps.before_layer
+            act()
+        before_layer(name)
+
+    in_steps.before_layer = fault
+
+
+def spoil(worker) -> None:
+    """Let what the next step loads be something else, as is seen when it has been copied.
+
+    Then the server's memory is as before, and the load too late.
+    """
+    from lmcache_xpu.mp_connector.moves import Located
+    from lmcache_xpu.mp_connector.server import GivenUpError
+
+    [copies] = adapter().transfers.groups
+    check, load = Located.check, copies.beside_layers
+    memory = adapter().transfers._server.lent.pool
+    before = memory.clone()
+
+    def give_up(located: Any) -> None:
+        Located.check = check
+        memory.copy_(before)
+        raise GivenUpError("late")
+
+    def overwritten(chunks: Any, objects: Any, starts: Any) -> Any:
+        del copies.beside_layers
+        Located.check = give_up
+        for obj in objects:
+            numbers = obj[:-64].view(torch.float32)  # with a seal at the end
+            numbers.copy_(torch.linspace(-2, 2, len(numbers)))
+        return load(chunks, objects, starts)
+
+    copies.beside_layers = overwritten
+
+
+def ways(worker) -> dict[str, float]:
+    """How loads ran so far."""
+    from prometheus_client import REGISTRY
+
+    names = ("step", "async", "computed")
+    name = "lmcache_xpu_loads_total"
+    return {way: REGISTRY.get_sample_value(name, {"way": way}) or 0.0 for way in names}
+
+
 def counted(worker) -> dict[str, float]:
     from prometheus_client import REGISTRY
 
@@ -82,8 +143,8 @@ def wait_for(engine: Engine, look: Callable[[Any], bool], *, until: bool) -> boo
     return False
 
 
-def make(model: str, url: str, **options: Any) -> Engine:
-    settings = {"cache": "server", "server_url": url, "layers_at_once": None}
+def make(model: str, url: str, loads: str = "async", **options: Any) -> Engine:
+    settings = {"cache": "server", "server_url": url, "layers_at_once": None, "loads": loads}
     return Engine(model, None, "standard", settings=settings, **options)
 
 
@@ -117,7 +178,7 @@ def salted(engine: Engine, salt: str) -> int:
     return engine.external_hits() - before
 
 
-def faults(engine: Engine, server: CacheServer) -> dict[str, Any]:
+def faults(engine: Engine, server: CacheServer, loads: str) -> dict[str, Any]:
     references = {name: cold(engine, length) for name, length in LENGTHS.items()}
     report: dict[str, Any] = {
         "first": {name: facts["hit"] for name, facts in references.items()},
@@ -159,7 +220,10 @@ def faults(engine: Engine, server: CacheServer) -> dict[str, Any]:
         else:
             cold(engine, length)
             report["hit before it"] = ask()
-        engine.llm.collective_rpc(on_next, args=(direction, server.kill))
+        if direction == "load" and loads == "step":
+            engine.llm.collective_rpc(on_next_layer, args=(server.kill,))
+        else:
+            engine.llm.collective_rpc(on_next, args=(direction, server.kill))
         report[f"killed in a {direction}"] = ask()
         report[f"after a {direction}"] = comes_back(server.start)
     engine.llm.collective_rpc(damage)
@@ -170,23 +234,92 @@ def faults(engine: Engine, server: CacheServer) -> dict[str, Any]:
         for _ in range(2)
         if wait_for(engine, busy, until=False)
     ]
-    report["aborted"] = aborted(engine, LENGTHS["block"])
+    report["scheduler"] = scheduling(engine)
+    if loads == "step":
+        report["spoiled"] = spoiled(engine)
+        report["computed"] = computed(engine)
+        report["at once"] = at_once(engine)
+    report["aborted"] = aborted(engine, LENGTHS["block"], loads)
     report["after aborts"] = asked(engine, references["block"], LENGTHS["block"])
     engine.llm.reset_prefix_cache(reset_connector=True)
     report["reset"] = asked(engine, references["block"], LENGTHS["block"])
     wait_for(engine, busy, until=False)
     report["after the reset"] = asked(engine, references["block"], LENGTHS["block"])
     report["errors"] = engine.llm.collective_rpc(counted)[0]
+    report["ways"] = engine.llm.collective_rpc(ways)[0]
     return report
 
 
-def aborted(engine: Engine, length: int) -> dict[str, Any]:
-    """Abort requests before, in and after their loads; how many loads were on their way."""
+def scheduling(engine: Engine) -> dict[str, bool]:
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    core = engine.llm.llm_engine.engine_core.engine_core
+    return {
+        "class runs ahead": isinstance(core.scheduler, AsyncScheduler),
+        "engine runs ahead": core.async_scheduling,
+    }
+
+
+def beginning_stored(engine: Engine) -> dict[str, Any]:
+    """Let the server have the beginning of a prompt alone; what the whole is."""
+    reference = cold(engine, WHOLE)
+    engine.llm.reset_prefix_cache(reset_connector=True)
+    engine.ask(prompt(WHOLE)[:BEGINNING])
+    wait_for(engine, busy, until=False)
+    return reference
+
+
+def twice(engine: Engine, reference: dict[str, Any], between: Callable[[], None]) -> list[Any]:
+    """Ask for a whole prompt, and again."""
+    report = []
+    for _ in range(2):
+        report.append(asked(engine, reference, WHOLE))
+        wait_for(engine, busy, until=False)
+        between()
+    return report
+
+
+def spoiled(engine: Engine) -> list[dict[str, Any]]:
+    """Load the beginning of a prompt in the step that computes and stores its end, and fail."""
+    reference = beginning_stored(engine)
+    engine.llm.collective_rpc(spoil)
+    return twice(engine, reference, lambda: None)
+
+
+def computed(engine: Engine) -> dict[str, Any]:
+    """Compute the beginning of a prompt, though the server has it, and store its end."""
+    reference = beginning_stored(engine)
+    core = engine.llm.llm_engine.engine_core.engine_core
+    policy = core.scheduler.connector._ways._policy
+    policy.computes = lambda hit: True
+
+    def load_again() -> None:
+        vars(policy).pop("computes", None)
+
+    asked_twice = twice(engine, reference, load_again)
+    return {"asked": asked_twice, "ways": engine.llm.collective_rpc(ways)[0]["computed"]}
+
+
+def at_once(engine: Engine) -> dict[str, Any]:
+    """Ask for several prompts at once, whose hits are loaded in one step."""
+    references = [cold(engine, length) for length in LENGTHS.values()]
+    engine.forget()
+    before = engine.external_hits()
+    answers = engine.ask_at_once([prompt(length) for length in LENGTHS.values()])
+    return {
+        "same": answers == [facts["answer"] for facts in references],
+        "hit": engine.external_hits() - before,
+    }
+
+
+def aborted(engine: Engine, length: int, loads: str) -> dict[str, Any]:
+    """Abort requests before, in and after their loads; how many they waited for."""
     from vllm import SamplingParams
 
     engine.forget()
     llm, loading = engine.llm.llm_engine, 0
-    engine.llm.collective_rpc(on_next, args=("load", lambda: time.sleep(0.3)))
+    if loads == "async":
+        engine.llm.collective_rpc(on_next, args=("load", lambda: time.sleep(0.3)))
     for steps in (0, 1, 2, 3, 4, 8, 16, 100):
         llm.add_request(
             f"aborted-{steps}", {"prompt_token_ids": prompt(length)}, SamplingParams(max_tokens=24)
@@ -218,18 +351,25 @@ def store(engine: Engine, directory: Path) -> dict[str, Any]:
 
 def find(engine: Engine, directory: Path) -> dict[str, Any]:
     references = json.loads((directory / "reference.json").read_text())
-    return {name: asked(engine, references[name], length) for name, length in LENGTHS.items()}
+    report = {name: asked(engine, references[name], length) for name, length in LENGTHS.items()}
+    return {**report, "ways": engine.llm.collective_rpc(ways)[0]}
 
 
 def main(step: str, model: str, directory: Path, url: str) -> dict[str, Any]:
-    if step == "faults":
+    if step in ("beside", "inside", "newer"):
+        loads = "async" if step == "beside" else "step"
+        if step == "newer":
+            newer_runner.use()
         server = CacheServer(directory / "server.log")
         server.start()
         try:
-            return make(model, server.url).close_after(faults, server)
+            return make(model, server.url, loads).close_after(faults, server, loads)
         finally:
             server.kill()
-    return make(model, url).close_after({"store": store, "find": find}[step], directory)
+    if step == "find":  # whose scheduler is somebody else's
+        others = {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}
+        return make(model, url, "step", **others).close_after(find, directory)
+    return make(model, url).close_after(store, directory)
 
 
 if __name__ == "__main__":

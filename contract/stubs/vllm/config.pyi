@@ -10,6 +10,12 @@ class VllmConfig:
     kv_events_config: KVEventsConfig | None
     compilation_config: CompilationConfig
     num_speculative_tokens: Any
+    scheduler_config: SchedulerConfig
+
+class SchedulerConfig:
+    scheduler_cls: Any
+    async_scheduling: Any
+    def get_scheduler_cls(self): ...
 
 class ParallelConfig:
     distributed_executor_backend: Any

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import torch
 
-from lmcache_xpu.metrics import LOAD_CPU
+from lmcache_xpu.metrics import LOAD_CPU, Flow
 from lmcache_xpu.transfer.handles import TransferHandle
 from lmcache_xpu.transfer.host_memory import HostMemory
 from lmcache_xpu.transfer.plan import LayerGroup, Plan
@@ -37,10 +37,12 @@ class LoadPipeline:
     Args:
         stager: of the engine's KV cache.
         slots: those of the loaded tokens, for a report; on the host.
+        flow: counts an error.
     """
 
-    def __init__(self, stager: Stager, slots: torch.Tensor) -> None:
+    def __init__(self, stager: Stager, slots: torch.Tensor, flow: Flow = LOAD_CPU) -> None:
         self.slots = slots
+        self._flow = flow
         self.failed_behind: TransferHandle | None = None
         self._stager = stager
         # With the memory of its layers, and the engine's layer that is the first one in that.
@@ -76,7 +78,7 @@ class LoadPipeline:
             yield
         except Exception as error:
             self.failed_behind = self._stager.fence()  # a part of a group may be on its way
-            LOAD_CPU.failed(type(error).__name__)
+            self._flow.failed(type(error).__name__)
             logger.exception(
                 "A load failed and is computed instead: %s (docs: troubleshooting#transfer-failed)",
                 error,

@@ -20,7 +20,7 @@ from typing import Any
 
 from lmcache_xpu.versions import vllm
 
-__all__ = ["beginning_anew"]
+__all__ = ["beginning_anew", "connectors_of"]
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
@@ -28,7 +28,7 @@ Handler = Callable[[Any, set[int], Mapping[str, int]], set[str]]
 
 
 def beginning_anew(original: Handler) -> Handler:
-    """Make the replacement of `Scheduler._handle_invalid_blocks`.
+    """Make the replacement of `Scheduler._handle_invalid_blocks`, or a subclass's.
 
     It passes to the original what does not concern it: other connectors alone, the policy `fail`,
     and requests of other connectors that load asynchronously.
@@ -36,7 +36,7 @@ def beginning_anew(original: Handler) -> Handler:
 
     @functools.wraps(original)
     def handle(scheduler: Any, invalid: set[int], scheduled: Mapping[str, int]) -> set[str]:
-        connectors = list(_ours(scheduler.connector))
+        connectors = list(connectors_of(scheduler.connector))
         if not (connectors and scheduler.recompute_kv_load_failures and _has_one_group(scheduler)):
             return original(scheduler, invalid, scheduled)
         again, stale = _preempt(scheduler, invalid, scheduled)
@@ -48,6 +48,14 @@ def beginning_anew(original: Handler) -> Handler:
         return again
 
     return handle
+
+
+def connectors_of(connector: Any) -> Iterator[Any]:
+    """Yield the connectors of this package: vLLM's one, or among others in its MultiConnector."""
+    if hasattr(connector, "give_up_hits"):
+        yield connector
+    for inner in getattr(connector, "_connectors", ()):
+        yield from connectors_of(inner)
 
 
 def _preempt(
@@ -86,14 +94,6 @@ def _preempt(
             len(again),
         )
     return {request.request_id for request in again}, stale
-
-
-def _ours(connector: Any) -> Iterator[Any]:
-    """The connectors of this package, alone or among others in vLLM's MultiConnector."""
-    if hasattr(connector, "give_up_hits"):
-        yield connector
-    for inner in getattr(connector, "_connectors", ()):
-        yield from _ours(inner)
 
 
 def _has_one_group(scheduler: Any) -> bool:

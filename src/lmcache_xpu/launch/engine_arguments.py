@@ -22,6 +22,7 @@ __all__ = [
     "vllm_arguments",
 ]
 
+SCHEDULER = "lmcache_xpu.vllm_connector.LMCacheXPUScheduler"
 KEY_GUARD = "lmcache_xpu.launch.key_guard.KeyGuard"
 
 
@@ -50,6 +51,7 @@ def vllm_arguments(settings: Settings) -> list[str]:
         "--max-num-seqs": settings.max_num_seqs,
         "--kv-transfer-config": transfer,
         "--kv-events-config": json.dumps(_kv_events(settings)) if settings.kv_events else None,
+        "--scheduler-cls": SCHEDULER if settings.offload and settings.cache == "server" else None,
         "--middleware": KEY_GUARD if settings.api_key is not None else None,
     }
     args = [settings.model]
@@ -139,6 +141,7 @@ def server_config(settings: Settings) -> dict[str, object]:
         "lmcache.mp.heartbeat_interval": settings.server_timeout_s,
         "lmcache.mp.save_decode_cache": settings.save_decode,
         "xpu.server_timeout_s": settings.server_timeout_s,
+        "xpu.loads": settings.loads,
     }
     if settings.staging_mib is not None:
         options["xpu.staging_mib"] = settings.staging_mib

@@ -46,7 +46,6 @@ SERVER_LACKS: dict[str, object] = {
     "remote_url": None,
     "layerwise": False,
     "layers_at_once": None,
-    "loads": "auto",
     "overlap_load": True,
     "overlap_store": True,
     "hash_algorithm": "sha256",
@@ -273,6 +272,12 @@ class Settings(BaseSettings):
                     f"{name} unset: the connector to LMCache's server has no such choice",
                     "Leave it out, or use cache=in-process.",
                 )
+        if self.loads == "step" and self.tensor_parallel > 1:
+            raise SettingsError(
+                f"loads=step with cache=server and tensor_parallel={self.tensor_parallel}",
+                "auto or async",
+                "What came of a load that failed on one rank would be stored by others.",
+            )
         if self.server_url is not None and self.disk_path is not None:
             raise SettingsError(
                 f"disk_path={self.disk_path} with server_url={self.server_url}",

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from lmcache_xpu.errors import LayoutError
+from lmcache_xpu.gpu_connector.load_pipeline import LoadPipeline
+from lmcache_xpu.metrics import LOAD_SERVER
 from lmcache_xpu.mp_connector.kv_cache_groups import NULL_BLOCK, CacheGroup
 from lmcache_xpu.mp_connector.seals import SEAL_BYTES
 from lmcache_xpu.transfer.handles import StoreHandle, TransferHandle
@@ -21,6 +23,7 @@ from lmcache_xpu.transfer.paged_view import EngineLayer, PagedView, pages_of
 from lmcache_xpu.transfer.plan import HostFormat
 from lmcache_xpu.transfer.slots import Slots, check_slots, slots_of
 from lmcache_xpu.transfer.staging import Stager
+from lmcache_xpu.transfer.tuning import Tuning
 
 __all__ = ["GroupCopies"]
 
@@ -124,6 +127,38 @@ class GroupCopies:
             with part.stager.whole():
                 handles.append(part.stager.load(plan, part.memory(objects)))
         return handles
+
+    def beside_layers(
+        self,
+        chunks: Sequence[list[int]],
+        objects: Sequence[torch.Tensor],
+        starts: Callable[[int, int, Tuning], list[int]],
+    ) -> list[LoadPipeline]:
+        """Return a load of chunks from objects, as `load`, that comes in the order of the layers.
+
+        Nothing of it is enqueued yet. Its parts count layers as `pages_per_layer` says.
+
+        Args:
+            chunks: their blocks.
+            objects: where they are.
+            starts: of so many layers, with so many bytes each, the first layer of each that is
+                moved at once.
+        """
+        loads = []
+        for part in self.parts:
+            slots, spans = self._slots(part, chunks), self._spans(chunks)
+            layers = part.form.layers
+            first = starts(layers, len(chunks) * part.nbytes // layers, part.stager.tuning)
+            plan = part.stager.plan(part.form, slots, spans, starts=first)
+            load = LoadPipeline(part.stager, slots.numbers, LOAD_SERVER)
+            load.add(plan, part.memory(objects))
+            loads.append(load)
+        return loads
+
+    @property
+    def pages_per_layer(self) -> int | None:
+        """Layers of a part for each of the engine's; None where these are in several parts."""
+        return self.parts[0].form.layers // len(self.group.layers) if len(self.parts) == 1 else None
 
     def follow_engine(self) -> None:
         """Order what follows behind what the current stream holds."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,9 +25,32 @@ from lmcache_xpu.mp_connector.server import GivenUpError, Server, check_lease
 from lmcache_xpu.mp_connector.transfer_queue import Transfer
 from lmcache_xpu.transfer.devices import Event, SideStream
 
-__all__ = ["Moves"]
+__all__ = ["Located", "Moves"]
 
 Sealed = list[tuple[torch.Tensor, bytes]]
+
+
+class Located(NamedTuple):
+    """What a load reads, in the server's memory.
+
+    Args:
+        slots: the server's answer.
+        objects: by group, in the order of chunks.
+        sealed: all of them, and their seals.
+    """
+
+    slots: ObjectSlots
+    objects: list[list[torch.Tensor]]
+    sealed: Sealed
+
+    def check(self) -> None:
+        """Compare the seals.
+
+        Raises:
+            GivenUpError: an object is not what it should be.
+        """
+        if not all(is_sealed(obj, digest) for obj, digest in self.sealed):
+            raise GivenUpError("damaged")
 
 
 class Moves:
@@ -37,14 +60,18 @@ class Moves:
         server: where from and to.
         groups: copies of each group.
         chunk_tokens: tokens of a chunk.
+
+    Attributes:
+        enqueueing: held while copies are enqueued; stores and loads share staging memory.
     """
 
     def __init__(self, server: Server, groups: Sequence[GroupCopies], chunk_tokens: int) -> None:
+        self.enqueueing = threading.Lock()
+        self._near_per_s: float | None = None
         self._server = server
         self._groups = groups
         self._chunk_tokens = chunk_tokens
         self._stream = SideStream(server.device, urgent=False)
-        self._enqueueing = threading.Lock()  # stores and loads share staging memory
 
     def store(
         self, transfer: Transfer, key: Any, blocks: Sequence[list[int]], event: Event | None
@@ -72,7 +99,7 @@ class Moves:
             raise GivenUpError("overtaken")
         check_lease(begun)
         handles = []
-        with self._enqueueing, torch.inference_mode(), self._stream.current():
+        with self.enqueueing, torch.inference_mode(), self._stream.current():
             if event is not None:
                 event.wait()
             for number, copies in enumerate(self._groups):
@@ -100,17 +127,59 @@ class Moves:
         After an error the blocks hold anything.
         """
         begun, memory = time.monotonic(), self._server.lent
-        worker = self._server.instance_id
-        answer = self._server.answer(self._server.client.prepare_retrieve(key, worker))
+        answer = self._server.answer(self.ask_for_load(key))
         if not answer.success:
             raise GivenUpError("missing")
         try:
-            slots = ObjectSlots.read(answer.context, len(self._groups))
-            self._copy(transfer, memory, key, blocks, slots, event)
+            located = self.locate(memory, key, answer)
+            self._copy(transfer, located, blocks, event)
         finally:
-            self._server.client.commit_retrieve(key, worker)  # nobody waits for the answer
+            self.end_load(key)
         check_lease(begun)
-        self._count(LOAD_SERVER, slots, time.monotonic() - begun)
+        self.count_load(located.slots, time.monotonic() - begun)
+
+    def take_speed(self) -> float | None:
+        """Tokens a second of the last `load` since the last call; None if none has ended."""
+        speed, self._near_per_s = self._near_per_s, None
+        return speed
+
+    def ask_for_load(self, key: Any) -> Any:
+        """Ask where chunks are that were promised; returns LMCache's future of the answer."""
+        return self._server.client.prepare_retrieve(key, self._server.instance_id)
+
+    def end_load(self, key: Any) -> None:
+        """Tell the server that nothing of an answer is read any more; waits for no answer."""
+        self._server.client.commit_retrieve(key, self._server.instance_id)
+
+    def locate(self, memory: LentMemory, key: Any, answer: Any) -> Located:
+        """Return what an answer names, and compare the seals.
+
+        Args:
+            memory: that the server lent when it was asked.
+            key: LMCache's, of the chunks.
+            answer: the server's.
+
+        Raises:
+            GivenUpError: something is not what it should be.
+            TransferError: other chunks than a hit needs.
+        """
+        slots = ObjectSlots.read(answer.context, len(self._groups))
+        count = (key.end - key.start) // self._chunk_tokens
+        for number, copies in enumerate(self._groups):
+            window = copies.window_chunks
+            expected = list(range(max(0, count - window) if window else 0, count))
+            if slots.chunks(number) != expected:
+                raise TransferError(
+                    f"chunks {slots.chunks(number)} of group {number}", f"chunks {expected}"
+                )
+        objects = self._objects(memory, slots)
+        located = Located(slots, objects, self._sealed(key, slots, objects))
+        located.check()
+        return located
+
+    def count_load(self, slots: ObjectSlots, seconds: float) -> None:
+        """Count a load that has ended well."""
+        self._count(LOAD_SERVER, slots, seconds)
 
     def _ask_where(self, key: Any, chunks: Sequence[list[list[int]]]) -> Any:
         """Ask where to store chunks, of each group those that hold what a hit needs."""
@@ -132,37 +201,25 @@ class Moves:
     def _copy(
         self,
         transfer: Transfer,
-        memory: LentMemory,
-        key: Any,
+        located: Located,
         blocks: Sequence[list[int]],
-        slots: ObjectSlots,
         event: Event | None,
     ) -> None:
-        count = (key.end - key.start) // self._chunk_tokens
-        for number, copies in enumerate(self._groups):
-            window = copies.window_chunks
-            expected = list(range(max(0, count - window) if window else 0, count))
-            if slots.chunks(number) != expected:
-                raise TransferError(
-                    f"chunks {slots.chunks(number)} of group {number}", f"chunks {expected}"
-                )
-        objects = self._objects(memory, slots)
-        sealed = self._sealed(key, slots, objects)
-        _check_seals(sealed)
         if not transfer.begin_copying():
             raise GivenUpError("overtaken")
-        handles = []
-        with self._enqueueing, torch.inference_mode(), self._stream.current():
+        begun, handles = time.monotonic(), []
+        with self.enqueueing, torch.inference_mode(), self._stream.current():
             if event is not None:
                 event.wait()
             for number, copies in enumerate(self._groups):
                 copies.follow_engine()
                 chunks = copies.chunks(blocks[number])
-                loaded = [chunks[chunk] for chunk in slots.chunks(number)]
-                handles += copies.load(loaded, objects[number])
+                loaded = [chunks[chunk] for chunk in located.slots.chunks(number)]
+                handles += copies.load(loaded, located.objects[number])
         for handle in handles:
             handle.done.synchronize()
-        _check_seals(sealed)
+        self._near_per_s = self._tokens(located.slots) / (time.monotonic() - begun)
+        located.check()
 
     def _objects(self, memory: LentMemory, slots: ObjectSlots) -> list[list[torch.Tensor]]:
         return [
@@ -182,10 +239,8 @@ class Moves:
         return sealed
 
     def _count(self, flow: Flow, slots: ObjectSlots, seconds: float) -> None:
+        flow.moved(seconds, size_bytes=slots.nbytes, tokens=self._tokens(slots))
+
+    def _tokens(self, slots: ObjectSlots) -> int:
         chunks = max(len(slots.chunks(number)) for number in range(len(self._groups)))
-        flow.moved(seconds, size_bytes=slots.nbytes, tokens=chunks * self._chunk_tokens)
-
-
-def _check_seals(sealed: Sealed) -> None:
-    if not all(is_sealed(obj, digest) for obj, digest in sealed):
-        raise GivenUpError("damaged")
+        return chunks * self._chunk_tokens

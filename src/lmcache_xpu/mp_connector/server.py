@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -106,17 +107,24 @@ class Server:
             return None
         return memory.pinned
 
-    def answer(self, asked: Any, given_up: Callable[[], bool] = lambda: False) -> Any:
+    def answer(
+        self,
+        asked: Any,
+        given_up: Callable[[], bool] = lambda: False,
+        at_most_s: float = math.inf,
+    ) -> Any:
         """Wait for an answer.
 
         Args:
             asked: LMCache's future.
             given_up: whether nobody waits for it any more.
+            at_most_s: that whoever asks may wait, where that is less than the server has.
 
         Raises:
             GivenUpError: there is none.
         """
-        deadline = time.monotonic() + self._timeout_s
+        timeout_s = min(self._timeout_s, at_most_s)
+        deadline = time.monotonic() + timeout_s
         while not asked.wait(timeout=_POLL_S):
             if given_up():
                 raise GivenUpError("overtaken")
@@ -127,7 +135,7 @@ class Server:
                 logger.warning(
                     "LMCache's server did not answer within %.1f s: nothing is stored or loaded "
                     "until it does (docs: troubleshooting#server-lost)",
-                    self._timeout_s,
+                    timeout_s,
                 )
                 raise GivenUpError("server")
         return asked.result(timeout=0)

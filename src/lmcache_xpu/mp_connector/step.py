@@ -2,34 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
+from lmcache_xpu.kv_connector.load_policy import LoadSpeeds
 from lmcache_xpu.mp_connector.kv_cache_groups import NULL_BLOCK
 from lmcache_xpu.versions.lmcache_server import LMCacheMPConnectorMetadata
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-__all__ = ["FailedLoads", "Step", "written_blocks"]
+__all__ = ["Step", "WorkerReport", "written_blocks"]
+
+
+UNKNOWN = LoadSpeeds()
 
 
 class Step(LMCacheMPConnectorMetadata):  # type: ignore[misc]  # untyped base
     """What the workers are told of a step.
 
     Args:
-        metadata: LMCache's.
+        requests: LMCache's descriptions of stores, and of loads that requests wait for.
+        loads: those of loads inside the step.
         written: blocks that the step may write, or loads that begin with it.
         tokens: that it computes.
+        sources: by request that stores, the blocks up to the last that is stored; empty where loads
+            are never inside a step.
+        computed_hits: number of requests in it that are computed, though they could be loaded.
     """
 
-    def __init__(self, metadata: Any, written: Collection[int], tokens: int) -> None:
+    def __init__(
+        self,
+        requests: Sequence[Any],
+        loads: Sequence[Any],
+        written: Collection[int],
+        tokens: int,
+        sources: Mapping[str, Collection[int]],
+        computed_hits: int,
+    ) -> None:
         super().__init__()
-        self.requests = metadata.requests
+        self.requests = list(requests)
+        self.loads = list(loads)
         self.written = frozenset(written)
         self.tokens = tokens
+        self.sources = sources
+        self.computed_hits = computed_hits
 
 
 def written_blocks(
@@ -65,19 +84,26 @@ def written_blocks(
     return written
 
 
-class FailedLoads(KVConnectorWorkerMetadata):  # type: ignore[misc]  # untyped base
-    """A worker tells the scheduler whose loads failed.
+class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # untyped base
+    """A worker tells the scheduler what became of loads.
 
     Args:
-        requests: their names.
+        requests: names of those that waited for a load which failed.
         damaged: those of which the server has something that is not what it should be.
+        speeds: of the last loads.
     """
 
-    def __init__(self, requests: Iterable[str], damaged: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        requests: Iterable[str] = (),
+        damaged: Iterable[str] = (),
+        speeds: LoadSpeeds = UNKNOWN,
+    ) -> None:
         self.requests = frozenset(requests)
         self.damaged = frozenset(damaged)
+        self.speeds = speeds
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> FailedLoads:
-        """What several workers said, as one."""
-        assert isinstance(other, FailedLoads)
-        return FailedLoads(self.requests | other.requests, self.damaged | other.damaged)
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
+        """What several workers said, as one; with several, no speed is asked for."""
+        assert isinstance(other, WorkerReport)
+        return WorkerReport(self.requests | other.requests, self.damaged | other.damaged)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any
 
 from lmcache_xpu.errors import LMCacheXPUError
-from lmcache_xpu.metrics import LOAD_SERVER, STORE_SERVER, Flow, fallback
+from lmcache_xpu.kv_connector.load_policy import LoadSpeeds
+from lmcache_xpu.metrics import LOAD_SERVER, STORE_SERVER, Flow, fallback, loaded
 from lmcache_xpu.mp_connector.group_copies import GroupCopies
 from lmcache_xpu.mp_connector.kv_cache_groups import NULL_BLOCK
 from lmcache_xpu.mp_connector.moves import Moves
 from lmcache_xpu.mp_connector.registration import payload
 from lmcache_xpu.mp_connector.server import GivenUpError, Server, union
+from lmcache_xpu.mp_connector.step_loads import StepLoads
 from lmcache_xpu.mp_connector.transfer_queue import Transfer, TransferQueue
 from lmcache_xpu.transfer.devices import Event
 from lmcache_xpu.versions.lmcache_server import MessagingFuture, TransferContext
@@ -31,7 +33,7 @@ _PASSING = ("late", "missing", "overtaken", "server")  # the same load may succe
 
 
 class ServerTransfers(TransferContext):  # type: ignore[misc]  # untyped base
-    """The transfers of one worker. Nothing here waits for the server.
+    """The transfers of one worker. Nothing here waits for the server, but `StepLoads.begin`.
 
     Args:
         instance_id: of the worker, for the server.
@@ -40,6 +42,10 @@ class ServerTransfers(TransferContext):  # type: ignore[misc]  # untyped base
         groups: copies of each KV cache group.
         chunk_tokens: tokens of a chunk.
         timeout_s: that the server has for an answer.
+        draft_layers: so many layers at the end are a drafter's.
+
+    Attributes:
+        in_steps: loads inside steps; None with several groups.
     """
 
     def __init__(
@@ -50,6 +56,7 @@ class ServerTransfers(TransferContext):  # type: ignore[misc]  # untyped base
         groups: Sequence[GroupCopies],
         chunk_tokens: int,
         timeout_s: float,
+        draft_layers: int = 0,
     ) -> None:
         super().__init__(instance_id, client)
         self.groups = groups
@@ -59,6 +66,28 @@ class ServerTransfers(TransferContext):  # type: ignore[misc]  # untyped base
         self._stores = TransferQueue("stores")
         self._loads = TransferQueue("loads")
         self._damaged: SimpleQueue[str] = SimpleQueue()
+        self._sources: Mapping[str, Collection[int]] = {}
+        self.in_steps: StepLoads | None = None
+        if len(groups) == 1:
+            self.in_steps = StepLoads(
+                self._server,
+                self._moves,
+                groups[0],
+                draft_layers,
+                lambda request_id, error: self._failed(LOAD_SERVER, request_id, error),
+            )
+
+    def take_speeds(self) -> LoadSpeeds:
+        """How fast the last loads beside steps were that have ended since the last call."""
+        return LoadSpeeds(self._moves.take_speed())
+
+    def compute_from(self, sources: Mapping[str, Collection[int]]) -> None:
+        """Say what the requests of the next stores have computed from.
+
+        Args:
+            sources: by request, its blocks up to the last that is stored; none where no step loads.
+        """
+        self._sources = sources
 
     def take_damaged(self) -> set[str]:
         """Requests whose loads met something else than they should, since the last call."""
@@ -70,7 +99,8 @@ class ServerTransfers(TransferContext):  # type: ignore[misc]  # untyped base
     @property
     def busy(self) -> bool:
         """Whether any transfer is on its way, or waits for its turn."""
-        return self._stores.busy or self._loads.busy
+        in_steps = self.in_steps is not None and self.in_steps.busy
+        return self._stores.busy or self._loads.busy or in_steps
 
     @property
     def loads(self) -> bool:
@@ -152,8 +182,12 @@ class ServerTransfers(TransferContext):  # type: ignore[misc]  # untyped base
         """Store chunks beside the engine; see `submit_retrieve`."""
         blocks = [list(ids) for ids in block_ids]
         transfer = Transfer(request_id, union(blocks), MessagingFuture())
+        sources = self._sources.get(request_id, ())
+        check = self.in_steps.gate(sources) if self.in_steps is not None and sources else None
 
         def move() -> None:
+            if check is not None:
+                check()
             self._moves.store(transfer, key, blocks, event)
 
         self._stores.add(transfer, lambda: self._succeeds(STORE_SERVER, move, transfer))
@@ -191,6 +225,7 @@ class ServerTransfers(TransferContext):  # type: ignore[misc]  # untyped base
         def move() -> None:
             self._moves.load(transfer, key, blocks, event)
 
+        loaded("async")
         self._loads.add(transfer, lambda: self._succeeds(LOAD_SERVER, move, transfer))
         return transfer.future
 
@@ -201,6 +236,8 @@ class ServerTransfers(TransferContext):  # type: ignore[misc]  # untyped base
         """End the threads, and give the server's memory back; waits for copies on their way."""
         self._mark_closed()
         self._server.leave()
+        if self.in_steps is not None:
+            self.in_steps.close()
         self._stores.close()
         self._loads.close()
         self._server.release()
@@ -209,22 +246,25 @@ class ServerTransfers(TransferContext):  # type: ignore[misc]  # untyped base
         """Whether a transfer succeeds; a failure is counted, and logged where it is news."""
         try:
             move()
-        except GivenUpError as error:
-            reason = error.reason
         except Exception as error:  # whatever it is: it costs a hit, and the engine goes on
+            self._failed(flow, transfer.request, error)
+            if flow is LOAD_SERVER:
+                fallback("load")
+            return False
+        return True
+
+    def _failed(self, flow: Flow, request_id: str, error: Exception) -> None:
+        if isinstance(error, GivenUpError):
+            reason = error.reason
+        else:
             reason = type(error).__name__
             logger.warning(
                 "A %s between the engine and LMCache's server failed: %s "
                 "(docs: troubleshooting#transfer-failed)",
                 flow.direction,
                 error,
-                exc_info=not isinstance(error, LMCacheXPUError),
+                exc_info=None if isinstance(error, LMCacheXPUError) else error,
             )
-        else:
-            return True
         flow.failed(reason)
-        if flow is LOAD_SERVER:
-            fallback("load")
-            if reason not in _PASSING:
-                self._damaged.put(transfer.request)
-        return False
+        if flow is LOAD_SERVER and reason not in _PASSING:
+            self._damaged.put(request_id)

@@ -11,7 +11,9 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from lmcache_xpu.mp_connector.group_copies import GroupCopies
+from lmcache_xpu.mp_connector.kv_cache_groups import NULL_BLOCK
 from lmcache_xpu.mp_connector.transfer_context import ServerTransfers
+from lmcache_xpu.versions import lmcache_server
 from lmcache_xpu.versions.lmcache_server import LMCacheMPWorkerAdapter
 
 __all__ = ["WorkerAdapter"]
@@ -25,9 +27,13 @@ class WorkerAdapter(LMCacheMPWorkerAdapter):  # type: ignore[misc]  # untyped ba
     transfers: ServerTransfers | None = None
 
     def register(
-        self, kv_caches: dict[str, Any], groups: Sequence[GroupCopies], timeout_s: float
+        self,
+        kv_caches: dict[str, Any],
+        groups: Sequence[GroupCopies],
+        timeout_s: float,
+        draft_layers: int,
     ) -> None:
-        """Tell the server of the engine's KV cache.
+        """Tell the server of the engine's KV cache; see `ServerTransfers`.
 
         Raises:
             ConnectionError: the server does not answer.
@@ -40,6 +46,7 @@ class WorkerAdapter(LMCacheMPWorkerAdapter):  # type: ignore[misc]  # untyped ba
             groups,
             self.lmcache_tokens_per_chunk,
             timeout_s,
+            draft_layers,
         )
         self.register_kv_caches(kv_caches, (), {})
 
@@ -51,6 +58,37 @@ class WorkerAdapter(LMCacheMPWorkerAdapter):  # type: ignore[misc]  # untyped ba
         """
         busy = self.transfers is not None and self.transfers.busy
         return bool(super().is_healthy) or busy
+
+    def begin_step(self, written: Collection[int], loads: Sequence[Any]) -> None:
+        """Begin a step.
+
+        Args:
+            written: blocks that it may write.
+            loads: LMCache's descriptions of those inside it; the server is asked for them.
+        """
+        self.leave(written)
+        if self.transfers is None or self.transfers.in_steps is None:
+            return
+        self.transfers.in_steps.begin_step(written)
+        if loads:
+            self._ensure_heartbeat_started()
+        for load in loads:
+            op = load.op
+            [blocks] = self._block_ids_per_group(op)
+            block_tokens = self.transfers.groups[0].group.block_tokens
+            has = op.skip_first_n_tokens // block_tokens
+            self.transfers.in_steps.ask(
+                load.request_id,
+                self._create_key(
+                    lmcache_server.tokens_of(op),
+                    op.start,
+                    op.end,
+                    request_id=load.request_id,
+                    cache_salt=load.cache_salt,
+                    request_configs=load.request_configs,
+                ),
+                [NULL_BLOCK] * has + blocks[has:],
+            )
 
     def leave(self, blocks: Collection[int] | None = None) -> None:
         """Let the engine overwrite blocks; see `ServerTransfers.leave`."""

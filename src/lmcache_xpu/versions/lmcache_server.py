@@ -19,7 +19,10 @@ if TYPE_CHECKING:  # types, as the version has them that pyproject.toml pins
         LMCacheMPConnectorMetadata,
         LMCacheMPRequestState,
     )
-    from lmcache.integration.vllm.vllm_multi_process_adapter import LMCacheMPWorkerAdapter
+    from lmcache.integration.vllm.vllm_multi_process_adapter import (
+        LMCacheMPWorkerAdapter,
+        LoadStoreOp,
+    )
     from lmcache.v1.multiprocess.custom_types import RegisterEngineDrivenContextPayload
     from lmcache.v1.multiprocess.futures import MessagingFuture
     from lmcache.v1.multiprocess.transfer_context.worker_transfer import TransferContext
@@ -40,6 +43,11 @@ GROUPS_SINCE = TESTED["lmcache"][-1]  # its server takes objects of several KV c
 def keeps_groups() -> bool:
     """Whether the server keeps several KV cache groups apart; newer ones do."""
     return find_spec("lmcache.v1.multiprocess.token_codec") is not None
+
+
+def tokens_of(op: LoadStoreOp) -> Any:
+    """Return the tokens of a load or a store, as keys are made of them; packed in newer ones."""
+    return op.token_bytes if hasattr(op, "token_bytes") else op.token_ids
 
 
 def __getattr__(name: str) -> Any:

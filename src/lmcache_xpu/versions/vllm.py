@@ -6,6 +6,7 @@ number: a build between two releases has what it has.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheGroupSpec, KVCacheSpec
     from vllm.v1.request import Request
+
+DIFFUSION_MODULE = "vllm.v1.core.sched.diffusion_scheduler"
 
 
 def kv_heads(spec: AttentionSpec) -> int:
@@ -98,3 +101,16 @@ def preempt(scheduler: Any, request: Request, timestamp: float, in_this_step: in
     scheduler._preempt_request(request, timestamp)
     request.async_tokens_to_discard = int(answers)
     request.num_output_placeholders = 0
+
+
+def scheduler_class(config: VllmConfig) -> Any:
+    """Return the scheduler's class that vLLM would choose, were there no other one named.
+
+    Since 0.31 models of diffusion have one of their own, which vLLM names before it is asked.
+    """
+    scheduler = copy.copy(config.scheduler_config)
+    scheduler.scheduler_cls = None
+    if getattr(config, "diffusion_config", None) is not None:
+        ahead = "Async" if scheduler.async_scheduling else ""
+        scheduler.scheduler_cls = f"{DIFFUSION_MODULE}.Diffusion{ahead}Scheduler"
+    return scheduler.get_scheduler_cls()

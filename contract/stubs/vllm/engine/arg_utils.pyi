@@ -15,6 +15,7 @@ class EngineArgs:
     max_num_batched_tokens: Any
     max_num_seqs: Any
     pipeline_parallel_size: Any
+    scheduler_cls: Any
     served_model_name: Any
     shutdown_timeout: Any
     tensor_parallel_size: Any

@@ -7,10 +7,15 @@ class LMCacheMPRequestState(Enum):
 class LMCacheMPRequestTracker:
     cache_salt: Any
     max_offload_tokens: Any
+    allocated_block_ids: Any
+    num_lmcache_hit_tokens: Any
     state: Any
 
 class LMCacheMPRequestMetadata:
     direction: Any
+    request_id: Any
+    cache_salt: Any
+    request_configs: Any
     op: Any
 
 class LMCacheMPConnectorMetadata:

@@ -1,0 +1,271 @@
+"""Loads inside the step of their requests, which run beside the step's layers.
+
+    ask         first thing in a step: where the chunks are
+    begin       vLLM has prepared the step: seals are compared, the first layers enqueued
+    before_layer, after_layer, for each layer
+    end         the step is enqueued
+    take, gate  in any order: what was left unfilled, for vLLM; what stores wait for
+
+Seals are compared again when the device has copied all, by a thread. Until then nothing is stored
+that came of a load, and what `take` returned waits for whoever looks at it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lmcache_xpu.errors import TransferError
+from lmcache_xpu.gpu_connector.in_flight import InFlight
+from lmcache_xpu.gpu_connector.load_pipeline import LoadPipeline
+from lmcache_xpu.metrics import fallback, loaded
+from lmcache_xpu.mp_connector.group_copies import GroupCopies
+from lmcache_xpu.mp_connector.kv_cache_groups import NULL_BLOCK
+from lmcache_xpu.mp_connector.late_blocks import LateBlocks, Verdict
+from lmcache_xpu.mp_connector.lent_memory import LentMemory
+from lmcache_xpu.mp_connector.moves import Located, Moves
+from lmcache_xpu.mp_connector.server import GivenUpError, Server, check_lease
+
+__all__ = ["StepLoads"]
+
+logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
+
+ANSWER_S = 0.5  # that the engine waits for the server, at most
+
+Failed = Callable[[str, Exception], None]
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    request_id: str
+    key: Any
+    blocks: list[int]
+    verdict: Verdict
+    begun: float = field(default_factory=time.monotonic)
+    memory: LentMemory | None = None
+    asked: Any = None
+    located: Located | None = None
+    parts: list[LoadPipeline] = field(default_factory=list)
+
+
+class StepLoads:
+    """The loads of one worker's steps. Called by the engine's thread.
+
+    Args:
+        server: where from.
+        moves: of the worker.
+        copies: of its only KV cache group.
+        draft_layers: so many layers at the end are a drafter's.
+        failed: is told of a load that failed, and why.
+    """
+
+    def __init__(
+        self, server: Server, moves: Moves, copies: GroupCopies, draft_layers: int, failed: Failed
+    ) -> None:
+        self._server = server
+        self._moves = moves
+        self._copies = copies
+        self._failed = failed
+        layers, pages = copies.group.layers, copies.pages_per_layer
+        self._last_pages = {
+            name: (number + 1) * pages - 1 for number, name in enumerate(layers) if pages
+        }
+        model_pages = (len(layers) - draft_layers) * pages if pages else None
+        self._in_flight = InFlight(copies.group.block_tokens, model_pages)
+        self._asked: list[_Load] = []  # of this step
+        self._loads: list[_Load] = []  # of them, those that have begun
+        self._untaken: list[Verdict] = []
+        self._lock = threading.Lock()  # of the next
+        self._unknown: list[Verdict] = []
+        self._unfilled: set[int] = set()  # until they are given to a request anew
+
+    @property
+    def busy(self) -> bool:
+        """Whether any load is on its way."""
+        with self._lock:
+            return bool(self._unknown)
+
+    def begin_step(self, written: Collection[int]) -> None:
+        """Begin a step.
+
+        Args:
+            written: blocks that requests have got since the last one.
+        """
+        self.end()  # of a step that vLLM gave up
+        with self._lock:
+            self._unfilled.difference_update(written)
+
+    def ask(self, request_id: str, key: Any, blocks: Iterable[int]) -> None:
+        """Ask where chunks are that this step loads.
+
+        Args:
+            request_id: name of the request.
+            key: LMCache's, of the chunks.
+            blocks: theirs; null ones are left alone.
+        """
+        ids = list(blocks)
+        load = _Load(request_id, key, ids, Verdict(block for block in ids if block != NULL_BLOCK))
+        with self._lock:
+            self._unknown.append(load.verdict)
+        self._untaken.append(load.verdict)
+        loaded("step")
+        try:
+            load.memory = self._server.lent
+            load.asked = self._moves.ask_for_load(key)
+        except Exception as error:  # whatever: the request is computed
+            self._fail(load, error)
+        else:
+            self._asked.append(load)
+
+    def begin(self, tokens: int, *, whole: bool) -> None:
+        """Enqueue the first layers of what was asked for; waits for answers, `ANSWER_S` at most.
+
+        Args:
+            tokens: that the step computes.
+            whole: the step stops at no layer, so it waits for all of them first.
+        """
+        if not self._asked:
+            return
+        loads, self._asked = self._asked, []
+        self._in_flight.begin_step(frozenset(), tokens)
+        end = time.monotonic() + ANSWER_S
+        for load in loads:
+            try:
+                self._begin(load, max(0.0, end - time.monotonic()))
+            except Exception as error:  # whatever: the request is computed
+                self._fail(load, error)
+            else:
+                self._loads.append(load)
+        if whole or not self._last_pages:
+            with self._moves.enqueueing, torch.inference_mode():
+                self._in_flight.before_all()
+
+    def _begin(self, load: _Load, at_most_s: float) -> None:
+        assert load.memory is not None
+        answer = self._server.answer(load.asked, at_most_s=at_most_s)
+        if not answer.success:
+            raise GivenUpError("missing")
+        try:
+            load.located = self._moves.locate(load.memory, load.key, answer)
+            chunks = self._copies.chunks(load.blocks)
+            starts = functools.partial(self._group_starts, self._tokens(load))
+            load.parts = self._copies.beside_layers(chunks, load.located.objects[0], starts)
+        except BaseException:
+            self._moves.end_load(load.key)
+            raise
+        with self._moves.enqueueing, torch.inference_mode():
+            self._copies.follow_engine()  # blocks may be of a request whose step still runs
+            for part in load.parts:
+                self._in_flight.add_load(part, (), _leave)
+
+    def _group_starts(self, tokens: int, layers: int, layer_bytes: int, tuning: Any) -> list[int]:
+        return self._in_flight.group_starts(layers, tokens, layer_bytes, tuning)
+
+    def _tokens(self, load: _Load) -> int:
+        return len(load.blocks) * self._copies.group.block_tokens
+
+    def before_layer(self, name: str) -> None:
+        """Let the engine's stream wait for a layer."""
+        if self._loads and (page := self._last_pages.get(name)) is not None:
+            with self._moves.enqueueing, torch.inference_mode():
+                self._in_flight.before_layer(page)
+
+    def after_layer(self, name: str) -> None:
+        """Enqueue what comes after a layer that the engine has enqueued."""
+        if self._loads and (page := self._last_pages.get(name)) is not None:
+            with self._moves.enqueueing, torch.inference_mode():
+                self._in_flight.after_layer(page)
+
+    def end(self) -> None:
+        """End this step's loads: what follows in the engine's stream waits for them."""
+        for load in self._asked:
+            self._fail(load, TransferError("a load that vLLM never began", "a step that loads"))
+        self._asked.clear()
+        if not self._loads:
+            return
+        with self._moves.enqueueing, torch.inference_mode():
+            missed = {id(slots) for slots in self._in_flight.end_step()}
+        loads, self._loads = self._loads, []
+        for load in loads:
+            handles = [handle for part in load.parts for handle in part.handles()]
+            is_missed = any(id(part.slots) in missed for part in load.parts)
+            if is_missed and all(part.failed_behind is None for part in load.parts):
+                logger.error(
+                    "vLLM computed without waiting for the KV cache of a request; "
+                    "it is recomputed (docs: troubleshooting#load-not-awaited)"
+                )
+            decide = functools.partial(self._decide, load, is_missed)
+            self._in_flight.release((), handles, decide)
+
+    def _decide(self, load: _Load, is_missed: bool, _seconds: float) -> None:
+        """Say whether a load whose copies are done has filled its blocks; by any thread."""
+        assert load.located is not None
+        try:
+            try:
+                if not is_missed:
+                    load.located.check()
+                    check_lease(load.begun)
+            finally:
+                self._moves.end_load(load.key)
+        except Exception as error:  # whatever: the request is computed
+            self._fail(load, error)
+            return
+        if not is_missed:
+            self._moves.count_load(load.located.slots, time.monotonic() - load.begun)
+        self._say(load, filled=not is_missed)
+
+    def _fail(self, load: _Load, error: Exception) -> None:
+        try:
+            self._failed(load.request_id, error)
+        finally:
+            self._say(load, filled=False)
+
+    def _say(self, load: _Load, *, filled: bool) -> None:
+        if not filled:
+            fallback("load")
+        with self._lock:
+            if not filled:
+                self._unfilled |= load.verdict.blocks
+            self._unknown.remove(load.verdict)
+        load.verdict.give(filled=filled)
+
+    def take(self) -> Collection[int]:
+        """Return the blocks that loads left unfilled since the last call; see `LateBlocks`."""
+        self.end()  # vLLM may ask before it has its stores submitted
+        verdicts, self._untaken = self._untaken, []
+        return LateBlocks(verdicts) if verdicts else set()
+
+    def gate(self, blocks: Collection[int]) -> Callable[[], None]:
+        """Return what a store has to pass, in its own thread, before it may copy.
+
+        It waits until it is known of all loads so far whether they have filled their blocks, and
+        raises `GivenUpError` if one left a block unfilled.
+
+        Args:
+            blocks: all that the store's request has computed from, and the store's own.
+        """
+        with self._lock:
+            spoiled = not self._unfilled.isdisjoint(blocks)
+            unknown = [v for v in self._unknown if not v.blocks.isdisjoint(blocks)]
+
+        def check() -> None:
+            if spoiled or any(verdict.unfilled for verdict in unknown):
+                raise GivenUpError("unfilled")
+
+        return check
+
+    def close(self) -> None:
+        """Wait for what is on its way."""
+        self.end()
+        self._in_flight.close()
+
+
+def _leave(seconds: float) -> None:
+    """Count nothing: `StepLoads._decide` does."""

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from lmcache_xpu.kv_connector.load_policy import LoadPolicy, LoadSpeeds
+from lmcache_xpu.mp_connector.hit_ways import HitWays
+from lmcache_xpu.transfer.tuning import tuning_of
+
+UNKNOWN = LoadSpeeds()
+
+
+def request(name: str = "a", tokens: int = 100_000) -> SimpleNamespace:
+    return SimpleNamespace(request_id=name, num_tokens=tokens)
+
+
+def step(**tokens: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        num_scheduled_tokens=tokens, total_num_scheduled_tokens=sum(tokens.values())
+    )
+
+
+def load(name: str) -> SimpleNamespace:
+    return SimpleNamespace(request_id=name)
+
+
+def ways(loads: str = "auto") -> HitWays:
+    ways = HitWays()
+    ways.allow_steps(LoadPolicy(loads, tuning_of("cpu")))
+    return ways
+
+
+def test_where_loads_may_not_be_inside_steps_all_requests_wait():
+    ways = HitWays()
+    assert not ways.allows_steps
+    assert ways.choose(request(), 0, 99_000) == "async"
+    assert ways.begin_step(step(), [load("a")]) == ([], 0)
+
+
+def test_alone_a_request_is_loaded_inside_its_step():
+    alone = ways()
+    assert alone.allows_steps
+    assert alone.choose(request(), 0, 99_000) == "step"
+    mine = load("a")
+    assert alone.begin_step(step(a=1000), [mine]) == ([mine], 0)
+
+
+def test_beside_others_a_long_load_waits_and_a_short_one_does_not():
+    beside = ways()
+    beside.begin_step(step(other=1), [])
+    assert beside.choose(request(), 0, 99_000) == "async"
+    assert beside.choose(request(), 99_000, 100) == "step"
+    beside.finished("other")
+    assert beside.choose(request(), 0, 99_000) == "step"
+
+
+def test_behind_a_load_beside_steps_a_long_one_waits_too_until_that_has_ended():
+    behind = ways()
+    behind.begin_step(step(other=1), [])
+    assert behind.choose(request("first"), 0, 99_000) == "async"
+    behind.begin_step(step(), [load("first")])
+    assert behind.choose(request(), 0, 99_000) == "async"
+    behind.end_step({"first"}, UNKNOWN)
+    assert behind.choose(request(), 0, 99_000) == "step"
+
+
+@pytest.mark.parametrize("forced", ["step", "async"])
+def test_a_setting_leaves_no_choice(forced):
+    assert ways(forced).choose(request(), 0, 99_000) == forced
+    beside = ways(forced)
+    beside.begin_step(step(other=1), [])
+    assert beside.choose(request(), 0, 99_000) == forced
+
+
+def test_what_is_computed_sooner_than_loaded_is_computed_and_counted_with_its_step(monkeypatch):
+    computing = ways()
+    monkeypatch.setattr(LoadPolicy, "computes", lambda *_: True)
+    assert computing.choose(request(), 0, 99_000) == "computed"
+    assert computing.is_computed("a")
+    assert computing.begin_step(step(other=1), []) == ([], 0)  # it is not in this one
+    assert computing.begin_step(step(a=1000), []) == ([], 1)
+    assert not computing.is_computed("a")
+
+
+def test_the_last_choice_counts_and_a_request_that_ended_is_forgotten():
+    last = ways()
+    assert last.choose(request(), 0, 99_000) == "step"
+    last.begin_step(step(other=1), [])
+    assert last.choose(request(), 0, 99_000) == "async"
+    assert last.begin_step(step(other=1), [load("a")]) == ([], 0)
+    assert ways().begin_step(step(), [load("a")]) == ([], 0)
+    ended = ways()
+    ended.choose(request(), 0, 99_000)
+    ended.finished("a")
+    assert ended.begin_step(step(), [load("a")]) == ([], 0)

@@ -1,0 +1,90 @@
+"""What the scheduler's half answers vLLM; LMCache's own part is in engine/test_server.py."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from lmcache_xpu.kv_connector.load_policy import LoadPolicy
+from lmcache_xpu.mp_connector import scheduler_half
+from lmcache_xpu.mp_connector.scheduler_half import SchedulerHalf
+from lmcache_xpu.versions.lmcache_server import LMCacheMPConnector
+
+CHUNK = 256
+
+
+def half(monkeypatch, *, ranks: int = 1, zeroes: bool = False, groups: int = 1, loads="auto"):
+    monkeypatch.setattr(scheduler_half, "Keys", lambda *_: SimpleNamespace())
+    made = SchedulerHalf.__new__(SchedulerHalf)
+    made.scheduler_adapter = SimpleNamespace(lmcache_tokens_per_chunk=CHUNK)
+    made.request_trackers = {}
+    made.start_scheduler(
+        SimpleNamespace(parallel_config=SimpleNamespace(world_size=ranks)),
+        SimpleNamespace(kv_cache_groups=[None] * groups, needs_kv_cache_zeroing=zeroes),
+        {"xpu.loads": loads},
+        [None] * groups,
+    )
+    return made
+
+
+@pytest.mark.parametrize(
+    ("engine", "allowed"),
+    [({}, True), ({"ranks": 2}, False), ({"zeroes": True}, False), ({"groups": 2}, False)],
+    ids=["alone", "ranks", "zeroes", "groups"],
+)
+def test_loads_are_inside_steps_where_they_can_and_the_scheduler_says_so(
+    monkeypatch, engine, allowed
+):
+    made = half(monkeypatch, **engine)
+    assert not made._ways.allows_steps
+    made.load_in_steps()
+    assert made._ways.allows_steps is allowed
+
+
+def request(tokens: int = 1000):
+    return SimpleNamespace(request_id="a", num_tokens=tokens, skip_reading_prefix_cache=False)
+
+
+@pytest.fixture
+def looked_up(monkeypatch):
+    """Requests that LMCache looks up: the server has 768 tokens."""
+    names = []
+
+    def matched(connector, asked, kept):
+        names.append(asked.request_id)
+        return 768 - kept, True
+
+    monkeypatch.setattr(LMCacheMPConnector, "get_num_new_matched_tokens", matched)
+    monkeypatch.setattr(LMCacheMPConnector, "update_state_after_alloc", lambda *_: None)
+    monkeypatch.setattr(SchedulerHalf, "_get_or_create_request_tracker", lambda *_: None)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("loads", "answer"), [("step", (768, False)), ("async", (768, True)), ("auto", (768, False))]
+)
+def test_what_is_chosen_is_answered(monkeypatch, looked_up, loads, answer):
+    made = half(monkeypatch, loads=loads)
+    assert made.get_num_new_matched_tokens(request(), 0) == (768, True)  # nobody begins it anew
+    made.load_in_steps()
+    assert made.get_num_new_matched_tokens(request(), 0) == answer
+
+
+def test_a_request_whose_load_failed_is_looked_up_no_more(monkeypatch, looked_up):
+    made = half(monkeypatch)
+    made.give_up_hits("a")
+    assert made.get_num_new_matched_tokens(request(), 0) == (0, False)
+    assert looked_up == []
+
+
+def test_of_a_hit_that_is_computed_lmcache_counts_nothing_as_loaded(monkeypatch, looked_up):
+    made = half(monkeypatch)
+    made.load_in_steps()
+    monkeypatch.setattr(LoadPolicy, "computes", lambda *_: True)
+    made.request_trackers["a"] = tracker = SimpleNamespace(num_lmcache_hit_tokens=768)
+    assert made.get_num_new_matched_tokens(request(), 0) == (0, False)
+    made.update_state_after_alloc(request(), None, 0)
+    assert tracker.num_lmcache_hit_tokens == 0

@@ -1,0 +1,300 @@
+"""Loads inside steps, with an imitated server and real shared memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from prometheus_client import REGISTRY
+from support import caches
+from support.intel import MACHINES
+from support.intel import machine as machine  # a fixture
+from support.lending import BLOCKS, Client, Key, copies, filled
+
+pytest.importorskip("vllm")
+
+from lmcache_xpu.mp_connector import step_loads
+from lmcache_xpu.mp_connector.server import GivenUpError
+from lmcache_xpu.mp_connector.transfer_context import ServerTransfers
+from lmcache_xpu.mp_connector.transfer_queue import Transfer
+from lmcache_xpu.versions.lmcache_server import MessagingFuture
+
+KEY = Key(tuple(range(24)), 0, 24)
+STORED, LOADED = [3, 4, 9, 8, 20, 21], [10, 11, 12, 13, 14, 15]
+OTHERS = [1, 2, 5, 6, 7, 16]
+LAYERS = [f"layer {number}" for number in range(6)]
+TIMEOUT_S = 0.3
+
+
+class Engine:
+    """A worker's transfers, and the engine that calls them."""
+
+    def __init__(self, caches=None):
+        self.client, self.healthy = Client(), threading.Event()
+        self.healthy.set()
+        self.caches = caches or {name: filled(number) for number, name in enumerate(LAYERS)}
+        self.copies = copies(self.caches)
+        self.transfers = ServerTransfers(1, self.client, self.healthy, [self.copies], 8, TIMEOUT_S)
+        self.transfers.register(None, "model", 1)
+        self.loads = self.transfers.in_steps
+        self.before = [layer.clone() for layer in self.caches.values()]
+
+    def store(self, blocks, key=KEY, sources=()):
+        self.transfers.compute_from({"request": sources} if sources else {})
+        event = self.transfers.create_recorded_event()
+        submitted = self.transfers.submit_store("request", key, None, [blocks], event, 2)
+        return submitted.result(10)
+
+    def load(self, blocks=LOADED, *, key=KEY, layers=LAYERS, whole=False, looks=True):
+        """A step that loads; whether each layer was there when the engine came to it."""
+        self.loads.begin_step(blocks)
+        self.loads.ask("request", key, blocks)
+        self.loads.begin(4, whole=whole)
+        there = [self.look(name, blocks) for name in layers if looks]
+        self.loads.end()
+        return there
+
+    def look(self, name, blocks):
+        self.loads.before_layer(name)
+        number = LAYERS.index(name)
+        there = torch.equal(self.caches[name][blocks], self.before[number][STORED])
+        self.loads.after_layer(name)
+        return there
+
+
+@pytest.fixture
+def engine():
+    engine = Engine()
+    yield engine
+    engine.transfers.close()
+    engine.client.close()
+
+
+@pytest.fixture
+def stored(engine):
+    assert engine.store(STORED)
+    return engine
+
+
+def failures(direction, reason):
+    labels = {"direction": direction, "tier": "server", "reason": reason}
+    return REGISTRY.get_sample_value("lmcache_xpu_errors_total", labels) or 0.0
+
+
+def unchanged(engine, blocks):
+    """Whether all layers have in these blocks what they had."""
+    layers = zip(engine.caches.values(), engine.before, strict=True)
+    return all(torch.equal(layer[blocks], was[blocks]) for layer, was in layers)
+
+
+def test_each_layer_is_there_when_the_engine_comes_to_it_and_nothing_else_changes(stored):
+    assert stored.load() == [True] * len(LAYERS)
+    assert unchanged(stored, [block for block in range(BLOCKS) if block not in LOADED])
+    assert not stored.loads.take()
+    assert not stored.transfers.busy
+    assert stored.client.calls[-2:] == ["prepare_retrieve", "commit_retrieve"]
+
+
+def test_layers_come_one_after_another(stored):
+    """Where all is loaded before the first layer, nothing runs beside the engine."""
+    stored.loads.begin_step(LOADED)
+    stored.loads.ask("request", KEY, LOADED)
+    stored.loads.begin(1000, whole=False)
+    last = stored.caches[LAYERS[-1]]
+    assert torch.equal(last[LOADED], stored.before[-1][LOADED])
+    stored.look(LAYERS[-1], LOADED)
+    assert torch.equal(last[LOADED], stored.before[-1][STORED])
+    stored.loads.end()
+
+
+def test_a_step_that_stops_at_no_layer_has_all_before_it_begins(stored):
+    stored.load(whole=True, looks=False)
+    for layer, was in zip(stored.caches.values(), stored.before, strict=True):
+        assert torch.equal(layer[LOADED], was[STORED])
+    assert not stored.loads.take()
+
+
+def test_blocks_that_the_engine_has_are_left_alone(stored):
+    stored.load([0, 0, *LOADED[2:]], looks=False, whole=True)
+    for layer, was in zip(stored.caches.values(), stored.before, strict=True):
+        assert torch.equal(layer[LOADED[2:]], was[STORED[2:]])
+    assert unchanged(stored, LOADED[:2])
+
+
+def test_a_layer_that_was_not_waited_for_is_reported(stored):
+    stored.load(layers=LAYERS[:3])
+    assert set(stored.loads.take()) == set(LOADED)
+    assert stored.loads.take() == set()  # once
+
+
+@pytest.mark.parametrize(
+    ("plant", "reason"),
+    [
+        (lambda engine: engine.client.objects.clear(), "missing"),
+        (lambda engine: engine.transfers._server.lent.pool.fill_(7), "damaged"),
+        (lambda engine: engine.healthy.clear(), "server"),
+        (lambda engine: setattr(engine.client, "silent", True), "server"),
+    ],
+    ids=["missing", "damaged", "lost", "silent"],
+)
+def test_what_fails_before_the_copy_copies_nothing_and_is_reported(stored, plant, reason):
+    count = failures("load", reason)
+    plant(stored)
+    begin = time.monotonic()
+    stored.load(looks=False)
+    assert time.monotonic() - begin < 3 * TIMEOUT_S
+    assert set(stored.loads.take()) == set(LOADED)
+    assert unchanged(stored, range(BLOCKS))
+    assert failures("load", reason) == count + 1
+    assert stored.transfers.take_damaged() == ({"request"} if reason == "damaged" else set())
+
+
+def test_the_engine_waits_for_a_server_no_longer_than_it_may(stored, monkeypatch):
+    monkeypatch.setattr(step_loads, "ANSWER_S", 0.05)
+    stored.client.silent = True
+    begin = time.monotonic()
+    stored.loads.begin_step(LOADED)
+    for name in ("a", "b", "c"):
+        stored.loads.ask(name, KEY, LOADED)
+    stored.loads.begin(4, whole=False)
+    assert time.monotonic() - begin < TIMEOUT_S
+    assert not stored.healthy.is_set()
+    stored.loads.end()
+    assert set(stored.loads.take()) == set(LOADED)
+
+
+def test_what_is_lent_to_another_meanwhile_is_reported(stored):
+    count = failures("load", "damaged")
+    stored.loads.begin_step(LOADED)
+    stored.loads.ask("request", KEY, LOADED)
+    stored.loads.begin(4, whole=False)
+    stored.look(LAYERS[0], LOADED)
+    stored.transfers._server.lent.pool.fill_(9)
+    for name in LAYERS[1:]:
+        stored.look(name, LOADED)
+    stored.loads.end()
+    assert set(stored.loads.take()) == set(LOADED)
+    assert failures("load", "damaged") == count + 1
+
+
+def test_an_error_while_it_copies_is_reported(stored, monkeypatch):
+    monkeypatch.setattr(stored.copies.parts[0].stager, "load", lambda *_, **__: 1 / 0)
+    stored.load(looks=False)
+    assert set(stored.loads.take()) == set(LOADED)
+    assert failures("load", "ZeroDivisionError") >= 1
+
+
+def test_a_load_that_vllm_never_began_is_reported(stored):
+    stored.loads.begin_step(LOADED)
+    stored.loads.ask("request", KEY, LOADED)
+    stored.loads.begin_step(())
+    assert set(stored.loads.take()) == set(LOADED)
+
+
+OTHER = Key(tuple(range(24, 48)), 0, 24)
+
+
+def test_nothing_is_stored_that_came_of_a_failed_load_until_its_blocks_are_written_anew(stored):
+    count = failures("store", "unfilled")
+    stored.load(layers=[])
+    assert not stored.store([22, 23, 24, 25, 26, 27], OTHER, sources=[*LOADED, 22, 23])
+    assert failures("store", "unfilled") == count + 1
+    assert stored.store([22, 23, 24, 25, 26, 27], OTHER, sources=[22, 23])
+    stored.loads.begin_step(LOADED)
+    another = Key(tuple(range(48, 72)), 0, 24)
+    assert stored.store(LOADED, another, sources=LOADED)
+
+
+@pytest.mark.parametrize("filled", [True, False])
+def test_a_store_and_whoever_looks_wait_until_it_is_known(stored, monkeypatch, filled):
+    """As on a device, which copies on while the engine goes on."""
+    decide, said, decisions = stored.loads._decide, threading.Event(), []
+    monkeypatch.setattr(stored.loads, "_decide", lambda *args: decisions.append(args))
+    stored.load()
+    blocks = stored.loads.take()
+    assert stored.transfers.busy
+    stored.transfers.compute_from({"request": LOADED})
+    event = stored.transfers.create_recorded_event()
+    future = stored.transfers.submit_store("request", OTHER, None, [LOADED], event, 2)
+    if not filled:
+        stored.transfers._server.lent.pool.fill_(9)
+
+    def say() -> None:
+        said.wait(10)
+        for args in decisions:
+            decide(*args)
+
+    later = threading.Thread(target=say)
+    later.start()
+    time.sleep(0.1)
+    assert not future.query()
+    said.set()
+    assert set(blocks) == (set() if filled else set(LOADED))
+    assert future.result(10) is filled
+    later.join()
+
+
+def test_a_step_given_anew_does_not_open_an_earlier_stores_gate(stored):
+    stored.load(layers=[])
+    gate = stored.loads.gate(LOADED)
+    stored.loads.begin_step(LOADED)
+    with pytest.raises(GivenUpError):
+        gate()
+    stored.loads.gate(LOADED)()
+
+
+def test_several_loads_of_one_step_fail_one_by_one(stored):
+    assert stored.store([22, 23, 24, 25, 26, 27], OTHER)
+    stored.loads.begin_step([*LOADED, *OTHERS])
+    stored.loads.ask("a", KEY, LOADED)
+    stored.loads.ask("b", Key(OTHER.tokens, 0, 24, cache_salt="none"), OTHERS)
+    stored.loads.begin(4, whole=False)
+    for name in LAYERS:
+        assert stored.look(name, LOADED)
+    stored.loads.end()
+    assert set(stored.loads.take()) == set(OTHERS)
+
+
+def test_loads_are_counted_by_their_way(stored):
+    def count(way):
+        return REGISTRY.get_sample_value("lmcache_xpu_loads_total", {"way": way})
+
+    before = count("step"), count("async")
+    stored.load()
+    event = stored.transfers.create_recorded_event()
+    stored.transfers.submit_retrieve("request", KEY, None, [LOADED], event, 2).result(10)
+    assert (count("step"), count("async")) == (before[0] + 1, before[1] + 1)
+    assert stored.transfers.take_speeds().near > 0
+    assert stored.transfers.take_speeds().near is None
+
+
+def test_layers_that_are_not_alike_are_all_there_before_the_step():
+    engine = Engine({**{name: filled(3) for name in LAYERS[:2]}, "wide": filled(4, heads=5)})
+    try:
+        assert engine.store(STORED)
+        engine.load(looks=False)
+        for layer, was in zip(engine.caches.values(), engine.before, strict=True):
+            assert torch.equal(layer[LOADED], was[STORED])
+        assert not engine.loads.take()
+    finally:
+        engine.transfers.close()
+        engine.client.close()
+
+
+@MACHINES
+def test_every_layer_is_ordered_before_who_reads_it(machine):
+    """The engine reads on its stream, as soon as it comes to a layer; a race would be seen."""
+    engine = Engine({name: filled(n).to(caches.DEVICE) for n, name in enumerate(LAYERS)})
+    try:
+        transfer = Transfer("request", frozenset(STORED), MessagingFuture())
+        engine.transfers._moves.store(transfer, KEY, [STORED], None)  # the GPU is this thread's
+        assert engine.load() == [True] * len(LAYERS)
+        assert not set(engine.loads.take())
+        assert unchanged(engine, [block for block in range(BLOCKS) if block not in LOADED])
+        engine.load(OTHERS, layers=LAYERS[:3])
+        assert set(engine.loads.take()) == set(OTHERS)
+    finally:
+        engine.transfers.close()
+        engine.client.close()
