@@ -64,6 +64,15 @@ def test_a_server_that_does_not_answer_costs_hits_and_one_wait(seen, fault):
     assert first["seconds"] < AT_MOST_S + second["seconds"]
 
 
+def test_a_server_of_another_version_is_asked_nothing_by_requests(seen):
+    for asked in seen["another version"]:
+        assert is_exact(asked)
+        assert asked["hit"] == 0
+        assert asked["seconds"] < AT_MOST_S + seen["hung"][1]["seconds"]
+    assert set(seen["asked of another version"]) == {0}  # tokens: what heartbeats ask
+    assert seen["errors"]["load server"] >= 1
+
+
 @pytest.mark.parametrize(
     "again", ["goes on", "started again", "after a load", "after a store"], ids=lambda name: name
 )

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from support.cache_server import CacheServer
+from support.other_server import OtherServer
 from support.probes import end_with
 from support.real_engine import LENGTHS, Engine, hit, prompt
 
@@ -152,6 +153,13 @@ def faults(engine: Engine, server: CacheServer) -> dict[str, Any]:
     report["goes on"] = comes_back(server.go_on)
     server.kill()
     report["killed"] = [ask() for _ in range(2)]
+    with OtherServer(server.url) as other:
+        for _ in range(3):
+            heard = other.asked.count("ping") + 4  # of both halves
+            while other.asked.count("ping") < heard:
+                time.sleep(0.05)
+            report.setdefault("another version", []).append(ask())
+        report["asked of another version"] = other.lookups
     report["started again"] = comes_back(server.start)
     for direction in ("load", "store"):
         if direction == "store":  # nothing of this prompt is there

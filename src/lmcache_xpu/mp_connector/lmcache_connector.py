@@ -25,6 +25,7 @@ from lmcache_xpu.kv_connector.orphans import end_with_parent
 from lmcache_xpu.mp_connector.group_copies import GroupCopies
 from lmcache_xpu.mp_connector.keys import Keys
 from lmcache_xpu.mp_connector.kv_cache_groups import cache_groups
+from lmcache_xpu.mp_connector.scheduler_adapter import SchedulerAdapter
 from lmcache_xpu.mp_connector.step import FailedLoads, Step, written_blocks
 from lmcache_xpu.mp_connector.worker_adapter import WorkerAdapter
 from lmcache_xpu.transfer.devices import register_host
@@ -61,6 +62,7 @@ class ServerConnector(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         LayoutError: a KV cache that can't be served.
     """
 
+    scheduler_adapter: SchedulerAdapter  # of a scheduler
     worker_adapter: WorkerAdapter  # of a worker
 
     def __init__(
@@ -106,6 +108,7 @@ class ServerConnector(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         # Requests are reported as a whole: of a part of them LMCache would count tokens twice.
         self._report_request_errors = True
         if role is KVConnectorRole.SCHEDULER:
+            self.scheduler_adapter = self._own_scheduler_adapter(self.scheduler_adapter)
             chunk_tokens = self.scheduler_adapter.lmcache_tokens_per_chunk
             self._keys = Keys(vllm_config, kv_cache_config, chunk_tokens)
             self._computed = 0  # of the request that is looked up
@@ -125,6 +128,22 @@ class ServerConnector(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
             parallel_strategy=stock.parallel_strategy,
             extra_config=self._options,
             enable_kv_events=self._enable_kv_events,
+        )
+
+    def _own_scheduler_adapter(self, stock: Any) -> SchedulerAdapter:
+        """Make our adapter in place of LMCache's, which asks nobody."""
+        stock.shutdown()
+        newer = {}
+        if hasattr(stock, "_required_chunk_alignment"):
+            newer["required_chunk_alignment"] = stock._required_chunk_alignment
+        return SchedulerAdapter(
+            server_urls=[self._url],
+            context=zmq.Context.instance(),
+            model_name=stock.model_name,
+            vllm_block_size=stock.lmcache_tokens_per_chunk // stock.blocks_in_chunk,
+            parallel_strategy=stock.parallel_strategy,
+            extra_config=self._options,
+            **newer,
         )
 
     # The worker's half
@@ -187,8 +206,8 @@ class ServerConnector(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         return FailedLoads(failed, damaged) if failed or damaged else None
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What this process counted since the last call. The scheduler's half counts nothing."""
-        return stats.take() if self.role is KVConnectorRole.WORKER else None
+        """What this process counted since the last call."""
+        return stats.take()
 
     # The scheduler's half
 

@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.mp_connector.group_copies import GroupCopies
+from lmcache_xpu.mp_connector.questions import answers
 from lmcache_xpu.mp_connector.transfer_context import ServerTransfers
 from lmcache_xpu.versions.lmcache_server import LMCacheMPWorkerAdapter
 
 __all__ = ["WorkerAdapter"]
+
+START_S = 10.0  # for the first answer to a look-up
 
 
 class WorkerAdapter(LMCacheMPWorkerAdapter):  # type: ignore[misc]  # untyped base
@@ -28,7 +32,7 @@ class WorkerAdapter(LMCacheMPWorkerAdapter):  # type: ignore[misc]  # untyped ba
 
         Raises:
             ConnectionError: the server does not answer.
-            SettingsError: it lends no memory.
+            SettingsError: it lends no memory, or answers no look-up.
         """
         self.transfers = ServerTransfers(
             self.instance_id,
@@ -39,6 +43,12 @@ class WorkerAdapter(LMCacheMPWorkerAdapter):  # type: ignore[misc]  # untyped ba
             timeout_s,
         )
         self.register_kv_caches(kv_caches, (), {})
+        if not self._answers(START_S):
+            raise SettingsError(
+                f"an LMCache server that answered no look-up within {START_S:.0f} s",
+                "one of the engine's LMCache",
+                "A server of another version can't read them: install one version on both sides.",
+            )
 
     @property
     def is_healthy(self) -> bool:
@@ -58,6 +68,13 @@ class WorkerAdapter(LMCacheMPWorkerAdapter):  # type: ignore[misc]  # untyped ba
         assert self.transfers is not None
         blocks: list[list[int]] = op.block_ids
         return [blocks[copies.group.number] for copies in self.transfers.groups]
+
+    def _answers(self, timeout_s: float) -> bool:
+        return answers(self.req_client, self.model_name, self.world_size, timeout_s)
+
+    def _reregister_kv_caches_callback(self) -> bool:
+        """Whether a server that was lost may be asked again, and was told of this worker."""
+        return self._answers(self._mq_timeout) and bool(super()._reregister_kv_caches_callback())
 
     def _send_register_kv_caches_request(self, kv_caches: dict[str, Any]) -> None:
         """Register, at the start and whenever the server is there again."""
