@@ -11,7 +11,7 @@ import time
 import pytest
 from support import tiny_models
 from support.cache_server import CacheServer
-from support.real_engine import BLOCK, LENGTHS, cached
+from support.real_engine import BLOCK, CHUNK, LENGTHS, cached
 from support.scripts import printed, run_probe
 
 from lmcache_xpu.harness.random_model import EXACT, make_model
@@ -49,6 +49,18 @@ def test_a_hit_restores_every_byte_and_gives_the_recomputed_tokens(seen, name):
     assert seen["hits"][name]["hit"] == cached(name)
     assert is_exact(seen["hits"][name], name)
     assert seen["errors before"] == {}
+
+
+def test_a_full_server_counts_what_it_refuses_and_costs_hits_alone(seen):
+    full = seen["full"]
+    assert full["held"] > 0
+    assert full["refused"] >= 1  # on the server's own /metrics
+    assert all(asked["same"] and asked["restored"] >= 6 for asked in full["asked"])
+    assert full["asked"][0]["hit"] == 0
+    assert full["asked"][-1]["hit"] == 3 * CHUNK  # the memory is there again
+    assert all(
+        asked["seconds"] < AT_MOST_S + full["asked"][0]["seconds"] for asked in full["asked"]
+    )
 
 
 def test_a_salt_has_keys_of_its_own(seen):

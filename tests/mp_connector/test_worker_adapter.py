@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 import zmq
 from support.lending import BLOCK, CHUNK, copies, filled
-from support.other_server import OtherServer
+from support.other_server import POOL, OtherServer
 
 pytest.importorskip("vllm")
 
@@ -43,6 +44,17 @@ def register(adapter):
     adapter.register(caches, [copies(caches)], WAIT_S)
 
 
+def store(adapter):
+    event = adapter.create_recorded_event()
+    chunk = LoadStoreOp(list(range(CHUNK)), [[3, 4]], 0, CHUNK)
+    adapter.submit_store_request("request", chunk, event)
+
+
+def maps(server):
+    """Whether this process maps the memory that the server lends."""
+    return server.path.name in Path("/proc/self/maps").read_text()
+
+
 def until(condition):
     end = time.monotonic() + 20
     while not condition():
@@ -61,9 +73,7 @@ def test_a_server_that_answers_the_heartbeat_alone_is_not_asked_for_transfers(se
     register(adapter)
     assert server.asked.count(REGISTER) == 1
     server.reads_keys = False
-    event = adapter.create_recorded_event()
-    store = LoadStoreOp(list(range(CHUNK)), [[3, 4]], 0, CHUNK)
-    adapter.submit_store_request("request", store, event)
+    store(adapter)
     until(lambda: not adapter._health_event.is_set())
     last = server.asked.count("ping") + 4
     until(lambda: server.asked.count("ping") >= last)
@@ -73,3 +83,22 @@ def test_a_server_that_answers_the_heartbeat_alone_is_not_asked_for_transfers(se
     server.reads_keys = True
     until(lambda: adapter.is_healthy)
     assert server.asked.count(REGISTER) == 2
+
+
+def test_memory_of_a_lost_server_is_given_back_when_its_name_is_gone(server, adapter):
+    server.reads_keys = True
+    register(adapter)
+    assert maps(server)
+    server.silent = True
+    store(adapter)
+    until(lambda: not adapter.is_healthy)
+    last = server.asked.count("ping") + 2
+    until(lambda: server.asked.count("ping") >= last)
+    assert maps(server)  # it may come back
+    server.path.unlink()
+    until(lambda: not maps(server))
+    store(adapter)  # ends at once
+    server.path.write_bytes(bytes(POOL))
+    server.silent = False
+    until(lambda: adapter.is_healthy)
+    assert maps(server)

@@ -35,14 +35,14 @@ class OtherServer:
         self.lookups: list[int] = []  # tokens of each
         self.reads_keys = reads_keys
         self.silent = False
-        self._path = Path("/dev/shm") / f"lmcache-xpu-test-{uuid.uuid4().hex}"
+        self.path = Path("/dev/shm") / f"lmcache-xpu-test-{uuid.uuid4().hex}"
         self._answers: dict[str, Any] = {
             "ping": True,
             "get_chunk_size": chunk_tokens,
             "negotiate_chunk_size": chunk_tokens,
             "get_experimental": [],
             "register_kv_cache_engine_driven_context": RegisterEngineDrivenContextResponse(
-                shm_name=self._path.name, pool_size=POOL
+                shm_name=self.path.name, pool_size=POOL
             ),
             "unregister_kv_cache_engine_driven_context": None,
             "query_prefetch_status": 0,
@@ -55,7 +55,7 @@ class OtherServer:
         self._thread = threading.Thread(target=self._serve)
 
     def __enter__(self) -> Self:
-        self._path.write_bytes(bytes(POOL))
+        self.path.write_bytes(bytes(POOL))
         self._thread.start()
         return self
 
@@ -69,7 +69,7 @@ class OtherServer:
         self._thread.join()
         self._socket.close(linger=0)
         self._context.term()
-        self._path.unlink()
+        self.path.unlink()
 
     def _serve(self) -> None:
         while not self._ends.is_set():

@@ -7,6 +7,7 @@ A process of its own does: this module, run as a program. The kernel tells it wh
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import shutil
 import signal
@@ -93,6 +94,7 @@ def start_server(settings: Settings) -> str:
                 "Its own lines are above. It can be started by hand, and named by server_url.",
             )
         time.sleep(0.1)
+    print(f"LMCache's server counts at http://{HOST}:{ports[1]}/metrics", flush=True)
     return f"tcp://{HOST}:{ports[0]}"
 
 
@@ -116,6 +118,7 @@ def check_shared_memory(settings: Settings) -> None:
 def keep(command: Sequence[str]) -> None:
     """Run a server until this process is told to end, and start it again whenever it ends."""
     server: subprocess.Popen[bytes] | None = None
+    options = dict(itertools.pairwise(command))
 
     def end(_signal: int, _frame: FrameType | None) -> None:
         if server is not None and server.poll() is None:
@@ -132,6 +135,9 @@ def keep(command: Sequence[str]) -> None:
         server = subprocess.Popen(command, preexec_fn=_end_with_parent)
         status = server.wait()
         print(f"LMCache's server ended with status {status}; it starts again", flush=True)
+        # Engines give it back when its name is gone; the next server looks for room first.
+        if name := options.get("--shm-name"):
+            (SHARED_MEMORY / name).unlink(missing_ok=True)
         time.sleep(AGAIN_S)
 
 

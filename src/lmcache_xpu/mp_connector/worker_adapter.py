@@ -11,6 +11,7 @@ from typing import Any
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.mp_connector.group_copies import GroupCopies
+from lmcache_xpu.mp_connector.heartbeat import Heartbeat
 from lmcache_xpu.mp_connector.questions import answers
 from lmcache_xpu.mp_connector.transfer_context import ServerTransfers
 from lmcache_xpu.versions.lmcache_server import LMCacheMPWorkerAdapter
@@ -24,6 +25,7 @@ class WorkerAdapter(LMCacheMPWorkerAdapter):  # type: ignore[misc]  # untyped ba
     """LMCache's, with `ServerTransfers`. Arguments are LMCache's."""
 
     transfers: ServerTransfers | None = None
+    _heartbeat: Heartbeat | None
 
     def register(
         self, kv_caches: dict[str, Any], groups: Sequence[GroupCopies], timeout_s: float
@@ -68,6 +70,21 @@ class WorkerAdapter(LMCacheMPWorkerAdapter):  # type: ignore[misc]  # untyped ba
         assert self.transfers is not None
         blocks: list[list[int]] = op.block_ids
         return [blocks[copies.group.number] for copies in self.transfers.groups]
+
+    def _ensure_heartbeat_started(self) -> None:
+        assert self.transfers is not None
+        with self._heartbeat_lock:
+            if self._heartbeat is None:
+                heartbeat = Heartbeat(
+                    self.transfers.give_back_gone,
+                    req_client=self.req_client,
+                    health_event=self._health_event,
+                    interval=self._heartbeat_interval,
+                    instance_id=self.instance_id,
+                )
+                heartbeat.register_recover_callback(self._reregister_kv_caches_callback)
+                heartbeat.start()
+                self._heartbeat = heartbeat
 
     def _answers(self, timeout_s: float) -> bool:
         return answers(self.req_client, self.model_name, self.world_size, timeout_s)

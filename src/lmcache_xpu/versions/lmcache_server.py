@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # types, as the version has them that pyproject.toml pins
         LMCacheMPRequestState,
     )
     from lmcache.integration.vllm.vllm_multi_process_adapter import (
+        HeartbeatThread,
         LMCacheMPSchedulerAdapter,
         LMCacheMPWorkerAdapter,
     )
@@ -32,6 +33,7 @@ if TYPE_CHECKING:  # types, as the version has them that pyproject.toml pins
 
 MODULES = {
     "GroupLayout": "v1.multiprocess.custom_types",
+    "HeartbeatThread": "integration.vllm.vllm_multi_process_adapter",
     "IPCCacheServerKey": "v1.multiprocess.custom_types",
     "LMCacheMPConnector": "integration.vllm.lmcache_mp_connector",
     "LMCacheMPConnectorMetadata": "integration.vllm.lmcache_mp_metadata",
