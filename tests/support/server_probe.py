@@ -53,7 +53,7 @@ def on_next(worker, direction: str, act: Callable[[], None]) -> None:
 
     def fault(*args: Any) -> Any:
         delattr(copies, direction)
-        half = len(args[0]) // 2
+        half = max(1, len(args[0]) // 2)
         move(*(part[:half] for part in args))
         act()
         return move(*args)
@@ -98,10 +98,10 @@ def cold(engine: Engine, length: int) -> dict[str, Any]:
     return facts
 
 
-def asked(engine: Engine, reference: dict[str, Any], length: int) -> dict[str, Any]:
+def asked(engine: Engine, reference: dict[str, Any], length: int, **options: Any) -> dict[str, Any]:
     """Ask again with an empty cache; how it went beside `reference`."""
     begin = time.monotonic()
-    facts = hit(engine, prompt(length), reference["cold"])
+    facts = hit(engine, prompt(length), reference["cold"], **options)
     return {
         "same": facts["answer"] == reference["answer"],
         "hit": facts["hit"],
