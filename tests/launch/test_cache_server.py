@@ -75,10 +75,11 @@ def test_a_server_that_ends_is_started_again_and_ends_with_the_engine(kept):
     assert pids() == [first, second]
 
 
-def test_what_a_server_left_in_shared_memory_is_taken_away(tmp_path):
-    left = Path("/dev/shm") / f"lmcache-xpu-test-{os.getpid()}-left"
+def test_what_a_server_left_in_shared_memory_is_taken_away():
+    name = f"lmcache-xpu-test-{os.getpid()}-left"
+    left = Path("/dev/shm") / f"{cache_server.POOL_PREFIX}{name}"
     left.write_bytes(bytes(100))
-    command = [sys.executable, "-c", "", "--shm-name", left.name]
+    command = [sys.executable, "-c", "", "--shm-name", name]
     keeper = subprocess.Popen(
         [sys.executable, "-m", "lmcache_xpu.launch.cache_server", *command], env=environment()
     )
@@ -165,7 +166,7 @@ def test_too_little_shared_memory_is_refused(monkeypatch):
 def test_a_real_server_is_up_when_the_engine_begins():
     script = """
 import contextlib, io, json, os, socket, urllib.request
-from lmcache_xpu.launch.cache_server import start_server
+from lmcache_xpu.launch.cache_server import POOL_PREFIX, start_server
 from lmcache_xpu.launch.settings import Settings
 values = {"model": "m", "device": "cpu", "cache": "server", "cpu_gib": 0.1}
 shown = io.StringIO()
@@ -173,7 +174,8 @@ with contextlib.redirect_stdout(shown):
     url = start_server(Settings.load(values))
 page = urllib.request.urlopen(shown.getvalue().split()[-1]).read().decode()
 socket.create_connection((url.split("/")[2].split(":")[0], int(url.rpartition(":")[2])))
-shared = [n for n in os.listdir("/dev/shm") if url.rpartition(":")[2] in n]
+name = f"{POOL_PREFIX}lmcache-xpu-{os.geteuid()}-{url.rpartition(':')[2]}"
+shared = [n for n in os.listdir("/dev/shm") if n == name]
 print(json.dumps({"shared": shared, "counts": "lmcache_mp_" in page}))
 """
     from support.scripts import run_script

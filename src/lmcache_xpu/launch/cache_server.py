@@ -28,6 +28,7 @@ __all__ = ["check_shared_memory", "server_command", "start_server"]
 
 HOST = "127.0.0.1"
 SHARED_MEMORY = Path("/dev/shm")
+POOL_PREFIX = "lmcache_l1_pool_"  # LMCache's, before the name of its shared memory
 START_S = 120.0  # imports take most of it
 AGAIN_S = 1.0
 END_S = 5.0
@@ -137,7 +138,7 @@ def keep(command: Sequence[str]) -> None:
         print(f"LMCache's server ended with status {status}; it starts again", flush=True)
         # Engines give it back when its name is gone; the next server looks for room first.
         if name := options.get("--shm-name"):
-            (SHARED_MEMORY / name).unlink(missing_ok=True)
+            (SHARED_MEMORY / f"{POOL_PREFIX}{name}").unlink(missing_ok=True)
         time.sleep(AGAIN_S)
 
 
