@@ -93,6 +93,9 @@ integration: setup ## The promises, also when things break, in short: [STACK=com
 integration-long: setup ## The same in long: [REQUESTS=5000] [SOAK_S=1200]
 	@$(INTEGRATION) --requests $(or $(REQUESTS),5000) --soak-s $(or $(SOAK_S),1200)
 
+soak-server: setup ## Hits while LMCache's server is killed and stopped: [ARGS='--hits 500']
+	@PYTHONPATH=src:tests $(BIN)/python -m support.server_soak $(ARGS)
+
 integration-broken: setup ## Each test has to fail without what it is for: [PARTS=...]
 	@for part in $(or $(PARTS),$$($(BIN)/python integration_tests/breaks.py)); do \
 		$(BIN)/pytest integration_tests -n 2 --break $$part --requests 60 --soak-s 20 || exit; done
@@ -142,4 +145,4 @@ helm-package: setup ## Package the chart into dist/: [REGISTRY=oci://...] pushes
 lock: setup ## Renew constraints.txt from pyproject.toml: [UPGRADE=1] all of it
 	@$(PYTHON) scripts/bootstrap.py --lock $(if $(UPGRADE),--upgrade)
 
-.PHONY: help setup demo test test-models test-ranks test-lmcache contract matrix integration integration-long integration-broken fuzz check fmt docs docs-serve bench bench-engine bench-load bench-device up up-cpu down logs test-containers test-bases helm-docs helm-check helm-package loadtest loadtest-compare capacity other-clients pictures lock clean
+.PHONY: help setup demo test test-models test-ranks test-lmcache contract matrix integration integration-long soak-server integration-broken fuzz check fmt docs docs-serve bench bench-engine bench-load bench-device up up-cpu down logs test-containers test-bases helm-docs helm-check helm-package loadtest loadtest-compare capacity other-clients pictures lock clean

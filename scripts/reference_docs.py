@@ -77,7 +77,7 @@ OTHERS = {
     "lmcache_mp_lookup_hit_l1_tokens_total": "Of these, tokens that it had in memory",
     "lmcache_mp_lookup_hit_l2_tokens_total": "Of these, tokens that it had on its disk",
     "lmcache_mp_l1_evicted_chunks_total": "Chunks that its memory had no more room for",
-    "lmcache_mp_l1_allocation_failure_total": "Stores that found no room in its memory",
+    "lmcache_mp_l1_allocation_failure_chunks_total": "Chunks that found no room in its memory",
     "hw_gpu_utilization_ratio": "Utilisation of a GPU, from Intel's exporter",
     "hw_memory_usage_bytes": "Memory of a GPU in use, from Intel's exporter",
     "hw_power_watts": "Power of a GPU, from Intel's exporter",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 from support.cache_server_program import by_name, disk, options, run_program
 
-from lmcache_xpu.launch.cache_server import server_command
+from lmcache_xpu.launch.cache_server import POOL_PREFIX, server_command
 from lmcache_xpu.launch.settings import Settings
 from lmcache_xpu.tiers.disk.server_option import server_option
 
@@ -51,3 +52,11 @@ def test_a_wrong_size_ends_it_with_one_line(tmp_path, gib):
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
     assert "expected the memory to lend, a number of GiB" in done.stderr
+
+
+def test_what_a_server_left_that_crashed_is_taken_away_first(tmp_path):
+    left = Path("/dev/shm") / f"{POOL_PREFIX}lmcache-xpu-test{os.getpid()}"
+    left.write_bytes(bytes(100))
+    done = run_program(tmp_path, {"CACHE_GIB": "1", "CACHE_PORT": f"test{os.getpid()}"})
+    assert done.returncode == 0
+    assert not left.exists()

@@ -55,6 +55,18 @@ def test_a_hit_restores_every_byte_and_gives_the_recomputed_tokens(seen, name):
     assert seen["errors before"] == {}
 
 
+def test_a_full_server_counts_what_it_refuses_and_costs_hits_alone(seen):
+    full = seen["full"]
+    assert full["held"] > 0
+    assert full["refused"] >= 1  # on the server's own /metrics
+    assert all(asked["same"] and asked["restored"] >= 6 for asked in full["asked"])
+    assert full["asked"][0]["hit"] == 0
+    assert full["asked"][-1]["hit"] == 3 * CHUNK  # the memory is there again
+    assert all(
+        asked["seconds"] < AT_MOST_S + full["asked"][0]["seconds"] for asked in full["asked"]
+    )
+
+
 def test_a_salt_has_keys_of_its_own(seen):
     assert seen["salts"] == [0, cached(HIT), 0]
 
@@ -66,6 +78,15 @@ def test_a_server_that_does_not_answer_costs_hits_and_one_wait(seen, fault):
     assert is_exact(second)
     assert (first["hit"], second["hit"]) == (0, 0)
     assert first["seconds"] < AT_MOST_S + second["seconds"]
+
+
+def test_a_server_of_another_version_is_asked_nothing_by_requests(seen):
+    for asked in seen["another version"]:
+        assert is_exact(asked)
+        assert asked["hit"] == 0
+        assert asked["seconds"] < AT_MOST_S + seen["hung"][1]["seconds"]
+    assert set(seen["asked of another version"]) == {0}  # tokens: what heartbeats ask
+    assert seen["errors"]["load server"] >= 1
 
 
 @pytest.mark.parametrize(

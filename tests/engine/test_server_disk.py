@@ -19,10 +19,10 @@ FILE = CHUNK + 4096
 def servers(tmp_path):
     started = []
 
-    def make(*options, files=500):
+    def make(*options, files=500, **more):
         disk = server_option(tmp_path / "kv", files * FILE / 2**30)
         log = tmp_path / f"server-{len(started)}.log"
-        server = Server(log, "--l2-adapter", disk, *options)
+        server = Server(log, "--l2-adapter", disk, *options, **more)
         started.append(server)
         return server
 
@@ -131,6 +131,26 @@ def test_a_directory_that_is_gone_costs_hits_and_not_the_server(servers, clients
     until(lambda: server.disk["stored"] == 8)
     client.clear()
     assert client.hit(2, 4) == 4
+    assert server.process.poll() is None
+
+
+def test_a_full_disk_costs_hits_and_is_counted(servers, clients, tmp_path):
+    """Its file system holds 7 files, and it may hold 500."""
+    (tmp_path / "kv").mkdir()
+    server = servers(disk=tmp_path / "kv")
+    server.start()
+    client = clients(server)
+    for prompt in (1, 2, 3):
+        client.store(prompt, 4)
+    until(lambda: server.disk["stored"] + server.disk["errors"] == 12)
+    full = 'lmcache_xpu_errors_total{direction="store",reason="full",tier="disk"}'
+    counts = [float(line.split()[-1]) for line in server.metrics.splitlines() if full in line]
+    assert counts == [server.disk["errors"]]
+    assert counts[0] >= 5
+    assert [client.hit(prompt, 4) for prompt in (1, 2, 3)] == [4, 4, 4]  # L1 has them
+    client.clear()
+    hits = [client.hit(prompt, 4) for prompt in (1, 2, 3)]  # compares bytes
+    assert 0 < sum(hits) <= 7
     assert server.process.poll() is None
 
 

@@ -80,6 +80,22 @@ def test_a_server_that_ends_is_started_again_and_ends_with_the_engine(kept):
     assert pids() == [first, second]
 
 
+def test_what_a_server_left_in_shared_memory_is_taken_away():
+    name = f"lmcache-xpu-test-{os.getpid()}-left"
+    left = Path("/dev/shm") / f"{cache_server.POOL_PREFIX}{name}"
+    left.write_bytes(bytes(100))
+    command = [sys.executable, "-c", "", "--shm-name", name]
+    keeper = subprocess.Popen(
+        [sys.executable, "-m", "lmcache_xpu.launch.cache_server", *command], env=environment()
+    )
+    try:
+        assert wait_for(lambda: not left.exists())
+    finally:
+        keeper.terminate()
+        keeper.wait()
+        left.unlink(missing_ok=True)
+
+
 def test_the_server_gets_the_sizes_of_all_devices():
     command = server_command(settings(cpu_gib=3, tensor_parallel=2, chunk_tokens=512), (1, 2, 3))
     options = dict(itertools.pairwise(command))
@@ -166,14 +182,21 @@ def test_too_little_shared_memory_is_refused(monkeypatch):
 @pytest.mark.engine
 def test_a_real_server_is_up_when_the_engine_begins():
     script = """
-import json, os, socket
-from lmcache_xpu.launch.cache_server import start_server
+import contextlib, io, json, os, socket, urllib.request
+from lmcache_xpu.launch.cache_server import POOL_PREFIX, start_server
 from lmcache_xpu.launch.settings import Settings
 values = {"model": "m", "device": "cpu", "cache": "server", "cpu_gib": 0.1}
-url = start_server(Settings.load(values))
+shown = io.StringIO()
+with contextlib.redirect_stdout(shown):
+    url = start_server(Settings.load(values))
+page = urllib.request.urlopen(shown.getvalue().split()[-1]).read().decode()
 socket.create_connection((url.split("/")[2].split(":")[0], int(url.rpartition(":")[2])))
-print(json.dumps({"shared": [n for n in os.listdir("/dev/shm") if url.rpartition(":")[2] in n]}))
+name = f"{POOL_PREFIX}lmcache-xpu-{os.geteuid()}-{url.rpartition(':')[2]}"
+shared = [n for n in os.listdir("/dev/shm") if n == name]
+print(json.dumps({"shared": shared, "counts": "lmcache_mp_" in page}))
 """
     from support.scripts import run_script
 
-    assert len(run_script(script)["shared"]) == 1
+    seen = run_script(script)
+    assert len(seen["shared"]) == 1
+    assert seen["counts"]

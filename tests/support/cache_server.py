@@ -5,11 +5,15 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from support.scripts import environment
 
 from lmcache_xpu.harness.engine_process import free_port
@@ -35,10 +39,32 @@ class CacheServer:
         self._command = server_command(Settings.load(values), self.ports)
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
+    @property
+    def port(self) -> int:
+        return self.ports[0]
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric of the server itself, as it says at /metrics."""
+        page = httpx.get(f"http://127.0.0.1:{self.ports[1]}/metrics", timeout=10).text
+        families = text_string_to_metric_families(page)
+        samples = (sample for family in families for sample in family.samples)
+        return sum(sample.value for sample in samples if sample.name == name)
+
+    @property
+    def runs(self) -> bool:
+        return self._process is not None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self, keeper: Sequence[str] = ()) -> None:
+        """Start it, or a Python program that does, by its arguments."""
+        command = [sys.executable, *keeper, *self._command] if keeper else self._command
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                self._command, stdout=log, stderr=subprocess.STDOUT, env=environment()
+                command, stdout=log, stderr=subprocess.STDOUT, env=environment()
             )
         end = time.monotonic() + START_S
         while not _listens(self.ports[0]):
@@ -54,6 +80,13 @@ class CacheServer:
     def go_on(self) -> None:
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
+
+    def end(self) -> None:
+        """End it as its keeper does."""
+        assert self._process is not None
+        self._process.terminate()
+        self._process.wait(30)
+        self._process = None
 
     def kill(self) -> None:
         if self._process is not None:

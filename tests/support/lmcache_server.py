@@ -7,13 +7,14 @@ an engine uses them. It stores and retrieves CPU tensors.
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import torch
@@ -29,6 +30,9 @@ from support.scripts import environment
 
 from lmcache_xpu.harness.engine_process import free_port
 
+if TYPE_CHECKING:
+    from support.cache_server import CacheServer
+
 MODEL = "a/model"
 CHUNK_TOKENS = 256
 LAYERS, HIDDEN = 2, 64
@@ -43,11 +47,13 @@ class Server:
     Args:
         log: file for its output.
         options: more than those that it needs for a start.
+        disk: a directory that is a file system of 1 MiB for it, which nobody else sees.
     """
 
-    def __init__(self, log: Path, *options: str):
+    def __init__(self, log: Path, *options: str, disk: Path | None = None):
         self.log = log
         self.options = options
+        self._disk = disk
         self.port, self.http_port = free_port(), free_port()
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -61,6 +67,10 @@ class Server:
             *("--shm-name", f"test_{self.port}"),
             *("--eviction-policy", "LRU", *self.options),
         ]
+        if self._disk is not None:
+            user = [] if os.geteuid() == 0 else ["--map-root-user"]
+            mount = 'mount -t tmpfs -o size=1m none "$0" && exec "$@"'
+            command = ["unshare", "--mount", *user, "sh", "-c", mount, str(self._disk), *command]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 command,
@@ -121,7 +131,7 @@ class Client:
         instance: number of the worker, of which the server has no other.
     """
 
-    def __init__(self, server: Server, instance: int = 1):
+    def __init__(self, server: Server | CacheServer, instance: int = 1):
         self._server = server
         self._instance = instance
         self._requests = itertools.count()
@@ -181,6 +191,21 @@ class Client:
     def leave(self, prompt: int, chunks: int) -> None:
         """Ask for memory to store a prompt in, and leave before anything is written there."""
         self._context.prepare_store(self._key(prompt, chunks, worker=0), self._instance)
+        self.unregister()
+
+    def hold(self) -> int:
+        """Ask for memory until there is none, and write nothing; returns its chunks."""
+        prompts, chunks, held = itertools.count(10_000), 64, 0
+        while chunks:
+            key = self._key(next(prompts), chunks, worker=0)
+            numbers = self._context.prepare_store(key, self._instance)[1]
+            held += len(numbers)
+            if not numbers:
+                chunks //= 2
+        return held
+
+    def unregister(self) -> None:
+        """End as a worker that says so."""
         self._client.unregister_kv_cache_engine_driven_context(self._instance).result(WAIT_S)
         self.close()
 

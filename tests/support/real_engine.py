@@ -156,10 +156,10 @@ def restored(cold: list[list[str]], warm: list[list[str]]) -> int:
     return min(len(set(a) & set(b)) for a, b in zip(cold, warm, strict=True))
 
 
-def hit(engine: Engine, tokens: list[int], cold: list[list[str]]) -> dict:
+def hit(engine: Engine, tokens: list[int], cold: list[list[str]], **options: Any) -> dict:
     engine.forget()
     before = engine.external_hits()
-    answer = engine.ask(tokens)
+    answer = engine.ask(tokens, **options)
     return {
         "answer": answer,
         "hit": engine.external_hits() - before,

@@ -30,6 +30,7 @@ HIT = "inside"  # of the lengths
 COMES_BACK_S = 20
 # Of the split into steps that a prompt has which is computed as a whole.
 BEGINNING, WHOLE = 2 * CHUNK + 1, 4 * CHUNK + 10  # tokens
+REFUSED = "lmcache_mp_l1_allocation_failure_chunks_total"
 
 
 def adapter():
@@ -59,7 +60,7 @@ def on_next(worker, direction: str, act: Callable[[], None]) -> None:
 
     def fault(*args: Any) -> Any:
         delattr(copies, direction)
-        half = len(args[0]) // 2
+        half = max(1, len(args[0]) // 2)
         move(*(part[:half] for part in args))
         act()
         return move(*args)
@@ -137,7 +138,7 @@ def wait_for(engine: Engine, look: Callable[[Any], bool], *, until: bool) -> boo
     """Wait until every worker sees it so; whether that came within 20 s."""
     end = time.monotonic() + 20
     while time.monotonic() < end:
-        if engine.llm.collective_rpc(look) == [until]:
+        if set(engine.llm.collective_rpc(look)) == {until}:
             return True
         time.sleep(0.05)
     return False
@@ -158,10 +159,10 @@ def cold(engine: Engine, length: int) -> dict[str, Any]:
     return facts
 
 
-def asked(engine: Engine, reference: dict[str, Any], length: int) -> dict[str, Any]:
+def asked(engine: Engine, reference: dict[str, Any], length: int, **options: Any) -> dict[str, Any]:
     """Ask again with an empty cache; how it went beside `reference`."""
     begin = time.monotonic()
-    facts = hit(engine, prompt(length), reference["cold"])
+    facts = hit(engine, prompt(length), reference["cold"], **options)
     return {
         "same": facts["answer"] == reference["answer"],
         "hit": facts["hit"],
@@ -178,9 +179,35 @@ def salted(engine: Engine, salt: str) -> int:
     return engine.external_hits() - before
 
 
+def full(engine: Engine, server: CacheServer) -> dict[str, Any]:
+    """A server all of whose memory another worker holds, and after that worker ended."""
+    from support.lmcache_server import Client  # with LMCache, which vLLM can't start beside
+
+    length = 3 * CHUNK + 50  # of no other prompt
+    other = Client(server, instance=2)
+    held = other.hold()
+    refused = server.metric(REFUSED)
+    reference = cold(engine, length)
+    asks = [asked(engine, reference, length)]
+    end = time.monotonic() + COMES_BACK_S
+    while server.metric(REFUSED) == refused and time.monotonic() < end:
+        time.sleep(0.5)
+    report = {"held": held, "refused": server.metric(REFUSED) - refused}
+    other.unregister()
+    end = time.monotonic() + COMES_BACK_S
+    while not asks[-1]["hit"] and time.monotonic() < end:
+        wait_for(engine, busy, until=False)
+        asks.append(asked(engine, reference, length))
+    return {**report, "asked": asks}
+
+
 def faults(engine: Engine, server: CacheServer, loads: str) -> dict[str, Any]:
+    from support.other_server import OtherServer
+
+    filled = full(engine, server)
     references = {name: cold(engine, length) for name, length in LENGTHS.items()}
     report: dict[str, Any] = {
+        "full": filled,
         "first": {name: facts["hit"] for name, facts in references.items()},
         "hits": {n: asked(engine, references[n], LENGTHS[n]) for n in LENGTHS},
         "salts": [salted(engine, salt) for salt in ("a", "a", "b")],
@@ -213,6 +240,16 @@ def faults(engine: Engine, server: CacheServer, loads: str) -> dict[str, Any]:
     report["goes on"] = comes_back(server.go_on)
     server.kill()
     report["killed"] = [ask() for _ in range(2)]
+    with OtherServer(server.url) as other:
+        for number in range(4):
+            heard = other.asked.count("ping") + 4  # of both halves
+            while other.asked.count("ping") < heard:
+                time.sleep(0.05)
+            if not number:
+                other.lookups.clear()  # what the killed one was asked comes late
+            else:
+                report.setdefault("another version", []).append(ask())
+        report["asked of another version"] = other.lookups
     report["started again"] = comes_back(server.start)
     for direction in ("load", "store"):
         if direction == "store":  # nothing of this prompt is there

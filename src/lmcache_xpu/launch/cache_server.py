@@ -7,6 +7,7 @@ A process of its own does: this module, run as a program. The kernel tells it wh
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import shutil
 import signal
@@ -28,6 +29,7 @@ __all__ = ["check_shared_memory", "server_command", "start_server"]
 PROGRAM = (str(Path(sysconfig.get_path("scripts")) / "lmcache"), "server")
 HOST = "127.0.0.1"
 SHARED_MEMORY = Path("/dev/shm")
+POOL_PREFIX = "lmcache_l1_pool_"  # LMCache's, before the name of its shared memory
 START_S = 120.0  # imports take most of it
 AGAIN_S = 1.0
 END_S = 5.0
@@ -97,6 +99,7 @@ def start_server(
                 "Its own lines are above. It can be started by hand, and named by server_url.",
             )
         time.sleep(0.1)
+    print(f"LMCache's server counts at http://{HOST}:{ports[1]}/metrics", flush=True)
     return f"tcp://{HOST}:{ports[0]}"
 
 
@@ -120,6 +123,7 @@ def check_shared_memory(settings: Settings) -> None:
 def keep(command: Sequence[str]) -> None:
     """Run a server until this process is told to end, and start it again whenever it ends."""
     server: subprocess.Popen[bytes] | None = None
+    options = dict(itertools.pairwise(command))
 
     def end(_signal: int, _frame: FrameType | None) -> None:
         if server is not None and server.poll() is None:
@@ -136,6 +140,9 @@ def keep(command: Sequence[str]) -> None:
         server = subprocess.Popen(command, preexec_fn=_end_with_parent)
         status = server.wait()
         print(f"LMCache's server ended with status {status}; it starts again", flush=True)
+        # Engines give it back when its name is gone; the next server looks for room first.
+        if name := options.get("--shm-name"):
+            (SHARED_MEMORY / f"{POOL_PREFIX}{name}").unlink(missing_ok=True)
         time.sleep(AGAIN_S)
 
 

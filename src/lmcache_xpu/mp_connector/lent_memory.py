@@ -31,7 +31,7 @@ class LentMemory:
     """
 
     def __init__(self, name: str, size: int, device: torch.device) -> None:
-        self._device = device
+        self._device, self._name = device, name
         try:
             descriptor = os.open(_path(name), os.O_RDWR)
         except OSError as error:
@@ -58,6 +58,11 @@ class LentMemory:
     def pool(self) -> torch.Tensor:
         """All of it."""
         return self._pool
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nobody can open it any more: its server ended, and its name was taken away."""
+        return not self.is_at(self._name, len(self._pool))
 
     def is_at(self, name: str, size: int) -> bool:
         """Whether a segment of this name and size is this one, not one that came after it."""

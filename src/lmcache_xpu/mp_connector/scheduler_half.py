@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import zmq
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.platforms import current_platform
 
 from lmcache_xpu.kv_connector.load_policy import LoadPolicy
 from lmcache_xpu.mp_connector.hit_ways import HitWays
 from lmcache_xpu.mp_connector.keys import Keys
+from lmcache_xpu.mp_connector.scheduler_adapter import SchedulerAdapter
 from lmcache_xpu.mp_connector.step import Step, WorkerReport, written_blocks
 from lmcache_xpu.transfer.tuning import tuning_of
 from lmcache_xpu.versions.lmcache_server import LMCacheMPConnector, LMCacheMPRequestState
@@ -34,6 +36,8 @@ LOADS = "xpu.loads"
 class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
     """What vLLM's scheduler calls, and this package has otherwise than LMCache."""
 
+    scheduler_adapter: SchedulerAdapter
+
     def start_scheduler(
         self,
         config: VllmConfig,
@@ -49,6 +53,7 @@ class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
             options: of this connector.
             groups: of the KV cache that are stored.
         """
+        self.scheduler_adapter = self._own_scheduler_adapter(self.scheduler_adapter, options)
         chunk_tokens = self.scheduler_adapter.lmcache_tokens_per_chunk
         self._keys = Keys(config, kv_cache_config, chunk_tokens)
         self._computed = 0  # of the request that is looked up
@@ -62,6 +67,22 @@ class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
             config.parallel_config.world_size == 1
             and not kv_cache_config.needs_kv_cache_zeroing
             and len(kv_cache_config.kv_cache_groups) == len(groups) == 1
+        )
+
+    def _own_scheduler_adapter(self, stock: Any, options: Mapping[str, Any]) -> SchedulerAdapter:
+        """Make our adapter in place of LMCache's, which asks nobody."""
+        stock.shutdown()
+        newer = {}
+        if hasattr(stock, "_required_chunk_alignment"):
+            newer["required_chunk_alignment"] = stock._required_chunk_alignment
+        return SchedulerAdapter(
+            server_urls=[options["lmcache.mp.server_urls"]],
+            context=zmq.Context.instance(),
+            model_name=stock.model_name,
+            vllm_block_size=stock.lmcache_tokens_per_chunk // stock.blocks_in_chunk,
+            parallel_strategy=stock.parallel_strategy,
+            extra_config=options,
+            **newer,
         )
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:

@@ -100,6 +100,14 @@ class Server:
             raise GivenUpError("server")
         return self._memory
 
+    def take_gone(self) -> LentMemory | None:
+        """Return memory of a lost server that nobody lends any more, and forget it."""
+        memory = self._memory
+        if memory is None or self._healthy.is_set() or not memory.is_gone:
+            return None
+        self._memory = None
+        return memory
+
     def pinned(self, address: int) -> bool | None:
         """Whether its memory at this address is pinned; None for other memory."""
         memory = self._memory

@@ -14,6 +14,7 @@ from lmcache_xpu.kv_connector.load_policy import LoadSpeeds
 from lmcache_xpu.metrics import LOAD_SERVER, STORE_SERVER, Flow, fallback, loaded
 from lmcache_xpu.mp_connector.group_copies import GroupCopies
 from lmcache_xpu.mp_connector.kv_cache_groups import NULL_BLOCK
+from lmcache_xpu.mp_connector.lent_memory import LentMemory
 from lmcache_xpu.mp_connector.moves import Moves
 from lmcache_xpu.mp_connector.registration import payload
 from lmcache_xpu.mp_connector.server import GivenUpError, Server, union
@@ -150,13 +151,24 @@ class ServerTransfers(TransferContext):  # type: ignore[misc]  # untyped base
             lambda: self._req_client.register_kv_cache_engine_driven_context(registration)
         )
         before = self._server.map(registered)
-        if before is None:
-            return
+        if before is not None:
+            self._give_back(before)
+
+    def give_back_gone(self) -> None:
+        """Give back the memory of a server that ended, so that the next one has room for its own.
+
+        Waits until nothing copies. Called while the server is lost, by who notices that.
+        """
+        gone = self._server.take_gone()
+        if gone is not None:
+            self._give_back(gone)
+
+    def _give_back(self, memory: LentMemory) -> None:
         while self.busy:  # with what had begun; the server is not healthy yet
             time.sleep(_POLL_S)
         for copies in self.groups:
-            copies.forget(before.pool)
-        before.release()
+            copies.forget(memory.pool)
+        memory.release()
 
     def unregister(self) -> Any:
         """Tell the server that this worker ends; None if it was never told of it."""

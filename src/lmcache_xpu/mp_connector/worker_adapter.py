@@ -10,8 +10,11 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.mp_connector.group_copies import GroupCopies
+from lmcache_xpu.mp_connector.heartbeat import Heartbeat
 from lmcache_xpu.mp_connector.kv_cache_groups import NULL_BLOCK
+from lmcache_xpu.mp_connector.questions import answers
 from lmcache_xpu.mp_connector.transfer_context import ServerTransfers
 from lmcache_xpu.versions import lmcache_server
 from lmcache_xpu.versions.lmcache_server import LMCacheMPWorkerAdapter
@@ -19,12 +22,14 @@ from lmcache_xpu.versions.lmcache_server import LMCacheMPWorkerAdapter
 __all__ = ["WorkerAdapter"]
 
 IDLE_S = 0.001  # as vLLM's own loop waits, where the engine has a process
+START_S = 10.0  # for the first answer to a look-up
 
 
 class WorkerAdapter(LMCacheMPWorkerAdapter):  # type: ignore[misc]  # untyped base
     """LMCache's, with `ServerTransfers`. Arguments are LMCache's."""
 
     transfers: ServerTransfers | None = None
+    _heartbeat: Heartbeat | None
 
     def register(
         self,
@@ -37,7 +42,7 @@ class WorkerAdapter(LMCacheMPWorkerAdapter):  # type: ignore[misc]  # untyped ba
 
         Raises:
             ConnectionError: the server does not answer.
-            SettingsError: it lends no memory.
+            SettingsError: it lends no memory, or answers no look-up.
         """
         self.transfers = ServerTransfers(
             self.instance_id,
@@ -49,6 +54,12 @@ class WorkerAdapter(LMCacheMPWorkerAdapter):  # type: ignore[misc]  # untyped ba
             draft_layers,
         )
         self.register_kv_caches(kv_caches, (), {})
+        if not self._answers(START_S):
+            raise SettingsError(
+                f"an LMCache server that answered no look-up within {START_S:.0f} s",
+                "one of the engine's LMCache",
+                "A server of another version can't read them: install one version on both sides.",
+            )
 
     @property
     def is_healthy(self) -> bool:
@@ -107,6 +118,28 @@ class WorkerAdapter(LMCacheMPWorkerAdapter):  # type: ignore[misc]  # untyped ba
         assert self.transfers is not None
         blocks: list[list[int]] = op.block_ids
         return [blocks[copies.group.number] for copies in self.transfers.groups]
+
+    def _ensure_heartbeat_started(self) -> None:
+        assert self.transfers is not None
+        with self._heartbeat_lock:
+            if self._heartbeat is None:
+                heartbeat = Heartbeat(
+                    self.transfers.give_back_gone,
+                    req_client=self.req_client,
+                    health_event=self._health_event,
+                    interval=self._heartbeat_interval,
+                    instance_id=self.instance_id,
+                )
+                heartbeat.register_recover_callback(self._reregister_kv_caches_callback)
+                heartbeat.start()
+                self._heartbeat = heartbeat
+
+    def _answers(self, timeout_s: float) -> bool:
+        return answers(self.req_client, self.model_name, self.world_size, timeout_s)
+
+    def _reregister_kv_caches_callback(self) -> bool:
+        """Whether a server that was lost may be asked again, and was told of this worker."""
+        return self._answers(self._mq_timeout) and bool(super()._reregister_kv_caches_callback())
 
     def _send_register_kv_caches_request(self, kv_caches: dict[str, Any]) -> None:
         """Register, at the start and whenever the server is there again."""

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 from lmcache.integration.vllm.utils import calculate_draft_layers
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from lmcache_xpu.kv_connector import stats
 from lmcache_xpu.kv_connector.step_metadata import may_run_as_one_graph
@@ -192,5 +191,5 @@ class WorkerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         return WorkerReport(failed, damaged, speeds)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What this process counted since the last call. The scheduler's half counts nothing."""
-        return stats.take() if self.role is KVConnectorRole.WORKER else None
+        """What this process counted since the last call."""
+        return stats.take()

@@ -20,18 +20,26 @@ if TYPE_CHECKING:  # types, as the version has them that pyproject.toml pins
         LMCacheMPRequestState,
     )
     from lmcache.integration.vllm.vllm_multi_process_adapter import (
+        HeartbeatThread,
+        LMCacheMPSchedulerAdapter,
         LMCacheMPWorkerAdapter,
         LoadStoreOp,
     )
-    from lmcache.v1.multiprocess.custom_types import RegisterEngineDrivenContextPayload
+    from lmcache.v1.multiprocess.custom_types import (
+        IPCCacheServerKey,
+        RegisterEngineDrivenContextPayload,
+    )
     from lmcache.v1.multiprocess.futures import MessagingFuture
     from lmcache.v1.multiprocess.transfer_context.worker_transfer import TransferContext
 
 MODULES = {
     "GroupLayout": "v1.multiprocess.custom_types",
+    "HeartbeatThread": "integration.vllm.vllm_multi_process_adapter",
+    "IPCCacheServerKey": "v1.multiprocess.custom_types",
     "LMCacheMPConnector": "integration.vllm.lmcache_mp_connector",
     "LMCacheMPConnectorMetadata": "integration.vllm.lmcache_mp_metadata",
     "LMCacheMPRequestState": "integration.vllm.lmcache_mp_metadata",
+    "LMCacheMPSchedulerAdapter": "integration.vllm.vllm_multi_process_adapter",
     "LMCacheMPWorkerAdapter": "integration.vllm.vllm_multi_process_adapter",
     "MessagingFuture": "v1.multiprocess.futures",
     "RegisterEngineDrivenContextPayload": "v1.multiprocess.custom_types",

@@ -22,6 +22,11 @@ class IPCCacheServerKey:
     end: Any
     token_ids: Any
     token_bytes: Any
+    request_id: Any
+    @classmethod
+    def from_token_ids(
+        cls, model_name, world_size, worker_id, token_ids, start=..., end=..., request_id=...
+    ): ...
 
 class RegisterEngineDrivenContextPayload:
     def __init__(

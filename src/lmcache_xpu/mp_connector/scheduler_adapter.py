@@ -1,0 +1,62 @@
+"""LMCache's adapter of a scheduler, for which a server is there again when it answers questions."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from lmcache_xpu.metrics import LOAD_SERVER
+from lmcache_xpu.mp_connector.questions import answers
+from lmcache_xpu.versions.lmcache_server import LMCacheMPSchedulerAdapter
+
+__all__ = ["SchedulerAdapter"]
+
+logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
+
+
+class SchedulerAdapter(LMCacheMPSchedulerAdapter):  # type: ignore[misc]  # untyped base
+    """LMCache's, which asks a lost server nothing until it answers a look-up.
+
+    Arguments are LMCache's.
+    """
+
+    _told = False  # that the server is lost
+
+    def _ensure_heartbeat_started(self) -> None:
+        is_new = self._heartbeats is None
+        super()._ensure_heartbeat_started()
+        if is_new:  # older LMCache has nothing to do when a server is there again
+            for url, heartbeat in self._heartbeats.items():
+                heartbeat.register_recover_callback(
+                    lambda url=url: self._recover_server_chunk_size(url, self.req_clients[url])
+                )
+
+    def _recover_server_chunk_size(self, server_url: str, req_client: Any) -> bool:
+        """Whether a server that was lost may be asked again; never raises."""
+        recover = getattr(super(), "_recover_server_chunk_size", None)
+        if recover is not None and not recover(server_url, req_client):
+            return False
+        return answers(req_client, self.model_name, self.world_size, self._mq_timeout)
+
+    def check_lookup_result(self, request_id: str) -> Any:
+        """Return the tokens of a request's hit; None while that is not clear."""
+        if self.is_healthy:
+            self._told = False
+        else:  # the heartbeat noticed it
+            self._tell()
+        return super().check_lookup_result(request_id)
+
+    def _mark_lookup_timed_out(self, url: str) -> None:
+        super()._mark_lookup_timed_out(url)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Count and log that requests lack the server, once until it is there again."""
+        if self._told:
+            return
+        self._told = True
+        LOAD_SERVER.failed("server")
+        logger.warning(
+            "LMCache's server answers no look-up: prompts are computed until it does "
+            "(docs: troubleshooting#server-lost)"
+        )

@@ -1,0 +1,99 @@
+"""A scheduler's look-ups, at a server of the same LMCache and of another one."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+import zmq
+from prometheus_client import REGISTRY
+from support.other_server import OtherServer
+
+pytest.importorskip("vllm")
+
+from lmcache.integration.vllm.vllm_multi_process_adapter import ParallelStrategy
+
+from lmcache_xpu.mp_connector.scheduler_adapter import SchedulerAdapter
+
+TOKENS = list(range(600))
+LOOKED_UP = 512  # whole chunks
+WAIT_S, BEAT_S = 0.3, 0.5
+
+
+@pytest.fixture
+def server():
+    with OtherServer("tcp://127.0.0.1:*") as server:
+        yield server
+
+
+@pytest.fixture
+def adapter(server):
+    parallel = ParallelStrategy(False, 1, 0, 1, 1, 1)
+    options = {"lmcache.mp.mq_timeout": WAIT_S, "lmcache.mp.heartbeat_interval": BEAT_S}
+    adapter = SchedulerAdapter(
+        [server.url], zmq.Context.instance(), "model", 128, parallel, extra_config=options
+    )
+    yield adapter
+    adapter.shutdown()
+
+
+numbers = itertools.count()
+
+
+def look_up(adapter):
+    """Return what a look-up says, as vLLM's scheduler asks for it."""
+    name = f"request {next(numbers)}"
+    adapter.maybe_submit_lookup_request(name, token_ids=TOKENS)
+    while (result := adapter.check_lookup_result(name)) is None:
+        time.sleep(0.01)
+    adapter.cleanup_lookup_result(name)
+    return result
+
+
+def wait_for_heartbeats(server, count):
+    last = server.asked.count("ping") + count
+    until(lambda: server.asked.count("ping") >= last)
+
+
+def until(condition):
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def failures():
+    labels = {"direction": "load", "tier": "server", "reason": "server"}
+    return REGISTRY.get_sample_value("lmcache_xpu_errors_total", labels)
+
+
+def test_a_server_that_answers_the_heartbeat_alone_lets_no_second_request_wait(server, adapter):
+    before = failures()
+    for _ in range(4):
+        assert look_up(adapter) == 0
+        wait_for_heartbeats(server, 2)
+    assert server.lookups.count(LOOKED_UP) == 1
+    assert server.lookups.count(0) >= 3  # each heartbeat's
+    assert not adapter.is_healthy
+    assert failures() == before + 1
+
+
+def test_it_is_asked_again_when_it_answers(server, adapter):
+    look_up(adapter)
+    server.reads_keys = True
+    until(lambda: adapter.is_healthy)
+    before = failures()
+    look_up(adapter)
+    assert server.lookups.count(LOOKED_UP) == 2
+    assert failures() == before
+
+
+def test_a_loss_that_the_heartbeat_notices_is_counted_once(server, adapter):
+    server.reads_keys = True
+    look_up(adapter)
+    before = failures()
+    server.silent = True
+    until(lambda: not adapter.is_healthy)
+    assert [look_up(adapter) for _ in range(3)] == [0, 0, 0]
+    assert failures() == before + 1
