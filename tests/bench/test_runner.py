@@ -14,12 +14,12 @@ from rich.console import Console
 
 from lmcache_xpu.bench.child import _cause
 from lmcache_xpu.bench.engine import _digests
-from lmcache_xpu.bench.jobs import MARK
+from lmcache_xpu.bench.jobs import MARK, at_server
 from lmcache_xpu.bench.outputs import Outputs
 from lmcache_xpu.bench.report import Figures
 from lmcache_xpu.bench.runner import Result, run
 from lmcache_xpu.bench.shapes import LARGE_GIB, SHAPES, default_name, shape_named
-from lmcache_xpu.bench.variants import variants, variants_named
+from lmcache_xpu.bench.variants import SERVER_URL, variants, variants_named
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.engine_arguments import vllm_arguments
 from lmcache_xpu.launch.settings import Settings
@@ -80,9 +80,24 @@ def test_without_the_plain_engine_there_are_no_limits():
 def test_every_variant_is_made_of_settings(shape):
     for variant in variants(shape):
         settings = Settings.load(variant.values(shape, "model", "cuda", graphs=False))
-        assert ("LMCacheXPUConnector" in " ".join(vllm_arguments(settings))) == (
-            variant.name.startswith("ours")
+        words = " ".join(vllm_arguments(settings))
+        connectors = [
+            name in words for name in ("LMCacheXPUConnector", "LMCacheXPUServerConnector")
+        ]
+        in_process, of_server = (
+            variant.name in ("ours", "ours-layerwise"),
+            variant.name == "ours-server",
         )
+        assert connectors == [in_process, of_server]
+
+
+def test_of_a_server_an_engine_is_told_where_it_listens():
+    [stock] = variants_named(SMALL, ["lmcache-server"])
+    settings = Settings.load(stock.values(SMALL, "model", "cpu", graphs=False))
+    words = " ".join(vllm_arguments(at_server(settings, "tcp://127.0.0.1:5")))
+    assert '"lmcache.mp.server_urls": "tcp://127.0.0.1:5"' in words
+    assert SERVER_URL not in words
+    assert "LMCacheMPConnector" in words
 
 
 def test_names_are_checked():

@@ -41,7 +41,7 @@ def adapter(server):
 
 def register(adapter):
     caches = {"layer": filled(1)}
-    adapter.register(caches, [copies(caches)], WAIT_S)
+    adapter.register(caches, [copies(caches)], WAIT_S, draft_layers=0)
 
 
 def store(adapter):

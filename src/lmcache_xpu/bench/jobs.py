@@ -174,7 +174,8 @@ def main() -> None:
 def _do_jobs() -> None:
     settings = Settings.load(json.loads(sys.argv[1]))
     if settings.cache == "server":
-        settings = _beside_server(settings)
+        command = server_command if settings.offload else lmcache_server
+        settings = at_server(settings, start_server(settings, command))  # ends with this process
     os.environ.update(engine_variables(settings))
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine in this process: its cache is looked at
@@ -190,9 +191,8 @@ def _do_jobs() -> None:
         say(**answer(engine, job["do"], tier=job["tier"]))
 
 
-def _beside_server(settings: Settings) -> Settings:
-    """Start a server that ends with this process, and name it to the engine: ours or LMCache's."""
-    url = start_server(settings, server_command if settings.offload else lmcache_server)
+def at_server(settings: Settings, url: str) -> Settings:
+    """Return the settings of an engine beside a server: with our connector, or with LMCache's."""
     words = tuple(word.replace(SERVER_URL, url) for word in settings.extra_args)
     return settings.model_copy(update={"server_url": url, "extra_args": words})
 

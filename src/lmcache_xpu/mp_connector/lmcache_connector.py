@@ -89,6 +89,7 @@ class ServerConnector(SchedulerHalf, WorkerHalf):
         # Requests are reported as a whole: of a part of them LMCache would count tokens twice.
         self._report_request_errors = by_request
         if role is KVConnectorRole.SCHEDULER:
+            self.scheduler_adapter = self.own_scheduler_adapter(self.scheduler_adapter, options)
             self.start_scheduler(vllm_config, kv_cache_config, options, groups)
         else:
             self.start_worker(vllm_config, kv_cache_config, options, groups)

@@ -53,7 +53,6 @@ class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
             options: of this connector.
             groups: of the KV cache that are stored.
         """
-        self.scheduler_adapter = self._own_scheduler_adapter(self.scheduler_adapter, options)
         chunk_tokens = self.scheduler_adapter.lmcache_tokens_per_chunk
         self._keys = Keys(config, kv_cache_config, chunk_tokens)
         self._computed = 0  # of the request that is looked up
@@ -69,7 +68,7 @@ class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
             and len(kv_cache_config.kv_cache_groups) == len(groups) == 1
         )
 
-    def _own_scheduler_adapter(self, stock: Any, options: Mapping[str, Any]) -> SchedulerAdapter:
+    def own_scheduler_adapter(self, stock: Any, options: Mapping[str, Any]) -> SchedulerAdapter:
         """Make our adapter in place of LMCache's, which asks nobody."""
         stock.shutdown()
         newer = {}
