@@ -21,10 +21,14 @@ def check_hit(seen: dict[str, Any], tokens: int) -> None:
 
 
 def check_lost(seen: dict[str, Any], chunks: int) -> None:
-    """What a rank had lost was no hit, and was stored again."""
+    """What a rank had lost was no hit, and was stored again.
+
+    It was computed in another step than the first time, in which rounding may differ.
+    """
     assert seen["faulty"]["right"]
     assert seen["faulty"]["hit"] < chunks * CHUNK
-    check_hit(seen["afterwards"], chunks * CHUNK)
+    assert seen["afterwards"]["right"]
+    assert seen["afterwards"]["hit"] == chunks * CHUNK
 
 
 def check_failed(seen: dict[str, Any], chunks: int) -> None:
