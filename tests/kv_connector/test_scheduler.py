@@ -12,8 +12,10 @@ from support.adapter import UnaskedClient
 
 from lmcache_xpu.kv_connector import scheduler
 from lmcache_xpu.kv_connector.garbage import GarbageCollection
+from lmcache_xpu.kv_connector.load_policy import LoadPolicy
 from lmcache_xpu.kv_connector.scheduler import SchedulerSide
 from lmcache_xpu.kv_connector.step_metadata import StepMetadata
+from lmcache_xpu.transfer.tuning import tuning_of
 
 
 def step(resumed: set[str]) -> SimpleNamespace:
@@ -96,3 +98,20 @@ def test_garbage_waits_from_a_look_up_to_the_end_of_scheduling_or_of_the_step(ne
     assert gc.isenabled() is not near
     half.collection.allow()
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize(("disk", "waits"), [(None, False), (["disk"], True)])
+def test_without_a_worker_here_a_hit_may_be_on_a_disk_if_there_is_one(disk, waits: bool):
+    """Inside a step, one rank's slow disk would hold up everybody in it."""
+    adapter = SimpleNamespace(
+        lookup_client=UnaskedClient(),
+        get_num_new_matched_tokens=lambda request, kept: 512,
+        config=SimpleNamespace(storage_plugins=disk),
+    )
+    policy = LoadPolicy("auto", tuning_of("cpu"))
+    side = SchedulerSide(adapter, SimpleNamespace(), 16, policy)
+    request = SimpleNamespace(
+        request_id="r", num_tokens=520, block_hashes=[], mm_features=[], prompt_embeds=None
+    )
+    side.admit = lambda request, kept: None
+    assert side.matched_tokens(request, 0) == (512, waits)
