@@ -69,7 +69,7 @@ bench-device: ## The connectors on an accelerator, in the environment of PYTHON
 
 test: setup ## Unit tests, and end-to-end tests with real engines
 	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone and not matrix"
-	@$(BIN)/pytest -m alone
+	@$(BIN)/pytest -m "alone and not matrix"
 
 test-models: setup ## Every model in every mode in real engines: more than make test does
 	@$(BIN)/pytest tests/engine/test_models.py

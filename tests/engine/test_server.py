@@ -23,7 +23,7 @@ AT_MOST_S = 2.0  # that a server may hold a request; what is computed beside it 
 HIT = "inside"
 # Requests wait for their loads, or have them inside their steps; then also with what vLLM uses by
 # default on Intel GPUs.
-WAYS = ("beside", "inside", "newer")
+WAYS = ("beside", pytest.param("inside", marks=pytest.mark.matrix), "newer")
 
 
 @pytest.fixture(scope="module")

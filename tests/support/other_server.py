@@ -7,7 +7,9 @@ does not answer. It speaks LMCache's own messages over ZeroMQ, in a thread.
 from __future__ import annotations
 
 import threading
+import time
 import uuid
+from collections import Counter
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -33,6 +35,7 @@ class OtherServer:
     def __init__(self, url: str, chunk_tokens: int = 256, *, reads_keys: bool = False) -> None:
         self.asked: list[str] = []
         self.lookups: list[int] = []  # tokens of each
+        self.pings: Counter[bytes] = Counter()  # of each client
         self.reads_keys = reads_keys
         self.silent = False
         self.path = Path("/dev/shm") / f"lmcache-xpu-test-{uuid.uuid4().hex}"
@@ -71,6 +74,12 @@ class OtherServer:
         self._context.term()
         self.path.unlink()
 
+    def wait_for_pings(self, clients: int) -> None:
+        """Wait until so many clients have asked twice: what each asked before them has come."""
+        before = Counter(self.pings)
+        while sum(count >= before[name] + 2 for name, count in list(self.pings.items())) < clients:
+            time.sleep(0.05)
+
     def _serve(self) -> None:
         while not self._ends.is_set():
             if not self._socket.poll(50):
@@ -78,6 +87,7 @@ class OtherServer:
             client, number, name, *payloads = self._socket.recv_multipart()
             operation = decode_operation(name)
             self.asked.append(operation)
+            self.pings[client] += operation == "ping"
             if self.silent:
                 continue
             answer: list[bytes] = []

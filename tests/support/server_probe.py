@@ -242,9 +242,7 @@ def faults(engine: Engine, server: CacheServer, loads: str) -> dict[str, Any]:
     report["killed"] = [ask() for _ in range(2)]
     with OtherServer(server.url) as other:
         for number in range(4):
-            heard = other.asked.count("ping") + 4  # of both halves
-            while other.asked.count("ping") < heard:
-                time.sleep(0.05)
+            other.wait_for_pings(2)  # of both halves
             if not number:
                 other.lookups.clear()  # what the killed one was asked comes late
             else:
