@@ -80,12 +80,15 @@ def test_a_server_that_does_not_answer_costs_hits_and_one_wait(seen, fault):
     assert first["seconds"] < AT_MOST_S + second["seconds"]
 
 
-def test_a_server_of_another_version_is_asked_nothing_by_requests(seen):
+def test_a_server_of_another_version_lets_one_request_wait_at_most(seen):
+    """It does where it answers the heartbeat's question to the server that was killed."""
     for asked in seen["another version"]:
         assert is_exact(asked)
         assert asked["hit"] == 0
         assert asked["seconds"] < AT_MOST_S + seen["hung"][1]["seconds"]
-    assert set(seen["asked of another version"]) == {0}  # tokens: what heartbeats ask
+    tokens = seen["asked of another version"]
+    assert 0 in tokens  # what heartbeats ask
+    assert sum(map(bool, tokens)) <= 1 < len(seen["another version"])
     assert seen["errors"]["load server"] >= 1
 
 
