@@ -89,6 +89,17 @@ def test_it_is_asked_again_when_it_answers(server, adapter):
     assert failures() == before
 
 
+def test_an_answer_that_was_on_its_way_when_a_look_up_was_lost_says_nothing(server, adapter):
+    server.reads_keys = True
+    look_up(adapter)
+    server.reads_keys, server.slow_s = False, WAIT_S + 0.1
+    wait_for_heartbeats(server, 1)  # which is answered after the look-up was given up
+    assert look_up(adapter) == 0
+    for _ in range(10):
+        time.sleep(server.slow_s / 10)
+        assert not adapter.is_healthy
+
+
 def test_a_loss_that_the_heartbeat_notices_is_counted_once(server, adapter):
     server.reads_keys = True
     look_up(adapter)

@@ -38,6 +38,7 @@ class OtherServer:
         self.pings: Counter[bytes] = Counter()  # of each client
         self.reads_keys = reads_keys
         self.silent = False
+        self.slow_s = 0.0  # that it takes to answer the heartbeat
         self.path = Path("/dev/shm") / f"lmcache-xpu-test-{uuid.uuid4().hex}"
         self._answers: dict[str, Any] = {
             "ping": True,
@@ -90,6 +91,8 @@ class OtherServer:
             self.pings[client] += operation == "ping"
             if self.silent:
                 continue
+            if operation == "ping":
+                time.sleep(self.slow_s)
             answer: list[bytes] = []
             if operation == "lookup":
                 key = msgspec_decode(payloads[0], get_rpc_spec(operation).payload_types[0])

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from lmcache_xpu.metrics import LOAD_SERVER
+from lmcache_xpu.mp_connector.heartbeat import Heartbeat
 from lmcache_xpu.mp_connector.questions import answers
 from lmcache_xpu.versions.lmcache_server import LMCacheMPSchedulerAdapter
 
@@ -20,16 +21,25 @@ class SchedulerAdapter(LMCacheMPSchedulerAdapter):  # type: ignore[misc]  # unty
     Arguments are LMCache's.
     """
 
+    _heartbeats: dict[str, Heartbeat] | None
     _told = False  # that the server is lost
 
     def _ensure_heartbeat_started(self) -> None:
-        is_new = self._heartbeats is None
-        super()._ensure_heartbeat_started()
-        if is_new:  # older LMCache has nothing to do when a server is there again
-            for url, heartbeat in self._heartbeats.items():
-                heartbeat.register_recover_callback(
-                    lambda url=url: self._recover_server_chunk_size(url, self.req_clients[url])
-                )
+        with self._heartbeat_lock:
+            if self._heartbeats is None:
+                self._heartbeats = {url: self._heartbeat_of(url) for url in self.req_clients}
+
+    def _heartbeat_of(self, url: str) -> Heartbeat:
+        client = self.req_clients[url]
+        heartbeat = Heartbeat(
+            req_client=client,
+            health_event=self._health_events[url],
+            interval=self._heartbeat_interval,
+        )
+        # Older LMCache has nothing to do when a server is there again.
+        heartbeat.register_recover_callback(lambda: self._recover_server_chunk_size(url, client))
+        heartbeat.start()
+        return heartbeat
 
     def _recover_server_chunk_size(self, server_url: str, req_client: Any) -> bool:
         """Whether a server that was lost may be asked again; never raises."""
@@ -47,6 +57,8 @@ class SchedulerAdapter(LMCacheMPSchedulerAdapter):  # type: ignore[misc]  # unty
         return super().check_lookup_result(request_id)
 
     def _mark_lookup_timed_out(self, url: str) -> None:
+        assert self._heartbeats is not None  # with the first look-up
+        self._heartbeats[url].doubt()
         super()._mark_lookup_timed_out(url)
         self._tell()
 

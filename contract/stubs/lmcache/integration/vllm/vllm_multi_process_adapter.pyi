@@ -22,6 +22,9 @@ class LMCacheMPSchedulerAdapter:
     model_name: Any
     world_size: Any
     is_healthy: Any
+    _health_events: Any
+    _heartbeat_interval: Any
+    _heartbeat_lock: Any
     _heartbeats: Any
     _mq_timeout: Any
     def __init__(
