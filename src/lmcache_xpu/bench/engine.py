@@ -15,6 +15,8 @@ from lmcache_xpu.launch.settings import Settings
 
 __all__ = ["Engine", "Output", "synchronize"]
 
+STORED_S = 10.0  # that stores may take
+
 
 class Output(NamedTuple):
     """What one step gave one request.
@@ -96,9 +98,13 @@ class Engine:
         ]
 
     def forget(self) -> None:
-        """Empty the engine's own prefix cache."""
-        if not self._llm.reset_prefix_cache():
-            raise RuntimeError("the engine keeps its prefix cache: blocks are still in use")
+        """Empty the engine's own prefix cache; waits for stores that keep blocks of it."""
+        deadline = time.perf_counter() + STORED_S
+        while not self._llm.reset_prefix_cache():
+            if time.perf_counter() > deadline:
+                raise RuntimeError("the engine keeps its prefix cache: blocks are still in use")
+            time.sleep(0.01)
+            self.step()  # vLLM hears of stores with steps
 
     def zero(self) -> None:
         """Zero the engine's KV cache."""

@@ -34,8 +34,9 @@ TURN_REPEATS = 3  # later turns of one history
 
 
 def say(**facts: Any) -> None:
-    """Print one line for the parent process."""
-    print(MARK + json.dumps(facts), flush=True)
+    """Write one line for the parent process, at once: a server writes to the same pipe."""
+    sys.stdout.flush()
+    os.write(1, f"\n{MARK}{json.dumps(facts)}\n".encode())
 
 
 def python_s() -> float:

@@ -103,11 +103,6 @@ class ServerTransfers(TransferContext):  # type: ignore[misc]  # untyped base
         in_steps = self.in_steps is not None and self.in_steps.busy
         return self._stores.busy or self._loads.busy or in_steps
 
-    @property
-    def loads(self) -> bool:
-        """Whether any load is on its way, or waits for its turn."""
-        return self._loads.busy
-
     def pinned(self, address: int) -> bool | None:
         """Whether the server's memory at this address is pinned; None for other memory."""
         return self._server.pinned(address)

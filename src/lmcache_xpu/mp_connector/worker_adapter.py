@@ -6,7 +6,6 @@ engine would give their blocks to others. Here it waits for what copies; nothing
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -21,7 +20,6 @@ from lmcache_xpu.versions.lmcache_server import LMCacheMPWorkerAdapter
 
 __all__ = ["WorkerAdapter"]
 
-IDLE_S = 0.001  # as vLLM's own loop waits, where the engine has a process
 START_S = 10.0  # for the first answer to a look-up
 
 
@@ -105,14 +103,6 @@ class WorkerAdapter(LMCacheMPWorkerAdapter):  # type: ignore[misc]  # untyped ba
         """Let the engine overwrite blocks; see `ServerTransfers.leave`."""
         if self.transfers is not None:
             self.transfers.leave(blocks)
-
-    def rest(self) -> None:
-        """Let the threads that load have their turn, where nothing is computed.
-
-        vLLM asks again at once where its engine is in the caller's process.
-        """
-        if self.transfers is not None and self.transfers.loads:
-            time.sleep(IDLE_S)
 
     def _block_ids_per_group(self, op: Any) -> list[list[int]]:
         assert self.transfers is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["WorkerHalf"]
 
+IDLE_S = 0.001  # as vLLM's own loop waits, where the engine has a process
 TIMEOUT_S, STAGING_MIB = "xpu.server_timeout_s", "xpu.staging_mib"
 
 
@@ -168,7 +170,9 @@ class WorkerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         """Loads that have ended; vLLM before 0.30 calls it, newer asks for transfer results."""
         _, ended = super().get_finished(set())
         if self._is_idle and not ended:
-            self.worker_adapter.rest()
+            # Requests wait for an answer or a load, and vLLM asks again at once where its engine is
+            # in the caller's process: the threads that take them would wait for each turn.
+            time.sleep(IDLE_S)
         return None, ended
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
