@@ -100,8 +100,10 @@ def test_garbage_waits_from_a_look_up_to_the_end_of_scheduling_or_of_the_step(ne
     assert gc.isenabled()
 
 
-@pytest.mark.parametrize(("disk", "waits"), [(None, False), (["disk"], True)])
-def test_without_a_worker_here_a_hit_may_be_on_a_disk_if_there_is_one(disk, waits: bool):
+@pytest.mark.parametrize(
+    ("ranks", "disk", "waits"), [(1, ["disk"], False), (2, None, False), (2, ["disk"], True)]
+)
+def test_of_ranks_elsewhere_a_hit_may_be_on_a_disk_if_there_is_one(ranks, disk, waits: bool):
     """Inside a step, one rank's slow disk would hold up everybody in it."""
     adapter = SimpleNamespace(
         lookup_client=UnaskedClient(),
@@ -109,7 +111,8 @@ def test_without_a_worker_here_a_hit_may_be_on_a_disk_if_there_is_one(disk, wait
         config=SimpleNamespace(storage_plugins=disk),
     )
     policy = LoadPolicy("auto", tuning_of("cpu"))
-    side = SchedulerSide(adapter, SimpleNamespace(), 16, policy)
+    config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=ranks))
+    side = SchedulerSide(adapter, config, 16, policy)
     request = SimpleNamespace(
         request_id="r", num_tokens=520, block_hashes=[], mm_features=[], prompt_embeds=None
     )

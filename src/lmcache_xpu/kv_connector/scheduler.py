@@ -121,7 +121,8 @@ class SchedulerSide:
         """Return how many tokens a look-up has found elsewhere than in memory; None if unknown."""
         if (worker := self._worker()) is not None:
             return worker.far_tokens(request_id)
-        return 0 if has_memory_alone(self._adapter.config) else None
+        several = self._config.parallel_config.world_size > 1  # the slowest holds the others up
+        return None if several and not has_memory_alone(self._adapter.config) else 0
 
     def _finds_blocks_again(self) -> bool:
         return bool(self._config.cache_config.enable_prefix_caching)
