@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from lmcache_xpu import versions
 from lmcache_xpu.errors import SettingsError, VersionError
 from lmcache_xpu.kv_connector.orphans import end_with_parent
+from lmcache_xpu.mp_connector.adapters import SERVER_URLS
 from lmcache_xpu.mp_connector.kv_cache_groups import cache_groups
 from lmcache_xpu.mp_connector.scheduler_half import SchedulerHalf
 from lmcache_xpu.mp_connector.worker_half import WorkerHalf
@@ -53,9 +54,9 @@ class ServerConnector(SchedulerHalf, WorkerHalf):
         end_with_parent()
         versions.check(versions.installed())
         options = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        url = options.get(f"{PREFIX}server_urls")
+        url = options.get(SERVER_URLS)
         if not isinstance(url, str) or "," in url:
-            raise SettingsError(f"{PREFIX}server_urls={url!r}", "one URL, tcp://HOST:PORT")
+            raise SettingsError(f"{SERVER_URLS}={url!r}", "one URL, tcp://HOST:PORT")
         for name in REFUSED:
             if options.get(PREFIX + name):
                 raise SettingsError(f"{PREFIX}{name}", "it to be off", "Leave it unset.")

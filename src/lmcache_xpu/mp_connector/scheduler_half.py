@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import zmq
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.platforms import current_platform
 
 from lmcache_xpu.kv_connector.load_policy import LoadPolicy
+from lmcache_xpu.mp_connector.adapters import SERVER_URLS, arguments_of
 from lmcache_xpu.mp_connector.hit_ways import HitWays
 from lmcache_xpu.mp_connector.keys import Keys
 from lmcache_xpu.mp_connector.scheduler_adapter import SchedulerAdapter
@@ -70,18 +70,11 @@ class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
 
     def own_scheduler_adapter(self, stock: Any, options: Mapping[str, Any]) -> SchedulerAdapter:
         """Make our adapter in place of LMCache's, which asks nobody."""
-        stock.shutdown()
         newer = {}
         if hasattr(stock, "_required_chunk_alignment"):
             newer["required_chunk_alignment"] = stock._required_chunk_alignment
         return SchedulerAdapter(
-            server_urls=[options["lmcache.mp.server_urls"]],
-            context=zmq.Context.instance(),
-            model_name=stock.model_name,
-            vllm_block_size=stock.lmcache_tokens_per_chunk // stock.blocks_in_chunk,
-            parallel_strategy=stock.parallel_strategy,
-            extra_config=options,
-            **newer,
+            server_urls=[options[SERVER_URLS]], **arguments_of(stock, options), **newer
         )
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:

@@ -6,12 +6,12 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import zmq
 from lmcache.integration.vllm.utils import calculate_draft_layers
 
 from lmcache_xpu.kv_connector import stats
 from lmcache_xpu.kv_connector.step_metadata import may_run_as_one_graph
 from lmcache_xpu.metrics import loaded
+from lmcache_xpu.mp_connector.adapters import SERVER_URLS, arguments_of
 from lmcache_xpu.mp_connector.group_copies import GroupCopies
 from lmcache_xpu.mp_connector.step import Step, WorkerReport
 from lmcache_xpu.mp_connector.worker_adapter import WorkerAdapter
@@ -72,15 +72,10 @@ class WorkerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
 
     def _own_adapter(self, stock: Any) -> WorkerAdapter:
         """Make our adapter in place of LMCache's, which older LMCache makes without asking us."""
-        stock.shutdown()
         return self.create_lmcache_mp_worker_adapter(
-            server_url=self._options["lmcache.mp.server_urls"],
-            context=zmq.Context.instance(),
-            model_name=stock.model_name,
-            vllm_block_size=stock.lmcache_tokens_per_chunk // stock.blocks_in_chunk,
-            parallel_strategy=stock.parallel_strategy,
-            extra_config=self._options,
+            server_url=self._options[SERVER_URLS],
             enable_kv_events=self._enable_kv_events,
+            **arguments_of(stock, self._options),
         )
 
     def create_lmcache_mp_worker_adapter(self, **options: Any) -> WorkerAdapter:
