@@ -51,7 +51,8 @@ def main(directory: Path) -> dict[str, Any]:
     )
     caches = {"layer": filled(1, blocks=BLOCKS)}
     group = CacheGroup(number=0, layers=("layer",), block_tokens=BLOCK)
-    adapter.register(caches, [GroupCopies(group, caches, BLOCKS, CHUNK, None, register_host)], 1.0)
+    copies = [GroupCopies(group, caches, BLOCKS, CHUNK, None, register_host)]
+    adapter.register(caches, copies, timeout_s=1.0, draft_layers=0)
 
     blocks = list(range(1, 1 + CHUNK // BLOCK))
 

@@ -74,7 +74,7 @@ def start_server(
 ) -> str:
     """Start a server that ends with this process, whatever it becomes; return its URL.
 
-    Waits until it listens.
+    Waits until it listens to workers and shows its metrics.
 
     Args:
         settings: of the engine that it is for.
@@ -89,7 +89,7 @@ def start_server(
         preexec_fn=_end_with_parent,
     )
     deadline = time.monotonic() + START_S
-    while not _listens(ports[0]):
+    while not all(map(_listens, ports[:2])):
         if keeper.poll() is not None or time.monotonic() > deadline:
             keeper.terminate()
             keeper.wait()
