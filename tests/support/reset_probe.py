@@ -1,6 +1,6 @@
 """A real vLLM on CPU with real LMCache, whose weights change while it runs, and which is reset.
 
-Run by engine/test_resets.py, with the arguments STEP MODEL DISK REFERENCE MODE. The step `reset`
+Run by engine/test_resets.py, with the arguments STEP MODEL DISK REFERENCE MODE [LOADS]. The step `reset`
 changes weights and resets in every way; the step `restart` is a new process with the weights of
 the files; the step `ranks` has two workers in processes of their own. Each prints a JSON object.
 """
@@ -252,7 +252,9 @@ def ranks(engine: Engine, reference: Path) -> dict:
 
 
 if __name__ == "__main__":
-    step, model, disk, where, mode = sys.argv[1:]
-    options = {"tensor_parallel_size": 2} if step == "ranks" else {}
+    step, model, disk, where, mode, *loads = sys.argv[1:]
+    options: dict = {"settings": {"loads": loads[0]}} if loads else {}
+    if step == "ranks":
+        options["tensor_parallel_size"] = 2
     probe = {"reset": reset, "restart": restart, "ranks": ranks}[step]
     end_with(lambda: Engine(model, disk, mode, **options).close_after(probe, Path(where)))
