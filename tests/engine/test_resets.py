@@ -118,7 +118,7 @@ def test_what_was_promised_to_requests_that_wait_is_not_loaded(report: dict):
 
 @pytest.fixture(scope="module", params=["step", "auto"])
 def ranks(request, model: str, tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """With a disk, which the scheduler does not see: `auto` lets every request wait for its load."""
+    """With a disk, which the scheduler does not see: under `auto` every load is waited for."""
     directory = tmp_path_factory.mktemp("ranks")
     report = probe("ranks", model, str(directory / "disk"), "unused", "layerwise", request.param)
     return report | {"loads": request.param}

@@ -1,8 +1,9 @@
 """A real vLLM on CPU with real LMCache, whose weights change while it runs, and which is reset.
 
-Run by engine/test_resets.py, with the arguments STEP MODEL DISK REFERENCE MODE [LOADS]. The step `reset`
-changes weights and resets in every way; the step `restart` is a new process with the weights of
-the files; the step `ranks` has two workers in processes of their own. Each prints a JSON object.
+Run by engine/test_resets.py, with the arguments STEP MODEL DISK REFERENCE MODE [LOADS]. The step
+`reset` changes weights and resets in every way; the step `restart` is a new process with the
+weights of the files; the step `ranks` has two workers in processes of their own. Each prints a
+JSON object.
 """
 
 from __future__ import annotations
