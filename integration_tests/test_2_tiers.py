@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from engine import CHUNK, Engine
 from hits import CPU_CHUNKS, DISK_CHUNKS, counted, fill, hit
+from leftovers import CLEAN, leaks
 from prompts import tokens, whole
 
 pytestmark = pytest.mark.promise("2 tiers")
@@ -76,3 +77,24 @@ def test_a_prompt_in_two_tiers_is_found_in_both(small: Engine, mode: str):
     engine.settle()
     engine.forget()
     assert engine.ask(prompt).token_ids == expected
+
+
+@pytest.mark.fails_without("blocks", "references")
+def test_a_chunk_whose_layers_lie_in_two_tiers_is_loaded_from_the_disk(engine: Engine, mode: str):
+    """LMCache evicts them from the CPU tier one by one. The look-up leaves no pins there.
+
+    Seen to fail with loads that leave out a block, with references kept, and with a look-up that
+    pins the layers which are in memory.
+    """
+    if mode == "standard":
+        pytest.skip("a chunk of the standard mode is one piece")
+    prompt = tokens("split", 3 * CHUNK + 9)
+    expected = engine.recompute(prompt).token_ids
+    engine.ask(prompt)
+    engine.settle()
+    engine.forget()
+    assert engine.inside("split") > 0
+    answer, hits, from_disk = counted(engine, prompt)
+    assert (hits, from_disk) == (3 * CHUNK, 3 * CHUNK)
+    assert answer.token_ids == expected
+    assert leaks(engine) == CLEAN

@@ -80,18 +80,3 @@ def test_a_soak_leaves_memory_and_ttft_flat(
     assert resident[-1] - resident[0] < 32 * MIB
     assert files[-1] <= files[0] + 2
     assert leaks(engine) == CLEAN
-
-
-@pytest.mark.promise("4 faults")
-@pytest.mark.xfail(strict=True, reason="known limit: LMCache keeps these pins for 300 s")
-def test_a_chunk_whose_layers_lie_in_two_tiers_leaves_no_pins(engine: Engine, mode: str):
-    """docs/reference/known-limits.md. The last test of its engine, for what it leaves behind."""
-    if mode == "standard":
-        pytest.skip("a chunk of the standard mode is one piece")
-    prompt = tokens("split", 3 * CHUNK + 9)
-    engine.ask(prompt)
-    engine.settle()
-    engine.forget()
-    assert engine.inside("split") > 0
-    engine.ask(prompt)
-    assert leaks(engine) == CLEAN

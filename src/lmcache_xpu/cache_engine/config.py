@@ -225,7 +225,7 @@ def _check_values(config: LMCacheEngineConfig) -> None:
         raise SettingsError(
             f"LMCache use_layerwise with cache_policy {config.cache_policy!r}",
             "LRU with use_layerwise",
-            "Others evict some layers of what has just come; what lies in two tiers is not found.",
+            "Others evict some layers of what has just come, and the rest of it is of no use.",
         )
     for name in remote:
         if not config.get_extra_config_value(f"remote_storage_plugin.{name}.module_path"):

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lmcache.utils import LayerCacheEngineKey
 from lmcache.v1.storage_backend import local_cpu_backend
 
 from lmcache_xpu.tiers.residency import CPU, chunk_name
 
 if TYPE_CHECKING:
+    from lmcache.utils import CacheEngineKey
+
     from lmcache_xpu.tiers.residency import Residency
 
 __all__ = ["LocalCPUBackend", "reporting"]
@@ -19,6 +22,7 @@ class LocalCPUBackend(local_cpu_backend.LocalCPUBackend):  # type: ignore[misc] 
     """LMCache's CPU tier. It bears LMCache's name, which is the tier's name in logs."""
 
     hot_cache: Any  # LMCache's index, a kind of `dict`
+    keys_in_request: list[CacheEngineKey]  # looked up and pinned, touched after the look-up
 
     def watch(self, residency: Residency) -> None:
         """Report chunks from now on. Call it before the first one is stored.
@@ -31,6 +35,36 @@ class LocalCPUBackend(local_cpu_backend.LocalCPUBackend):  # type: ignore[misc] 
 
         assert not self.hot_cache, "chunks before the tiers were up"
         self.hot_cache = reporting(type(self.hot_cache), changed)
+
+    def contains(self, key: CacheEngineKey, pin: bool = False) -> bool:
+        """Whether a chunk is here; with `pin`, it stays until LMCache unpins it.
+
+        For the first layer of a chunk, asked before a layerwise store or load, all layers must be
+        here: LMCache evicts them one by one.
+        """
+        if not pin and isinstance(key, LayerCacheEngineKey) and key.layer_id == 0:
+            with self.cpu_lock:
+                return all(map(self.hot_cache.__contains__, self._layers(key)))
+        contains: bool = super().contains(key, pin)
+        return contains
+
+    def batched_contains(self, keys: list[CacheEngineKey], pin: bool = False) -> int:
+        """Return how many of `keys` are here, up to the first that is not; pinned if `pin`.
+
+        The layers of one chunk count together or not at all: LMCache uses no part of them, and
+        would not unpin it.
+        """
+        if not isinstance(keys[0], LayerCacheEngineKey):
+            return int(super().batched_contains(keys, pin))
+        with self.cpu_lock:
+            objs = list(map(self.hot_cache.get, keys))
+            if None in objs:
+                return 0
+            if pin:
+                for obj in objs:
+                    obj.pin()
+                self.keys_in_request.extend(keys)
+        return len(keys)
 
     def batched_get_blocking(self, keys: list[Any]) -> list[Any]:
         """Return the chunks of `keys`, each with one reference more; None for one not here.
@@ -61,6 +95,10 @@ class LocalCPUBackend(local_cpu_backend.LocalCPUBackend):  # type: ignore[misc] 
             for obj in objs:
                 obj.pin()
         return objs
+
+    def _layers(self, key: CacheEngineKey) -> list[CacheEngineKey]:
+        layers: list[CacheEngineKey] = key.split_layers(self.metadata.kv_shape[0])
+        return layers
 
 
 def reporting(kind: type, changed: Callable[[Any, bool], None]) -> Any:
