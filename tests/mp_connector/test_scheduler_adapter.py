@@ -14,7 +14,9 @@ pytest.importorskip("vllm")
 
 from lmcache.integration.vllm.vllm_multi_process_adapter import ParallelStrategy
 
+from lmcache_xpu.mp_connector import scheduler_adapter
 from lmcache_xpu.mp_connector.scheduler_adapter import SchedulerAdapter
+from lmcache_xpu.versions.lmcache_server import LMCacheMPSchedulerAdapter
 
 TOKENS = list(range(600))
 LOOKED_UP = 512  # whole chunks
@@ -98,6 +100,38 @@ def test_an_answer_that_was_on_its_way_when_a_look_up_was_lost_says_nothing(serv
     for _ in range(10):
         time.sleep(server.slow_s / 10)
         assert not adapter.is_healthy
+
+
+def test_a_request_is_waited_for_in_its_first_two_steps(server, adapter, monkeypatch):
+    """vLLM asks again with its next step only. Disks take longer; and many may ask at once."""
+    polls = []
+    check = LMCacheMPSchedulerAdapter.check_lookup_result
+    monkeypatch.setattr(
+        LMCacheMPSchedulerAdapter,
+        "check_lookup_result",
+        lambda self, name: (polls.append(name), check(self, name))[1],
+    )
+
+    def waits(name):
+        polls.clear()
+        adapter.maybe_submit_lookup_request(name, token_ids=TOKENS)
+        assert adapter.check_lookup_result(name) is None
+        return len(polls) > 1
+
+    server.reads_keys = server.fetches = True
+    assert waits("fetched")
+    assert not waits("beside it")  # the step has waited long enough
+    adapter.end_step()
+    assert waits("fetched")
+    adapter.end_step()
+    assert not waits("fetched")
+    assert waits("beside it")
+    server.fetches = False
+    until(lambda: adapter.check_lookup_result("fetched") == 0)
+    monkeypatch.setattr(scheduler_adapter, "PATIENCE_S", 20.0)
+    adapter.end_step()
+    adapter.maybe_submit_lookup_request("in memory", token_ids=TOKENS)
+    assert adapter.check_lookup_result("in memory") == 0
 
 
 def test_a_loss_that_the_heartbeat_notices_is_counted_once(server, adapter):

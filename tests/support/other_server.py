@@ -38,6 +38,7 @@ class OtherServer:
         self.pings: Counter[bytes] = Counter()  # of each client
         self.reads_keys = reads_keys
         self.silent = False
+        self.fetches = False  # what was looked up is on its way from a disk
         self.slow_s = 0.0  # that it takes to answer the heartbeat
         self.path = Path("/dev/shm") / f"lmcache-xpu-test-{uuid.uuid4().hex}"
         self._answers: dict[str, Any] = {
@@ -101,7 +102,8 @@ class OtherServer:
                     continue
             elif operation in self._answers:
                 result = get_rpc_spec(operation).response_type
-                answer = [msgspec_encode(self._answers[operation], result)]
+                is_late = self.fetches and operation == "query_prefetch_status"
+                answer = [msgspec_encode(None if is_late else self._answers[operation], result)]
             else:
                 continue
             self._socket.send_multipart([client, number, name, *answer])

@@ -128,6 +128,7 @@ class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Step:
         """What the workers must know of a step."""
+        self.scheduler_adapter.end_step()
         described = super().build_connector_meta(scheduler_output).requests
         loads = [request for request in described if request.direction == "RETRIEVE"]
         inside, computed = self._ways.begin_step(scheduler_output, loads)
