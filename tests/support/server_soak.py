@@ -29,7 +29,8 @@ from typing import Any
 import torch
 from support.cache_server import CacheServer
 from support.real_engine import BLOCK, CHUNK, Engine, prompt
-from support.server_probe import adapter, answers, asked, busy, counted, make, on_next, wait_for
+from support.server_probe import asked, make
+from support.server_workers import adapter, answers, busy, counted, on_next, wait_for
 
 from lmcache_xpu import versions
 from lmcache_xpu.harness.random_model import EXACT, make_model
