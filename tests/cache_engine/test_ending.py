@@ -24,11 +24,12 @@ from support import storage
 from support.caches import Spec, build
 from lmcache.integration.vllm import utils
 from lmcache_xpu.versions.lmcache import LMCacheEngineBuilder
-from lmcache_xpu.versions.lmcache import LookupClientFactory
+from lmcache_xpu.versions.lmcache import LMCacheLookupServer, LookupClientFactory
 from lmcache_xpu.cache_engine.ending import end_lmcache, end_with_process
 from lmcache_xpu.cache_engine.factory import EngineBuilder
 from lmcache_xpu.cache_engine.guarded_connectors import StandardConnector
 from lmcache_xpu.cache_engine.lookup_client import LookupClient
+from lmcache_xpu.cache_engine.lookup_server import AnsweringTransport
 from lmcache_xpu.cache_engine.offload_server import OffloadServer
 from lmcache_xpu.cache_engine.unfilled_blocks import UnfilledBlocks
 from lmcache_xpu.gpu_connector.in_flight import InFlight
@@ -56,13 +57,16 @@ class Engine:
         engine.register(cache.engine, self.overlap)
         transport = LookupClientFactory._create_zmq_client_transport(config, metadata)
         client = LookupClient(config, metadata, transport, 16)
+        answers = LookupClientFactory._create_zmq_server_transport(metadata)
         manager = SimpleNamespace(
             _config=config,
             _health_monitor=None,
             _runtime_plugin_launcher=None,
             _api_server=None,
             _offload_server=OffloadServer(engine, 0),
-            _lookup_server=LookupClientFactory.create_lookup_server(engine, metadata),
+            _lookup_server=LMCacheLookupServer(
+                engine, metadata, AnsweringTransport(answers, engine)
+            ),
             _lookup_client=client,
             _lmcache_engine=engine,
         )

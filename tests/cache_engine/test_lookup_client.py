@@ -13,6 +13,7 @@ from support.adapter import request
 
 from lmcache_xpu.cache_engine.cache_salt import CacheSalts
 from lmcache_xpu.cache_engine.lookup_client import LookupClient, NearTransport
+from lmcache_xpu.cache_engine.lookup_server import AnsweringTransport, answer_of
 
 CHUNK, BLOCK = 8, 4
 
@@ -27,7 +28,7 @@ class Far:
 
     def send_and_recv_all(self, message: list[Any]) -> list[bytes]:
         self.asked.append(message)
-        return [(7).to_bytes(4, "big")]
+        return [answer_of(7, rank) for rank in range(self.world_size)]
 
     def close(self) -> None:
         self.closed = True
@@ -42,6 +43,10 @@ class Engine:
     def lookup(self, **question: Any) -> int:
         self.asked.append(question)
         return sum(question["offsets"])
+
+    def far_tokens(self, lookup_id: str) -> int:
+        """Of the last chunk."""
+        return self.asked[-1]["offsets"][-1] if lookup_id == self.asked[-1]["lookup_id"] else 0
 
 
 def client(far: Far) -> LookupClient:
@@ -75,7 +80,7 @@ def test_any_other_is_asked_through_lmcaches_transport(workers: int, here: bool)
     if here:
         near.engine = lambda: engine
     message = [[1], [256], "r", ""]
-    assert near.send_and_recv_all(message) == [b"\0\0\0\7"]
+    assert near.send_and_recv_all(message) == [b"\0\0\0\7"] * workers
     assert (far.asked, engine.asked, near.world_size) == ([message], [], workers)
     near.close()
     assert far.closed
@@ -114,3 +119,40 @@ def test_names_are_remembered_of_the_request_that_was_admitted_and_of_no_other()
     salts.admit(prompts["another"])
     asking.lookup(tokens, "another")
     assert len(asking.token_database) == 3
+
+
+@pytest.mark.parametrize(("workers", "far"), [(1, CHUNK), (3, 2)])
+def test_it_is_told_how_much_is_not_in_memory(workers: int, far: int):
+    """Of one worker here, and of several elsewhere, where the slowest counts."""
+    asking, engine = client(Far(workers)), Engine()
+    asking.ask_near(lambda: engine)
+    asking.lookup(list(range(3 * CHUNK)), "r")
+    assert asking.far_tokens("r") == far
+    assert asking.far_tokens("another") == 0
+    asking.clear_lookup_status("r")
+    assert asking.far_tokens("r") == 0
+
+
+class Socket:
+    """LMCache's transport of a server that is asked once."""
+
+    def __init__(self) -> None:
+        self.question: Any = (b"who", [[11], [256], "r", ""])
+        self.sent: list[Any] = []
+
+    def recv_request(self) -> Any:
+        question, self.question = self.question, None
+        return question
+
+    def send_response(self, *answer: bytes) -> None:
+        self.sent.append(answer)
+
+
+def test_a_worker_elsewhere_tells_it_of_the_look_up_that_it_answers():
+    socket = Socket()
+    far = {"r": 256}
+    transport = AnsweringTransport(socket, SimpleNamespace(far_tokens=far.get))
+    assert transport.recv_request() == (b"who", [[11], [256], "r", ""])
+    transport.send_response(b"who", (512).to_bytes(4, "big"))
+    assert socket.sent == [(b"who", answer_of(512, 256))]
+    assert transport.recv_request() is None

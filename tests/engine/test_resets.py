@@ -116,9 +116,9 @@ def test_what_was_promised_to_requests_that_wait_is_not_loaded(report: dict):
     assert crowd["right"] == [True] * max(1, len(crowd["right"]))
 
 
-@pytest.fixture(scope="module", params=["step", "auto"])
+@pytest.fixture(scope="module", params=["step", "async"])
 def ranks(request, model: str, tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """With a disk, which the scheduler does not see: under `auto` every load is waited for."""
+    """With loads inside steps, and with loads that requests wait for."""
     directory = tmp_path_factory.mktemp("ranks")
     report = probe("ranks", model, str(directory / "disk"), "unused", "layerwise", request.param)
     return report | {"loads": request.param}

@@ -100,19 +100,13 @@ def test_garbage_waits_from_a_look_up_to_the_end_of_scheduling_or_of_the_step(ne
     assert gc.isenabled()
 
 
-@pytest.mark.parametrize(
-    ("ranks", "disk", "waits"), [(1, ["disk"], False), (2, None, False), (2, ["disk"], True)]
-)
-def test_of_ranks_elsewhere_a_hit_may_be_on_a_disk_if_there_is_one(ranks, disk, waits: bool):
+@pytest.mark.parametrize(("far", "waits"), [(0, False), (256, True)])
+def test_what_workers_have_on_a_disk_is_fetched_while_its_request_waits(far: int, waits: bool):
     """Inside a step, one rank's slow disk would hold up everybody in it."""
     adapter = SimpleNamespace(
-        lookup_client=UnaskedClient(),
-        get_num_new_matched_tokens=lambda request, kept: 512,
-        config=SimpleNamespace(storage_plugins=disk),
+        lookup_client=UnaskedClient(far), get_num_new_matched_tokens=lambda request, kept: 512
     )
-    policy = LoadPolicy("auto", tuning_of("cpu"))
-    config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=ranks))
-    side = SchedulerSide(adapter, config, 16, policy)
+    side = SchedulerSide(adapter, SimpleNamespace(), 16, LoadPolicy("auto", tuning_of("cpu")))
     request = SimpleNamespace(
         request_id="r", num_tokens=520, block_hashes=[], mm_features=[], prompt_embeds=None
     )

@@ -54,7 +54,7 @@ class Client(LookupClient, Asked):
 
     def __init__(self, adapter):
         Asked.__init__(self, adapter)
-        self.transport = SimpleNamespace()
+        self.transport = SimpleNamespace(far_tokens={})
         self.token_database = SimpleNamespace(remember=lambda request, salt: nullcontext())
 
 
@@ -67,7 +67,17 @@ class Metadata:
 
 
 class UnaskedClient:
-    """A look-up client that nobody asks."""
+    """A look-up client that nobody asks.
+
+    Args:
+        far: tokens of each hit that are not in memory.
+    """
+
+    def __init__(self, far=0):
+        self.far = far
+
+    def far_tokens(self, lookup_id):
+        return self.far
 
     def ask_near(self, engine):
         """Of which process the worker is makes no difference."""

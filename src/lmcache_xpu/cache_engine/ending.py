@@ -64,7 +64,7 @@ def _end_lookup_server(server: Any) -> None:
     server.running = False
     if ended(server.thread):
         server.transport.close()
-        server.transport.ctx.term()  # its own
+        server.transport.stock.ctx.term()  # its own
 
 
 def _end_lookup_client(client: Any) -> None:

@@ -20,6 +20,7 @@ from lmcache.observability import LMCacheStatsLogger
 from lmcache_xpu.cache_engine.engine import CacheEngine
 from lmcache_xpu.cache_engine.guarded_connectors import LayerwiseConnector, StandardConnector
 from lmcache_xpu.cache_engine.lookup_client import LookupClient
+from lmcache_xpu.cache_engine.lookup_server import AnsweringTransport
 from lmcache_xpu.cache_engine.offload_server import OffloadServer
 from lmcache_xpu.cache_engine.rank_shard import BORROWER_GIB, rank_shard
 from lmcache_xpu.cache_engine.token_database import TokenDatabase
@@ -28,6 +29,7 @@ from lmcache_xpu.tiers.shard import ShardedMetadata
 from lmcache_xpu.versions.lmcache import (
     LMCacheConnectorV1Impl,
     LMCacheEngineBuilder,
+    LMCacheLookupServer,
     LMCacheManager,
     LookupClientFactory,
     VllmServiceFactory,
@@ -211,6 +213,15 @@ class ServiceFactory(VllmServiceFactory):  # type: ignore[misc]  # untyped base
         metadata = self.get_or_create_metadata()
         transport = LookupClientFactory._create_zmq_client_transport(self.lmcache_config, metadata)
         return LookupClient(self.lmcache_config, metadata, transport, self._facts.block_size)
+
+    def maybe_create_lookup_server(self) -> LMCacheLookupServer | None:
+        """Return the look-up server of a worker; all are asked, see `config`."""
+        if self.role != "worker":
+            return None
+        self._ensure_engine()
+        engine, metadata = self.lmcache_engine, self.get_or_create_metadata()
+        transport = LookupClientFactory._create_zmq_server_transport(metadata)
+        return LMCacheLookupServer(engine, metadata, AnsweringTransport(transport, engine))
 
 
 class EngineBuilder(LMCacheEngineBuilder):  # type: ignore[misc]  # untyped base

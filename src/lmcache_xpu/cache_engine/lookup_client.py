@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lmcache_xpu.cache_engine.chunk_names import ChunkNames
+from lmcache_xpu.cache_engine.lookup_server import answer_of, parts_of
 from lmcache_xpu.versions.lmcache import LMCacheLookupClient, RpcClientTransport
 
 if TYPE_CHECKING:
@@ -74,17 +75,35 @@ class LookupClient(LMCacheLookupClient):  # type: ignore[misc]  # untyped base
             count: int | None = super().lookup(token_ids, lookup_id, request_configs)
         return count
 
+    def far_tokens(self, lookup_id: str) -> int:
+        """Return how many tokens that a look-up has promised are not in this host's memory.
+
+        Args:
+            lookup_id: its name. Of several workers the one counts that has the most.
+        """
+        tokens: int = self.transport.far_tokens.get(lookup_id, 0)
+        return tokens
+
+    def clear_lookup_status(self, lookup_id: str) -> None:
+        """Forget what a look-up has promised."""
+        super().clear_lookup_status(lookup_id)
+        self.transport.far_tokens.pop(lookup_id, None)
+
 
 class NearTransport(RpcClientTransport):  # type: ignore[misc]  # untyped base
     """LMCache's transport of look-ups, and a call where the worker is in this process.
 
     Args:
         far: LMCache's transport, for workers elsewhere.
+
+    Attributes:
+        far_tokens: by name of a look-up, tokens that are not in this host's memory.
     """
 
     def __init__(self, far: RpcClientTransport) -> None:
         self.far = far
         self.engine: Callable[[], CacheEngine | None] = _none
+        self.far_tokens: dict[str, int] = {}
 
     @property
     def world_size(self) -> int:
@@ -93,15 +112,18 @@ class NearTransport(RpcClientTransport):  # type: ignore[misc]  # untyped base
         return size
 
     def send_and_recv_all(self, msg: list[Any]) -> list[bytes]:
-        """Return the answer of each worker; none after an error, which counts as a miss.
+        """Return LMCache's part of each worker's answer; none after an error, which is a miss.
 
         Args:
             msg: hashes and sizes of chunks, the request's name, and its options as JSON.
         """
         engine = self.engine() if self.world_size == 1 else None
-        if engine is None:
-            answers: list[bytes] = self.far.send_and_recv_all(msg)
-            return answers
+        answers = self.far.send_and_recv_all(msg) if engine is None else self._call(engine, msg)
+        parts = [parts_of(answer) for answer in answers]
+        self.far_tokens[msg[2]] = max((far for _, far in parts), default=0)
+        return [tokens for tokens, _ in parts]
+
+    def _call(self, engine: CacheEngine, msg: list[Any]) -> list[bytes]:
         hashes, sizes, request, options = msg
         try:
             tokens = engine.lookup(
@@ -117,7 +139,7 @@ class NearTransport(RpcClientTransport):  # type: ignore[misc]  # untyped base
                 error,
             )
             return []
-        return [tokens.to_bytes(4, "big")]
+        return [answer_of(tokens, engine.far_tokens(request))]
 
     def close(self) -> None:
         """Close LMCache's transport."""

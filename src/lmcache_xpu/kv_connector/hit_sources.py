@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # older versions of vLLM have neither these words nor the question
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-__all__ = ["has_memory_alone", "hit_sources", "lone_source"]
+__all__ = ["hit_sources", "lone_source"]
 
 SOURCES = {
     "LocalCPUBackend": "HOST",
@@ -17,15 +17,12 @@ SOURCES = {
 }
 
 
-def has_memory_alone(config: Any) -> bool:
-    """Whether LMCache's configuration has the CPU tier alone."""
-    others = ("storage_plugins", "remote_storage_plugins", "remote_url", "local_disk", "enable_p2p")
-    return not any(getattr(config, name, None) for name in others)
-
-
 def lone_source(config: Any) -> CacheHitSource | None:
     """The source of every hit, if there is the CPU tier alone."""
-    return _source("LocalCPUBackend") if has_memory_alone(config) else None
+    others = ("storage_plugins", "remote_storage_plugins", "remote_url", "local_disk", "enable_p2p")
+    if any(getattr(config, name, None) for name in others):
+        return None
+    return _source("LocalCPUBackend")
 
 
 def hit_sources(

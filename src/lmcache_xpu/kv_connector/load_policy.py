@@ -3,7 +3,7 @@
 A load inside the step of its request, beside the layers, ends sooner. But all others in that step
 wait for it as well. So a request waits for its load, while others are computed, where
 
-    far         a part of it comes from a disk or a server, or may: a thread fetches it
+    far         a part of it comes from a disk or a server: a thread fetches it
     others      or somebody else waits for a token, and
     too long    the load takes longer than the step would take without it
 
@@ -43,13 +43,12 @@ class Hit(NamedTuple):
     Args:
         loaded: tokens of the load.
         computed: tokens of the request that its step computes.
-        far: tokens among those of the load that are not in this host's memory; None where that is
-            not known: a tier is elsewhere, and workers of another process have looked it up.
+        far: tokens among those of the load that are not in this host's memory.
     """
 
     loaded: int
     computed: int
-    far: int | None = 0
+    far: int = 0
 
 
 class LoadSpeeds(NamedTuple):
@@ -131,7 +130,7 @@ class LoadPolicy:
         loading_s = self._tuning.load_us / 1e6
         loading_s += sum(
             tokens / speed
-            for tokens, speed in zip((hit.loaded, hit.far or 0), self._speeds, strict=True)
+            for tokens, speed in zip((hit.loaded, hit.far), self._speeds, strict=True)
             if speed is not None
         )
         saved_s = self._step_s(hit.loaded + hit.computed) - self._step_s(hit.computed)
@@ -149,7 +148,7 @@ class LoadPolicy:
         """
         if self._loads in ("step", "async"):
             return self._loads == "async"
-        if hit.far or hit.far is None:
+        if hit.far:
             return True
         if not others:
             return False

@@ -12,7 +12,7 @@ from lmcache_xpu.kv_connector.async_loads import AsyncLoads
 from lmcache_xpu.kv_connector.early_loads import EarlyLoads
 from lmcache_xpu.kv_connector.epochs import Epochs
 from lmcache_xpu.kv_connector.garbage import GarbageCollection
-from lmcache_xpu.kv_connector.hit_sources import has_memory_alone, hit_sources, lone_source
+from lmcache_xpu.kv_connector.hit_sources import hit_sources, lone_source
 from lmcache_xpu.kv_connector.load_policy import Hit
 from lmcache_xpu.kv_connector.step_metadata import (
     StepMetadata,
@@ -103,7 +103,7 @@ class SchedulerSide:
             self._computed_hits.discard(request.request_id)
             self._async_loads.choose(request.request_id, waits=False)
             return tokens, False
-        far = self._far_tokens(request.request_id)
+        far = self._adapter.lookup_client.far_tokens(request.request_id)
         hit = Hit(tokens, request.num_tokens - kept - tokens, far)
         computed = self._policy.computes(hit)
         (self._computed_hits.add if computed else self._computed_hits.discard)(request.request_id)
@@ -116,13 +116,6 @@ class SchedulerSide:
         waits = not named_later and self._policy.waits(hit, others=others)
         self._async_loads.choose(request.request_id, waits=waits)
         return tokens, waits
-
-    def _far_tokens(self, request_id: str) -> int | None:
-        """Return how many tokens a look-up has found elsewhere than in memory; None if unknown."""
-        if (worker := self._worker()) is not None:
-            return worker.far_tokens(request_id)
-        several = self._config.parallel_config.world_size > 1  # the slowest holds the others up
-        return None if several and not has_memory_alone(self._adapter.config) else 0
 
     def _finds_blocks_again(self) -> bool:
         return bool(self._config.cache_config.enable_prefix_caching)

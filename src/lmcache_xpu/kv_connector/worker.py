@@ -270,11 +270,6 @@ class WorkerSide:
             return None
         return WorkerReport(tiers, weights, speeds)
 
-    def far_tokens(self, lookup_id: str) -> int:
-        """Return how many tokens a look-up has found on a disk or a server."""
-        tokens: int = self._engine.far_tokens(lookup_id)
-        return tokens
-
     def near_engine(self) -> Any:
         """Return LMCache's engine, which knows its pins; None with a tier on another host."""
         config = self._adapter.config

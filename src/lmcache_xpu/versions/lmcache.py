@@ -28,11 +28,14 @@ if TYPE_CHECKING:  # types, as the version has them that pyproject.toml pins
     from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
     from lmcache.v1.gpu_connector.xpu_connectors import VLLMPagedMemLayerwiseXPUConnector
     from lmcache.v1.lookup_client.factory import LookupClientFactory
-    from lmcache.v1.lookup_client.lmcache_lookup_client import LMCacheLookupClient
+    from lmcache.v1.lookup_client.lmcache_lookup_client import (
+        LMCacheLookupClient,
+        LMCacheLookupServer,
+    )
     from lmcache.v1.manager import LMCacheManager
     from lmcache.v1.offload_server.message import OffloadMsg
     from lmcache.v1.offload_server.zmq_server import ZMQOffloadServer
-    from lmcache.v1.rpc.transport import RpcClientTransport
+    from lmcache.v1.rpc.transport import RpcClientTransport, RpcServerTransport
     from lmcache.v1.rpc_utils import get_zmq_rpc_path_lmcache
     from lmcache.v1.token_database import ChunkedTokenDatabase
 
@@ -44,12 +47,14 @@ MODULES = {
     "LMCacheEngine": "v1.cache_engine",
     "LMCacheEngineBuilder": "v1.cache_engine",
     "LMCacheLookupClient": "v1.lookup_client.lmcache_lookup_client",
+    "LMCacheLookupServer": "v1.lookup_client.lmcache_lookup_client",
     "LMCacheManager": "v1.manager",
     "LoadSpec": "integration.vllm.vllm_v1_adapter",
     "LookupClientFactory": "v1.lookup_client.factory",
     "OffloadMsg": "v1.offload_server.message",
     "ReqMeta": "integration.vllm.vllm_v1_adapter",
     "RpcClientTransport": "v1.rpc.transport",
+    "RpcServerTransport": "v1.rpc.transport",
     "VLLMPagedMemLayerwiseXPUConnector": "v1.gpu_connector.xpu_connectors",
     "VllmServiceFactory": "integration.vllm.vllm_service_factory",
     "ZMQOffloadServer": "v1.offload_server.zmq_server",

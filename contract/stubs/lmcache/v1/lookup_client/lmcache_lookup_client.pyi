@@ -11,3 +11,4 @@ class LMCacheLookupServer:
     running: Any
     thread: Any
     transport: Any
+    def __init__(self, lmcache_engine, metadata, transport): ...
