@@ -56,6 +56,13 @@ def test_a_request_has_the_seals_of_another_with_the_same_tokens():
     assert seals_of(other, CHUNK, "layout") == seals_of(KEY, CHUNK, "layout")
 
 
+def test_an_images_place_is_a_number_of_64_bits():
+    """The first number stands for one; without it the tokens after are packed another way."""
+    image = dataclasses.replace(KEY, tokens=(2**64 - 1, *TOKENS[1:]))
+    short = dataclasses.replace(KEY, tokens=(2**32 - 1, *TOKENS[1:]))
+    assert seals_of(image, CHUNK, "layout") == seals_of(short, CHUNK, "layout")
+
+
 def test_tokens_are_packed_as_newer_lmcache_packs_them():
     packed = b"".join(token.to_bytes(4, "big") for token in TOKENS)
 

@@ -72,6 +72,8 @@ def _tokens(key: Any) -> memoryview:
 
 
 def _packed(tokens: Sequence[int]) -> bytes:
-    # An image's place in a prompt is a number of 64 bits.
-    numbers = np.frombuffer(array("q", [t & 0x7FFFFFFFFFFFFFFF for t in tokens]), dtype=np.int64)
-    return (numbers & 0xFFFFFFFF).astype(">u4").tobytes()
+    try:
+        numbers = array("q", tokens)
+    except OverflowError:  # an image's place in a prompt is a number of 64 bits without a sign
+        numbers = array("q", [token & 0x7FFFFFFFFFFFFFFF for token in tokens])
+    return (np.frombuffer(numbers, np.int64) & 0xFFFFFFFF).astype(">u4").tobytes()
