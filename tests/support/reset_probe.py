@@ -21,7 +21,12 @@ if sys.argv[1:2] == ["ranks"]:
 from support.probes import end_with
 from support.real_engine import CHUNK, Engine, prompt
 
-LENGTHS = {"stored": 4 * CHUNK + 77, "poison": 3 * CHUNK + 50, "running": 4 * CHUNK + 5}
+LENGTHS = {
+    "stored": 4 * CHUNK + 77,
+    "poison": 3 * CHUNK + 50,
+    "running": 4 * CHUNK + 5,
+    "kept running": 4 * CHUNK + 6,  # a prompt of its own: it is not to wait for a load
+}
 CROWD = 28  # more than the engine's cache holds, of two ranks too
 SALTS = itertools.count()
 
@@ -112,21 +117,21 @@ def advance(engine: Engine, said: dict[str, list[int]], steps: int) -> dict[str,
     return said
 
 
-def running(case: Case, *, preempt: bool) -> dict:
+def running(case: Case, name: str, *, preempt: bool) -> dict:
     """A reset with a request at work, whose weights change with it."""
     engine = case.engine
     engine.forget()
-    said = begin(engine, [case.tokens["running"]], steps=1)  # of three that its prompt takes
+    said = begin(engine, [case.tokens[name]], steps=1)  # of three that its prompt takes
     engine.llm.collective_rpc(change)
     core = engine.llm.llm_engine
     reset = core.reset_prefix_cache(reset_running_requests=preempt, reset_connector=True)
     after = case.stored()
     advance(engine, said, 1000)
     engine.forget()
-    report = {"reset": reset, "stored": after, "first": case.ask("running")}
+    report = {"reset": reset, "stored": after, "first": case.ask(name)}
     engine.forget()
     engine.llm.collective_rpc(leave_disk)
-    return report | {"again": case.ask("running")}
+    return report | {"again": case.ask(name)}
 
 
 def crowd(case: Case, change_weights: Callable[[], object]) -> dict:
@@ -203,8 +208,8 @@ def reset(engine: Engine, reference: Path) -> dict:
     core.pause_scheduler(mode="abort", clear_cache=True)
     core.resume_scheduler()
     report["pause"] = case.twice()
-    report["running"] = running(case, preempt=True)
-    report["kept running"] = running(case, preempt=False)
+    report["running"] = running(case, "running", preempt=True)
+    report["kept running"] = running(case, "kept running", preempt=False)
 
     def change_and_reset() -> None:
         llm.collective_rpc(change)
