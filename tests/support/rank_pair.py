@@ -62,17 +62,20 @@ class Rank:
         return {(obj.get_ref_count(), obj.is_pinned) for obj in self.pool.hot_cache.values()}
 
     def store(self, tokens: list[int]) -> None:
+        """Until all is on disk."""
         for _ in self.engine.store_layer(tokens, slot_mapping=HERE, offset=0):
             pass
-
-    def leave_disk(self) -> None:
-        """Empty the CPU tier, when all is on disk."""
         for name in list(self.disk._writes.pending):
             self.disk._writes.settle(name)
+
+    def leave_disk(self) -> None:
+        """Empty the CPU tier."""
         self.pool.batched_remove(self.pool.get_keys())
 
     def close(self) -> None:
-        self.engine.close()
+        manager = self.engine.storage_manager
+        manager.close()
+        manager.loop.close()
 
 
 class Pair:
@@ -84,9 +87,8 @@ class Pair:
         self.channels = Channels(1)
         memory = pool(self.first.engine)
         assert memory is not None
-        lent, ledger = SimpleNamespace(address=memory.data_ptr(), tensor=memory), SharedMemory.make(
-            LEDGER_BYTES
-        )
+        lent = SimpleNamespace(address=memory.data_ptr(), tensor=memory)
+        ledger = SharedMemory.make(LEDGER_BYTES)
         lender = Lender(self.channels.of_lender(), lent, ledger, 1)
         self.first.engine.lender = lender
         self.second.engine.borrower = Borrower(self.channels.of(0), lent, ledger, 0)
