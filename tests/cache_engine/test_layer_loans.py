@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,8 +29,10 @@ def blocks(first: int) -> set[int]:
 @pytest.fixture
 def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     """Two ranks that have stored a prompt; what they lent has come back when a test ends."""
-    monkeypatch.setenv("LMCACHE_TRACK_USAGE", "false")  # which takes a second
-    pair = Pair(tmp_path)
+    with monkeypatch.context() as patch:  # what takes a second each time
+        patch.setenv("LMCACHE_TRACK_USAGE", "false")
+        patch.setattr(gc, "collect", lambda: 0)
+        pair = Pair(tmp_path)
     try:
         pair.store(PROMPT)
         yield pair
