@@ -128,6 +128,8 @@ class Pair:
         mask = torch.ones(len(tokens), dtype=torch.bool)
         mask[: cached // TOKENS * TOKENS] = False
         in_flight.begin_step(frozenset(), len(tokens))
+        if rank is self.second:  # which waits for word of each load, once
+            assert self.channels.queues[way == "waits"][0].qsize() == 1
         steps = rank.engine.retrieve_layer(tokens, mask, **arguments)
         said = [next(steps), next(steps)]
         for layer in range(LAYERS):

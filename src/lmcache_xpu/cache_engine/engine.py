@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lmcache_xpu.cache_engine.health import pool
-from lmcache_xpu.cache_engine.layer_loans import lend_layers, load_borrowed, name_of
+from lmcache_xpu.cache_engine.layer_loans import borrow_layers, lend_layers, name_of
 from lmcache_xpu.cache_engine.loans import order_of
 from lmcache_xpu.cache_engine.storage_manager import POOL, StorageManager
 from lmcache_xpu.cache_engine.unfilled_blocks import log_failure
@@ -218,11 +218,7 @@ class CacheEngine(LMCacheEngine):  # type: ignore[misc]  # untyped base
     ) -> tuple[Layers, Spans]:
         """Begin a load; the generator, and the chunks that are there."""
         if self.borrower is not None:
-            objs, *chunks = self.borrower.borrow(order_of(kwargs), name_of(kwargs))
-            load = load_borrowed(self.gpu_connector, objs, chunks, kwargs)
-            if objs:
-                next(load)
-            return load, chunks
+            return borrow_layers(self.borrower, self.gpu_connector, kwargs)
         self.settle()
         try:
             load, spans, layers = self._begin_layers(tokens, mask, kwargs)

@@ -19,9 +19,12 @@ if TYPE_CHECKING:
     from lmcache.v1.memory_management import MemoryObj
 
     from lmcache_xpu.cache_engine.guarded_connectors import LayerwiseConnector
-    from lmcache_xpu.cache_engine.loans import Lender
+    from lmcache_xpu.cache_engine.loans import Borrower, Lender
 
-__all__ = ["lend_layers", "load_borrowed", "name_of"]
+__all__ = ["borrow_layers", "lend_layers", "name_of"]
+
+Spans = Sequence[Sequence[int]]  # first token of each chunk, and the one after its last
+Layers = Generator[torch.Tensor | None, None, None]
 
 
 def name_of(load: Mapping[str, Any]) -> str:
@@ -37,7 +40,7 @@ def lend_layers(
     lender: Lender,
     load: Mapping[str, Any],
     groups: Sequence[Future[list[MemoryObj]]],
-    spans: Sequence[Sequence[int]],
+    spans: Spans,
 ) -> None:
     """Wait until all of a load is fetched, and lend what each group of layers has of it.
 
@@ -45,7 +48,7 @@ def lend_layers(
         lender: tells the others.
         load: LMCache's keyword arguments of it.
         groups: what is fetched, by group; up to the first chunk that is missing.
-        spans: first token of each chunk, and the one after its last.
+        spans: of its chunks.
 
     Raises:
         Exception: whatever a tier raised. Nothing is lent then, and all memory is given up.
@@ -61,24 +64,38 @@ def lend_layers(
         raise
 
 
-def load_borrowed(
-    connector: LayerwiseConnector,
-    objs: Sequence[MemoryObj],
-    spans: Sequence[Sequence[int]],
-    load: Mapping[str, Any],
-) -> Generator[torch.Tensor | None, None, None]:
-    """Load what was borrowed, in the steps of LMCache's `retrieve_layer`, and give it back.
+def borrow_layers(
+    borrower: Borrower, connector: LayerwiseConnector, load: Mapping[str, Any]
+) -> tuple[Layers, Spans]:
+    """Wait for word of a load, and begin it with what was lent.
 
     Args:
+        borrower: hears from the first rank.
         connector: of this rank.
-        objs: the chunks' memory, group by group; the reference to each goes with it.
-        spans: first token of each chunk, and the one after its last.
         load: LMCache's keyword arguments of it.
 
-    Yields:
-        At last, which tokens were loaded: `[tokens]` bool on the host.
+    Returns:
+        The load, which goes on in the steps of LMCache's `retrieve_layer` and gives back what it
+        borrowed, and the spans of its chunks. With none of these it is not to be stepped.
+
+    Raises:
+        SeamError: see `Borrower.borrow`.
     """
-    starts, ends = spans
+    objs, starts, ends = borrower.borrow(order_of(load), name_of(load))
+    layers = _load(connector, objs, starts, ends, load)
+    if objs:
+        next(layers)
+    return layers, (starts, ends)
+
+
+def _load(
+    connector: LayerwiseConnector,
+    objs: Sequence[MemoryObj],
+    starts: Sequence[int],
+    ends: Sequence[int],
+    load: Mapping[str, Any],
+) -> Layers:
+    """Load memory that lies group by group; yields last which tokens it loaded, on the host."""
     loaded = torch.zeros(len(load["slot_mapping"]), dtype=torch.bool)
     for start, end in zip(starts, ends, strict=True):
         loaded[start:end] = True
