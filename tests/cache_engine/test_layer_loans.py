@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.caches import bits
-from support.rank_pair import BLOCK, CHUNKS, GROUPS, LAYERS, LENGTH, POOL, THERE, Pair, Rank
+from support.rank_pair import BLOCK, CHUNKS, GROUPS, LAYERS, LENGTH, THERE, Pair, Rank
 from support.storage import TOKENS
 
 PROMPT = list(range(LENGTH))
@@ -50,7 +50,8 @@ def check(rank: Rank, pair: Pair, chunks: int, cached: int = 0) -> None:
     assert torch.equal(bits(rank.cache.raw), bits(pair.wanted(chunks, cached)))
 
 
-def settled(pair: Pair, tier: str) -> None:
+def place(pair: Pair, tier: str) -> None:
+    """Leave what was stored in this tier alone, or in both."""
     if tier == "disk":
         pair.first.leave_disk()
 
@@ -81,7 +82,7 @@ def test_one_rank_has_what_both_hold(pair: Pair):
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("way", WAYS)
 def test_both_ranks_load_every_byte(pair: Pair, way: str, tier: str):
-    settled(pair, tier)
+    place(pair, tier)
     for rank in pair.ranks:
         loaded, unfilled = pair.load_one(rank, PROMPT, way)
         assert loaded.all()
@@ -119,7 +120,7 @@ def test_copies_that_fail_on_one_rank_are_that_rank_s(
 @pytest.mark.parametrize("tier", TIERS)
 def test_a_chunk_that_lost_a_group_ends_the_load_on_both_ranks(pair: Pair, tier: str, number: int):
     """Behind the look-up, of which LMCache asks no more."""
-    settled(pair, tier)
+    place(pair, tier)
     first = pair.first
     keys = first.engine._keys(PROMPT, None)
     lost = keys[1].split_layers(GROUPS)[number]
@@ -200,11 +201,11 @@ def test_what_was_lent_stays_while_another_rank_reads_it(pair: Pair):
         rank.connector.overlap = None
     for each in steps:
         next(each)
-    deque_of(steps[0])
+    drain(steps[0])
     pair.first.leave_disk()
     pair.first.engine.settle()
     assert pair.first.in_use == CHUNKS * GROUPS * 4096
-    deque_of(steps[1])
+    drain(steps[1])
     check(pair.second, pair, CHUNKS)
     pair.first.engine.settle()
     assert pair.first.in_use == 0
@@ -250,7 +251,7 @@ def test_loads_of_one_step_keep_apart(pair: Pair):
         for _ in range(LAYERS):
             assert all(next(each, None) is not None for each in steps)
         for each in steps:
-            deque_of(each)
+            drain(each)
         assert rank.unfilled.take() == set()
     assert torch.equal(bits(pair.first.cache.raw), bits(pair.second.cache.raw))
     assert pair.first.cache.raw.any()
@@ -262,9 +263,8 @@ def test_a_second_rank_stores_and_takes_back_nothing(pair: Pair):
     pair.second.engine.take_back(PROMPT)
     assert pair.second.pool.get_keys() == []
     assert len(pair.first.pool.get_keys()) == CHUNKS * GROUPS
-    assert POOL in pair.second.engine.storage_manager.storage_backends
 
 
-def deque_of(steps: Iterator[Any]) -> None:
+def drain(steps: Iterator[Any]) -> None:
     for _ in steps:
         pass
