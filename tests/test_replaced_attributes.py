@@ -41,9 +41,10 @@ FIELDS = {  # of a description, a configuration or a state, which hold plain dat
 }
 OWN = {  # of classes of this package, and of events that it makes
     "cache_engine/cache_salt.py: adapter.lookup_client.salts",
-    "cache_engine/engine.py: self.gpu_connector.load_end",
     "cache_engine/engine.py: self.gpu_connector.overlap",
+    "cache_engine/engine.py: self.gpu_connector.spans",
     "cache_engine/engine.py: self.storage_manager.in_flight",
+    "cache_engine/engine.py: self.storage_manager.layers",
     "cache_engine/factory.py: connector.unfilled",
     "cache_engine/loans.py: self._entry.value",
     "cache_engine/loans.py: self._lent.request",

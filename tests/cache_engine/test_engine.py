@@ -97,7 +97,7 @@ class LMCache(LMCacheEngine):
             if step == self.fails_at:
                 raise RuntimeError("planted")
             if step == 0 and held:
-                self.gpu_connector.load_end = len(held) * CHUNK  # as our connector does
+                self.gpu_connector.spans = [0], [len(held) * CHUNK]  # as our connector does
             yield None
         self.steps += 1
         yield None
@@ -179,7 +179,7 @@ def test_a_failed_layer_ends_the_copies_and_not_the_load(layer):
     connector.unfilled = UnfilledBlocks(BLOCK)
     load = connector.batched_to_gpu([CHUNK], [2 * CHUNK], slot_mapping=SLOTS)
     next(load)
-    assert connector.load_end == 2 * CHUNK
+    assert connector.spans == ([CHUNK], [2 * CHUNK])
     for number in range(LAYERS):
         load.send([number])
     next(load)

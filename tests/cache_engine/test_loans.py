@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 
@@ -10,44 +9,15 @@ import pytest
 import torch
 from lmcache.v1.memory_allocators.tensor_memory_allocator import TensorMemoryAllocator
 from lmcache.v1.memory_management import MemoryFormat
+from support.channels import Channels
 
-from lmcache_xpu.cache_engine.loans import LEDGER_BYTES, ORDERS, Borrower, Lender
+from lmcache_xpu.cache_engine.loans import LEDGER_BYTES, Borrower, Lender
 from lmcache_xpu.errors import SeamError
 from lmcache_xpu.transfer.shared_memory import SharedMemory
 
 SHAPE = torch.Size([1, 2, 4, 64])
 SIZE = SHAPE.numel() * 2
 POOL_BYTES = 64 * 4096
-
-
-class Channels:
-    """To each of some borrowers, in this process."""
-
-    def __init__(self, borrowers: int) -> None:
-        self.queues = [[queue.Queue() for _ in range(borrowers)] for _ in range(ORDERS)]
-
-    def of_lender(self):
-        return [Sending(queues) for queues in self.queues]
-
-    def of(self, borrower: int):
-        return [Receiving(queues[borrower]) for queues in self.queues]
-
-
-class Sending:
-    def __init__(self, queues) -> None:
-        self.queues = queues
-
-    def send(self, message) -> None:
-        for each in self.queues:
-            each.put(message)
-
-
-class Receiving:
-    def __init__(self, messages) -> None:
-        self.messages = messages
-
-    def receive(self):
-        return self.messages.get(timeout=5)
 
 
 class Ranks:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from support import tiny_models
+from support.hits import check_one_copy
 from support.models_probe import LONGEST
 from support.real_engine import BLOCK, CHUNK, LENGTHS
 from support.scripts import environment, printed, run_probe
@@ -79,14 +80,14 @@ def run(case: str, mode: str, models: Models, disk: Path) -> subprocess.Complete
 @pytest.fixture(
     scope="module",
     params=[
-        ("mla, two workers", "standard"),
+        ("mla, two workers", "layerwise"),
         ("mla, mtp", "layerwise"),
         ("ngram", "standard"),
         ("eagle", "layerwise"),
         ("gemma3", "standard"),
-        # What each of these puts together others have: two workers in layerwise mode are in
-        # test_resets.py.
-        pytest.param(("mla, two workers", "layerwise"), marks=pytest.mark.matrix),
+        # What each of these puts together others have: MLA on two workers in standard mode is in
+        # test_tp_sizes.py.
+        pytest.param(("mla, two workers", "standard"), marks=pytest.mark.matrix),
         pytest.param(("mla, mtp", "standard"), marks=pytest.mark.matrix),
         pytest.param(("ngram", "layerwise"), marks=pytest.mark.matrix),
         pytest.param(("eagle", "standard"), marks=pytest.mark.matrix),
@@ -122,6 +123,14 @@ def test_a_hit_restores_every_byte_on_every_worker_and_gives_the_computed_tokens
             assert min(seen["restored"]) >= hit_tokens(case, name) // block, name
     assert (RECOMPUTED in report["log"]) is ("not waited for" in report["prompts"])
     assert (report["drafted"] > 0) is (case in ("eagle", "mla, mtp", "ngram"))
+
+
+def test_what_workers_hold_alike_is_in_memory_once(report):
+    """MLA's latent."""
+    first, *others = report["memory"]
+    for other in others:
+        check_one_copy(first, other)
+    assert len(others) == (report["case"] == "mla, two workers")
 
 
 def test_an_engine_that_does_not_wait_for_the_model_s_layers_is_still_seen(report):

@@ -1,7 +1,7 @@
 """Two ranks that hold the same, on CPU: one CPU tier, from which both load, and faults of either.
 
-The first rank keeps the chunks, and lends its memory to the second one. `make test-ranks` has loads
-that requests wait for as well.
+The first rank keeps the chunks, and lends its memory to the second one; in both modes. `make
+test-ranks` has loads that requests wait for as well.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import dataclasses
 from typing import Any
 
 import pytest
-from support.hits import check_failed, check_hit, check_lost
+from support.hits import check_failed, check_hit, check_lost, check_one_copy
 from support.one_copy_probe import FAULTS
 from support.real_engine import CHUNK, LENGTHS, cached
 from support.scripts import environment, printed, run_probe
+from support.ways import each_way
 
 from lmcache_xpu.harness.random_model import EXACT, make_model
 
@@ -22,12 +23,17 @@ pytestmark = pytest.mark.engine
 ONE_HEAD = dataclasses.replace(EXACT, name="one-head", kv_heads=1)
 
 
-@pytest.fixture(scope="module", params=["always", pytest.param("async", marks=pytest.mark.matrix)])
+STEPS = [("standard", "always"), ("layerwise", "always")]
+
+
+@pytest.fixture(
+    scope="module", params=each_way(("standard", "layerwise"), ("always", "async"), often=STEPS)
+)
 def report(request, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("copies")
     model = make_model(ONE_HEAD, directory)
     env = environment(VLLM_CPU_OMP_THREADS_BIND="0|1", OMP_NUM_THREADS="1")
-    return printed(run_probe("one_copy", model, directory / "disk", request.param, env=env))
+    return printed(run_probe("one_copy", model, directory / "disk", *request.param, env=env))
 
 
 @pytest.mark.parametrize("tier", ["memory", "disk"])
@@ -37,10 +43,7 @@ def test_a_hit_restores_every_byte_on_both_ranks(report: dict[str, Any], name: s
 
 
 def test_one_rank_has_the_memory_and_the_files(report: dict[str, Any]):
-    first, second = report["memory"]
-    assert first["chunks"] > 0
-    assert second["chunks"] == 0
-    assert second["bytes"] <= 2**24
+    check_one_copy(*report["memory"])
     assert report["files"][0] > 0
     assert report["files"][1] == 0
 

@@ -35,3 +35,12 @@ def check_failed(seen: dict[str, Any], chunks: int) -> None:
     """A load that failed was recomputed, and the next one was a hit."""
     check_restored(seen["faulty"], chunks * CHUNK)
     check_hit(seen["afterwards"], chunks * CHUNK)
+
+
+def check_one_copy(first: dict[str, Any], second: dict[str, Any]) -> None:
+    """What both ranks hold is in the CPU tier of the first one, and takes its own bytes."""
+    assert second["entries"] == {}
+    assert second["bytes"] <= 2**24
+    unique = sum((first["entries"] | second["entries"]).values())
+    assert unique > 0
+    assert first["used"] + second["used"] <= 1.02 * unique

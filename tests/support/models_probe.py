@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 from support.probes import end_with
+from support.ranks_probe import memory
 from support.real_engine import CHUNK, LENGTHS, Engine, digests, prompt, restored
 
 LONGEST = 4096
@@ -78,7 +79,11 @@ def probe(engine: Engine, case: str) -> dict[str, Any]:
     prompts = hits(engine, case)
     drafting = engine.llm.llm_engine.vllm_config.speculative_config is not None
     drafted = engine.counter("spec_decode_num_draft_tokens") if drafting else 0
-    return {"prompts": prompts, "drafted": drafted}
+    return {
+        "prompts": prompts,
+        "drafted": drafted,
+        "memory": engine.llm.collective_rpc(memory),  # by worker
+    }
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A real vLLM on CPU with two ranks that hold the same: one CPU tier and one disk, and faults.
 
-Run by engine/test_one_copy.py, with MODEL DISK LOADS; prints a JSON object last.
+Run by engine/test_one_copy.py, with MODEL DISK MODE LOADS; prints a JSON object last.
 """
 
 from __future__ import annotations
@@ -9,17 +9,11 @@ import sys
 from typing import Any
 
 from support.probes import end_with
-from support.ranks_probe import Case, disk_files, tiers
+from support.ranks_probe import Case, disk_files, memory, tiers
 from support.real_engine import CHUNK, LENGTHS, Engine, prompt
 
 # Chunks of the prompt of each fault.
 FAULTS = {"first loses a chunk": 2, "first fails": 3, "second fails": 5, "nothing is lent": 6}
-
-
-def memory(worker) -> dict[str, int]:
-    """Of this rank's CPU tier."""
-    backend = tiers(worker)["LocalCPUBackend"]
-    return {"chunks": len(backend.get_keys()), "bytes": backend.memory_allocator.buffer.nbytes}
 
 
 def rank(worker) -> int:
@@ -62,20 +56,26 @@ def mend(worker):
 
 def fetch_nothing(worker):
     """The first rank has promised chunks, and finds them no more."""
+
+    async def nothing(*args):
+        return []
+
     if rank(worker) == 0:
         for backend in tiers(worker).values():
             backend.batched_get_blocking = lambda keys: [None] * len(keys)
+            backend.batched_get_non_blocking = nothing  # layerwise
 
 
 def fetch_again(worker):
     if rank(worker) == 0:
         for backend in tiers(worker).values():
-            del backend.batched_get_blocking
+            del backend.batched_get_blocking, backend.batched_get_non_blocking
 
 
 def probe(engine: Engine) -> dict[str, Any]:
     case = Case(engine)
     report: dict[str, Any] = {name: case.hits(length) for name, length in LENGTHS.items()}
+    case.compute_only(prompt(2 * CHUNK + 9))  # layerwise, what the disk has is in memory no more
     report["memory"] = engine.llm.collective_rpc(memory)
     report["files"] = engine.llm.collective_rpc(disk_files)
     plants = (lose_a_chunk, None), (fail_first, mend), (fail_second, mend)
@@ -103,10 +103,10 @@ def at_once(engine: Engine) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    model, disk, loads = sys.argv[1:]
+    model, disk, mode, loads = sys.argv[1:]
     settings = {"loads": loads, "cpu_gib": 0.06}
     end_with(
-        lambda: Engine(
-            model, disk, "standard", tensor_parallel_size=2, settings=settings
-        ).close_after(probe)
+        lambda: Engine(model, disk, mode, tensor_parallel_size=2, settings=settings).close_after(
+            probe
+        )
     )

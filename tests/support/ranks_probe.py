@@ -38,6 +38,20 @@ def tiers(worker) -> dict[str, Any]:
     return backends
 
 
+def memory(worker) -> dict[str, Any]:
+    """Of this rank's CPU tier: its bytes, those in use, and each entry's by its name."""
+    backend = tiers(worker)["LocalCPUBackend"]
+    allocator = backend.memory_allocator
+    return {
+        "bytes": allocator.buffer.nbytes,
+        "used": allocator.pin_allocator.total_allocated_size,
+        "entries": {
+            f"{key.chunk_hash}, {getattr(key, 'layer_id', 'whole')}": obj.get_size()
+            for key, obj in backend.hot_cache.items()
+        },
+    }
+
+
 def leave_disk(worker):
     """Empty the CPU tier."""
     memory = tiers(worker)["LocalCPUBackend"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -82,17 +83,20 @@ class LocalCPUBackend(local_cpu_backend.LocalCPUBackend):  # type: ignore[misc] 
     ) -> list[Any]:
         """Return the chunks of `keys`, each with one reference more.
 
-        Without a `transfer_spec` this is one layer of a layerwise load, and each chunk gets a pin
-        as well: `retrieve_layer` unpins what it was handed over, as loads of other tiers need it.
-        Of chunks that are here it would take back the pins of look-ups, other requests' too, and
-        they could be evicted before they are loaded.
-
-        Raises:
-            KeyError: if one is not here.
+        Without a `transfer_spec` this is one layer of a layerwise load: it ends before the first
+        chunk that is not here, as the disk's does, and each chunk gets a pin as well.
+        `retrieve_layer` unpins what it was handed over, as loads of other tiers need it. Of chunks
+        that are here it would take back the pins of look-ups, other requests' too, and they could
+        be evicted before they are loaded.
         """
-        objs: list[Any] = await super().batched_get_non_blocking(lookup_id, keys, transfer_spec)
-        if transfer_spec is None:
+        if transfer_spec is not None:
+            return list(await super().batched_get_non_blocking(lookup_id, keys, transfer_spec))
+        with self.cpu_lock:
+            objs = list(
+                itertools.takewhile(lambda obj: obj is not None, map(self.hot_cache.get, keys))
+            )
             for obj in objs:
+                obj.ref_count_up()
                 obj.pin()
         return objs
 

@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lmcache_xpu.cache_engine.health import pool
+from lmcache_xpu.cache_engine.layer_loans import borrow_layers, lend_layers, name_of
 from lmcache_xpu.cache_engine.loans import order_of
 from lmcache_xpu.cache_engine.storage_manager import POOL, StorageManager
 from lmcache_xpu.cache_engine.unfilled_blocks import log_failure
@@ -41,6 +43,7 @@ __all__ = ["CacheEngine"]
 
 Tokens = torch.Tensor | Sequence[int]
 Layers = Generator[Any, None, None]
+Spans = Sequence[Sequence[int]]  # first token of each chunk, and the one after its last
 
 
 class CacheEngine(LMCacheEngine):  # type: ignore[misc]  # untyped base
@@ -185,7 +188,8 @@ class CacheEngine(LMCacheEngine):  # type: ignore[misc]  # untyped base
         skipped = len(tokens) - int(mask.sum())
         load: Layers | None
         try:
-            load, end = self._first_group(tokens, mask, kwargs)
+            load, (_, ends) = self._first_group(tokens, mask, kwargs)
+            end = ends[-1] if ends else skipped
             if end < len(tokens):
                 missing = f"{end - skipped} of {len(tokens) - skipped} tokens"
                 self.unfilled.add_load(missing, kwargs, end)
@@ -209,27 +213,41 @@ class CacheEngine(LMCacheEngine):  # type: ignore[misc]  # untyped base
             for _ in range(calls):
                 yield nothing if loaded is None else loaded
 
-    def _first_group(self, tokens: Tokens, mask: Any, kwargs: dict[str, Any]) -> tuple[Layers, int]:
-        """Begin a load; the generator, and the token after the last one that is there."""
-        with self._beginning:
-            return self._begin_layers(tokens, mask, kwargs)
+    def _first_group(
+        self, tokens: Tokens, mask: Any, kwargs: dict[str, Any]
+    ) -> tuple[Layers, Spans]:
+        """Begin a load; the generator, and the chunks that are there."""
+        if self.borrower is not None:
+            return borrow_layers(self.borrower, self.gpu_connector, kwargs)
+        self.settle()
+        try:
+            load, spans, layers = self._begin_layers(tokens, mask, kwargs)
+            if self.lender is not None:
+                lend_layers(self.lender, kwargs, layers, spans)
+        finally:
+            if self.lender is not None:
+                self.lender.end(order_of(kwargs), name_of(kwargs))
+        return load, spans
 
     def _begin_layers(
         self, tokens: Tokens, mask: Any, kwargs: dict[str, Any]
-    ) -> tuple[Layers, int]:
-        self.gpu_connector.load_end = len(tokens) - int(mask.sum())
-        load = super().retrieve_layer(tokens, mask, **kwargs)
-        try:
-            next(load)  # the count that LMCache before 0.5.7 yields here is not needed
-        except AssertionError:  # chunks in several tiers; LMCache loads from one
-            everywhere = self.retrieve_locations
-            self.retrieve_locations = [self._best_tier(tokens, mask)]
+    ) -> tuple[Layers, Spans, Sequence[Future[Any]]]:
+        """Begin LMCache's own load; and where it is lent, all of it is being fetched."""
+        with self._beginning:
+            self.gpu_connector.spans = (), ()
+            self.storage_manager.layers = None if self.lender is None else ()
+            load = super().retrieve_layer(tokens, mask, **kwargs)
             try:
-                load = super().retrieve_layer(tokens, mask, **kwargs)
-                next(load)
-            finally:
-                self.retrieve_locations = everywhere
-        return load, self.gpu_connector.load_end
+                next(load)  # the count that LMCache before 0.5.7 yields here is not needed
+            except AssertionError:  # chunks in several tiers; LMCache loads from one
+                everywhere = self.retrieve_locations
+                self.retrieve_locations = [self._best_tier(tokens, mask)]
+                try:
+                    load = super().retrieve_layer(tokens, mask, **kwargs)
+                    next(load)
+                finally:
+                    self.retrieve_locations = everywhere
+            return load, self.gpu_connector.spans, self.storage_manager.layers or ()
 
     def _best_tier(self, tokens: Tokens, mask: Any) -> str:
         """Return the name of the tier that holds most of the prefix."""
@@ -260,9 +278,13 @@ class CacheEngine(LMCacheEngine):  # type: ignore[misc]  # untyped base
     def store_layer(self, tokens: Tokens, mask: Any = None, **kwargs: Any) -> Layers:
         """Store a request's chunks layer by layer; yields once more than the model has layers.
 
-        Raises nothing. An error may come when some layers are published: these are taken back.
+        Raises nothing. An error may come when some layers are published: these are taken back. A
+        rank that borrows stores nothing, see `store`.
         """
-        store: Layers | None = super().store_layer(tokens, mask=mask, **kwargs)
+        self.settle()
+        store: Layers | None = None
+        if self.borrower is None:
+            store = super().store_layer(tokens, mask=mask, **kwargs)
         groups = self.gpu_connector.groups
         try:
             for calls in (*(last - first for first, last in groups), 1):
@@ -282,6 +304,8 @@ class CacheEngine(LMCacheEngine):  # type: ignore[misc]  # untyped base
 
     def take_back(self, tokens: Tokens, mask: Any = None) -> None:
         """Remove chunks that miss layers: LMCache asks for the first alone and would keep them."""
+        if self.borrower is not None:
+            return
         if (in_flight := self.gpu_connector.overlap) is not None:
             in_flight.drain()  # what is complete only now is to be published first
         for key in self._keys(tokens, mask):

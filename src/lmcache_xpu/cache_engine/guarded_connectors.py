@@ -50,19 +50,20 @@ class StandardConnector(VLLMPagedMemXPUConnectorV2):
 class LayerwiseConnector(VLLMPagedMemLayerwiseXPUConnector):
     """The layerwise connector of one engine.
 
-    `unfilled` is set by who makes the connector. `load_end` is the token after the last one of the
-    load that began last; the engine sets it before, for the case that LMCache begins none.
+    `unfilled` is set by who makes the connector. `spans` are the chunks' first tokens, and those
+    after their last, of the load that began last; the engine sets it before, for the case that
+    LMCache begins none.
     """
 
     unfilled: UnfilledBlocks
-    load_end: int
+    spans: Sequence[Sequence[int]]
 
     def batched_to_gpu(self, starts: Sequence[int], ends: Sequence[int], **kwargs: Any) -> Layers:
         """Load a request layer by layer; raises nothing, see the module.
 
         After an error the generator takes the other layers' chunks and drops them.
         """
-        self.load_end = ends[-1]
+        self.spans = starts, ends
         load: Layers | None = super().batched_to_gpu(starts, ends, **kwargs)
         memory_objs = None
         for _ in range(len(self.groups) + 2):

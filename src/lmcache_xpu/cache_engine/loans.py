@@ -6,7 +6,7 @@ number that only grows, which each of them writes into memory that all have mapp
 evicted, or written anew, that somebody still reads. A rank that dies says nothing any more: what it
 borrowed stays, until the engine has ended with it.
 
-    first rank      lend, once for each load of the standard connector; settle, from time to time
+    first rank      lend, once for each load, of whatever connector; settle, from time to time
     other ranks     borrow, once for each load, in the same order
 
 There are two orders: of loads inside steps, and of those that requests wait for.

@@ -33,4 +33,4 @@ def rank_shard(rank: int, ranks: int, facts: EngineFacts, config: LMCacheEngineC
 def may_share_cpu_tier(shard: Shard, config: LMCacheEngineConfig) -> bool:
     """Whether workers that hold a shard have one CPU tier, the first one's, where all are near."""
     share = config.get_extra_config_value(SHARE, True)
-    return shard.copies > 1 and not config.use_layerwise and bool(share)
+    return shard.copies > 1 and bool(share)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lmcache import torch_device_type
@@ -12,6 +12,8 @@ from lmcache.v1.storage_backend import is_cuda_worker, storage_manager
 from lmcache_xpu.cache_engine.cpu_pool import LocalCPUBackend
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from lmcache.utils import CacheEngineKey
     from lmcache.v1.memory_management import MemoryObj
 
@@ -26,6 +28,8 @@ class StorageManager(storage_manager.StorageManager):  # type: ignore[misc]  # u
     """LMCache's storage manager, which knows of stores that are still in flight."""
 
     in_flight: InFlight | None = None  # set when the engine's KV cache is registered
+    # Of the layerwise load that begins, where it is fetched as a whole: what comes of each group.
+    layers: Sequence[Future[list[MemoryObj]]] | None = None
 
     def create_backends(self) -> dict[str, str]:
         """Make the tiers, the CPU tier of this package; LMCache keeps those that are there."""
@@ -60,6 +64,21 @@ class StorageManager(storage_manager.StorageManager):  # type: ignore[misc]  # u
             put()
         else:
             self.in_flight.publish(memory_objs, put)
+
+    def layerwise_batched_get(
+        self, keys: Sequence[Sequence[CacheEngineKey]], location: str | None = None
+    ) -> Iterator[Future[list[MemoryObj]]]:
+        """Fetch one group of layers after the other, or all at once where `layers` is set.
+
+        Args:
+            keys: `[group][chunk]`.
+            location: name of the tier.
+        """
+        layers: Iterator[Future[list[MemoryObj]]] = super().layerwise_batched_get(keys, location)
+        if self.layers is None:
+            return layers
+        self.layers = tuple(layers)
+        return iter(self.layers)
 
     def close(self) -> None:
         """End the tiers, which may still write from the CPU pool's memory, and then the pool."""
