@@ -9,6 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,12 @@ def main(directory: Path) -> dict[str, Any]:
     adapter.register(caches, copies, timeout_s=1.0, draft_layers=0)
 
     blocks = list(range(1, 1 + CHUNK // BLOCK))
+    tokens: Any = list(range(CHUNK))
+    if fields(LoadStoreOp)[0].name == "token_bytes":  # newer LMCache has them packed
+        tokens = b"".join(token.to_bytes(4, "big") for token in tokens)
 
     def store() -> bool:
-        chunk = LoadStoreOp(list(range(CHUNK)), [blocks], 0, CHUNK)
+        chunk = LoadStoreOp(tokens, [blocks], 0, CHUNK)
         adapter.submit_store_request("request", chunk, adapter.create_recorded_event())
         future = adapter.store_futures.get("request")
         return future is not None and future.result(10)
