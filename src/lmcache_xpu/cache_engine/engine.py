@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lmcache_xpu.cache_engine.health import pool
-from lmcache_xpu.cache_engine.layer_loans import borrow_layers, lend_layers, name_of
+from lmcache_xpu.cache_engine.layer_loans import Spans, borrow_layers, lend_layers, name_of
 from lmcache_xpu.cache_engine.loans import order_of
 from lmcache_xpu.cache_engine.storage_manager import POOL, StorageManager
 from lmcache_xpu.cache_engine.unfilled_blocks import log_failure
@@ -43,7 +43,6 @@ __all__ = ["CacheEngine"]
 
 Tokens = torch.Tensor | Sequence[int]
 Layers = Generator[Any, None, None]
-Spans = Sequence[Sequence[int]]  # first token of each chunk, and the one after its last
 
 
 class CacheEngine(LMCacheEngine):  # type: ignore[misc]  # untyped base

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lmcache_xpu.cache_engine.guarded_connectors import LayerwiseConnector
     from lmcache_xpu.cache_engine.loans import Borrower, Lender
 
-__all__ = ["borrow_layers", "lend_layers", "name_of"]
+__all__ = ["Spans", "borrow_layers", "lend_layers", "name_of"]
 
 Spans = Sequence[Sequence[int]]  # first token of each chunk, and the one after its last
 Layers = Generator[torch.Tensor | None, None, None]
