@@ -30,7 +30,15 @@ import torch
 from support.cache_server import CacheServer
 from support.real_engine import BLOCK, CHUNK, Engine, prompt
 from support.server_probe import asked, make
-from support.server_workers import adapter, answers, busy, counted, on_next, wait_for
+from support.server_workers import (
+    adapter,
+    answers,
+    busy,
+    counted,
+    on_next,
+    on_next_layer,
+    wait_for,
+)
 
 from lmcache_xpu import versions
 from lmcache_xpu.harness.random_model import EXACT, make_model
@@ -68,7 +76,8 @@ class Soak:
         seed: of all that is chosen.
     """
 
-    def __init__(self, engine: Engine, server: CacheServer, seed: int) -> None:
+    def __init__(self, engine: Engine, server: CacheServer, seed: int, loads: str) -> None:
+        self.loads = loads
         self.engine, self.server, self.tally = engine, server, Tally()
         self._random = random.Random(seed)
         lengths = list(range(*LENGTHS))
@@ -130,7 +139,10 @@ class Soak:
         """Let the server fail; it is there again some seconds later."""
         self.tally.faults[way] += 1
         if way in ("load", "store"):
-            self.engine.llm.collective_rpc(on_next, args=(way, self.server.kill))
+            if way == "load" and self.loads == "step":
+                self.engine.llm.collective_rpc(on_next_layer, args=(self.server.kill,))
+            else:
+                self.engine.llm.collective_rpc(on_next, args=(way, self.server.kill))
             self._run(self._start_again)
         elif way == "kill":
             self._run(self._kill)
@@ -205,19 +217,19 @@ class Soak:
 def load_wrong(worker) -> None:
     """Let every load leave zeros in the blocks that it fills."""
     [copies] = adapter().transfers.groups
-    load = copies.load
 
-    def wrong(chunks: Any, objects: Any) -> Any:
-        return load(chunks, [torch.zeros_like(each) for each in objects])
+    def wrong(load: Callable[..., Any], chunks: Any, objects: Any, *starts: Any) -> Any:
+        return load(chunks, [torch.zeros_like(each) for each in objects], *starts)
 
-    copies.load = wrong
+    for name in ("load", "beside_layers"):
+        setattr(copies, name, functools.partial(wrong, getattr(copies, name)))
 
 
 def soak(engine: Engine, server: CacheServer, wanted: argparse.Namespace) -> dict[str, Any]:
     kills = (("kill", "store", "load", "kill")[n % 4] for n in range(wanted.kills))
     ways = [*kills, *["hang"] * wanted.hangs]
     random.Random(wanted.seed).shuffle(ways)
-    begin, run = time.monotonic(), Soak(engine, server, wanted.seed)
+    begin, run = time.monotonic(), Soak(engine, server, wanted.seed, wanted.loads)
     run.begin()
     if wanted.wrong:
         engine.llm.collective_rpc(load_wrong)
@@ -289,6 +301,7 @@ def main() -> int:
     parser.add_argument("--hangs", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=3600.0, help="at most")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--loads", choices=["async", "step"], default="async")
     parser.add_argument("--wrong", action="store_true", help="load wrong bytes: it has to fail")
     wanted = parser.parse_args()
     with TemporaryDirectory() as directory:
@@ -297,7 +310,7 @@ def main() -> int:
         try:
             model = str(make_model(EXACT, Path(directory)))
             look = functools.partial(soak, server=server, wanted=wanted)
-            report = make(model, server.url).close_after(look)
+            report = make(model, server.url, wanted.loads).close_after(look)
         finally:
             server.kill()
     broken = verdict(report)
