@@ -45,6 +45,13 @@ def children(pid: int) -> list[int]:
 def main(directory: Path) -> dict[str, Any]:
     server = CacheServer(directory / "server.log", chunk_tokens=CHUNK, cpu_gib=0.1)
     server.start(["-m", "lmcache_xpu.launch.cache_server"])
+    try:
+        return look(server)
+    finally:
+        server.end()
+
+
+def look(server: CacheServer) -> dict[str, Any]:
     parallel = ParallelStrategy(False, 1, 0, 1, 1, 1)
     options = {"lmcache.mp.mq_timeout": 1.0, "lmcache.mp.heartbeat_interval": 1.0}
     adapter = WorkerAdapter(
@@ -76,7 +83,6 @@ def main(directory: Path) -> dict[str, Any]:
     adapter.store_futures.clear()
     report["after"] = report["again"] and store()
     adapter.shutdown()
-    server.end()
     return report
 
 
