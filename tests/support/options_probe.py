@@ -10,7 +10,7 @@ import sys
 import time
 
 from support.probes import end_with
-from support.real_engine import CHUNK, Engine, prompt, restored
+from support.real_engine import CHUNK, Engine, prompt, restored, sampling
 
 OPTIONS = {
     "lmcache.max_local_cpu_size": 0.02,  # ten chunks: of five prompts some are on disk alone
@@ -40,11 +40,8 @@ def settle(worker):
 
 
 def ask(engine: Engine, tokens: list[int], priority: int = 0, **more: str) -> list[int]:
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
     asked = [{"prompt_token_ids": tokens, **more}]
-    (answer,) = engine.llm.generate(asked, sampling, use_tqdm=False, priority=[priority])
+    (answer,) = engine.llm.generate(asked, sampling(), use_tqdm=False, priority=[priority])
     engine.llm.collective_rpc(settle)  # so small a pool leaves little room for what is queued
     return list(answer.outputs[0].token_ids)
 

@@ -16,6 +16,7 @@ from lmcache_xpu.cache_engine.engine import CacheEngine
 from lmcache_xpu.cache_engine.guarded_connectors import LayerwiseConnector
 from lmcache_xpu.cache_engine.health import pool
 from lmcache_xpu.cache_engine.loans import LEDGER_BYTES, Borrower, Lender
+from lmcache_xpu.cache_engine.storage_manager import POOL
 from lmcache_xpu.cache_engine.token_database import TokenDatabase
 from lmcache_xpu.cache_engine.unfilled_blocks import UnfilledBlocks
 from lmcache_xpu.gpu_connector.async_load import AsyncLoad
@@ -28,7 +29,6 @@ LENGTH = CHUNKS * TOKENS
 SPEC = Spec("MLA LBHNC", layers=LAYERS, blocks=2 * LENGTH // BLOCK, tokens=BLOCK)
 HERE = torch.arange(LENGTH)
 THERE = (torch.arange(LENGTH) + LENGTH).view(-1, BLOCK).flip(0).flatten()  # other blocks
-POOL = "LocalCPUBackend"
 
 
 class Rank:

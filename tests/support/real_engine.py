@@ -27,6 +27,13 @@ def prompt(length: int) -> list[int]:
     return [chosen.randrange(300, 4000) for _ in range(length)]
 
 
+def sampling() -> Any:
+    """How each prompt is answered: 24 tokens, the likeliest."""
+    from vllm import SamplingParams
+
+    return SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+
+
 def cached(name: str) -> int:
     """Tokens that a hit may restore: whole chunks, and never the last token of a prompt."""
     whole = LENGTHS[name] // CHUNK * CHUNK
@@ -122,21 +129,15 @@ class Engine:
         return self.ask_at_once([tokens], **options)[0]
 
     def ask_at_once(self, prompts: list[list[int]], **options: Any) -> list[list[int]]:
-        from vllm import SamplingParams
-
-        sampling = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
         asked = [{"prompt_token_ids": tokens, **options} for tokens in prompts]
-        answers = self.llm.generate(asked, sampling, use_tqdm=False)
+        answers = self.llm.generate(asked, sampling(), use_tqdm=False)
         return [list(answer.outputs[0].token_ids) for answer in answers]
 
     def race(self, prompts: list[list[int]]) -> list[tuple[int, list[int]]]:
         """Ask all at once; the number of each prompt and its answer, the first to end first."""
-        from vllm import SamplingParams
-
-        sampling = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
         core, ended = self.llm.llm_engine, []
         for number, tokens in enumerate(prompts):
-            core.add_request(f"{number} in a race", {"prompt_token_ids": tokens}, sampling)
+            core.add_request(f"{number} in a race", {"prompt_token_ids": tokens}, sampling())
         while core.has_unfinished_requests():
             for output in core.step():
                 if output.finished:

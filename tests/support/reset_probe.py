@@ -19,7 +19,7 @@ if sys.argv[1:2] == ["ranks"]:
     os.environ.update(VLLM_CPU_OMP_THREADS_BIND="0|1", OMP_NUM_THREADS="1")
 
 from support.probes import end_with
-from support.real_engine import CHUNK, Engine, prompt
+from support.real_engine import CHUNK, Engine, prompt, sampling
 
 LENGTHS = {
     "stored": 4 * CHUNK + 77,
@@ -97,12 +97,9 @@ class Case:
 
 def begin(engine: Engine, prompts: list[list[int]], steps: int) -> dict[str, list[int]]:
     """Requests that are under way; what each has answered so far."""
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
     said: dict[str, list[int]] = {f"running {number:03d}": [] for number in range(len(prompts))}
     for name, tokens in zip(said, prompts, strict=True):
-        engine.llm.llm_engine.add_request(name, {"prompt_token_ids": tokens}, sampling)
+        engine.llm.llm_engine.add_request(name, {"prompt_token_ids": tokens}, sampling())
     return advance(engine, said, steps)
 
 

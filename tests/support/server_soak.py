@@ -74,6 +74,7 @@ class Soak:
         engine: which asks.
         server: which runs.
         seed: of all that is chosen.
+        loads: the engine's, `async` or `step`.
     """
 
     def __init__(self, engine: Engine, server: CacheServer, seed: int, loads: str) -> None:

@@ -59,8 +59,6 @@ def end_lmcache(adapter: Any) -> None:
 
 def _end_lookup_server(server: Any) -> None:
     """Its thread asks every second whether it is to go on."""
-    if not hasattr(server, "transport"):
-        return  # that of asynchronous loading, which waits for messages for ever, in a daemon
     server.running = False
     if ended(server.thread):
         server.transport.close()
@@ -68,7 +66,7 @@ def _end_lookup_server(server: Any) -> None:
 
 
 def _end_lookup_client(client: Any) -> None:
-    for socket in client.transport.far.sockets:
+    for socket in client.transport.stock.sockets:
         socket.close(linger=0)
 
 

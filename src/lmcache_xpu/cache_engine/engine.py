@@ -25,7 +25,7 @@ import torch
 
 from lmcache_xpu.cache_engine.health import pool
 from lmcache_xpu.cache_engine.layer_loans import Spans, borrow_layers, lend_layers, name_of
-from lmcache_xpu.cache_engine.loans import order_of
+from lmcache_xpu.cache_engine.loans import loaded_tokens, order_of
 from lmcache_xpu.cache_engine.storage_manager import POOL, StorageManager
 from lmcache_xpu.cache_engine.unfilled_blocks import log_failure
 from lmcache_xpu.metrics import STORE_CPU
@@ -163,7 +163,6 @@ class CacheEngine(LMCacheEngine):  # type: ignore[misc]  # untyped base
 
     def _borrow(self, borrower: Borrower, tokens: Tokens, kwargs: dict[str, Any]) -> torch.Tensor:
         """Load what the first rank has fetched of a request."""
-        loaded = torch.zeros(len(tokens), dtype=torch.bool)
         try:
             objs, starts, ends = borrower.borrow(order_of(kwargs), kwargs["req_id"])
             try:
@@ -174,10 +173,8 @@ class CacheEngine(LMCacheEngine):  # type: ignore[misc]  # untyped base
                     obj.ref_count_down()
         except Exception as error:
             self.unfilled.add_load(error, kwargs, 0)
-            return loaded
-        for start, end in zip(starts, ends, strict=True):
-            loaded[start:end] = True
-        return loaded
+            return torch.zeros(len(tokens), dtype=torch.bool)
+        return loaded_tokens(len(tokens), starts, ends)
 
     def retrieve_layer(self, tokens: Tokens, mask: Any, **kwargs: Any) -> Layers:
         """Load a request's chunks layer by layer; yields once more than the model has layers.
@@ -218,14 +215,15 @@ class CacheEngine(LMCacheEngine):  # type: ignore[misc]  # untyped base
         """Begin a load; the generator, and the chunks that are there."""
         if self.borrower is not None:
             return borrow_layers(self.borrower, self.gpu_connector, kwargs)
-        self.settle()
+        if self.lender is None:
+            load, spans, _ = self._begin_layers(tokens, mask, kwargs)
+            return load, spans
+        self.lender.settle()
         try:
             load, spans, layers = self._begin_layers(tokens, mask, kwargs)
-            if self.lender is not None:
-                lend_layers(self.lender, kwargs, layers, spans)
+            lend_layers(self.lender, kwargs, layers, spans)
         finally:
-            if self.lender is not None:
-                self.lender.end(order_of(kwargs), name_of(kwargs))
+            self.lender.end(order_of(kwargs), name_of(kwargs))
         return load, spans
 
     def _begin_layers(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lmcache_xpu.cache_engine.loans import order_of
+from lmcache_xpu.cache_engine.loans import loaded_tokens, order_of
 
 if TYPE_CHECKING:
     from lmcache.v1.memory_management import MemoryObj
@@ -96,9 +96,6 @@ def _load(
     load: Mapping[str, Any],
 ) -> Layers:
     """Load memory that lies group by group; yields last which tokens it loaded, on the host."""
-    loaded = torch.zeros(len(load["slot_mapping"]), dtype=torch.bool)
-    for start, end in zip(starts, ends, strict=True):
-        loaded[start:end] = True
     try:
         copies = connector.batched_to_gpu(starts, ends, **load)
         next(copies)
@@ -110,7 +107,7 @@ def _load(
             obj.ref_count_down()
     yield None
     next(copies)
-    yield loaded
+    yield loaded_tokens(len(load["slot_mapping"]), starts, ends)
 
 
 def _give_up(groups: Sequence[Future[list[MemoryObj]]]) -> None:

@@ -29,7 +29,7 @@ from lmcache_xpu.transfer.shared_memory import SharedMemory
 if TYPE_CHECKING:
     from lmcache.v1.memory_management import MemoryObj
 
-__all__ = ["LEDGER_BYTES", "Borrower", "Channel", "Lender", "order_of"]
+__all__ = ["LEDGER_BYTES", "Borrower", "Channel", "Lender", "loaded_tokens", "order_of"]
 
 ORDERS = 2
 LEDGER_BYTES = 4096
@@ -65,6 +65,14 @@ class _Message(NamedTuple):
 def order_of(load: Mapping[str, Any]) -> int:
     """Return which of the two orders a load is in, by LMCache's keyword arguments of it."""
     return int(load.get("load_owner") is not None)
+
+
+def loaded_tokens(count: int, starts: Sequence[int], ends: Sequence[int]) -> torch.Tensor:
+    """Return which of `count` tokens lie in these chunks, `[count]` bool on the host."""
+    loaded = torch.zeros(count, dtype=torch.bool)
+    for start, end in zip(starts, ends, strict=True):
+        loaded[start:end] = True
+    return loaded
 
 
 def _entry(ledger: SharedMemory, rank: int, order: int) -> ctypes.c_int64:

@@ -94,21 +94,21 @@ class NearTransport(RpcClientTransport):  # type: ignore[misc]  # untyped base
     """LMCache's transport of look-ups, and a call where the worker is in this process.
 
     Args:
-        far: LMCache's transport, for workers elsewhere.
+        stock: LMCache's transport, for workers elsewhere.
 
     Attributes:
         far_tokens: by name of a look-up, tokens that are not in this host's memory.
     """
 
-    def __init__(self, far: RpcClientTransport) -> None:
-        self.far = far
+    def __init__(self, stock: RpcClientTransport) -> None:
+        self.stock = stock
         self.engine: Callable[[], CacheEngine | None] = _none
         self.far_tokens: dict[str, int] = {}
 
     @property
     def world_size(self) -> int:
         """Number of workers that are asked."""
-        size: int = self.far.world_size
+        size: int = self.stock.world_size
         return size
 
     def send_and_recv_all(self, msg: list[Any]) -> list[bytes]:
@@ -118,7 +118,7 @@ class NearTransport(RpcClientTransport):  # type: ignore[misc]  # untyped base
             msg: hashes and sizes of chunks, the request's name, and its options as JSON.
         """
         engine = self.engine() if self.world_size == 1 else None
-        answers = self.far.send_and_recv_all(msg) if engine is None else self._call(engine, msg)
+        answers = self.stock.send_and_recv_all(msg) if engine is None else self._call(engine, msg)
         parts = [parts_of(answer) for answer in answers]
         self.far_tokens[msg[2]] = max((far for _, far in parts), default=0)
         return [tokens for tokens, _ in parts]
@@ -143,7 +143,7 @@ class NearTransport(RpcClientTransport):  # type: ignore[misc]  # untyped base
 
     def close(self) -> None:
         """Close LMCache's transport."""
-        self.far.close()
+        self.stock.close()
 
 
 def _none() -> None:
