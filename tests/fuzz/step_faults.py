@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-import torch
 from fault import Faults
 
 from lmcache_xpu.gpu_connector.finisher import Finisher
@@ -14,7 +13,7 @@ from lmcache_xpu.gpu_connector.load_pipeline import LoadPipeline
 from lmcache_xpu.transfer import staging
 from lmcache_xpu.transfer.handles import TransferHandle
 from lmcache_xpu.transfer.staging import Stager
-from lmcache_xpu.transfer.staging_ring import Buffer
+from lmcache_xpu.transfer.staging_ring import Buffer, StagingRing
 
 FAULTS = Faults()
 fault = FAULTS.add
@@ -28,18 +27,22 @@ class _NoWait:
         """Nothing."""
 
 
-@fault("a scatter does not wait for its copy", "steps", Buffer, "__init__")
-def _(make: Any) -> Any:
-    def wrong(self: Buffer, size: int, device: torch.device) -> None:
-        make(self, size, device)
-        self.filled = _NoWait(self.filled)
+@fault("a scatter does not wait for its copy", "steps", StagingRing, "take")
+def _(take: Any) -> Any:
+    def wrong(self: StagingRing, nbytes: int) -> Buffer:
+        buffer = take(self, nbytes)
+        return buffer._replace(filled=_NoWait(buffer.filled))
 
     return wrong
 
 
-@fault("a buffer is filled before it was emptied", "steps", Buffer, "take")
-def _(_: Any) -> Any:
-    return lambda self, nbytes: self._memory[:nbytes]
+@fault("a buffer is filled before it was emptied", "steps", StagingRing, "take")
+def _(take: Any) -> Any:
+    def wrong(self: StagingRing, nbytes: int) -> Buffer:
+        self._used.clear()
+        return take(self, nbytes)
+
+    return wrong
 
 
 @fault("the engine does not wait for a layer", "steps", LoadPipeline, "before_layer")

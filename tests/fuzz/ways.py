@@ -22,7 +22,7 @@ from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2
 from lmcache_xpu.transfer import direct, host_copies, staging
 from lmcache_xpu.transfer.gather_scatter import TorchTransfer
 from lmcache_xpu.transfer.staging import Stager
-from lmcache_xpu.transfer.staging_ring import Buffer, StagingRing
+from lmcache_xpu.transfer.staging_ring import StagingRing
 
 ORDERS = ("planes", "layers", "rows")
 
@@ -70,9 +70,7 @@ def taken(way: Way, buffer_bytes: int) -> Iterator[None]:
         made = Stager(view, staging_bytes, in_place=not way.buffer)
         if way.buffer:
             made.buffer_bytes = buffer_bytes
-            made._ring = StagingRing(
-                [Buffer(buffer_bytes, view.device) for _ in range(way.buffers)]
-            )
+            made._ring = StagingRing(buffer_bytes, way.buffers, view.device)
             made._host._ring_bytes = max(1, buffer_bytes // 2)
         return made
 
@@ -83,7 +81,7 @@ def taken(way: Way, buffer_bytes: int) -> Iterator[None]:
 
         patch(registered_cache, "Stager", stager)
         patch(staging, "transfer_of", TritonTransfer.of if way.triton else TorchTransfer.of)
-        patch(StagingRing, "allocate", lambda wanted, device: StagingRing([Buffer(1, device)]))
+        patch(StagingRing, "allocate", lambda wanted, device: StagingRing(1, 1, device))
         if way.triton:
             patch(TritonTransfer, "warm_up", lambda self: None)  # slow in the interpreter
             patch(direct, "reaches_host", lambda transfer: True)

@@ -85,9 +85,10 @@ def tensors_of(piece: Piece, memory: list[torch.Tensor]) -> list[torch.Tensor]:
     places = segments.split(staged)
     assert [place.nbytes for place in places] == segments.lengths()
     copies = segments.copies(HostMemory(chunks).addresses)
-    assert copies[0].tolist() == [part.data_ptr() for part in tensors]
-    assert (copies[1] + staged.data_ptr()).tolist() == [place.data_ptr() for place in places]
-    assert copies[2].tolist() == segments.lengths()
+    assert copies.addresses.tolist() == [part.data_ptr() for part in tensors]
+    at = copies.places + staged.data_ptr()
+    assert at.tolist() == [place.data_ptr() for place in places]
+    assert copies.sizes.tolist() == segments.lengths()
     return tensors
 
 

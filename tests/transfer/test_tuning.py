@@ -18,7 +18,7 @@ def test_every_row_has_numbers_that_can_be_used(device_type: str):
     assert all(isinstance(number, int) and number > 0 for number in numbers.values())
     assert row.tile_words & (row.tile_words - 1) == 0
     assert row.staging_bytes >= SMALLEST_STAGING_BYTES
-    assert row.most_buffers >= 2
+    assert 2 * row.buffer_bytes <= row.staging_bytes
     assert row.direct_bytes_batched <= row.direct_bytes <= row.direct_bytes_idle
 
 

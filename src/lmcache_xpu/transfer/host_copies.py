@@ -23,7 +23,7 @@ from lmcache_xpu.transfer.devices import (
     register_host,
 )
 from lmcache_xpu.transfer.host_memory import HostMemory
-from lmcache_xpu.transfer.segments import Segments
+from lmcache_xpu.transfer.segments import Copies, Segments
 from lmcache_xpu.transfer.tuning import tuning_of
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
@@ -92,7 +92,7 @@ class HostCopies:
         segments: Segments,
         *,
         pinned: bool,
-        copies: torch.Tensor | None = None,
+        copies: Copies | None = None,
     ) -> None:
         """Enqueue copies from the host; chunks may be reused when the current stream is done.
 
@@ -110,7 +110,7 @@ class HostCopies:
             target.copy_(staged, non_blocking=True)
             step.used.record()
         elif self._batched is not None and copies is not None and len(segments) > 1:
-            sources, places, sizes = _copied(copies, segments)
+            sources, places, sizes = _without_empty(copies, segments)
             self._batched(sources, places + target.data_ptr(), sizes)
         else:
             parts = segments.split(target)
@@ -123,7 +123,7 @@ class HostCopies:
         source: torch.Tensor,
         *,
         pinned: bool,
-        copies: torch.Tensor | None = None,
+        copies: Copies | None = None,
     ) -> None:
         """Enqueue copies to the host; complete after `flush` when the current stream is done.
 
@@ -136,7 +136,7 @@ class HostCopies:
             step.used.record()
             step.pending = segments.tensors(chunks), segments.split(staged)
         elif self._batched is not None and copies is not None and len(segments) > 1:
-            targets, places, sizes = _copied(copies, segments)
+            targets, places, sizes = _without_empty(copies, segments)
             self._batched(places + source.data_ptr(), targets, sizes)
         else:
             parts = segments.tensors(chunks)
@@ -183,9 +183,12 @@ class HostCopies:
         return Pinning.REGISTERED if registered else Pinning.NONE
 
 
-def _copied(copies: torch.Tensor, segments: Segments) -> tuple[torch.Tensor, ...]:
-    """Return the rows of `copies` without segments of no bytes, which the driver refuses."""
-    return (copies if all(segments.sizes) else copies[:, copies[2] > 0]).unbind()
+def _without_empty(copies: Copies, segments: Segments) -> Copies:
+    """Return copies without those of no bytes, which the driver refuses."""
+    if all(segments.sizes):
+        return copies
+    there = copies.sizes > 0
+    return Copies(*(numbers[there] for numbers in copies))
 
 
 class _Step:

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+
+
+class Copies(NamedTuple):
+    """A copy for each segment, `[segments]` int64 on the host each.
+
+    Args:
+        addresses: of the segments.
+        places: first byte of each among all that lie side by side.
+        sizes: bytes of each.
+    """
+
+    addresses: torch.Tensor
+    places: torch.Tensor
+    sizes: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,21 +69,27 @@ class Segments:
         """Return the segments of chunks `first` to `last - 1`."""
         return Segments(self.offsets, self.sizes[first:last])
 
-    def copies(self, addresses: torch.Tensor) -> torch.Tensor:
-        """Return `[3, segments]` int64 on the host, with a column for each segment.
-
-        Its address, its first byte among all that lie side by side, and its bytes.
+    def copies(self, addresses: torch.Tensor) -> Copies:
+        """Return a copy for each segment, of which only the addresses are made anew.
 
         Args:
-            addresses: `[chunks]` int64, those of the chunks.
+            addresses: `[chunks]` int64, those of the chunks, on the host.
         """
-        table = torch.empty(3, len(self.sizes), len(self.offsets), dtype=torch.int64)
-        table[0] = addresses.unsqueeze(1) + torch.tensor(self.offsets)
-        table[2] = torch.frombuffer(array("q", self.sizes), dtype=torch.int64).unsqueeze(1)
-        table = table.view(3, -1)
-        torch.sub(table[2].cumsum(0), table[2], out=table[1])
-        return table
+        places, sizes = _side_by_side(len(self.offsets), self.sizes)
+        if len(self.offsets) == 1:
+            return Copies(addresses + self.offsets[0], places, sizes)
+        starts = addresses.unsqueeze(1) + torch.tensor(self.offsets)
+        return Copies(starts.flatten(), places, sizes)
 
     def split(self, staged: torch.Tensor) -> list[torch.Tensor]:
         """Return each segment's view of `staged`, bytes that hold all of them side by side."""
         return list(staged.split_with_sizes(self.lengths()))
+
+
+# The groups of a load differ in where they lie in their chunks, and hardly in this.
+@functools.lru_cache(maxsize=32)
+@torch.inference_mode(False)  # kept, and read in either mode
+def _side_by_side(offsets: int, sizes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return where segments of these sizes lie side by side, so many of each, and their sizes."""
+    every = torch.frombuffer(array("q", sizes), dtype=torch.int64).repeat_interleave(offsets)
+    return every.cumsum(0) - every, every

@@ -1,18 +1,17 @@
 """Chunks between the paged view and host memory, by way of the device where the two differ.
 
-Two streams and a ring of buffers: while one piece is copied over the link, the next one is gathered
-(or the last one scattered). The link is the bottleneck by far, so two buffers keep it busy beside
-an idle engine. More of them keep it busy while one of the engine's kernels fills the device.
+Two streams and a ring of device memory: while one piece is copied over the link, the next one is
+gathered (or the last one scattered). The link is the bottleneck by far, so two pieces keep it busy
+beside an idle engine. More of them keep it busy while one of the engine's kernels fills the device.
 
-A store's stream waits for the engine's. It gathers one piece after another into a ring of device
-buffers, and each is copied to the host while the next is gathered. A load goes the other way:
-copied to a buffer, then scattered. Where engine memory is host memory (CPU), gather and scatter
-work on host memory directly.
+A store's stream waits for the engine's. It gathers one piece after another into the ring, and each
+is copied to the host while the next is gathered. A load goes the other way: copied to the ring,
+then scattered. Where engine memory is host memory (CPU), gather and scatter work on host memory
+directly.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -27,6 +26,7 @@ from lmcache_xpu.transfer.host_memory import HostMemory
 from lmcache_xpu.transfer.paged_view import PagedView
 from lmcache_xpu.transfer.pinned_uploads import PinnedUploads
 from lmcache_xpu.transfer.plan import HostFormat, Piece, Plan
+from lmcache_xpu.transfer.segments import Copies
 from lmcache_xpu.transfer.slots import Slots, request_rows
 from lmcache_xpu.transfer.staging_ring import StagingRing
 from lmcache_xpu.transfer.tuning import Tuning, tuning_of
@@ -65,10 +65,12 @@ class Stager:
         self._transfer = transfer_of(view)
         self._transfer.warm_up()
         self._kernels = SideStream(view.device, urgent=True)
-        self._copies = SideStream(view.device, urgent=False)
+        self._link = SideStream(view.device, urgent=False)
         nothing = in_place and is_host(view.device)
         self._ring = (
-            StagingRing([]) if nothing else StagingRing.allocate(staging_bytes, view.device)
+            StagingRing(0, 0, view.device)
+            if nothing
+            else StagingRing.allocate(staging_bytes, view.device)
         )
         self.buffer_bytes = self._ring.buffer_bytes
         self._host = HostCopies(view.device, self.buffer_bytes, register)
@@ -116,7 +118,7 @@ class Stager:
         Its own few bytes for a step may else wait for ours: on an H200 they waited for all of a
         load that was enqueued beside them, 150 ms.
         """
-        self._copies.after_engine()
+        self._link.after_engine()
 
     def needs_no_copies(self, pieces: Sequence[Piece], memory: HostMemory) -> bool:
         """Whether a load of these pieces on an idle device is for kernels only.
@@ -148,13 +150,13 @@ class Stager:
                 self._move_directly(piece, memory, first_layer, gather=True)
             ):
                 continue
-            for part, copies in self._parts(piece, memory):
-                self._store_staged(part, memory, copies, first_layer)
+            for part in piece.parts(self.buffer_bytes):
+                self._store_staged(part, memory, first_layer)
         self._host.flush()
         gathered = Event(self.view.device)
         gathered.record(self._kernels)
-        gathered.wait(self._copies)
-        handle.done.record(self._copies)
+        gathered.wait(self._link)
+        handle.done.record(self._link)
         return StoreHandle(handle, gathered)
 
     def load(
@@ -173,7 +175,7 @@ class Stager:
             idle: the device has nothing else to do meanwhile.
         """
         pieces, memory = list(pieces), HostMemory.of(memory)
-        handle, launched = self._begin(self._copies), Event(self.view.device, timed=True)
+        handle, launched = self._begin(self._link), Event(self.view.device, timed=True)
         launched.record(self._kernels)
         idle = idle and self.needs_no_copies(pieces, memory)
         staged = False
@@ -183,19 +185,19 @@ class Stager:
             ):
                 continue
             staged = True
-            for part, copies in self._parts(piece, memory):
-                self._load_staged(part, memory, copies, first_layer)
+            for part in piece.parts(self.buffer_bytes):
+                self._load_staged(part, memory, first_layer)
         handle.done.record(self._kernels)
         if staged:
             return handle
-        handle.done.wait(self._copies)  # what is copied next would slow what is needed first
+        handle.done.wait(self._link)  # what is copied next would slow what is needed first
         # Nothing orders the stream of copies before the kernels: its event may not be reached yet.
         return handle._replace(begun=launched)
 
     def fence(self) -> TransferHandle:
         """Return a handle that is done behind all that was enqueued here, whatever became of it."""
-        handle, copied = self._begin(self._copies), Event(self.view.device)
-        copied.record(self._copies)
+        handle, copied = self._begin(self._link), Event(self.view.device)
+        copied.record(self._link)
         copied.wait(self._kernels)
         handle.done.record(self._kernels)
         return handle
@@ -218,49 +220,42 @@ class Stager:
         handle.begun.record(stream)
         return handle
 
-    def _parts(
-        self, piece: Piece, memory: HostMemory
-    ) -> Iterable[tuple[Piece, torch.Tensor | None]]:
-        """Return parts of a piece that fit a buffer, with the copies of each; see `HostCopies`."""
-        parts = list(piece.parts(self.buffer_bytes))
+    def _copies(self, part: Piece, memory: HostMemory) -> Copies | None:
+        """Return the copies of a part of a piece where they go in batches; see `HostCopies`."""
         if not self._host.copies_in_batches:
-            return zip(parts, itertools.repeat(None))
-        copies = piece.segments.copies(memory.addresses[piece.chunks.start : piece.chunks.stop])
-        copies[1] %= max(1, parts[0].nbytes)  # each begins at the beginning of a buffer
-        return zip(parts, torch.split(copies, len(parts[0].segments), dim=1), strict=True)
+            return None
+        return part.segments.copies(memory.addresses[part.chunks.start : part.chunks.stop])
 
-    def _store_staged(
-        self, piece: Piece, memory: HostMemory, copies: torch.Tensor | None, first_layer: int
-    ) -> None:
-        chunks = memory[piece.chunks.start : piece.chunks.stop]
-        pinned, buffer = self._host.pinned(memory), self._ring.next_buffer()
+    def _store_staged(self, part: Piece, memory: HostMemory, first_layer: int) -> None:
+        chunks = memory[part.chunks.start : part.chunks.stop]
+        pinned, copies = self._host.pinned(memory), self._copies(part, memory)
         with self._kernels.current():
-            staged = buffer.take(piece.nbytes)
-            rows = piece.rows.on_device()
+            buffer = self._ring.take(part.nbytes)
+            rows = part.rows.on_device()
             if rows.host is not None:  # rows that stay must survive the copy back
-                self._host.load(staged, chunks, piece.segments, pinned=pinned, copies=copies)
-            self._transfer.gather(rows, piece.staged(staged), first_layer + piece.layers.start)
+                self._host.load(buffer.memory, chunks, part.segments, pinned=pinned, copies=copies)
+            layer = first_layer + part.layers.start
+            self._transfer.gather(rows, part.staged(buffer.memory), layer)
             buffer.filled.record()
-        with self._copies.current():
+        with self._link.current():
             buffer.filled.wait()
-            self._host.store(chunks, piece.segments, staged, pinned=pinned, copies=copies)
+            self._host.store(chunks, part.segments, buffer.memory, pinned=pinned, copies=copies)
             buffer.free.record()
 
-    def _load_staged(
-        self, piece: Piece, memory: HostMemory, copies: torch.Tensor | None, first_layer: int
-    ) -> None:
-        chunks = memory[piece.chunks.start : piece.chunks.stop]
-        pinned, buffer = self._host.pinned(memory), self._ring.next_buffer()
-        with self._copies.current():
-            staged = buffer.take(piece.nbytes)
-            self._host.load(staged, chunks, piece.segments, pinned=pinned, copies=copies)
+    def _load_staged(self, part: Piece, memory: HostMemory, first_layer: int) -> None:
+        chunks = memory[part.chunks.start : part.chunks.stop]
+        pinned, copies = self._host.pinned(memory), self._copies(part, memory)
+        with self._link.current():
+            buffer = self._ring.take(part.nbytes)
+            self._host.load(buffer.memory, chunks, part.segments, pinned=pinned, copies=copies)
             # In this stream, or they would be copied behind all pieces that are enqueued.
-            rows = piece.rows.on_device()
+            rows = part.rows.on_device()
             self._kernels.reads(rows.engine, rows.host)
             buffer.filled.record()
         with self._kernels.current():
             buffer.filled.wait()
-            self._transfer.scatter(rows, piece.staged(staged), first_layer + piece.layers.start)
+            layer = first_layer + part.layers.start
+            self._transfer.scatter(rows, part.staged(buffer.memory), layer)
             buffer.free.record()
 
     def _move_in_place(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Self
+from collections import deque
+from typing import NamedTuple, Self
 
 import torch
 
@@ -16,37 +16,39 @@ logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers on
 
 SMALLEST_STAGING_BYTES = 2 * 2**20
 
+_ALIGNMENT = 256  # bytes, as PyTorch aligns what it allocates on devices
 
-class Buffer:
-    """Bytes on the device for one piece at a time; `filled` and `free` order the two streams."""
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.size = size
-        self.filled = Event(device)
-        self.free = Event(device)
-        self._memory = torch.empty(size, dtype=torch.uint8, device=device)
+class Buffer(NamedTuple):
+    """Bytes on the device for one piece; `filled` and `free` order the two streams."""
 
-    def take(self, nbytes: int) -> torch.Tensor:
-        """Return the first bytes of the memory; the current stream waits for its last user."""
-        self.free.wait()
-        return self._memory[:nbytes]
+    memory: torch.Tensor
+    start: int  # in the ring
+    end: int
+    filled: Event
+    free: Event
 
 
 class StagingRing:
-    """Buffers of one size that are used in turn.
+    """Device memory of which each piece takes as much as it has, in turn.
 
     Args:
-        buffers: at least two, so that one is copied while another is gathered or scattered; none
-            where nothing is staged.
+        buffer_bytes: of the largest piece.
+        count: of pieces of that size that fit at once. At least two, so that one is copied while
+            another is gathered or scattered; 0 where nothing is staged.
+        device: of the memory, which is allocated here.
     """
 
-    def __init__(self, buffers: Sequence[Buffer]) -> None:
-        self._buffers = buffers
-        self._turn = 0
+    def __init__(self, buffer_bytes: int, count: int, device: torch.device) -> None:
+        self.buffer_bytes = buffer_bytes
+        self._device = device
+        self._memory = torch.empty(count * _aligned(buffer_bytes), dtype=torch.uint8, device=device)
+        self._used: deque[Buffer] = deque()  # the oldest first
+        self._next = 0
 
     @classmethod
     def allocate(cls, staging_bytes: int | None, device: torch.device) -> Self:
-        """Allocate buffers of `staging_bytes` together, or of what the device is tuned for.
+        """Allocate `staging_bytes`, or what the device is tuned for.
 
         Where there is not enough memory, half of it is tried, and so on.
 
@@ -56,9 +58,9 @@ class StagingRing:
         tuning = tuning_of(device.type)
         size = requested = tuning.staging_bytes if staging_bytes is None else staging_bytes
         while size >= SMALLEST_STAGING_BYTES:
+            buffer_bytes = min(size // 2, tuning.buffer_bytes)
             try:
-                count = min(max(2, size // tuning.buffer_bytes), tuning.most_buffers)
-                buffers = [Buffer(size // count, device) for _ in range(count)]
+                ring = cls(buffer_bytes, size // buffer_bytes, device)
             except torch.OutOfMemoryError:
                 size //= 2
                 continue
@@ -68,19 +70,28 @@ class StagingRing:
                     "(docs: troubleshooting#staging-smaller)",
                     *(size / 2**20, device, requested / 2**20),
                 )
-            return cls(buffers)
+            return ring
         raise SettingsError(
             f"no {SMALLEST_STAGING_BYTES >> 20} MiB of free memory on {device} to stage copies in",
             f"{requested >> 20} MiB (staging_mib)",
             "Lower memory_fraction, so that the engine leaves some.",
         )
 
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes of one buffer; 0 if there is none."""
-        return self._buffers[0].size if self._buffers else 0
+    def take(self, nbytes: int) -> Buffer:
+        """Return the memory that was used longest ago; the current stream waits for its users.
 
-    def next_buffer(self) -> Buffer:
-        """Return the buffer that was used longest ago."""
-        self._turn = (self._turn + 1) % len(self._buffers)
-        return self._buffers[self._turn]
+        Args:
+            nbytes: of the piece, at most `buffer_bytes`.
+        """
+        size = _aligned(nbytes)
+        start = self._next if self._next + size <= len(self._memory) else 0
+        end = self._next = start + size
+        while any(used.start < end and start < used.end for used in self._used):
+            self._used.popleft().free.wait()
+        memory = self._memory[start : start + nbytes]
+        self._used.append(Buffer(memory, start, end, Event(self._device), Event(self._device)))
+        return self._used[-1]
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
