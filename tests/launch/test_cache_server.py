@@ -135,8 +135,8 @@ def test_on_several_ranks_no_load_is_inside_a_step():
 
 
 def test_a_dry_run_shows_the_server_that_would_be_started():
-    assert "lmcache server " in describe(settings())
-    assert "lmcache server " not in describe(settings(server_url="tcp://127.0.0.1:5555"))
+    assert "lmcache.cli.main server " in describe(settings())
+    assert "lmcache.cli.main server " not in describe(settings(server_url="tcp://127.0.0.1:5555"))
 
 
 @pytest.mark.parametrize("name", SERVER_LACKS)

@@ -14,7 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,7 +25,8 @@ from lmcache_xpu.tiers.disk.server_option import server_option
 
 __all__ = ["check_shared_memory", "server_command", "start_server"]
 
-PROGRAM = (str(Path(sysconfig.get_path("scripts")) / "lmcache"), "server")
+# Not the program `lmcache`: it may be in no directory that is known, as after `pip --target`.
+PROGRAM = (sys.executable, "-m", "lmcache.cli.main", "server")
 HOST = "127.0.0.1"
 SHARED_MEMORY = Path("/dev/shm")
 POOL_PREFIX = "lmcache_l1_pool_"  # LMCache's, before the name of its shared memory
