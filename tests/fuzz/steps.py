@@ -99,7 +99,7 @@ class Steps(Blocks, ChunkKeeper, RuleBasedStateMachine):
     def on_device(self) -> Iterator[None]:
         buffer = self.chunk * self.paged.row * self.paged.planes * self.way.buffer // 100
         with (
-            tuned(ahead_bytes=self.ahead, same_size_groups=1, first_groups=1),
+            tuned(ahead_bytes=self.ahead, single_layers=1, first_groups=1),
             ways.taken(self.way, buffer),
             self.device.installed(),
         ):

@@ -91,8 +91,8 @@ def test_each_call_has_its_phases(call: str, phase: Phase):
         (1, True, [1]),
         (6, True, [1, 1, 2, 1, 1]),
         (8, True, [1, 1, 2, 2, 1, 1]),
-        (32, True, [1, 1, 2, 2, *[4] * 5, 3, 1, 1, 1]),
-        (61, True, [1, 1, 2, 2, *[4] * 12, 3, 2, 1, 1]),
+        (32, True, [1, 1, *[2] * 14, 1, 1]),
+        (61, True, [1, 1, *[2] * 28, 1, 1, 1]),
         (1, False, [1]),
         (3, False, [3]),
         (6, False, [6]),
@@ -108,8 +108,8 @@ def test_layer_groups_grow_beside_much_computing_and_shrink_beside_little(layers
 @pytest.mark.parametrize(
     ("early", "sizes"),
     [
-        (1, [1, 1, *[4] * 6, 3, 1, 1, 1]),
-        (4, [4, 4, *[4] * 5, 2, 1, 1]),
+        (1, [1, 1, *[2] * 14, 1, 1]),
+        (4, [4, 4, *[2] * 11, 1, 1]),
         (20, [20, 12]),
         (40, [32]),
     ],

@@ -27,7 +27,7 @@ from lmcache_xpu.transfer.tuning import tuning_of
 @pytest.fixture(autouse=True)
 def few_layers():
     """Layer groups of 1, 1, 2, 1 and 1 layers, of which the first is enqueued at once."""
-    with tuned(first_groups=1, same_size_groups=2):
+    with tuned(first_groups=1, single_layers=2):
         yield
 
 

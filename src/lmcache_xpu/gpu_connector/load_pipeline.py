@@ -213,10 +213,10 @@ def group_starts(
 ) -> list[int]:
     """Return the first layer of each layer group of a load.
 
-    With much to compute beside the load, groups of 1, 1, 2, 2, 4, 4, ..., 1, 1 layers: the first
+    With much to compute beside the load, groups of 1, 1, 2, 2, ..., 1, 1 layers: the first
     come early and are enqueued quickly, while the device has no other work yet, and each is there
     by the time that the ones before it have been computed, also where copying takes about as long
-    as computing. Few groups, because the engine's thread enqueues them.
+    as computing (larger ones make the engine wait).
     With little to compute the copies are what takes time: each group is three quarters of what is
     left, so that most layers come in few large copies.
 
@@ -234,10 +234,9 @@ def group_starts(
             size = max(left - left // 4, min(left, tuning.least_layers))
         elif early_layers and len(starts) <= tuning.early_groups:
             size = min(early_layers, left)
+        elif not early_layers and len(starts) <= tuning.single_layers:
+            size = 1
         else:
-            most = tuning.most_layers
-            if not early_layers:
-                most = min(most, 2 ** ((len(starts) - 1) // tuning.same_size_groups))
-            size = min(most, max(1, left // 2))
+            size = min(tuning.most_layers, max(1, left // 2))
         starts.append(start + size)
     return starts[:-1]

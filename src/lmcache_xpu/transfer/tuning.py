@@ -36,9 +36,8 @@ class Tuning:
         loaded_per_computed: loaded tokens per token to compute from which on copying takes longer
             than computing.
         load_us: microseconds that a load takes beside its copies.
-        same_size_groups: a load beside much computing begins with so many groups of one layer,
-            then as many of two, and so on.
-        most_layers: of such a group.
+        single_layers: of a load beside much computing, so many groups of one layer come first.
+        most_layers: of a later group.
         least_layers: of a group beside little computing.
         first_groups: layer groups of a load that are enqueued at once.
         groups_ahead: layer groups of a load that are enqueued beyond the engine's layer.
@@ -64,7 +63,7 @@ class Tuning:
     object_bytes: int
     loaded_per_computed: int
     load_us: int
-    same_size_groups: int
+    single_layers: int
     most_layers: int
     least_layers: int
     first_groups: int
@@ -79,9 +78,9 @@ CUDA = Tuning(
     measured_on="NVIDIA H200, PCIe 5 (55 GB/s); large_row_bytes: two x86-64 cores",
     staging_bytes=256 * MIB,
     # The engine's thread enqueues each piece in 0.2 to 0.4 ms, while an engine in eager mode takes
-    # 1 to 1.4 for a layer. A rank of two (64 MiB a layer) restored 32,768 tokens beside 2,048 new
-    # ones in 103 ms with pieces of 64 MiB and groups of up to 2 layers, in 90 with these and the
-    # groups below; own prefix hit 75 (H100).
+    # 1 to 1.4 for a layer. With pieces of 128 instead of 64 MiB and layer groups of up to 4 instead
+    # of 2, one request (64 MiB a layer) took 90 instead of 103 ms, four at once (32 MiB a layer of
+    # each) 186 instead of 172: so the pieces are larger, and the groups are not. H100.
     buffer_bytes=128 * MIB,
     # Not measured: a slot mapping of 1,000,000 tokens; most have a hundredth of that.
     upload_ring_bytes=8 * MIB,
@@ -115,8 +114,8 @@ CUDA = Tuning(
     # A guess: measured, 20. More on devices that compute more slowly.
     loaded_per_computed=32,
     load_us=2000,  # a guess
-    same_size_groups=2,
-    most_layers=4,  # see `buffer_bytes`
+    single_layers=2,
+    most_layers=2,  # see `buffer_bytes`
     least_layers=8,  # smaller copies are slower
     # The engine prepares its step meanwhile (8 ms were seen), and other requests' loads are
     # enqueued.
