@@ -149,11 +149,12 @@ class StepLoads:
 
     def _begin(self, load: _Load, at_most_s: float) -> None:
         assert load.memory is not None
+        seals = self._moves.seals(load.key)
         answer = self._server.answer(load.asked, at_most_s=at_most_s)
         if not answer.success:
             raise GivenUpError("missing")
         try:
-            load.located = self._moves.locate(load.memory, load.key, answer)
+            load.located = self._moves.locate(load.memory, load.key, answer, seals)
             chunks = self._copies.chunks(load.blocks)
             starts = functools.partial(self._group_starts, self._tokens(load))
             load.parts = self._copies.beside_layers(chunks, load.located.objects[0], starts)
