@@ -119,21 +119,21 @@ def test_a_killed_rank_that_shares_its_cpu_tier_ends_the_other(
         assert memory_for_the_next(engine) == []
 
 
-@pytest.mark.parametrize("loads", ["step", "async"])
 @pytest.mark.parametrize(
-    ("process", "death", "part"),
+    ("process", "death", "part", "loads"),
     [
-        ("worker0", "lends", "lender"),
-        ("worker0", "loads", "lender"),
-        ("worker1", "loads", "borrower"),
+        ("worker0", "loads", "lender", "step"),
+        ("worker1", "loads", "borrower", "step"),
+        ("worker0", "lends", "lender", "step"),
+        ("worker0", "lends", "lender", "async"),
     ],
 )
 def test_a_rank_killed_in_a_load_of_one_cpu_tier_ends_the_other(
     process: str, death: str, part: str, loads: str, one_head: Path, tmp_path: Path
 ):
-    """The other one waits for word of the load, or is in it. The tier goes with the last process.
+    """The other one is in the load, or a thread of it waits for word of that.
 
-    It has no name by which the next engine could find it.
+    The tier has no name by which the next engine could find it, and goes with the last process.
     """
     with WholeEngine(
         one_head,
