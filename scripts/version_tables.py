@@ -14,7 +14,7 @@ BEGIN = "<!-- versions: made by `make docs` -->\n"
 END = "<!-- end of versions -->"
 # What is kept of a version, by pytest's `-k`.
 SELECTIONS = {
-    "": "all of that day",
+    "": "all tests of that day",
     "shared_tier": "shared tier alone",
     "waiting": "requests that wait alone",
 }
