@@ -13,7 +13,11 @@ from lmcache_xpu.versions import TESTED
 BEGIN = "<!-- versions: made by `make docs` -->\n"
 END = "<!-- end of versions -->"
 # What is kept of a version, by pytest's `-k`.
-SELECTIONS = {"": "CPU and disk tier", "shared_tier": "shared tier"}
+SELECTIONS = {
+    "": "all tests of that day",
+    "shared_tier": "shared tier alone",
+    "waiting": "requests that wait alone",
+}
 
 
 def pytorch(result: Result) -> str:

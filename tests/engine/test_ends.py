@@ -19,6 +19,14 @@ pytestmark = [pytest.mark.engine, pytest.mark.matrix]
 END_S = 30.0
 
 
+def memory_for_the_next(engine: WholeEngine) -> list[str]:
+    """Shared memory that is left, but for that of vLLM's ranks on CPU.
+
+    A rank that is killed leaves its name behind, which has a part that is drawn anew each time.
+    """
+    return [path for path in engine.memory_left() if "vllm_dist_" not in path]
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(EXACT, tmp_path_factory.mktemp("models"))
@@ -64,8 +72,7 @@ def test_a_failure_with_a_request_ends_every_process(
         assert not engine.answers()
         assert engine.wait_for_end(END_S) == {}
         assert f"planted in {process}" in engine.said()
-        # Memory of vLLM's ranks on CPU, whose name a rank that is killed leaves behind.
-        assert [path for path in engine.memory_left() if "vllm_dist_" not in path] == []
+        assert memory_for_the_next(engine) == []
 
 
 @pytest.mark.parametrize(
@@ -109,4 +116,38 @@ def test_a_killed_rank_that_shares_its_cpu_tier_ends_the_other(
         assert engine.answers()
         engine.kill(title)
         assert engine.wait_for_end(END_S) == {}
-        assert [path for path in engine.memory_left() if "vllm_dist_" not in path] == []
+        assert memory_for_the_next(engine) == []
+
+
+@pytest.mark.parametrize(
+    ("process", "death", "part", "loads"),
+    [
+        ("worker0", "loads", "lender", "step"),
+        ("worker1", "loads", "borrower", "step"),
+        ("worker0", "lends", "lender", "step"),
+        ("worker0", "lends", "lender", "async"),
+    ],
+)
+def test_a_rank_killed_in_a_load_of_one_cpu_tier_ends_the_other(
+    process: str, death: str, part: str, loads: str, one_head: Path, tmp_path: Path
+):
+    """The other one is in the load, or a thread of it waits for word of that.
+
+    The tier has no name by which the next engine could find it, and goes with the last process.
+    """
+    with WholeEngine(
+        one_head,
+        tmp_path / "log",
+        ranks=2,
+        fault=f"{process}:{death}",
+        layerwise=True,
+        layers_at_once=1,
+        loads=loads,
+        prefix_caching=False,  # a prompt that is asked again is loaded
+    ) as engine:
+        assert engine.wait_for_start()
+        assert engine.answers()
+        assert not engine.answers()
+        assert engine.wait_for_end(END_S) == {}
+        assert f"planted in {process}, {death}: a {part}" in engine.said()
+        assert memory_for_the_next(engine) == []

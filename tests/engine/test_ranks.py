@@ -48,10 +48,10 @@ def test_what_a_step_computes_behind_a_load_that_fails_on_one_rank_is_not_stored
     report: dict[str, Any],
 ):
     """On the other rank: each layer's sum brings it what the failed one computes from anything."""
-    seen = report["computes behind"]
-    assert seen["faulty"]["right"]
-    assert seen["faulty"]["hit"] == 2 * CHUNK
-    check_hit(seen["afterwards"], FAULTS["computes behind"] * CHUNK)
+    faulty, afterwards = report["computes behind"]
+    assert faulty["right"]
+    assert faulty["hit"] == 2 * CHUNK
+    check_hit(afterwards, FAULTS["computes behind"] * CHUNK)
 
 
 def test_one_rank_with_a_slow_disk_lets_its_request_wait_and_costs_no_token(report: dict[str, Any]):

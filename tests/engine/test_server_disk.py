@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import signal
-import time
 
 import pytest
 from support.lmcache_server import CHUNK, CHUNK_TOKENS, Client, Server
+from support.until import until
 
 from lmcache_xpu.tiers.disk.server_option import server_option
 
@@ -42,13 +42,6 @@ def clients():
     yield make
     for client in made:
         client.close()
-
-
-def until(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_hits_from_the_disk_after_l1_is_wiped_and_after_restarts(servers, clients, tmp_path):

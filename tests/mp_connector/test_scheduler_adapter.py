@@ -6,13 +6,13 @@ import itertools
 import time
 
 import pytest
-import zmq
 from prometheus_client import REGISTRY
 from support.other_server import OtherServer
+from support.until import until
 
 pytest.importorskip("vllm")
 
-from lmcache.integration.vllm.vllm_multi_process_adapter import ParallelStrategy
+from support.server_adapters import WAIT_S, adapter_at
 
 from lmcache_xpu.mp_connector import scheduler_adapter
 from lmcache_xpu.mp_connector.scheduler_adapter import SchedulerAdapter
@@ -20,7 +20,6 @@ from lmcache_xpu.versions.lmcache_server import LMCacheMPSchedulerAdapter
 
 TOKENS = list(range(600))
 LOOKED_UP = 512  # whole chunks
-WAIT_S, BEAT_S = 0.3, 0.5
 
 
 @pytest.fixture
@@ -31,13 +30,8 @@ def server():
 
 @pytest.fixture
 def adapter(server):
-    parallel = ParallelStrategy(False, 1, 0, 1, 1, 1)
-    options = {"lmcache.mp.mq_timeout": WAIT_S, "lmcache.mp.heartbeat_interval": BEAT_S}
-    adapter = SchedulerAdapter(
-        [server.url], zmq.Context.instance(), "model", 128, parallel, extra_config=options
-    )
-    yield adapter
-    adapter.shutdown()
+    with adapter_at([server.url], SchedulerAdapter, 128) as adapter:
+        yield adapter
 
 
 numbers = itertools.count()
@@ -53,18 +47,6 @@ def look_up(adapter):
     return result
 
 
-def wait_for_heartbeats(server, count):
-    last = server.asked.count("ping") + count
-    until(lambda: server.asked.count("ping") >= last)
-
-
-def until(condition):
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 def failures():
     labels = {"direction": "load", "tier": "server", "reason": "server"}
     return REGISTRY.get_sample_value("lmcache_xpu_errors_total", labels)
@@ -74,7 +56,7 @@ def test_a_server_that_answers_the_heartbeat_alone_lets_no_second_request_wait(s
     before = failures()
     for _ in range(4):
         assert look_up(adapter) == 0
-        wait_for_heartbeats(server, 2)
+        server.wait_for_heartbeats(2)
     assert server.lookups.count(LOOKED_UP) == 1
     assert server.lookups.count(0) >= 3  # each heartbeat's
     assert not adapter.is_healthy
@@ -95,7 +77,7 @@ def test_an_answer_that_was_on_its_way_when_a_look_up_was_lost_says_nothing(serv
     server.reads_keys = True
     look_up(adapter)
     server.reads_keys, server.slow_s = False, WAIT_S + 0.1
-    wait_for_heartbeats(server, 1)  # which is answered after the look-up was given up
+    server.wait_for_heartbeats(1)  # which is answered after the look-up was given up
     assert look_up(adapter) == 0
     for _ in range(10):
         time.sleep(server.slow_s / 10)

@@ -20,21 +20,23 @@ def check_hit(seen: dict[str, Any], tokens: int) -> None:
     assert seen["hit"] == tokens
 
 
-def check_lost(seen: dict[str, Any], chunks: int) -> None:
+def check_lost(seen: list[dict[str, Any]], chunks: int) -> None:
     """What a rank had lost was no hit, and was stored again.
 
     It was computed in another step than the first time, in which rounding may differ.
     """
-    assert seen["faulty"]["right"]
-    assert seen["faulty"]["hit"] < chunks * CHUNK
-    assert seen["afterwards"]["right"]
-    assert seen["afterwards"]["hit"] == chunks * CHUNK
+    faulty, afterwards = seen
+    assert faulty["right"]
+    assert faulty["hit"] < chunks * CHUNK
+    assert afterwards["right"]
+    assert afterwards["hit"] == chunks * CHUNK
 
 
-def check_failed(seen: dict[str, Any], chunks: int) -> None:
+def check_failed(seen: list[dict[str, Any]], chunks: int) -> None:
     """A load that failed was recomputed, and the next one was a hit."""
-    check_restored(seen["faulty"], chunks * CHUNK)
-    check_hit(seen["afterwards"], chunks * CHUNK)
+    faulty, afterwards = seen
+    check_restored(faulty, chunks * CHUNK)
+    check_hit(afterwards, chunks * CHUNK)
 
 
 def check_one_copy(first: dict[str, Any], second: dict[str, Any]) -> None:

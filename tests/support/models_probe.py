@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from support.probes import end_with
-from support.ranks_probe import memory
+from support.ranks import memory
 from support.real_engine import CHUNK, LENGTHS, Engine, digests, prompt, restored
 
 LONGEST = 4096

@@ -6,18 +6,15 @@ Run by engine/test_one_copy.py, with MODEL DISK MODE LOADS; prints a JSON object
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 from support.probes import end_with
-from support.ranks_probe import Case, disk_files, memory, tiers
+from support.ranks import Case, disk_files, fail, memory, mend, rank, tiers
 from support.real_engine import CHUNK, LENGTHS, Engine, prompt
 
 # Chunks of the prompt of each fault.
 FAULTS = {"first loses a chunk": 2, "first fails": 3, "second fails": 5, "nothing is lent": 6}
-
-
-def rank(worker) -> int:
-    return worker.model_runner.parallel_config.rank
 
 
 def lose_a_chunk(worker):
@@ -27,31 +24,7 @@ def lose_a_chunk(worker):
         tiers(worker)["disk"]._store.clear()
 
 
-def fail_first(worker):
-    fail(worker, 0)
-
-
-def fail_second(worker):
-    fail(worker, 1)
-
-
-def fail(worker, number):
-    """This rank can't write what it loads to its KV cache."""
-    from lmcache_xpu.transfer.gather_scatter import TorchTransfer
-
-    def failing(*args):
-        raise RuntimeError("planted")
-
-    if rank(worker) == number:
-        worker.scatter, TorchTransfer.scatter = TorchTransfer.scatter, failing
-
-
-def mend(worker):
-    from lmcache_xpu.transfer.gather_scatter import TorchTransfer
-
-    if hasattr(worker, "scatter"):
-        TorchTransfer.scatter = worker.scatter
-        del worker.scatter
+fail_first, fail_second = (partial(fail, number=number, move="scatter") for number in range(2))
 
 
 def fetch_nothing(worker):
@@ -81,7 +54,7 @@ def probe(engine: Engine) -> dict[str, Any]:
     plants = (lose_a_chunk, None), (fail_first, mend), (fail_second, mend)
     plants += ((fetch_nothing, fetch_again),)
     for (name, chunks), (plant, undo) in zip(FAULTS.items(), plants, strict=True):
-        report[name] = case.faulty(chunks, plant, undo)
+        report[name] = case.planted(*case.stored(chunks), plant, undo)
     report["at once"] = at_once(engine)
     return report
 

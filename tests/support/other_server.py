@@ -19,6 +19,7 @@ from lmcache.v1.multiprocess.custom_types import RegisterEngineDrivenContextResp
 from lmcache.v1.multiprocess.rpc import get_rpc_spec
 from lmcache.v1.multiprocess.transport.zmq_impl.mq import msgspec_decode, msgspec_encode
 from lmcache.v1.multiprocess.transport.zmq_impl.wire import decode_operation
+from support.until import until
 
 POOL = 2**20
 
@@ -81,6 +82,11 @@ class OtherServer:
         before = Counter(self.pings)
         while sum(count >= before[name] + 2 for name, count in list(self.pings.items())) < clients:
             time.sleep(0.05)
+
+    def wait_for_heartbeats(self, count: int) -> None:
+        """Wait until so many more have come, of whatever client."""
+        last = self.asked.count("ping") + count
+        until(lambda: self.asked.count("ping") >= last)
 
     def _serve(self) -> None:
         while not self._ends.is_set():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import select
-import time
 
 import torch
 from lmcache.v1.distributed.api import (
@@ -22,6 +21,7 @@ from lmcache.v1.distributed.l2_adapters import create_l2_adapter
 from lmcache.v1.distributed.memory_manager.l1_memory_manager import L1MemoryManager
 from lmcache.v1.distributed.storage_manager import StorageManager
 from lmcache.v1.platform import consume_fd
+from support.until import until
 
 from lmcache_xpu.tiers.disk.object_name import object_name
 from lmcache_xpu.tiers.disk.server_option import server_option
@@ -172,7 +172,7 @@ class Storage:
             reserved[key].tensor.copy_(content(number))
         self.manager.finish_write(keys)
         if wait:
-            self.until(lambda: all(object_name(key) in self.tier._store for key in keys))
+            until(lambda: all(object_name(key) in self.tier._store for key in keys))
 
     def hit(self, numbers):
         """Length of the prefix that comes back, its bytes compared, as a request does."""
@@ -195,13 +195,7 @@ class Storage:
             self.manager.clear()
             return not self.manager._l1_manager._objects
 
-        self.until(is_empty)
-
-    def until(self, condition):
-        deadline = time.monotonic() + 10
-        while not condition():
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
+        until(is_empty)
 
     def close(self):
         if not self.closed:

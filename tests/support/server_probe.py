@@ -23,7 +23,7 @@ from typing import Any
 from support import newer_runner
 from support.cache_server import CacheServer
 from support.probes import end_with
-from support.real_engine import CHUNK, LENGTHS, Engine, hit, prompt
+from support.real_engine import CHUNK, LENGTHS, Engine, hit, prompt, sampling
 from support.server_workers import (
     adapter,
     answers,
@@ -249,16 +249,12 @@ def at_once(engine: Engine) -> dict[str, Any]:
 
 def aborted(engine: Engine, length: int, loads: str) -> dict[str, Any]:
     """Abort requests before, in and after their loads; how many they waited for."""
-    from vllm import SamplingParams
-
     engine.forget()
     llm, loading = engine.llm.llm_engine, 0
     if loads == "async":
         engine.llm.collective_rpc(on_next, args=("load", lambda: time.sleep(0.3)))
     for steps in (0, 1, 2, 3, 4, 8, 16, 100):
-        llm.add_request(
-            f"aborted-{steps}", {"prompt_token_ids": prompt(length)}, SamplingParams(max_tokens=24)
-        )
+        llm.add_request(f"aborted-{steps}", {"prompt_token_ids": prompt(length)}, sampling())
         for _ in range(steps):
             llm.step()
             time.sleep(0.005)  # for the look-up's answer

@@ -13,11 +13,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import zmq
-from lmcache.integration.vllm.vllm_multi_process_adapter import LoadStoreOp, ParallelStrategy
+from lmcache.integration.vllm.vllm_multi_process_adapter import LoadStoreOp
 from support.cache_server import CacheServer
 from support.lending import BLOCK, filled
 from support.probes import end_with
+from support.server_adapters import adapter_at
 
 from lmcache_xpu.mp_connector.group_copies import GroupCopies
 from lmcache_xpu.mp_connector.kv_cache_groups import CacheGroup
@@ -46,17 +46,13 @@ def main(directory: Path) -> dict[str, Any]:
     server = CacheServer(directory / "server.log", chunk_tokens=CHUNK, cpu_gib=0.1)
     server.start(["-m", "lmcache_xpu.launch.cache_server"])
     try:
-        return look(server)
+        with adapter_at(server.url, WorkerAdapter, BLOCK, wait_s=1.0, beat_s=1.0) as adapter:
+            return look(server, adapter)
     finally:
         server.end()
 
 
-def look(server: CacheServer) -> dict[str, Any]:
-    parallel = ParallelStrategy(False, 1, 0, 1, 1, 1)
-    options = {"lmcache.mp.mq_timeout": 1.0, "lmcache.mp.heartbeat_interval": 1.0}
-    adapter = WorkerAdapter(
-        server.url, zmq.Context.instance(), "model", BLOCK, parallel, extra_config=options
-    )
+def look(server: CacheServer, adapter: WorkerAdapter) -> dict[str, Any]:
     caches = {"layer": filled(1, blocks=BLOCKS)}
     group = CacheGroup(number=0, layers=("layer",), block_tokens=BLOCK)
     copies = [GroupCopies(group, caches, BLOCKS, CHUNK, None, register_host)]
@@ -82,7 +78,6 @@ def look(server: CacheServer) -> dict[str, Any]:
     report["again"] = wait_for(lambda: adapter.is_healthy)
     adapter.store_futures.clear()
     report["after"] = report["again"] and store()
-    adapter.shutdown()
     return report
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from support.probes import end_with
-from support.ranks_probe import disk_files, leave_disk
+from support.ranks import disk_files, leave_disk
 from support.real_engine import CHUNK, Engine, digests, prompt
 
 CHUNKS = 4  # of a prompt

@@ -33,9 +33,12 @@ class WholeEngine:
         log: of all of the engine's processes.
         ranks: workers that share each layer.
         fault: see `faulty_connector`; none by default.
+        settings: more of them, and others than these tests have.
     """
 
-    def __init__(self, model: Path, log: Path, *, ranks: int, fault: str = "") -> None:
+    def __init__(
+        self, model: Path, log: Path, *, ranks: int, fault: str = "", **settings: object
+    ) -> None:
         self.log = log
         self.held: set[Path] = set()  # shared memory that the engine had when it was last asked
         self.settings = Settings.load(
@@ -50,6 +53,7 @@ class WholeEngine:
                 "kv_cache_gib": 0.0625,
                 "max_model_len": 1024,
                 "enforce_eager": True,
+                **settings,
             }
         )
         self._ranks, self._fault = ranks, fault

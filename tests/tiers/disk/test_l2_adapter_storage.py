@@ -8,6 +8,7 @@ import threading
 
 import pytest
 from support.server_disk import Storage, make_key
+from support.until import until
 
 from lmcache_xpu.tiers.disk import chunk_file
 from lmcache_xpu.tiers.disk.object_name import object_name
@@ -93,7 +94,7 @@ def test_a_full_disk_costs_hits_and_nothing_else(storages, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(chunk_file.os, "write", fail)
         storage.store([1, 2], wait=False)
-        storage.until(lambda: storage.tier.report_status()["errors"] == 2)
+        until(lambda: storage.tier.report_status()["errors"] == 2)
         assert storage.hit(range(3)) == 3  # L1 has them
         storage.clear()
         assert storage.hit(range(3)) == 1
@@ -121,7 +122,7 @@ def test_l1_emptied_by_force_during_writes_stores_no_wrong_byte(storages, monkey
         storage.manager.clear(force=True)
         storage.store([1], wait=False)  # in the same memory
         go_on.set()
-        storage.until(lambda: storage.tier.report_status()["stored"] == 1)
+        until(lambda: storage.tier.report_status()["stored"] == 1)
     storage.clear()
     assert storage.hit([0]) == 0
     assert storage.hit([1]) == 1
@@ -169,7 +170,7 @@ def test_an_end_under_load_leaves_only_whole_files(storages):
 def test_of_what_lmcache_converts_nothing_is_found(storages):
     storage = storages(serde={"type": "fp8"})
     storage.store([0], wait=False)
-    storage.until(lambda: storage.tier.report_status()["stored"])
+    until(lambda: storage.tier.report_status()["stored"])
     storage.clear()
     assert storage.hit([0]) == 0
 
@@ -180,5 +181,5 @@ def test_lmcache_may_evict_by_quotas_of_its_own_also_what_an_earlier_run_stored(
     first.close()
     limits = {"eviction_policy": "IsolatedLRU", "trigger_watermark": 0.5, "eviction_ratio": 0.5}
     second = storages(eviction=limits)
-    second.until(lambda: second.tier.report_status()["bytes"] == 0)  # no quota: none is allowed
+    until(lambda: second.tier.report_status()["bytes"] == 0)  # no quota: none is allowed
     assert second.hit(range(4)) == 0
