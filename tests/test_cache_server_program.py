@@ -19,7 +19,7 @@ WHERE = {"--host", "--port", "--http-host", "--http-port", "--prometheus-port", 
 def test_its_options_are_those_of_serve_but_for_where_it_listens(tmp_path):
     sizes = {"cpu_gib": 3, "chunk_tokens": 512, "disk_path": "/kv", "disk_gib": 9}
     settings = Settings.load({"model": "m", "cache": "server", **sizes})
-    _, _, *words = server_command(settings, (1, 2, 3))
+    words = server_command(settings, (1, 2, 3))[len(PROGRAM) :]
     environ = {"CACHE_GIB": "3", "CACHE_CHUNK_TOKENS": "512"}
     environ |= {"CACHE_DISK_PATH": "/kv", "CACHE_DISK_GIB": "9"}
     ours = options(tmp_path, environ)
