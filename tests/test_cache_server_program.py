@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.cache_server_program import by_name, disk, options, run_program
 
-from lmcache_xpu.launch.cache_server import POOL_PREFIX, server_command
+from lmcache_xpu.launch.cache_server import POOL_PREFIX, PROGRAM, server_command
 from lmcache_xpu.launch.settings import Settings
 from lmcache_xpu.tiers.disk.server_option import server_option
 
