@@ -10,7 +10,6 @@ import itertools
 import os
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 from support.scripts import environment
 
 from lmcache_xpu.harness.engine_process import free_port
+from lmcache_xpu.launch.cache_server import PROGRAM
 
 if TYPE_CHECKING:
     from support.cache_server import CacheServer
@@ -59,7 +59,7 @@ class Server:
 
     def start(self) -> None:
         command = [
-            *(str(Path(sys.executable).with_name("lmcache")), "server"),
+            *PROGRAM,
             *("--host", "127.0.0.1", "--port", str(self.port)),
             *("--http-host", "127.0.0.1", "--http-port", str(self.http_port)),
             *("--supported-transfer-mode", "engine_driven", "--chunk-size", str(CHUNK_TOKENS)),

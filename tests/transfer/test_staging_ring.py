@@ -54,3 +54,10 @@ def test_pieces_that_are_there_at_once_share_no_byte():
     for number, buffer in enumerate(buffers):
         buffer.memory.fill_(number)
     assert all(bool(buffer.memory.eq(number).all()) for number, buffer in enumerate(buffers))
+
+
+def test_a_piece_of_no_bytes_has_its_turn():
+    sizes = [SIZE, 0, SIZE, 0, SIZE]
+    buffers, waited = taken(StagingRing(SIZE, 2, CPU), *sizes)
+    assert [buffer.start for buffer in buffers] == [0, SIZE, 0, SIZE, 0]
+    assert waited == [0, 1, 2]

@@ -24,7 +24,6 @@ class Buffer(NamedTuple):
 
     memory: torch.Tensor
     start: int  # in the ring
-    end: int
     filled: Event
     free: Event
 
@@ -83,14 +82,21 @@ class StagingRing:
         Args:
             nbytes: of the piece, at most `buffer_bytes`.
         """
-        size = _aligned(nbytes)
-        start = self._next if self._next + size <= len(self._memory) else 0
-        end = self._next = start + size
-        while any(used.start < end and start < used.end for used in self._used):
-            self._used.popleft().free.wait()
+        size = _aligned(max(1, nbytes))  # each has a place of its own
+        start = self._next
+        if start + size > len(self._memory):
+            self._reclaim(start, len(self._memory))  # the end is left out
+            start = 0
+        self._next = start + size
+        self._reclaim(start, self._next)
         memory = self._memory[start : start + nbytes]
-        self._used.append(Buffer(memory, start, end, Event(self._device), Event(self._device)))
+        self._used.append(Buffer(memory, start, Event(self._device), Event(self._device)))
         return self._used[-1]
+
+    def _reclaim(self, start: int, end: int) -> None:
+        """Let the current stream wait for the users of a part of the ring, the oldest of all."""
+        while self._used and start <= self._used[0].start < end:
+            self._used.popleft().free.wait()
 
 
 def _aligned(nbytes: int) -> int:

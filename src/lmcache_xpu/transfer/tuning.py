@@ -80,7 +80,8 @@ CUDA = Tuning(
     # The engine's thread enqueues each piece in 0.2 to 0.4 ms, while an engine in eager mode takes
     # 1 to 1.4 for a layer. With pieces of 128 instead of 64 MiB and layer groups of up to 4 instead
     # of 2, one request (64 MiB a layer) took 90 instead of 103 ms, four at once (32 MiB a layer of
-    # each) 186 instead of 172: so the pieces are larger, and the groups are not. H100.
+    # each) 186 instead of 172: so the pieces are larger, and the groups are not. H100. The two
+    # together were not measured, nor that two single layers come first instead of four.
     buffer_bytes=128 * MIB,
     # Not measured: a slot mapping of 1,000,000 tokens; most have a hundredth of that.
     upload_ring_bytes=8 * MIB,
