@@ -6,6 +6,7 @@ Run by engine/test_server_ranks.py, with MODEL DIRECTORY; prints a JSON object l
 from __future__ import annotations
 
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from support.cache_server import CacheServer
 from support.probes import end_with
 from support.ranks import Blocks, Case, fail, fail_loads, mend
 from support.real_engine import LENGTHS, Engine, prompt
-from support.server_probe import answers, busy, counted, make, wait_for
+from support.server_probe import COMES_BACK_S, answers, busy, counted, make, wait_for
 
 # Chunks of a prompt.
 FAULTS = {"fails its loads": 3, "computes behind": 4, "fails its stores": 5}
@@ -28,8 +29,16 @@ class ServerCase(Case):
     def settle(self) -> None:
         wait_for(self.engine, busy, until=False)
 
-    def turns(self, tokens: list[int], cold: Blocks, count: int = 2) -> list[Any]:
-        return [self.again(tokens, cold) for _ in range(count)]
+    def turns(self, tokens: list[int], cold: Blocks) -> list[Any]:
+        return [self.again(tokens, cold) for _ in range(2)]
+
+    def turns_until_hit(self, tokens: list[int], cold: Blocks) -> list[Any]:
+        """Ask again until something is hit, for 20 s: the scheduler may see the server later."""
+        end = time.monotonic() + COMES_BACK_S
+        turns = [self.again(tokens, cold)]
+        while not turns[-1]["hit"] and time.monotonic() < end:
+            turns.append(self.again(tokens, cold))
+        return turns
 
 
 def probe(engine: Engine, server: CacheServer) -> dict[str, Any]:
@@ -54,7 +63,7 @@ def probe(engine: Engine, server: CacheServer) -> dict[str, Any]:
     report["killed"] = case.turns(prompt(LENGTHS["inside"]), cold)
     server.start()
     report["seen"] = wait_for(engine, answers, until=True)
-    report["started again"] = case.turns(prompt(LENGTHS["inside"]), cold, 3)
+    report["started again"] = case.turns_until_hit(prompt(LENGTHS["inside"]), cold)
     report["errors"] = case.rpc(counted)
     return report
 
