@@ -13,7 +13,7 @@ import pytest
 from support.hits import check_failed, check_hit, check_lost, check_one_copy
 from support.one_copy_probe import FAULTS
 from support.real_engine import CHUNK, LENGTHS, cached
-from support.scripts import environment, printed, run_probe
+from support.scripts import environment_of_ranks, printed, run_probe
 from support.ways import each_way
 
 from lmcache_xpu.harness.random_model import EXACT, make_model
@@ -32,7 +32,7 @@ STEPS = [("standard", "always"), ("layerwise", "always")]
 def report(request, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("copies")
     model = make_model(ONE_HEAD, directory)
-    env = environment(VLLM_CPU_OMP_THREADS_BIND="0|1", OMP_NUM_THREADS="1")
+    env = environment_of_ranks(2)
     return printed(run_probe("one_copy", model, directory / "disk", *request.param, env=env))
 
 

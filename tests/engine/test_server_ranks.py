@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from support.real_engine import BLOCK, CHUNK, LENGTHS, cached
-from support.scripts import environment, printed, run_probe
+from support.scripts import environment_of_ranks, printed, run_probe
 from support.server_ranks_probe import FAULTS
 
 from lmcache_xpu.harness.random_model import EXACT, make_model
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.alone]
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("ranks")
     model = make_model(EXACT, directory)
-    env = environment(VLLM_CPU_OMP_THREADS_BIND="0|1", OMP_NUM_THREADS="1")
+    env = environment_of_ranks(2)
     return printed(run_probe("server_ranks", model, directory, env=env))
 
 

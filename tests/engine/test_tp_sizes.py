@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from support import tiny_models
 from support.real_engine import BLOCK, CHUNK, restored
-from support.scripts import environment, printed, run_probe
+from support.scripts import environment_of_ranks, printed, run_probe
 from support.tp_sizes_probe import CHUNKS
 
 from lmcache_xpu.harness.random_model import EXACT, make_model
@@ -68,7 +68,7 @@ def engines(request, tmp_path_factory: pytest.TempPathFactory) -> tuple[Case, li
     reports: list[dict] = []
 
     def run(size: int, *steps: Any) -> list[dict]:
-        env = environment(VLLM_CPU_OMP_THREADS_BIND="|".join("01"[:size]), OMP_NUM_THREADS="1")
+        env = environment_of_ranks(size)
         options = json.dumps({"tensor_parallel_size": size, **request.param.options})
         done = run_probe("tp_sizes", model, directory / "disk", options, json.dumps(steps), env=env)
         reports.append(printed(done))

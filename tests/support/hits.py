@@ -1,4 +1,4 @@
-"""What tests of two ranks say of a prompt that was asked again."""
+"""What tests of several ranks say of a prompt that was asked again."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 from support.real_engine import BLOCK, CHUNK
 
 
-def check_restored(seen: dict[str, Any], tokens: int) -> None:
-    """Tokens were right, and blocks byte for byte the same on both ranks, loaded or computed."""
+def check_restored(seen: dict[str, Any], tokens: int, ranks: int = 2) -> None:
+    """Tokens were right, and blocks byte for byte the same on all ranks, loaded or computed."""
     assert seen["right"]
-    assert len(seen["restored"]) == 2
+    assert len(seen["restored"]) == ranks
     assert min(seen["restored"]) >= tokens // BLOCK
 
 
-def check_hit(seen: dict[str, Any], tokens: int) -> None:
+def check_hit(seen: dict[str, Any], tokens: int, ranks: int = 2) -> None:
     """And so many were loaded."""
-    check_restored(seen, tokens)
+    check_restored(seen, tokens, ranks)
     assert seen["hit"] == tokens
 
 
@@ -32,11 +32,11 @@ def check_lost(seen: list[dict[str, Any]], chunks: int) -> None:
     assert afterwards["hit"] == chunks * CHUNK
 
 
-def check_failed(seen: list[dict[str, Any]], chunks: int) -> None:
+def check_failed(seen: list[dict[str, Any]], chunks: int, ranks: int = 2) -> None:
     """A load that failed was recomputed, and the next one was a hit."""
     faulty, afterwards = seen
-    check_restored(faulty, chunks * CHUNK)
-    check_hit(afterwards, chunks * CHUNK)
+    check_restored(faulty, chunks * CHUNK, ranks)
+    check_hit(afterwards, chunks * CHUNK, ranks)
 
 
 def check_one_copy(first: dict[str, Any], second: dict[str, Any]) -> None:

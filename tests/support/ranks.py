@@ -1,4 +1,4 @@
-"""Prompts of an engine with two ranks, and what tests do in its ranks and see there.
+"""Prompts of an engine with several ranks, and what tests do in its ranks and see there.
 
 The ranks are processes of their own. What takes a worker runs in one of them.
 """

@@ -1,6 +1,6 @@
-"""A real vLLM on CPU with real LMCache and two ranks: bytes of each, and faults of the second.
+"""A real vLLM on CPU with real LMCache and several ranks: bytes of each, and faults of the second.
 
-Run by engine/test_ranks.py, with MODEL DISK MODE LOADS; prints a JSON object last.
+Run by engine/test_ranks.py, with MODEL DISK MODE LOADS RANKS; prints a JSON object last.
 """
 
 from __future__ import annotations
@@ -109,6 +109,6 @@ def probe(engine: Engine) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    model, disk, mode, loads = sys.argv[1:]
-    options = {"tensor_parallel_size": 2, "settings": {"loads": loads}}
+    model, disk, mode, loads, ranks = sys.argv[1:]
+    options = {"tensor_parallel_size": int(ranks), "settings": {"loads": loads}}
     end_with(lambda: Engine(model, disk, mode, **options).close_after(probe))
