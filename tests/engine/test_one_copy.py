@@ -1,7 +1,8 @@
-"""Two ranks that hold the same, on CPU: one CPU tier, from which both load, and faults of either.
+"""Ranks that hold the same, on CPU: one CPU tier, from which all load, and faults of the first two.
 
-The first rank keeps the chunks, and lends its memory to the second one; in both modes. `make
-test-ranks` has loads that requests wait for as well.
+The first rank keeps the chunks, and lends its memory to the others; in both modes. `make
+test-ranks` has loads that requests wait for as well, and four ranks: of one head, and of two, where
+the third rank keeps chunks for itself and the fourth.
 """
 
 from __future__ import annotations
@@ -20,32 +21,39 @@ from lmcache_xpu.harness.random_model import EXACT, make_model
 
 pytestmark = pytest.mark.engine
 
-ONE_HEAD = dataclasses.replace(EXACT, name="one-head", kv_heads=1)
+OFTEN = [("standard", "always", "2", "1"), ("layerwise", "always", "2", "1")]
+WAYS = [
+    *each_way(("standard", "layerwise"), ("always", "async"), ("2",), ("1",), often=OFTEN),
+    *each_way(("standard", "layerwise"), ("always",), ("4",), ("1", "2"), often=[]),
+]
 
 
-STEPS = [("standard", "always"), ("layerwise", "always")]
-
-
-@pytest.fixture(
-    scope="module", params=each_way(("standard", "layerwise"), ("always", "async"), often=STEPS)
-)
+@pytest.fixture(scope="module", params=WAYS)
 def report(request, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("copies")
-    model = make_model(ONE_HEAD, directory)
-    env = environment_of_ranks(2)
-    return printed(run_probe("one_copy", model, directory / "disk", *request.param, env=env))
+    *_, ranks, heads = request.param
+    model = make_model(
+        dataclasses.replace(EXACT, name=f"heads-{heads}", kv_heads=int(heads)), directory
+    )
+    env = environment_of_ranks(int(ranks))
+    done = run_probe("one_copy", model, directory / "disk", *request.param, env=env)
+    return {"ranks": int(ranks), "heads": int(heads), **printed(done)}
 
 
 @pytest.mark.parametrize("tier", ["memory", "disk"])
 @pytest.mark.parametrize("name", LENGTHS)
-def test_a_hit_restores_every_byte_on_both_ranks(report: dict[str, Any], name: str, tier: str):
-    check_hit(report[name][tier], cached(name))
+def test_a_hit_restores_every_byte_on_all_ranks(report: dict[str, Any], name: str, tier: str):
+    check_hit(report[name][tier], cached(name), report["ranks"])
 
 
 def test_one_rank_has_the_memory_and_the_files(report: dict[str, Any]):
-    check_one_copy(*report["memory"])
-    assert report["files"][0] > 0
-    assert report["files"][1] == 0
+    share = report["ranks"] // report["heads"]
+    for first in range(0, report["ranks"], share):
+        group = slice(first, first + share)
+        check_one_copy(*report["memory"][group])
+        own, *others = report["files"][group]
+        assert own > 0
+        assert not any(others)
 
 
 def test_a_chunk_that_the_first_rank_lost_is_no_hit(report: dict[str, Any]):
@@ -53,8 +61,8 @@ def test_a_chunk_that_the_first_rank_lost_is_no_hit(report: dict[str, Any]):
 
 
 @pytest.mark.parametrize("name", ["first fails", "second fails", "nothing is lent"])
-def test_a_load_that_fails_on_either_rank_is_recomputed_on_both(report: dict[str, Any], name: str):
-    check_failed(report[name], FAULTS[name])
+def test_a_load_that_fails_on_either_rank_is_recomputed_on_all(report: dict[str, Any], name: str):
+    check_failed(report[name], FAULTS[name], report["ranks"])
 
 
 def test_tokens_are_right_while_chunks_come_and_go(report: dict[str, Any]):

@@ -1,7 +1,11 @@
-"""Two ranks on LMCache's server: each restores its bytes; a fault of one is a miss."""
+"""Ranks on LMCache's server: each restores its bytes; a fault of one is a miss.
+
+`make test-ranks` has four of them.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -14,32 +18,39 @@ from lmcache_xpu.harness.random_model import EXACT, make_model
 pytestmark = [pytest.mark.engine, pytest.mark.alone]
 
 
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+FOUR_HEADS = dataclasses.replace(EXACT, name="four-heads", kv_heads=4)
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.matrix)])
+def seen(request, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("ranks")
-    model = make_model(EXACT, directory)
-    env = environment_of_ranks(2)
-    return printed(run_probe("server_ranks", model, directory, env=env))
+    ranks = request.param
+    model = make_model(EXACT if ranks == 2 else FOUR_HEADS, directory)
+    env = environment_of_ranks(ranks)
+    return {
+        "ranks": ranks,
+        **printed(run_probe("server_ranks", model, directory, ranks, env=env)),
+    }
 
 
-def is_exact(asked: dict[str, Any], tokens: int) -> bool:
-    """Whether the answer was the recomputed one, and all of these tokens' bytes on both ranks."""
+def is_exact(asked: dict[str, Any], tokens: int, ranks: int) -> bool:
+    """Whether the answer was the recomputed one, and all of these tokens' bytes on all ranks."""
     blocks = tokens // BLOCK
-    return asked["right"] and len(asked["restored"]) == 2 and min(asked["restored"]) >= blocks
+    return asked["right"] and len(asked["restored"]) == ranks and min(asked["restored"]) >= blocks
 
 
 @pytest.mark.parametrize("name", LENGTHS)
-def test_a_hit_restores_every_byte_on_both_ranks(seen, name):
+def test_a_hit_restores_every_byte_on_all_ranks(seen, name):
     assert seen[name]["hit"] == cached(name)
-    assert is_exact(seen[name], cached(name))
+    assert is_exact(seen[name], cached(name), seen["ranks"])
 
 
 @pytest.mark.parametrize("fault", ["fails its loads", "computes behind"])
-def test_a_load_that_fails_on_one_rank_is_recomputed_on_both(seen, fault):
+def test_a_load_that_fails_on_one_rank_is_recomputed_on_all(seen, fault):
     faulty, next_time, after_that = seen[fault]
     tokens = FAULTS[fault] * CHUNK
     assert faulty["hit"] > 0
-    assert all(is_exact(asked, tokens) for asked in seen[fault])
+    assert all(is_exact(asked, tokens, seen["ranks"]) for asked in seen[fault])
     assert next_time["hit"] == 0  # its keys are others now
     assert after_that["hit"] == tokens
 
@@ -48,13 +59,13 @@ def test_what_one_rank_could_not_store_is_no_hit(seen):
     next_time, after_that = seen["fails its stores"]
     tokens = FAULTS["fails its stores"] * CHUNK
     assert next_time["hit"] == 0
-    assert is_exact(next_time, tokens)
-    assert is_exact(after_that, tokens)
+    assert is_exact(next_time, tokens, seen["ranks"])
+    assert is_exact(after_that, tokens, seen["ranks"])
 
 
-def test_hits_of_both_ranks_come_back_when_the_server_does(seen):
+def test_hits_of_all_ranks_come_back_when_the_server_does(seen):
     assert seen["seen"]
     turns = [*seen["killed"], *seen["started again"]]
     assert [asked["hit"] for asked in seen["killed"]] == [0, 0]
-    assert all(is_exact(asked, cached("inside")) for asked in turns)
+    assert all(is_exact(asked, cached("inside"), seen["ranks"]) for asked in turns)
     assert turns[-1]["hit"] == cached("inside")

@@ -1,8 +1,9 @@
-"""One disk, engines of TP 1 and 2 one after the other: what ranks hold alike, and what they don't.
+"""One disk, engines of two TP sizes in turn: what ranks hold alike, and what they don't.
 
 On CPU blocks of several heads are packed, so that a rank's heads can't be cut out of them. What
 can be shared there is what each rank holds whole: MLA's latent, and a single KV head. How heads are
-cut and joined is in gpu_connector/test_shards.py. `make test-ranks` has one head as well.
+cut and joined is in gpu_connector/test_shards.py. `make test-ranks` has one head as well, and TP 4
+beside TP 1 and 2.
 """
 
 from __future__ import annotations
@@ -41,18 +42,27 @@ class Case:
     name: str
     options: dict[str, Any]
     shared: bool  # ranks hold the same
+    sizes: tuple[int, int] = (1, 2)
 
     @property
     def block(self) -> int:
         return int(self.options.get("block_size", BLOCK))
 
+    @property
+    def id(self) -> str:
+        return f"{self.name}-{'-'.join(map(str, self.sizes))}"
 
-CASES = [Case("mla", MLA, True), Case("one head", {}, True), Case("two heads", {}, False)]
 
-
+CASES = [Case("mla", MLA, True), Case("two heads", {}, False)]
+MATRIX = [
+    Case("one head", {}, True),
+    Case("one head", {}, True, (1, 4)),
+    Case("one head", {}, True, (2, 4)),
+    Case("mla", MLA, True, (1, 4)),
+]
 PARAMS = [
-    pytest.param(case, id=case.name, marks=[pytest.mark.matrix] if case.name == "one head" else [])
-    for case in CASES
+    *(pytest.param(case, id=case.id) for case in CASES),
+    *(pytest.param(case, id=case.id, marks=pytest.mark.matrix) for case in MATRIX),
 ]
 
 
@@ -74,9 +84,10 @@ def engines(request, tmp_path_factory: pytest.TempPathFactory) -> tuple[Case, li
         reports.append(printed(done))
         return [asked["answer"][0] for asked in reports[-1]["asked"]]
 
-    [zero] = run(1, 0)
-    _, first, _ = run(2, [0, zero], 1, "leave", "again")
-    run(1, [1, first], [0, zero])
+    small, large = request.param.sizes
+    [zero] = run(small, 0)
+    _, first, _ = run(large, [0, zero], 1, "leave", "again")
+    run(small, [1, first], [0, zero])
     return request.param, reports
 
 
@@ -101,8 +112,8 @@ def test_each_size_loads_what_another_one_stored_or_finds_nothing(engines):
         # Sums over ranks are exact in this model alone: MLA gives each size tokens of its own.
         assert same_answer(before, after) or case.options == MLA
         if case.shared:
-            ranks = before["blocks"] + after["blocks"]
-            assert all(same_blocks(ranks[0], rank, case) for rank in ranks[1:])
+            stored = before["blocks"][0]  # by the first rank, for all
+            assert all(same_blocks(stored, rank, case) for rank in after["blocks"])
 
 
 def test_its_own_chunks_are_found_by_a_size_that_comes_back(engines):
@@ -113,16 +124,16 @@ def test_its_own_chunks_are_found_by_a_size_that_comes_back(engines):
     assert same_answer(first["asked"][0], back)
 
 
-def test_two_ranks_load_from_one_disk(engines):
+def test_ranks_load_from_one_disk(engines):
     case, (_, second, _) = engines
     _, computed, loaded = second["asked"]
     assert (computed["hit"], loaded["hit"]) == (0, TOKENS)
     assert same_answer(computed, loaded)
     for cold, warm in zip(computed["blocks"], loaded["blocks"], strict=True):
-        assert same_blocks(cold, warm, case)
+        assert same_blocks(computed["blocks"][0] if case.shared else cold, warm, case)
 
 
-def test_what_both_ranks_hold_is_on_disk_once(engines):
+def test_what_ranks_hold_alike_is_on_disk_once(engines):
     case, (first, second, _) = engines
     written = {name: size for name, size in second["sizes"].items() if name not in first["sizes"]}
     stored = sum(size - HEADER_BYTES for size in written.values())

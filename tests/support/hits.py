@@ -39,10 +39,11 @@ def check_failed(seen: list[dict[str, Any]], chunks: int, ranks: int = 2) -> Non
     check_hit(afterwards, chunks * CHUNK, ranks)
 
 
-def check_one_copy(first: dict[str, Any], second: dict[str, Any]) -> None:
-    """What both ranks hold is in the CPU tier of the first one, and takes its own bytes."""
-    assert second["entries"] == {}
-    assert second["bytes"] <= 2**24
-    unique = sum((first["entries"] | second["entries"]).values())
+def check_one_copy(first: dict[str, Any], *others: dict[str, Any]) -> None:
+    """What ranks hold alike is in the CPU tier of the first one, and takes its own bytes."""
+    for other in others:
+        assert other["entries"] == {}
+        assert other["bytes"] <= 2**24
+    unique = sum(first["entries"].values())
     assert unique > 0
-    assert first["used"] + second["used"] <= 1.02 * unique
+    assert sum(rank["used"] for rank in (first, *others)) <= 1.02 * unique

@@ -1,6 +1,6 @@
-"""A real vLLM on CPU with two ranks that hold the same: one CPU tier and one disk, and faults.
+"""A real vLLM on CPU with ranks that hold the same: one CPU tier and one disk, and faults.
 
-Run by engine/test_one_copy.py, with MODEL DISK MODE LOADS; prints a JSON object last.
+Run by engine/test_one_copy.py, with MODEL DISK MODE LOADS RANKS HEADS; prints a JSON object last.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def fetch_again(worker):
             del backend.batched_get_blocking, backend.batched_get_non_blocking
 
 
-def probe(engine: Engine) -> dict[str, Any]:
-    case = Case(engine)
+def probe(engine: Engine, sources: list[int]) -> dict[str, Any]:
+    case = Case(engine, sources)
     report: dict[str, Any] = {name: case.hits(length) for name, length in LENGTHS.items()}
     case.compute_only(prompt(2 * CHUNK + 9))  # layerwise, what the disk has is in memory no more
     report["memory"] = engine.llm.collective_rpc(memory)
@@ -76,10 +76,11 @@ def at_once(engine: Engine) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    model, disk, mode, loads = sys.argv[1:]
-    settings = {"loads": loads, "cpu_gib": 0.06}
-    end_with(
-        lambda: Engine(model, disk, mode, tensor_parallel_size=2, settings=settings).close_after(
-            probe
-        )
-    )
+    model, disk, mode, loads, ranks, heads = sys.argv[1:]
+    share = int(ranks) // int(heads)  # so many have the same head
+    options = {
+        "tensor_parallel_size": int(ranks),
+        "settings": {"loads": loads, "cpu_gib": 0.06},
+    }
+    sources = [number // share * share for number in range(int(ranks))]
+    end_with(lambda: Engine(model, disk, mode, **options).close_after(probe, sources))

@@ -1,6 +1,6 @@
-"""A real vLLM on CPU with two ranks on LMCache's server: bytes of each, and faults of the second.
+"""A real vLLM on CPU with ranks on LMCache's server: bytes of each, and faults of the second.
 
-Run by engine/test_server_ranks.py, with MODEL DIRECTORY; prints a JSON object last.
+Run by engine/test_server_ranks.py, with MODEL DIRECTORY RANKS; prints a JSON object last.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ def probe(engine: Engine, server: CacheServer) -> dict[str, Any]:
     return report
 
 
-def main(model: str, directory: Path) -> dict[str, Any]:
+def main(model: str, directory: Path, ranks: int) -> dict[str, Any]:
     server = CacheServer(directory / "server.log")
     server.start()
     try:
-        return make(model, server.url, tensor_parallel_size=2).close_after(probe, server)
+        return make(model, server.url, tensor_parallel_size=ranks).close_after(probe, server)
     finally:
         server.kill()
 
 
 if __name__ == "__main__":
-    model, directory = sys.argv[1:]
-    end_with(lambda: main(model, Path(directory)))
+    model, directory, ranks = sys.argv[1:]
+    end_with(lambda: main(model, Path(directory), int(ranks)))
