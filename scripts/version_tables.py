@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from environment import ROOT
+from markdown_table import rows
 from matrix import Result, results
-from reference_docs import rows
 
 from lmcache_xpu.versions import TESTED
 

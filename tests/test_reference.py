@@ -18,7 +18,9 @@ from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-import reference_docs  # noqa: E402  # no package
+import commands_page  # noqa: E402  # no package
+import metrics_page  # noqa: E402
+import reference_docs  # noqa: E402
 
 PACKAGE = ROOT / "src/lmcache_xpu"
 
@@ -46,7 +48,7 @@ def test_every_metric_has_a_row():
 
 
 def test_every_metric_of_the_dashboard_is_explained():
-    assert reference_docs.used_metrics() == reference_docs.OTHERS.keys()
+    assert metrics_page.used_metrics() == metrics_page.OTHERS.keys()
 
 
 def test_every_reason_is_explained():
@@ -76,7 +78,7 @@ def test_reasons_are_seen():
 
 def test_every_option_of_every_command_has_a_row():
     text = page("commands.md")
-    every = dict(reference_docs.commands(typer.main.get_command(app), "lmcache-xpu"))
+    every = dict(commands_page.commands(typer.main.get_command(app), "lmcache-xpu"))
     assert {"lmcache-xpu serve", "lmcache-xpu bench engine"} <= every.keys()
     for name, command in every.items():
         _, _, section = text.partition(f"\n## {name}\n")

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from lmcache_xpu.cache_engine.engine import CacheEngine
-from lmcache_xpu.cache_engine.guarded_connectors import LayerwiseConnector, StandardConnector
 from lmcache_xpu.cache_engine.unfilled_blocks import UnfilledBlocks
-from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
-from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2
-from lmcache_xpu.versions.lmcache import LMCacheEngine, in_process_module
+from lmcache_xpu.versions.lmcache import LMCacheEngine
 
 BLOCK, CHUNK, LAYERS = 4, 8, 3
 TOKENS = list(range(3 * CHUNK))
@@ -139,61 +135,6 @@ def load(engine):
     return list(engine.retrieve_layer(TOKENS, MASK, slot_mapping=SLOTS))
 
 
-class Copies:
-    """Copies that fail."""
-
-    def batched_to_gpu(self, *args, **kwargs):
-        raise RuntimeError("planted")
-
-
-class Standard(StandardConnector, type("", (Copies, VLLMPagedMemXPUConnectorV2), {})):
-    """A connector whose copies fail."""
-
-
-@pytest.mark.parametrize("cached", [0, 6])
-def test_a_failed_load_reports_its_blocks_but_those_that_the_engine_has(cached):
-    connector = Standard(16, LAYERS)
-    connector.unfilled = UnfilledBlocks(BLOCK)
-    kwargs = {"slot_mapping": SLOTS, "vllm_cached_tokens": cached}
-    connector.batched_to_gpu([], [0, CHUNK], [CHUNK, 2 * CHUNK], **kwargs)
-    assert connector.unfilled.take() == set(range(10 + cached // BLOCK, 16))
-    assert connector.unfilled.take() == set()
-
-
-@pytest.mark.parametrize("layer", range(LAYERS))
-def test_a_failed_layer_ends_the_copies_and_not_the_load(layer):
-    class Layers:
-        groups = ONE_BY_ONE
-
-        def batched_to_gpu(self, starts, ends, **kwargs):
-            for number in range(LAYERS + 2):
-                taken.append((yield))
-                if number == layer:
-                    raise RuntimeError("planted")
-
-    class Layerwise(LayerwiseConnector, type("", (Layers, VLLMPagedMemLayerwiseXPUConnector), {})):
-        groups = ONE_BY_ONE
-
-    taken = []
-    connector = Layerwise(16, LAYERS)
-    connector.unfilled = UnfilledBlocks(BLOCK)
-    load = connector.batched_to_gpu([CHUNK], [2 * CHUNK], slot_mapping=SLOTS)
-    next(load)
-    assert connector.spans == ([CHUNK], [2 * CHUNK])
-    for number in range(LAYERS):
-        load.send([number])
-    next(load)
-    assert len(taken) == layer + 1
-    assert connector.unfilled.take() == set(range(12, 16))
-
-
-def test_lmcache_takes_our_layerwise_connector_for_one_of_its_own():
-    check = in_process_module("v1.gpu_connector.utils").assert_layerwise_gpu_connector
-    check(LayerwiseConnector(16, LAYERS))
-    with pytest.raises(AssertionError):
-        check(StandardConnector(16, LAYERS))
-
-
 def test_what_lmcache_itself_raises_is_a_load_of_nothing():
     engine, unfilled = guarded()
     engine.fails = True
@@ -306,85 +247,3 @@ def test_lmcaches_memory_is_pinned_while_nobody_waits():
     manager.storage_backends = {}  # LMCache without a CPU tier
     CacheEngine.register(engine, [], beside)
     assert pinned == ["memory"]
-
-
-# A rank that uses another one's CPU tier
-
-
-class Borrowing(CacheEngine):
-    """A rank's engine that borrows, and whatever it is told."""
-
-    def __init__(self, borrowed: Any) -> None:
-        self.refuses_lookups = False
-        self.lender = None
-        self.borrower = SimpleNamespace(borrow=lambda order, request: borrowed(order, request))
-        self.moved: list[Any] = []
-        self.failed: list[Any] = []
-        self.gpu_connector = SimpleNamespace(batched_to_gpu=self.move)
-        self.unfilled = SimpleNamespace(add_load=lambda *args: self.failed.append(args))
-
-    def move(self, objs: Any, starts: Any, ends: Any, **arguments: Any) -> None:
-        self.moved.append((list(objs), list(starts), list(ends), arguments["req_id"]))
-
-
-class Counted:
-    """Memory that was borrowed."""
-
-    def __init__(self) -> None:
-        self.references = 1
-
-    def ref_count_down(self) -> None:
-        self.references -= 1
-
-
-def test_a_rank_that_borrows_promises_all_unless_its_weights_are_others():
-    engine = Borrowing(None)
-    assert engine.lookup(hashes=[1, 2], offsets=[4, 3], lookup_id="r", pin=True) == 7
-    engine.refuses_lookups = True
-    assert engine.lookup(hashes=[1, 2], offsets=[4, 3], lookup_id="r", pin=True) == 0
-
-
-def test_a_rank_that_borrows_stores_nothing():
-    engine = Borrowing(None)
-    engine.store([1, 2], slot_mapping=None)
-    assert (engine.moved, engine.failed) == ([], [])
-
-
-@pytest.mark.parametrize(("owner", "order"), [(None, 0), (object(), 1)])
-def test_a_rank_that_borrows_loads_what_it_was_lent_and_gives_it_back(owner: Any, order: int):
-    objs = [Counted(), Counted()]
-    asked: list[Any] = []
-
-    def borrow(*names: Any) -> Any:
-        asked.append(names)
-        return objs, [4, 8], [8, 10]
-
-    engine = Borrowing(borrow)
-    loaded = engine.retrieve(list(range(12)), None, req_id="r", load_owner=owner)
-    assert loaded.tolist() == [False] * 4 + [True] * 6 + [False] * 2
-    assert asked == [(order, "r")]
-    assert engine.moved == [(objs, [4, 8], [8, 10], "r")]
-    assert [obj.references for obj in objs] == [0, 0]
-
-
-def test_what_could_not_be_borrowed_is_computed():
-    def lost(*names: Any) -> Any:
-        raise RuntimeError("the first rank has gone")
-
-    engine = Borrowing(lost)
-    assert not engine.retrieve([1, 2], None, req_id="r").any()
-    [(error, arguments, first)] = engine.failed
-    assert "has gone" in str(error)
-    assert (arguments["req_id"], first) == ("r", 0)
-
-
-def test_a_lent_load_ends_for_others_whatever_becomes_of_it_here():
-    ended: list[Any] = []
-    engine = Borrowing(None)
-    engine.borrower = None
-    engine.lender = SimpleNamespace(end=lambda *names: ended.append(names), settle=lambda: None)
-    engine.lookup_pins = {}
-    engine.token_database = None  # so that it raises
-    assert not engine.retrieve([1, 2], None, req_id="r").any()
-    assert ended == [(0, "r")]
-    assert len(engine.failed) == 1

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from support.scripts import environment
-from support.server_soak import AT_MOST_S, Tally, verdict
+from support.soak_report import AT_MOST_S, Tally, verdict
 
 SOUND = {"answers": True, "left": []}
 

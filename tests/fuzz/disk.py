@@ -12,13 +12,13 @@ import os
 import random
 import shutil
 import tempfile
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+from disk_contents import HEADER, Chunk, Contents, size_on_disk
+from disk_damage import KINDS, damage
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from oracle import MismatchError
@@ -26,23 +26,9 @@ from oracle import MismatchError
 from lmcache_xpu.tiers.disk import chunk_index, chunk_store
 from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
 
-HEADER = 4096
 KEYS = st.integers(0, 7).map("key {}".format)
 SIZES = st.sampled_from((0, 1, 100, 4095, 4096, 4097, 9000))
 ROOM = 4 * (HEADER + 4096)  # not enough for all
-
-
-def size_on_disk(payload: int) -> int:
-    return HEADER + -(-payload // 4096) * 4096
-
-
-@dataclass
-class Chunk:
-    """What is stored under a key. fate: what became of its file since."""
-
-    payload: bytes
-    used: int
-    fate: str = ""  # gone, unreadable from the header on, or from the payload on
 
 
 class Disk(RuleBasedStateMachine):
@@ -51,9 +37,7 @@ class Disk(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.path = Path(tempfile.mkdtemp(prefix="lmcache-xpu-fuzz-"))
-        self.chunks: dict[str, Chunk] = {}
-        self.pins: Counter[str] = Counter()  # they outlive a damaged file
-        self.limit = ROOM
+        self.chunks = Contents(ROOM)
         self.version = itertools.count()
         clock = itertools.count(10**18, 1000)
         self.time = SimpleNamespace(
@@ -69,16 +53,12 @@ class Disk(RuleBasedStateMachine):
 
     @initialize(limit=st.sampled_from((ROOM, 2 * ROOM, 100 * ROOM)))
     def start(self, limit: int) -> None:
-        self.limit = limit
+        self.chunks.limit = limit
         self.open()
 
     def open(self) -> None:
-        self.store = ChunkStore(self.path, self.limit, lock_seconds=0)
-        # A scan reads headers and lengths.
-        for key in [key for key, entry in self.chunks.items() if entry.fate in ("gone", "header")]:
-            del self.chunks[key]
-        self.pins.clear()
-        self.evict(0)
+        self.store = ChunkStore(self.path, self.chunks.limit, lock_seconds=0)
+        self.chunks.scan()
 
     def teardown(self) -> None:
         try:
@@ -93,22 +73,6 @@ class Disk(RuleBasedStateMachine):
                 patch.stop()
             shutil.rmtree(self.path)
 
-    # The model
-
-    @property
-    def used(self) -> int:
-        return sum(size_on_disk(len(entry.payload)) for entry in self.chunks.values())
-
-    def evict(self, need: int) -> bool:
-        """The least recently used of what is not pinned, until there is room."""
-        pinned = [entry for key, entry in self.chunks.items() if self.pins[key]]
-        if sum(size_on_disk(len(entry.payload)) for entry in pinned) + need > self.limit:
-            return self.used + need <= self.limit
-        while self.used + need > self.limit:
-            free = [(entry.used, key) for key, entry in self.chunks.items() if not self.pins[key]]
-            del self.chunks[min(free)[1]]
-        return True
-
     def payload(self, key: str, size: int) -> bytes:
         return random.Random(f"{key} {next(self.version)}").randbytes(size)
 
@@ -116,13 +80,15 @@ class Disk(RuleBasedStateMachine):
         there = {key for key in (f"key {n}" for n in range(8)) if key in self.store}
         if there != set(self.chunks):
             raise MismatchError(f"{sorted(there)} are stored; the model has {sorted(self.chunks)}")
-        if self.store.used_bytes != self.used:
-            raise MismatchError(f"{self.store.used_bytes} bytes are counted, and are {self.used}")
+        if self.store.used_bytes != self.chunks.used:
+            raise MismatchError(
+                f"{self.store.used_bytes} bytes are counted, and are {self.chunks.used}"
+            )
         files = [file.stat().st_size for file in self.path.glob("*.lmxkv")]
         # A file that something else made larger is noticed when it is read.
         damaged = any(entry.fate for entry in self.chunks.values())
-        if sum(files) > self.limit and not damaged:
-            raise MismatchError(f"files of {sum(files)} bytes, {self.limit} are allowed")
+        if sum(files) > self.chunks.limit and not damaged:
+            raise MismatchError(f"files of {sum(files)} bytes, {self.chunks.limit} are allowed")
 
     # What happens
 
@@ -138,7 +104,7 @@ class Disk(RuleBasedStateMachine):
         if key in self.chunks:
             wanted = True
             self.chunks[key].used = self.now
-        elif wanted := self.evict(size_on_disk(size)):
+        elif wanted := self.chunks.evict(size_on_disk(size)):
             self.chunks[key] = Chunk(payload, self.now)
         if stored != wanted:
             raise MismatchError(f"a put said {stored}; the model says {wanted}")
@@ -152,7 +118,7 @@ class Disk(RuleBasedStateMachine):
         if key in self.chunks:
             self.chunks[key].used = self.now
         else:
-            self.evict(size_on_disk(size))
+            self.chunks.evict(size_on_disk(size))
         if stored != (key in self.chunks):
             raise MismatchError(f"a put from memory that was taken back said {stored}")
         self.check()
@@ -215,12 +181,12 @@ class Disk(RuleBasedStateMachine):
         if self.store.pin(key) != (key in self.chunks):
             raise MismatchError(f"{key}: a pin is for what is stored")
         if key in self.chunks:
-            self.pins[key] += 1
+            self.chunks.pins[key] += 1
 
     def unpin(self, key: str) -> None:
-        if self.store.unpin(key) != bool(self.pins[key]):
-            raise MismatchError(f"{key}: {self.pins[key]} pins, says the model")
-        self.pins[key] -= bool(self.pins[key])
+        if self.store.unpin(key) != bool(self.chunks.pins[key]):
+            raise MismatchError(f"{key}: {self.chunks.pins[key]} pins, says the model")
+        self.chunks.pins[key] -= bool(self.chunks.pins[key])
 
     def remove(self, key: str) -> None:
         if self.store.remove(key) != (key in self.chunks):
@@ -229,7 +195,7 @@ class Disk(RuleBasedStateMachine):
         self.check()
 
     def clear(self) -> None:
-        gone = [key for key in self.chunks if not self.pins[key]]
+        gone = [key for key in self.chunks if not self.chunks.pins[key]]
         if len(self.store.clear()) != len(gone):
             raise MismatchError("clear removes what is not pinned")
         for key in gone:
@@ -244,50 +210,19 @@ class Disk(RuleBasedStateMachine):
             self.store._files.release()  # as the kernel does it
         else:
             self.store.close()
-        self.limit = limit or self.limit
+        self.chunks.limit = limit or self.chunks.limit
         self.open()
         self.check()
         if list(self.path.glob("*.tmp")):
             raise MismatchError("a file that was not written to its end is left")
 
-    @rule(
-        number=st.integers(0, 7), kind=st.sampled_from((3, 0, 1, 2, 4, 5)), at=st.integers(0, 10**6)
-    )
+    @rule(number=st.integers(0, 7), kind=st.sampled_from(KINDS), at=st.integers(0, 10**6))
     def damage(self, number: int, kind: int, at: int) -> None:
         """One bit flips, a file is cut or zeroed or goes, or another chunk's takes its place."""
-        whole = [key for key, entry in sorted(self.chunks.items()) if not entry.fate]
-        if not whole:
-            return
-        key = whole[number % len(whole)]
-        chunk = self.chunks[key]
-        file, size = self.store._path(key), len(chunk.payload)
-        if kind == 0:
-            file.unlink()
-            chunk.fate = "gone"
-        elif kind == 1:
-            os.truncate(file, HEADER + at % size if size else at % HEADER)
-            chunk.fate = "header"
-        elif kind == 2:
-            self.flip(file, at % HEADER)
-            chunk.fate = "header"
-        elif kind == 3 and size:
-            self.flip(file, HEADER + at % size)
-            chunk.fate = "payload"
-        elif kind == 4:
-            others = [k for k, c in sorted(self.chunks.items()) if k != key and not c.fate]
-            if others:
-                shutil.copy2(self.store._path(others[at % len(others)]), file)
-                chunk.fate = "header"
-        elif kind == 5:
-            file.write_bytes(bytes(HEADER + size))
-            chunk.fate = "header"
-
-    @staticmethod
-    def flip(file: Path, at: int) -> None:
-        raw, times = bytearray(file.read_bytes()), file.stat()
-        raw[at] ^= 1 << at % 8
-        file.write_bytes(raw)
-        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+        if whole := self.chunks.whole:
+            key = whole[number % len(whole)]
+            chunk, others = self.chunks[key], [self.store._path(k) for k in whole if k != key]
+            chunk.fate = damage(self.store._path(key), len(chunk.payload), kind, at, others)
 
     @rule(seed=st.integers(0, 2**32), threads=st.integers(2, 4))
     def storm(self, seed: int, threads: int) -> None:
@@ -314,10 +249,10 @@ class Disk(RuleBasedStateMachine):
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(work, range(threads)))
         there = {key for key in payloads if key in self.store}
-        kept = {key for key in self.chunks if self.pins[key]}
+        kept = {key for key in self.chunks if self.chunks.pins[key]}
         sizes = [size_on_disk(len(payload)) for payload in payloads.values()]
         # Two threads may write the same chunk: it then takes room twice for a moment.
-        room = sum(sizes) + threads * max(sizes) <= self.limit
+        room = sum(sizes) + threads * max(sizes) <= self.chunks.limit
         if not (kept if not room else set(before)) <= there:
             raise MismatchError("threads lost a chunk that had room, or was pinned")
         self.now = next(self.clock)
@@ -332,7 +267,7 @@ class Disk(RuleBasedStateMachine):
     def second(self) -> None:
         """A directory is one store's."""
         try:
-            ChunkStore(self.path, self.limit, lock_seconds=0)
+            ChunkStore(self.path, self.chunks.limit, lock_seconds=0)
         except Exception:
             return
         raise MismatchError("two stores share a directory")

@@ -25,6 +25,14 @@ sys.path.insert(0, str(ROOT / "helm"))  # chart_schema and chart_readme
 # The smallest values that install.
 MODEL = {"models": {"m": {"settings": {"model": "org/model"}, "gpu": {"renderGroups": [992]}}}}
 
+# Values that switch something on.
+SECRET = {"name": "s", "key": "k"}
+KEDA = {"kind": "keda", "prometheusUrl": "http://p:9090"}
+VALKEY = {"enabled": True, "passwordSecret": SECRET}
+ROUTER = {"kind": "vllmRouter"}
+POOL = {"kind": "inferencePool", "endpointPicker": {"name": "epp"}}
+ROUTE = {"enabled": True, "parentRefs": [{"name": "gateway"}]}
+
 
 def helm(*args: str, values: Mapping | None = None) -> subprocess.CompletedProcess[str]:
     """Run helm; `values` go in as a values file."""
@@ -108,6 +116,16 @@ def rendered(done: subprocess.CompletedProcess[str]) -> Objects:
 def model(**keys: object) -> Objects:
     """Rendered with these keys for the one model."""
     return render(models={"m": keys})
+
+
+def engine_pod(objects: Objects) -> dict:
+    """The spec of the pod of the one model's engine."""
+    return objects.engines()["m"]["spec"]["template"]["spec"]
+
+
+def volume(objects: Objects, name: str) -> dict:
+    """A volume of that pod; empty where it has none of this name."""
+    return next((v for v in engine_pod(objects)["volumes"] if v["name"] == name), {})
 
 
 def container(workload: dict, name: str = "engine") -> dict:

@@ -118,7 +118,7 @@ def test_the_chart_sets_what_depends_on_it(monkeypatch):
 
 @pytest.mark.parametrize(("disk_gib", "has_tier"), [(None, False), (0, False), (50, True)])
 def test_without_a_size_there_is_no_disk_tier(monkeypatch, disk_gib, has_tier):
-    """Compose agrees: tests/test_container_files.py."""
+    """Compose agrees: tests/test_stack_files.py."""
     objects = model(settings={"disk_gib": disk_gib})
     loaded = settings(objects, objects.engines()["m"], monkeypatch)
     assert (loaded.disk_path is not None) is has_tier

@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 import pytest
-from chart import MODEL, container, environment, merged, model, render, settings, template
+from chart import (
+    MODEL,
+    container,
+    engine_pod,
+    environment,
+    merged,
+    model,
+    render,
+    settings,
+    template,
+    volume,
+)
 from support.cache_server_program import disk, options
 
 from lmcache_xpu.launch.settings import SERVER_LACKS
@@ -12,19 +23,13 @@ SIDE_CAR = {"kind": "sideCar"}
 
 
 def server(objects) -> dict:
-    spec = objects.engines()["m"]["spec"]["template"]["spec"]
+    spec = engine_pod(objects)
     [side_car] = [each for each in spec["initContainers"] if each["name"] == "server"]
     return side_car
 
 
 def variables(side_car: dict) -> dict[str, str]:
     return {item["name"]: item["value"] for item in side_car["env"]}
-
-
-def volume(objects, name: str) -> dict:
-    volumes = objects.engines()["m"]["spec"]["template"]["spec"]["volumes"]
-    [matching] = [each for each in volumes if each["name"] == name]
-    return matching
 
 
 def mounts(item: dict) -> dict[str, str]:
@@ -48,7 +53,7 @@ def test_engine_and_server_have_one_dev_shm_and_no_other_pod_has(monkeypatch):
     assert mounts(server(objects))["/dev/shm"] == mounts(engine)["/dev/shm"] == "shm"
     # What is lent, twice: after a crash the engine holds the old memory as well.
     assert volume(objects, "shm")["emptyDir"] == {"medium": "Memory", "sizeLimit": "35Gi"}
-    spec = objects.engines()["m"]["spec"]["template"]["spec"]
+    spec = engine_pod(objects)
     assert not {"hostIPC", "hostNetwork", "hostPID"} & spec.keys()
     loaded = settings(objects, objects.engines()["m"], monkeypatch)
     assert (loaded.cache, loaded.server_url) == ("server", "tcp://127.0.0.1:5555")

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 from support.halves import BLOCK, Adapter, Facade, worker_side
 
 from lmcache_xpu.kv_connector import worker
-from lmcache_xpu.kv_connector.step_metadata import StepMetadata
+from lmcache_xpu.kv_connector.step_metadata import IDLE_S, StepMetadata
 from lmcache_xpu.kv_connector.worker import WorkerSide
 
 STEP = {"attention": "of the step"}
@@ -125,7 +125,7 @@ def test_a_step_without_tokens_leaves_the_thread_that_fetches_its_time(
     side.queue = SimpleNamespace(move=lambda: told, fetching=fetching)
     side._adapter.bind(StepMetadata([], tokens=tokens))
     assert side.arrived() == told
-    assert slept == [worker.IDLE_S] * waits
+    assert slept == [IDLE_S] * waits
 
 
 class Beside:

@@ -3,7 +3,7 @@
 vLLM hashes each prompt block by block. LMCache hashes it again, chunk by chunk, to look it up,
 while the device waits. A later turn begins with tokens that were looked up before, so the names of
 their chunks are kept. Four later turns of 16,384 + 1,024 tokens on an H200: 199 milliseconds
-instead of 206 (see docs/results/what-was-tried.md).
+instead of 206 (see docs/results/h200-lookups.md).
 
 vLLM's hash stands for all tokens up to a block's end, and for what else its own prefix cache tells
 apart. Two requests with the same hash and the same salt would get the same names from LMCache.

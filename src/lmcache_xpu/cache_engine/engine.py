@@ -8,22 +8,21 @@ the worker, per request:
     store   an error: nothing more of the request is stored in this step; what was published of a
             chunk without its last layer is taken back
 
-The protocols of the generators are those of `gpu_connector.layerwise`, with one difference: LMCache
-counts groups of layers that move together as its layers, and vLLM calls for each layer of the
-model. LMCache sees the call for the first layer of a group when it loads, for the last when it
-stores.
+The protocols of the generators are those of `gpu_connector.layerwise`, but for what `layer_calls`
+says.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lmcache_xpu.cache_engine.health import pool
+from lmcache_xpu.cache_engine.layer_calls import Layers, load_calls, store_calls
 from lmcache_xpu.cache_engine.layer_loans import Spans, borrow_layers, lend_layers, name_of
 from lmcache_xpu.cache_engine.loans import loaded_tokens, order_of
 from lmcache_xpu.cache_engine.storage_manager import POOL, StorageManager
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
 __all__ = ["CacheEngine"]
 
 Tokens = torch.Tensor | Sequence[int]
-Layers = Generator[Any, None, None]
 
 
 class CacheEngine(LMCacheEngine):  # type: ignore[misc]  # untyped base
@@ -196,18 +194,11 @@ class CacheEngine(LMCacheEngine):  # type: ignore[misc]  # untyped base
             load = None
         yield None
         nothing = torch.zeros(len(tokens), dtype=torch.bool)
-        groups = self.gpu_connector.groups
-        # The group before is to be there when LMCache hears of the next one.
-        for calls in (1, *(last - first for first, last in groups)):
-            loaded = None
-            if load is not None:
-                try:
-                    loaded = next(load)
-                except Exception as error:
-                    self.unfilled.add_load(error, kwargs, skipped)
-                    load = None
-            for _ in range(calls):
-                yield nothing if loaded is None else loaded
+
+        def failed(error: Exception) -> None:
+            self.unfilled.add_load(error, kwargs, skipped)
+
+        yield from load_calls(load, self.gpu_connector.groups, nothing, failed)
 
     def _first_group(
         self, tokens: Tokens, mask: Any, kwargs: dict[str, Any]
@@ -282,22 +273,12 @@ class CacheEngine(LMCacheEngine):  # type: ignore[misc]  # untyped base
         store: Layers | None = None
         if self.borrower is None:
             store = super().store_layer(tokens, mask=mask, **kwargs)
-        groups = self.gpu_connector.groups
-        try:
-            for calls in (*(last - first for first, last in groups), 1):
-                for _ in range(calls - 1):
-                    yield
-                if store is not None:
-                    try:
-                        next(store)
-                    except Exception as error:
-                        log_failure(STORE_CPU, _LEFT_OUT, error)
-                        store = None
-                        self.take_back(tokens, mask)
-                yield
-        finally:
-            if store is not None:
-                store.close()
+
+        def failed(error: Exception) -> None:
+            log_failure(STORE_CPU, _LEFT_OUT, error)
+            self.take_back(tokens, mask)
+
+        yield from store_calls(store, self.gpu_connector.groups, failed)
 
     def take_back(self, tokens: Tokens, mask: Any = None) -> None:
         """Remove chunks that miss layers: LMCache asks for the first alone and would keep them."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lmcache_xpu.versions.lmcache import ReqMeta
 
 __all__ = [
+    "IDLE_S",
     "StepMetadata",
     "may_run_as_one_graph",
     "with_answers",
@@ -23,6 +24,8 @@ __all__ = [
     "written_blocks",
 ]
 
+# That a worker waits in a step without tokens; as vLLM's own loop, where the engine has a process.
+IDLE_S = 0.001
 FULL = "FULL"  # vLLM's CUDAGraphMode
 
 

@@ -31,7 +31,7 @@ from lmcache_xpu.kv_connector.load_policy import LoadSpeeds
 from lmcache_xpu.kv_connector.load_queue import LoadQueue
 from lmcache_xpu.kv_connector.step_layers import StepLayers
 from lmcache_xpu.kv_connector.step_loads import StepLoads
-from lmcache_xpu.kv_connector.step_metadata import may_run_as_one_graph
+from lmcache_xpu.kv_connector.step_metadata import IDLE_S, may_run_as_one_graph
 from lmcache_xpu.kv_connector.worker_report import WorkerReport
 from lmcache_xpu.metrics import loaded
 
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from lmcache_xpu.tiers.residency import Residency
 
 __all__ = ["WorkerSide"]
-
-IDLE_S = 0.001  # as vLLM's own loop waits, where the engine has a process
 
 
 class WorkerSide:

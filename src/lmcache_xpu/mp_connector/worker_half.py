@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lmcache.integration.vllm.utils import calculate_draft_layers
 
 from lmcache_xpu.kv_connector import stats
-from lmcache_xpu.kv_connector.step_metadata import may_run_as_one_graph
+from lmcache_xpu.kv_connector.step_metadata import IDLE_S, may_run_as_one_graph
 from lmcache_xpu.metrics import loaded
 from lmcache_xpu.mp_connector.adapters import SERVER_URLS, arguments_of
 from lmcache_xpu.mp_connector.group_copies import GroupCopies
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 __all__ = ["WorkerHalf"]
 
-IDLE_S = 0.001  # as vLLM's own loop waits, where the engine has a process
 TIMEOUT_S, STAGING_MIB = "xpu.server_timeout_s", "xpu.staging_mib"
 
 

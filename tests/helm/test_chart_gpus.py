@@ -1,0 +1,57 @@
+"""How a pod asks for GPUs: of the device plugin, of the DRA driver, for none."""
+
+from __future__ import annotations
+
+import pytest
+from chart import container, engine_pod, model
+
+
+@pytest.mark.parametrize("resource", ["gpu.intel.com/xe", "gpu.intel.com/i915"])
+def test_gpus_of_the_device_plugin(resource):
+    objects = model(gpu={"resource": resource}, settings={"tensor_parallel": 2})
+    assert container(objects.engines()["m"])["resources"]["limits"][resource] == "2"
+    assert engine_pod(objects)["securityContext"]["supplementalGroups"] == [992]
+    [term] = engine_pod(objects)["affinity"]["nodeAffinity"][
+        "requiredDuringSchedulingIgnoredDuringExecution"
+    ]["nodeSelectorTerms"]
+    assert term["matchExpressions"][0]["key"] == "intel.feature.node.kubernetes.io/gpu"
+    assert "resourceClaims" not in engine_pod(objects)
+    both = {"tensor_parallel": 2, "pipeline_parallel": 3}
+    objects = model(gpu={"resource": resource}, settings=both)
+    assert container(objects.engines()["m"])["resources"]["limits"][resource] == "6"
+
+
+def test_only_nodes_with_certain_gpus():
+    objects = model(gpu={"deviceIds": ["e211", "e20b"]})
+    terms = engine_pod(objects)["affinity"]["nodeAffinity"][
+        "requiredDuringSchedulingIgnoredDuringExecution"
+    ]["nodeSelectorTerms"]
+    # Terms are alternatives.
+    assert [term["matchExpressions"][1]["key"] for term in terms] == [
+        "gpu.intel.com/device-id.0300-e211.present",
+        "gpu.intel.com/device-id.0300-e20b.present",
+    ]
+
+
+def test_gpus_of_the_dra_driver():
+    objects = model(gpu={"kind": "dra", "selectors": ["x == 'y'"]}, settings={"tensor_parallel": 2})
+    request = objects.one("ResourceClaimTemplate")["spec"]["spec"]["devices"]["requests"][0]
+    assert request["exactly"]["deviceClassName"] == "gpu.intel.com"
+    assert request["exactly"]["count"] == 2
+    assert request["exactly"]["selectors"] == [{"cel": {"expression": "x == 'y'"}}]
+    [claim] = engine_pod(objects)["resourceClaims"]
+    template = objects.one("ResourceClaimTemplate")["metadata"]["name"]
+    assert claim["resourceClaimTemplateName"] == template
+    resources = container(objects.engines()["m"])["resources"]
+    assert resources["claims"] == [{"name": claim["name"]}]
+    assert not [name for name in resources["limits"] if "gpu" in name]
+
+
+def test_no_gpu_asks_for_none():
+    objects = model(gpu={"kind": "none", "renderGroups": None})
+    resources = container(objects.engines()["m"])["resources"]
+    assert resources.keys() == {"requests", "limits"}
+    assert resources["limits"].keys() == {"memory"}
+    assert "affinity" not in engine_pod(objects)
+    assert "supplementalGroups" not in engine_pod(objects)["securityContext"]
+    assert "/cpu:" in container(objects.engines()["m"])["image"]
