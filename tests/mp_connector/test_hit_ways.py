@@ -55,6 +55,17 @@ def test_beside_others_a_long_load_waits_and_a_short_one_does_not():
     assert beside.choose(request(), 0, 99_000) == "step"
 
 
+def test_a_request_is_alone_where_no_other_is_computed_or_waits_for_its_load():
+    asked = ways()
+    assert asked.is_alone("a")
+    asked.begin_step(step(a=1, other=1), [])
+    assert not asked.is_alone("a")
+    asked.finished("other")
+    assert asked.is_alone("a")
+    asked.begin_step(step(), [load("loading")])
+    assert not asked.is_alone("a")
+
+
 def test_behind_a_load_beside_steps_a_long_one_waits_too_until_that_has_ended():
     behind = ways()
     behind.begin_step(step(other=1), [])

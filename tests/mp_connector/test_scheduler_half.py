@@ -19,7 +19,7 @@ CHUNK = 256
 def half(monkeypatch, *, ranks: int = 1, zeroes: bool = False, groups: int = 1, loads="auto"):
     monkeypatch.setattr(scheduler_half, "Keys", lambda *_: SimpleNamespace())
     made = SchedulerHalf.__new__(SchedulerHalf)
-    made.scheduler_adapter = SimpleNamespace(lmcache_tokens_per_chunk=CHUNK)
+    made.scheduler_adapter = SimpleNamespace(lmcache_tokens_per_chunk=CHUNK, is_alone=False)
     made.request_trackers = {}
     made.start_scheduler(
         SimpleNamespace(parallel_config=SimpleNamespace(world_size=ranks)),
@@ -71,6 +71,15 @@ def test_what_is_chosen_is_answered(monkeypatch, looked_up, loads, answer):
     assert made.get_num_new_matched_tokens(request(), 0) == (768, True)  # nobody begins it anew
     made.load_in_steps()
     assert made.get_num_new_matched_tokens(request(), 0) == answer
+
+
+def test_the_adapter_hears_whether_anybody_waits_beside_a_request(monkeypatch, looked_up):
+    made = half(monkeypatch)
+    made.get_num_new_matched_tokens(request(), 0)
+    assert made.scheduler_adapter.is_alone
+    monkeypatch.setattr(made._ways, "_running", {"other"})
+    made.get_num_new_matched_tokens(request(), 0)
+    assert not made.scheduler_adapter.is_alone
 
 
 def test_a_request_whose_load_failed_is_looked_up_no_more(monkeypatch, looked_up):

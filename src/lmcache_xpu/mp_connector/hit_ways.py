@@ -50,13 +50,17 @@ class HitWays:
         if self._policy is not None:
             hit = Hit(tokens, request.num_tokens - kept - tokens)
             # A load inside a step would be behind those beside it, and hold its step up.
-            others = bool(self._running - {request.request_id} or self._waiting)
+            others = not self.is_alone(request.request_id)
             if self._policy.computes(hit):
                 way = "computed"
             elif not self._policy.waits(hit, others=others):
                 way = "step"
         self._ways[request.request_id] = way
         return way
+
+    def is_alone(self, request_id: str) -> bool:
+        """Whether no other request was in the last step, or waits for its load."""
+        return not (self._running - {request_id} or self._waiting)
 
     def is_computed(self, request_id: str) -> bool:
         """Whether a request is computed, though its tokens could be loaded."""

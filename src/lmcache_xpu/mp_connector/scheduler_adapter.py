@@ -22,6 +22,8 @@ logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers on
 # answers for 16,384 tokens in memory take 3 ms, for 65,536 nine (a 2-core VM). So a request is
 # waited for in its first two steps, and all together in a step no longer than this.
 PATIENCE_S = 0.004
+# Where nobody else waits for a token, an idle step would follow, and the same again.
+PATIENCE_ALONE_S = 0.02
 _STEPS = 2
 _POLL_S = 0.0002
 
@@ -33,6 +35,7 @@ class SchedulerAdapter(LMCacheMPSchedulerAdapter):  # type: ignore[misc]  # unty
     """
 
     _heartbeats: dict[str, Heartbeat] | None
+    is_alone = False  # the request that is looked up: nobody else waits for a token
     _told = False  # that the server is lost
     _patient_until: float | None = None  # in this step, once somebody was waited for
 
@@ -41,9 +44,29 @@ class SchedulerAdapter(LMCacheMPSchedulerAdapter):  # type: ignore[misc]  # unty
         """In how many steps each request was waited for."""
         return Counter()
 
+    @functools.cached_property
+    def _allocations(self) -> list[Any]:
+        """Records of `report_block_allocations` that the server was not told of yet."""
+        return []
+
     def end_step(self) -> None:
         """Hear that vLLM has decided on a step."""
         self._patient_until = None
+
+    def report_block_allocations(self, records: list[Any]) -> None:
+        """Keep what LMCache tells its server of a step, for metrics, until the step has ended.
+
+        A record has all tokens of its request. The server would read them before the question that
+        this step's loads wait for: with 61,440 tokens it answered in 20 ms instead of 11 (a 2-core
+        VM).
+        """
+        self._allocations.extend(records)
+
+    def send_block_allocations(self) -> None:
+        """Send the server what was kept."""
+        if self._allocations:
+            super().report_block_allocations(list(self._allocations))
+            self._allocations.clear()
 
     def _ensure_heartbeat_started(self) -> None:
         with self._heartbeat_lock:
@@ -82,7 +105,8 @@ class SchedulerAdapter(LMCacheMPSchedulerAdapter):  # type: ignore[misc]  # unty
         if tokens is not None or self._waits[request_id] == _STEPS:
             return tokens
         if self._patient_until is None:
-            self._patient_until = time.monotonic() + PATIENCE_S
+            patience_s = PATIENCE_ALONE_S if self.is_alone else PATIENCE_S
+            self._patient_until = time.monotonic() + patience_s
         self._waits[request_id] += time.monotonic() < self._patient_until
         while tokens is None and time.monotonic() < self._patient_until:
             time.sleep(_POLL_S)

@@ -97,6 +97,7 @@ class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         if request.skip_reading_prefix_cache or request.request_id in self._given_up:
             self._get_or_create_request_tracker(request)
             return 0, False
+        self.scheduler_adapter.is_alone = self._ways.is_alone(request.request_id)
         matched: int | None
         matched, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if not matched:
@@ -156,6 +157,7 @@ class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take what the workers report after a step."""
         super().update_connector_output(connector_output)
+        self.scheduler_adapter.send_block_allocations()
         report = connector_output.kv_connector_worker_meta
         if not isinstance(report, WorkerReport):
             report = WorkerReport()
