@@ -80,13 +80,13 @@ def run(case: str, mode: str, models: Models, disk: Path) -> subprocess.Complete
 @pytest.fixture(
     scope="module",
     params=[
-        ("mla, two workers", "layerwise"),
         ("mla, mtp", "layerwise"),
         ("ngram", "standard"),
         ("eagle", "layerwise"),
         ("gemma3", "standard"),
         # What each of these puts together others have: MLA on two workers in standard mode is in
-        # test_tp_sizes.py.
+        # test_tp_sizes.py, and two that hold the same in layerwise mode in test_one_copy.py.
+        pytest.param(("mla, two workers", "layerwise"), marks=pytest.mark.matrix),
         pytest.param(("mla, two workers", "standard"), marks=pytest.mark.matrix),
         pytest.param(("mla, mtp", "standard"), marks=pytest.mark.matrix),
         pytest.param(("ngram", "layerwise"), marks=pytest.mark.matrix),

@@ -1,8 +1,8 @@
 """Ranks that hold the same, on CPU: one CPU tier, from which all load, and faults of the first two.
 
-The first rank keeps the chunks, and lends its memory to the others; in both modes. `make
-test-ranks` has loads that requests wait for as well, and four ranks: of one head, and of two, where
-the third rank keeps chunks for itself and the fourth.
+The first rank keeps the chunks, and lends its memory to the others. In `make test` in layerwise
+mode. `make test-ranks` has standard mode too, loads that requests wait for, and four ranks: of one
+head, and of two, where the third rank keeps chunks for itself and the fourth.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from lmcache_xpu.harness.random_model import EXACT, make_model
 
 pytestmark = pytest.mark.engine
 
-OFTEN = [("standard", "always", "2", "1"), ("layerwise", "always", "2", "1")]
+OFTEN = ("layerwise", "always", "2", "1")
 WAYS = [
-    *each_way(("standard", "layerwise"), ("always", "async"), ("2",), ("1",), often=OFTEN),
+    *each_way(("standard", "layerwise"), ("always", "async"), ("2",), ("1",), often=[OFTEN]),
     *each_way(("standard", "layerwise"), ("always",), ("4",), ("1", "2"), often=[]),
 ]
 

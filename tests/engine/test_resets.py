@@ -116,7 +116,7 @@ def test_what_was_promised_to_requests_that_wait_is_not_loaded(report: dict):
     assert crowd["right"] == [True] * max(1, len(crowd["right"]))
 
 
-@pytest.fixture(scope="module", params=["step", "async"])
+@pytest.fixture(scope="module", params=["step", pytest.param("async", marks=pytest.mark.matrix)])
 def ranks(request, model: str, tmp_path_factory: pytest.TempPathFactory) -> dict:
     """With loads inside steps, and with loads that requests wait for."""
     directory = tmp_path_factory.mktemp("ranks")

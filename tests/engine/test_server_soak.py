@@ -40,9 +40,16 @@ def test_each_promise_can_be_broken(report, words):
 @pytest.mark.parametrize("planted", [False, True], ids=["sound", "wrong bytes"])
 def test_a_short_soak_sees_wrong_bytes(planted):
     """Without a fault all is kept; with chunks that are loaded wrong it says so."""
-    arguments = ["--hits", "60", "--kills", "1", "--hangs", "1", *(["--wrong"] if planted else [])]
+    faults = "0" if planted else "1"
+    arguments = ["--hits", "12" if planted else "60", "--kills", faults, "--hangs", faults]
     done = subprocess.run(
-        [sys.executable, "-m", "support.server_soak", *arguments],
+        [
+            sys.executable,
+            "-m",
+            "support.server_soak",
+            *arguments,
+            *(["--wrong"] if planted else []),
+        ],
         env=environment(),
         capture_output=True,
         text=True,

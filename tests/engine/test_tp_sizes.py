@@ -2,8 +2,8 @@
 
 On CPU blocks of several heads are packed, so that a rank's heads can't be cut out of them. What
 can be shared there is what each rank holds whole: MLA's latent, and a single KV head. How heads are
-cut and joined is in gpu_connector/test_shards.py. `make test-ranks` has one head as well, and TP 4
-beside TP 1 and 2.
+cut and joined is in gpu_connector/test_shards.py. `make test` has MLA alone,
+`make test-ranks` heads as well, and TP 4 beside TP 1 and 2.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ class Case:
         return f"{self.name}-{'-'.join(map(str, self.sizes))}"
 
 
-CASES = [Case("mla", MLA, True), Case("two heads", {}, False)]
+CASES = [Case("mla", MLA, True)]
 MATRIX = [
+    Case("two heads", {}, False),
     Case("one head", {}, True),
     Case("one head", {}, True, (1, 4)),
     Case("one head", {}, True, (2, 4)),
