@@ -1,7 +1,11 @@
-"""Two engines of one `serve` (data parallelism), each with a real LMCache and its own disk tier."""
+"""Two engines of one `serve` (data parallelism), each with a real LMCache and its own disk tier.
+
+`make test-ranks` has two ranks in each of them.
+"""
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -25,13 +29,27 @@ class Answers(NamedTuple):
     hits: float
 
 
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.matrix)])
+def ranks(request: pytest.FixtureRequest) -> int:
+    """Ranks of each engine."""
+    return request.param
+
+
+def threads(ranks: int) -> dict[str, str]:
+    """Variables of engines with several ranks: a thread each, by turns on two cores."""
+    if ranks == 1:
+        return {}
+    binds = "|".join(str(number % 2) for number in range(2 * ranks))
+    return {"VLLM_CPU_OMP_THREADS_BIND": binds, "OMP_NUM_THREADS": "1"}
+
+
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(ranks: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("engines")
 
 
 @pytest.fixture(scope="module")
-def answers(place: Path) -> list[Answers]:
+def answers(ranks: int, place: Path) -> list[Answers]:
     """The same prompt twice to each engine, while both run."""
     settings = Settings.load(
         {
@@ -40,6 +58,7 @@ def answers(place: Path) -> list[Answers]:
             "device": "cpu",
             "dtype": "float32",
             "data_parallel": 2,
+            "tensor_parallel": ranks,
             "block_tokens": 128,
             "cpu_gib": 0.125,
             "kv_cache_gib": 0.0625,
@@ -51,7 +70,7 @@ def answers(place: Path) -> list[Answers]:
         }
     )
     with (
-        EngineProcess(settings, place / "log", start_s=280) as engine,
+        EngineProcess(settings, place / "log", start_s=280, env=threads(ranks)) as engine,
         httpx.Client(base_url=engine.url, timeout=60) as client,
     ):
 
@@ -80,12 +99,17 @@ def test_each_engine_loads_what_it_stored(answers: list[Answers]):
         assert reply.hits == CHUNK * CHUNKS
 
 
-def test_each_engine_writes_to_a_directory_of_its_own(place: Path, answers: list[Answers]):
+def test_each_rank_writes_to_a_directory_of_its_own(
+    ranks: int, place: Path, answers: list[Answers]
+):
     assert answers
     chunks = {
         directory.name: {file.name: file.stat().st_size for file in directory.glob("*.lmxkv")}
         for directory in (place / "kv").iterdir()
     }
-    assert chunks.keys() == {"kv-worker-0", "kv-engine-1-worker-0"}
-    assert len(chunks["kv-worker-0"]) == CHUNKS
-    assert chunks["kv-worker-0"] == chunks["kv-engine-1-worker-0"]
+    numbers = range(ranks)
+    names = [(f"kv-worker-{number}", f"kv-engine-1-worker-{number}") for number in numbers]
+    assert chunks.keys() == set(itertools.chain(*names))
+    for first, second in names:
+        assert len(chunks[first]) == CHUNKS
+        assert chunks[first] == chunks[second]
