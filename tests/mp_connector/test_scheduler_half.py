@@ -16,13 +16,23 @@ from lmcache_xpu.versions.lmcache_server import LMCacheMPConnector
 CHUNK = 256
 
 
-def half(monkeypatch, *, ranks: int = 1, zeroes: bool = False, groups: int = 1, loads="auto"):
+def half(
+    monkeypatch,
+    *,
+    ranks: int = 1,
+    engines: int = 1,
+    zeroes: bool = False,
+    groups: int = 1,
+    loads="auto",
+):
     monkeypatch.setattr(scheduler_half, "Keys", lambda *_: SimpleNamespace())
     made = SchedulerHalf.__new__(SchedulerHalf)
     made.scheduler_adapter = SimpleNamespace(lmcache_tokens_per_chunk=CHUNK, is_alone=False)
     made.request_trackers = {}
     made.start_scheduler(
-        SimpleNamespace(parallel_config=SimpleNamespace(world_size=ranks)),
+        SimpleNamespace(
+            parallel_config=SimpleNamespace(world_size=ranks, data_parallel_size=engines)
+        ),
         SimpleNamespace(kv_cache_groups=[None] * groups, needs_kv_cache_zeroing=zeroes),
         {"xpu.loads": loads},
         [None] * groups,
@@ -74,9 +84,10 @@ def test_what_is_chosen_is_answered(monkeypatch, looked_up, loads, answer):
 
 
 def test_the_adapter_hears_whether_anybody_waits_beside_a_request(monkeypatch, looked_up):
-    made = half(monkeypatch)
-    made.get_num_new_matched_tokens(request(), 0)
-    assert made.scheduler_adapter.is_alone
+    made, beside = half(monkeypatch), half(monkeypatch, engines=2)
+    for asked, alone in (made, True), (beside, False):
+        asked.get_num_new_matched_tokens(request(), 0)
+        assert asked.scheduler_adapter.is_alone is alone
     monkeypatch.setattr(made._ways, "_running", {"other"})
     made.get_num_new_matched_tokens(request(), 0)
     assert not made.scheduler_adapter.is_alone

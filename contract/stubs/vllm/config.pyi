@@ -22,6 +22,7 @@ class ParallelConfig:
     nnodes: Any
     rank: Any
     data_parallel_index: Any
+    data_parallel_size: Any
     world_size: Any
     tensor_parallel_size: Any
     pipeline_parallel_size: Any

@@ -59,6 +59,8 @@ class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         self._ways = HitWays()
         self._given_up: set[str] = set()  # requests for which nothing is looked up
         self._loads = options.get(LOADS, "auto")
+        # Engines that share requests may compute in step: one that waits holds the others up.
+        self._has_other_engines = config.parallel_config.data_parallel_size > 1
         # Of several ranks the others would store what came of a load that failed on one. Where vLLM
         # zeroes blocks it may do so after a load has begun. And of several groups' blocks it can't
         # be told that they were left unfilled.
@@ -97,7 +99,8 @@ class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         if request.skip_reading_prefix_cache or request.request_id in self._given_up:
             self._get_or_create_request_tracker(request)
             return 0, False
-        self.scheduler_adapter.is_alone = self._ways.is_alone(request.request_id)
+        is_alone = self._ways.is_alone(request.request_id) and not self._has_other_engines
+        self.scheduler_adapter.is_alone = is_alone
         matched: int | None
         matched, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if not matched:
