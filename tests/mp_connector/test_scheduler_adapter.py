@@ -124,7 +124,8 @@ def test_a_request_that_is_alone_is_waited_for_longer(server, adapter, monkeypat
     adapter.maybe_submit_lookup_request("a", token_ids=TOKENS)
     assert adapter.check_lookup_result("a") is None
     adapter.end_step()
-    server.fetches, adapter.is_alone = False, True
+    server.fetches = False
+    adapter.begin_look_up(is_alone=True)
     assert adapter.check_lookup_result("a") == 0
 
 

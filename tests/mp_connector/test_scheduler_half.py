@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -27,7 +28,7 @@ def half(
 ):
     monkeypatch.setattr(scheduler_half, "Keys", lambda *_: SimpleNamespace())
     made = SchedulerHalf.__new__(SchedulerHalf)
-    made.scheduler_adapter = SimpleNamespace(lmcache_tokens_per_chunk=CHUNK, is_alone=False)
+    made.scheduler_adapter = SimpleNamespace(lmcache_tokens_per_chunk=CHUNK, begin_look_up=Mock())
     made.request_trackers = {}
     made.start_scheduler(
         SimpleNamespace(
@@ -87,10 +88,10 @@ def test_the_adapter_hears_whether_anybody_waits_beside_a_request(monkeypatch, l
     made, beside = half(monkeypatch), half(monkeypatch, engines=2)
     for asked, alone in (made, True), (beside, False):
         asked.get_num_new_matched_tokens(request(), 0)
-        assert asked.scheduler_adapter.is_alone is alone
+        asked.scheduler_adapter.begin_look_up.assert_called_once_with(is_alone=alone)
     monkeypatch.setattr(made._ways, "_running", {"other"})
     made.get_num_new_matched_tokens(request(), 0)
-    assert not made.scheduler_adapter.is_alone
+    assert made.scheduler_adapter.begin_look_up.call_args == call(is_alone=False)
 
 
 def test_a_request_whose_load_failed_is_looked_up_no_more(monkeypatch, looked_up):

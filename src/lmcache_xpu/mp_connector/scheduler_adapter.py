@@ -35,7 +35,7 @@ class SchedulerAdapter(LMCacheMPSchedulerAdapter):  # type: ignore[misc]  # unty
     """
 
     _heartbeats: dict[str, Heartbeat] | None
-    is_alone = False  # the request that is looked up: nobody else waits for a token
+    _is_alone = False  # the request that is looked up
     _told = False  # that the server is lost
     _patient_until: float | None = None  # in this step, once somebody was waited for
 
@@ -48,6 +48,14 @@ class SchedulerAdapter(LMCacheMPSchedulerAdapter):  # type: ignore[misc]  # unty
     def _allocations(self) -> list[Any]:
         """Records of `report_block_allocations` that the server was not told of yet."""
         return []
+
+    def begin_look_up(self, *, is_alone: bool) -> None:
+        """Hear of a request that is about to be looked up.
+
+        Args:
+            is_alone: whether nobody else waits for a token.
+        """
+        self._is_alone = is_alone
 
     def end_step(self) -> None:
         """Hear that vLLM has decided on a step."""
@@ -105,7 +113,7 @@ class SchedulerAdapter(LMCacheMPSchedulerAdapter):  # type: ignore[misc]  # unty
         if tokens is not None or self._waits[request_id] == _STEPS:
             return tokens
         if self._patient_until is None:
-            patience_s = PATIENCE_ALONE_S if self.is_alone else PATIENCE_S
+            patience_s = PATIENCE_ALONE_S if self._is_alone else PATIENCE_S
             self._patient_until = time.monotonic() + patience_s
         self._waits[request_id] += time.monotonic() < self._patient_until
         while tokens is None and time.monotonic() < self._patient_until:

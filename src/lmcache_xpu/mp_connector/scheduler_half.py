@@ -100,7 +100,7 @@ class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
             self._get_or_create_request_tracker(request)
             return 0, False
         is_alone = self._ways.is_alone(request.request_id) and not self._has_other_engines
-        self.scheduler_adapter.is_alone = is_alone
+        self.scheduler_adapter.begin_look_up(is_alone=is_alone)
         matched: int | None
         matched, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if not matched:
