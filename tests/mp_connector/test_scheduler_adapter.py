@@ -6,7 +6,6 @@ import itertools
 import time
 
 import pytest
-from lmcache.v1.multiprocess.custom_types import BlockAllocationRecord
 from prometheus_client import REGISTRY
 from support.other_server import OtherServer
 from support.until import until
@@ -127,21 +126,6 @@ def test_a_request_that_is_alone_is_waited_for_longer(server, adapter, monkeypat
     server.fetches = False
     adapter.begin_look_up(is_alone=True)
     assert adapter.check_lookup_result("a") == 0
-
-
-def test_what_metrics_need_is_sent_behind_the_step_and_once(server, adapter):
-    """The server would read all tokens before the question that the step's load waits for."""
-    sent = "report_block_allocation"
-    server.reads_keys = True
-    look_up(adapter)  # heartbeats begin
-    adapter.report_block_allocations([BlockAllocationRecord("a", [1, 2], TOKENS)])
-    server.wait_for_heartbeats(1)  # what was sent before has come
-    assert sent not in server.asked
-    for _ in range(2):
-        adapter.send_block_allocations()
-    until(lambda: sent in server.asked)
-    server.wait_for_heartbeats(1)
-    assert server.asked.count(sent) == 1
 
 
 def test_a_loss_that_the_heartbeat_notices_is_counted_once(server, adapter):

@@ -44,11 +44,6 @@ class SchedulerAdapter(LMCacheMPSchedulerAdapter):  # type: ignore[misc]  # unty
         """In how many steps each request was waited for."""
         return Counter()
 
-    @functools.cached_property
-    def _allocations(self) -> list[Any]:
-        """Records of `report_block_allocations` that the server was not told of yet."""
-        return []
-
     def begin_look_up(self, *, is_alone: bool) -> None:
         """Hear of a request that is about to be looked up.
 
@@ -60,21 +55,6 @@ class SchedulerAdapter(LMCacheMPSchedulerAdapter):  # type: ignore[misc]  # unty
     def end_step(self) -> None:
         """Hear that vLLM has decided on a step."""
         self._patient_until = None
-
-    def report_block_allocations(self, records: list[Any]) -> None:
-        """Keep what LMCache tells its server of a step, for metrics, until the step has ended.
-
-        A record has all tokens of its request. The server would read them before the question that
-        this step's loads wait for: of 61,440 tokens that came 20 to 22 ms after the question, and
-        16 to 20 without (a 2-core VM).
-        """
-        self._allocations.extend(records)
-
-    def send_block_allocations(self) -> None:
-        """Send the server what was kept."""
-        if self._allocations:
-            super().report_block_allocations(list(self._allocations))
-            self._allocations.clear()
 
     def _ensure_heartbeat_started(self) -> None:
         with self._heartbeat_lock:

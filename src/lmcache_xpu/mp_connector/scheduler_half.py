@@ -160,7 +160,6 @@ class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take what the workers report after a step."""
         super().update_connector_output(connector_output)
-        self.scheduler_adapter.send_block_allocations()
         report = connector_output.kv_connector_worker_meta
         if not isinstance(report, WorkerReport):
             report = WorkerReport()
