@@ -6,10 +6,10 @@ or one process is killed. `make test-ranks` runs this.
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
+from support.tiny_models import with_kv_heads
 from support.whole_engine import WholeEngine
 
 from lmcache_xpu.harness.random_model import EXACT, make_model
@@ -91,8 +91,7 @@ def test_a_killed_process_ends_the_others(ranks: int, title: str, model: Path, t
 
 @pytest.fixture(scope="module")
 def one_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    spec = dataclasses.replace(EXACT, name="one-head", kv_heads=1)
-    return make_model(spec, tmp_path_factory.mktemp("models"))
+    return with_kv_heads(1, tmp_path_factory.mktemp("models"))
 
 
 @pytest.mark.parametrize("process", ["worker0", "worker1"])

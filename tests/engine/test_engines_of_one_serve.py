@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import httpx
 import pytest
+from support.scripts import threads_of_ranks
 
 from lmcache_xpu.harness.engine_process import EngineProcess, free_port
 from lmcache_xpu.harness.random_model import EXACT, make_model
@@ -33,14 +34,6 @@ class Answers(NamedTuple):
 def ranks(request: pytest.FixtureRequest) -> int:
     """Ranks of each engine."""
     return request.param
-
-
-def threads(ranks: int) -> dict[str, str]:
-    """Variables of engines with several ranks: a thread each, by turns on two cores."""
-    if ranks == 1:
-        return {}
-    binds = "|".join(str(number % 2) for number in range(2 * ranks))
-    return {"VLLM_CPU_OMP_THREADS_BIND": binds, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +62,9 @@ def answers(ranks: int, place: Path) -> list[Answers]:
             "prefix_caching": False,  # so that the second answer is LMCache's
         }
     )
+    threads = threads_of_ranks(2 * ranks) if ranks > 1 else {}
     with (
-        EngineProcess(settings, place / "log", start_s=280, env=threads(ranks)) as engine,
+        EngineProcess(settings, place / "log", start_s=280, env=threads) as engine,
         httpx.Client(base_url=engine.url, timeout=60) as client,
     ):
 

@@ -7,17 +7,15 @@ head, and of two, where the third rank keeps chunks for itself and the fourth.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 from support.hits import check_failed, check_hit, check_lost, check_one_copy
 from support.one_copy_probe import FAULTS
 from support.real_engine import CHUNK, LENGTHS, cached
-from support.scripts import environment_of_ranks, printed, run_probe
+from support.scripts import environment, printed, run_probe, threads_of_ranks
+from support.tiny_models import with_kv_heads
 from support.ways import each_way
-
-from lmcache_xpu.harness.random_model import EXACT, make_model
 
 pytestmark = pytest.mark.engine
 
@@ -32,10 +30,8 @@ WAYS = [
 def report(request, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("copies")
     *_, ranks, heads = request.param
-    model = make_model(
-        dataclasses.replace(EXACT, name=f"heads-{heads}", kv_heads=int(heads)), directory
-    )
-    env = environment_of_ranks(int(ranks))
+    model = with_kv_heads(int(heads), directory)
+    env = environment(**threads_of_ranks(int(ranks)))
     done = run_probe("one_copy", model, directory / "disk", *request.param, env=env)
     return {"ranks": int(ranks), "heads": int(heads), **printed(done)}
 

@@ -6,32 +6,29 @@ wait for their loads, and four ranks.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 from support.hits import check_failed, check_hit, check_lost, check_restored
 from support.ranks_probe import FAULTS, SLOW_S
 from support.real_engine import CHUNK, LENGTHS, cached
-from support.scripts import environment_of_ranks, printed, run_probe
+from support.scripts import environment, printed, run_probe, threads_of_ranks
+from support.tiny_models import with_kv_heads
 from support.ways import each_way
-
-from lmcache_xpu.harness.random_model import EXACT, make_model
 
 pytestmark = pytest.mark.engine
 
 WAYS = each_way(
     ("standard", "layerwise"), ("always", "async"), ("2", "4"), often=[("standard", "always", "2")]
 )
-FOUR_HEADS = dataclasses.replace(EXACT, name="four-heads", kv_heads=4)
 
 
 @pytest.fixture(scope="module", params=WAYS)
 def report(request, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("ranks")
     ranks = int(request.param[-1])
-    model = make_model(EXACT if ranks == 2 else FOUR_HEADS, directory)
-    env = environment_of_ranks(ranks)
+    model = with_kv_heads(ranks, directory)
+    env = environment(**threads_of_ranks(ranks))
     done = run_probe("ranks", model, directory / "disk", *request.param, env=env)
     return {"ranks": ranks, **printed(done)}
 

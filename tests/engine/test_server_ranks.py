@@ -5,28 +5,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 from support.real_engine import BLOCK, CHUNK, LENGTHS, cached
-from support.scripts import environment_of_ranks, printed, run_probe
+from support.scripts import environment, printed, run_probe, threads_of_ranks
 from support.server_ranks_probe import FAULTS
-
-from lmcache_xpu.harness.random_model import EXACT, make_model
+from support.tiny_models import with_kv_heads
 
 pytestmark = [pytest.mark.engine, pytest.mark.alone]
-
-
-FOUR_HEADS = dataclasses.replace(EXACT, name="four-heads", kv_heads=4)
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.matrix)])
 def seen(request, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("ranks")
     ranks = request.param
-    model = make_model(EXACT if ranks == 2 else FOUR_HEADS, directory)
-    env = environment_of_ranks(ranks)
+    model = with_kv_heads(ranks, directory)
+    env = environment(**threads_of_ranks(ranks))
     return {
         "ranks": ranks,
         **printed(run_probe("server_ranks", model, directory, ranks, env=env)),

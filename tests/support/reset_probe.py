@@ -15,8 +15,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from support.scripts import threads_of_ranks
+
 if sys.argv[1:2] == ["ranks"]:
-    os.environ.update(VLLM_CPU_OMP_THREADS_BIND="0|1", OMP_NUM_THREADS="1")
+    os.environ.update(threads_of_ranks(2))
 
 from support.probes import end_with
 from support.real_engine import CHUNK, Engine, prompt, sampling

@@ -38,10 +38,10 @@ def environment(first: Iterable[Path] = (), **changes: str) -> dict[str, str]:
     return {**inherited, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **changes}
 
 
-def environment_of_ranks(ranks: int) -> dict[str, str]:
-    """Return `environment` for an engine of several ranks: a thread each, by turns on two cores."""
+def threads_of_ranks(ranks: int) -> dict[str, str]:
+    """Return the variables of several ranks on CPU: a thread each, by turns on two cores."""
     binds = "|".join(str(number % 2) for number in range(ranks))
-    return environment(VLLM_CPU_OMP_THREADS_BIND=binds, OMP_NUM_THREADS="1")
+    return {"VLLM_CPU_OMP_THREADS_BIND": binds, "OMP_NUM_THREADS": "1"}
 
 
 def printed(done: subprocess.CompletedProcess[str]) -> dict:

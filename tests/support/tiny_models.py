@@ -6,12 +6,15 @@ depends on every token before. None has a tokenizer: the engine is given tokens.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from lmcache_xpu.harness.random_model import EXACT, make_model
 
 HIDDEN, LAYERS, HEADS, VOCABULARY, POSITIONS = 256, 8, 4, 4096, 8192
 GAIN = 2.0  # of queries and keys
@@ -29,6 +32,12 @@ COMMON = {
     "eos_token_id": 1,
     "pad_token_id": 2,
 }
+
+
+def with_kv_heads(heads: int, parent: Path) -> Path:
+    """The exact Llama of `random_model`, with so many KV heads."""
+    spec = dataclasses.replace(EXACT, name=f"exact-{heads}", kv_heads=heads)
+    return make_model(spec, parent)
 
 
 def mla(parent: Path) -> Path:
