@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from vllm.platforms import current_platform
 
 from lmcache_xpu.bench.child import _cause
 from lmcache_xpu.bench.engine import _digests
 from lmcache_xpu.bench.jobs import MARK, at_server
 from lmcache_xpu.bench.outputs import Outputs
 from lmcache_xpu.bench.report import Figures
-from lmcache_xpu.bench.runner import Result, run
+from lmcache_xpu.bench.runner import Result, device_masks, run
 from lmcache_xpu.bench.shapes import LARGE_GIB, SHAPES, default_name, shape_named
 from lmcache_xpu.bench.variants import SERVER_URL, variants, variants_named
 from lmcache_xpu.errors import SettingsError
@@ -177,6 +178,24 @@ def test_engines_are_asked_one_after_another_or_in_turn(monkeypatch, tmp_path, i
     each = ["none", "x"] * 12 if in_turn else ["none"] * 12 + ["x"] * 12
     assert [note.split()[0] for note in rows] == each
     assert (notes.index("none ended") > notes.index("x whole")) == in_turn
+
+
+@pytest.mark.parametrize(
+    ("chosen", "count", "masks"),
+    [
+        ("", 1, ["0", "1", "2"]),
+        ("", 2, ["0,1"]),
+        ("4,6", 1, ["4", "6"]),
+        ("4", 2, [None]),
+    ],
+    ids=["all", "two each", "chosen before", "too few"],
+)
+def test_engines_share_the_devices_out(monkeypatch, chosen, count, masks):
+    monkeypatch.setattr(current_platform, "device_control_env_var", "MASK", raising=False)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
+    monkeypatch.setenv("MASK", chosen)
+    assert [mask.get("MASK") for mask in device_masks("xpu", count)] == masks
+    assert device_masks("cpu", count) == [{}]
 
 
 def _stand_in(script: str) -> str:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Self
 
@@ -37,6 +38,7 @@ class Child:
         device: `cpu`, `cuda` or `xpu`.
         graphs: whether vLLM compiles graphs.
         timeout_s: seconds that the start, and each answer, may take.
+        mask: the variable that chooses among the devices.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Child:
         *,
         graphs: bool,
         timeout_s: float,
+        mask: Mapping[str, str] | None = None,
     ) -> None:
         self.variant = variant
         self.error: str | None = None  # why there are no more answers
@@ -56,7 +59,7 @@ class Child:
         values = json.dumps(variant.values(shape, model, device, graphs=graphs))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "lmcache_xpu.bench.jobs", values],
-            env={**os.environ, **COMMON, **variant.variables(shape, device)},
+            env={**os.environ, **COMMON, **(mask or {}), **variant.variables(shape, device)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -106,22 +106,52 @@ def started(
     Args:
         shape: the model's shape.
         engines: the engines' variants.
-        in_turn: whether all engines share the device, so that they meet the same host. Else there
-            is one engine after another.
+        in_turn: whether all engines are there at once, so that they meet the same host. They share
+            the devices out, see `device_masks`. Else there is one engine after another.
         graphs: whether vLLM compiles graphs.
         timeout_s: seconds that an engine may take to start, and for each answer.
     """
     device = built_for()
+    masks = device_masks(device, shape.devices) if in_turn else [{}]
     with tempfile.TemporaryDirectory() as directory:
         shape.write(Path(directory))
         for group in [engines] if in_turn else [[variant] for variant in engines]:
             with ExitStack() as stack:
                 yield [
                     stack.enter_context(
-                        Child(variant, shape, directory, device, graphs=graphs, timeout_s=timeout_s)
+                        Child(
+                            variant,
+                            shape,
+                            directory,
+                            device,
+                            graphs=graphs,
+                            timeout_s=timeout_s,
+                            mask=masks[number % len(masks)],
+                        )
                     )
-                    for variant in group
+                    for number, variant in enumerate(group)
                 ]
+
+
+def device_masks(device: str, count: int) -> list[dict[str, str]]:
+    """Return the variable that lets an engine see `count` devices, for as many engines as have own.
+
+    One that sets nothing on CPU, and where there are fewer devices.
+
+    Args:
+        device: `cpu`, `cuda` or `xpu`.
+        count: devices of an engine.
+    """
+    import torch
+    from vllm.platforms import current_platform
+
+    if device == "cpu":
+        return [{}]
+    variable = current_platform.device_control_env_var
+    chosen = os.environ.get(variable)
+    names = chosen.split(",") if chosen else [*map(str, range(torch.accelerator.device_count()))]
+    firsts = range(0, len(names) - count + 1, count)  # what is left over is no engine's
+    return [{variable: ",".join(names[first : first + count])} for first in firsts] or [{}]
 
 
 def run(

@@ -73,8 +73,8 @@ InTurn = Annotated[
     bool,
     typer.Option(
         "--in-turn",
-        help="All engines at once on the device, asked in turn: a host that changes its speed "
-        "does so for all of them. Needs memory for all.",
+        help="All engines at once, asked in turn: a host that changes its speed does so for all of "
+        "them. They share the devices out; these need memory for all.",
     ),
 ]
 
