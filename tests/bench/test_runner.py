@@ -130,11 +130,16 @@ def run_small(monkeypatch, script, names, **options):
     return run(SMALL, variants_named(SMALL, names), console=Console(quiet=True), **how)
 
 
-def test_results_are_saved_when_each_engine_ends(monkeypatch):
+def test_results_are_saved_after_each_row(monkeypatch, tmp_path):
+    monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
     saved = []
-    script = "raise SystemExit(4)"
-    run_small(monkeypatch, script, ["none", "ours"], save=lambda r: saved.append(len(r)))
-    assert saved == [1, 2]
+
+    def save(results):
+        saved.append([len(result.ms) for result in results])
+
+    run_small(monkeypatch, STAND_IN, ["none", "ours"], save=save)
+    rows = range(1, len(SMALL.rows()) + 1)
+    assert saved == [[row] for row in rows] + [[len(rows), row] for row in rows]
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def run(
         graphs: whether vLLM compiles graphs.
         timeout_s: seconds that an engine may take to start, and for each load.
         console: where the progress is shown.
-        save: called with all results so far whenever engines have ended.
+        save: called with all results so far after each load.
     """
     results: list[LoadResult] = []
     jobs = {name: job for name, job in load.jobs().items() if not only or name in only}
@@ -57,6 +57,7 @@ def run(
     groups = started(load.shape, engines, in_turn=in_turn, graphs=graphs, timeout_s=timeout_s)
     for children in groups:
         pairs = [(LoadResult(child.variant.name, child.variant.title), child) for child in children]
+        results += [result for result, _ in pairs]
         for result, child in pairs:
             questions.ask(result, child, "start", {"warm up": load.shape.lengths[0]})
         for _ in range(repeats):
@@ -65,8 +66,7 @@ def run(
                     answer = questions.ask(result, child, name, job)
                     if "load" in answer:
                         result.rounds.setdefault(name, []).append(answer["load"])
+                save(results)
         for result, _ in pairs:
             questions.end(result)
-        results += [result for result, _ in pairs]
-        save(results)
     return results

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -176,16 +177,15 @@ def run(
         graphs: whether vLLM compiles graphs.
         timeout_s: seconds that an engine may take to start, and for each answer.
         console: where the progress is shown.
-        save: called with all results so far whenever engines have ended.
+        save: called with all results so far after each row.
         show: called with what is being done.
     """
     results: list[Result] = []
     groups = started(shape, engines, in_turn=in_turn, graphs=graphs, timeout_s=timeout_s)
     for children in groups:
         pairs = [(Result(child.variant.name, child.variant.title), child) for child in children]
-        _measure(pairs, shape, repeats, Questions(console, show))
         results += [result for result, _ in pairs]
-        save(results)
+        _measure(pairs, shape, repeats, Questions(console, show), partial(save, results))
     return results
 
 
@@ -232,9 +232,13 @@ def _cpu_name() -> str:
 
 
 def _measure(
-    children: list[tuple[Result, Child]], shape: Shape, repeats: int, questions: Questions
+    children: list[tuple[Result, Child]],
+    shape: Shape,
+    repeats: int,
+    questions: Questions,
+    save: Callable[[], None],
 ) -> None:
-    """Let each child do all jobs, and fill in its result."""
+    """Let each child do all jobs, and fill in its result; a run may be ended after any row."""
     first = shape.lengths[0]
     ask = questions.ask
     for result, child in children:
@@ -255,6 +259,7 @@ def _measure(
             if result.error is None:
                 result.ms[row.name] = medians(rounds[result.variant])
                 result.tokens[row.name] = row.tokens
+        save()
     for result, _ in children:
         questions.end(result)
 

@@ -188,7 +188,7 @@ def _measured(
     outputs: Outputs,
     command: str,
 ) -> list[R]:
-    """Measure, show the figures, and write them whenever engines have ended; return the results.
+    """Measure, show the figures, and write them after each row; return the results.
 
     Args:
         run: measures; gets a console, and what saves the results so far.
