@@ -69,7 +69,6 @@ OWN = {  # of classes of this package, and of events that it makes
     "mp_connector/keys.py: self._epochs.pool",
     "mp_connector/step_loads.py: load.asked",
     "mp_connector/step_loads.py: load.located",
-    "mp_connector/step_loads.py: load.memory",
     "mp_connector/step_loads.py: load.parts",
     "tiers/disk/chunk_index.py: entry.used_ns",
     "tiers/disk/chunk_index.py: self._pins[key].count",

@@ -12,7 +12,8 @@ pytest.importorskip("vllm")
 from lmcache_xpu.kv_connector.load_policy import LoadPolicy
 from lmcache_xpu.mp_connector import scheduler_half
 from lmcache_xpu.mp_connector.scheduler_half import SchedulerHalf
-from lmcache_xpu.versions.lmcache_server import LMCacheMPConnector
+from lmcache_xpu.mp_connector.worker_half import WorkerHalf
+from lmcache_xpu.versions.lmcache_server import LMCacheMPConnector, LMCacheMPRequestMetadata
 
 CHUNK = 256
 
@@ -109,3 +110,25 @@ def test_of_a_hit_that_is_computed_lmcache_counts_nothing_as_loaded(monkeypatch,
     assert made.get_num_new_matched_tokens(request(), 0) == (0, False)
     made.update_state_after_alloc(request(), None, 0)
     assert tracker.num_lmcache_hit_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("loads", "near", "asked"),
+    [("step", True, True), ("async", True, False), ("step", False, False)],
+    ids=["step", "async", "worker elsewhere"],
+)
+def test_a_worker_in_this_process_asks_before_the_step(monkeypatch, looked_up, loads, near, asked):
+    made, worker = half(monkeypatch, loads=loads), WorkerHalf.__new__(WorkerHalf)
+    worker.ask_early = Mock()
+    made._vllm_config, made._group_tokens_per_block = "config", [16]
+    seen = {"config": worker if near else None}
+    monkeypatch.setattr(scheduler_half, "near_connector", seen.get)
+    description = Mock(return_value="load")
+    monkeypatch.setattr(LMCacheMPRequestMetadata, "GetRetrieveMetadata", description)
+    made.load_in_steps()
+    made.request_trackers["a"] = tracker = SimpleNamespace()
+    made.get_num_new_matched_tokens(request(), 0)
+    made.update_state_after_alloc(request(), None, 768)
+    assert worker.ask_early.call_args_list == [call("load")] * asked
+    if asked:
+        description.assert_called_once_with(tracker, CHUNK, [16])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.lending import CHUNK, Key
 
-from lmcache_xpu.mp_connector.seals import SEAL_BYTES, break_seal, is_sealed, seal, seals_of
+from lmcache_xpu.mp_connector.seals import SEAL_BYTES, break_seal, seal, seals_at, seals_of
 
 TOKENS = tuple(range(100, 132))
 KEY = Key(TOKENS, 0, 32)
@@ -18,13 +18,16 @@ def memory():
 
 
 def test_a_seal_is_in_the_last_bytes_and_is_broken_before_a_write(memory):
-    [digest, *_] = seals_of(KEY, CHUNK, "layout")
-    assert not is_sealed(memory, digest)
-    seal(memory, digest)
-    assert is_sealed(memory, digest)
-    assert not memory[:-SEAL_BYTES].any()
-    break_seal(memory)
-    assert not is_sealed(memory, digest)
+    [digest, other, *_] = seals_of(KEY, CHUNK, "layout")
+    ends = [100, 300]
+    seal(memory[:100], digest)
+    seal(memory[100:], other)
+    assert seals_at(memory, ends) == digest + other
+    assert seals_at(memory, ends[::-1]) == other + digest
+    assert not memory[: 100 - SEAL_BYTES].any()
+    assert not memory[100:-SEAL_BYTES].any()
+    break_seal(memory[100:])
+    assert seals_at(memory, ends) == digest + bytes(len(other))
 
 
 def test_every_chunk_has_its_own_seal_wherever_a_key_begins():

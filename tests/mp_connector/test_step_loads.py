@@ -193,6 +193,41 @@ def test_a_load_that_vllm_never_began_is_reported(stored):
     assert set(stored.loads.take()) == set(LOADED)
 
 
+def test_what_was_asked_before_the_step_is_asked_once(stored):
+    stored.client.calls.clear()
+    stored.loads.ask_early("request", KEY)
+    stored.loads.begin_step(LOADED)  # ends an earlier step, and not this question
+    assert stored.loads.early_key("request") is KEY
+    stored.loads.ask("request", stored.loads.early_key("request"), LOADED)
+    stored.loads.end_early()
+    stored.loads.begin(4, whole=False)
+    assert all(stored.look(name, LOADED) for name in LAYERS)
+    stored.loads.end()
+    assert not stored.loads.take()
+    assert stored.client.calls == ["prepare_retrieve", "commit_retrieve"]
+
+
+def test_what_was_asked_for_no_step_is_given_back(stored):
+    stored.client.calls.clear()
+    stored.loads.ask_early("request", KEY)
+    stored.loads.begin_step(())
+    stored.loads.end_early()
+    assert stored.client.calls == ["prepare_retrieve", "commit_retrieve"]
+    assert stored.loads.early_key("request") is None
+    assert not stored.loads.busy
+    assert stored.load() == [True] * len(LAYERS)  # it is asked anew
+
+
+def test_a_server_that_is_lost_before_the_step_fails_the_load_in_it(stored):
+    count = failures("load", "server")
+    stored.healthy.clear()
+    stored.loads.ask_early("request", KEY)
+    assert stored.loads.early_key("request") is None
+    stored.load(looks=False)
+    assert set(stored.loads.take()) == set(LOADED)
+    assert failures("load", "server") == count + 1
+
+
 OTHER = Key(tuple(range(24, 48)), 0, 24)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed import kv_transfer
-
 from lmcache_xpu.cache_engine.cache_salt import CacheSalts
 from lmcache_xpu.cache_engine.ending import end_lmcache
 from lmcache_xpu.kv_connector.async_loads import AsyncLoads
@@ -14,6 +12,7 @@ from lmcache_xpu.kv_connector.epochs import Epochs
 from lmcache_xpu.kv_connector.garbage import GarbageCollection
 from lmcache_xpu.kv_connector.hit_sources import hit_sources, lone_source
 from lmcache_xpu.kv_connector.load_policy import Hit
+from lmcache_xpu.kv_connector.near_worker import near_connector
 from lmcache_xpu.kv_connector.step_metadata import (
     StepMetadata,
     with_answers,
@@ -287,12 +286,4 @@ class SchedulerSide:
 
     def _worker(self) -> WorkerSide | None:
         """Return the worker's half of the same engine, if it is in this process."""
-        if not kv_transfer.has_kv_transfer_group():
-            return None
-        group = kv_transfer.get_kv_transfer_group()
-        # Another connector may hold ours among others.
-        worker: WorkerSide | None = getattr(group, "worker_side", None)
-        if worker is None:
-            return None
-        engines = [config.kv_transfer_config for config in (self._config, group._vllm_config)]
-        return worker if engines[0].engine_id == engines[1].engine_id else None
+        return getattr(near_connector(self._config), "worker_side", None)

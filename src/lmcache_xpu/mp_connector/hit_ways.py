@@ -66,6 +66,10 @@ class HitWays:
         """Whether a request is computed, though its tokens could be loaded."""
         return self._ways.get(request_id) == "computed"
 
+    def is_in_step(self, request_id: str) -> bool:
+        """Whether a request's load is inside its step."""
+        return self._ways.get(request_id) == "step"
+
     def begin_step(self, step: SchedulerOutput, loads: Sequence[Any]) -> tuple[list[Any], int]:
         """Hear of a step that vLLM has decided on.
 

@@ -8,6 +8,7 @@ They run in threads beside the engine, see `transfer_queue`.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Sequence
@@ -20,15 +21,30 @@ from lmcache_xpu.metrics import LOAD_SERVER, STORE_SERVER, Flow
 from lmcache_xpu.mp_connector.group_copies import GroupCopies
 from lmcache_xpu.mp_connector.lent_memory import LentMemory
 from lmcache_xpu.mp_connector.object_slots import ObjectSlots
-from lmcache_xpu.mp_connector.seals import break_seal, is_sealed, seal, seals_of
+from lmcache_xpu.mp_connector.seals import break_seal, seal, seals_at, seals_of
 from lmcache_xpu.mp_connector.server import GivenUpError, Server, check_lease
 from lmcache_xpu.mp_connector.transfer_queue import Transfer
 from lmcache_xpu.transfer.devices import Event, SideStream
 
-__all__ = ["Located", "Moves"]
+__all__ = ["Located", "Moves", "Question"]
 
 Seals = list[list[bytes]]  # by group, of each chunk
-Sealed = list[tuple[torch.Tensor, bytes]]
+
+
+class Question(NamedTuple):
+    """The server is asked where chunks are that it has promised.
+
+    Args:
+        key: LMCache's, of the chunks.
+        memory: that the server lent when it was asked.
+        begun: when it was asked.
+        answer: LMCache's future.
+    """
+
+    key: Any
+    memory: LentMemory
+    begun: float
+    answer: Any
 
 
 class Located(NamedTuple):
@@ -37,12 +53,14 @@ class Located(NamedTuple):
     Args:
         slots: the server's answer.
         objects: by group, in the order of chunks.
-        sealed: all of them, and their seals.
+        pool: all that the server lends.
+        seals: that the objects should have, one after another.
     """
 
     slots: ObjectSlots
     objects: list[list[torch.Tensor]]
-    sealed: Sealed
+    pool: torch.Tensor
+    seals: bytes
 
     def check(self) -> None:
         """Compare the seals.
@@ -50,7 +68,7 @@ class Located(NamedTuple):
         Raises:
             GivenUpError: an object is not what it should be.
         """
-        if not all(is_sealed(obj, digest) for obj, digest in self.sealed):
+        if seals_at(self.pool, self.slots.ends) != self.seals:
             raise GivenUpError("damaged")
 
 
@@ -113,7 +131,8 @@ class Moves:
         for handle in handles:
             handle.transfer.done.synchronize()
         check_lease(begun)
-        for obj, digest in self._sealed(self.seals(key), slots, objects):
+        sealed = _of_objects(self.seals(key), slots)
+        for obj, digest in zip(itertools.chain(*objects), sealed, strict=True):
             seal(obj, digest)
         committed = self._server.client.commit_store(key, self._server.instance_id, b"")
         if not self._server.answer(committed):
@@ -127,27 +146,32 @@ class Moves:
 
         After an error the blocks hold anything.
         """
-        begun, memory = time.monotonic(), self._server.lent
         asked, seals = self.ask_for_load(key), self.seals(key)
-        answer = self._server.answer(asked)
+        answer = self._server.answer(asked.answer)
         if not answer.success:
             raise GivenUpError("missing")
         try:
-            located = self.locate(memory, key, answer, seals)
+            located = self.locate(asked, answer, seals)
             self._copy(transfer, located, blocks, event)
         finally:
             self.end_load(key)
-        check_lease(begun)
-        self.count_load(located.slots, time.monotonic() - begun)
+        check_lease(asked.begun)
+        self.count_load(located.slots, time.monotonic() - asked.begun)
 
     def take_speed(self) -> float | None:
         """Tokens a second of the last `load` since the last call; None if none has ended."""
         speed, self._near_per_s = self._near_per_s, None
         return speed
 
-    def ask_for_load(self, key: Any) -> Any:
-        """Ask where chunks are that were promised; returns LMCache's future of the answer."""
-        return self._server.client.prepare_retrieve(key, self._server.instance_id)
+    def ask_for_load(self, key: Any) -> Question:
+        """Ask where chunks are that were promised; `end_load` has to follow.
+
+        Raises:
+            GivenUpError: the server is lost.
+        """
+        begun, memory = time.monotonic(), self._server.lent
+        answer = self._server.client.prepare_retrieve(key, self._server.instance_id)
+        return Question(key, memory, begun, answer)
 
     def end_load(self, key: Any) -> None:
         """Tell the server that nothing of an answer is read any more; waits for no answer."""
@@ -160,21 +184,20 @@ class Moves:
         """
         return [seals_of(key, self._chunk_tokens, copies.layout) for copies in self._groups]
 
-    def locate(self, memory: LentMemory, key: Any, answer: Any, seals: Seals) -> Located:
+    def locate(self, asked: Question, answer: Any, seals: Seals) -> Located:
         """Return what an answer names, and compare the seals.
 
         Args:
-            memory: that the server lent when it was asked.
-            key: LMCache's, of the chunks.
+            asked: the question.
             answer: the server's.
-            seals: of the key.
+            seals: of the question's key.
 
         Raises:
             GivenUpError: something is not what it should be.
             TransferError: other chunks than a hit needs.
         """
         slots = ObjectSlots.read(answer.context, len(self._groups))
-        count = (key.end - key.start) // self._chunk_tokens
+        count = (asked.key.end - asked.key.start) // self._chunk_tokens
         for number, copies in enumerate(self._groups):
             window = copies.window_chunks
             expected = list(range(max(0, count - window) if window else 0, count))
@@ -182,8 +205,8 @@ class Moves:
                 raise TransferError(
                     f"chunks {slots.chunks(number)} of group {number}", f"chunks {expected}"
                 )
-        objects = self._objects(memory, slots)
-        located = Located(slots, objects, self._sealed(seals, slots, objects))
+        objects = self._objects(asked.memory, slots)
+        located = Located(slots, objects, asked.memory.pool, b"".join(_of_objects(seals, slots)))
         located.check()
         return located
 
@@ -237,19 +260,16 @@ class Moves:
             for number, copies in enumerate(self._groups)
         ]
 
-    def _sealed(
-        self, seals: Seals, slots: ObjectSlots, objects: Sequence[list[torch.Tensor]]
-    ) -> Sealed:
-        """Return the objects with their seals."""
-        return [
-            (obj, seals[number][chunk])
-            for number, of_group in enumerate(objects)
-            for obj, chunk in zip(of_group, slots.chunks(number), strict=True)
-        ]
-
     def _count(self, flow: Flow, slots: ObjectSlots, seconds: float) -> None:
         flow.moved(seconds, size_bytes=slots.nbytes, tokens=self._tokens(slots))
 
     def _tokens(self, slots: ObjectSlots) -> int:
         chunks = max(len(slots.chunks(number)) for number in range(len(self._groups)))
         return chunks * self._chunk_tokens
+
+
+def _of_objects(seals: Seals, slots: ObjectSlots) -> list[bytes]:
+    """Return the seals of objects, in their order."""
+    return [
+        of_group[chunk] for number, of_group in enumerate(seals) for chunk in slots.chunks(number)
+    ]

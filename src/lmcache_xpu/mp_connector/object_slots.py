@@ -59,6 +59,11 @@ class ObjectSlots:
         return list(self.numbers[group])
 
     @property
+    def ends(self) -> list[int]:
+        """Of all objects, the byte behind the last one."""
+        return [offset + length for group in self.slots for offset, length in group]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all objects."""
         return sum(length for group in self.slots for _, length in group)

@@ -9,13 +9,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.platforms import current_platform
 
 from lmcache_xpu.kv_connector.load_policy import LoadPolicy
+from lmcache_xpu.kv_connector.near_worker import near_connector
 from lmcache_xpu.mp_connector.adapters import SERVER_URLS, arguments_of
 from lmcache_xpu.mp_connector.hit_ways import HitWays
 from lmcache_xpu.mp_connector.keys import Keys
 from lmcache_xpu.mp_connector.scheduler_adapter import SchedulerAdapter
 from lmcache_xpu.mp_connector.step import Step, WorkerReport, written_blocks
+from lmcache_xpu.mp_connector.worker_half import WorkerHalf
 from lmcache_xpu.transfer.tuning import tuning_of
-from lmcache_xpu.versions.lmcache_server import LMCacheMPConnector, LMCacheMPRequestState
+from lmcache_xpu.versions.lmcache_server import (
+    LMCacheMPConnector,
+    LMCacheMPRequestMetadata,
+    LMCacheMPRequestState,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -116,6 +122,25 @@ class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         if self._ways.is_computed(request.request_id):
             tracker = self.request_trackers[request.request_id]
             tracker.num_lmcache_hit_tokens = 0  # LMCache would count them as computed by now
+        elif self._ways.is_in_step(request.request_id):
+            self._ask_early(request.request_id)
+
+    def _ask_early(self, request_id: str) -> None:
+        """Let a worker in this process ask for a load before it hears of the step.
+
+        The server needs 10 to 25 ms to say where 60,000 tokens are. From here to the worker's step
+        vLLM needs 12 (8B on one H100).
+        """
+        worker = near_connector(self._vllm_config)
+        if not isinstance(worker, WorkerHalf):
+            return
+        load = LMCacheMPRequestMetadata.GetRetrieveMetadata(
+            self.request_trackers[request_id],
+            self.scheduler_adapter.lmcache_tokens_per_chunk,
+            self._group_tokens_per_block,
+        )
+        if load is not None:
+            worker.ask_early(load)
 
     def give_up_hits(self, request_id: str) -> None:
         """A load inside a step failed: from now on its request is computed; see `scheduler`."""

@@ -1,6 +1,7 @@
 """Loads inside the step of their requests, which run beside the step's layers.
 
-    ask         first thing in a step: where the chunks are
+    ask_early   while vLLM decides on a step, by a scheduler in the same process: where chunks are
+    ask         first thing in a step: the same, unless it was asked
     begin       vLLM has prepared the step: seals are compared, the first layers enqueued
     before_layer, after_layer, for each layer
     end         the step is enqueued
@@ -17,6 +18,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,8 +31,7 @@ from lmcache_xpu.metrics import fallback, loaded
 from lmcache_xpu.mp_connector.group_copies import GroupCopies
 from lmcache_xpu.mp_connector.kv_cache_groups import NULL_BLOCK
 from lmcache_xpu.mp_connector.late_blocks import LateBlocks, Verdict
-from lmcache_xpu.mp_connector.lent_memory import LentMemory
-from lmcache_xpu.mp_connector.moves import Located, Moves
+from lmcache_xpu.mp_connector.moves import Located, Moves, Question
 from lmcache_xpu.mp_connector.server import GivenUpError, Server, check_lease
 
 __all__ = ["StepLoads"]
@@ -45,12 +46,9 @@ Failed = Callable[[str, Exception], None]
 @dataclass(slots=True, eq=False)
 class _Load:
     request_id: str
-    key: Any
     blocks: list[int]
     verdict: Verdict
-    begun: float = field(default_factory=time.monotonic)
-    memory: LentMemory | None = None
-    asked: Any = None
+    asked: Question | None = None
     located: Located | None = None
     parts: list[LoadPipeline] = field(default_factory=list)
 
@@ -79,6 +77,7 @@ class StepLoads:
         }
         model_pages = (len(layers) - draft_layers) * pages if pages else None
         self._in_flight = InFlight(copies.group.block_tokens, model_pages)
+        self._early: dict[str, Question] = {}  # of the next step, by request
         self._asked: list[_Load] = []  # of this step
         self._loads: list[_Load] = []  # of them, those that have begun
         self._untaken: list[Verdict] = []
@@ -102,6 +101,15 @@ class StepLoads:
         with self._lock:
             self._unfilled.difference_update(written)
 
+    def ask_early(self, request_id: str, key: Any) -> None:
+        """Ask where chunks are that the next step loads; see `ask`, which has to follow."""
+        with suppress(Exception):  # whatever: it is asked again, and fails there
+            self._early[request_id] = self._moves.ask_for_load(key)
+
+    def early_key(self, request_id: str) -> Any:
+        """The key of which `ask_early` asked for a request; None if it did not."""
+        return None if (asked := self._early.get(request_id)) is None else asked.key
+
     def ask(self, request_id: str, key: Any, blocks: Iterable[int]) -> None:
         """Ask where chunks are that this step loads.
 
@@ -111,18 +119,23 @@ class StepLoads:
             blocks: theirs; null ones are left alone.
         """
         ids = list(blocks)
-        load = _Load(request_id, key, ids, Verdict(block for block in ids if block != NULL_BLOCK))
+        load = _Load(request_id, ids, Verdict(block for block in ids if block != NULL_BLOCK))
         with self._lock:
             self._unknown.append(load.verdict)
         self._untaken.append(load.verdict)
         loaded("step")
         try:
-            load.memory = self._server.lent
-            load.asked = self._moves.ask_for_load(key)
+            load.asked = self._early.pop(request_id, None) or self._moves.ask_for_load(key)
         except Exception as error:  # whatever: the request is computed
             self._fail(load, error)
         else:
             self._asked.append(load)
+
+    def end_early(self) -> None:
+        """End questions of `ask_early` whose requests are not in the step after all."""
+        for asked in self._early.values():
+            self._moves.end_load(asked.key)
+        self._early.clear()
 
     def begin(self, tokens: int, *, whole: bool) -> None:
         """Enqueue the first layers of what was asked for; waits for answers, `ANSWER_S` at most.
@@ -148,18 +161,18 @@ class StepLoads:
                 self._in_flight.before_all()
 
     def _begin(self, load: _Load, at_most_s: float) -> None:
-        assert load.memory is not None
-        seals = self._moves.seals(load.key)
-        answer = self._server.answer(load.asked, at_most_s=at_most_s)
+        assert load.asked is not None
+        seals = self._moves.seals(load.asked.key)
+        answer = self._server.answer(load.asked.answer, at_most_s=at_most_s)
         if not answer.success:
             raise GivenUpError("missing")
         try:
-            load.located = self._moves.locate(load.memory, load.key, answer, seals)
+            load.located = self._moves.locate(load.asked, answer, seals)
             chunks = self._copies.chunks(load.blocks)
             starts = functools.partial(self._group_starts, self._tokens(load))
             load.parts = self._copies.beside_layers(chunks, load.located.objects[0], starts)
         except BaseException:
-            self._moves.end_load(load.key)
+            self._moves.end_load(load.asked.key)
             raise
         with self._moves.enqueueing, torch.inference_mode():
             self._copies.follow_engine()  # blocks may be of a request whose step still runs
@@ -207,19 +220,21 @@ class StepLoads:
 
     def _decide(self, load: _Load, is_missed: bool, _seconds: float) -> None:
         """Say whether a load whose copies are done has filled its blocks; by any thread."""
+        assert load.asked is not None
         assert load.located is not None
+        begun = load.asked.begun
         try:
             try:
                 if not is_missed:
                     load.located.check()
-                    check_lease(load.begun)
+                    check_lease(begun)
             finally:
-                self._moves.end_load(load.key)
+                self._moves.end_load(load.asked.key)
         except Exception as error:  # whatever: the request is computed
             self._fail(load, error)
             return
         if not is_missed:
-            self._moves.count_load(load.located.slots, time.monotonic() - load.begun)
+            self._moves.count_load(load.located.slots, time.monotonic() - begun)
         self._say(load, filled=not is_missed)
 
     def _fail(self, load: _Load, error: Exception) -> None:

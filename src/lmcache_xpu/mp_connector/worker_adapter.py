@@ -86,18 +86,28 @@ class WorkerAdapter(LMCacheMPWorkerAdapter):  # type: ignore[misc]  # untyped ba
             [blocks] = self._block_ids_per_group(op)
             block_tokens = self.transfers.groups[0].group.block_tokens
             has = op.skip_first_n_tokens // block_tokens
-            self.transfers.in_steps.ask(
-                load.request_id,
-                self._create_key(
-                    lmcache_server.tokens_of(op),
-                    op.start,
-                    op.end,
-                    request_id=load.request_id,
-                    cache_salt=load.cache_salt,
-                    request_configs=load.request_configs,
-                ),
-                [NULL_BLOCK] * has + blocks[has:],
-            )
+            key = self.transfers.in_steps.early_key(load.request_id) or self._key(load)
+            self.transfers.in_steps.ask(load.request_id, key, [NULL_BLOCK] * has + blocks[has:])
+        self.transfers.in_steps.end_early()
+
+    def ask_early(self, load: Any) -> None:
+        """Ask for a load of the next step; see `StepLoads.ask_early`.
+
+        Args:
+            load: LMCache's description of it.
+        """
+        if self.transfers is not None and self.transfers.in_steps is not None:
+            self.transfers.in_steps.ask_early(load.request_id, self._key(load))
+
+    def _key(self, load: Any) -> Any:
+        return self._create_key(
+            lmcache_server.tokens_of(load.op),
+            load.op.start,
+            load.op.end,
+            request_id=load.request_id,
+            cache_salt=load.cache_salt,
+            request_configs=load.request_configs,
+        )
 
     def leave(self, blocks: Collection[int] | None = None) -> None:
         """Let the engine overwrite blocks; see `ServerTransfers.leave`."""

@@ -118,6 +118,14 @@ class WorkerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         loaded("computed", kv_connector_metadata.computed_hits)
         self.worker_adapter.begin_step(kv_connector_metadata.written, kv_connector_metadata.loads)
 
+    def ask_early(self, load: Any) -> None:
+        """Ask for a load of the next step; called by a scheduler in the same process.
+
+        Args:
+            load: LMCache's description of it.
+        """
+        self.worker_adapter.ask_early(load)
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Begin this step's loads, those inside it first."""
         step = self._get_connector_metadata()

@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # types, as the version has them that pyproject.toml pins
     from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
     from lmcache.integration.vllm.lmcache_mp_metadata import (
         LMCacheMPConnectorMetadata,
+        LMCacheMPRequestMetadata,
         LMCacheMPRequestState,
     )
     from lmcache.integration.vllm.vllm_multi_process_adapter import (
@@ -38,6 +39,7 @@ MODULES = {
     "IPCCacheServerKey": "v1.multiprocess.custom_types",
     "LMCacheMPConnector": "integration.vllm.lmcache_mp_connector",
     "LMCacheMPConnectorMetadata": "integration.vllm.lmcache_mp_metadata",
+    "LMCacheMPRequestMetadata": "integration.vllm.lmcache_mp_metadata",
     "LMCacheMPRequestState": "integration.vllm.lmcache_mp_metadata",
     "LMCacheMPSchedulerAdapter": "integration.vllm.vllm_multi_process_adapter",
     "LMCacheMPWorkerAdapter": "integration.vllm.vllm_multi_process_adapter",

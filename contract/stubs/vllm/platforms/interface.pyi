@@ -1,4 +1,5 @@
 from typing import Any
 
 class Platform:
+    device_control_env_var: str
     device_type: Any

@@ -17,6 +17,12 @@ class LMCacheMPRequestMetadata:
     cache_salt: Any
     request_configs: Any
     op: Any
+    @staticmethod
+    def GetRetrieveMetadata(  # noqa: N802 (LMCache's name)
+        tracker: LMCacheMPRequestTracker,
+        lmcache_tokens_per_chunk: int,
+        group_tokens_per_block: list[int],
+    ) -> LMCacheMPRequestMetadata | None: ...
 
 class LMCacheMPConnectorMetadata:
     requests: Any
