@@ -1,8 +1,8 @@
 """Ranks that hold the same, on CPU: one CPU tier, from which all load, and faults of the first two.
 
-The first rank keeps the chunks, and lends its memory to the others. In `make test` in layerwise
-mode. `make test-ranks` has standard mode too, loads that requests wait for, and four ranks: of one
-head, and of two, where the third rank keeps chunks for itself and the fourth.
+The first rank keeps the chunks, and lends its memory to the others. Four ranks are of one head, and
+of two, where the third rank keeps chunks for itself and the fourth. `make test-ranks` runs this;
+`make test` has the ranks' memory without an engine (kv_connector/test_pool_sharing.py).
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from support.ways import each_way
 
 pytestmark = pytest.mark.engine
 
-OFTEN = ("layerwise", "always", "2", "1")
 WAYS = [
-    *each_way(("standard", "layerwise"), ("always", "async"), ("2",), ("1",), often=[OFTEN]),
+    *each_way(("standard", "layerwise"), ("always", "async"), ("2",), ("1",), often=[]),
     *each_way(("standard", "layerwise"), ("always",), ("4",), ("1", "2"), often=[]),
 ]
 

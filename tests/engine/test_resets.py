@@ -116,7 +116,7 @@ def test_what_was_promised_to_requests_that_wait_is_not_loaded(report: dict):
     assert crowd["right"] == [True] * max(1, len(crowd["right"]))
 
 
-@pytest.fixture(scope="module", params=["step", pytest.param("async", marks=pytest.mark.matrix)])
+@pytest.fixture(scope="module", params=["step", "async"])
 def ranks(request, model: str, tmp_path_factory: pytest.TempPathFactory) -> dict:
     """With loads inside steps, and with loads that requests wait for."""
     directory = tmp_path_factory.mktemp("ranks")
@@ -124,6 +124,7 @@ def ranks(request, model: str, tmp_path_factory: pytest.TempPathFactory) -> dict
     return report | {"loads": request.param}
 
 
+@pytest.mark.matrix
 def test_two_ranks_find_nothing_after_a_reset_or_under_other_weights(ranks: dict):
     """In processes of their own: they hear of a reset, and say what they know, with a step."""
     is_new(ranks["plain"])
@@ -137,6 +138,7 @@ def test_two_ranks_find_nothing_after_a_reset_or_under_other_weights(ranks: dict
     assert all(entries > 0 for entries in first)
 
 
+@pytest.mark.matrix
 def test_two_ranks_refuse_what_was_promised_under_other_weights(ranks: dict):
     """The scheduler had not heard of them when it gave blocks to those who waited."""
     crowd = ranks["crowd"]
