@@ -110,7 +110,8 @@ def test_a_request_is_waited_for_in_its_first_two_steps(server, adapter, monkeyp
     assert waits("beside it")
     server.fetches = False
     until(lambda: adapter.check_lookup_result("fetched") == 0)
-    monkeypatch.setattr(scheduler_adapter, "PATIENCE_S", 20.0)
+    for patience in ("PATIENCE_S", "PATIENCE_ALONE_S"):
+        monkeypatch.setattr(scheduler_adapter, patience, 20.0)
     adapter.end_step()
     adapter.maybe_submit_lookup_request("in memory", token_ids=TOKENS)
     assert adapter.check_lookup_result("in memory") == 0
@@ -118,7 +119,8 @@ def test_a_request_is_waited_for_in_its_first_two_steps(server, adapter, monkeyp
 
 def test_a_request_that_is_alone_is_waited_for_longer(server, adapter, monkeypatch):
     monkeypatch.setattr(scheduler_adapter, "PATIENCE_S", 0.0)
-    monkeypatch.setattr(scheduler_adapter, "PATIENCE_ALONE_S", 20.0)
+    for patience in ("PATIENCE_ALONE_S", "PATIENCE_ALL_ALONE_S"):
+        monkeypatch.setattr(scheduler_adapter, patience, 20.0)
     server.reads_keys = server.fetches = True
     adapter.maybe_submit_lookup_request("a", token_ids=TOKENS)
     assert adapter.check_lookup_result("a") is None
@@ -126,6 +128,22 @@ def test_a_request_that_is_alone_is_waited_for_longer(server, adapter, monkeypat
     server.fetches = False
     adapter.begin_look_up(is_alone=True)
     assert adapter.check_lookup_result("a") == 0
+
+
+def test_each_of_several_that_are_alone_is_waited_for(server, adapter, monkeypatch):
+    """One that is fetched from a disk leaves time for those behind it, in memory."""
+    monkeypatch.setattr(scheduler_adapter, "PATIENCE_ALONE_S", 0.1)
+    monkeypatch.setattr(scheduler_adapter, "PATIENCE_ALL_ALONE_S", 20.0)
+    server.reads_keys = server.fetches = True
+    begin = time.monotonic()
+    adapter.begin_look_up(is_alone=True)
+    adapter.maybe_submit_lookup_request("fetched", token_ids=TOKENS)
+    assert adapter.check_lookup_result("fetched") is None
+    assert time.monotonic() - begin < 10
+    server.fetches = False
+    monkeypatch.setattr(scheduler_adapter, "PATIENCE_ALONE_S", 20.0)
+    adapter.maybe_submit_lookup_request("in memory", token_ids=TOKENS)
+    assert adapter.check_lookup_result("in memory") == 0
 
 
 def test_a_loss_that_the_heartbeat_notices_is_counted_once(server, adapter):
