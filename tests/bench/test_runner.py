@@ -185,6 +185,12 @@ def test_engines_are_asked_one_after_another_or_in_turn(monkeypatch, tmp_path, i
     assert (notes.index("none ended") > notes.index("x whole")) == in_turn
 
 
+def test_figures_without_a_hit_are_drawn(tmp_path):
+    """A picture is drawn after each row, and the first rows may be of an engine without a tier."""
+    Figures(SMALL, results()[:1]).plot(tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size
+
+
 @pytest.mark.parametrize(
     ("chosen", "count", "masks"),
     [

@@ -1,4 +1,4 @@
-"""The files that a run's figures go to: tried before the run, written after each engine."""
+"""The files that a run's figures go to: tried before the run, written after each row."""
 
 from __future__ import annotations
 

@@ -123,7 +123,8 @@ class Figures:
         axes.set_xlabel("tokens of the request: cached, or cached + new")
         axes.set_ylabel("time to first token of a hit over its limit")
         axes.set_title("A hit in the CPU tier; 1 is the least that it can cost")
-        axes.legend(ncols=2, fontsize="small")
+        if results:  # the first rows may have no hits
+            axes.legend(ncols=2, fontsize="small")
         figure.savefig(path, dpi=120)
 
 

@@ -135,19 +135,19 @@ def started(
 
 
 def device_masks(device: str, count: int) -> list[dict[str, str]]:
-    """Return the variable that lets an engine see `count` devices, for as many engines as have own.
+    """Return, for each `count` devices, the variable that lets an engine see these alone.
 
-    One that sets nothing on CPU, and where there are fewer devices.
+    On CPU, and where there are fewer devices, the only one sets nothing.
 
     Args:
         device: `cpu`, `cuda` or `xpu`.
         count: devices of an engine.
     """
+    if device == "cpu":
+        return [{}]
     import torch
     from vllm.platforms import current_platform
 
-    if device == "cpu":
-        return [{}]
     variable = current_platform.device_control_env_var
     chosen = os.environ.get(variable)
     names = chosen.split(",") if chosen else [*map(str, range(torch.accelerator.device_count()))]

@@ -164,7 +164,7 @@ class Moves:
         return speed
 
     def ask_for_load(self, key: Any) -> Question:
-        """Ask where chunks are that were promised; `end_load` has to follow.
+        """Ask where chunks are that were promised; `end_load` has to follow if the server has them.
 
         Raises:
             GivenUpError: the server is lost.
