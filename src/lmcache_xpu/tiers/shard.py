@@ -14,10 +14,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Self
 
-import torch
+import numpy as np
+import numpy.typing as npt
 from lmcache.v1.metadata import LMCacheMetadata
 
-__all__ = ["Cut", "Shard", "ShardedMetadata", "rows", "shard_of"]
+__all__ = ["Bytes", "Cut", "Shard", "ShardedMetadata", "rows", "shard_of"]
+
+# Not of torch: where a rank was forked, the first copies of several reader threads at once can meet
+# torch's own pool of threads half made ("Invalid thread pool!", torch 2.11).
+Bytes = npt.NDArray[np.uint8]
 
 SIZES = (1, 2, 4, 8)  # of tensor parallelism, whose entries are looked for
 
@@ -42,7 +47,7 @@ class Cut:
         """Return the elements of a token in a chunk that is read, of `width` in this shard's."""
         return width * self.parts // len(self.numbers)
 
-    def place(self, position: int, source: torch.Tensor, target: torch.Tensor) -> None:
+    def place(self, position: int, source: Bytes, target: Bytes) -> None:
         """Copy what is wanted of one of the chunks.
 
         Args:
@@ -51,9 +56,9 @@ class Cut:
             target: `[rows, bytes of this shard's heads]`.
         """
         if self.parts > 1:
-            target.copy_(source.chunk(self.parts, dim=1)[self.part])
+            target[:] = np.split(source, self.parts, axis=1)[self.part]
         else:
-            target.chunk(len(self.numbers), dim=1)[position].copy_(source)
+            np.split(target, len(self.numbers), axis=1)[position][:] = source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +139,6 @@ def shard_of(metadata: LMCacheMetadata) -> Shard:
     return shard or Shard(count=metadata.world_size, number=metadata.worker_id)
 
 
-def rows(chunk: memoryview, row_bytes: int) -> torch.Tensor:
+def rows(chunk: memoryview, row_bytes: int) -> Bytes:
     """Return the bytes of a chunk as `[rows, row_bytes]`, on the same memory."""
-    return torch.frombuffer(chunk, dtype=torch.uint8).view(-1, row_bytes)
+    return np.frombuffer(chunk, np.uint8).reshape(-1, row_bytes)

@@ -58,7 +58,6 @@ def make(values: Sequence[SharedValue], cut: Cut | None, hidden: int) -> SharedV
         return None
     payload, row_bytes = memoryview(bytearray(layout.size)), layout.row_bytes
     for position, value in enumerate(values):
-        # torch reads from memory that it may write alone.
-        source = rows(memoryview(bytearray(value.payload)), cut.width(row_bytes))
+        source = rows(memoryview(value.payload), cut.width(row_bytes))
         cut.place(position, source, rows(payload, row_bytes))
     return SharedValue(layout, payload)

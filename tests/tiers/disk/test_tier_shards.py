@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 from itertools import permutations
 
 import pytest
+import torch
 from support.shards import NUMBERS, SIZES, fill, load, part, rank_keys, rank_metadata, store
 
 from lmcache_xpu.tiers.disk import chunk_directory, neighbours
@@ -19,6 +21,21 @@ def test_each_size_finds_the_chunks_of_each_other(ranks, before, after):
     fill(ranks(before))
     for number, engine in enumerate(ranks(after)):
         assert load(engine, number, after, [*NUMBERS, 9]) == (5, list(NUMBERS))
+
+
+@pytest.mark.parametrize(("before", "after"), PAIRS)
+def test_torch_copies_nothing_in_the_reader_threads(ranks, monkeypatch, before, after):
+    """In a forked rank, several first copies at once could fail; see tiers/shard.py."""
+    copy = torch.Tensor.copy_
+
+    def in_main_thread(*args, **options):
+        assert threading.current_thread() is threading.main_thread()
+        return copy(*args, **options)
+
+    fill(ranks(before))
+    monkeypatch.setattr(torch.Tensor, "copy_", in_main_thread)
+    for number, engine in enumerate(ranks(after)):
+        assert load(engine, number, after) == (5, list(NUMBERS))
 
 
 def test_the_chunks_of_a_size_are_there_when_it_comes_back(ranks):
