@@ -38,5 +38,24 @@ def use() -> None:
     def check_and_schedule_ahead(config) -> None:
         check(config)
         config.scheduler_config.async_scheduling = True  # which the platform switches off
+        sample_zeros()
 
     CpuPlatform.check_and_update_config = staticmethod(check_and_schedule_ahead)
+
+
+def sample_zeros() -> None:
+    """Let vLLM try its sampler on zeros.
+
+    Before there is a KV cache, it tries it on what attention has left unwritten. Where that
+    happens to be NaN, Triton's interpreter raises an error ("All-NaN slice"), a device does not.
+    """
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    if hasattr(GPUModelRunner, "sample_unwritten"):
+        return
+    GPUModelRunner.sample_unwritten = GPUModelRunner._dummy_sampler_run
+
+    def sample(runner, hidden_states) -> None:
+        runner.sample_unwritten(hidden_states.zero_())
+
+    GPUModelRunner._dummy_sampler_run = sample
