@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from support.caches import bits
 from support.loads import LAYERS, Case, expected, settle
 from support.tuned import tuned
 
+from lmcache_xpu.errors import TransferError
 from lmcache_xpu.gpu_connector import registered_cache
 from lmcache_xpu.gpu_connector.in_flight import InFlight
 from lmcache_xpu.kv_connector.early_loads import EarlyLoads, _Prefix
@@ -138,12 +140,11 @@ def test_a_load_that_fails_at_once_is_reported_with_its_step(monkeypatch):
 class Worker:
     """A worker's connector in this process."""
 
-    def __init__(self, able: bool = True) -> None:
-        self.able, self.loads = able, []
+    def __init__(self) -> None:
+        self.loads: list[Any] = []
 
-    def begin_load(self, metadata: Any) -> bool:
+    def begin_load(self, metadata: Any) -> None:
         self.loads.append(metadata)
-        return self.able
 
 
 def request(**changes: Any) -> SimpleNamespace:
@@ -159,11 +160,7 @@ def scheduled(worker: Worker | None, *, can_load: bool = True) -> tuple[EarlyLoa
     return loads, spec
 
 
-def step(spec: Any) -> SimpleNamespace:
-    return SimpleNamespace(requests=[SimpleNamespace(req_id="r", load_spec=spec)])
-
-
-def test_a_worker_loads_what_lmcache_promised_and_the_step_does_not_again():
+def test_a_worker_loads_what_lmcache_promised():
     loads, spec = scheduled(worker := Worker())
     loads.begin(request(), [7, 9, 2, 3, 8])
     (described,) = worker.loads
@@ -174,18 +171,12 @@ def test_a_worker_loads_what_lmcache_promised_and_the_step_does_not_again():
     assert load.load_spec is spec
     assert described.new_blocks == {9, 2, 3, 8}  # not the one that vLLM had
     assert described.tokens == 2
-    meta = step(spec)
-    loads.mark(meta)
-    assert meta.requests[0].load_spec is None
-    loads.mark(again := step(spec))  # after a preemption it is loaded anew
-    assert again.requests[0].load_spec is spec
 
 
 @pytest.mark.parametrize(
     ("worker", "can_load", "changes"),
     [
-        (None, True, {}),  # in another process
-        (Worker(able=False), True, {}),
+        (None, True, {}),  # in another process, and no way to it
         (Worker(), False, {}),
         (Worker(), True, {"request_id": "not looked up"}),
         (Worker(), True, {"mm_features": ["an image"]}),
@@ -193,11 +184,9 @@ def test_a_worker_loads_what_lmcache_promised_and_the_step_does_not_again():
     ],
 )
 def test_all_else_is_left_to_the_step(worker, can_load: bool, changes: dict[str, Any]):
-    loads, spec = scheduled(worker, can_load=can_load)
+    loads, _ = scheduled(worker, can_load=can_load)
     loads.begin(request(**changes), [7, 9, 2, 3, 8])
-    assert worker is None or not worker.able or worker.loads == []
-    loads.mark(meta := step(spec))
-    assert meta.requests[0].load_spec is spec
+    assert worker is None or worker.loads == []
 
 
 def test_a_prefix_is_a_list_without_a_copy():
@@ -213,3 +202,14 @@ def test_a_prefix_is_a_list_without_a_copy():
         assert list(prefix[cut]) == wanted[cut]
     for cut in (slice(0, 4), slice(4, 8), slice(6, 50), slice(None, None, 3), slice(1, None)):
         assert prefix[cut] == wanted[cut]  # what it hashes
+
+
+def test_ranks_are_told_how_many_tokens_a_prefix_has_and_may_not_look_at_them():
+    """Of other tokens the names are other chunks': a load without keys must fail."""
+    sent = pickle.loads(pickle.dumps(_Prefix(list(range(70_000)), 65_536)))
+    assert len(pickle.dumps(_Prefix(list(range(70_000)), 65_536))) < 200
+    assert len(sent) == 65_536
+    assert (len(sent[:256]), len(sent[65_500:]), len(sent[:70_000])) == (256, 36, 65_536)
+    for look in (list, tuple, lambda tokens: tokens[5], lambda tokens: list(tokens[:256])):
+        with pytest.raises(TransferError, match="look-up pinned"):
+            look(sent)

@@ -21,7 +21,12 @@ STEP = {"attention": "of the step"}
 def step(*can_load: bool | None) -> StepMetadata:
     """A step of requests that have something to load, have nothing yet, or never had (None)."""
     specs = [None if can is None else SimpleNamespace(can_load=can) for can in can_load]
-    return StepMetadata([SimpleNamespace(load_spec=spec, save_spec=None) for spec in specs])
+    return StepMetadata(
+        [
+            SimpleNamespace(req_id=str(number), load_spec=spec, save_spec=None)
+            for number, spec in enumerate(specs)
+        ]
+    )
 
 
 @pytest.mark.parametrize(
@@ -131,15 +136,25 @@ def test_a_step_without_tokens_leaves_the_thread_that_fetches_its_time(
 class Beside:
     """What runs beside the engine, as far as a load that begins early tells it."""
 
+    loading = True
+
     def __init__(self, *, loads: bool = True) -> None:
         self.loads, self.told = loads, []
 
     def schedule(self, written: frozenset[int], tokens: int) -> None:
         self.told.append((written, tokens))
 
+    def begin_step(self, *facts: Any) -> None:
+        """Go on with what began."""
+
+
+def of_request(name: str, *, can_load: bool = True) -> SimpleNamespace:
+    spec = SimpleNamespace(can_load=can_load)
+    return SimpleNamespace(req_id=name, load_spec=spec, save_spec=None)
+
 
 def load_of_one() -> StepMetadata:
-    return StepMetadata(["one"], new_blocks=frozenset({3}), tokens=5)
+    return StepMetadata([of_request("early")], new_blocks=frozenset({3}), tokens=5)
 
 
 def test_a_load_begins_between_two_steps_and_leaves_no_trace_of_one():
@@ -149,6 +164,30 @@ def test_a_load_begins_between_two_steps_and_leaves_no_trace_of_one():
     assert adapter.seen == [("load", (metadata, {}))]
     assert beside.told == [({3}, 5)]
     assert adapter.step is None
+
+
+def test_what_began_early_is_not_loaded_again_by_its_step():
+    side = worker_side(adapter := Adapter(), in_flight=Beside())
+    side.begin_load(load_of_one())
+    step = StepMetadata(
+        [of_request("early"), of_request("late"), of_request("not yet", can_load=False)]
+    )
+    specs = [each.load_spec for each in step.requests]
+    side.begin_step(step)
+    assert [each.load_spec for each in step.requests] == [None, *specs[1:]]
+    assert [what for what, _ in adapter.seen] == ["load", "load"]
+    side.clear()
+    side.begin_step(again := StepMetadata([of_request("early")]))  # after a preemption
+    assert again.requests[0].load_spec is not None
+    assert len(adapter.seen) == 3
+
+
+def test_ranks_that_share_a_tier_come_together_before_they_load():
+    side = worker_side(adapter := Adapter(), in_flight=Beside(), sharing=lambda engine: None)
+    assert not side.begin_load(load_of_one())
+    side.bind(step())
+    side.clear()
+    assert adapter.seen == []
 
 
 @pytest.mark.parametrize(

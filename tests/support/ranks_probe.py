@@ -25,6 +25,28 @@ FAULTS = {
 SLOW_S = 1.5  # what a read of one file takes then
 
 
+def watch_loads(worker):
+    """Count loads that begin before their step, and those that it is left to begin."""
+    from lmcache_xpu.kv_connector.step_loads import StepLoads
+
+    early, begin = StepLoads.load_early, StepLoads.begin
+    worker.loads = {"early": 0, "with the step": 0}
+
+    def load_early(loads):
+        worker.loads["early"] += 1
+        early(loads)
+
+    def begin_with_step(loads):
+        worker.loads["with the step"] += loads.count
+        begin(loads)
+
+    StepLoads.load_early, StepLoads.begin = load_early, begin_with_step
+
+
+def loads_watched(worker):
+    return worker.loads
+
+
 def lose_a_chunk(worker):
     """The second rank has one chunk less of what was stored last, and nothing on disk."""
     if rank(worker) == 1:
@@ -98,8 +120,10 @@ def with_a_slow_disk(case: Case, chunks: int) -> dict[str, Any]:
 
 def probe(engine: Engine) -> dict[str, Any]:
     case, behind = Case(engine), FAULTS["computes behind"]
+    case.rpc(watch_loads)
     return {
         **{name: case.hits(length) for name, length in LENGTHS.items()},
+        "loads": case.rpc(loads_watched),
         "loses a chunk": case.planted(*case.stored(FAULTS["loses a chunk"]), lose_a_chunk, None),
         "fails its loads": case.planted(*case.stored(FAULTS["fails its loads"]), fail_loads),
         "computes behind": case.planted(*case.beginning_stored(behind), fail_loads),

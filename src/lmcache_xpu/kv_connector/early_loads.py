@@ -1,9 +1,10 @@
 """Loads that begin while vLLM still schedules the other requests of a step.
 
 vLLM decides on a whole step before its worker hears of it. For four prompts of 17,000 tokens that
-took 17 milliseconds on the host of an H200, in which the link was idle. Where scheduler and worker
-share a process (one device), a request's load begins as soon as it has its blocks; the step
-then finds it begun. Elsewhere, and for what is left out here, it begins with the step.
+took 17 milliseconds on the host of an H200, in which the link was idle. So a request's load begins
+as soon as it has its blocks: by a call where scheduler and worker share a process (one device),
+else by a message to all ranks. The step then finds it begun, see `StepLoads`. What is left out
+here, or can't begin yet, begins with the step.
 
 This is the scheduler's half. vLLM runs no step between its decision and the step that it is for,
 and takes back nothing that it decided (`Scheduler.schedule`: only requests that ran before are
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, overload
 
+from lmcache_xpu.errors import TransferError
 from lmcache_xpu.kv_connector.step_metadata import StepMetadata
 from lmcache_xpu.transfer.slots import slots_of
 from lmcache_xpu.versions.lmcache import ReqMeta, extract_request_configs
@@ -25,11 +27,11 @@ if TYPE_CHECKING:
 __all__ = ["EarlyLoads"]
 
 
-class Worker(Protocol):
-    """The worker's half of the connector, in this process."""
+class Workers(Protocol):
+    """The worker's half of the connector in this process, or those of all ranks."""
 
-    def begin_load(self, metadata: StepMetadata) -> bool:
-        """Begin to load what is said of one request; whether that was possible."""
+    def begin_load(self, metadata: StepMetadata) -> object:
+        """Begin to load what is said of one request, where that is possible."""
 
 
 class _Prefix(Sequence[int]):
@@ -60,6 +62,37 @@ class _Prefix(Sequence[int]):
             return _Prefix(self._tokens, stop)
         return self._tokens[start:stop:step]
 
+    def __reduce__(self) -> tuple[type[_Counted], tuple[int]]:
+        """Send ranks the number of the tokens alone."""
+        return _Counted, (self._count,)
+
+
+class _Counted(Sequence[int]):
+    """So many tokens, of which a rank is told no more.
+
+    Raises:
+        TransferError: LMCache looks at them, because it has no keys from a look-up.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        if isinstance(index, slice):
+            return _Counted(len(range(self._count)[index]))
+        raise TransferError(
+            "chunks of a load that are named by its tokens", "the keys that its look-up pinned"
+        )
+
 
 class EarlyLoads:
     """Begins the loads of one scheduler's connector.
@@ -67,7 +100,7 @@ class EarlyLoads:
     Args:
         adapter: LMCache's connector.
         block_size: tokens of a block.
-        worker: finds the worker's half, if it is in this process.
+        workers: finds the worker's half, or all ranks; None if they can't be reached now.
         named: gives the tokens by which LMCache names a request's chunks; see `cache_salt`.
     """
 
@@ -75,14 +108,13 @@ class EarlyLoads:
         self,
         adapter: Any,
         block_size: int,
-        worker: Callable[[], Worker | None],
+        workers: Callable[[], Workers | None],
         named: Callable[[str, Sequence[int]], Sequence[int]],
     ) -> None:
         self._adapter = adapter
         self._block_size = block_size
-        self._worker = worker
+        self._workers = workers
         self._named = named
-        self._begun: set[str] = set()
 
     def begin(self, request: Request, blocks: Sequence[int]) -> None:
         """A request has its blocks: load what LMCache has promised for it.
@@ -96,7 +128,7 @@ class EarlyLoads:
             return
         # Of images and embeddings LMCache makes names of its own, later.
         named_later = request.mm_features or request.prompt_embeds is not None
-        if named_later or (worker := self._worker()) is None:
+        if named_later or (workers := self._workers()) is None:
             return
         loaded, kept = spec.lmcache_cached_tokens, spec.vllm_cached_tokens // self._block_size
         slots = slots_of(blocks, self._block_size)
@@ -109,15 +141,8 @@ class EarlyLoads:
             load_spec=spec,
             request_configs=extract_request_configs(request.sampling_params),
         )
-        metadata = StepMetadata(
-            [load], new_blocks=frozenset(blocks[kept:]), tokens=request.num_tokens - loaded
+        workers.begin_load(
+            StepMetadata(
+                [load], new_blocks=frozenset(blocks[kept:]), tokens=request.num_tokens - loaded
+            )
         )
-        if worker.begin_load(metadata):
-            self._begun.add(request.request_id)
-
-    def mark(self, metadata: Any) -> None:
-        """Take out of a step's description what has begun."""
-        for request in metadata.requests:
-            if request.req_id in self._begun:
-                request.load_spec = None
-        self._begun.clear()

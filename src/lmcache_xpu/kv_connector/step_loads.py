@@ -38,12 +38,26 @@ class StepLoads:
         self._unfilled = unfilled
         self._ranks = ranks
         self._described = False  # the step has some, on all ranks
+        self._early: set[str] = set()  # requests whose loads began before their step
+
+    def load_early(self) -> None:
+        """Load what LMCache's connector has been told of a request of the next step."""
+        self.load(1)
+        self._early.update(request.req_id for request in self._adapter.step.requests)
 
     def describe(self) -> None:
-        """Count the loads of a step; all ranks are told of the same."""
-        specs = [request.load_spec for request in self._adapter.step.requests]
-        self.count = sum(spec is not None and spec.can_load for spec in specs)
-        self.begun, self._described = False, self.count > 0
+        """Count the loads of a step that have not begun; all ranks are told of the same."""
+        loads = [
+            request
+            for request in self._adapter.step.requests
+            if request.load_spec is not None and request.load_spec.can_load
+        ]
+        for request in loads:
+            if request.req_id in self._early:
+                request.load_spec = None
+        self.count = sum(request.load_spec is not None for request in loads)
+        self.begun, self._described = False, bool(loads)
+        self._early.clear()
 
     def refuse(self) -> None:
         """Load nothing in this step; the blocks were reported."""

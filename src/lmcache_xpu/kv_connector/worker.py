@@ -140,6 +140,8 @@ class WorkerSide:
         """
         if self.in_flight is None or not (self.in_flight.loads and self._loads_early):
             return False
+        if self._sharing is not None:
+            return False  # ranks come together with their first step
         # LMCache begins the layerwise loads of a step together; and a step may be under way.
         if self._engine.use_layerwise or self._adapter.step is not None:
             return False
@@ -147,10 +149,11 @@ class WorkerSide:
             return False  # the step's description is looked at more closely
         assert metadata.new_blocks is not None
         assert metadata.tokens is not None
+        self.collection.put_off()  # until the step is enqueued
         self.in_flight.schedule(metadata.new_blocks, metadata.tokens)
         self._adapter.bind(metadata)
         try:
-            self._loads.load(1)
+            self._loads.load_early()
         finally:
             self._adapter.clear()
         return True
