@@ -104,7 +104,10 @@ def test_at_a_layer_nothing_is_done_where_nothing_is_loaded_and_no_layer_stored(
     )
     adapter = Adapter(use_layerwise=layerwise)
     side = worker_side(adapter, in_flight=in_flight, layers=("a", "b"))
-    side.begin_step(StepMetadata([], new_blocks=frozenset()))
+    facade = Facade(worker=side)
+    assert not facade.has_connector_metadata()
+    facade.begin_step(StepMetadata([], new_blocks=frozenset()))
+    assert facade.has_connector_metadata() == looked  # else vLLM does not call these
     side.wait_for_layer("b")
     side.save_layer("b", None, None)
     seen = [("wait", "b"), ("save", "b")] if looked else []

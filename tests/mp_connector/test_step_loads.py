@@ -28,6 +28,14 @@ LAYERS = [f"layer {number}" for number in range(6)]
 TIMEOUT_S = 0.3
 
 
+def named() -> Key:
+    return KEY
+
+
+def fail_to_name() -> Key:
+    raise ZeroDivisionError("planted")
+
+
 class Engine:
     """A worker's transfers, and the engine that calls them."""
 
@@ -50,7 +58,7 @@ class Engine:
     def load(self, blocks=LOADED, *, key=KEY, layers=LAYERS, whole=False, looks=True):
         """A step that loads; whether each layer was there when the engine came to it."""
         self.loads.begin_step(blocks)
-        self.loads.ask("request", key, blocks)
+        self.loads.ask("request", lambda: key, blocks)
         self.loads.begin(4, whole=whole)
         there = [self.look(name, blocks) for name in layers if looks]
         self.loads.end()
@@ -100,7 +108,7 @@ def test_each_layer_is_there_when_the_engine_comes_to_it_and_nothing_else_change
 def test_layers_come_one_after_another(stored):
     """Where all is loaded before the first layer, nothing runs beside the engine."""
     stored.loads.begin_step(LOADED)
-    stored.loads.ask("request", KEY, LOADED)
+    stored.loads.ask("request", named, LOADED)
     stored.loads.begin(1000, whole=False)
     last = stored.caches[LAYERS[-1]]
     assert torch.equal(last[LOADED], stored.before[-1][LOADED])
@@ -157,7 +165,7 @@ def test_the_engine_waits_for_a_server_no_longer_than_it_may(stored, monkeypatch
     begin = time.monotonic()
     stored.loads.begin_step(LOADED)
     for name in ("a", "b", "c"):
-        stored.loads.ask(name, KEY, LOADED)
+        stored.loads.ask(name, named, LOADED)
     stored.loads.begin(4, whole=False)
     assert time.monotonic() - begin < TIMEOUT_S
     assert not stored.healthy.is_set()
@@ -168,7 +176,7 @@ def test_the_engine_waits_for_a_server_no_longer_than_it_may(stored, monkeypatch
 def test_what_is_lent_to_another_meanwhile_is_reported(stored):
     count = failures("load", "damaged")
     stored.loads.begin_step(LOADED)
-    stored.loads.ask("request", KEY, LOADED)
+    stored.loads.ask("request", named, LOADED)
     stored.loads.begin(4, whole=False)
     stored.look(LAYERS[0], LOADED)
     stored.transfers._server.lent.pool.fill_(9)
@@ -188,17 +196,16 @@ def test_an_error_while_it_copies_is_reported(stored, monkeypatch):
 
 def test_a_load_that_vllm_never_began_is_reported(stored):
     stored.loads.begin_step(LOADED)
-    stored.loads.ask("request", KEY, LOADED)
+    stored.loads.ask("request", named, LOADED)
     stored.loads.begin_step(())
     assert set(stored.loads.take()) == set(LOADED)
 
 
 def test_what_was_asked_before_the_step_is_asked_once(stored):
     stored.client.calls.clear()
-    stored.loads.ask_early("request", KEY)
+    stored.loads.ask_early("request", named)
     stored.loads.begin_step(LOADED)  # ends an earlier step, and not this question
-    assert stored.loads.early_key("request") is KEY
-    stored.loads.ask("request", stored.loads.early_key("request"), LOADED)
+    stored.loads.ask("request", fail_to_name, LOADED)  # nor is the key made again
     stored.loads.end_early()
     stored.loads.begin(4, whole=False)
     assert all(stored.look(name, LOADED) for name in LAYERS)
@@ -207,13 +214,23 @@ def test_what_was_asked_before_the_step_is_asked_once(stored):
     assert stored.client.calls == ["prepare_retrieve", "commit_retrieve"]
 
 
+def test_a_chunk_that_can_not_be_named_fails_its_load_alone(stored):
+    count = failures("load", "ZeroDivisionError")
+    stored.loads.ask_early("request", fail_to_name)
+    stored.loads.begin_step(LOADED)
+    stored.loads.ask("request", fail_to_name, LOADED)
+    stored.loads.begin(4, whole=False)
+    stored.loads.end()
+    assert set(stored.loads.take()) == set(LOADED)
+    assert failures("load", "ZeroDivisionError") == count + 1
+
+
 def test_what_was_asked_for_no_step_is_given_back(stored):
     stored.client.calls.clear()
-    stored.loads.ask_early("request", KEY)
+    stored.loads.ask_early("request", named)
     stored.loads.begin_step(())
     stored.loads.end_early()
     assert stored.client.calls == ["prepare_retrieve", "commit_retrieve"]
-    assert stored.loads.early_key("request") is None
     assert not stored.loads.busy
     assert stored.load() == [True] * len(LAYERS)  # it is asked anew
 
@@ -221,8 +238,7 @@ def test_what_was_asked_for_no_step_is_given_back(stored):
 def test_a_server_that_is_lost_before_the_step_fails_the_load_in_it(stored):
     count = failures("load", "server")
     stored.healthy.clear()
-    stored.loads.ask_early("request", KEY)
-    assert stored.loads.early_key("request") is None
+    stored.loads.ask_early("request", named)
     stored.load(looks=False)
     assert set(stored.loads.take()) == set(LOADED)
     assert failures("load", "server") == count + 1
@@ -283,8 +299,9 @@ def test_a_step_given_anew_does_not_open_an_earlier_stores_gate(stored):
 def test_several_loads_of_one_step_fail_one_by_one(stored):
     assert stored.store([22, 23, 24, 25, 26, 27], OTHER)
     stored.loads.begin_step([*LOADED, *OTHERS])
-    stored.loads.ask("a", KEY, LOADED)
-    stored.loads.ask("b", Key(OTHER.tokens, 0, 24, cache_salt="none"), OTHERS)
+    stored.loads.ask("a", named, LOADED)
+    other = Key(OTHER.tokens, 0, 24, cache_salt="none")
+    stored.loads.ask("b", lambda: other, OTHERS)
     stored.loads.begin(4, whole=False)
     for name in LAYERS:
         assert stored.look(name, LOADED)

@@ -161,6 +161,10 @@ class LMCacheXPUConnector(StatsHooks, KVConnectorBase_V1):  # type: ignore[misc]
         super().clear_connector_metadata()
         self.worker_side.clear()
 
+    def has_connector_metadata(self) -> bool:
+        """Whether vLLM is to come to us at the layers of this step; it asks at each of them."""
+        return not self.worker_side.layers.quiet and super().has_connector_metadata()
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Load what this step needs, if that has not begun."""
         self.worker_side.start_load(forward_context, kwargs)

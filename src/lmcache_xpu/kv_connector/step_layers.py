@@ -23,12 +23,13 @@ class StepLayers:
 
     Attributes:
         numbers: of the layers, by the names that vLLM has for them.
+        quiet: nothing is to be done at this step's layers.
     """
 
     def __init__(self, adapter: Adapter) -> None:
         self.numbers: dict[str, int] = {}
         self._adapter = adapter
-        self._quiet = False  # nothing is to be done at this step's layers
+        self.quiet = False
         self._loaded: set[str] = set()  # that the engine came to in this step
         self._stored: set[str] = set()  # that it is done with
 
@@ -38,17 +39,17 @@ class StepLayers:
 
     def begin_step(self) -> None:
         """Begin a step, in which vLLM has come to no layer yet."""
-        self._quiet = False
+        self.quiet = False
         self._loaded.clear()
         self._stored.clear()
 
     def pass_over(self) -> None:
         """Do nothing at the layers of this step: nothing is loaded, and no layer stored."""
-        self._quiet = True
+        self.quiet = True
 
     def wait(self, name: str, in_flight: InFlight | None) -> None:
         """Let the engine's stream wait for a layer of what this step loads."""
-        if self._quiet or name in self._loaded:
+        if self.quiet or name in self._loaded:
             return
         self._loaded.add(name)
         self._adapter.wait_for_layer_load(name)  # of layerwise loads
@@ -59,7 +60,7 @@ class StepLayers:
         self, name: str, kv_layer: Any, attn_metadata: Any, in_flight: InFlight | None
     ) -> None:
         """Store a layer whose attention is enqueued, and enqueue more of this step's loads."""
-        if self._quiet or name in self._stored:
+        if self.quiet or name in self._stored:
             return
         self._stored.add(name)
         self._adapter.save_kv_layer(name, kv_layer, attn_metadata)

@@ -101,21 +101,17 @@ class StepLoads:
         with self._lock:
             self._unfilled.difference_update(written)
 
-    def ask_early(self, request_id: str, key: Any) -> None:
+    def ask_early(self, request_id: str, key: Callable[[], Any]) -> None:
         """Ask where chunks are that the next step loads; see `ask`, which has to follow."""
         with suppress(Exception):  # whatever: it is asked again, and fails there
-            self._early[request_id] = self._moves.ask_for_load(key)
+            self._early[request_id] = self._moves.ask_for_load(key())
 
-    def early_key(self, request_id: str) -> Any:
-        """The key of which `ask_early` asked for a request; None if it did not."""
-        return None if (asked := self._early.get(request_id)) is None else asked.key
-
-    def ask(self, request_id: str, key: Any, blocks: Iterable[int]) -> None:
-        """Ask where chunks are that this step loads.
+    def ask(self, request_id: str, key: Callable[[], Any], blocks: Iterable[int]) -> None:
+        """Ask where chunks are that this step loads, unless `ask_early` did.
 
         Args:
             request_id: name of the request.
-            key: LMCache's, of the chunks.
+            key: makes LMCache's, of the chunks.
             blocks: theirs; null ones are left alone.
         """
         ids = list(blocks)
@@ -125,7 +121,7 @@ class StepLoads:
         self._untaken.append(load.verdict)
         loaded("step")
         try:
-            load.asked = self._early.pop(request_id, None) or self._moves.ask_for_load(key)
+            load.asked = self._early.pop(request_id, None) or self._moves.ask_for_load(key())
         except Exception as error:  # whatever: the request is computed
             self._fail(load, error)
         else:

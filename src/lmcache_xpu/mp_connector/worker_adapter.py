@@ -6,6 +6,7 @@ engine would give their blocks to others. Here it waits for what copies; nothing
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -86,7 +87,7 @@ class WorkerAdapter(LMCacheMPWorkerAdapter):  # type: ignore[misc]  # untyped ba
             [blocks] = self._block_ids_per_group(op)
             block_tokens = self.transfers.groups[0].group.block_tokens
             has = op.skip_first_n_tokens // block_tokens
-            key = self.transfers.in_steps.early_key(load.request_id) or self._key(load)
+            key = functools.partial(self._key, load)
             self.transfers.in_steps.ask(load.request_id, key, [NULL_BLOCK] * has + blocks[has:])
         self.transfers.in_steps.end_early()
 
@@ -97,7 +98,7 @@ class WorkerAdapter(LMCacheMPWorkerAdapter):  # type: ignore[misc]  # untyped ba
             load: LMCache's description of it.
         """
         if self.transfers is not None and self.transfers.in_steps is not None:
-            self.transfers.in_steps.ask_early(load.request_id, self._key(load))
+            self.transfers.in_steps.ask_early(load.request_id, functools.partial(self._key, load))
 
     def _key(self, load: Any) -> Any:
         return self._create_key(
