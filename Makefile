@@ -71,8 +71,8 @@ test: setup ## Unit tests, and end-to-end tests with real engines
 	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone and not matrix"
 	@$(BIN)/pytest -m "alone and not matrix"
 
-test-models: setup ## Every model in every mode in real engines: more than make test does
-	@$(BIN)/pytest tests/engine/test_models.py
+test-models: setup ## Each model in each mode, LMCache's server in each way
+	@$(BIN)/pytest tests/engine/test_models.py tests/engine/test_server.py
 
 test-lmcache: LMCACHE_DIR = $(CURDIR)/build/lmcache-$(or $(LMCACHE),$(error LMCACHE=... is missing))
 test-lmcache: setup ## End-to-end tests with another LMCache beside this vLLM: LMCACHE=...

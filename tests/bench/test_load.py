@@ -248,7 +248,6 @@ def test_what_was_measured_is_written_and_a_failed_engine_of_ours_is_an_error(
     assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 1
 
 
-@pytest.mark.alone
 @pytest.mark.engine
 @pytest.mark.timeout(400)
 def test_hits_beside_others_and_conversations_in_a_real_engine(tmp_path: Path):

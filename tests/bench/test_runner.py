@@ -240,7 +240,6 @@ def test_digests_see_every_byte_and_its_place():
     assert (after == _digests(worker, [1, 5], 8)).tolist() == [[True, True], [False, True]]
 
 
-@pytest.mark.alone
 @pytest.mark.engine
 @pytest.mark.timeout(400)
 def test_a_hit_is_exact_and_beats_recomputing(tmp_path: Path):

@@ -18,7 +18,10 @@ VLLM = installed().vllm  # of the CPU image too
 LMCACHES = ("grpcio-status", "opentelemetry-exporter-prometheus")
 
 
-@pytest.fixture(scope="module", params=["vllm-in-venv", "vllm-in-system"])
+BASES = "vllm-in-venv", pytest.param("vllm-in-system", marks=pytest.mark.matrix)
+
+
+@pytest.fixture(scope="module", params=BASES)
 def base(host, images, request):
     """An image with vLLM and with the packages of vLLM's image, and without LMCache."""
     shared = {n: v for n, v in IMAGE_PACKAGES[VLLM].items() if n not in LMCACHES}

@@ -2,8 +2,8 @@
 
 On CPU blocks of several heads are packed, so that a rank's heads can't be cut out of them. What
 can be shared there is what each rank holds whole: MLA's latent, and a single KV head. How heads are
-cut and joined is in gpu_connector/test_shards.py. `make test` has MLA alone,
-`make test-ranks` heads as well, and TP 4 beside TP 1 and 2.
+cut and joined is in gpu_connector/test_shards.py, and what disks and servers find of other sizes
+in tiers/: `make test` has these. `make test-ranks` has the engines.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from support.tp_sizes_probe import CHUNKS
 
 from lmcache_xpu.tiers.disk.chunk_file import HEADER_BYTES
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.matrix]
 
 MLA = {
     "attention_config": {"backend": "CPU_MLA"},
@@ -52,21 +52,17 @@ class Case:
         return f"{self.name}-{'-'.join(map(str, self.sizes))}"
 
 
-CASES = [Case("mla", MLA, True)]
-MATRIX = [
+CASES = [
+    Case("mla", MLA, True),
     Case("two heads", {}, False),
     Case("one head", {}, True),
     Case("one head", {}, True, (1, 4)),
     Case("one head", {}, True, (2, 4)),
     Case("mla", MLA, True, (1, 4)),
 ]
-PARAMS = [
-    *(pytest.param(case, id=case.id) for case in CASES),
-    *(pytest.param(case, id=case.id, marks=pytest.mark.matrix) for case in MATRIX),
-]
 
 
-@pytest.fixture(scope="module", params=PARAMS)
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.id)
 def engines(request, tmp_path_factory: pytest.TempPathFactory) -> tuple[Case, list[dict]]:
     directory: Path = tmp_path_factory.mktemp("sizes")
     make = {
