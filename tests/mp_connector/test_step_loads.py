@@ -11,90 +11,30 @@ from prometheus_client import REGISTRY
 from support import caches
 from support.intel import MACHINES
 from support.intel import machine as machine  # a fixture
-from support.lending import BLOCKS, Client, Key, copies, filled
+from support.lending import BLOCKS, Key, filled
 
 pytest.importorskip("vllm")
+from support.step_loading import (
+    KEY,
+    LAYERS,
+    LOADED,
+    OTHERS,
+    STORED,
+    TIMEOUT_S,
+    Engine,
+    failures,
+    named,
+    unchanged,
+)
+from support.step_loading import engine as engine  # a fixture
+from support.step_loading import stored as stored  # a fixture
 
 from lmcache_xpu.mp_connector import step_loads
 from lmcache_xpu.mp_connector.server import GivenUpError
-from lmcache_xpu.mp_connector.transfer_context import ServerTransfers
 from lmcache_xpu.mp_connector.transfer_queue import Transfer
 from lmcache_xpu.versions.lmcache_server import MessagingFuture
 
-KEY = Key(tuple(range(24)), 0, 24)
-STORED, LOADED = [3, 4, 9, 8, 20, 21], [10, 11, 12, 13, 14, 15]
-OTHERS = [1, 2, 5, 6, 7, 16]
-LAYERS = [f"layer {number}" for number in range(6)]
-TIMEOUT_S = 0.3
-
-
-def named() -> Key:
-    return KEY
-
-
-def fail_to_name() -> Key:
-    raise ZeroDivisionError("planted")
-
-
-class Engine:
-    """A worker's transfers, and the engine that calls them."""
-
-    def __init__(self, caches=None):
-        self.client, self.healthy = Client(), threading.Event()
-        self.healthy.set()
-        self.caches = caches or {name: filled(number) for number, name in enumerate(LAYERS)}
-        self.copies = copies(self.caches)
-        self.transfers = ServerTransfers(1, self.client, self.healthy, [self.copies], 8, TIMEOUT_S)
-        self.transfers.register(None, "model", 1)
-        self.loads = self.transfers.in_steps
-        self.before = [layer.clone() for layer in self.caches.values()]
-
-    def store(self, blocks, key=KEY, sources=()):
-        self.transfers.compute_from({"request": sources} if sources else {})
-        event = self.transfers.create_recorded_event()
-        submitted = self.transfers.submit_store("request", key, None, [blocks], event, 2)
-        return submitted.result(10)
-
-    def load(self, blocks=LOADED, *, key=KEY, layers=LAYERS, whole=False, looks=True):
-        """A step that loads; whether each layer was there when the engine came to it."""
-        self.loads.begin_step(blocks)
-        self.loads.ask("request", lambda: key, blocks)
-        self.loads.begin(4, whole=whole)
-        there = [self.look(name, blocks) for name in layers if looks]
-        self.loads.end()
-        return there
-
-    def look(self, name, blocks):
-        self.loads.before_layer(name)
-        number = LAYERS.index(name)
-        there = torch.equal(self.caches[name][blocks], self.before[number][STORED])
-        self.loads.after_layer(name)
-        return there
-
-
-@pytest.fixture
-def engine():
-    engine = Engine()
-    yield engine
-    engine.transfers.close()
-    engine.client.close()
-
-
-@pytest.fixture
-def stored(engine):
-    assert engine.store(STORED)
-    return engine
-
-
-def failures(direction, reason):
-    labels = {"direction": direction, "tier": "server", "reason": reason}
-    return REGISTRY.get_sample_value("lmcache_xpu_errors_total", labels) or 0.0
-
-
-def unchanged(engine, blocks):
-    """Whether all layers have in these blocks what they had."""
-    layers = zip(engine.caches.values(), engine.before, strict=True)
-    return all(torch.equal(layer[blocks], was[blocks]) for layer, was in layers)
+OTHER = Key(tuple(range(24, 48)), 0, 24)
 
 
 def test_each_layer_is_there_when_the_engine_comes_to_it_and_nothing_else_changes(stored):
@@ -199,52 +139,6 @@ def test_a_load_that_vllm_never_began_is_reported(stored):
     stored.loads.ask("request", named, LOADED)
     stored.loads.begin_step(())
     assert set(stored.loads.take()) == set(LOADED)
-
-
-def test_what_was_asked_before_the_step_is_asked_once(stored):
-    stored.client.calls.clear()
-    stored.loads.ask_early("request", named)
-    stored.loads.begin_step(LOADED)  # ends an earlier step, and not this question
-    stored.loads.ask("request", fail_to_name, LOADED)  # nor is the key made again
-    stored.loads.end_early()
-    stored.loads.begin(4, whole=False)
-    assert all(stored.look(name, LOADED) for name in LAYERS)
-    stored.loads.end()
-    assert not stored.loads.take()
-    assert stored.client.calls == ["prepare_retrieve", "commit_retrieve"]
-
-
-def test_a_chunk_that_can_not_be_named_fails_its_load_alone(stored):
-    count = failures("load", "ZeroDivisionError")
-    stored.loads.ask_early("request", fail_to_name)
-    stored.loads.begin_step(LOADED)
-    stored.loads.ask("request", fail_to_name, LOADED)
-    stored.loads.begin(4, whole=False)
-    stored.loads.end()
-    assert set(stored.loads.take()) == set(LOADED)
-    assert failures("load", "ZeroDivisionError") == count + 1
-
-
-def test_what_was_asked_for_no_step_is_given_back(stored):
-    stored.client.calls.clear()
-    stored.loads.ask_early("request", named)
-    stored.loads.begin_step(())
-    stored.loads.end_early()
-    assert stored.client.calls == ["prepare_retrieve", "commit_retrieve"]
-    assert not stored.loads.busy
-    assert stored.load() == [True] * len(LAYERS)  # it is asked anew
-
-
-def test_a_server_that_is_lost_before_the_step_fails_the_load_in_it(stored):
-    count = failures("load", "server")
-    stored.healthy.clear()
-    stored.loads.ask_early("request", named)
-    stored.load(looks=False)
-    assert set(stored.loads.take()) == set(LOADED)
-    assert failures("load", "server") == count + 1
-
-
-OTHER = Key(tuple(range(24, 48)), 0, 24)
 
 
 def test_nothing_is_stored_that_came_of_a_failed_load_until_its_blocks_are_written_anew(stored):
