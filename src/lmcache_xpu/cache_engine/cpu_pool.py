@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from lmcache.utils import LayerCacheEngineKey
@@ -52,20 +52,18 @@ class LocalCPUBackend(local_cpu_backend.LocalCPUBackend):  # type: ignore[misc] 
     def batched_contains(self, keys: list[CacheEngineKey], pin: bool = False) -> int:
         """Return how many of `keys` are here, up to the first that is not; pinned if `pin`.
 
-        The layers of one chunk count together or not at all: LMCache uses no part of them, and
-        would not unpin it.
+        LMCache's asks for one after another, and for each of them twice. The layers of one chunk
+        count together or not at all: LMCache uses no part of them, and would not unpin it.
         """
-        if not isinstance(keys[0], LayerCacheEngineKey):
-            return int(super().batched_contains(keys, pin))
         with self.cpu_lock:
-            objs = list(map(self.hot_cache.get, keys))
-            if None in objs:
+            objs = list(_until_missing(map(self.hot_cache.get, keys)))
+            if len(objs) < len(keys) and isinstance(keys[0], LayerCacheEngineKey):
                 return 0
             if pin:
                 for obj in objs:
                     obj.pin()
-                self.keys_in_request.extend(keys)
-        return len(keys)
+                self.keys_in_request.extend(keys[: len(objs)])
+        return len(objs)
 
     def batched_get_blocking(self, keys: list[Any]) -> list[Any]:
         """Return the chunks of `keys`, each with one reference more; None for one not here.
@@ -92,9 +90,7 @@ class LocalCPUBackend(local_cpu_backend.LocalCPUBackend):  # type: ignore[misc] 
         if transfer_spec is not None:
             return list(await super().batched_get_non_blocking(lookup_id, keys, transfer_spec))
         with self.cpu_lock:
-            objs = list(
-                itertools.takewhile(lambda obj: obj is not None, map(self.hot_cache.get, keys))
-            )
+            objs = list(_until_missing(map(self.hot_cache.get, keys)))
             for obj in objs:
                 obj.ref_count_up()
                 obj.pin()
@@ -103,6 +99,11 @@ class LocalCPUBackend(local_cpu_backend.LocalCPUBackend):  # type: ignore[misc] 
     def _layers(self, key: CacheEngineKey) -> list[CacheEngineKey]:
         layers: list[CacheEngineKey] = key.split_layers(self.metadata.kv_shape[0])
         return layers
+
+
+def _until_missing(objs: Iterable[Any]) -> Iterator[Any]:
+    """Yield the first objects, up to one that is None."""
+    return itertools.takewhile(lambda obj: obj is not None, objs)
 
 
 def reporting(kind: type, changed: Callable[[Any, bool], None]) -> Any:
