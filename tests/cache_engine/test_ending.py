@@ -144,12 +144,12 @@ print(json.dumps({"states": states, "counts": counts, "filled": filled}))
 """
 
 
-def test_eight_engines_leave_memory_threads_files_and_sockets_as_they_were(tmp_path):
-    """And the ninth, which nobody ends, does not keep the process from ending."""
-    script = PROCESS.replace("DISK", repr(str(tmp_path / "kv"))).replace("ROUNDS", "8")
+def test_five_engines_leave_memory_threads_files_and_sockets_as_they_were(tmp_path):
+    """And the last one, which nobody ends, does not keep the process from ending."""
+    script = PROCESS.replace("DISK", repr(str(tmp_path / "kv"))).replace("ROUNDS", "5")
     result = run_script(script, timeout=100, PYTHONHASHSEED="0")
     first, *rest = result["states"]
-    assert len(rest) == 8
+    assert len(rest) == 5
     for state, filled in zip(rest, result["filled"][1:], strict=True):
         for what in ("threads", "files", "sockets"):
             assert state[what] <= first[what], (what, result["states"])
@@ -157,7 +157,7 @@ def test_eight_engines_leave_memory_threads_files_and_sockets_as_they_were(tmp_p
         assert filled - state["mib"] > 48, "a pool has 64 MiB"
         assert state["mib"] < first["mib"] + 16
     assert result["counts"][0] == [0, 64]
-    assert result["counts"][1:] == [[64, 64]] * 8, "the disk's directory was free each time"
+    assert result["counts"][1:] == [[64, 64]] * 5, "the disk's directory was free each time"
 
 
 def test_a_second_engine_in_the_process_of_one_that_runs_is_refused():
