@@ -21,9 +21,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.alone]  # a wait is measured
 
 AT_MOST_S = 2.0  # that a server may hold a request; what is computed beside it is less
 HIT = "inside"
-# Requests wait for their loads, or have them inside their steps; then also with what vLLM uses by
-# default on Intel GPUs. `make test` has that alone; `make test-models` the others.
-WAYS = (*(pytest.param(way, marks=pytest.mark.matrix) for way in ("beside", "inside")), "newer")
+# Requests have their loads inside their steps, or wait for them; then inside, with what vLLM uses by
+# default on Intel GPUs, in Triton's interpreter. `make test-models` has all of these.
+WAYS = ("inside", *(pytest.param(way, marks=pytest.mark.matrix) for way in ("beside", "newer")))
 
 
 @pytest.fixture(scope="module")
