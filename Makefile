@@ -72,7 +72,8 @@ test: setup ## Unit tests, and end-to-end tests with real engines
 	@$(BIN)/pytest -m "alone and not matrix"
 
 test-models: setup ## Each model in each mode, LMCache's server in each way
-	@$(BIN)/pytest tests/engine/test_models.py tests/engine/test_server.py
+	@$(BIN)/pytest $(addprefix tests/engine/test_,models.py server.py server_soak.py) \
+		tests/helm/test_chart_side_car_engine.py
 
 test-lmcache: LMCACHE_DIR = $(CURDIR)/build/lmcache-$(or $(LMCACHE),$(error LMCACHE=... is missing))
 test-lmcache: setup ## End-to-end tests with another LMCache beside this vLLM: LMCACHE=...

@@ -37,7 +37,13 @@ def test_each_promise_can_be_broken(report, words):
 
 @pytest.mark.engine
 @pytest.mark.alone
-@pytest.mark.parametrize("planted", [False, True], ids=["sound", "wrong bytes"])
+@pytest.mark.parametrize(
+    "planted",
+    [
+        pytest.param(False, id="sound"),
+        pytest.param(True, id="wrong bytes", marks=pytest.mark.matrix),
+    ],
+)
 def test_a_short_soak_sees_wrong_bytes(planted):
     """Without a fault all is kept; with chunks that are loaded wrong it says so."""
     faults = "0" if planted else "1"

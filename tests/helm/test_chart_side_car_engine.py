@@ -21,7 +21,7 @@ from lmcache_xpu.harness.client import Answer, Client
 from lmcache_xpu.harness.engine_process import free_port
 from lmcache_xpu.harness.random_model import EXACT, make_model
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.matrix]  # containers/ has the server in a stack
 
 START_S = 200
 
