@@ -14,7 +14,7 @@ preempted, and none is admitted in such a step).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, overload
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lmcache_xpu.errors import TransferError
 from lmcache_xpu.kv_connector.step_metadata import StepMetadata
@@ -34,39 +34,6 @@ class Workers(Protocol):
         """Begin to load what is said of one request, where that is possible."""
 
 
-class _Prefix(Sequence[int]):
-    """The first tokens of a request, of which `[:n]` gives the first n, without a copy.
-
-    LMCache counts tokens and cuts them, and looks at none of chunks whose keys it has from their
-    look-up. Three copies of 60,000 numbers took milliseconds.
-    """
-
-    def __init__(self, tokens: Sequence[int], count: int) -> None:
-        self._tokens = tokens
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[int]: ...
-
-    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
-        if isinstance(index, int):
-            return self._tokens[range(self._count)[index]]
-        start, stop, step = index.indices(self._count)
-        if index.start is None and step == 1:
-            return _Prefix(self._tokens, stop)
-        return self._tokens[start:stop:step]
-
-    def __reduce__(self) -> tuple[type[_Counted], tuple[int]]:
-        """Send ranks the number of the tokens alone."""
-        return _Counted, (self._count,)
-
-
 class _Counted(Sequence[int]):
     """So many tokens, of which a rank is told no more.
 
@@ -80,18 +47,36 @@ class _Counted(Sequence[int]):
     def __len__(self) -> int:
         return self._count
 
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[int]: ...
-
-    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return _Counted(len(range(self._count)[index]))
         raise TransferError(
             "chunks of a load that are named by its tokens", "the keys that its look-up pinned"
         )
+
+
+class _Prefix(_Counted):
+    """The first tokens of a request, of which `[:n]` gives the first n, without a copy.
+
+    LMCache counts tokens and cuts them, and looks at none of chunks whose keys it has from their
+    look-up. Three copies of 60,000 numbers took milliseconds.
+    """
+
+    def __init__(self, tokens: Sequence[int], count: int) -> None:
+        super().__init__(count)
+        self._tokens = tokens
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, int):
+            return self._tokens[range(self._count)[index]]
+        start, stop, step = index.indices(self._count)
+        if index.start is None and step == 1:
+            return _Prefix(self._tokens, stop)
+        return self._tokens[start:stop:step]
+
+    def __reduce__(self) -> tuple[type[_Counted], tuple[int]]:
+        """Send ranks the number of the tokens alone."""
+        return _Counted, (self._count,)
 
 
 class EarlyLoads:

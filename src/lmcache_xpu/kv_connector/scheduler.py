@@ -286,6 +286,8 @@ class SchedulerSide:
 
     def _workers(self) -> WorkerSide | RankCalls | None:
         """Return what begins loads before a step: the worker's half, or calls to all ranks."""
+        if self._adapter.config.use_layerwise:
+            return None  # see `WorkerSide.begin_load`: ranks would be told in vain
         return self._worker() or RankCalls.of(self._config)
 
     def _worker(self) -> WorkerSide | None:
