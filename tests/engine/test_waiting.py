@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.real_engine import BLOCK, CHUNK
 from support.scripts import printed, run_probe
-from support.waiting_probe import HELD_STEPS
+from support.waiting_probe import HELD_STEPS, HOUR_S, PAUSES
 from support.ways import each_way
 
 from lmcache_xpu.harness.random_model import EXACT, make_model
@@ -60,6 +60,12 @@ def test_what_is_computed_sooner_than_loaded_is_computed(report: dict):
     assert computed["more"] == {"computed": 1, "stored": 0}  # the tier had it all
     assert computed["hit"]["hit"] == 4 * CHUNK
     assert computed["hit"]["restored"] >= 4 * CHUNK // BLOCK
+
+
+def test_hours_without_requests_do_not_count_as_computing(report: dict):
+    """Else hits are computed that take a tenth of the time to load: seen on a card."""
+    assert report["paused"]["small steps"] >= PAUSES
+    assert report["paused"]["longest"] < HOUR_S
 
 
 @pytest.mark.parametrize("fault", ["a chunk lost", "all lost"])

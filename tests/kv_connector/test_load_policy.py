@@ -38,9 +38,9 @@ def policy(clock: Clock) -> LoadPolicy:
 
 
 def step(policy: LoadPolicy, clock: Clock, tokens: int, seconds: float, *, loads: bool = False):
-    policy.begin_step(tokens, loads=loads)
+    number = policy.begin_step(tokens, loads=loads)
     clock.now += seconds
-    policy.end_step()
+    policy.end_step(number)
 
 
 def measured(policy: LoadPolicy, clock: Clock) -> None:
@@ -125,17 +125,38 @@ def test_steps_of_some_hundred_tokens_are_no_small_ones(policy, clock):
 def test_a_step_begins_when_the_one_before_has_ended(policy, clock):
     """With asynchronous scheduling vLLM decides on a step while another one runs."""
     measured(policy, clock)
-    policy.begin_step(16, loads=False)
+    running = policy.begin_step(16, loads=False)
     for _ in range(SMALL_STEPS):
-        policy.begin_step(16, loads=False)
+        following = policy.begin_step(16, loads=False)
         clock.now += 0.005
-        policy.end_step()
+        policy.end_step(running)
+        running = following
     assert policy.waits(Hit(1600, 100), others=True)
 
 
 def test_what_was_never_begun_is_not_ended(policy: LoadPolicy):
-    policy.end_step()
+    policy.end_step(None)
+    policy.end_step(7)
     assert policy.waits(Hit(3201, 100), others=True)
+
+
+def test_a_step_of_whose_end_vllm_says_nothing_disturbs_no_other(policy, clock):
+    """Behind the last answer comes a step without tokens. Hours later there are requests again."""
+    for _ in range(SMALL_STEPS):
+        measured(policy, clock)
+        policy.begin_step(0, loads=False)
+        clock.now += 3600
+    assert policy.waits(Hit(1600, 100), others=True)
+    assert not policy.waits(Hit(1400, 100), others=True)
+    assert not policy.computes(Hit(10_000, 1))
+
+
+def test_a_step_without_tokens_does_not_wait_for_the_part_of_a_prompt_before_it(policy, clock):
+    measured(policy, clock)
+    step(policy, clock, 1000, 0.001)
+    step(policy, clock, 0, 0.001)
+    step(policy, clock, 16, 0.1)  # that part
+    assert max(policy._small_steps_s) < 0.01
 
 
 # What is computed, though it could be loaded

@@ -31,11 +31,17 @@ def ways(loads: str = "auto") -> HitWays:
     return ways
 
 
+def begun(ways: HitWays, step: SimpleNamespace, loads: list) -> tuple[list, int]:
+    """Begin a step: the loads inside it, and how many hits are computed."""
+    _, inside, computed = ways.begin_step(step, loads)
+    return inside, computed
+
+
 def test_where_loads_may_not_be_inside_steps_all_requests_wait():
     ways = HitWays()
     assert not ways.allows_steps
     assert ways.choose(request(), 0, 99_000) == "async"
-    assert ways.begin_step(step(), [load("a")]) == ([], 0)
+    assert begun(ways, step(), [load("a")]) == ([], 0)
 
 
 def test_alone_a_request_is_loaded_inside_its_step():
@@ -43,7 +49,7 @@ def test_alone_a_request_is_loaded_inside_its_step():
     assert alone.allows_steps
     assert alone.choose(request(), 0, 99_000) == "step"
     mine = load("a")
-    assert alone.begin_step(step(a=1000), [mine]) == ([mine], 0)
+    assert begun(alone, step(a=1000), [mine]) == ([mine], 0)
 
 
 def test_beside_others_a_long_load_waits_and_a_short_one_does_not():
@@ -72,7 +78,7 @@ def test_behind_a_load_beside_steps_a_long_one_waits_too_until_that_has_ended():
     assert behind.choose(request("first"), 0, 99_000) == "async"
     behind.begin_step(step(), [load("first")])
     assert behind.choose(request(), 0, 99_000) == "async"
-    behind.end_step({"first"}, UNKNOWN)
+    behind.end_step(None, {"first"}, UNKNOWN)
     assert behind.choose(request(), 0, 99_000) == "step"
 
 
@@ -89,8 +95,8 @@ def test_what_is_computed_sooner_than_loaded_is_computed_and_counted_with_its_st
     monkeypatch.setattr(LoadPolicy, "computes", lambda *_: True)
     assert computing.choose(request(), 0, 99_000) == "computed"
     assert computing.is_computed("a")
-    assert computing.begin_step(step(other=1), []) == ([], 0)  # it is not in this one
-    assert computing.begin_step(step(a=1000), []) == ([], 1)
+    assert begun(computing, step(other=1), []) == ([], 0)  # it is not in this one
+    assert begun(computing, step(a=1000), []) == ([], 1)
     assert not computing.is_computed("a")
 
 
@@ -99,9 +105,20 @@ def test_the_last_choice_counts_and_a_request_that_ended_is_forgotten():
     assert last.choose(request(), 0, 99_000) == "step"
     last.begin_step(step(other=1), [])
     assert last.choose(request(), 0, 99_000) == "async"
-    assert last.begin_step(step(other=1), [load("a")]) == ([], 0)
-    assert ways().begin_step(step(), [load("a")]) == ([], 0)
+    assert begun(last, step(other=1), [load("a")]) == ([], 0)
+    assert begun(ways(), step(), [load("a")]) == ([], 0)
     ended = ways()
     ended.choose(request(), 0, 99_000)
     ended.finished("a")
-    assert ended.begin_step(step(), [load("a")]) == ([], 0)
+    assert begun(ended, step(), [load("a")]) == ([], 0)
+
+
+def test_workers_report_by_its_number_that_a_step_has_ended(monkeypatch):
+    ended: list[int | None] = []
+    monkeypatch.setattr(LoadPolicy, "end_step", lambda _, number: ended.append(number))
+    measuring = ways()
+    first, second = (measuring.begin_step(step(a=1), []).number for _ in range(2))
+    assert first != second
+    measuring.end_step(second, (), UNKNOWN)
+    assert ended == [second]
+    assert HitWays().begin_step(step(a=1), []).number is None  # nobody asks

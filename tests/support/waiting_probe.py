@@ -19,6 +19,7 @@ from support.real_engine import BLOCK, CHUNK, Engine, counts, hit, prompt
 
 TURNS = 8  # requests at once that share a history
 HELD_STEPS = 30  # while a load is held
+PAUSES, HOUR_S = 4, 3600.0
 
 
 class Loads:
@@ -231,6 +232,24 @@ def computed(engine: Engine, loads: Loads, tokens: list[int]) -> dict[str, Any]:
     }
 
 
+def paused(engine: Engine) -> dict[str, Any]:
+    """Hours without a request: what the longest step of few tokens took, as the policy has it.
+
+    Before an hour comes the step in which vLLM's server tells its worker of the last answer. It has
+    no tokens.
+    """
+    policy = scheduler(engine).connector.scheduler_side._policy
+    hours = 0
+    policy._clock = lambda: time.perf_counter() + hours * HOUR_S
+    policy._small_steps_s.clear()
+    asked = Asked(engine)
+    for hours in range(PAUSES):
+        asked.add(f"before hour {hours}", prompt(60 + hours), answer=8)
+        asked.finish()
+        asked.step()
+    return {"small steps": len(policy._small_steps_s), "longest": max(policy._small_steps_s)}
+
+
 def look(engine: Engine, mode: str) -> dict[str, Any]:
     loads, tokens = Loads(), prompt(4 * CHUNK + BLOCK + 9)
     engine.forget()
@@ -242,6 +261,7 @@ def look(engine: Engine, mode: str) -> dict[str, Any]:
         "shared": shared(engine, loads),
         "chosen": chosen(engine, loads, tokens[: 4 * CHUNK + 1]),
         "computed": computed(engine, loads, tokens),
+        "paused": paused(engine),
     }
     scheduler(engine).connector.scheduler_side._policy._loads = "async"
     if mode == "standard":

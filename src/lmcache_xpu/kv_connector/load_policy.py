@@ -16,6 +16,7 @@ stands for both, see `Tuning.loaded_per_computed`, and nothing is computed that 
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections import deque
@@ -64,6 +65,7 @@ class LoadSpeeds(NamedTuple):
 
 
 class _Step(NamedTuple):
+    number: int
     begun: float
     tokens: int
     loads: bool
@@ -84,6 +86,7 @@ class LoadPolicy:
         self._loads = loads
         self._tuning = tuning
         self._clock = clock
+        self._numbers = itertools.count(1)
         self._steps: deque[_Step] = deque(maxlen=STEPS_AHEAD)
         self._ended = 0.0  # when the last step did
         self._speeds = LoadSpeeds()
@@ -92,24 +95,36 @@ class LoadPolicy:
         self._after_large = False  # the last step was one
         self._computed_in_turn = 0
 
-    def begin_step(self, tokens: int, *, loads: bool) -> None:
-        """Hear of a step that vLLM has decided on.
+    def begin_step(self, tokens: int, *, loads: bool) -> int:
+        """Hear of a step that vLLM has decided on; return its number, for `end_step`.
 
         Args:
             tokens: that it computes; one without any is not measured.
             loads: it has loads inside, and so says nothing of computing.
         """
-        self._steps.append(_Step(self._clock(), tokens, loads))
+        step = _Step(next(self._numbers), self._clock(), tokens, loads)
+        self._steps.append(step)
+        return step.number
 
-    def end_step(self) -> None:
-        """Hear that the oldest step which has not ended has ended."""
-        if not self._steps:
+    def end_step(self, number: int | None) -> None:
+        """Hear that a step has ended.
+
+        vLLM says nothing of some that have no tokens, as the one behind the last answer.
+
+        Args:
+            number: the step's; None if no worker told it.
+        """
+        while self._steps and number is not None and self._steps[0].number < number:
+            self._steps.popleft()
+        if not self._steps or self._steps[0].number != number:
             return
         step, now = self._steps.popleft(), self._clock()
         seconds = now - max(step.begun, self._ended)
         self._ended = now
+        if not step.tokens:
+            return
         after_large, self._after_large = self._after_large, step.tokens >= MANY_TOKENS
-        if step.loads or not step.tokens:
+        if step.loads:
             return
         if self._after_large or after_large:
             # A part of a prompt gives no token, and vLLM does not wait for it: what it takes shows

@@ -204,7 +204,7 @@ class SchedulerSide:
         self._async_loads.describe(metadata)
         if self._policy is not None:
             loads = any(r.load_spec is not None and r.load_spec.can_load for r in metadata.requests)
-            self._policy.begin_step(step.total_num_scheduled_tokens, loads=loads)
+            metadata.number = self._policy.begin_step(step.total_num_scheduled_tokens, loads=loads)
         self._own_blocks(step)
         self._collection.allow()  # a worker in this process has a step of its own to enqueue
         return metadata
@@ -242,11 +242,10 @@ class SchedulerSide:
     def end_step(self, report: WorkerReport | None, arrived: Iterable[str] = ()) -> None:
         """Hear that a step has ended, what the workers report, and whose loads have arrived."""
         self._async_loads.hear(arrived)
-        if self._policy is not None:
-            self._policy.end_step()
         if report is None:
             return
         if self._policy is not None:
+            self._policy.end_step(report.step)
             self._policy.hear(report.speeds)
         self._change_weights(report.weights)
         if self._events is not None and report.tiers is not None:

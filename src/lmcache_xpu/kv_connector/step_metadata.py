@@ -42,6 +42,7 @@ class StepMetadata(LMCacheConnectorMetadata):  # type: ignore[misc]  # untyped b
         loads: of requests that wait for them, and are in no step yet; see `async_loads`.
         arrived: requests that were said to have all that they waited for, since the last step.
         computed_hits: number of requests in it that are computed, though they could be loaded.
+        number: by which workers report that it has ended; None if nobody asks.
         prompts: vLLM's own lists of the tokens of its new requests, by request; not sent.
     """
 
@@ -51,6 +52,7 @@ class StepMetadata(LMCacheConnectorMetadata):  # type: ignore[misc]  # untyped b
     loads: list[ReqMeta] = field(default_factory=list)
     arrived: frozenset[str] = frozenset()
     computed_hits: int = 0
+    number: int | None = None
     prompts: Mapping[str, list[int]] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -27,12 +27,11 @@ from lmcache_xpu.gpu_connector.in_flight import InFlight
 from lmcache_xpu.kv_connector.epochs import WorkerEpoch
 from lmcache_xpu.kv_connector.garbage import GarbageCollection
 from lmcache_xpu.kv_connector.kv_events import TierReport
-from lmcache_xpu.kv_connector.load_policy import LoadSpeeds
 from lmcache_xpu.kv_connector.load_queue import LoadQueue
 from lmcache_xpu.kv_connector.step_layers import StepLayers
 from lmcache_xpu.kv_connector.step_loads import StepLoads
 from lmcache_xpu.kv_connector.step_metadata import IDLE_S, may_run_as_one_graph
-from lmcache_xpu.kv_connector.worker_report import WorkerReport
+from lmcache_xpu.kv_connector.worker_report import NOTHING, WorkerReport
 from lmcache_xpu.metrics import loaded
 
 if TYPE_CHECKING:
@@ -261,15 +260,14 @@ class WorkerSide:
     # What vLLM and the scheduler's half are told
 
     def report(self) -> WorkerReport | None:
-        """Return what has changed in this worker since the last call: its tiers, its weights."""
+        """Return what has changed in this worker since the last call, and which step has ended."""
         tiers = None
         if self.residency is not None and (changes := self.residency.take()):
             workers, shards = health.parts(self._adapter)
             tiers = TierReport(workers, changes, shards)
-        weights, speeds = self.epoch.changed, self.queue.take_speeds()
-        if tiers is None and weights is None and speeds == LoadSpeeds():
-            return None
-        return WorkerReport(tiers, weights, speeds)
+        step = None if self._adapter.step is None else self._adapter.step.number
+        report = WorkerReport(tiers, self.epoch.changed, self.queue.take_speeds(), step)
+        return None if report == NOTHING else report
 
     def near_engine(self) -> Any:
         """Return LMCache's engine, which knows its pins; None with a tier on another host."""

@@ -10,7 +10,7 @@ from lmcache_xpu.kv_connector.epochs import WeightsChanged
 from lmcache_xpu.kv_connector.kv_events import TierReport
 from lmcache_xpu.kv_connector.load_policy import LoadSpeeds
 
-__all__ = ["WorkerReport"]
+__all__ = ["NOTHING", "WorkerReport"]
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,13 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # untyped 
         tiers: what changed in their tiers; None if nothing did, or nobody wants to know.
         weights: their weights changed; None if not.
         speeds: of loads that requests have waited for.
+        step: number of the step that has ended; None if nobody asks.
     """
 
     tiers: TierReport | None = None
     weights: WeightsChanged | None = None
     speeds: LoadSpeeds = field(default_factory=LoadSpeeds)
+    step: int | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """This one's report and that of another worker."""
@@ -35,7 +37,11 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # untyped 
             tiers = self.tiers.aggregate(other.tiers)
         if self.weights is not None and other.weights is not None:
             weights = self.weights.aggregate(other.weights)
-        return WorkerReport(tiers, weights, LoadSpeeds(*map(_slower, self.speeds, other.speeds)))
+        speeds = LoadSpeeds(*map(_slower, self.speeds, other.speeds))
+        return WorkerReport(tiers, weights, speeds, self.step)
+
+
+NOTHING = WorkerReport()
 
 
 def _slower(a: float | None, b: float | None) -> float | None:

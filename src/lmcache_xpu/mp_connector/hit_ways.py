@@ -7,7 +7,7 @@ Loads are inside steps only where vLLM's scheduler begins a request anew whose l
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from lmcache_xpu.kv_connector.load_policy import Hit, LoadPolicy, LoadSpeeds
 
@@ -15,9 +15,23 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-__all__ = ["HitWays", "Way"]
+__all__ = ["BegunStep", "HitWays", "Way"]
 
 Way = Literal["step", "async", "computed"]
+
+
+class BegunStep(NamedTuple):
+    """What the workers must know of a step.
+
+    Args:
+        number: by which they report that it has ended; None if nobody asks.
+        inside: LMCache's descriptions of the loads inside it.
+        computed_hits: number of requests in it that are computed, though they could be loaded.
+    """
+
+    number: int | None
+    inside: list[Any]
+    computed_hits: int
 
 
 class HitWays:
@@ -70,15 +84,12 @@ class HitWays:
         """Whether a request's load is inside its step."""
         return self._ways.get(request_id) == "step"
 
-    def begin_step(self, step: SchedulerOutput, loads: Sequence[Any]) -> tuple[list[Any], int]:
+    def begin_step(self, step: SchedulerOutput, loads: Sequence[Any]) -> BegunStep:
         """Hear of a step that vLLM has decided on.
 
         Args:
             step: vLLM's.
             loads: LMCache's descriptions of those that begin with it.
-
-        Returns:
-            Those that are inside it, and how many of its requests are computed.
         """
         inside = [load for load in loads if self._ways.get(load.request_id) == "step"]
         self._running = set(step.num_scheduled_tokens)
@@ -86,20 +97,22 @@ class HitWays:
         self._waiting.update(load.request_id for load in loads if load not in inside)
         for name in (*computed, *(load.request_id for load in loads)):
             self._ways.pop(name, None)
+        number = None
         if self._policy is not None:
-            self._policy.begin_step(step.total_num_scheduled_tokens, loads=bool(inside))
-        return inside, len(computed)
+            number = self._policy.begin_step(step.total_num_scheduled_tokens, loads=bool(inside))
+        return BegunStep(number, inside, len(computed))
 
-    def end_step(self, arrived: Iterable[str], speeds: LoadSpeeds) -> None:
+    def end_step(self, number: int | None, arrived: Iterable[str], speeds: LoadSpeeds) -> None:
         """Hear that a step has ended, whose loads beside it have, and how fast the last ones were.
 
         Args:
+            number: the step's; None if no worker told it.
             arrived: requests; their loads may have failed.
             speeds: as the worker has measured.
         """
         self._waiting.difference_update(arrived)
         if self._policy is not None:
-            self._policy.end_step()
+            self._policy.end_step(number)
             self._policy.hear(speeds)
 
     def finished(self, request_id: str) -> None:

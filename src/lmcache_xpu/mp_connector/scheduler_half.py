@@ -160,15 +160,16 @@ class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         self.scheduler_adapter.end_step()
         described = super().build_connector_meta(scheduler_output).requests
         loads = [request for request in described if request.direction == "RETRIEVE"]
-        inside, computed = self._ways.begin_step(scheduler_output, loads)
+        begun = self._ways.begin_step(scheduler_output, loads)
         blocks = [load.op for load in loads]
         return Step(
-            [request for request in described if request not in inside],
-            inside,
+            [request for request in described if request not in begun.inside],
+            begun.inside,
             written_blocks(scheduler_output, blocks, self._group_tokens_per_block),
             scheduler_output.total_num_scheduled_tokens,
             self._sources(described) if self._ways.allows_steps else {},
-            computed,
+            begun.computed_hits,
+            begun.number,
         )
 
     def _sources(self, described: Iterable[Any]) -> dict[str, list[int]]:
@@ -188,7 +189,8 @@ class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         report = connector_output.kv_connector_worker_meta
         if not isinstance(report, WorkerReport):
             report = WorkerReport()
-        self._ways.end_step(connector_output.finished_recving or (), report.speeds)
+        arrived = connector_output.finished_recving or ()
+        self._ways.end_step(report.step, arrived, report.speeds)
         for request_id in report.damaged:
             self._keys.damaged(request_id)
         for request_id in report.requests:

@@ -31,6 +31,7 @@ class Step(LMCacheMPConnectorMetadata):  # type: ignore[misc]  # untyped base
         sources: by request that stores, the blocks up to the last that is stored; empty where loads
             are never inside a step.
         computed_hits: number of requests in it that are computed, though they could be loaded.
+        number: by which workers report that it has ended; None if nobody asks.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Step(LMCacheMPConnectorMetadata):  # type: ignore[misc]  # untyped base
         tokens: int,
         sources: Mapping[str, Collection[int]],
         computed_hits: int,
+        number: int | None = None,
     ) -> None:
         super().__init__()
         self.requests = list(requests)
@@ -49,6 +51,7 @@ class Step(LMCacheMPConnectorMetadata):  # type: ignore[misc]  # untyped base
         self.tokens = tokens
         self.sources = sources
         self.computed_hits = computed_hits
+        self.number = number
 
 
 def written_blocks(
@@ -91,6 +94,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # untyped 
         requests: names of those that waited for a load which failed.
         damaged: those of which the server has something that is not what it should be.
         speeds: of the last loads.
+        step: number of the step that has ended; None if nobody asks.
     """
 
     def __init__(
@@ -98,10 +102,12 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # untyped 
         requests: Iterable[str] = (),
         damaged: Iterable[str] = (),
         speeds: LoadSpeeds = UNKNOWN,
+        step: int | None = None,
     ) -> None:
         self.requests = frozenset(requests)
         self.damaged = frozenset(damaged)
         self.speeds = speeds
+        self.step = step
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """What several workers said, as one; with several, no speed is asked for."""

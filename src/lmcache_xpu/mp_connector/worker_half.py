@@ -187,14 +187,15 @@ class WorkerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         return results
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
-        """What became of loads since the last call."""
+        """What became of loads since the last call, and which step has ended."""
         failed, self._failed = self._failed, set()
+        step = self._get_connector_metadata().number
         if (transfers := self.worker_adapter.transfers) is None:
-            return WorkerReport(failed) if failed else None
+            return WorkerReport(failed, step=step) if failed or step else None
         damaged, speeds = transfers.take_damaged(), transfers.take_speeds()
-        if not (failed or damaged or speeds.near):
+        if not (failed or damaged or speeds.near or step):
             return None
-        return WorkerReport(failed, damaged, speeds)
+        return WorkerReport(failed, damaged, speeds, step)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """What this process counted since the last call."""
