@@ -182,26 +182,51 @@ def test_the_engine_is_too_small_and_the_one_with_room_is_not(shape):
 def test_jobs_cross_to_the_engine_as_json(engine, shape, monkeypatch):
     load = load_named(shape.name)
     asked = []
-    monkeypatch.setattr("lmcache_xpu.bench.jobs.decode", lambda _, job: asked.append(job))
+    monkeypatch.setattr("lmcache_xpu.bench.jobs.decode", lambda _, job, keeps: asked.append(job))
     monkeypatch.setattr("lmcache_xpu.bench.jobs.converse", lambda _, job: asked.append(job))
     monkeypatch.setattr("lmcache_xpu.bench.jobs.share", lambda _, job, tier: asked.append(job))
     for job in load.jobs().values():
-        answer(engine, json.loads(json.dumps(job)), tier=True)
+        answer(engine, json.loads(json.dumps(job)), "tier")
+    copying = replace(load.decoding, hit=Turn(load.decoding.hit.history, 1))
     storing = replace(load.decoding, new=True)
-    assert asked == [load.decoding, storing, load.conversations, load.sharing]
+    assert asked == [load.decoding, copying, storing, load.conversations, load.sharing]
 
 
-def test_the_engine_with_room_is_made_of_settings():
+def test_the_engines_with_room_are_made_of_settings():
     load = load_named("small")
-    (room,) = variants_named(load.shape, ["room"], [*load.more_variants()])
-    settings = Settings.load(room.values(load.shape, "model", "cpu", graphs=False))
-    assert (settings.kv_cache_gib, settings.offload) == (1, False)
+    room, seats = variants_named(load.shape, ["room", "seats"], [*load.more_variants()])
+    made = [
+        Settings.load(variant.values(load.shape, "model", "cpu", graphs=False))
+        for variant in (room, seats)
+    ]
+    assert [(settings.kv_cache_gib, settings.offload) for settings in made] == [(1, False)] * 2
+    assert [settings.max_num_seqs for settings in made] == [None, 3]
+    assert {room.hits, seats.hits} == {"own cache"}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_as_many_seats_as_conversations_fit_the_own_cache(shape, devices: int):
+    load = load_named(shape.name).on_devices(devices)
+    talk = load.conversations
+    tokens = talk.history + talk.new + talk.answer
+    own = load.shape.settings["kv_cache_gib"] * devices * 2**30
+    size = load.shape.model.kv_bytes_per_token
+    assert 1 < load.seats < talk.users
+    assert load.seats * tokens * size <= own < (load.seats + 1) * tokens * size
+
+
+def test_hits_of_an_own_cache_are_not_forgotten(engine):
+    figures = decode(engine, DECODING, keeps=True)
+    assert engine.forgotten == 0
+    assert figures["ttft"]["n"] == DECODING.hits
 
 
 def results(engine):
     ours = LoadResult("ours", "ours, standard")
     ours.rounds = {
         "decoding": [decode(engine, DECODING) for _ in range(2)],
+        "copying": [decode(engine, DECODING)],
         "storing": [decode(engine, replace(DECODING, new=True))],
         "conversations": [converse(engine, TALK)],
         "sharing": [share(engine, Sharing(requests=2, history=4, new=1, answer=1), tier=True)],
@@ -214,7 +239,7 @@ def test_figures_are_shown_written_and_drawn(engine, tmp_path):
     console = Console(width=160, record=True, file=io.StringIO())
     figures.show(console)
     text = console.export_text()
-    assert text.count("ours, standard") == 4  # in each table
+    assert text.count("ours, standard") == 5  # in each table
     assert "LMCache, standard: AssertionError: layout" in text
     facts = figures.as_dict({"device": "cpu"}, "lmcache-xpu bench load")
     assert len(json.loads(json.dumps(facts))["results"][0]["rounds"]["decoding"]) == 2

@@ -54,7 +54,6 @@ class Child:
     ) -> None:
         self.variant = variant
         self.error: str | None = None  # why there are no more answers
-        self._tier = variant.name != "none"
         self._timeout_s = timeout_s
         values = json.dumps(variant.values(shape, model, device, graphs=graphs))
         self._process = subprocess.Popen(
@@ -80,7 +79,7 @@ class Child:
             return None
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended; `_answer` says why
-            self._process.stdin.write(json.dumps({"do": job, "tier": self._tier}) + "\n")
+            self._process.stdin.write(json.dumps({"do": job, "hits": self.variant.hits}) + "\n")
             self._process.stdin.flush()
         return self._answer()
 

@@ -23,7 +23,7 @@ from lmcache_xpu.bench.engine import Engine, synchronize
 from lmcache_xpu.bench.load import Conversations, Decoding, Sharing
 from lmcache_xpu.bench.load_jobs import converse, decode, share
 from lmcache_xpu.bench.shapes import Turn
-from lmcache_xpu.bench.variants import SERVER_URL, lmcache_server
+from lmcache_xpu.bench.variants import SERVER_URL, Hits, lmcache_server
 from lmcache_xpu.launch.cache_server import server_command, start_server
 from lmcache_xpu.launch.engine_arguments import engine_variables
 from lmcache_xpu.launch.settings import Settings
@@ -128,17 +128,18 @@ def later_turns(engine: Engine, turns: Sequence[Turn], *, tier: bool) -> list[di
     return rounds
 
 
-def answer(engine: Engine, job: dict[str, Any], *, tier: bool) -> dict[str, Any]:
+def answer(engine: Engine, job: dict[str, Any], hits: Hits) -> dict[str, Any]:
     """Do one job that the parent process asks for.
 
     Args:
         engine: the engine to measure.
         job: its only item names it.
-        tier: whether the engine has a tier.
+        hits: see `Variant`.
 
     Raises:
         ValueError: there is no such job.
     """
+    tier = hits == "tier"
     match job:
         case {"warm up": int() as length}:  # what is compiled at first use
             return {"seconds": engine.seconds(engine.prompt(length))}
@@ -151,7 +152,8 @@ def answer(engine: Engine, job: dict[str, Any], *, tier: bool) -> dict[str, Any]
         case {"later": list() as turns}:
             return {"rounds": later_turns(engine, [Turn(*turn) for turn in turns], tier=tier)}
         case {"decode": dict() as load}:
-            return {"load": decode(engine, Decoding(**load | {"hit": Turn(**load["hit"])}))}
+            decoding = Decoding(**load | {"hit": Turn(**load["hit"])})
+            return {"load": decode(engine, decoding, keeps=hits == "own cache")}
         case {"converse": dict() as load}:
             return {"load": converse(engine, Conversations(**load))}
         case {"share": dict() as load}:
@@ -189,7 +191,7 @@ def _do_jobs() -> None:
     for line in sys.stdin:
         job = json.loads(line)
         time.sleep(SETTLE_S / 2)  # the engine before this one may still store
-        say(**answer(engine, job["do"], tier=job["tier"]))
+        say(**answer(engine, job["do"], job["hits"]))
 
 
 def at_server(settings: Settings, url: str) -> Settings:

@@ -88,9 +88,9 @@ class Load:
     Args:
         shape: the model, and the engine's settings.
         room_gib: KV cache of an engine with room for everything.
-        decoding: the first load; the second one is the same beside prompts that are new.
-        conversations: the third one.
-        sharing: the fourth one.
+        decoding: beside hits; and beside prompts that are new (`storing`).
+        conversations: of many users.
+        sharing: of a history.
     """
 
     shape: Shape
@@ -103,24 +103,50 @@ class Load:
         """Return the load for `count` devices that share the layers; see `Shape.on_devices`."""
         return replace(self, shape=self.shape.on_devices(count), room_gib=self.room_gib / count)
 
+    @property
+    def copying(self) -> Decoding:
+        """Decoding beside hits of which one token is computed."""
+        return replace(self.decoding, hit=replace(self.decoding.hit, new=1))
+
+    @property
+    def seats(self) -> int:
+        """Number of conversations that the engine's own cache holds after their first answer."""
+        talk = self.conversations
+        size = (talk.history + talk.new + talk.answer) * self.shape.model.kv_bytes_per_token
+        per_device = self.shape.settings["kv_cache_gib"] * 2**30
+        return int(per_device * self.shape.devices / size)
+
     def jobs(self) -> dict[str, dict[str, Any]]:
         """Return the jobs of `jobs.answer`, by load."""
         return {
             "decoding": {"decode": asdict(self.decoding)},
+            "copying": {"decode": asdict(self.copying)},
             "storing": {"decode": asdict(replace(self.decoding, new=True))},
             "conversations": {"converse": asdict(self.conversations)},
             "sharing": {"share": asdict(self.sharing)},
         }
 
     def more_variants(self) -> list[Variant]:
-        """Return engines beside the usual ones: ways to load, and one that never needs a tier."""
+        """Return engines beside the usual ones: ways to load, and two that never need a tier.
+
+        One of these takes no more requests at once than the others have room for: what no tier can
+        beat, as it loads nothing.
+        """
+        room = {"offload": False, "kv_cache_gib": self.room_gib}
         return [
             Variant(name="ours-step", title="ours, loads in steps", settings={"loads": "step"}),
             Variant(name="ours-async", title="ours, loads async", settings={"loads": "async"}),
             Variant(
                 name="room",
                 title="no connector, room for everything",
-                settings={"offload": False, "kv_cache_gib": self.room_gib},
+                settings=room,
+                hits="own cache",
+            ),
+            Variant(
+                name="seats",
+                title=f"the same, {self.seats} at once",
+                settings={**room, "max_num_seqs": self.seats},
+                hits="own cache",
             ),
         ]
 
@@ -148,7 +174,7 @@ _LOADS = {
             decoding=Decoding(
                 requests=16,
                 prompt=512,
-                tokens=700,
+                tokens=1400,
                 hits=8,
                 hit=Turn(32768, 256),
                 answer=4,

@@ -104,12 +104,17 @@ def drive(
     return time.perf_counter() - begin
 
 
-def decode(engine: Engine, load: Decoding) -> dict[str, Spread | float]:
+def decode(engine: Engine, load: Decoding, *, keeps: bool = False) -> dict[str, Spread | float]:
     """Time what decodes, alone and while hits arrive, and the hits.
 
     Without a tier the hits are prompts that are computed, and so they are with `new`. Of the
     decoding requests the part counts in which all of them decode, and that ends with the last hit's
     answer.
+
+    Args:
+        engine: that computes them.
+        load: the requests.
+        keeps: hits are in the engine's own cache.
 
     Returns:
         inter-token latencies `alone` and `with hits`, `ttft` of the hits, and the tokens a second
@@ -122,7 +127,8 @@ def decode(engine: Engine, load: Decoding) -> dict[str, Spread | float]:
     time.sleep(SETTLE_S)
     figures: dict[str, Spread | float] = {}
     for name, arriving in (("alone", []), ("with hits", histories)):
-        engine.forget()
+        if not keeps:
+            engine.forget()
         decoding = [Request(engine.prompt(load.prompt), load.tokens) for _ in range(load.requests)]
         hits = [
             Request(history + engine.prompt(load.hit.new), load.answer, (at + 1) * load.every_s)

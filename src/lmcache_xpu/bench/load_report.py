@@ -39,6 +39,7 @@ DECODING: list[Column] = [
     ("p99", _value("with hits", "p99")),
     ("max", _value("with hits", "max")),
     ("p99, times alone", _times_alone("p99")),
+    ("max, times alone", _times_alone("max")),
     ("tokens/s alone", lambda figures: figures["tokens_s alone"]),
     ("with hits", lambda figures: figures["tokens_s with hits"]),
     ("TTFT of hits p50", _value("ttft", "p50")),
@@ -96,6 +97,11 @@ class LoadFigures:
                 DECODING,
                 f"{decoding.requests} requests decode; every {decoding.every_s:g} s one of "
                 f"{decoding.hit} tokens arrives. Inter-token latency, ms",
+            ),
+            (
+                "copying",
+                DECODING,
+                f"The same where the hits compute one token each: {decoding.hit.history} + 1. ms",
             ),
             (
                 "storing",

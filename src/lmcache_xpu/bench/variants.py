@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from lmcache_xpu.bench.shapes import Shape
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.cache_server import HOST, PROGRAM
 from lmcache_xpu.launch.settings import Settings
+
+Hits = Literal["tier", "own cache", "none"]
 
 SERVER_URL = "tcp://LMCACHE"  # stands for that of the server that an engine's process starts
 
@@ -25,6 +27,7 @@ class Variant:
         settings: settings that it has beside the shape's.
         connector: vLLM's KV transfer configuration, where the connector is not ours.
         environment: variables of its process.
+        hits: where the KV cache of a prompt is that was computed, and then pushed out.
     """
 
     name: str
@@ -32,6 +35,7 @@ class Variant:
     settings: dict[str, Any] = field(default_factory=dict)
     connector: dict[str, Any] | None = None
     environment: dict[str, str] = field(default_factory=dict)
+    hits: Hits = "tier"
 
     def values(self, shape: Shape, model: str, device: str, *, graphs: bool) -> dict[str, Any]:
         """Return the values that `Settings.load` makes the engine's settings from."""
@@ -98,7 +102,7 @@ def variants(shape: Shape) -> tuple[Variant, ...]:
         },
     }
     return (
-        Variant(name="none", title="no connector", settings={"offload": False}),
+        Variant(name="none", title="no connector", settings={"offload": False}, hits="none"),
         Variant(name="ours", title="ours, standard"),
         Variant(name="ours-layerwise", title="ours, layerwise", settings={"layerwise": True}),
         Variant(name="ours-server", title="ours, LMCache's server", settings={"cache": "server"}),

@@ -34,7 +34,8 @@ LoadVariants = Annotated[
     list[str] | None,
     typer.Option(
         help="none, ours, ours-layerwise, ours-server, lmcache, lmcache-layerwise, lmcache-server, "
-        "offloading or room; may be given several times (default: all)."
+        "offloading, ours-step, ours-async, room or seats; may be given several times (default: "
+        "all)."
     ),
 ]
 Repeats = Annotated[
@@ -44,8 +45,8 @@ Loads = Annotated[
     list[str] | None,
     typer.Option(
         "--load",
-        help="decoding, storing, conversations or sharing; may be given several times (default: "
-        "all).",
+        help="decoding, copying, storing, conversations or sharing; may be given several times "
+        "(default: all).",
     ),
 ]
 LoadRepeats = Annotated[int, typer.Option(min=1, help="Of each load; medians count.")]
@@ -141,13 +142,17 @@ def load(
     plot_file: PlotFile = None,
     report: Report = None,
 ) -> None:
-    """Time four loads in a real engine with random weights; nothing is downloaded.
+    """Time five loads in a real engine with random weights; nothing is downloaded.
 
     What hits cost others: requests decode, alone and then while prompts with cached tokens arrive
-    (decoding). What storing costs them: the same with new prompts (storing). What is gained:
-    conversations at once, more than the engine's own cache holds (conversations); `room` is an
-    engine whose cache holds them all. And many at once that begin alike (sharing). Exits with 1 if
-    an engine with this package fails.
+    (decoding), of which all but one token may be cached (copying). What storing costs them: the
+    same with new prompts (storing). What is gained: conversations at once, more than the engine's
+    own cache holds (conversations). And many at once that begin alike (sharing).
+
+    `room` is an engine whose own cache holds everything. `seats` has such a cache, and takes no
+    more requests at once than fit the others': what no tier can beat.
+
+    Exits with 1 if an engine with this package fails.
     """
     from lmcache_xpu.bench import load_runner, runner
     from lmcache_xpu.bench.load import load_named
