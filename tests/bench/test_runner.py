@@ -126,7 +126,8 @@ def test_why_an_engine_ended():
 def run_small(monkeypatch, script, names, **options):
     """The bench, with a program in place of the engines."""
     monkeypatch.setattr(sys, "executable", _stand_in(script))
-    how = {"repeats": 1, "in_turn": False, "graphs": False, "timeout_s": 60} | options
+    how = {"rows": SMALL.rows(), "repeats": 1, "in_turn": False, "graphs": False, "timeout_s": 60}
+    how |= options
     return run(SMALL, variants_named(SMALL, names), console=Console(quiet=True), **how)
 
 
@@ -140,6 +141,15 @@ def test_results_are_saved_after_each_row(monkeypatch, tmp_path):
     run_small(monkeypatch, STAND_IN, ["none", "ours"], save=save)
     rows = range(1, len(SMALL.rows()) + 1)
     assert saved == [[row] for row in rows] + [[len(rows), row] for row in rows]
+
+
+def test_some_rows_alone_are_timed_in_their_usual_order(monkeypatch, tmp_path):
+    monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
+    whole, turn = "1024", "2048 + 256"
+    (result,) = run_small(monkeypatch, STAND_IN, ["ours"], rows=SMALL.rows([turn, whole]))
+    assert list(result.ms) == [whole, turn]
+    with pytest.raises(SettingsError, match=r"row '7'.*expected one of 1024, 2048"):
+        SMALL.rows(["7"])
 
 
 @pytest.mark.parametrize(

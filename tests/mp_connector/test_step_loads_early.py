@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
-from support.step_loading import LAYERS, LOADED, fail_to_name, failures, named
+from support.step_loading import (
+    LAYERS,
+    LOADED,
+    OTHERS,
+    STORED,
+    fail_to_name,
+    failures,
+    named,
+)
 from support.step_loading import engine as engine  # a fixture
 from support.step_loading import stored as stored  # a fixture
 
@@ -51,3 +60,47 @@ def test_a_server_that_is_lost_before_the_step_fails_the_load_in_it(stored):
     stored.load(looks=False)
     assert set(stored.loads.take()) == set(LOADED)
     assert failures("load", "server") == count + 1
+
+
+def test_what_needs_no_answer_of_the_server_is_done_while_it_looks(stored, monkeypatch):
+    """Of all loads of the step: the server answers one after another."""
+    done = []
+    plan, answer = stored.copies.beside_layers, stored.loads._server.answer
+
+    def planned(*arguments):
+        done.append("planned")
+        return plan(*arguments)
+
+    def answered(*arguments, **how):
+        done.append("answered")
+        return answer(*arguments, **how)
+
+    monkeypatch.setattr(stored.copies, "beside_layers", planned)
+    monkeypatch.setattr(stored.loads._server, "answer", answered)
+    stored.loads.begin_step(LOADED + OTHERS)
+    for name, blocks in (("first", LOADED), ("second", OTHERS)):
+        stored.loads.ask(name, named, blocks)
+    stored.loads.begin(4, whole=True)
+    stored.loads.end()
+    assert done == ["planned", "planned", "answered", "answered"]
+    for layer, before in zip(stored.caches.values(), stored.before, strict=True):
+        assert torch.equal(layer[LOADED], before[STORED])
+        assert torch.equal(layer[OTHERS], before[STORED])
+
+
+def test_a_load_that_can_not_be_planned_costs_no_other(stored, monkeypatch):
+    plan, count = stored.copies.beside_layers, failures("load", "ZeroDivisionError")
+    monkeypatch.setattr(
+        stored.copies,
+        "beside_layers",
+        lambda chunks, starts: 1 // 0 if OTHERS[0] in chunks[0] else plan(chunks, starts),
+    )
+    stored.loads.begin_step(LOADED + OTHERS)
+    for name, blocks in (("first", OTHERS), ("second", LOADED)):
+        stored.loads.ask(name, named, blocks)
+    stored.loads.begin(4, whole=True)
+    stored.loads.end()
+    assert set(stored.loads.take()) == set(OTHERS)
+    assert failures("load", "ZeroDivisionError") == count + 1
+    assert stored.client.calls.count("commit_retrieve") == 2  # nothing of either is read any more
+    assert torch.equal(stored.caches[LAYERS[0]][LOADED], stored.before[0][STORED])

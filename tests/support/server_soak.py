@@ -189,11 +189,12 @@ def load_wrong(worker) -> None:
     """Let every load leave zeros in the blocks that it fills."""
     [copies] = adapter().transfers.groups
 
-    def wrong(load: Callable[..., Any], chunks: Any, objects: Any, *starts: Any) -> Any:
-        return load(chunks, [torch.zeros_like(each) for each in objects], *starts)
+    def wrong(load: Callable[..., Any], objects: Any) -> Any:
+        return load([torch.zeros_like(each) for each in objects])
 
-    for name in ("load", "beside_layers"):
-        setattr(copies, name, functools.partial(wrong, getattr(copies, name)))
+    load, beside_layers = copies.load, copies.beside_layers
+    copies.load = lambda chunks, objects: wrong(functools.partial(load, chunks), objects)
+    copies.beside_layers = lambda *what: functools.partial(wrong, beside_layers(*what))
 
 
 def soak(engine: Engine, server: CacheServer, wanted: argparse.Namespace) -> dict[str, Any]:

@@ -120,6 +120,7 @@ def measure(
         shape,
         variants_named(shape, names),
         repeats=1 if quick else 3,
+        rows=shape.rows(),
         in_turn=False,
         graphs=False,
         timeout_s=timeout_s,

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from lmcache_xpu import versions
 from lmcache_xpu.bench.child import Child
-from lmcache_xpu.bench.shapes import Shape
+from lmcache_xpu.bench.shapes import Row, Shape
 from lmcache_xpu.bench.variants import Variant
 from lmcache_xpu.launch.serve import built_for
 
@@ -160,6 +160,7 @@ def run(
     engines: list[Variant],
     *,
     repeats: int,
+    rows: Sequence[Row],
     in_turn: bool,
     graphs: bool,
     timeout_s: float,
@@ -173,6 +174,7 @@ def run(
         shape: the model's shape.
         engines: the engines' variants.
         repeats: repeats of each row; medians count.
+        rows: of the shape.
         in_turn: see `started`; each row then goes to one engine after another.
         graphs: whether vLLM compiles graphs.
         timeout_s: seconds that an engine may take to start, and for each answer.
@@ -185,7 +187,7 @@ def run(
     for children in groups:
         pairs = [(Result(child.variant.name, child.variant.title), child) for child in children]
         results += [result for result, _ in pairs]
-        _measure(pairs, shape, repeats, Questions(console, show), partial(save, results))
+        _measure(pairs, shape, rows, repeats, Questions(console, show), partial(save, results))
     return results
 
 
@@ -234,6 +236,7 @@ def _cpu_name() -> str:
 def _measure(
     children: list[tuple[Result, Child]],
     shape: Shape,
+    rows: Sequence[Row],
     repeats: int,
     questions: Questions,
     save: Callable[[], None],
@@ -249,7 +252,7 @@ def _measure(
             result.link_gb_s = answer.get("link", {})
         else:
             result.exact = ask(result, child, "exactness", {"exact": first}).get("exact")
-    for row in shape.rows():
+    for row in rows:
         rounds: dict[str, list[dict[str, float]]] = {}
         for _ in range(repeats):
             for result, child in children:

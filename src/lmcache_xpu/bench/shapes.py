@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -75,10 +75,14 @@ class Shape:
             settings[name] /= count
         return replace(self, settings=settings)
 
-    def rows(self) -> list[Row]:
-        """Return the requests to time, in this order."""
+    def rows(self, names: Collection[str] = ()) -> list[Row]:
+        """Return the requests to time, in this order: those of these names, or all.
+
+        Raises:
+            SettingsError: there are none of a name.
+        """
         crowd = [self.crowd_turn] * self.crowd
-        return [
+        rows = [
             *(Row(f"{length}", length, {"whole": length}) for length in self.lengths),
             *(Row(f"{turn}", turn.history, _later([turn])) for turn in self.turns),
             Row(
@@ -87,6 +91,11 @@ class Shape:
                 _later(crowd),
             ),
         ]
+        by_name = {row.name: row for row in rows}
+        for name in names:
+            if name not in by_name:
+                raise SettingsError(f"row {name!r}", f"one of {', '.join(by_name)}")
+        return [row for row in rows if not names or row.name in names]
 
     def write(self, directory: Path) -> None:
         """Write the model's configuration; weights are made up when it is loaded."""

@@ -41,6 +41,14 @@ LoadVariants = Annotated[
 Repeats = Annotated[
     int, typer.Option(min=1, help="Of each request, of later turns three each; medians count.")
 ]
+Rows = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--row",
+        help="'61440 + 4096', say: the requests of a column of the tables; may be given several "
+        "times (default: all).",
+    ),
+]
 Loads = Annotated[
     list[str] | None,
     typer.Option(
@@ -84,6 +92,7 @@ InTurn = Annotated[
 def engine(
     shape: ShapeName = None,
     variant: Variants = None,
+    only: Rows = None,
     repeats: Repeats = 3,
     tensor_parallel: TensorParallel = 1,
     in_turn: InTurn = False,
@@ -111,13 +120,15 @@ def engine(
     outputs.check()
     model = shape_named(shape or default_name(built_for(), runner.device_memory_bytes()))
     model = model.on_devices(tensor_parallel)
-    variants = variants_named(model, variant)
+    variants, rows = variants_named(model, variant), model.rows(only or ())
     command = _command("engine", model, repeats, variant, in_turn=in_turn, graphs=graphs)
+    command += "".join(f" --row '{name}'" for name in only or ())
     run = partial(
         runner.run,
         model,
         variants,
         repeats=repeats,
+        rows=rows,
         in_turn=in_turn,
         graphs=graphs,
         timeout_s=timeout_s,

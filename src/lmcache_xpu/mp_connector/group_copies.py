@@ -25,7 +25,9 @@ from lmcache_xpu.transfer.slots import Slots, check_slots, slots_of
 from lmcache_xpu.transfer.staging import Stager
 from lmcache_xpu.transfer.tuning import Tuning
 
-__all__ = ["GroupCopies"]
+__all__ = ["BesideLayers", "GroupCopies"]
+
+BesideLayers = Callable[[Sequence[torch.Tensor]], list[LoadPipeline]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,31 +131,36 @@ class GroupCopies:
         return handles
 
     def beside_layers(
-        self,
-        chunks: Sequence[list[int]],
-        objects: Sequence[torch.Tensor],
-        starts: Callable[[int, int, Tuning], list[int]],
-    ) -> list[LoadPipeline]:
-        """Return a load of chunks from objects, as `load`, that comes in the order of the layers.
+        self, chunks: Sequence[list[int]], starts: Callable[[int, int, Tuning], list[int]]
+    ) -> BesideLayers:
+        """Plan a load of chunks, as `load`, that comes in the order of the layers.
 
-        Nothing of it is enqueued yet. Its parts count layers as `pages_per_layer` says.
+        Where the chunks are need not be known yet.
 
         Args:
             chunks: their blocks.
-            objects: where they are.
             starts: of so many layers, with so many bytes each, the first layer of each that is
                 moved at once.
+
+        Returns:
+            What makes the load of the objects that hold the chunks. Nothing of it is enqueued yet.
+            Its parts count layers as `pages_per_layer` says.
         """
-        loads = []
+        plans = []
         for part in self.parts:
             slots, spans = self._slots(part, chunks), self._spans(chunks)
             layers = part.form.layers
             first = starts(layers, len(chunks) * part.nbytes // layers, part.stager.tuning)
-            plan = part.stager.plan(part.form, slots, spans, starts=first)
-            load = LoadPipeline(part.stager, slots.numbers, LOAD_SERVER)
-            load.add(plan, part.memory(objects))
-            loads.append(load)
-        return loads
+            plans.append((part, slots, part.stager.plan(part.form, slots, spans, starts=first)))
+
+        def load(objects: Sequence[torch.Tensor]) -> list[LoadPipeline]:
+            loads = []
+            for part, slots, plan in plans:
+                loads.append(LoadPipeline(part.stager, slots.numbers, LOAD_SERVER))
+                loads[-1].add(plan, part.memory(objects))
+            return loads
+
+        return load
 
     @property
     def pages_per_layer(self) -> int | None:

@@ -26,7 +26,7 @@ from lmcache_xpu.mp_connector.server import GivenUpError, Server, check_lease
 from lmcache_xpu.mp_connector.transfer_queue import Transfer
 from lmcache_xpu.transfer.devices import Event, SideStream
 
-__all__ = ["Located", "Moves", "Question"]
+__all__ = ["Located", "Moves", "Question", "Seals"]
 
 Seals = list[list[bytes]]  # by group, of each chunk
 

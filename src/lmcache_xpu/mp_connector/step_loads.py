@@ -28,10 +28,10 @@ from lmcache_xpu.errors import TransferError
 from lmcache_xpu.gpu_connector.in_flight import InFlight
 from lmcache_xpu.gpu_connector.load_pipeline import LoadPipeline
 from lmcache_xpu.metrics import fallback, loaded
-from lmcache_xpu.mp_connector.group_copies import GroupCopies
+from lmcache_xpu.mp_connector.group_copies import BesideLayers, GroupCopies
 from lmcache_xpu.mp_connector.kv_cache_groups import NULL_BLOCK
 from lmcache_xpu.mp_connector.late_blocks import LateBlocks, Verdict
-from lmcache_xpu.mp_connector.moves import Located, Moves, Question
+from lmcache_xpu.mp_connector.moves import Located, Moves, Question, Seals
 from lmcache_xpu.mp_connector.server import GivenUpError, Server, check_lease
 
 __all__ = ["StepLoads"]
@@ -49,6 +49,8 @@ class _Load:
     blocks: list[int]
     verdict: Verdict
     asked: Question | None = None
+    seals: Seals = field(default_factory=list)
+    plan: BesideLayers | None = None
     located: Located | None = None
     parts: list[LoadPipeline] = field(default_factory=list)
 
@@ -145,28 +147,41 @@ class StepLoads:
         loads, self._asked = self._asked, []
         self._in_flight.begin_step(frozenset(), tokens)
         end = time.monotonic() + ANSWER_S
-        for load in loads:
-            try:
-                self._begin(load, max(0.0, end - time.monotonic()))
-            except Exception as error:  # whatever: the request is computed
-                self._fail(load, error)
-            else:
+        # What needs no answer comes first: the server is asked meanwhile.
+        for load in [load for load in loads if self._succeeds(self._prepare, load)]:
+            if self._succeeds(self._begin, load, max(0.0, end - time.monotonic())):
                 self._loads.append(load)
         if whole or not self._last_pages:
             with self._moves.enqueueing, torch.inference_mode():
                 self._in_flight.before_all()
 
+    def _succeeds(self, act: Callable[..., None], load: _Load, *rest: float) -> bool:
+        try:
+            act(load, *rest)
+        except Exception as error:  # whatever: the request is computed
+            self._fail(load, error)
+            return False
+        return True
+
+    def _prepare(self, load: _Load) -> None:
+        assert load.asked is not None
+        starts = functools.partial(self._group_starts, self._tokens(load))
+        try:
+            load.seals = self._moves.seals(load.asked.key)
+            load.plan = self._copies.beside_layers(self._copies.chunks(load.blocks), starts)
+        except BaseException:
+            self._moves.end_load(load.asked.key)
+            raise
+
     def _begin(self, load: _Load, at_most_s: float) -> None:
         assert load.asked is not None
-        seals = self._moves.seals(load.asked.key)
+        assert load.plan is not None
         answer = self._server.answer(load.asked.answer, at_most_s=at_most_s)
         if not answer.success:
             raise GivenUpError("missing")
         try:
-            load.located = self._moves.locate(load.asked, answer, seals)
-            chunks = self._copies.chunks(load.blocks)
-            starts = functools.partial(self._group_starts, self._tokens(load))
-            load.parts = self._copies.beside_layers(chunks, load.located.objects[0], starts)
+            load.located = self._moves.locate(load.asked, answer, load.seals)
+            load.parts = load.plan(load.located.objects[0])
         except BaseException:
             self._moves.end_load(load.asked.key)
             raise
