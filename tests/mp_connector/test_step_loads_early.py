@@ -65,7 +65,7 @@ def test_a_server_that_is_lost_before_the_step_fails_the_load_in_it(stored):
 def test_what_needs_no_answer_of_the_server_is_done_while_it_looks(stored, monkeypatch):
     """Of all loads of the step: the server answers one after another."""
     done = []
-    plan, answer = stored.copies.beside_layers, stored.loads._server.answer
+    plan, answer = stored.copies.beside_layers, stored.transfers._server.answer
 
     def planned(*arguments):
         done.append("planned")
@@ -76,7 +76,7 @@ def test_what_needs_no_answer_of_the_server_is_done_while_it_looks(stored, monke
         return answer(*arguments, **how)
 
     monkeypatch.setattr(stored.copies, "beside_layers", planned)
-    monkeypatch.setattr(stored.loads._server, "answer", answered)
+    monkeypatch.setattr(stored.transfers._server, "answer", answered)
     stored.loads.begin_step(LOADED + OTHERS)
     for name, blocks in (("first", LOADED), ("second", OTHERS)):
         stored.loads.ask(name, named, blocks)

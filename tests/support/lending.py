@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from lmcache_xpu.mp_connector.group_copies import GroupCopies
+from lmcache_xpu.mp_connector.hit_places import HELLO, LOCATE, Hit, sent_places
 from lmcache_xpu.mp_connector.kv_cache_groups import CacheGroup
 from lmcache_xpu.transfer.devices import register_host
 
@@ -69,7 +71,9 @@ class Key:
 class Client:
     """The server, as its client calls it. Objects are kept by group and by the tokens before."""
 
-    def __init__(self, windows: Sequence[int] = (0,)) -> None:
+    def __init__(self, windows: Sequence[int] = (0,), *, module: bool = False) -> None:
+        self.has_module = module  # this package's, see `server_module`
+        self.asked: dict[str, Key] = {}  # by request, as its look-up named it
         self.name = f"lmcache-xpu-test-{os.getpid()}-{next(_numbers)}"
         self.path = Path("/dev/shm") / self.name
         self.path.write_bytes(bytes(POOL))
@@ -126,6 +130,17 @@ class Client:
                 rows.append((self.objects[group, name], chunk, group))
         answer = SimpleNamespace(success=True, context=_context(rows))
         return self._answer("prepare_retrieve", answer)
+
+    def server_module_call(self, request: Any) -> Answer:
+        if request.method == HELLO:
+            return Answer(SimpleNamespace(success=self.has_module), comes=not self.silent)
+        hit, payload = Hit.received(request.payload), b""
+        if request.method == LOCATE and (key := self.asked.get(hit.request_id)) is not None:
+            names = dataclasses.replace(key, start=hit.start, end=hit.end).names()
+            if all((0, name) in self.objects for name in names):
+                there = [self.objects[0, name] for name in names]
+                payload = sent_places((slot["offset"], slot["length"]) for slot in there)
+        return self._answer(request.method, SimpleNamespace(success=True, payload=payload))
 
     def commit_retrieve(self, key: Key, instance_id: int) -> Answer:
         return self._answer("commit_retrieve", True)

@@ -34,6 +34,7 @@ from support.server_workers import (
     on_next_layer,
     spoil,
     wait_for,
+    way_of_asking,
     ways,
 )
 
@@ -112,6 +113,7 @@ def faults(engine: Engine, server: CacheServer, loads: str) -> dict[str, Any]:
         "hits": {n: asked(engine, references[n], LENGTHS[n]) for n in LENGTHS},
         "salts": [salted(engine, salt) for salt in ("a", "a", "b")],
         "errors before": engine.llm.collective_rpc(counted)[0],
+        "asks": engine.llm.collective_rpc(way_of_asking)[0],
     }
     reference, length = references[HIT], LENGTHS[HIT]
 
@@ -182,6 +184,7 @@ def faults(engine: Engine, server: CacheServer, loads: str) -> dict[str, Any]:
     report["after the reset"] = asked(engine, references["block"], LENGTHS["block"])
     report["errors"] = engine.llm.collective_rpc(counted)[0]
     report["ways"] = engine.llm.collective_rpc(ways)[0]
+    report["asks at last"] = engine.llm.collective_rpc(way_of_asking)[0]
     return report
 
 

@@ -22,6 +22,11 @@ def busy(worker) -> bool:
     return adapter().transfers.busy
 
 
+def way_of_asking(worker) -> str:
+    """How this worker asks where chunks are."""
+    return type(adapter().transfers._moves._way).__name__
+
+
 def answers(worker) -> bool:
     """Whether the server does, as far as the worker knows."""
     return adapter()._health_event.is_set()

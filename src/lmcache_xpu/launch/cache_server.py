@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import json
 import os
 import shutil
 import signal
@@ -33,6 +34,7 @@ POOL_PREFIX = "lmcache_l1_pool_"  # LMCache's, before the name of its shared mem
 START_S = 120.0  # imports take most of it
 AGAIN_S = 1.0
 END_S = 5.0
+MODULE = "lmcache_xpu.mp_connector.server_module"  # says where the chunks of a hit are
 LEASE_S = 30  # of memory for a write that a worker never finishes; longer than a worker waits
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LIBC = ctypes.CDLL(None)
@@ -58,6 +60,7 @@ def server_command(settings: Settings, ports: Sequence[int]) -> list[str]:
         "--eviction-policy": "LRU",
         "--max-workers": 4,
         "--l1-write-ttl-seconds": LEASE_S,
+        "--server-module": json.dumps({"module_path": MODULE}),
     }
     if settings.disk_path is not None:
         assert settings.disk_gib is not None

@@ -9,6 +9,7 @@ They run in threads beside the engine, see `transfer_queue`.
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -20,6 +21,11 @@ from lmcache_xpu.errors import TransferError
 from lmcache_xpu.metrics import LOAD_SERVER, STORE_SERVER, Flow
 from lmcache_xpu.mp_connector.group_copies import GroupCopies
 from lmcache_xpu.mp_connector.lent_memory import LentMemory
+from lmcache_xpu.mp_connector.load_questions import (
+    LMCacheQuestions,
+    LoadQuestions,
+    questions_of,
+)
 from lmcache_xpu.mp_connector.object_slots import ObjectSlots
 from lmcache_xpu.mp_connector.seals import break_seal, seal, seals_at, seals_of
 from lmcache_xpu.mp_connector.server import GivenUpError, Server, check_lease
@@ -39,12 +45,14 @@ class Question(NamedTuple):
         memory: that the server lent when it was asked.
         begun: when it was asked.
         answer: LMCache's future.
+        way: in which it was asked.
     """
 
     key: Any
     memory: LentMemory
     begun: float
     answer: Any
+    way: LoadQuestions
 
 
 class Located(NamedTuple):
@@ -90,7 +98,13 @@ class Moves:
         self._server = server
         self._groups = groups
         self._chunk_tokens = chunk_tokens
+        self._way: LoadQuestions = LMCacheQuestions(server.client, server.instance_id, len(groups))
         self._stream = SideStream(server.device, urgent=False)
+
+    def begin_with_server(self) -> None:
+        """Learn how a server that has come is asked; waits for it."""
+        server, groups = self._server, len(self._groups)
+        self._way = questions_of(server.client, server.instance_id, groups, server.timeout_s)
 
     def store(
         self, transfer: Transfer, key: Any, blocks: Sequence[list[int]], event: Event | None
@@ -147,14 +161,12 @@ class Moves:
         After an error the blocks hold anything.
         """
         asked, seals = self.ask_for_load(key), self.seals(key)
-        answer = self._server.answer(asked.answer)
-        if not answer.success:
-            raise GivenUpError("missing")
+        slots = self.slots(asked)
         try:
-            located = self.locate(asked, answer, seals)
+            located = self.locate(asked, slots, seals)
             self._copy(transfer, located, blocks, event)
         finally:
-            self.end_load(key)
+            self.end_load(asked)
         check_lease(asked.begun)
         self.count_load(located.slots, time.monotonic() - asked.begun)
 
@@ -169,13 +181,33 @@ class Moves:
         Raises:
             GivenUpError: the server is lost.
         """
-        begun, memory = time.monotonic(), self._server.lent
-        answer = self._server.client.prepare_retrieve(key, self._server.instance_id)
-        return Question(key, memory, begun, answer)
+        begun, memory, way = time.monotonic(), self._server.lent, self._way
+        return Question(key, memory, begun, way.ask(key), way)
 
-    def end_load(self, key: Any) -> None:
+    def slots(self, asked: Question, at_most_s: float = math.inf) -> ObjectSlots:
+        """Wait for the answer to a question, and return what it names.
+
+        Args:
+            asked: the question.
+            at_most_s: see `Server.answer`.
+
+        Raises:
+            GivenUpError: there is no answer, or the server lacks a chunk.
+            TransferError: an answer of another form.
+        """
+        answer = self._server.answer(asked.answer, at_most_s=at_most_s)
+        try:
+            slots = asked.way.slots(answer)
+        except TransferError:
+            self.end_load(asked)
+            raise
+        if slots is None:
+            raise GivenUpError("missing")
+        return slots
+
+    def end_load(self, asked: Question) -> None:
         """Tell the server that nothing of an answer is read any more; waits for no answer."""
-        self._server.client.commit_retrieve(key, self._server.instance_id)
+        asked.way.end(asked.key)
 
     def seals(self, key: Any) -> Seals:
         """Return the seals of a key's chunks, by group; best while the server looks them up.
@@ -184,19 +216,18 @@ class Moves:
         """
         return [seals_of(key, self._chunk_tokens, copies.layout) for copies in self._groups]
 
-    def locate(self, asked: Question, answer: Any, seals: Seals) -> Located:
+    def locate(self, asked: Question, slots: ObjectSlots, seals: Seals) -> Located:
         """Return what an answer names, and compare the seals.
 
         Args:
             asked: the question.
-            answer: the server's.
+            slots: of the answer.
             seals: of the question's key.
 
         Raises:
             GivenUpError: something is not what it should be.
             TransferError: other chunks than a hit needs.
         """
-        slots = ObjectSlots.read(answer.context, len(self._groups))
         count = (asked.key.end - asked.key.start) // self._chunk_tokens
         for number, copies in enumerate(self._groups):
             window = copies.window_chunks

@@ -59,7 +59,7 @@ class Server:
         self.instance_id = instance_id
         self.device = device
         self._healthy = healthy
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._memory: LentMemory | None = None
 
     def map(self, registered: Any) -> LentMemory | None:
@@ -72,7 +72,7 @@ class Server:
             TimeoutError: no answer.
             SettingsError: a server that lends no memory that can be reached from here.
         """
-        answer = registered.result(timeout=self._timeout_s)
+        answer = registered.result(timeout=self.timeout_s)
         name, size = getattr(answer, "shm_name", ""), getattr(answer, "pool_size", 0)
         if not name or not size:
             raise SettingsError(
@@ -131,7 +131,7 @@ class Server:
         Raises:
             GivenUpError: there is none.
         """
-        timeout_s = min(self._timeout_s, at_most_s)
+        timeout_s = min(self.timeout_s, at_most_s)
         deadline = time.monotonic() + timeout_s
         while not asked.wait(timeout=_POLL_S):
             if given_up():

@@ -32,7 +32,7 @@ from lmcache_xpu.mp_connector.group_copies import BesideLayers, GroupCopies
 from lmcache_xpu.mp_connector.kv_cache_groups import NULL_BLOCK
 from lmcache_xpu.mp_connector.late_blocks import LateBlocks, Verdict
 from lmcache_xpu.mp_connector.moves import Located, Moves, Question, Seals
-from lmcache_xpu.mp_connector.server import GivenUpError, Server, check_lease
+from lmcache_xpu.mp_connector.server import GivenUpError, check_lease
 
 __all__ = ["StepLoads"]
 
@@ -59,7 +59,6 @@ class StepLoads:
     """The loads of one worker's steps. Called by the engine's thread.
 
     Args:
-        server: where from.
         moves: of the worker.
         copies: of its only KV cache group.
         draft_layers: so many layers at the end are a drafter's.
@@ -67,9 +66,8 @@ class StepLoads:
     """
 
     def __init__(
-        self, server: Server, moves: Moves, copies: GroupCopies, draft_layers: int, failed: Failed
+        self, moves: Moves, copies: GroupCopies, draft_layers: int, failed: Failed
     ) -> None:
-        self._server = server
         self._moves = moves
         self._copies = copies
         self._failed = failed
@@ -132,7 +130,7 @@ class StepLoads:
     def end_early(self) -> None:
         """End questions of `ask_early` whose requests are not in the step after all."""
         for asked in self._early.values():
-            self._moves.end_load(asked.key)
+            self._moves.end_load(asked)
         self._early.clear()
 
     def begin(self, tokens: int, *, whole: bool) -> None:
@@ -170,20 +168,18 @@ class StepLoads:
             load.seals = self._moves.seals(load.asked.key)
             load.plan = self._copies.beside_layers(self._copies.chunks(load.blocks), starts)
         except BaseException:
-            self._moves.end_load(load.asked.key)
+            self._moves.end_load(load.asked)
             raise
 
     def _begin(self, load: _Load, at_most_s: float) -> None:
         assert load.asked is not None
         assert load.plan is not None
-        answer = self._server.answer(load.asked.answer, at_most_s=at_most_s)
-        if not answer.success:
-            raise GivenUpError("missing")
+        slots = self._moves.slots(load.asked, at_most_s)
         try:
-            load.located = self._moves.locate(load.asked, answer, load.seals)
+            load.located = self._moves.locate(load.asked, slots, load.seals)
             load.parts = load.plan(load.located.objects[0])
         except BaseException:
-            self._moves.end_load(load.asked.key)
+            self._moves.end_load(load.asked)
             raise
         with self._moves.enqueueing, torch.inference_mode():
             self._copies.follow_engine()  # blocks may be of a request whose step still runs
@@ -240,7 +236,7 @@ class StepLoads:
                     load.located.check()
                     check_lease(begun)
             finally:
-                self._moves.end_load(load.asked.key)
+                self._moves.end_load(load.asked)
         except Exception as error:  # whatever: the request is computed
             self._fail(load, error)
             return

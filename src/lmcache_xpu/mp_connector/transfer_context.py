@@ -71,7 +71,6 @@ class ServerTransfers(TransferContext):  # type: ignore[misc]  # untyped base
         self.in_steps: StepLoads | None = None
         if len(groups) == 1:
             self.in_steps = StepLoads(
-                self._server,
                 self._moves,
                 groups[0],
                 draft_layers,
@@ -146,6 +145,7 @@ class ServerTransfers(TransferContext):  # type: ignore[misc]  # untyped base
             lambda: self._req_client.register_kv_cache_engine_driven_context(registration)
         )
         before = self._server.map(registered)
+        self._moves.begin_with_server()
         if before is not None:
             self._give_back(before)
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # types, as the version has them that pyproject.toml pins
         RegisterEngineDrivenContextPayload,
     )
     from lmcache.v1.multiprocess.futures import MessagingFuture
+    from lmcache.v1.multiprocess.protocols.server_module import ServerModuleCallRequest
     from lmcache.v1.multiprocess.transfer_context.worker_transfer import TransferContext
 
 MODULES = {
@@ -45,8 +46,10 @@ MODULES = {
     "LMCacheMPWorkerAdapter": "integration.vllm.vllm_multi_process_adapter",
     "MessagingFuture": "v1.multiprocess.futures",
     "RegisterEngineDrivenContextPayload": "v1.multiprocess.custom_types",
+    "ServerModuleCallRequest": "v1.multiprocess.protocols.server_module",
     "TransferContext": "v1.multiprocess.transfer_context.worker_transfer",
 }
+NEWER_BASE = "DiscoverableModule"
 GROUPS_SINCE = TESTED["lmcache"][-1]  # its server takes objects of several KV cache groups
 
 
@@ -61,6 +64,8 @@ def tokens_of(op: LoadStoreOp) -> Any:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "ServerModuleBase":  # of the server's modules; older ones need none
+        return getattr(import_module("lmcache.v1.multiprocess.engine_module"), NEWER_BASE, object)
     if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"lmcache.{MODULES[name]}"), name)
