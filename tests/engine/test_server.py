@@ -224,7 +224,11 @@ def test_what_is_on_disk_outlives_its_server(model, directory):
     ("kind", "make", "hits", "blocks"),
     [
         ("windows", tiny_models.gemma3, (1023, 1024, 2048), {"0": 2, "1": 2, "2": 2, "3": 16}),
-        ("states", tiny_models.qwen3_next, (768, 1024, 2048), {"0": 1, "1": 1, "2": 1, "3": 16}),
+        pytest.param(
+            *("states", tiny_models.qwen3_next),
+            *((768, 1024, 2048), {"0": 1, "1": 1, "2": 1, "3": 16}),
+            marks=pytest.mark.matrix,  # LMCache 0.5.6 refuses it as it does the other
+        ),
     ],
     ids=["windows", "states"],
 )

@@ -15,6 +15,7 @@ from lmcache.v1.multiprocess.ext_server_module import (
     load_server_module_components,
 )
 from lmcache.v1.multiprocess.protocols.server_module import ServerModuleCallRequest
+from lmcache.v1.multiprocess.server import _is_liveness_target
 from lmcache.v1.multiprocess.session import SessionManager
 from lmcache.v1.multiprocess.token_hasher import TokenHasher
 
@@ -91,6 +92,7 @@ def ask(context):
         answer = router.server_module_call(ServerModuleCallRequest(method, payload))
         return answer.payload if answer.success else None
 
+    ask.components = components
     return ask
 
 
@@ -156,6 +158,19 @@ def test_releases_of_questions_that_never_came_are_not_kept_for_ever(context, mo
         module.release(Hit.of_key(7, key)._replace(end=end).sent())
     assert len(module._released) == 3
     assert len(places_of(module.locate(Hit.of_key(7, key)._replace(end=8).sent()))) == 1
+
+
+def test_what_a_worker_read_that_ended_without_a_word_is_unlocked(context, ask):
+    key = context.look_up()
+    assert len(places_of(ask(LOCATE, key))) == 4
+    assert len(places_of(ask(LOCATE, key, instance_id=8, end=16))) == 2
+    [module] = ask.components.modules
+    assert _is_liveness_target(module)  # LMCache tells those alone
+    module.drop_instance_state(7)
+    assert len(context.storage_manager.locked) == 2
+    module.drop_instance_state(7)
+    ask(RELEASE, key, instance_id=8, end=16)
+    assert context.storage_manager.locked == []
 
 
 def test_the_status_of_the_server_says_how_many_hits_are_being_read(context):

@@ -16,6 +16,7 @@ import threading
 from collections import OrderedDict
 from typing import Any, Self
 
+from lmcache.v1.multiprocess.engine_module import InstanceLivenessTarget
 from lmcache.v1.multiprocess.ext_server_module import server_module_handler
 
 from lmcache_xpu.mp_connector.hit_places import HELLO, LOCATE, RELEASE, Hit, sent_places
@@ -26,7 +27,7 @@ __all__ = ["HitPlaces", "build_server_modules"]
 _EARLY = 1024  # releases that may come before the answer that they are of
 
 
-class HitPlaces(ServerModuleBase):  # type: ignore[misc]  # untyped base
+class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]  # untyped bases
     """Answers workers. Handlers run in threads of the server.
 
     Args:
@@ -60,6 +61,13 @@ class HitPlaces(ServerModuleBase):  # type: ignore[misc]  # untyped base
 
     def close(self) -> None:
         """Nothing: what is locked ends with the server."""
+
+    def drop_instance_state(self, instance_id: int) -> None:
+        """Unlock what a worker read that has ended without a word."""
+        with self._lock:
+            hits = [hit for hit in self._reads if hit.instance_id == instance_id]
+            left = [key for hit in hits for key in self._reads.pop(hit)]
+        self._end(left)
 
     # Questions
 
