@@ -227,7 +227,7 @@ def test_what_is_on_disk_outlives_its_server(model, directory):
         pytest.param(
             *("states", tiny_models.qwen3_next),
             *((768, 1024, 2048), {"0": 1, "1": 1, "2": 1, "3": 16}),
-            marks=pytest.mark.matrix,  # LMCache 0.5.6 refuses it as it does the other
+            marks=pytest.mark.matrix,  # the pinned LMCache refuses it as it does the other
         ),
     ],
     ids=["windows", "states"],
