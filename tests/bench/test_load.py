@@ -278,6 +278,8 @@ def test_what_was_measured_is_written_and_a_failed_engine_of_ours_is_an_error(
 def test_hits_beside_others_and_conversations_in_a_real_engine(tmp_path: Path):
     file = tmp_path / "figures.json"
     command = ["bench", "load", "--shape", "small", "--variant", "ours", "--json", str(file)]
+    for name in ("decoding", "storing", "conversations", "sharing"):  # copying is as decoding
+        command += ["--load", name]
     program = Path(sys.executable).with_name("lmcache-xpu")
     done = subprocess.run([str(program), *command], capture_output=True, text=True, timeout=380)
     assert done.returncode == 0, done.stdout + done.stderr
