@@ -85,9 +85,11 @@ class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]
         hit = Hit.received(payload)
         session = self._context.session_manager.get(hit.request_id)
         asked = None if session is None else session.lookup_ipc_key
-        if asked is None or Hit.of_key(hit.instance_id, asked)[2:5] != hit[2:5]:
+        if asked is None:
             return b""
         key = dataclasses.replace(asked, worker_id=hit.worker_id, start=hit.start, end=hit.end)
+        if Hit.of_key(hit.instance_id, key) != hit:  # another engine's request of this name
+            return b""
         [names] = self._context.resolve_obj_keys(key, [0])
         keys, objects = self._context.storage_manager.unsafe_read(names)
         with self._lock:
