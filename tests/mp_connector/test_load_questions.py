@@ -141,9 +141,10 @@ def test_an_answer_of_another_form_is_an_error_and_the_chunks_are_given_back(wor
 
 
 def test_questions_and_answers_arrive_as_they_were_sent():
-    hit = Hit.of_key(7, Key(KEY.tokens, 8, 24, cache_salt="a salt"))
+    hit = Hit.of_key(7, 3, Key(KEY.tokens, 8, 24, cache_salt="a salt"))
     assert Hit.received(hit.sent()) == hit
-    assert (hit.instance_id, hit.request_id, hit.cache_salt) == (7, "request", "a salt")
+    assert (hit.instance_id, hit.number) == (7, 3)
+    assert (hit.request_id, hit.cache_salt) == ("request", "a salt")
     assert (hit.start, hit.end, hit.worker_id) == (8, 24, 0)
     places = [(0, 4096), (2**40, 1)]
     assert places_of(sent_places(places)) == places

@@ -88,7 +88,7 @@ def ask(context):
     assert router is not None
 
     def ask(method: str, key: Any = None, **other: Any) -> bytes | None:
-        payload = b"" if key is None else Hit.of_key(7, key)._replace(**other).sent()
+        payload = b"" if key is None else Hit.of_key(7, 0, key)._replace(**other).sent()
         answer = router.server_module_call(ServerModuleCallRequest(method, payload))
         return answer.payload if answer.success else None
 
@@ -148,16 +148,41 @@ def test_a_release_that_overtakes_its_question_leaves_nothing_locked(context, as
     ask(RELEASE, key)
     assert ask(LOCATE, key) == b""
     assert context.storage_manager.locked == []
-    assert len(places_of(ask(LOCATE, key))) == 4  # of the next load
+    assert len(places_of(ask(LOCATE, key, number=1))) == 4  # of the next load
+
+
+def test_the_end_of_a_question_that_found_nothing_ends_no_other(context, ask):
+    """One asked early, whose request is in no step after all, is ended whatever its answer was."""
+    key = context.look_up()
+    first, place = next(iter(context.storage_manager.places.items()))
+    del context.storage_manager.places[first]
+    assert ask(LOCATE, key) == b""
+    ask(RELEASE, key)
+    context.storage_manager.places[first] = place
+    assert len(places_of(ask(LOCATE, key, number=1))) == 4
+    ask(RELEASE, key)
+    assert len(context.storage_manager.locked) == 4  # the second question's, which is read
+    ask(RELEASE, key, number=1)
+    assert context.storage_manager.locked == []
+
+
+def test_two_reads_of_a_range_end_one_by_one(context, ask):
+    key = context.look_up()
+    for number in range(2):
+        assert len(places_of(ask(LOCATE, key, number=number))) == 4
+    ask(RELEASE, key)
+    assert len(context.storage_manager.locked) == 4
+    ask(RELEASE, key, number=1)
+    assert context.storage_manager.locked == []
 
 
 def test_releases_of_questions_that_never_came_are_not_kept_for_ever(context, monkeypatch):
     monkeypatch.setattr(server_module, "_EARLY", 3)
     module, key = HitPlaces(context), context.look_up()
     for end in (8, 16, 24, 32):
-        module.release(Hit.of_key(7, key)._replace(end=end).sent())
+        module.release(Hit.of_key(7, 0, key)._replace(end=end).sent())
     assert len(module._released) == 3
-    assert len(places_of(module.locate(Hit.of_key(7, key)._replace(end=8).sent()))) == 1
+    assert len(places_of(module.locate(Hit.of_key(7, 0, key)._replace(end=8).sent()))) == 1
 
 
 def test_what_a_worker_read_that_ended_without_a_word_is_unlocked(context, ask):
@@ -175,7 +200,7 @@ def test_what_a_worker_read_that_ended_without_a_word_is_unlocked(context, ask):
 
 def test_the_status_of_the_server_says_how_many_hits_are_being_read(context):
     module, key = HitPlaces.create(SimpleNamespace(engine_context=context)), context.look_up()
-    module.locate(Hit.of_key(7, key).sent())
+    module.locate(Hit.of_key(7, 0, key).sent())
     assert module.report_status() == {"lmcache_xpu_hits_being_read": 1}
     assert module.context is context
     module.close()

@@ -13,14 +13,15 @@ from typing import Any, NamedTuple, Self
 
 __all__ = ["HELLO", "LOCATE", "RELEASE", "Hit", "places_of", "sent_places"]
 
-HELLO, LOCATE, RELEASE = (f"lmcache_xpu.{name}_v1" for name in ("hello", "locate", "release"))
+HELLO, LOCATE, RELEASE = (f"lmcache_xpu.{name}_v2" for name in ("hello", "locate", "release"))
 
 
 class Hit(NamedTuple):
-    """A range of a request's tokens, as one worker reads it.
+    """A range of a request's tokens, as one worker reads it once.
 
     Args:
         instance_id: of the worker.
+        number: of the question; a worker asks each once, and ends each once.
         request_id: name of the request.
         model_name, world_size, cache_salt, worker_id: of LMCache's key.
         start: first token.
@@ -28,6 +29,7 @@ class Hit(NamedTuple):
     """
 
     instance_id: int
+    number: int
     request_id: str
     model_name: str
     world_size: int
@@ -37,9 +39,9 @@ class Hit(NamedTuple):
     end: int
 
     @classmethod
-    def of_key(cls, instance_id: int, key: Any) -> Self:
+    def of_key(cls, instance_id: int, number: int, key: Any) -> Self:
         """Return what LMCache's key names."""
-        return cls(instance_id, *(getattr(key, name) for name in cls._fields[1:]))
+        return cls(instance_id, number, *(getattr(key, name) for name in cls._fields[2:]))
 
     @classmethod
     def received(cls, payload: bytes) -> Self:

@@ -20,8 +20,13 @@ HELLO_S = 1.0  # a server without any module is silent
 class LoadQuestions(Protocol):
     """One way to ask. None of these calls waits."""
 
-    def ask(self, key: Any) -> Any:
-        """Ask where the chunks of LMCache's key are; return a future."""
+    def ask(self, number: int, key: Any) -> Any:
+        """Ask where the chunks of LMCache's key are; return a future.
+
+        Args:
+            number: of the question, which no other has.
+            key: LMCache's.
+        """
 
     def slots(self, answer: Any) -> ObjectSlots | None:
         """Return what an answer names; None if the server lacks a chunk.
@@ -30,8 +35,8 @@ class LoadQuestions(Protocol):
             TransferError: an answer of another form.
         """
 
-    def end(self, key: Any) -> None:
-        """Tell the server that nothing of these chunks is read any more."""
+    def end(self, number: int, key: Any) -> None:
+        """Tell the server that nothing is read any more of what a question has named."""
 
 
 class LMCacheQuestions:
@@ -46,7 +51,7 @@ class LMCacheQuestions:
     def __init__(self, client: Any, instance_id: int, groups: int) -> None:
         self._client, self._instance_id, self._groups = client, instance_id, groups
 
-    def ask(self, key: Any) -> Any:
+    def ask(self, number: int, key: Any) -> Any:
         """Ask; the server looks the tokens up again."""
         return self._client.prepare_retrieve(key, self._instance_id)
 
@@ -54,7 +59,7 @@ class LMCacheQuestions:
         """Return what an answer names."""
         return ObjectSlots.read(answer.context, self._groups) if answer.success else None
 
-    def end(self, key: Any) -> None:
+    def end(self, number: int, key: Any) -> None:
         """Tell the server that reading has ended."""
         self._client.commit_retrieve(key, self._instance_id)
 
@@ -70,21 +75,21 @@ class ModuleQuestions:
     def __init__(self, client: Any, instance_id: int) -> None:
         self._client, self._instance_id = client, instance_id
 
-    def ask(self, key: Any) -> Any:
+    def ask(self, number: int, key: Any) -> Any:
         """Ask."""
-        return self._call(LOCATE, key)
+        return self._call(LOCATE, number, key)
 
     def slots(self, answer: Any) -> ObjectSlots | None:
         """Return what an answer names."""
         places = tuple(places_of(answer.payload)) if answer.success else ()
         return ObjectSlots((places,), (tuple(range(len(places))),)) if places else None
 
-    def end(self, key: Any) -> None:
+    def end(self, number: int, key: Any) -> None:
         """Tell the server that reading has ended."""
-        self._call(RELEASE, key)
+        self._call(RELEASE, number, key)
 
-    def _call(self, method: str, key: Any) -> Any:
-        payload = Hit.of_key(self._instance_id, key).sent()
+    def _call(self, method: str, number: int, key: Any) -> Any:
+        payload = Hit.of_key(self._instance_id, number, key).sent()
         return self._client.server_module_call(ServerModuleCallRequest(method, payload))
 
 

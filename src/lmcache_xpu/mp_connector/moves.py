@@ -41,6 +41,7 @@ class Question(NamedTuple):
     """The server is asked where chunks are that it has promised.
 
     Args:
+        number: of the question.
         key: LMCache's, of the chunks.
         memory: that the server lent when it was asked.
         begun: when it was asked.
@@ -48,6 +49,7 @@ class Question(NamedTuple):
         way: in which it was asked.
     """
 
+    number: int
     key: Any
     memory: LentMemory
     begun: float
@@ -95,6 +97,7 @@ class Moves:
     def __init__(self, server: Server, groups: Sequence[GroupCopies], chunk_tokens: int) -> None:
         self.enqueueing = threading.Lock()
         self._near_per_s: float | None = None
+        self._numbers = itertools.count()  # of questions; threads share it
         self._server = server
         self._groups = groups
         self._chunk_tokens = chunk_tokens
@@ -182,7 +185,8 @@ class Moves:
             GivenUpError: the server is lost.
         """
         begun, memory, way = time.monotonic(), self._server.lent, self._way
-        return Question(key, memory, begun, way.ask(key), way)
+        number = next(self._numbers)
+        return Question(number, key, memory, begun, way.ask(number, key), way)
 
     def slots(self, asked: Question, at_most_s: float = math.inf) -> ObjectSlots:
         """Wait for the answer to a question, and return what it names.
@@ -207,7 +211,7 @@ class Moves:
 
     def end_load(self, asked: Question) -> None:
         """Tell the server that nothing of an answer is read any more; waits for no answer."""
-        asked.way.end(asked.key)
+        asked.way.end(asked.number, asked.key)
 
     def seals(self, key: Any) -> Seals:
         """Return the seals of a key's chunks, by group; best while the server looks them up.

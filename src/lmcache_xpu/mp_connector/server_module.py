@@ -88,8 +88,8 @@ class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]
         if asked is None:
             return b""
         key = dataclasses.replace(asked, worker_id=hit.worker_id, start=hit.start, end=hit.end)
-        if Hit.of_key(hit.instance_id, key) != hit:  # another engine's request of this name
-            return b""
+        if Hit.of_key(hit.instance_id, hit.number, key) != hit:
+            return b""  # it is another engine's request, of the same name
         [names] = self._context.resolve_obj_keys(key, [0])
         keys, objects = self._context.storage_manager.unsafe_read(names)
         with self._lock:
