@@ -13,7 +13,11 @@ from lmcache_xpu.kv_connector.load_policy import LoadPolicy
 from lmcache_xpu.mp_connector import scheduler_half
 from lmcache_xpu.mp_connector.scheduler_half import SchedulerHalf
 from lmcache_xpu.mp_connector.worker_half import WorkerHalf
-from lmcache_xpu.versions.lmcache_server import LMCacheMPConnector, LMCacheMPRequestMetadata
+from lmcache_xpu.versions.lmcache_server import (
+    LMCacheMPConnector,
+    LMCacheMPRequestMetadata,
+    LMCacheMPRequestState,
+)
 
 CHUNK = 256
 
@@ -56,8 +60,13 @@ def test_loads_are_inside_steps_where_they_can_and_the_scheduler_says_so(
     assert made._ways.allows_steps is allowed
 
 
-def request(tokens: int = 1000):
-    return SimpleNamespace(request_id="a", num_tokens=tokens, skip_reading_prefix_cache=False)
+def request(tokens: int = 1000, features=()):
+    return SimpleNamespace(
+        request_id="a",
+        num_tokens=tokens,
+        skip_reading_prefix_cache=False,
+        mm_features=list(features),
+    )
 
 
 @pytest.fixture
@@ -112,23 +121,76 @@ def test_of_a_hit_that_is_computed_lmcache_counts_nothing_as_loaded(monkeypatch,
     assert tracker.num_lmcache_hit_tokens == 0
 
 
+@pytest.fixture
+def near(monkeypatch, looked_up):
+    """Makes a scheduler's half beside a worker in its process, and a request that is there.
+
+    Returns them with what the worker was asked so far.
+    """
+
+    def make(*, loads: str = "step", free: int = 1000, chunked: bool = True, worker: bool = True):
+        made, asked = half(monkeypatch, loads=loads), []
+        beside = WorkerHalf.__new__(WorkerHalf)
+        beside.ask_early = asked.append
+        made._vllm_config = SimpleNamespace(
+            scheduler_config=SimpleNamespace(enable_chunked_prefill=chunked)
+        )
+        made._group_tokens_per_block = [16]
+        made._pool = SimpleNamespace(num_gpu_blocks=1000, get_num_free_blocks=lambda: free)
+        monkeypatch.setattr(scheduler_half, "near_connector", lambda _: worker and beside)
+        monkeypatch.setattr(
+            LMCacheMPRequestMetadata,
+            "GetRetrieveMetadata",
+            lambda tracker, *sizes: (tracker.name, tracker.state, *sizes),
+        )
+        made.load_in_steps()
+        made.request_trackers["a"] = SimpleNamespace(name="tracker", state="as it was")
+        return made, asked
+
+    return make
+
+
+LOAD = ("tracker", LMCacheMPRequestState.WAITING_FOR_LOAD, CHUNK, [16])
+
+
+def test_a_worker_in_this_process_asks_as_soon_as_the_hit_is_there(near):
+    made, asked = near()
+    made.get_num_new_matched_tokens(request(), 0)
+    assert asked == [LOAD]
+    assert made.request_trackers["a"].state == "as it was"
+    made.update_state_after_alloc(request(), None, 768)
+    assert asked == [LOAD]  # and once
+    made.get_num_new_matched_tokens(request(), 0)  # vLLM has preempted it
+    assert asked == [LOAD, LOAD]
+
+
 @pytest.mark.parametrize(
-    ("loads", "near", "asked"),
-    [("step", True, True), ("async", True, False), ("step", False, False)],
-    ids=["step", "async", "worker elsewhere"],
+    ("engine", "features"),
+    [({"free": 112}, []), ({"chunked": False}, []), ({}, ["an image"])],
+    ids=["blocks", "whole prompts", "encoder"],
 )
-def test_a_worker_in_this_process_asks_before_the_step(monkeypatch, looked_up, loads, near, asked):
-    made, worker = half(monkeypatch, loads=loads), WorkerHalf.__new__(WorkerHalf)
-    worker.ask_early = Mock()
-    made._vllm_config, made._group_tokens_per_block = "config", [16]
-    seen = {"config": worker if near else None}
-    monkeypatch.setattr(scheduler_half, "near_connector", seen.get)
-    description = Mock(return_value="load")
-    monkeypatch.setattr(LMCacheMPRequestMetadata, "GetRetrieveMetadata", description)
-    made.load_in_steps()
-    made.request_trackers["a"] = tracker = SimpleNamespace()
+def test_where_vllm_may_not_take_it_the_worker_asks_when_the_request_has_its_blocks(
+    near, engine, features
+):
+    """63 blocks are for the request, and 50 are kept free: together one more than there are."""
+    made, asked = near(**engine)
+    made.get_num_new_matched_tokens(request(features=features), 0)
+    assert asked == []
+    made.update_state_after_alloc(request(), None, 768)
+    assert asked == [LOAD]
+
+
+def test_with_as_many_blocks_as_it_may_need_it_asks_at_once(near):
+    made, asked = near(free=113)
+    made.get_num_new_matched_tokens(request(), 0)
+    assert asked == [LOAD]
+
+
+@pytest.mark.parametrize(
+    "other", [{"loads": "async"}, {"worker": False}], ids=["waits", "elsewhere"]
+)
+def test_nobody_asks_before_the_step_for_a_load_beside_it_or_by_another_process(near, other):
+    made, asked = near(**other)
     made.get_num_new_matched_tokens(request(), 0)
     made.update_state_after_alloc(request(), None, 768)
-    assert worker.ask_early.call_args_list == [call("load")] * asked
-    if asked:
-        description.assert_called_once_with(tracker, CHUNK, [16])
+    assert asked == []

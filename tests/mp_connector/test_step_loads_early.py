@@ -6,7 +6,9 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
+from support.lending import Key
 from support.step_loading import (
+    KEY,
     LAYERS,
     LOADED,
     OTHERS,
@@ -51,6 +53,26 @@ def test_what_was_asked_for_no_step_is_given_back(stored):
     assert stored.client.calls == ["prepare_retrieve", "commit_retrieve"]
     assert not stored.loads.busy
     assert stored.load() == [True] * len(LAYERS)  # it is asked anew
+
+
+def test_a_request_is_asked_for_once_however_often_the_scheduler_says_so(stored):
+    stored.client.calls.clear()
+    stored.loads.ask_early("request", named)
+    stored.loads.ask_early("request", fail_to_name)
+    stored.loads.begin_step(())
+    stored.loads.end_early()
+    assert stored.client.calls == ["prepare_retrieve", "commit_retrieve"]
+
+
+def test_a_question_of_another_range_fails_its_load_and_writes_nothing(stored):
+    count = failures("load", "TransferError")
+    part = Key(KEY.tokens, 8, 24)
+    stored.loads.ask_early("request", lambda: part)
+    stored.load(looks=False)
+    assert set(stored.loads.take()) == set(LOADED)
+    assert failures("load", "TransferError") == count + 1
+    assert not stored.look(LAYERS[0], LOADED)
+    assert stored.client.calls.count("commit_retrieve") == 1  # nothing of it is read any more
 
 
 def test_a_server_that_is_lost_before_the_step_fails_the_load_in_it(stored):

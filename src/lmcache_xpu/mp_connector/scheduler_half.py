@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -37,12 +38,14 @@ if TYPE_CHECKING:
 __all__ = ["SchedulerHalf"]
 
 LOADS = "xpu.loads"
+KEPT_FREE = 0.05  # of all blocks; vLLM may keep some for requests that run
 
 
 class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
     """What vLLM's scheduler calls, and this package has otherwise than LMCache."""
 
     scheduler_adapter: SchedulerAdapter
+    _pool: BlockPool | None = None
 
     def start_scheduler(
         self,
@@ -64,6 +67,7 @@ class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         self._computed = 0  # of the request that is looked up
         self._ways = HitWays()
         self._given_up: set[str] = set()  # requests for which nothing is looked up
+        self._asked: set[str] = set()  # requests of which a worker has asked before their blocks
         self._loads = options.get(LOADS, "auto")
         # Engines that share requests may compute in step: one that waits holds the others up.
         self._has_other_engines = config.parallel_config.data_parallel_size > 1
@@ -89,6 +93,7 @@ class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         """Take vLLM's pool of blocks."""
         super().bind_gpu_block_pool(gpu_block_pool)
         self._keys.bind(gpu_block_pool)
+        self._pool = gpu_block_pool
 
     def load_in_steps(self) -> None:
         """Let loads be inside steps, where they can: requests whose load fails begin anew."""
@@ -112,7 +117,24 @@ class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         if not matched:
             return matched, matched is None
         way = self._ways.choose(request, num_computed_tokens, matched)
+        self._asked.discard(request.request_id)
+        if way == "step" and self._has_blocks_for(request):
+            self._asked.add(request.request_id)
+            self._ask_early(request.request_id)
         return (0, False) if way == "computed" else (matched, way == "async")
+
+    def _has_blocks_for(self, request: Request) -> bool:
+        """Whether vLLM will take a request into this step for sure.
+
+        A question that is ended because it did not takes the look-up's locks with it.
+        """
+        if self._pool is None or request.mm_features:  # an encoder may have no room for these
+            return False
+        if not self._vllm_config.scheduler_config.enable_chunked_prefill:  # a step may have none
+            return False
+        [block_tokens] = self._group_tokens_per_block
+        free = self._pool.get_num_free_blocks() - KEPT_FREE * self._pool.num_gpu_blocks
+        return bool(free * block_tokens >= request.num_tokens)  # its own prefix is among the free
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -122,20 +144,22 @@ class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         if self._ways.is_computed(request.request_id):
             tracker = self.request_trackers[request.request_id]
             tracker.num_lmcache_hit_tokens = 0  # LMCache would count them as computed by now
-        elif self._ways.is_in_step(request.request_id):
+        elif self._ways.is_in_step(request.request_id) and request.request_id not in self._asked:
             self._ask_early(request.request_id)
 
     def _ask_early(self, request_id: str) -> None:
         """Let a worker in this process ask for a load before it hears of the step.
 
-        The server needs 10 to 25 ms to say where 60,000 tokens are. From here to the worker's step
-        vLLM needs 12 (8B on one H100).
+        The server needs 10 to 25 ms to say where 60,000 tokens are. Until the worker's step vLLM
+        needs 5 for the blocks, and 12 more (8B on one H200, one H100).
         """
         worker = near_connector(self._vllm_config)
         if not isinstance(worker, WorkerHalf):
             return
+        tracker = copy.copy(self.request_trackers[request_id])
+        tracker.state = LMCacheMPRequestState.WAITING_FOR_LOAD  # as it will be with its blocks
         load = LMCacheMPRequestMetadata.GetRetrieveMetadata(
-            self.request_trackers[request_id],
+            tracker,
             self.scheduler_adapter.lmcache_tokens_per_chunk,
             self._group_tokens_per_block,
         )
@@ -204,6 +228,7 @@ class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         self._keys.finished(request.request_id)
         self._ways.finished(request.request_id)
         self._given_up.discard(request.request_id)
+        self._asked.discard(request.request_id)
         _, answer = super().request_finished(request, block_ids)
         return False, answer
 

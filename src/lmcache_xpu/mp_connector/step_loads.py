@@ -102,7 +102,9 @@ class StepLoads:
             self._unfilled.difference_update(written)
 
     def ask_early(self, request_id: str, key: Callable[[], Any]) -> None:
-        """Ask where chunks are that the next step loads; see `ask`, which has to follow."""
+        """Ask where chunks are that the next step loads, once; see `ask`, which has to follow."""
+        if request_id in self._early:
+            return
         with suppress(Exception):  # whatever: it is asked again, and fails there
             self._early[request_id] = self._moves.ask_for_load(key())
 
@@ -163,9 +165,15 @@ class StepLoads:
 
     def _prepare(self, load: _Load) -> None:
         assert load.asked is not None
-        starts = functools.partial(self._group_starts, self._tokens(load))
+        key, tokens = load.asked.key, self._tokens(load)
+        starts = functools.partial(self._group_starts, tokens)
         try:
-            load.seals = self._moves.seals(load.asked.key)
+            if tokens != key.end - key.start:
+                raise TransferError(
+                    f"blocks for {tokens} tokens, and a question of {key.start} to {key.end}",
+                    "a question of the same range",
+                )
+            load.seals = self._moves.seals(key)
             load.plan = self._copies.beside_layers(self._copies.chunks(load.blocks), starts)
         except BaseException:
             self._moves.end_load(load.asked)

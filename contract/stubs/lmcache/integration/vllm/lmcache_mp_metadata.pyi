@@ -3,6 +3,7 @@ from typing import Any
 
 class LMCacheMPRequestState(Enum):
     PREFETCHING: Any
+    WAITING_FOR_LOAD: Any
 
 class LMCacheMPRequestTracker:
     cache_salt: Any
