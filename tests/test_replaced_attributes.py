@@ -38,6 +38,7 @@ FIELDS = {  # of a description, a configuration or a state, which hold plain dat
     "mp_connector/scheduler_half.py: tracker.cache_salt",
     "mp_connector/scheduler_half.py: tracker.max_offload_tokens",
     "mp_connector/scheduler_half.py: tracker.num_lmcache_hit_tokens",
+    "mp_connector/scheduler_half.py: tracker.state",  # of a copy
 }
 OWN = {  # of classes of this package, and of events that it makes
     "cache_engine/cache_salt.py: adapter.lookup_client.salts",
