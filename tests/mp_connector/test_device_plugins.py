@@ -6,12 +6,12 @@ device is. If a test fails with a newer LMCache, a plug-in may be the better way
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.scripts import environment
 
 PLUGIN = """
 from lmcache.v1.platform.base.device_spec import DeviceSpec
@@ -36,30 +36,30 @@ print(type(resolve_device_ops("xpu")))
 
 
 @pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
-    """Variables of a process in whose environment the plug-in is installed."""
+def plugin(tmp_path: Path) -> Path:
+    """The directory that the plug-in is installed in."""
     (tmp_path / "second.py").write_text(PLUGIN)
     metadata = tmp_path / "second-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: second\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text("[lmcache.device_plugins]\nsecond = second:Second\n")
-    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    return tmp_path
 
 
-def resolve(variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def resolve(plugin: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    env = environment([plugin], **variables)
     return subprocess.run(
-        [sys.executable, "-c", RESOLVE], env=variables, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", RESOLVE], env=env, capture_output=True, text=True, timeout=120
     )
 
 
-def test_a_second_backend_for_a_device_stops_every_lmcache_of_its_environment(environment):
-    done = resolve(environment)
+def test_a_second_backend_for_a_device_stops_every_lmcache_of_its_environment(plugin):
+    done = resolve(plugin)
     assert done.returncode
     assert "Set LMCACHE_DEVICE_BACKEND=" in done.stderr
 
 
-def test_until_a_variable_names_one(environment):
-    done = resolve(environment | {"LMCACHE_DEVICE_BACKEND": "second"})
+def test_until_a_variable_names_one(plugin):
+    done = resolve(plugin, LMCACHE_DEVICE_BACKEND="second")
     assert done.returncode == 0, done.stderr
     assert "DeviceOps" in done.stdout
