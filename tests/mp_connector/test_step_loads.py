@@ -49,7 +49,7 @@ def test_layers_come_one_after_another(stored):
     """Where all is loaded before the first layer, nothing runs beside the engine."""
     stored.loads.begin_step(LOADED)
     stored.loads.ask("request", named, LOADED)
-    stored.loads.begin(1000, whole=False)
+    stored.begin(tokens=1000)
     last = stored.caches[LAYERS[-1]]
     assert torch.equal(last[LOADED], stored.before[-1][LOADED])
     stored.look(LAYERS[-1], LOADED)
@@ -106,7 +106,7 @@ def test_the_engine_waits_for_a_server_no_longer_than_it_may(stored, monkeypatch
     stored.loads.begin_step(LOADED)
     for name in ("a", "b", "c"):
         stored.loads.ask(name, named, LOADED)
-    stored.loads.begin(4, whole=False)
+    stored.begin(whole=False)
     assert time.monotonic() - begin < TIMEOUT_S
     assert not stored.healthy.is_set()
     stored.loads.end()
@@ -117,7 +117,7 @@ def test_what_is_lent_to_another_meanwhile_is_reported(stored):
     count = failures("load", "damaged")
     stored.loads.begin_step(LOADED)
     stored.loads.ask("request", named, LOADED)
-    stored.loads.begin(4, whole=False)
+    stored.begin(whole=False)
     stored.look(LAYERS[0], LOADED)
     stored.transfers._server.lent.pool.fill_(9)
     for name in LAYERS[1:]:
@@ -196,7 +196,7 @@ def test_several_loads_of_one_step_fail_one_by_one(stored):
     stored.loads.ask("a", named, LOADED)
     other = Key(OTHER.tokens, 0, 24, cache_salt="none")
     stored.loads.ask("b", lambda: other, OTHERS)
-    stored.loads.begin(4, whole=False)
+    stored.begin(whole=False)
     for name in LAYERS:
         assert stored.look(name, LOADED)
     stored.loads.end()

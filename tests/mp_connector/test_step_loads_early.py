@@ -27,7 +27,7 @@ def test_what_was_asked_before_the_step_is_asked_once(stored):
     stored.loads.begin_step(LOADED)  # ends an earlier step, and not this question
     stored.loads.ask("request", fail_to_name, LOADED)  # nor is the key made again
     stored.loads.end_early()
-    stored.loads.begin(4, whole=False)
+    stored.begin(whole=False)
     assert all(stored.look(name, LOADED) for name in LAYERS)
     stored.loads.end()
     assert not stored.loads.take()
@@ -39,7 +39,7 @@ def test_a_chunk_that_can_not_be_named_fails_its_load_alone(stored):
     stored.loads.ask_early("request", fail_to_name)
     stored.loads.begin_step(LOADED)
     stored.loads.ask("request", fail_to_name, LOADED)
-    stored.loads.begin(4, whole=False)
+    stored.begin(whole=False)
     stored.loads.end()
     assert set(stored.loads.take()) == set(LOADED)
     assert failures("load", "ZeroDivisionError") == count + 1
@@ -102,7 +102,7 @@ def test_what_needs_no_answer_of_the_server_is_done_while_it_looks(stored, monke
     stored.loads.begin_step(LOADED + OTHERS)
     for name, blocks in (("first", LOADED), ("second", OTHERS)):
         stored.loads.ask(name, named, blocks)
-    stored.loads.begin(4, whole=True)
+    stored.begin(whole=True)
     stored.loads.end()
     assert done == ["planned", "planned", "answered", "answered"]
     for layer, before in zip(stored.caches.values(), stored.before, strict=True):
@@ -120,7 +120,7 @@ def test_a_load_that_can_not_be_planned_costs_no_other(stored, monkeypatch):
     stored.loads.begin_step(LOADED + OTHERS)
     for name, blocks in (("first", OTHERS), ("second", LOADED)):
         stored.loads.ask(name, named, blocks)
-    stored.loads.begin(4, whole=True)
+    stored.begin(whole=True)
     stored.loads.end()
     assert set(stored.loads.take()) == set(OTHERS)
     assert failures("load", "ZeroDivisionError") == count + 1

@@ -49,10 +49,15 @@ class Engine:
         """A step that loads; whether each layer was there when the engine came to it."""
         self.loads.begin_step(blocks)
         self.loads.ask("request", lambda: key, blocks)
-        self.loads.begin(4, whole=whole)
+        self.begin(whole=whole)
         there = [self.look(name, blocks) for name in layers if looks]
         self.loads.end()
         return there
+
+    def begin(self, *, tokens=4, whole=False):
+        """Begin what was asked for, as vLLM lets a worker do in two calls."""
+        self.loads.begin_answered(tokens)
+        self.loads.begin(whole=whole)
 
     def look(self, name, blocks):
         self.loads.before_layer(name)

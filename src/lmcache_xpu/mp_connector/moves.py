@@ -56,6 +56,10 @@ class Question(NamedTuple):
     answer: Any
     way: LoadQuestions
 
+    def is_answered(self, within_s: float) -> bool:
+        """Whether the server has answered; waits for it."""
+        return bool(self.answer.wait(within_s))
+
 
 class Located(NamedTuple):
     """What a load reads, in the server's memory.

@@ -1,11 +1,13 @@
 """Loads inside the step of their requests, which run beside the step's layers.
 
-    ask_early   while vLLM decides on a step, by a scheduler in the same process: where chunks are
-    ask         first thing in a step: the same, unless it was asked
-    begin       vLLM has prepared the step: seals are compared, the first layers enqueued
+    ask_early       while vLLM decides on a step, by a scheduler in its process: where chunks are
+    ask             first thing in a step: the same, unless it was asked
+    begin_answered  next: of loads whose chunks are known, seals are compared, the first layers
+                    enqueued
+    begin           vLLM has prepared the step: the same of the others, once their answers come
     before_layer, after_layer, for each layer
-    end         the step is enqueued
-    take, gate  in any order: what was left unfilled, for vLLM; what stores wait for
+    end             the step is enqueued
+    take, gate      in any order: what was left unfilled, for vLLM; what stores wait for
 
 Seals are compared again when the device has copied all, by a thread. Until then nothing is stored
 that came of a load, and what `take` returned waits for whoever looks at it.
@@ -39,6 +41,10 @@ __all__ = ["StepLoads"]
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 ANSWER_S = 0.5  # that the engine waits for the server, at most
+# vLLM prepares a step in 4 to 8 ms (8B on one H200), in which the link would be idle.
+SOON_S = 0.002  # that it waits before it prepares a step, at most
+# LMCache's thread sends a question. Python lets it run when this one waits, or else after 5 ms.
+SENT_S = 0.0003
 
 Failed = Callable[[str, Exception], None]
 
@@ -106,7 +112,7 @@ class StepLoads:
         if request_id in self._early:
             return
         with suppress(Exception):  # whatever: it is asked again, and fails there
-            self._early[request_id] = self._moves.ask_for_load(key())
+            self._early[request_id] = self._ask(key)
 
     def ask(self, request_id: str, key: Callable[[], Any], blocks: Iterable[int]) -> None:
         """Ask where chunks are that this step loads, unless `ask_early` did.
@@ -123,11 +129,16 @@ class StepLoads:
         self._untaken.append(load.verdict)
         loaded("step")
         try:
-            load.asked = self._early.pop(request_id, None) or self._moves.ask_for_load(key())
+            load.asked = self._early.pop(request_id, None) or self._ask(key)
         except Exception as error:  # whatever: the request is computed
             self._fail(load, error)
         else:
             self._asked.append(load)
+
+    def _ask(self, key: Callable[[], Any]) -> Question:
+        asked = self._moves.ask_for_load(key())
+        asked.is_answered(SENT_S)
+        return asked
 
     def end_early(self) -> None:
         """End questions of `ask_early` whose requests are not in the step after all."""
@@ -135,25 +146,43 @@ class StepLoads:
             self._moves.end_load(asked)
         self._early.clear()
 
-    def begin(self, tokens: int, *, whole: bool) -> None:
-        """Enqueue the first layers of what was asked for; waits for answers, `ANSWER_S` at most.
+    def begin_answered(self, tokens: int) -> None:
+        """Enqueue the first layers of what the server has answered; waits `SOON_S` at most.
 
         Args:
             tokens: that the step computes.
-            whole: the step stops at no layer, so it waits for all of them first.
         """
         if not self._asked:
             return
-        loads, self._asked = self._asked, []
         self._in_flight.begin_step(frozenset(), tokens)
-        end = time.monotonic() + ANSWER_S
         # What needs no answer comes first: the server is asked meanwhile.
-        for load in [load for load in loads if self._succeeds(self._prepare, load)]:
-            if self._succeeds(self._begin, load, max(0.0, end - time.monotonic())):
-                self._loads.append(load)
-        if whole or not self._last_pages:
+        self._asked = [load for load in self._asked if self._succeeds(self._prepare, load)]
+        until = time.monotonic() + SOON_S
+        asked, self._asked = self._asked, []
+        for load in asked:
+            assert load.asked is not None
+            if load.asked.is_answered(max(0.0, until - time.monotonic())):
+                self._begin(load, 0.0)
+            else:
+                self._asked.append(load)
+
+    def begin(self, *, whole: bool) -> None:
+        """Enqueue the first layers of all others; waits for their answers, `ANSWER_S` at most.
+
+        Args:
+            whole: the step stops at no layer, so it waits for all of them first.
+        """
+        end = time.monotonic() + ANSWER_S
+        asked, self._asked = self._asked, []
+        for load in asked:
+            self._begin(load, max(0.0, end - time.monotonic()))
+        if self._loads and (whole or not self._last_pages):
             with self._moves.enqueueing, torch.inference_mode():
                 self._in_flight.before_all()
+
+    def _begin(self, load: _Load, at_most_s: float) -> None:
+        if self._succeeds(self._enqueue, load, at_most_s):
+            self._loads.append(load)
 
     def _succeeds(self, act: Callable[..., None], load: _Load, *rest: float) -> bool:
         try:
@@ -179,7 +208,7 @@ class StepLoads:
             self._moves.end_load(load.asked)
             raise
 
-    def _begin(self, load: _Load, at_most_s: float) -> None:
+    def _enqueue(self, load: _Load, at_most_s: float) -> None:
         assert load.asked is not None
         assert load.plan is not None
         slots = self._moves.slots(load.asked, at_most_s)
@@ -214,9 +243,11 @@ class StepLoads:
 
     def end(self) -> None:
         """End this step's loads: what follows in the engine's stream waits for them."""
-        for load in self._asked:
+        asked, self._asked = self._asked, []
+        for load in asked:
+            assert load.asked is not None
+            self._moves.end_load(load.asked)
             self._fail(load, TransferError("a load that vLLM never began", "a step that loads"))
-        self._asked.clear()
         if not self._loads:
             return
         with self._moves.enqueueing, torch.inference_mode():

@@ -15,6 +15,7 @@ from lmcache_xpu.mp_connector.group_copies import GroupCopies
 from lmcache_xpu.mp_connector.heartbeat import Heartbeat
 from lmcache_xpu.mp_connector.kv_cache_groups import NULL_BLOCK
 from lmcache_xpu.mp_connector.questions import answers
+from lmcache_xpu.mp_connector.step import Step
 from lmcache_xpu.mp_connector.transfer_context import ServerTransfers
 from lmcache_xpu.versions import lmcache_server
 from lmcache_xpu.versions.lmcache_server import LMCacheMPWorkerAdapter
@@ -69,20 +70,19 @@ class WorkerAdapter(LMCacheMPWorkerAdapter):  # type: ignore[misc]  # untyped ba
         busy = self.transfers is not None and self.transfers.busy
         return bool(super().is_healthy) or busy
 
-    def begin_step(self, written: Collection[int], loads: Sequence[Any]) -> None:
-        """Begin a step.
+    def begin_step(self, step: Step) -> None:
+        """Begin a step: loads inside it begin where the server has answered already.
 
         Args:
-            written: blocks that it may write.
-            loads: LMCache's descriptions of those inside it; the server is asked for them.
+            step: what the scheduler says of it.
         """
-        self.leave(written)
+        self.leave(step.written)
         if self.transfers is None or self.transfers.in_steps is None:
             return
-        self.transfers.in_steps.begin_step(written)
-        if loads:
+        self.transfers.in_steps.begin_step(step.written)
+        if step.loads:
             self._ensure_heartbeat_started()
-        for load in loads:
+        for load in step.loads:
             op = load.op
             [blocks] = self._block_ids_per_group(op)
             block_tokens = self.transfers.groups[0].group.block_tokens
@@ -90,6 +90,7 @@ class WorkerAdapter(LMCacheMPWorkerAdapter):  # type: ignore[misc]  # untyped ba
             key = functools.partial(self._key, load)
             self.transfers.in_steps.ask(load.request_id, key, [NULL_BLOCK] * has + blocks[has:])
         self.transfers.in_steps.end_early()
+        self.transfers.in_steps.begin_answered(step.tokens)
 
     def ask_early(self, load: Any) -> None:
         """Ask for a load of the next step; see `StepLoads.ask_early`.

@@ -112,11 +112,11 @@ class WorkerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         return None if transfers is None else transfers.in_steps
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Begin a step: what it loads is asked for, and what it writes is not read any more."""
+        """Begin a step: its loads begin, or are asked for, and what it writes is read by nobody."""
         assert isinstance(kv_connector_metadata, Step)
         self._is_idle = not kv_connector_metadata.tokens
         loaded("computed", kv_connector_metadata.computed_hits)
-        self.worker_adapter.begin_step(kv_connector_metadata.written, kv_connector_metadata.loads)
+        self.worker_adapter.begin_step(kv_connector_metadata)
 
     def ask_early(self, load: Any) -> None:
         """Ask for a load of the next step; called by a scheduler in the same process.
@@ -131,7 +131,7 @@ class WorkerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         step = self._get_connector_metadata()
         if step.loads and (in_steps := self._in_steps) is not None:
             whole = may_run_as_one_graph(self._config, forward_context, kwargs)
-            in_steps.begin(step.tokens, whole=whole)
+            in_steps.begin(whole=whole)
         super().start_load_kv(forward_context, **kwargs)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
