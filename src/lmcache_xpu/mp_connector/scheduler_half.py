@@ -153,8 +153,7 @@ class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         The server needs 10 to 25 ms to say where 60,000 tokens are. Until the worker's step vLLM
         needs 5 for the blocks, and 12 more (8B on one H200, one H100).
         """
-        worker = near_connector(self._vllm_config)
-        if not isinstance(worker, WorkerHalf):
+        if (worker := self._near_worker) is None:
             return
         tracker = copy.copy(self.request_trackers[request_id])
         tracker.state = LMCacheMPRequestState.WAITING_FOR_LOAD  # as it will be with its blocks
@@ -186,7 +185,7 @@ class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         loads = [request for request in described if request.direction == "RETRIEVE"]
         begun = self._ways.begin_step(scheduler_output, loads)
         blocks = [load.op for load in loads]
-        return Step(
+        step = Step(
             [request for request in described if request not in begun.inside],
             begun.inside,
             written_blocks(scheduler_output, blocks, self._group_tokens_per_block),
@@ -195,6 +194,15 @@ class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
             begun.computed_hits,
             begun.number,
         )
+        if step.loads and (worker := self._near_worker) is not None:
+            worker.begin_early(step)
+        return step
+
+    @property
+    def _near_worker(self) -> WorkerHalf | None:
+        """The worker's half, where it is in this process."""
+        worker = near_connector(self._vllm_config)
+        return worker if isinstance(worker, WorkerHalf) else None
 
     def _sources(self, described: Iterable[Any]) -> dict[str, list[int]]:
         """Return, by request that stores, its blocks up to the last that is stored."""

@@ -1,13 +1,15 @@
 """Loads inside the step of their requests, which run beside the step's layers.
 
-    ask_early       while vLLM decides on a step, by a scheduler in its process: where chunks are
-    ask             first thing in a step: the same, unless it was asked
-    begin_answered  next: of loads whose chunks are known, seals are compared, the first layers
-                    enqueued
+    ask_early       while vLLM decides on a step: where chunks are
+    begin_step, ask once it has decided: the same, unless it was asked
+    begin_answered  then, and again when a worker hears of the step: of loads whose chunks are
+                    known, seals are compared, the first layers enqueued
     begin           vLLM has prepared the step: the same of the others, once their answers come
     before_layer, after_layer, for each layer
     end             the step is enqueued
     take, gate      in any order: what was left unfilled, for vLLM; what stores wait for
+
+Before a worker hears of the step, this is called by a scheduler in its process, if there is one.
 
 Seals are compared again when the device has copied all, by a thread. Until then nothing is stored
 that came of a load, and what `take` returned waits for whoever looks at it.
@@ -29,6 +31,7 @@ import torch
 from lmcache_xpu.errors import TransferError
 from lmcache_xpu.gpu_connector.in_flight import InFlight
 from lmcache_xpu.gpu_connector.load_pipeline import LoadPipeline
+from lmcache_xpu.gpu_connector.phase import Phase
 from lmcache_xpu.metrics import fallback, loaded
 from lmcache_xpu.mp_connector.group_copies import BesideLayers, GroupCopies
 from lmcache_xpu.mp_connector.kv_cache_groups import NULL_BLOCK
@@ -92,6 +95,11 @@ class StepLoads:
         self._unfilled: set[int] = set()  # until they are given to a request anew
 
     @property
+    def block_tokens(self) -> int:
+        """Tokens of a block."""
+        return self._copies.group.block_tokens
+
+    @property
     def busy(self) -> bool:
         """Whether any load is on its way."""
         with self._lock:
@@ -146,19 +154,24 @@ class StepLoads:
             self._moves.end_load(asked)
         self._early.clear()
 
-    def begin_answered(self, tokens: int) -> None:
+    def begin_answered(self, tokens: int, *, scheduling: bool = False) -> None:
         """Enqueue the first layers of what the server has answered; waits `SOON_S` at most.
 
         Args:
             tokens: that the step computes.
+            scheduling: vLLM has just decided on the step, and no worker was told of it yet.
         """
-        if not self._asked:
+        if not (self._asked or self._loads):
             return
-        self._in_flight.begin_step(frozenset(), tokens)
+        with self._moves.enqueueing, torch.inference_mode():
+            if scheduling:
+                self._in_flight.schedule(frozenset(), tokens)
+            else:
+                self._in_flight.begin_step(frozenset(), tokens)
         # What needs no answer comes first: the server is asked meanwhile.
-        self._asked = [load for load in self._asked if self._succeeds(self._prepare, load)]
+        asked = [load for load in self._asked if load.plan or self._succeeds(self._prepare, load)]
+        self._asked = []
         until = time.monotonic() + SOON_S
-        asked, self._asked = self._asked, []
         for load in asked:
             assert load.asked is not None
             if load.asked.is_answered(max(0.0, until - time.monotonic())):
@@ -227,7 +240,7 @@ class StepLoads:
         return self._in_flight.group_starts(layers, tokens, layer_bytes, tuning)
 
     def _tokens(self, load: _Load) -> int:
-        return len(load.blocks) * self._copies.group.block_tokens
+        return len(load.blocks) * self.block_tokens
 
     def before_layer(self, name: str) -> None:
         """Let the engine's stream wait for a layer."""
@@ -251,6 +264,8 @@ class StepLoads:
         if not self._loads:
             return
         with self._moves.enqueueing, torch.inference_mode():
+            if self._in_flight.phase is Phase.SCHEDULING:
+                self._in_flight.begin_step(frozenset())
             missed = {id(slots) for slots in self._in_flight.end_step()}
         loads, self._loads = self._loads, []
         for load in loads:

@@ -16,6 +16,7 @@ from lmcache_xpu.mp_connector.heartbeat import Heartbeat
 from lmcache_xpu.mp_connector.kv_cache_groups import NULL_BLOCK
 from lmcache_xpu.mp_connector.questions import answers
 from lmcache_xpu.mp_connector.step import Step
+from lmcache_xpu.mp_connector.step_loads import StepLoads
 from lmcache_xpu.mp_connector.transfer_context import ServerTransfers
 from lmcache_xpu.versions import lmcache_server
 from lmcache_xpu.versions.lmcache_server import LMCacheMPWorkerAdapter
@@ -30,6 +31,7 @@ class WorkerAdapter(LMCacheMPWorkerAdapter):  # type: ignore[misc]  # untyped ba
 
     transfers: ServerTransfers | None = None
     _heartbeat: Heartbeat | None
+    _begun: Step | None = None  # by `begin_early`
 
     def register(
         self,
@@ -70,27 +72,43 @@ class WorkerAdapter(LMCacheMPWorkerAdapter):  # type: ignore[misc]  # untyped ba
         busy = self.transfers is not None and self.transfers.busy
         return bool(super().is_healthy) or busy
 
+    def begin_early(self, step: Step) -> None:
+        """Begin a step that vLLM has just decided on; `begin_step` has to follow."""
+        self._ask_for(step)
+        if (in_steps := self._in_steps) is not None:
+            in_steps.begin_answered(step.tokens, scheduling=True)
+        self._begun = step
+
     def begin_step(self, step: Step) -> None:
         """Begin a step: loads inside it begin where the server has answered already.
 
         Args:
             step: what the scheduler says of it.
         """
+        if self._begun is not step:
+            self._ask_for(step)
+        self._begun = None
+        if (in_steps := self._in_steps) is not None:
+            in_steps.begin_answered(step.tokens)
+
+    def _ask_for(self, step: Step) -> None:
         self.leave(step.written)
-        if self.transfers is None or self.transfers.in_steps is None:
+        if (in_steps := self._in_steps) is None:
             return
-        self.transfers.in_steps.begin_step(step.written)
+        in_steps.begin_step(step.written)
         if step.loads:
             self._ensure_heartbeat_started()
         for load in step.loads:
             op = load.op
             [blocks] = self._block_ids_per_group(op)
-            block_tokens = self.transfers.groups[0].group.block_tokens
-            has = op.skip_first_n_tokens // block_tokens
+            has = op.skip_first_n_tokens // in_steps.block_tokens
             key = functools.partial(self._key, load)
-            self.transfers.in_steps.ask(load.request_id, key, [NULL_BLOCK] * has + blocks[has:])
-        self.transfers.in_steps.end_early()
-        self.transfers.in_steps.begin_answered(step.tokens)
+            in_steps.ask(load.request_id, key, [NULL_BLOCK] * has + blocks[has:])
+        in_steps.end_early()
+
+    @property
+    def _in_steps(self) -> StepLoads | None:
+        return None if self.transfers is None else self.transfers.in_steps
 
     def ask_early(self, load: Any) -> None:
         """Ask for a load of the next step; see `StepLoads.ask_early`.
@@ -98,8 +116,8 @@ class WorkerAdapter(LMCacheMPWorkerAdapter):  # type: ignore[misc]  # untyped ba
         Args:
             load: LMCache's description of it.
         """
-        if self.transfers is not None and self.transfers.in_steps is not None:
-            self.transfers.in_steps.ask_early(load.request_id, functools.partial(self._key, load))
+        if (in_steps := self._in_steps) is not None:
+            in_steps.ask_early(load.request_id, functools.partial(self._key, load))
 
     def _key(self, load: Any) -> Any:
         return self._create_key(
