@@ -94,3 +94,8 @@ class ServerConnector(SchedulerHalf, WorkerHalf):
             self.start_scheduler(vllm_config, kv_cache_config, options, groups)
         else:
             self.start_worker(vllm_config, kv_cache_config, options, groups)
+
+    def shutdown(self) -> None:
+        """End what this connector has started."""
+        self.collection.allow()
+        super().shutdown()

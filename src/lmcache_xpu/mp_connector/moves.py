@@ -95,6 +95,7 @@ class Moves:
         chunk_tokens: tokens of a chunk.
 
     Attributes:
+        chunk_tokens: see above.
         enqueueing: held while copies are enqueued; stores and loads share staging memory.
     """
 
@@ -104,7 +105,7 @@ class Moves:
         self._numbers = itertools.count()  # of questions; threads share it
         self._server = server
         self._groups = groups
-        self._chunk_tokens = chunk_tokens
+        self.chunk_tokens = chunk_tokens
         self._way: LoadQuestions = LMCacheQuestions(server.client, server.instance_id, len(groups))
         self._stream = SideStream(server.device, urgent=False)
 
@@ -222,7 +223,7 @@ class Moves:
 
         Of 61,440 tokens they take milliseconds.
         """
-        return [seals_of(key, self._chunk_tokens, copies.layout) for copies in self._groups]
+        return [seals_of(key, self.chunk_tokens, copies.layout) for copies in self._groups]
 
     def locate(self, asked: Question, slots: ObjectSlots, seals: Seals) -> Located:
         """Return what an answer names, and compare the seals.
@@ -236,7 +237,7 @@ class Moves:
             GivenUpError: something is not what it should be.
             TransferError: other chunks than a hit needs.
         """
-        count = (asked.key.end - asked.key.start) // self._chunk_tokens
+        count = (asked.key.end - asked.key.start) // self.chunk_tokens
         for number, copies in enumerate(self._groups):
             window = copies.window_chunks
             expected = list(range(max(0, count - window) if window else 0, count))
@@ -259,7 +260,7 @@ class Moves:
             tuple(
                 number
                 for number, ids in enumerate(of_group)
-                if not copies.group.is_storable(ids, self._chunk_tokens)
+                if not copies.group.is_storable(ids, self.chunk_tokens)
             )
             for copies, of_group in zip(self._groups, chunks, strict=True)
         )
@@ -304,7 +305,7 @@ class Moves:
 
     def _tokens(self, slots: ObjectSlots) -> int:
         chunks = max(len(slots.chunks(number)) for number in range(len(self._groups)))
-        return chunks * self._chunk_tokens
+        return chunks * self.chunk_tokens
 
 
 def _of_objects(seals: Seals, slots: ObjectSlots) -> list[bytes]:

@@ -6,6 +6,7 @@ import functools
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from lmcache_xpu.metrics import LOAD_SERVER
@@ -26,6 +27,8 @@ PATIENCE_S = 0.004
 # one of several. On a slow host the look-up of each of four took 6 to 9 ms (8B on one H100).
 PATIENCE_ALONE_S = 0.02  # for a request
 PATIENCE_ALL_ALONE_S = 0.06  # for all in a step
+# LMCache's thread sends 65,536 tokens so long, and can't while this one computes.
+_SENT_S = 0.002
 _STEPS = 2
 _POLL_S = 0.0002
 
@@ -38,6 +41,7 @@ class SchedulerAdapter(LMCacheMPSchedulerAdapter):  # type: ignore[misc]  # unty
 
     _heartbeats: dict[str, Heartbeat] | None
     _is_alone = False  # the request that is looked up
+    _meanwhile: Callable[[], None] | None = None
     _told = False  # that the server is lost
     _patient_until: float | None = None  # in this step, once somebody was waited for
 
@@ -46,13 +50,15 @@ class SchedulerAdapter(LMCacheMPSchedulerAdapter):  # type: ignore[misc]  # unty
         """In how many steps each request was waited for."""
         return Counter()
 
-    def begin_look_up(self, *, is_alone: bool) -> None:
+    def begin_look_up(self, *, is_alone: bool, meanwhile: Callable[[], None] | None = None) -> None:
         """Hear of a request that is about to be looked up.
 
         Args:
             is_alone: whether nobody else waits for a token.
+            meanwhile: is called while the server looks, where this thread waits for it.
         """
         self._is_alone = is_alone
+        self._meanwhile = meanwhile
 
     def end_step(self) -> None:
         """Hear that vLLM has decided on a step."""
@@ -101,6 +107,9 @@ class SchedulerAdapter(LMCacheMPSchedulerAdapter):  # type: ignore[misc]  # unty
         self._waits[request_id] += now < patient_until
         while tokens is None and time.monotonic() < patient_until:
             time.sleep(_POLL_S)
+            if self._meanwhile is not None and time.monotonic() - now > _SENT_S:
+                meanwhile, self._meanwhile = self._meanwhile, None
+                meanwhile()
             tokens = super().check_lookup_result(request_id)
         return tokens
 

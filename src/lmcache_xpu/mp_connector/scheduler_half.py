@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.platforms import current_platform
 
+from lmcache_xpu.kv_connector.garbage import GarbageCollection
 from lmcache_xpu.kv_connector.load_policy import LoadPolicy
-from lmcache_xpu.kv_connector.near_worker import near_connector
 from lmcache_xpu.mp_connector.adapters import SERVER_URLS, arguments_of
 from lmcache_xpu.mp_connector.hit_ways import HitWays
 from lmcache_xpu.mp_connector.keys import Keys
+from lmcache_xpu.mp_connector.near_loads import NearLoads
 from lmcache_xpu.mp_connector.scheduler_adapter import SchedulerAdapter
 from lmcache_xpu.mp_connector.step import Step, WorkerReport, written_blocks
-from lmcache_xpu.mp_connector.worker_half import WorkerHalf
 from lmcache_xpu.transfer.tuning import tuning_of
 from lmcache_xpu.versions.lmcache_server import (
     LMCacheMPConnector,
-    LMCacheMPRequestMetadata,
     LMCacheMPRequestState,
 )
 
@@ -62,12 +61,15 @@ class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
             options: of this connector.
             groups: of the KV cache that are stored.
         """
+        self.collection = GarbageCollection()
         chunk_tokens = self.scheduler_adapter.lmcache_tokens_per_chunk
         self._keys = Keys(config, kv_cache_config, chunk_tokens)
         self._computed = 0  # of the request that is looked up
         self._ways = HitWays()
         self._given_up: set[str] = set()  # requests for which nothing is looked up
-        self._asked: set[str] = set()  # requests of which a worker has asked before their blocks
+        self._near = NearLoads(
+            config, self.request_trackers, chunk_tokens, self._group_tokens_per_block
+        )
         self._loads = options.get(LOADS, "auto")
         # Engines that share requests may compute in step: one that waits holds the others up.
         self._has_other_engines = config.parallel_config.data_parallel_size > 1
@@ -106,21 +108,25 @@ class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
     ) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond those that the engine has, and whether in background."""
         self._computed = num_computed_tokens
+        (self._near.worker or self).collection.put_off()  # until the step is enqueued
         # It must compute its whole prompt, or a load of it has failed.
         if request.skip_reading_prefix_cache or request.request_id in self._given_up:
             self._get_or_create_request_tracker(request)
             return 0, False
         is_alone = self._ways.is_alone(request.request_id) and not self._has_other_engines
-        self.scheduler_adapter.begin_look_up(is_alone=is_alone)
+        self.scheduler_adapter.begin_look_up(
+            is_alone=is_alone,
+            meanwhile=functools.partial(self._near.name, request.request_id)
+            if self._ways.allows_steps
+            else None,
+        )
         matched: int | None
         matched, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if not matched:
             return matched, matched is None
         way = self._ways.choose(request, num_computed_tokens, matched)
-        self._asked.discard(request.request_id)
         if way == "step" and self._has_blocks_for(request):
-            self._asked.add(request.request_id)
-            self._ask_early(request.request_id)
+            self._near.ask(request.request_id)
         return (0, False) if way == "computed" else (matched, way == "async")
 
     def _has_blocks_for(self, request: Request) -> bool:
@@ -144,26 +150,8 @@ class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         if self._ways.is_computed(request.request_id):
             tracker = self.request_trackers[request.request_id]
             tracker.num_lmcache_hit_tokens = 0  # LMCache would count them as computed by now
-        elif self._ways.is_in_step(request.request_id) and request.request_id not in self._asked:
-            self._ask_early(request.request_id)
-
-    def _ask_early(self, request_id: str) -> None:
-        """Let a worker in this process ask for a load before it hears of the step.
-
-        The server needs 10 to 25 ms to say where 60,000 tokens are. Until the worker's step vLLM
-        needs 5 for the blocks, and 12 more (8B on one H200, one H100).
-        """
-        if (worker := self._near_worker) is None:
-            return
-        tracker = copy.copy(self.request_trackers[request_id])
-        tracker.state = LMCacheMPRequestState.WAITING_FOR_LOAD  # as it will be with its blocks
-        load = LMCacheMPRequestMetadata.GetRetrieveMetadata(
-            tracker,
-            self.scheduler_adapter.lmcache_tokens_per_chunk,
-            self._group_tokens_per_block,
-        )
-        if load is not None:
-            worker.ask_early(load)
+        elif self._ways.is_in_step(request.request_id):
+            self._near.ask(request.request_id)
 
     def give_up_hits(self, request_id: str) -> None:
         """A load inside a step failed: from now on its request is computed; see `scheduler`."""
@@ -194,15 +182,9 @@ class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
             begun.computed_hits,
             begun.number,
         )
-        if step.loads and (worker := self._near_worker) is not None:
-            worker.begin_early(step)
+        self._near.begin(step)
+        self.collection.allow()  # a worker in this process has a step of its own to enqueue
         return step
-
-    @property
-    def _near_worker(self) -> WorkerHalf | None:
-        """The worker's half, where it is in this process."""
-        worker = near_connector(self._vllm_config)
-        return worker if isinstance(worker, WorkerHalf) else None
 
     def _sources(self, described: Iterable[Any]) -> dict[str, list[int]]:
         """Return, by request that stores, its blocks up to the last that is stored."""
@@ -236,7 +218,6 @@ class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         self._keys.finished(request.request_id)
         self._ways.finished(request.request_id)
         self._given_up.discard(request.request_id)
-        self._asked.discard(request.request_id)
         _, answer = super().request_finished(request, block_ids)
         return False, answer
 

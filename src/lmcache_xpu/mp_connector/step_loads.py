@@ -1,7 +1,6 @@
 """Loads inside the step of their requests, which run beside the step's layers.
 
-    ask_early       while vLLM decides on a step: where chunks are
-    begin_step, ask once it has decided: the same, unless it was asked
+    begin_step, ask once vLLM has decided on a step: where chunks are, unless that was asked before
     begin_answered  then, and again when a worker hears of the step: of loads whose chunks are
                     known, seals are compared, the first layers enqueued
     begin           vLLM has prepared the step: the same of the others, once their answers come
@@ -9,7 +8,7 @@
     end             the step is enqueued
     take, gate      in any order: what was left unfilled, for vLLM; what stores wait for
 
-Before a worker hears of the step, this is called by a scheduler in its process, if there is one.
+A scheduler in the worker's process calls the first two before a worker hears of the step.
 
 Seals are compared again when the device has copied all, by a thread. Until then nothing is stored
 that came of a load, and what `take` returned waits for whoever looks at it.
@@ -22,7 +21,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +31,7 @@ from lmcache_xpu.gpu_connector.in_flight import InFlight
 from lmcache_xpu.gpu_connector.load_pipeline import LoadPipeline
 from lmcache_xpu.gpu_connector.phase import Phase
 from lmcache_xpu.metrics import fallback, loaded
+from lmcache_xpu.mp_connector.early_questions import EarlyQuestions, ask_at_once
 from lmcache_xpu.mp_connector.group_copies import BesideLayers, GroupCopies
 from lmcache_xpu.mp_connector.kv_cache_groups import NULL_BLOCK
 from lmcache_xpu.mp_connector.late_blocks import LateBlocks, Verdict
@@ -46,8 +45,6 @@ logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers on
 ANSWER_S = 0.5  # that the engine waits for the server, at most
 # vLLM prepares a step in 4 to 8 ms (8B on one H200), in which the link would be idle.
 SOON_S = 0.002  # that it waits before it prepares a step, at most
-# LMCache's thread sends a question. Python lets it run when this one waits, or else after 5 ms.
-SENT_S = 0.0003
 
 Failed = Callable[[str, Exception], None]
 
@@ -58,7 +55,7 @@ class _Load:
     blocks: list[int]
     verdict: Verdict
     asked: Question | None = None
-    seals: Seals = field(default_factory=list)
+    seals: Seals | None = None
     plan: BesideLayers | None = None
     located: Located | None = None
     parts: list[LoadPipeline] = field(default_factory=list)
@@ -72,6 +69,9 @@ class StepLoads:
         copies: of its only KV cache group.
         draft_layers: so many layers at the end are a drafter's.
         failed: is told of a load that failed, and why.
+
+    Attributes:
+        early: questions that were asked before.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class StepLoads:
         }
         model_pages = (len(layers) - draft_layers) * pages if pages else None
         self._in_flight = InFlight(copies.group.block_tokens, model_pages)
-        self._early: dict[str, Question] = {}  # of the next step, by request
+        self.early = EarlyQuestions(moves)  # of the next step
         self._asked: list[_Load] = []  # of this step
         self._loads: list[_Load] = []  # of them, those that have begun
         self._untaken: list[Verdict] = []
@@ -115,15 +115,8 @@ class StepLoads:
         with self._lock:
             self._unfilled.difference_update(written)
 
-    def ask_early(self, request_id: str, key: Callable[[], Any]) -> None:
-        """Ask where chunks are that the next step loads, once; see `ask`, which has to follow."""
-        if request_id in self._early:
-            return
-        with suppress(Exception):  # whatever: it is asked again, and fails there
-            self._early[request_id] = self._ask(key)
-
     def ask(self, request_id: str, key: Callable[[], Any], blocks: Iterable[int]) -> None:
-        """Ask where chunks are that this step loads, unless `ask_early` did.
+        """Ask where chunks are that this step loads, unless that was asked before.
 
         Args:
             request_id: name of the request.
@@ -137,22 +130,14 @@ class StepLoads:
         self._untaken.append(load.verdict)
         loaded("step")
         try:
-            load.asked = self._early.pop(request_id, None) or self._ask(key)
+            if (question := self.early.take(request_id)) is not None:
+                load.asked, load.seals = question
+            else:
+                load.asked = ask_at_once(self._moves, key())
         except Exception as error:  # whatever: the request is computed
             self._fail(load, error)
         else:
             self._asked.append(load)
-
-    def _ask(self, key: Callable[[], Any]) -> Question:
-        asked = self._moves.ask_for_load(key())
-        asked.is_answered(SENT_S)
-        return asked
-
-    def end_early(self) -> None:
-        """End questions of `ask_early` whose requests are not in the step after all."""
-        for asked in self._early.values():
-            self._moves.end_load(asked)
-        self._early.clear()
 
     def begin_answered(self, tokens: int, *, scheduling: bool = False) -> None:
         """Enqueue the first layers of what the server has answered; waits `SOON_S` at most.
@@ -215,7 +200,7 @@ class StepLoads:
                     f"blocks for {tokens} tokens, and a question of {key.start} to {key.end}",
                     "a question of the same range",
                 )
-            load.seals = self._moves.seals(key)
+            load.seals = self._moves.seals(key) if load.seals is None else load.seals
             load.plan = self._copies.beside_layers(self._copies.chunks(load.blocks), starts)
         except BaseException:
             self._moves.end_load(load.asked)
@@ -223,6 +208,7 @@ class StepLoads:
 
     def _enqueue(self, load: _Load, at_most_s: float) -> None:
         assert load.asked is not None
+        assert load.seals is not None
         assert load.plan is not None
         slots = self._moves.slots(load.asked, at_most_s)
         try:

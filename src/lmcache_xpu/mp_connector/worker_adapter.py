@@ -7,7 +7,7 @@ engine would give their blocks to others. Here it waits for what copies; nothing
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from lmcache_xpu.errors import SettingsError
@@ -104,20 +104,26 @@ class WorkerAdapter(LMCacheMPWorkerAdapter):  # type: ignore[misc]  # untyped ba
             has = op.skip_first_n_tokens // in_steps.block_tokens
             key = functools.partial(self._key, load)
             in_steps.ask(load.request_id, key, [NULL_BLOCK] * has + blocks[has:])
-        in_steps.end_early()
+        in_steps.early.end()
 
     @property
     def _in_steps(self) -> StepLoads | None:
         return None if self.transfers is None else self.transfers.in_steps
 
-    def ask_early(self, load: Any) -> None:
-        """Ask for a load of the next step; see `StepLoads.ask_early`.
+    def name_early(self, request_id: str, describe: Callable[[], Any]) -> None:
+        """Name a request's chunks while the server looks it up; see `EarlyQuestions.name`.
 
         Args:
-            load: LMCache's description of it.
+            request_id: name of the request.
+            describe: makes LMCache's description of a load of its whole prompt.
         """
         if (in_steps := self._in_steps) is not None:
-            in_steps.ask_early(load.request_id, functools.partial(self._key, load))
+            in_steps.early.name(request_id, lambda: self._key(describe()))
+
+    def ask_early(self, request_id: str, start: int, end: int) -> None:
+        """Ask for a load of the next step; see `EarlyQuestions.ask`."""
+        if (in_steps := self._in_steps) is not None:
+            in_steps.early.ask(request_id, start, end)
 
     def _key(self, load: Any) -> Any:
         return self._create_key(

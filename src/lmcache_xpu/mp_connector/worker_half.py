@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lmcache.integration.vllm.utils import calculate_draft_layers
 
 from lmcache_xpu.kv_connector import stats
+from lmcache_xpu.kv_connector.garbage import GarbageCollection
 from lmcache_xpu.kv_connector.step_metadata import IDLE_S, may_run_as_one_graph
 from lmcache_xpu.metrics import loaded
 from lmcache_xpu.mp_connector.adapters import SERVER_URLS, arguments_of
@@ -58,6 +59,7 @@ class WorkerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
             options: of this connector, and LMCache's.
             groups: of the KV cache that are stored.
         """
+        self.collection = GarbageCollection()
         self._config = config
         self._options = options
         self._groups = groups
@@ -118,21 +120,21 @@ class WorkerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         loaded("computed", kv_connector_metadata.computed_hits)
         self.worker_adapter.begin_step(kv_connector_metadata)
 
-    def ask_early(self, load: Any) -> None:
-        """Ask for a load of the next step; called by a scheduler in the same process.
+    # What a scheduler in this process calls before, see `near_loads`
 
-        Args:
-            load: LMCache's description of it.
-        """
-        self.worker_adapter.ask_early(load)
+    def name_early(self, request_id: str, describe: Callable[[], Any]) -> None:
+        """Name a request's chunks while the server looks it up; see `WorkerAdapter.name_early`."""
+        self.worker_adapter.name_early(request_id, describe)
+
+    def ask_early(self, request_id: str, start: int, end: int) -> None:
+        """Ask where chunks of a request are that was named, from one token to another."""
+        self.worker_adapter.ask_early(request_id, start, end)
 
     def begin_early(self, step: Step) -> None:
-        """Begin loads of the next step; called by a scheduler in the same process.
-
-        vLLM's newer runner tells its worker of a step when it has prepared that: on the host of an
-        H200 10 to 15 ms later, in which the link would be idle.
-        """
+        """Begin the loads of a step that vLLM has just decided on."""
         self.worker_adapter.begin_early(step)
+
+    # What vLLM calls
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Begin this step's loads, those inside it first."""
@@ -204,6 +206,11 @@ class WorkerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         if not (failed or damaged or speeds.near or step):
             return None
         return WorkerReport(failed, damaged, speeds, step)
+
+    def clear_connector_metadata(self) -> None:
+        """Forget a step that is enqueued; the engine's thread waits for the device next."""
+        super().clear_connector_metadata()
+        self.collection.allow()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """What this process counted since the last call."""
