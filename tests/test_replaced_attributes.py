@@ -35,10 +35,12 @@ FIELDS = {  # of a description, a configuration or a state, which hold plain dat
     "kv_connector/scheduler.py: tracker.allocated_block_ids",
     "kv_connector/step_loads.py: context.attn_metadata",
     "kv_connector/step_loads.py: request.load_spec",
+    "mp_connector/near_loads.py: tracker.num_lmcache_hit_tokens",  # of a copy, as the next two
+    "mp_connector/near_loads.py: tracker.num_vllm_hit_tokens",
+    "mp_connector/near_loads.py: tracker.state",
     "mp_connector/scheduler_half.py: tracker.cache_salt",
     "mp_connector/scheduler_half.py: tracker.max_offload_tokens",
     "mp_connector/scheduler_half.py: tracker.num_lmcache_hit_tokens",
-    "mp_connector/scheduler_half.py: tracker.state",  # of a copy
 }
 OWN = {  # of classes of this package, and of events that it makes
     "cache_engine/cache_salt.py: adapter.lookup_client.salts",

@@ -130,6 +130,22 @@ def test_a_request_that_is_alone_is_waited_for_longer(server, adapter, monkeypat
     assert adapter.check_lookup_result("a") == 0
 
 
+def test_while_the_server_looks_something_else_is_done_once(server, adapter, monkeypatch):
+    for patience in ("PATIENCE_ALONE_S", "PATIENCE_ALL_ALONE_S"):
+        monkeypatch.setattr(scheduler_adapter, patience, 20.0)
+    server.reads_keys = server.fetches = True
+    done = []
+
+    def meanwhile():
+        done.append("a")
+        server.fetches = False
+
+    adapter.begin_look_up(is_alone=True, meanwhile=meanwhile)
+    adapter.maybe_submit_lookup_request("a", token_ids=TOKENS)
+    assert adapter.check_lookup_result("a") == 0
+    assert done == ["a"]
+
+
 def test_each_of_several_that_are_alone_is_waited_for(server, adapter, monkeypatch):
     """One that is fetched from a disk leaves time for those behind it, in memory."""
     monkeypatch.setattr(scheduler_adapter, "PATIENCE_ALONE_S", 0.1)

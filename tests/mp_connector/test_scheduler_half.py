@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 from unittest.mock import Mock, call
 
@@ -9,8 +10,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from lmcache_xpu.kv_connector.garbage import GarbageCollection
 from lmcache_xpu.kv_connector.load_policy import LoadPolicy
-from lmcache_xpu.mp_connector import scheduler_half
+from lmcache_xpu.mp_connector import near_loads, scheduler_half
 from lmcache_xpu.mp_connector.scheduler_half import SchedulerHalf
 from lmcache_xpu.mp_connector.worker_half import WorkerHalf
 from lmcache_xpu.versions.lmcache_server import (
@@ -32,9 +34,10 @@ def half(
     loads="auto",
 ):
     monkeypatch.setattr(scheduler_half, "Keys", lambda *_: SimpleNamespace())
+    monkeypatch.setattr(near_loads, "near_connector", lambda _: None)
     made = SchedulerHalf.__new__(SchedulerHalf)
     made.scheduler_adapter = SimpleNamespace(lmcache_tokens_per_chunk=CHUNK, begin_look_up=Mock())
-    made.request_trackers = {}
+    made.request_trackers, made._group_tokens_per_block = {}, [16]
     made.start_scheduler(
         SimpleNamespace(
             parallel_config=SimpleNamespace(world_size=ranks, data_parallel_size=engines)
@@ -69,6 +72,13 @@ def request(tokens: int = 1000, features=()):
     )
 
 
+@pytest.fixture(autouse=True)
+def collecting():
+    """Tests end with garbage collection on, as it was."""
+    yield
+    gc.enable()
+
+
 @pytest.fixture
 def looked_up(monkeypatch):
     """Requests that LMCache looks up: the server has 768 tokens."""
@@ -98,10 +108,12 @@ def test_the_adapter_hears_whether_anybody_waits_beside_a_request(monkeypatch, l
     made, beside = half(monkeypatch), half(monkeypatch, engines=2)
     for asked, alone in (made, True), (beside, False):
         asked.get_num_new_matched_tokens(request(), 0)
-        asked.scheduler_adapter.begin_look_up.assert_called_once_with(is_alone=alone)
+        asked.scheduler_adapter.begin_look_up.assert_called_once_with(
+            is_alone=alone, meanwhile=None
+        )
     monkeypatch.setattr(made._ways, "_running", {"other"})
     made.get_num_new_matched_tokens(request(), 0)
-    assert made.scheduler_adapter.begin_look_up.call_args == call(is_alone=False)
+    assert made.scheduler_adapter.begin_look_up.call_args == call(is_alone=False, meanwhile=None)
 
 
 def test_a_request_whose_load_failed_is_looked_up_no_more(monkeypatch, looked_up):
@@ -125,43 +137,60 @@ def test_of_a_hit_that_is_computed_lmcache_counts_nothing_as_loaded(monkeypatch,
 def near(monkeypatch, looked_up):
     """Makes a scheduler's half beside a worker in its process, and a request that is there.
 
-    Returns them with what the worker was asked so far.
+    Returns them with what the worker was asked so far: names of requests, and ranges of tokens.
     """
 
     def make(*, loads: str = "step", free: int = 1000, chunked: bool = True, worker: bool = True):
         made, asked = half(monkeypatch, loads=loads), []
         beside = WorkerHalf.__new__(WorkerHalf)
-        beside.ask_early = asked.append
+        beside.collection = GarbageCollection()
+        beside.name_early = lambda name, describe: asked.append((name, describe()))
+        beside.ask_early = lambda name, start, end: asked.append((name, start, end))
+        beside.begin_early = asked.append
         made._vllm_config = SimpleNamespace(
             scheduler_config=SimpleNamespace(enable_chunked_prefill=chunked)
         )
-        made._group_tokens_per_block = [16]
         made._pool = SimpleNamespace(num_gpu_blocks=1000, get_num_free_blocks=lambda: free)
-        monkeypatch.setattr(scheduler_half, "near_connector", lambda _: worker and beside)
+        monkeypatch.setattr(near_loads, "near_connector", lambda _: worker and beside)
         monkeypatch.setattr(
             LMCacheMPRequestMetadata,
             "GetRetrieveMetadata",
-            lambda tracker, *sizes: (tracker.name, tracker.state, *sizes),
+            lambda tracker, *sizes: (
+                tracker.num_vllm_hit_tokens,
+                tracker.num_lmcache_hit_tokens,
+                tracker.state,
+                *sizes,
+            ),
         )
         made.load_in_steps()
-        made.request_trackers["a"] = SimpleNamespace(name="tracker", state="as it was")
+        made.request_trackers["a"] = SimpleNamespace(
+            all_token_ids=range(1000),
+            num_vllm_hit_tokens=300,
+            num_lmcache_hit_tokens=768,
+            state="as it was",
+        )
         return made, asked
 
     return make
 
 
-LOAD = ("tracker", LMCacheMPRequestState.WAITING_FOR_LOAD, CHUNK, [16])
+# Of all chunks of the prompt, whatever part of them the engine has; and what is a hit.
+NAMED = ("a", (0, 768, LMCacheMPRequestState.WAITING_FOR_LOAD, CHUNK, [16]))
+ASKED = ("a", 256, 768)
 
 
 def test_a_worker_in_this_process_asks_as_soon_as_the_hit_is_there(near):
     made, asked = near()
-    made.get_num_new_matched_tokens(request(), 0)
-    assert asked == [LOAD]
+    made.get_num_new_matched_tokens(request(), 300)
+    assert asked == [NAMED, ASKED]
     assert made.request_trackers["a"].state == "as it was"
-    made.update_state_after_alloc(request(), None, 768)
-    assert asked == [LOAD]  # and once
-    made.get_num_new_matched_tokens(request(), 0)  # vLLM has preempted it
-    assert asked == [LOAD, LOAD]
+
+
+def test_chunks_are_named_while_the_server_looks(near):
+    made, asked = near()
+    made.scheduler_adapter.begin_look_up = lambda is_alone, meanwhile: meanwhile()
+    made.get_num_new_matched_tokens(request(), 300)
+    assert asked == [NAMED, NAMED, ASKED]  # the worker does it once
 
 
 @pytest.mark.parametrize(
@@ -174,16 +203,16 @@ def test_where_vllm_may_not_take_it_the_worker_asks_when_the_request_has_its_blo
 ):
     """63 blocks are for the request, and 50 are kept free: together one more than there are."""
     made, asked = near(**engine)
-    made.get_num_new_matched_tokens(request(features=features), 0)
+    made.get_num_new_matched_tokens(request(features=features), 300)
     assert asked == []
-    made.update_state_after_alloc(request(), None, 768)
-    assert asked == [LOAD]
+    made.update_state_after_alloc(request(), None, 468)
+    assert asked == [NAMED, ASKED]
 
 
 def test_with_as_many_blocks_as_it_may_need_it_asks_at_once(near):
     made, asked = near(free=113)
-    made.get_num_new_matched_tokens(request(), 0)
-    assert asked == [LOAD]
+    made.get_num_new_matched_tokens(request(), 300)
+    assert asked == [NAMED, ASKED]
 
 
 @pytest.mark.parametrize(
@@ -191,6 +220,38 @@ def test_with_as_many_blocks_as_it_may_need_it_asks_at_once(near):
 )
 def test_nobody_asks_before_the_step_for_a_load_beside_it_or_by_another_process(near, other):
     made, asked = near(**other)
-    made.get_num_new_matched_tokens(request(), 0)
-    made.update_state_after_alloc(request(), None, 768)
+    made.get_num_new_matched_tokens(request(), 300)
+    made.update_state_after_alloc(request(), None, 468)
     assert asked == []
+
+
+def test_a_worker_in_this_process_begins_a_step_that_loads(near):
+    made, asked = near()
+    loading, computing = (SimpleNamespace(loads=loads) for loads in (["a load"], []))
+    made._near.begin(computing)
+    assert asked == []
+    made._near.begin(loading)
+    assert asked == [loading]
+    elsewhere, asked = near(worker=False)
+    elsewhere._near.begin(loading)
+    assert asked == []
+
+
+@pytest.mark.parametrize("worker", [True, False], ids=["here", "elsewhere"])
+def test_garbage_is_collected_when_the_step_is_enqueued(near, monkeypatch, worker):
+    """By who enqueues it in this process; else when the step is decided on."""
+    gc.enable()
+    made, _ = near(worker=worker)
+    made.get_num_new_matched_tokens(request(), 300)
+    assert not gc.isenabled()
+    made.scheduler_adapter.end_step = Mock()
+    described = SimpleNamespace(requests=[])
+    monkeypatch.setattr(LMCacheMPConnector, "build_connector_meta", lambda *_: described)
+    monkeypatch.setattr(scheduler_half, "written_blocks", lambda *_: ())
+    made.build_connector_meta(
+        SimpleNamespace(total_num_scheduled_tokens=1, num_scheduled_tokens={"a": 1})
+    )
+    assert gc.isenabled() is not worker
+    if worker:
+        made._near.worker.clear_connector_metadata()
+    assert gc.isenabled()

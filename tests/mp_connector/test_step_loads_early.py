@@ -1,4 +1,4 @@
-"""Questions to the server before the step of a load, which ask where its chunks are."""
+"""What is done for a load before its step: questions to the server, and its first layers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
-from support.lending import Key
+from support.lending import Answer
 from support.step_loading import (
     KEY,
     LAYERS,
@@ -16,17 +16,26 @@ from support.step_loading import (
     fail_to_name,
     failures,
     named,
+    unchanged,
 )
 from support.step_loading import engine as engine  # a fixture
 from support.step_loading import stored as stored  # a fixture
 
+from lmcache_xpu.mp_connector import step_loads
+
+
+def ask_early(stored, key=named, start=KEY.start):
+    """Ask as a scheduler does that has a request's whole prompt, and then its hit."""
+    stored.loads.early.name("request", key)
+    stored.loads.early.ask("request", start, KEY.end)
+
 
 def test_what_was_asked_before_the_step_is_asked_once(stored):
     stored.client.calls.clear()
-    stored.loads.ask_early("request", named)
+    ask_early(stored)
     stored.loads.begin_step(LOADED)  # ends an earlier step, and not this question
     stored.loads.ask("request", fail_to_name, LOADED)  # nor is the key made again
-    stored.loads.end_early()
+    stored.loads.early.end()
     stored.begin(whole=False)
     assert all(stored.look(name, LOADED) for name in LAYERS)
     stored.loads.end()
@@ -36,7 +45,7 @@ def test_what_was_asked_before_the_step_is_asked_once(stored):
 
 def test_a_chunk_that_can_not_be_named_fails_its_load_alone(stored):
     count = failures("load", "ZeroDivisionError")
-    stored.loads.ask_early("request", fail_to_name)
+    ask_early(stored, fail_to_name)
     stored.loads.begin_step(LOADED)
     stored.loads.ask("request", fail_to_name, LOADED)
     stored.begin(whole=False)
@@ -47,9 +56,9 @@ def test_a_chunk_that_can_not_be_named_fails_its_load_alone(stored):
 
 def test_what_was_asked_for_no_step_is_given_back(stored):
     stored.client.calls.clear()
-    stored.loads.ask_early("request", named)
+    ask_early(stored)
     stored.loads.begin_step(())
-    stored.loads.end_early()
+    stored.loads.early.end()
     assert stored.client.calls == ["prepare_retrieve", "commit_retrieve"]
     assert not stored.loads.busy
     assert stored.load() == [True] * len(LAYERS)  # it is asked anew
@@ -57,17 +66,27 @@ def test_what_was_asked_for_no_step_is_given_back(stored):
 
 def test_a_request_is_asked_for_once_however_often_the_scheduler_says_so(stored):
     stored.client.calls.clear()
-    stored.loads.ask_early("request", named)
-    stored.loads.ask_early("request", fail_to_name)
+    ask_early(stored)
+    ask_early(stored, fail_to_name)
     stored.loads.begin_step(())
-    stored.loads.end_early()
+    stored.loads.early.end()
     assert stored.client.calls == ["prepare_retrieve", "commit_retrieve"]
+    stored.loads.early.ask("request", KEY.start, KEY.end)  # it was named for that step
+    assert len(stored.client.calls) == 2
+
+
+def test_a_part_of_what_was_named_has_its_own_seals(stored):
+    stored.loads.early.name("request", named)
+    stored.loads.early.ask("request", 8, 16)
+    question = stored.loads.early.take("request")
+    assert (question.asked.key.start, question.asked.key.end) == (8, 16)
+    assert question.seals == stored.transfers._moves.seals(question.asked.key)
+    stored.transfers._moves.end_load(question.asked)
 
 
 def test_a_question_of_another_range_fails_its_load_and_writes_nothing(stored):
     count = failures("load", "TransferError")
-    part = Key(KEY.tokens, 8, 24)
-    stored.loads.ask_early("request", lambda: part)
+    ask_early(stored, start=8)
     stored.load(looks=False)
     assert set(stored.loads.take()) == set(LOADED)
     assert failures("load", "TransferError") == count + 1
@@ -78,7 +97,7 @@ def test_a_question_of_another_range_fails_its_load_and_writes_nothing(stored):
 def test_a_server_that_is_lost_before_the_step_fails_the_load_in_it(stored):
     count = failures("load", "server")
     stored.healthy.clear()
-    stored.loads.ask_early("request", named)
+    ask_early(stored)
     stored.load(looks=False)
     assert set(stored.loads.take()) == set(LOADED)
     assert failures("load", "server") == count + 1
@@ -126,3 +145,77 @@ def test_a_load_that_can_not_be_planned_costs_no_other(stored, monkeypatch):
     assert failures("load", "ZeroDivisionError") == count + 1
     assert stored.client.calls.count("commit_retrieve") == 2  # nothing of either is read any more
     assert torch.equal(stored.caches[LAYERS[0]][LOADED], stored.before[0][STORED])
+
+
+@pytest.fixture
+def begun(stored):
+    """A step that has been decided on, whose load was asked for before."""
+    stored.client.calls.clear()
+    ask_early(stored)
+    stored.loads.begin_step(LOADED)
+    stored.loads.ask("request", fail_to_name, LOADED)
+    stored.loads.early.end()
+    stored.loads.begin_answered(4, scheduling=True)
+    return stored
+
+
+def test_layers_come_before_a_worker_hears_of_the_step(begun):
+    first = begun.caches[LAYERS[0]]
+    assert torch.equal(first[LOADED], begun.before[0][STORED])
+    begun.begin()
+    assert all(begun.look(name, LOADED) for name in LAYERS)
+    begun.loads.end()
+    assert not begun.loads.take()
+    assert not begun.loads.busy
+    assert begun.client.calls == ["prepare_retrieve", "commit_retrieve"]
+
+
+def test_a_step_that_vllm_gives_up_before_a_worker_hears_of_it_leaves_nothing(begun):
+    begun.loads.begin_step(())  # the next one
+    assert not begun.loads.busy
+    assert begun.client.calls == ["prepare_retrieve", "commit_retrieve"]
+    assert set(begun.loads.take()) == set(LOADED)
+    assert begun.load() == [True] * len(LAYERS)
+
+
+def test_a_step_that_loads_nothing_in_the_end_lets_the_next_begin_early(stored, monkeypatch):
+    with monkeypatch.context() as planted:
+        planted.setattr(stored.copies, "beside_layers", lambda *_: 1 // 0)
+        stored.load(looks=False)
+    ask_early(stored)
+    stored.loads.begin_step(LOADED)
+    stored.loads.ask("request", fail_to_name, LOADED)
+    stored.loads.begin_answered(4, scheduling=True)
+    stored.begin()
+    assert all(stored.look(name, LOADED) for name in LAYERS)
+
+
+def test_what_the_server_has_not_answered_begins_when_it_has(stored, monkeypatch):
+    client, late = stored.client, Answer(comes=False)
+    ask = client.prepare_retrieve
+    late._result = ask(KEY, 1).result()
+    monkeypatch.setattr(client, "prepare_retrieve", lambda *_: late)
+    ask_early(stored)
+    stored.loads.begin_step(LOADED)
+    stored.loads.ask("request", fail_to_name, LOADED)
+    for scheduling in (True, False):
+        stored.loads.begin_answered(4, scheduling=scheduling)
+        assert unchanged(stored, LOADED)
+    late._done.set()
+    stored.loads.begin(whole=False)
+    assert all(stored.look(name, LOADED) for name in LAYERS)
+    stored.loads.end()
+    assert not stored.loads.take()
+
+
+def test_a_load_that_vllm_never_began_is_given_back(stored, monkeypatch):
+    stored.client.calls.clear()
+    monkeypatch.setattr(stored.transfers._server, "answer", lambda *_, **__: 1 // 0)
+    monkeypatch.setattr(step_loads, "SOON_S", 0.0)
+    monkeypatch.setattr(Answer, "wait", lambda *_: False)
+    stored.loads.begin_step(LOADED)
+    stored.loads.ask("request", named, LOADED)
+    stored.loads.begin_answered(4)
+    stored.loads.end()
+    assert stored.client.calls == ["prepare_retrieve", "commit_retrieve"]
+    assert set(stored.loads.take()) == set(LOADED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import pytest
 from support.lending import BLOCK, CHUNK, copies, filled
@@ -16,6 +17,7 @@ from support.server_adapters import WAIT_S, adapter_at
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.mp_connector import worker_adapter
+from lmcache_xpu.mp_connector.step import Step
 from lmcache_xpu.mp_connector.worker_adapter import WorkerAdapter
 
 REGISTER = "register_kv_cache_engine_driven_context"
@@ -87,3 +89,23 @@ def test_memory_of_a_lost_server_is_given_back_when_its_name_is_gone(server, ada
     server.silent = False
     until(lambda: adapter.is_healthy)
     assert maps(server)
+
+
+def test_a_step_that_was_begun_before_is_not_asked_for_again(adapter):
+    in_steps = Mock()
+    adapter.transfers = Mock(in_steps=in_steps)
+    begun, other = (Step([], [], {3}, 5, {}, 0) for _ in range(2))
+    adapter.begin_early(begun)
+    adapter.begin_step(begun)
+    assert [name for name, *_ in in_steps.mock_calls] == [
+        "begin_step",
+        "early.end",
+        "begin_answered",
+        "begin_answered",
+    ]
+    assert in_steps.begin_answered.call_args_list == [call(5, scheduling=True), call(5)]
+    for step in (begun, other):  # nobody has begun them
+        in_steps.reset_mock()
+        adapter.begin_step(step)
+        assert in_steps.begin_step.call_args == call({3})
+    adapter.transfers = None

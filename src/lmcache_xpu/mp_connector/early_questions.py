@@ -13,7 +13,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from lmcache_xpu.mp_connector.moves import Moves, Question, Seals
+from lmcache_xpu.mp_connector.load_questions import Question
+from lmcache_xpu.mp_connector.moves import Moves
+from lmcache_xpu.mp_connector.seals import Seals
 
 __all__ = ["EarlyQuestions", "SealedQuestion", "ask_at_once"]
 
@@ -22,10 +24,10 @@ SENT_S = 0.0003
 
 
 class SealedQuestion(NamedTuple):
-    """A question, and the seals that its chunks should have; None until somebody needs them."""
+    """A question, and the seals that its chunks should have."""
 
     asked: Question
-    seals: Seals | None
+    seals: Seals
 
 
 class EarlyQuestions:

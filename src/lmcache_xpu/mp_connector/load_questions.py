@@ -6,13 +6,14 @@ sooner (see `server_module`). Any other server is asked as LMCache asks it.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from lmcache_xpu.mp_connector.hit_places import HELLO, LOCATE, RELEASE, Hit, places_of
+from lmcache_xpu.mp_connector.lent_memory import LentMemory
 from lmcache_xpu.mp_connector.object_slots import ObjectSlots
 from lmcache_xpu.versions.lmcache_server import ServerModuleCallRequest
 
-__all__ = ["LMCacheQuestions", "LoadQuestions", "ModuleQuestions", "questions_of"]
+__all__ = ["LMCacheQuestions", "LoadQuestions", "ModuleQuestions", "Question", "questions_of"]
 
 HELLO_S = 1.0  # a server without any module is silent
 
@@ -91,6 +92,30 @@ class ModuleQuestions:
     def _call(self, method: str, number: int, key: Any) -> Any:
         payload = Hit.of_key(self._instance_id, number, key).sent()
         return self._client.server_module_call(ServerModuleCallRequest(method, payload))
+
+
+class Question(NamedTuple):
+    """The server is asked where chunks are that it has promised.
+
+    Args:
+        number: of the question.
+        key: LMCache's, of the chunks.
+        memory: that the server lent when it was asked.
+        begun: when it was asked.
+        answer: LMCache's future.
+        way: in which it was asked.
+    """
+
+    number: int
+    key: Any
+    memory: LentMemory
+    begun: float
+    answer: Any
+    way: LoadQuestions
+
+    def is_answered(self, within_s: float) -> bool:
+        """Whether the server has answered; waits for it."""
+        return bool(self.answer.wait(within_s))
 
 
 def questions_of(client: Any, instance_id: int, groups: int, timeout_s: float) -> LoadQuestions:

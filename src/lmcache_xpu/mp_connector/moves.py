@@ -24,41 +24,16 @@ from lmcache_xpu.mp_connector.lent_memory import LentMemory
 from lmcache_xpu.mp_connector.load_questions import (
     LMCacheQuestions,
     LoadQuestions,
+    Question,
     questions_of,
 )
 from lmcache_xpu.mp_connector.object_slots import ObjectSlots
-from lmcache_xpu.mp_connector.seals import break_seal, seal, seals_at, seals_of
+from lmcache_xpu.mp_connector.seals import Seals, break_seal, seal, seals_at, seals_of
 from lmcache_xpu.mp_connector.server import GivenUpError, Server, check_lease
 from lmcache_xpu.mp_connector.transfer_queue import Transfer
 from lmcache_xpu.transfer.devices import Event, SideStream
 
-__all__ = ["Located", "Moves", "Question", "Seals"]
-
-Seals = list[list[bytes]]  # by group, of each chunk
-
-
-class Question(NamedTuple):
-    """The server is asked where chunks are that it has promised.
-
-    Args:
-        number: of the question.
-        key: LMCache's, of the chunks.
-        memory: that the server lent when it was asked.
-        begun: when it was asked.
-        answer: LMCache's future.
-        way: in which it was asked.
-    """
-
-    number: int
-    key: Any
-    memory: LentMemory
-    begun: float
-    answer: Any
-    way: LoadQuestions
-
-    def is_answered(self, within_s: float) -> bool:
-        """Whether the server has answered; waits for it."""
-        return bool(self.answer.wait(within_s))
+__all__ = ["Located", "Moves"]
 
 
 class Located(NamedTuple):

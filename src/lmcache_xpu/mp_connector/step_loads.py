@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
@@ -34,17 +33,19 @@ from lmcache_xpu.metrics import fallback, loaded
 from lmcache_xpu.mp_connector.early_questions import EarlyQuestions, ask_at_once
 from lmcache_xpu.mp_connector.group_copies import BesideLayers, GroupCopies
 from lmcache_xpu.mp_connector.kv_cache_groups import NULL_BLOCK
-from lmcache_xpu.mp_connector.late_blocks import LateBlocks, Verdict
-from lmcache_xpu.mp_connector.moves import Located, Moves, Question, Seals
-from lmcache_xpu.mp_connector.server import GivenUpError, check_lease
+from lmcache_xpu.mp_connector.late_blocks import Verdict, Verdicts
+from lmcache_xpu.mp_connector.load_questions import Question
+from lmcache_xpu.mp_connector.moves import Located, Moves
+from lmcache_xpu.mp_connector.seals import Seals
+from lmcache_xpu.mp_connector.server import check_lease
 
 __all__ = ["StepLoads"]
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 ANSWER_S = 0.5  # that the engine waits for the server, at most
-# vLLM prepares a step in 4 to 8 ms (8B on one H200), in which the link would be idle.
-SOON_S = 0.002  # that it waits before it prepares a step, at most
+# vLLM prepares a step in 7 to 15 ms (8B on one H200), in which the link would be idle.
+SOON_S = 0.002  # that it waits before that, at most
 
 Failed = Callable[[str, Exception], None]
 
@@ -89,10 +90,7 @@ class StepLoads:
         self.early = EarlyQuestions(moves)  # of the next step
         self._asked: list[_Load] = []  # of this step
         self._loads: list[_Load] = []  # of them, those that have begun
-        self._untaken: list[Verdict] = []
-        self._lock = threading.Lock()  # of the next
-        self._unknown: list[Verdict] = []
-        self._unfilled: set[int] = set()  # until they are given to a request anew
+        self._verdicts = Verdicts()
 
     @property
     def block_tokens(self) -> int:
@@ -102,8 +100,7 @@ class StepLoads:
     @property
     def busy(self) -> bool:
         """Whether any load is on its way."""
-        with self._lock:
-            return bool(self._unknown)
+        return self._verdicts.awaited
 
     def begin_step(self, written: Collection[int]) -> None:
         """Begin a step.
@@ -112,8 +109,7 @@ class StepLoads:
             written: blocks that requests have got since the last one.
         """
         self.end()  # of a step that vLLM gave up
-        with self._lock:
-            self._unfilled.difference_update(written)
+        self._verdicts.forget(written)
 
     def ask(self, request_id: str, key: Callable[[], Any], blocks: Iterable[int]) -> None:
         """Ask where chunks are that this step loads, unless that was asked before.
@@ -124,10 +120,8 @@ class StepLoads:
             blocks: theirs; null ones are left alone.
         """
         ids = list(blocks)
-        load = _Load(request_id, ids, Verdict(block for block in ids if block != NULL_BLOCK))
-        with self._lock:
-            self._unknown.append(load.verdict)
-        self._untaken.append(load.verdict)
+        verdict = self._verdicts.expect(block for block in ids if block != NULL_BLOCK)
+        load = _Load(request_id, ids, verdict)
         loaded("step")
         try:
             if (question := self.early.take(request_id)) is not None:
@@ -247,7 +241,7 @@ class StepLoads:
             assert load.asked is not None
             self._moves.end_load(load.asked)
             self._fail(load, TransferError("a load that vLLM never began", "a step that loads"))
-        if not self._loads:
+        if not self._loads and self._in_flight.phase is Phase.IDLE:
             return
         with self._moves.enqueueing, torch.inference_mode():
             if self._in_flight.phase is Phase.SCHEDULING:
@@ -293,36 +287,16 @@ class StepLoads:
     def _say(self, load: _Load, *, filled: bool) -> None:
         if not filled:
             fallback("load")
-        with self._lock:
-            if not filled:
-                self._unfilled |= load.verdict.blocks
-            self._unknown.remove(load.verdict)
-        load.verdict.give(filled=filled)
+        self._verdicts.give(load.verdict, filled=filled)
 
     def take(self) -> Collection[int]:
         """Return the blocks that loads left unfilled since the last call; see `LateBlocks`."""
         self.end()  # vLLM may ask before it has its stores submitted
-        verdicts, self._untaken = self._untaken, []
-        return LateBlocks(verdicts) if verdicts else set()
+        return self._verdicts.take()
 
     def gate(self, blocks: Collection[int]) -> Callable[[], None]:
-        """Return what a store has to pass, in its own thread, before it may copy.
-
-        It waits until it is known of all loads so far whether they have filled their blocks, and
-        raises `GivenUpError` if one left a block unfilled.
-
-        Args:
-            blocks: all that the store's request has computed from, and the store's own.
-        """
-        with self._lock:
-            spoiled = not self._unfilled.isdisjoint(blocks)
-            unknown = [v for v in self._unknown if not v.blocks.isdisjoint(blocks)]
-
-        def check() -> None:
-            if spoiled or any(verdict.unfilled for verdict in unknown):
-                raise GivenUpError("unfilled")
-
-        return check
+        """Return what a store of these blocks has to pass; see `Verdicts.gate`."""
+        return self._verdicts.gate(blocks)
 
     def close(self) -> None:
         """Wait for what is on its way."""
