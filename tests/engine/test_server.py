@@ -140,6 +140,11 @@ def test_every_load_runs_the_way_that_is_asked_for(seen):
     assert seen["ways"][other] == 0
 
 
+def test_loads_begin_when_vllm_has_decided_on_their_steps(seen):
+    """Those that the server has answered by then; scheduler and worker share a process."""
+    assert (seen["begun early"] > 0) is (seen["way"] != "beside")
+
+
 def test_a_load_that_fails_inside_its_step_begins_anew_and_nothing_of_it_is_stored(seen):
     """What is wrong is seen when the engine has computed from it, and perhaps a step more."""
     if seen["way"] == "beside":

@@ -13,8 +13,8 @@ pytest.importorskip("vllm")
 from lmcache_xpu.kv_connector.garbage import GarbageCollection
 from lmcache_xpu.kv_connector.load_policy import LoadPolicy
 from lmcache_xpu.mp_connector import near_loads, scheduler_half
+from lmcache_xpu.mp_connector.lmcache_connector import ServerConnector
 from lmcache_xpu.mp_connector.scheduler_half import SchedulerHalf
-from lmcache_xpu.mp_connector.worker_half import WorkerHalf
 from lmcache_xpu.versions.lmcache_server import (
     LMCacheMPConnector,
     LMCacheMPRequestMetadata,
@@ -142,7 +142,7 @@ def near(monkeypatch, looked_up):
 
     def make(*, loads: str = "step", free: int = 1000, chunked: bool = True, worker: bool = True):
         made, asked = half(monkeypatch, loads=loads), []
-        beside = WorkerHalf.__new__(WorkerHalf)
+        beside = ServerConnector.__new__(ServerConnector)
         beside.collection = GarbageCollection()
         beside.name_early = lambda name, describe: asked.append((name, describe()))
         beside.ask_early = lambda name, start, end: asked.append((name, start, end))
@@ -254,4 +254,14 @@ def test_garbage_is_collected_when_the_step_is_enqueued(near, monkeypatch, worke
     assert gc.isenabled() is not worker
     if worker:
         made._near.worker.clear_connector_metadata()
+    assert gc.isenabled()
+
+
+def test_it_is_collected_again_when_the_connector_ends(near, monkeypatch):
+    gc.enable()
+    made, _ = near()
+    made.get_num_new_matched_tokens(request(), 300)
+    worker = made._near.worker
+    monkeypatch.setattr(LMCacheMPConnector, "shutdown", lambda _: None)
+    ServerConnector.shutdown(worker)
     assert gc.isenabled()

@@ -21,6 +21,7 @@ from support.step_loading import (
 from support.step_loading import engine as engine  # a fixture
 from support.step_loading import stored as stored  # a fixture
 
+from lmcache_xpu.gpu_connector.phase import Phase
 from lmcache_xpu.mp_connector import step_loads
 
 
@@ -160,6 +161,7 @@ def begun(stored):
 
 
 def test_layers_come_before_a_worker_hears_of_the_step(begun):
+    assert begun.loads._in_flight.phase is Phase.SCHEDULING
     first = begun.caches[LAYERS[0]]
     assert torch.equal(first[LOADED], begun.before[0][STORED])
     begun.begin()

@@ -27,6 +27,7 @@ from support.real_engine import CHUNK, LENGTHS, Engine, hit, prompt, sampling
 from support.server_workers import (
     adapter,
     answers,
+    begun_early,
     busy,
     counted,
     damage,
@@ -34,6 +35,7 @@ from support.server_workers import (
     on_next_layer,
     spoil,
     wait_for,
+    watch_scheduling,
     way_of_asking,
     ways,
 )
@@ -107,6 +109,7 @@ def faults(engine: Engine, server: CacheServer, loads: str) -> dict[str, Any]:
 
     filled = full(engine, server)
     references = {name: cold(engine, length) for name, length in LENGTHS.items()}
+    engine.llm.collective_rpc(watch_scheduling)
     report: dict[str, Any] = {
         "full": filled,
         "first": {name: facts["hit"] for name, facts in references.items()},
@@ -114,6 +117,7 @@ def faults(engine: Engine, server: CacheServer, loads: str) -> dict[str, Any]:
         "salts": [salted(engine, salt) for salt in ("a", "a", "b")],
         "errors before": engine.llm.collective_rpc(counted)[0],
         "asks": engine.llm.collective_rpc(way_of_asking)[0],
+        "begun early": engine.llm.collective_rpc(begun_early)[0],
     }
     reference, length = references[HIT], LENGTHS[HIT]
 

@@ -68,6 +68,24 @@ def on_next_layer(worker, act: Callable[[], None]) -> None:
     in_steps.before_layer = fault
 
 
+def watch_scheduling(worker) -> None:
+    """Count the loads that begin before the worker hears of their step."""
+    in_steps = adapter().transfers.in_steps
+    begin = in_steps.begin_answered
+    in_steps.begun_early = 0
+
+    def counting(tokens: int, *, scheduling: bool = False) -> None:
+        begin(tokens, scheduling=scheduling)
+        in_steps.begun_early += scheduling and len(in_steps._loads)
+
+    in_steps.begin_answered = counting
+
+
+def begun_early(worker) -> int:
+    """Return what `watch_scheduling` has counted."""
+    return int(adapter().transfers.in_steps.begun_early)
+
+
 def spoil(worker) -> None:
     """Let what the next step loads be something else, as is seen when it has been copied.
 

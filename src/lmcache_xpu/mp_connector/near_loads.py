@@ -4,8 +4,8 @@
     ask     it has a hit: where its chunks are
     begin   vLLM has decided on the step: the first layers are enqueued
 
-vLLM's newer runner tells its worker of a step when it has prepared that. On the hosts of an H200
-and of an H100 this is 20 to 30 ms after the look-up, in which the link would be idle.
+vLLM's newer runner tells its worker of a step when it has prepared that. On two hosts of an H200
+this was 23 ms after the look-up of 65,536 tokens, in which the link was idle.
 """
 
 from __future__ import annotations

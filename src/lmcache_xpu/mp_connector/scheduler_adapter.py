@@ -27,7 +27,7 @@ PATIENCE_S = 0.004
 # one of several. On a slow host the look-up of each of four took 6 to 9 ms (8B on one H100).
 PATIENCE_ALONE_S = 0.02  # for a request
 PATIENCE_ALL_ALONE_S = 0.06  # for all in a step
-# LMCache's thread sends 65,536 tokens so long, and can't while this one computes.
+# LMCache's thread sends 65,536 tokens so long (a 2-core VM), and can't while this one computes.
 _SENT_S = 0.002
 _STEPS = 2
 _POLL_S = 0.0002

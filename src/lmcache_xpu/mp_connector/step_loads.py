@@ -44,7 +44,7 @@ __all__ = ["StepLoads"]
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 ANSWER_S = 0.5  # that the engine waits for the server, at most
-# vLLM prepares a step in 7 to 15 ms (8B on one H200), in which the link would be idle.
+# vLLM prepares a step in 6 to 14 ms (8B on one H200), in which the link would be idle.
 SOON_S = 0.002  # that it waits before that, at most
 
 Failed = Callable[[str, Exception], None]
