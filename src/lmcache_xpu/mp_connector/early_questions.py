@@ -1,9 +1,11 @@
 """Questions of a step's loads that are asked before it, by a scheduler in the worker's process.
 
-name   while the server looks a request up: all that a question needs, but its range
-ask    the request has a hit: where its chunks are
-take   its step has begun
-end    what no step took is given back
+    name   while the server looks a request up: all that a question needs, but its range
+    ask    the request has a hit: where its chunks are
+    take   its step has begun
+    end    what no step took is given back
+
+What fails here is left to the step, which asks for it again.
 """
 
 from __future__ import annotations
