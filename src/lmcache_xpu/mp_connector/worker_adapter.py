@@ -75,7 +75,7 @@ class WorkerAdapter(LMCacheMPWorkerAdapter):  # type: ignore[misc]  # untyped ba
     def begin_early(self, step: Step) -> None:
         """Begin a step that vLLM has just decided on; `begin_step` has to follow."""
         self._ask_for(step)
-        if (in_steps := self._in_steps) is not None:
+        if (in_steps := self.in_steps) is not None:
             in_steps.begin_answered(step.tokens, scheduling=True)
         self._begun = step
 
@@ -88,12 +88,12 @@ class WorkerAdapter(LMCacheMPWorkerAdapter):  # type: ignore[misc]  # untyped ba
         if self._begun is not step:
             self._ask_for(step)
         self._begun = None
-        if (in_steps := self._in_steps) is not None:
+        if (in_steps := self.in_steps) is not None:
             in_steps.begin_answered(step.tokens)
 
     def _ask_for(self, step: Step) -> None:
         self.leave(step.written)
-        if (in_steps := self._in_steps) is None:
+        if (in_steps := self.in_steps) is None:
             return
         in_steps.begin_step(step.written)
         if step.loads:
@@ -107,7 +107,8 @@ class WorkerAdapter(LMCacheMPWorkerAdapter):  # type: ignore[misc]  # untyped ba
         in_steps.early.end()
 
     @property
-    def _in_steps(self) -> StepLoads | None:
+    def in_steps(self) -> StepLoads | None:
+        """The loads of a worker that are inside steps."""
         return None if self.transfers is None else self.transfers.in_steps
 
     def name_early(self, request_id: str, describe: Callable[[], Any]) -> None:
@@ -117,12 +118,12 @@ class WorkerAdapter(LMCacheMPWorkerAdapter):  # type: ignore[misc]  # untyped ba
             request_id: name of the request.
             describe: makes LMCache's description of a load of its whole prompt.
         """
-        if (in_steps := self._in_steps) is not None:
+        if (in_steps := self.in_steps) is not None:
             in_steps.early.name(request_id, lambda: self._key(describe()))
 
     def ask_early(self, request_id: str, start: int, end: int) -> None:
         """Ask for a load of the next step; see `EarlyQuestions.ask`."""
-        if (in_steps := self._in_steps) is not None:
+        if (in_steps := self.in_steps) is not None:
             in_steps.early.ask(request_id, start, end)
 
     def _key(self, load: Any) -> Any:

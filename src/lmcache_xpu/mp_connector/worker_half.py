@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from lmcache_xpu.mp_connector.kv_cache_groups import CacheGroup
-    from lmcache_xpu.mp_connector.step_loads import StepLoads
 
 __all__ = ["WorkerHalf"]
 
@@ -107,12 +106,6 @@ class WorkerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         lent = None if transfers is None else transfers.pinned(address)
         return register_host(address, size, device) if lent is None else lent
 
-    @property
-    def _in_steps(self) -> StepLoads | None:
-        """The loads of a worker that are inside steps."""
-        transfers = self.worker_adapter.transfers
-        return None if transfers is None else transfers.in_steps
-
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Begin a step: its loads begin, or are asked for, and what it writes is read by nobody."""
         assert isinstance(kv_connector_metadata, Step)
@@ -139,21 +132,21 @@ class WorkerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Begin this step's loads, those inside it first."""
         step = self._get_connector_metadata()
-        if step.loads and (in_steps := self._in_steps) is not None:
+        if step.loads and (in_steps := self.worker_adapter.in_steps) is not None:
             whole = may_run_as_one_graph(self._config, forward_context, kwargs)
             in_steps.begin(whole=whole)
         super().start_load_kv(forward_context, **kwargs)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Let the engine's stream wait for a layer of what this step loads."""
-        if (in_steps := self._in_steps) is not None:
+        if (in_steps := self.worker_adapter.in_steps) is not None:
             in_steps.before_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **_: Any
     ) -> None:
         """Enqueue more of what this step loads. Stores are behind the step."""
-        if (in_steps := self._in_steps) is not None:
+        if (in_steps := self.worker_adapter.in_steps) is not None:
             in_steps.after_layer(layer_name)
 
     def wait_for_save(self) -> None:
@@ -171,7 +164,7 @@ class WorkerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
 
         Where vLLM does not hear of failed requests, those of loads that they waited for as well.
         """
-        unfilled = set() if (in_steps := self._in_steps) is None else in_steps.take()
+        unfilled = set() if (in_steps := self.worker_adapter.in_steps) is None else in_steps.take()
         if self._report_request_errors:
             return unfilled
         waited = set(self.worker_adapter.error_block_ids)
