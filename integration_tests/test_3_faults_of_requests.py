@@ -96,12 +96,20 @@ def test_a_request_for_prompt_logprobs_may_be_preempted(small: Engine):
     expected = engine.recompute(prompt, 120).token_ids
     engine.ask(prompt, 1)
     engine.forget()
+    # On a busy machine the three may have ended before the last arrives: then once more.
+    tries = (is_preempted_and_right(engine, prompt, expected) for _ in range(6))
+    assert any(tries), "nobody was preempted in six tries"
+    assert engine.alive()
+
+
+def is_preempted_and_right(engine: Engine, prompt: list[int], expected: tuple[int, ...]) -> bool:
+    """Whether somebody was preempted while it was answered beside three with long answers."""
     before = engine.metrics().sum("vllm:num_preemptions_total")
     with contextlib.ExitStack() as stack:
-        # 28 blocks each, full 64 tokens later; with the prompt's 9 all but two are taken.
+        # 28 blocks each, 30 at the end; with the prompt's 9 all but two of 95 are taken.
         others = [tokens(("beside", number), 28 * 128 - 64) for number in range(3)]
-        beside = [stack.enter_context(engine.answering(other, 100)) for other in others]
+        beside = [stack.enter_context(engine.answering(other, 250)) for other in others]
+        reaches(engine, "vllm:num_requests_running", 3, 10)
         assert engine.ask(prompt, 120, prompt_logprobs=0).token_ids == expected
         assert all('"finish_reason":"length"' in answer.read().decode() for answer in beside)
-    assert engine.metrics().sum("vllm:num_preemptions_total") > before
-    assert engine.alive()
+    return engine.metrics().sum("vllm:num_preemptions_total") > before
