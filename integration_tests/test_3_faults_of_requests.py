@@ -97,13 +97,13 @@ def test_a_request_for_prompt_logprobs_may_be_preempted(small: Engine):
     engine.ask(prompt, 1)
     engine.forget()
     # On a busy machine the three may have ended before the last arrives: then once more.
-    tries = (is_preempted_and_right(engine, prompt, expected) for _ in range(6))
+    tries = (gives_way(engine, prompt, expected) for _ in range(6))
     assert any(tries), "nobody was preempted in six tries"
     assert engine.alive()
 
 
-def is_preempted_and_right(engine: Engine, prompt: list[int], expected: tuple[int, ...]) -> bool:
-    """Whether somebody was preempted while it was answered beside three with long answers."""
+def gives_way(engine: Engine, prompt: list[int], expected: tuple[int, ...]) -> bool:
+    """Whether somebody was preempted while it was answered, rightly, beside three long answers."""
     before = engine.metrics().sum("vllm:num_preemptions_total")
     with contextlib.ExitStack() as stack:
         # 28 blocks each, 30 at the end; with the prompt's 9 all but two of 95 are taken.
