@@ -105,6 +105,9 @@ fuzz: setup ## Random cases against an oracle: [EXAMPLES=...] or [SECONDS=600]
 	@FUZZ_EXAMPLES=$(EXAMPLES) FUZZ_SECONDS=$(or $(SECONDS),$(if $(EXAMPLES),,600)) \
 		$(BIN)/pytest tests/fuzz -s --timeout 0
 
+nightly: ## All of .ci/run, also the parts whose files have not changed
+	@NIGHTLY=1 .ci/run
+
 contract: setup ## What moved of what is used: [VLLM=0.34.0] [LMCACHE=...]
 	@$(BIN)/python -m contract $(addprefix --vllm ,$(VLLM)) $(addprefix --lmcache ,$(LMCACHE)) $(ARGS)
 
@@ -146,4 +149,4 @@ helm-package: setup ## Package the chart into dist/: [REGISTRY=oci://...] pushes
 lock: setup ## Renew constraints.txt from pyproject.toml: [UPGRADE=1] all of it
 	@$(PYTHON) scripts/bootstrap.py --lock $(if $(UPGRADE),--upgrade)
 
-.PHONY: help setup demo test test-models test-ranks test-lmcache contract matrix integration integration-long soak-server integration-broken fuzz check fmt docs docs-serve bench bench-engine bench-load bench-device up up-cpu down logs test-containers test-bases helm-docs helm-check helm-package loadtest loadtest-compare capacity other-clients pictures lock clean
+.PHONY: help setup demo test test-models nightly test-ranks test-lmcache contract matrix integration integration-long soak-server integration-broken fuzz check fmt docs docs-serve bench bench-engine bench-load bench-device up up-cpu down logs test-containers test-bases helm-docs helm-check helm-package loadtest loadtest-compare capacity other-clients pictures lock clean
