@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,13 @@ from lmcache_xpu.launch.cache_server import POOL_PREFIX, PROGRAM, server_command
 from lmcache_xpu.launch.settings import Settings
 from lmcache_xpu.tiers.disk.server_option import server_option
 
-WHERE = {"--host", "--port", "--http-host", "--http-port", "--prometheus-port", "--shm-name"}
+WHERE = {"socket", "pages", "--shm-name"}
 
 
 def test_its_options_are_those_of_serve_but_for_where_it_listens(tmp_path):
     sizes = {"cpu_gib": 3, "chunk_tokens": 512, "disk_path": "/kv", "disk_gib": 9}
     settings = Settings.load({"model": "m", "cache": "server", **sizes})
-    words = server_command(settings, (1, 2, 3))[len(PROGRAM) :]
+    words = server_command(settings, Path("/s/sock"))[len(PROGRAM) + 2 :]
     environ = {"CACHE_GIB": "3", "CACHE_CHUNK_TOKENS": "512"}
     environ |= {"CACHE_DISK_PATH": "/kv", "CACHE_DISK_GIB": "9"}
     ours = options(tmp_path, environ)
@@ -30,7 +29,8 @@ def test_its_options_are_those_of_serve_but_for_where_it_listens(tmp_path):
         k: v for k, v in expected.items() if k not in WHERE
     }
     assert ours["--shm-name"]  # without, it lends no memory
-    assert ours["--host"] == ours["--http-host"] == "127.0.0.1"
+    assert ours["socket"] == "/dev/shm/lmcache-xpu/server.sock"
+    assert ours["pages"] == "127.0.0.1:5556"
 
 
 @pytest.mark.parametrize("gib", ["", "0"])
@@ -55,8 +55,8 @@ def test_a_wrong_size_ends_it_with_one_line(tmp_path, gib):
 
 
 def test_what_a_server_left_that_crashed_is_taken_away_first(tmp_path):
-    left = Path("/dev/shm") / f"{POOL_PREFIX}lmcache-xpu-test{os.getpid()}"
+    left = Path("/dev/shm") / f"{POOL_PREFIX}lmcache-xpu-server"
     left.write_bytes(bytes(100))
-    done = run_program(tmp_path, {"CACHE_GIB": "1", "CACHE_PORT": f"test{os.getpid()}"})
+    done = run_program(tmp_path, {"CACHE_GIB": "1"})
     assert done.returncode == 0
     assert not left.exists()

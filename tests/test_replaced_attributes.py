@@ -35,6 +35,9 @@ FIELDS = {  # of a description, a configuration or a state, which hold plain dat
     "kv_connector/scheduler.py: tracker.allocated_block_ids",
     "kv_connector/step_loads.py: context.attn_metadata",
     "kv_connector/step_loads.py: request.load_spec",
+    # LMCache hands its server to a module for that, before it starts.
+    "mp_connector/server_socket.py: entry.handler",
+    "mp_connector/server_socket.py: server.socket",
     "mp_connector/near_loads.py: tracker.num_lmcache_hit_tokens",  # of a copy, as the next two
     "mp_connector/near_loads.py: tracker.num_vllm_hit_tokens",
     "mp_connector/near_loads.py: tracker.state",

@@ -179,15 +179,15 @@ def test_the_address_in_the_example_is_the_servers(tmp_path):
         for name, value in SERVICES["server-cpu"]["environment"].items()
     }
     named = options(tmp_path, environ)
-    url = re.search(r"^#LMCACHE_XPU_SERVER_URL=tcp://(\w+):(\d+)$", EXAMPLE, re.MULTILINE)
-    assert (url[1], url[2]) == (*aliases, named["--port"])
-    assert named["--host"] == "0.0.0.0"
+    assert f"\n#LMCACHE_XPU_SERVER_URL=ipc://{named['socket']}\n" in EXAMPLE
+    host, _, port = named["pages"].partition(":")
+    assert host == "0.0.0.0"
     assert disk(named)["adapter_params"]["disk.gib"] == 7
     assert any(v.endswith(":/var/cache/kv") for v in SERVICES["server-cpu"]["volumes"])
     scraped = yaml.safe_load((ROOT / "monitoring/prometheus.yaml").read_text())["scrape_configs"]
     [job] = [each for each in scraped if each["job_name"] == "lmcache-server"]
     [names] = job["dns_sd_configs"]
-    assert (names["names"], str(names["port"])) == ([*aliases], named["--http-port"])
+    assert (names["names"], str(names["port"])) == ([*aliases], port)
     assert f":{names['port']}/healthcheck" in str(SERVICES["server-cpu"]["healthcheck"]["test"])
 
 

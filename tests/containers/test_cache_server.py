@@ -14,7 +14,7 @@ from stack import ask, conversation, crowd_out
 def stack(make_stack):
     stack = make_stack(
         LMCACHE_XPU_CACHE="server",
-        LMCACHE_XPU_SERVER_URL="tcp://lmcache:5555",
+        LMCACHE_XPU_SERVER_URL="ipc:///dev/shm/lmcache-xpu/server.sock",
         LMCACHE_XPU_DISK_GIB="",
         LMCACHE_XPU_ENFORCE_EAGER="true",
         SERVER_GIB="0.5",

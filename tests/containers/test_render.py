@@ -75,7 +75,7 @@ def test_engines_of_a_server_have_its_dev_shm_and_no_disk_tier(host):
         host,
         *("cpu", "cpu-2", "cpu-server"),
         LMCACHE_XPU_CACHE="server",
-        LMCACHE_XPU_SERVER_URL="tcp://lmcache:5555",
+        LMCACHE_XPU_SERVER_URL="ipc:///dev/shm/lmcache-xpu/server.sock",
         LMCACHE_XPU_DISK_GIB="",
         SERVER_DISK_GIB="9",
     )["services"]

@@ -56,7 +56,7 @@ def test_engine_and_server_have_one_dev_shm_and_no_other_pod_has(monkeypatch):
     spec = engine_pod(objects)
     assert not {"hostIPC", "hostNetwork", "hostPID"} & spec.keys()
     loaded = settings(objects, objects.engines()["m"], monkeypatch)
-    assert (loaded.cache, loaded.server_url) == ("server", "tcp://127.0.0.1:5555")
+    assert (loaded.cache, loaded.server_url) == ("server", "ipc:///dev/shm/lmcache-xpu/server.sock")
 
 
 def test_its_memory_is_the_servers_and_not_the_engines():
@@ -99,11 +99,11 @@ def test_without_a_size_it_has_no_disk_tier(tmp_path):
     assert "/var/cache/kv" not in mounts(server(objects))
 
 
-def test_engines_reach_it_on_loopback_and_monitors_its_metrics_alone(tmp_path):
+def test_engines_reach_its_socket_and_monitors_its_metrics_alone(tmp_path):
     objects = model(cache=SIDE_CAR)
     named = options(tmp_path, variables(server(objects)))
-    assert (named["--host"], named["--port"]) == ("127.0.0.1", "5555")
-    assert (named["--http-host"], named["--http-port"]) == ("0.0.0.0", "5556")
+    assert named["socket"] == "/dev/shm/lmcache-xpu/server.sock"
+    assert named["pages"] == "0.0.0.0:5556"
     rules = objects.one("NetworkPolicy", "kv-lmcache-xpu-m-engine")["spec"]["ingress"]
     [rule] = [rule for rule in rules if rule["ports"] != [{"port": "http", "protocol": "TCP"}]]
     assert rule["ports"] == [{"port": 5556, "protocol": "TCP"}]

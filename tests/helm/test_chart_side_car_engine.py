@@ -76,13 +76,14 @@ class SideCar:
     def __init__(self, objects: Objects, place: Path) -> None:
         spec = objects.engines()["m"]["spec"]["template"]["spec"]
         [self.spec] = spec["initContainers"]
-        self.port, self.http, self.log = free_port(), free_port(), place / "server.log"
+        self.pages, self.log = f"127.0.0.1:{free_port()}", place / "server.log"
+        self.socket = Path(tempfile.mkdtemp(prefix="lmcache-xpu-")) / "server.sock"
         environ = {item["name"]: item["value"] for item in self.spec["env"]}
-        environ |= {"CACHE_PORT": str(self.port), "CACHE_HTTP_PORT": str(self.http)}
-        environ |= {"CACHE_DISK_PATH": str(place / "kv"), "CACHE_HTTP_HOST": "127.0.0.1"}
+        environ |= {"CACHE_SOCKET": str(self.socket), "CACHE_PAGES": self.pages}
+        environ |= {"CACHE_DISK_PATH": str(place / "kv")}
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         self.environ = {**environ, "HOME": str(place), "PATH": path}
-        self.url = f"http://127.0.0.1:{self.http}"
+        self.url = f"http://{self.pages}"
 
     def start(self) -> None:
         with self.log.open("ab") as output:
@@ -118,8 +119,8 @@ def engine(objects: Objects, server: SideCar, place: Path):
     """The URL of the pod's engine."""
     port = free_port()
     pod = PodProcess(objects, objects.engines()["m"], place, {}, port)
-    assert pod.env["LMCACHE_XPU_SERVER_URL"] == "tcp://127.0.0.1:5555"
-    pod.env["LMCACHE_XPU_SERVER_URL"] = f"tcp://127.0.0.1:{server.port}"
+    assert pod.env["LMCACHE_XPU_SERVER_URL"] == "ipc:///dev/shm/lmcache-xpu/server.sock"
+    pod.env["LMCACHE_XPU_SERVER_URL"] = f"ipc://{server.socket}"
     url = f"http://127.0.0.1:{port}"
     with pod.running(confined=False) as process:
         wait(f"{url}/health", process, pod.log)

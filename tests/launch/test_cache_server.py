@@ -28,16 +28,19 @@ from lmcache_xpu.launch.serve import describe
 from lmcache_xpu.launch.settings import SERVER_LACKS, Settings
 
 # Writes its process id to a line of a file, and waits.
-SERVER = "import os, sys, time; open(sys.argv[1], 'a').write(f'{os.getpid()}\\n'); time.sleep(600)"
+SERVER = "import os, sys, time; open(sys.argv[2], 'a').write(f'{os.getpid()}\\n'); time.sleep(600)"
 PARENT = """
 import subprocess, sys, time
 from lmcache_xpu.launch import cache_server
 subprocess.Popen(
     [sys.executable, "-m", "lmcache_xpu.launch.cache_server", sys.executable, "-c", *sys.argv[1:]],
-    preexec_fn=cache_server._end_with_parent,
+    preexec_fn=cache_server.end_with_parent,
 )
 time.sleep(600)
 """
+
+
+SOCKET = Path("/run/kv/server.sock")
 
 
 def settings(**values):
@@ -63,7 +66,10 @@ def wait_for(seen, seconds=20.0):
 def kept(tmp_path):
     """A process that started a server, and the file of the server's process ids."""
     pids = tmp_path / "pids"
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, SERVER, pids], env=environment())
+    socket = tmp_path / "server" / "server.sock"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, SERVER, socket, pids], env=environment()
+    )
     yield parent, lambda: [int(line) for line in pids.read_text().split()] if pids.exists() else []
     parent.kill()
     parent.wait()
@@ -80,11 +86,11 @@ def test_a_server_that_ends_is_started_again_and_ends_with_the_engine(kept):
     assert pids() == [first, second]
 
 
-def test_what_a_server_left_in_shared_memory_is_taken_away():
+def test_what_a_server_left_in_shared_memory_is_taken_away(tmp_path):
     name = f"lmcache-xpu-test-{os.getpid()}-left"
     left = Path("/dev/shm") / f"{cache_server.POOL_PREFIX}{name}"
     left.write_bytes(bytes(100))
-    command = [sys.executable, "-c", "", "--shm-name", name]
+    command = [sys.executable, "-c", "", tmp_path / "s" / "server.sock", "--shm-name", name]
     keeper = subprocess.Popen(
         [sys.executable, "-m", "lmcache_xpu.launch.cache_server", *command], env=environment()
     )
@@ -97,11 +103,11 @@ def test_what_a_server_left_in_shared_memory_is_taken_away():
 
 
 def test_the_server_gets_the_sizes_of_all_devices():
-    command = server_command(settings(cpu_gib=3, tensor_parallel=2, chunk_tokens=512), (1, 2, 3))
+    command = server_command(settings(cpu_gib=3, tensor_parallel=2, chunk_tokens=512), SOCKET)
     options = dict(itertools.pairwise(command))
     assert options["--l1-size-gb"] == "6.0"
     assert options["--chunk-size"] == "512"
-    assert (options["--port"], options["--host"]) == ("1", "127.0.0.1")
+    assert str(SOCKET) in command
     assert "--no-l1-use-lazy" in command
     assert options["--shm-name"]
 
@@ -135,8 +141,8 @@ def test_on_several_ranks_no_load_is_inside_a_step():
 
 
 def test_a_dry_run_shows_the_server_that_would_be_started():
-    assert "lmcache.cli.main server " in describe(settings())
-    assert "lmcache.cli.main server " not in describe(settings(server_url="tcp://127.0.0.1:5555"))
+    assert "server_program " in describe(settings())
+    assert "server_program " not in describe(settings(server_url="ipc:///run/kv/server.sock"))
 
 
 @pytest.mark.parametrize("name", SERVER_LACKS)
@@ -157,11 +163,11 @@ def test_what_the_server_lacks_is_refused(name):
 
 def test_a_disk_is_that_of_the_server_which_is_started():
     disk = {"disk_path": "/d", "disk_gib": 3, "tensor_parallel": 2}
-    command = server_command(settings(**disk), (1, 2, 3))
+    command = server_command(settings(**disk), SOCKET)
     option = json.loads(command[command.index("--l2-adapter") + 1])
     assert option["adapter_params"] == {"disk.path": "/d", "disk.gib": 6}  # of both devices
     assert command[command.index("--l2-prefetch-policy") + 1] == "retain"
-    assert "--l2-adapter" not in server_command(settings(), (1, 2, 3))
+    assert "--l2-adapter" not in server_command(settings(), SOCKET)
     with pytest.raises(SettingsError, match="a server that runs has a disk of its own"):
         settings(server_url="tcp://127.0.0.1:5555", **disk)
 
@@ -182,7 +188,7 @@ def test_too_little_shared_memory_is_refused(monkeypatch):
 @pytest.mark.engine
 def test_a_real_server_is_up_when_the_engine_begins():
     script = """
-import contextlib, io, json, os, socket, urllib.request
+import contextlib, io, json, os, urllib.request
 from lmcache_xpu.launch.cache_server import POOL_PREFIX, start_server
 from lmcache_xpu.launch.settings import Settings
 values = {"model": "m", "device": "cpu", "cache": "server", "cpu_gib": 0.1}
@@ -190,8 +196,7 @@ shown = io.StringIO()
 with contextlib.redirect_stdout(shown):
     url = start_server(Settings.load(values))
 page = urllib.request.urlopen(shown.getvalue().split()[-1]).read().decode()
-socket.create_connection((url.split("/")[2].split(":")[0], int(url.rpartition(":")[2])))
-name = f"{POOL_PREFIX}lmcache-xpu-{os.geteuid()}-{url.rpartition(':')[2]}"
+name = f"{POOL_PREFIX}{url.split('/')[-2]}"
 shared = [n for n in os.listdir("/dev/shm") if n == name]
 print(json.dumps({"shared": shared, "counts": "lmcache_mp_" in page}))
 """

@@ -1,11 +1,11 @@
-"""A real `lmcache server` on loopback, which tests kill, stop and start again."""
+"""A real LMCache server as `serve` starts it, which tests kill, stop and start again."""
 
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,15 +16,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.scripts import environment
 
-from lmcache_xpu.harness.engine_process import free_port
-from lmcache_xpu.launch.cache_server import server_command
+from lmcache_xpu.launch.cache_server import answers, server_command
 from lmcache_xpu.launch.settings import Settings
 
 START_S = 120
 
 
 class CacheServer:
-    """Listens on the same port each time it is started.
+    """Answers at the same socket each time it is started.
 
     Args:
         log: file for its output, which goes on where it ended.
@@ -32,20 +31,22 @@ class CacheServer:
     """
 
     def __init__(self, log: Path, **settings: Any) -> None:
-        self.ports = [free_port() for _ in range(3)]
-        self.url = f"tcp://127.0.0.1:{self.ports[0]}"
+        # Not in a test's own directory: the path of a socket has to be short.
+        self.socket = Path(tempfile.mkdtemp(prefix="lmcache-xpu-")) / "server.sock"
+        self.url = self.address = f"ipc://{self.socket}"
         self.log = log
         values = {"model": "any", "device": "cpu", "cpu_gib": 0.25, "cache": "server", **settings}
-        self._command = server_command(Settings.load(values), self.ports)
+        self._command = server_command(Settings.load(values), self.socket)
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
-    def port(self) -> int:
-        return self.ports[0]
+    def pages(self) -> str:
+        """Address of its health and metrics."""
+        return Path(f"{self.socket}.http").read_text()
 
     def metric(self, name: str) -> float:
         """The sum of a metric of the server itself, as it says at /metrics."""
-        page = httpx.get(f"http://127.0.0.1:{self.ports[1]}/metrics", timeout=10).text
+        page = httpx.get(f"http://{self.pages}/metrics", timeout=10).text
         families = text_string_to_metric_families(page)
         samples = (sample for family in families for sample in family.samples)
         return sum(sample.value for sample in samples if sample.name == name)
@@ -67,7 +68,7 @@ class CacheServer:
                 command, stdout=log, stderr=subprocess.STDOUT, env=environment()
             )
         end = time.monotonic() + START_S
-        while not _listens(self.ports[0]):
+        while not answers(self.socket):
             if self._process.poll() is not None or time.monotonic() > end:
                 pytest.fail(f"the server did not start\n{self.log.read_text()[-4000:]}")
             time.sleep(0.1)
@@ -93,8 +94,3 @@ class CacheServer:
             self._process.kill()
             self._process.wait()
             self._process = None
-
-
-def _listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0

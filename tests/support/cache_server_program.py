@@ -1,4 +1,4 @@
-"""What docker/cache-server hands to LMCache, seen by a program of that name in its place."""
+"""What docker/cache-server hands to the server's program, seen by one of that name in its place."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "docker/cache-server"
-LMCACHE = """#!/bin/sh
+SERVER = """#!/bin/sh
 printf '%s\\n' "LMCACHE_TRACK_USAGE=$LMCACHE_TRACK_USAGE" "PYTHONHASHSEED=$PYTHONHASHSEED" "$@"
 """
 
 
 def run_program(folder: Path, environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     """Run it with these variables; it prints two of those that it exports, and the arguments."""
-    program = folder / "lmcache"
-    program.write_text(LMCACHE)
+    program = folder / "lmcache-xpu-server"
+    program.write_text(SERVER)
     program.chmod(0o755)
     return subprocess.run(
         [PROGRAM],
@@ -32,9 +32,9 @@ def options(folder: Path, environ: Mapping[str, str]) -> dict[str, str | bool]:
     """Its options by name; a flag is True."""
     done = run_program(folder, environ)
     assert (done.returncode, done.stderr) == (0, "")
-    usage, seed, command, *words = done.stdout.splitlines()
-    assert (usage, seed, command) == ("LMCACHE_TRACK_USAGE=false", "PYTHONHASHSEED=0", "server")
-    return by_name(words)
+    usage, seed, socket, pages, *words = done.stdout.splitlines()
+    assert (usage, seed) == ("LMCACHE_TRACK_USAGE=false", "PYTHONHASHSEED=0")
+    return {"socket": socket, "pages": pages, **by_name(words)}
 
 
 def by_name(words: list[str]) -> dict[str, str | bool]:

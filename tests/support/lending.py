@@ -76,6 +76,7 @@ class Client:
         self.asked: dict[str, Key] = {}  # by request, as its look-up named it
         self.name = f"lmcache-xpu-test-{os.getpid()}-{next(_numbers)}"
         self.path = Path("/dev/shm") / self.name
+        self.path.touch(mode=0o600)
         self.path.write_bytes(bytes(POOL))
         self.windows = windows  # chunks at the end, by group; 0 for all
         self.silent = False

@@ -10,6 +10,7 @@ import itertools
 import os
 import signal
 import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,6 @@ from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 from support.scripts import environment
 
 from lmcache_xpu.harness.engine_process import free_port
-from lmcache_xpu.launch.cache_server import PROGRAM
 
 if TYPE_CHECKING:
     from support.cache_server import CacheServer
@@ -39,6 +39,7 @@ LAYERS, HIDDEN = 2, 64
 SHAPE = torch.Size([2, LAYERS, CHUNK_TOKENS, HIDDEN])  # 128 KiB in bfloat16
 CHUNK = SHAPE.numel() * 2
 WAIT_S = 30.0
+PROGRAM = (sys.executable, "-m", "lmcache.cli.main", "server")  # LMCache's own
 
 
 class Server:
@@ -91,6 +92,11 @@ class Server:
             return False
 
     @property
+    def address(self) -> str:
+        """Where workers reach it."""
+        return f"tcp://127.0.0.1:{self.port}"
+
+    @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.http_port}"
 
@@ -135,7 +141,7 @@ class Client:
         self._server = server
         self._instance = instance
         self._requests = itertools.count()
-        self._client = RequestClientFactory.create(f"tcp://127.0.0.1:{server.port}")
+        self._client = RequestClientFactory.create(server.address)
         payload = RegisterEngineDrivenContextPayload(
             instance_id=instance,
             model_name=MODEL,

@@ -61,6 +61,7 @@ class OtherServer:
         self._thread = threading.Thread(target=self._serve)
 
     def __enter__(self) -> Self:
+        self.path.touch(mode=0o600)
         self.path.write_bytes(bytes(POOL))
         self._thread.start()
         return self

@@ -119,7 +119,7 @@ Returns {models: {NAME: {...}}} as JSON; a mistake that the schema can't see end
 {{- end -}}
 {{- end -}}
 {{- $_ := set $settings "cache" "server" -}}
-{{- $_ := set $settings "server_url" "tcp://127.0.0.1:5555" -}}
+{{- $_ := set $settings "server_url" "ipc:///dev/shm/lmcache-xpu/server.sock" -}}
 {{- end -}}
 {{- end -}}
 

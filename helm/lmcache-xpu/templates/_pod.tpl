@@ -174,9 +174,9 @@ wherever they are used: not every release finds those of init containers by name
     - name: CACHE_CHUNK_TOKENS
       value: {{ toJson . | quote }}
     {{- end }}
-    # For probes and Prometheus; engines reach it on loopback alone.
-    - name: CACHE_HTTP_HOST
-      value: 0.0.0.0
+    # For probes and Prometheus; engines reach it by a socket in the pod's /dev/shm.
+    - name: CACHE_PAGES
+      value: 0.0.0.0:5556
     - name: HOME
       value: /tmp
   ports:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from lmcache_xpu.bench.shapes import Shape
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.launch.cache_server import HOST, PROGRAM
+from lmcache_xpu.launch.cache_server import PAGES, PROGRAM
 from lmcache_xpu.launch.settings import Settings
 
 Hits = Literal["tier", "own cache", "none"]
@@ -78,16 +79,14 @@ def _stock(name: str, title: str, layerwise: bool) -> Variant:
     )
 
 
-def lmcache_server(settings: Settings, ports: Sequence[int]) -> list[str]:
-    """Return the command line of a server of LMCache alone, which serves every way of transfer.
+def lmcache_server(settings: Settings, socket: Path) -> list[str]:
+    """Return the command line of a server with LMCache's own options, for every transfer mode.
 
     Arguments are those of `launch.cache_server.server_command`.
     """
-    port, http, metrics = map(str, ports)
     size = str(settings.cpu_gib * settings.devices)
     return [
-        *(*PROGRAM, "--host", HOST, "--port", port, "--http-port", http),
-        *("--prometheus-port", metrics, "--l1-size-gb", size, "--eviction-policy", "LRU"),
+        *(*PROGRAM, str(socket), PAGES, "--l1-size-gb", size, "--eviction-policy", "LRU"),
         *("--supported-transfer-mode", "auto"),
     ]
 

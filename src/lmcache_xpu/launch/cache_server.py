@@ -2,65 +2,78 @@
 
 `serve` becomes the engine (see `launch.serve`), so nothing of it is left to look after the server.
 A process of its own does: this module, run as a program. The kernel tells it when the engine ends.
+It asks the server every few seconds, and starts a server anew that no longer answers.
 """
 
 from __future__ import annotations
 
 import ctypes
 import itertools
-import json
 import os
+import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.settings import Settings
+from lmcache_xpu.mp_connector.server_socket import SCHEME
 from lmcache_xpu.tiers.disk.server_option import server_option
 
-__all__ = ["check_shared_memory", "server_command", "start_server"]
+__all__ = [
+    "check_shared_memory",
+    "end_with_parent",
+    "server_command",
+    "server_environment",
+    "start_server",
+]
 
-# Not the program `lmcache`: it may be in no directory that is known, as after `pip --target`.
-PROGRAM = (sys.executable, "-m", "lmcache.cli.main", "server")
-HOST = "127.0.0.1"
+PROGRAM = (sys.executable, "-m", "lmcache_xpu.mp_connector.server_program")
+PAGES = "127.0.0.1:0"  # of health and metrics; the server takes a free port, and says which
 SHARED_MEMORY = Path("/dev/shm")
 POOL_PREFIX = "lmcache_l1_pool_"  # LMCache's, before the name of its shared memory
 START_S = 120.0  # imports take most of it
 AGAIN_S = 1.0
 END_S = 5.0
-MODULE = "lmcache_xpu.mp_connector.server_module"  # says where the chunks of a hit are
+ASK_S = 5.0  # between two questions whether it works
+ANSWER_S = 10.0  # that it has for an answer; the page itself waits 5 for the server
+SILENT = 3  # questions without an answer, after which it is started anew
 LEASE_S = 30  # of memory for a write that a worker never finishes; longer than a worker waits
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# Variables of the system, of Python, of LMCache and of drivers.
+_NEEDED = re.compile(
+    "PATH|HOME|USER|LOGNAME|SHELL|TZ|TMPDIR|LANG|VIRTUAL_ENV|(LC|LD|XDG|PYTHON|LMCACHE|OMP|MKL|KMP"
+    "|OPENBLAS|NUMBA|TORCH|TRITON|ONEAPI|ZE|SYCL|UR|CCL|CUDA|NVIDIA)_?.*"
+)
+_SECRET = re.compile("KEY|TOKEN|SECRET|PASS|PWD|CREDENTIAL|_PW", re.IGNORECASE)
 _LIBC = ctypes.CDLL(None)
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy of the user's
 
 
-def server_command(settings: Settings, ports: Sequence[int]) -> list[str]:
+def server_command(settings: Settings, socket: Path, pages: str = PAGES) -> list[str]:
     """Return the command line of a server for an engine of these settings.
 
     Args:
         settings: of the engine. The server has the memory and the disk of all of its devices.
-        ports: to listen on: for workers, for LMCache's HTTP interface, and for its metrics.
+        socket: file at which it answers workers.
+        pages: address of its health and metrics.
     """
-    port, http, metrics = ports
     options: dict[str, object] = {
-        "--host": HOST,
-        "--port": port,
-        "--http-port": http,
-        "--prometheus-port": metrics,
         "--chunk-size": settings.chunk_tokens,
         "--l1-size-gb": settings.cpu_gib * settings.devices,  # of 2**30 bytes
-        "--shm-name": f"lmcache-xpu-{os.geteuid()}-{port}",
+        # Nobody can make a segment of that name first: the directory's is drawn at random.
+        "--shm-name": socket.parent.name,
         "--supported-transfer-mode": "engine_driven",
         "--eviction-policy": "LRU",
         "--max-workers": 4,
         "--l1-write-ttl-seconds": LEASE_S,
-        "--server-module": json.dumps({"module_path": MODULE}),
     }
     if settings.disk_path is not None:
         assert settings.disk_gib is not None
@@ -68,42 +81,60 @@ def server_command(settings: Settings, ports: Sequence[int]) -> list[str]:
         options["--l2-adapter"] = server_option(settings.disk_path, size_gib)
         options["--l2-prefetch-policy"] = "retain"  # in memory what came from disk, as in process
     flags = ["--no-l1-use-lazy", "--disable-grpc-metrics", "--separate-object-groups"]
-    return [*PROGRAM, *flags, *(str(word) for option in options.items() for word in option)]
+    named = (str(word) for option in options.items() for word in option)
+    return [*PROGRAM, str(socket), pages, *flags, *named]
+
+
+def server_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the part of an environment that LMCache's server needs, without any secret."""
+    return {k: v for k, v in environ.items() if _NEEDED.fullmatch(k) and not _SECRET.search(k)} | {
+        "DO_NOT_TRACK": "1",
+        "LMCACHE_TRACK_USAGE": "false",
+    }
 
 
 def start_server(
-    settings: Settings,
-    command: Callable[[Settings, Sequence[int]], list[str]] = server_command,
+    settings: Settings, command: Callable[[Settings, Path], list[str]] = server_command
 ) -> str:
     """Start a server that ends with this process, whatever it becomes; return its URL.
 
-    Waits until it listens to workers and shows its metrics.
+    Waits until it answers workers and shows its metrics.
 
     Args:
         settings: of the engine that it is for.
-        command: makes its command line.
+        command: makes its command line, of the settings and of the server's socket.
 
     Raises:
         SettingsError: it does not come up.
     """
-    ports = _free_ports(3)
+    socket = Path(tempfile.mkdtemp(prefix="lmcache-xpu-")) / "server.sock"  # mode 0700
     keeper = subprocess.Popen(
-        [sys.executable, "-m", "lmcache_xpu.launch.cache_server", *command(settings, ports)],
-        preexec_fn=_end_with_parent,
+        [sys.executable, "-m", __name__, *command(settings, socket)],
+        preexec_fn=end_with_parent,
+        env=server_environment(os.environ),
     )
     deadline = time.monotonic() + START_S
-    while not all(map(_listens, ports[:2])):
+    while not answers(socket):
         if keeper.poll() is not None or time.monotonic() > deadline:
             keeper.terminate()
             keeper.wait()
             raise SettingsError(
                 "an LMCache server that does not come up",
-                f"one that listens within {START_S:.0f} s",
+                f"one that answers within {START_S:.0f} s",
                 "Its own lines are above. It can be started by hand, and named by server_url.",
             )
         time.sleep(0.1)
-    print(f"LMCache's server counts at http://{HOST}:{ports[1]}/metrics", flush=True)
-    return f"tcp://{HOST}:{ports[0]}"
+    print(f"LMCache's server counts at http://{_pages(socket)}/metrics", flush=True)
+    return f"{SCHEME}{socket}"
+
+
+def answers(socket: Path) -> bool:
+    """Whether the server at a socket is up, and answers what a worker would ask."""
+    try:
+        with _OPENER.open(f"http://{_pages(socket)}/healthcheck", timeout=ANSWER_S):
+            return True
+    except (OSError, ValueError):
+        return False
 
 
 def check_shared_memory(settings: Settings) -> None:
@@ -124,50 +155,63 @@ def check_shared_memory(settings: Settings) -> None:
 
 
 def keep(command: Sequence[str]) -> None:
-    """Run a server until this process is told to end, and start it again whenever it ends."""
+    """Run a server until this process is told to end; start it again when it ends or is silent."""
     server: subprocess.Popen[bytes] | None = None
+    socket = Path(command[len(PROGRAM)])
     options = dict(itertools.pairwise(command))
 
     def end(_signal: int, _frame: FrameType | None) -> None:
-        if server is not None and server.poll() is None:
-            server.terminate()
-            try:
-                server.wait(END_S)
-            except subprocess.TimeoutExpired:
-                server.kill()
+        if server is not None:
+            _end(server)
+        shutil.rmtree(socket.parent, ignore_errors=True)
         os._exit(0)
 
     signal.signal(signal.SIGTERM, end)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the engine, which may have requests to end
     while True:
-        server = subprocess.Popen(command, preexec_fn=_end_with_parent)
-        status = server.wait()
-        print(f"LMCache's server ended with status {status}; it starts again", flush=True)
+        Path(f"{socket}.http").unlink(missing_ok=True)
+        server = subprocess.Popen(command, preexec_fn=end_with_parent)
+        _await_end(server, socket)
+        print(f"LMCache's server ended with status {server.wait()}; it starts again", flush=True)
         # Engines give it back when its name is gone; the next server looks for room first.
         if name := options.get("--shm-name"):
             (SHARED_MEMORY / f"{POOL_PREFIX}{name}").unlink(missing_ok=True)
         time.sleep(AGAIN_S)
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Let the kernel end this process when the one that started it ends."""
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind((HOST, 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+def _await_end(server: subprocess.Popen[bytes], socket: Path) -> None:
+    """Wait until a server has ended; end it if it does not answer."""
+    silent, up_before = 0, time.monotonic() + START_S
+    while silent < SILENT:
+        try:
+            server.wait(ASK_S)
+            return
+        except subprocess.TimeoutExpired:
+            pass
+        if answers(socket):
+            silent, up_before = 0, time.monotonic()
+        elif time.monotonic() > up_before:
+            silent += 1
+    print(f"LMCache's server did not answer {SILENT} times; it is ended", flush=True)
+    _end(server)
 
 
-def _listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex((HOST, port)) == 0
+def _end(server: subprocess.Popen[bytes]) -> None:
+    if server.poll() is None:
+        server.terminate()
+        try:
+            server.wait(END_S)
+        except subprocess.TimeoutExpired:
+            server.kill()
+
+
+def _pages(socket: Path) -> str:
+    return Path(f"{socket}.http").read_text()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from lmcache_xpu.launch.engine_arguments import lmcache_config
 from lmcache_xpu.launch.machine import Machine
 from lmcache_xpu.launch.model_support import check_layers
 from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
+from lmcache_xpu.mp_connector.server_socket import check_socket
 
 __all__ = [
     "check_disk",
@@ -42,8 +43,10 @@ def preflight(
     if settings.offload:
         if settings.cache == "in-process":
             check_layers(settings.model)
-        if settings.server_url is None:  # which has its memory already
+        if settings.server_url is None:
             check_memory(settings.cpu_gib * settings.devices, machine)
+        else:  # which has its memory already
+            check_socket(settings.server_url)
         if settings.disk_path is not None:
             check_disk(settings.disk_path)
 

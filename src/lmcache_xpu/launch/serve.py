@@ -34,7 +34,7 @@ __all__ = [
     "serve",
 ]
 
-SHOWN_PORTS = (5555, 8080, 9090)  # LMCache's own; free ones are taken
+SHOWN_SOCKET = Path("/tmp/lmcache-xpu-XXXXXXXX/server.sock")  # its directory is made at the start
 METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's
 
 
@@ -119,8 +119,8 @@ def describe(settings: Settings) -> str:
     lines += [f"{name}={value}" for name, value in sorted(env.items())]
     if settings.offload and settings.cache == "server":
         if settings.server_url is None:
-            server = shlex.join(server_command(settings, SHOWN_PORTS))
-            lines += ["", "# LMCache's server, on free ports", server]
+            server = shlex.join(server_command(settings, SHOWN_SOCKET))
+            lines += ["", "# LMCache's server", server]
     else:
         lines += ["", "# LMCache", json.dumps(lmcache_config(settings), indent=2)]
     return "\n".join(lines)

@@ -139,9 +139,9 @@ class Settings(BaseSettings):
     )
     server_url: str | None = Field(
         None,
-        pattern=r"^tcp://[^@/]+:\d+$",
-        description="LMCache's server, tcp://HOST:PORT, with cache=server; unset: one is started "
-        "with the engine",
+        pattern=r"^(ipc:///.+|tcp://[^@/]+:\d+)$",
+        description="LMCache's server, ipc:///DIRECTORY/SOCKET, with cache=server; tcp://HOST:PORT "
+        "only where nobody else reaches it; unset: one is started with the engine",
     )
     server_timeout_s: float = Field(
         1.0, gt=0, description="Seconds that LMCache's server has for an answer; then it is a miss"

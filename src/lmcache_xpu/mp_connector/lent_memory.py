@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 from pathlib import Path
 
 import torch
@@ -27,13 +28,13 @@ class LentMemory:
         device: that copies from and to it; pinning for it takes seconds for GiB.
 
     Raises:
-        SettingsError: there is no such segment here.
+        SettingsError: there is no such segment here, or others can open it too.
     """
 
     def __init__(self, name: str, size: int, device: torch.device) -> None:
         self._device, self._name = device, name
         try:
-            descriptor = os.open(_path(name), os.O_RDWR)
+            descriptor = os.open(_path(name), os.O_RDWR | os.O_NOFOLLOW)
         except OSError as error:
             raise SettingsError(
                 f"a server whose shared memory {name!r} can't be opened here ({error.strerror})",
@@ -42,6 +43,14 @@ class LentMemory:
             ) from error
         try:
             status = os.fstat(descriptor)
+            # All prompts go there: it must not be a segment that somebody else has made.
+            if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+                raise SettingsError(
+                    f"shared memory {name!r} of user {status.st_uid} with mode "
+                    f"{stat.filemode(status.st_mode)}",
+                    f"memory of user {os.geteuid()} alone",
+                    "Run server and engine as one user.",
+                )
             if status.st_size < size or not size:
                 raise SettingsError(
                     f"shared memory {name!r} of {status.st_size} bytes", f"{size} or more"

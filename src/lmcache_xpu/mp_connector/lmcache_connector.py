@@ -14,6 +14,7 @@ vLLM makes one in its scheduler and one in each worker; each has its half of the
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ from lmcache_xpu.kv_connector.orphans import end_with_parent
 from lmcache_xpu.mp_connector.adapters import SERVER_URLS
 from lmcache_xpu.mp_connector.kv_cache_groups import cache_groups
 from lmcache_xpu.mp_connector.scheduler_half import SchedulerHalf
+from lmcache_xpu.mp_connector.server_socket import SCHEME, check_socket
 from lmcache_xpu.mp_connector.worker_half import WorkerHalf
 from lmcache_xpu.versions import lmcache_server
 
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 __all__ = ["ServerConnector"]
+
+logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 PREFIX = "lmcache.mp."  # of LMCache's options in vLLM's extra configuration
 CONNECT_S = 60.0  # that a server has to come up
@@ -56,7 +60,14 @@ class ServerConnector(SchedulerHalf, WorkerHalf):
         options = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
         url = options.get(SERVER_URLS)
         if not isinstance(url, str) or "," in url:
-            raise SettingsError(f"{SERVER_URLS}={url!r}", "one URL, tcp://HOST:PORT")
+            raise SettingsError(f"{SERVER_URLS}={url!r}", "one URL, ipc:///DIRECTORY/SOCKET")
+        check_socket(url)
+        if not url.startswith(SCHEME):
+            logger.warning(
+                "LMCache's server at %s: everybody who reaches that port can read and replace the "
+                "KV cache of all prompts (docs: troubleshooting#server-by-tcp)",
+                url,
+            )
         for name in REFUSED:
             if options.get(PREFIX + name):
                 raise SettingsError(f"{PREFIX}{name}", "it to be off", "Leave it unset.")

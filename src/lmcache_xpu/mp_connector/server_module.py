@@ -1,6 +1,6 @@
 """A module of LMCache's server, which says in few bytes where the chunks of a hit are.
 
-    lmcache server --server-module '{"module_path": "lmcache_xpu.mp_connector.server_module"}' ...
+    --server-module '{"module_path": "lmcache_xpu.mp_connector.server_module"}'
 
 LMCache's own question (PREPARE_RETRIEVE) brings all tokens of the prompt once more, and for its
 answer the server makes three tensors of each chunk, to name their shape: 62 % of its time (0.5.6,
@@ -20,6 +20,7 @@ from lmcache.v1.multiprocess.engine_module import InstanceLivenessTarget
 from lmcache.v1.multiprocess.ext_server_module import server_module_handler
 
 from lmcache_xpu.mp_connector.hit_places import HELLO, LOCATE, RELEASE, Hit, sent_places
+from lmcache_xpu.mp_connector.server_socket import listen_at, refuse_inline_tensors
 from lmcache_xpu.versions.lmcache_server import ServerModuleBase
 
 __all__ = ["HitPlaces", "build_server_modules"]
@@ -32,12 +33,14 @@ class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]
 
     Args:
         context: LMCache's, of the server.
+        socket: path of the file to listen at; None: at LMCache's TCP port.
     """
 
     module_name = "lmcache_xpu"
 
-    def __init__(self, context: Any) -> None:
+    def __init__(self, context: Any, socket: str | None = None) -> None:
         self._context = context
+        self._socket = socket
         self._lock = threading.Lock()  # of the next two
         self._reads: dict[Hit, list[Any]] = {}  # keys of objects that a worker reads
         self._released: OrderedDict[Hit, None] = OrderedDict()  # before they were located
@@ -45,7 +48,7 @@ class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]
     @classmethod
     def create(cls, build_ctx: Any) -> Self:
         """Make the module of a server; LMCache from 0.5.7 on calls it."""
-        return cls(build_ctx.engine_context)
+        return cls(build_ctx.engine_context, build_ctx.config_for(cls).get("socket"))
 
     # LMCache's interface of a module
 
@@ -68,6 +71,12 @@ class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]
             hits = [hit for hit in self._reads if hit.instance_id == instance_id]
             left = [key for hit in hits for key in self._reads.pop(hit)]
         self._end(left)
+
+    def register_zmq_services(self, server: Any) -> None:
+        """Change where the server listens and what it takes; LMCache calls it before it starts."""
+        refuse_inline_tensors(server)
+        if self._socket is not None:
+            listen_at(server, self._socket)
 
     # Questions
 
@@ -125,4 +134,4 @@ class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]
 
 def build_server_modules(build_ctx: Any) -> HitPlaces:
     """Make the module of a server; LMCache 0.5.6 calls it."""
-    return HitPlaces(build_ctx.server_context)
+    return HitPlaces(build_ctx.server_context, build_ctx.config.get("socket"))

@@ -1,0 +1,92 @@
+"""The socket file at which LMCache's server answers workers, in a directory of this user alone.
+
+LMCache's server listens at a TCP port, which every user of the host and every container of the
+network reaches. Whoever reaches it may store what others hit. In LMCache 0.5.6 it may run code.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from lmcache_xpu.errors import SettingsError
+
+__all__ = ["SCHEME", "check_socket", "listen_at", "make_directory", "refuse_inline_tensors"]
+
+SCHEME = "ipc://"
+_LONGEST = 107  # bytes of a socket's path: sockaddr_un has 108
+
+
+def make_directory(socket: Path) -> None:
+    """Make the directory of a socket, for this user alone, if it is missing.
+
+    Raises:
+        SettingsError: another user can reach it, or the socket's path is too long.
+    """
+    if len(os.fsencode(socket)) > _LONGEST:
+        raise SettingsError(f"a socket at {socket}", f"a path of at most {_LONGEST} bytes")
+    socket.parent.mkdir(mode=0o700, exist_ok=True)
+    check_socket(f"{SCHEME}{socket}")
+
+
+def check_socket(url: str) -> None:
+    """Refuse a server whose socket another user could have put there. Others than files pass.
+
+    Raises:
+        SettingsError: the socket's directory is not this user's alone.
+    """
+    if not url.startswith(SCHEME):
+        return
+    directory = Path(url.removeprefix(SCHEME)).parent
+    expected = f"a directory of user {os.geteuid()} alone (mode 0700)"
+    try:
+        status = directory.lstat()
+    except OSError as error:
+        raise SettingsError(
+            f"{directory} for LMCache's server ({error.strerror})",
+            expected,
+            "Start the server first. In containers both sides need one volume there.",
+        ) from error
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise SettingsError(
+            f"{directory} of user {status.st_uid} with mode {stat.filemode(status.st_mode)}",
+            expected,
+            "Another user could answer there in the server's place. Name another directory.",
+        )
+
+
+def listen_at(server: Any, socket: str) -> None:
+    """Let a server that was not started yet listen at a socket file instead of its TCP port.
+
+    A peer that has connected to the port in between is cut off with it.
+
+    Args:
+        server: LMCache's `MessageQueueServer`.
+        socket: the file's path.
+    """
+    server.poller.unregister(server.socket)
+    server.socket.close(linger=0)
+    server.socket = server.ctx.socket(zmq.ROUTER)
+    server.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    server.socket.bind(f"{SCHEME}{socket}")
+    server.poller.register(server.socket, zmq.POLLIN)
+
+
+def refuse_inline_tensors(server: Any) -> None:
+    """Let a server refuse tensors in a message: LMCache 0.5.6 unpickles them, which runs code.
+
+    Workers of this package write to the server's shared memory, and send none.
+    """
+    entry = server.handlers.get("commit_store")
+    if entry is None:
+        return
+    commit = entry.handler
+
+    def commit_store(key: Any, instance_id: int, cpu_data: bytes) -> Any:
+        return False if cpu_data else commit(key, instance_id, cpu_data)
+
+    entry.handler = commit_store

@@ -1,0 +1,1 @@
+"""Attacks, and mishaps, that have to stay without effect."""
