@@ -10,6 +10,7 @@ import torch
 from lmcache_xpu import versions
 from lmcache_xpu.cache_engine.layer_kinds import LayerKinds, states_error
 from lmcache_xpu.cache_engine.model_fingerprint import fingerprint
+from lmcache_xpu.cache_engine.model_settings import settings_mark
 from lmcache_xpu.errors import LayoutError, SettingsError
 from lmcache_xpu.versions import vllm
 
@@ -114,7 +115,7 @@ def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Eng
     cache = vllm_config.cache_config
     layout = vllm.kv_cache_layout(vllm_config)
     opaque = current_platform.device_type == "cpu" and not mla
-    marks = [_weights(vllm_config), *(_packing(vllm_config, spec) if opaque else ())]
+    marks = [*_model(vllm_config), *(_packing(vllm_config, spec) if opaque else ())]
     if cache.cache_dtype not in ("auto", "float16", "bfloat16", "float32"):
         marks.append(cache.cache_dtype)  # fp8 formats share LMCache's dtype uint8
     if not mla and head_size != spec.head_size:
@@ -225,7 +226,7 @@ def packing_marks(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> li
     from vllm.platforms import current_platform
 
     marks = [
-        _weights(vllm_config),
+        *_model(vllm_config),
         current_platform.device_type,
         vllm.kv_cache_layout(vllm_config),
         str(vllm_config.model_config.dtype).removeprefix("torch."),
@@ -238,9 +239,12 @@ def packing_marks(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> li
     return marks
 
 
-def _weights(vllm_config: VllmConfig) -> str:
+def _model(vllm_config: VllmConfig) -> list[str]:
+    """Return what sets a model's KV apart: its files, and the settings beside them."""
     model = vllm_config.model_config
-    return f"w{fingerprint(model.model, getattr(model.hf_config, '_commit_hash', None))}"
+    weights = f"w{fingerprint(model.model, getattr(model.hf_config, '_commit_hash', None))}"
+    mark = settings_mark(vllm_config)
+    return [weights, mark] if mark else [weights]
 
 
 def _packing(vllm_config: VllmConfig, spec: AttentionSpec) -> list[str]:

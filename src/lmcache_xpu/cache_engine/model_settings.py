@@ -1,0 +1,96 @@
+"""What a user sets beside a model's files, and what changes what the model computes from them.
+
+The fingerprint of the files says nothing of it: `--hf-overrides` may change the rope scaling, and
+`--quantization` the weights. docs/reference/what-names-a-chunk.md has every setting of vLLM.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any
+
+from lmcache_xpu.errors import SettingsError
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+__all__ = ["NAMED", "settings_mark"]
+
+# By vLLM's configuration: fields that count where they have another value than vLLM's default.
+NAMED: dict[str, tuple[str, ...]] = {
+    "model_config": (
+        *("hf_overrides", "hf_config_path", "code_revision", "quantization_config", "model_impl"),
+        *("model_class_overrides", "disable_sliding_window"),
+    ),
+    "multimodal_config": (
+        *("language_model_only", "media_io_kwargs", "mm_processor_kwargs", "video_pruning_rate"),
+        *("mm_device_do_normalize", "mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path"),
+        *("interleave_mm_strings", "video_pruning_method"),
+    ),
+    "cache_config": ("kv_cache_dtype_skip_layers",),
+    "lora_config": ("lora_dtype", "target_modules"),
+}
+_DIGITS = 12
+
+
+def settings_mark(vllm_config: VllmConfig) -> str:
+    """Return what names these settings in a chunk's key; empty where all are vLLM's defaults.
+
+    Raises:
+        SettingsError: KV scales that each engine computes from its own first requests.
+    """
+    model = vllm_config.model_config
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        raise SettingsError(
+            "--calculate-kv-scales",
+            "scales of the checkpoint, or none",
+            "Each engine would read the KV cache of others with scales of its own. Leave it out, "
+            "or serve with --no-offload.",
+        )
+    configs = {
+        "model_config": model,
+        "multimodal_config": getattr(model, "multimodal_config", None),
+        "cache_config": vllm_config.cache_config,
+        "lora_config": getattr(vllm_config, "lora_config", None),
+    }
+    changed = {
+        f"{name}.{field}": value
+        for name, config in configs.items()
+        for field in NAMED[name]
+        if config is not None and (value := _changed(config, field)) is not None
+    }
+    if (method := _quantization(model)) is not None:
+        changed["quantization"] = method
+    load = getattr(vllm_config, "load_config", None)
+    if getattr(load, "load_format", "auto") == "dummy":  # weights drawn by the seed
+        changed["seed"] = model.seed
+    if not changed:
+        return ""
+    text = json.dumps(changed, sort_keys=True, default=_named)
+    return "s" + hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
+
+
+def _changed(config: Any, name: str) -> Any:
+    """Return a field's value; None where it is the default, empty, or unknown to this vLLM."""
+    field = getattr(config, "__dataclass_fields__", {}).get(name)
+    if field is None:
+        return None
+    default = getattr(field.default, "default", field.default)  # of pydantic's field, or the value
+    value = getattr(config, name)
+    return value if value not in (default, None, "", {}, [], ()) else None
+
+
+def _quantization(model: ModelConfig) -> str | None:
+    """Return a method that quantizes a checkpoint while it is loaded; None if it says one itself."""
+    method = getattr(model, "quantization", None)
+    configs = (model.hf_config, getattr(model, "hf_text_config", None))
+    of_files = ("quantization_config", "compression_config")
+    if method == "gguf" or any(getattr(c, name, None) for c in configs for name in of_files):
+        return None
+    return method
+
+
+def _named(value: Any) -> str:
+    """Name what JSON can't hold: a function by its place, anything else by what it prints."""
+    return f"{value.__module__}.{value.__qualname__}" if callable(value) else repr(value)
