@@ -15,6 +15,7 @@ REPLACING = {  # by `status` shown as patches
     "kv_connector/worker_hooks.py: worker.__class__",
 }
 FIELDS = {  # of a description, a configuration or a state, which hold plain data
+    "cache_engine/cache_salt.py: meta.save_spec.can_save",
     "cache_engine/cache_salt.py: meta.token_ids",
     "cache_engine/config.py: config.extra_config",
     "cache_engine/config.py: config.lookup_server_worker_ids",

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from support.adapter import request
 
+from lmcache_xpu.cache_engine import adapter_names
+from lmcache_xpu.cache_engine.adapter_names import adapter_name
+from lmcache_xpu.cache_engine.cache_salt import CacheSalts
+from lmcache_xpu.cache_engine.model_fingerprint import fingerprint
 from lmcache_xpu.cache_engine.model_settings import settings_mark
 from lmcache_xpu.errors import SettingsError
 
@@ -87,3 +98,109 @@ def test_the_order_of_what_is_set_is_not_in_the_name():
 def test_scales_that_each_engine_computes_anew_are_refused():
     with pytest.raises(SettingsError, match="--calculate-kv-scales"):
         mark(Cache(calculate_kv_scales=True))
+
+
+@pytest.fixture
+def adapter(tmp_path, monkeypatch):
+    """An adapter that was there before the engine."""
+    place = tmp_path / "adapter"
+    write_adapter(place, 1)
+    begin_engine(monkeypatch)
+    return place
+
+
+def begin_engine(monkeypatch) -> None:
+    time.sleep(0.05)  # longer than a tick of the file system's clock
+    monkeypatch.setattr(adapter_names, "_BEGAN_NS", time.time_ns())
+    time.sleep(0.05)
+
+
+def write_adapter(place: Path, seed: int) -> None:
+    place.mkdir(exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    save_file({"a": torch.randn(64, 64, generator=generator)}, place / "adapter_model.safetensors")
+    (place / "adapter_config.json").write_text('{"r": 4}')
+
+
+def test_an_adapter_has_the_name_of_its_content(adapter, tmp_path, monkeypatch):
+    name = adapter_name(str(adapter))
+    assert name == adapter_name(str(adapter)) == fingerprint(str(adapter))
+    write_adapter(tmp_path / "same", 1)
+    write_adapter(tmp_path / "other", 2)
+    begin_engine(monkeypatch)
+    assert adapter_name(str(tmp_path / "same")) == name
+    assert adapter_name(str(tmp_path / "other")) not in (name, None)
+
+
+def overwrite(adapter: Path) -> None:
+    write_adapter(adapter, 2)
+
+
+def roll_back(adapter: Path) -> None:
+    """By a program that keeps times, as `cp -p`, rsync and tar do."""
+    old = adapter.with_name("old")
+    write_adapter(old, 2)
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        os.utime(old / name, (1e9, 1e9))
+        shutil.copy2(old / name, adapter / name)
+    os.utime(adapter, (1e9, 1e9))
+
+
+def exchange_the_link(adapter: Path) -> None:
+    moved = adapter.with_name("moved")
+    adapter.rename(moved)
+    adapter.symlink_to(moved)
+
+
+def cut(adapter: Path) -> None:
+    os.truncate(adapter / "adapter_model.safetensors", 200)
+
+
+def dangle(adapter: Path) -> None:
+    (adapter / "more.bin").symlink_to("/nowhere")
+
+
+def take_away(adapter: Path) -> None:
+    shutil.rmtree(adapter)
+
+
+@pytest.mark.parametrize(
+    "change", [overwrite, roll_back, exchange_the_link, cut, dangle, take_away]
+)
+def test_an_adapter_that_changed_since_it_was_loaded_has_no_name(adapter, change):
+    """The worker goes on with the weights that it has; to name them by the files would be wrong."""
+    assert adapter_name(str(adapter)) is not None
+    change(adapter)
+    assert adapter_name(str(adapter)) is None
+
+
+@pytest.mark.parametrize(
+    "content", [b"", bytes(200), b"\xff" * 200, b"\x08" + bytes(7) + b"[1,2,3]"]
+)
+def test_a_file_that_is_no_adapter_has_no_name(tmp_path, monkeypatch, content):
+    place = tmp_path / "adapter"
+    write_adapter(place, 1)
+    (place / "adapter_model.safetensors").write_bytes(content)
+    begin_engine(monkeypatch)
+    assert adapter_name(str(place)) is None
+
+
+def test_a_clock_that_was_ahead_when_the_engine_began_names_nothing(adapter, monkeypatch):
+    monkeypatch.setattr(adapter_names, "_BEGAN_NS", time.time_ns() + 10**15)
+    overwrite(adapter)
+    assert adapter_name(str(adapter)) is None  # it was written in this very moment
+
+
+def test_a_request_without_a_name_is_neither_looked_up_nor_stored(adapter):
+    inner = SimpleNamespace(lookup_client=SimpleNamespace())
+    salts = CacheSalts(inner)
+    overwrite(adapter)
+    lora = SimpleNamespace(lora_name="a", lora_path=str(adapter))
+    salts.admit(request("r", lora=lora))
+    assert salts.computes("r")
+    meta = SimpleNamespace(req_id="r", token_ids=[1, 2], save_spec=SimpleNamespace(can_save=True))
+    salts.mark(SimpleNamespace(requests=[meta]))
+    assert not meta.save_spec.can_save
+    salts.finished("r")
+    salts.admit(request("r"))
+    assert not salts.computes("r")

@@ -19,10 +19,10 @@ from lmcache.v1.multiprocess.server import _is_liveness_target
 from lmcache.v1.multiprocess.session import SessionManager
 from lmcache.v1.multiprocess.token_hasher import TokenHasher
 
-from lmcache_xpu.mp_connector.server_program import MODULE
 from lmcache_xpu.mp_connector import server_module
 from lmcache_xpu.mp_connector.hit_places import HELLO, LOCATE, RELEASE, Hit, places_of
 from lmcache_xpu.mp_connector.server_module import HitPlaces
+from lmcache_xpu.mp_connector.server_program import MODULE
 
 CHUNK, LENGTH = 8, 4096
 TOKENS = tuple(range(100, 132))

@@ -15,17 +15,15 @@ exchanged token, in lists that LMCache uses for nothing but keys.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import uuid
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lmcache_xpu.cache_engine.model_fingerprint import fingerprint
+from lmcache_xpu.cache_engine.adapter_names import adapter_name
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -33,17 +31,22 @@ if TYPE_CHECKING:
 __all__ = ["CacheSalts", "salt_of"]
 
 
-def salt_of(request: Request) -> str:
-    """What sets this request's KV apart beside its tokens; empty if nothing does."""
+def salt_of(request: Request) -> str | None:
+    """Return what sets this request's KV apart beside its tokens; empty if nothing does.
+
+    Returns:
+        None where nobody can say it: nothing of the request may be looked up or stored.
+    """
+    if request.prompt_embeds is not None:
+        return None
     parts: dict[str, object] = {}
     if request.cache_salt:
         parts["salt"] = request.cache_salt
     if (lora := request.lora_request) is not None:
         # By content as well: an adapter may change under its name, and disks remember.
-        newest = max((f.stat().st_mtime_ns for f in Path(lora.lora_path).glob("*")), default=0)
-        parts["lora"] = [lora.lora_name, _adapter(lora.lora_path, newest)]
-    if request.prompt_embeds is not None:
-        parts["embeddings"] = uuid.uuid4().hex  # never found again
+        if (name := adapter_name(lora.lora_path)) is None:
+            return None
+        parts["lora"] = [lora.lora_name, name]
     return json.dumps(parts) if parts else ""
 
 
@@ -68,6 +71,7 @@ class CacheSalts:
         self._epoch_of = epoch_of
         self._salts: dict[str, str] = {}
         self._computed: set[str] = set()
+        self._unnamed: set[str] = set()  # nothing of these is stored
         self._looked_up: set[str] = set()
         self._admitted: Request | None = None  # the last one
         self._abandoned: list[str] = []
@@ -76,8 +80,11 @@ class CacheSalts:
     def admit(self, request: Request) -> None:
         """Before a request is looked up."""
         self._admitted = request
-        if request.request_id not in self._salts and (salt := salt_of(request)):
-            self._salts[request.request_id] = salt
+        if request.request_id not in self._salts and (salt := salt_of(request)) != "":
+            self._salts[request.request_id] = uuid.uuid4().hex if salt is None else salt
+            if salt is None:
+                self._unnamed.add(request.request_id)
+                self.compute(request.request_id)
         if request.skip_reading_prefix_cache:
             self.compute(request.request_id)
 
@@ -113,6 +120,8 @@ class CacheSalts:
         for meta in metadata.requests:
             self._looked_up.discard(meta.req_id)  # the worker unpins it after this step
             meta.token_ids = self.named(meta.req_id, meta.token_ids)
+            if meta.req_id in self._unnamed and meta.save_spec is not None:
+                meta.save_spec.can_save = False
         if self._abandoned:
             from lmcache_xpu.versions.lmcache import ReqMeta
 
@@ -133,6 +142,7 @@ class CacheSalts:
         """
         self._salts.pop(request_id, None)
         self._computed.discard(request_id)
+        self._unnamed.discard(request_id)
         if self.admitted(request_id) is not None:
             self._admitted = None  # vLLM's request, with all of its tokens
         if request_id in self._looked_up:
@@ -149,8 +159,3 @@ class CacheSalts:
         self._adapter.lookup_client.clear_lookup_status(request_id)
         self._adapter.load_specs.pop(request_id, None)
         self._adapter._requests_priority.pop(request_id, None)
-
-
-@functools.lru_cache(maxsize=1024)
-def _adapter(path: str, newest: int) -> str:
-    return fingerprint(path)

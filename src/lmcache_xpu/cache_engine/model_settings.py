@@ -82,7 +82,7 @@ def _changed(config: Any, name: str) -> Any:
 
 
 def _quantization(model: ModelConfig) -> str | None:
-    """Return a method that quantizes a checkpoint while it is loaded; None if it says one itself."""
+    """Return the method that quantizes a checkpoint while it is loaded; None if there is none."""
     method = getattr(model, "quantization", None)
     configs = (model.hf_config, getattr(model, "hf_text_config", None))
     of_files = ("quantization_config", "compression_config")

@@ -11,6 +11,7 @@ that begin as one whose load found it get other keys from then on.
 from __future__ import annotations
 
 import hashlib
+import uuid
 from array import array
 from collections import OrderedDict
 from typing import TYPE_CHECKING
@@ -46,6 +47,7 @@ class Keys:
         self._chunk_tokens = chunk_tokens
         self._beginnings: dict[str, str] = {}  # of requests
         self._generations: OrderedDict[str, int] = OrderedDict()
+        self._unnamed: set[str] = set()  # requests of which nothing is stored
         groups = [
             f"{type(group.kv_cache_spec).__name__}.{group.kv_cache_spec.block_size}"
             for group in kv_cache_config.kv_cache_groups
@@ -65,7 +67,10 @@ class Keys:
             kept: tokens that vLLM's own prefix cache has of it.
         """
         self._epochs.admit(request.request_id, kept)
-        parts = self._namespace, salt_of(request), self._epochs.of(request.request_id)
+        if (salt := salt_of(request)) is None:
+            self._unnamed.add(request.request_id)
+            salt = uuid.uuid4().hex
+        parts = self._namespace, salt, self._epochs.of(request.request_id)
         tokens = array("q", request.all_token_ids[: self._chunk_tokens]).tobytes()
         beginning = self._beginnings[request.request_id] = _digest(repr(parts).encode() + tokens)
         return _digest(repr((*parts, self._generations.get(beginning, 0))).encode())
@@ -80,12 +85,13 @@ class Keys:
             self._generations.popitem(last=False)
 
     def may_store(self, request_id: str) -> bool:
-        """Whether a request's KV is of the current epoch alone."""
-        return self._epochs.is_only(request_id)
+        """Whether a request's KV has a name, and is of the current epoch alone."""
+        return self._epochs.is_only(request_id) and request_id not in self._unnamed
 
     def finished(self, request_id: str) -> None:
         """Forget a request."""
         self._beginnings.pop(request_id, None)
+        self._unnamed.discard(request_id)
         self._epochs.finished(request_id)
 
     def reset(self) -> None:
