@@ -269,7 +269,10 @@ FLOWS = (
     *(STORE_SERVER, LOAD_SERVER),
 )
 # Of requests whose KV cache did not arrive.
-FALLBACK_REASONS = {"load": "A load failed or was incomplete. The errors say why"}
+FALLBACK_REASONS = {
+    "load": "A load failed or was incomplete. The errors say why",
+    "request": "What a client sent made its look-up fail. The log says how",
+}
 for _reason in FALLBACK_REASONS:
     _FALLBACKS.labels(_reason)
 # How a load runs; docs/reference/metrics.md shows it.

@@ -105,7 +105,14 @@ def test_defaults_leave_the_engines_choices_alone(parser):
 
 def test_answers_say_how_much_of_a_prompt_was_cached(parser):
     """Or clients such as AIPerf and the load test see no cached tokens."""
-    assert parser.parse_args(vllm_arguments(load())).enable_prompt_tokens_details
+    for values, shown in (
+        ({}, True),
+        ({"api_key": "k"}, False),  # tenants share the cache, and the answers would tell
+        ({"api_key": "k", "show_cached_tokens": True}, True),
+        ({"show_cached_tokens": False}, False),
+    ):
+        parsed = parser.parse_args(vllm_arguments(load(**values)))
+        assert parsed.enable_prompt_tokens_details is shown
 
 
 def test_without_offload_there_is_no_connector_and_no_lmcache(parser):

@@ -33,7 +33,7 @@ def half(
     groups: int = 1,
     loads="auto",
 ):
-    monkeypatch.setattr(scheduler_half, "Keys", lambda *_: SimpleNamespace())
+    monkeypatch.setattr(scheduler_half, "Keys", lambda *_: SimpleNamespace(outdated=list))
     monkeypatch.setattr(near_loads, "near_connector", lambda _: None)
     made = SchedulerHalf.__new__(SchedulerHalf)
     made.scheduler_adapter = SimpleNamespace(lmcache_tokens_per_chunk=CHUNK, begin_look_up=Mock())

@@ -72,6 +72,7 @@ class CacheSalts:
         self._salts: dict[str, str] = {}
         self._computed: set[str] = set()
         self._unnamed: set[str] = set()  # nothing of these is stored
+        self._adapters: dict[str, str] = {}  # paths, by request
         self._looked_up: set[str] = set()
         self._admitted: Request | None = None  # the last one
         self._abandoned: list[str] = []
@@ -80,11 +81,15 @@ class CacheSalts:
     def admit(self, request: Request) -> None:
         """Before a request is looked up."""
         self._admitted = request
-        if request.request_id not in self._salts and (salt := salt_of(request)) != "":
-            self._salts[request.request_id] = uuid.uuid4().hex if salt is None else salt
-            if salt is None:
-                self._unnamed.add(request.request_id)
-                self.compute(request.request_id)
+        request_id = request.request_id
+        if (salt := salt_of(request)) is None:
+            self._salts[request_id] = uuid.uuid4().hex
+            self._unnamed.add(request_id)
+            self.compute(request_id)
+        elif salt:
+            self._salts.setdefault(request_id, salt)
+        if request.lora_request is not None:
+            self._adapters[request_id] = request.lora_request.lora_path
         if request.skip_reading_prefix_cache:
             self.compute(request.request_id)
 
@@ -120,7 +125,7 @@ class CacheSalts:
         for meta in metadata.requests:
             self._looked_up.discard(meta.req_id)  # the worker unpins it after this step
             meta.token_ids = self.named(meta.req_id, meta.token_ids)
-            if meta.req_id in self._unnamed and meta.save_spec is not None:
+            if not self._has_name(meta.req_id) and meta.save_spec is not None:
                 meta.save_spec.can_save = False
         if self._abandoned:
             from lmcache_xpu.versions.lmcache import ReqMeta
@@ -129,6 +134,11 @@ class CacheSalts:
                 nothing = torch.empty(0, dtype=torch.long)
                 metadata.add_request(ReqMeta(req_id, token_ids=[], slot_mapping=nothing))
             self._abandoned.clear()
+
+    def _has_name(self, request_id: str) -> bool:
+        """Whether a request's KV can be named; an adapter's files may have changed meanwhile."""
+        path = self._adapters.get(request_id)
+        return request_id not in self._unnamed and (path is None or adapter_name(path) is not None)
 
     def loads(self, request_id: str) -> None:
         """When a worker was told to load for a request that waits, and to unpin it then."""
@@ -143,6 +153,7 @@ class CacheSalts:
         self._salts.pop(request_id, None)
         self._computed.discard(request_id)
         self._unnamed.discard(request_id)
+        self._adapters.pop(request_id, None)
         if self.admitted(request_id) is not None:
             self._admitted = None  # vLLM's request, with all of its tokens
         if request_id in self._looked_up:

@@ -44,7 +44,7 @@ def fingerprint(model: str, commit: str | None = None) -> str:
     for file in files:
         if file.name in _CONFIGS:
             digest.update(file.read_bytes())
-        elif file.suffix in _SUFFIXES:
+        elif file.suffix in _SUFFIXES and not file.is_fifo():
             has_weights = True
             digest.update(f"{file.name} {file.stat().st_size}".encode())
             for sample in _samples(file):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from typing import TYPE_CHECKING, Any
 
 from lmcache_xpu.errors import SettingsError
@@ -15,7 +16,7 @@ from lmcache_xpu.errors import SettingsError
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-__all__ = ["NAMED", "settings_mark"]
+__all__ = ["ENVIRONMENT", "NAMED", "settings_mark"]
 
 # By vLLM's configuration: fields that count where they have another value than vLLM's default.
 NAMED: dict[str, tuple[str, ...]] = {
@@ -29,8 +30,13 @@ NAMED: dict[str, tuple[str, ...]] = {
         *("interleave_mm_strings", "video_pruning_method"),
     ),
     "cache_config": ("kv_cache_dtype_skip_layers",),
-    "lora_config": ("lora_dtype", "target_modules"),
+    "lora_config": ("lora_dtype", "target_modules", "enable_tower_connector_lora"),
 }
+# Variables of vLLM that quantize what the checkpoint has not quantized so.
+ENVIRONMENT = (
+    *("VLLM_CPU_INT4_W4A8", "VLLM_MARLIN_INPUT_DTYPE", "VLLM_HUMMING_ONLINE_QUANT_CONFIG"),
+    *("VLLM_HUMMING_INPUT_QUANT_CONFIG", "VLLM_XPU_INC_WNA16_BACKEND", "VLLM_MODEL_REDIRECT_PATH"),
+)
 _DIGITS = 12
 
 
@@ -65,6 +71,7 @@ def settings_mark(vllm_config: VllmConfig) -> str:
     load = getattr(vllm_config, "load_config", None)
     if getattr(load, "load_format", "auto") == "dummy":  # weights drawn by the seed
         changed["seed"] = model.seed
+    changed |= {name: os.environ[name] for name in ENVIRONMENT if os.environ.get(name)}
     if not changed:
         return ""
     text = json.dumps(changed, sort_keys=True, default=_named)

@@ -26,6 +26,7 @@ from lmcache_xpu.kv_connector import patches, stats
 from lmcache_xpu.kv_connector.failures import ending_on_failure
 from lmcache_xpu.kv_connector.kv_events import published
 from lmcache_xpu.kv_connector.orphans import end_with_parent
+from lmcache_xpu.kv_connector.request_guard import guarded
 from lmcache_xpu.kv_connector.stats import StatsHooks
 from lmcache_xpu.kv_connector.worker_report import WorkerReport
 
@@ -228,7 +229,10 @@ class LMCacheXPUConnector(StatsHooks, KVConnectorBase_V1):  # type: ignore[misc]
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond those that the engine has, and whether in background."""
-        return self.scheduler_side.matched_tokens(request, num_computed_tokens)
+        with guarded("get_num_new_matched_tokens"):
+            return self.scheduler_side.matched_tokens(request, num_computed_tokens)
+        self.scheduler_side.compute(request.request_id)
+        return 0, False
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -244,7 +248,9 @@ class LMCacheXPUConnector(StatsHooks, KVConnectorBase_V1):  # type: ignore[misc]
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request; its blocks may be freed at once."""
-        return self.scheduler_side.finished(request, block_ids)
+        with guarded("request_finished"):
+            return self.scheduler_side.finished(request, block_ids)
+        return False, None
 
     def reset_cache(self) -> bool | None:
         """Let nothing be found any more that was stored before; see `epochs`.

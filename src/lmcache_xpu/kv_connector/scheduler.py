@@ -14,6 +14,7 @@ from lmcache_xpu.kv_connector.hit_sources import hit_sources, lone_source
 from lmcache_xpu.kv_connector.load_policy import Hit
 from lmcache_xpu.kv_connector.near_worker import near_connector
 from lmcache_xpu.kv_connector.rank_calls import RankCalls
+from lmcache_xpu.kv_connector.request_guard import ServedRequest
 from lmcache_xpu.kv_connector.step_metadata import (
     StepMetadata,
     with_answers,
@@ -133,6 +134,13 @@ class SchedulerSide:
         if self._events is not None:
             self._events.admit(request)
 
+    def compute(self, request_id: str) -> None:
+        """Take back what a failed look-up may have promised to a request, and look up no more."""
+        self.give_up_hits(request_id)
+        self._adapter.load_specs.pop(request_id, None)
+        self._computed_hits.discard(request_id)
+        self._async_loads.choose(request_id, waits=False)
+
     def give_up_hits(self, request_id: str) -> None:
         """Find nothing for a request any more: a load of it has failed."""
         self._salts.compute(request_id)
@@ -146,7 +154,7 @@ class SchedulerSide:
             external_tokens: number of tokens to be loaded.
         """
         request_id = request.request_id
-        self._adapter.update_state_after_alloc(request, external_tokens)
+        self._adapter.update_state_after_alloc(ServedRequest(request), external_tokens)
         numbers = blocks.get_block_ids()[0]
         kept = self._kept.pop(request_id, 0)
         there = self._async_loads.allocated(request, numbers, external_tokens)
@@ -171,7 +179,7 @@ class SchedulerSide:
         if self._events is not None:
             self._events.finished(request_id)
         ended: tuple[bool, dict[str, Any] | None]
-        ended = self._adapter.request_finished(request, block_ids)
+        ended = self._adapter.request_finished(ServedRequest(request), block_ids)
         return ended
 
     # Steps

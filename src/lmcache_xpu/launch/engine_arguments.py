@@ -61,8 +61,9 @@ def vllm_arguments(settings: Settings) -> list[str]:
     args.append(
         "--enable-prefix-caching" if settings.prefix_caching else "--no-enable-prefix-caching"
     )
-    # Each answer says how many of its prompt's tokens a cache had; clients ask for nothing.
-    args.append("--enable-prompt-tokens-details")
+    shown = settings.show_cached_tokens
+    if settings.api_key is None if shown is None else shown:
+        args.append("--enable-prompt-tokens-details")  # clients ask for nothing
     if settings.enforce_eager:
         args.append("--enforce-eager")
     return args + list(settings.extra_args)

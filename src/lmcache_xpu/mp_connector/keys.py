@@ -16,6 +16,7 @@ from array import array
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from lmcache_xpu.cache_engine.adapter_names import adapter_name
 from lmcache_xpu.cache_engine.cache_salt import salt_of
 from lmcache_xpu.cache_engine.kv_cache_facts import packing_marks
 from lmcache_xpu.kv_connector.epochs import Epochs
@@ -48,6 +49,7 @@ class Keys:
         self._beginnings: dict[str, str] = {}  # of requests
         self._generations: OrderedDict[str, int] = OrderedDict()
         self._unnamed: set[str] = set()  # requests of which nothing is stored
+        self._adapters: dict[str, str] = {}  # paths, by request
         groups = [
             f"{type(group.kv_cache_spec).__name__}.{group.kv_cache_spec.block_size}"
             for group in kv_cache_config.kv_cache_groups
@@ -67,6 +69,8 @@ class Keys:
             kept: tokens that vLLM's own prefix cache has of it.
         """
         self._epochs.admit(request.request_id, kept)
+        if request.lora_request is not None:
+            self._adapters[request.request_id] = request.lora_request.lora_path
         if (salt := salt_of(request)) is None:
             self._unnamed.add(request.request_id)
             salt = uuid.uuid4().hex
@@ -88,8 +92,13 @@ class Keys:
         """Whether a request's KV has a name, and is of the current epoch alone."""
         return self._epochs.is_only(request_id) and request_id not in self._unnamed
 
+    def outdated(self) -> list[str]:
+        """Return the requests whose adapter's files have changed: their KV has no name any more."""
+        return [name for name, path in self._adapters.items() if adapter_name(path) is None]
+
     def finished(self, request_id: str) -> None:
         """Forget a request."""
+        self._adapters.pop(request_id, None)
         self._beginnings.pop(request_id, None)
         self._unnamed.discard(request_id)
         self._epochs.finished(request_id)

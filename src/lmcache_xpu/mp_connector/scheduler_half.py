@@ -11,6 +11,7 @@ from vllm.platforms import current_platform
 
 from lmcache_xpu.kv_connector.garbage import GarbageCollection
 from lmcache_xpu.kv_connector.load_policy import LoadPolicy
+from lmcache_xpu.kv_connector.request_guard import ServedRequest, guarded
 from lmcache_xpu.mp_connector.adapters import SERVER_URLS, arguments_of
 from lmcache_xpu.mp_connector.hit_ways import HitWays
 from lmcache_xpu.mp_connector.keys import Keys
@@ -107,6 +108,15 @@ class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond those that the engine has, and whether in background."""
+        for _ in range(2):  # the second time nothing is looked up
+            with guarded("get_num_new_matched_tokens"):
+                return self._matched_tokens(request, num_computed_tokens)
+            self._given_up.add(request.request_id)
+        return 0, False
+
+    def _matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         self._computed = num_computed_tokens
         (self._near.worker or self).collection.put_off()  # until the step is enqueued
         # It must compute its whole prompt, or a load of it has failed.
@@ -146,7 +156,7 @@ class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """A request has its blocks, and will be in the next step, or waits for its load."""
-        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        super().update_state_after_alloc(ServedRequest(request), blocks, num_external_tokens)
         if self._ways.is_computed(request.request_id):
             tracker = self.request_trackers[request.request_id]
             tracker.num_lmcache_hit_tokens = 0  # LMCache would count them as computed by now
@@ -162,6 +172,8 @@ class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         tracker = super()._get_or_create_request_tracker(request)
         if tracker is not before:
             tracker.cache_salt = self._keys.admit(request, self._computed)
+            limit = tracker.max_offload_tokens  # as the client sent it
+            tracker.max_offload_tokens = max(0, limit) if isinstance(limit, int) else None
             if not self._keys.may_store(request.request_id):
                 tracker.max_offload_tokens = 0
         return tracker
@@ -169,6 +181,9 @@ class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Step:
         """What the workers must know of a step."""
         self.scheduler_adapter.end_step()
+        for request_id in self._keys.outdated():  # an adapter's files have changed
+            if (tracker := self.request_trackers.get(request_id)) is not None:
+                tracker.max_offload_tokens = 0
         described = super().build_connector_meta(scheduler_output).requests
         loads = [request for request in described if request.direction == "RETRIEVE"]
         begun = self._ways.begin_step(scheduler_output, loads)
@@ -218,8 +233,9 @@ class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         self._keys.finished(request.request_id)
         self._ways.finished(request.request_id)
         self._given_up.discard(request.request_id)
-        _, answer = super().request_finished(request, block_ids)
-        return False, answer
+        with guarded("request_finished"):
+            super().request_finished(ServedRequest(request), block_ids)
+        return False, None
 
     def reset_cache(self) -> bool | None:
         """Let nothing be found any more that was stored before; see `keys`.

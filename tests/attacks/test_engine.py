@@ -1,0 +1,143 @@
+"""One client against the engine of all: what a request carries raises through no hook of vLLM."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock, Mock
+
+import pytest
+
+pytest.importorskip("vllm")
+from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
+
+from lmcache_xpu.kv_connector import request_guard
+from lmcache_xpu.kv_connector.connector import LMCacheXPUConnector
+from lmcache_xpu.kv_connector.scheduler import SchedulerSide
+from lmcache_xpu.mp_connector import near_loads, scheduler_half
+from lmcache_xpu.mp_connector.scheduler_half import SchedulerHalf
+from lmcache_xpu.versions.lmcache import in_process_module
+
+CASES = 10_000
+ADAPTER = in_process_module("integration.vllm.vllm_v1_adapter").LMCacheConnectorV1Impl
+FIELDS = (
+    *("disagg_spec", "ret_first_tok", "cached_token_stats", "do_remote_prefill", "request_id"),
+    *("lmcache.skip_save", "lmcache.tag.user", "lmcache.max_offload_tokens", "receiver_host", "x"),
+)
+
+
+def value(chance: random.Random, depth: int = 0) -> Any:
+    kinds = [None, True, 0, -1, 2**70, float("nan"), "", "no", "x" * 1000, b"b", [], {}]
+    if depth < 3 and chance.random() < 0.4:
+        if chance.random() < 0.5:
+            return [value(chance, depth + 1) for _ in range(chance.randrange(4))]
+        return {field: value(chance, depth + 1) for field in chance.sample(FIELDS, 3)}
+    return chance.choice(kinds)
+
+
+def parameters(seed: int) -> Any:
+    chance = random.Random(seed)
+    if chance.random() < 0.05:
+        return value(chance)
+    return {field: value(chance) for field in chance.sample(FIELDS, chance.randrange(1, 5))}
+
+
+def request(**fields: Any) -> Any:
+    request = SimpleNamespace(
+        request_id="r",
+        cache_salt=None,
+        lora_request=None,
+        prompt_embeds=None,
+        skip_reading_prefix_cache=False,
+        mm_features=[],
+        num_tokens=100,
+        all_token_ids=[1] * 100,
+        output_token_ids=[],
+        _output_token_ids=[],
+        status=None,
+    )
+    vars(request).update(fields)
+    return request
+
+
+@pytest.fixture
+def side() -> SchedulerSide:
+    """The in-process scheduler's half, over the methods of LMCache's own adapter."""
+    adapter = MagicMock()
+    adapter.async_loading = False
+    adapter.config.get_extra_config_value.return_value = False
+    adapter.load_specs = {}
+    for name in ("update_state_after_alloc", "request_finished"):
+        setattr(adapter, name, partial(getattr(ADAPTER, name), adapter))
+    return SchedulerSide(adapter, SimpleNamespace(), block_size=16)
+
+
+def test_no_parameters_of_a_request_reach_lmcache_in_the_engines_process(side):
+    blocks = SimpleNamespace(get_block_ids=lambda: ([1, 2],))
+    for seed in range(CASES):
+        sent = request(kv_transfer_params=parameters(seed))
+        side.allocated(sent, blocks, 0)
+        assert side.finished(sent, [1, 2]) == (False, None)  # before its first token, too
+
+
+def test_an_error_in_a_look_up_is_a_miss_that_is_counted(monkeypatch):
+    counted: list[str] = []
+    monkeypatch.setattr(request_guard, "fallback", counted.append)
+    connector = object.__new__(LMCacheXPUConnector)
+    failing = Mock(side_effect=IndexError("of a request"))
+    connector.scheduler_side = Mock(matched_tokens=failing, finished=failing)
+    assert connector.get_num_new_matched_tokens(request(), 0) == (0, False)
+    connector.scheduler_side.compute.assert_called_once_with("r")
+    assert connector.request_finished(request(), []) == (False, None)
+    assert counted == ["request", "request"]
+
+
+def test_what_a_failed_look_up_promised_is_taken_back(side):
+    side._adapter.load_specs["r"] = "a hit"
+    side.compute("r")
+    assert side._adapter.load_specs == {}
+    assert side._salts.computes("r")
+
+
+@pytest.fixture
+def half(monkeypatch) -> SchedulerHalf:
+    """The scheduler's half of LMCache's server, over LMCache's own connector."""
+    keys = SimpleNamespace(admit=lambda *_: "salt", may_store=lambda _: True, finished=Mock())
+    monkeypatch.setattr(scheduler_half, "Keys", lambda *_: keys)
+    monkeypatch.setattr(near_loads, "near_connector", lambda _: None)
+    half = SchedulerHalf.__new__(SchedulerHalf)
+    half.scheduler_adapter = MagicMock(lmcache_tokens_per_chunk=256)
+    half.request_trackers, half._group_tokens_per_block = {}, [16]
+    half.start_scheduler(
+        SimpleNamespace(
+            parallel_config=SimpleNamespace(world_size=1, data_parallel_size=1),
+        ),
+        SimpleNamespace(kv_cache_groups=[None], needs_kv_cache_zeroing=False),
+        {},
+        [None],
+    )
+    return half
+
+
+def test_no_parameters_of_a_request_reach_lmcaches_server_connector(half):
+    for seed in range(CASES):
+        assert half.request_finished(request(kv_transfer_params=parameters(seed)), [1]) == (
+            False,
+            None,
+        )
+
+
+@pytest.mark.parametrize("sent", ["many", -1, 1.5, float("nan"), [], {}, None, 2**70, True])
+def test_a_limit_that_is_no_number_of_tokens_is_none(half, monkeypatch, sent):
+    tracker = SimpleNamespace(max_offload_tokens=sent)
+    monkeypatch.setattr(LMCacheMPConnector, "_get_or_create_request_tracker", lambda *_: tracker)
+    made = half._get_or_create_request_tracker(request())
+    assert made.max_offload_tokens is None or made.max_offload_tokens >= 0
+    assert min(5, made.max_offload_tokens or 5) >= 0
+
+
+def test_a_look_up_that_fails_twice_is_a_miss_as_well(half, monkeypatch):
+    monkeypatch.setattr(half, "_matched_tokens", Mock(side_effect=KeyError("x")))
+    assert half.get_num_new_matched_tokens(request(), 0) == (0, False)
