@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from lmcache_xpu.cache_engine import adapter_names
 from lmcache_xpu.cache_engine.adapter_names import adapter_name
 from lmcache_xpu.cache_engine.cache_salt import CacheSalts
 from lmcache_xpu.cache_engine.model_fingerprint import fingerprint
-from lmcache_xpu.cache_engine.model_settings import settings_mark
+from lmcache_xpu.cache_engine.model_settings import ENVIRONMENT, NAMED, settings_mark
 from lmcache_xpu.errors import SettingsError
 
 
@@ -204,3 +205,20 @@ def test_a_request_without_a_name_is_neither_looked_up_nor_stored(adapter):
     salts.finished("r")
     salts.admit(request("r"))
     assert not salts.computes("r")
+
+
+def test_the_page_lists_what_is_in_the_name():
+    page = Path(__file__).parents[2] / "docs/reference/what-names-a-chunk.md"
+    named, _, _ = page.read_text().partition("Entries that were stored without")
+    listed = set(re.findall(r"`(\w+)`", named)) - {"dummy", "seed", "quantization", "load_format"}
+    assert listed == {name for names in NAMED.values() for name in names} | set(ENVIRONMENT)
+
+
+def test_every_named_field_is_one_of_this_vllm():
+    """Or nothing would be named after an upgrade that moves it."""
+    pytest.importorskip("vllm")
+    from vllm import config
+
+    kinds = ("ModelConfig", "MultiModalConfig", "CacheConfig", "LoRAConfig")
+    for names, kind in zip(NAMED.values(), kinds, strict=True):
+        assert set(names) <= {field.name for field in fields(getattr(config, kind))}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lmcache.utils import LayerCacheEngineKey
@@ -18,12 +19,19 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalCPUBackend", "reporting"]
 
+_AWAITED = 2**16  # chunks that look-ups have missed and nobody has stored, at most
+
 
 class LocalCPUBackend(local_cpu_backend.LocalCPUBackend):  # type: ignore[misc]  # untyped base
     """LMCache's CPU tier. It bears LMCache's name, which is the tier's name in logs."""
 
     hot_cache: Any  # LMCache's index, a kind of `dict`
     keys_in_request: list[CacheEngineKey]  # looked up and pinned, touched after the look-up
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        # By chunk that a look-up missed: all of its prompt, in order.
+        self._prompts: dict[CacheEngineKey, Sequence[CacheEngineKey]] = {}
 
     def watch(self, residency: Residency) -> None:
         """Report chunks from now on. Call it before the first one is stored.
@@ -59,11 +67,30 @@ class LocalCPUBackend(local_cpu_backend.LocalCPUBackend):  # type: ignore[misc] 
             objs = list(_until_missing(map(self.hot_cache.get, keys)))
             if len(objs) < len(keys) and isinstance(keys[0], LayerCacheEngineKey):
                 return 0
+            if len(self._prompts) > _AWAITED:
+                self._prompts.clear()
+            self._prompts.update(dict.fromkeys(keys[len(objs) :], keys))
             if pin:
                 for obj in objs:
                     obj.pin()
                 self.keys_in_request.extend(keys[: len(objs)])
         return len(objs)
+
+    def batched_submit_put_task(self, keys: Sequence[Any], *arguments: Any, **options: Any) -> Any:
+        """Take chunks in. What is evicted next of their prompt is its end.
+
+        LMCache evicts the chunk first that came first, and that is the head of a prompt, without
+        which the rest is of no use.
+        """
+        answer = super().batched_submit_put_task(keys, *arguments, **options)
+        if isinstance(self.hot_cache, OrderedDict) and keys:
+            with self.cpu_lock:
+                prompt = self._prompts.get(keys[0], keys)
+                for key in keys:
+                    self._prompts.pop(key, None)
+                for key in filter(self.hot_cache.__contains__, reversed(prompt)):
+                    self.hot_cache.move_to_end(key)
+        return answer
 
     def batched_get_blocking(self, keys: list[Any]) -> list[Any]:
         """Return the chunks of `keys`, each with one reference more; None for one not here.

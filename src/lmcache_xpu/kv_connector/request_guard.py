@@ -54,8 +54,7 @@ def guarded(hook: str) -> Iterator[None]:
 @functools.lru_cache(maxsize=256)
 def _log(hook: str, kind: str, text: str) -> None:
     logger.exception(
-        "lmcache-xpu: a request is computed, as %s failed for it: %s: %s "
-        "(docs: troubleshooting#request-failed)",
+        "a request is computed, as %s failed for it: %s: %s (docs: troubleshooting#request-failed)",
         hook,
         kind,
         text,

@@ -95,8 +95,8 @@ class Settings(BaseSettings):
     served_model_name: str | None = Field(None, description="Model name in the API")
     show_cached_tokens: bool | None = Field(
         None,
-        description="Whether answers say how many of their prompt's tokens a cache had; unset: where "
-        "the API has no key, as it tells one tenant what others asked",
+        description="Whether answers say how many of their prompt's tokens a cache had; unset: "
+        "where the API has no key, as it tells one tenant what others asked",
     )
     drain_s: int = Field(0, ge=0, description="Seconds that requests get to end on SIGTERM")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
