@@ -83,7 +83,6 @@ YARN = {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}
         {"load_format": "dummy", "seed": 1},
         {"cache": Cache(kv_cache_dtype_skip_layers=["0"])},
     ],
-    ids=str,
 )
 def test_what_is_set_beside_the_files_is_in_the_name(model):
     name = mark(**model)
