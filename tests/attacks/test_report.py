@@ -119,7 +119,7 @@ def test_keys_of_objects_and_items_of_lists_are_looked_at(facts):
         "config: dtype=torch.bfloat16, kv_cache_dtype=auto, device_config=xpu, pid=123",
         "RuntimeError: Native API failed: 40 (UR_RESULT_ERROR_OUT_OF_RESOURCES)",
         'File "/usr/lib/python3.12/multiprocessing/process.py", line 314, in _bootstrap',
-        "[core.py:1032] LMCacheConnectorV1, lmcache==0.5.6, KeyError: 'device'",
+        "[core.py:1032] LMCacheConnectorV1, lmcache==1.2.3, KeyError: 'device'",
         "ImportError: libze_loader.so.1: cannot open shared object file; cannot find -lze_loader",
         "Docker: --device /dev/dri; Kubernetes: request gpu.intel.com/xe or i915",
         "driver 12.34.56789 at 0x00007fffabcd1234, level_zero:0",
