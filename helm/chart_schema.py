@@ -68,7 +68,7 @@ class SecretKey(Values):
 
 
 class Image(Values):
-    registry: str = Field(min_length=1)
+    registry: str
     tag: str = Field(pattern=r"^[A-Za-z0-9_.-]*$")
     digests: dict[
         Literal["xpu", "cpu", "router", "loadtest"],

@@ -26,6 +26,8 @@ with open("{log}", "a") as log:
     names = ("COMPOSE_PROFILES", "RENDER_GID")
     print(json.dumps([words, {{name: os.environ.get(name) for name in names}}]), file=log)
 looks = open("{log}").read().count('"inspect"')
+if "build" in words:
+    sys.exit({build_code})
 if crashes is not None and "ps" in words:
     print("c0ffee")
 if crashes is not None and "inspect" in words:
@@ -53,18 +55,26 @@ class Project:
             self.set(name, free_port())
         self.install("2.26.1")
 
-    def install(self, version: str, *, crashes: int | None = None, code: int = 0) -> None:
+    def install(
+        self, version: str, *, crashes: int | None = None, code: int = 0, build_code: int = 0
+    ) -> None:
         """Put a Docker with this version of Compose onto the path.
 
         Args:
             version: of Compose.
             crashes: how often its one container ends between two looks at it, while a start waits.
             code: what the start ends with; another than 0 at once.
+            build_code: what a build ends with.
         """
         (self.folder / "bin").mkdir(exist_ok=True)
         program = self.folder / "bin/docker"
         text = DOCKER.format(
-            python=sys.executable, version=version, log=self.log, crashes=crashes, code=code
+            python=sys.executable,
+            version=version,
+            log=self.log,
+            crashes=crashes,
+            code=code,
+            build_code=build_code,
         )
         program.write_text(text)
         program.chmod(0o755)
@@ -164,6 +174,72 @@ def test_a_port_that_is_taken_is_named(project):
     assert done.returncode == 1
     assert f"something listens on port {port} already" in done.stderr
     assert "Set GRAFANA_PORT in .env" in done.stderr
+
+
+@pytest.mark.parametrize("make", ["up-cpu", "up"])
+def test_images_are_built_before_each_start(project, make):
+    """After `git pull`, or with another BASE_IMAGE, the one that is there is an old one."""
+    (project.dri / "renderD128").touch()
+    for _ in range(2):
+        assert project.run("make", make).returncode == 0
+    steps = [word for words, _ in project.calls("compose") for word in words if word in STEPS]
+    assert steps == ["build", "--wait"] * 2
+    for (build, _), (up, _) in zip(project.calls("build"), project.calls("--wait"), strict=True):
+        assert profiles(build) == profiles(up)
+
+
+STEPS = ("build", "--wait")
+
+
+def test_without_a_build_no_old_image_is_started(project):
+    project.install("2.26.1", build_code=1)
+    done = project.run("docker/up", "cpu")
+    assert done.returncode == 1
+    assert "the images could not be built" in done.stderr
+    assert "PULL_POLICY=never in .env" in done.stderr
+    assert project.calls("--wait") == []
+
+
+def test_images_that_are_there_are_started_where_the_settings_say_so(project):
+    project.set("PULL_POLICY", "never")
+    project.install("2.26.1", build_code=1)
+    assert project.run("docker/up", "cpu").returncode == 0
+    assert (project.calls("build"), len(project.calls("--wait"))) == ([], 1)
+
+
+SECRETS = ("LMCACHE_XPU_API_KEY", "LMCACHE_XPU_REMOTE_PASSWORD", "HF_TOKEN")
+
+
+@pytest.mark.parametrize("name", SECRETS)
+@pytest.mark.parametrize(
+    "value", ["ab$cd", "ab #cd", "#ab", "ab cd", '"ab$cd"', '"a\\nb"', "'ab", "'a'b'", "a${HOME}"]
+)
+def test_a_secret_that_compose_would_cut_is_refused_with_the_way_to_write_it(project, name, value):
+    project.set(name, value)
+    done = project.run("docker/up", "cpu")
+    assert done.returncode == 1
+    assert f"Write it in single quotes, {name}='...'" in done.stderr
+    assert value not in done.stderr
+    assert project.calls("--wait") == []
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["-ab,c", "ab#c", "'ab$cd #e\"f\\g'", "'a' # a note", '"a b"', "", "sk-0_1.2~3+4/5=", "a'b"],
+)
+def test_other_secrets_are_taken(project, value):
+    for name in SECRETS:
+        project.set(name, value)
+    done = project.run("docker/up", "cpu")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("value", ["clé", "' k'", "'k '", "'a\tb'"])
+def test_an_api_key_that_no_header_can_hold_is_refused(project, value):
+    project.set("LMCACHE_XPU_API_KEY", value)
+    done = project.run("docker/up", "cpu")
+    assert done.returncode == 1
+    assert "LMCACHE_XPU_API_KEY can't be sent in an HTTP header" in done.stderr
 
 
 @pytest.mark.parametrize(("crashes", "code"), [(2, 0), (1, 1)])

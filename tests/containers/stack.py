@@ -59,6 +59,7 @@ class Stack:
             "LMCACHE_XPU_DISK_GIB": "1",
             "MODELS_DIR": str(model.parent),
             "SHM_SIZE": "1gb",
+            "PULL_POLICY": "never",  # conftest.py has built them, with this machine's indexes
             **{variable: tag(name) for variable, name in IMAGES.items()},
             **{name: str(port) for name, port in self.ports.items()},
             **settings,

@@ -6,6 +6,8 @@ import json
 import socket
 
 import pytest
+from docker_host import BASE
+from stack import tag
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +50,27 @@ def test_the_stack_says_so_too_and_does_not_try_for_ever(make_stack):
     assert done.returncode
     assert "Lower cpu_gib" in done.stdout
     assert "did not become healthy" in done.stdout
+    stack.down()
+
+
+def test_an_image_of_yesterday_is_not_started(make_stack):
+    """Its files changed, or its base: it is built anew, or the start ends with the cause."""
+    stack = make_stack(
+        PULL_POLICY="build", CPU_TAG=tag("yesterday"), BASE_IMAGE=BASE, STOP_GRACE="1s"
+    )
+    (stack.folder / "docker/Dockerfile").write_text(
+        "ARG BASE_IMAGE\nFROM ${BASE_IMAGE} AS cpu\nCOPY day /\n"
+        'ENTRYPOINT ["sh", "-c", "trap exit TERM; sleep 600 & wait"]\n'
+    )
+    for day in ("yesterday", "today"):
+        (stack.folder / "day").write_text(day)
+        stack.up("cpu")
+        assert stack.compose("exec", "-T", "engine-cpu", "cat", "/day").stdout == day
+    with (stack.folder / ".env").open("a") as file:
+        file.write("BASE_IMAGE=127.0.0.1:1/none\n")
+    done = stack.up("cpu", check=False)
+    assert done.returncode
+    assert "the images could not be built" in done.stdout
     stack.down()
 
 

@@ -42,6 +42,26 @@ def test_the_example_is_one_engine_on_an_intel_gpu(host):
     }
 
 
+def test_no_image_of_this_project_is_pulled(host):
+    """Nobody of this project has its names on Docker Hub."""
+    for service in render(host, "*")["services"].values():
+        assert service.get("pull_policy") == ("build" if "build" in service else None)
+
+
+def test_a_key_in_single_quotes_is_the_same_for_the_router_and_its_engines(host, tmp_path):
+    key = """a$b #c"d\\e,-f${HOME}"""
+    (tmp_path / ".env").write_text(f"LMCACHE_XPU_MODEL=m\nLMCACHE_XPU_API_KEY='{key}'\n")
+    (tmp_path / "compose.yaml").write_text((ROOT / "compose.yaml").read_text())
+    done = host.run(
+        *("compose", "--profile", "router", "--profile", "cpu", "config", "--format", "json"),
+        cwd=tmp_path,
+    )
+    services = json.loads(done.stdout)["services"]
+    written = key.replace("$", "$$")  # as a Compose file has it
+    assert services["router"]["environment"]["API_KEY"] == written
+    assert services["engine-cpu"]["environment"]["LMCACHE_XPU_API_KEY"] == written
+
+
 @pytest.mark.parametrize(
     ("profiles", "services"),
     [

@@ -23,7 +23,11 @@ NAMESPACE = "serving"
 sys.path.insert(0, str(ROOT / "helm"))  # chart_schema and chart_readme
 
 # The smallest values that install.
-MODEL = {"models": {"m": {"settings": {"model": "org/model"}, "gpu": {"renderGroups": [992]}}}}
+REGISTRY = "registry.example.com/lmcache-xpu"
+MODEL = {
+    "image": {"registry": REGISTRY},
+    "models": {"m": {"settings": {"model": "org/model"}, "gpu": {"renderGroups": [992]}}},
+}
 
 # Values that switch something on.
 SECRET = {"name": "s", "key": "k"}

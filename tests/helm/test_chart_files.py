@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from chart import CHART, CI_FILES, MODEL, ROOT, helm, render, rendered, template
+from chart import CHART, CI_FILES, MODEL, ROOT, helm, merged, render, rendered, template
 
 import lmcache_xpu
 
@@ -116,7 +116,8 @@ def test_this_versions_values_are_frozen_for_the_next_one():
 @pytest.mark.parametrize("path", FROZEN, ids=lambda path: path.name)
 def test_values_of_an_earlier_version_still_render(path):
     """All of them at once, as a user's copy of values.yaml would give them."""
-    done = template("-f", str(path), "--set-json", "models=" + json.dumps(MODEL["models"]))
+    keys = [f"{key}={json.dumps(value)}" for key, value in MODEL.items()]
+    done = template("-f", str(path), *(arg for key in keys for arg in ("--set-json", key)))
     assert rendered(done).engines(), done.stderr
 
 
@@ -130,7 +131,7 @@ def test_notes_name_the_next_commands(tmp_path):
         "kind: Notes\nmetadata: {name: n}\n"
         'text: {{ tpl (.Files.Get "files/notes.txt") . | toJson }}\n'
     )
-    values = {"models": {**MODEL["models"], "n": {**MODEL["models"]["m"], "replicas": 2}}}
+    values = merged(MODEL, {"models": {"n": {**MODEL["models"]["m"], "replicas": 2}}})
     done = helm("template", "kv", str(copy), "-n", "serving", values=values)
     notes = rendered(done).one("Notes")["text"]
     assert "helm -n serving test kv --logs" in notes

@@ -9,7 +9,9 @@ import yaml
 from chart import (
     CHART,
     KEDA,
+    MODEL,
     POOL,
+    REGISTRY,
     ROOT,
     ROUTE,
     ROUTER,
@@ -19,8 +21,10 @@ from chart import (
     container,
     engine_pod,
     environment,
+    merged,
     model,
     render,
+    template,
 )
 
 MONITOR = {"kind": "serviceMonitor"}
@@ -234,7 +238,17 @@ def test_images_are_those_that_the_project_builds():
     images = {c["image"] for _, pod in own.pods() for c in pod["containers"]}
     assert images == {"other/engine:3", "other/router@sha256:1"}
     version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
-    assert container(model().engines()["m"])["image"] == f"lmcache-xpu/xpu:{version}"
+    assert container(model().engines()["m"])["image"] == f"{REGISTRY}/xpu:{version}"
+
+
+def test_no_image_is_pulled_from_a_stranger():
+    """A name without a registry is Docker Hub's, where nobody of this project has it."""
+    for values in ({}, {"models": {"m": {"engineImage": "e:1", "router": ROUTER}}}):
+        done = template(values=merged(MODEL, {"image": {"registry": ""}, **values}))
+        assert done.returncode
+        assert "image.registry is not set; expected where you pushed" in done.stderr
+    own = {"image": {"registry": ""}, "models": {"m": {"engineImage": "e:1"}}}
+    assert template(values=merged(MODEL, own)).returncode == 0
 
 
 def test_the_load_test_is_started_by_helm_test_or_at_once():

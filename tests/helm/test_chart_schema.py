@@ -155,5 +155,5 @@ def test_what_the_mistakes_are_changes_of_is_right():
 
 
 def test_an_empty_model_takes_all_from_the_defaults():
-    values = {"models": {"m": {}}, "defaults": MODEL["models"]["m"]}
+    values = {**MODEL, "models": {"m": {}}, "defaults": MODEL["models"]["m"]}
     assert template(values=values).returncode == 0

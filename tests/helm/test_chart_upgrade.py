@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from chart import model, render
+from chart import REGISTRY, model, render
 from cluster import upgrade, upgraded
 
 OBJECT = "kv-lmcache-xpu-m"
@@ -277,7 +277,7 @@ def test_images_can_be_pinned_by_digest():
     digest = "sha256:" + "0" * 64
     objects = render(image={"digests": {"xpu": digest}})
     [engine] = objects.engines()["m"]["spec"]["template"]["spec"]["containers"]
-    assert engine["image"] == f"lmcache-xpu/xpu:0.1.0@{digest}"
+    assert engine["image"] == f"{REGISTRY}/xpu:0.1.0@{digest}"
 
 
 def test_workloads_take_annotations():

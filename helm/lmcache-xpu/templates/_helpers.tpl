@@ -89,6 +89,9 @@ seccompProfile:
 {{/* Image of a container: (dict "root" $ "own" IMAGE "name" NAME), where an empty IMAGE is the project's NAME */}}
 {{- define "lmcache-xpu.image" -}}
 {{- $image := .root.Values.image -}}
+{{- if not (or .own $image.registry) -}}
+{{- include "lmcache-xpu.refuse" "image.registry is not set; expected where you pushed the project's images, e.g. registry.example.com/lmcache-xpu:\nno public registry has them (docs/guides/kubernetes.md)." -}}
+{{- end -}}
 {{- $project := printf "%s/%s:%s" $image.registry .name (default .root.Chart.AppVersion $image.tag) -}}
 {{- with get $image.digests (default "" .name) -}}
 {{- $project = printf "%s@%s" $project . -}}

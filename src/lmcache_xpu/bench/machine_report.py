@@ -112,7 +112,7 @@ class MachineReport:
             "",
             f"`{self._redact(self._command)}` of lmcache-xpu {__version__}, on "
             f"{time.strftime('%Y-%m-%d')}. Keys, passwords, names of machines and users, "
-            "addresses and home directories were taken out before this was written.",
+            "addresses and paths were taken out before this was written.",
             "",
             "| part | result | seconds |",
             "|---|---|---|",

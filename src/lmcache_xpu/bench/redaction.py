@@ -1,46 +1,152 @@
-"""Takes out of a text what tells whose machine it is from."""
+"""Takes out of a text what tells whose machine it is.
+
+A value is shown where the name before it is listed here: the name of a variable, an option or a
+setting. Paths are shown where they are listed. Only what has no name, such as an address, is
+recognised by its form.
+"""
 
 from __future__ import annotations
 
 import getpass
 import ipaddress
+import json
 import os
+import pwd
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+from urllib.parse import quote
+
+from lmcache_xpu.launch.settings import DIAGNOSTIC_VARIABLES, ENV_PREFIX, Settings
 
 __all__ = ["Redactor"]
 
-# Variables that hold something secret, by their names.
-_SECRET_NAME = re.compile(r"KEY|TOKEN|PASSW|SECRET|CREDENTIAL|AUTH", re.IGNORECASE)
-_SHORTEST = 4  # a shorter value, 1 or on, is no secret and stands in too many words
-_USERINFO = re.compile(r"(?<=://)[^/\s@]+@")
-_HOST = re.compile(r"(?<=://)(\[[^\]\s]+\]|[^/\s:\"'\\]+)")
-_EMAIL = re.compile(r"[\w.+-]+@[\w-]+(\.[\w-]+)+")
-_NAMED_SECRET = re.compile(
-    r"((?:api[_-]?key|token|password|passwd|secret|authorization)\"?\s*[=:]\s*\"?(?:bearer\s+)?)"
-    r"[^\s\"',;]{4,}",
-    re.IGNORECASE,
+HIDDEN = "(secret)"
+PUBLIC_HOSTS = ["github.com", "gpu.intel.com", "localhost", "127.0.0.1", "0.0.0.0", "::1", "::"]
+
+
+def _is_choice(kind: Any) -> bool:
+    """Return whether a setting takes numbers, switches or listed words: no text of a user's."""
+    if kind in (bool, int, float, NoneType) or get_origin(kind) is Literal:
+        return True
+    return get_origin(kind) is not None and all(map(_is_choice, get_args(kind)))
+
+
+_CHOICES = [name for name, field in Settings.model_fields.items() if _is_choice(field.annotation)]
+_VARIABLES = "|".join(
+    [ENV_PREFIX + name.upper() for name in _CHOICES]
+    + [*DIAGNOSTIC_VARIABLES, "PYTHONHASHSEED|TOKENIZERS_PARALLELISM|DO_NOT_TRACK|RENDER_GID"]
+    + [
+        r"(?:VLLM|ONEAPI|ZES?|ZEX|SYCL|CCL|UR|FI|I_MPI|OCL|IGC|NEO|(?:PY)?TORCH|TORCHINDUCTOR"
+        r"|TRITON|OMP|KMP|ONEDNN|DNNL|MKL|CUDA|LMCACHE(?!_XPU))_[A-Z0-9_]+"
+    ]
 )
-_TOKEN = re.compile(r"\b(hf_|sk-|ghp_|github_pat_|xox[abp]-)[\w-]{8,}")
-_ADDRESS = re.compile(
-    r"(?<![\w.:])(\d{1,3}(\.\d{1,3}){3}|[0-9a-f]*:[0-9a-f:.]*:[0-9a-f.]*)(?![\w])", re.IGNORECASE
+_OPTIONS = "|".join(_CHOICES).replace("_", "[_-]") + (
+    r"|(?:tensor|pipeline|data)[_-]parallel[_-]size|max[_-](?:model[_-]len|num[_-]\w+)|seed"
+    r"|gpu[_-]memory[_-]utilization|kv[_-](?:cache[_-](?:memory[_-]bytes|dtype)|role|connector)"
+    r"|block[_-]size|quantization|load[_-]format|(?:no|enable|enforce)-[\w-]+|e|i"
 )
-_HOME = re.compile(r"/(?:home|Users)/[^/\s:\"'`]+")
-_PUBLIC_HOSTS = ("github.com", "localhost")
+# Values that are shown whatever setting they are of.
+_PLAIN = (
+    r"(?i:[-+]?[\d.,]+[a-z%]{0,3}|true|false|yes|no|on|off|none|auto|(?:cpu|xpu|cuda)(?::\d+)?"
+    r"|(?:torch\.)?(?:b?float|u?int)\d+|fp8\w*|vllm|lmcache[\w.]*)"
+)
+_SECRET = (
+    r"[\w.-]*(?i:keys?|token|secrets?|passw\w*|passphrase|pass|pwd?|credentials?|auth|authorization"
+    r"|bearer|cookie|sig|signature|user(?:name)?|login|owner|company|customer|tenant)(?![a-zA-Z])"
+    r"[\w.-]*"
+)
+_VALUE = r"""(?:\\+"[^"\\]*\\+"|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\[[^\]]*\]|[^\s"']+)"""
+_HIDDEN = [  # what follows the first group is hidden
+    # A secret's name, what stands between, and its value; or its name and a word with a digit.
+    rf"((?<![\w.-]){_SECRET}(?:\\*[\"']?\s*(?:[=:]|\bis\b(?=\s+\S*[^\sa-z.,])|,\s*(?=[\"']))\s*"
+    rf"(?i:bearer |basic )?|[ \t]+(?=\S*\d)(?=\S*[a-zA-Z])(?=\S{{6}}))){_VALUE}",
+    # Variables, options, and settings as a configuration is printed.
+    rf"((?<![\w-])(?!(?:{_VARIABLES})=)[A-Z_][A-Z0-9_]+=){_VALUE}",
+    rf"((?<![\w-])(?!--?(?:{_OPTIONS})(?![\w-]))(?:--[a-zA-Z][\w.-]*|-[a-zA-Z])"
+    rf"(?:=|[ \t]+(?!-|or |and )|[\"'],\s*(?=[\"'][^-])|(?<=\s-[aup])(?=[^\s-]{{3}}))){_VALUE}",
+    rf"((?<![\w.-])(?!(?:{_OPTIONS})\b)[a-z_]\w*(?:=(?!=)|[\"']:\s*))"
+    rf"(?![\[{{]|[A-Z]\w+\(|['\"]?{_PLAIN}(?![\w./:@(-])){_VALUE}",
+    # Keys and numbers of devices that no name says.
+    r"()-----BEGIN [\s\S]*?(?:-----END[^\n]*|\Z)",
+    r"()\b(?:hf_|sk-|gh[a-z]_|github_pat_|glpat-|xox[a-z]-|AKIA|ASIA|eyJ)[\w.-]{8,}",
+    r"()(?<![A-Za-z0-9])(?!0x)(?=(?:[A-Za-z]*\d){3})(?=\d*[A-Za-z])[A-Za-z0-9]{16,}",
+    r"()\b(?i:[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|(?:[0-9a-f]{2}:){5}[0-9a-f]{2})\b",
+]
+_UNLISTED = re.compile(
+    rf"{_SECRET}|(?!(?:{_VARIABLES})$)[A-Z][A-Z0-9]*_[A-Z0-9_]+"
+    rf"|(?!--?(?:{_OPTIONS})$)--?[A-Za-z][\w.-]*"
+)
+_PATHS = re.compile(
+    r"/(?:dev/dri|proc|sys|lib(?:64)?|usr/(?:lib(?:64)?|s?bin|include|share|local/lib)"
+    r"|opt/(?:intel|venv|lmcache-xpu)|v1)(?:/.*)?"
+    r"|/(?:dev|dev/shm|cache|models|tmp|shm|var/cache/kv|health|ping|metrics)/?"
+)
+_CODE = re.compile(
+    r"(?:(?:site|dist)-packages|src)/(?:vllm|lmcache\w*|torch|triton|transformers|pydantic\w*)/"
+    r".*\.(?:py|so)$|python3\.\d+/[\w/]+\.py$"
+)
+
+
+def _place(match: re.Match[str]) -> str:
+    """Return what is shown of a URL or a path."""
+    if scheme := match["scheme"]:
+        host = re.match(r"\[?([\w.:-]*?)\]?(?::\d+)?(?:[/?]|$)", rest := match["rest"])
+        if not rest or rest.startswith("/"):
+            return scheme + ("<path>" if rest else "")
+        shown = host and host[1] in PUBLIC_HOSTS and "@" not in rest
+        return scheme + (rest.partition("?")[0] if shown else "(host)")
+    code = _CODE.search(match[0])
+    return match[0] if _PATHS.fullmatch(match[0]) else f"<path>/{code[0]}" if code else "<path>"
+
+
+def _address(match: re.Match[str]) -> str:
+    try:
+        ipaddress.ip_address(match[0])
+    except ValueError:  # a version, or a time
+        return match[0]
+    return match[0] if match[0] in PUBLIC_HOSTS else "(address)"
+
+
+_RULES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
+    *((re.compile(rule), rf"\g<1>{HIDDEN}") for rule in _HIDDEN),
+    (
+        re.compile(
+            r"""(?P<scheme>\b[a-zA-Z][\w+.-]*://)(?P<rest>(?:[^\s"'<>`]*[^\s"'<>`;,.:)])?)"""
+            r"""|(?<=["'])/[^"'\n]+(?=["'])|[A-Za-z]:\\[^\s"']+"""
+            r"""|(?<![\w/])(?:<path>|~\w*|\.{1,2})?/[^\s"'`,;:()<>|]+"""
+        ),
+        _place,
+    ),
+    (re.compile(r"[\w.+-]+@[\w-]+(\.[\w-]+)+"), "(mail)"),
+    (
+        re.compile(
+            r"(?<![\w./-])(?!\S*\.(?:py|c|cc|cpp|h|hpp|so):|(?:github|gpu\.intel)\.com\b)[\w-]+"
+            r"(?:\.[\w-]+)*\.(?:[a-zA-Z][\w-]*(?=:\d{2,5}\b)"
+            r"|(?:com|net|org|io|cloud|internal|intranet|corp|lan)\b)"
+        ),
+        "(host)",
+    ),
+    (
+        re.compile(
+            r"(?i)(?<![\w.:])(\d{1,3}(\.\d{1,3}){3}|[0-9a-f]*:[0-9a-f:.]*:[0-9a-f.]*)(?!\w)"
+        ),
+        _address,
+    ),
+]
 
 
 class Redactor:
-    """Replaces keys, passwords, host names, users' names, home directories and addresses.
+    """Hides keys, passwords, names of hosts and users, paths and addresses.
 
     Args:
-        environ: variables; the values of those with a secret's name are taken out, and the hosts
-            of addresses in any.
+        environ: variables. Values of those that are not listed here are taken out of all texts, and
+            so are the hosts of addresses in any.
         hosts: names of this machine.
-        users: names of its user.
+        users: names of its users.
         homes: the user's home directories.
     """
 
@@ -52,90 +158,64 @@ class Redactor:
         users: tuple[str, ...] = (),
         homes: tuple[str, ...] = (),
     ) -> None:
-        values = [value for name, value in environ.items() if _SECRET_NAME.search(name)]
-        passwords, away = _parts_of_addresses(environ)
-        self._exact = [
-            *((value, "(secret)") for value in [*values, *passwords] if len(value) >= _SHORTEST),
-            *((home, "~") for home in homes if home not in ("", "/")),
+        urls = re.findall(r"://(?:[^/\s]*:([^/\s]*)@)?\[?([\w.-]*)", " ".join(environ.values()))
+        secrets = [password for password, _ in urls if password]
+        for name, value in environ.items():
+            # Paths are hidden anyway, or listed. Short values stand in other words.
+            listed = re.fullmatch(_VARIABLES, name) or re.fullmatch(_PLAIN, value)
+            if re.fullmatch(_SECRET, name):
+                secrets += [value] if len(value) > 2 else []
+            elif not listed and not value.startswith("/") and len(value) > 5:
+                secrets.append(value)
+        values = {home: "<path>" for home in homes if home not in ("", "/")}
+        for value in secrets:
+            for form in (value, quote(value), repr(value)[1:-1], json.dumps(value)[1:-1]):
+                values[form] = HIDDEN
+        names = {*hosts, *(host for _, host in urls), *(host.partition(".")[2] for host in hosts)}
+        self._rules = [*_RULES]
+        self._rules[:0] = [
+            (re.compile(rf"(?<!\w){text}(?!\w)" if len(text) < 8 else text), label)
+            for text, label in ((re.escape(v), values[v]) for v in _longest_first(values))
         ]
-        self._exact.sort(key=lambda pair: -len(pair[0]))  # a value may hold another one
-        words = {host: "(host)" for host in (*hosts, *away) if host not in ("", *_PUBLIC_HOSTS)}
-        words |= {user: "(user)" for user in users if user not in ("", "root")}
-        self._words = [
-            (re.compile(rf"(?<![\w-]){re.escape(word)}(?![\w-])", re.IGNORECASE), label)
-            for word, label in sorted(words.items(), key=lambda pair: -len(pair[0]))
+        self._rules += [
+            (re.compile(rf"(?i)(?<![\w-])(?:[\w-]+\.)*{re.escape(name)}(?!\w)"), "(host)")
+            for name in _longest_first(names - {"", *PUBLIC_HOSTS})
+        ]
+        self._rules += [
+            (re.compile(rf"(?i)(?<![^\W\d_]){re.escape(name)}(?![^\W\d_])"), "(user)")
+            for name in _longest_first(set(users) - {"", "root"})
         ]
 
     @classmethod
     def of_this_machine(cls) -> Redactor:
-        """Know this machine's names, its user and its environment."""
+        """Know this machine's names, its users and its environment."""
         name = socket.gethostname()
         try:
             user = getpass.getuser()
         except (OSError, KeyError):  # a container's user may have no name
             user = ""
-        users = (user, os.environ.get("USER", ""), os.environ.get("SUDO_USER", ""))
+        people = (entry.pw_name for entry in pwd.getpwall() if 1000 <= entry.pw_uid < 60000)
+        users = (user, os.environ.get("USER", ""), os.environ.get("SUDO_USER", ""), *people)
         hosts = (name, name.partition(".")[0], socket.getfqdn())
         homes = (str(Path.home()), os.environ.get("HOME", ""))
         return cls(os.environ, hosts=hosts, users=users, homes=homes)
 
     def __call__(self, value: Any) -> Any:
-        """Return a text, or all texts of lists and objects, without what tells."""
-        if isinstance(value, str):
-            return self._text(value)
+        """Return a text, or all texts and keys of lists and objects, without what tells."""
         if isinstance(value, Mapping):
-            return {str(key): self(item) for key, item in value.items()}
+            return {self(str(key)): self._value(str(key), x) for key, x in value.items()}
         if isinstance(value, (list, tuple)):
-            return [self(item) for item in value]
+            return [self._value(str(name), x) for name, x in zip(["", *value], value, strict=False)]
+        if isinstance(value, str):
+            for rule, label in self._rules:
+                value = rule.sub(label, value)
         return value
 
-    def _text(self, text: str) -> str:
-        for exact, label in self._exact:
-            text = text.replace(exact, label)
-        text = _NAMED_SECRET.sub(r"\1(secret)", text)
-        text = _TOKEN.sub("(secret)", text)
-        text = _USERINFO.sub("", text)
-        text = _EMAIL.sub("(mail)", text)
-        text = _HOST.sub(_host, text)
-        text = _HOME.sub("~", text)
-        text = _ADDRESS.sub(_address, text)
-        for word, label in self._words:
-            text = word.sub(label, text)
-        return text
+    def _value(self, name: str, value: Any) -> Any:
+        """Return what is shown of a value behind a key of an object, or an item of a list."""
+        hidden = _UNLISTED.fullmatch(name) and not str(value).startswith("-")
+        return HIDDEN if hidden else self(value)
 
 
-def _parts_of_addresses(environ: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Return the passwords and the hosts of the addresses that variables hold."""
-    passwords, hosts = [], []
-    for value in environ.values():
-        if "://" not in value:
-            continue
-        try:
-            parts = urlsplit(value)
-            host, password = parts.hostname, parts.password
-        except ValueError:
-            continue
-        hosts += [host] if host and not _is_local(host) else []
-        passwords += [password] if password else []
-    return passwords, hosts
-
-
-def _host(match: re.Match[str]) -> str:
-    host = match[0].strip("[]")
-    return match[0] if host in _PUBLIC_HOSTS or host == "(host)" or _is_local(host) else "(host)"
-
-
-def _address(match: re.Match[str]) -> str:
-    try:
-        ipaddress.ip_address(match[0])
-    except ValueError:  # a version, or a time
-        return match[0]
-    return match[0] if _is_local(match[0]) else "(address)"
-
-
-def _is_local(host: str) -> bool:
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return address.is_loopback or address.is_unspecified
+def _longest_first(texts: Iterable[str]) -> list[str]:
+    return sorted(texts, key=len, reverse=True)  # a value may hold another one

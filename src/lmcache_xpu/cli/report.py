@@ -26,8 +26,9 @@ def report(
     """Check and measure this machine; write one file to send to this project.
 
     Runs doctor, compares bytes that a real engine stores and loads, and times hits. Nothing is
-    downloaded or sent. The file holds no keys, passwords, host names, users or addresses. It is
-    written after each part, so an interrupted report is one, too. Exits with 1 when a part fails.
+    downloaded or sent. Values, paths and addresses that are not listed as harmless are hidden. The
+    file is written after each part, so an interrupted report is one, too. Exits with 1 when a part
+    fails.
     """
     from lmcache_xpu.bench.machine_report import MachineReport
     from lmcache_xpu.bench.redaction import Redactor

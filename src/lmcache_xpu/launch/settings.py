@@ -9,6 +9,7 @@ Sizes are in GiB (2**30 bytes) and lengths in tokens; the unit ends each name.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -51,6 +52,8 @@ SERVER_LACKS: dict[str, object] = {
     "hash_algorithm": "sha256",
     "kv_events": None,
 }
+# Beginnings of vLLM's options for secrets (argparse takes a part of a name), and where those go.
+SECRET_OPTIONS = {"--api-k": f"{ENV_PREFIX}API_KEY", "--hf-t": "HF_TOKEN"}
 
 
 def _split(value: object) -> object:
@@ -216,6 +219,26 @@ class Settings(BaseSettings):
     @classmethod
     def _no_disk_tier_of_0_gib(cls, path: Path | None, info: ValidationInfo) -> Path | None:
         return None if info.data.get("disk_gib") == 0 else path
+
+    @field_validator("api_key")
+    @classmethod
+    def _fits_a_header(cls, key: SecretStr | None) -> SecretStr | None:
+        if key and not re.fullmatch("[!-~]([ -~]*[!-~])?", key.get_secret_value()):
+            raise ValueError("printable ASCII without a space or a line end at its ends")
+        return key
+
+    @field_validator("extra_args")
+    @classmethod
+    def _hold_no_secret(cls, args: tuple[str, ...]) -> tuple[str, ...]:
+        for option in (arg.partition("=")[0].replace("_", "-") for arg in args):
+            for beginning, variable in SECRET_OPTIONS.items():
+                if option.startswith(beginning):
+                    raise SettingsError(
+                        f"{option} in extra_args",
+                        f"the variable {variable}",
+                        "Every user of the machine can read arguments.",
+                    )
+        return args
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
