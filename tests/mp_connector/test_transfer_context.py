@@ -132,7 +132,7 @@ def test_blocks_that_left_a_window_cost_their_store_and_no_error(dense):
 
 @pytest.mark.parametrize("block", [2, 4])
 def test_a_chunk_of_several_states_is_refused_with_the_fix(block):
-    """vLLM keeps the last state of a step: of two blocks a chunk it would be the first or second."""
+    """vLLM keeps the last state of a step: of two in a chunk it may be the first."""
     page = filled(3).reshape(BLOCKS, -1)
     with pytest.raises(LayoutError, match=f"states of {block}.*Set chunk_tokens to {block}"):
         copies({"state": page}, window=block, recurrent=True, block_tokens=block)

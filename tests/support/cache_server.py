@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.scripts import environment
 
 from lmcache_xpu.harness.engine_process import free_port
-from lmcache_xpu.launch.cache_server import server_command
+from lmcache_xpu.launch.cache_server import server_command, with_smallest_chunks
 from lmcache_xpu.launch.settings import Settings
 
 START_S = 120
@@ -28,15 +28,19 @@ class CacheServer:
 
     Args:
         log: file for its output, which goes on where it ended.
+        states: the engine's model has some.
         settings: of the engine that it is for.
     """
 
-    def __init__(self, log: Path, **settings: Any) -> None:
+    def __init__(self, log: Path, *, states: bool = False, **settings: Any) -> None:
         self.ports = [free_port() for _ in range(3)]
         self.url = f"tcp://127.0.0.1:{self.ports[0]}"
         self.log = log
         values = {"model": "any", "device": "cpu", "cpu_gib": 0.25, "cache": "server", **settings}
-        self._command = server_command(Settings.load(values), self.ports)
+        loaded = Settings.load(values)
+        self._command = server_command(
+            with_smallest_chunks(loaded) if states else loaded, self.ports
+        )
         self._process: subprocess.Popen[bytes] | None = None
 
     @property

@@ -24,7 +24,7 @@ from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.settings import Settings
 from lmcache_xpu.tiers.disk.server_option import server_option
 
-__all__ = ["check_shared_memory", "server_command", "start_server"]
+__all__ = ["check_shared_memory", "server_command", "start_server", "with_smallest_chunks"]
 
 # Not the program `lmcache`: it may be in no directory that is known, as after `pip --target`.
 PROGRAM = (sys.executable, "-m", "lmcache.cli.main", "server")
@@ -69,6 +69,17 @@ def server_command(settings: Settings, ports: Sequence[int]) -> list[str]:
         options["--l2-prefetch-policy"] = "retain"  # in memory what came from disk, as in process
     flags = ["--no-l1-use-lazy", "--disable-grpc-metrics", "--separate-object-groups"]
     return [*PROGRAM, *flags, *(str(word) for option in options.items() for word in option)]
+
+
+def with_smallest_chunks(settings: Settings) -> Settings:
+    """Return settings whose server has chunks of one block, for a model with states.
+
+    LMCache rounds chunks up to whole blocks when the engine registers, which alone knows them: a
+    block of attention has to be as large as a state. A state is kept at the end of any block.
+    """
+    if "chunk_tokens" in settings.model_fields_set or settings.server_url is not None:
+        return settings
+    return settings.model_copy(update={"chunk_tokens": 1})
 
 
 def start_server(

@@ -40,8 +40,7 @@ def preflight(
     if settings.device == "xpu":
         check_render_nodes(machine)
     if settings.offload:
-        if settings.cache == "in-process":
-            check_layers(settings.model)
+        check_layers(settings)
         if settings.server_url is None:  # which has its memory already
             check_memory(settings.cpu_gib * settings.devices, machine)
         if settings.disk_path is not None:
