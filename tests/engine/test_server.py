@@ -261,6 +261,7 @@ def test_groups_with_windows_and_states_are_exact_or_refused(tmp_path, kind, mak
     assert [prompt["hit"] for prompt in prompts] == [2048, 2048]
     at_end = [2176, 2432] if kind == "states" else [2048, 2304]  # whole chunks
     assert [prompt["same prompt"] for prompt in prompts] == at_end
+    assert all(len(prompt["compared"]) == groups for prompt in prompts)
     assert [prompt["different"] for prompt in prompts] == [[], []]
     assert all(prompt["same answer"] for prompt in prompts)
     assert report["groups of a planted fault"] == list(range(groups))

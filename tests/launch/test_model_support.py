@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from lmcache_xpu.cli import app
 from lmcache_xpu.errors import SettingsError, VersionError
 from lmcache_xpu.launch import model_support, serve
 from lmcache_xpu.launch.model_support import check_offload, check_reachable
-from lmcache_xpu.versions import GROUPS_SINCE, Versions
+from lmcache_xpu.versions import GROUPS_SINCE, GROUPS_SINCE_VLLM, Versions
 
 pytestmark = [
     pytest.mark.filterwarnings(rf"ignore::DeprecationWarning:{package}\..*")
@@ -48,7 +49,8 @@ REFUSED = {
 }
 # Refused by LMCache's server too: states in all layers (by their usual configuration), or an index.
 NOWHERE = ("mamba2", "bamba", "granitemoehybrid", "deepseek_v32")
-OLD = Versions(lmcache="0.5.6", vllm="0.32.0", torch=None)
+OLD = Versions(versions.TESTED["lmcache"][0], versions.TESTED["vllm"][-1], None)
+NEW = Versions(GROUPS_SINCE, GROUPS_SINCE_VLLM, None)
 
 
 def config(kind: str):
@@ -76,21 +78,22 @@ def test_others_are_refused_with_the_cause(kind, why):
 
 @pytest.mark.parametrize("kind", [*SERVED, *AT_A_PRICE, *REFUSED])
 def test_the_server_takes_what_has_attention(kind):
-    here = Versions(lmcache=GROUPS_SINCE, vllm="0.30.0", torch=None)
     if kind in NOWHERE:
         with pytest.raises(SettingsError, match="--no-offload"):
-            check_offload(config(kind), "server", here)
+            check_offload(config(kind), "server", NEW)
         return
-    check_offload(config(kind), "server", here)
+    check_offload(config(kind), "server", NEW)
     if kind in REFUSED:
         with pytest.raises(SettingsError, match="--cache server"):
             check_offload(config(kind))
 
 
-@pytest.mark.parametrize("here", [OLD, Versions(lmcache=GROUPS_SINCE, vllm="0.29.0", torch=None)])
+@pytest.mark.parametrize("here", [OLD, dataclasses.replace(NEW, vllm=versions.TESTED["vllm"][0])])
 def test_older_versions_are_refused_where_there_are_several_groups(here):
     for kind in ("gpt_oss", "qwen3_5", "gemma4_text", "llama4_text"):
-        with pytest.raises(VersionError, match=f"LMCache {GROUPS_SINCE} or newer with vLLM 0.30"):
+        with pytest.raises(
+            VersionError, match=f"LMCache {GROUPS_SINCE} or newer with vLLM {GROUPS_SINCE_VLLM}"
+        ):
             check_offload(config(kind), "server", here)
     check_offload(config("mistral"), "server", here)
     check_offload(config("llama"), "server", here)
@@ -112,8 +115,7 @@ def test_a_model_with_states_has_chunks_of_one_block_unless_told(
     options, chunk, tmp_path, monkeypatch
 ):
     config("qwen3_5").save_pretrained(tmp_path)
-    new = Versions(lmcache=GROUPS_SINCE, vllm="0.32.0", torch=None)
-    monkeypatch.setattr(model_support, "installed", lambda: new)
+    monkeypatch.setattr(model_support, "installed", lambda: NEW)
     monkeypatch.setattr(serve, "built_for", lambda: "xpu")
     command = ["serve", str(tmp_path), "--dry-run", "--cache", "server", *options]
     done = CliRunner().invoke(app, command, catch_exceptions=False)
@@ -124,7 +126,10 @@ def test_the_page_on_models_names_them_all():
     """In its three tables: by transformers' name, which a model's config.json has."""
     text = PAGE.read_text()
     _, served, price, refused = re.split(
-        r"^## (?:Served|Served at a price|Refused)$", text, maxsplit=3, flags=re.M
+        r"^## (?:Served|Served at a price|Refused in the engine's process)$",
+        text,
+        maxsplit=3,
+        flags=re.M,
     )
     for part, kinds in ((served, SERVED), (price, AT_A_PRICE), (refused, REFUSED)):
         assert [kind for kind in kinds if f"`{kind}`" not in part] == []

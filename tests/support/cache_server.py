@@ -37,10 +37,8 @@ class CacheServer:
         self.url = f"tcp://127.0.0.1:{self.ports[0]}"
         self.log = log
         values = {"model": "any", "device": "cpu", "cpu_gib": 0.25, "cache": "server", **settings}
-        loaded = Settings.load(values)
-        self._command = server_command(
-            with_smallest_chunks(loaded) if states else loaded, self.ports
-        )
+        of = Settings.load(values)
+        self._command = server_command(with_smallest_chunks(of) if states else of, self.ports)
         self._process: subprocess.Popen[bytes] | None = None
 
     @property

@@ -117,10 +117,10 @@ def _window(spec: KVCacheSpec) -> tuple[int | None, bool]:
         )
     if (tokens := vllm.tokens_per_state(spec)) != 1:
         raise LayoutError(f"{tokens} tokens per state", "one state per token")
-    if kind not in _WINDOW:
-        return None, False
+    window: int | None = None
     if kind in _STRETCH:  # which may end with the hit
-        return spec.attention_chunk_size, False
-    # A drafter of several layers computes some tokens before the window's once more.
-    more = getattr(spec, "extra_retained_tokens", 0)
-    return max(spec.sliding_window, spec.sliding_window - 1 + more), False
+        window = getattr(spec, "attention_chunk_size", None)
+    elif kind in _WINDOW and (window := getattr(spec, "sliding_window", None)) is not None:
+        # A drafter of several layers computes some tokens before the window's once more.
+        window = max(window, window - 1 + getattr(spec, "extra_retained_tokens", 0))
+    return window, False
