@@ -159,7 +159,7 @@ def llama4(parent: Path) -> Path:
         num_experts_per_tok=1,
         moe_layers=[],
         interleave_moe_layer_step=0,
-        attention_chunk_size=768,  # in which 2,048 tokens end
+        attention_chunk_size=896,  # in which hits of 2,048 and 2,304 tokens end
         layer_types=(["chunked_attention"] * 3 + ["full_attention"]) * (LAYERS // 4),
         no_rope_layers=[1, 1, 1, 0] * (LAYERS // 4),
     )
