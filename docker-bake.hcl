@@ -8,6 +8,9 @@ variable "TAG" { default = "0.1.0" }
 // that this package does not accept (src/lmcache_xpu/versions).
 variable "VLLM_VERSION" { default = "0.32.0" }
 
+// Empty: the pinned LMCache. 0.5.7rc2 serves models with windows and states (--cache server).
+variable "LMCACHE_VERSION" { default = "" }
+
 // Digests of the base images (`docker/digests`); empty: what the tag names today.
 variable "DEBIAN_DIGEST" { default = "" }
 variable "XPU_DIGEST" { default = "" }
@@ -34,8 +37,9 @@ group "release" { targets = ["xpu", "cpu", "router", "loadtest"] }
 target "_image" {
   dockerfile = "docker/Dockerfile"
   args = {
-    BASE_IMAGE   = pinned("debian:bookworm-slim", DEBIAN_DIGEST)
-    UBUNTU_IMAGE = pinned("ubuntu:24.04", UBUNTU_DIGEST)
+    BASE_IMAGE      = pinned("debian:bookworm-slim", DEBIAN_DIGEST)
+    UBUNTU_IMAGE    = pinned("ubuntu:24.04", UBUNTU_DIGEST)
+    LMCACHE_VERSION = LMCACHE_VERSION
   }
   attest = RELEASE == "" ? [] : ["type=sbom", "type=provenance,mode=max"]
   labels = {
@@ -54,7 +58,7 @@ target "xpu" {
   inherits = ["_image"]
   target   = "xpu"
   args     = { XPU_IMAGE = pinned("vllm/vllm-openai-xpu:v${VLLM_VERSION}", XPU_DIGEST) }
-  tags     = ["${REGISTRY}/xpu:${TAG}${VLLM_VERSION == "0.32.0" ? "" : "-vllm-${VLLM_VERSION}"}"]
+  tags     = ["${REGISTRY}/xpu:${TAG}${VLLM_VERSION == "0.32.0" ? "" : "-vllm-${VLLM_VERSION}"}${LMCACHE_VERSION == "" ? "" : "-lmcache-${LMCACHE_VERSION}"}"]
 }
 
 // The same on images of others; docs/guides/images.md says what is known of each.
@@ -103,7 +107,7 @@ target "xpu-legacy" {
 target "cpu" {
   inherits = ["_image"]
   target   = "cpu"
-  tags     = ["${REGISTRY}/cpu:${TAG}"]
+  tags     = ["${REGISTRY}/cpu:${TAG}${LMCACHE_VERSION == "" ? "" : "-lmcache-${LMCACHE_VERSION}"}"]
 }
 
 target "loadtest" {

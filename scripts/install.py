@@ -10,6 +10,9 @@ requirements hold is said in pyproject.toml. pip alone can't do it: it would tak
 packages back to what LMCache's wheel asks for. uv comes from the PATH, else pip fetches it for the
 time of this call.
 
+LMCACHE_VERSION names another accepted LMCache than the pinned one: the newer one serves models with
+windows and states, with `--cache server`.
+
 Arguments are uv's: `--dry-run` to look, `--break-system-packages` for Ubuntu's own Python.
 """
 
@@ -67,8 +70,10 @@ def main(*options: str) -> None:
         constraints = Path(folder) / "installed.txt"
         constraints.write_text(installed(uv, env))
         install = (uv, "pip", "install", "--python", str(python), "-c", str(constraints))
-        what = f"lmcache-xpu[lmcache] @ {package.as_uri()}"
-        if not run(*install, *options, what, env=env):
+        what = [f"lmcache-xpu[lmcache] @ {package.as_uri()}"]
+        if version := env.get("LMCACHE_VERSION"):
+            what = [f"lmcache-xpu @ {package.as_uri()}", f"lmcache=={version}"]
+        if not run(*install, *options, *what, env=env):
             fail(f"uv could not install into {sys.prefix}.", "See its message above.")
 
 

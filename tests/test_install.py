@@ -163,8 +163,9 @@ def test_the_requirements_are_the_wheels_but_for_those():
     config = tomllib.loads((ROOT / "pyproject.toml").read_text())
     [entry] = config["tool"]["uv"]["dependency-metadata"]
     ours, theirs = by_name(entry["requires-dist"]), of_the_wheel()
-    assert entry["version"] == metadata.version("lmcache")
-    assert config["project"]["optional-dependencies"]["lmcache"] == [f"lmcache=={entry['version']}"]
+    assert "version" not in entry  # of all that are accepted
+    pinned = f"lmcache=={metadata.version('lmcache')}"
+    assert config["project"]["optional-dependencies"]["lmcache"] == [pinned]
     assert {n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n)} == (
         NEEDED.keys() | OTHER_DEVICES
     )
@@ -177,6 +178,15 @@ def test_an_lmcache_of_another_version_is_replaced(layout, tmp_path):
     assert done.returncode == 0, done.stdout
     assert " - lmcache==0.5.0" in done.stdout
     assert changed(done.stdout)["lmcache"] in versions.TESTED["lmcache"]
+
+
+@pytest.mark.parametrize("version", versions.TESTED["lmcache"])
+def test_one_variable_chooses_any_accepted_lmcache(layout, pythons, monkeypatch, version):
+    monkeypatch.setenv("LMCACHE_VERSION", version)
+    done = install(layout, pythons["vllm-0.32.0"])
+    assert done.returncode == 0, done.stdout
+    assert f" + lmcache=={version}" in done.stdout
+    assert not changed(done.stdout).keys() & pins("vllm-0.32.0").keys()
 
 
 def test_without_uv_pip_fetches_it(layout, tmp_path):

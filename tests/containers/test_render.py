@@ -28,7 +28,10 @@ def test_the_example_is_one_engine_on_an_intel_gpu(host):
     assert engine["group_add"] == ["992", "44"]
     assert engine["ulimits"] == {"memlock": -1}
     assert engine["stop_grace_period"] == "1m0s"
-    assert engine["build"]["args"] == {"XPU_IMAGE": "vllm/vllm-openai-xpu:v0.32.0"}
+    assert engine["build"]["args"] == {
+        "XPU_IMAGE": "vllm/vllm-openai-xpu:v0.32.0",
+        "LMCACHE_VERSION": "",
+    }
     [port] = engine["ports"]
     assert (port["host_ip"], port["published"], port["target"]) == ("127.0.0.1", "8000", 8000)
     assert engine["environment"] | {"LMCACHE_XPU_DISK_GIB": "50"} == engine["environment"]

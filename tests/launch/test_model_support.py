@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -14,8 +15,10 @@ from typer.testing import CliRunner
 
 from lmcache_xpu import versions
 from lmcache_xpu.cli import app
-from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.errors import SettingsError, VersionError
+from lmcache_xpu.launch import model_support, serve
 from lmcache_xpu.launch.model_support import check_offload, check_reachable
+from lmcache_xpu.versions import GROUPS_SINCE, GROUPS_SINCE_VLLM, Versions
 
 pytestmark = [
     pytest.mark.filterwarnings(rf"ignore::DeprecationWarning:{package}\..*")
@@ -44,6 +47,10 @@ REFUSED = {
     "gemma4_text": "heads of several sizes",
     "deepseek_v32": "layers of indexed_attention",
 }
+# Refused by LMCache's server too: states in all layers (by their usual configuration), or an index.
+NOWHERE = ("mamba2", "bamba", "granitemoehybrid", "deepseek_v32")
+OLD = Versions(versions.TESTED["lmcache"][0], versions.TESTED["vllm"][-1], None)
+NEW = Versions(GROUPS_SINCE, GROUPS_SINCE_VLLM, None)
 
 
 def config(kind: str):
@@ -69,11 +76,60 @@ def test_others_are_refused_with_the_cause(kind, why):
     assert "--no-offload" in refusal.value.fix
 
 
+@pytest.mark.parametrize("kind", [*SERVED, *AT_A_PRICE, *REFUSED])
+def test_the_server_takes_what_has_attention(kind):
+    if kind in NOWHERE:
+        with pytest.raises(SettingsError, match="--no-offload"):
+            check_offload(config(kind), "server", NEW)
+        return
+    check_offload(config(kind), "server", NEW)
+    if kind in REFUSED:
+        with pytest.raises(SettingsError, match="--cache server"):
+            check_offload(config(kind))
+
+
+@pytest.mark.parametrize("here", [OLD, dataclasses.replace(NEW, vllm=versions.TESTED["vllm"][0])])
+def test_older_versions_are_refused_where_there_are_several_groups(here):
+    for kind in ("gpt_oss", "qwen3_5", "gemma4_text", "llama4_text"):
+        with pytest.raises(
+            VersionError, match=f"LMCache {GROUPS_SINCE} or newer with vLLM {GROUPS_SINCE_VLLM}"
+        ):
+            check_offload(config(kind), "server", here)
+    check_offload(config("mistral"), "server", here)
+    check_offload(config("llama"), "server", here)
+
+
+@pytest.mark.parametrize("command", [["serve", "--dry-run"], ["serve"], ["doctor", "--model"]])
+def test_with_the_server_all_commands_judge_the_installed_versions(command, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "execvpe", lambda *_: pytest.fail("vLLM was started"))
+    monkeypatch.setenv("LMCACHE_XPU_CACHE", "server")
+    config("qwen3_5").save_pretrained(tmp_path)
+    monkeypatch.setattr(model_support, "installed", lambda: OLD)
+    done = CliRunner().invoke(app, [*command, str(tmp_path)], catch_exceptions=False)
+    assert done.exit_code, done.output
+    assert f"LMCache {GROUPS_SINCE} or newer" in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize(("options", "chunk"), [([], 1), (["--chunk-tokens", "544"], 544)])
+def test_a_model_with_states_has_chunks_of_one_block_unless_told(
+    options, chunk, tmp_path, monkeypatch
+):
+    config("qwen3_5").save_pretrained(tmp_path)
+    monkeypatch.setattr(model_support, "installed", lambda: NEW)
+    monkeypatch.setattr(serve, "built_for", lambda: "xpu")
+    command = ["serve", str(tmp_path), "--dry-run", "--cache", "server", *options]
+    done = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert f"--chunk-size {chunk} " in done.output
+
+
 def test_the_page_on_models_names_them_all():
     """In its three tables: by transformers' name, which a model's config.json has."""
     text = PAGE.read_text()
     _, served, price, refused = re.split(
-        r"^## (?:Served|Served at a price|Refused)$", text, maxsplit=3, flags=re.M
+        r"^## (?:Served|Served at a price|Refused in the engine's process)$",
+        text,
+        maxsplit=3,
+        flags=re.M,
     )
     for part, kinds in ((served, SERVED), (price, AT_A_PRICE), (refused, REFUSED)):
         assert [kind for kind in kinds if f"`{kind}`" not in part] == []

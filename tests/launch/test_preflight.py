@@ -59,8 +59,9 @@ CACHED = """
 import json
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.model_support import check_layers
+from lmcache_xpu.launch.settings import Settings
 try:
-    check_layers("org/model")
+    check_layers(Settings.load({"model": "org/model"}))
     refused = None
 except SettingsError as error:
     refused = str(error)

@@ -226,3 +226,48 @@ def test_the_machine_holds_the_tiers_of_every_device(tmp_path):
     assert json.loads(result.stdout)["machine_gib"] == {"CPU": 512, "disk": 4000}
     result = CliRunner().invoke(app, command, catch_exceptions=False)
     assert "of the machine, for 8 devices: CPU 512 GiB, disk 4000 GiB" in result.stdout
+
+
+QWEN_3_6_27B = {
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 64,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_size": 5120,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 48,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "mamba_ssm_dtype": "float32",
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 16,
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_states_count_once_a_step_and_not_per_token(tmp_path):
+    """16 of 64 layers have keys and values; 48 keep 48 x 128 x 128 floats and 3 inputs."""
+    model = write(tmp_path, QWEN_3_6_27B)
+    shape = KVShape.of_model(model, cache="server")
+    state = 48 * (48 * 128 * 128 * 4 + 3 * (2 * 16 * 128 + 48 * 128) * 2)
+    assert (shape.layers, shape.token_bytes, shape.state_bytes) == (16, 16 * 2 * 4 * 256 * 2, state)
+    assert shape.chunk_bytes(512) == 512 * shape.token_bytes + state // 4
+    assert shape.chunk_bytes(4096) == 4096 * shape.token_bytes + state  # one state ends a chunk
+    halved = KVShape.of_model(model, cache="server", tensor_parallel=2)
+    assert (halved.token_bytes, halved.state_bytes) == (shape.token_bytes // 2, state // 2)
+    command = ["size", model, "--cache", "server", "--context", "20480"]
+    said = " ".join(CliRunner().invoke(app, command, catch_exceptions=False).output.split())
+    assert "once for each 2,048 tokens" in said
+    assert f"{(20480 * shape.token_bytes + 10 * state) / 2**30:.2f} GiB per user" in said
+
+
+def test_windows_have_no_price_in_the_server(tmp_path):
+    model = write(tmp_path, {"model_type": "gpt_oss"})
+    assert KVShape.of_model(model, cache="server").notes == ()
+
+
+def test_heads_of_several_sizes_are_counted_each(tmp_path):
+    """5 of 30 layers of the usual Gemma 4 have heads of 512 elements, the others of 256."""
+    shape = KVShape.of_model(write(tmp_path, {"model_type": "gemma4_text"}), cache="server")
+    assert shape.token_bytes == pytest.approx(2 * 4 * (25 * 256 + 5 * 512) * 2, rel=0.01)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -41,11 +42,39 @@ def test_groups_are_numbered_as_vllm_does_and_know_what_a_hit_needs():
     assert [group.needed_blocks(256) for group in (whole, window, state)] == [2, 2, 1]
 
 
-def test_layers_that_can_not_be_restored_are_refused():
+def test_a_hit_needs_the_stretch_in_which_it_ends():
     from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 
-    with pytest.raises(LayoutError, match="ChunkedLocalAttentionSpec"):
-        cache_groups(config(ChunkedLocalAttentionSpec(**ATTENTION, attention_chunk_size=512)))
+    stretch = ChunkedLocalAttentionSpec(**ATTENTION, attention_chunk_size=512)
+    _, group = cache_groups(config(specs()[0], stretch))
+    assert (group.window, group.recurrent, group.window_chunks(256)) == (512, False, 2)
+
+
+@pytest.mark.parametrize(("retained", "window"), [(0, 512), (1, 512), (130, 641)])
+def test_a_window_has_what_a_drafter_computes_again(retained, window):
+    whole, spec, _ = specs()
+    if not hasattr(spec, "extra_retained_tokens"):
+        pytest.skip("this vLLM keeps nothing before a window")
+    spec = dataclasses.replace(spec, extra_retained_tokens=retained)
+    assert cache_groups(config(whole, spec))[1].window == window
+
+
+def test_windows_in_every_layer_are_kept_whole():
+    """The server is told of windows by group, and expects no group where there is one."""
+    [group] = cache_groups(config(specs()[1]))
+    assert (group.window, group.window_chunks(256)) == (None, 0)
+
+
+def test_states_in_every_layer_are_refused():
+    with pytest.raises(LayoutError, match="--no-offload"):
+        cache_groups(config(specs()[2]))
+
+
+def test_layers_that_can_not_be_restored_are_refused():
+    from vllm.v1.kv_cache_interface import CrossAttentionSpec
+
+    with pytest.raises(LayoutError, match="CrossAttentionSpec"):
+        cache_groups(config(CrossAttentionSpec(**ATTENTION)))
 
 
 @pytest.mark.parametrize(

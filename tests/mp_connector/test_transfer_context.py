@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from prometheus_client import REGISTRY
-from support.lending import BLOCK, BLOCKS, Client, Key, copies, filled
+from support.lending import BLOCK, BLOCKS, CHUNK, Client, Key, copies, filled
 
 pytest.importorskip("vllm")
 
-from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.errors import LayoutError, SettingsError
 from lmcache_xpu.mp_connector import transfer_context
 from lmcache_xpu.mp_connector.transfer_context import ServerTransfers
 
@@ -123,6 +123,21 @@ def test_memory_that_is_lent_to_another_meanwhile_is_not_taken_for_the_chunk(den
     assert failures("load", "damaged") == count + 1
 
 
+def test_blocks_that_left_a_window_cost_their_store_and_no_error(dense):
+    worker, _ = dense
+    count = failures("store", "overtaken")
+    assert not worker.store([[0, 0, *STORED[2:]]])
+    assert failures("store", "overtaken") == count + 1
+
+
+@pytest.mark.parametrize("block", [2, 4])
+def test_a_chunk_of_several_states_is_refused_with_the_fix(block):
+    """vLLM keeps the last state of a step: of two in a chunk it may be the first."""
+    page = filled(3).reshape(BLOCKS, -1)
+    with pytest.raises(LayoutError, match=f"states of {block}.*Set chunk_tokens to {block}"):
+        copies({"state": page}, window=block, recurrent=True, block_tokens=block)
+
+
 def test_keys_with_another_salt_hit_nothing(dense):
     worker, _ = dense
     count = failures("load", "missing")
@@ -168,6 +183,7 @@ def test_a_server_that_was_started_again_lends_other_memory(dense):
     before = layers[0].clone()
     assert worker.store([STORED])
     worker.client.path.unlink()
+    worker.client.path.touch(mode=0o600)
     worker.client.path.write_bytes(bytes(2**20))
     worker.client.objects.clear()
     worker.transfers.register(None, "model", 1)
@@ -197,7 +213,7 @@ def hybrid(monkeypatch):
     groups = (
         copies(whole),
         copies(window, number=1, window=12),
-        copies(state, number=2, window=BLOCK, recurrent=True),
+        copies(state, number=2, window=CHUNK, recurrent=True, block_tokens=CHUNK),
     )
     sizes = [SimpleNamespace(hidden_dim_size=group.object_bytes) for group in groups]
     told = SimpleNamespace(group_layouts=sizes)  # older LMCache has no name for it
@@ -211,8 +227,8 @@ def hybrid(monkeypatch):
 def test_each_group_stores_what_a_hit_may_need_and_loads_what_it_needs(hybrid):
     worker, caches = hybrid
     before = [cache.clone() for cache in caches]
-    stored = [STORED, [0, 0, 0, 8, 20, 21], [0, 0, 0, 8, 0, 21]]
-    loaded = [LOADED, [0, 0, 0, 16, 17, 18], [0, 0, 0, 0, 0, 19]]
+    stored = [STORED, [0, 0, 0, 8, 20, 21], [0, 8, 21]]
+    loaded = [LOADED, [0, 0, 0, 16, 17, 18], [0, 0, 19]]
     assert worker.store(stored)
     assert worker.client.skipped == ((), (0, 1), (0,))
     assert worker.client.objects.keys() == {
@@ -221,12 +237,13 @@ def test_each_group_stores_what_a_hit_may_need_and_loads_what_it_needs(hybrid):
         for name in [KEY.names()[chunk] for chunk in chunks]
     }
     assert not worker.load(loaded)  # of the window a chunk is missing
-    assert worker.store([STORED, [0, 0, 9, 8, 20, 21], stored[2]])
+    stored[1] = [0, 0, 9, 8, 20, 21]
+    assert worker.store(stored)
     assert worker.load(loaded)
     for number, (group, was) in enumerate(zip(caches, before, strict=True)):
         kind = max(0, number - 1)
         to = [block for block in loaded[kind] if block]
-        pairs = zip(loaded[kind], STORED if not kind else [0, 0, 9, 8, 20, 21], strict=True)
+        pairs = zip(loaded[kind], stored[kind], strict=True)
         assert torch.equal(group[to], was[[source for target, source in pairs if target]])
         others = [block for block in range(BLOCKS) if block not in to]
         assert torch.equal(group[others], was[others])

@@ -85,6 +85,7 @@ def test_memory_of_a_lost_server_is_given_back_when_its_name_is_gone(server, ada
     server.path.unlink()
     until(lambda: not maps(server))
     store(adapter)  # ends at once
+    server.path.touch(mode=0o600)
     server.path.write_bytes(bytes(POOL))
     server.silent = False
     until(lambda: adapter.is_healthy)

@@ -16,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.scripts import environment
 
-from lmcache_xpu.launch.cache_server import answers, server_command
+from lmcache_xpu.launch.cache_server import answers, server_command, with_smallest_chunks
 from lmcache_xpu.launch.settings import Settings
 
 START_S = 120
@@ -27,16 +27,18 @@ class CacheServer:
 
     Args:
         log: file for its output, which goes on where it ended.
+        states: the engine's model has some.
         settings: of the engine that it is for.
     """
 
-    def __init__(self, log: Path, **settings: Any) -> None:
+    def __init__(self, log: Path, *, states: bool = False, **settings: Any) -> None:
         # Not in a test's own directory: the path of a socket has to be short.
         self.socket = Path(tempfile.mkdtemp(prefix="lmcache-xpu-")) / "server.sock"
         self.url = self.address = f"ipc://{self.socket}"
         self.log = log
         values = {"model": "any", "device": "cpu", "cpu_gib": 0.25, "cache": "server", **settings}
-        self._command = server_command(Settings.load(values), self.socket)
+        of = Settings.load(values)
+        self._command = server_command(with_smallest_chunks(of) if states else of, self.socket)
         self._process: subprocess.Popen[bytes] | None = None
 
     @property

@@ -15,10 +15,12 @@ from typing import Any
 from support.probes import end_with
 from support.real_engine import Engine, prompt
 
-LENGTHS = (1024, 1101, 2248)
-CHUNK = 256
+STEP, QUESTION = 2048, 200  # tokens
+DOCUMENTS = (2100, 2248)  # whose first questions end in other blocks
 KINDS: dict[str, dict[str, Any]] = {
     "windows": {"dtype": "float32"},
+    "windows alone": {"dtype": "float32", "load_format": "dummy"},
+    "stretches": {"dtype": "float32", "load_format": "dummy"},
     "states": {"dtype": "bfloat16", "load_format": "dummy", "mamba_cache_mode": "align"},
 }
 computed: dict[tuple[int, int], list[str]] = {}  # by group and place in the prompt
@@ -105,12 +107,12 @@ def is_busy(worker) -> bool:
     return get_kv_transfer_group().worker_adapter.transfers.busy
 
 
-def ask(engine: Engine, length: int) -> tuple[list[int], int]:
-    """Ask with an empty cache; the answer, and the tokens that were hit."""
+def ask(engine: Engine, length: int, question: int, **salt: str) -> tuple[list[int], int]:
+    """Ask about a document with an empty cache; the answer, and the tokens that were hit."""
     engine.llm.reset_prefix_cache()
     engine.llm.collective_rpc(zero_all)
     before = engine.external_hits()
-    answer = engine.ask(prompt(length))
+    answer = engine.ask(prompt(length) + prompt(QUESTION + question)[:QUESTION], **salt)
     wait_until_idle(engine)
     return answer, engine.external_hits() - before
 
@@ -118,23 +120,26 @@ def ask(engine: Engine, length: int) -> tuple[list[int], int]:
 def look(engine: Engine) -> dict[str, Any]:
     engine.llm.collective_rpc(watch)
     report: dict[str, Any] = {"blocks": blocks(engine.llm), "prompts": {}}
-    for length in LENGTHS:
+    for length in DOCUMENTS:
+        answer, _ = ask(engine, length, 2, cache_salt="computed")
         computed.clear()
         brought.clear()
-        answer, first = ask(engine, length)
+        _, first = ask(engine, length, 1)
         of_computed = dict(computed)
-        again, hit = ask(engine, length)
+        again, hit = ask(engine, length, 2)
+        _, same = ask(engine, length, 1)
         different = [key for key in brought if of_computed.get(key) != brought[key]]
         report["prompts"][str(length)] = {
             "first": first,
             "hit": hit,
+            "same prompt": same,
             "same answer": again == answer,
             "compared": {n: sum(key[0] == n for key in brought) for n in {k[0] for k in brought}},
             "different": different,
         }
     engine.llm.collective_rpc(break_loads)
     brought.clear()
-    ask(engine, LENGTHS[-1])
+    ask(engine, DOCUMENTS[-1], 1)
     different = {key[0] for key in brought if of_computed.get(key) != brought[key]}
     report["groups of a planted fault"] = sorted(different)
     return report
@@ -166,7 +171,8 @@ def main(kind: str, model: str, url: str) -> dict[str, Any]:
     options = {
         "block_size": 128,
         "max_model_len": 4096,
-        "max_num_batched_tokens": CHUNK,  # the same split of prompts, with and without a hit
+        # Both questions have the first step in common, which no chunk or window is as long as.
+        "max_num_batched_tokens": STEP,
         "enable_prefix_caching": True,
         "enforce_eager": True,
         "kv_cache_memory_bytes": 2**26,
@@ -175,7 +181,7 @@ def main(kind: str, model: str, url: str) -> dict[str, Any]:
     plain = LLM(model, skip_tokenizer_init=True, **options)
     without = blocks(plain)
     plain.llm_engine.engine_core.shutdown()
-    settings = {"cache": "server", "server_url": url, "layers_at_once": None}
+    settings = {"cache": "server", "server_url": url, "layers_at_once": None, "loads": "async"}
     engine = Engine(model, None, "standard", settings=settings, skip_tokenizer_init=True, **options)
     return {"blocks without": without, **engine.close_after(look)}
 

@@ -167,12 +167,17 @@ def filled(seed: int, *, blocks: int = BLOCKS, heads: int = 2) -> torch.Tensor:
 
 
 def copies(
-    caches: dict[str, Any], *, number: int = 0, window: int | None = None, recurrent: bool = False
+    caches: dict[str, Any],
+    *,
+    number: int = 0,
+    window: int | None = None,
+    recurrent: bool = False,
+    block_tokens: int = BLOCK,
 ) -> GroupCopies:
     group = CacheGroup(
         number=number,
         layers=tuple(caches),
-        block_tokens=BLOCK,
+        block_tokens=block_tokens,
         window=window,
         recurrent=recurrent,
     )

@@ -137,6 +137,36 @@ def qwen3_next(parent: Path) -> Path:
     )
 
 
+def mistral(parent: Path) -> Path:
+    """A Mistral 7B v0.1's configuration: every layer attends to a window. No weights."""
+    from transformers import MistralConfig
+
+    config = MistralConfig(**COMMON, num_key_value_heads=2, head_dim=64, sliding_window=512)
+    values = {**config.to_dict(), "architectures": ["MistralForCausalLM"]}
+    return _write(parent / "mistral", values, {})
+
+
+def llama4(parent: Path) -> Path:
+    """A Llama 4's configuration: three of four layers attend to a stretch. No weights."""
+    from transformers import Llama4TextConfig
+
+    config = Llama4TextConfig(
+        **COMMON,
+        num_key_value_heads=2,
+        head_dim=64,
+        intermediate_size_mlp=2 * HIDDEN,
+        num_local_experts=4,
+        num_experts_per_tok=1,
+        moe_layers=[],
+        interleave_moe_layer_step=0,
+        attention_chunk_size=896,  # in which hits of 2,048 and 2,304 tokens end
+        layer_types=(["chunked_attention"] * 3 + ["full_attention"]) * (LAYERS // 4),
+        no_rope_layers=[1, 1, 1, 0] * (LAYERS // 4),
+    )
+    values = {**config.to_dict(), "architectures": ["Llama4ForCausalLM"]}
+    return _write(parent / "llama4", values, {})
+
+
 def _shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in model.named_parameters()}
 

@@ -9,11 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.versions import GROUPS_SINCE, GROUPS_SINCE_VLLM
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["LayerKinds", "check_states", "read_config", "states_error"]
+__all__ = ["OTHER_WAYS", "LayerKinds", "read_config", "states_error"]
+
+OTHER_WAYS = (
+    f"Use --cache server (LMCache {GROUPS_SINCE} or newer, vLLM {GROUPS_SINCE_VLLM} or newer), or "
+    "--no-offload (plain vLLM)."
+)
 
 # transformers makes its names when they are asked for. Of two threads that ask first at once, one
 # may be told that there is no such name.
@@ -21,10 +27,11 @@ _IMPORTING = threading.Lock()
 
 _WHOLE = {"full_attention", "attention"}
 _WINDOW = {"sliding_attention", "chunked_attention"}
+_BOTH = {"hybrid", "hybrid_sliding"}  # a state beside a KV cache
+_NOTHING = {"mlp", "moe"}
 _STATE = {
+    *_BOTH,
     "conv",
-    "hybrid",  # a state beside a KV cache
-    "hybrid_sliding",
     "linear_attention",
     "mamba",
     "mamba2",
@@ -60,6 +67,21 @@ class LayerKinds:
             window=sum(kind in _WINDOW for kind in kinds),
             other=tuple(sorted(set(kinds) - _WHOLE - _WINDOW)),
         )
+
+    @property
+    def states(self) -> bool:
+        """Whether some layers keep a state."""
+        return not _STATE.isdisjoint(self.other)
+
+    @property
+    def attention(self) -> bool:
+        """Whether some layers keep keys and values."""
+        return bool(self.whole or self.window or set(self.other) & _BOTH)
+
+    @property
+    def strange(self) -> tuple[str, ...]:
+        """The kinds of which nobody here knows what they keep."""
+        return tuple(kind for kind in self.other if kind not in _STATE | _NOTHING)
 
     @property
     def factor(self) -> float:
@@ -108,22 +130,11 @@ def read_config(model: str, *, cached: bool = False) -> PretrainedConfig:
         ) from error
 
 
-def check_states(config: PretrainedConfig) -> None:
-    """Refuse a model with layers that keep a state, as Mamba's and linear attention do.
-
-    Raises:
-        SettingsError: names the kinds.
-    """
-    if not _STATE.isdisjoint(LayerKinds.of_config(config).other):
-        raise states_error(config)
-
-
 def states_error(config: PretrainedConfig) -> SettingsError:
     """What to say of a model that is not attention alone."""
     kinds = ", ".join(LayerKinds.of_config(config).other) or "a kind that keeps a state"
     return SettingsError(
         f"layers of {kinds} in a {config.model_type}",
         "attention in every layer",
-        "Such layers keep something else than a KV cache per token, which can't be restored from "
-        "a prefix: serve this model with --no-offload (plain vLLM).",
+        "LMCache in the engine's process can't restore such layers. " + OTHER_WAYS,
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_xpu import versions
 from lmcache_xpu.doctor.check import Check, fail, ok, skip, warn
-from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.errors import SettingsError, VersionError
 from lmcache_xpu.launch.engine_arguments import engine_variables
 from lmcache_xpu.launch.machine import Machine
 from lmcache_xpu.launch.model_support import check_layers, check_reachable
@@ -137,8 +137,7 @@ def check_served_model(settings: Settings) -> Check:
         return fail(name, f"{error.found}: no config.json there", error.fix)
     try:
         check_reachable(settings.model)
-        if settings.offload:
-            check_layers(settings.model)
-    except SettingsError as error:
+        check_layers(settings)
+    except (SettingsError, VersionError) as error:
         return fail(name, error.found, error.fix)
     return ok(name, settings.model)

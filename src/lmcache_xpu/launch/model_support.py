@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from lmcache_xpu.cache_engine.layer_kinds import LayerKinds, check_states, read_config
+from lmcache_xpu.cache_engine.layer_kinds import OTHER_WAYS, LayerKinds, read_config, states_error
 from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.launch.settings import Settings
+from lmcache_xpu.versions import Versions, check_groups, installed
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -20,47 +22,71 @@ if TYPE_CHECKING:
 __all__ = ["check_layers", "check_offload", "check_reachable"]
 
 HUB_ANSWER_S = 3.0
-OTHER_WAYS = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "VLLM_USE_MODELSCOPE")
+PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "VLLM_USE_MODELSCOPE")
 
 
-def check_offload(config: PretrainedConfig) -> LayerKinds:
+def check_offload(
+    config: PretrainedConfig, cache: str = "in-process", here: Versions | None = None
+) -> LayerKinds:
     """Return the kinds of a language model's layers, if a prefix can be restored into them.
 
+    Args:
+        config: of the model.
+        cache: where LMCache runs, as the setting says.
+        here: versions that have to do it; None: any that are accepted.
+
     Raises:
-        SettingsError: it can't; names the layers.
+        SettingsError: it can't; names the layers, and what can be done.
+        VersionError: other versions could.
     """
-    check_states(config)
     kinds = LayerKinds.of_config(config)
-    if kinds.other or (kinds.window and not kinds.whole):
-        partial = kinds.other or (f"attention to a window of {config.sliding_window} tokens alone",)
+    if kinds.strange or (kinds.states and not kinds.attention):
         raise SettingsError(
-            f"layers of {', '.join(partial)} in a {config.model_type}",
-            "attention to the whole prompt in some layers, and nothing but attention",
+            f"layers of {', '.join(kinds.strange or kinds.other)} in a {config.model_type}",
+            "attention to the prompt or to a window of it, or states beside such layers",
             "A prefix can't be restored into other layers: serve this model with --no-offload.",
         )
-    if _widths_differ(config):
+    widths = _widths_differ(config)
+    several = kinds.states or widths or bool(kinds.window and kinds.whole)
+    if cache == "server":
+        if several and here is not None:
+            check_groups(here)
+        return kinds
+    if kinds.states:
+        raise states_error(config)
+    if kinds.window and not kinds.whole:
+        raise SettingsError(
+            f"attention to a window of {config.sliding_window} tokens alone in a "
+            f"{config.model_type}",
+            "attention to the whole prompt in some layers",
+            "Use --cache server, or --no-offload (plain vLLM).",
+        )
+    if widths:
         raise SettingsError(
             f"heads of several sizes in a {config.model_type}",
             "layers that all have the same shape",
-            "Serve this model with --no-offload.",
+            OTHER_WAYS,
         )
     return kinds
 
 
-def check_layers(model: str) -> None:
-    """Refuse a model into whose layers no prefix can be restored.
+def check_layers(settings: Settings) -> LayerKinds | None:
+    """Refuse a model into whose layers no prefix can be restored, with what is installed.
 
     Of a model on a hub it reads what was downloaded before. What it can't read is left to the
-    engine, where the connector refuses the same.
+    engine, where the connector refuses the same; then there are no kinds.
 
     Raises:
         SettingsError: names the layers.
+        VersionError: names the versions that could.
     """
+    if not settings.offload:
+        return None
     try:
-        config = read_config(model, cached=True)
+        config = read_config(settings.model, cached=True)
     except SettingsError:
-        return
-    check_offload(config)
+        return None
+    return check_offload(config, settings.cache, installed())
 
 
 def check_reachable(model: str) -> None:
@@ -81,7 +107,7 @@ def check_reachable(model: str) -> None:
             "a model directory, or a name on a hub that may be asked",
             "Unset HF_HUB_OFFLINE, or download the model first: `hf download`.",
         )
-    if any(os.environ.get(name) for name in OTHER_WAYS):
+    if any(os.environ.get(name) for name in PROXIES):
         return
     address = urlsplit(constants.ENDPOINT)
     port = address.port or (80 if address.scheme == "http" else 443)

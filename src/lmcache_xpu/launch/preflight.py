@@ -41,8 +41,7 @@ def preflight(
     if settings.device == "xpu":
         check_render_nodes(machine)
     if settings.offload:
-        if settings.cache == "in-process":
-            check_layers(settings.model)
+        check_layers(settings)
         if settings.server_url is None:
             check_memory(settings.cpu_gib * settings.devices, machine)
         else:  # which has its memory already

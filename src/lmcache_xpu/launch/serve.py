@@ -17,7 +17,12 @@ from pathlib import Path
 from typing import Literal
 
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.launch.cache_server import check_shared_memory, server_command, start_server
+from lmcache_xpu.launch.cache_server import (
+    check_shared_memory,
+    server_command,
+    start_server,
+    with_smallest_chunks,
+)
 from lmcache_xpu.launch.engine_arguments import engine_variables, lmcache_config, vllm_arguments
 from lmcache_xpu.launch.model_support import check_layers, check_reachable
 from lmcache_xpu.launch.preflight import check_model
@@ -52,12 +57,15 @@ def serve(settings: Settings, check: Callable[[Settings], None], *, dry_run: boo
     settings = resolve_device(settings)
     if dry_run:
         check_model(settings.model)
-        if settings.offload and settings.cache == "in-process":
-            check_layers(settings.model)
+    else:
+        check(settings)
+        check_reachable(settings.model)
+    kinds = check_layers(settings)
+    if settings.cache == "server" and kinds is not None and kinds.states:
+        settings = with_smallest_chunks(settings)
+    if dry_run:
         print(describe(settings))
         return
-    check(settings)
-    check_reachable(settings.model)
     if settings.offload and settings.cache == "server" and settings.server_url is None:
         check_shared_memory(settings)
         settings = settings.model_copy(update={"server_url": start_server(settings)})

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lmcache_xpu.cache_engine.layer_kinds import read_config
+from lmcache_xpu.cache_engine.layer_kinds import LayerKinds, read_config
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.model_support import check_offload, check_reachable
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["Fit", "KVShape", "Tier", "fit"]
 
 GIB = 2**30
+STEP_TOKENS = 2048  # of a step, after which a state is kept; vLLM's usual least
+WITH_KV = ("full_attention", "attention", "sliding_attention", "hybrid", "hybrid_sliding")
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 
@@ -28,6 +30,7 @@ class KVShape:
         layers: number of layers with a KV cache.
         width: elements per layer: keys and values of this device's heads, or MLA's latent.
         dtype: type of the elements.
+        state_bytes: of the states of all layers that keep one, at one place of a prompt.
         notes: peculiarities, for a reader.
     """
 
@@ -36,11 +39,17 @@ class KVShape:
     width: int
     dtype: str
     notes: tuple[str, ...] = ()
+    state_bytes: int = 0
 
     @property
     def token_bytes(self) -> int:
-        """Bytes per token on one device."""
+        """Bytes per token on one device, without states."""
         return self.layers * self.width * ITEM_BYTES[self.dtype]
+
+    def chunk_bytes(self, tokens: int) -> int:
+        """Bytes of a chunk on one device, with its part of the state that ends a step."""
+        states = -(-self.state_bytes * tokens // max(STEP_TOKENS, tokens))
+        return tokens * self.token_bytes + states
 
     def __str__(self) -> str:
         return f"{self.kind}, {self.layers} layers x {self.width} x {self.dtype}"
@@ -53,6 +62,7 @@ class KVShape:
         kv_dtype: str = "auto",
         tensor_parallel: int = 1,
         pipeline_parallel: int = 1,
+        cache: str = "in-process",
     ) -> KVShape:
         """Read a model directory, its config.json, or its configuration on a hub.
 
@@ -65,6 +75,7 @@ class KVShape:
             kv_dtype=kv_dtype,
             tensor_parallel=tensor_parallel,
             pipeline_parallel=pipeline_parallel,
+            cache=cache,
         )
 
     @classmethod
@@ -75,23 +86,37 @@ class KVShape:
         kv_dtype: str = "auto",
         tensor_parallel: int = 1,
         pipeline_parallel: int = 1,
+        cache: str = "in-process",
     ) -> KVShape:
         """Read the configuration of a language model.
 
         Raises:
             SettingsError: its KV cache can't be offloaded.
         """
-        kinds = check_offload(config)
-        notes: tuple[str, ...] = (kinds.note,) if kinds.note else ()
+        kinds = check_offload(config, cache)
+        # With the server the engine keeps the window alone; the tiers have all until it is evicted.
+        notes: tuple[str, ...] = (kinds.note,) if kinds.note and cache == "in-process" else ()
         dtype = _dtype(config, kv_dtype)
-        layers = -(-config.num_hidden_layers // pipeline_parallel)  # the largest group's
+        layers, state_bytes = config.num_hidden_layers, 0
+        if kinds.states:
+            layers, state_bytes = _states(config, kinds, dtype, tensor_parallel, pipeline_parallel)
+            notes += (_states_note(state_bytes),)
+        layers = -(-layers // pipeline_parallel)  # the largest group's
         if latent := getattr(config, "kv_lora_rank", None):
             width = latent + config.qk_rope_head_dim  # every device has all of it
             notes += _copies_note(1, tensor_parallel, pipeline_parallel)
-            return cls(kind="MLA", layers=layers, width=width, dtype=dtype, notes=notes)
+            return cls(
+                kind="MLA",
+                layers=layers,
+                width=width,
+                dtype=dtype,
+                notes=notes,
+                state_bytes=state_bytes,
+            )
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        # Where layers differ, transformers' object refuses to say the usual one.
+        head_dim = config.to_dict().get("head_dim") or config.hidden_size // heads
         if heads % tensor_parallel or max(kv_heads, tensor_parallel) % min(
             kv_heads, tensor_parallel
         ):
@@ -103,9 +128,16 @@ class KVShape:
         # vLLM repeats heads when there are more devices than heads.
         device_heads = max(1, kv_heads // tensor_parallel)
         kind = "MHA" if kv_heads == heads else "GQA"
-        width = 2 * device_heads * head_dim
+        width = 2 * device_heads * _mean_head(config, head_dim)
         notes += _copies_note(kv_heads, tensor_parallel, pipeline_parallel)
-        return cls(kind=kind, layers=layers, width=width, dtype=dtype, notes=notes)
+        return cls(
+            kind=kind,
+            layers=layers,
+            width=width,
+            dtype=dtype,
+            notes=notes,
+            state_bytes=state_bytes,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +192,7 @@ def fit(
             "at least one whole chunk",
             "Nothing shorter is stored. Lower chunk_tokens, or expect no hits.",
         )
-    chunk_bytes = chunk_tokens * shape.token_bytes
+    chunk_bytes = shape.chunk_bytes(chunk_tokens)
     tiers = {}
     for name, gib in tiers_gib.items():
         if gib is None:
@@ -182,6 +214,46 @@ def fit(
         tiers=tiers,
         machine_gib={name: tier.gib * devices for name, tier in tiers.items() if name != "engine"},
     )
+
+
+def _states(
+    config: PretrainedConfig, kinds: LayerKinds, dtype: str, tensor: int, pipeline: int
+) -> tuple[int, int]:
+    """Count the layers with keys and values, and the bytes of the states of all others, 0 unknown.
+
+    A gated delta net keeps `width_k x width_v` for each of its value heads, in 32 bits where the
+    configuration says so, and the last inputs of a convolution over queries, keys and values.
+    """
+    names = list(
+        getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+    )
+    layers = sum(name in WITH_KV for name in names) or kinds.whole + kinds.window
+    if not (key := getattr(config, "linear_key_head_dim", None)):
+        return layers, 0
+    heads = config.linear_num_value_heads
+    inputs = 2 * config.linear_num_key_heads * key + heads * config.linear_value_head_dim
+    item = ITEM_BYTES[dtype]
+    wide = ITEM_BYTES.get(str(getattr(config, "mamba_ssm_dtype", None) or dtype), item)
+    state = heads * key * config.linear_value_head_dim * wide
+    state += (config.linear_conv_kernel_dim - 1) * inputs * item
+    return layers, -(-names.count("linear_attention") // pipeline) * state // tensor
+
+
+def _states_note(state_bytes: int) -> str:
+    if not state_bytes:
+        return "the states of its other layers are not counted: their size is not known here"
+    return (
+        f"states of {state_bytes / 2**20:.1f} MiB, counted once for each {STEP_TOKENS:,} tokens, "
+        "as vLLM keeps them at the end of a step"
+    )
+
+
+def _mean_head(config: PretrainedConfig, head_dim: int) -> int:
+    """Elements of a head, as the mean of all layers where some have others."""
+    others = (config.to_dict().get("per_layer_config") or {}).values()
+    more: int = sum(layer.get("head_dim", head_dim) - head_dim for layer in others)
+    layers: int = config.num_hidden_layers
+    return head_dim + -(-more // layers)
 
 
 def _copies_note(heads: int, tensor_parallel: int, pipeline_parallel: int) -> tuple[str, ...]:

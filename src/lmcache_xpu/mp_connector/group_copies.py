@@ -67,11 +67,14 @@ class GroupCopies:
         staging_bytes: int | None,
         register: Callable[[int, int, torch.device], bool],
     ) -> None:
-        if chunk_tokens % group.block_tokens:
+        size = group.block_tokens
+        # vLLM keeps a state where a step ends: at any block, which has to be a chunk's end.
+        if chunk_tokens % size or (group.recurrent and chunk_tokens != size):
             raise LayoutError(
-                f"chunks of {chunk_tokens} tokens with blocks of {group.block_tokens}",
-                "chunks of whole blocks",
-                f"Set chunk_tokens to a multiple of {group.block_tokens}.",
+                f"chunks of {chunk_tokens} tokens with "
+                f"{'states' if group.recurrent else 'blocks'} of {size}",
+                "chunks of one block" if group.recurrent else "chunks of whole blocks",
+                f"Set chunk_tokens to {size}, also of a server at server_url.",
             )
         self.group = group
         self._chunk_blocks = chunk_tokens // group.block_tokens

@@ -7,6 +7,7 @@ block 0 stands for it.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,7 +23,8 @@ __all__ = ["NULL_BLOCK", "CacheGroup", "cache_groups"]
 NULL_BLOCK = 0  # vLLM's: it holds nothing
 
 _WHOLE = ("FullAttentionSpec", "MLAAttentionSpec")
-_WINDOW = ("SlidingWindowSpec",)
+_STRETCH = ("ChunkedLocalAttentionSpec",)
+_WINDOW = ("SlidingWindowSpec", *_STRETCH)
 _STATE = ("MambaSpec",)
 
 
@@ -34,7 +36,8 @@ class CacheGroup:
         number: of the group, as vLLM counts.
         layers: their names.
         block_tokens: tokens of a block.
-        window: tokens at the end of a hit that the layers need; None for all.
+        window: tokens at the end of a hit that the server keeps for the layers, and names; None for
+            all.
         recurrent: each block holds a state, not keys and values.
     """
 
@@ -82,6 +85,14 @@ def cache_groups(kv_cache_config: KVCacheConfig) -> list[CacheGroup]:
                 recurrent=recurrent,
             )
         )
+    if len(groups) == 1:  # LMCache's server takes no windows of one: it keeps and names all chunks
+        if groups[0].recurrent:
+            raise LayoutError(
+                "states in all layers",
+                "attention in some",
+                "Serve this model without KV-cache offload (--no-offload).",
+            )
+        groups = [dataclasses.replace(groups[0], window=None)]
     return groups
 
 
@@ -106,5 +117,10 @@ def _window(spec: KVCacheSpec) -> tuple[int | None, bool]:
         )
     if (tokens := vllm.tokens_per_state(spec)) != 1:
         raise LayoutError(f"{tokens} tokens per state", "one state per token")
-    window: int | None = getattr(spec, "sliding_window", None) if kind in _WINDOW else None
+    window: int | None = None
+    if kind in _STRETCH:  # which may end with the hit
+        window = getattr(spec, "attention_chunk_size", None)
+    elif kind in _WINDOW and (window := getattr(spec, "sliding_window", None)) is not None:
+        # A drafter of several layers computes some tokens before the window's once more.
+        window = max(window, window - 1 + getattr(spec, "extra_retained_tokens", 0))
     return window, False

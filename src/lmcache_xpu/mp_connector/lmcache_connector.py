@@ -21,14 +21,13 @@ from typing import TYPE_CHECKING
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 from lmcache_xpu import versions
-from lmcache_xpu.errors import SettingsError, VersionError
+from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.kv_connector.orphans import end_with_parent
 from lmcache_xpu.mp_connector.adapters import SERVER_URLS
 from lmcache_xpu.mp_connector.kv_cache_groups import cache_groups
 from lmcache_xpu.mp_connector.scheduler_half import SchedulerHalf
 from lmcache_xpu.mp_connector.server_socket import SCHEME, check_socket
 from lmcache_xpu.mp_connector.worker_half import WorkerHalf
-from lmcache_xpu.versions import lmcache_server
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -72,21 +71,8 @@ class ServerConnector(SchedulerHalf, WorkerHalf):
             if options.get(PREFIX + name):
                 raise SettingsError(f"{PREFIX}{name}", "it to be off", "Leave it unset.")
         groups = cache_groups(kv_cache_config)
-        if len(groups) > 1 and not lmcache_server.keeps_groups():
-            raise VersionError(
-                f"a model with {len(groups)} KV cache groups, and LMCache "
-                f"{versions.installed().lmcache}",
-                f"LMCache {lmcache_server.GROUPS_SINCE} or newer, whose server keeps groups apart",
-                f"Install it: pip install --no-deps lmcache=={lmcache_server.GROUPS_SINCE}",
-            )
-        # Newer vLLM is told of failed loads request by request, older by blocks of one group.
-        by_request = hasattr(KVConnectorBase_V1, "get_transfer_results")
-        if len(groups) > 1 and not by_request:
-            raise VersionError(
-                f"a model with {len(groups)} KV cache groups, and vLLM {versions.installed().vllm}",
-                "a vLLM that is told of failed loads request by request, which came with 0.30",
-                "Install a newer one.",
-            )
+        if len(groups) > 1:
+            versions.check_groups(versions.installed())
         deadline = time.monotonic() + CONNECT_S
         while not hasattr(self, "_group_tokens_per_block"):  # LMCache's, once the server answers
             try:
@@ -98,8 +84,8 @@ class ServerConnector(SchedulerHalf, WorkerHalf):
                         f"one that answers within {CONNECT_S:.0f} s",
                         "Start it, or leave server_url unset and `lmcache-xpu serve` does.",
                     ) from error
-        # Requests are reported as a whole: of a part of them LMCache would count tokens twice.
-        self._report_request_errors = by_request
+        # Newer vLLM hears of requests, each as a whole: of a part LMCache would count tokens twice.
+        self._report_request_errors = hasattr(KVConnectorBase_V1, "get_transfer_results")
         if role is KVConnectorRole.SCHEDULER:
             self.scheduler_adapter = self.own_scheduler_adapter(self.scheduler_adapter, options)
             self.start_scheduler(vllm_config, kv_cache_config, options, groups)

@@ -7,12 +7,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 
+from packaging.version import Version
+
 from lmcache_xpu.errors import VersionError
 
 TESTED: dict[str, tuple[str, ...]] = {
     "lmcache": ("0.5.6", "0.5.7rc2"),
     "vllm": ("0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"),
 }
+
+# With several KV cache groups: LMCache's server keeps them apart, and vLLM is told of failed loads
+# request by request.
+GROUPS_SINCE = TESTED["lmcache"][-1]
+GROUPS_SINCE_VLLM = "0.30.0"
 
 # What vLLM's images for Intel GPUs have, with LMCache beside it, of the packages that both ask for.
 # LMCache's wheel asks for older ones; pyproject.toml says what holds.
@@ -125,6 +132,23 @@ def check(versions: Versions, environment: Mapping[str, str] = os.environ) -> No
         f"LMCache {tested_versions('lmcache')} with vLLM {tested_versions('vllm')}",
         f"Install a tested version, or set {UNTESTED_VARIABLE}=1 to go on at your own risk.",
     )
+
+
+def check_groups(versions: Versions) -> None:
+    """Refuse versions that serve no model with several KV cache groups, by LMCache's server.
+
+    Raises:
+        VersionError: names what is installed, and what is needed.
+    """
+    needed = {"lmcache": GROUPS_SINCE, "vllm": GROUPS_SINCE_VLLM}
+    has = {"lmcache": versions.lmcache, "vllm": versions.vllm}
+    if any(value and Version(value) < Version(needed[name]) for name, value in has.items()):
+        raise VersionError(
+            f"a model with windows or states, LMCache {versions.lmcache} and vLLM {versions.vllm}",
+            "versions whose KV cache groups are kept apart",
+            f"Install LMCache {GROUPS_SINCE} or newer with vLLM {GROUPS_SINCE_VLLM} or newer "
+            "(LMCACHE_VERSION of scripts/install.py and of the images), or use --no-offload.",
+        )
 
 
 def _release(version: str) -> str:

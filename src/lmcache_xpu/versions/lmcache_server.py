@@ -8,10 +8,7 @@ A name is imported when it is asked for: some need vLLM, others take seconds.
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
-
-from lmcache_xpu.versions import TESTED
 
 if TYPE_CHECKING:  # types, as the version has them that pyproject.toml pins
     from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
@@ -50,12 +47,6 @@ MODULES = {
     "TransferContext": "v1.multiprocess.transfer_context.worker_transfer",
 }
 NEWER_BASE = "DiscoverableModule"
-GROUPS_SINCE = TESTED["lmcache"][-1]  # its server takes objects of several KV cache groups
-
-
-def keeps_groups() -> bool:
-    """Whether the server keeps several KV cache groups apart; newer ones do."""
-    return find_spec("lmcache.v1.multiprocess.token_codec") is not None
 
 
 def tokens_of(op: LoadStoreOp) -> Any:
