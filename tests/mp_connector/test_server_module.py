@@ -199,7 +199,10 @@ def test_what_a_worker_read_that_ended_without_a_word_is_unlocked(context, ask):
 
 
 def test_the_status_of_the_server_says_how_many_hits_are_being_read(context):
-    module, key = HitPlaces.create(SimpleNamespace(engine_context=context, config_for=lambda _: {})), context.look_up()
+    module, key = (
+        HitPlaces.create(SimpleNamespace(engine_context=context, config_for=lambda _: {})),
+        context.look_up(),
+    )
     module.locate(Hit.of_key(7, 0, key).sent())
     assert module.report_status() == {"lmcache_xpu_hits_being_read": 1}
     assert module.context is context
