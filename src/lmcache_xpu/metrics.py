@@ -234,7 +234,7 @@ LOAD_SHARED = Flow(
     "load",
     "shared",
     {
-        "corrupt": "A damaged value, or one of another layout, was deleted. If it repeats: the server",
+        "corrupt": "A damaged value, or of another layout, was deleted. If it repeats: the server",
         "pool_full": _POOL_FULL,
         "server": "The server did not answer in time. It is left alone, and tried again later",
     },
