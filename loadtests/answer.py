@@ -37,14 +37,11 @@ class Answer:
     def __str__(self) -> str:
         return f"{self.kind.value}: {self.why}"
 
-    @property
-    def reached(self) -> bool:
-        """Whether the tiers took part in what was measured."""
-        return self.kind in (Kind.YES, Kind.NO)
-
 
 def of_run(figure: Figures) -> Answer:
     """Answer for one server: whether its tiers serve this load. How much sooner, it can't say."""
+    if doubt := figure.get("doubt"):
+        return Answer(Kind.UNKNOWN, doubt)
     if (missed := _not_reached(figure)) is not None:
         return missed
     return Answer(
@@ -57,6 +54,9 @@ def of_run(figure: Figures) -> Answer:
 
 def of_variant(about: str, figure: Figures, base_about: str, base: Figures) -> Answer:
     """Answer for a variant: whether first tokens come sooner than without offload."""
+    for name, doubt in ((about, figure.get("doubt")), (base_about, base.get("doubt"))):
+        if doubt:
+            return Answer(Kind.UNKNOWN, f"{about}. In {name}: {doubt}")
     if (missed := _not_reached(figure)) is not None:
         return Answer(missed.kind, f"{about}. {missed.why}")
     if "ttft_p50_ratio" not in figure:

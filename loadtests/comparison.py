@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loadtests import answer
-from loadtests.answer import Answer
+from loadtests.answer import Answer, Kind
 from loadtests.client import OK
 from loadtests.figures import FEWEST, Figures, Measured, figures
 from loadtests.recorder import ENDS
@@ -75,8 +75,8 @@ class Verdict:
 
     @property
     def holds(self) -> bool:
-        """Whether the tiers took part, and all thresholds hold."""
-        return all(answer.reached for answer in self.answers) and all(
+        """Whether all answers are YES, and all thresholds hold."""
+        return all(answer.kind is Kind.YES for answer in self.answers) and all(
             check.holds for check in self.checks
         )
 
@@ -97,7 +97,8 @@ def compare(arms: Sequence[Arm], slo: Slo) -> dict[str, Figures]:
     for arm in arms:
         by_arm[arm.name] = figures(arm.runs, slo.goodput) if arm.runs else {}
         if arm.control:
-            by_arm[arm.name]["no_reuse"] = figures(arm.control, slo.goodput)
+            control = by_arm[arm.name]["no_reuse"] = figures(arm.control, slo.goodput)
+            by_arm[arm.name]["doubt"] = by_arm[arm.name].get("doubt") or control["doubt"]
         if arm is not arms[0]:
             by_arm[arm.name] |= _ratios(arms[0], arm)
             base, rate = (by_arm[name].get("found_rate") for name in (arms[0].name, arm.name))

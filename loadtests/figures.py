@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 
 from loadtests.client import DROPPED, OK
+from loadtests.doubts import doubt_of
 from loadtests.hits import Hits, hits_by_phase
 from loadtests.recorder import CLIENT, META, REQUESTS
 from loadtests.scrape import ENGINE_TOKENS, METRICS
@@ -108,6 +109,7 @@ def figures(runs: Sequence[Measured], goodput: Goodput) -> Figures:
     lag = pd.concat([run.client for run in runs])
     pooled: Figures = {
         "runs": len(runs),
+        "doubt": doubt_of(runs),
         "requests": len(ended),
         "dropped": int((rows["outcome"] == DROPPED).sum()),
         "failures": {str(kind): int(count) for kind, count in failures.items()},

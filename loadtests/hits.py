@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-__all__ = ["Hits", "hits_by_phase", "hits_over_time"]
+__all__ = ["COUNTERS", "Hits", "hits_by_phase", "hits_over_time"]
 
 COUNTERS = (
     "vllm:prefix_cache_queries_total",

@@ -15,10 +15,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from loadtests.recorder import RunClock
 
-__all__ = ["ENGINE_TOKENS", "METRICS", "Scraper", "samples"]
+__all__ = ["ENGINE_TOKENS", "METRICS", "STARTED", "Scraper", "samples"]
 
 METRICS = "metrics.jsonl"
 ENGINE_TOKENS = "engine_cache_tokens"
+STARTED = "process_start_time_seconds"
 EVERY_S = 1.0
 TIMEOUT_S = 5.0
 # What is kept of a page that has hundreds of lines. The parser is too slow for all of them: it
@@ -39,6 +40,7 @@ PREFIXES = (
     "lmcache_xpu_",
     "hw_gpu_utilization_ratio",
     "hw_memory_utilization_ratio",
+    STARTED,
 )
 
 
@@ -59,6 +61,8 @@ def samples(page: str) -> dict[str, float]:
             labels = {k: v for k, v in sample.labels.items() if k in ("direction", "tier")}
             name = sample.name + "".join(f" {k}={v}" for k, v in sorted(labels.items()))
             samples[name] = samples.get(name, 0.0) + sample.value
+    if not any(name.startswith("vllm:") for name in samples):
+        samples.pop(STARTED, None)  # of an exporter
     return samples
 
 

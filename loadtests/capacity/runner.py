@@ -12,6 +12,7 @@ from pathlib import Path
 from loadtests.capacity.chat import Chat
 from loadtests.capacity.step import Limits, Step, measure
 from loadtests.client import DROPPED, OK
+from loadtests.doubts import doubt_of_counters
 from loadtests.figures import load
 from loadtests.recorder import ENDS, META, REQUESTS
 
@@ -29,8 +30,15 @@ class BrokenStepError(Exception):
 
 
 def judge(directory: Path, limits: Limits) -> Step:
-    """Judge a step by the rows that it left behind."""
-    return measure(load(directory), limits, stopped_early=(directory / EARLY).exists())
+    """Judge a step by the rows that it left behind.
+
+    Raises:
+        BrokenStepError: its figures are not those of this step alone.
+    """
+    run = load(directory)
+    if doubt := doubt_of_counters(run):
+        raise BrokenStepError(f"the step in {directory}: NOT KNOWN whether it fits: {doubt}")
+    return measure(run, limits, stopped_early=(directory / EARLY).exists())
 
 
 def run_step(

@@ -146,7 +146,9 @@ def _misses(figures: Mapping[str, Any], limits: Limits, *, stopped_early: bool) 
         misses.append(f"TTFT p95 {p95_s:.2f} s, of at most {limits.ttft_s:g} s")
     if itl_s is not None and itl_s > limits.itl_s:
         misses.append(f"ITL mean {itl_s * 1e3:.0f} ms, of at most {limits.itl_s * 1e3:g} ms")
-    if failures is not None and failures > limits.failure_rate:
+    if failures is None:
+        misses.append("nothing was measured: no request ended")
+    elif failures > limits.failure_rate:
         misses.append(f"{failures:.0%} failed, of at most {limits.failure_rate:.0%}")
     if lag_s is not None and lag_s > limits.client_lag_s:
         misses.append(f"the client was {lag_s:.2f} s late: it is the bottleneck")

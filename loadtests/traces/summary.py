@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from loadtests.client import OK
+from loadtests.doubts import doubt_of
 from loadtests.figures import load
 from loadtests.hits import hits_by_phase
 from loadtests.options import Options
@@ -43,7 +44,9 @@ def summarise(directory: Path, options: Options) -> str:
     tokens = hits.device_queries if hits else 0.0
     result = {"planned": len(trace.requests), "best": best, "reused": None}
     said = f"Trace: {described(best)}"
-    if hits is not None and tokens > 0:
+    if doubt := doubt_of([run]):
+        said += f" NOT KNOWN what was reused: {doubt}"
+    elif hits is not None and tokens > 0:
         device, external = hits.device_hits / tokens, hits.external_hits / tokens
         total = device + external
         share = best["reusable_share"]

@@ -227,16 +227,16 @@ STORE_SHARED = Flow(
         "behind": "The engine is faster than the network. Accept fewer hits, or widen it",
         "full": "The server has no memory left. Give it more, or a policy that evicts",
         "refused": "The server refuses writes: the log has its words. Check its rights",
-        "server": "The server did not answer. It is left alone for a while, then tried again",
+        "server": "The server did not answer in time. It is left alone, and tried again later",
     },
 )
 LOAD_SHARED = Flow(
     "load",
     "shared",
     {
-        "corrupt": "A value failed its checksum and was deleted. If it repeats, check the server",
+        "corrupt": "A damaged value, or of another layout, was deleted. If it repeats: the server",
         "pool_full": _POOL_FULL,
-        "server": "The server did not answer. It is left alone for a while, then tried again",
+        "server": "The server did not answer in time. It is left alone, and tried again later",
     },
 )
 _SERVER_LOST = "LMCache's server did not answer. Nothing moves until it does: look at its log"

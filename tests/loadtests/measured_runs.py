@@ -50,7 +50,7 @@ def row(number, *, round_=2, ttft_s=0.1, outcome="ok", late=False, gap_s=0.01):
         "tpot_s": gap_s if ok else None,
         "e2e_s": ttft_s + 2 * gap_s,
         "gaps_s": [gap_s, gap_s] if ok else [],
-        "prompt_tokens": 100 if ok else None,
+        "prompt_tokens": 200 if ok else None,
         "completion_tokens": 3 if ok else None,
         "cached_tokens": None,
     }

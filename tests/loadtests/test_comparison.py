@@ -122,8 +122,8 @@ def test_each_sentence_names_its_population_and_how_many(tmp_path):
 
 def test_hits_and_misses_have_each_their_times(tmp_path):
     """By what the server said of each request; one that it said nothing of is in neither."""
-    rows = [row(6 + i / 10) | {"cached_tokens": 50} for i in range(20)]
-    rows += [row(9 + i / 10, ttft_s=1.0) | {"cached_tokens": 49} for i in range(25)]
+    rows = [row(6 + i / 10) | {"cached_tokens": 100} for i in range(20)]
+    rows += [row(9 + i / 10, ttft_s=1.0) | {"cached_tokens": 99} for i in range(25)]
     rows += [row(12, ttft_s=7.0)]
     slo = Slo.load(slo_file(tmp_path))
     arm = Arm("server", "it", [run(tmp_path / "r", rows, counters=COUNTED)])

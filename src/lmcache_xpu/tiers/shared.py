@@ -15,8 +15,10 @@ because LMCache logs its URLs and everyone on a machine can read its processes' 
 
 The server may be away, slow, full or empty at any time, and its values may be damaged: then a chunk
 is not found, or not kept. After an error the server is left alone for a few seconds, as a request
-would wait for each attempt. A server that answers, but takes no writes, is only not written to. A
-damaged value is deleted, so that the next store of the chunk puts a whole one there.
+would wait for each attempt; a look-up, a load or a store that takes too long in all is such an
+error. A server that answers, but takes no writes, is only not written to. A value that is damaged,
+or is no chunk of this engine's layout, is deleted: its name is that of such a chunk, and the next
+store puts a whole one there.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+import torch
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -67,6 +70,9 @@ PASSWORD_VARIABLE = "LMCACHE_XPU_REMOTE_PASSWORD"
 URL_KEY = "shared.url"
 CONNECT_S = 2.0
 ANSWER_S = 10.0
+LOOKUP_S = 1.0  # in all, for which a request may wait
+LOAD_SHARE = 0.8  # of the time after which LMCache gives up a request's load, with what came
+SEND_S = 10.0  # for one chunk
 AWAY_S = 10.0  # that a server is left alone after an error, or not written to after a refusal
 CLOSE_S = 10.0
 THREADS = 4  # that make and compare checksums: 2 GB/s each
@@ -94,6 +100,9 @@ class SharedTier(RemoteConnector):  # type: ignore[misc]  # untyped base
         self._pool = local_cpu_backend
         self._texts = KeyTexts(metadata)
         self._hidden: int = metadata.kv_shape[3] * metadata.kv_shape[4]
+        self._metadata = metadata
+        self._partial: bool = config.save_unfull_chunk
+        self._load_s = LOAD_SHARE * config.blocking_timeout_secs
         # Chunks on their way stay in host memory, which the engine needs for other things too.
         self._limit_bytes = int(config.max_local_cpu_size * 2**30) // 4
         self._sending_bytes = 0
@@ -104,6 +113,7 @@ class SharedTier(RemoteConnector):  # type: ignore[misc]  # untyped base
         self._threads = ThreadPoolExecutor(THREADS, "lmcache-xpu-shared")
         # Values of other shards may be several times as large as what is made of them.
         self._making = asyncio.Semaphore(THREADS)
+        self._sending = asyncio.Semaphore(THREADS)  # or a chunk's time would be that of a queue
         self._server = Redis.from_url(
             (config.extra_config or {})[URL_KEY],
             password=os.environ.get(PASSWORD_VARIABLE) or None,
@@ -155,7 +165,8 @@ class SharedTier(RemoteConnector):  # type: ignore[misc]  # untyped base
         if self._away.on:
             return 0
         try:
-            return await self._stored.prefix(keys, self._report)
+            async with asyncio.timeout(LOOKUP_S):
+                return await self._stored.prefix(keys, self._report)
         except (RedisError, OSError) as error:
             self._leave_alone(error)
             return 0
@@ -168,12 +179,13 @@ class SharedTier(RemoteConnector):  # type: ignore[misc]  # untyped base
             return None
         begin = time.perf_counter()
         try:
-            value = await self._value(self._texts.text(key))
-            if value is not None:
-                return self._to_pool(value, begin)
-            self._report(key, False)
-            async with self._making:
-                return await self._make(key, begin)
+            async with asyncio.timeout(self._load_s):
+                value = await self._value(self._texts.text(key), self._hidden)
+                if value is not None:
+                    return self._to_pool(value, begin)
+                self._report(key, False)
+                async with self._making:
+                    return await self._make(key, begin)
         except (RedisError, OSError) as error:
             self._leave_alone(error)
             LOAD_SHARED.failed("server")
@@ -185,7 +197,8 @@ class SharedTier(RemoteConnector):  # type: ignore[misc]  # untyped base
         for source, complete in zip(sources, await self._stored.complete(sources), strict=True):
             if not complete:
                 continue
-            fetched = [await self._value(text) for text in source.texts]
+            hidden = self._hidden if source.cut is None else source.cut.width(self._hidden)
+            fetched = [await self._value(text, hidden) for text in source.texts]
             values = [value for value in fetched if value is not None]
             if len(values) == len(fetched):
                 value = await self._in_thread(make, values, source.cut, self._hidden)
@@ -205,14 +218,14 @@ class SharedTier(RemoteConnector):  # type: ignore[misc]  # untyped base
         _count(LOAD_SHARED, obj, time.perf_counter() - begin)
         return obj
 
-    async def _value(self, text: str) -> SharedValue | None:
-        """Return the value of a key, whole; a damaged one is deleted, and is none."""
+    async def _value(self, text: str, hidden: int) -> SharedValue | None:
+        """Return the value of a key, with so many elements of a token; a damaged one is deleted."""
         name = self._stored.name(text)
         value: Any = await self._server.get(name)
         if value is None:
             return None
         try:
-            return await self._in_thread(unpack, name, value)
+            return await self._in_thread(unpack, name, value, self._whole(hidden), self._partial)
         except ValueError as damage:
             LOAD_SHARED.failed("corrupt")
             logger.warning(
@@ -223,6 +236,11 @@ class SharedTier(RemoteConnector):  # type: ignore[misc]  # untyped base
             )
             await self._delete(name, value)
             return None
+
+    def _whole(self, hidden: int) -> ChunkLayout:
+        """Return the layout of a whole chunk, as engines like this one store it."""
+        shapes = [torch.Size([*shape[:-1], hidden]) for shape in self._metadata.get_shapes()]
+        return ChunkLayout(tuple(shapes), tuple(self._metadata.get_dtypes()), self.meta_fmt)
 
     async def _delete(self, name: str, damaged: bytes) -> None:
         """Delete this value, but not one that another engine has stored there since."""
@@ -243,15 +261,14 @@ class SharedTier(RemoteConnector):  # type: ignore[misc]  # untyped base
         if self._sending_bytes + size > self._limit_bytes:
             STORE_SHARED.failed("behind")
             return
-        begin = time.perf_counter()
         self._sending_bytes += size
         try:
-            if not await self._server.exists(name := self._stored.name(self._texts.text(key))):
-                payload = memoryview(memory_obj.byte_array).cast("B")[: layout.size]
-                value = await self._in_thread(pack_chunk, name, layout.text, payload)
-                await self._server.set(name, value)
-                _count(STORE_SHARED, memory_obj, time.perf_counter() - begin)
-            self._report(key, True)
+            async with self._sending:
+                if self._refusing.on:  # since this one waits
+                    STORE_SHARED.failed(self._refusal)
+                elif not self._away.on:
+                    async with asyncio.timeout(SEND_S):
+                        await self._send(key, memory_obj, layout)
         except ResponseError as error:  # it answers: there is no cause to wait for its reads
             self._refusal = "full" if isinstance(error, OutOfMemoryError) else "refused"
             self._refusing.begin(AWAY_S, error)
@@ -261,6 +278,17 @@ class SharedTier(RemoteConnector):  # type: ignore[misc]  # untyped base
             STORE_SHARED.failed("server")
         finally:
             self._sending_bytes -= size
+
+    async def _send(self, key: CacheEngineKey, memory_obj: MemoryObj, layout: ChunkLayout) -> None:
+        begin, name = time.perf_counter(), self._stored.name(self._texts.text(key))
+        async with asyncio.timeout(LOOKUP_S):
+            is_stored = await self._server.exists(name)
+        if not is_stored:
+            payload = memoryview(memory_obj.byte_array).cast("B")[: layout.size]
+            value = await self._in_thread(pack_chunk, name, layout.text, payload)
+            await self._server.set(name, value)
+            _count(STORE_SHARED, memory_obj, time.perf_counter() - begin)
+        self._report(key, True)
 
     # The rest of LMCache's interface
 
@@ -273,9 +301,16 @@ class SharedTier(RemoteConnector):  # type: ignore[misc]  # untyped base
         return asyncio.run_coroutine_threadsafe(self._remove(key), self._loop).result()
 
     async def _remove(self, key: CacheEngineKey) -> bool:
-        removed = bool(await self._server.delete(self._stored.name(self._texts.text(key))))
+        if self._away.on:
+            return False
+        try:
+            async with asyncio.timeout(LOOKUP_S):
+                removed = await self._server.delete(self._stored.name(self._texts.text(key)))
+        except (RedisError, OSError) as error:
+            self._leave_alone(error)
+            return False
         self._report(key, False)
-        return removed
+        return bool(removed)
 
     async def close(self) -> None:
         """Wait a little for what is on its way, then disconnect."""
@@ -291,7 +326,8 @@ class SharedTier(RemoteConnector):  # type: ignore[misc]  # untyped base
         return await self._loop.run_in_executor(self._threads, partial(work, *args, **kwargs))
 
     def _leave_alone(self, error: Exception) -> None:
-        self._away.begin(AWAY_S, error)
+        # What asyncio raises at the end of a time has no text.
+        self._away.begin(AWAY_S, error if str(error) else TimeoutError("it answers too slowly"))
 
 
 def _digest(value: bytes) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
 from lmcache_xpu.tiers.disk.chunk_file import unpack_chunk
 from lmcache_xpu.tiers.shard import Cut, rows
@@ -25,20 +27,30 @@ class SharedValue:
     payload: memoryview
 
 
-def unpack(name: str, value: bytes) -> SharedValue:
+def unpack(name: str, value: bytes, whole: ChunkLayout, partial: bool = False) -> SharedValue:
     """Read a value. Takes milliseconds for a large one: a thread's work.
+
+    Its header's layout is compared as text, not read: whoever writes to the server wrote that, too.
+
+    Args:
+        name: of its key.
+        value: what the server gave.
+        whole: the layout of a whole chunk.
+        partial: it may also be one of fewer tokens.
 
     Raises:
         ValueError: says what is wrong with it.
     """
     meta, payload = unpack_chunk(memoryview(value), name)
-    try:
-        layout = ChunkLayout.parse(meta)
-        size = layout.size
-    except (AttributeError, KeyError, TypeError, ValueError):
-        raise ValueError(f"its layout {meta!r} is unknown") from None
-    if size != len(payload):
-        raise ValueError(f"it has {len(payload)} bytes, and its layout {size}")
+    tokens = whole.shapes[0][2]
+    if partial and 0 < len(payload) < whole.size:
+        tokens = max(1, tokens * len(payload) // whole.size)
+    shapes = tuple(torch.Size([*shape[:2], tokens, *shape[3:]]) for shape in whole.shapes)
+    layout = ChunkLayout(shapes, whole.dtypes, whole.fmt)
+    if (meta, len(payload)) != (layout.text, layout.size):
+        raise ValueError(
+            f"found {len(payload)} bytes of {meta[:200]!r}; expected {layout.size} of {layout.text}"
+        )
     return SharedValue(layout, payload)
 
 
