@@ -77,8 +77,8 @@ def test_a_comparison_is_not_known(tmp_path, slo, case, spoilt):
     arms = []
     for name, ttft_s in (("none", 1.0), ("cpu", 0.1)):
         good = [row(6 + i / 10, ttft_s=ttft_s) for i in range(30)]
-        given = (rows, counters) if name == spoilt else (good, COUNTED)
-        arms.append(Arm(name, name, [run(tmp_path / name, given[0], counters=given[1])]))
+        sent, counted = (rows, counters) if name == spoilt else (good, COUNTED)
+        arms.append(Arm(name, name, [run(tmp_path / name, sent, counters=counted)]))
     verdict = write_report(arms, tmp_path, slo, facts={})
     assert verdict.lines[0].startswith(f"NOT KNOWN: cpu. In {spoilt}: ")
     assert why in verdict.lines[0]

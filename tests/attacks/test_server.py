@@ -83,7 +83,7 @@ class TestTheServer:
         assert is_healthy(server)
 
     def test_a_pickle_in_a_message_is_not_read(self, server, tmp_path):
-        """By a peer that did reach it; LMCache 0.5.6 would run what the pickle says."""
+        """By a peer that did reach it; LMCache before 0.5.7 would run what the pickle says."""
         proof = tmp_path / "ran"
         client = Client(server, instance=7)
         key = client._key(1, 1, worker=0)

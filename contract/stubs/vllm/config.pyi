@@ -32,6 +32,7 @@ class ParallelConfig:
 def set_current_vllm_config(vllm_config): ...
 
 class ModelConfig:
+    seed: Any
     is_hybrid: Any
     hf_text_config: Any
     hf_config: Any

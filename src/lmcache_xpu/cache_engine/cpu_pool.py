@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from lmcache.utils import LayerCacheEngineKey
@@ -28,10 +29,10 @@ class LocalCPUBackend(local_cpu_backend.LocalCPUBackend):  # type: ignore[misc] 
     hot_cache: Any  # LMCache's index, a kind of `dict`
     keys_in_request: list[CacheEngineKey]  # looked up and pinned, touched after the look-up
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        # By chunk that a look-up missed: all of its prompt, in order.
-        self._prompts: dict[CacheEngineKey, Sequence[CacheEngineKey]] = {}
+    @cached_property
+    def _prompts(self) -> dict[CacheEngineKey, Sequence[CacheEngineKey]]:
+        """By chunk that a look-up missed: all of its prompt, in order."""
+        return {}
 
     def watch(self, residency: Residency) -> None:
         """Report chunks from now on. Call it before the first one is stored.

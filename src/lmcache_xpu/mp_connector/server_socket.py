@@ -1,7 +1,8 @@
 """The socket file at which LMCache's server answers workers, in a directory of this user alone.
 
 LMCache's server listens at a TCP port, which every user of the host and every container of the
-network reaches. Whoever reaches it may store what others hit. In LMCache 0.5.6 it may run code.
+network reaches. Whoever reaches it may store what others hit. Older LMCache
+lets it run code.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def listen_at(server: Any, socket: str) -> None:
 
 
 def refuse_inline_tensors(server: Any) -> None:
-    """Let a server refuse tensors in a message: LMCache 0.5.6 unpickles them, which runs code.
+    """Let a server refuse tensors in a message: older LMCache unpickles them, which runs code.
 
     Workers of this package write to the server's shared memory, and send none.
     """

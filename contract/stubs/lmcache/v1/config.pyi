@@ -1,6 +1,7 @@
 from typing import Any
 
 class LMCacheEngineConfig:
+    blocking_timeout_secs: Any
     chunk_size: Any
     save_unfull_chunk: Any
     enable_kv_events: Any
