@@ -31,6 +31,7 @@ WRONG = {
     "tensor_parallel": "0",
     "pipeline_parallel": "0",
     "prefix_caching": "perhaps",
+    "show_cached_tokens": "sometimes",
     "max_num_batched_tokens": "-5",
     "max_num_seqs": "0",
     "enforce_eager": "maybe",
