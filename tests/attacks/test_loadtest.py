@@ -14,6 +14,7 @@ sys.path.append(str(Path(__file__).parents[1] / "loadtests"))
 
 from measured_runs import COUNTED, row, run
 
+from loadtests import report
 from loadtests.capacity.__main__ import app
 from loadtests.capacity.runner import BrokenStepError, judge
 from loadtests.capacity.step import Limits
@@ -48,6 +49,13 @@ CASES = {
     "more hits than questions": (GOOD, IMPOSSIBLE, "Other clients used it"),
 }
 OF_COUNTERS = [name for name, case in CASES.items() if case[0] is GOOD]
+
+
+@pytest.fixture(autouse=True)
+def without_pictures(monkeypatch):
+    """Most of a report's time is theirs, and the answer is made before."""
+    monkeypatch.setattr(report, "draw", lambda *_: [])
+    monkeypatch.setattr(report, "draw_summary", lambda *_: None)
 
 
 @pytest.fixture
