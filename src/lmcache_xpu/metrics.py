@@ -216,7 +216,7 @@ LOAD_DISK = Flow(
     "disk",
     {
         "corrupt": "A file failed its checksum and was removed. If it repeats, check the disk",
-        "io": "A file could not be read and was removed. Look at the log and at the disk",
+        "io": "A file could not be read, and stays. Look at the log and at the disk",
         "pool_full": _POOL_FULL,
     },
 )

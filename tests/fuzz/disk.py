@@ -22,8 +22,9 @@ from disk_damage import KINDS, damage
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from oracle import MismatchError
+from support.chunk_files import file_of
 
-from lmcache_xpu.tiers.disk import chunk_index, chunk_store
+from lmcache_xpu.tiers.disk import chunk_index
 from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
 
 KEYS = st.integers(0, 7).map("key {}".format)
@@ -44,9 +45,7 @@ class Disk(RuleBasedStateMachine):
             time_ns=lambda: self.now, monotonic=lambda: 0.0, sleep=lambda s: None
         )
         self.clock, self.now = clock, next(clock)
-        self.patches = [
-            mock.patch.object(place, "time", self.time) for place in (chunk_store, chunk_index)
-        ]
+        self.patches = [mock.patch.object(chunk_index, "time", self.time)]
         for patch in self.patches:
             patch.start()
         self.store: ChunkStore | None = None
@@ -221,8 +220,8 @@ class Disk(RuleBasedStateMachine):
         """One bit flips, a file is cut or zeroed or goes, or another chunk's takes its place."""
         if whole := self.chunks.whole:
             key = whole[number % len(whole)]
-            chunk, others = self.chunks[key], [self.store._path(k) for k in whole if k != key]
-            chunk.fate = damage(self.store._path(key), len(chunk.payload), kind, at, others)
+            chunk, others = self.chunks[key], [file_of(self.store, k) for k in whole if k != key]
+            chunk.fate = damage(file_of(self.store, key), len(chunk.payload), kind, at, others)
 
     @rule(seed=st.integers(0, 2**32), threads=st.integers(2, 4))
     def storm(self, seed: int, threads: int) -> None:

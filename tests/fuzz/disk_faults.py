@@ -98,7 +98,7 @@ def _(_: Any) -> Any:
 
 @fault("a chunk that is removed leaves its file", "disk", ChunkStore, "_remove")
 def _(_: Any) -> Any:
-    return lambda self, key: self._index.remove(key)
+    return lambda self, key: self._index.remove(key) is None
 
 
 @fault("a file is named before it is complete", "disk", chunk_directory, "_TEMPORARY")

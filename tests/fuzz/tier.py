@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from lmcache.v1.memory_management import MemoryFormat
 from oracle import MismatchError
 from support import storage
+from support.chunk_files import file_of
 
 from lmcache_xpu.tiers.disk import chunk_store
 
@@ -120,7 +121,7 @@ class Tier(RuleBasedStateMachine):
         if chunk in self.damaged:
             return
         tier = self.engine.tier
-        file = tier._store._path(tier._holdings.name(self.key(*chunk)))
+        file = file_of(tier._store, tier._holdings.name(self.key(*chunk)))
         raw, rng = bytearray(file.read_bytes()), random.Random(seed)
         raw[rng.randrange(4096, len(raw))] ^= 1 << rng.randrange(8)
         file.write_bytes(raw)

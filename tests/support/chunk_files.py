@@ -30,3 +30,8 @@ def files(directory):
 def reopened(store, limit=NO_LIMIT):
     store.close()
     return ChunkStore(store.directory, limit, lock_seconds=0)
+
+
+def file_of(store, key):
+    """Where a chunk is, or would be."""
+    return store.directory / store._files.file(key).name

@@ -21,6 +21,7 @@ from lmcache.v1.distributed.l2_adapters import create_l2_adapter
 from lmcache.v1.distributed.memory_manager.l1_memory_manager import L1MemoryManager
 from lmcache.v1.distributed.storage_manager import StorageManager
 from lmcache.v1.platform import consume_fd
+from support.chunk_files import file_of
 from support.until import until
 
 from lmcache_xpu.tiers.disk.object_name import object_name
@@ -136,7 +137,7 @@ class Adapter:
         return self.tier._store
 
     def file(self, number, **changes):
-        return self.store_._path(object_name(make_key(number, **changes)))
+        return file_of(self.store_, object_name(make_key(number, **changes)))
 
     def settle(self):
         """Wait until what was submitted without a result is done."""

@@ -9,6 +9,7 @@ from lmcache.utils import CacheEngineKey
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.memory_management import MemoryFormat
 from lmcache.v1.metadata import LMCacheMetadata
+from support.chunk_files import file_of
 
 from lmcache_xpu.cache_engine.storage_manager import StorageManager
 from lmcache_xpu.versions.lmcache import in_process_module
@@ -131,7 +132,7 @@ class Engine:
 
     def file(self, number):
         store = self.tier._store
-        return store._path(self.tier._holdings.name(make_key(number)))
+        return file_of(store, self.tier._holdings.name(make_key(number)))
 
 
 def content(number, shape=SHAPE):

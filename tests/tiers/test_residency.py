@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import torch
 from lmcache.v1.memory_management import MemoryFormat
+from support.chunk_files import file_of
 from support.servers import needs_server
 from support.storage import LAYER_SHAPE, LAYERS, Engine, make_key
 
@@ -59,7 +60,7 @@ def test_a_load_from_disk_is_in_memory_too_and_a_damaged_file_nowhere(engines):
     state = held(residency.take())
     assert state[CPU] == set()
     assert engine.load([0]) == [0]
-    path = engine.tier._store._path(engine.tier._holdings.name(make_key(1)))
+    path = file_of(engine.tier._store, engine.tier._holdings.name(make_key(1)))
     path.write_bytes(b"damaged")
     assert engine.load([1]) == []
     state = held(residency.take(), state)

@@ -38,14 +38,19 @@ class ChunkLayout:
 
     @staticmethod
     @functools.lru_cache(maxsize=64)
-    def parse(text: str) -> ChunkLayout:
-        """Read what `text` wrote."""
-        fmt, shapes, dtypes = json.loads(text)
-        return ChunkLayout(
-            tuple(torch.Size(shape) for shape in shapes),
-            tuple(getattr(torch, dtype) for dtype in dtypes),
-            MemoryFormat[fmt],
-        )
+    def parse(text: str) -> ChunkLayout | None:
+        """Read what `text` wrote; None for what another version, or anyone, has written."""
+        try:
+            fmt, shapes, names = json.loads(text)
+            dtypes = tuple(getattr(torch, name) for name in names)
+            layout = ChunkLayout(
+                tuple(torch.Size(shape) for shape in shapes), dtypes, MemoryFormat[fmt]
+            )
+            known = all(isinstance(dtype, torch.dtype) for dtype in dtypes)
+            positive = all(size > 0 for shape in layout.shapes for size in shape)
+            return layout if known and positive and layout.size else None
+        except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError):
+            return None
 
     @property
     def text(self) -> str:

@@ -6,7 +6,7 @@ import os
 import time
 
 import pytest
-from support.chunk_files import KIB, NO_LIMIT, files, load, payload, reopened
+from support.chunk_files import KIB, NO_LIMIT, file_of, files, load, payload, reopened
 
 from lmcache_xpu.tiers.disk.chunk_file import disk_bytes
 from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
@@ -173,7 +173,7 @@ def test_a_forgotten_pin_ends(directory):
 def test_a_pin_outlives_its_damaged_file(store):
     store.put("a", "", payload("a"))
     store.pin("a")
-    os.truncate(store._path("a"), 100)
+    os.truncate(file_of(store, "a"), 100)
     assert load(store, "a") is None
     assert store.pinned("a")
     assert not store.pin("a")
@@ -186,6 +186,6 @@ def test_clear_leaves_the_pinned(store, directory):
     store.put("b", "B", payload("b"))
     store.pin("b")
     assert [info.meta for info in store.clear()] == ["A"]
-    assert files(directory) == [store._path("b")]
+    assert files(directory) == [file_of(store, "b")]
     assert store.remove("b")
     assert not store.remove("b")

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from support.chunk_files import KIB, NO_LIMIT, files, load, payload, reopened
+from support.chunk_files import KIB, NO_LIMIT, file_of, files, load, payload, reopened
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.tiers.disk.chunk_file import HEADER_BYTES, disk_bytes
@@ -57,7 +57,7 @@ def test_kill_in_the_middle_of_a_write(directory):
         store = ChunkStore(directory, NO_LIMIT, lock_seconds=0)
     assert load(store, "whole") == b"w" * 100_000
     assert "half" not in store
-    assert sorted(p.name for p in directory.iterdir()) == [store._path("whole").name, "lock"]
+    assert sorted(p.name for p in directory.iterdir()) == [file_of(store, "whole").name, "lock"]
     store.close()
 
 
@@ -113,7 +113,7 @@ def test_many_threads_never_see_another_chunk(directory):
                         store.unpin(key)
                 case 4:
                     with contextlib.suppress(FileNotFoundError):  # evicted meanwhile
-                        os.truncate(store._path(key), 5000)
+                        os.truncate(file_of(store, key), 5000)
 
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(work, range(8), timeout=60))  # raises what a thread raised
@@ -121,7 +121,7 @@ def test_many_threads_never_see_another_chunk(directory):
     assert store._index.reserved_bytes == 0
     used = sum(disk_bytes(p.stat().st_size - HEADER_BYTES) for p in files(directory))
     assert used <= limit
-    assert {store._path(key) for key in contents if key in store} == set(files(directory))
+    assert {file_of(store, key) for key in contents if key in store} == set(files(directory))
     store.close()
 
 
@@ -196,7 +196,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(key=keys, at=st.integers(0, 8999), bit=st.integers(0, 7))
     def flip(self, key, at, bit):
         if self.model.get(key) and key not in self.harmed:
-            path = self.store._path(key)
+            path = file_of(self.store, key)
             at = HEADER_BYTES + at % len(self.model[key])
             times = path.stat()
             raw = bytearray(path.read_bytes())
@@ -208,7 +208,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(key=keys, lost=st.integers(1, 9000))
     def truncate(self, key, lost):
         if self.model.get(key) and key not in self.harmed:
-            path = self.store._path(key)
+            path = file_of(self.store, key)
             times = path.stat()
             os.truncate(path, max(0, times.st_size - lost))
             os.utime(path, ns=(times.st_mtime_ns, times.st_mtime_ns))
@@ -218,7 +218,7 @@ class StoreMachine(RuleBasedStateMachine):
     def reopen(self):
         for key in list(self.harmed):
             length = HEADER_BYTES + len(self.model[key])
-            if self.store._path(key).stat().st_size != length:  # found by the scan
+            if file_of(self.store, key).stat().st_size != length:  # found by the scan
                 self.harmed.remove(key)
                 del self.model[key]
         self.store = reopened(self.store, self.limit)
@@ -227,7 +227,7 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def the_index_is_the_directory(self):
         assert {k for k in "abcde" if k in self.store} == set(self.model)
-        assert set(files(self.store.directory)) == {self.store._path(k) for k in self.model}
+        assert set(files(self.store.directory)) == {file_of(self.store, k) for k in self.model}
         used = sum(disk_bytes(len(v)) for v in self.model.values())
         assert self.store.counters.bytes == used <= self.limit
 

@@ -7,6 +7,7 @@ import os
 import threading
 
 import pytest
+from support.chunk_files import file_of
 from support.server_disk import Storage, make_key
 from support.until import until
 
@@ -52,7 +53,7 @@ def test_a_hit_ends_before_a_damaged_file_which_is_stored_again(storages, damage
     storage = storages()
     storage.store(range(5))
     storage.clear()
-    path = storage.tier._store._path(object_name(make_key(2)))
+    path = file_of(storage.tier._store, object_name(make_key(2)))
     raw = bytearray(path.read_bytes())
     match damage:
         case "flip":

@@ -7,6 +7,7 @@ import os
 
 import torch
 from lmcache.v1.memory_management import MemoryFormat
+from support.chunk_files import file_of
 from support.storage import (
     LAYER_SHAPE,
     LAYERS,
@@ -98,7 +99,7 @@ def test_a_layer_that_cannot_be_loaded_shortens_its_list(engines):
     engine = engines()
     store_layers(engine, range(3))
     lost = make_key(1).split_layers(LAYERS)[1]
-    os.truncate(engine.tier._store._path(engine.tier._holdings.name(lost)), 5000)
+    os.truncate(file_of(engine.tier._store, engine.tier._holdings.name(lost)), 5000)
     assert load_layers(engine, range(3)) == [3, 1]
     assert engine.pool_in_use == 0
 

@@ -66,7 +66,7 @@ def test_what_cannot_be_removed_is_said(engines, monkeypatch):
     unlink = Path.unlink
 
     def refuse(path, *args, **kwargs):
-        if path == engine.file(1):
+        if path.name == engine.file(1).name:
             raise PermissionError("planted")
         unlink(path, *args, **kwargs)
 

@@ -8,6 +8,7 @@ from itertools import permutations
 
 import pytest
 import torch
+from support.chunk_files import file_of
 from support.shards import NUMBERS, SIZES, fill, load, part, rank_keys, rank_metadata, store
 
 from lmcache_xpu.tiers.disk import chunk_directory, neighbours
@@ -63,7 +64,8 @@ def test_a_damaged_slice_is_a_miss(ranks, tmp_path, before, after, damage):
     opened = ranks(before)
     last = opened[-1].tier
     file, other = (
-        last._store._path(last._holdings.name(key)) for key in rank_keys(before - 1, before, (2, 3))
+        file_of(last._store, last._holdings.name(key))
+        for key in rank_keys(before - 1, before, (2, 3))
     )
     fill(opened)
     raw = bytearray(file.read_bytes())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import itertools
 import logging
@@ -10,7 +11,7 @@ import os
 from typing import TYPE_CHECKING
 
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.tiers.disk.chunk_file import scan_chunk
+from lmcache_xpu.tiers.disk.chunk_file import HEADER_BYTES, scan_chunk
 from lmcache_xpu.tiers.disk.lock import DirectoryLock
 
 if TYPE_CHECKING:
@@ -35,6 +36,10 @@ class ChunkDirectory:
     Args:
         path: the directory; made by `open`.
         left: directories whose ranks are no more; their files come here with `open`.
+
+    Attributes:
+        unreadable: payloads' sizes, by name, of the files that the last `scan` could not read.
+            They stay: a later start may read them.
     """
 
     def __init__(self, path: Path, left: Sequence[Path] = ()) -> None:
@@ -42,6 +47,7 @@ class ChunkDirectory:
         self._left = left
         self._lock: DirectoryLock | None = None
         self._serial = itertools.count()
+        self.unreadable: dict[str, int] = {}
 
     def open(self, lock_seconds: float) -> None:
         """Make the directory, mode 0700, where it is missing, and keep other processes out.
@@ -50,12 +56,14 @@ class ChunkDirectory:
             lock_seconds: how long to wait for another process to let go of it.
 
         Raises:
-            SettingsError: another process uses it.
-            OSError: it can't be made, or is another user's.
+            SettingsError: another process uses it, or it is a link or another user's. What was
+                held before is still held then.
+            OSError: it can't be made.
         """
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.path.chmod(0o700)
-        self._lock = DirectoryLock(self.path, lock_seconds)
+        lock = DirectoryLock(self.path, lock_seconds)
+        self.release()
+        self._lock = lock
         for left in self._left:
             try:
                 self._adopt(left)
@@ -68,24 +76,46 @@ class ChunkDirectory:
         """Let other processes in; may be called twice."""
         if self._lock is not None:
             self._lock.release()
+            self._lock = None
+
+    def is_in_place(self) -> bool:
+        """Whether the directory that is held is still where it was."""
+        return self._lock is not None and self._lock.is_in_place()
 
     def file(self, key: str) -> Path:
-        """Where the chunk of this key is, or would be."""
-        return self.path / f"{hashlib.sha256(key.encode()).hexdigest()}{_SUFFIX}"
+        """Where the chunk of this key is, or would be. A file that can't be read has its name."""
+        name = f"{hashlib.sha256(key.encode()).hexdigest()}{_SUFFIX}"
+        return self.at(key if key in self.unreadable else name)
 
-    def temporary(self) -> Path:
+    def at(self, name: str) -> Path:
+        """Where the file of this name is, or would be."""
+        return (self.path if self._lock is None else self._lock.held) / name
+
+    def temporary(self) -> str:
         """A new name for a file that is being written; `scan` removes it after a crash."""
-        return self.path / f"{next(self._serial)}{_TEMPORARY}"
+        return f"{next(self._serial)}{_TEMPORARY}"
+
+    def publish(self, temporary: str, key: str) -> str:
+        """Give a complete file the name of its chunk, and return that."""
+        name = self.at(temporary).rename(self.file(key)).name
+        self.unreadable.pop(name, None)
+        return name
 
     def scan(self) -> Iterator[tuple[str, ChunkInfo, int] | None]:
         """Yield each chunk of earlier runs as `scan_chunk` reads it; None for a damaged file.
 
         Removes damaged files, and those that were not written to their end.
         """
-        for file in self.path.iterdir():
+        self.unreadable.clear()
+        for file in self.at("").iterdir():
             damaged = False
             if file.name.endswith(_SUFFIX):
-                chunk = self._intact(file)
+                try:
+                    chunk = self._intact(file)
+                except OSError:
+                    with contextlib.suppress(FileNotFoundError):
+                        self.unreadable[file.name] = max(0, file.lstat().st_size - HEADER_BYTES)
+                    continue
                 damaged = chunk is None
                 yield chunk
             if damaged or file.name.endswith(_TEMPORARY):
@@ -96,8 +126,10 @@ class ChunkDirectory:
         """Yield the keys of the chunks; changes nothing, as another process may hold them."""
         with contextlib.suppress(OSError):  # there is no such directory
             for file in self.path.iterdir():
-                if file.name.endswith(_SUFFIX) and (chunk := self._intact(file)):
-                    yield chunk[0]
+                if file.name.endswith(_SUFFIX):
+                    with contextlib.suppress(OSError):  # removed since, or not to be read
+                        if chunk := self._intact(file):
+                            yield chunk[0]
 
     def mark(self, key: str, used_ns: int) -> None:
         """Keep a chunk's time of last use over a restart."""
@@ -105,32 +137,35 @@ class ChunkDirectory:
             os.utime(self.file(key), ns=(used_ns, used_ns))
 
     def remove(self, key: str) -> None:
-        """Remove a chunk's file, if it is there."""
-        with contextlib.suppress(OSError):  # gone already, or not ours to remove any more
-            self.file(key).unlink()
-
-    def _adopt(self, left: Path) -> None:
-        """Move the files of a directory here; what can't be moved is removed.
+        """Remove a chunk's file, if it is there.
 
         Raises:
-            SettingsError: another process uses it.
-            OSError: it is another user's, or not a directory.
+            OSError: it is still there.
+        """
+        self.file(key).unlink(missing_ok=True)
+        self.unreadable.pop(key, None)
+
+    def _adopt(self, left: Path) -> None:
+        """Move the files of a directory here; those of another disk are removed.
+
+        Raises:
+            SettingsError: another process uses it, or it is a link or another user's.
+            OSError: it is not a directory, or a file can't be moved; it and others stay there.
         """
         lock = DirectoryLock(left, wait_seconds=0)
         try:
-            for file in left.iterdir():
+            for file in lock.held.iterdir():
                 if not file.name.endswith((_SUFFIX, _TEMPORARY)):
                     continue
                 try:
-                    file.rename(self.path / file.name)
-                except OSError:  # e.g. another disk's
+                    file.rename(self.at(file.name))
+                except OSError as error:
+                    if error.errno != errno.EXDEV:
+                        raise
                     file.unlink()
         finally:
             lock.release()
 
     def _intact(self, file: Path) -> tuple[str, ChunkInfo, int] | None:
-        try:
-            chunk = scan_chunk(file)
-        except OSError:
-            return None
+        chunk = scan_chunk(file)
         return chunk if chunk and file.name == self.file(chunk[0]).name else None

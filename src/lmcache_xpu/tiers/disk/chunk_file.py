@@ -11,7 +11,9 @@ get. It is written last, so a file without its payload has no header either.
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import struct
 import zlib
 from dataclasses import dataclass
@@ -108,7 +110,7 @@ def read_chunk(
     Raises:
         OSError: the file can't be opened or read.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    fd = _open(path)
     try:
         header = _parse(os.pread(fd, HEADER_BYTES, 0))
         if header is None:
@@ -140,15 +142,15 @@ def scan_chunk(path: Path) -> tuple[str, ChunkInfo, int] | None:
 
     Reads the header alone. Raises OSError if the file can't be opened or read.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    fd = _open(path)
     try:
         header = _parse(os.pread(fd, HEADER_BYTES, 0))
-        stat = os.fstat(fd)
+        file = os.fstat(fd)
     finally:
         os.close(fd)
-    if header is None or stat.st_size != HEADER_BYTES + header.info.payload_bytes:
+    if header is None or file.st_size != HEADER_BYTES + header.info.payload_bytes:
         return None
-    return header.key, header.info, stat.st_mtime_ns
+    return header.key, header.info, file.st_mtime_ns
 
 
 def pack_chunk(key: str, meta: str, payload: memoryview) -> bytes:
@@ -180,6 +182,20 @@ def unpack_chunk(value: memoryview, key: str) -> tuple[str, memoryview]:
     return header.info.meta, payload
 
 
+def _open(path: Path) -> int:
+    """Open a file of this user for reading; never waits for the other end of a pipe.
+
+    Raises:
+        OSError: it can't be opened, is another user's, or not a plain file.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    file = os.fstat(fd)
+    if not stat.S_ISREG(file.st_mode) or file.st_uid != os.geteuid():
+        os.close(fd)
+        raise PermissionError(errno.EPERM, "not a plain file of this user", str(path))
+    return fd
+
+
 def _check_fit(key: str, meta: str) -> None:
     if len(key.encode()) + len(meta.encode()) + _FIXED.size > HEADER_BYTES:
         raise ValueError(f"key and meta are longer than a header of {HEADER_BYTES} bytes holds")
@@ -203,4 +219,7 @@ def _parse(raw: bytes) -> _Header | None:
         return None
     end = _FIXED.size + key_bytes
     key, meta = raw[_FIXED.size : end], raw[end : end + meta_bytes]
-    return _Header(key.decode(), ChunkInfo(meta.decode(), payload), payload_crc)
+    try:
+        return _Header(key.decode(), ChunkInfo(meta.decode(), payload), payload_crc)
+    except UnicodeDecodeError:
+        return None

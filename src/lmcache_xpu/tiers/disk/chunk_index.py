@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lmcache_xpu.tiers.disk.chunk_file import ChunkInfo, disk_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 __all__ = ["ChunkIndex", "Entry"]
 
@@ -21,6 +21,8 @@ class Entry:
 
     info: ChunkInfo
     used_ns: int
+    hidden: bool = False  # its file takes room, and can't be read, or removed
+    failed_reads: int = 0
 
     @property
     def size_bytes(self) -> int:
@@ -53,9 +55,10 @@ class ChunkIndex:
         self._by_age: list[tuple[int, str]] = []
         self._pins: dict[str, _Pin] = {}
         self._watch: Callable[[str, bool], None] | None = None
+        self._latest_ns = 0
 
     def __contains__(self, key: str) -> bool:
-        return key in self._entries
+        return self.get(key) is not None
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -64,14 +67,15 @@ class ChunkIndex:
         return iter(self._entries)
 
     def get(self, key: str) -> Entry | None:
-        """The entry of `key`."""
-        return self._entries.get(key)
+        """The entry of `key`, unless it is hidden."""
+        entry = self._entries.get(key)
+        return None if entry is None or entry.hidden else entry
 
     def watch(self, changed: Callable[[str, bool], None]) -> None:
         """Tell of every key whether it is there: of those that are now, and of each change."""
         self._watch = changed
         for key in self._entries:
-            changed(key, True)
+            changed(key, key in self)
 
     def clear(self) -> None:
         """Forget all entries; pins stay."""
@@ -80,14 +84,45 @@ class ChunkIndex:
         self._by_age.clear()
         self.used_bytes = 0
 
-    def add(self, key: str, info: ChunkInfo, used_ns: int) -> None:
+    def add(self, key: str, info: ChunkInfo, used_ns: int, hidden: bool = False) -> None:
         """Add an entry, in place of one of this key."""
         self.remove(key)
-        self._entries[key] = entry = Entry(info, used_ns)
+        self._entries[key] = entry = Entry(info, used_ns, hidden)
         heapq.heappush(self._by_age, (used_ns, key))
         self.used_bytes += entry.size_bytes
         if self._watch is not None:
-            self._watch(key, True)
+            self._watch(key, not hidden)
+
+    def add_earlier(self, chunks: Iterable[tuple[str, ChunkInfo, int]]) -> dict[str, int]:
+        """Add chunks of earlier runs; none of them was used later than now.
+
+        A clock that was ahead then would otherwise let them outlive all that is added since.
+
+        Returns:
+            The times of last use that were changed for it.
+        """
+        by_age, now, changed = sorted(chunks, key=lambda chunk: chunk[2]), self.now(), {}
+        for place, (key, info, used_ns) in enumerate(by_age):
+            if used_ns > now:
+                changed[key] = used_ns = now - len(by_age) + place
+            whole = disk_bytes(info.payload_bytes)
+            self.add(key, info, used_ns if whole <= self.limit_bytes else 0)
+        return changed
+
+    def now(self, count: int = 1) -> int:
+        """Take the time of last use for `count` chunks: this, and one nanosecond less for each.
+
+        It is later than all times taken before, also when the clock was set back meanwhile.
+        """
+        self._latest_ns = max(time.time_ns(), self._latest_ns + count)
+        return self._latest_ns
+
+    def hide(self, key: str) -> None:
+        """Let an entry, if there is one, count as room alone: until it is evicted or replaced."""
+        if entry := self._entries.get(key):
+            entry.hidden = True
+            if self._watch is not None:
+                self._watch(key, False)
 
     def remove(self, key: str) -> None:
         """Remove an entry, if there is one."""
@@ -104,7 +139,7 @@ class ChunkIndex:
 
     def pin(self, key: str) -> bool:
         """Keep an entry from eviction until as many `unpin`; False if there is none."""
-        if key not in self._entries:
+        if key not in self:
             return False
         count = self._pins[key].count if self.pinned(key) else 0
         self._pins[key] = _Pin(count + 1, time.monotonic())
@@ -128,7 +163,7 @@ class ChunkIndex:
         return pin is not None
 
     def unpinned(self) -> dict[str, ChunkInfo]:
-        """All entries that no pin holds."""
+        """All entries that no pin holds, hidden ones too."""
         return {key: e.info for key, e in self._entries.items() if not self.pinned(key)}
 
     def reserve(self, write: str, size_bytes: int) -> None:
@@ -146,23 +181,30 @@ class ChunkIndex:
 
     def can_fit(self, need_bytes: int) -> bool:
         """Whether so much more had room if all went that may go."""
-        pinned = [e for key in list(self._pins) if self.pinned(key) and (e := self.get(key))]
+        pins = [key for key in list(self._pins) if self.pinned(key)]
+        pinned = [entry for key in pins if (entry := self._entries.get(key))]
         pinned_bytes = sum(entry.size_bytes for entry in pinned)
         return pinned_bytes + self.reserved_bytes + need_bytes <= self.limit_bytes
 
     def evict(self, need_bytes: int) -> Iterator[str]:
-        """Keys to be removed, one after the other, until so much more has room."""
-        skipped = []
-        while not self.fits(need_bytes):
-            used_ns, key = item = heapq.heappop(self._by_age)
-            entry = self._entries.get(key)
-            if entry is None:
-                continue  # removed since it was pushed
-            if entry.used_ns != used_ns:
-                heapq.heappush(self._by_age, (entry.used_ns, key))
-            elif self.pinned(key):
-                skipped.append(item)
-            else:
-                yield key
-        for item in skipped:
-            heapq.heappush(self._by_age, item)
+        """Keys to be removed, one after the other, until so much more has room.
+
+        One that is still there afterwards comes again in its order, by its time of last use.
+        """
+        asked = []
+        try:
+            while self._by_age and not self.fits(need_bytes):
+                used_ns, key = heapq.heappop(self._by_age)
+                entry = self._entries.get(key)
+                if entry is None:
+                    continue  # removed since it was pushed
+                if entry.used_ns != used_ns:
+                    heapq.heappush(self._by_age, (entry.used_ns, key))
+                    continue
+                asked.append(key)
+                if not self.pinned(key):
+                    yield key
+        finally:
+            for key in asked:
+                if entry := self._entries.get(key):
+                    heapq.heappush(self._by_age, (entry.used_ns, key))

@@ -9,10 +9,9 @@ The store knows neither LMCache nor vLLM; keys and meta are opaque strings.
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import logging
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -21,12 +20,16 @@ from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import LOAD_DISK
 from lmcache_xpu.tiers.disk.chunk_directory import ChunkDirectory
 from lmcache_xpu.tiers.disk.chunk_file import ChunkInfo, disk_bytes, read_chunk, write_chunk
-from lmcache_xpu.tiers.disk.chunk_index import ChunkIndex
+from lmcache_xpu.tiers.disk.chunk_index import ChunkIndex, Entry
+from lmcache_xpu.tiers.disk.complaint import Complaint
 from lmcache_xpu.tiers.disk.counters import Counters
 
 __all__ = ["ChunkStore"]
 
 logger = logging.getLogger("vllm.lmcache_xpu.disk")  # vLLM prints its own loggers only
+
+_TRIES = 8  # files that can't be removed, for one chunk, before it is dropped
+_FAILED_READS = 3  # of one file, by the disk's fault, before it is not asked for again
 
 
 class ChunkStore:
@@ -46,7 +49,8 @@ class ChunkStore:
         lock_seconds: how long to wait for another process to let go of the directory.
 
     Raises:
-        SettingsError: the directory can't be used, or another process uses it.
+        SettingsError: the directory can't be used, is a link or another user's, or another process
+            uses it.
     """
 
     def __init__(
@@ -64,6 +68,9 @@ class ChunkStore:
         self._index = ChunkIndex(limit_bytes, pin_seconds)
         self._count: Counter[str] = Counter()
         self._closed = False
+        self._unreadable = Complaint(
+            "a chunk in %s could not be read, and stays: %s (docs: troubleshooting#disk-removed)"
+        )
         with self._lock:
             self._open(lock_seconds)
 
@@ -84,6 +91,11 @@ class ChunkStore:
         """Bytes of the files."""
         return self._index.used_bytes
 
+    def now(self, count: int = 1) -> int:
+        """Take the time of last use for `count` chunks, see `ChunkIndex.now`."""
+        with self._lock:
+            return self._index.now(count)
+
     def info(self, key: str) -> ChunkInfo | None:
         """What is stored under `key`, or None; reads no file."""
         return entry.info if (entry := self._index.get(key)) else None
@@ -102,7 +114,7 @@ class ChunkStore:
             key: name of the chunk.
             meta: returned by `info` as it is; must fit the header together with `key`.
             payload: one-byte items; must not change during the call.
-            used_ns: counts as the time of last use; now if None.
+            used_ns: counts as the time of last use, see `now`; now if None, or if it is to come.
             is_lent: says whether the payload's memory was still the caller's, once it was read.
 
         Returns:
@@ -111,44 +123,42 @@ class ChunkStore:
 
         Raises:
             ValueError: key and meta are too long for the header.
-            OSError: the file could not be written; nothing of it is left, others are untouched.
+            OSError: the file could not be written, or none could be removed for it; nothing of it
+                is left, others are untouched.
         """
-        used_ns = time.time_ns() if used_ns is None else used_ns
         need = disk_bytes(len(payload))
-        with self._lock:
-            if key in self._index:
-                self._mark(key, used_ns)
-                return True
-            if self._closed or not self._make_room(need):
-                self._count["dropped"] += 1
-                return False
-            temporary = self._files.temporary()
-            self._index.reserve(temporary.name, need)
+        stored, temporary = False, None
         try:
-            self._write(temporary, key, meta, memoryview(payload), used_ns)
             with self._lock:
-                if lent := is_lent():
-                    self._publish(temporary, key, ChunkInfo(meta, len(payload)), used_ns)
-                else:
-                    temporary.unlink()
-                    self._count["dropped"] += 1
-        except (OSError, ValueError) as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
+                now = self._index.now()
+                used_ns = now if used_ns is None else min(used_ns, now)
+                if key in self._index:
+                    self._mark(key, used_ns)
+                    return True
+                if not self._closed and self._make_room(need):
+                    temporary = self._files.temporary()
+                    self._index.reserve(temporary, need)
+            if temporary is not None:
+                self._write(temporary, key, meta, memoryview(payload), used_ns)
+                with self._lock:
+                    if is_lent():
+                        self._publish(temporary, key, ChunkInfo(meta, len(payload)), used_ns)
+                        stored = True
+        except OSError:
             with self._lock:
-                self._count.update(dropped=1, errors=int(isinstance(error, OSError)))
+                self._count["errors"] += 1
             raise
         finally:
-            with self._lock:
-                self._index.release(temporary.name)
-        return lent
+            if not stored:
+                self._give_up(temporary)
+        return stored
 
     def read(self, key: str, buffer: memoryview, is_lent: Callable[[], bool] | None = None) -> bool:
         """Read a chunk's payload straight into `buffer`, whose length must be the payload's.
 
-        A file that is truncated, damaged, another's, or unreadable is removed and counts as a
-        miss. So does a buffer that is not the caller's any more, by `is_lent`, but the file stays.
-        The time of last use does not change, see `touch`.
+        A file that is truncated, damaged or another's is removed and counts as a miss. So does one
+        that can't be read now, or a buffer that is not the caller's any more, by `is_lent`, but
+        the file stays. The time of last use does not change, see `touch`.
 
         Returns:
             True if `buffer` holds the chunk; False on a miss, and then it may hold anything.
@@ -158,23 +168,22 @@ class ChunkStore:
             with self._lock:
                 self._count["misses"] += 1
             return False
-        failed = False
         try:
-            fault = read_chunk(self._path(key), key, entry.info, buffer, is_lent)
+            fault = read_chunk(self._files.file(key), key, entry.info, buffer, is_lent)
         except FileNotFoundError:
             fault = ""  # evicted since, or removed by hand
         except OSError as error:
-            fault, failed = str(error), True
+            self._unread(key, entry, error)
+            return False
         with self._lock:
             self._count.update(hits=int(fault is None), misses=int(fault is not None))
             if fault is not None and is_lent is not None and not is_lent():
                 return False
-            self._count["errors"] += failed
             if fault is not None and self._index.get(key) is entry:
                 self._remove(key)
-                self._count["corrupt"] += bool(fault) and not failed
+                self._count["corrupt"] += bool(fault)
         if fault:
-            LOAD_DISK.failed("io" if failed else "corrupt")
+            LOAD_DISK.failed("corrupt")
             logger.warning(
                 "Removed a chunk from %s: %s (docs: troubleshooting#disk-removed)",
                 self.directory,
@@ -184,7 +193,8 @@ class ChunkStore:
 
     def touch(self, keys: Iterable[str]) -> None:
         """Mark chunks as used now, the first as the last used; kept over a restart."""
-        now = time.time_ns()
+        keys = list(keys)
+        now = self.now(len(keys))
         for age, key in enumerate(keys):
             with self._lock:
                 self._mark(key, now - age)
@@ -221,8 +231,7 @@ class ChunkStore:
         complete = True
         for key in keys:
             with self._lock:
-                self._remove(key)
-                complete = complete and not self._path(key).exists()
+                complete = self._remove(key) and complete
         return complete
 
     def clear(self) -> list[ChunkInfo]:
@@ -247,27 +256,48 @@ class ChunkStore:
             self._closed = True
             self._files.release()
 
-    def _write(self, file: Path, key: str, meta: str, payload: memoryview, used_ns: int) -> None:
+    def _write(self, name: str, key: str, meta: str, payload: memoryview, used_ns: int) -> None:
         try:
-            write_chunk(file, key, meta, payload, used_ns)
+            write_chunk(self._files.at(name), key, meta, payload, used_ns)
         except FileNotFoundError:
             # Someone removed the directory, e.g. to free the disk in a hurry.
             with self._lock:
                 self._reopen()
-            write_chunk(file, key, meta, payload, used_ns)
+            write_chunk(self._files.at(name), key, meta, payload, used_ns)
+
+    def _give_up(self, temporary: str | None) -> None:
+        """Count a chunk that was not stored; what can't be removed of it keeps its room."""
+        with self._lock:
+            self._count["dropped"] += 1
+            if temporary is None:
+                return
+            try:
+                self._files.at(temporary).unlink(missing_ok=True)
+            except OSError:
+                self._count["errors"] += 1
+            else:
+                self._index.release(temporary)
+
+    def _unread(self, key: str, entry: Entry, error: OSError) -> None:
+        """Count a read that failed: of this process, of a disk that is gone, or of this file."""
+        with self._lock:
+            self._count.update(misses=1, errors=1)
+            entry.failed_reads += error.errno == errno.EIO
+            if entry.failed_reads >= _FAILED_READS and self._index.get(key) is entry:
+                self._index.hide(key)  # stored anew, it is another file
+        LOAD_DISK.failed("io")
+        self._unreadable.log(self.directory, error)
 
     # The lock is held in everything below.
 
-    def _path(self, key: str) -> Path:
-        return self._files.file(key)
-
-    def _publish(self, temporary: Path, key: str, info: ChunkInfo, used_ns: int) -> None:
+    def _publish(self, temporary: str, key: str, info: ChunkInfo, used_ns: int) -> None:
         """Give a complete file its name, and let it be read."""
         if self._closed:  # the directory may belong to another process by now
             raise OSError("the store was closed during the write")
-        temporary.rename(self._path(key))
+        name = self._files.publish(temporary, key)
+        self._index.remove(name)  # a file that could not be read had this name
         # At once, or another put would find it counted twice, and evict for it.
-        self._index.release(temporary.name)
+        self._index.release(temporary)
         self._index.add(key, info, used_ns)
         self._count["stored"] += 1
 
@@ -276,11 +306,12 @@ class ChunkStore:
         try:
             self._files.open(lock_seconds)
             self._index.clear()
-            for chunk in self._files.scan():
-                if chunk is None:
-                    self._count["corrupt"] += 1
-                else:
-                    self._index.add(*chunk)
+            chunks = list(self._files.scan())
+            self._count["corrupt"] += chunks.count(None)
+            for key, used_ns in self._index.add_earlier(filter(None, chunks)).items():
+                self._files.mark(key, used_ns)
+            for name, size in self._files.unreadable.items():
+                self._index.add(name, ChunkInfo("", size), 0, hidden=True)
             self._make_room(0)
         except OSError as error:
             self._files.release()
@@ -290,9 +321,8 @@ class ChunkStore:
             ) from error
 
     def _reopen(self) -> None:
-        if self._closed or self.directory.exists():  # another thread was faster
+        if self._closed or self._files.is_in_place():  # another thread was faster
             return
-        self._files.release()
         try:
             self._open(lock_seconds=0)
         except SettingsError as error:
@@ -302,14 +332,38 @@ class ChunkStore:
         if self._index.mark(key, used_ns):
             self._files.mark(key, used_ns)
 
-    def _remove(self, key: str) -> None:
+    def _remove(self, key: str) -> bool:
+        """Remove a chunk; one whose file stays is hidden, keeps its room, and False is returned."""
+        try:
+            self._files.remove(key)
+        except OSError:
+            self._count["errors"] += 1
+            self._index.hide(key)
+            return False
         self._index.remove(key)
-        self._files.remove(key)
+        return True
 
     def _make_room(self, need: int) -> bool:
-        """Evict until `need` more bytes fit; False, with nothing evicted, if they can't."""
-        possible = self._index.fits(need) or self._index.can_fit(need)
-        for key in self._index.evict(need) if possible else ():
-            self._remove(key)
-            self._count["evicted"] += 1
-        return possible
+        """Evict until `need` more bytes fit; False, with nothing evicted, if they can't.
+
+        Raises:
+            OSError: files that had to go for it can't be removed.
+        """
+        if not self._index.fits(need) and not self._index.can_fit(need):
+            return False
+        failed: list[OSError] = []
+        for key in self._index.evict(need):
+            try:
+                self._files.remove(key)
+            except OSError as error:
+                failed.append(error)
+                self._index.mark(key, self._index.now())
+                if len(failed) == _TRIES:
+                    break
+            else:
+                self._index.remove(key)
+                self._count["evicted"] += 1
+        fits = self._index.fits(need)
+        if failed and not fits:
+            raise failed[-1]
+        return fits

@@ -1,60 +1,121 @@
-"""One process at a time in a directory."""
+"""A directory of this user's alone, with one process at a time in it."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import stat
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from lmcache_xpu.errors import SettingsError
 
-if TYPE_CHECKING:
-    from pathlib import Path
+__all__ = ["DirectoryLock", "check_owner"]
 
-__all__ = ["DirectoryLock"]
+_OWN = "of the user that runs this process, and no link"
 
 
 class DirectoryLock:
-    """Holds `directory` from construction until `release`, through flock on a file in it.
+    """Holds `directory` from construction until `release`, through flock on it and on a file in it.
 
-    The kernel lets go of it however the process ends. The file stays and names the last holder.
+    The kernel lets go of both however the process ends. The file stays and names the last holder;
+    versions before 0.2 lock it alone. The directory's mode becomes 0700.
 
     Args:
         directory: must exist.
         wait_seconds: how long to wait for another holder, e.g. an engine that is shutting down.
 
+    Attributes:
+        held: a path to the directory that leads there while it is held, whatever the owner of a
+            parent puts in its place.
+
     Raises:
-        SettingsError: another process, or another lock in this one, holds it.
+        SettingsError: another process, or another lock in this one, holds it; it or its lock file
+            is a link or belongs to another user.
         OSError: the lock file can't be created or opened.
     """
 
     def __init__(self, directory: Path, wait_seconds: float) -> None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        self._fd = os.open(directory / "lock", flags, 0o600)
-        deadline = time.monotonic() + wait_seconds
+        self._directory = directory
+        self._fds: list[int] = []
+        try:
+            self._open()
+            self._wait(wait_seconds)
+        except BaseException:
+            self.release()
+            raise
+        self.held = Path(f"/proc/self/fd/{self._fds[0]}")
+
+    def release(self) -> None:
+        """Let go; may be called twice."""
+        while self._fds:
+            os.close(self._fds.pop())
+
+    def is_in_place(self) -> bool:
+        """Whether the directory is still where it was: someone may have removed it."""
+        try:
+            return os.path.samestat(self._directory.lstat(), os.fstat(self._fds[0]))
+        except OSError:
+            return False
+
+    def _open(self) -> None:
+        check_owner(self._directory, {os.geteuid()}, link=False)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._fds.append(os.open(self._directory, flags))
+        if os.fstat(self._fds[0]).st_uid != os.geteuid():  # replaced since
+            raise SettingsError(f"directory {self._directory} of another user", _OWN)
+        os.fchmod(self._fds[0], 0o700)
+        # A pipe of this name must not block, and its reader must not be this process.
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        self._fds.append(os.open("lock", flags, 0o600, dir_fd=self._fds[0]))
+        file = os.fstat(self._fds[1])
+        if not stat.S_ISREG(file.st_mode) or file.st_uid != os.geteuid() or file.st_nlink != 1:
+            raise SettingsError(f"{self._directory}/lock", f"a file {_OWN}")
+
+    def _wait(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
         while not self._try():
             if time.monotonic() >= deadline:
-                holder = os.pread(self._fd, 32, 0).decode()
-                self.release()
+                holder = os.pread(self._fds[1], 32, 0).decode(errors="replace")
                 raise SettingsError(
-                    f"directory {directory} in use by process {holder}",
+                    f"directory {self._directory} in use by process {holder}",
                     "one directory for each process",
                     "Stop that process, or give this one another directory.",
                 )
             time.sleep(0.05)
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, str(os.getpid()).encode(), 0)
-
-    def release(self) -> None:
-        """Let go; may be called twice."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        with contextlib.suppress(OSError):  # a full disk; the holder's name is help alone
+            os.ftruncate(self._fds[1], 0)
+            os.pwrite(self._fds[1], str(os.getpid()).encode(), 0)
 
     def _try(self) -> bool:
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for fd in reversed(self._fds):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         return True
+
+
+def check_owner(directory: Path, users: set[int], *, link: bool) -> None:
+    """Refuse a directory of other users: they could replace what is in it.
+
+    Args:
+        directory: need not exist.
+        users: the owners to accept.
+        link: whether it may be a link, of one of these owners.
+
+    Raises:
+        SettingsError: it is another user's, or a link that must not be.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        owners = {directory.lstat().st_uid, directory.stat().st_uid}
+        if owners <= users and (link or not directory.is_symlink()):
+            return
+        raise SettingsError(
+            f"directory {directory} of user {', '.join(map(str, sorted(owners - users)))}"
+            if owners - users
+            else f"directory {directory} is a link",
+            _OWN,
+            "Remove it, give it to that user (chown), or name another directory.",
+        )

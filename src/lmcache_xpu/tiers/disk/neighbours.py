@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -50,10 +51,10 @@ class Neighbours:
         """Return the file of a chunk; None if there is none, or not any more."""
         if key in self._left:
             for directory in self._directories:
-                if (file := directory.file(key)).exists():
+                if os.access(file := directory.file(key), os.F_OK):
                     return file
             self._left.discard(key)
-        if self._shared is not None and (file := self._shared.file(key)).exists():
+        if self._shared is not None and os.access(file := self._shared.file(key), os.F_OK):
             return file
         return None
 
@@ -63,10 +64,8 @@ class Neighbours:
             return None
         try:
             chunk = scan_chunk(file)
-        except FileNotFoundError:  # removed since
+        except OSError:  # removed since, or not to be read now
             return None
-        except OSError:
-            chunk = None
         if chunk is not None and chunk[0] == key:
             return chunk[1]
         self._remove(file, key, "its header or its length is not right")
@@ -76,6 +75,7 @@ class Neighbours:
         """Read a chunk's payload into `buffer`, whose length must be the payload's.
 
         A damaged file is removed, as its own rank would do: it takes that for a removal by hand.
+        One that can't be read now stays.
 
         Returns:
             True if `buffer` holds the chunk; False on a miss, and then it may hold anything.
@@ -85,17 +85,15 @@ class Neighbours:
             return False
         try:
             fault = read_chunk(file, key, info, buffer)
-        except FileNotFoundError:
+        except OSError:
             return False
-        except OSError as error:
-            fault = str(error)
         if fault is not None:
             self._remove(file, key, fault)
         return fault is None
 
     def _remove(self, file: Path, key: str, fault: str) -> None:
         self._left.discard(key)
-        if not file.exists():
+        if not os.access(file, os.F_OK):
             return
         LOAD_DISK.failed("corrupt")
         with contextlib.suppress(OSError):  # gone already, or not ours to remove

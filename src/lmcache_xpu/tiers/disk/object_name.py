@@ -29,14 +29,13 @@ def object_key(name: str) -> ObjectKey | None:
     """Return the key that `object_name` wrote; None for a name of another version."""
     try:
         return EncodedObjectKey(**json.loads(name)).to_object_key()
-    except (TypeError, ValueError):
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
         return None
 
 
 def has_layout(text: str, layout: MemoryLayoutDesc) -> bool:
     """Whether `text`, as `ChunkLayout.text` wrote it, names these shapes and dtypes."""
-    try:
-        stored = ChunkLayout.parse(text)
-    except (AttributeError, KeyError, TypeError, ValueError):  # of another version
+    stored = ChunkLayout.parse(text)
+    if stored is None:  # of another version
         return False
     return stored.shapes == tuple(layout.shapes) and stored.dtypes == tuple(layout.dtypes)

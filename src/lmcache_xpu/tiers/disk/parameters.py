@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
+from lmcache_xpu.tiers.disk.lock import check_owner
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -100,7 +101,8 @@ class DiskSettings:
     def _left(self, world_size: int) -> list[int]:
         """Return the numbers of workers that there were once."""
         names = (path.name.removeprefix(self.prefix) for path in self.path.glob(f"{self.prefix}*"))
-        return sorted(int(name) for name in names if name.isdigit() and int(name) >= world_size)
+        numbers = [int(name) for name in names if name.isascii() and name.isdigit()]
+        return sorted(number for number in numbers if number >= world_size)
 
     def open_store(self, worker_id: int, world_size: int, pin_seconds: float) -> ChunkStore:
         """Open this worker's directory, and take over what workers left that no longer exist.
@@ -111,6 +113,7 @@ class DiskSettings:
         Raises:
             SettingsError: the directory can't be used, or another process uses it.
         """
+        self._check_owner()
         left = [number for number in self._left(world_size) if number % world_size == worker_id]
         store = ChunkStore(
             self.directory(worker_id),
@@ -127,12 +130,17 @@ class DiskSettings:
         Raises:
             SettingsError: the directory can't be used, or another process uses it.
         """
+        self._check_owner()
         store = ChunkStore(self.path / _SERVER_DIRECTORY, self.limit_bytes)
         self._log_room(store)
         return store
 
+    def _check_owner(self) -> None:
+        # Root's is right, too: what Kubernetes and Docker mount, or /var/cache.
+        check_owner(self.path, {0, os.geteuid()}, link=True)
+
     def _log_room(self, store: ChunkStore) -> None:
-        used, free = store.counters.bytes, shutil.disk_usage(self.path).free
+        used, free = store.counters.bytes, shutil.disk_usage(store.directory).free
         logger.info(
             "disk tier: %d chunks of earlier runs, %.2f of %.2f GiB, in %s",
             len(store),

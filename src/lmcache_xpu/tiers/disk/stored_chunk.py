@@ -55,7 +55,7 @@ class StoredChunk:
         info = infos.pop() if len(infos) == 1 else None
         if info is None:
             return None
-        layout: ChunkLayout | None = ChunkLayout.parse(info.meta)
+        layout = ChunkLayout.parse(info.meta)
         if layout is None or layout.size != info.payload_bytes:
             return None
         if cut is not None:

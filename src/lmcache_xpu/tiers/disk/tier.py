@@ -272,7 +272,7 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
     def clear(self) -> int:
         """Remove all that is not pinned; returns its tokens, each layer's where stored so."""
         layouts = [ChunkLayout.parse(info.meta) for info in self._store.clear()]
-        return sum(layout.tokens(self._hidden) for layout in layouts)
+        return sum(layout.tokens(self._hidden) for layout in layouts if layout is not None)
 
     def forget_model(self) -> bool:
         """Remove all chunks of this engine's model, pinned or not, also those being written.

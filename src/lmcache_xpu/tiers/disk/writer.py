@@ -10,7 +10,6 @@ import errno
 import functools
 import logging
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
@@ -94,7 +93,7 @@ class DiskWriter:
         that follow it: they are of no use without it.
         """
         futures: list[Future[None]] = []
-        now = time.time_ns()
+        now = self._store.now(len(keys))
         for age, (key, name, obj) in enumerate(zip(keys, names, objs, strict=True)):
             with self._lock:
                 if name in self.pending or name in self._store:
