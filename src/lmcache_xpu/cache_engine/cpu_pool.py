@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lmcache.utils import LayerCacheEngineKey
 from lmcache.v1.storage_backend import local_cpu_backend
 
+from lmcache_xpu.tiers.prompts import Prompts
 from lmcache_xpu.tiers.residency import CPU, chunk_name
 
 if TYPE_CHECKING:
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalCPUBackend", "reporting"]
 
-_AWAITED = 2**16  # chunks that look-ups have missed and nobody has stored, at most
-
 
 class LocalCPUBackend(local_cpu_backend.LocalCPUBackend):  # type: ignore[misc]  # untyped base
     """LMCache's CPU tier. It bears LMCache's name, which is the tier's name in logs."""
@@ -30,9 +29,9 @@ class LocalCPUBackend(local_cpu_backend.LocalCPUBackend):  # type: ignore[misc] 
     keys_in_request: list[CacheEngineKey]  # looked up and pinned, touched after the look-up
 
     @cached_property
-    def _prompts(self) -> dict[CacheEngineKey, Sequence[CacheEngineKey]]:
-        """By chunk that a look-up missed: all of its prompt, in order."""
-        return {}
+    def prompts(self) -> Prompts:
+        """What look-ups have missed; the disk tier stores in its order, too."""
+        return Prompts()
 
     def watch(self, residency: Residency) -> None:
         """Report chunks from now on. Call it before the first one is stored.
@@ -68,9 +67,7 @@ class LocalCPUBackend(local_cpu_backend.LocalCPUBackend):  # type: ignore[misc] 
             objs = list(_until_missing(map(self.hot_cache.get, keys)))
             if len(objs) < len(keys) and isinstance(keys[0], LayerCacheEngineKey):
                 return 0
-            if len(self._prompts) > _AWAITED:
-                self._prompts.clear()
-            self._prompts.update(dict.fromkeys(keys[len(objs) :], keys))
+            self.prompts.missed(keys, len(objs))
             if pin:
                 for obj in objs:
                     obj.pin()
@@ -86,9 +83,8 @@ class LocalCPUBackend(local_cpu_backend.LocalCPUBackend):  # type: ignore[misc] 
         answer = super().batched_submit_put_task(keys, *arguments, **options)
         if isinstance(self.hot_cache, OrderedDict) and keys:
             with self.cpu_lock:
-                prompt = self._prompts.get(keys[0], keys)
-                for key in keys:
-                    self._prompts.pop(key, None)
+                looked_up = self.prompts.find(keys[0])
+                prompt = looked_up[0].keys if looked_up else keys
                 for key in filter(self.hot_cache.__contains__, reversed(prompt)):
                     self.hot_cache.move_to_end(key)
         return answer

@@ -91,7 +91,7 @@ class ChunkStore:
         """Bytes of the files."""
         return self._index.used_bytes
 
-    def now(self, count: int = 1) -> int:
+    def now(self, count: int) -> int:
         """Take the time of last use for `count` chunks, see `ChunkIndex.now`."""
         with self._lock:
             return self._index.now(count)
@@ -114,7 +114,7 @@ class ChunkStore:
             key: name of the chunk.
             meta: returned by `info` as it is; must fit the header together with `key`.
             payload: one-byte items; must not change during the call.
-            used_ns: counts as the time of last use, see `now`; now if None, or if it is to come.
+            used_ns: counts as the time of last use; now if None, or if it is to come.
             is_lent: says whether the payload's memory was still the caller's, once it was read.
 
         Returns:
@@ -191,13 +191,18 @@ class ChunkStore:
             )
         return fault is None
 
-    def touch(self, keys: Iterable[str]) -> None:
-        """Mark chunks as used now, the first as the last used; kept over a restart."""
+    def touch(self, keys: Iterable[str]) -> int:
+        """Mark chunks as used now, the first as the last used; kept over a restart.
+
+        Returns:
+            The time of the first; each further one counts as used a nanosecond before.
+        """
         keys = list(keys)
         now = self.now(len(keys))
         for age, key in enumerate(keys):
             with self._lock:
                 self._mark(key, now - age)
+        return now
 
     def pin(self, key: str) -> bool:
         """Keep a chunk from eviction until as many `unpin`; False if it is not stored."""

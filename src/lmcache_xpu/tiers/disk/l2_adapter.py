@@ -102,7 +102,7 @@ class DiskL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # untyped base
         new_bytes = sum(
             obj.get_size() for name, obj in zip(names, objects, strict=True) if name not in stored
         )
-        self._writes.submit(keys, names, objects)
+        self._writes.submit(keys, names, objects, self._store.now(len(keys)))
         writes = [write for name in names if (write := self._writes.pending.get(name))]
 
         def result() -> L2StoreResult:

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
     from lmcache_xpu.tiers.disk.counters import Counters
+    from lmcache_xpu.tiers.prompts import Prompts
     from lmcache_xpu.tiers.residency import Residency
 
 __all__ = ["DiskTier"]
@@ -221,9 +222,11 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         """
         if not self._texts.shard.stores:
             return []
+        if not keys:
+            return []
         names = [self._holdings.name(key) for key in keys]
-        self._store.touch(names)
-        return self._writes.submit(list(keys), names, objs, on_complete_callback)
+        used_ns = self._used(keys[0]) or self._store.touch(names)
+        return self._writes.submit(list(keys), names, objs, used_ns, on_complete_callback)
 
     # Load
 
@@ -293,6 +296,19 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
     def get_allocator_backend(self) -> LocalCPUBackend:
         """LMCache's CPU pool: what is stored comes from it, what is loaded goes to it."""
         return self.local_cpu_backend
+
+    def _used(self, key: CacheEngineKey) -> int:
+        """Return when a chunk counts as used, after those before it; 0 if its prompt is unknown.
+
+        At the first store after a look-up, what is here of the prompt is marked as used.
+        """
+        prompts: Prompts | None = getattr(self.local_cpu_backend, "prompts", None)
+        if prompts is None or (looked_up := prompts.find(key)) is None:
+            return 0
+        prompt, place = looked_up
+        if not prompt.used_ns:
+            prompt.used_ns = self._store.touch([self._holdings.name(each) for each in prompt.keys])
+        return prompt.used_ns - place
 
     def close(self) -> None:
         """End the queued writes, within ten seconds, and let go of the directory; idempotent."""

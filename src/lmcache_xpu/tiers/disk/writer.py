@@ -85,15 +85,17 @@ class DiskWriter:
         keys: list[CacheEngineKey] | list[ObjectKey],
         names: list[str],
         objs: list[MemoryObj],
+        used_ns: int,
         on_complete: Callable[[CacheEngineKey], None] | None = None,
     ) -> list[Future[None]]:
-        """Queue chunks, the first to count as the last used; returns what was queued.
+        """Queue chunks; returns what was queued.
+
+        The first counts as used at `used_ns`, each further one a nanosecond before.
 
         Skips those that are stored or queued. One that exceeds the bound is dropped with all
         that follow it: they are of no use without it.
         """
         futures: list[Future[None]] = []
-        now = self._store.now(len(keys))
         for age, (key, name, obj) in enumerate(zip(keys, names, objs, strict=True)):
             with self._lock:
                 if name in self.pending or name in self._store:
@@ -103,7 +105,7 @@ class DiskWriter:
                     self.dropped += len(keys) - age
                     break
                 obj.ref_count_up()
-                job = functools.partial(self._write, key, name, obj, now - age, on_complete)
+                job = functools.partial(self._write, key, name, obj, used_ns - age, on_complete)
                 future = self._threads.submit(job)
                 self.pending[name] = future
                 self._pending_bytes = after
