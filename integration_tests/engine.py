@@ -120,9 +120,11 @@ class Engine:
         return {int(name.removeprefix("token_id:")): value for name, value in logprobs.items()}
 
     @contextlib.contextmanager
-    def answering(self, tokens: Sequence[int], max_tokens: int = 512) -> Iterator[httpx.Response]:
+    def answering(
+        self, tokens: Sequence[int], max_tokens: int = 512, **options: Any
+    ) -> Iterator[httpx.Response]:
         """An answer that comes, or is waited for; the connection is closed at the end."""
-        body = {"model": self.client.model, "prompt": tokens, "max_tokens": max_tokens}
+        body = {"model": self.client.model, "prompt": tokens, "max_tokens": max_tokens, **options}
         body |= {"stream": True, "ignore_eos": True}
         with self._http.stream("POST", "/v1/completions", json=body) as answer:
             yield answer

@@ -95,3 +95,38 @@ def test_files_are_for_the_service_alone(small: Engine, disk: Path):
     for path in inside:
         allowed = 0o700 if path.is_dir() else 0o600
         assert stat.S_IMODE(path.stat().st_mode) == allowed, path
+
+
+PARAMETERS = [
+    {"disagg_spec": {}},
+    {"disagg_spec": {"receiver_host": "localhost"}, "ret_first_tok": True},
+    {"ret_first_tok": True},
+    {"cached_token_stats": True},
+    {"do_remote_prefill": True, "remote_block_ids": [-1], "remote_engine_id": "x"},
+    {"lmcache.skip_save": "no"},
+    {"lmcache.skip_save": {"a": []}},
+    {"lmcache.tag.user": {"a": 1}},
+    {"lmcache.tag.user": ["a"], "lmcache.tag.": None},
+    {"lmcache.tag.user": "%" * 5000},
+    {"lmcache.tag.user@@": "@\n\0"},
+    {"lmcache.max_offload_tokens": "many"},
+    {"": {"": {"": []}}},
+]
+
+
+@pytest.mark.fails_without("parameters")
+def test_what_a_client_puts_in_a_request_ends_nothing(engine: Engine):
+    """It answers the others, and finds what they stored, whatever LMCache reads in a request."""
+    prompt = tokens("a client's parameters", 3 * CHUNK + 50)
+    expected = engine.recompute(prompt).token_ids
+    for number, parameters in enumerate(PARAMETERS):
+        own = tokens(("parameters", number), 2 * CHUNK + 50)
+        answer = engine.ask(own, 4, kv_transfer_params=parameters).token_ids
+        engine.forget()
+        assert engine.ask(own, 4, kv_transfer_params=parameters).token_ids == answer
+        with engine.answering(own, 200, kv_transfer_params=parameters):  # hangs up
+            pass
+    engine.ask(prompt, 1)
+    assert hit(engine, prompt) == (3 * CHUNK, 0)
+    engine.forget()
+    assert engine.ask(prompt).token_ids == expected

@@ -103,6 +103,11 @@ def _(module) -> None:
     module.Flow.moved = half
 
 
+@breaks("parameters", "kv_connector.request_guard")
+def _(module) -> None:
+    module.ServedRequest = lambda request: request
+
+
 @breaks("salt", "cache_engine.cache_salt")
 def _(module) -> None:
     module.salt_of = lambda request: ""
