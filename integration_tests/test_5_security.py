@@ -130,3 +130,11 @@ def test_what_a_client_puts_in_a_request_ends_nothing(engine: Engine):
     assert hit(engine, prompt) == (3 * CHUNK, 0)
     engine.forget()
     assert engine.ask(prompt).token_ids == expected
+
+
+@pytest.mark.fails_without("labels")
+def test_metrics_show_the_served_name_and_no_directory(engine: Engine, model: Path):
+    """They are read without a key."""
+    names = {labels.get("model_name") for _, labels, _ in engine.metrics().samples} - {None}
+    assert names == {engine.client.model}
+    assert str(model) not in engine._http.get("/metrics").text

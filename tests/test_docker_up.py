@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from lmcache_xpu.harness.engine_process import free_port
 
@@ -280,3 +281,34 @@ def test_down_and_logs_are_for_all_profiles(project, target):
     assert done.returncode == 0, done.stderr
     [(words, _)] = project.calls(target)
     assert profiles(words) == {"*"}
+
+
+def test_a_shared_tier_without_a_password_is_not_started(project):
+    (project.dri / "renderD128").touch()
+    project.set("COMPOSE_PROFILES", "xpu,shared-cache")
+    run = project.run("make", "up")
+    assert run.returncode != 0
+    assert "shared-cache needs LMCACHE_XPU_REMOTE_PASSWORD" in run.stderr
+    assert not project.calls("up")
+    project.set("LMCACHE_XPU_REMOTE_PASSWORD", "p" * 48)
+    assert project.run("make", "up").returncode == 0
+
+
+@pytest.mark.skipif(not shutil.which("sh"), reason="needs sh")
+@pytest.mark.parametrize("password", ["", "secret"])
+def test_nor_does_its_container_start_without_one(tmp_path, password):
+    """Whoever calls `docker compose` alone passes by `docker/up`."""
+    command = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["valkey"]["command"]
+    server = tmp_path / "valkey-server"
+    server.write_text("#!/bin/sh\nexec cat\n")
+    server.chmod(0o755)
+    script = command[2].replace("$$", "$").replace("${SHARED_CACHE_MB:-8192}", "1")
+    run = subprocess.run(
+        [*command[:2], script],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "PASSWORD": password},
+        capture_output=True,
+        text=True,
+    )
+    assert (run.returncode, run.stdout.strip()) == (
+        (0, 'requirepass "secret"') if password else (1, "")
+    )

@@ -108,6 +108,11 @@ def _(module) -> None:
     module.ServedRequest = lambda request: request
 
 
+@breaks("labels", "kv_connector.patches")
+def _(module) -> None:
+    module.PATCHES = [p for p in module.PATCHES if "_metadata_to_labels" not in p.attribute]
+
+
 @breaks("salt", "cache_engine.cache_salt")
 def _(module) -> None:
     module.salt_of = lambda request: ""

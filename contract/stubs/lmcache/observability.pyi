@@ -1,2 +1,6 @@
 class LMCacheStatsLogger:
     def __init__(self, metadata, log_interval, config=...): ...
+
+class PrometheusLogger:
+    @staticmethod
+    def _metadata_to_labels(metadata): ...

@@ -1,7 +1,8 @@
-"""The attributes of vLLM that are replaced; nothing of LMCache is.
+"""The attributes of vLLM and LMCache that are replaced.
 
 vLLM's workers tell a connector too little and too late, its scheduler goes on wrongly after a
-failed load, and LMCache's stock name is to mean our connector. Each replacement passes to the
+failed load, LMCache's metrics show a model's directory, and its stock name is to mean our
+connector. Each replacement passes to the
 original what does not concern our connector. `install` puts them in place when the modules that
 hold them are imported, so that a process which never imports one does not do so for this.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 import operator
 import os
 import sys
@@ -62,17 +64,14 @@ class Patch:
     def __call__(self, module: ModuleType) -> None:
         """Replace the attribute; does nothing when it is replaced already."""
         if self.needed(module) and not self.in_place(module):
-            owner, _, name = self.attribute.rpartition(".")
-            holder = operator.attrgetter(owner)(module) if owner else module
-            replacement = self.replace(getattr(holder, name))
+            holder, name = self._holder(module)
+            replacement: Any = self.replace(getattr(holder, name))
             replacement.__lmcache_xpu__ = True
             setattr(holder, name, replacement)
 
     def needed(self, module: ModuleType) -> bool:
         """Whether this version has the attribute, or should have."""
-        owner, _, name = self.attribute.rpartition(".")
-        holder = operator.attrgetter(owner)(module) if owner else module
-        return not self.optional or hasattr(holder, name)
+        return not self.optional or hasattr(*self._holder(module))
 
     def absent(self) -> bool:
         """Whether this version lacks the module, and need not have it."""
@@ -80,7 +79,11 @@ class Patch:
 
     def in_place(self, module: ModuleType) -> bool:
         """Whether the attribute is a replacement made here."""
-        return "__lmcache_xpu__" in vars(operator.attrgetter(self.attribute)(module))
+        return "__lmcache_xpu__" in vars(inspect.getattr_static(*self._holder(module)))
+
+    def _holder(self, module: ModuleType) -> tuple[Any, str]:
+        owner, _, name = self.attribute.rpartition(".")
+        return operator.attrgetter(owner)(module) if owner else module, name
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +148,15 @@ def _without_unreadable(original: Callable[..., Any]) -> Callable[..., Any]:
     return look_through_modules
 
 
+def _with_served_name(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def labels(metadata: Any) -> Any:
+        served = metadata.served_model_name or metadata.model_name
+        return {**original(metadata), "model_name": served}
+
+    return staticmethod(labels)
+
+
 PATCHES = (
     Patch(
         "vllm.v1.worker.worker_base",
@@ -172,6 +184,12 @@ PATCHES = (
         _without_unreadable,
         "on CPU a second engine of a process looks through all modules, and fails on LMCache's",
         optional=True,
+    ),
+    Patch(
+        "lmcache.observability",
+        "PrometheusLogger._metadata_to_labels",
+        _with_served_name,
+        "its metrics, which need no key, have the model's directory as a label",
     ),
 )
 STOCK = StockName()
