@@ -75,6 +75,11 @@ def test_a_salt_has_keys_of_its_own(seen):
     assert seen["salts"] == [0, cached(HIT), 0]
 
 
+def test_what_a_client_puts_in_a_request_ends_nothing(seen):
+    assert len(seen["strange"]) >= 7
+    assert all(seen["strange"])
+
+
 @pytest.mark.parametrize("fault", ["hung", "killed"])
 def test_a_server_that_does_not_answer_costs_hits_and_one_wait(seen, fault):
     first, second = seen[fault]

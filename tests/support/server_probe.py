@@ -82,6 +82,31 @@ def salted(engine: Engine, salt: str) -> int:
     return engine.external_hits() - before
 
 
+# What LMCache's connector reads in a request, as no client should send it.
+PARAMETERS: tuple[dict[str, Any], ...] = (
+    {"cached_token_stats": True},
+    {"disagg_spec": {}, "ret_first_tok": True},
+    {"do_remote_prefill": True, "do_remote_decode": True},
+    {"lmcache.max_offload_tokens": "many"},
+    {"lmcache.max_offload_tokens": [], "lmcache.skip_save": {}},
+    {"lmcache.tag.user": {"a": []}},
+    {"": {"": []}},
+)
+
+
+def strange(engine: Engine) -> list[bool]:
+    """Whether each request with such parameters is answered as another one is."""
+    tokens = prompt(CHUNK + 70)
+    expected, same = engine.ask(tokens), []
+    for parameters in PARAMETERS:
+        options = sampling()
+        options.extra_args = {"kv_transfer_params": parameters}
+        engine.forget()
+        [answer] = engine.llm.generate({"prompt_token_ids": tokens}, options, use_tqdm=False)
+        same.append(list(answer.outputs[0].token_ids) == expected)
+    return same
+
+
 def full(engine: Engine, server: CacheServer) -> dict[str, Any]:
     """A server all of whose memory another worker holds, and after that worker ended."""
     from support.lmcache_server import Client  # with LMCache, which vLLM can't start beside
@@ -115,6 +140,7 @@ def faults(engine: Engine, server: CacheServer, loads: str) -> dict[str, Any]:
         "first": {name: facts["hit"] for name, facts in references.items()},
         "hits": {n: asked(engine, references[n], LENGTHS[n]) for n in LENGTHS},
         "salts": [salted(engine, salt) for salt in ("a", "a", "b")],
+        "strange": strange(engine),
         "errors before": engine.llm.collective_rpc(counted)[0],
         "asks": engine.llm.collective_rpc(way_of_asking)[0],
         "begun early": engine.llm.collective_rpc(begun_early)[0],
