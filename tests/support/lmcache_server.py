@@ -176,6 +176,21 @@ class Client:
         self._client.end_session(key.request_id).result(WAIT_S)
         return len(numbers)
 
+    def compute(self, prompt: int, chunks: int, step: int) -> None:
+        """Look a prompt up that nobody has stored, and store it in steps, as an engine does."""
+        key = self._key(prompt, chunks, worker=None)
+        self._client.lookup(key, 1).result(WAIT_S)
+        assert not self._client.wait_prefetch_status(key.request_id, WAIT_S).result(WAIT_S)
+        for first in range(0, chunks, step):
+            last = min(first + step, chunks)
+            tokens = first * CHUNK_TOKENS, last * CHUNK_TOKENS
+            part = replace(key, start=tokens[0], end=tokens[1], worker_id=0)
+            slots, numbers = self._context.prepare_store(part, self._instance)
+            for slot, number in zip(slots, numbers, strict=True):
+                slot.copy_(content(prompt, first + number))
+            assert self._context.commit_store(part, self._instance, [])
+        self._client.end_session(key.request_id).result(WAIT_S)
+
     def hit(self, prompt: int, chunks: int) -> int:
         """Look a prompt up and retrieve its hit, whose bytes are compared; returns its chunks."""
         key = self._key(prompt, chunks, worker=None)
