@@ -16,6 +16,7 @@ import psutil
 import pytest
 import zmq
 from support.cache_server import CacheServer
+from support.listening import listening
 from support.lmcache_server import Client
 from support.other_user import NOBODY, as_nobody, needs_root
 from support.scripts import environment, run_script
@@ -24,7 +25,7 @@ from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.cache_server import server_environment
 from lmcache_xpu.launch.settings import Settings
 from lmcache_xpu.mp_connector.lent_memory import LentMemory
-from lmcache_xpu.mp_connector.server_socket import check_socket, make_directory
+from lmcache_xpu.mp_connector.server_socket import await_server, check_socket, make_directory
 
 SECRETS = {
     "LMCACHE_XPU_API_KEY": "planted-1",
@@ -245,3 +246,18 @@ def test_a_server_by_tcp_is_taken_only_when_it_is_named():
     assert Settings.load({**values, "server_url": "tcp://10.0.0.1:5555"})
     with pytest.raises(SettingsError, match="server_url"):
         Settings.load({**values, "server_url": "ipc://relative"})
+
+
+def test_what_listens_is_found_by_its_greeting(tmp_path):
+    """Nobody else on its port is taken for a server, and nobody is waited for without an end."""
+    directory = tmp_path / "s"
+    directory.mkdir(mode=0o700)
+    with listening(directory / "s.sock") as url:
+        await_server(url, 1)
+    with pytest.raises(SettingsError, match=r"no answer from an LMCache server at ipc://.*s\.sock"):
+        await_server(url, 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        begun = time.monotonic()
+        with pytest.raises(SettingsError, match="no answer"):
+            await_server(f"tcp://127.0.0.1:{silent.getsockname()[1]}", 0.3)
+        assert time.monotonic() - begun < 2

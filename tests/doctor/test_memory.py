@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 from support.checks import B60, GIB, load, said
+from support.listening import listening
 
 from lmcache_xpu.doctor import memory
 from lmcache_xpu.errors import SettingsError
@@ -40,9 +41,13 @@ def test_the_cpu_tier_against_memory_and_limit(
 
 def test_the_memory_of_a_server_that_runs_is_not_asked_for_again(machine, root):
     (root / "sys/fs/cgroup/memory.max").write_text(str(4 * GIB))
-    server = {"cache": "server", "server_url": "tcp://127.0.0.1:5555"}
     assert memory.check_memory(machine(), load(cpu_gib=5, cache="server")).outcome == "fail"
-    assert memory.check_memory(machine(), load(cpu_gib=5, **server)).outcome == "ok"
+    with listening() as url:
+        settings = load(cpu_gib=5, cache="server", server_url=url)
+        assert memory.check_memory(machine(), settings).outcome == "ok"
+    check = memory.check_memory(machine(), settings)
+    assert (check.outcome, check.name) == ("fail", "LMCache's server")
+    assert url in str(check)
 
 
 def test_the_limit_of_a_container_stops_serve_too(machine, root):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 
 import pytest
+from support.listening import listening
 from support.scripts import run_script
 
 from lmcache_xpu.errors import SettingsError
@@ -110,8 +112,13 @@ def test_a_cpu_tier_larger_than_memory(free):
     with pytest.raises(SettingsError, match=r"CPU tier of 2e\+06 GiB in all"):
         preflight(load(cpu_gib=1e6, tensor_parallel=2, port=free), {})
     preflight(load(cpu_gib=1e6, offload=False, port=free), {})
-    server = {"cache": "server", "server_url": "tcp://127.0.0.1:1"}  # which has its memory already
-    preflight(load(cpu_gib=1e6, port=free, **server), {})
+    with listening() as url:  # which has its memory already
+        server = load(cpu_gib=1e6, port=free, cache="server", server_url=url)
+        preflight(server, {})
+    begun = time.monotonic()
+    with pytest.raises(SettingsError, match=f"no answer from an LMCache server at {url}"):
+        preflight(server, {})
+    assert time.monotonic() - begun < 3
     with pytest.raises(SettingsError, match="CPU tier"):
         preflight(load(cpu_gib=1e6, cache="server", port=free), {})
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import shutil
 
 from lmcache_xpu.doctor.check import Check, fail, ok, warn
+from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.engine_arguments import engine_variables
 from lmcache_xpu.launch.machine import Machine, TorchFacts
+from lmcache_xpu.launch.preflight import check_server
 from lmcache_xpu.launch.settings import Settings
 from lmcache_xpu.transfer import pool_memory
 
@@ -21,6 +23,10 @@ def check_memory(machine: Machine, settings: Settings) -> Check:
     """Check that the CPU tier fits into memory, now and at all."""
     name = "host memory"
     if settings.server_url is not None:
+        try:
+            check_server(settings.server_url)
+        except SettingsError as error:
+            return fail("LMCache's server", error.found, error.fix)
         return ok(name, f"the CPU tier is that of {settings.server_url}, which has it already")
     tier = settings.cpu_gib * settings.devices
     have, free = machine.memory_bytes() / GIB, machine.available_bytes() / GIB

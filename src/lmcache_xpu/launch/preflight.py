@@ -13,7 +13,7 @@ from lmcache_xpu.launch.engine_arguments import lmcache_config
 from lmcache_xpu.launch.machine import Machine
 from lmcache_xpu.launch.model_support import check_layers
 from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
-from lmcache_xpu.mp_connector.server_socket import check_socket
+from lmcache_xpu.mp_connector.server_socket import await_server, check_socket
 
 __all__ = [
     "check_disk",
@@ -22,8 +22,11 @@ __all__ = [
     "check_model",
     "check_port",
     "check_render_nodes",
+    "check_server",
     "preflight",
 ]
+
+SERVER_S = 2.0  # that LMCache's server has to greet
 
 
 def preflight(
@@ -45,7 +48,7 @@ def preflight(
         if settings.server_url is None:
             check_memory(settings.cpu_gib * settings.devices, machine)
         else:  # which has its memory already
-            check_socket(settings.server_url)
+            check_server(settings.server_url)
         if settings.disk_path is not None:
             check_disk(settings.disk_path)
 
@@ -105,6 +108,16 @@ def check_memory(pool_gib: float, machine: Machine) -> None:
             f"less than the {total / 2**30:.1f} GiB of this machine or container",
             "Lower cpu_gib.",
         )
+
+
+def check_server(url: str) -> None:
+    """Refuse an LMCache server that does not listen, or another user's.
+
+    Raises:
+        SettingsError: names its address, two seconds later at most.
+    """
+    check_socket(url)
+    await_server(url, SERVER_S)
 
 
 def check_render_nodes(machine: Machine) -> None:

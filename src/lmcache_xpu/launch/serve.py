@@ -25,7 +25,7 @@ from lmcache_xpu.launch.cache_server import (
 )
 from lmcache_xpu.launch.engine_arguments import engine_variables, lmcache_config, vllm_arguments
 from lmcache_xpu.launch.model_support import check_layers, check_reachable
-from lmcache_xpu.launch.preflight import check_model
+from lmcache_xpu.launch.preflight import check_model, check_server
 from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
 from lmcache_xpu.versions import version_of
 
@@ -57,6 +57,8 @@ def serve(settings: Settings, check: Callable[[Settings], None], *, dry_run: boo
     settings = resolve_device(settings)
     if dry_run:
         check_model(settings.model)
+        if settings.offload and settings.server_url is not None:
+            check_server(settings.server_url)
     else:
         check(settings)
         check_reachable(settings.model)

@@ -15,7 +15,6 @@ vLLM makes one in its scheduler and one in each worker; each has its half of the
 from __future__ import annotations
 
 import logging
-import time
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
@@ -26,7 +25,7 @@ from lmcache_xpu.kv_connector.orphans import end_with_parent
 from lmcache_xpu.mp_connector.adapters import SERVER_URLS
 from lmcache_xpu.mp_connector.kv_cache_groups import cache_groups
 from lmcache_xpu.mp_connector.scheduler_half import SchedulerHalf
-from lmcache_xpu.mp_connector.server_socket import SCHEME, check_socket
+from lmcache_xpu.mp_connector.server_socket import SCHEME, await_server, check_socket
 from lmcache_xpu.mp_connector.worker_half import WorkerHalf
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ __all__ = ["ServerConnector"]
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 PREFIX = "lmcache.mp."  # of LMCache's options in vLLM's extra configuration
-CONNECT_S = 60.0  # that a server has to come up
+CONNECT_S = 60.0  # that a server has to listen
 REFUSED = ("lazy_offload", "eager_prefetch", "transfer_intermediate_tensors")
 
 
@@ -73,17 +72,15 @@ class ServerConnector(SchedulerHalf, WorkerHalf):
         groups = cache_groups(kv_cache_config)
         if len(groups) > 1:
             versions.check_groups(versions.installed())
-        deadline = time.monotonic() + CONNECT_S
-        while not hasattr(self, "_group_tokens_per_block"):  # LMCache's, once the server answers
-            try:
-                super().__init__(vllm_config, role, kv_cache_config)
-            except ConnectionError as error:
-                if time.monotonic() > deadline:
-                    raise SettingsError(
-                        f"no answer from an LMCache server at {url}",
-                        f"one that answers within {CONNECT_S:.0f} s",
-                        "Start it, or leave server_url unset and `lmcache-xpu serve` does.",
-                    ) from error
+        await_server(url, CONNECT_S)
+        try:
+            super().__init__(vllm_config, role, kv_cache_config)
+        except ConnectionError as error:
+            raise SettingsError(
+                f"a server at {url} that is none of LMCache's, or hangs ({error})",
+                "one that answers",
+                "Start it anew, or leave server_url unset and `lmcache-xpu serve` does.",
+            ) from error
         # Newer vLLM hears of requests, each as a whole: of a part LMCache would count tokens twice.
         self._report_request_errors = hasattr(KVConnectorBase_V1, "get_transfer_results")
         if role is KVConnectorRole.SCHEDULER:

@@ -8,30 +8,40 @@ lets it run code.
 from __future__ import annotations
 
 import os
+import socket
 import stat
+import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import zmq
 
 from lmcache_xpu.errors import SettingsError
 
-__all__ = ["SCHEME", "check_socket", "listen_at", "make_directory", "refuse_inline_tensors"]
+__all__ = [
+    "SCHEME",
+    "await_server",
+    "check_socket",
+    "listen_at",
+    "make_directory",
+    "refuse_inline_tensors",
+]
 
 SCHEME = "ipc://"
 _LONGEST = 107  # bytes of a socket's path: sockaddr_un has 108
 
 
-def make_directory(socket: Path) -> None:
+def make_directory(file: Path) -> None:
     """Make the directory of a socket, for this user alone, if it is missing.
 
     Raises:
         SettingsError: another user can reach it, or the socket's path is too long.
     """
-    if len(os.fsencode(socket)) > _LONGEST:
-        raise SettingsError(f"a socket at {socket}", f"a path of at most {_LONGEST} bytes")
-    socket.parent.mkdir(mode=0o700, exist_ok=True)
-    check_socket(f"{SCHEME}{socket}")
+    if len(os.fsencode(file)) > _LONGEST:
+        raise SettingsError(f"a socket at {file}", f"a path of at most {_LONGEST} bytes")
+    file.parent.mkdir(mode=0o700, exist_ok=True)
+    check_socket(f"{SCHEME}{file}")
 
 
 def check_socket(url: str) -> None:
@@ -60,20 +70,55 @@ def check_socket(url: str) -> None:
         )
 
 
-def listen_at(server: Any, socket: str) -> None:
+def await_server(url: str, seconds: float) -> None:
+    """Wait until a server listens: until it greets who connects, as ZeroMQ's sockets do.
+
+    LMCache's own client is not made for it: each one keeps files open.
+
+    Raises:
+        SettingsError: none listens after so many seconds.
+    """
+    deadline = time.monotonic() + seconds
+    while not _greets(url, max(0.1, deadline - time.monotonic())):
+        if time.monotonic() > deadline:
+            raise SettingsError(
+                f"no answer from an LMCache server at {url}",
+                f"one that answers within {seconds:.0f} s",
+                "Start it, or leave server_url unset and `lmcache-xpu serve` does.",
+            )
+        time.sleep(0.1)
+
+
+def _greets(url: str, timeout_s: float) -> bool:
+    at = urlsplit(url)
+    family, address = (
+        (socket.AF_UNIX, at.path)
+        if url.startswith(SCHEME)
+        else (socket.AF_INET, (at.hostname, at.port))
+    )
+    try:
+        with socket.socket(family) as peer:
+            peer.settimeout(timeout_s)
+            peer.connect(address)
+            return peer.recv(1) == b"\xff"  # ZMTP 3.1, section 2.1: the signature
+    except OSError:
+        return False
+
+
+def listen_at(server: Any, file: str) -> None:
     """Let a server that was not started yet listen at a socket file instead of its TCP port.
 
     A peer that has connected to the port in between is cut off with it.
 
     Args:
         server: LMCache's `MessageQueueServer`.
-        socket: the file's path.
+        file: the socket's path.
     """
     server.poller.unregister(server.socket)
     server.socket.close(linger=0)
     server.socket = server.ctx.socket(zmq.ROUTER)
     server.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    server.socket.bind(f"{SCHEME}{socket}")
+    server.socket.bind(f"{SCHEME}{file}")
     server.poller.register(server.socket, zmq.POLLIN)
 
 
