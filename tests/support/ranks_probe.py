@@ -26,21 +26,17 @@ SLOW_S = 1.5  # what a read of one file takes then
 
 
 def watch_loads(worker):
-    """Count loads that begin before their step, and those that it is left to begin."""
+    """Count the loads that begin with their step."""
     from lmcache_xpu.kv_connector.step_loads import StepLoads
 
-    early, begin = StepLoads.load_early, StepLoads.begin
-    worker.loads = {"early": 0, "with the step": 0}
-
-    def load_early(loads):
-        worker.loads["early"] += 1
-        early(loads)
+    begin = StepLoads.begin
+    worker.loads = 0
 
     def begin_with_step(loads):
-        worker.loads["with the step"] += loads.count
+        worker.loads += loads.count
         begin(loads)
 
-    StepLoads.load_early, StepLoads.begin = load_early, begin_with_step
+    StepLoads.begin = begin_with_step
 
 
 def loads_watched(worker):

@@ -204,16 +204,12 @@ class LMCacheXPUConnector(StatsHooks, KVConnectorBase_V1):  # type: ignore[misc]
         """What has changed in this worker since the last call: its tiers, its weights."""
         return self.worker_side.report()
 
-    # The worker's half, called by `worker_hooks` and `rank_calls`
+    # The worker's half, called by `worker_hooks`
 
     def begin_step(self, connector_metadata: StepMetadata) -> None:
         """Load what a step needs while vLLM prepares it."""
         if self.worker_side.begin_step(connector_metadata):
             super().bind_connector_metadata(connector_metadata)
-
-    def begin_load(self, metadata: StepMetadata) -> None:
-        """Begin a load of the next step, as `rank_calls` brings it."""
-        self.worker_side.begin_load(metadata)
 
     def end_enqueueing(self) -> None:
         """Collect garbage again: the device has work."""

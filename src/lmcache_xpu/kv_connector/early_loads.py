@@ -1,10 +1,9 @@
 """Loads that begin while vLLM still schedules the other requests of a step.
 
 vLLM decides on a whole step before its worker hears of it. For four prompts of 17,000 tokens that
-took 17 milliseconds on the host of an H200, in which the link was idle. So a request's load begins
-as soon as it has its blocks: by a call where scheduler and worker share a process (one device),
-else by a message to all ranks. The step then finds it begun, see `StepLoads`. What is left out
-here, or can't begin yet, begins with the step.
+took 17 milliseconds, in which the link was idle. So a request's load begins as soon as it has its
+blocks, where scheduler and worker share a process (one device). The step then finds it begun, see
+`StepLoads`. What is left out here, or can't begin yet, begins with the step.
 
 This is the scheduler's half. vLLM runs no step between its decision and the step that it is for,
 and takes back nothing that it decided (`Scheduler.schedule`: only requests that ran before are
@@ -14,9 +13,8 @@ preempted, and none is admitted in such a step).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from lmcache_xpu.errors import TransferError
 from lmcache_xpu.kv_connector.step_metadata import StepMetadata
 from lmcache_xpu.transfer.slots import slots_of
 from lmcache_xpu.versions.lmcache import ReqMeta, extract_request_configs
@@ -24,38 +22,12 @@ from lmcache_xpu.versions.lmcache import ReqMeta, extract_request_configs
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+    from lmcache_xpu.kv_connector.worker import WorkerSide
+
 __all__ = ["EarlyLoads"]
 
 
-class Workers(Protocol):
-    """The worker's half of the connector in this process, or those of all ranks."""
-
-    def begin_load(self, metadata: StepMetadata) -> object:
-        """Begin to load what is said of one request, where that is possible."""
-
-
-class _Counted(Sequence[int]):
-    """So many tokens, of which a rank is told no more.
-
-    Raises:
-        TransferError: LMCache looks at them, because it has no keys from a look-up.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return _Counted(len(range(self._count)[index]))
-        raise TransferError(
-            "chunks of a load that are named by its tokens", "the keys that its look-up pinned"
-        )
-
-
-class _Prefix(_Counted):
+class _Prefix(Sequence[int]):
     """The first tokens of a request, of which `[:n]` gives the first n, without a copy.
 
     LMCache counts tokens and cuts them, and looks at none of chunks whose keys it has from their
@@ -63,8 +35,11 @@ class _Prefix(_Counted):
     """
 
     def __init__(self, tokens: Sequence[int], count: int) -> None:
-        super().__init__(count)
         self._tokens = tokens
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, int):
@@ -74,10 +49,6 @@ class _Prefix(_Counted):
             return _Prefix(self._tokens, stop)
         return self._tokens[start:stop:step]
 
-    def __reduce__(self) -> tuple[type[_Counted], tuple[int]]:
-        """Send ranks the number of the tokens alone."""
-        return _Counted, (self._count,)
-
 
 class EarlyLoads:
     """Begins the loads of one scheduler's connector.
@@ -85,7 +56,7 @@ class EarlyLoads:
     Args:
         adapter: LMCache's connector.
         block_size: tokens of a block.
-        workers: finds the worker's half, or all ranks; None if they can't be reached now.
+        worker: finds the worker's half; None if it is in another process.
         named: gives the tokens by which LMCache names a request's chunks; see `cache_salt`.
     """
 
@@ -93,12 +64,12 @@ class EarlyLoads:
         self,
         adapter: Any,
         block_size: int,
-        workers: Callable[[], Workers | None],
+        worker: Callable[[], WorkerSide | None],
         named: Callable[[str, Sequence[int]], Sequence[int]],
     ) -> None:
         self._adapter = adapter
         self._block_size = block_size
-        self._workers = workers
+        self._worker = worker
         self._named = named
 
     def begin(self, request: Request, blocks: Sequence[int]) -> None:
@@ -113,7 +84,7 @@ class EarlyLoads:
             return
         # Of images and embeddings LMCache makes names of its own, later.
         named_later = request.mm_features or request.prompt_embeds is not None
-        if named_later or (workers := self._workers()) is None:
+        if named_later or (worker := self._worker()) is None:
             return
         loaded, kept = spec.lmcache_cached_tokens, spec.vllm_cached_tokens // self._block_size
         slots = slots_of(blocks, self._block_size)
@@ -126,7 +97,7 @@ class EarlyLoads:
             load_spec=spec,
             request_configs=extract_request_configs(request.sampling_params),
         )
-        workers.begin_load(
+        worker.begin_load(
             StepMetadata(
                 [load], new_blocks=frozenset(blocks[kept:]), tokens=request.num_tokens - loaded
             )

@@ -27,7 +27,6 @@ import wrapt
 from lmcache_xpu import versions
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.kv_connector.failed_loads import beginning_anew
-from lmcache_xpu.kv_connector.rank_calls import remembering_executor
 
 STANDARD = "lmcache_xpu.gpu_connector.standard.VLLMPagedMemXPUConnectorV2"
 LAYERWISE = "lmcache_xpu.gpu_connector.layerwise.VLLMPagedMemLayerwiseXPUConnector"
@@ -170,13 +169,6 @@ PATCHES = (
         "Scheduler._handle_invalid_blocks",
         beginning_anew,
         "after a load that failed, gives wrong tokens with the runner that XPU uses",
-    ),
-    Patch(
-        "vllm.v1.executor.multiproc_executor",
-        "MultiprocExecutor.collective_rpc",
-        remembering_executor,
-        "a connector's scheduler is given no way to its ranks, whose loads could begin 5 to 10 ms "
-        "before they hear of their step",
     ),
     Patch(
         "vllm.triton_utils.dispatcher",

@@ -13,7 +13,6 @@ from lmcache_xpu.kv_connector.garbage import GarbageCollection
 from lmcache_xpu.kv_connector.hit_sources import hit_sources, lone_source
 from lmcache_xpu.kv_connector.load_policy import Hit
 from lmcache_xpu.kv_connector.near_worker import near_connector
-from lmcache_xpu.kv_connector.rank_calls import RankCalls
 from lmcache_xpu.kv_connector.request_guard import ServedRequest
 from lmcache_xpu.kv_connector.step_metadata import (
     StepMetadata,
@@ -77,7 +76,7 @@ class SchedulerSide:
         self._collection = GarbageCollection()
         self._epochs = Epochs()
         self._salts = CacheSalts(adapter, self._epochs.of)
-        self._loads = EarlyLoads(adapter, block_size, self._workers, self._salts.named)
+        self._loads = EarlyLoads(adapter, block_size, self._worker, self._salts.named)
         self._async_loads = AsyncLoads(adapter, block_size, self._salts.named)
         adapter.lookup_client.ask_near(self._near_engine)
 
@@ -290,12 +289,6 @@ class SchedulerSide:
         """Return LMCache's engine of the worker, if both are near; see `WorkerSide.near_engine`."""
         worker = self._worker()
         return None if worker is None else worker.near_engine()
-
-    def _workers(self) -> WorkerSide | RankCalls | None:
-        """Return what begins loads before a step: the worker's half, or calls to all ranks."""
-        if self._adapter.config.use_layerwise:
-            return None  # see `WorkerSide.begin_load`: ranks would be told in vain
-        return self._worker() or RankCalls.of(self._config)
 
     def _worker(self) -> WorkerSide | None:
         """Return the worker's half of the same engine, if it is in this process."""
