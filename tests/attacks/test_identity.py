@@ -258,7 +258,7 @@ def rows(kind: str) -> list[tuple[str, str]]:
     return [
         (name, cell[2].strip())
         for cell in cells
-        if len(cell) > 3  # noqa: PLR2004
+        if len(cell) > 3
         for name in re.findall(r"`(\w+)`", cell[1])
     ]
 
