@@ -37,10 +37,7 @@ NAMED: dict[str, tuple[str, ...]] = {
         *("lora_dtype", "target_modules", "enable_tower_connector_lora"),
         *("enable_moe_shared_loras",),
     ),
-    "parallel_config": (
-        *("decode_context_parallel_size", "prefill_context_parallel_size"),
-        *("cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size"),
-    ),
+    "parallel_config": ("decode_context_parallel_size", "prefill_context_parallel_size"),
     "load_config": ("model_loader_extra_config",),
     "attention_config": ("indexer_kv_dtype",),
 }
@@ -77,7 +74,7 @@ def settings_mark(vllm_config: VllmConfig) -> str:
     }
     if (method := _quantization(model)) is not None:
         changed["quantization"] = method
-    changed |= _by_length(model)
+    changed |= _by_length(model) | _by_interleaving(getattr(vllm_config, "parallel_config", None))
     # vLLM itself sets what the model's files say, or float32.
     usual = ("auto", "float32", *_of_files(model, "mamba_ssm_cache_dtype", "mamba_ssm_dtype"))
     if (dtype := getattr(vllm_config.cache_config, "mamba_ssm_cache_dtype", "auto")) not in usual:
@@ -135,6 +132,18 @@ def _by_length(model: ModelConfig) -> dict[str, Any]:
         if tuning is not True or source != "auto":
             changed["attn_temperature_tuning"] = [tuning, source]
     return changed
+
+
+def _by_interleaving(parallel: Any) -> dict[str, Any]:
+    """Return how many tokens in a row a rank keeps, where ranks share out tokens.
+
+    vLLM's workers take the older field over into the newer one, and its scheduler does not.
+    """
+    older = getattr(parallel, "dcp_kv_cache_interleave_size", 1)
+    size = older if older > 1 else getattr(parallel, "cp_kv_cache_interleave_size", 1)
+    ranks = getattr(parallel, "decode_context_parallel_size", 1)
+    ranks *= getattr(parallel, "prefill_context_parallel_size", 1)
+    return {"interleave": size} if ranks > 1 and size != 1 else {}
 
 
 def _of_files(model: ModelConfig, *names: str) -> list[Any]:
