@@ -38,6 +38,7 @@ class Model:
     hf_text_config: Any = field(default_factory=SimpleNamespace)
     multimodal_config: Any = None
     config_format: str = "auto"
+    original_max_model_len: int | None = None
     override_generation_config: dict[str, Any] = field(default_factory=dict)
 
 
@@ -86,6 +87,7 @@ def test_lengths_and_states_that_vllm_takes_by_default_keep_the_name():
     assert mark(hf_config=PHI3, max_model_len=4096) == ""
     assert mark(hf_config=SimpleNamespace(rope_parameters=LONGROPE), max_model_len=2**17) == ""
     assert mark(hf_config=LLAMA4, max_model_len=2**20) == ""
+    assert mark(hf_config=LLAMA4, max_model_len=2**14, original_max_model_len=-1) == ""
     assert mark(Cache(mamba_ssm_cache_dtype="bfloat16"), hf_text_config=STATES) == ""
     assert mark(Cache(mamba_ssm_cache_dtype="float32")) == ""
 

@@ -125,7 +125,9 @@ def _by_length(model: ModelConfig) -> dict[str, Any]:
             if (model.max_model_len > original) != by_default:
                 changed["longrope"] = not by_default
     if any(str(kind).startswith("llama4") for kind in _of_files(model, "model_type")):
-        by_length = True if model.max_model_len > _LLAMA4_LONG else None
+        # A length that vLLM fits to the memory (-1) shrinks when the model is made already.
+        fitted = getattr(model, "original_max_model_len", None) == -1
+        by_length = True if fitted or model.max_model_len > _LLAMA4_LONG else None
         overrides = getattr(model, "override_generation_config", None) or {}
         tuning = overrides.get("attn_temperature_tuning", by_length)
         source = getattr(model, "generation_config", "auto")
