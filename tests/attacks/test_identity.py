@@ -37,11 +37,25 @@ class Model:
     hf_config: Any = field(default_factory=SimpleNamespace)
     hf_text_config: Any = field(default_factory=SimpleNamespace)
     multimodal_config: Any = None
+    config_format: str = "auto"
+    original_max_model_len: int | None = None
+    override_generation_config: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Parallel:
+    decode_context_parallel_size: int = 1
+    prefill_context_parallel_size: int = 1
+    cp_kv_cache_interleave_size: int = 1
+    dcp_kv_cache_interleave_size: int = 1
 
 
 @dataclass
 class Cache:
     kv_cache_dtype_skip_layers: list[str] = field(default_factory=list)
+    mamba_cache_dtype: str = "auto"
+    mamba_ssm_cache_dtype: str = "auto"
+    use_replayssm: bool = False
     calculate_kv_scales: bool = False
 
 
@@ -63,6 +77,21 @@ def test_a_model_as_its_files_say_has_the_name_that_earlier_entries_have():
     assert mark(load_format="safetensors") == ""
 
 
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+PHI3 = SimpleNamespace(rope_parameters=LONGROPE, original_max_position_embeddings=4096)
+LLAMA4 = SimpleNamespace(model_type="llama4")
+STATES = SimpleNamespace(mamba_ssm_dtype="bfloat16")
+
+
+def test_lengths_and_states_that_vllm_takes_by_default_keep_the_name():
+    assert mark(hf_config=PHI3, max_model_len=4096) == ""
+    assert mark(hf_config=SimpleNamespace(rope_parameters=LONGROPE), max_model_len=2**17) == ""
+    assert mark(hf_config=LLAMA4, max_model_len=2**20) == ""
+    assert mark(hf_config=LLAMA4, max_model_len=2**14, original_max_model_len=-1) == ""
+    assert mark(Cache(mamba_ssm_cache_dtype="bfloat16"), hf_text_config=STATES) == ""
+    assert mark(Cache(mamba_ssm_cache_dtype="float32")) == ""
+
+
 YARN = {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}
 
 
@@ -82,6 +111,17 @@ YARN = {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}
         {"load_format": "dummy"},
         {"load_format": "dummy", "seed": 1},
         {"cache": Cache(kv_cache_dtype_skip_layers=["0"])},
+        {"cache": Cache(mamba_cache_dtype="float16")},
+        {"cache": Cache(mamba_ssm_cache_dtype="float16")},
+        {"cache": Cache(use_replayssm=True)},
+        {"config_format": "mistral"},
+        {"hf_config": PHI3, "max_model_len": 2**17},
+        {"hf_config": LLAMA4, "max_model_len": 2**15},
+        {
+            "hf_config": LLAMA4,
+            "max_model_len": 2**20,
+            "override_generation_config": {"attn_temperature_tuning": False},
+        },
     ],
 )
 def test_what_is_set_beside_the_files_is_in_the_name(model):
@@ -89,6 +129,23 @@ def test_what_is_set_beside_the_files_is_in_the_name(model):
     assert name == mark(**model) != ""
     others = [mark(hf_overrides=YARN | {"a": 1}), mark(quantization="awq"), mark()]
     assert name not in others
+
+
+def interleaved(**parallel: int) -> str:
+    return settings_mark(
+        SimpleNamespace(
+            model_config=Model(), cache_config=Cache(), parallel_config=Parallel(**parallel)
+        )
+    )
+
+
+def test_which_tokens_a_rank_keeps_is_in_the_name_for_scheduler_and_workers_alike():
+    shared = {"decode_context_parallel_size": 2}
+    scheduler = interleaved(**shared, dcp_kv_cache_interleave_size=16)
+    worker = interleaved(**shared, dcp_kv_cache_interleave_size=16, cp_kv_cache_interleave_size=16)
+    assert scheduler == worker
+    assert len({scheduler, interleaved(**shared), interleaved()}) == 3
+    assert interleaved() == interleaved(cp_kv_cache_interleave_size=16) == ""
 
 
 def test_the_order_of_what_is_set_is_not_in_the_name():
@@ -206,18 +263,68 @@ def test_a_request_without_a_name_is_neither_looked_up_nor_stored(adapter):
     assert not salts.computes("r")
 
 
-def test_the_page_lists_what_is_in_the_name():
-    page = Path(__file__).parents[2] / "docs/reference/what-names-a-chunk.md"
-    named, _, _ = page.read_text().partition("Entries that were stored without")
-    listed = set(re.findall(r"`(\w+)`", named)) - {"dummy", "seed", "quantization", "load_format"}
-    assert listed == {name for names in NAMED.values() for name in names} | set(ENVIRONMENT)
+PAGE = Path(__file__).parents[2] / "docs/reference/what-names-a-chunk.md"
+KINDS = {
+    "model_config": "ModelConfig",
+    "multimodal_config": "MultiModalConfig",
+    "cache_config": "CacheConfig",
+    "parallel_config": "ParallelConfig",
+    "lora_config": "LoRAConfig",
+    "load_config": "LoadConfig",
+    "attention_config": "AttentionConfig",
+    "speculative_config": "SpeculativeConfig",
+}
+WAYS = ("in the name", "refused", "no effect")
+
+
+def rows(kind: str) -> list[tuple[str, str]]:
+    """The fields that the page's table of a configuration has, each with its way."""
+    _, found, section = PAGE.read_text().partition(f"### {kind}\n")
+    assert found, f"add a section '### {kind}' to {PAGE.name}"
+    cells = [line.split("|") for line in section.split("\n#")[0].splitlines()]
+    return [
+        (name, cell[2].strip())
+        for cell in cells
+        if len(cell) > 3
+        for name in re.findall(r"`(\w+)`", cell[1])
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS.values())
+def test_the_page_has_each_field_once(kind):
+    listed = [name for name, _ in rows(kind)]
+    assert sorted(listed) == sorted(set(listed))
+    assert {way for _, way in rows(kind)} <= set(WAYS)
+
+
+@pytest.mark.parametrize("kind", KINDS.values())
+def test_the_page_has_every_field_of_this_vllm(kind):
+    """Fields that only other versions have may be there as well."""
+    config = pytest.importorskip("vllm.config")
+    if (found := getattr(config, kind, None)) is None:
+        pytest.skip(f"this vLLM has no {kind}")
+    new = {field.name for field in fields(found)} - {name for name, _ in rows(kind)}
+    assert not new, (
+        f"vLLM has new fields in {kind}: {sorted(new)}. Find out of each whether another value "
+        f"changes the bytes of the KV cache. If it does, add it to NAMED in model_settings.py, or "
+        f"refuse it there. Then add it to the table '{kind}' in docs/reference/{PAGE.name}."
+    )
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_the_page_says_of_each_named_field_that_it_is_in_the_name(name):
+    table = dict(rows(KINDS[name]))
+    assert {field: table.get(field) for field in NAMED[name]} == dict.fromkeys(
+        NAMED[name], "in the name"
+    )
+
+
+def test_the_page_has_each_variable_that_is_in_the_name():
+    assert set(re.findall(r"`(VLLM_\w+)`", PAGE.read_text())) == set(ENVIRONMENT)
 
 
 def test_every_named_field_is_one_of_this_vllm():
     """Or nothing would be named after an upgrade that moves it."""
-    pytest.importorskip("vllm")
-    from vllm import config
-
-    kinds = ("ModelConfig", "MultiModalConfig", "CacheConfig", "LoRAConfig")
-    for names, kind in zip(NAMED.values(), kinds, strict=True):
-        assert set(names) <= {field.name for field in fields(getattr(config, kind))}
+    config = pytest.importorskip("vllm.config")
+    for name, named in NAMED.items():
+        assert set(named) <= {field.name for field in fields(getattr(config, KINDS[name]))}
