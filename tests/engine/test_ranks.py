@@ -33,7 +33,7 @@ def report(request, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     env = environment(**threads_of_ranks(ranks))
     done = run_probe("ranks", model, directory / "disk", *request.param, env=env)
     inside = FROM_MEMORY if loads == "always" else 0
-    return {"ranks": ranks, "inside": inside, **printed(done)}
+    return {"ranks": ranks, "in steps": inside, **printed(done)}
 
 
 @pytest.mark.parametrize("tier", ["memory", "disk"])
@@ -43,7 +43,7 @@ def test_a_hit_restores_every_byte_on_all_ranks(report: dict[str, Any], name: st
 
 
 def test_loads_begin_on_all_ranks_with_their_step(report: dict[str, Any]):
-    assert report["loads"] == [report["inside"]] * report["ranks"]
+    assert report["loads"] == [report["in steps"]] * report["ranks"]
 
 
 def test_a_chunk_that_one_rank_lost_is_no_hit(report: dict[str, Any]):
