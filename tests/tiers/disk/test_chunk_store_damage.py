@@ -188,8 +188,7 @@ def test_files_that_cannot_be_removed_keep_their_room(store, directory, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", raising(errno.EPERM))
         for number in range(5, 20):
-            with pytest.raises(OSError, match="not permitted"):
-                again.put(str(number), "", payload(number))
+            assert not again.put(str(number), "", payload(number))
         assert not again.remove_all("0".__eq__)  # a reset: it is known to be incomplete
         assert "0" not in again
         assert [load(again, str(number)) == payload(number) for number in range(1, 5)] == [True] * 4

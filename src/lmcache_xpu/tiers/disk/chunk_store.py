@@ -68,6 +68,9 @@ class ChunkStore:
         self._index = ChunkIndex(limit_bytes, pin_seconds)
         self._count: Counter[str] = Counter()
         self._closed = False
+        self._stuck = Complaint(
+            "a file can't be removed for others (%s) (docs: troubleshooting#disk-not-stored)"
+        )
         self._unreadable = Complaint(
             "a chunk in %s could not be read, and stays: %s (docs: troubleshooting#disk-removed)"
         )
@@ -123,8 +126,7 @@ class ChunkStore:
 
         Raises:
             ValueError: key and meta are too long for the header.
-            OSError: the file could not be written, or none could be removed for it; nothing of it
-                is left, others are untouched.
+            OSError: the file could not be written; nothing of it is left, others are untouched.
         """
         need = disk_bytes(len(payload))
         stored, temporary = False, None
@@ -349,26 +351,21 @@ class ChunkStore:
         return True
 
     def _make_room(self, need: int) -> bool:
-        """Evict until `need` more bytes fit; False, with nothing evicted, if they can't.
-
-        Raises:
-            OSError: files that had to go for it can't be removed.
-        """
+        """Evict until `need` more bytes fit; False if they can't, or files can't be removed."""
         if not self._index.fits(need) and not self._index.can_fit(need):
             return False
-        failed: list[OSError] = []
+        failed = 0
         for key in self._index.evict(need):
             try:
                 self._files.remove(key)
             except OSError as error:
-                failed.append(error)
+                self._count["errors"] += 1
+                self._stuck.log(error)
                 self._index.mark(key, self._index.now())
-                if len(failed) == _TRIES:
+                failed += 1
+                if failed == _TRIES:
                     break
             else:
                 self._index.remove(key)
                 self._count["evicted"] += 1
-        fits = self._index.fits(need)
-        if failed and not fits:
-            raise failed[-1]
-        return fits
+        return self._index.fits(need)
