@@ -68,8 +68,11 @@ bench-device: ## The connectors on an accelerator, in the environment of PYTHON
 ##@ Test
 
 test: setup ## Unit tests, and end-to-end tests with real engines
-	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone and not matrix"
-	@$(BIN)/pytest -m "alone and not matrix"
+	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not (alone or matrix or tools)"
+	@$(BIN)/pytest -m "alone and not (matrix or tools)"
+
+test-tools: setup ## The demo, the benches, faults that tests have to see
+	@$(BIN)/pytest -m "tools and not matrix"
 
 test-models: setup ## Each model in each mode, LMCache's server in each way
 	@$(BIN)/pytest $(addprefix tests/engine/test_,models.py server.py server_soak.py) \

@@ -42,6 +42,12 @@ PARTS: dict[str, tuple[str, ...]] = {
         *("monitoring", "scripts/install.py", "tests/containers"),
         *(f"{SOURCE}cli", f"{SOURCE}launch"),
     ),
+    "tools": (
+        *PACKAGES,
+        *(f"{SOURCE}{name}" for name in ("bench", "harness", "cli", "launch", "tiers")),
+        *("tests/bench", "tests/fuzz", "tests/support", "tests/engine/test_demo.py"),
+        "tests/engine/test_server_soak.py",
+    ),
     "comparison": (*PACKAGES, *DATA_PATH, "loadtests", f"{SOURCE}launch", f"{SOURCE}harness"),
 }
 

@@ -274,6 +274,7 @@ def test_what_was_measured_is_written_and_a_failed_engine_of_ours_is_an_error(
 
 
 @pytest.mark.engine
+@pytest.mark.tools
 @pytest.mark.timeout(400)
 def test_hits_beside_others_and_conversations_in_a_real_engine(tmp_path: Path):
     file = tmp_path / "figures.json"

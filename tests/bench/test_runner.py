@@ -251,6 +251,7 @@ def test_digests_see_every_byte_and_its_place():
 
 
 @pytest.mark.engine
+@pytest.mark.tools
 @pytest.mark.timeout(400)
 def test_a_hit_is_exact_and_beats_recomputing(tmp_path: Path):
     figures = tmp_path / "figures.json"

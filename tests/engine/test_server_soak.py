@@ -36,7 +36,7 @@ def test_each_promise_can_be_broken(report, words):
 
 
 @pytest.mark.engine
-@pytest.mark.alone
+@pytest.mark.tools
 @pytest.mark.parametrize(
     "planted",
     [

@@ -31,6 +31,7 @@ def test_every_byte_is_what_the_oracle_says(target: str):
     assert cases >= campaign.SHORT[target][0]
 
 
+@pytest.mark.tools
 @pytest.mark.skipif(LONG, reason="faults are planted in the short form")
 @pytest.mark.parametrize("fault", FAULTS, ids=[fault.name for fault in FAULTS])
 def test_a_planted_fault_is_seen(fault: Fault):
