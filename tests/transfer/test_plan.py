@@ -78,17 +78,17 @@ def tensors_of(piece: Piece, memory: list[torch.Tensor]) -> list[torch.Tensor]:
     segments, chunks = piece.segments, memory[piece.chunks.start : piece.chunks.stop]
     tensors = segments.tensors(chunks)
     assert len(segments) == len(tensors)
-    assert segments.nbytes == sum(segments.lengths()) == piece.nbytes
-    assert segments.lengths() == [part.nbytes for part in tensors]
-    assert segments.largest == max(segments.lengths())
+    lengths = [part.nbytes for part in tensors]
+    assert segments.nbytes == sum(lengths) == piece.nbytes
+    assert segments.largest == max(lengths)
     staged = torch.empty(segments.nbytes, dtype=torch.uint8)
     places = segments.split(staged)
-    assert [place.nbytes for place in places] == segments.lengths()
+    assert [place.nbytes for place in places] == lengths
     copies = segments.copies(HostMemory(chunks).addresses)
     assert copies.addresses.tolist() == [part.data_ptr() for part in tensors]
     at = copies.places + staged.data_ptr()
     assert at.tolist() == [place.data_ptr() for place in places]
-    assert copies.sizes.tolist() == segments.lengths()
+    assert copies.sizes.tolist() == lengths
     return tensors
 
 

@@ -8,7 +8,20 @@ a step that was given one of their blocks waits on the device until the block ha
 keep this order; nothing here waits on the engine's thread. On CPU nothing runs beside anything: a
 layer is loaded when the engine comes to it.
 
-Each call belongs in some phases of a step, see `phase`.
+A step has four phases. Each call belongs in some of them; a call in another one is an error of the
+caller's, and an assertion:
+
+    call          IDLE        SCHEDULING  PREPARING   COMPUTING   what it does
+    schedule      SCHEDULING  stays       -           -           loads may begin before their step
+    begin_step    PREPARING   PREPARING   stays       PREPARING   new blocks wait for their readers
+    add_load      -           stays       stays       stays       enqueues the first layers
+    before_all    -           -           stays       stays       the engine waits for all layers
+    before_layer  stays       -           COMPUTING   stays       the engine waits for this layer
+    after_layer   stays       -           COMPUTING   stays       enqueues the next layers
+    end_step      stays       -           IDLE        IDLE        leaves nothing to load
+
+`protect`, `add_store`, `publish`, `release`, `drain` and `close` may be called in each phase. In
+IDLE, a layer is a drafter's: its turn comes when the step's loads have been ended.
 """
 
 from __future__ import annotations
@@ -17,6 +30,7 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import NamedTuple
 
 import torch
@@ -24,10 +38,30 @@ from lmcache.v1.memory_management import MemoryObj
 
 from lmcache_xpu.gpu_connector.finisher import Finisher
 from lmcache_xpu.gpu_connector.load_pipeline import Finished, LoadPipeline, group_starts
-from lmcache_xpu.gpu_connector.phase import Phase
-from lmcache_xpu.transfer.handles import StoreHandle, TransferHandle
+from lmcache_xpu.transfer.devices import StoreHandle, TransferHandle
 from lmcache_xpu.transfer.slots import blocks_of
 from lmcache_xpu.transfer.tuning import Tuning
+
+
+class Phase(Enum):
+    """Where the engine is between two ends of a step."""
+
+    IDLE = auto()  # no step has begun
+    SCHEDULING = auto()  # vLLM still decides on a step, and loads for it have begun
+    PREPARING = auto()  # the step is known, and the engine has not come to its first layer
+    COMPUTING = auto()  # the engine is at its layers
+
+    def check(self, call: str, *phases: Phase) -> None:
+        """Assert that a call of `InFlight` belongs in this phase.
+
+        Args:
+            call: its name.
+            phases: those in which it belongs.
+        """
+        assert self in phases, (
+            f"InFlight.{call} was called in phase {self.name}; "
+            f"it belongs in {' or '.join(phase.name for phase in phases)}."
+        )
 
 
 class _Load(NamedTuple):
@@ -64,8 +98,6 @@ class InFlight:
     def schedule(self, new_blocks: frozenset[int], tokens: int) -> None:
         """Prepare for a load of a request whose step vLLM still decides on.
 
-        Between steps or after another request of this step; leads to SCHEDULING.
-
         Args:
             new_blocks: IDs of the blocks that the load writes.
             tokens: number of the request's tokens that the step computes.
@@ -77,8 +109,7 @@ class InFlight:
     def begin_step(self, new_blocks: frozenset[int] | None, tokens: int | None = None) -> None:
         """Protect blocks that a store has yet to read, and go on with loads that have begun.
 
-        Between steps, after `schedule`, or after a step that vLLM gave up, as when a user
-        interrupts it; leads to PREPARING.
+        Also after a step that vLLM gave up, as when a user interrupts it.
 
         Args:
             new_blocks: IDs of the blocks that were given to a request since the last step, so that
@@ -101,7 +132,7 @@ class InFlight:
 
         Args:
             layers: number of the engine's layers.
-            tokens: number of tokens that are loaded.
+            tokens: that are loaded.
             layer_bytes: bytes of these tokens in one layer.
             tuning: of the engine's device.
         """
@@ -126,7 +157,7 @@ class InFlight:
                 load.start()
 
     def hold(self, load: LoadPipeline, objs: Sequence[MemoryObj]) -> None:
-        """Hold more memory for a load of this step, between its `add_load` and `end_step`."""
+        """Hold more memory for a load of this step."""
         self.phase.check("hold", Phase.SCHEDULING, Phase.PREPARING, Phase.COMPUTING)
         for item in self._loads:
             if item.load is load:
@@ -136,25 +167,18 @@ class InFlight:
 
     @property
     def loading(self) -> bool:
-        """Whether this step has loads. In each phase."""
+        """Whether this step has loads."""
         return bool(self._loads)
 
     def before_all(self) -> None:
-        """Let the engine's stream wait for all layers, where it does not stop at each.
-
-        In PREPARING, or in COMPUTING where vLLM asks for loads behind the layers.
-        """
+        """Let the engine's stream wait for all layers, where it does not stop at each."""
         self.phase.check("before_all", Phase.PREPARING, Phase.COMPUTING)
         for item in self._loads:
             with item.load.enduring():
                 item.load.before_all()
 
     def before_layer(self, layer: int) -> None:
-        """Let the engine's stream wait for a layer of all loads.
-
-        In PREPARING and COMPUTING; leads to COMPUTING. In IDLE it does nothing: a drafter comes to
-        its layers behind `end_step`, which has waited for them.
-        """
+        """Let the engine's stream wait for a layer of all loads."""
         self.phase.check("before_layer", Phase.IDLE, Phase.PREPARING, Phase.COMPUTING)
         if self.phase is Phase.PREPARING:
             self.phase = Phase.COMPUTING
@@ -167,10 +191,8 @@ class InFlight:
     def after_layer(self, layer: int) -> None:
         """Enqueue what comes after a layer that the engine has enqueued.
 
-        In PREPARING and COMPUTING; leads to COMPUTING. In IDLE it does nothing, as `before_layer`.
-        An engine that did not wait for its first layer is told so by `end_step`. So much is
-        enqueued that the link stays busy, and no more: behind the first layers the device waits
-        for this thread.
+        So much that the link stays busy, and no more: behind the first layers the device waits for
+        this thread. An engine that did not wait for its first layer is told so by `end_step`.
         """
         self.phase.check("after_layer", Phase.IDLE, Phase.PREPARING, Phase.COMPUTING)
         if self.phase is Phase.PREPARING:
@@ -188,9 +210,9 @@ class InFlight:
     def end_step(self) -> list[torch.Tensor]:
         """Let go of this step's loads, and return the slots of those that the engine missed.
 
-        In PREPARING and COMPUTING; leads to IDLE. In IDLE it returns nothing: vLLM asks twice.
-        The engine may ask before its drafter has run, so a drafter's layers are waited for here.
-        Nor would it do harm if that were too late: the model checks what a drafter proposes.
+        In IDLE it returns nothing: vLLM asks twice. The engine may ask before its drafter has run,
+        so a drafter's layers are waited for here. Nor would it do harm if that were too late: the
+        model checks what a drafter proposes.
 
         Returns:
             For each load that failed or was not waited for in time, its slots `[tokens]`.
@@ -216,10 +238,7 @@ class InFlight:
     def protect(self, new_blocks: frozenset[int] | None) -> None:
         """Let the engine's stream wait for stores that have yet to read some blocks.
 
-        In each phase; `begin_step` and `schedule` do it as well.
-
-        Args:
-            new_blocks: see `begin_step`.
+        `begin_step` and `schedule` do it as well; they say what `new_blocks` are.
         """
         self._reading = [item for item in self._reading if not item[0].gathered.reached()]
         if new_blocks == frozenset():
@@ -231,13 +250,13 @@ class InFlight:
     def release(
         self, objs: Sequence[MemoryObj], handles: Sequence[TransferHandle], finished: Finished
     ) -> None:
-        """Give up memory that is held for transfers, when these are done. In each phase."""
+        """Give up memory that is held for transfers, when these are done."""
         self._finisher.when_done(handles, functools.partial(_release, objs, handles, finished))
 
     def add_store(
         self, objs: Sequence[MemoryObj], stored: StoreHandle, slots: torch.Tensor
     ) -> None:
-        """Take over a store that was enqueued: `publish` waits for it. In each phase.
+        """Take over a store that was enqueued: `publish` waits for it.
 
         Args:
             objs: LMCache's objects that the store fills.
@@ -249,19 +268,16 @@ class InFlight:
             self._unpublished[id(obj)] = stored.transfer
 
     def publish(self, objs: Sequence[MemoryObj], put: Callable[[], None]) -> None:
-        """Call `put` when these objects are complete: now, or later from another thread.
-
-        In each phase, behind the objects' `add_store`.
-        """
+        """Call `put` when these objects are complete: now, or later from another thread."""
         handles = {self._unpublished.pop(id(obj), None) for obj in objs}
         self._finisher.when_done([handle for handle in handles if handle is not None], put)
 
     def drain(self) -> None:
-        """Wait until everything is complete and published. In each phase."""
+        """Wait until everything is complete and published."""
         self._finisher.drain()
 
     def close(self) -> None:
-        """Do as `drain` for the last time: the thread ends. In each phase, and again."""
+        """Do as `drain` for the last time: the thread ends. May be called again."""
         self._finisher.close()
 
     def _protect_and_feed(self, new_blocks: frozenset[int] | None, tokens: int | None) -> None:
@@ -279,7 +295,7 @@ class InFlight:
         loads = [item.load for item in self._loads]
         while loads and bytes_ahead < loads[0].tuning.ahead_bytes:
             load = min(loads, key=operator.attrgetter("enqueued"))
-            nbytes = 0
+            nbytes = 0  # also of one that fails
             with load.enduring():
                 nbytes = load.go_on()
             bytes_ahead += nbytes

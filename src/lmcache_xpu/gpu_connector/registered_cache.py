@@ -11,31 +11,22 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from lmcache.v1.memory_management import MemoryObj
 
 from lmcache_xpu.errors import HostMemoryError, LayoutError, TransferError
-from lmcache_xpu.gpu_connector.chunk_bytes import chunk_bytes
+from lmcache_xpu.gpu_connector.async_load import AsyncLoad
 from lmcache_xpu.gpu_connector.chunk_format import ChunkFormat, same_bytes
 from lmcache_xpu.gpu_connector.connector_options import ConnectorOptions
-from lmcache_xpu.gpu_connector.load_pipeline import Finished, LoadPipeline
+from lmcache_xpu.gpu_connector.in_flight import InFlight
+from lmcache_xpu.transfer.devices import is_host
 from lmcache_xpu.transfer.host_memory import HostMemory
 from lmcache_xpu.transfer.paged_view import EngineLayer, PagedView
 from lmcache_xpu.transfer.plan import Plan
 from lmcache_xpu.transfer.slots import check_slots
 from lmcache_xpu.transfer.staging import Stager
-
-
-class LoadOwner(Protocol):
-    """Who enqueues a load and holds its memory meanwhile: `InFlight`, or an `AsyncLoad`."""
-
-    def add_load(self, load: LoadPipeline, objs: Sequence[MemoryObj], finished: Finished) -> None:
-        """Take over a load, and tell `finished` how many seconds it took."""
-
-    def hold(self, load: LoadPipeline, objs: Sequence[MemoryObj]) -> None:
-        """Hold more memory for the load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +43,7 @@ class TransferRequest:
     kvcaches: Sequence[EngineLayer] | None
     slot_mapping: torch.Tensor
     cached: int
-    owner: LoadOwner | None
+    owner: InFlight | AsyncLoad | None
 
     @classmethod
     def read(cls, arguments: Mapping[str, Any]) -> Self:
@@ -64,11 +55,10 @@ class TransferRequest:
         slot_mapping = arguments.get("slot_mapping")
         if slot_mapping is None:
             raise TransferError("no slot_mapping", "a slot per token as keyword 'slot_mapping'")
-        cached = arguments.get("vllm_cached_tokens", 0)
         return cls(
             kvcaches=arguments.get("kvcaches"),
             slot_mapping=slot_mapping,
-            cached=cached,
+            cached=arguments.get("vllm_cached_tokens", 0),
             owner=arguments.get("load_owner"),
         )
 
@@ -127,7 +117,7 @@ class RegisteredCache:
         """Return the memory of LMCache's objects.
 
         Raises:
-            HostMemoryError: one that does not fit its chunk; see also `chunk_bytes`.
+            HostMemoryError: one that does not fit its chunk, or is gone, strided or elsewhere.
             TransferError: not one per chunk.
         """
         if not len(memory_objs) == len(starts) == len(ends):
@@ -148,7 +138,7 @@ class RegisteredCache:
                 size = self.chunk_format.object_bytes(*kind, self.view.dtype)
                 checked = kind
             sizes.append(size)
-        return chunk_bytes(memory_objs, sizes, self.view.device)
+        return _chunk_bytes(memory_objs, sizes, self.view.device)
 
 
 class Registration:
@@ -234,3 +224,35 @@ class Registration:
 def _addresses(layer: EngineLayer) -> list[int]:
     tensors = [layer] if isinstance(layer, torch.Tensor) else layer
     return [tensor.data_ptr() for tensor in tensors]
+
+
+def _chunk_bytes(
+    memory_objs: Sequence[MemoryObj], sizes: Sequence[int], device: torch.device
+) -> HostMemory:
+    """Return the bytes of LMCache's memory objects, flat.
+
+    LMCache may give an object more bytes than its shape needs.
+
+    Args:
+        memory_objs: one per chunk.
+        sizes: bytes that each of them needs.
+        device: of the engine.
+
+    Raises:
+        HostMemoryError: memory that is gone or strided, too small, or elsewhere.
+    """
+    memory = HostMemory()
+    for memory_obj, size in zip(memory_objs, sizes, strict=True):
+        # Not `tensor`, which makes three views of it: hundreds of chunks wait for this.
+        raw: torch.Tensor | None = memory_obj.raw_tensor
+        if raw is None or not raw.is_contiguous():
+            raise HostMemoryError("memory that is gone or strided", "valid and contiguous")
+        if raw.nbytes < size:
+            raise HostMemoryError(f"memory of {raw.nbytes} bytes", f"{size}")
+        if raw.dim() != 1 or raw.dtype != torch.uint8:
+            raw = raw.view(-1).view(torch.uint8)
+        memory.append(raw)
+    for elsewhere in memory.devices - {device}:
+        if not is_host(elsewhere):
+            raise HostMemoryError(f"memory on {elsewhere}", f"cpu or {device}")
+    return memory

@@ -15,8 +15,7 @@ from typing import Protocol, Self, runtime_checkable
 
 import torch
 
-from lmcache_xpu.transfer.addresses import address_table
-from lmcache_xpu.transfer.devices import Event, is_host
+from lmcache_xpu.transfer.devices import Event, address_table, is_host
 from lmcache_xpu.transfer.gather_scatter import Transfer
 from lmcache_xpu.transfer.host_copies import HostCopies, Pinning
 from lmcache_xpu.transfer.host_memory import HostMemory

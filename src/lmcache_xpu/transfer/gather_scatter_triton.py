@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lmcache_xpu.transfer.addresses import address_table
+from lmcache_xpu.transfer.devices import address_table
 from lmcache_xpu.transfer.paged_view import PagedView
 from lmcache_xpu.transfer.slots import Rows
 from lmcache_xpu.transfer.tuning import tuning_of

@@ -22,8 +22,7 @@ from lmcache_xpu.transfer.devices import (
     is_host,
     register_host,
 )
-from lmcache_xpu.transfer.host_memory import HostMemory
-from lmcache_xpu.transfer.segments import Copies, Segments
+from lmcache_xpu.transfer.host_memory import Copies, HostMemory, Segments
 from lmcache_xpu.transfer.tuning import tuning_of
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 
 from lmcache_xpu.errors import TransferError
-from lmcache_xpu.transfer.segments import Segments
+from lmcache_xpu.transfer.host_memory import Segments
 from lmcache_xpu.transfer.slots import ChunkRows, RequestRows
 from lmcache_xpu.transfer.tuning import tuning_of
 

@@ -17,16 +17,22 @@ from contextlib import contextmanager
 
 import torch
 
-from lmcache_xpu.transfer.devices import Event, SideStream, has_triton, is_host, register_host
+from lmcache_xpu.transfer.devices import (
+    Event,
+    SideStream,
+    StoreHandle,
+    TransferHandle,
+    has_triton,
+    is_host,
+    register_host,
+)
 from lmcache_xpu.transfer.direct import HostKernels
 from lmcache_xpu.transfer.gather_scatter import TorchTransfer, Transfer
-from lmcache_xpu.transfer.handles import StoreHandle, TransferHandle
 from lmcache_xpu.transfer.host_copies import HostCopies
-from lmcache_xpu.transfer.host_memory import HostMemory
+from lmcache_xpu.transfer.host_memory import Copies, HostMemory
 from lmcache_xpu.transfer.paged_view import PagedView
 from lmcache_xpu.transfer.pinned_uploads import PinnedUploads
 from lmcache_xpu.transfer.plan import HostFormat, Piece, Plan
-from lmcache_xpu.transfer.segments import Copies
 from lmcache_xpu.transfer.slots import Slots, request_rows
 from lmcache_xpu.transfer.staging_ring import StagingRing
 from lmcache_xpu.transfer.tuning import Tuning, tuning_of
