@@ -1,9 +1,8 @@
 """A load in the order of the layers, each group waited for where the engine comes to it.
 
-A load enqueues its first layer groups and returns. A load that began before its step enqueues as
-much as keeps the link busy until the next call, in launches of up to 256 MiB. Each group is
-enqueued behind the engine's stream, because freed blocks may still be read by a step that was
-enqueued before. Host memory is held until the copies are done.
+A load enqueues its first layer groups and returns; one that began before its step, as much as keeps
+the link busy until the next call. Each group is enqueued behind the engine's stream, because freed
+blocks may still be read by a step that was enqueued before.
 """
 
 from __future__ import annotations
@@ -101,9 +100,8 @@ class LoadPipeline:
         group, memory, _ = self._groups[count]
         if not self._stager.needs_no_copies(group.pieces, memory):
             return 0
-        self._enqueue(count + 1, idle=True)
         self._head_start = count + 1
-        return group.nbytes
+        return self.enqueue_next()
 
     def follow_engine(self) -> None:
         """Order what follows after what the engine has enqueued so far."""
@@ -163,8 +161,8 @@ class LoadPipeline:
         """Enqueue what comes next, and return its bytes.
 
         Only now, when the layer's own work is enqueued: drivers take about a thousand copies and
-        then let the caller wait. And one group at most: a hundred copies take a millisecond to
-        enqueue, and behind the first layer the device has no other work yet.
+        then let the caller wait. And one group at most: behind the first layer the device has no
+        other work yet.
         """
         count = len(self._handles)
         ahead = max(self.tuning.groups_ahead, self._head_start)
@@ -213,12 +211,10 @@ def group_starts(
 ) -> list[int]:
     """Return the first layer of each layer group of a load.
 
-    With much to compute beside the load, groups of 1, 1, 2, 2, ..., 1, 1 layers: the first
-    come early and are enqueued quickly, while the device has no other work yet, and each is there
-    by the time that the ones before it have been computed, also where copying takes about as long
-    as computing (larger ones make the engine wait).
-    With little to compute the copies are what takes time: each group is three quarters of what is
-    left, so that most layers come in few large copies.
+    With much to compute beside the load, groups of 1, 1, 2, 2, ..., 1, 1 layers: the first come
+    early, and each is there by the time that the ones before it have been computed, also where
+    copying takes about as long as computing. With little to compute each group is three quarters of
+    what is left, so that most layers come in few large copies.
 
     Args:
         layers: of the engine.

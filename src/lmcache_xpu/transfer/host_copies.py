@@ -1,11 +1,8 @@
 """Copies between the device and LMCache's host memory, pinned or not.
 
-A device copies by itself only from and to pinned memory. LMCache pins its memory where it can.
-Where it could not or should not (see `pool_memory`), its pool is pinned here, if the driver
-allows that. If not, copies go by way of a small ring of pinned memory, and the calling thread moves
-the bytes between that and LMCache's memory.
-
-On CUDA one call enqueues all copies of a piece; elsewhere each copy is a call.
+A device copies by itself only from and to pinned memory. Where LMCache did not pin its pool (see
+`pool_memory`) it is pinned here, if the driver allows that. If not, copies go by way of a small
+ring of pinned memory, and the calling thread moves the bytes between that and LMCache's memory.
 """
 
 from __future__ import annotations
@@ -16,12 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from lmcache_xpu.transfer.devices import (
-    Event,
-    batched_copy,
-    is_host,
-    register_host,
-)
+from lmcache_xpu.transfer.devices import Event, batched_copy, is_host, register_host
 from lmcache_xpu.transfer.host_memory import Copies, HostMemory, Segments
 from lmcache_xpu.transfer.tuning import tuning_of
 

@@ -1,11 +1,9 @@
 """Where the chunks of a request lie on both sides, as pieces that are moved one after another.
 
-A plan is data: what moves its pieces asks nothing back.
-
-    plan           a request
-    layer group    layers that are waited for at once
-    piece          the layers of a group in neighbouring chunks of one size
-    segment        a part of a chunk's memory that lies side by side
+plan           a request
+layer group    layers that are waited for at once
+piece          the layers of a group in neighbouring chunks of one size
+segment        a part of a chunk's memory that lies side by side
 """
 
 from __future__ import annotations
@@ -52,11 +50,6 @@ class HostFormat:
     def contiguous(self) -> bool:
         """Whether chunks that follow each other in memory are one, whatever their sizes."""
         return self.order == "rows" and self.layers == 1
-
-    @property
-    def segments(self) -> int:
-        """The number of places in a chunk where the same few layers lie."""
-        return self.planes if self.order == "planes" else 1
 
     def shaped(
         self, memory: torch.Tensor, chunks: int, layers: int, row_bytes: int
@@ -177,7 +170,7 @@ class Plan:
         chunk_row_bytes = form.layers * form.planes * row_bytes
         neighbours = [
             (
-                rows.chunk_rows(first, last),
+                ChunkRows(rows, first, last),
                 [total * chunk_row_bytes for total in rows.totals[first:last]],
             )
             for first, last in _neighbours(rows.totals, same_size=not form.contiguous)
@@ -197,17 +190,13 @@ class Plan:
     def _group(
         self, layers: range, neighbours: Iterable[tuple[ChunkRows, Sequence[int]]]
     ) -> LayerGroup:
-        pieces = (
-            Piece(
-                self._form,
+        pieces = []
+        for rows, chunk_bytes in neighbours:
+            chunks, segments = (
                 range(rows.first, rows.last),
-                layers,
-                rows,
-                self._row_bytes,
                 _segments(self._form, layers, chunk_bytes),
             )
-            for rows, chunk_bytes in neighbours
-        )
+            pieces.append(Piece(self._form, chunks, layers, rows, self._row_bytes, segments))
         return LayerGroup(layers, tuple(pieces))
 
     def _fitting(self, starts: Sequence[int]) -> list[int]:
@@ -251,9 +240,10 @@ def _segments(form: HostFormat, layers: range, chunk_bytes: Sequence[int]) -> Se
     """
     if len(layers) == form.layers:
         return Segments((0,), tuple(chunk_bytes))
-    stride = chunk_bytes[0] // form.segments
+    places = form.planes if form.order == "planes" else 1  # where the same few layers lie
+    stride = chunk_bytes[0] // places
     layer = stride // form.layers
-    offsets = tuple(number * stride + layers.start * layer for number in range(form.segments))
+    offsets = tuple(number * stride + layers.start * layer for number in range(places))
     return Segments(offsets, (len(layers) * layer,) * len(chunk_bytes))
 
 

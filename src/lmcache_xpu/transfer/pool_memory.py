@@ -23,8 +23,6 @@ from typing import Any
 
 from lmcache_xpu.transfer.shared_memory import SharedMemory
 
-__all__ = ["MOST_GIB", "PoolMemory", "allocator_variables", "exact_above", "fits", "limit", "risky"]
-
 MIB, GIB = 2**20, 2**30
 
 # PyTorch takes all three, the first one that is set.

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 if TYPE_CHECKING:  # who only starts an engine imports this module, too
     import torch
 
-__all__ = ["Place", "SharedMemory"]
-
 
 class Place(NamedTuple):
     """Where another process finds shared memory."""

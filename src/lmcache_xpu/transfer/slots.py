@@ -8,7 +8,6 @@ All of it is decided on the host, so that nothing here waits for the device.
 
 from __future__ import annotations
 
-import functools
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -101,10 +100,6 @@ class RequestRows:
         self._upload = upload
         self._there: torch.Tensor | None = None  # all of them, once some are needed
         self._made: dict[tuple[int, int], Rows] = {}
-
-    def chunk_rows(self, first: int, last: int) -> ChunkRows:
-        """Return the rows of chunks `first` to `last - 1`; nothing is copied yet."""
-        return ChunkRows(self, first, last)
 
     def chunks(self, first: int, last: int) -> Rows:
         """Return the rows of chunks `first` to `last - 1`, one after another, on the view's device.
@@ -207,11 +202,7 @@ def request_rows(
         (start // size, min(end // size, max(start // size, cached_rows)), end // size)
         for start, end in spans
     ]
-    return RequestRows(rows, in_rows, upload or functools.partial(_copied, view.device))
-
-
-def _copied(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(device)
+    return RequestRows(rows, in_rows, upload or (lambda tensor: tensor.to(view.device)))
 
 
 def _whole_blocks(slots: torch.Tensor, size: int, spans: Sequence[tuple[int, int]]) -> Slots:
