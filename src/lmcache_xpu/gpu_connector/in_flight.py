@@ -1,12 +1,11 @@
 """Transfers in flight beside the engine: loads ahead of its layers, stores behind its steps.
 
-A load is enqueued in the order of the layers, group by group; the engine's stream waits for a
-group only where it comes to the group's first layer. Behind a layer the next groups are enqueued,
-at most one of each request, until enough bytes are under way to keep the link busy. A store is
-enqueued behind the step that computed it. LMCache publishes its chunks when they are complete, and
-a step that was given one of their blocks waits on the device until the block has been read. Events
-keep this order; nothing here waits on the engine's thread. On CPU nothing runs beside anything: a
-layer is loaded when the engine comes to it.
+The engine's stream waits for a layer group only where it comes to the group's first layer. Behind a
+layer the next groups are enqueued, at most one of each request, until enough bytes are under way to
+keep the link busy. A store is enqueued behind the step that computed it. LMCache publishes its
+chunks when they are complete, and a step that was given one of their blocks waits on the device
+until the block has been read. Nothing here waits on the engine's thread. On CPU nothing runs beside
+anything: a layer is loaded when the engine comes to it.
 
 A step has four phases. Each call belongs in some of them; a call in another one is an error of the
 caller's, and an assertion:
@@ -128,13 +127,8 @@ class InFlight:
     def group_starts(self, layers: int, tokens: int, layer_bytes: int, tuning: Tuning) -> list[int]:
         """Return the first layer of each group in which a load of this step comes.
 
-        Before `add_load`, in the same phase. See `load_pipeline.group_starts`.
-
-        Args:
-            layers: number of the engine's layers.
-            tokens: that are loaded.
-            layer_bytes: bytes of these tokens in one layer.
-            tuning: of the engine's device.
+        Before `add_load`, in the same phase; see `load_pipeline.group_starts`. `layer_bytes` are
+        those of the loaded tokens in one layer.
         """
         much = self._tokens is None or self._tokens * tuning.loaded_per_computed >= tokens
         early = self.phase is Phase.SCHEDULING
@@ -286,11 +280,7 @@ class InFlight:
         self.protect(new_blocks)
 
     def _feed(self) -> None:
-        """Enqueue so much of loads that began before their step that the link stays busy.
-
-        The order is that of the layers. It goes on until the engine computes or the next one
-        begins.
-        """
+        """Enqueue so much of loads that began early that the link stays busy, layer by layer."""
         bytes_ahead = self._bytes_under_way()
         loads = [item.load for item in self._loads]
         while loads and bytes_ahead < loads[0].tuning.ahead_bytes:

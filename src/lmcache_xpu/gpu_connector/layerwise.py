@@ -12,9 +12,9 @@ objects of a chunk:
             next x (N - 1)       enqueue the next layer; the one before is complete on the host
             next                 layer N - 1 is complete on the host
 
-A "layer" of this protocol is a group of the model's layers, of about 16 MiB of a chunk unless
-`layers_at_once` says otherwise: LMCache spends about 40 microseconds on each object, and the link
-is slow with small copies. Within a group the engine's stream still waits layer by layer.
+A "layer" of this protocol is a group of the model's layers (`layers_at_once`), because LMCache
+spends time on each object, and the link is slow with small copies. Within a group the engine's
+stream still waits layer by layer.
 
 LMCache gives up its host memory before the last step of the protocol, so a load holds a reference
 until the copies are done. vLLM must not run such a step as one graph:
@@ -65,8 +65,8 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
     ) -> Generator[None, Sequence[MemoryObj] | None, None]:
         """Load a request layer by layer; yields `len(groups) + 2` times.
 
-        A layer's copy overlaps what the engine computes of the layers before it. Its stream waits
-        for a layer with the next step, or with `overlap.loads` when `InFlight` hears of it. Host
+        The engine's stream waits for a layer with the next step, or with `overlap.loads` when
+        `InFlight` hears of it. Host
         memory is held until its copies are done, also when the generator is closed half-way. A
         layer that has fewer objects than chunks ends the load there: the slots from the first
         missing chunk on go to `failed_slots`.
@@ -180,13 +180,8 @@ class _RequestLoad:
     Others enqueue it and hold its memory, see `InFlight` and `AsyncLoad`; or each step enqueues a
     group and lets the engine wait for the one before: `step` and `close`.
 
-    Args:
-        cache: where they go; what follows runs behind what the engine has enqueued so far, since
-            blocks may have been freed by a step that is running.
-        request: whose chunks they are.
-        starts: first token of each chunk.
-        ends: token after the last of each chunk.
-        group_starts: first layer of each group of layers that is waited for at once.
+    It runs behind what the engine has enqueued so far, since blocks may have been freed by a step
+    that is running. `group_starts` has the first layer of each group that is waited for at once.
     """
 
     def __init__(

@@ -60,10 +60,7 @@ class LoadPipeline:
     def add(self, plan: Plan, memory: Sequence[torch.Tensor], first_layer: int = 0) -> None:
         """Add layers behind those that were added before.
 
-        Args:
-            plan: of the request's chunks.
-            memory: bytes, flat, one tensor per chunk, in the plan's format.
-            first_layer: the engine's layer that is the first one in `memory`.
+        Arguments as for `Stager.load`, a plan in place of the pieces.
         """
         host = HostMemory.of(memory)
         for group in plan.groups:

@@ -1,9 +1,9 @@
 """The engine's KV cache as it is registered with a connector, and every check of a transfer.
 
-All checks come before the first byte moves: lengths, formats, shapes, dtypes, the device, every
-slot. The KV cache is registered once, and again if the engine moves it (sleep and wake). A load
-skips the tokens that vLLM's own prefix cache has (`vllm_cached_tokens`, to the token), because
-other requests may share their blocks. Negative slots are skipped in both directions.
+All checks come before the first byte moves. The KV cache is registered once, and again if the
+engine moves it (sleep and wake). A load skips the tokens that vLLM's own prefix cache has
+(`vllm_cached_tokens`), because other requests may share their blocks. Negative slots are skipped in
+both directions.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from lmcache.v1.memory_management import MemoryObj
 
 from lmcache_xpu.errors import HostMemoryError, LayoutError, TransferError
 from lmcache_xpu.gpu_connector.async_load import AsyncLoad
-from lmcache_xpu.gpu_connector.chunk_format import ChunkFormat, same_bytes
-from lmcache_xpu.gpu_connector.connector_options import ConnectorOptions
+from lmcache_xpu.gpu_connector.connector_options import (
+    ChunkFormat,
+    ConnectorOptions,
+    same_bytes,
+)
 from lmcache_xpu.gpu_connector.in_flight import InFlight
 from lmcache_xpu.transfer.devices import is_host
 from lmcache_xpu.transfer.host_memory import HostMemory
@@ -142,13 +145,7 @@ class RegisteredCache:
 
 
 class Registration:
-    """What a connector takes for the engine's KV cache, and the one that it has.
-
-    Args:
-        num_layers: layers of the model.
-        options: of the connector.
-        chunk_format: of its chunks.
-    """
+    """What a connector takes for the engine's KV cache, and the one that it has."""
 
     def __init__(
         self, num_layers: int, options: ConnectorOptions, chunk_format: ChunkFormat
@@ -160,9 +157,7 @@ class Registration:
         self._cache: RegisteredCache | None = None
 
     def register(self, kvcaches: Sequence[EngineLayer] | None) -> RegisteredCache:
-        """Return the engine's KV cache; it is read anew when the engine has moved it.
-
-        Allocates staging memory for a new one.
+        """Return the engine's KV cache; a new or a moved one is read, and gets staging memory.
 
         Args:
             kvcaches: one tensor, or a group of tensors, for each layer; None means those of the
@@ -229,18 +224,7 @@ def _addresses(layer: EngineLayer) -> list[int]:
 def _chunk_bytes(
     memory_objs: Sequence[MemoryObj], sizes: Sequence[int], device: torch.device
 ) -> HostMemory:
-    """Return the bytes of LMCache's memory objects, flat.
-
-    LMCache may give an object more bytes than its shape needs.
-
-    Args:
-        memory_objs: one per chunk.
-        sizes: bytes that each of them needs.
-        device: of the engine.
-
-    Raises:
-        HostMemoryError: memory that is gone or strided, too small, or elsewhere.
-    """
+    """Return the bytes of LMCache's objects, flat, at least `sizes`; the engine is on `device`."""
     memory = HostMemory()
     for memory_obj, size in zip(memory_objs, sizes, strict=True):
         # Not `tensor`, which makes three views of it: hundreds of chunks wait for this.

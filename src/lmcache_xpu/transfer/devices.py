@@ -139,8 +139,8 @@ def register_host(address: int, size: int, device: torch.device) -> bool:
 
     Returns whether that worked.
 
-    The drivers have no common call for it: CUDA's is in its runtime, XPU's comes with vLLM. Without
-    it copies go by way of pinned memory, so no error in it ends the engine.
+    CUDA's call is in its runtime, XPU's comes with vLLM. Without it copies go by way of pinned
+    memory, so no error in it ends the engine.
     """
     try:
         if device.type == "cuda":

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from lmcache_xpu.transfer.devices import Event, address_table, is_host
-from lmcache_xpu.transfer.host_copies import HostCopies, Pinning
+from lmcache_xpu.transfer.host_copies import HostCopies, Pinning, Upload
 from lmcache_xpu.transfer.host_memory import HostMemory
-from lmcache_xpu.transfer.pinned_uploads import Upload
 from lmcache_xpu.transfer.plan import Piece
 from lmcache_xpu.transfer.tuning import tuning_of
 
@@ -33,9 +32,8 @@ KERNELS_READ_HOST_VARIABLE = "LMCACHE_XPU_KERNELS_READ_HOST"
 def kernels_may_read_host(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether it may be tried that a kernel reads and writes pinned host memory.
 
-    Everywhere, XPU included: there vLLM's own model runner lets kernels read it in each step
-    (vllm/v1/worker/gpu/buffer_utils.py). A try that goes wrong may cost the device, and then the
-    variable says not to.
+    On XPU vLLM's own model runner does it in each step (vllm/v1/worker/gpu/buffer_utils.py). A try
+    that goes wrong may cost the device, and then the variable says not to.
     """
     return environment.get(KERNELS_READ_HOST_VARIABLE, "") != "0"
 

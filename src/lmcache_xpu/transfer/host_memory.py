@@ -64,9 +64,7 @@ class Copies(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Descriptors of parts of chunks, in the order in which they are staged.
-
-    Methods take the chunks' bytes, flat, one tensor for each size. None of them copies.
+    """Descriptors of parts of chunks, in the order in which they are staged; nothing copies.
 
     Args:
         offsets: bytes from the beginning of each chunk to each of its segments.
@@ -103,11 +101,7 @@ class Segments:
         return Segments(self.offsets, self.sizes[first:last])
 
     def copies(self, addresses: torch.Tensor) -> Copies:
-        """Return a copy for each segment, of which only the addresses are made anew.
-
-        Args:
-            addresses: `[chunks]` int64, those of the chunks, on the host.
-        """
+        """Return a copy for each segment of chunks at these addresses, `[chunks]` on the host."""
         places, sizes = _side_by_side(len(self.offsets), self.sizes)
         if len(self.offsets) == 1:
             return Copies(addresses + self.offsets[0], places, sizes)
@@ -124,6 +118,6 @@ class Segments:
 @functools.lru_cache(maxsize=32)
 @torch.inference_mode(False)  # kept, and read in either mode
 def _side_by_side(offsets: int, sizes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return where segments of these sizes lie side by side, so many of each, and their sizes."""
+    """Return where segments of these sizes, so many of each, lie side by side, and their sizes."""
     every = torch.frombuffer(array("q", sizes), dtype=torch.int64).repeat_interleave(offsets)
     return every.cumsum(0) - every, every

@@ -89,14 +89,9 @@ class Piece:
 
     def part(self, first: int, last: int) -> Piece:
         """Return the same of this piece's chunks `first` to `last - 1`, counted from its own."""
-        return Piece(
-            self.form,
-            self.chunks[first:last],
-            self.layers,
-            self.rows.part(first, last),
-            self.row_bytes,
-            self.segments.part(first, last),
-        )
+        rows, segments = self.rows.part(first, last), self.segments.part(first, last)
+        chunks = self.chunks[first:last]
+        return Piece(self.form, chunks, self.layers, rows, self.row_bytes, segments)
 
     def parts(self, buffer_bytes: int) -> Iterator[Piece]:
         """Yield the same as few pieces that fit a buffer; one per chunk where none does."""
@@ -224,10 +219,7 @@ def layers_of(layer_bytes: int, device_type: str = "xpu") -> int:
 
 
 def layer_groups(layers: int, most: int) -> list[tuple[int, int]]:
-    """Return as few groups of at most `most` layers as there can be; the last may be smaller.
-
-    Each is its first layer, and the one after its last.
-    """
+    """Return as few groups of at most `most` layers as there can be; each first layer, and end."""
     count = -(-layers // most)
     size = -(-layers // max(count, 1))
     return [(first, min(first + size, layers)) for first in range(0, layers, size)]

@@ -17,8 +17,8 @@ import torch
 
 from lmcache_xpu.errors import SlotError
 from lmcache_xpu.transfer.devices import is_host
+from lmcache_xpu.transfer.host_copies import Upload
 from lmcache_xpu.transfer.paged_view import PagedView
-from lmcache_xpu.transfer.pinned_uploads import Upload
 
 
 class Rows(NamedTuple):

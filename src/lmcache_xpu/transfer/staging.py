@@ -26,10 +26,9 @@ from lmcache_xpu.transfer.devices import (
 )
 from lmcache_xpu.transfer.direct import HostKernels
 from lmcache_xpu.transfer.gather_scatter import TorchTransfer
-from lmcache_xpu.transfer.host_copies import HostCopies
+from lmcache_xpu.transfer.host_copies import HostCopies, PinnedUploads
 from lmcache_xpu.transfer.host_memory import Copies, HostMemory
 from lmcache_xpu.transfer.paged_view import PagedView
-from lmcache_xpu.transfer.pinned_uploads import PinnedUploads
 from lmcache_xpu.transfer.plan import HostFormat, Piece, Plan
 from lmcache_xpu.transfer.slots import Slots, request_rows
 from lmcache_xpu.transfer.staging_ring import StagingRing
