@@ -61,7 +61,7 @@ class AsyncLoad:
             return 0
         with load.enduring():
             if not load.enqueued:
-                load.follow_engine()
+                load.stager.follow_engine()
             while fed < room and (size := load.enqueue_next()):
                 fed += size
         return fed

@@ -177,7 +177,7 @@ class InFlight:
         if self.phase is Phase.PREPARING:
             self.phase = Phase.COMPUTING
             for item in self._loads[:1]:
-                item.load.let_engine_copy()
+                item.load.stager.let_engine_copy()
         for item in self._loads:
             with item.load.enduring():
                 item.load.before_layer(layer)
@@ -223,7 +223,7 @@ class InFlight:
             loaded = in_time and item.load.waited_for()
             if not loaded:
                 failed_slots.append(item.load.slots)
-            finished = item.finished if loaded else _leave_uncounted
+            finished = item.finished if loaded else lambda seconds: None  # not counted
             self.release(item.objs, item.load.handles(), finished)
         return failed_slots
 
@@ -294,10 +294,6 @@ class InFlight:
 
     def _bytes_under_way(self) -> int:
         return sum(item.load.bytes_under_way() for item in self._loads)
-
-
-def _leave_uncounted(seconds: float) -> None:
-    """Ignore how long a load took that failed."""
 
 
 def _release(

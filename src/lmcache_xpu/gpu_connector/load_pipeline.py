@@ -43,7 +43,7 @@ class LoadPipeline:
         self.slots = slots
         self._flow = flow
         self.failed_behind: TransferHandle | None = None
-        self._stager = stager
+        self.stager = stager
         # With the memory of its layers, and the engine's layer that is the first one in that.
         self._groups: list[tuple[LayerGroup, HostMemory, int]] = []
         self._starts: list[int] = []  # first layer of each group, as the engine counts
@@ -55,7 +55,7 @@ class LoadPipeline:
     @property
     def tuning(self) -> Tuning:
         """The numbers that suit the device."""
-        return self._stager.tuning
+        return self.stager.tuning
 
     def add(self, plan: Plan, memory: Sequence[torch.Tensor], first_layer: int = 0) -> None:
         """Add layers behind those that were added before.
@@ -73,7 +73,7 @@ class LoadPipeline:
         try:
             yield
         except Exception as error:
-            self.failed_behind = self._stager.fence()  # a part of a group may be on its way
+            self.failed_behind = self.stager.fence()  # a part of a group may be on its way
             self._flow.failed(type(error).__name__)
             logger.exception(
                 "A load failed and is computed instead: %s (docs: troubleshooting#transfer-failed)",
@@ -95,14 +95,10 @@ class LoadPipeline:
         if self.failed_behind is not None or count == len(self._groups):
             return 0
         group, memory, _ = self._groups[count]
-        if not self._stager.needs_no_copies(group.pieces, memory):
+        if not self.stager.needs_no_copies(group.pieces, memory):
             return 0
         self._head_start = count + 1
         return self.enqueue_next()
-
-    def follow_engine(self) -> None:
-        """Order what follows after what the engine has enqueued so far."""
-        self._stager.follow_engine()
 
     def enqueue_next(self) -> int:
         """Enqueue one more group of a load that no step waits for, and return its bytes.
@@ -139,10 +135,6 @@ class LoadPipeline:
             self._arrived += 1
         under_way = self._groups[self._arrived : len(self._handles)]
         return sum(group.nbytes for group, *_ in under_way)
-
-    def let_engine_copy(self) -> None:
-        """Order copies that follow after what the engine has enqueued; see `Stager`."""
-        self._stager.let_engine_copy()
 
     def before_layer(self, layer: int) -> None:
         """Let the current stream wait for a layer."""
@@ -200,7 +192,7 @@ class LoadPipeline:
             group, memory, first_layer = self._groups[number]
             # What the engine computes in this step waits for the first group.
             first = idle or number == 0
-            self._handles.append(self._stager.load(group.pieces, memory, first_layer, idle=first))
+            self._handles.append(self.stager.load(group.pieces, memory, first_layer, idle=first))
 
 
 def group_starts(

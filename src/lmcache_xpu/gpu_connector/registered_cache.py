@@ -117,7 +117,7 @@ class RegisteredCache:
         *,
         loading: bool,
     ) -> HostMemory:
-        """Return the memory of LMCache's objects.
+        """Return the memory of LMCache's objects: bytes, flat.
 
         Raises:
             HostMemoryError: one that does not fit its chunk, or is gone, strided or elsewhere.
@@ -128,7 +128,7 @@ class RegisteredCache:
                 f"{len(memory_objs)} memory objects, {len(starts)} starts and {len(ends)} ends",
                 "as many of each",
             )
-        checked, size, sizes = None, 0, []  # nearly all chunks are alike
+        memory, checked, size = HostMemory(), None, 0  # nearly all chunks are alike
         for memory_obj, start, end in zip(memory_objs, starts, ends, strict=True):
             metadata = memory_obj.metadata
             if not memory_obj.is_valid():
@@ -140,8 +140,19 @@ class RegisteredCache:
             if kind != checked:
                 size = self.chunk_format.object_bytes(*kind, self.view.dtype)
                 checked = kind
-            sizes.append(size)
-        return _chunk_bytes(memory_objs, sizes, self.view.device)
+            # Not `tensor`, which makes three views of it: hundreds of chunks wait for this.
+            raw: torch.Tensor | None = memory_obj.raw_tensor
+            if raw is None or not raw.is_contiguous():
+                raise HostMemoryError("memory that is gone or strided", "valid and contiguous")
+            if raw.nbytes < size:  # LMCache may give an object more than its shape needs
+                raise HostMemoryError(f"memory of {raw.nbytes} bytes", f"{size}")
+            if raw.dim() != 1 or raw.dtype != torch.uint8:
+                raw = raw.view(-1).view(torch.uint8)
+            memory.append(raw)
+        for elsewhere in memory.devices - {self.view.device}:
+            if not is_host(elsewhere):
+                raise HostMemoryError(f"memory on {elsewhere}", f"cpu or {self.view.device}")
+        return memory
 
 
 class Registration:
@@ -219,24 +230,3 @@ class Registration:
 def _addresses(layer: EngineLayer) -> list[int]:
     tensors = [layer] if isinstance(layer, torch.Tensor) else layer
     return [tensor.data_ptr() for tensor in tensors]
-
-
-def _chunk_bytes(
-    memory_objs: Sequence[MemoryObj], sizes: Sequence[int], device: torch.device
-) -> HostMemory:
-    """Return the bytes of LMCache's objects, flat, at least `sizes`; the engine is on `device`."""
-    memory = HostMemory()
-    for memory_obj, size in zip(memory_objs, sizes, strict=True):
-        # Not `tensor`, which makes three views of it: hundreds of chunks wait for this.
-        raw: torch.Tensor | None = memory_obj.raw_tensor
-        if raw is None or not raw.is_contiguous():
-            raise HostMemoryError("memory that is gone or strided", "valid and contiguous")
-        if raw.nbytes < size:
-            raise HostMemoryError(f"memory of {raw.nbytes} bytes", f"{size}")
-        if raw.dim() != 1 or raw.dtype != torch.uint8:
-            raw = raw.view(-1).view(torch.uint8)
-        memory.append(raw)
-    for elsewhere in memory.devices - {device}:
-        if not is_host(elsewhere):
-            raise HostMemoryError(f"memory on {elsewhere}", f"cpu or {device}")
-    return memory

@@ -140,11 +140,6 @@ class ChunkRows:
     first: int
     last: int
 
-    @property
-    def totals(self) -> list[int]:
-        """Rows of each chunk, in host memory."""
-        return self.request.totals[self.first : self.last]
-
     def part(self, first: int, last: int) -> ChunkRows:
         """Return the rows of some of these chunks, counted from the first of them."""
         return ChunkRows(self.request, self.first + first, min(self.first + last, self.last))
