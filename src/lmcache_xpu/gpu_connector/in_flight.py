@@ -99,7 +99,7 @@ class InFlight:
 
         Args:
             new_blocks: IDs of the blocks that the load writes.
-            tokens: number of the request's tokens that the step computes.
+            tokens: of the request that the step computes.
         """
         self.phase.check("schedule", Phase.IDLE, Phase.SCHEDULING)
         self.phase = Phase.SCHEDULING
@@ -111,9 +111,9 @@ class InFlight:
         Also after a step that vLLM gave up, as when a user interrupts it.
 
         Args:
-            new_blocks: IDs of the blocks that were given to a request since the last step, so that
-                the engine may write them; None if that is not known.
-            tokens: number of tokens that this step computes; None if that is not known.
+            new_blocks: IDs of the blocks that requests were given since the last step; None if that
+                is not known.
+            tokens: that this step computes; None if that is not known.
         """
         if self.phase is Phase.COMPUTING:
             self.end_step()  # its requests are gone, and so is whom to tell of their loads
@@ -250,13 +250,7 @@ class InFlight:
     def add_store(
         self, objs: Sequence[MemoryObj], stored: StoreHandle, slots: torch.Tensor
     ) -> None:
-        """Take over a store that was enqueued: `publish` waits for it.
-
-        Args:
-            objs: LMCache's objects that the store fills.
-            stored: when its slots are read, and when it is complete.
-            slots: `[tokens]` on the host, those that are read until it is gathered.
-        """
+        """Take over a store of slots `[tokens]`, on the host: `publish` waits for its objects."""
         self._reading.append((stored, slots))
         for obj in objs:
             self._unpublished[id(obj)] = stored.transfer

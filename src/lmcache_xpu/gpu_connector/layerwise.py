@@ -80,12 +80,14 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
                 touched), a layer that is missing, or one too many.
             LayoutError: a KV cache that can't be read.
         """
-        load = self._load(starts, ends, TransferRequest.read(kwargs))
-        owner = load.request.owner or self._loads_in_flight
+        request = TransferRequest.read(kwargs)
+        cache = self._registration.register(request.kvcaches)
+        group_starts = self._group_starts(cache, starts, ends, request)
+        load = _RequestLoad(cache, request, starts, ends, group_starts)
+        owner = request.owner or self._loads_in_flight
 
         def finished(seconds: float) -> None:  # of the chunks that are left by then
-            cached = load.request.cached
-            self._count(LOAD_CPU, load.cache, load.starts, load.ends, cached, seconds)
+            self._count(LOAD_CPU, cache, load.starts, load.ends, request.cached, seconds)
 
         try:
             for number, (first, last) in enumerate(self.groups):
@@ -165,13 +167,6 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
             finished(sum(handle.seconds() for handle in handles))
         yield
         raise _ended("store", len(self.groups) + 1)
-
-    def _load(
-        self, starts: Sequence[int], ends: Sequence[int], request: TransferRequest
-    ) -> _RequestLoad:
-        cache = self._registration.register(request.kvcaches)
-        group_starts = self._group_starts(cache, starts, ends, request)
-        return _RequestLoad(cache, request, starts, ends, group_starts)
 
 
 class _RequestLoad:
