@@ -13,7 +13,7 @@ from support.channels import Channels
 
 from lmcache_xpu.cache_engine.loans import LEDGER_BYTES, Borrower, Lender
 from lmcache_xpu.errors import SeamError
-from lmcache_xpu.transfer.shared_memory import SharedMemory
+from lmcache_xpu.transfer.pool_memory import SharedMemory
 
 SHAPE = torch.Size([1, 2, 4, 64])
 SIZE = SHAPE.numel() * 2

@@ -10,7 +10,7 @@ import torch
 from support.checks import said
 
 from lmcache_xpu import doctor
-from lmcache_xpu.doctor import data_path, software
+from lmcache_xpu.doctor import software
 from lmcache_xpu.doctor.check import fail, ok
 from lmcache_xpu.kv_connector.connector import LMCacheXPUConnector
 from lmcache_xpu.versions import TESTED, Versions
@@ -30,24 +30,24 @@ def factory(**classes: type) -> SimpleNamespace:
 
 def test_whose_connector_vllm_makes():
     both = factory(LMCacheXPUConnector=LMCacheXPUConnector, LMCacheConnectorV1=LMCacheXPUConnector)
-    assert said(data_path.check_connector(both, NAMES), "ok", "LMCacheConnectorV1 is lmcache_xpu.")
+    assert said(software.check_connector(both, NAMES), "ok", "LMCacheConnectorV1 is lmcache_xpu.")
     own = factory(LMCacheXPUConnector=LMCacheXPUConnector, LMCacheConnectorV1=Other)
-    assert said(data_path.check_connector(own, NAMES), "warn", "LMCACHE_XPU_STOCK")
+    assert said(software.check_connector(own, NAMES), "warn", "LMCACHE_XPU_STOCK")
     none = factory(LMCacheXPUConnector=Other, LMCacheConnectorV1=Other)
-    assert said(data_path.check_connector(none, NAMES), "fail", "Another package")
+    assert said(software.check_connector(none, NAMES), "fail", "Another package")
 
 
 def test_kernels(monkeypatch):
-    assert data_path.check_kernels("cpu").outcome == "skip"
-    monkeypatch.setattr(data_path.importlib.util, "find_spec", lambda name: object())
-    assert said(data_path.check_kernels("xpu"), "ok", "Triton", "on xpu")
-    monkeypatch.setattr(data_path.importlib.util, "find_spec", lambda name: None)
-    assert said(data_path.check_kernels("xpu"), "warn", "no Triton")
+    assert software.check_kernels("cpu").outcome == "skip"
+    monkeypatch.setattr(software.importlib.util, "find_spec", lambda name: object())
+    assert said(software.check_kernels("xpu"), "ok", "Triton", "on xpu")
+    monkeypatch.setattr(software.importlib.util, "find_spec", lambda name: None)
+    assert said(software.check_kernels("xpu"), "warn", "no Triton")
 
 
 def test_pinning_where_vllms_kernels_can_not_be_loaded():
-    assert data_path.check_pinning("cpu").outcome == "skip"
-    assert said(data_path.check_pinning("xpu"), "fail", "ModuleNotFoundError", "vllm_xpu_kernels")
+    assert software.check_pinning("cpu").outcome == "skip"
+    assert said(software.check_pinning("xpu"), "fail", "ModuleNotFoundError", "vllm_xpu_kernels")
 
 
 @pytest.mark.parametrize("operation", ["xpu_host_register", "another"])
@@ -55,7 +55,7 @@ def test_pinning(monkeypatch, operation):
     monkeypatch.setitem(sys.modules, "vllm_xpu_kernels", ModuleType("vllm_xpu_kernels"))
     monkeypatch.setitem(sys.modules, "vllm_xpu_kernels._C", ModuleType("vllm_xpu_kernels._C"))
     monkeypatch.setattr(torch.ops, "_C", SimpleNamespace(**{operation: print}))
-    check = data_path.check_pinning("xpu")
+    check = software.check_pinning("xpu")
     assert check.outcome == ("ok" if operation == "xpu_host_register" else "warn")
     assert "vllm-xpu-kernels" in check.found
 

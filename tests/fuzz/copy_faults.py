@@ -16,8 +16,8 @@ from lmcache_xpu.transfer import plan, staging
 from lmcache_xpu.transfer.direct import HostKernels
 from lmcache_xpu.transfer.gather_scatter import TorchTransfer
 from lmcache_xpu.transfer.host_copies import HostCopies
+from lmcache_xpu.transfer.host_memory import Segments
 from lmcache_xpu.transfer.paged_view import PagedView
-from lmcache_xpu.transfer.segments import Segments
 from lmcache_xpu.transfer.slots import RequestRows, Rows, Slots
 from lmcache_xpu.transfer.staging import Stager
 

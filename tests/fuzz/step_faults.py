@@ -11,7 +11,7 @@ from lmcache_xpu.gpu_connector.finisher import Finisher
 from lmcache_xpu.gpu_connector.in_flight import InFlight
 from lmcache_xpu.gpu_connector.load_pipeline import LoadPipeline
 from lmcache_xpu.transfer import staging
-from lmcache_xpu.transfer.handles import TransferHandle
+from lmcache_xpu.transfer.devices import TransferHandle
 from lmcache_xpu.transfer.staging import Stager
 from lmcache_xpu.transfer.staging_ring import Buffer, StagingRing
 

@@ -18,15 +18,15 @@ from support.loads import ENDS, SPANS, STARTS, Case, Point, stored
 from lmcache_xpu.gpu_connector.in_flight import InFlight, Phase
 from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
 from lmcache_xpu.gpu_connector.load_pipeline import group_starts
-from lmcache_xpu.transfer.handles import TransferHandle
-from lmcache_xpu.transfer.tuning import CUDA
+from lmcache_xpu.transfer.devices import TransferHandle
+from lmcache_xpu.transfer.tuning import tuning_of
 
 IDLE, SCHEDULING, PREPARING, COMPUTING = Phase
 
 
 def nothing_to_load() -> mock.MagicMock:
     load = mock.MagicMock(**{"bytes_under_way.return_value": 0, "go_on.return_value": 0})
-    load.tuning = CUDA
+    load.tuning = tuning_of("cuda")
     return load
 
 
@@ -101,7 +101,7 @@ def test_each_call_has_its_phases(call: str, phase: Phase):
     ],
 )
 def test_layer_groups_grow_beside_much_computing_and_shrink_beside_little(layers, much, sizes):
-    starts = group_starts(layers, CUDA, much_to_compute=much)
+    starts = group_starts(layers, tuning_of("cuda"), much_to_compute=much)
     assert [b - a for a, b in itertools.pairwise([*starts, layers])] == sizes
 
 
@@ -115,16 +115,16 @@ def test_layer_groups_grow_beside_much_computing_and_shrink_beside_little(layers
     ],
 )
 def test_a_load_that_begins_before_its_step_starts_with_two_large_groups(early: int, sizes):
-    starts = group_starts(32, CUDA, much_to_compute=True, early_layers=early)
+    starts = group_starts(32, tuning_of("cuda"), much_to_compute=True, early_layers=early)
     assert [b - a for a, b in itertools.pairwise([*starts, 32])] == sizes
-    assert group_starts(32, CUDA, much_to_compute=False, early_layers=early) == [0, 24]
+    assert group_starts(32, tuning_of("cuda"), much_to_compute=False, early_layers=early) == [0, 24]
 
 
 @pytest.mark.parametrize(("tokens", "first"), [(None, 1), (4096, 1), (1024, 1), (512, 24), (1, 24)])
 def test_what_a_step_computes_decides_the_layer_groups(tokens, first):
     overlap = InFlight(block_tokens=16)
     overlap.begin_step(None, tokens)
-    assert overlap.group_starts(32, 32768, 2**27, CUDA)[1] == first
+    assert overlap.group_starts(32, 32768, 2**27, tuning_of("cuda"))[1] == first
 
 
 def test_a_store_is_published_when_it_is_complete():

@@ -18,7 +18,7 @@ from lmcache_xpu.gpu_connector import registered_cache
 from lmcache_xpu.gpu_connector.in_flight import InFlight
 from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
 from lmcache_xpu.gpu_connector.load_pipeline import group_starts
-from lmcache_xpu.transfer.handles import TransferHandle
+from lmcache_xpu.transfer.devices import TransferHandle
 from lmcache_xpu.transfer.staging import Stager
 from lmcache_xpu.transfer.staging_ring import SMALLEST_STAGING_BYTES
 from lmcache_xpu.transfer.tuning import tuning_of

@@ -14,9 +14,9 @@ from lmcache_xpu.kv_connector.load_policy import (
     LoadSpeeds,
     served_loads,
 )
-from lmcache_xpu.transfer.tuning import CUDA
+from lmcache_xpu.transfer.tuning import tuning_of
 
-TUNING = dataclasses.replace(CUDA, loaded_per_computed=32, load_us=2000)
+TUNING = dataclasses.replace(tuning_of("cuda"), loaded_per_computed=32, load_us=2000)
 
 
 class Clock:

@@ -30,6 +30,7 @@ class Pipeline:
         self.enqueued = self.there = 0
         self.calls: list[str] = []
         self._groups, self._fails = groups, fails
+        self.stager = SimpleNamespace(follow_engine=lambda: self.calls.append("follow"))
 
     @contextmanager
     def enduring(self):
@@ -37,9 +38,6 @@ class Pipeline:
             yield
         except RuntimeError:
             self.failed_behind = "here"
-
-    def follow_engine(self) -> None:
-        self.calls.append("follow")
 
     def enqueue_next(self) -> int:
         if self._fails:

@@ -21,7 +21,7 @@ from lmcache_xpu.cache_engine.health import pool
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.kv_connector import pool_sharing
 from lmcache_xpu.tiers.shard import Shard
-from lmcache_xpu.transfer.shared_memory import SharedMemory
+from lmcache_xpu.transfer.pool_memory import SharedMemory
 
 SHAPE = torch.Size([1, 2, 4, 64])
 RANKS = 4  # of two KV heads: two groups of two

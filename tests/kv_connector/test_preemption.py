@@ -25,7 +25,7 @@ from lmcache_xpu.gpu_connector.in_flight import InFlight
 from lmcache_xpu.kv_connector.connector import LMCacheXPUConnector
 from lmcache_xpu.kv_connector.scheduler import SchedulerSide
 from lmcache_xpu.kv_connector.step_metadata import StepMetadata, written_blocks
-from lmcache_xpu.transfer.handles import StoreHandle, TransferHandle
+from lmcache_xpu.transfer.devices import StoreHandle, TransferHandle
 from lmcache_xpu.transfer.staging import Stager
 
 BLOCK = 4

@@ -21,7 +21,7 @@ from support.step_loading import (
 from support.step_loading import engine as engine  # a fixture
 from support.step_loading import stored as stored  # a fixture
 
-from lmcache_xpu.gpu_connector.phase import Phase
+from lmcache_xpu.gpu_connector.in_flight import Phase
 from lmcache_xpu.mp_connector import step_loads
 
 

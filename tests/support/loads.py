@@ -9,9 +9,8 @@ from support import caches
 from support.caches import Spec, bits, build
 from support.connectors import make, memory, slots_of
 
-from lmcache_xpu.gpu_connector.in_flight import InFlight
-from lmcache_xpu.gpu_connector.phase import Phase
-from lmcache_xpu.transfer.handles import StoreHandle, TransferHandle
+from lmcache_xpu.gpu_connector.in_flight import InFlight, Phase
+from lmcache_xpu.transfer.devices import StoreHandle, TransferHandle
 
 SPANS = STARTS, ENDS = [0, 4, 8], [4, 8, 11]
 LAYERS = 6

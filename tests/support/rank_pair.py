@@ -21,7 +21,7 @@ from lmcache_xpu.cache_engine.token_database import TokenDatabase
 from lmcache_xpu.cache_engine.unfilled_blocks import UnfilledBlocks
 from lmcache_xpu.gpu_connector.async_load import AsyncLoad
 from lmcache_xpu.gpu_connector.in_flight import InFlight
-from lmcache_xpu.transfer.shared_memory import SharedMemory
+from lmcache_xpu.transfer.pool_memory import SharedMemory
 
 CHUNKS, BLOCK, LAYERS, AT_ONCE = 3, 4, 5, 2
 GROUPS = 3  # of two, two and one layers

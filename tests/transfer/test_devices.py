@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lmcache_xpu.transfer.devices import (
+    address_table,
     batched_copy,
     has_triton,
     is_host,
@@ -22,6 +23,7 @@ from lmcache_xpu.transfer.direct import (
 from lmcache_xpu.transfer.host_copies import Pinning
 
 CPU, CUDA, XPU = map(torch.device, ("cpu", "cuda:0", "xpu:0"))
+ADDRESSES = [0, 16, 2**47 - 1, 2**63 - 1, 2**63, 0xFFFF_D556_B640_0000, 2**64 - 1]
 ADDRESS = 0xFFFF_D556_B640_0000
 SCHEMAS = {
     "a number": "xpu_host_register(int ptr, int n_bytes) -> bool",  # 0.1.15.4 and 0.1.16.2
@@ -154,3 +156,21 @@ def test_registered_memory_is_for_copies_alone_on_xpu():
 def test_the_host_alone_is_the_host():
     assert [is_host(device) for device in (CPU, CUDA, XPU)] == [True, False, False]
     assert [has_triton(device) for device in (CPU, XPU)] == [False, True]
+
+
+def test_every_address_keeps_its_bits():
+    table = address_table(ADDRESSES)
+    assert table.dtype == torch.int64
+    assert table.view(torch.uint64).tolist() == ADDRESSES
+    assert [number % 2**64 for number in table.tolist()] == ADDRESSES
+
+
+def test_no_addresses_are_an_empty_table():
+    assert address_table([]).shape == (0,)
+    assert address_table([]).dtype == torch.int64
+
+
+@pytest.mark.parametrize("number", [-1, 2**64])
+def test_what_is_no_address_is_an_error(number: int):
+    with pytest.raises(OverflowError):
+        address_table([number])

@@ -16,7 +16,7 @@ from support.intel import INTEL
 from support.intel import machine as machine  # a fixture
 from support.kernels import TritonTransfer, interpreter  # noqa: F401  # a fixture
 
-from lmcache_xpu.transfer.gather_scatter import TorchTransfer, Transfer
+from lmcache_xpu.transfer.gather_scatter import TorchTransfer
 from lmcache_xpu.transfer.host_memory import HostMemory
 from lmcache_xpu.transfer.layout import Geometry
 from lmcache_xpu.transfer.paged_view import PagedView
@@ -56,8 +56,8 @@ def rows_of(view: PagedView, slots: list[int], skip: int = 0) -> Rows:
 
 
 def prepare(
-    cache: EngineCache, transfer: type[Transfer], slots: list[int], skip: int
-) -> tuple[Transfer, Rows]:
+    cache: EngineCache, transfer: type[TorchTransfer | TritonTransfer], slots: list[int], skip: int
+) -> tuple[TorchTransfer | TritonTransfer, Rows]:
     view = view_of(cache)
     return transfer.of(view), rows_of(view, slots, skip)
 

@@ -16,7 +16,7 @@ from triton.runtime.jit import mangle_type
 
 from lmcache_xpu.transfer import staging
 from lmcache_xpu.transfer.direct import KERNELS_READ_HOST_VARIABLE, reaches_host
-from lmcache_xpu.transfer.gather_scatter import TorchTransfer, Transfer
+from lmcache_xpu.transfer.gather_scatter import TorchTransfer
 from lmcache_xpu.transfer.layout import Geometry
 from lmcache_xpu.transfer.paged_view import PagedView
 from lmcache_xpu.transfer.plan import HostFormat, Plan
@@ -25,7 +25,9 @@ from lmcache_xpu.transfer.slots import check_slots, request_rows
 
 @pytest.mark.parametrize("transfer", [TorchTransfer, TritonTransfer])
 @pytest.mark.parametrize("kind", KINDS)
-def test_warming_up_leaves_the_cache_as_it_is(kind: str, transfer: type[Transfer]):
+def test_warming_up_leaves_the_cache_as_it_is(
+    kind: str, transfer: type[TorchTransfer | TritonTransfer]
+):
     cache = build(Spec(kind, torch.uint8 if kind in SCALED else torch.bfloat16))
     before = cache.raw.clone()
     mover = transfer.of(view_of(cache))

@@ -8,8 +8,8 @@ from support import caches
 from support.intel import MACHINES
 from support.intel import machine as machine  # a fixture
 
-from lmcache_xpu.transfer import pinned_uploads
-from lmcache_xpu.transfer.pinned_uploads import PinnedUploads
+from lmcache_xpu.transfer import host_copies
+from lmcache_xpu.transfer.host_copies import PinnedUploads
 
 
 class SlowEvent:
@@ -31,8 +31,8 @@ class SlowEvent:
 @pytest.fixture
 def pending(monkeypatch) -> PinnedUploads:
     """A ring of 8 numbers whose copies last until somebody waits for them."""
-    monkeypatch.setattr(pinned_uploads, "Event", SlowEvent)
-    monkeypatch.setattr(pinned_uploads, "is_host", lambda device: False)
+    monkeypatch.setattr(host_copies, "Event", SlowEvent)
+    monkeypatch.setattr(host_copies, "is_host", lambda device: False)
     if caches.DEVICE == "cpu":
         monkeypatch.setattr(torch, "empty", _unpinned(torch.empty))
     return PinnedUploads(torch.device(caches.DEVICE), 64)

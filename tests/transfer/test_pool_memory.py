@@ -20,13 +20,13 @@ from lmcache_xpu.transfer import devices
 from lmcache_xpu.transfer.host_copies import HostCopies
 from lmcache_xpu.transfer.pool_memory import (
     PoolMemory,
+    SharedMemory,
     allocator_variables,
     exact_above,
     fits,
     limit,
     risky,
 )
-from lmcache_xpu.transfer.shared_memory import SharedMemory
 
 MIB, GIB = 2**20, 2**30
 PAGE = os.sysconf("SC_PAGESIZE")

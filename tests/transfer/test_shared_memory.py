@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmcache_xpu.transfer.shared_memory import Place, SharedMemory
+from lmcache_xpu.transfer.pool_memory import Place, SharedMemory
 
 SIZE = 3 * 4096
 SPAWN = multiprocessing.get_context("spawn")

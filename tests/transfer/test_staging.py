@@ -16,10 +16,9 @@ from lmcache_xpu.errors import SettingsError, TransferError
 from lmcache_xpu.transfer import host_copies
 from lmcache_xpu.transfer.devices import Event
 from lmcache_xpu.transfer.host_copies import HostCopies
-from lmcache_xpu.transfer.host_memory import HostMemory
+from lmcache_xpu.transfer.host_memory import HostMemory, Segments
 from lmcache_xpu.transfer.paged_view import PagedView
 from lmcache_xpu.transfer.plan import HostFormat
-from lmcache_xpu.transfer.segments import Segments
 from lmcache_xpu.transfer.slots import Slots, check_slots
 from lmcache_xpu.transfer.staging import Stager
 from lmcache_xpu.transfer.staging_ring import SMALLEST_STAGING_BYTES

@@ -24,7 +24,7 @@ import torch
 from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
 
 from lmcache_xpu.errors import SeamError
-from lmcache_xpu.transfer.shared_memory import SharedMemory
+from lmcache_xpu.transfer.pool_memory import SharedMemory
 
 if TYPE_CHECKING:
     from lmcache.v1.memory_management import MemoryObj

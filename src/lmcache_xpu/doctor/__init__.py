@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Iterator
 
 from lmcache_xpu import versions
-from lmcache_xpu.doctor import data_path, gpu, memory, packages, software, storage
+from lmcache_xpu.doctor import gpu, memory, packages, software, storage
 from lmcache_xpu.doctor.check import Check, fail, ok, skip
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.machine import Machine
@@ -31,13 +31,13 @@ def examine_build(machine: Machine) -> Iterator[Check]:
         yield patches
         if patches.outcome == "ok":
             factory = importlib.import_module(STOCK.module)
-            yield data_path.check_connector(factory, (OUR_NAME, STOCK_NAME))
+            yield software.check_connector(factory, (OUR_NAME, STOCK_NAME))
         try:
             device = built_for()
         except SettingsError:  # no vLLM as a package, which the check of versions has said
             return
-        yield data_path.check_kernels(device)
-        yield data_path.check_pinning(device)
+        yield software.check_kernels(device)
+        yield software.check_pinning(device)
 
 
 def examine(settings: Settings, machine: Machine) -> Iterator[Check]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
-__all__ = ["Check", "Outcome", "fail", "ok", "skip", "warn"]
+from lmcache_xpu.errors import SettingsError, VersionError
 
 Outcome = Literal["ok", "warn", "fail", "skip"]
 
@@ -27,21 +29,22 @@ class Check:
     advice: str = ""
 
 
-def ok(name: str, state: str) -> Check:
-    """Report that all is well."""
-    return Check("ok", name, state)
+# A name, the state of things, and advice where there is something to do.
+ok, warn = partial(Check, "ok"), partial(Check, "warn")
+fail, skip = partial(Check, "fail"), partial(Check, "skip")
 
 
-def warn(name: str, state: str, advice: str) -> Check:
-    """Report that an engine may run, and not well."""
-    return Check("warn", name, state, advice)
+def passes(name: str, state: str, check: Callable[..., object], *arguments: object) -> Check:
+    """Report what a check found that raises SettingsError or VersionError; else that all is well.
 
-
-def fail(name: str, state: str, advice: str) -> Check:
-    """Report that no engine will run."""
-    return Check("fail", name, state, advice)
-
-
-def skip(name: str, reason: str) -> Check:
-    """Report that this was not looked at."""
-    return Check("skip", name, reason)
+    Args:
+        name: what is checked.
+        state: the state of things if it passes.
+        check: is called with the arguments.
+        arguments: of the check.
+    """
+    try:
+        check(*arguments)
+    except (SettingsError, VersionError) as error:
+        return fail(name, error.found, error.fix)
+    return ok(name, state)

@@ -8,15 +8,6 @@ from lmcache_xpu.launch.machine import Machine, TorchFacts
 from lmcache_xpu.launch.preflight import check_render_nodes
 from lmcache_xpu.launch.settings import Settings
 
-__all__ = [
-    "check_affinity",
-    "check_driver",
-    "check_nodes",
-    "check_peers",
-    "check_runtime",
-    "check_torch",
-]
-
 INTEL = "0x8086"
 LOADER = "libze_loader.so.1"
 DRIVER = "libze_intel_gpu.so.1"

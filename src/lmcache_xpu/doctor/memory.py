@@ -12,8 +12,6 @@ from lmcache_xpu.launch.preflight import check_server
 from lmcache_xpu.launch.settings import Settings
 from lmcache_xpu.transfer import pool_memory
 
-__all__ = ["check_memory", "check_pinned", "check_shared_memory"]
-
 GIB = 2**30
 SPARE = 0.2  # of the memory, besides the tier; more than SPARE_GIB is not needed
 SPARE_GIB = 16

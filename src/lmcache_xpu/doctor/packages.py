@@ -13,8 +13,6 @@ from packaging.version import Version
 from lmcache_xpu import versions
 from lmcache_xpu.doctor.check import Check, fail, ok, skip, warn
 
-__all__ = ["Package", "check_packages", "installed"]
-
 INSTALL = "python3 scripts/install.py"
 
 

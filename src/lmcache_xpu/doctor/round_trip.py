@@ -14,8 +14,6 @@ from lmcache_xpu.transfer.plan import HostFormat
 from lmcache_xpu.transfer.slots import check_slots
 from lmcache_xpu.transfer.staging import Stager
 
-__all__ = ["check_transfer"]
-
 LAYERS, HEADS, DIM, BLOCK_TOKENS, BLOCKS = 3, 8, 128, 16, 40
 CHUNK_TOKENS, CHUNKS = 256, 2
 STAGING_BYTES = 16 * 2**20

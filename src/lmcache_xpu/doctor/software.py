@@ -1,15 +1,17 @@
-"""Checks of the installed software, and of what the environment makes of it."""
+"""Checks of the installed software, of what an image moves KV cache with, and of variables."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import shutil
 from collections.abc import Mapping
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from lmcache_xpu import versions
-from lmcache_xpu.doctor.check import Check, fail, ok, skip, warn
-from lmcache_xpu.errors import SettingsError, VersionError
+from lmcache_xpu.doctor.check import Check, fail, ok, passes, skip, warn
+from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.engine_arguments import engine_variables
 from lmcache_xpu.launch.machine import Machine
 from lmcache_xpu.launch.model_support import check_layers, check_reachable
@@ -19,16 +21,8 @@ from lmcache_xpu.launch.settings import Settings
 if TYPE_CHECKING:
     from lmcache_xpu.kv_connector.patches import Status
 
-__all__ = [
-    "check_compiler",
-    "check_hash_seed",
-    "check_imports",
-    "check_patches",
-    "check_rivals",
-    "check_served_model",
-    "check_server_port",
-    "check_versions",
-]
+XPU_KERNELS = "vllm_xpu_kernels"
+UNKNOWN = "of unknown version"
 
 
 def check_versions(installed: versions.Versions, environ: Mapping[str, str]) -> Check:
@@ -94,6 +88,59 @@ def check_patches(status: Status) -> Check:
     return ok(name, f"{len(status.patches)} in place, for {', '.join(status.devices)}")
 
 
+def check_connector(factory: ModuleType, names: tuple[str, ...]) -> Check:
+    """Check which class vLLM's factory has under the names of connectors."""
+    name = "connector"
+    classes = {each: factory.KVConnectorFactory.get_connector_class_by_name(each) for each in names}
+    text = ", ".join(f"{each} is {kind.__module__}" for each, kind in classes.items())
+    others = [each for each in classes if not classes[each].__module__.startswith("lmcache_xpu.")]
+    if names[0] in others:
+        return fail(name, text, "Another package has that name; install this one alone.")
+    if others:
+        return warn(name, text, f"Name the connector {names[0]}, or unset LMCACHE_XPU_STOCK.")
+    return ok(name, text)
+
+
+def check_kernels(device: str) -> Check:
+    """Check what gathers and scatters the KV cache on a device."""
+    name = "kernels"
+    if device == "cpu":
+        return skip(name, "a CPU needs none: PyTorch copies")
+    if importlib.util.find_spec("triton") is None:
+        return warn(
+            name,
+            f"no Triton: PyTorch copies block by block on {device}",
+            "Install the Triton that vLLM's image for this device has.",
+        )
+    version = versions.version_of("triton-xpu", "triton") or UNKNOWN
+    return ok(name, f"Triton {version}: gather and scatter on {device}")
+
+
+def check_pinning(device: str) -> Check:
+    """Check how host memory that exists can be pinned on a device."""
+    name = "pinning"
+    if device != "xpu":
+        return skip(name, f"{device} needs nothing of vLLM's for it")
+    kernels = f"vllm-xpu-kernels {versions.version_of(XPU_KERNELS) or UNKNOWN}"
+    try:
+        importlib.import_module(f"{XPU_KERNELS}._C")
+    except Exception as error:  # any: a binary that does not fit raises what it likes
+        return fail(
+            name,
+            f"{kernels}: {type(error).__name__}: {error}",
+            "vLLM imports it at its start. It has to fit PyTorch and oneAPI: take vLLM's image.",
+        )
+    import torch
+
+    if hasattr(torch.ops._C, "xpu_host_register"):
+        return ok(name, f"{kernels} registers memory of any size with the driver")
+    return warn(
+        name,
+        f"{kernels} can't register memory",
+        "A CPU tier larger than one pinned allocation is copied through a ring of pinned memory.",
+    )
+
+
 def check_hash_seed(machine: Machine, settings: Settings) -> Check:
     """Check that chunk keys are the same in every process."""
     name, seed = "hash seed", machine.environ.get("PYTHONHASHSEED")
@@ -110,22 +157,14 @@ def check_hash_seed(machine: Machine, settings: Settings) -> Check:
 
 def check_rivals(machine: Machine, settings: Settings) -> Check:
     """Check that no variable of vLLM and LMCache contradicts ours."""
-    name = "environment"
-    try:
-        check_environment(settings, machine.environ)
-    except SettingsError as error:
-        return fail(name, error.found, error.fix)
-    return ok(name, "no variable contradicts the settings")
+    text = "no variable contradicts the settings"
+    return passes("environment", text, check_environment, settings, machine.environ)
 
 
 def check_server_port(settings: Settings) -> Check:
     """Check that the server's port is free."""
-    name = "port"
-    try:
-        check_port(settings.host, settings.port)
-    except SettingsError as error:
-        return fail(name, error.found, error.fix)
-    return ok(name, f"{settings.host}:{settings.port} is free")
+    text = f"{settings.host}:{settings.port} is free"
+    return passes("port", text, check_port, settings.host, settings.port)
 
 
 def check_served_model(settings: Settings) -> Check:
@@ -135,9 +174,7 @@ def check_served_model(settings: Settings) -> Check:
         check_model(settings.model)
     except SettingsError as error:
         return fail(name, f"{error.found}: no config.json there", error.fix)
-    try:
-        check_reachable(settings.model)
-        check_layers(settings)
-    except (SettingsError, VersionError) as error:
-        return fail(name, error.found, error.fix)
-    return ok(name, settings.model)
+    reachable = passes(name, settings.model, check_reachable, settings.model)
+    if reachable.outcome != "ok":
+        return reachable
+    return passes(name, settings.model, check_layers, settings)

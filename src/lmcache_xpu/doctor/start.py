@@ -13,8 +13,6 @@ from lmcache_xpu.launch.machine import Machine, TorchFacts
 from lmcache_xpu.launch.preflight import preflight
 from lmcache_xpu.launch.settings import Settings
 
-__all__ = ["check_start"]
-
 logger = logging.getLogger("lmcache_xpu")
 
 

@@ -16,8 +16,6 @@ from lmcache_xpu.launch.machine import Machine
 from lmcache_xpu.launch.preflight import check_disk
 from lmcache_xpu.launch.settings import Settings
 
-__all__ = ["check_disk_room", "check_disk_tier", "check_shared_tier"]
-
 GIB = 2**30
 PROBE_BYTES = 256 * 2**20
 SLOW_BYTES_S = 200e6  # below a SATA disk; recomputing is often faster then

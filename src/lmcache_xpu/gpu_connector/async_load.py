@@ -1,8 +1,7 @@
 """A load that no step waits for: its request waits, while the engine computes others.
 
 A thread of the worker fetches the chunks and gives them here; the engine's thread then enqueues
-some of them with each step, behind the step's own work, so that nobody's answer waits for it. The
-request may be computed when all has arrived.
+some of them with each step, behind the step's own work.
 
     fetching    add_load, hold                  from the thread that fetches
     moving      feed, arrived, wait, close      from the engine's thread
@@ -52,20 +51,17 @@ class AsyncLoad:
         self._objs.extend(objs)
 
     def feed(self, room: int) -> int:
-        """Enqueue some layer groups, and return their bytes.
+        """Enqueue layer groups of about `room` bytes, and return their bytes.
 
         The first group is ordered after what the engine has enqueued so far: a step before this one
         may still read the blocks that the load writes.
-
-        Args:
-            room: bytes that are to be enqueued, about; a group is enqueued whole.
         """
         load, fed = self._pipeline, 0
         if load is None:
             return 0
         with load.enduring():
             if not load.enqueued:
-                load.follow_engine()
+                load.stager.follow_engine()
             while fed < room and (size := load.enqueue_next()):
                 fed += size
         return fed

@@ -1,7 +1,6 @@
 """What both connectors share: how LMCache makes them, and the engine's KV cache.
 
-LMCache calls a connector in the engine's worker, from one thread. Keyword arguments end here:
-`ConnectorOptions` and `TransferRequest` read those that they have fields for.
+LMCache calls a connector in the engine's worker, from one thread.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from lmcache.v1.memory_management import MemoryFormat
 from lmcache.v1.metadata import LMCacheMetadata
 
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.gpu_connector.chunk_format import ChunkFormat
-from lmcache_xpu.gpu_connector.connector_options import ConnectorOptions
+from lmcache_xpu.gpu_connector.connector_options import ChunkFormat, ConnectorOptions
 from lmcache_xpu.gpu_connector.in_flight import InFlight
 from lmcache_xpu.gpu_connector.registered_cache import (
     RegisteredCache,
@@ -83,14 +81,7 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
         device: torch.device | str | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Return a connector for an engine as LMCache describes it; LMCache's interface.
-
-        Args:
-            metadata: LMCache's.
-            use_gpu: see the class.
-            device: of the engine's KV cache; None accepts any.
-            kwargs: more fields of `ConnectorOptions`.
-        """
+        """Return a connector for an engine as LMCache describes it; arguments as for the class."""
         layers, _, chunk_size, heads, head_size = metadata.kv_shape
         return cls(
             heads * head_size,
@@ -113,9 +104,9 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
         return self._chunk_format.shape(num_tokens)
 
     def initialize_kvcaches_ptr(self, **kwargs: Any) -> None:
-        """Register the engine's KV cache, given as `kvcaches`; cheap when it is registered already.
+        """Register the engine's KV cache, given as `kvcaches`, and allocate staging memory.
 
-        Allocates staging memory.
+        Cheap when it is registered already.
 
         Raises:
             LayoutError: a KV cache that can't be read.
@@ -158,9 +149,8 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
             return list(range(0, self.num_layers, max(1, size)))
         if self._loads_in_flight is None:
             return [0]
-        return self._loads_in_flight.group_starts(
-            self.num_layers, tokens, layer_bytes, cache.stager.tuning
-        )
+        tuning = cache.stager.tuning
+        return self._loads_in_flight.group_starts(self.num_layers, tokens, layer_bytes, tuning)
 
     def _layer_bytes(self, cache: RegisteredCache, tokens: int) -> int:
         elements = self.get_shape(1).numel() // self.groups[0][1]

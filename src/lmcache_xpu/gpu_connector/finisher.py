@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from lmcache_xpu.transfer.handles import TransferHandle
+from lmcache_xpu.transfer.devices import TransferHandle
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 

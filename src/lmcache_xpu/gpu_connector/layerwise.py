@@ -12,9 +12,9 @@ objects of a chunk:
             next x (N - 1)       enqueue the next layer; the one before is complete on the host
             next                 layer N - 1 is complete on the host
 
-A "layer" of this protocol is a group of the model's layers, of about 16 MiB of a chunk unless
-`layers_at_once` says otherwise: LMCache spends about 40 microseconds on each object, and the link
-is slow with small copies. Within a group the engine's stream still waits layer by layer.
+A "layer" of this protocol is a group of the model's layers (`layers_at_once`), because LMCache
+spends time on each object, and the link is slow with small copies. Within a group the engine's
+stream still waits layer by layer.
 
 LMCache gives up its host memory before the last step of the protocol, so a load holds a reference
 until the copies are done. vLLM must not run such a step as one graph:
@@ -32,16 +32,10 @@ from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 
 from lmcache_xpu.errors import TransferError
 from lmcache_xpu.gpu_connector.base import PagedMemConnector
-from lmcache_xpu.gpu_connector.layerwise_ways import (
-    OverlappedLoad,
-    OverlappedStore,
-    SteppedLoad,
-    SteppedStore,
-)
 from lmcache_xpu.gpu_connector.load_pipeline import LoadPipeline
 from lmcache_xpu.gpu_connector.registered_cache import RegisteredCache, TransferRequest
 from lmcache_xpu.metrics import LOAD_CPU, STORE_CPU
-from lmcache_xpu.transfer.host_memory import HostMemory
+from lmcache_xpu.transfer.devices import TransferHandle
 
 
 class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
@@ -71,8 +65,8 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
     ) -> Generator[None, Sequence[MemoryObj] | None, None]:
         """Load a request layer by layer; yields `len(groups) + 2` times.
 
-        A layer's copy overlaps what the engine computes of the layers before it. Its stream waits
-        for a layer with the next step, or with `overlap.loads` when `InFlight` hears of it. Host
+        The engine's stream waits for a layer with the next step, or with `overlap.loads` when
+        `InFlight` hears of it. Host
         memory is held until its copies are done, also when the generator is closed half-way. A
         layer that has fewer objects than chunks ends the load there: the slots from the first
         missing chunk on go to `failed_slots`.
@@ -86,22 +80,37 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
                 touched), a layer that is missing, or one too many.
             LayoutError: a KV cache that can't be read.
         """
-        chunks = self._chunks(starts, ends, TransferRequest.read(kwargs))
-        load = self._begin_load(chunks)
+        request = TransferRequest.read(kwargs)
+        cache = self._registration.register(request.kvcaches)
+        group_starts = self._group_starts(cache, starts, ends, request)
+        load = _RequestLoad(cache, request, starts, ends, group_starts)
+        owner = request.owner or self._loads_in_flight
+
+        def finished(seconds: float) -> None:  # of the chunks that are left by then
+            self._count(LOAD_CPU, cache, load.starts, load.ends, request.cached, seconds)
+
         try:
             for number, (first, last) in enumerate(self.groups):
                 objs = yield
                 if objs is None:
                     raise TransferError(f"no memory objects for layer {number}", "one per chunk")
-                if len(objs) < chunks.count:  # a tier lost the rest since the look-up
-                    self.failed_slots.append(chunks.keep(len(objs)))
-                chunks.add(objs, first, last)
-                load.enqueue(objs, first)
+                if len(objs) < len(load.starts):  # a tier lost the rest since the look-up
+                    self.failed_slots.append(load.keep(len(objs)))
+                load.add(objs, first, last)
+                if owner is None:
+                    load.step(objs, first)
+                elif first == 0:
+                    owner.add_load(load.pipeline, objs, finished)
+                else:
+                    owner.hold(load.pipeline, objs)
             if (yield) is not None:
                 raise TransferError(f"a layer {len(self.groups)}", f"{len(self.groups)} layers")
-            load.wait()
+            if owner is None:
+                load.pipeline.before_all()
         finally:
-            load.close()
+            if owner is None:
+                load.close()
+                finished(sum(handle.seconds() for handle in load.pipeline.handles()))
         yield
         raise _ended("load", len(self.groups) + 2)
 
@@ -131,71 +140,43 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
         request = TransferRequest.read(kwargs)
         cache = self._registration.register(request.kvcaches)
         plan = cache.plan(starts, ends, request, loading=False)
-        memory = self._memory(cache, memory_objs, starts, ends)
-        store = self._begin_store(cache, starts, ends, request)
+        if len(memory_objs) != len(self.groups):
+            raise TransferError(f"objects of {len(memory_objs)} layers", f"{len(self.groups)}")
+        memory = [cache.memory(objs, starts, ends, loading=False) for objs in memory_objs]
+        finished = functools.partial(self._count, STORE_CPU, cache, starts, ends, 0)
+        if (in_flight := self._stores_in_flight) is not None:
+            slots = request.slots(starts, ends)
+        handles: list[TransferHandle] = []  # by group
         try:
             for objs, group, (first, last) in zip(memory_objs, memory, self.groups, strict=True):
                 cache.stager.follow_engine()  # these layers' attention is enqueued by now
                 with cache.stager.whole():
                     stored = cache.stager.store(plan.of_layers(last - first), group, first)
-                store.add(objs, stored)
+                handles.append(stored.transfer)
+                if in_flight is not None:
+                    in_flight.add_store(objs, stored, slots)
+                elif len(handles) > 1:
+                    handles[-2].done.synchronize()  # it is published next
                 yield
         finally:
-            store.close()
-        store.finish()
+            if in_flight is None and handles:
+                handles[-1].done.synchronize()
+        if in_flight is not None:
+            in_flight.release((), handles, finished)
+        else:
+            finished(sum(handle.seconds() for handle in handles))
         yield
         raise _ended("store", len(self.groups) + 1)
 
-    def _chunks(
-        self, starts: Sequence[int], ends: Sequence[int], request: TransferRequest
-    ) -> _RequestChunks:
-        cache = self._registration.register(request.kvcaches)
-        group_starts = self._group_starts(cache, starts, ends, request)
-        return _RequestChunks(cache, request, starts, ends, group_starts)
 
-    def _begin_load(self, chunks: _RequestChunks) -> OverlappedLoad | SteppedLoad:
-        def finished(seconds: float) -> None:  # of the chunks that are left by then
-            cached = chunks.request.cached
-            self._count(LOAD_CPU, chunks.cache, chunks.starts, chunks.ends, cached, seconds)
+class _RequestLoad:
+    """The load of a request's chunks, whose memory comes group by group.
 
-        if (owner := chunks.request.owner or self._loads_in_flight) is not None:
-            return OverlappedLoad(owner, chunks.pipeline, finished)
-        return SteppedLoad(chunks.pipeline, chunks.cache.stager, finished)
+    Others enqueue it and hold its memory, see `InFlight` and `AsyncLoad`; or each step enqueues a
+    group and lets the engine wait for the one before: `step` and `close`.
 
-    def _memory(
-        self,
-        cache: RegisteredCache,
-        memory_objs: Sequence[Sequence[MemoryObj]],
-        starts: Sequence[int],
-        ends: Sequence[int],
-    ) -> list[HostMemory]:
-        if len(memory_objs) != len(self.groups):
-            raise TransferError(f"objects of {len(memory_objs)} layers", f"{len(self.groups)}")
-        return [cache.memory(objs, starts, ends, loading=False) for objs in memory_objs]
-
-    def _begin_store(
-        self,
-        cache: RegisteredCache,
-        starts: Sequence[int],
-        ends: Sequence[int],
-        request: TransferRequest,
-    ) -> OverlappedStore | SteppedStore:
-        finished = functools.partial(self._count, STORE_CPU, cache, starts, ends, 0)
-        if (in_flight := self._stores_in_flight) is not None:
-            return OverlappedStore(in_flight, request.slots(starts, ends), finished)
-        return SteppedStore(finished)
-
-
-class _RequestChunks:
-    """The chunks of a request that is loaded, whose memory comes group by group.
-
-    Args:
-        cache: where they go; what follows runs behind what the engine has enqueued so far, since
-            blocks may have been freed by a step that is running.
-        request: whose chunks they are.
-        starts: first token of each chunk.
-        ends: token after the last of each chunk.
-        group_starts: first layer of each group of layers that is waited for at once.
+    It runs behind what the engine has enqueued so far, since blocks may have been freed by a step
+    that is running. `group_starts` has the first layer of each group that is waited for at once.
     """
 
     def __init__(
@@ -216,11 +197,8 @@ class _RequestChunks:
         if request.owner is None:
             cache.stager.follow_engine()
         self.pipeline = LoadPipeline(cache.stager, request.slots(starts, ends))
-
-    @property
-    def count(self) -> int:
-        """Number of chunks that are still loaded."""
-        return len(self.starts)
+        # Each group's objects, with the number of the pipeline's layer groups up to theirs.
+        self._held: list[tuple[int, Sequence[MemoryObj]]] = []
 
     def keep(self, count: int) -> torch.Tensor:
         """Go on with the first `count` chunks; return the slots `[tokens]` from the next one on."""
@@ -240,10 +218,30 @@ class _RequestChunks:
             raise TransferError(
                 f"{len(memory_objs)} memory objects", f"{self._request_count} chunks"
             )
-        objs = memory_objs[: self.count]
+        objs = memory_objs[: len(self.starts)]
         memory = self.cache.memory(objs, self.starts, self.ends, loading=True)
         starts = [0, *(start - first for start in self._group_starts if first < start < last)]
         self.pipeline.add(self._plan.of_layers(last - first, starts), memory, first)
+
+    def step(self, memory_objs: Sequence[MemoryObj], first_layer: int) -> None:
+        """Enqueue a group that the pipeline has, and hold its memory until it is copied.
+
+        LMCache lets go of it before the last step.
+        """
+        self.pipeline.after_layer(first_layer)
+        for memory_obj in memory_objs:
+            memory_obj.ref_count_up()
+        self._held.append((len(self.pipeline), memory_objs))
+        self.pipeline.before_layer(first_layer - 1)
+
+    def close(self) -> None:
+        """Wait on the host until everything is copied, and let go of its memory."""
+        if not self.pipeline.waited_for():  # after an error a part may be on its way
+            self.cache.stager.fence().done.synchronize()
+        for groups, memory_objs in self._held:
+            self.pipeline.synchronize(groups)
+            for memory_obj in memory_objs:
+                memory_obj.ref_count_down()
 
 
 def _ended(transfer: str, steps: int) -> TransferError:

@@ -1,9 +1,8 @@
 """A load in the order of the layers, each group waited for where the engine comes to it.
 
-A load enqueues its first layer groups and returns. A load that began before its step enqueues as
-much as keeps the link busy until the next call, in launches of up to 256 MiB. Each group is
-enqueued behind the engine's stream, because freed blocks may still be read by a step that was
-enqueued before. Host memory is held until the copies are done.
+A load enqueues its first layer groups and returns; one that began before its step, as much as keeps
+the link busy until the next call. Each group is enqueued behind the engine's stream, because freed
+blocks may still be read by a step that was enqueued before.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from contextlib import contextmanager
 import torch
 
 from lmcache_xpu.metrics import LOAD_CPU, Flow
-from lmcache_xpu.transfer.handles import TransferHandle
+from lmcache_xpu.transfer.devices import TransferHandle
 from lmcache_xpu.transfer.host_memory import HostMemory
 from lmcache_xpu.transfer.plan import LayerGroup, Plan
 from lmcache_xpu.transfer.staging import Stager
@@ -44,7 +43,7 @@ class LoadPipeline:
         self.slots = slots
         self._flow = flow
         self.failed_behind: TransferHandle | None = None
-        self._stager = stager
+        self.stager = stager
         # With the memory of its layers, and the engine's layer that is the first one in that.
         self._groups: list[tuple[LayerGroup, HostMemory, int]] = []
         self._starts: list[int] = []  # first layer of each group, as the engine counts
@@ -56,15 +55,12 @@ class LoadPipeline:
     @property
     def tuning(self) -> Tuning:
         """The numbers that suit the device."""
-        return self._stager.tuning
+        return self.stager.tuning
 
     def add(self, plan: Plan, memory: Sequence[torch.Tensor], first_layer: int = 0) -> None:
         """Add layers behind those that were added before.
 
-        Args:
-            plan: of the request's chunks.
-            memory: bytes, flat, one tensor per chunk, in the plan's format.
-            first_layer: the engine's layer that is the first one in `memory`.
+        Arguments as for `Stager.load`, a plan in place of the pieces.
         """
         host = HostMemory.of(memory)
         for group in plan.groups:
@@ -77,7 +73,7 @@ class LoadPipeline:
         try:
             yield
         except Exception as error:
-            self.failed_behind = self._stager.fence()  # a part of a group may be on its way
+            self.failed_behind = self.stager.fence()  # a part of a group may be on its way
             self._flow.failed(type(error).__name__)
             logger.exception(
                 "A load failed and is computed instead: %s (docs: troubleshooting#transfer-failed)",
@@ -99,15 +95,10 @@ class LoadPipeline:
         if self.failed_behind is not None or count == len(self._groups):
             return 0
         group, memory, _ = self._groups[count]
-        if not self._stager.needs_no_copies(group.pieces, memory):
+        if not self.stager.needs_no_copies(group.pieces, memory):
             return 0
-        self._enqueue(count + 1, idle=True)
         self._head_start = count + 1
-        return group.nbytes
-
-    def follow_engine(self) -> None:
-        """Order what follows after what the engine has enqueued so far."""
-        self._stager.follow_engine()
+        return self.enqueue_next()
 
     def enqueue_next(self) -> int:
         """Enqueue one more group of a load that no step waits for, and return its bytes.
@@ -145,10 +136,6 @@ class LoadPipeline:
         under_way = self._groups[self._arrived : len(self._handles)]
         return sum(group.nbytes for group, *_ in under_way)
 
-    def let_engine_copy(self) -> None:
-        """Order copies that follow after what the engine has enqueued; see `Stager`."""
-        self._stager.let_engine_copy()
-
     def before_layer(self, layer: int) -> None:
         """Let the current stream wait for a layer."""
         if self.failed_behind is not None:
@@ -163,8 +150,8 @@ class LoadPipeline:
         """Enqueue what comes next, and return its bytes.
 
         Only now, when the layer's own work is enqueued: drivers take about a thousand copies and
-        then let the caller wait. And one group at most: a hundred copies take a millisecond to
-        enqueue, and behind the first layer the device has no other work yet.
+        then let the caller wait. And one group at most: behind the first layer the device has no
+        other work yet.
         """
         count = len(self._handles)
         ahead = max(self.tuning.groups_ahead, self._head_start)
@@ -205,7 +192,7 @@ class LoadPipeline:
             group, memory, first_layer = self._groups[number]
             # What the engine computes in this step waits for the first group.
             first = idle or number == 0
-            self._handles.append(self._stager.load(group.pieces, memory, first_layer, idle=first))
+            self._handles.append(self.stager.load(group.pieces, memory, first_layer, idle=first))
 
 
 def group_starts(
@@ -213,12 +200,10 @@ def group_starts(
 ) -> list[int]:
     """Return the first layer of each layer group of a load.
 
-    With much to compute beside the load, groups of 1, 1, 2, 2, ..., 1, 1 layers: the first
-    come early and are enqueued quickly, while the device has no other work yet, and each is there
-    by the time that the ones before it have been computed, also where copying takes about as long
-    as computing (larger ones make the engine wait).
-    With little to compute the copies are what takes time: each group is three quarters of what is
-    left, so that most layers come in few large copies.
+    With much to compute beside the load, groups of 1, 1, 2, 2, ..., 1, 1 layers: the first come
+    early, and each is there by the time that the ones before it have been computed, also where
+    copying takes about as long as computing. With little to compute each group is three quarters of
+    what is left, so that most layers come in few large copies.
 
     Args:
         layers: of the engine.

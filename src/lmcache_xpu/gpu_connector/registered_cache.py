@@ -1,9 +1,9 @@
 """The engine's KV cache as it is registered with a connector, and every check of a transfer.
 
-All checks come before the first byte moves: lengths, formats, shapes, dtypes, the device, every
-slot. The KV cache is registered once, and again if the engine moves it (sleep and wake). A load
-skips the tokens that vLLM's own prefix cache has (`vllm_cached_tokens`, to the token), because
-other requests may share their blocks. Negative slots are skipped in both directions.
+All checks come before the first byte moves. The KV cache is registered once, and again if the
+engine moves it (sleep and wake). A load skips the tokens that vLLM's own prefix cache has
+(`vllm_cached_tokens`), because other requests may share their blocks. Negative slots are skipped in
+both directions.
 """
 
 from __future__ import annotations
@@ -11,31 +11,25 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from lmcache.v1.memory_management import MemoryObj
 
 from lmcache_xpu.errors import HostMemoryError, LayoutError, TransferError
-from lmcache_xpu.gpu_connector.chunk_bytes import chunk_bytes
-from lmcache_xpu.gpu_connector.chunk_format import ChunkFormat, same_bytes
-from lmcache_xpu.gpu_connector.connector_options import ConnectorOptions
-from lmcache_xpu.gpu_connector.load_pipeline import Finished, LoadPipeline
+from lmcache_xpu.gpu_connector.async_load import AsyncLoad
+from lmcache_xpu.gpu_connector.connector_options import (
+    ChunkFormat,
+    ConnectorOptions,
+    same_bytes,
+)
+from lmcache_xpu.gpu_connector.in_flight import InFlight
+from lmcache_xpu.transfer.devices import is_host
 from lmcache_xpu.transfer.host_memory import HostMemory
 from lmcache_xpu.transfer.paged_view import EngineLayer, PagedView
 from lmcache_xpu.transfer.plan import Plan
 from lmcache_xpu.transfer.slots import check_slots
 from lmcache_xpu.transfer.staging import Stager
-
-
-class LoadOwner(Protocol):
-    """Who enqueues a load and holds its memory meanwhile: `InFlight`, or an `AsyncLoad`."""
-
-    def add_load(self, load: LoadPipeline, objs: Sequence[MemoryObj], finished: Finished) -> None:
-        """Take over a load, and tell `finished` how many seconds it took."""
-
-    def hold(self, load: LoadPipeline, objs: Sequence[MemoryObj]) -> None:
-        """Hold more memory for the load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +46,7 @@ class TransferRequest:
     kvcaches: Sequence[EngineLayer] | None
     slot_mapping: torch.Tensor
     cached: int
-    owner: LoadOwner | None
+    owner: InFlight | AsyncLoad | None
 
     @classmethod
     def read(cls, arguments: Mapping[str, Any]) -> Self:
@@ -64,11 +58,10 @@ class TransferRequest:
         slot_mapping = arguments.get("slot_mapping")
         if slot_mapping is None:
             raise TransferError("no slot_mapping", "a slot per token as keyword 'slot_mapping'")
-        cached = arguments.get("vllm_cached_tokens", 0)
         return cls(
             kvcaches=arguments.get("kvcaches"),
             slot_mapping=slot_mapping,
-            cached=cached,
+            cached=arguments.get("vllm_cached_tokens", 0),
             owner=arguments.get("load_owner"),
         )
 
@@ -124,10 +117,10 @@ class RegisteredCache:
         *,
         loading: bool,
     ) -> HostMemory:
-        """Return the memory of LMCache's objects.
+        """Return the memory of LMCache's objects: bytes, flat.
 
         Raises:
-            HostMemoryError: one that does not fit its chunk; see also `chunk_bytes`.
+            HostMemoryError: one that does not fit its chunk, or is gone, strided or elsewhere.
             TransferError: not one per chunk.
         """
         if not len(memory_objs) == len(starts) == len(ends):
@@ -135,7 +128,7 @@ class RegisteredCache:
                 f"{len(memory_objs)} memory objects, {len(starts)} starts and {len(ends)} ends",
                 "as many of each",
             )
-        checked, size, sizes = None, 0, []  # nearly all chunks are alike
+        memory, checked, size = HostMemory(), None, 0  # nearly all chunks are alike
         for memory_obj, start, end in zip(memory_objs, starts, ends, strict=True):
             metadata = memory_obj.metadata
             if not memory_obj.is_valid():
@@ -147,18 +140,23 @@ class RegisteredCache:
             if kind != checked:
                 size = self.chunk_format.object_bytes(*kind, self.view.dtype)
                 checked = kind
-            sizes.append(size)
-        return chunk_bytes(memory_objs, sizes, self.view.device)
+            # Not `tensor`, which makes three views of it: hundreds of chunks wait for this.
+            raw: torch.Tensor | None = memory_obj.raw_tensor
+            if raw is None or not raw.is_contiguous():
+                raise HostMemoryError("memory that is gone or strided", "valid and contiguous")
+            if raw.nbytes < size:  # LMCache may give an object more than its shape needs
+                raise HostMemoryError(f"memory of {raw.nbytes} bytes", f"{size}")
+            if raw.dim() != 1 or raw.dtype != torch.uint8:
+                raw = raw.view(-1).view(torch.uint8)
+            memory.append(raw)
+        for elsewhere in memory.devices - {self.view.device}:
+            if not is_host(elsewhere):
+                raise HostMemoryError(f"memory on {elsewhere}", f"cpu or {self.view.device}")
+        return memory
 
 
 class Registration:
-    """What a connector takes for the engine's KV cache, and the one that it has.
-
-    Args:
-        num_layers: layers of the model.
-        options: of the connector.
-        chunk_format: of its chunks.
-    """
+    """What a connector takes for the engine's KV cache, and the one that it has."""
 
     def __init__(
         self, num_layers: int, options: ConnectorOptions, chunk_format: ChunkFormat
@@ -170,9 +168,7 @@ class Registration:
         self._cache: RegisteredCache | None = None
 
     def register(self, kvcaches: Sequence[EngineLayer] | None) -> RegisteredCache:
-        """Return the engine's KV cache; it is read anew when the engine has moved it.
-
-        Allocates staging memory for a new one.
+        """Return the engine's KV cache; a new or a moved one is read, and gets staging memory.
 
         Args:
             kvcaches: one tensor, or a group of tensors, for each layer; None means those of the

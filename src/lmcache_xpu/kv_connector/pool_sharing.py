@@ -13,7 +13,7 @@ from lmcache_xpu.cache_engine.loans import LEDGER_BYTES, ORDERS, Borrower, Lende
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.kv_connector.rank_group import GroupChannel
 from lmcache_xpu.tiers.shard import Shard
-from lmcache_xpu.transfer.shared_memory import SharedMemory
+from lmcache_xpu.transfer.pool_memory import SharedMemory
 
 __all__ = ["share_pool"]
 

@@ -18,7 +18,7 @@ from lmcache_xpu.gpu_connector.load_pipeline import LoadPipeline
 from lmcache_xpu.metrics import LOAD_SERVER
 from lmcache_xpu.mp_connector.kv_cache_groups import NULL_BLOCK, CacheGroup
 from lmcache_xpu.mp_connector.seals import SEAL_BYTES
-from lmcache_xpu.transfer.handles import StoreHandle, TransferHandle
+from lmcache_xpu.transfer.devices import StoreHandle, TransferHandle
 from lmcache_xpu.transfer.paged_view import EngineLayer, PagedView, pages_of
 from lmcache_xpu.transfer.plan import HostFormat
 from lmcache_xpu.transfer.slots import Slots, check_slots, slots_of

@@ -26,9 +26,8 @@ from typing import Any
 import torch
 
 from lmcache_xpu.errors import TransferError
-from lmcache_xpu.gpu_connector.in_flight import InFlight
+from lmcache_xpu.gpu_connector.in_flight import InFlight, Phase
 from lmcache_xpu.gpu_connector.load_pipeline import LoadPipeline
-from lmcache_xpu.gpu_connector.phase import Phase
 from lmcache_xpu.metrics import fallback, loaded
 from lmcache_xpu.mp_connector.early_questions import EarlyQuestions, ask_at_once
 from lmcache_xpu.mp_connector.group_copies import BesideLayers, GroupCopies

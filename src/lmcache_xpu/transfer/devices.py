@@ -11,14 +11,14 @@ from __future__ import annotations
 import importlib.util
 import logging
 import time
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from lmcache_xpu.transfer import pool_memory
-from lmcache_xpu.transfer.addresses import address_table
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
@@ -66,15 +66,31 @@ class Event:
         return self._event.elapsed_time(later._event) / 1e3
 
 
+class TransferHandle(NamedTuple):
+    """Points in time of a store or a load."""
+
+    begun: Event
+    done: Event  # the target is complete; the source may be reused
+
+    def seconds(self) -> float:
+        """Return how long it took, once it is done."""
+        return self.begun.seconds_until(self.done)
+
+
+class StoreHandle(NamedTuple):
+    """A store, and when the engine's blocks had been read."""
+
+    transfer: TransferHandle
+    gathered: Event
+
+
 class SideStream:
     """A stream beside the engine's own, on one device.
 
     Args:
         device: of the engine.
-        urgent: its operations go before the engine's. Right for short kernels: one of the
-            engine's may fill the device for milliseconds, and what waits for it would keep the
-            link idle meanwhile. Copies gain nothing from it (measured on an H200), and the
-            engine has some of its own.
+        urgent: its operations go before the engine's. Right for short kernels, which would else
+            wait for milliseconds while the link is idle. Copies gain nothing from it.
     """
 
     def __init__(self, device: torch.device, *, urgent: bool) -> None:
@@ -103,24 +119,36 @@ def is_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def address_table(addresses: Sequence[int]) -> torch.Tensor:
+    """Addresses as `[n]` int64 on the host, those from 2**63 on as two's complement.
+
+    An Intel GPU's lie at the top of the 64-bit space, where a signed number would overflow. Kernels
+    and drivers take the same 64 bits as a pointer.
+
+    Raises:
+        OverflowError: a number that is no address: negative, or of more than 64 bits.
+    """
+    if not addresses:
+        return torch.empty(0, dtype=torch.int64)
+    # A third of the time that torch takes for a list of Python's numbers.
+    return torch.frombuffer(array("Q", addresses), dtype=torch.int64)
+
+
 def register_host(address: int, size: int, device: torch.device) -> bool:
     """Pin memory that is allocated already, `size` bytes at `address`.
 
     Returns whether that worked.
 
-    The drivers have no common call for it: CUDA's is in its runtime, XPU's comes with vLLM. Without
-    it copies go by way of pinned memory, so no error in it ends the engine.
+    CUDA's call is in its runtime, XPU's comes with vLLM. Without it copies go by way of pinned
+    memory, so no error in it ends the engine.
     """
-    register = {"cuda": _cuda_register, "xpu": _xpu_register}.get(device.type)
     try:
-        return register is not None and register(address, size)
+        if device.type == "cuda":
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            return int(runtime.cudaHostRegister(address, size, 0)) == 0
+        return device.type == "xpu" and _xpu_call("xpu_host_register", address, size)
     except Exception as error:  # whatever a driver or another version of the call raises
-        logger.warning(
-            "%s can't pin memory: %s: %s (docs: troubleshooting#not-pinned)",
-            device,
-            type(error).__name__,
-            error,
-        )
+        _warn(device, "pin memory", error)
         return False
 
 
@@ -131,40 +159,33 @@ def unregister_host(address: int, device: torch.device) -> None:
     """
     try:
         if device.type == "cuda":
-            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # as above
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             runtime.cudaHostUnregister(address)
         elif device.type == "xpu":
-            unregister = getattr(torch.ops._C, "xpu_host_unregister", None)
-            if unregister is not None:
-                takes_tensor = str(unregister.default._schema.arguments[0].type) == "Tensor"
-                table = address_table([address]).view(torch.uint64)
-                unregister(table if takes_tensor else address)
+            _xpu_call("xpu_host_unregister", address)
     except Exception as error:  # whatever a driver or another version of the call raises
-        logger.warning(
-            "%s can't give back pinned memory: %s: %s (docs: troubleshooting#not-pinned)",
-            device,
-            type(error).__name__,
-            error,
-        )
+        _warn(device, "give back pinned memory", error)
 
 
-def _cuda_register(address: int, size: int) -> bool:
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no types for it
-    return int(runtime.cudaHostRegister(address, size, 0)) == 0
+def _warn(device: torch.device, action: str, error: Exception) -> None:
+    logger.warning(
+        "%s can't %s: %s: %s (docs: troubleshooting#not-pinned)",
+        *(device, action, type(error).__name__, error),
+    )
 
 
-def _xpu_register(address: int, size: int) -> bool:
-    """Pin memory by vllm-xpu-kernels' operation, of which there are two.
+def _xpu_call(name: str, address: int, *size: int) -> bool:
+    """Call an operation of vllm-xpu-kernels, of which there are two; False without any.
 
-    The operation of 0.1.15 and 0.1.16 takes a number. The next one (csrc/utils/host_register.cpp)
-    takes a tensor of one uint64, because a number of torch's is signed.
+    That of 0.1.15 and 0.1.16 takes a number. The next one (csrc/utils/host_register.cpp) takes a
+    tensor of one uint64, because a number of torch's is signed.
     """
-    register = getattr(torch.ops._C, "xpu_host_register", None)
-    if register is None:
+    operation = getattr(torch.ops._C, name, None)
+    if operation is None:
         return False
-    if str(register.default._schema.arguments[0].type) == "Tensor":
-        return bool(register(address_table([address]).view(torch.uint64), size))
-    return bool(register(address, size))
+    if str(operation.default._schema.arguments[0].type) == "Tensor":
+        return bool(operation(address_table([address]).view(torch.uint64), *size))
+    return bool(operation(address, *size))
 
 
 def most_pinned(device: torch.device) -> int | None:
@@ -184,10 +205,8 @@ def batched_copy(
     """Return vLLM's operation that enqueues many copies at once; None where it does not help.
 
     It takes sources, targets (addresses) and sizes in bytes, `[n]` int64 on the host each, and
-    enqueues in the current stream. On CUDA the driver takes them as one: measured on an H200, 1 MiB
-    each, 54.5 GB/s and 1 microsecond of the caller's time instead of 41.4 and 17. XPU's operation
-    of that name first copies what the host has on the host (vllm-xpu-kernels, csrc/utils/
-    mem_cpy.cpp), so it is not used.
+    enqueues in the current stream. On CUDA the driver takes them as one. XPU's operation of that
+    name first copies what the host has on the host (vllm-xpu-kernels, csrc/utils/mem_cpy.cpp).
     """
     if device.type != "cuda":
         return None

@@ -11,64 +11,34 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from typing import Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from lmcache_xpu.transfer.addresses import address_table
-from lmcache_xpu.transfer.devices import Event, is_host
-from lmcache_xpu.transfer.gather_scatter import Transfer
-from lmcache_xpu.transfer.host_copies import HostCopies, Pinning
+from lmcache_xpu.transfer.devices import Event, address_table, is_host
+from lmcache_xpu.transfer.host_copies import HostCopies, Pinning, Upload
 from lmcache_xpu.transfer.host_memory import HostMemory
-from lmcache_xpu.transfer.pinned_uploads import Upload
 from lmcache_xpu.transfer.plan import Piece
-from lmcache_xpu.transfer.slots import Rows
 from lmcache_xpu.transfer.tuning import tuning_of
+
+if TYPE_CHECKING:  # not everywhere there is Triton
+    from lmcache_xpu.transfer.gather_scatter_triton import TritonTransfer
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 KERNELS_READ_HOST_VARIABLE = "LMCACHE_XPU_KERNELS_READ_HOST"
 
 
-@runtime_checkable
-class DirectTransfer(Transfer, Protocol):
-    """A transfer that reaches host memory from the device; see `TritonTransfer`."""
-
-    def aligned(self, addresses: torch.Tensor) -> bool:
-        """Whether `move_chunks` can use these addresses, `[n]` int64 on the host."""
-
-    def move_chunks(
-        self,
-        rows: Rows,
-        table: torch.Tensor,
-        form: torch.Tensor,
-        first_layer: int,
-        *,
-        gather: bool,
-        offset: int = 0,
-    ) -> None:
-        """Gather into, or scatter from, host memory without staging."""
-
-    def first_row(self) -> torch.Tensor:
-        """Return bytes on the device for `move_first_row`."""
-
-    def move_first_row(
-        self, row: torch.Tensor, table: torch.Tensor | None = None, *, gather: bool
-    ) -> None:
-        """Move the view's first row to or from `row`, or to or from the address in `table`."""
-
-
 def kernels_may_read_host(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether it may be tried that a kernel reads and writes pinned host memory.
 
-    Everywhere, XPU included: there vLLM's own model runner lets kernels read it in each step
-    (vllm/v1/worker/gpu/buffer_utils.py). A try that goes wrong may cost the device, and then the
-    variable says not to.
+    On XPU vLLM's own model runner does it in each step (vllm/v1/worker/gpu/buffer_utils.py). A try
+    that goes wrong may cost the device, and then the variable says not to.
     """
     return environment.get(KERNELS_READ_HOST_VARIABLE, "") != "0"
 
 
-def reaches_host(transfer: DirectTransfer) -> bool:
+def reaches_host(transfer: TritonTransfer) -> bool:
     """Try whether a transfer's kernel moves bytes to pinned host memory, and others back.
 
     Waits for the device. For an engine that does not use its cache yet; the view's first row is
@@ -100,14 +70,10 @@ def reaches_host(transfer: DirectTransfer) -> bool:
     return not wrong
 
 
-def _wrong_on_host(transfer: DirectTransfer, row: torch.Tensor) -> str:
+def _wrong_on_host(transfer: TritonTransfer, row: torch.Tensor) -> str:
     """Return what is wrong with host memory that a kernel writes and reads; empty if nothing.
 
-    Waits for the device, and leaves other bytes in the view's first row.
-
-    Args:
-        transfer: whose kernel is tried.
-        row: the view's first row, as it was gathered on the device.
+    Waits for the device, and leaves other bytes in the view's first row, which `row` has.
     """
     host = torch.empty(row.shape, dtype=torch.uint8, pin_memory=not is_host(row.device))
     table = address_table([host.data_ptr()]).to(row.device)
@@ -146,7 +112,7 @@ class HostKernels:
     """
 
     def __init__(
-        self, transfer: DirectTransfer, device: torch.device, host: HostCopies, upload: Upload
+        self, transfer: TritonTransfer, device: torch.device, host: HostCopies, upload: Upload
     ) -> None:
         self._transfer = transfer
         self._host = host
@@ -156,13 +122,13 @@ class HostKernels:
 
     @classmethod
     def of(
-        cls, transfer: Transfer, device: torch.device, host: HostCopies, upload: Upload
+        cls, transfer: Any, device: torch.device, host: HostCopies, upload: Upload
     ) -> Self | None:
         """Return None where the transfer has no such kernel, or its kernel does not reach the host.
 
         Waits for the device, see `reaches_host`.
         """
-        if not (isinstance(transfer, DirectTransfer) and reaches_host(transfer)):
+        if not hasattr(transfer, "move_chunks") or not reaches_host(transfer):
             return None
         return cls(transfer, device, host, upload)
 
@@ -187,10 +153,12 @@ class HostKernels:
         Returns:
             Whether it was enqueued. If not, it is for staging.
         """
-        if not idle and piece.segments.largest >= self._direct_bytes:
+        tuning = tuning_of(self._device_type)
+        batches = self._host.copies_in_batches
+        most = tuning.direct_bytes_batched if batches else tuning.direct_bytes
+        if not idle and piece.segments.largest >= most:
             return False
-        table = self._table(piece, memory)
-        if table is None:
+        if (table := self._table(piece, memory)) is None:
             return False
         first = memory[piece.chunks.start]
         chunk = piece.chunk(first)
@@ -215,12 +183,6 @@ class HostKernels:
         return (small or launch_bytes <= tuning.direct_launch_bytes) and all(
             self._table(piece, memory) is not None for piece in pieces
         )
-
-    @property
-    def _direct_bytes(self) -> int:
-        tuning = tuning_of(self._device_type)
-        batches = self._host.copies_in_batches
-        return tuning.direct_bytes_batched if batches else tuning.direct_bytes
 
     def _table(self, piece: Piece, memory: HostMemory) -> torch.Tensor | None:
         """Return the addresses of a piece's chunks on the device; uploaded once."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -18,19 +17,6 @@ from lmcache_xpu.transfer.slots import Rows
 from lmcache_xpu.transfer.tuning import tuning_of
 
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-
-
-class Transfer(Protocol):
-    """Copies between a view and contiguous memory; `TorchTransfer` says how arguments look."""
-
-    def gather(self, rows: Rows, out: torch.Tensor, first_layer: int = 0) -> None:
-        """Copy mapped rows of the view into `out`."""
-
-    def scatter(self, rows: Rows, source: torch.Tensor, first_layer: int = 0) -> None:
-        """Copy mapped rows of `source` into the view."""
-
-    def warm_up(self) -> None:
-        """Make ready what the first calls would wait for; the view's contents stay."""
 
 
 @dataclass(frozen=True, slots=True)

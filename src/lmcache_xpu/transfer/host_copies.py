@@ -1,32 +1,27 @@
 """Copies between the device and LMCache's host memory, pinned or not.
 
-A device copies by itself only from and to pinned memory. LMCache pins its memory where it can.
-Where it could not or should not (see `pool_memory`), its pool is pinned here, if the driver
-allows that. If not, copies go by way of a small ring of pinned memory, and the calling thread moves
-the bytes between that and LMCache's memory.
-
-On CUDA one call enqueues all copies of a piece; elsewhere each copy is a call.
+A device copies by itself only from and to pinned memory. Where LMCache did not pin its pool (see
+`pool_memory`) it is pinned here, if the driver allows that. If not, copies go by way of a small
+ring of pinned memory, and the calling thread moves the bytes between that and LMCache's memory.
 """
 
 from __future__ import annotations
 
 import enum
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
-from lmcache_xpu.transfer.devices import (
-    Event,
-    batched_copy,
-    is_host,
-    register_host,
-)
-from lmcache_xpu.transfer.host_memory import HostMemory
-from lmcache_xpu.transfer.segments import Copies, Segments
+from lmcache_xpu.transfer.devices import Event, batched_copy, is_host, register_host
+from lmcache_xpu.transfer.host_memory import Copies, HostMemory, Segments
 from lmcache_xpu.transfer.tuning import tuning_of
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
+
+Upload = Callable[[torch.Tensor], torch.Tensor]  # from the host to the view's device
 
 
 class Pinning(enum.IntEnum):
@@ -216,3 +211,58 @@ class _Step:
         for target, source in zip(*self.pending, strict=True):
             target.copy_(source)
         self.pending = ((), ())
+
+
+class _Copy(NamedTuple):
+    """A copy that reads numbers `start` to `end - 1` of the ring until `done` is reached."""
+
+    start: int
+    end: int
+    done: Event
+
+
+class PinnedUploads:
+    """A ring of pinned memory for row numbers and addresses on their way to one device.
+
+    A copy from pageable memory waits for all of the stream, and pinning memory anew may wait for
+    the device.
+
+    Args:
+        device: where tensors go. On the host there is nothing to copy, and no ring.
+        ring_bytes: pinned memory, allocated here; what the device is tuned for if not given.
+    """
+
+    def __init__(self, device: torch.device, ring_bytes: int | None = None) -> None:
+        self._device = device
+        self._copies: deque[_Copy] = deque()  # the oldest first
+        self._next = 0
+        if ring_bytes is None:
+            ring_bytes = tuning_of(device.type).upload_ring_bytes
+        size = 0 if is_host(device) else ring_bytes // torch.int64.itemsize
+        self._ring = torch.empty(size, dtype=torch.int64, pin_memory=size > 0)
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return contiguous int64 numbers of the host on the device, copied in the current stream.
+
+        Waits only where the ring is full of copies that are not done yet.
+        """
+        if is_host(self._device):
+            return tensor
+        count, size = tensor.numel(), self._ring.numel()
+        if count > size:
+            return tensor.to(self._device)
+        start = self._next if self._next + count <= size else 0
+        end = start + count
+        while self._copies and (
+            self._copies[0].done.reached()
+            or any(copy.start < end and start < copy.end for copy in self._copies)
+        ):
+            self._copies.popleft().done.synchronize()
+        staged = self._ring.narrow(0, start, count).view(tensor.shape)
+        staged.copy_(tensor)
+        there = staged.to(self._device, non_blocking=True)
+        copy = _Copy(start, end, Event(self._device))
+        copy.done.record()
+        self._copies.append(copy)
+        self._next = end
+        return there

@@ -15,11 +15,6 @@ One letter names each dimension of a layer's tensor, in the tensor's own (logica
 Sizes rule out most readings. What is left is decided by the layout that the engine names
 (`NHD`, `HND`, `LBNHC`, ...): it says whether tokens (N) or heads (H) are the outer dimension
 in memory, and the strides say which of two equal dimensions that is.
-
-vLLM 0.26 and newer give each layer as a logical `[B, H, N, C]` view of one buffer. C holds key and
-value side by side, or MLA's latent. The memory order is in the strides, padded or not, in six
-forms: LBNHC, LBHNC, LHBNC, BLHNC, BLNHC, BHLNC. Older versions have five dimensions, three for MLA,
-or a pair of tensors per layer.
 """
 
 from __future__ import annotations

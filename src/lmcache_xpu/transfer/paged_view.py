@@ -4,10 +4,6 @@ A *row* is the least that is copied on its own. It is one token, except where th
 the tokens of a block together: there it is the whole block, keys and values in one plane, of
 which nothing but the size is known. Layouts differ in strides alone, so nothing after this
 file asks which engine or layout it has.
-
-After this file nothing asks for the layout. A transfer addresses the view in units: the longest run
-of elements that every row is a multiple of. A unit is a whole token where heads lie side by side,
-and one head elsewhere.
 """
 
 from __future__ import annotations
@@ -30,12 +26,10 @@ class PagedView:
     Args:
         tensors: `[layer][plane]`, each `[blocks, rows, heads, dim]` on the engine's memory, all
             with the same shape, strides, dtype and device; the last stride is 1.
-        axes: how the engine's own tensors were read (see `layout`).
         tokens_per_row: 1, or the tokens of a block where blocks are opaque.
     """
 
     tensors: tuple[tuple[torch.Tensor, ...], ...]
-    axes: str
     tokens_per_row: int = 1
 
     @classmethod
@@ -71,13 +65,10 @@ class PagedView:
         head = first if isinstance(first, torch.Tensor) else first[0]
         axes = find_axes(head.shape, head.stride(), geometry, pair=pair)
         split = _opaque_planes if opaque_blocks else _planes
-        view = cls(
+        return cls(
             tensors=tuple(split(layer, axes, geometry.planes) for layer in kv_caches),
-            axes=axes,
             tokens_per_row=head.shape[axes.index("n")] if opaque_blocks else 1,
         )
-        view._check()
-        return view
 
     @classmethod
     def of_pages(cls, pages: Sequence[torch.Tensor], block_tokens: int) -> PagedView:
@@ -92,13 +83,8 @@ class PagedView:
         """
         if not pages:
             raise LayoutError("no layers", "at least one layer of KV cache")
-        view = cls(
-            tensors=tuple((page[:, None, None, :],) for page in pages),
-            axes="bc",
-            tokens_per_row=block_tokens,
-        )
-        view._check()
-        return view
+        tensors = tuple((page[:, None, None, :],) for page in pages)
+        return cls(tensors=tensors, tokens_per_row=block_tokens)
 
     @property
     def layers(self) -> int:
@@ -144,7 +130,7 @@ class PagedView:
         """The device of the engine's memory."""
         return self.tensors[0][0].device
 
-    def _check(self) -> None:
+    def __post_init__(self) -> None:
         reference = self.tensors[0][0]
         expected = _described(reference)
         for index, layer in enumerate(self.tensors):

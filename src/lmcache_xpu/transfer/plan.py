@@ -1,11 +1,9 @@
 """Where the chunks of a request lie on both sides, as pieces that are moved one after another.
 
-A plan is data: what moves its pieces asks nothing back.
-
-    plan           a request
-    layer group    layers that are waited for at once
-    piece          the layers of a group in neighbouring chunks of one size
-    segment        a part of a chunk's memory that lies side by side
+plan           a request
+layer group    layers that are waited for at once
+piece          the layers of a group in neighbouring chunks of one size
+segment        a part of a chunk's memory that lies side by side
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from typing import Literal
 import torch
 
 from lmcache_xpu.errors import TransferError
-from lmcache_xpu.transfer.segments import Segments
+from lmcache_xpu.transfer.host_memory import Segments
 from lmcache_xpu.transfer.slots import ChunkRows, RequestRows
 from lmcache_xpu.transfer.tuning import tuning_of
 
@@ -52,11 +50,6 @@ class HostFormat:
     def contiguous(self) -> bool:
         """Whether chunks that follow each other in memory are one, whatever their sizes."""
         return self.order == "rows" and self.layers == 1
-
-    @property
-    def segments(self) -> int:
-        """The number of places in a chunk where the same few layers lie."""
-        return self.planes if self.order == "planes" else 1
 
     def shaped(
         self, memory: torch.Tensor, chunks: int, layers: int, row_bytes: int
@@ -96,14 +89,9 @@ class Piece:
 
     def part(self, first: int, last: int) -> Piece:
         """Return the same of this piece's chunks `first` to `last - 1`, counted from its own."""
-        return Piece(
-            self.form,
-            self.chunks[first:last],
-            self.layers,
-            self.rows.part(first, last),
-            self.row_bytes,
-            self.segments.part(first, last),
-        )
+        rows, segments = self.rows.part(first, last), self.segments.part(first, last)
+        chunks = self.chunks[first:last]
+        return Piece(self.form, chunks, self.layers, rows, self.row_bytes, segments)
 
     def parts(self, buffer_bytes: int) -> Iterator[Piece]:
         """Yield the same as few pieces that fit a buffer; one per chunk where none does."""
@@ -177,7 +165,7 @@ class Plan:
         chunk_row_bytes = form.layers * form.planes * row_bytes
         neighbours = [
             (
-                rows.chunk_rows(first, last),
+                ChunkRows(rows, first, last),
                 [total * chunk_row_bytes for total in rows.totals[first:last]],
             )
             for first, last in _neighbours(rows.totals, same_size=not form.contiguous)
@@ -197,17 +185,13 @@ class Plan:
     def _group(
         self, layers: range, neighbours: Iterable[tuple[ChunkRows, Sequence[int]]]
     ) -> LayerGroup:
-        pieces = (
-            Piece(
-                self._form,
+        pieces = []
+        for rows, chunk_bytes in neighbours:
+            chunks, segments = (
                 range(rows.first, rows.last),
-                layers,
-                rows,
-                self._row_bytes,
                 _segments(self._form, layers, chunk_bytes),
             )
-            for rows, chunk_bytes in neighbours
-        )
+            pieces.append(Piece(self._form, chunks, layers, rows, self._row_bytes, segments))
         return LayerGroup(layers, tuple(pieces))
 
     def _fitting(self, starts: Sequence[int]) -> list[int]:
@@ -235,10 +219,7 @@ def layers_of(layer_bytes: int, device_type: str = "xpu") -> int:
 
 
 def layer_groups(layers: int, most: int) -> list[tuple[int, int]]:
-    """Return as few groups of at most `most` layers as there can be; the last may be smaller.
-
-    Each is its first layer, and the one after its last.
-    """
+    """Return as few groups of at most `most` layers as there can be; each first layer, and end."""
     count = -(-layers // most)
     size = -(-layers // max(count, 1))
     return [(first, min(first + size, layers)) for first in range(0, layers, size)]
@@ -251,9 +232,10 @@ def _segments(form: HostFormat, layers: range, chunk_bytes: Sequence[int]) -> Se
     """
     if len(layers) == form.layers:
         return Segments((0,), tuple(chunk_bytes))
-    stride = chunk_bytes[0] // form.segments
+    places = form.planes if form.order == "planes" else 1  # where the same few layers lie
+    stride = chunk_bytes[0] // places
     layer = stride // form.layers
-    offsets = tuple(number * stride + layers.start * layer for number in range(form.segments))
+    offsets = tuple(number * stride + layers.start * layer for number in range(places))
     return Segments(offsets, (len(layers) * layer,) * len(chunk_bytes))
 
 

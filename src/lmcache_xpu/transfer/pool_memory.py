@@ -16,14 +16,15 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
+import os
 import re
 from collections.abc import Mapping
+from functools import cached_property
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
-from lmcache_xpu.transfer.shared_memory import SharedMemory
-
-__all__ = ["MOST_GIB", "PoolMemory", "allocator_variables", "exact_above", "fits", "limit", "risky"]
+if TYPE_CHECKING:  # who only starts an engine imports this module, too
+    import torch
 
 MIB, GIB = 2**20, 2**30
 
@@ -98,6 +99,96 @@ def _options(environ: Mapping[str, str]) -> dict[str, int]:
     text = next((environ[name] for name in VARIABLES if environ.get(name)), "")
     options = re.findall(rf"({ROUNDED}|{CACHED})\s*:\s*(\d+)", text)
     return {name: int(mib) for name, mib in options}
+
+
+class Place(NamedTuple):
+    """Where another process finds shared memory."""
+
+    process: int
+    descriptor: int
+    inode: int
+    size: int
+
+
+class SharedMemory:
+    """Memory that processes of one host map together, until they end: a driver may know it.
+
+    It has no name, and goes when the last of them has ended, however that was. A process opens it
+    through the one that made it, in `/proc`: files in `/dev/shm` outlive a kill, and containers
+    keep its size small.
+
+    Args:
+        descriptor: of an open file in memory; the object's from now on.
+        size: bytes of it.
+
+    Attributes:
+        address: of its first byte.
+    """
+
+    _made: ClassVar[dict[int, SharedMemory]] = {}  # by address
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self._descriptor, self._size = descriptor, size
+        self._map = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    @cached_property
+    def tensor(self) -> torch.Tensor:
+        """All of it, `[size]` uint8."""
+        import torch
+
+        return torch.frombuffer(self._map, dtype=torch.uint8)
+
+    @classmethod
+    def make(cls, size: int) -> Self:
+        """Return new memory, zero and resident.
+
+        Raises:
+            OSError: there is not so much memory.
+        """
+        descriptor = os.memfd_create("lmcache-xpu", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, size)
+            memory = cls(descriptor, size)
+        except OSError:
+            os.close(descriptor)
+            raise
+        cls._made[memory.address] = memory
+        return memory
+
+    @classmethod
+    def made_at(cls, address: int) -> SharedMemory | None:
+        """Return the memory that this process has made at an address."""
+        return cls._made.get(address)
+
+    def number(self, offset: int) -> ctypes.c_int64:
+        """Return a number in it, which is read and written at once; it keeps the memory mapped.
+
+        Args:
+            offset: in bytes, a multiple of eight.
+        """
+        return ctypes.c_int64.from_buffer(self._map, offset)
+
+    @property
+    def place(self) -> Place:
+        """Where others find it, while this process lives."""
+        inode = os.fstat(self._descriptor).st_ino
+        return Place(os.getpid(), self._descriptor, inode, self._size)
+
+    @classmethod
+    def open(cls, place: Place) -> Self:
+        """Map what another process has made.
+
+        Raises:
+            OSError: that process has ended, or this one may not look into it.
+        """
+        flags = os.O_RDWR | os.O_CLOEXEC
+        descriptor = os.open(f"/proc/{place.process}/fd/{place.descriptor}", flags)
+        status = os.fstat(descriptor)
+        if (status.st_ino, status.st_size) != (place.inode, place.size):
+            os.close(descriptor)
+            raise OSError("another file has the number of the shared memory")
+        return cls(descriptor, place.size)
 
 
 class PoolMemory:

@@ -8,7 +8,6 @@ All of it is decided on the host, so that nothing here waits for the device.
 
 from __future__ import annotations
 
-import functools
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,8 +17,8 @@ import torch
 
 from lmcache_xpu.errors import SlotError
 from lmcache_xpu.transfer.devices import is_host
+from lmcache_xpu.transfer.host_copies import Upload
 from lmcache_xpu.transfer.paged_view import PagedView
-from lmcache_xpu.transfer.pinned_uploads import Upload
 
 
 class Rows(NamedTuple):
@@ -102,10 +101,6 @@ class RequestRows:
         self._there: torch.Tensor | None = None  # all of them, once some are needed
         self._made: dict[tuple[int, int], Rows] = {}
 
-    def chunk_rows(self, first: int, last: int) -> ChunkRows:
-        """Return the rows of chunks `first` to `last - 1`; nothing is copied yet."""
-        return ChunkRows(self, first, last)
-
     def chunks(self, first: int, last: int) -> Rows:
         """Return the rows of chunks `first` to `last - 1`, one after another, on the view's device.
 
@@ -144,11 +139,6 @@ class ChunkRows:
     request: RequestRows
     first: int
     last: int
-
-    @property
-    def totals(self) -> list[int]:
-        """Rows of each chunk, in host memory."""
-        return self.request.totals[self.first : self.last]
 
     def part(self, first: int, last: int) -> ChunkRows:
         """Return the rows of some of these chunks, counted from the first of them."""
@@ -207,11 +197,7 @@ def request_rows(
         (start // size, min(end // size, max(start // size, cached_rows)), end // size)
         for start, end in spans
     ]
-    return RequestRows(rows, in_rows, upload or functools.partial(_copied, view.device))
-
-
-def _copied(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(device)
+    return RequestRows(rows, in_rows, upload or (lambda tensor: tensor.to(view.device)))
 
 
 def _whole_blocks(slots: torch.Tensor, size: int, spans: Sequence[tuple[int, int]]) -> Slots:

@@ -4,32 +4,38 @@ Two streams and a ring of device memory: while one piece is copied over the link
 gathered (or the last one scattered). The link is the bottleneck by far, so two pieces keep it busy
 beside an idle engine. More of them keep it busy while one of the engine's kernels fills the device.
 
-A store's stream waits for the engine's. It gathers one piece after another into the ring, and each
-is copied to the host while the next is gathered. A load goes the other way: copied to the ring,
-then scattered. Where engine memory is host memory (CPU), gather and scatter work on host memory
-directly.
+Where engine memory is host memory (CPU), gather and scatter work on host memory directly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 
-from lmcache_xpu.transfer.devices import Event, SideStream, has_triton, is_host, register_host
+from lmcache_xpu.transfer.devices import (
+    Event,
+    SideStream,
+    StoreHandle,
+    TransferHandle,
+    has_triton,
+    is_host,
+    register_host,
+)
 from lmcache_xpu.transfer.direct import HostKernels
-from lmcache_xpu.transfer.gather_scatter import TorchTransfer, Transfer
-from lmcache_xpu.transfer.handles import StoreHandle, TransferHandle
-from lmcache_xpu.transfer.host_copies import HostCopies
-from lmcache_xpu.transfer.host_memory import HostMemory
+from lmcache_xpu.transfer.gather_scatter import TorchTransfer
+from lmcache_xpu.transfer.host_copies import HostCopies, PinnedUploads
+from lmcache_xpu.transfer.host_memory import Copies, HostMemory
 from lmcache_xpu.transfer.paged_view import PagedView
-from lmcache_xpu.transfer.pinned_uploads import PinnedUploads
 from lmcache_xpu.transfer.plan import HostFormat, Piece, Plan
-from lmcache_xpu.transfer.segments import Copies
 from lmcache_xpu.transfer.slots import Slots, request_rows
 from lmcache_xpu.transfer.staging_ring import StagingRing
 from lmcache_xpu.transfer.tuning import Tuning, tuning_of
+
+if TYPE_CHECKING:  # not everywhere there is Triton
+    from lmcache_xpu.transfer.gather_scatter_triton import TritonTransfer
 
 
 class Stager:
@@ -40,8 +46,7 @@ class Stager:
 
     Args:
         view: the engine's KV cache.
-        staging_bytes: device memory of all buffers, allocated here; what the device is tuned for if
-            not given. Where there is not enough, half of it is tried, and so on. None is used where
+        staging_bytes: device memory of all buffers, see `StagingRing.allocate`. None is used where
             the view is on the host.
         in_place: memory on the view's device is not staged. Off for tests, which then take an
             accelerator's way on the host.
@@ -66,12 +71,10 @@ class Stager:
         self._transfer.warm_up()
         self._kernels = SideStream(view.device, urgent=True)
         self._link = SideStream(view.device, urgent=False)
-        nothing = in_place and is_host(view.device)
-        self._ring = (
-            StagingRing(0, 0, view.device)
-            if nothing
-            else StagingRing.allocate(staging_bytes, view.device)
-        )
+        if in_place and is_host(view.device):
+            self._ring = StagingRing(0, 0, view.device)
+        else:
+            self._ring = StagingRing.allocate(staging_bytes, view.device)
         self.buffer_bytes = self._ring.buffer_bytes
         self._host = HostCopies(view.device, self.buffer_bytes, register)
         self._upload = PinnedUploads(view.device)
@@ -115,8 +118,7 @@ class Stager:
     def let_engine_copy(self) -> None:
         """Order copies that follow after what the engine has enqueued so far.
 
-        Its own few bytes for a step may else wait for ours: on an H200 they waited for all of a
-        load that was enqueued beside them, 150 ms.
+        Its own few bytes for a step may else wait for all of a load.
         """
         self._link.after_engine()
 
@@ -146,9 +148,7 @@ class Stager:
         """
         handle, memory = self._begin(self._kernels), HostMemory.of(memory)
         for piece in pieces:
-            if self._move_in_place(piece, memory, first_layer, gather=True) or (
-                self._move_directly(piece, memory, first_layer, gather=True)
-            ):
+            if self._move_whole(piece, memory, first_layer, gather=True):
                 continue
             for part in piece.parts(self.buffer_bytes):
                 self._store_staged(part, memory, first_layer)
@@ -167,12 +167,9 @@ class Stager:
         *,
         idle: bool = False,
     ) -> TransferHandle:
-        """Enqueue a load from host memory into the view; waits as `store` does.
+        """Enqueue a load from host memory into the view; arguments and waits as for `store`.
 
-        Arguments as for `store`, and
-
-        Args:
-            idle: the device has nothing else to do meanwhile.
+        With `idle` the device has nothing else to do meanwhile.
         """
         pieces, memory = list(pieces), HostMemory.of(memory)
         handle, launched = self._begin(self._link), Event(self.view.device, timed=True)
@@ -180,9 +177,7 @@ class Stager:
         idle = idle and self.needs_no_copies(pieces, memory)
         staged = False
         for piece in pieces:
-            if self._move_in_place(piece, memory, first_layer, gather=False) or (
-                self._move_directly(piece, memory, first_layer, gather=False, idle=idle)
-            ):
+            if self._move_whole(piece, memory, first_layer, gather=False, idle=idle):
                 continue
             staged = True
             for part in piece.parts(self.buffer_bytes):
@@ -258,20 +253,7 @@ class Stager:
             self._transfer.scatter(rows, part.staged(buffer.memory), layer)
             buffer.free.record()
 
-    def _move_in_place(
-        self, piece: Piece, memory: HostMemory, first_layer: int, *, gather: bool
-    ) -> bool:
-        """Move a piece of memory on the view's device, chunk by chunk; whether it is there."""
-        if not self._in_place or memory.devices != {self.view.device}:
-            return False
-        move = self._transfer.gather if gather else self._transfer.scatter
-        with self._kernels.current():
-            for at, number in enumerate(piece.chunks):
-                rows, chunk = piece.rows.on_device(at), piece.chunk(memory[number], at)
-                move(rows, chunk, first_layer + piece.layers.start)
-        return True
-
-    def _move_directly(
+    def _move_whole(
         self,
         piece: Piece,
         memory: HostMemory,
@@ -280,14 +262,24 @@ class Stager:
         gather: bool,
         idle: bool = False,
     ) -> bool:
-        """Move a piece by a kernel that reaches host memory, if it should; whether it was moved."""
+        """Move a piece without staging where that can and should be; whether it was moved.
+
+        Memory on the view's device is moved chunk by chunk, pinned memory by a kernel.
+        """
+        if self._in_place and memory.devices == {self.view.device}:
+            move = self._transfer.gather if gather else self._transfer.scatter
+            with self._kernels.current():
+                for at, number in enumerate(piece.chunks):
+                    rows, chunk = piece.rows.on_device(at), piece.chunk(memory[number], at)
+                    move(rows, chunk, first_layer + piece.layers.start)
+            return True
         if self._direct is None:
             return False
         with self._kernels.current():
             return self._direct.move(piece, memory, first_layer, gather=gather, idle=idle)
 
 
-def transfer_of(view: PagedView) -> Transfer:
+def transfer_of(view: PagedView) -> TorchTransfer | TritonTransfer:
     """Return the fastest transfer for a view's device."""
     if has_triton(view.device):
         from lmcache_xpu.transfer.gather_scatter_triton import TritonTransfer

@@ -1,12 +1,11 @@
 """Every tuned number of the data path, in one table with a row per type of device.
 
-A new card is one row to fill. `tuning_of` gives the row; nothing else says how large a copy is, or
+A new card is one row to fill; defaults are CUDA's values. Nothing else says how large a copy is, or
 how far ahead it is enqueued. What a driver demands stands beside its cause and not here.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 KIB, MIB = 2**10, 2**20
@@ -49,99 +48,59 @@ class Tuning:
     """
 
     measured_on: str
-    staging_bytes: int
-    buffer_bytes: int
-    upload_ring_bytes: int
-    pool_bytes: int
-    direct_bytes: int
-    direct_bytes_batched: int
-    direct_bytes_idle: int
-    direct_launch_bytes: int
-    direct_programs: int
-    tile_words: int
-    large_row_bytes: int
-    object_bytes: int
-    loaded_per_computed: int
-    load_us: int
-    single_layers: int
-    most_layers: int
-    least_layers: int
-    first_groups: int
-    groups_ahead: int
-    early_groups: int
-    ahead_bytes: int
-    async_bytes: int
-    async_bytes_early: int
-
-
-CUDA = Tuning(
-    measured_on="NVIDIA H200, PCIe 5 (55 GB/s); large_row_bytes: two x86-64 cores",
-    staging_bytes=256 * MIB,
-    # The engine's thread enqueues each piece in 0.2 to 0.4 ms, while an engine in eager mode takes
-    # 1 to 1.4 for a layer. With pieces of 128 instead of 64 MiB and layer groups of up to 4 instead
-    # of 2, one request (64 MiB a layer) took 90 instead of 103 ms, four at once (32 MiB a layer of
-    # each) 186 instead of 172: so the pieces are larger, and the groups are not. H100. The two
-    # together were not measured, nor that two single layers come first instead of four.
-    buffer_bytes=128 * MIB,
+    staging_bytes: int = 256 * MIB
+    # The engine's thread enqueues each piece in 0.2 to 0.4 ms, and an engine in eager mode takes 1
+    # to 1.4 for a layer: pieces are large, and layer groups (`most_layers`) are not.
+    buffer_bytes: int = 128 * MIB
     # Not measured: a slot mapping of 1,000,000 tokens; most have a hundredth of that.
-    upload_ring_bytes=8 * MIB,
+    upload_ring_bytes: int = 8 * MIB
     # Not measured. What is pinned stays pinned until the process ends. That is right for a pool,
     # and wrong for passing memory, whose addresses are given to others.
-    pool_bytes=64 * MIB,
-    # 288 KiB segments go at 33 GB/s by the copy engine, which needs microseconds for each, and at
-    # 43 by the kernel; 1 MiB segments at 45 and 49. But compute beside a load takes 1.1 to 1.4
-    # times as long with the kernel and 1.08 with the copy engine, so the kernel is for the small.
-    direct_bytes=512 * KIB,
-    # 256 KiB segments go at 53 GB/s in batches; smaller ones were not measured.
-    direct_bytes_batched=256 * KIB,
-    # 2 MiB segments go at 52 GB/s by the copy engine and at 51 by the kernel, and one launch is
-    # enqueued much earlier than hundreds of copies. That counts for more than the link's last GB/s
-    # up to the second size.
-    direct_bytes_idle=2 * MIB,
-    direct_launch_bytes=256 * MIB,
-    # 16 programs reach 47 GB/s, 32 the 50 that the link gives to a kernel. A full grid would take
-    # the device from the engine: matrix products beside it took 1.9 times as long, with 32 programs
-    # 1.14 times.
-    direct_programs=32,
-    # 32 MiB of an 8B shape take 22 microseconds, with 2048 words 25, with 4096 34; a plain copy on
-    # the device takes 19.
-    tile_words=1024,
+    pool_bytes: int = 64 * MIB
+    # Of 288 KiB segments the kernel moves a third more than the copy engine, of 1 MiB hardly more;
+    # but compute beside it is slowed more. So the kernel is for the small.
+    direct_bytes: int = 512 * KIB
+    direct_bytes_batched: int = 256 * KIB  # smaller ones were not measured
+    # Both ways are as fast here, but one launch is enqueued much earlier than hundreds of copies.
+    # That counts for more than the link's last GB/s up to the second size.
+    direct_bytes_idle: int = 2 * MIB
+    direct_launch_bytes: int = 256 * MIB
+    # What the link gives to a kernel. A full grid would take the device from the engine.
+    direct_programs: int = 32
+    tile_words: int = 1024  # 2048 and 4096 are slower
     # torch splits the copy of a large row among its threads, while its index operations move a few
-    # large rows in one thread, and twice. With blocks of 512 KiB: 0.45 of a plain copy's speed by
-    # index, 0.75 one by one.
-    large_row_bytes=64 * KIB,
+    # large rows in one thread, and twice.
+    large_row_bytes: int = 64 * KIB
     # A copy costs the link 4 microseconds: one of this size, a hundredth.
-    object_bytes=16 * MIB,
+    object_bytes: int = 16 * MIB
     # A guess: measured, 20. More on devices that compute more slowly.
-    loaded_per_computed=32,
-    load_us=2000,  # a guess
-    single_layers=2,
-    most_layers=2,  # see `buffer_bytes`
-    least_layers=8,  # smaller copies are slower
-    # The engine prepares its step meanwhile (8 ms were seen), and other requests' loads are
-    # enqueued.
-    first_groups=2,
-    groups_ahead=2,
-    early_groups=2,
+    loaded_per_computed: int = 32
+    load_us: int = 2000  # a guess
+    single_layers: int = 2
+    most_layers: int = 2  # see `buffer_bytes`
+    least_layers: int = 8  # smaller copies are slower
+    # The engine prepares its step meanwhile, and other requests' loads are enqueued.
+    first_groups: int = 2
+    groups_ahead: int = 2
+    early_groups: int = 2
     # 10 ms of the link. More would only take the engine's thread, before its first layer and
     # behind it.
-    ahead_bytes=512 * MIB,
-    # 19 ms of a link that gives 42 GB/s beside a decoding engine. 384 MiB were a little slower,
-    # 1536 no faster.
-    async_bytes=768 * MIB,
-    # 12 ms of it, as vLLM took to bring the request into a step, of 5.5 ms each.
-    async_bytes_early=512 * MIB,
-)
+    ahead_bytes: int = 512 * MIB
+    # 19 ms of a link that gives 42 GB/s beside a decoding engine.
+    async_bytes: int = 768 * MIB
+    # 12 ms of it, as vLLM took to bring the request into a step.
+    async_bytes_early: int = 512 * MIB
 
-# No Intel GPU was measured. Nor would it be right to guess: these are CUDA's.
-XPU = dataclasses.replace(CUDA, measured_on="nothing: the values of cuda")
 
-# Of these, transfers on the host use `large_row_bytes` and what decides on layer groups.
-CPU = dataclasses.replace(
-    CUDA, measured_on="two x86-64 cores, large_row_bytes alone; the others are the values of cuda"
-)
-
-TUNINGS = {"cuda": CUDA, "xpu": XPU, "cpu": CPU}
+TUNINGS = {
+    "cuda": Tuning(measured_on="NVIDIA H200, PCIe 5 (55 GB/s); large_row_bytes: two x86-64 cores"),
+    # No Intel GPU was measured. Nor would it be right to guess: these are CUDA's.
+    "xpu": Tuning(measured_on="nothing: the values of cuda"),
+    # Of these, transfers on the host use `large_row_bytes` and what decides on layer groups.
+    "cpu": Tuning(
+        measured_on="two x86-64 cores, large_row_bytes alone; the others are the values of cuda"
+    ),
+}
 
 
 def tuning_of(device_type: str) -> Tuning:
