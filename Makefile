@@ -152,4 +152,4 @@ helm-package: setup ## Package the chart into dist/: [REGISTRY=oci://...] pushes
 lock: setup ## Renew constraints.txt from pyproject.toml: [UPGRADE=1] all of it
 	@$(PYTHON) scripts/bootstrap.py --lock $(if $(UPGRADE),--upgrade)
 
-.PHONY: help setup demo test test-models nightly test-ranks test-lmcache contract matrix integration integration-long soak-server integration-broken fuzz check fmt docs docs-serve bench bench-engine bench-load bench-device up up-cpu down logs test-containers test-bases helm-docs helm-check helm-package loadtest loadtest-compare capacity other-clients pictures lock clean
+.PHONY: help setup demo test test-models test-tools nightly test-ranks test-lmcache contract matrix integration integration-long soak-server integration-broken fuzz check fmt docs docs-serve bench bench-engine bench-load bench-device up up-cpu down logs test-containers test-bases helm-docs helm-check helm-package loadtest loadtest-compare capacity other-clients pictures lock clean

@@ -80,8 +80,11 @@ OWN = {  # of classes of this package, and of events that it makes
     "mp_connector/step_loads.py: load.parts",
     "mp_connector/step_loads.py: load.plan",
     "mp_connector/step_loads.py: load.seals",
+    "tiers/disk/chunk_index.py: entry.hidden",
     "tiers/disk/chunk_index.py: entry.used_ns",
     "tiers/disk/chunk_index.py: self._pins[key].count",
+    "tiers/disk/chunk_store.py: entry.failed_reads",
+    "tiers/disk/tier.py: prompt.used_ns",
     "transfer/host_copies.py: step.pending",
 }
 

@@ -110,7 +110,7 @@ def _(module) -> None:
 
 @breaks("labels", "kv_connector.patches")
 def _(module) -> None:
-    module.PATCHES = [p for p in module.PATCHES if "_metadata_to_labels" not in p.attribute]
+    module.PATCHES = [p for p in module.PATCHES if not p.module.startswith("lmcache.")]
 
 
 @breaks("salt", "cache_engine.cache_salt")

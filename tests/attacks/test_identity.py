@@ -279,8 +279,8 @@ WAYS = ("in the name", "refused", "no effect")
 
 def rows(kind: str) -> list[tuple[str, str]]:
     """The fields that the page's table of a configuration has, each with its way."""
-    _, found, section = PAGE.read_text().partition(f"### {kind}\n")
-    assert found, f"add a section '### {kind}' to {PAGE.name}"
+    _, heading, section = PAGE.read_text().partition(f"### {kind}\n")
+    assert heading, f"add a section '### {kind}' to {PAGE.name}"
     cells = [line.split("|") for line in section.split("\n#")[0].splitlines()]
     return [
         (name, cell[2].strip())

@@ -16,7 +16,11 @@ from lmcache_xpu.harness.client import Client
 from lmcache_xpu.harness.engine_process import EngineProcess, free_port
 from lmcache_xpu.launch.settings import Settings
 
-pytestmark = [pytest.mark.engine, pytest.mark.tools, pytest.mark.timeout(900)]  # three engines, one after the other
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.tools,
+    pytest.mark.timeout(900),
+]  # three engines, one after the other
 
 
 def test_the_engine_that_is_started_by_hand_finds_what_the_demo_stored(tmp_path, monkeypatch):

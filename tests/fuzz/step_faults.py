@@ -101,7 +101,7 @@ def _(_: Any) -> Any:
 def _(load: Any) -> Any:
     def wrong(self: Stager, *args: Any, **options: Any) -> TransferHandle:
         handle = load(self, *args, **options)
-        handle.done.record(self._copies)
+        handle.done.record(self._link)
         return handle
 
     return wrong

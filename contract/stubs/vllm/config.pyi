@@ -39,6 +39,7 @@ class ModelConfig:
     model: Any
     dtype: Any
     use_mla: Any
+    max_model_len: Any
     def get_total_num_kv_heads(self): ...
 
 class CacheConfig:

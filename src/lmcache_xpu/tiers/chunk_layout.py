@@ -46,9 +46,9 @@ class ChunkLayout:
             layout = ChunkLayout(
                 tuple(torch.Size(shape) for shape in shapes), dtypes, MemoryFormat[fmt]
             )
-            known = all(isinstance(dtype, torch.dtype) for dtype in dtypes)
-            positive = all(size > 0 for shape in layout.shapes for size in shape)
-            return layout if known and positive and layout.size else None
+            valid = all(isinstance(dtype, torch.dtype) for dtype in dtypes)
+            valid = valid and all(size > 0 for shape in layout.shapes for size in shape)
+            return layout if valid and layout.size else None
         except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError):
             return None
 
