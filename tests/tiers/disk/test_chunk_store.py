@@ -66,6 +66,12 @@ def test_key_and_meta_too_long_for_the_header_are_refused(store, directory):
 # Size
 
 
+def test_a_chunk_that_is_there_is_not_counted_as_dropped(store):
+    assert store.put("a", "", payload("a"))
+    assert store.put("a", "", payload("a"))
+    assert (store.counters.stored, store.counters.dropped) == (1, 0)
+
+
 def test_least_recently_used_goes_first(store):
     store._index.limit_bytes = 3 * disk_bytes(3 * KIB)
     for key in "abc":

@@ -134,6 +134,17 @@ def test_a_start_whose_reads_fail_keeps_the_files_and_counts_them(store, directo
     last.close()
 
 
+def test_a_reset_removes_files_that_could_not_be_read(store, directory, monkeypatch):
+    """A later start may read them, and nobody knows whose they are."""
+    store.put("a", "", payload("a"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", raising(errno.EIO))
+        again = reopened(store)
+    assert again.remove_all("b".__eq__)
+    assert files(directory) == []
+    again.close()
+
+
 def test_what_cannot_be_a_chunk_does_not_stop_the_start(store, directory):
     store.put("a", "", payload("a"))
     (directory / ("0" * 64 + ".lmxkv")).mkdir()

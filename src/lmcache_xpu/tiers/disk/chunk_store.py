@@ -136,8 +136,8 @@ class ChunkStore:
                 used_ns = now if used_ns is None else min(used_ns, now)
                 if key in self._index:
                     self._mark(key, used_ns)
-                    return True
-                if not self._closed and self._make_room(need):
+                    stored = True
+                elif not self._closed and self._make_room(need):
                     temporary = self._files.temporary()
                     self._index.reserve(temporary, need)
             if temporary is not None:
@@ -234,7 +234,9 @@ class ChunkStore:
         with self._lock:
             if self._closed:  # the directory may belong to another process by now
                 return False
-            keys = [key for key in self._index if is_meant(key)]
+            # Nobody knows whose a file is that could not be read; a later start may read it.
+            unreadable = self._files.unreadable
+            keys = [key for key in self._index if key in unreadable or is_meant(key)]
         complete = True
         for key in keys:
             with self._lock:
