@@ -203,6 +203,21 @@ def test_a_store_whose_directory_was_removed_does_not_write_in_a_second_ones(pla
     store.close()
 
 
+def test_a_directory_that_became_a_file_is_not_taken_for_one(place):
+    store = opened(place)
+    store.put("a", "", payload("a"))
+    shutil.rmtree(store.directory)
+    store.directory.write_text("not a directory")
+    for _ in range(2):
+        with pytest.raises(OSError, match="File exists"):
+            store.put("b", "", payload("b"))
+    assert store.counters.errors == 2
+    assert store._index.reserved_bytes == 0
+    store.directory.unlink()
+    assert store.put("b", "", payload("b"))
+    store.close()
+
+
 def test_the_holder_of_a_lock_may_have_any_name(place):
     store = opened(place)
     (store.directory / "lock").write_bytes(b"\xff\xfe")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 
 import pytest
@@ -111,8 +112,8 @@ def test_a_directory_that_is_gone_costs_hits_and_not_the_server(servers, clients
     client = clients(server)
     client.store(1, 4)
     until(lambda: server.disk["stored"] == 4)
-    directory, away = tmp_path / "kv" / "kv-server", tmp_path / "away"
-    directory.rename(away)
+    directory = tmp_path / "kv" / "kv-server"
+    shutil.rmtree(directory)
     directory.write_text("not a directory")
     client.store(2, 4)
     until(lambda: server.disk["errors"] == 4)

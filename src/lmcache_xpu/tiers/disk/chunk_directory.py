@@ -142,8 +142,17 @@ class ChunkDirectory:
         Raises:
             OSError: it is still there.
         """
-        self.file(key).unlink(missing_ok=True)
+        self.discard(self.file(key).name)
         self.unreadable.pop(key, None)
+
+    def discard(self, name: str) -> None:
+        """Remove the file of this name, if it is there, and the directory is.
+
+        Raises:
+            OSError: it is still there.
+        """
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            self.at(name).unlink()
 
     def _adopt(self, left: Path) -> None:
         """Move the files of a directory here; those of another disk are removed.

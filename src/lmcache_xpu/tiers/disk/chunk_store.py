@@ -75,7 +75,11 @@ class ChunkStore:
             "a chunk in %s could not be read, and stays: %s (docs: troubleshooting#disk-removed)"
         )
         with self._lock:
-            self._open(lock_seconds)
+            try:
+                self._open(lock_seconds)
+            except SettingsError:
+                self._files.release()
+                raise
 
     def __contains__(self, key: str) -> bool:
         return key in self._index
@@ -281,7 +285,7 @@ class ChunkStore:
             if temporary is None:
                 return
             try:
-                self._files.at(temporary).unlink(missing_ok=True)
+                self._files.discard(temporary)
             except OSError:
                 self._count["errors"] += 1
             else:
@@ -323,7 +327,6 @@ class ChunkStore:
                 self._index.add(name, ChunkInfo("", size), 0, hidden=True)
             self._make_room(0)
         except OSError as error:
-            self._files.release()
             raise SettingsError(
                 f"directory {self.directory}: {error.strerror}",
                 "one that this user owns, or may create, and can write to",
