@@ -11,8 +11,12 @@ from unittest.mock import MagicMock, Mock
 import pytest
 
 pytest.importorskip("vllm")
+import torch
 from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
+from lmcache.v1.config import LMCacheEngineConfig
+from safetensors.torch import save
 
+from lmcache_xpu.cache_engine import adapter_names
 from lmcache_xpu.kv_connector import request_guard
 from lmcache_xpu.kv_connector.connector import LMCacheXPUConnector
 from lmcache_xpu.kv_connector.scheduler import SchedulerSide
@@ -141,3 +145,67 @@ def test_a_limit_that_is_no_number_of_tokens_is_none(half, monkeypatch, sent):
 def test_a_look_up_that_fails_twice_is_a_miss_as_well(half, monkeypatch):
     monkeypatch.setattr(half, "_matched_tokens", Mock(side_effect=KeyError("x")))
     assert half.get_num_new_matched_tokens(request(), 0) == (0, False)
+
+
+@pytest.fixture
+def adapter() -> Any:
+    """What LMCache's own description of a step reads of its adapter."""
+    config = LMCacheEngineConfig.from_defaults(chunk_size=16)
+    return SimpleNamespace(
+        lookup_client="one",
+        kv_role="kv_both",
+        force_skip_save=False,
+        config=config,
+        load_specs={},
+        _request_trackers={},
+        _unfinished_requests={},
+        _requests_priority={},
+        _block_size=16,
+        _lmcache_chunk_size=16,
+        _discard_partial_chunks=True,
+    )
+
+
+def test_no_parameters_of_a_request_raise_when_a_step_is_described(adapter):
+    nothing = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set())
+    stored = 0
+    for seed in range(CASES):
+        new = SimpleNamespace(
+            req_id="r",
+            prompt_token_ids=list(range(40)),
+            block_ids=([1, 2, 3],),
+            num_computed_tokens=0,
+            mm_features=[],
+            sampling_params=SimpleNamespace(extra_args={"kv_transfer_params": parameters(seed)}),
+        )
+        step = SimpleNamespace(
+            finished_req_ids={"r"},
+            scheduled_new_reqs=[new],
+            scheduled_cached_reqs=nothing,
+            num_scheduled_tokens={"r": 40},
+        )
+        stored += len(ADAPTER.build_connector_meta(adapter, step).requests)
+    assert 0 < stored <= CASES
+
+
+def test_no_cut_of_an_adapters_files_raises(tmp_path, monkeypatch):
+    """Nor is one that was cut taken for another: it has a name of its own, or none."""
+    monkeypatch.setattr(adapter_names, "_BEGAN_NS", 2**63)
+    monkeypatch.setattr(adapter_names, "_TICK_NS", 0)
+    whole = {
+        "adapter_config.json": b'{"r": 8, "lora_alpha": 16}',
+        "adapter_model.safetensors": save({"a": torch.ones(8, 16), "b": torch.zeros(16, 8)}),
+    }
+    for name, content in whole.items():
+        (tmp_path / name).write_bytes(content)
+    expected = adapter_names.adapter_name(str(tmp_path))
+    assert expected is not None
+    for seed in range(300):
+        chance = random.Random(seed)
+        cut = chance.choice(list(whole))
+        for name, content in whole.items():
+            kept = chance.randrange(len(content)) if name == cut else len(content)
+            (tmp_path / name).write_bytes(content[:kept])
+        if chance.random() < 0.1:
+            (tmp_path / cut).unlink()
+        assert adapter_names.adapter_name(str(tmp_path)) != expected
