@@ -301,9 +301,9 @@ def test_the_page_has_each_field_once(kind):
 def test_the_page_has_every_field_of_this_vllm(kind):
     """Fields that only other versions have may be there as well."""
     config = pytest.importorskip("vllm.config")
-    if (found := getattr(config, kind, None)) is None:
+    if (of_vllm := getattr(config, kind, None)) is None:
         pytest.skip(f"this vLLM has no {kind}")
-    new = {field.name for field in fields(found)} - {name for name, _ in rows(kind)}
+    new = {field.name for field in fields(of_vllm)} - {name for name, _ in rows(kind)}
     assert not new, (
         f"vLLM has new fields in {kind}: {sorted(new)}. Find out of each whether another value "
         f"changes the bytes of the KV cache. If it does, add it to NAMED in model_settings.py, or "

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.caches import bits
+from support.chunk_files import file_of
 from support.rank_pair import BLOCK, CHUNKS, GROUPS, LAYERS, LENGTH, THERE, Pair, Rank
 from support.storage import TOKENS
 
@@ -128,7 +129,7 @@ def test_a_chunk_that_lost_a_group_ends_the_load_on_both_ranks(pair: Pair, tier:
         first.pool.contains = lambda key, pin=False: True
         first.pool.batched_remove([lost])
     else:
-        os.truncate(first.disk._store._path(first.disk._holdings.name(lost)), 1)
+        os.truncate(file_of(first.disk._store, first.disk._holdings.name(lost)), 1)
     assert pair.load(PROMPT, "beside") == [blocks(1), blocks(1)]
     wanted = bits(pair.wanted(1))
     assert torch.equal(bits(pair.second.cache.raw), wanted)

@@ -35,6 +35,7 @@ def test_the_doctor_passes_every_example(path, pod, monkeypatch):
     for workload in objects.engines().values():
         loaded = settings(objects, workload, monkeypatch)
         machine = pod(container(workload)["resources"]["limits"]["memory"])
+        monkeypatch.setattr(memory, "check_server", lambda url: None)  # a side-car's runs before
         assert memory.check_memory(machine, loaded).outcome == "ok"
         if loaded.device == "xpu":
             assert memory.check_pinned(machine, loaded, B60).outcome == "ok"
