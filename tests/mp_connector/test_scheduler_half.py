@@ -22,6 +22,7 @@ from lmcache_xpu.versions.lmcache_server import (
 )
 
 CHUNK = 256
+BLOCKS = SimpleNamespace(get_block_ids=lambda: (list(range(1, 64)),))
 
 
 def half(
@@ -205,7 +206,7 @@ def test_where_vllm_may_not_take_it_the_worker_asks_when_the_request_has_its_blo
     made, asked = near(**engine)
     made.get_num_new_matched_tokens(request(features=features), 300)
     assert asked == []
-    made.update_state_after_alloc(request(), None, 468)
+    made.update_state_after_alloc(request(), BLOCKS, 468)
     assert asked == [NAMED, ASKED]
 
 
@@ -221,7 +222,7 @@ def test_with_as_many_blocks_as_it_may_need_it_asks_at_once(near):
 def test_nobody_asks_before_the_step_for_a_load_beside_it_or_by_another_process(near, other):
     made, asked = near(**other)
     made.get_num_new_matched_tokens(request(), 300)
-    made.update_state_after_alloc(request(), None, 468)
+    made.update_state_after_alloc(request(), BLOCKS, 468)
     assert asked == []
 
 

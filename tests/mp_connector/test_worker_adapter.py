@@ -100,6 +100,7 @@ def test_a_step_that_was_begun_before_is_not_asked_for_again(adapter):
     adapter.begin_step(begun)
     assert [name for name, *_ in in_steps.mock_calls] == [
         "begin_step",
+        "fail",
         "early.end",
         "begin_answered",
         "begin_answered",

@@ -131,6 +131,10 @@ class AsyncLoads:
         self._under_way.pop(request_id, None)
         self._resumed.discard(request_id)
 
+    def drop_untold(self) -> None:
+        """Forget the loads that the workers were not told of yet."""
+        self._untold.clear()
+
     def hear(self, arrived: Iterable[str]) -> None:
         """Hear which requests have all that they have waited for, as vLLM hears it."""
         self._heard.update(arrived)

@@ -234,11 +234,15 @@ class LMCacheXPUConnector(StatsHooks, KVConnectorBase_V1):  # type: ignore[misc]
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """A request has its blocks, and will be in the next step, or waits for its load."""
-        self.scheduler_side.allocated(request, blocks, num_external_tokens)
+        with guarded("update_state_after_alloc"):
+            return self.scheduler_side.allocated(request, blocks, num_external_tokens)
+        return self.scheduler_side.fail(request.request_id)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """What the workers must know of a step."""
-        return self.scheduler_side.describe(scheduler_output)
+        with guarded("build_connector_meta"):
+            return self.scheduler_side.describe(scheduler_output)
+        return self.scheduler_side.describe_failed(scheduler_output)
 
     def request_finished(
         self, request: Request, block_ids: list[int]

@@ -79,6 +79,12 @@ class LoadQueue:
             self._asked += 1
             self._thread.submit(self._give_up, request)
 
+    def fail(self, request_ids: Iterable[str]) -> None:
+        """Report the loads of these requests as ended; their blocks are recorded as unfilled."""
+        for request_id in request_ids:
+            self._asked += 1
+            self._thread.submit(self._end, request_id, AsyncLoad(0))
+
     def await_told(self, arrived: frozenset[str]) -> None:
         """Let the engine's stream wait for the rest of loads that vLLM was told of a little early.
 

@@ -13,10 +13,12 @@ from lmcache_xpu.kv_connector.garbage import GarbageCollection
 from lmcache_xpu.kv_connector.hit_sources import hit_sources, lone_source
 from lmcache_xpu.kv_connector.load_policy import Hit
 from lmcache_xpu.kv_connector.near_worker import near_connector
+from lmcache_xpu.kv_connector.promises import Promises
 from lmcache_xpu.kv_connector.request_guard import ServedRequest
 from lmcache_xpu.kv_connector.step_metadata import (
     StepMetadata,
     with_answers,
+    without,
     without_answering,
     written_blocks,
 )
@@ -74,6 +76,7 @@ class SchedulerSide:
         self._answers_unseen = answers_unseen
         self._filled: set[int] = set()  # blocks that requests got since the last step
         self._collection = GarbageCollection()
+        self._promises = Promises(block_size)
         self._epochs = Epochs()
         self._salts = CacheSalts(adapter, self._epochs.of)
         self._loads = EarlyLoads(adapter, block_size, self._worker, self._salts.named)
@@ -93,6 +96,14 @@ class SchedulerSide:
             The number of tokens that can be loaded beyond those, and whether the request waits for
             them. None if it is to be asked again: another request loads what it lacks first.
         """
+        if request.request_id in self._promises.broken:
+            return 0, False
+        tokens, waits = self._matched_tokens(request, kept)
+        if tokens:
+            self._promises.promise(request.request_id, kept, waits=waits)
+        return tokens, waits
+
+    def _matched_tokens(self, request: Request, kept: int) -> tuple[int | None, bool]:
         if self._async_loads.missed(request.request_id):
             self.give_up_hits(request.request_id)
         if self._async_loads.shares(request, kept) and self._finds_blocks_again():
@@ -140,6 +151,11 @@ class SchedulerSide:
         self._computed_hits.discard(request_id)
         self._async_loads.choose(request_id, waits=False)
 
+    def fail(self, request_id: str) -> None:
+        """Give a request up that has its blocks: what it was promised counts as a failed load."""
+        self.compute(request_id)
+        self._promises.fail([request_id])
+
     def give_up_hits(self, request_id: str) -> None:
         """Find nothing for a request any more: a load of it has failed."""
         self._salts.compute(request_id)
@@ -153,8 +169,11 @@ class SchedulerSide:
             external_tokens: number of tokens to be loaded.
         """
         request_id = request.request_id
-        self._adapter.update_state_after_alloc(ServedRequest(request), external_tokens)
         numbers = blocks.get_block_ids()[0]
+        self._promises.allocated(request_id, numbers, external_tokens)
+        if request_id in self._promises.broken:
+            return
+        self._adapter.update_state_after_alloc(ServedRequest(request), external_tokens)
         kept = self._kept.pop(request_id, 0)
         there = self._async_loads.allocated(request, numbers, external_tokens)
         # Another connector may load into them, in this step or while the request waits.
@@ -175,6 +194,7 @@ class SchedulerSide:
         self._running.discard(request_id)
         self._computed_hits.discard(request_id)
         self._async_loads.finished(request_id)
+        self._promises.finished(request_id)
         if self._events is not None:
             self._events.finished(request_id)
         ended: tuple[bool, dict[str, Any] | None]
@@ -185,7 +205,7 @@ class SchedulerSide:
 
     def describe(self, step: SchedulerOutput) -> StepMetadata:
         """Return what the workers must know of a step."""
-        shown = with_answers(step)
+        shown = without(with_answers(step), self._promises.broken)
         if self._answers_unseen:
             shown = without_answering(shown, self._answering)
         described = self._adapter.build_connector_meta(shown)
@@ -200,7 +220,6 @@ class SchedulerSide:
             tokens=step.total_num_scheduled_tokens,
             prompts={new.req_id: new.prompt_token_ids or [] for new in shown.scheduled_new_reqs},
         )
-        self._filled.clear()
         self._running = set(step.num_scheduled_tokens)
         metadata.computed_hits = len(self._computed_hits & self._running)
         self._computed_hits -= self._running
@@ -213,8 +232,30 @@ class SchedulerSide:
             loads = any(r.load_spec is not None and r.load_spec.can_load for r in metadata.requests)
             metadata.number = self._policy.begin_step(step.total_num_scheduled_tokens, loads=loads)
         self._own_blocks(step)
-        self._collection.allow()  # a worker in this process has a step of its own to enqueue
+        self._end_description(metadata)
         return metadata
+
+    def describe_failed(self, step: SchedulerOutput) -> StepMetadata:
+        """Return what the workers must know of a step whose description failed: no transfers."""
+        self._promises.fail_step(step.num_scheduled_tokens)
+        self._async_loads.drop_untold()
+        metadata = StepMetadata(
+            [],
+            new_blocks=written_blocks(step, self._block_size, {}) | self._filled,
+            tokens=step.total_num_scheduled_tokens,
+        )
+        self._running = set(step.num_scheduled_tokens)
+        self._epochs.describe(metadata)
+        self._async_loads.describe(metadata)
+        self._end_description(metadata)
+        return metadata
+
+    def _end_description(self, metadata: StepMetadata) -> None:
+        self._filled.clear()
+        metadata.unserved = self._promises.describe()
+        if metadata.new_blocks is not None:
+            metadata.new_blocks |= metadata.unserved.all_blocks
+        self._collection.allow()  # a worker in this process has a step of its own to enqueue
 
     def _own_blocks(self, step: SchedulerOutput) -> None:
         """Give LMCache a list of its own of the blocks of each request that was preempted.

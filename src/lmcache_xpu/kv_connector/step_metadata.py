@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmcache_xpu.kv_connector.epochs import FIRST, Epoch
+from lmcache_xpu.kv_connector.promises import NOTHING_UNSERVED, Unserved
 from lmcache_xpu.versions.lmcache import LMCacheConnectorMetadata
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ __all__ = [
     "StepMetadata",
     "may_run_as_one_graph",
     "with_answers",
+    "without",
     "without_answering",
     "written_blocks",
 ]
@@ -43,6 +45,7 @@ class StepMetadata(LMCacheConnectorMetadata):  # type: ignore[misc]  # untyped b
         arrived: requests that were said to have all that they waited for, since the last step.
         computed_hits: number of requests in it that are computed, though they could be loaded.
         number: by which workers report that it has ended; None if nobody asks.
+        unserved: promised loads that are not described; they count as failed.
         prompts: vLLM's own lists of the tokens of its new requests, by request; not sent.
     """
 
@@ -53,6 +56,7 @@ class StepMetadata(LMCacheConnectorMetadata):  # type: ignore[misc]  # untyped b
     arrived: frozenset[str] = frozenset()
     computed_hits: int = 0
     number: int | None = None
+    unserved: Unserved = NOTHING_UNSERVED
     prompts: Mapping[str, list[int]] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -157,9 +161,18 @@ def without_answering(step: SchedulerOutput, answering: set[str]) -> SchedulerOu
         and step.num_scheduled_tokens[request] == 1
         and request not in cached.resumed_req_ids
     )
-    if answering.isdisjoint(cached.req_ids):
+    return without(step, answering)
+
+
+def without(step: SchedulerOutput, left_out: Collection[str]) -> SchedulerOutput:
+    """Return a step without some of its requests, by their IDs."""
+    if not left_out:
         return step
-    left = [at for at, request in enumerate(cached.req_ids) if request not in answering]
+    cached = step.scheduled_cached_reqs
+    new = [each for each in step.scheduled_new_reqs if each.req_id not in left_out]
+    left = [at for at, request in enumerate(cached.req_ids) if request not in left_out]
+    if len(new) == len(step.scheduled_new_reqs) and len(left) == len(cached.req_ids):
+        return step
     requests = replace(
         cached,
         req_ids=[cached.req_ids[at] for at in left],
@@ -168,7 +181,7 @@ def without_answering(step: SchedulerOutput, answering: set[str]) -> SchedulerOu
         num_computed_tokens=[cached.num_computed_tokens[at] for at in left],
         num_output_tokens=[cached.num_output_tokens[at] for at in left],
     )
-    return replace(step, scheduled_cached_reqs=requests)
+    return replace(step, scheduled_new_reqs=new, scheduled_cached_reqs=requests)
 
 
 def _has_answered(new: NewRequestData) -> bool:

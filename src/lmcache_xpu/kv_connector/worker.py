@@ -188,6 +188,7 @@ class WorkerSide:
         self.layers.begin_step()
         self._engine.settle()
         self._unfilled.begin_step(metadata.new_blocks)
+        self._unfilled.add(metadata.unserved.all_blocks)
         self.epoch.begin_step(metadata)
         if self.epoch.changed is not None:
             self._loads.refuse()
@@ -195,6 +196,7 @@ class WorkerSide:
             self.in_flight.begin_step(metadata.new_blocks, metadata.tokens)
         self.queue.await_told(metadata.arrived)
         loaded("computed", metadata.computed_hits)
+        self.queue.fail(metadata.unserved.waiting)
         if metadata.loads:
             (self.queue.refuse if self.epoch.changed else self.queue.begin)(metadata.loads)
 

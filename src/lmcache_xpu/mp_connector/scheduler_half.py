@@ -11,7 +11,9 @@ from vllm.platforms import current_platform
 
 from lmcache_xpu.kv_connector.garbage import GarbageCollection
 from lmcache_xpu.kv_connector.load_policy import LoadPolicy
+from lmcache_xpu.kv_connector.promises import Promises
 from lmcache_xpu.kv_connector.request_guard import ServedRequest, guarded
+from lmcache_xpu.kv_connector.step_metadata import without
 from lmcache_xpu.mp_connector.adapters import SERVER_URLS, arguments_of
 from lmcache_xpu.mp_connector.hit_ways import HitWays
 from lmcache_xpu.mp_connector.keys import Keys
@@ -68,6 +70,7 @@ class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         self._computed = 0  # of the request that is looked up
         self._ways = HitWays()
         self._given_up: set[str] = set()  # requests for which nothing is looked up
+        self._promises = Promises(self._group_tokens_per_block[0] if len(groups) == 1 else None)
         self._near = NearLoads(
             config, self.request_trackers, chunk_tokens, self._group_tokens_per_block
         )
@@ -109,8 +112,13 @@ class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
     ) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond those that the engine has, and whether in background."""
         for _ in range(2):  # the second time nothing is looked up
+            if request.request_id in self._promises.broken:
+                break
             with guarded("get_num_new_matched_tokens"):
-                return self._matched_tokens(request, num_computed_tokens)
+                matched, waits = self._matched_tokens(request, num_computed_tokens)
+                if matched:
+                    self._promises.promise(request.request_id, num_computed_tokens, waits=waits)
+                return matched, waits
             self._given_up.add(request.request_id)
         return 0, False
 
@@ -156,6 +164,15 @@ class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """A request has its blocks, and will be in the next step, or waits for its load."""
+        ids = blocks.get_block_ids()[0] if num_external_tokens else ()
+        self._promises.allocated(request.request_id, ids, num_external_tokens)
+        if request.request_id in self._promises.broken:
+            return None
+        with guarded("update_state_after_alloc"):
+            return self._allocated(request, blocks, num_external_tokens)
+        return self._promises.fail([request.request_id])
+
+    def _allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         super().update_state_after_alloc(ServedRequest(request), blocks, num_external_tokens)
         if self._ways.is_computed(request.request_id):
             tracker = self.request_trackers[request.request_id]
@@ -181,10 +198,31 @@ class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Step:
         """What the workers must know of a step."""
         self.scheduler_adapter.end_step()
+        with guarded("build_connector_meta"):
+            self._forget_broken()
+            return self._described(scheduler_output)
+        self._promises.fail_step(scheduler_output.num_scheduled_tokens)
+        self._forget_broken()
+        return Step(
+            [],
+            [],
+            written_blocks(scheduler_output, [], self._group_tokens_per_block),
+            scheduler_output.total_num_scheduled_tokens,
+            {},
+            0,
+            unserved=self._promises.describe(),
+        )
+
+    def _forget_broken(self) -> None:
+        for request_id in self._promises.broken:
+            self.request_trackers.pop(request_id, None)
+
+    def _described(self, scheduler_output: SchedulerOutput) -> Step:
         for request_id in self._keys.outdated():  # an adapter's files have changed
             if (tracker := self.request_trackers.get(request_id)) is not None:
                 tracker.max_offload_tokens = 0
-        described = super().build_connector_meta(scheduler_output).requests
+        shown = without(scheduler_output, self._promises.broken)
+        described = super().build_connector_meta(shown).requests
         loads = [request for request in described if request.direction == "RETRIEVE"]
         begun = self._ways.begin_step(scheduler_output, loads)
         blocks = [load.op for load in loads]
@@ -196,6 +234,7 @@ class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
             self._sources(described) if self._ways.allows_steps else {},
             begun.computed_hits,
             begun.number,
+            self._promises.describe(),
         )
         self._near.begin(step)
         self.collection.allow()  # a worker in this process has a step of its own to enqueue
@@ -233,6 +272,7 @@ class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         self._keys.finished(request.request_id)
         self._ways.finished(request.request_id)
         self._given_up.discard(request.request_id)
+        self._promises.finished(request.request_id)
         with guarded("request_finished"):
             super().request_finished(ServedRequest(request), block_ids)
         return False, None

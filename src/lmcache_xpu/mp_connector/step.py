@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
 from lmcache_xpu.kv_connector.load_policy import LoadSpeeds
+from lmcache_xpu.kv_connector.promises import NOTHING_UNSERVED, Unserved
 from lmcache_xpu.mp_connector.kv_cache_groups import NULL_BLOCK
 from lmcache_xpu.versions.lmcache_server import LMCacheMPConnectorMetadata
 
@@ -32,6 +33,7 @@ class Step(LMCacheMPConnectorMetadata):  # type: ignore[misc]  # untyped base
             are never inside a step.
         computed_hits: number of requests in it that are computed, though they could be loaded.
         number: by which workers report that it has ended; None if nobody asks.
+        unserved: promised loads that are not described; they count as failed.
     """
 
     def __init__(
@@ -43,15 +45,17 @@ class Step(LMCacheMPConnectorMetadata):  # type: ignore[misc]  # untyped base
         sources: Mapping[str, Collection[int]],
         computed_hits: int,
         number: int | None = None,
+        unserved: Unserved = NOTHING_UNSERVED,
     ) -> None:
         super().__init__()
         self.requests = list(requests)
         self.loads = list(loads)
-        self.written = frozenset(written)
+        self.written = frozenset(written) | unserved.all_blocks
         self.tokens = tokens
         self.sources = sources
         self.computed_hits = computed_hits
         self.number = number
+        self.unserved = unserved
 
 
 def written_blocks(

@@ -132,6 +132,11 @@ class StepLoads:
         else:
             self._asked.append(load)
 
+    def fail(self, blocks: Collection[int]) -> None:
+        """Count blocks as unfilled whose loads nobody described."""
+        if blocks:
+            self._verdicts.give(self._verdicts.expect(blocks), filled=False)
+
     def begin_answered(self, tokens: int, *, scheduling: bool = False) -> None:
         """Enqueue the first layers of what the server has answered; waits `SOON_S` at most.
 

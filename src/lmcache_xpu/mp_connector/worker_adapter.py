@@ -93,9 +93,14 @@ class WorkerAdapter(LMCacheMPWorkerAdapter):  # type: ignore[misc]  # untyped ba
 
     def _ask_for(self, step: Step) -> None:
         self.leave(step.written)
+        for request_id, unfilled in step.unserved.waiting.items():
+            failed = lmcache_server.MessagingFuture()
+            failed.set_result(False)
+            self.retrieve_futures[request_id] = failed, list(unfilled)
         if (in_steps := self.in_steps) is None:
             return
         in_steps.begin_step(step.written)
+        in_steps.fail(step.unserved.blocks)
         if step.loads:
             self._ensure_heartbeat_started()
         for load in step.loads:

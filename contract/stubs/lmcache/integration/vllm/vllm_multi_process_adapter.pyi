@@ -60,6 +60,7 @@ class LMCacheMPWorkerAdapter:
     _heartbeat_lock: Any
     _mq_timeout: Any
     error_block_ids: Any
+    retrieve_futures: Any
     is_healthy: Any
     def __init__(
         self,
