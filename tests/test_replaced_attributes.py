@@ -39,12 +39,6 @@ FIELDS = {  # of a description, a configuration or a state, which hold plain dat
     # LMCache hands its server to a module for that, before it starts.
     "mp_connector/server_socket.py: entry.handler",
     "mp_connector/server_socket.py: server.socket",
-    "mp_connector/near_loads.py: tracker.num_lmcache_hit_tokens",  # of a copy, as the next two
-    "mp_connector/near_loads.py: tracker.num_vllm_hit_tokens",
-    "mp_connector/near_loads.py: tracker.state",
-    "mp_connector/scheduler_half.py: tracker.cache_salt",
-    "mp_connector/scheduler_half.py: tracker.max_offload_tokens",
-    "mp_connector/scheduler_half.py: tracker.num_lmcache_hit_tokens",
 }
 OWN = {  # of classes of this package, and of events that it makes
     "cache_engine/cache_salt.py: adapter.lookup_client.salts",
@@ -74,8 +68,17 @@ OWN = {  # of classes of this package, and of events that it makes
     "kv_connector/pool_sharing.py: engine.gpu_connector.lender",
     "kv_connector/pool_sharing.py: engine.lender",
     "kv_connector/scheduler.py: self._epochs.pool",
+    "kv_connector/scheduler.py: metadata.new_blocks",
+    "kv_connector/scheduler.py: metadata.unserved",
     "mp_connector/keys.py: self._epochs.pool",
-    "mp_connector/step_loads.py: load.asked",
+    "mp_connector/lookups.py: lookup.asked",
+    "mp_connector/lookups.py: lookup.hit_tokens",
+    "mp_connector/lookups.py: lookup.locks",
+    "mp_connector/lookups.py: lookup.since",
+    "mp_connector/lookups.py: lookup.waits",
+    "mp_connector/scheduler_half.py: tracked.most_stored",
+    "mp_connector/scheduler_half.py: tracked.stage",
+    "mp_connector/step_loads.py: asked.asked",
     "mp_connector/step_loads.py: load.located",
     "mp_connector/step_loads.py: load.parts",
     "mp_connector/step_loads.py: load.plan",

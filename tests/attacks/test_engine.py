@@ -12,7 +12,6 @@ import pytest
 
 pytest.importorskip("vllm")
 import torch
-from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
 from lmcache.v1.config import LMCacheEngineConfig
 from safetensors.torch import save
 
@@ -20,8 +19,8 @@ from lmcache_xpu.cache_engine import adapter_names
 from lmcache_xpu.kv_connector import request_guard
 from lmcache_xpu.kv_connector.connector import LMCacheXPUConnector
 from lmcache_xpu.kv_connector.scheduler import SchedulerSide
-from lmcache_xpu.mp_connector import near_loads, scheduler_half
-from lmcache_xpu.mp_connector.scheduler_half import SchedulerHalf
+from lmcache_xpu.mp_connector.connector import LMCacheXPUServerConnector
+from lmcache_xpu.mp_connector.tracked_request import BlockSizes, TrackedRequest
 from lmcache_xpu.versions.lmcache import in_process_module
 
 CASES = 10_000
@@ -105,46 +104,29 @@ def test_what_a_failed_look_up_promised_is_taken_back(side):
     assert side._salts.computes("r")
 
 
-@pytest.fixture
-def half(monkeypatch) -> SchedulerHalf:
-    """The scheduler's half of LMCache's server, over LMCache's own connector."""
-    keys = SimpleNamespace(admit=lambda *_: "salt", may_store=lambda _: True, finished=Mock())
-    monkeypatch.setattr(scheduler_half, "Keys", lambda *_: keys)
-    monkeypatch.setattr(near_loads, "near_connector", lambda _: None)
-    half = SchedulerHalf.__new__(SchedulerHalf)
-    half.scheduler_adapter = MagicMock(lmcache_tokens_per_chunk=256)
-    half.request_trackers, half._group_tokens_per_block = {}, [16]
-    half.start_scheduler(
-        SimpleNamespace(
-            parallel_config=SimpleNamespace(world_size=1, data_parallel_size=1),
-        ),
-        SimpleNamespace(kv_cache_groups=[None], needs_kv_cache_zeroing=False),
-        {},
-        [None],
-    )
-    return half
-
-
-def test_no_parameters_of_a_request_reach_lmcaches_server_connector(half):
+def test_no_parameters_of_a_request_raise_where_lmcaches_server_is_asked():
     for seed in range(CASES):
-        assert half.request_finished(request(kv_transfer_params=parameters(seed)), [1]) == (
-            False,
-            None,
-        )
+        sampling = SimpleNamespace(extra_args={"kv_transfer_params": parameters(seed)})
+        sent = request(sampling_params=sampling, num_prompt_tokens=100, prompt_token_ids=[1] * 100)
+        tracked = TrackedRequest(sent, "salt", BlockSizes(16, [16]))
+        tracked.allocated([list(range(7))])
+        store = tracked.store(100, answers=False)
+        assert store is None or store.end <= 96
 
 
-@pytest.mark.parametrize("sent", ["many", -1, 1.5, float("nan"), [], {}, None, 2**70, True])
-def test_a_limit_that_is_no_number_of_tokens_is_none(half, monkeypatch, sent):
-    tracker = SimpleNamespace(max_offload_tokens=sent)
-    monkeypatch.setattr(LMCacheMPConnector, "_get_or_create_request_tracker", lambda *_: tracker)
-    made = half._get_or_create_request_tracker(request())
-    assert made.max_offload_tokens is None or made.max_offload_tokens >= 0
-    assert min(5, made.max_offload_tokens or 5) >= 0
-
-
-def test_a_look_up_that_fails_twice_is_a_miss_as_well(half, monkeypatch):
-    monkeypatch.setattr(half, "_matched_tokens", Mock(side_effect=KeyError("x")))
-    assert half.get_num_new_matched_tokens(request(), 0) == (0, False)
+def test_a_request_that_no_hook_can_read_is_hidden_from_the_others():
+    """Of the server's connector: it is computed, and the step goes on without it."""
+    connector = LMCacheXPUServerConnector.__new__(LMCacheXPUServerConnector)
+    failing = Mock(side_effect=KeyError("planted"))
+    half = connector.scheduler_half = Mock(
+        matched_tokens=failing, allocated=failing, describe=failing, finished=failing
+    )
+    half.describe_failed.return_value = "a step"
+    assert connector.get_num_new_matched_tokens(request(), 0) == (0, False)
+    connector.update_state_after_alloc(request(), None, 0)
+    half.promises.fail.assert_called_once_with(["r"])
+    assert connector.build_connector_meta(None) == "a step"
+    assert connector.request_finished(request(), []) == (False, None)
 
 
 @pytest.fixture

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
-from support.lending import Client, Key, copies, filled
+from support.lending import Client, Connection, Key, chunks_of, copies, filled
 
 pytest.importorskip("vllm")
 
@@ -18,7 +16,7 @@ from lmcache_xpu.mp_connector.load_questions import (
     ModuleQuestions,
     questions_of,
 )
-from lmcache_xpu.mp_connector.transfer_context import ServerTransfers
+from lmcache_xpu.mp_connector.transfers import Transfers
 
 KEY = Key(tuple(range(24)), 0, 24)
 STORED, LOADED = [3, 4, 9, 8, 20, 21], [10, 11, 12, 13, 14, 15]
@@ -29,26 +27,22 @@ TIMEOUT_S = 0.3
 def worker(request):
     """The transfers of a worker whose server has the module, or not; and its layers."""
     client, caches = Client(module=request.param), {f"layer {n}": filled(n) for n in range(3)}
-    healthy = threading.Event()
-    healthy.set()
-    transfers = ServerTransfers(1, client, healthy, [copies(caches)], 8, TIMEOUT_S)
-    transfers.register(None, "model", 1)
+    transfers = Transfers(Connection(client), [copies(caches)], TIMEOUT_S)
+    transfers.register()
     client.calls.clear()
     yield client, transfers, list(caches.values())
     transfers.close()
     client.close()
 
 
-def store(client: Client, transfers: ServerTransfers) -> bool:
+def store(client: Client, transfers: Transfers) -> bool:
     """Store a prompt, which is then looked up."""
     client.asked["request"] = KEY
-    event = transfers.create_recorded_event()
-    return transfers.submit_store("request", KEY, None, [STORED], event, 2).result(10)
+    return transfers.store(chunks_of(STORED), transfers.event(), ()).wait(10)
 
 
-def load(transfers: ServerTransfers, key: Key = KEY) -> bool:
-    event = transfers.create_recorded_event()
-    return transfers.submit_retrieve("request", key, None, [LOADED], event, 2).result(10)
+def load(transfers: Transfers, blocks: list[int] = LOADED, **chunks: int) -> bool:
+    return transfers.load(chunks_of(blocks, **chunks), transfers.event()).wait(10)
 
 
 def test_what_the_module_names_is_loaded_as_what_lmcache_names(worker):
@@ -67,10 +61,8 @@ def test_the_end_of_a_hit_is_loaded_where_it_lies(worker):
     client, transfers, layers = worker
     before = layers[0].clone()
     assert store(client, transfers)
-    end = Key(KEY.tokens, 8, 24)
-    event = transfers.create_recorded_event()
     blocks = LOADED[:4]
-    assert transfers.submit_retrieve("request", end, None, [blocks], event, 2).result(10)
+    assert load(transfers, blocks, start=8)
     assert torch.equal(layers[0][blocks], before[STORED[2:]])
 
 
@@ -96,7 +88,7 @@ def test_places_of_another_prompt_are_seen_by_their_seals(worker):
         client.objects[0, name] = client.objects[0, mine]
     client.asked["request"] = KEY
     before = layers[0].clone()
-    assert not load(transfers, other)
+    assert not load(transfers, first=100)
     assert torch.equal(layers[0], before)
     assert transfers.take_damaged() == {"request"}
 

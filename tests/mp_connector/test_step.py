@@ -7,7 +7,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from lmcache_xpu.mp_connector.step import Step, WorkerReport, written_blocks
+from lmcache_xpu.kv_connector.promises import Unserved
+from lmcache_xpu.mp_connector.step import Step, TokenRange, WorkerReport, written_blocks
 
 
 def step(new=(), cached=()):
@@ -38,7 +39,7 @@ def test_a_running_request_writes_new_blocks_and_a_resumed_one_all_that_are_not_
 
 
 def test_a_load_writes_its_blocks_but_those_that_the_engine_has():
-    load = SimpleNamespace(block_ids=[[4, 5, 6], [0, 0, 9]], skip_first_n_tokens=128)
+    load = TokenRange("a", (), 0, 384, blocks=[[4, 5, 6], [0, 0, 9]], kept=128)
     assert written_blocks(step(), [load], [128, 128]) == {5, 6, 9}
 
 
@@ -52,6 +53,11 @@ def test_reports_of_workers_are_one():
 
 
 def test_a_step_reaches_a_worker_in_another_process():
-    step = pickle.loads(pickle.dumps(Step([1], [2], {3}, 4, {"a": [5]}, 6)))
-    assert (step.requests, step.loads, step.written) == ([1], [2], {3})
-    assert (step.tokens, step.sources, step.computed_hits) == (4, {"a": [5]}, 6)
+    chunks = TokenRange("a", b"12", 0, 2, "salt", {"b": 1}, [[1], [2]], 1)
+    sent = Step(frozenset({3}), 4, [chunks], [chunks], [chunks], {"a": [5]}, 6, 7)
+    assert pickle.loads(pickle.dumps(sent)) == sent
+
+
+def test_a_step_writes_the_blocks_of_loads_that_nobody_described():
+    unserved = Unserved(frozenset({4}), {"a": frozenset({5})})
+    assert Step(frozenset({3}), 1, unserved=unserved).written == {3, 4, 5}

@@ -11,7 +11,7 @@ from prometheus_client import REGISTRY
 from support import caches
 from support.intel import MACHINES
 from support.intel import machine as machine  # a fixture
-from support.lending import BLOCKS, Key, filled
+from support.lending import BLOCKS, chunks_of, filled
 
 pytest.importorskip("vllm")
 from support.step_loading import (
@@ -23,7 +23,6 @@ from support.step_loading import (
     TIMEOUT_S,
     Engine,
     failures,
-    named,
     unchanged,
 )
 from support.step_loading import engine as engine  # a fixture
@@ -32,9 +31,8 @@ from support.step_loading import stored as stored  # a fixture
 from lmcache_xpu.mp_connector import step_loads
 from lmcache_xpu.mp_connector.server import GivenUpError
 from lmcache_xpu.mp_connector.transfer_queue import Transfer
-from lmcache_xpu.versions.lmcache_server import MessagingFuture
 
-OTHER = Key(tuple(range(24, 48)), 0, 24)
+OTHER = 24  # first token of another prompt
 
 
 def test_each_layer_is_there_when_the_engine_comes_to_it_and_nothing_else_changes(stored):
@@ -48,7 +46,7 @@ def test_each_layer_is_there_when_the_engine_comes_to_it_and_nothing_else_change
 def test_layers_come_one_after_another(stored):
     """Where all is loaded before the first layer, nothing runs beside the engine."""
     stored.loads.begin_step(LOADED)
-    stored.loads.ask("request", named, LOADED)
+    stored.ask()
     stored.begin(tokens=1000)
     last = stored.caches[LAYERS[-1]]
     assert torch.equal(last[LOADED], stored.before[-1][LOADED])
@@ -105,7 +103,7 @@ def test_the_engine_waits_for_a_server_no_longer_than_it_may(stored, monkeypatch
     begin = time.monotonic()
     stored.loads.begin_step(LOADED)
     for name in ("a", "b", "c"):
-        stored.loads.ask(name, named, LOADED)
+        stored.ask(request_id=name)
     stored.begin(whole=False)
     assert time.monotonic() - begin < TIMEOUT_S
     assert not stored.healthy.is_set()
@@ -116,7 +114,7 @@ def test_the_engine_waits_for_a_server_no_longer_than_it_may(stored, monkeypatch
 def test_what_is_lent_to_another_meanwhile_is_reported(stored):
     count = failures("load", "damaged")
     stored.loads.begin_step(LOADED)
-    stored.loads.ask("request", named, LOADED)
+    stored.ask()
     stored.begin(whole=False)
     stored.look(LAYERS[0], LOADED)
     stored.transfers._server.lent.pool.fill_(9)
@@ -136,7 +134,7 @@ def test_an_error_while_it_copies_is_reported(stored, monkeypatch):
 
 def test_a_load_that_vllm_never_began_is_reported(stored):
     stored.loads.begin_step(LOADED)
-    stored.loads.ask("request", named, LOADED)
+    stored.ask()
     stored.loads.begin_step(())
     assert set(stored.loads.take()) == set(LOADED)
 
@@ -144,12 +142,11 @@ def test_a_load_that_vllm_never_began_is_reported(stored):
 def test_nothing_is_stored_that_came_of_a_failed_load_until_its_blocks_are_written_anew(stored):
     count = failures("store", "unfilled")
     stored.load(layers=[])
-    assert not stored.store([22, 23, 24, 25, 26, 27], OTHER, sources=[*LOADED, 22, 23])
+    assert not stored.store([22, 23, 24, 25, 26, 27], [*LOADED, 22, 23], first=OTHER)
     assert failures("store", "unfilled") == count + 1
-    assert stored.store([22, 23, 24, 25, 26, 27], OTHER, sources=[22, 23])
+    assert stored.store([22, 23, 24, 25, 26, 27], [22, 23], first=OTHER)
     stored.loads.begin_step(LOADED)
-    another = Key(tuple(range(48, 72)), 0, 24)
-    assert stored.store(LOADED, another, sources=LOADED)
+    assert stored.store(LOADED, LOADED, first=48)
 
 
 @pytest.mark.parametrize("filled", [True, False])
@@ -160,9 +157,8 @@ def test_a_store_and_whoever_looks_wait_until_it_is_known(stored, monkeypatch, f
     stored.load()
     blocks = stored.loads.take()
     assert stored.transfers.busy
-    stored.transfers.compute_from({"request": LOADED})
-    event = stored.transfers.create_recorded_event()
-    future = stored.transfers.submit_store("request", OTHER, None, [LOADED], event, 2)
+    chunks = chunks_of(LOADED, first=OTHER)
+    transfer = stored.transfers.store(chunks, stored.transfers.event(), LOADED)
     if not filled:
         stored.transfers._server.lent.pool.fill_(9)
 
@@ -174,10 +170,10 @@ def test_a_store_and_whoever_looks_wait_until_it_is_known(stored, monkeypatch, f
     later = threading.Thread(target=say)
     later.start()
     time.sleep(0.1)
-    assert not future.query()
+    assert transfer.result is None
     said.set()
     assert set(blocks) == (set() if filled else set(LOADED))
-    assert future.result(10) is filled
+    assert transfer.wait(10) is filled
     later.join()
 
 
@@ -191,11 +187,10 @@ def test_a_step_given_anew_does_not_open_an_earlier_stores_gate(stored):
 
 
 def test_several_loads_of_one_step_fail_one_by_one(stored):
-    assert stored.store([22, 23, 24, 25, 26, 27], OTHER)
+    assert stored.store([22, 23, 24, 25, 26, 27], first=OTHER)
     stored.loads.begin_step([*LOADED, *OTHERS])
-    stored.loads.ask("a", named, LOADED)
-    other = Key(OTHER.tokens, 0, 24, cache_salt="none")
-    stored.loads.ask("b", lambda: other, OTHERS)
+    stored.ask(request_id="a")
+    stored.ask(OTHERS, request_id="b", first=OTHER, salt="none")
     stored.begin(whole=False)
     for name in LAYERS:
         assert stored.look(name, LOADED)
@@ -209,8 +204,7 @@ def test_loads_are_counted_by_their_way(stored):
 
     before = count("step"), count("async")
     stored.load()
-    event = stored.transfers.create_recorded_event()
-    stored.transfers.submit_retrieve("request", KEY, None, [LOADED], event, 2).result(10)
+    stored.transfers.load(chunks_of(LOADED), stored.transfers.event()).wait(10)
     assert (count("step"), count("async")) == (before[0] + 1, before[1] + 1)
     assert stored.transfers.take_speeds().near > 0
     assert stored.transfers.take_speeds().near is None
@@ -234,7 +228,7 @@ def test_every_layer_is_ordered_before_who_reads_it(machine):
     """The engine reads on its stream, as soon as it comes to a layer; a race would be seen."""
     engine = Engine({name: filled(n).to(caches.DEVICE) for n, name in enumerate(LAYERS)})
     try:
-        transfer = Transfer("request", frozenset(STORED), MessagingFuture())
+        transfer = Transfer("request", frozenset(STORED))
         engine.transfers._moves.store(transfer, KEY, [STORED], None)  # the GPU is this thread's
         assert engine.load() == [True] * len(LAYERS)
         assert not set(engine.loads.take())

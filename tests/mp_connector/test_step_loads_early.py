@@ -13,9 +13,7 @@ from support.step_loading import (
     LOADED,
     OTHERS,
     STORED,
-    fail_to_name,
     failures,
-    named,
     unchanged,
 )
 from support.step_loading import engine as engine  # a fixture
@@ -25,18 +23,12 @@ from lmcache_xpu.gpu_connector.in_flight import Phase
 from lmcache_xpu.mp_connector import step_loads
 
 
-def ask_early(stored, key=named, start=KEY.start):
-    """Ask as a scheduler does that has a request's whole prompt, and then its hit."""
-    stored.loads.early.name("request", key)
-    stored.loads.early.ask("request", start, KEY.end)
-
-
 def test_what_was_asked_before_the_step_is_asked_once(stored):
     stored.client.calls.clear()
-    ask_early(stored)
+    stored.ask_early()
     stored.loads.begin_step(LOADED)  # ends an earlier step, and not this question
-    stored.loads.ask("request", fail_to_name, LOADED)  # nor is the key made again
-    stored.loads.early.end()
+    stored.ask(named=False)  # nor is the key made again
+    stored.loads.end_early()
     stored.begin(whole=False)
     assert all(stored.look(name, LOADED) for name in LAYERS)
     stored.loads.end()
@@ -46,9 +38,9 @@ def test_what_was_asked_before_the_step_is_asked_once(stored):
 
 def test_a_chunk_that_can_not_be_named_fails_its_load_alone(stored):
     count = failures("load", "ZeroDivisionError")
-    ask_early(stored, fail_to_name)
+    stored.ask_early(named=False)
     stored.loads.begin_step(LOADED)
-    stored.loads.ask("request", fail_to_name, LOADED)
+    stored.ask(named=False)
     stored.begin(whole=False)
     stored.loads.end()
     assert set(stored.loads.take()) == set(LOADED)
@@ -57,9 +49,9 @@ def test_a_chunk_that_can_not_be_named_fails_its_load_alone(stored):
 
 def test_what_was_asked_for_no_step_is_given_back(stored):
     stored.client.calls.clear()
-    ask_early(stored)
+    stored.ask_early()
     stored.loads.begin_step(())
-    stored.loads.early.end()
+    stored.loads.end_early()
     assert stored.client.calls == ["prepare_retrieve", "commit_retrieve"]
     assert not stored.loads.busy
     assert stored.load() == [True] * len(LAYERS)  # it is asked anew
@@ -67,27 +59,16 @@ def test_what_was_asked_for_no_step_is_given_back(stored):
 
 def test_a_request_is_asked_for_once_however_often_the_scheduler_says_so(stored):
     stored.client.calls.clear()
-    ask_early(stored)
-    ask_early(stored, fail_to_name)
+    stored.ask_early()
+    stored.ask_early(named=False)
     stored.loads.begin_step(())
-    stored.loads.early.end()
+    stored.loads.end_early()
     assert stored.client.calls == ["prepare_retrieve", "commit_retrieve"]
-    stored.loads.early.ask("request", KEY.start, KEY.end)  # it was named for that step
-    assert len(stored.client.calls) == 2
-
-
-def test_a_part_of_what_was_named_has_its_own_seals(stored):
-    stored.loads.early.name("request", named)
-    stored.loads.early.ask("request", 8, 16)
-    question = stored.loads.early.take("request")
-    assert (question.asked.key.start, question.asked.key.end) == (8, 16)
-    assert question.seals == stored.transfers._moves.seals(question.asked.key)
-    stored.transfers._moves.end_load(question.asked)
 
 
 def test_a_question_of_another_range_fails_its_load_and_writes_nothing(stored):
     count = failures("load", "TransferError")
-    ask_early(stored, start=8)
+    stored.ask_early(start=8)
     stored.load(looks=False)
     assert set(stored.loads.take()) == set(LOADED)
     assert failures("load", "TransferError") == count + 1
@@ -98,7 +79,7 @@ def test_a_question_of_another_range_fails_its_load_and_writes_nothing(stored):
 def test_a_server_that_is_lost_before_the_step_fails_the_load_in_it(stored):
     count = failures("load", "server")
     stored.healthy.clear()
-    ask_early(stored)
+    stored.ask_early()
     stored.load(looks=False)
     assert set(stored.loads.take()) == set(LOADED)
     assert failures("load", "server") == count + 1
@@ -121,7 +102,7 @@ def test_what_needs_no_answer_of_the_server_is_done_while_it_looks(stored, monke
     monkeypatch.setattr(stored.transfers._server, "answer", answered)
     stored.loads.begin_step(LOADED + OTHERS)
     for name, blocks in (("first", LOADED), ("second", OTHERS)):
-        stored.loads.ask(name, named, blocks)
+        stored.ask(blocks, request_id=name)
     stored.begin(whole=True)
     stored.loads.end()
     assert done == ["planned", "planned", "answered", "answered"]
@@ -139,7 +120,7 @@ def test_a_load_that_can_not_be_planned_costs_no_other(stored, monkeypatch):
     )
     stored.loads.begin_step(LOADED + OTHERS)
     for name, blocks in (("first", OTHERS), ("second", LOADED)):
-        stored.loads.ask(name, named, blocks)
+        stored.ask(blocks, request_id=name)
     stored.begin(whole=True)
     stored.loads.end()
     assert set(stored.loads.take()) == set(OTHERS)
@@ -152,10 +133,10 @@ def test_a_load_that_can_not_be_planned_costs_no_other(stored, monkeypatch):
 def begun(stored):
     """A step that has been decided on, whose load was asked for before."""
     stored.client.calls.clear()
-    ask_early(stored)
+    stored.ask_early()
     stored.loads.begin_step(LOADED)
-    stored.loads.ask("request", fail_to_name, LOADED)
-    stored.loads.early.end()
+    stored.ask(named=False)
+    stored.loads.end_early()
     stored.loads.begin_answered(4, scheduling=True)
     return stored
 
@@ -184,9 +165,9 @@ def test_a_step_that_loads_nothing_in_the_end_lets_the_next_begin_early(stored, 
     with monkeypatch.context() as planted:
         planted.setattr(stored.copies, "beside_layers", lambda *_: 1 // 0)
         stored.load(looks=False)
-    ask_early(stored)
+    stored.ask_early()
     stored.loads.begin_step(LOADED)
-    stored.loads.ask("request", fail_to_name, LOADED)
+    stored.ask(named=False)
     stored.loads.begin_answered(4, scheduling=True)
     stored.begin()
     assert all(stored.look(name, LOADED) for name in LAYERS)
@@ -197,9 +178,9 @@ def test_what_the_server_has_not_answered_begins_when_it_has(stored, monkeypatch
     ask = client.prepare_retrieve
     late._result = ask(KEY, 1).result()
     monkeypatch.setattr(client, "prepare_retrieve", lambda *_: late)
-    ask_early(stored)
+    stored.ask_early()
     stored.loads.begin_step(LOADED)
-    stored.loads.ask("request", fail_to_name, LOADED)
+    stored.ask(named=False)
     for scheduling in (True, False):
         stored.loads.begin_answered(4, scheduling=scheduling)
         assert unchanged(stored, LOADED)
@@ -216,7 +197,7 @@ def test_a_load_that_vllm_never_began_is_given_back(stored, monkeypatch):
     monkeypatch.setattr(step_loads, "SOON_S", 0.0)
     monkeypatch.setattr(Answer, "wait", lambda *_: False)
     stored.loads.begin_step(LOADED)
-    stored.loads.ask("request", named, LOADED)
+    stored.ask()
     stored.loads.begin_answered(4)
     stored.loads.end()
     assert stored.client.calls == ["prepare_retrieve", "commit_retrieve"]

@@ -4,18 +4,8 @@ import threading
 import time
 
 import pytest
-from support.lending import Answer
 
 from lmcache_xpu.mp_connector.transfer_queue import Transfer, TransferQueue
-
-
-class Future(Answer):
-    def __init__(self):
-        super().__init__(comes=False)
-
-    def set_result(self, result):
-        self._result = result
-        self._done.set()
 
 
 @pytest.fixture
@@ -26,7 +16,7 @@ def queue():
 
 
 def transfer(blocks=(1, 2)):
-    return Transfer("request", frozenset(blocks), Future())
+    return Transfer("request", frozenset(blocks))
 
 
 def soon():
@@ -37,8 +27,8 @@ def test_transfers_are_done_one_after_another_and_tell_how_they_ended(queue):
     first, second, order = transfer(), transfer(), []
     queue.add(first, lambda: (time.sleep(0.05), order.append(1)) == ())
     queue.add(second, lambda: order.append(2) is None)
-    assert second.future.result(5) is True
-    assert first.future.result(5) is False
+    assert second.wait(5) is True
+    assert first.wait(5) is False
     assert order == [1, 2]
     assert not queue.busy
 
@@ -48,9 +38,9 @@ def test_one_that_has_not_begun_ends_when_its_blocks_are_needed(queue):
     queue.add(stored, lambda: waits.wait(5) and bool(began.append(stored.begin_copying())))
     stored.leave_blocks(soon())
     assert stored.is_cancelled
-    assert not stored.future.query()  # nothing of it is on its way when this is done
+    assert stored.result is None  # nothing of it is on its way when this is done
     waits.set()
-    assert stored.future.result(5) is False
+    assert stored.wait(5) is False
     assert began == [False]
 
 
@@ -74,7 +64,7 @@ def test_one_that_copies_is_waited_for_until_its_copies_are_enqueued(queue):
     threading.Timer(0.1, goes_on.set).start()
     stored.leave_blocks(time.monotonic())
     assert seen == ["copied", "the engine's stream waits"]
-    assert stored.future.result(5) is True
+    assert stored.wait(5) is True
 
 
 def test_an_error_leaves_nobody_waiting(queue):
@@ -87,7 +77,7 @@ def test_an_error_leaves_nobody_waiting(queue):
     with pytest.raises(RuntimeError, match="planted"):
         queue.run(stored, fail)
     stored.leave_blocks(soon())
-    assert stored.future.result(5) is False
+    assert stored.wait(5) is False
 
 
 def test_closing_ends_what_has_not_begun():
@@ -96,5 +86,5 @@ def test_closing_ends_what_has_not_begun():
     queue.add(second, lambda: True)
     threading.Timer(0.05, waits.set).start()
     queue.close()
-    assert first.future.result(0) is True
-    assert second.future.result(0) is False
+    assert first.wait(0) is True
+    assert second.wait(0) is False

@@ -18,7 +18,7 @@ from support.server_workers import busy, wait_for
 
 HOOKS = ("update_state_after_alloc", "build_connector_meta")
 LOADS = ("step", "async")
-WHEN = ("before", "after")  # LMCache did its part
+WHEN = ("before", "after")  # a part of the hook's work
 LENGTH, OTHER = 3 * CHUNK + 77, 2 * CHUNK + 30
 SETTINGS = {"layers_at_once": None, "save_decode": False}
 
@@ -36,24 +36,39 @@ def choose(engine: Engine, loads: str) -> None:
     if hasattr(ours, "scheduler_side"):
         ours.scheduler_side._policy = policy
     else:
-        ours._ways.allow_steps(policy)
+        ours.scheduler_half.ways.allow_steps(policy)
 
 
-def fail_once(owner: Any, hook: str, when: str, planted: list[str]) -> None:
-    """Let the next call of LMCache's code for a hook raise."""
-    call = getattr(owner, hook)
+def parts(engine: Engine) -> dict[str, tuple[Any, str]]:
+    """Of each hook an object and the name of its method, which does a part of the hook's work."""
+    ours = connector(engine)
+    if hasattr(ours, "scheduler_side"):
+        adapter = ours.scheduler_side._adapter
+        return {hook: (adapter, hook) for hook in HOOKS}
+    from lmcache_xpu.mp_connector.tracked_request import TrackedRequest
 
-    def fault(*args: Any) -> None:
-        setattr(owner, hook, call)
+    return {
+        "update_state_after_alloc": (TrackedRequest, "allocated"),
+        "build_connector_meta": (ours.scheduler_half.ways, "begin_step"),
+    }
+
+
+def fail_once(engine: Engine, hook: str, when: str, planted: list[str]) -> None:
+    """Let the next call of a part of a hook raise."""
+    owner, name = parts(engine)[hook]
+    call = getattr(owner, name)
+
+    def fault(*args: Any, **options: Any) -> None:
+        setattr(owner, name, call)
         if when == "after":
-            call(*args)
+            call(*args, **options)
         planted.append(hook)
         raise RuntimeError("planted")
 
-    setattr(owner, hook, fault)
+    setattr(owner, name, fault)
 
 
-def look(engine: Engine, owner: Any, settle: Callable[[], Any]) -> dict[str, Any]:
+def look(engine: Engine, settle: Callable[[], Any]) -> dict[str, Any]:
     right = {}
     for length in LENGTH, OTHER:
         right[length] = engine.ask(prompt(length))
@@ -65,7 +80,7 @@ def look(engine: Engine, owner: Any, settle: Callable[[], Any]) -> dict[str, Any
             for when in WHEN:
                 planted: list[str] = []
                 engine.forget()
-                fail_once(owner, hook, when, planted)
+                fail_once(engine, hook, when, planted)
                 answers = engine.ask_at_once([prompt(LENGTH), prompt(OTHER)])
                 settle()
                 engine.forget()
@@ -84,18 +99,13 @@ def look(engine: Engine, owner: Any, settle: Callable[[], Any]) -> dict[str, Any
 def main(place: str, model: str, directory: Path) -> dict[str, Any]:
     if place == "in-process":
         engine = Engine(model, None, "standard", settings={**SETTINGS, "loads": "step"})
-        adapter = connector(engine).scheduler_side._adapter
-        return engine.close_after(look, adapter, lambda: None)
+        return engine.close_after(look, lambda: None)
     server = CacheServer(directory / "server.log")
     server.start()
     try:
         settings = {**SETTINGS, "cache": "server", "server_url": server.url, "loads": "step"}
         engine = Engine(model, None, "standard", settings=settings)
-        from lmcache_xpu.versions.lmcache_server import LMCacheMPConnector  # not before vLLM
-
-        return engine.close_after(
-            look, LMCacheMPConnector, lambda: wait_for(engine, busy, until=False)
-        )
+        return engine.close_after(look, lambda: wait_for(engine, busy, until=False))
     finally:
         server.kill()
 

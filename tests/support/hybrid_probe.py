@@ -38,13 +38,13 @@ def layers(worker) -> list[list[list[Any]]]:
     return groups
 
 
-def digests(worker, op: Any, spans: list[int]) -> dict[tuple[int, int], list[str]]:
+def digests(worker, chunks: Any, spans: list[int]) -> dict[tuple[int, int], list[str]]:
     """Of the blocks of a store or a load, by group and place; null blocks are left out."""
     import torch
 
     result = {}
-    for number, (group, blocks) in enumerate(zip(layers(worker), op.block_ids, strict=True)):
-        for place, block in enumerate(blocks, op.start // spans[number]):
+    for number, (group, blocks) in enumerate(zip(layers(worker), chunks.blocks, strict=True)):
+        for place, block in enumerate(blocks, chunks.start // spans[number]):
             if block:
                 result[number, place] = [
                     hashlib.sha256(
@@ -60,22 +60,20 @@ def watch(worker) -> None:
     """Keep digests of what is stored and of what was loaded."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
+    from lmcache_xpu.mp_connector.kv_cache_groups import block_tokens
+
     connector = get_kv_transfer_group()
-    adapter, spans = connector.worker_adapter, connector._group_tokens_per_block
-    store, load, finished = (
-        adapter.submit_store_request,
-        adapter.submit_retrieve_request,
-        connector.get_transfer_results,
-    )
+    transfers, spans = connector.worker_half.transfers, block_tokens(connector._kv_cache_config)
+    store, load, finished = transfers.store, transfers.load, connector.get_transfer_results
     loading = {}
 
-    def submit_store(name: str, op: Any, *args: Any, **options: Any) -> None:
-        computed.update(digests(worker, op, spans))
-        store(name, op, *args, **options)
+    def submit_store(chunks: Any, *args: Any) -> Any:
+        computed.update(digests(worker, chunks, spans))
+        return store(chunks, *args)
 
-    def submit_load(name: str, op: Any, *args: Any, **options: Any) -> None:
-        loading[name] = op
-        load(name, op, *args, **options)
+    def submit_load(chunks: Any, *args: Any) -> Any:
+        loading[chunks.request_id] = chunks
+        return load(chunks, *args)
 
     def get_results(names: set[str]) -> Any:
         results = finished(names)
@@ -83,8 +81,7 @@ def watch(worker) -> None:
             brought.update(digests(worker, loading.pop(name), spans))
         return results
 
-    adapter.submit_store_request = submit_store
-    adapter.submit_retrieve_request = submit_load
+    transfers.store, transfers.load = submit_store, submit_load
     connector.get_transfer_results = get_results
 
 
@@ -104,7 +101,7 @@ def wait_until_idle(engine: Engine) -> None:
 def is_busy(worker) -> bool:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    return get_kv_transfer_group().worker_adapter.transfers.busy
+    return get_kv_transfer_group().worker_half.transfers.busy
 
 
 def ask(engine: Engine, length: int, question: int, **salt: str) -> tuple[list[int], int]:
@@ -149,7 +146,7 @@ def break_loads(worker) -> None:
     """From now on, half of each block that is loaded is zero."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    for copies in get_kv_transfer_group().worker_adapter.transfers.groups:
+    for copies in get_kv_transfer_group().worker_half.transfers.groups:
 
         def load(chunks: Any, objects: Any, copies: Any = copies, real: Any = copies.load) -> Any:
             handles = real(chunks, objects)

@@ -17,6 +17,7 @@ import torch
 from lmcache_xpu.mp_connector.group_copies import GroupCopies
 from lmcache_xpu.mp_connector.hit_places import HELLO, LOCATE, Hit, sent_places
 from lmcache_xpu.mp_connector.kv_cache_groups import CacheGroup
+from lmcache_xpu.mp_connector.step import TokenRange
 from lmcache_xpu.transfer.devices import register_host
 
 POOL, ALIGN = 2**20, 64
@@ -149,6 +150,48 @@ class Client:
     def _answer(self, call: str, result: Any) -> Answer:
         self.calls.append(call)
         return Answer(result, comes=not self.silent)
+
+
+class Connection:
+    """What a worker knows of an imitated server; see `ServerClient`.
+
+    Args:
+        requests: the server.
+    """
+
+    chunk_tokens, instance_id, timeout_s = CHUNK, 1, 0.3
+    scope = SimpleNamespace(model_name="model", world_size=1, is_writer=True)
+
+    def __init__(self, requests: Client) -> None:
+        self.requests = requests
+        self.healthy = threading.Event()
+        self.healthy.set()
+
+    def key(self, chunks: TokenRange, *, worker: bool) -> Key:
+        if chunks.tokens is None:
+            raise ZeroDivisionError("planted")
+        return Key(
+            chunks.tokens,
+            chunks.start,
+            chunks.end,
+            chunks.salt,
+            request_id=chunks.request_id,
+        )
+
+
+def chunks_of(
+    *blocks: Sequence[int],
+    start: int = 0,
+    end: int = 24,
+    salt: str = "",
+    kept: int = 0,
+    request_id: str = "request",
+    first: int = 0,
+    named: bool = True,
+) -> TokenRange:
+    """Chunks of the request whose first token this is, with blocks; of no key without `named`."""
+    tokens = tuple(range(first, first + 24)) if named else None
+    return TokenRange(request_id, tokens, start, end, salt, None, blocks, kept)
 
 
 def _context(rows: Sequence[tuple[dict[str, int], int, int]]) -> dict[str, Any]:

@@ -25,12 +25,12 @@ from support.cache_server import CacheServer
 from support.probes import end_with
 from support.real_engine import CHUNK, LENGTHS, Engine, hit, prompt, sampling
 from support.server_workers import (
-    adapter,
     answers,
     begun_early,
     busy,
     counted,
     damage,
+    half,
     on_next,
     on_next_layer,
     spoil,
@@ -258,7 +258,7 @@ def computed(engine: Engine) -> dict[str, Any]:
     """Compute the beginning of a prompt, though the server has it, and store its end."""
     reference = beginning_stored(engine)
     core = engine.llm.llm_engine.engine_core.engine_core
-    policy = core.scheduler.connector._ways._policy
+    policy = core.scheduler.connector.scheduler_half.ways._policy
     policy.computes = lambda hit: True
 
     def load_again() -> None:
@@ -304,7 +304,7 @@ def aborted(engine: Engine, length: int, loads: str) -> dict[str, Any]:
 
 
 def is_loading(worker) -> bool:
-    return adapter().transfers._loads.busy
+    return half().transfers._loads.busy
 
 
 def store(engine: Engine, directory: Path) -> dict[str, Any]:

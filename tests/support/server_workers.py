@@ -12,34 +12,34 @@ if TYPE_CHECKING:
     from support.real_engine import Engine
 
 
-def adapter():
+def half():
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    return get_kv_transfer_group().worker_adapter
+    return get_kv_transfer_group().worker_half
 
 
 def busy(worker) -> bool:
-    return adapter().transfers.busy
+    return half().transfers.busy
 
 
 def way_of_asking(worker) -> str:
     """How this worker asks where chunks are."""
-    return type(adapter().transfers._moves._way).__name__
+    return type(half().transfers._moves._way).__name__
 
 
 def answers(worker) -> bool:
     """Whether the server does, as far as the worker knows."""
-    return adapter()._health_event.is_set()
+    return half()._client.healthy.is_set()
 
 
 def damage(worker) -> None:
     """Overwrite all of the server's memory."""
-    adapter().transfers._server.lent.pool.fill_(7)
+    half().transfers._server.lent.pool.fill_(7)
 
 
 def on_next(worker, direction: str, act: Callable[[], None]) -> None:
     """Do something once, in the middle of the next store or load of a worker."""
-    [copies] = adapter().transfers.groups
+    [copies] = half().transfers.groups
     move = getattr(copies, direction)
 
     def fault(*args: Any) -> Any:
@@ -54,7 +54,7 @@ def on_next(worker, direction: str, act: Callable[[], None]) -> None:
 
 def on_next_layer(worker, act: Callable[[], None]) -> None:
     """Do something once, when the engine comes to the second layer of a step that loads."""
-    in_steps, count = adapter().transfers.in_steps, 0
+    in_steps, count = half().transfers.in_steps, 0
     before_layer = in_steps.before_layer
 
     def fault(name: str) -> None:
@@ -70,7 +70,7 @@ def on_next_layer(worker, act: Callable[[], None]) -> None:
 
 def watch_scheduling(worker) -> None:
     """Count the loads that begin before the worker hears of their step."""
-    in_steps = adapter().transfers.in_steps
+    in_steps = half().transfers.in_steps
     begin = in_steps.begin_answered
     in_steps.begun_early = 0
 
@@ -83,7 +83,7 @@ def watch_scheduling(worker) -> None:
 
 def begun_early(worker) -> int:
     """Return what `watch_scheduling` has counted."""
-    return int(adapter().transfers.in_steps.begun_early)
+    return int(half().transfers.in_steps.begun_early)
 
 
 def spoil(worker) -> None:
@@ -94,9 +94,9 @@ def spoil(worker) -> None:
     from lmcache_xpu.mp_connector.moves import Located
     from lmcache_xpu.mp_connector.server import GivenUpError
 
-    [copies] = adapter().transfers.groups
+    [copies] = half().transfers.groups
     check, load = Located.check, copies.beside_layers
-    memory = adapter().transfers._server.lent.pool
+    memory = half().transfers._server.lent.pool
     before = memory.clone()
 
     def give_up(located: Any) -> None:

@@ -9,20 +9,21 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from lmcache.integration.vllm.vllm_multi_process_adapter import LoadStoreOp
 from support.cache_server import CacheServer
 from support.lending import BLOCK, filled
 from support.probes import end_with
-from support.server_adapters import adapter_at
+from support.server_clients import client_at
 
 from lmcache_xpu.mp_connector.group_copies import GroupCopies
 from lmcache_xpu.mp_connector.kv_cache_groups import CacheGroup
-from lmcache_xpu.mp_connector.worker_adapter import WorkerAdapter
+from lmcache_xpu.mp_connector.server_client import ServerClient
+from lmcache_xpu.mp_connector.step import TokenRange
+from lmcache_xpu.mp_connector.transfers import Transfers
 from lmcache_xpu.transfer.devices import register_host
+from lmcache_xpu.versions.lmcache_server import key_tokens
 
 CHUNK, BLOCKS = 128, 40
 
@@ -46,38 +47,35 @@ def main(directory: Path) -> dict[str, Any]:
     server = CacheServer(directory / "server.log", chunk_tokens=CHUNK, cpu_gib=0.1)
     server.start(["-m", "lmcache_xpu.launch.cache_server"])
     try:
-        with adapter_at(server.url, WorkerAdapter, BLOCK, wait_s=1.0, beat_s=1.0) as adapter:
-            return look(server, adapter)
+        with client_at(server.url, BLOCK, instance_id=1, wait_s=1.0) as client:
+            return look(server, client)
     finally:
         server.end()
 
 
-def look(server: CacheServer, adapter: WorkerAdapter) -> dict[str, Any]:
+def look(server: CacheServer, client: ServerClient) -> dict[str, Any]:
     caches = {"layer": filled(1, blocks=BLOCKS)}
     group = CacheGroup(number=0, layers=("layer",), block_tokens=BLOCK)
     copies = [GroupCopies(group, caches, BLOCKS, CHUNK, None, register_host)]
-    adapter.register(caches, copies, timeout_s=1.0, draft_layers=0)
-
+    transfers = Transfers(client, copies, timeout_s=1.0)
+    transfers.register()
+    client.start_heartbeat(1.0, transfers.register_again, transfers.give_back_gone)
     blocks = list(range(1, 1 + CHUNK // BLOCK))
-    tokens: Any = list(range(CHUNK))
-    if fields(LoadStoreOp)[0].name == "token_bytes":  # newer LMCache has them packed
-        tokens = b"".join(token.to_bytes(4, "big") for token in tokens)
+    chunk = TokenRange("request", key_tokens(range(CHUNK)), 0, CHUNK, blocks=[blocks])
 
     def store() -> bool:
-        chunk = LoadStoreOp(tokens, [blocks], 0, CHUNK)
-        adapter.submit_store_request("request", chunk, adapter.create_recorded_event())
-        future = adapter.store_futures.get("request")
-        return future is not None and future.result(10)
+        return transfers.store(chunk, transfers.event(), ()).wait(10)
 
     report = {"before": store()}
-    adapter.transfers._server.lent.pool.fill_(7)  # pages that nobody wrote to take no room
+    transfers._server.lent.pool.fill_(7)  # pages that nobody wrote to take no room
     # With what would take its shared memory away, as where a container is killed.
     [killed] = children(server.pid)
     subprocess.run(["kill", "-KILL", *map(str, (killed, *children(killed)))], check=True)
-    report["lost"] = wait_for(lambda: not adapter.is_healthy)
-    report["again"] = wait_for(lambda: adapter.is_healthy)
-    adapter.store_futures.clear()
+    report["lost"] = wait_for(lambda: not client.healthy.is_set())
+    report["again"] = wait_for(client.healthy.is_set)
     report["after"] = report["again"] and store()
+    client.stop_heartbeat()
+    transfers.close()
     return report
 
 

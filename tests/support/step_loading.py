@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from prometheus_client import REGISTRY
-from support.lending import Client, Key, copies, filled
+from support.lending import Client, Connection, Key, chunks_of, copies, filled
 
-from lmcache_xpu.mp_connector.transfer_context import ServerTransfers
+from lmcache_xpu.mp_connector.transfers import Transfers
 
 KEY = Key(tuple(range(24)), 0, 24)
 STORED, LOADED = [3, 4, 9, 8, 20, 21], [10, 11, 12, 13, 14, 15]
@@ -18,41 +16,40 @@ LAYERS = [f"layer {number}" for number in range(6)]
 TIMEOUT_S = 0.3
 
 
-def named() -> Key:
-    return KEY
-
-
-def fail_to_name() -> Key:
-    raise ZeroDivisionError("planted")
-
-
 class Engine:
     """A worker's transfers, and the engine that calls them."""
 
     def __init__(self, caches=None):
-        self.client, self.healthy = Client(), threading.Event()
-        self.healthy.set()
+        self.client = Client()
+        self.connection = Connection(self.client)
+        self.healthy = self.connection.healthy
         self.caches = caches or {name: filled(number) for number, name in enumerate(LAYERS)}
         self.copies = copies(self.caches)
-        self.transfers = ServerTransfers(1, self.client, self.healthy, [self.copies], 8, TIMEOUT_S)
-        self.transfers.register(None, "model", 1)
+        self.transfers = Transfers(self.connection, [self.copies], TIMEOUT_S)
+        self.transfers.register()
         self.loads = self.transfers.in_steps
         self.before = [layer.clone() for layer in self.caches.values()]
 
-    def store(self, blocks, key=KEY, sources=()):
-        self.transfers.compute_from({"request": sources} if sources else {})
-        event = self.transfers.create_recorded_event()
-        submitted = self.transfers.submit_store("request", key, None, [blocks], event, 2)
-        return submitted.result(10)
+    def store(self, blocks, sources=(), **chunks):
+        event = self.transfers.event()
+        return self.transfers.store(chunks_of(blocks, **chunks), event, sources).wait(10)
 
-    def load(self, blocks=LOADED, *, key=KEY, layers=LAYERS, whole=False, looks=True):
+    def load(self, blocks=LOADED, *, layers=LAYERS, whole=False, looks=True, **chunks):
         """A step that loads; whether each layer was there when the engine came to it."""
         self.loads.begin_step(blocks)
-        self.loads.ask("request", lambda: key, blocks)
+        self.ask(blocks, **chunks)
         self.begin(whole=whole)
         there = [self.look(name, blocks) for name in layers if looks]
         self.loads.end()
         return there
+
+    def ask(self, blocks=LOADED, **chunks):
+        """Ask where the chunks are that a step loads into these blocks."""
+        self.loads.ask(chunks_of(blocks, **chunks))
+
+    def ask_early(self, blocks=LOADED, **chunks):
+        """Do as `ask` before the step."""
+        self.loads.ask_early(chunks_of(blocks, **chunks))
 
     def begin(self, *, tokens=4, whole=False):
         """Begin what was asked for, as vLLM lets a worker do in two calls."""

@@ -48,6 +48,7 @@ class CacheConfig:
     def get_resolved_kv_cache_layout(self): ...
 
 class KVTransferConfig:
+    is_kv_producer: Any
     kv_connector_extra_config: Any
     kv_role: Any
     engine_id: Any
@@ -56,6 +57,7 @@ class KVEventsConfig:
     enable_kv_cache_events: Any
 
 class SpeculativeConfig:
+    num_speculative_tokens: Any
     method: Any
     draft_model_config: Any
 

@@ -18,7 +18,7 @@ from lmcache_xpu.versions import vllm
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
-__all__ = ["NULL_BLOCK", "CacheGroup", "cache_groups"]
+__all__ = ["NULL_BLOCK", "CacheGroup", "block_tokens", "cache_groups"]
 
 NULL_BLOCK = 0  # vLLM's: it holds nothing
 
@@ -26,6 +26,7 @@ _WHOLE = ("FullAttentionSpec", "MLAAttentionSpec")
 _STRETCH = ("ChunkedLocalAttentionSpec",)
 _WINDOW = ("SlidingWindowSpec", *_STRETCH)
 _STATE = ("MambaSpec",)
+_KEPT_STATES = ("align", "all")  # mamba_cache_mode: vLLM keeps a state at the end of blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +97,16 @@ def cache_groups(kv_cache_config: KVCacheConfig) -> list[CacheGroup]:
     return groups
 
 
+def block_tokens(kv_cache_config: KVCacheConfig) -> list[int]:
+    """Return the tokens of a block of each group; 0 for one whose blocks no prefix has."""
+    return [
+        group.kv_cache_spec.block_size
+        if all(getattr(spec, "prefix_cacheable", True) for spec in _specs(group.kv_cache_spec))
+        else 0
+        for group in kv_cache_config.kv_cache_groups
+    ]
+
+
 def _specs(spec: KVCacheSpec) -> list[KVCacheSpec]:
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
@@ -108,6 +119,12 @@ def _window(spec: KVCacheSpec) -> tuple[int | None, bool]:
     """The tokens at the end of a hit that a layer needs, and whether it keeps a state."""
     kind = type(spec).__name__
     if kind in _STATE:
+        if (mode := getattr(spec, "mamba_cache_mode", "none")) not in _KEPT_STATES:
+            raise LayoutError(
+                f"states that vLLM does not keep (mamba_cache_mode={mode})",
+                f"one of {', '.join(_KEPT_STATES)}",
+                "Set --mamba-cache-mode align, with vLLM's prefix caching on.",
+            )
         return spec.block_size, True
     if kind not in (*_WHOLE, *_WINDOW):
         raise LayoutError(

@@ -10,15 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from lmcache_xpu.mp_connector.group_copies import GroupCopies
+from lmcache_xpu.mp_connector.server_client import ServerClient
 from lmcache_xpu.versions import lmcache_server
 from lmcache_xpu.versions.lmcache_server import RegisterEngineDrivenContextPayload
 
 __all__ = ["payload"]
 
 
-def payload(
-    instance_id: int, model_name: str, world_size: int, groups: Sequence[GroupCopies]
-) -> Any:
+def payload(client: ServerClient, groups: Sequence[GroupCopies]) -> Any:
     """Return LMCache's registration of a worker."""
     several: dict[str, Any] = {}
     if len(groups) > 1:
@@ -36,9 +35,9 @@ def payload(
             for copies in groups
         ]
     return RegisterEngineDrivenContextPayload(
-        instance_id=instance_id,
-        model_name=model_name,
-        world_size=world_size,
+        instance_id=client.instance_id,
+        model_name=client.scope.model_name,
+        world_size=client.scope.world_size,
         block_size=groups[0].group.block_tokens,
         num_layers=1,
         hidden_dim_size=groups[0].object_bytes,

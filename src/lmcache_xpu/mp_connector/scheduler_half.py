@@ -1,30 +1,33 @@
-"""The scheduler's half of the connector to LMCache's server: keys, and what becomes of hits."""
+"""The scheduler's half of the connector to LMCache's server.
+
+matched_tokens  FIND: how many tokens the server has; CHOOSE: what becomes of them
+allocated       a request has its blocks
+describe        DESCRIBE: what the workers load and store in a step
+end_step        what the workers report
+finished        a request has ended
+"""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.platforms import current_platform
+from vllm.v1.request import RequestStatus
 
 from lmcache_xpu.kv_connector.garbage import GarbageCollection
 from lmcache_xpu.kv_connector.load_policy import LoadPolicy
+from lmcache_xpu.kv_connector.near_worker import near_connector
 from lmcache_xpu.kv_connector.promises import Promises
-from lmcache_xpu.kv_connector.request_guard import ServedRequest, guarded
+from lmcache_xpu.kv_connector.request_guard import guarded
 from lmcache_xpu.kv_connector.step_metadata import without
-from lmcache_xpu.mp_connector.adapters import SERVER_URLS, arguments_of
 from lmcache_xpu.mp_connector.hit_ways import HitWays
 from lmcache_xpu.mp_connector.keys import Keys
-from lmcache_xpu.mp_connector.near_loads import NearLoads
-from lmcache_xpu.mp_connector.scheduler_adapter import SchedulerAdapter
-from lmcache_xpu.mp_connector.step import Step, WorkerReport, written_blocks
+from lmcache_xpu.mp_connector.kv_cache_groups import block_tokens
+from lmcache_xpu.mp_connector.lookups import LookUps
+from lmcache_xpu.mp_connector.step import Step, TokenRange, WorkerReport, written_blocks
+from lmcache_xpu.mp_connector.tracked_request import BlockSizes, Stage, TrackedRequest
 from lmcache_xpu.transfer.tuning import tuning_of
-from lmcache_xpu.versions.lmcache_server import (
-    LMCacheMPConnector,
-    LMCacheMPRequestState,
-)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,49 +35,50 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from lmcache_xpu.mp_connector.kv_cache_groups import CacheGroup
+    from lmcache_xpu.mp_connector.server_client import ServerClient
+    from lmcache_xpu.mp_connector.worker_half import WorkerHalf
 
 __all__ = ["SchedulerHalf"]
 
-LOADS = "xpu.loads"
+LOADS, ANSWERS = "xpu.loads", "lmcache.mp.save_decode_cache"
 KEPT_FREE = 0.05  # of all blocks; vLLM may keep some for requests that run
 
 
-class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
-    """What vLLM's scheduler calls, and this package has otherwise than LMCache."""
+class SchedulerHalf:
+    """Told of requests and steps by vLLM's scheduler.
 
-    scheduler_adapter: SchedulerAdapter
-    _pool: BlockPool | None = None
+    Args:
+        config: of the engine.
+        kv_cache_config: of its KV cache.
+        options: of the connector.
+        client: of the server.
+        groups: number of KV cache groups that are stored.
+    """
 
-    def start_scheduler(
+    def __init__(
         self,
         config: VllmConfig,
         kv_cache_config: KVCacheConfig,
         options: Mapping[str, Any],
-        groups: Sequence[CacheGroup],
+        client: ServerClient,
+        groups: int,
     ) -> None:
-        """Begin, once LMCache's own has begun.
-
-        Args:
-            config: of the engine.
-            kv_cache_config: of its KV cache.
-            options: of this connector.
-            groups: of the KV cache that are stored.
-        """
         self.collection = GarbageCollection()
-        chunk_tokens = self.scheduler_adapter.lmcache_tokens_per_chunk
-        self._keys = Keys(config, kv_cache_config, chunk_tokens)
-        self._computed = 0  # of the request that is looked up
-        self._ways = HitWays()
+        self.ways = HitWays()
+        self.promises = Promises(block_tokens(kv_cache_config)[0] if groups == 1 else None)
+        self._config = config
+        self._client = client
+        self._sizes = BlockSizes.of(config, block_tokens(kv_cache_config), client.chunk_tokens)
+        self._lookups = LookUps(client)
+        self._keys = Keys(config, kv_cache_config, client.chunk_tokens)
+        self._requests: dict[str, TrackedRequest] = {}
         self._given_up: set[str] = set()  # requests for which nothing is looked up
-        self._promises = Promises(self._group_tokens_per_block[0] if len(groups) == 1 else None)
-        self._near = NearLoads(
-            config, self.request_trackers, chunk_tokens, self._group_tokens_per_block
-        )
+        self._pool: BlockPool | None = None
         self._loads = options.get(LOADS, "auto")
+        self._stores_answers = bool(options.get(ANSWERS, False))
+        self._stores = config.kv_transfer_config.is_kv_producer
         # Engines that share requests may compute in step: one that waits holds the others up.
         self._has_other_engines = config.parallel_config.data_parallel_size > 1
         # Of several ranks the others would store what came of a load that failed on one. Where vLLM
@@ -83,69 +87,113 @@ class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         self._may_load_in_steps = (
             config.parallel_config.world_size == 1
             and not kv_cache_config.needs_kv_cache_zeroing
-            and len(kv_cache_config.kv_cache_groups) == len(groups) == 1
+            and len(kv_cache_config.kv_cache_groups) == groups == 1
         )
 
-    def own_scheduler_adapter(self, stock: Any, options: Mapping[str, Any]) -> SchedulerAdapter:
-        """Make our adapter in place of LMCache's, which asks nobody."""
-        newer = {}
-        if hasattr(stock, "_required_chunk_alignment"):
-            newer["required_chunk_alignment"] = stock._required_chunk_alignment
-        return SchedulerAdapter(
-            server_urls=[options[SERVER_URLS]], **arguments_of(stock, options), **newer
-        )
-
-    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+    def bind(self, pool: BlockPool) -> None:
         """Take vLLM's pool of blocks."""
-        super().bind_gpu_block_pool(gpu_block_pool)
-        self._keys.bind(gpu_block_pool)
-        self._pool = gpu_block_pool
+        self._keys.bind(pool)
+        self._pool = pool
 
     def load_in_steps(self) -> None:
         """Let loads be inside steps, where they can: requests whose load fails begin anew."""
         if self._may_load_in_steps:
             policy = LoadPolicy(self._loads, tuning_of(current_platform.device_type))
-            self._ways.allow_steps(policy)
+            self.ways.allow_steps(policy)
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        """Tokens that can be loaded beyond those that the engine has, and whether in background."""
-        for _ in range(2):  # the second time nothing is looked up
-            if request.request_id in self._promises.broken:
-                break
-            with guarded("get_num_new_matched_tokens"):
-                matched, waits = self._matched_tokens(request, num_computed_tokens)
-                if matched:
-                    self._promises.promise(request.request_id, num_computed_tokens, waits=waits)
-                return matched, waits
-            self._given_up.add(request.request_id)
-        return 0, False
+    # Requests
 
-    def _matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        self._computed = num_computed_tokens
-        (self._near.worker or self).collection.put_off()  # until the step is enqueued
-        # It must compute its whole prompt, or a load of it has failed.
-        if request.skip_reading_prefix_cache or request.request_id in self._given_up:
-            self._get_or_create_request_tracker(request)
+    def matched_tokens(self, request: Request, kept: int) -> tuple[int | None, bool]:
+        """Look a request up.
+
+        Args:
+            request: that may be scheduled next.
+            kept: number of tokens that vLLM's own prefix cache has.
+
+        Returns:
+            The number of tokens that can be loaded beyond those, and whether the request waits for
+            them. None if it is to be asked again: the server still looks.
+        """
+        name = request.request_id
+        if name in self.promises.broken:
             return 0, False
-        is_alone = self._ways.is_alone(request.request_id) and not self._has_other_engines
-        self.scheduler_adapter.begin_look_up(
-            is_alone=is_alone,
-            meanwhile=functools.partial(self._near.name, request.request_id)
-            if self._ways.allows_steps
-            else None,
-        )
-        matched: int | None
-        matched, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        if not matched:
-            return matched, matched is None
-        way = self._ways.choose(request, num_computed_tokens, matched)
+        (self._worker or self).collection.put_off()  # until the step is enqueued
+        tracked = self._tracked(request, kept)
+        if tracked.stage is not Stage.LOOKED_UP and tracked.hit:
+            # Nothing of its load has arrived, and vLLM begins it again.
+            self._given_up.add(name)
+            self._lookups.forget(name)
+            tracked = self._requests[name] = self._new(request, kept)
+        # It must compute its whole prompt, or a load of it has failed.
+        if request.skip_reading_prefix_cache or name in self._given_up:
+            return 0, False
+        is_alone = self.ways.is_alone(name) and not self._has_other_engines
+        hit = self._lookups.hit_tokens(tracked.whole_chunks(), is_alone=is_alone)
+        if hit is None:
+            return None, True
+        tracked.looked_up(hit, kept)
+        # Of a whole prompt the last token is computed.
+        tokens = max(0, hit - kept - tracked.is_whole_hit)
+        if not tokens:
+            return 0, False
+        way = self.ways.choose(request, kept, tokens)
+        if way == "computed":
+            return 0, False
         if way == "step" and self._has_blocks_for(request):
-            self._near.ask(request.request_id)
-        return (0, False) if way == "computed" else (matched, way == "async")
+            self._ask_early(tracked)
+        self.promises.promise(name, kept, waits=way == "async")
+        return tokens, way == "async"
+
+    def give_up_hits(self, request_id: str) -> None:
+        """Look a request up no more: a load inside a step, or a look-up, has failed."""
+        self._given_up.add(request_id)
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
+        """Take a request's blocks: it will be in the next step, or waits for its load.
+
+        Args:
+            request: that was looked up.
+            blocks: all of its blocks.
+            tokens: number of tokens to load.
+        """
+        name = request.request_id
+        ids = blocks.get_block_ids()
+        self.promises.allocated(name, ids[0] if ids else (), tokens)
+        if name in self.promises.broken:
+            return
+        tracked = self._requests[name]
+        tracked.allocated(ids)
+        if tracked.stage is not Stage.LOOKED_UP:
+            return
+        loads = tokens > 0 and tracked.load() is not None
+        tracked.stage = Stage.LOADING if loads else Stage.COMPUTED
+        self._lookups.forget(name)
+        self._lookups.release(tracked.range(0, tracked.kept if loads else tracked.hit))
+        if loads and self.ways.is_in_step(name):
+            self._ask_early(tracked)
+
+    def finished(self, request: Request) -> None:
+        """Forget a request. Its blocks may be freed at once; see `Transfers.let_write`."""
+        name = request.request_id
+        self._requests.pop(name, None)
+        self._keys.finished(name)
+        self.ways.finished(name)
+        self._given_up.discard(name)
+        self.promises.finished(name)
+        self._lookups.end(name)
+
+    def _tracked(self, request: Request, kept: int) -> TrackedRequest:
+        tracked = self._requests.get(request.request_id)
+        is_anew = request.status == RequestStatus.PREEMPTED
+        if tracked is None or (is_anew and tracked.stage is not Stage.LOOKED_UP):
+            tracked = self._requests[request.request_id] = self._new(request, kept)
+        return tracked
+
+    def _new(self, request: Request, kept: int) -> TrackedRequest:
+        tracked = TrackedRequest(request, self._keys.admit(request, kept), self._sizes)
+        if not (self._stores and self._keys.may_store(request.request_id)):
+            tracked.most_stored = 0
+        return tracked
 
     def _has_blocks_for(self, request: Request) -> bool:
         """Whether vLLM will take a request into this step for sure.
@@ -154,141 +202,126 @@ class SchedulerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
         """
         if self._pool is None or request.mm_features:  # an encoder may have no room for these
             return False
-        if not self._vllm_config.scheduler_config.enable_chunked_prefill:  # a step may have none
+        if not self._config.scheduler_config.enable_chunked_prefill:  # a step may have none
             return False
-        [block_tokens] = self._group_tokens_per_block
+        [size] = self._sizes.block_tokens
         free = self._pool.get_num_free_blocks() - KEPT_FREE * self._pool.num_gpu_blocks
-        return bool(free * block_tokens >= request.num_tokens)  # its own prefix is among the free
+        return bool(free * size >= request.num_tokens)  # its own prefix is among the free
 
-    def update_state_after_alloc(
-        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
-    ) -> None:
-        """A request has its blocks, and will be in the next step, or waits for its load."""
-        ids = blocks.get_block_ids()[0] if num_external_tokens else ()
-        self._promises.allocated(request.request_id, ids, num_external_tokens)
-        if request.request_id in self._promises.broken:
-            return None
-        with guarded("update_state_after_alloc"):
-            return self._allocated(request, blocks, num_external_tokens)
-        return self._promises.fail([request.request_id])
+    # Steps
 
-    def _allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        super().update_state_after_alloc(ServedRequest(request), blocks, num_external_tokens)
-        if self._ways.is_computed(request.request_id):
-            tracker = self.request_trackers[request.request_id]
-            tracker.num_lmcache_hit_tokens = 0  # LMCache would count them as computed by now
-        elif self._ways.is_in_step(request.request_id):
-            self._near.ask(request.request_id)
-
-    def give_up_hits(self, request_id: str) -> None:
-        """A load inside a step failed: from now on its request is computed; see `scheduler`."""
-        self._given_up.add(request_id)
-
-    def _get_or_create_request_tracker(self, request: Request) -> Any:
-        before = self.request_trackers.get(request.request_id)
-        tracker = super()._get_or_create_request_tracker(request)
-        if tracker is not before:
-            tracker.cache_salt = self._keys.admit(request, self._computed)
-            limit = tracker.max_offload_tokens  # as the client sent it
-            tracker.max_offload_tokens = max(0, limit) if isinstance(limit, int) else None
-            if not self._keys.may_store(request.request_id):
-                tracker.max_offload_tokens = 0
-        return tracker
-
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Step:
-        """What the workers must know of a step."""
-        self.scheduler_adapter.end_step()
-        with guarded("build_connector_meta"):
-            self._forget_broken()
-            return self._described(scheduler_output)
-        self._promises.fail_step(scheduler_output.num_scheduled_tokens)
+    def describe(self, output: SchedulerOutput) -> Step:
+        """Return what the workers must know of a step."""
+        self._lookups.end_step()
         self._forget_broken()
-        return Step(
-            [],
-            [],
-            written_blocks(scheduler_output, [], self._group_tokens_per_block),
-            scheduler_output.total_num_scheduled_tokens,
-            {},
-            0,
-            unserved=self._promises.describe(),
-        )
-
-    def _forget_broken(self) -> None:
-        for request_id in self._promises.broken:
-            self.request_trackers.pop(request_id, None)
-
-    def _described(self, scheduler_output: SchedulerOutput) -> Step:
         for request_id in self._keys.outdated():  # an adapter's files have changed
-            if (tracker := self.request_trackers.get(request_id)) is not None:
-                tracker.max_offload_tokens = 0
-        shown = without(scheduler_output, self._promises.broken)
-        described = super().build_connector_meta(shown).requests
-        loads = [request for request in described if request.direction == "RETRIEVE"]
-        begun = self._ways.begin_step(scheduler_output, loads)
-        blocks = [load.op for load in loads]
+            self._store_no_more(request_id)
+        loads = self._take_loads()
+        stores = list(self._stores_of(without(output, self.promises.broken)))
+        begun = self.ways.begin_step(output, loads)
         step = Step(
-            [request for request in described if request not in begun.inside],
+            written_blocks(output, loads, self._sizes.block_tokens),
+            output.total_num_scheduled_tokens,
+            stores,
             begun.inside,
-            written_blocks(scheduler_output, blocks, self._group_tokens_per_block),
-            scheduler_output.total_num_scheduled_tokens,
-            self._sources(described) if self._ways.allows_steps else {},
+            [load for load in loads if load not in begun.inside],
+            self._sources(stores) if self.ways.allows_steps else {},
             begun.computed_hits,
             begun.number,
-            self._promises.describe(),
+            self.promises.describe(),
         )
-        self._near.begin(step)
+        if step.loads and (worker := self._worker) is not None:
+            with guarded("begin_early"):  # else `begin_step` asks for all of it
+                worker.begin_early(step)
         self.collection.allow()  # a worker in this process has a step of its own to enqueue
         return step
 
-    def _sources(self, described: Iterable[Any]) -> dict[str, list[int]]:
-        """Return, by request that stores, its blocks up to the last that is stored."""
-        [tokens] = self._group_tokens_per_block
-        return {
-            request.request_id: self.request_trackers[request.request_id].allocated_block_ids[0][
-                : request.op.end // tokens
-            ]
-            for request in described
-            if request.direction == "STORE"
-        }
+    def describe_failed(self, output: SchedulerOutput) -> Step:
+        """Return what the workers must know of a step whose description failed: no transfers."""
+        self.promises.fail_step(output.num_scheduled_tokens)
+        self._forget_broken()
+        self.collection.allow()
+        return Step(
+            written_blocks(output, [], self._sizes.block_tokens),
+            output.total_num_scheduled_tokens,
+            unserved=self.promises.describe(),
+        )
 
-    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take what the workers report after a step."""
-        super().update_connector_output(connector_output)
-        report = connector_output.kv_connector_worker_meta
-        if not isinstance(report, WorkerReport):
-            report = WorkerReport()
-        arrived = connector_output.finished_recving or ()
-        self._ways.end_step(report.step, arrived, report.speeds)
+    def end_step(self, report: WorkerReport, arrived: Iterable[str]) -> None:
+        """Take what the workers report after a step, and whose loads have ended."""
+        self.ways.end_step(report.step, arrived, report.speeds)
         for request_id in report.damaged:
             self._keys.damaged(request_id)
         for request_id in report.requests:
-            if (tracker := self.request_trackers.get(request_id)) is not None:
-                tracker.max_offload_tokens = 0  # LMCache counts what it loaded as computed
+            self._store_no_more(request_id)  # what failed would count as stored
 
-    def request_finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """Forget a request; its blocks may be freed at once, see `handle_preemptions`."""
-        self._keys.finished(request.request_id)
-        self._ways.finished(request.request_id)
-        self._given_up.discard(request.request_id)
-        self._promises.finished(request.request_id)
-        with guarded("request_finished"):
-            super().request_finished(ServedRequest(request), block_ids)
-        return False, None
-
-    def reset_cache(self) -> bool | None:
+    def reset(self) -> bool:
         """Let nothing be found any more that was stored before; see `keys`.
 
         Returns:
             False if the server did not give back the room of what was stored.
         """
-        if self.role is not KVConnectorRole.SCHEDULER:
-            return None
         self._keys.reset()
-        for request_id, tracker in list(self.request_trackers.items()):
-            tracker.max_offload_tokens = 0
-            if tracker.state is LMCacheMPRequestState.PREFETCHING:  # it asks again
-                self.scheduler_adapter.cleanup_lookup_result(request_id)
-                del self.request_trackers[request_id]
-        return bool(super().reset_cache())
+        for request_id, tracked in list(self._requests.items()):
+            tracked.most_stored = 0
+            if tracked.stage is Stage.LOOKED_UP:  # it asks again
+                self._lookups.forget(request_id)
+                del self._requests[request_id]
+        return self._lookups.clear()
+
+    def shutdown(self) -> None:
+        """End the connection to the server."""
+        self.collection.allow()
+        self._client.close()
+
+    def _take_loads(self) -> list[TokenRange]:
+        loads = []
+        for tracked in self._requests.values():
+            if tracked.stage is Stage.LOADING:
+                tracked.stage = Stage.COMPUTED
+                if (load := tracked.load()) is not None:
+                    loads.append(load)
+        return loads
+
+    def _stores_of(self, output: SchedulerOutput) -> Iterable[TokenRange]:
+        """Yield what a step completes; of a request that goes on, its new blocks are added."""
+        cached = output.scheduled_cached_reqs
+        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        computed |= zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            # A resumed request has told all its blocks when it got them.
+            if blocks is not None and name not in cached.resumed_req_ids:
+                self._requests[name].add_blocks(blocks)
+        for name, tokens in computed.items():
+            tokens += output.num_scheduled_tokens[name]
+            store = self._requests[name].store(tokens, answers=self._stores_answers)
+            if store is not None:
+                yield store
+
+    def _sources(self, stores: Iterable[TokenRange]) -> dict[str, list[int]]:
+        """Return, by request that stores, its block IDs up to the last that is stored."""
+        return {
+            store.request_id: self._requests[store.request_id].blocks_to(store.end)
+            for store in stores
+        }
+
+    def _store_no_more(self, request_id: str) -> None:
+        if (tracked := self._requests.get(request_id)) is not None:
+            tracked.most_stored = 0
+
+    def _forget_broken(self) -> None:
+        for request_id in self.promises.broken:
+            self._requests.pop(request_id, None)
+
+    # A worker in this process
+
+    @property
+    def _worker(self) -> WorkerHalf | None:
+        """The worker's half of the same engine, where it is in this process."""
+        connector = near_connector(self._config)
+        return getattr(connector, "worker_half", None)
+
+    def _ask_early(self, tracked: TrackedRequest) -> None:
+        """Ask where the chunks of a hit are, before its step; not twice in a step."""
+        if (worker := self._worker) is not None and (load := tracked.load()) is not None:
+            worker.ask_early(load)

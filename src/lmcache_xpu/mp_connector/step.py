@@ -1,74 +1,95 @@
-"""What the two halves of the connector tell each other, beside what LMCache's own do."""
+"""What the scheduler's half tells the workers of a step, and what they report."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
 from lmcache_xpu.kv_connector.load_policy import LoadSpeeds
 from lmcache_xpu.kv_connector.promises import NOTHING_UNSERVED, Unserved
 from lmcache_xpu.mp_connector.kv_cache_groups import NULL_BLOCK
-from lmcache_xpu.versions.lmcache_server import LMCacheMPConnectorMetadata
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-__all__ = ["Step", "WorkerReport", "written_blocks"]
-
+__all__ = ["Step", "TokenRange", "WorkerReport", "written_blocks"]
 
 UNKNOWN = LoadSpeeds()
 
 
-class Step(LMCacheMPConnectorMetadata):  # type: ignore[misc]  # untyped base
+@dataclass(frozen=True, slots=True)
+class TokenRange:
+    """Whole chunks of a request, to be looked up, loaded or stored.
+
+    Args:
+        request_id: ID of the request.
+        tokens: all of the request, as LMCache's keys have them.
+        start: first token of the range.
+        end: the one after the last.
+        salt: what sets the request's KV apart beside its tokens; see `keys`.
+        options: LMCache's options of the request.
+        blocks: by KV cache group of vLLM, block IDs of the range.
+        kept: leading tokens of the range that vLLM's own prefix cache has; a load leaves them out.
+    """
+
+    request_id: str
+    tokens: Any
+    start: int
+    end: int
+    salt: str = ""
+    options: dict[str, Any] | None = None
+    blocks: Sequence[Sequence[int]] = ()
+    kept: int = 0
+
+
+@dataclass
+class Step(KVConnectorMetadata):  # type: ignore[misc]  # untyped base
     """What the workers are told of a step.
 
     Args:
-        requests: LMCache's descriptions of stores, and of loads that requests wait for.
-        loads: those of loads inside the step.
-        written: blocks that the step may write, or loads that begin with it.
-        tokens: that it computes.
-        sources: by request that stores, the blocks up to the last that is stored; empty where loads
-            are never inside a step.
+        written: block IDs that the step may write, or loads that begin with it.
+        tokens: number of tokens to compute.
+        stores: ranges that the step computes, to be stored behind it.
+        loads: ranges that are loaded inside the step.
+        waiting: ranges that requests in no step wait for.
+        sources: by request that stores, its block IDs up to the last that is stored; empty where
+            loads are never inside a step.
         computed_hits: number of requests in it that are computed, though they could be loaded.
         number: by which workers report that it has ended; None if nobody asks.
         unserved: promised loads that are not described; they count as failed.
     """
 
-    def __init__(
-        self,
-        requests: Sequence[Any],
-        loads: Sequence[Any],
-        written: Collection[int],
-        tokens: int,
-        sources: Mapping[str, Collection[int]],
-        computed_hits: int,
-        number: int | None = None,
-        unserved: Unserved = NOTHING_UNSERVED,
-    ) -> None:
-        super().__init__()
-        self.requests = list(requests)
-        self.loads = list(loads)
-        self.written = frozenset(written) | unserved.all_blocks
-        self.tokens = tokens
-        self.sources = sources
-        self.computed_hits = computed_hits
-        self.number = number
-        self.unserved = unserved
+    written: frozenset[int]
+    tokens: int
+    stores: Sequence[TokenRange] = ()
+    loads: Sequence[TokenRange] = ()
+    waiting: Sequence[TokenRange] = ()
+    sources: Mapping[str, Collection[int]] = field(default_factory=dict)
+    computed_hits: int = 0
+    number: int | None = None
+    unserved: Unserved = NOTHING_UNSERVED
+
+    def __post_init__(self) -> None:
+        self.written |= self.unserved.all_blocks
 
 
 def written_blocks(
-    output: SchedulerOutput, loads: Iterable[Any], block_tokens: Sequence[int]
-) -> set[int]:
-    """Return the blocks that a step may write: those that requests did not have before.
+    output: SchedulerOutput, loads: Iterable[TokenRange], block_tokens: Sequence[int]
+) -> frozenset[int]:
+    """Return the IDs of blocks that a step may write: those that requests did not have before.
 
     vLLM numbers the blocks of all groups together. A block that a request has already is full, or
     is written where nothing was stored.
 
     Args:
         output: vLLM's, of the step.
-        loads: LMCache's descriptions of loads that begin with it.
+        loads: that begin with it.
         block_tokens: by group, as vLLM counts them, tokens of a block; 0 for one without tokens.
     """
     written: set[int] = set()
@@ -86,17 +107,17 @@ def written_blocks(
         if blocks is not None:
             add(blocks, computed if name in cached.resumed_req_ids else 0)
     for load in loads:
-        add(load.block_ids, load.skip_first_n_tokens)
+        add(load.blocks, load.kept)
     written.discard(NULL_BLOCK)
-    return written
+    return frozenset(written)
 
 
 class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # untyped base
     """A worker tells the scheduler what became of loads.
 
     Args:
-        requests: names of those that waited for a load which failed.
-        damaged: those of which the server has something that is not what it should be.
+        requests: IDs of those that waited for a load which failed.
+        damaged: IDs of those of which the server has something that is not what it should be.
         speeds: of the last loads.
         step: number of the step that has ended; None if nobody asks.
     """

@@ -1,6 +1,7 @@
 """Loads inside the step of their requests, which run beside the step's layers.
 
-    begin_step, ask once vLLM has decided on a step: where chunks are, unless that was asked before
+    ask_early       a request has a hit, and may be in the next step: where its chunks are
+    begin_step, ask once vLLM has decided on a step: the same of all others that it loads
     begin_answered  then, and again when a worker hears of the step: of loads whose chunks are
                     known, seals are compared, the first layers enqueued
     begin           vLLM has prepared the step: the same of the others, once their answers come
@@ -8,7 +9,8 @@
     end             the step is enqueued
     take, gate      in any order: what was left unfilled, for vLLM; what stores wait for
 
-A scheduler in the worker's process calls the first two before a worker hears of the step.
+A scheduler in the worker's process makes the first calls before the worker hears of the step:
+vLLM's newer runner prepares the step first, and the link would be idle meanwhile.
 
 Seals are compared again when the device has copied all, by a thread. Until then nothing is stored
 that came of a load, and what `take` returned waits for whoever looks at it.
@@ -19,7 +21,8 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +32,6 @@ from lmcache_xpu.errors import TransferError
 from lmcache_xpu.gpu_connector.in_flight import InFlight, Phase
 from lmcache_xpu.gpu_connector.load_pipeline import LoadPipeline
 from lmcache_xpu.metrics import fallback, loaded
-from lmcache_xpu.mp_connector.early_questions import EarlyQuestions, ask_at_once
 from lmcache_xpu.mp_connector.group_copies import BesideLayers, GroupCopies
 from lmcache_xpu.mp_connector.kv_cache_groups import NULL_BLOCK
 from lmcache_xpu.mp_connector.late_blocks import Verdict, Verdicts
@@ -37,6 +39,7 @@ from lmcache_xpu.mp_connector.load_questions import Question
 from lmcache_xpu.mp_connector.moves import Located, Moves
 from lmcache_xpu.mp_connector.seals import Seals
 from lmcache_xpu.mp_connector.server import check_lease
+from lmcache_xpu.mp_connector.step import TokenRange
 
 __all__ = ["StepLoads"]
 
@@ -45,6 +48,8 @@ logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers on
 ANSWER_S = 0.5  # that the engine waits for the server, at most
 # vLLM prepares a step in 6 to 14 ms (8B on one H200), in which the link would be idle.
 SOON_S = 0.002  # that it waits before that, at most
+# LMCache's thread sends a question. Python lets it run when this one waits, or else after 5 ms.
+SENT_S = 0.0003
 
 Failed = Callable[[str, Exception], None]
 
@@ -67,17 +72,21 @@ class StepLoads:
     Args:
         moves: of the worker.
         copies: of its only KV cache group.
+        key: makes LMCache's key of a load.
         draft_layers: so many layers at the end are a drafter's.
         failed: is told of a load that failed, and why.
-
-    Attributes:
-        early: questions that were asked before.
     """
 
     def __init__(
-        self, moves: Moves, copies: GroupCopies, draft_layers: int, failed: Failed
+        self,
+        moves: Moves,
+        copies: GroupCopies,
+        key: Callable[[TokenRange], Any],
+        draft_layers: int,
+        failed: Failed,
     ) -> None:
         self._moves = moves
+        self._key = key
         self._copies = copies
         self._failed = failed
         layers, pages = copies.group.layers, copies.pages_per_layer
@@ -86,7 +95,7 @@ class StepLoads:
         }
         model_pages = (len(layers) - draft_layers) * pages if pages else None
         self._in_flight = InFlight(copies.group.block_tokens, model_pages)
-        self.early = EarlyQuestions(moves)  # of the next step
+        self._early: dict[str, Question] = {}  # of the next step, by request
         self._asked: list[_Load] = []  # of this step
         self._loads: list[_Load] = []  # of them, those that have begun
         self._verdicts = Verdicts()
@@ -110,27 +119,42 @@ class StepLoads:
         self.end()  # of a step that vLLM gave up
         self._verdicts.forget(written)
 
-    def ask(self, request_id: str, key: Callable[[], Any], blocks: Iterable[int]) -> None:
+    def ask_early(self, load: TokenRange) -> None:
+        """Ask where the chunks of a load are that the next step may have, once; raises nothing."""
+        if load.request_id not in self._early:
+            with suppress(Exception):  # whatever: its step asks again, and fails there
+                self._early[load.request_id] = self._asked_at_once(load)
+
+    def ask(self, load: TokenRange) -> None:
         """Ask where chunks are that this step loads, unless that was asked before.
 
         Args:
-            request_id: name of the request.
-            key: makes LMCache's, of the chunks.
-            blocks: theirs; null ones are left alone.
+            load: with its blocks; those that vLLM keeps are left alone.
         """
-        ids = list(blocks)
+        [blocks] = load.blocks
+        has = load.kept // self.block_tokens
+        ids = [NULL_BLOCK] * has + list(blocks[has:])
         verdict = self._verdicts.expect(block for block in ids if block != NULL_BLOCK)
-        load = _Load(request_id, ids, verdict)
+        asked = _Load(load.request_id, ids, verdict)
         loaded("step")
         try:
-            if (question := self.early.take(request_id)) is not None:
-                load.asked, load.seals = question
-            else:
-                load.asked = ask_at_once(self._moves, key())
+            asked.asked = self._early.pop(load.request_id, None) or self._asked_at_once(load)
         except Exception as error:  # whatever: the request is computed
-            self._fail(load, error)
+            self._fail(asked, error)
         else:
-            self._asked.append(load)
+            self._asked.append(asked)
+
+    def end_early(self) -> None:
+        """End questions whose requests are not in the step after all."""
+        for question in self._early.values():
+            self._moves.end_load(question)
+        self._early.clear()
+
+    def _asked_at_once(self, load: TokenRange) -> Question:
+        """Ask where chunks are, and let the question leave; errors as `Moves.ask_for_load`."""
+        asked = self._moves.ask_for_load(self._key(load))
+        asked.is_answered(SENT_S)
+        return asked
 
     def fail(self, blocks: Collection[int]) -> None:
         """Count blocks as unfilled whose loads nobody described."""
@@ -198,7 +222,7 @@ class StepLoads:
                     f"blocks for {tokens} tokens, and a question of {key.start} to {key.end}",
                     "a question of the same range",
                 )
-            load.seals = self._moves.seals(key) if load.seals is None else load.seals
+            load.seals = self._moves.seals(key)
             load.plan = self._copies.beside_layers(self._copies.chunks(load.blocks), starts)
         except BaseException:
             self._moves.end_load(load.asked)

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from lmcache_xpu.transfer.devices import Event
 
@@ -33,13 +32,15 @@ class Transfer:
     Args:
         request: its name.
         blocks: of the engine, that it reads or writes.
-        future: LMCache's, which is told the result.
+
+    Attributes:
+        result: whether it succeeded; None until it has ended.
     """
 
-    def __init__(self, request: str, blocks: frozenset[int], future: Any) -> None:
+    def __init__(self, request: str, blocks: frozenset[int]) -> None:
         self.request = request
         self.blocks = blocks
-        self.future = future
+        self.result: bool | None = None
         self.read: list[Event] = []  # the engine's blocks were read
         self._phase = Phase.ASKING
         self._changed = threading.Condition()
@@ -64,12 +65,18 @@ class Transfer:
             self._changed.notify_all()
 
     def end(self, result: bool) -> None:
-        """Nothing of it is on its way any more."""
+        """Nothing of it is on its way any more; the first result counts."""
         with self._changed:
             self._phase = Phase.ENDED
+            if self.result is None:
+                self.result = result
             self._changed.notify_all()
-        if not self.future.query():
-            self.future.set_result(result)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until it has ended; whether it succeeded."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.result is not None, timeout_s)
+        return bool(self.result)
 
     def leave_blocks(self, deadline: float) -> None:
         """Let the engine's current stream wait until the blocks were read.

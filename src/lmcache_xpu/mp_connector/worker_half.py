@@ -1,210 +1,258 @@
-"""The worker's half of the connector to LMCache's server: its transfers, step by step."""
+"""The worker's half of the connector to LMCache's server: its transfers, step by step.
+
+ask_early, begin_early  a scheduler in this process has decided on loads, and on their step
+begin_step              before vLLM may write new blocks: what the step loads is asked for
+load                    vLLM has prepared the step: its loads begin
+before_layer, after_layer, for each layer
+store, take_unfilled    the step is enqueued; in either order
+take_ended, report      what vLLM and the scheduler's half are told
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+import uuid
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lmcache.integration.vllm.utils import calculate_draft_layers
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-from lmcache_xpu.kv_connector import stats
+from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.kv_connector.garbage import GarbageCollection
 from lmcache_xpu.kv_connector.step_metadata import IDLE_S, may_run_as_one_graph
 from lmcache_xpu.metrics import loaded
-from lmcache_xpu.mp_connector.adapters import SERVER_URLS, arguments_of
 from lmcache_xpu.mp_connector.group_copies import GroupCopies
-from lmcache_xpu.mp_connector.step import Step, WorkerReport
-from lmcache_xpu.mp_connector.worker_adapter import WorkerAdapter
+from lmcache_xpu.mp_connector.step import Step, TokenRange, WorkerReport
+from lmcache_xpu.mp_connector.transfers import Transfers
 from lmcache_xpu.transfer.devices import register_host
-from lmcache_xpu.versions.lmcache_server import LMCacheMPConnector
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-        KVConnectorMetadata,
-        KVConnectorTransferResults,
-    )
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.forward_context import ForwardContext
-    from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from lmcache_xpu.mp_connector.kv_cache_groups import CacheGroup
+    from lmcache_xpu.mp_connector.server_client import ServerClient
+    from lmcache_xpu.mp_connector.step_loads import StepLoads
 
-__all__ = ["WorkerHalf"]
+__all__ = ["WorkerHalf", "new_instance_id"]
 
-TIMEOUT_S, STAGING_MIB = "xpu.server_timeout_s", "xpu.staging_mib"
+TIMEOUT, STAGING_MIB = "xpu.server_timeout_s", "xpu.staging_mib"
+START_S = 10.0  # for the first answer to a look-up
 
 
-class WorkerHalf(LMCacheMPConnector):  # type: ignore[misc]  # untyped base
-    """What vLLM's workers call, and this package has otherwise than LMCache."""
+class WorkerHalf:
+    """Told of steps and layers by vLLM's model runner, on the engine's thread.
 
-    worker_adapter: WorkerAdapter
+    Args:
+        config: of the engine.
+        kv_cache_config: of its KV cache.
+        options: of the connector.
+        client: of the server.
+        groups: of the KV cache that are stored.
+        beat_s: seconds between heartbeats.
+    """
 
-    def start_worker(
+    def __init__(
         self,
         config: VllmConfig,
         kv_cache_config: KVCacheConfig,
         options: Mapping[str, Any],
+        client: ServerClient,
         groups: Sequence[CacheGroup],
+        beat_s: float,
     ) -> None:
-        """Begin, once LMCache's own has begun.
-
-        Args:
-            config: of the engine.
-            kv_cache_config: of its KV cache.
-            options: of this connector, and LMCache's.
-            groups: of the KV cache that are stored.
-        """
         self.collection = GarbageCollection()
+        self.transfers: Transfers | None = None  # once the KV cache is registered
         self._config = config
         self._options = options
+        self._client = client
         self._groups = groups
+        self._beat_s = beat_s
         self._blocks = kv_cache_config.num_blocks
         # Where vLLM zeroes new blocks, its newer runner does so before it tells us of the step.
         self._zeroed = bool(kv_cache_config.needs_kv_cache_zeroing)
+        # Newer vLLM hears of requests whose loads failed, older of their blocks.
+        self._reports_requests = hasattr(KVConnectorBase_V1, "get_transfer_results")
+        self._step: Step | None = None
+        self._early: Step | None = None  # begun by a scheduler in this process
         self._failed: set[str] = set()
-        self._is_idle = False  # nothing is computed in this step
-        if not isinstance(self.worker_adapter, WorkerAdapter):
-            self.worker_adapter = self._own_adapter(self.worker_adapter)
 
-    def _own_adapter(self, stock: Any) -> WorkerAdapter:
-        """Make our adapter in place of LMCache's, which older LMCache makes without asking us."""
-        return self.create_lmcache_mp_worker_adapter(
-            server_url=self._options[SERVER_URLS],
-            enable_kv_events=self._enable_kv_events,
-            **arguments_of(stock, self._options),
-        )
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Take over the engine's KV cache, and tell the server of it.
 
-    def create_lmcache_mp_worker_adapter(self, **options: Any) -> WorkerAdapter:
-        """Make the adapter of a worker; newer LMCache asks for it."""
-        return WorkerAdapter(**options)
-
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Take over the engine's KV cache."""
+        Raises:
+            LayoutError: a KV cache that can't be read.
+            SettingsError: the server lends no memory, or answers no look-up.
+        """
         staging = self._options.get(STAGING_MIB)
         copies = [
             GroupCopies(
                 group,
                 kv_caches,
                 self._blocks,
-                self.worker_adapter.lmcache_tokens_per_chunk,
+                self._client.chunk_tokens,
                 None if staging is None else int(staging) * 2**20,
                 self._pin,
             )
             for group in self._groups
         ]
-        timeout_s = float(self._options.get(TIMEOUT_S, 1.0))
+        timeout_s = float(self._options.get(TIMEOUT, 1.0))
         draft_layers = calculate_draft_layers(self._config)
-        self.worker_adapter.register(kv_caches, copies, timeout_s, draft_layers)
+        self.transfers = Transfers(self._client, copies, timeout_s, draft_layers)
+        self.transfers.register()
+        if not self._client.answers_lookups(START_S):
+            raise SettingsError(
+                f"an LMCache server that answered no look-up within {START_S:.0f} s",
+                "one of the engine's LMCache",
+                "A server of another version can't read them: install one version on both sides.",
+            )
+        self._client.start_heartbeat(
+            self._beat_s, self.transfers.register_again, self.transfers.give_back_gone
+        )
 
     def _pin(self, address: int, size: int, device: torch.device) -> bool:
         """Pin memory of others than the server, whose memory was pinned when it was mapped."""
-        transfers = self.worker_adapter.transfers
-        lent = None if transfers is None else transfers.pinned(address)
+        lent = None if self.transfers is None else self.transfers.pinned(address)
         return register_host(address, size, device) if lent is None else lent
 
-    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Begin a step: its loads begin, or are asked for, and what it writes is read by nobody."""
-        assert isinstance(kv_connector_metadata, Step)
-        self._is_idle = not kv_connector_metadata.tokens
-        loaded("computed", kv_connector_metadata.computed_hits)
-        self.worker_adapter.begin_step(kv_connector_metadata)
+    # Before a step, by a scheduler in this process
 
-    # What a scheduler in this process calls before, see `near_loads`
-
-    def name_early(self, request_id: str, describe: Callable[[], Any]) -> None:
-        """Name a request's chunks while the server looks it up; see `WorkerAdapter.name_early`."""
-        self.worker_adapter.name_early(request_id, describe)
-
-    def ask_early(self, request_id: str, start: int, end: int) -> None:
-        """Ask where chunks of a request are that was named, from one token to another."""
-        self.worker_adapter.ask_early(request_id, start, end)
+    def ask_early(self, load: TokenRange) -> None:
+        """Ask where the chunks of a load are that the next step may have; raises nothing."""
+        if (in_steps := self._in_steps) is not None:
+            in_steps.ask_early(load)
 
     def begin_early(self, step: Step) -> None:
-        """Begin the loads of a step that vLLM has just decided on."""
-        self.worker_adapter.begin_early(step)
+        """Begin a step that vLLM has just decided on; `begin_step` has to follow."""
+        self._ask_for(step)
+        if (in_steps := self._in_steps) is not None:
+            in_steps.begin_answered(step.tokens, scheduling=True)
+        self._early = step
 
-    # What vLLM calls
+    # A step
 
-    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Begin this step's loads, those inside it first."""
-        step = self._get_connector_metadata()
-        if step.loads and (in_steps := self.worker_adapter.in_steps) is not None:
-            whole = may_run_as_one_graph(self._config, forward_context, kwargs)
-            in_steps.begin(whole=whole)
-        super().start_load_kv(forward_context, **kwargs)
+    def begin_step(self, step: Step) -> None:
+        """Begin a step: loads inside it begin where the server has answered already."""
+        self._step = step
+        loaded("computed", step.computed_hits)
+        if self._early is not step:
+            self._ask_for(step)
+        self._early = None
+        if (in_steps := self._in_steps) is not None:
+            in_steps.begin_answered(step.tokens)
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
+    def load(self, context: ForwardContext, arguments: dict[str, Any]) -> None:
+        """Begin this step's loads, those inside it first.
+
+        Args:
+            context: vLLM's, of the step, or an empty one.
+            arguments: what vLLM passes beside it.
+        """
+        if (step := self._step) is None or (transfers := self.transfers) is None:
+            return
+        if step.loads and transfers.in_steps is not None:
+            whole = may_run_as_one_graph(self._config, context, arguments)
+            transfers.in_steps.begin(whole=whole)
+        if step.waiting:
+            event = transfers.event()
+            for load in step.waiting:
+                transfers.load(load, event)
+
+    def before_layer(self, name: str) -> None:
         """Let the engine's stream wait for a layer of what this step loads."""
-        if (in_steps := self.worker_adapter.in_steps) is not None:
-            in_steps.before_layer(layer_name)
+        if (in_steps := self._in_steps) is not None:
+            in_steps.before_layer(name)
 
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **_: Any
-    ) -> None:
-        """Enqueue more of what this step loads. Stores are behind the step."""
-        if (in_steps := self.worker_adapter.in_steps) is not None:
-            in_steps.after_layer(layer_name)
+    def after_layer(self, name: str) -> None:
+        """Enqueue more of what this step loads, behind a layer."""
+        if (in_steps := self._in_steps) is not None:
+            in_steps.after_layer(name)
 
-    def wait_for_save(self) -> None:
+    def store(self) -> None:
         """Store what this step computed, beside the engine."""
-        transfers = self.worker_adapter.transfers
-        if transfers is not None and transfers.in_steps is not None:
+        if (step := self._step) is None or (transfers := self.transfers) is None:
+            return
+        if transfers.in_steps is not None:
             transfers.in_steps.end()
-            transfers.compute_from(self._get_connector_metadata().sources)
-        super().wait_for_save()
+        if step.stores and self._client.scope.is_writer:
+            event = transfers.event()
+            for store in step.stores:
+                transfers.store(store, event, step.sources.get(store.request_id, ()))
         if self._zeroed:
-            self.worker_adapter.leave()
+            transfers.let_write()
 
-    def get_block_ids_with_load_errors(self) -> Collection[int]:
-        """Blocks that loads inside steps left unfilled since the last call; see `LateBlocks`.
+    def end_step(self) -> None:
+        """Forget a step that is enqueued."""
+        self._step = None
+        self.collection.allow()
+
+    def _ask_for(self, step: Step) -> None:
+        if (transfers := self.transfers) is None:
+            return
+        transfers.let_write(step.written)
+        transfers.fail(step.unserved.waiting)
+        if (in_steps := transfers.in_steps) is None:
+            return
+        in_steps.begin_step(step.written)
+        in_steps.fail(step.unserved.blocks)
+        for load in step.loads:
+            in_steps.ask(load)
+        in_steps.end_early()
+
+    # What vLLM and the scheduler's half are told
+
+    def take_unfilled(self) -> Collection[int]:
+        """Return block IDs whose loads failed since the last call; see `late_blocks`.
 
         Where vLLM does not hear of failed requests, those of loads that they waited for as well.
         """
-        unfilled = set() if (in_steps := self.worker_adapter.in_steps) is None else in_steps.take()
-        if self._report_request_errors:
+        unfilled = set() if (in_steps := self._in_steps) is None else in_steps.take()
+        if self._reports_requests or self.transfers is None:
             return unfilled
-        waited = set(self.worker_adapter.error_block_ids)
-        self._failed = self.worker_adapter.get_failed_request_ids()
+        waited = self.transfers.take_unfilled()
         return waited.union(unfilled) if waited else unfilled
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str] | None]:
-        """Loads that have ended; vLLM before 0.30 calls it, newer asks for transfer results."""
-        _, ended = super().get_finished(set())
-        if self._is_idle and not ended:
+    def take_ended(self) -> tuple[set[str], set[str]]:
+        """Return the requests whose loads have ended since the last call, and those that failed."""
+        if self.transfers is None:
+            return set(), set()
+        ended, failed = self.transfers.take_ended()
+        self._failed |= failed
+        if not ended and self._step is not None and not self._step.tokens:
             # Requests wait for an answer or a load, and vLLM asks again at once where its engine is
             # in the caller's process: the threads that take them would wait for each turn.
             time.sleep(IDLE_S)
-        return None, ended
+        return ended, failed
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Loads that have ended since the last call, and which of them failed.
-
-        Of stores vLLM hears nothing: it frees a request's blocks when it has ended.
-        """
-        results = super().get_transfer_results(set())
-        self._failed = set(results.failed_recving)
-        return results
-
-    def build_connector_worker_meta(self) -> WorkerReport | None:
-        """What became of loads since the last call, and which step has ended."""
+    def report(self) -> WorkerReport | None:
+        """Return what became of loads since the last call, and which step has ended."""
         failed, self._failed = self._failed, set()
-        step = self._get_connector_metadata().number
-        if (transfers := self.worker_adapter.transfers) is None:
-            return WorkerReport(failed, step=step) if failed or step else None
+        number = None if self._step is None else self._step.number
+        if (transfers := self.transfers) is None:
+            return WorkerReport(failed, step=number) if failed or number else None
         damaged, speeds = transfers.take_damaged(), transfers.take_speeds()
-        if not (failed or damaged or speeds.near or step):
+        if not (failed or damaged or speeds.near or number):
             return None
-        return WorkerReport(failed, damaged, speeds, step)
+        return WorkerReport(failed, damaged, speeds, number)
 
-    def clear_connector_metadata(self) -> None:
-        """Forget a step that is enqueued; the engine's thread waits for the device next."""
-        super().clear_connector_metadata()
+    def shutdown(self) -> None:
+        """End the transfers, and tell the server; waits for copies under way."""
         self.collection.allow()
+        self._client.stop_heartbeat()
+        if self.transfers is not None:
+            self.transfers.unregister()
+            self.transfers.close()
+        self._client.close()
 
-    def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What this process counted since the last call."""
-        return stats.take()
+    @property
+    def _in_steps(self) -> StepLoads | None:
+        """Loads inside steps."""
+        return None if self.transfers is None else self.transfers.in_steps
+
+
+def new_instance_id() -> int:
+    """Return a number for a worker that no other has: the server knows workers by it."""
+    return uuid.uuid4().int & ((1 << 63) - 1)

@@ -1,4 +1,4 @@
-"""What the installed LMCache has for workers of its server, and which of them can serve what.
+"""What the installed LMCache has for clients of its server, and what differs between versions.
 
 A name is imported when it is asked for: some need vLLM, others take seconds.
 """
@@ -7,51 +7,75 @@ A name is imported when it is asked for: some need vLLM, others take seconds.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # types, as the version has them that pyproject.toml pins
-    from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
-    from lmcache.integration.vllm.lmcache_mp_metadata import (
-        LMCacheMPConnectorMetadata,
-        LMCacheMPRequestMetadata,
-        LMCacheMPRequestState,
-    )
-    from lmcache.integration.vllm.vllm_multi_process_adapter import (
-        HeartbeatThread,
-        LMCacheMPSchedulerAdapter,
-        LMCacheMPWorkerAdapter,
-        LoadStoreOp,
+    from lmcache.integration.vllm.utils import (
+        apply_mm_hashes_to_token_ids,
+        extract_mm_features,
+        extract_request_configs_from_request,
+        mla_only,
     )
     from lmcache.v1.multiprocess.custom_types import (
         IPCCacheServerKey,
         RegisterEngineDrivenContextPayload,
     )
-    from lmcache.v1.multiprocess.futures import MessagingFuture
     from lmcache.v1.multiprocess.protocols.server_module import ServerModuleCallRequest
-    from lmcache.v1.multiprocess.transfer_context.worker_transfer import TransferContext
+    from lmcache.v1.multiprocess.transport.base import RequestClient
+    from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 
 MODULES = {
     "GroupLayout": "v1.multiprocess.custom_types",
-    "HeartbeatThread": "integration.vllm.vllm_multi_process_adapter",
     "IPCCacheServerKey": "v1.multiprocess.custom_types",
-    "LMCacheMPConnector": "integration.vllm.lmcache_mp_connector",
-    "LMCacheMPConnectorMetadata": "integration.vllm.lmcache_mp_metadata",
-    "LMCacheMPRequestMetadata": "integration.vllm.lmcache_mp_metadata",
-    "LMCacheMPRequestState": "integration.vllm.lmcache_mp_metadata",
-    "LMCacheMPSchedulerAdapter": "integration.vllm.vllm_multi_process_adapter",
-    "LMCacheMPWorkerAdapter": "integration.vllm.vllm_multi_process_adapter",
-    "MessagingFuture": "v1.multiprocess.futures",
     "RegisterEngineDrivenContextPayload": "v1.multiprocess.custom_types",
+    "RequestClientFactory": "v1.multiprocess.transport.factory",
     "ServerModuleCallRequest": "v1.multiprocess.protocols.server_module",
-    "TransferContext": "v1.multiprocess.transfer_context.worker_transfer",
+    "apply_mm_hashes_to_token_ids": "integration.vllm.utils",
+    "extract_mm_features": "integration.vllm.utils",
+    "extract_request_configs_from_request": "integration.vllm.utils",
+    "mla_only": "integration.vllm.utils",
 }
 NEWER_BASE = "DiscoverableModule"
+CODEC = "lmcache.v1.multiprocess.token_codec"
 
 
-def tokens_of(op: LoadStoreOp) -> Any:
-    """Return the tokens of a load or a store, as keys are made of them; packed in newer ones."""
-    return op.token_bytes if hasattr(op, "token_bytes") else op.token_ids
+def key_tokens(tokens: Sequence[int]) -> Any:
+    """Return tokens as keys have them: LMCache 0.5.7 packs each into four bytes."""
+    if find_spec(CODEC) is None:
+        return tuple(tokens)
+    return import_module(CODEC).pack_token_ids(tokens)
+
+
+def make_key(tokens: Any, **fields: Any) -> IPCCacheServerKey:
+    """Make LMCache's key of a range of tokens.
+
+    Args:
+        tokens: as `key_tokens` returns them.
+        fields: of the key, by LMCache's names.
+    """
+    from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
+
+    name = "token_bytes" if isinstance(tokens, bytes) else "token_ids"
+    key: IPCCacheServerKey = IPCCacheServerKey(**{name: tokens}, **fields)
+    return key
+
+
+def chunk_tokens(client: RequestClient, alignment: int) -> Any:
+    """Ask a server for its tokens of a chunk; LMCache 0.5.7 rounds them up to a multiple.
+
+    Args:
+        client: LMCache's, of the server.
+        alignment: tokens of which a chunk has to be a multiple.
+
+    Returns:
+        LMCache's future.
+    """
+    if hasattr(client, "negotiate_chunk_size"):
+        return client.negotiate_chunk_size(alignment)
+    return client.get_chunk_size()
 
 
 def __getattr__(name: str) -> Any:

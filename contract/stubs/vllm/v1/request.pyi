@@ -1,8 +1,15 @@
+from enum import IntEnum
 from typing import Any
 
 from vllm.lora.request import LoRARequest
 
+class RequestStatus(IntEnum):
+    PREEMPTED: Any
+
 class Request:
+    num_prompt_tokens: Any
+    prompt_token_ids: Any
+    status: Any
     request_id: Any
     cache_salt: Any
     lora_request: LoRARequest | None

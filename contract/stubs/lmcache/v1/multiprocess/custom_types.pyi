@@ -23,9 +23,19 @@ class IPCCacheServerKey:
     token_ids: Any
     token_bytes: Any
     request_id: Any
-    @classmethod
-    def from_token_ids(
-        cls, model_name, world_size, worker_id, token_ids, start=..., end=..., request_id=...
+    def __init__(
+        self,
+        *,
+        model_name,
+        world_size,
+        worker_id,
+        token_ids,
+        start,
+        end,
+        request_id,
+        cache_salt=...,
+        request_configs=...,
+        num_kv_readers=...,
     ): ...
 
 class RegisterEngineDrivenContextPayload:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 from prometheus_client import REGISTRY
-from support.lending import BLOCK, BLOCKS, CHUNK, Client, Key, copies, filled
+from support.lending import (
+    BLOCK,
+    BLOCKS,
+    CHUNK,
+    Client,
+    Connection,
+    Key,
+    chunks_of,
+    copies,
+    filled,
+)
 
 pytest.importorskip("vllm")
 
 from lmcache_xpu.errors import LayoutError, SettingsError
-from lmcache_xpu.mp_connector import transfer_context
-from lmcache_xpu.mp_connector.transfer_context import ServerTransfers
+from lmcache_xpu.mp_connector import transfers
+from lmcache_xpu.mp_connector.transfers import Transfers
 
 KEY = Key(tuple(range(24)), 0, 24)
 STORED, LOADED = [3, 4, 9, 8, 20, 21], [10, 11, 12, 13, 14, 15]
@@ -26,23 +35,19 @@ class Worker:
     """A worker's transfers."""
 
     def __init__(self, client, *groups):
-        self.client, self.groups, self.healthy = client, list(groups), threading.Event()
-        self.healthy.set()
-        self.transfers = ServerTransfers(1, client, self.healthy, self.groups, 8, TIMEOUT_S)
-        self.transfers.register(None, "model", 1)
+        connection = Connection(client)
+        self.client, self.groups, self.healthy = client, list(groups), connection.healthy
+        self.transfers = Transfers(connection, self.groups, TIMEOUT_S)
+        self.transfers.register()
 
-    def store(self, blocks, key=KEY):
-        return self._do(self.transfers.submit_store, key, blocks)
+    def store(self, blocks):
+        return self.begin_store(blocks).wait(10)
 
-    def load(self, blocks, key=KEY, skip=0):
-        return self._do(self.transfers.submit_retrieve, key, blocks, skip)
+    def begin_store(self, blocks):
+        return self.transfers.store(chunks_of(*blocks), self.transfers.event(), ())
 
-    def submit(self, submit, key, blocks, *more):
-        event = self.transfers.create_recorded_event()
-        return submit("request", key, None, blocks, event, 2, *more)
-
-    def _do(self, submit, key, blocks, *more):
-        return self.submit(submit, key, blocks, *more).result(10)
+    def load(self, blocks, **chunks):
+        return self.transfers.load(chunks_of(*blocks, **chunks), self.transfers.event()).wait(10)
 
 
 @pytest.fixture
@@ -81,7 +86,7 @@ def test_blocks_that_the_engine_has_are_left_alone(dense):
     worker, layers = dense
     before = layers[0].clone()
     assert worker.store([STORED])
-    assert worker.load([LOADED], skip=2 * BLOCK)
+    assert worker.load([LOADED], kept=2 * BLOCK)
     assert torch.equal(layers[0][LOADED[:2]], before[LOADED[:2]])
     assert torch.equal(layers[0][LOADED[2:]], before[STORED[2:]])
 
@@ -142,7 +147,7 @@ def test_keys_with_another_salt_hit_nothing(dense):
     worker, _ = dense
     count = failures("load", "missing")
     assert worker.store([STORED])
-    assert not worker.load([LOADED], Key(KEY.tokens, 0, 24, cache_salt="other"))
+    assert not worker.load([LOADED], salt="other")
     assert failures("load", "missing") == count + 1
     assert worker.transfers.take_damaged() == set()
 
@@ -167,15 +172,28 @@ def test_the_engine_is_not_held_and_takes_its_blocks_back(dense):
     worker, _ = dense
     worker.client.silent, count = True, failures("store", "overtaken")
     begin = time.monotonic()
-    stored = worker.submit(worker.transfers.submit_store, KEY, [STORED])
+    stored = worker.begin_store([STORED])
     assert worker.transfers.busy
-    worker.transfers.leave([30, 31])  # others
-    assert time.monotonic() - begin < transfer_context.GRACE_S
-    worker.transfers.leave([STORED[-1]])
-    assert time.monotonic() - begin < 10 * transfer_context.GRACE_S
-    assert stored.result(10) is False
+    worker.transfers.let_write([30, 31])  # others
+    assert time.monotonic() - begin < transfers.GRACE_S
+    worker.transfers.let_write([STORED[-1]])
+    assert time.monotonic() - begin < 10 * transfers.GRACE_S
+    assert stored.wait(10) is False
     assert failures("store", "overtaken") == count + 1
     assert worker.healthy.is_set()
+
+
+def test_loads_that_ended_are_told_once_and_the_blocks_of_those_that_failed(dense):
+    worker, _ = dense
+    assert worker.store([STORED])
+    assert worker.load([LOADED])
+    assert worker.transfers.take_ended() == ({"request"}, set())
+    assert worker.transfers.take_ended() == (set(), set())
+    assert not worker.load([LOADED], salt="other", kept=BLOCK)
+    worker.transfers.fail({"unserved": frozenset({30, 31})})
+    assert worker.transfers.take_ended() == ({"request", "unserved"}, {"request", "unserved"})
+    assert worker.transfers.take_unfilled() == {*LOADED[1:], 30, 31}
+    assert worker.transfers.take_unfilled() == set()
 
 
 def test_a_server_that_was_started_again_lends_other_memory(dense):
@@ -186,7 +204,7 @@ def test_a_server_that_was_started_again_lends_other_memory(dense):
     worker.client.path.touch(mode=0o600)
     worker.client.path.write_bytes(bytes(2**20))
     worker.client.objects.clear()
-    worker.transfers.register(None, "model", 1)
+    worker.transfers.register()
     assert not worker.load([LOADED])
     assert worker.store([STORED])
     assert worker.load([LOADED])
@@ -197,7 +215,7 @@ def test_a_server_without_shared_memory_is_refused(dense):
     worker, _ = dense
     worker.client.name = ""
     with pytest.raises(SettingsError, match="--shm-name"):
-        worker.transfers.register(None, "model", 1)
+        worker.transfers.register()
 
 
 @pytest.fixture
@@ -217,7 +235,7 @@ def hybrid(monkeypatch):
     )
     sizes = [SimpleNamespace(hidden_dim_size=group.object_bytes) for group in groups]
     told = SimpleNamespace(group_layouts=sizes)  # older LMCache has no name for it
-    monkeypatch.setattr(transfer_context, "payload", lambda *_: told)
+    monkeypatch.setattr(transfers, "payload", lambda *_: told)
     worker = Worker(client, *groups)
     yield worker, (*whole.values(), *window.values(), page)
     worker.transfers.close()

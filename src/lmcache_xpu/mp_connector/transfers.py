@@ -1,13 +1,11 @@
-"""LMCache's transfer context, by which a worker stores to the server's memory and loads from it."""
+"""A worker's transfers between the engine's KV cache and the memory that LMCache's server lends."""
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from queue import SimpleQueue
-from typing import Any
 
 from lmcache_xpu.errors import LMCacheXPUError
 from lmcache_xpu.kv_connector.load_policy import LoadSpeeds
@@ -18,12 +16,13 @@ from lmcache_xpu.mp_connector.lent_memory import LentMemory
 from lmcache_xpu.mp_connector.moves import Moves
 from lmcache_xpu.mp_connector.registration import payload
 from lmcache_xpu.mp_connector.server import GivenUpError, Server, union
+from lmcache_xpu.mp_connector.server_client import ServerClient
+from lmcache_xpu.mp_connector.step import TokenRange
 from lmcache_xpu.mp_connector.step_loads import StepLoads
 from lmcache_xpu.mp_connector.transfer_queue import Transfer, TransferQueue
 from lmcache_xpu.transfer.devices import Event
-from lmcache_xpu.versions.lmcache_server import MessagingFuture, TransferContext
 
-__all__ = ["ServerTransfers"]
+__all__ = ["Transfers"]
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
@@ -33,15 +32,12 @@ _POLL_S = 0.01
 _PASSING = ("late", "missing", "overtaken", "server")  # the same load may succeed next time
 
 
-class ServerTransfers(TransferContext):  # type: ignore[misc]  # untyped base
+class Transfers:
     """The transfers of one worker. Nothing here waits for the server, but `StepLoads.begin`.
 
     Args:
-        instance_id: of the worker, for the server.
-        client: LMCache's, of the server.
-        healthy: set while the server answers; see `Server`.
+        client: of the server.
         groups: copies of each KV cache group.
-        chunk_tokens: tokens of a chunk.
         timeout_s: that the server has for an answer.
         draft_layers: so many layers at the end are a drafter's.
 
@@ -51,28 +47,31 @@ class ServerTransfers(TransferContext):  # type: ignore[misc]  # untyped base
 
     def __init__(
         self,
-        instance_id: int,
-        client: Any,
-        healthy: threading.Event,
+        client: ServerClient,
         groups: Sequence[GroupCopies],
-        chunk_tokens: int,
         timeout_s: float,
         draft_layers: int = 0,
     ) -> None:
-        super().__init__(instance_id, client)
         self.groups = groups
+        self._client = client
         self._device = groups[0].device
-        self._server = Server(client, instance_id, healthy, self._device, timeout_s)
-        self._moves = Moves(self._server, groups, chunk_tokens)
+        assert client.instance_id is not None  # of a worker
+        self._server = Server(
+            client.requests, client.instance_id, client.healthy, self._device, timeout_s
+        )
+        self._moves = Moves(self._server, groups, client.chunk_tokens)
         self._stores = TransferQueue("stores")
         self._loads = TransferQueue("loads")
         self._damaged: SimpleQueue[str] = SimpleQueue()
-        self._sources: Mapping[str, Collection[int]] = {}
+        self._waited: list[Transfer] = []  # loads of which vLLM was told nothing yet
+        self._unfilled: set[int] = set()
+        self._registered = False
         self.in_steps: StepLoads | None = None
         if len(groups) == 1:
             self.in_steps = StepLoads(
                 self._moves,
                 groups[0],
+                lambda chunks: client.key(chunks, worker=True),
                 draft_layers,
                 lambda request_id, error: self._failed(LOAD_SERVER, request_id, error),
             )
@@ -80,14 +79,6 @@ class ServerTransfers(TransferContext):  # type: ignore[misc]  # untyped base
     def take_speeds(self) -> LoadSpeeds:
         """How fast the last loads beside steps were that have ended since the last call."""
         return LoadSpeeds(self._moves.take_speed())
-
-    def compute_from(self, sources: Mapping[str, Collection[int]]) -> None:
-        """Say what the requests of the next stores have computed from.
-
-        Args:
-            sources: by request, its blocks up to the last that is stored; none where no step loads.
-        """
-        self._sources = sources
 
     def take_damaged(self) -> set[str]:
         """Requests whose loads met something else than they should, since the last call."""
@@ -106,7 +97,7 @@ class ServerTransfers(TransferContext):  # type: ignore[misc]  # untyped base
         """Whether the server's memory at this address is pinned; None for other memory."""
         return self._server.pinned(address)
 
-    def leave(self, blocks: Collection[int] | None = None) -> None:
+    def let_write(self, blocks: Collection[int] | None = None) -> None:
         """Let the engine overwrite blocks that stores still read; called by its thread.
 
         Waits until their copies are enqueued, and lets the current stream wait for them. A store
@@ -120,34 +111,32 @@ class ServerTransfers(TransferContext):  # type: ignore[misc]  # untyped base
             if blocks is None or not transfer.blocks.isdisjoint(blocks):
                 transfer.leave_blocks(deadline)
 
-    # LMCache's interface
-
-    def register(
-        self,
-        _kv_caches: Any,
-        model_name: str,
-        world_size: int,
-        _blocks_in_chunk: int = 0,
-        _mq_timeout: float = 0.0,
-        layout_hints: Any = None,
-        engine_group_infos: Any = (),
-        engine_type: Any = None,
-        lmcache_chunk_tokens: int | None = None,
-    ) -> None:
+    def register(self) -> None:
         """Tell the server of this worker, and map the memory that it lends. May be called again.
-
-        The groups know the rest of what LMCache passes.
 
         Waits for the server; raises as `Server.map`.
         """
-        registration = payload(self._instance_id, model_name, world_size, self.groups)
-        registered = self._submit_registration(
-            lambda: self._req_client.register_kv_cache_engine_driven_context(registration)
-        )
+        registration = payload(self._client, self.groups)
+        requests = self._client.requests
+        self._registered = True
+        registered = requests.register_kv_cache_engine_driven_context(registration)
         before = self._server.map(registered)
         self._moves.begin_with_server()
         if before is not None:
             self._give_back(before)
+
+    def register_again(self) -> bool:
+        """Do as `register` with a server that was lost; whether that succeeded."""
+        try:
+            self.register()
+        except (LMCacheXPUError, TimeoutError) as error:
+            logger.warning(
+                "LMCache's server does not take this worker again: %s "
+                "(docs: troubleshooting#server-lost)",
+                error,
+            )
+            return False
+        return True
 
     def give_back_gone(self) -> None:
         """Give back the memory of a server that ended, so that the next one has room for its own.
@@ -165,89 +154,96 @@ class ServerTransfers(TransferContext):  # type: ignore[misc]  # untyped base
             copies.forget(memory.pool)
         memory.release()
 
-    def unregister(self) -> Any:
-        """Tell the server that this worker ends; None if it was never told of it."""
-        return self._submit_unregistration(
-            lambda: self._req_client.unregister_kv_cache_engine_driven_context(self._instance_id)
-        )
+    def unregister(self) -> None:
+        """Tell the server that this worker ends; waits for it, if it was ever told of it."""
+        if not self._registered:
+            return
+        requests, worker = self._client.requests, self._server.instance_id
+        ended = requests.unregister_kv_cache_engine_driven_context(worker)
+        if not ended.wait(self._client.timeout_s):
+            logger.warning(
+                "LMCache's server did not hear that this worker ends "
+                "(docs: troubleshooting#server-lost)"
+            )
 
-    def create_recorded_event(self) -> Event:
+    def event(self) -> Event:
         """Return a point behind what the engine has enqueued so far."""
         event = Event(self._device)
         event.record()
         return event
 
-    def submit_store(
-        self,
-        request_id: str,
-        key: Any,
-        _kv_caches: Any,
-        block_ids: Sequence[Sequence[int]],
-        event: Event | None,
-        _blocks_in_chunk: int,
-    ) -> Any:
-        """Store chunks beside the engine; see `submit_retrieve`."""
-        blocks = [list(ids) for ids in block_ids]
-        transfer = Transfer(request_id, union(blocks), MessagingFuture())
-        sources = self._sources.get(request_id, ())
+    def store(self, chunks: TokenRange, event: Event, sources: Collection[int]) -> Transfer:
+        """Store chunks beside the engine.
+
+        Args:
+            chunks: with their blocks.
+            event: behind what the engine computed.
+            sources: block IDs that they were computed from; empty where no step loads.
+        """
+        blocks = self._blocks(chunks)
+        transfer = Transfer(chunks.request_id, union(blocks))
         check = self.in_steps.gate(sources) if self.in_steps is not None and sources else None
 
         def move() -> None:
             if check is not None:
                 check()
-            self._moves.store(transfer, key, blocks, event)
+            self._moves.store(transfer, self._client.key(chunks, worker=True), blocks, event)
 
         self._stores.add(transfer, lambda: self._succeeds(STORE_SERVER, move, transfer))
-        return transfer.future
+        return transfer
 
-    def submit_retrieve(
-        self,
-        request_id: str,
-        key: Any,
-        _kv_caches: Any,
-        block_ids: Sequence[Sequence[int]],
-        event: Event | None,
-        _blocks_in_chunk: int,
-        skip_first_n_tokens: int = 0,
-    ) -> Any:
-        """Load chunks beside the engine.
+    def load(self, chunks: TokenRange, event: Event) -> Transfer:
+        """Load chunks beside the engine; `take_ended` names their request.
 
         Args:
-            request_id: name of the request.
-            key: LMCache's, of the chunks.
-            block_ids: by group, the blocks of the chunks.
+            chunks: with their blocks.
             event: behind what the engine does with these blocks before.
-            skip_first_n_tokens: leading tokens of the chunks that the engine has.
-
-        Returns:
-            A future that is done when nothing of the transfer is on its way any more: whether all
-            chunks arrived.
         """
-        blocks = [list(ids) for ids in block_ids]
+        blocks = self._blocks(chunks)
         for copies, ids in zip(self.groups, blocks, strict=True):
-            has = skip_first_n_tokens // copies.group.block_tokens
+            has = chunks.kept // copies.group.block_tokens
             ids[:has] = [NULL_BLOCK] * has
-        transfer = Transfer(request_id, union(blocks), MessagingFuture())
+        transfer = Transfer(chunks.request_id, union(blocks))
 
         def move() -> None:
-            self._moves.load(transfer, key, blocks, event)
+            self._moves.load(transfer, self._client.key(chunks, worker=True), blocks, event)
 
         loaded("async")
+        self._waited.append(transfer)
         self._loads.add(transfer, lambda: self._succeeds(LOAD_SERVER, move, transfer))
-        return transfer.future
+        return transfer
 
-    def flush_inflight_stores(self) -> None:
-        """Nothing: which blocks are written is looked at in each step, see `leave`."""
+    def fail(self, unserved: Mapping[str, frozenset[int]]) -> None:
+        """Count loads as failed that nobody described: block IDs by request that waits."""
+        for request_id, blocks in unserved.items():
+            transfer = Transfer(request_id, blocks)
+            transfer.end(False)
+            self._waited.append(transfer)
+
+    def take_ended(self) -> tuple[set[str], set[str]]:
+        """Return requests whose loads have ended since the last call, and of them the failed."""
+        ended = [transfer for transfer in self._waited if transfer.result is not None]
+        self._waited = [transfer for transfer in self._waited if transfer not in ended]
+        failed = [transfer for transfer in ended if not transfer.result]
+        self._unfilled.update(*(transfer.blocks for transfer in failed))
+        return {each.request for each in ended}, {each.request for each in failed}
+
+    def take_unfilled(self) -> set[int]:
+        """Return the block IDs of loads that `take_ended` named as failed since the last call."""
+        unfilled, self._unfilled = self._unfilled - {NULL_BLOCK}, set()
+        return unfilled
 
     def close(self) -> None:
         """End the threads, and give the server's memory back; waits for copies on their way."""
-        self._mark_closed()
         self._server.leave()
         if self.in_steps is not None:
             self.in_steps.close()
         self._stores.close()
         self._loads.close()
         self._server.release()
+
+    def _blocks(self, chunks: TokenRange) -> list[list[int]]:
+        return [list(chunks.blocks[copies.group.number]) for copies in self.groups]
 
     def _succeeds(self, flow: Flow, move: Callable[[], None], transfer: Transfer) -> bool:
         """Whether a transfer succeeds; a failure is counted, and logged where it is news."""
