@@ -39,6 +39,9 @@ FIELDS = {  # of a description, a configuration or a state, which hold plain dat
     # LMCache hands its server to a module for that, before it starts.
     "mp_connector/server_socket.py: entry.handler",
     "mp_connector/server_socket.py: server.socket",
+    # LMCache 0.5.6 can't round its chunks up to an engine's blocks, as 0.5.7 does.
+    "mp_connector/server_module.py: context._chunk_size",
+    "mp_connector/server_module.py: context.token_hasher.chunk_size",
 }
 OWN = {  # of classes of this package, and of events that it makes
     "cache_engine/cache_salt.py: adapter.lookup_client.salts",

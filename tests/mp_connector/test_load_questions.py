@@ -8,9 +8,9 @@ from support.lending import Client, Connection, Key, chunks_of, copies, filled
 
 pytest.importorskip("vllm")
 
-from lmcache_xpu.errors import TransferError
+from lmcache_xpu.errors import SettingsError, TransferError
 from lmcache_xpu.mp_connector import load_questions
-from lmcache_xpu.mp_connector.hit_places import LOCATE, RELEASE, Hit, places_of, sent_places
+from lmcache_xpu.mp_connector.hit_places import LOCATE, RELEASE, Hit, rows_of, sent_rows
 from lmcache_xpu.mp_connector.load_questions import (
     LMCacheQuestions,
     ModuleQuestions,
@@ -95,10 +95,12 @@ def test_places_of_another_prompt_are_seen_by_their_seals(worker):
 
 def test_a_server_that_comes_without_the_module_is_asked_as_lmcache_asks_it():
     client = Client(module=True)
-    assert isinstance(questions_of(client, 1, 1, TIMEOUT_S), ModuleQuestions)
-    assert isinstance(questions_of(client, 1, 2, TIMEOUT_S), LMCacheQuestions)  # of one group
+    assert isinstance(questions_of(client, 1, [64], [0], TIMEOUT_S), ModuleQuestions)
+    assert isinstance(questions_of(client, 1, [64, 32], [0, 2], TIMEOUT_S), ModuleQuestions)
     client.has_module = False
-    assert isinstance(questions_of(client, 1, 1, TIMEOUT_S), LMCacheQuestions)
+    assert isinstance(questions_of(client, 1, [64], [0], TIMEOUT_S), LMCacheQuestions)
+    with pytest.raises(SettingsError, match="without this package's module"):
+        questions_of(client, 1, [64, 32], [0, 2], TIMEOUT_S)
     client.close()
 
 
@@ -115,7 +117,7 @@ def test_a_silent_server_is_waited_for_once_and_shortly(monkeypatch):
         return answer
 
     monkeypatch.setattr(client, "server_module_call", calling)
-    assert isinstance(questions_of(client, 1, 1, 30.0), LMCacheQuestions)
+    assert isinstance(questions_of(client, 1, [64], [0], 30.0), LMCacheQuestions)
     assert waited == [load_questions.HELLO_S]
     client.close()
 
@@ -138,6 +140,6 @@ def test_questions_and_answers_arrive_as_they_were_sent():
     assert (hit.instance_id, hit.number) == (7, 3)
     assert (hit.request_id, hit.cache_salt) == ("request", "a salt")
     assert (hit.start, hit.end, hit.worker_id) == (8, 24, 0)
-    places = [(0, 4096), (2**40, 1)]
-    assert places_of(sent_places(places)) == places
-    assert places_of(b"") == []
+    rows = [(0, 1, 0, 4096), (1, 0, 2**40, 1)]
+    assert rows_of(sent_rows(reversed(rows))) == rows
+    assert rows_of(b"") == []

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
-from lmcache.v1.multiprocess.engine_context import MPCacheServerContext
+from lmcache.v1.multiprocess.engine_context import LayoutDescRegistry, MPCacheServerContext
 from lmcache.v1.multiprocess.ext_server_module import (
     ExtServerModuleSpec,
     build_server_module_router,
@@ -20,7 +20,19 @@ from lmcache.v1.multiprocess.session import SessionManager
 from lmcache.v1.multiprocess.token_hasher import TokenHasher
 
 from lmcache_xpu.mp_connector import server_module
-from lmcache_xpu.mp_connector.hit_places import HELLO, LOCATE, RELEASE, Hit, places_of
+from lmcache_xpu.mp_connector.hit_places import (
+    ALIGN,
+    COMMIT,
+    HELLO,
+    LOCATE,
+    REGISTER,
+    RELEASE,
+    RESERVE,
+    Groups,
+    Hit,
+    Reservation,
+    rows_of,
+)
 from lmcache_xpu.mp_connector.server_module import HitPlaces
 from lmcache_xpu.mp_connector.server_program import MODULE
 
@@ -34,6 +46,7 @@ class Storage:
     def __init__(self) -> None:
         self.places: dict[Any, int] = {}
         self.locked: list[Any] = []
+        self.written: list[Any] = []  # reserved, and not published
 
     def unsafe_read(self, keys: list[Any]) -> tuple[list[Any], list[Any]]:
         there = [key for key in keys if key in self.places]
@@ -46,6 +59,20 @@ class Storage:
         for key in keys:
             self.locked.remove(key)
 
+    def reserve_write(self, keys: list[Any], layout: Any) -> dict[Any, Any]:
+        [shape] = layout.shapes
+        self.written += [key for key in keys if key not in self.places]
+        return {
+            key: SimpleNamespace(shm_offset=number * 100, shm_byte_length=shape.numel())
+            for number, key in enumerate(keys)
+            if key not in self.places
+        }
+
+    def finish_write(self, keys: list[Any]) -> None:
+        for key in keys:
+            self.written.remove(key)
+            self.places[key] = 7
+
 
 class Context:
     """LMCache's context of a server, with what it makes keys of."""
@@ -53,8 +80,15 @@ class Context:
     resolve_obj_keys = MPCacheServerContext.resolve_obj_keys
 
     def __init__(self) -> None:
-        self.session_manager = SessionManager(TokenHasher(CHUNK), cleanup_interval=None)
+        self.token_hasher = TokenHasher(CHUNK)
+        self.session_manager = SessionManager(self.token_hasher, cleanup_interval=None)
         self.storage_manager = Storage()
+        self.layout_desc_registry = LayoutDescRegistry()
+        self._chunk_size = CHUNK
+
+    @property
+    def chunk_size(self) -> int:
+        return self._chunk_size
 
     def look_up(self, **other: Any) -> IPCCacheServerKey:
         """Look a request up, whose four chunks are there; the key of its worker."""
@@ -87,8 +121,8 @@ def ask(context):
     router = build_server_module_router(context, components.modules)
     assert router is not None
 
-    def ask(method: str, key: Any = None, **other: Any) -> bytes | None:
-        payload = b"" if key is None else Hit.of_key(7, 0, key)._replace(**other).sent()
+    def ask(method: str, key: Any = None, *, payload: bytes = b"", **other: Any) -> bytes | None:
+        payload = payload if key is None else Hit.of_key(7, 0, key)._replace(**other).sent()
         answer = router.server_module_call(ServerModuleCallRequest(method, payload))
         return answer.payload if answer.success else None
 
@@ -99,8 +133,8 @@ def ask(context):
 def test_chunks_are_located_in_their_order_and_stay_locked_until_they_are_released(context, ask):
     key = context.look_up()
     assert ask(HELLO) == b""
-    places = places_of(ask(LOCATE, key))
-    assert places == [(number * 10_000, LENGTH) for number in range(4)]
+    places = rows_of(ask(LOCATE, key))
+    assert places == [(0, number, number * 10_000, LENGTH) for number in range(4)]
     assert len(context.storage_manager.locked) == 4
     assert ask(RELEASE, key) == b""
     assert context.storage_manager.locked == []
@@ -110,12 +144,13 @@ def test_chunks_are_located_in_their_order_and_stay_locked_until_they_are_releas
 
 def test_a_part_of_a_hit_is_located(context, ask):
     key = context.look_up()
-    assert places_of(ask(LOCATE, key, start=8, end=24)) == [(10_000, LENGTH), (20_000, LENGTH)]
+    end = rows_of(ask(LOCATE, key, start=8, end=24))
+    assert end == [(0, 0, 10_000, LENGTH), (0, 1, 20_000, LENGTH)]
 
 
 def test_each_worker_has_objects_of_its_own(context, ask):
     key = context.look_up(world_size=2)
-    assert len(places_of(ask(LOCATE, key))) == 4
+    assert len(rows_of(ask(LOCATE, key))) == 4
     assert ask(LOCATE, key, worker_id=1) == b""  # the other one has stored nothing
     assert len(context.storage_manager.locked) == 4
 
@@ -148,7 +183,7 @@ def test_a_release_that_overtakes_its_question_leaves_nothing_locked(context, as
     ask(RELEASE, key)
     assert ask(LOCATE, key) == b""
     assert context.storage_manager.locked == []
-    assert len(places_of(ask(LOCATE, key, number=1))) == 4  # of the next load
+    assert len(rows_of(ask(LOCATE, key, number=1))) == 4  # of the next load
 
 
 def test_the_end_of_a_question_that_found_nothing_ends_no_other(context, ask):
@@ -159,7 +194,7 @@ def test_the_end_of_a_question_that_found_nothing_ends_no_other(context, ask):
     assert ask(LOCATE, key) == b""
     ask(RELEASE, key)
     context.storage_manager.places[first] = place
-    assert len(places_of(ask(LOCATE, key, number=1))) == 4
+    assert len(rows_of(ask(LOCATE, key, number=1))) == 4
     ask(RELEASE, key)
     assert len(context.storage_manager.locked) == 4  # the second question's, which is read
     ask(RELEASE, key, number=1)
@@ -169,7 +204,7 @@ def test_the_end_of_a_question_that_found_nothing_ends_no_other(context, ask):
 def test_two_reads_of_a_range_end_one_by_one(context, ask):
     key = context.look_up()
     for number in range(2):
-        assert len(places_of(ask(LOCATE, key, number=number))) == 4
+        assert len(rows_of(ask(LOCATE, key, number=number))) == 4
     ask(RELEASE, key)
     assert len(context.storage_manager.locked) == 4
     ask(RELEASE, key, number=1)
@@ -182,13 +217,13 @@ def test_releases_of_questions_that_never_came_are_not_kept_for_ever(context, mo
     for end in (8, 16, 24, 32):
         module.release(Hit.of_key(7, 0, key)._replace(end=end).sent())
     assert len(module._released) == 3
-    assert len(places_of(module.locate(Hit.of_key(7, 0, key)._replace(end=8).sent()))) == 1
+    assert len(rows_of(module.locate(Hit.of_key(7, 0, key)._replace(end=8).sent()))) == 1
 
 
 def test_what_a_worker_read_that_ended_without_a_word_is_unlocked(context, ask):
     key = context.look_up()
-    assert len(places_of(ask(LOCATE, key))) == 4
-    assert len(places_of(ask(LOCATE, key, instance_id=8, end=16))) == 2
+    assert len(rows_of(ask(LOCATE, key))) == 4
+    assert len(rows_of(ask(LOCATE, key, instance_id=8, end=16))) == 2
     [module] = ask.components.modules
     assert _is_liveness_target(module)  # LMCache tells those alone
     module.drop_instance_state(7)
@@ -207,3 +242,92 @@ def test_the_status_of_the_server_says_how_many_hits_are_being_read(context):
     assert module.report_status() == {"lmcache_xpu_hits_being_read": 1}
     assert module.context is context
     module.close()
+
+
+# Several KV cache groups: the second keeps a window of two chunks, the third one state.
+
+WINDOWS, SIZES = (0, 2, 1), (64, 32, 16)
+
+
+def groups_of(worker: int = 7, sizes: tuple[int, ...] = SIZES) -> bytes:
+    return Groups(worker, "model", 1, sizes, WINDOWS).sent()
+
+
+def reservation(key: IPCCacheServerKey, number: int = 0, skipped: Any = ((), (), ())) -> bytes:
+    hit = Hit.of_key(7, number, key, WINDOWS)
+    tokens = getattr(key, "token_bytes", None)
+    return Reservation(hit, SIZES, skipped, key.token_ids if tokens is None else tokens).sent()
+
+
+def test_the_first_engine_has_chunks_rounded_up_to_its_blocks(context, ask):
+    """Those of the second have to fit."""
+    assert ask(ALIGN, payload=b"4") == b"8"  # they fit
+    assert ask(ALIGN, payload=b"12") == b"8"
+    other = HitPlaces(context)
+    assert other.align(b"12") == b"12"
+    assert other.align(b"16") == b"12"
+    session = context.session_manager.get_or_create("r")
+    session.set_tokens(list(range(30)))
+    assert len(session.get_hashes(0)) == 2  # LMCache cuts tokens so
+
+
+def test_look_ups_know_the_groups_of_an_engine_until_its_last_worker_ends(context, ask):
+    registry = context.layout_desc_registry
+    for worker in (7, 8, 7):  # once more, as with a server that was lost
+        ask(REGISTER, payload=groups_of(worker))
+    assert registry.find_attn_desc("model", 1).num_chunks_in_sw == [-1, 2, 1]
+    layouts = registry.find_group_layout_descs("model", 1)
+    assert [layout.shapes[0].numel() for layout in layouts.values()] == list(SIZES)
+    ask(REGISTER, payload=groups_of(7, ()))
+    assert registry.find("model", 1) is not None
+    [module] = ask.components.modules
+    module.drop_instance_state(8)  # without a word
+    assert registry.find("model", 1) is None
+
+
+def test_what_is_reserved_is_nobodys_until_it_is_committed_and_then_every_groups(context, ask):
+    key = dataclasses.replace(context.look_up(), start=16)
+    context.storage_manager.places.clear()
+    rows = rows_of(ask(RESERVE, payload=reservation(key, skipped=((), (), (0,)))))
+    # The last group lacks its first chunk: the state was overwritten.
+    assert [row[:2] for row in rows] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 1)]
+    assert {row[0]: row[3] for row in rows} == dict(enumerate(SIZES))
+    assert ask(LOCATE, key, windows=WINDOWS) == b""
+    hit = Hit.of_key(7, 0, key, WINDOWS)
+    assert ask(COMMIT, payload=hit.sent()) == b"1"
+    assert ask(COMMIT, payload=hit.sent()) == b""  # once
+    assert [row[:2] for row in rows_of(ask(LOCATE, key, windows=WINDOWS))] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+        (2, 1),
+    ]
+    assert len(context.storage_manager.locked) == 5
+    ask(RELEASE, key, windows=WINDOWS)
+    assert context.storage_manager.locked == []
+
+
+def test_what_is_there_is_not_reserved_again(context, ask):
+    key = context.look_up()  # the first group's chunks are there
+    rows = rows_of(ask(RESERVE, payload=reservation(key)))
+    assert {row[0] for row in rows} == {1, 2}
+
+
+def test_what_a_worker_left_half_written_is_published_as_lmcache_does(context, ask):
+    """A seal says that it is not whole; and its room is evicted like any other's."""
+    key = context.look_up()
+    ask(RESERVE, payload=reservation(key))
+    assert context.storage_manager.written
+    [module] = ask.components.modules
+    module.drop_instance_state(7)
+    assert context.storage_manager.written == []
+    assert ask(COMMIT, payload=Hit.of_key(7, 0, key, WINDOWS).sent()) == b""
+
+
+@pytest.mark.parametrize("tokens", [(1, 2**63 + 5, 4), b"\x00\x01\n\x02"])
+def test_reservations_arrive_as_they_were_sent(tokens):
+    """A number that stands for an image has 64 bits; packed tokens may hold any byte."""
+    hit = Hit(7, 3, "request", "model", 1, "salt", 0, 8, 24, WINDOWS)
+    sent = Reservation(hit, SIZES, ((), (1,), ()), tokens)
+    assert Reservation.received(sent.sent()) == sent

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -219,9 +218,9 @@ def test_a_server_without_shared_memory_is_refused(dense):
 
 
 @pytest.fixture
-def hybrid(monkeypatch):
+def hybrid():
     """A worker with layers of a whole prompt, of a window of 12 tokens, and with a state."""
-    client = Client(windows=(0, 2, 1))
+    client = Client(module=True)
     whole = {f"whole {n}": filled(n) for n in range(2)}
     window = {"window": filled(2)}
     page = filled(3).reshape(BLOCKS, -1).contiguous()
@@ -233,9 +232,6 @@ def hybrid(monkeypatch):
         copies(window, number=1, window=12),
         copies(state, number=2, window=CHUNK, recurrent=True, block_tokens=CHUNK),
     )
-    sizes = [SimpleNamespace(hidden_dim_size=group.object_bytes) for group in groups]
-    told = SimpleNamespace(group_layouts=sizes)  # older LMCache has no name for it
-    monkeypatch.setattr(transfers, "payload", lambda *_: told)
     worker = Worker(client, *groups)
     yield worker, (*whole.values(), *window.values(), page)
     worker.transfers.close()

@@ -15,7 +15,17 @@ from typing import Any
 import torch
 
 from lmcache_xpu.mp_connector.group_copies import GroupCopies
-from lmcache_xpu.mp_connector.hit_places import HELLO, LOCATE, Hit, sent_places
+from lmcache_xpu.mp_connector.hit_places import (
+    COMMIT,
+    HELLO,
+    LOCATE,
+    REGISTER,
+    RESERVE,
+    Groups,
+    Hit,
+    Reservation,
+    sent_rows,
+)
 from lmcache_xpu.mp_connector.kv_cache_groups import CacheGroup
 from lmcache_xpu.mp_connector.step import TokenRange
 from lmcache_xpu.transfer.devices import register_host
@@ -85,6 +95,7 @@ class Client:
         self.skipped: Any = None
         self.objects: dict[Any, dict[str, int]] = {}
         self._pending: dict[Any, dict[Any, dict[str, int]]] = {}
+        self._reserved: dict[Hit, Key] = {}
         self._used = 0
         self.sizes: list[int] = []
 
@@ -92,8 +103,7 @@ class Client:
         self.path.unlink(missing_ok=True)
 
     def register_kv_cache_engine_driven_context(self, payload: Any) -> Answer:
-        groups = getattr(payload, "group_layouts", None) or [payload]
-        self.sizes = [group.hidden_dim_size for group in groups]
+        self.sizes = [payload.hidden_dim_size]
         return self._answer("register", SimpleNamespace(shm_name=self.name, pool_size=POOL))
 
     def unregister_kv_cache_engine_driven_context(self, instance_id: int) -> Answer:
@@ -136,12 +146,28 @@ class Client:
     def server_module_call(self, request: Any) -> Answer:
         if request.method == HELLO:
             return Answer(SimpleNamespace(success=self.has_module), comes=not self.silent)
-        hit, payload = Hit.received(request.payload), b""
-        if request.method == LOCATE and (key := self.asked.get(hit.request_id)) is not None:
-            names = dataclasses.replace(key, start=hit.start, end=hit.end).names()
-            if all((0, name) in self.objects for name in names):
-                there = [self.objects[0, name] for name in names]
-                payload = sent_places((slot["offset"], slot["length"]) for slot in there)
+        payload = b""
+        if request.method == REGISTER:
+            groups = Groups.received(request.payload)
+            self.sizes, self.windows = list(groups.sizes), groups.windows
+        elif request.method == RESERVE:
+            hit, _, skipped, tokens = Reservation.received(request.payload)
+            key = Key(tokens, hit.start, hit.end, hit.cache_salt, request_id=hit.request_id)
+            self.asked.setdefault(hit.request_id, key)
+            context = self.prepare_store(key, hit.instance_id, skipped).result().context
+            payload = sent_rows(_rows(context))
+            self._reserved[hit] = key
+        elif request.method == COMMIT:
+            self.commit_store(self._reserved.pop(Hit.received(request.payload)), 1, b"")
+            payload = b"1"
+        else:
+            hit = Hit.received(request.payload)
+            key = self.asked.get(hit.request_id)
+            if request.method == LOCATE and key is not None:
+                asked = dataclasses.replace(key, start=hit.start, end=hit.end)
+                found = self.prepare_retrieve(asked, hit.instance_id).result()
+                self.calls.pop()
+                payload = sent_rows(_rows(found.context)) if found.success else b""
         return self._answer(request.method, SimpleNamespace(success=True, payload=payload))
 
     def commit_retrieve(self, key: Key, instance_id: int) -> Answer:
@@ -200,6 +226,11 @@ def _context(rows: Sequence[tuple[dict[str, int], int, int]]) -> dict[str, Any]:
         "chunk_indices": [chunk for _, chunk, _ in rows],
         "group_ids": [group for *_, group in rows],
     }
+
+
+def _rows(context: dict[str, Any]) -> list[tuple[int, ...]]:
+    rows = zip(context["group_ids"], context["chunk_indices"], context["slots"], strict=True)
+    return [(group, chunk, slot["offset"], slot["length"]) for group, chunk, slot in rows]
 
 
 def filled(seed: int, *, blocks: int = BLOCKS, heads: int = 2) -> torch.Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.versions import GROUPS_SINCE, GROUPS_SINCE_VLLM
+from lmcache_xpu.versions import GROUPS_SINCE_VLLM
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["OTHER_WAYS", "LayerKinds", "read_config", "states_error"]
 
 OTHER_WAYS = (
-    f"Use --cache server (LMCache {GROUPS_SINCE} or newer, vLLM {GROUPS_SINCE_VLLM} or newer), or "
-    "--no-offload (plain vLLM)."
+    f"Use --cache server (vLLM {GROUPS_SINCE_VLLM} or newer), or --no-offload (plain vLLM)."
 )
 
 # transformers makes its names when they are asked for. Of two threads that ask first at once, one

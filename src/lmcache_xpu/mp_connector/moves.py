@@ -24,6 +24,7 @@ from lmcache_xpu.mp_connector.lent_memory import LentMemory
 from lmcache_xpu.mp_connector.load_questions import (
     LMCacheQuestions,
     LoadQuestions,
+    ModuleQuestions,
     Question,
     questions_of,
 )
@@ -81,13 +82,31 @@ class Moves:
         self._server = server
         self._groups = groups
         self.chunk_tokens = chunk_tokens
-        self._way: LoadQuestions = LMCacheQuestions(server.client, server.instance_id, len(groups))
+        self._way: LMCacheQuestions | ModuleQuestions = LMCacheQuestions(
+            server.client, server.instance_id
+        )
         self._stream = SideStream(server.device, urgent=False)
 
     def begin_with_server(self) -> None:
-        """Learn how a server that has come is asked; waits for it."""
-        server, groups = self._server, len(self._groups)
-        self._way = questions_of(server.client, server.instance_id, groups, server.timeout_s)
+        """Learn how a server that has come is asked; waits for it.
+
+        Raises:
+            SettingsError: it knows one KV cache group alone.
+        """
+        server = self._server
+        self._way = questions_of(
+            server.client,
+            server.instance_id,
+            [copies.object_bytes for copies in self._groups],
+            [copies.window_chunks for copies in self._groups],
+            server.timeout_s,
+        )
+
+    @property
+    def module(self) -> ModuleQuestions | None:
+        """This package's module of the server, with several KV cache groups."""
+        way = self._way
+        return way if isinstance(way, ModuleQuestions) and len(self._groups) > 1 else None
 
     def store(
         self, transfer: Transfer, key: Any, blocks: Sequence[list[int]], event: Event | None
@@ -105,9 +124,9 @@ class Moves:
         """
         chunks = [copies.chunks(ids) for copies, ids in zip(self._groups, blocks, strict=True)]
         begun, memory = time.monotonic(), self._server.lent  # a lost server is asked nothing
-        asked = self._ask_where(key, chunks)
-        answer = self._server.answer(asked, lambda: transfer.is_cancelled)
-        slots = ObjectSlots.read(answer.context, len(self._groups))
+        way, number = self._way_to_store, next(self._numbers)
+        asked = way.reserve(number, key, self._lacked(chunks))
+        slots = way.reserved(self._server.answer(asked, lambda: transfer.is_cancelled))
         if not slots:
             return  # all are there, or there is no room
         objects = self._objects(memory, slots)
@@ -118,12 +137,12 @@ class Moves:
         with self.enqueueing, torch.inference_mode(), self._stream.current():
             if event is not None:
                 event.wait()
-            for number, copies in enumerate(self._groups):
-                for obj in objects[number]:
+            for group, copies in enumerate(self._groups):
+                for obj in objects[group]:
                     break_seal(obj)
                 copies.follow_engine()
-                stored = [chunks[number][chunk] for chunk in slots.chunks(number)]
-                handles += copies.store(stored, objects[number]) if stored else []
+                stored = [chunks[group][chunk] for chunk in slots.chunks(group)]
+                handles += copies.store(stored, objects[group]) if stored else []
         transfer.enqueued([handle.gathered for handle in handles])
         for handle in handles:
             handle.transfer.done.synchronize()
@@ -131,8 +150,7 @@ class Moves:
         sealed = _of_objects(self.seals(key), slots)
         for obj, digest in zip(itertools.chain(*objects), sealed, strict=True):
             seal(obj, digest)
-        committed = self._server.client.commit_store(key, self._server.instance_id, b"")
-        if not self._server.answer(committed):
+        if not way.is_committed(self._server.answer(way.commit(number, key))):
             raise GivenUpError("refused")
         self._count(STORE_SERVER, slots, time.monotonic() - begun)
 
@@ -229,22 +247,28 @@ class Moves:
         """Count a load that has ended well."""
         self._count(LOAD_SERVER, slots, seconds)
 
-    def _ask_where(self, key: Any, chunks: Sequence[list[list[int]]]) -> Any:
-        """Ask where to store chunks, of each group those that hold what a hit needs."""
-        skipped = tuple(
-            tuple(
+    @property
+    def _way_to_store(self) -> LoadQuestions:
+        """How to ask where to store: of one group LMCache is asked, which counts and logs it."""
+        return self.module or LMCacheQuestions(self._server.client, self._server.instance_id)
+
+    def _lacked(self, chunks: Sequence[list[list[int]]]) -> list[list[int]]:
+        """Return by group the chunks that do not hold what a hit needs.
+
+        Raises:
+            GivenUpError: one of the only group: it left a window, and vLLM has freed its blocks.
+        """
+        lacked = [
+            [
                 number
                 for number, ids in enumerate(of_group)
                 if not copies.group.is_storable(ids, self.chunk_tokens)
-            )
+            ]
             for copies, of_group in zip(self._groups, chunks, strict=True)
-        )
-        ask, worker = self._server.client.prepare_store, self._server.instance_id
-        if len(self._groups) > 1:
-            return ask(key, worker, skipped)
-        if skipped[0]:  # they left a window, and vLLM has freed them
+        ]
+        if len(self._groups) == 1 and lacked[0]:
             raise GivenUpError("overtaken")
-        return ask(key, worker)
+        return lacked
 
     def _copy(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -24,27 +24,36 @@ class ObjectSlots:
     numbers: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def read(cls, context: Mapping[str, Any], groups: int) -> Self:
-        """Read an answer; it names chunks, and groups where there are several, or it names all.
+    def read(cls, context: Mapping[str, Any]) -> Self:
+        """Read LMCache's answer, of one group; it names chunks, or it names all.
 
         Raises:
             TransferError: an answer of another form.
         """
         try:
             slots = [(int(slot["offset"]), int(slot["length"])) for slot in context["slots"]]
-            of = [int(group) for group in context.get("group_ids", [0] * len(slots))]
             numbers = [int(n) for n in context.get("chunk_indices", range(len(slots)))]
-            rows = list(zip(of, numbers, slots, strict=True))
+            rows = [(0, n, *slot) for n, slot in zip(numbers, slots, strict=True)]
         except (KeyError, TypeError, ValueError) as error:
             raise TransferError(
                 f"an answer of LMCache's server {context!r:.200}", "slots"
             ) from error
-        if any(not 0 <= group < groups for group in of):
-            raise TransferError(f"objects of groups {sorted(set(of))}", f"of {groups} groups")
+        return cls.of_rows(rows, 1)
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[tuple[int, int, int, int]], groups: int) -> Self:
+        """Return objects by their groups, chunks, offsets and lengths.
+
+        Raises:
+            TransferError: objects of other groups.
+        """
+        if any(not 0 <= row[0] < groups for row in rows):
+            named = sorted({row[0] for row in rows})
+            raise TransferError(f"objects of groups {named}", f"of {groups} groups")
         by_group = [[row for row in rows if row[0] == group] for group in range(groups)]
         return cls(
-            tuple(tuple(slot for *_, slot in group) for group in by_group),
-            tuple(tuple(number for _, number, _ in group) for group in by_group),
+            tuple(tuple((offset, length) for *_, offset, length in group) for group in by_group),
+            tuple(tuple(number for _, number, *_ in group) for group in by_group),
         )
 
     def __bool__(self) -> bool:

@@ -1,7 +1,8 @@
-"""What a worker tells the server of its KV cache: how large the objects of each group are.
+"""What a worker tells the server of its KV cache: how large the objects of its first group are.
 
 The server allocates them by numbers of layers, tokens and elements. It is told of one layer of one
-token of bytes, so that the order of bytes in an object is this package's own.
+token of bytes, so that the order of bytes in an object is this package's own. Of several groups
+this package's module is told, see `server_module`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from typing import Any
 
 from lmcache_xpu.mp_connector.group_copies import GroupCopies
 from lmcache_xpu.mp_connector.server_client import ServerClient
-from lmcache_xpu.versions import lmcache_server
 from lmcache_xpu.versions.lmcache_server import RegisterEngineDrivenContextPayload
 
 __all__ = ["payload"]
@@ -19,21 +19,6 @@ __all__ = ["payload"]
 
 def payload(client: ServerClient, groups: Sequence[GroupCopies]) -> Any:
     """Return LMCache's registration of a worker."""
-    several: dict[str, Any] = {}
-    if len(groups) > 1:
-        several["group_layouts"] = [
-            lmcache_server.GroupLayout(
-                num_layers=1,
-                hidden_dim_size=copies.object_bytes,
-                dtype_str="uint8",
-                tokens_per_block=copies.group.block_tokens,
-                window_tokens=1,
-                kv_size=1,
-                window_chunks=copies.window_chunks,
-                recurrent=copies.group.recurrent,
-            )
-            for copies in groups
-        ]
     return RegisterEngineDrivenContextPayload(
         instance_id=client.instance_id,
         model_name=client.scope.model_name,
@@ -44,5 +29,4 @@ def payload(client: ServerClient, groups: Sequence[GroupCopies]) -> Any:
         dtype_str="uint8",
         use_mla=True,  # one plane
         num_physical_slots=1,
-        **several,
     )

@@ -14,13 +14,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.mp_connector.hit_places import ALIGN
 from lmcache_xpu.mp_connector.step import TokenRange
 from lmcache_xpu.versions import lmcache_server
+from lmcache_xpu.versions.lmcache_server import ServerModuleCallRequest
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 __all__ = ["KeyScope", "ServerClient"]
+
+HELLO_S = 1.0  # a server without any module is silent
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
@@ -192,7 +196,13 @@ class ServerClient:
 
     def _asked_chunk_tokens(self) -> int:
         asked = lmcache_server.chunk_tokens(self.requests, self._alignment)
-        return int(asked.result(timeout=self.timeout_s))
+        tokens = int(asked.result(timeout=self.timeout_s))
+        if tokens % self._alignment:  # LMCache can't round them up: a server with our module can
+            request = ServerModuleCallRequest(ALIGN, str(self._alignment).encode())
+            rounded = self.requests.server_module_call(request)
+            if rounded.wait(min(self.timeout_s, HELLO_S)) and rounded.result(timeout=0).success:
+                tokens = int(rounded.result(timeout=0).payload)
+        return tokens
 
     def _beat_until_end(
         self, interval_s: float, recovered: Callable[[], bool], lost: Callable[[], None]

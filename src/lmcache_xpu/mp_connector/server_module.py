@@ -1,10 +1,12 @@
-"""A module of LMCache's server, which says in few bytes where the chunks of a hit are.
+"""A module of LMCache's server, which says in few bytes where chunks are, of all KV cache groups.
 
     --server-module '{"module_path": "lmcache_xpu.mp_connector.server_module"}'
 
 LMCache's own question (PREPARE_RETRIEVE) brings all tokens of the prompt once more, and for its
 answer the server makes three tensors of each chunk, to name their shape: 62 % of its time (0.5.6,
-240 chunks, sampled on a 2-core VM). Locks, keys and what the server counts are LMCache's here too.
+240 chunks, sampled on a 2-core VM). Of several KV cache groups LMCache 0.5.6 is told nothing by
+workers that copy themselves, though it looks them up and keeps them apart. Locks, keys, look-ups
+and what the server counts are LMCache's here too.
 
 LMCache imports this file in the server's process; nothing else does.
 """
@@ -16,12 +18,26 @@ import threading
 from collections import OrderedDict
 from typing import Any, Self
 
+import torch
+from lmcache.v1.distributed.api import AttnWindowDesc, MemoryLayoutDesc
 from lmcache.v1.multiprocess.engine_module import InstanceLivenessTarget
 from lmcache.v1.multiprocess.ext_server_module import server_module_handler
 
-from lmcache_xpu.mp_connector.hit_places import HELLO, LOCATE, RELEASE, Hit, sent_places
+from lmcache_xpu.mp_connector.hit_places import (
+    ALIGN,
+    COMMIT,
+    HELLO,
+    LOCATE,
+    REGISTER,
+    RELEASE,
+    RESERVE,
+    Groups,
+    Hit,
+    Reservation,
+    sent_rows,
+)
 from lmcache_xpu.mp_connector.server_socket import listen_at, refuse_inline_tensors
-from lmcache_xpu.versions.lmcache_server import ServerModuleBase
+from lmcache_xpu.versions.lmcache_server import ServerModuleBase, make_key
 
 __all__ = ["HitPlaces", "build_server_modules"]
 
@@ -41,7 +57,10 @@ class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]
     def __init__(self, context: Any, socket: str | None = None) -> None:
         self._context = context
         self._socket = socket
-        self._lock = threading.Lock()  # of the next two
+        self._lock = threading.Lock()  # of the next five
+        self._is_aligned = False  # an engine has chosen the tokens of a chunk
+        self._groups: dict[int, Groups] = {}  # by worker
+        self._writes: dict[Hit, list[Any]] = {}  # keys of objects that a worker writes
         self._reads: dict[Hit, list[Any]] = {}  # keys of objects that a worker reads
         self._released: OrderedDict[Hit, None] = OrderedDict()  # before they were located
 
@@ -66,11 +85,26 @@ class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]
         """Nothing: what is locked ends with the server."""
 
     def drop_instance_state(self, instance_id: int) -> None:
-        """Unlock what a worker read that has ended without a word."""
+        """Unlock what a worker read or wrote that has ended without a word.
+
+        What it left half written is published, as LMCache does with its own: see `seals`.
+        """
         with self._lock:
-            hits = [hit for hit in self._reads if hit.instance_id == instance_id]
-            left = [key for hit in hits for key in self._reads.pop(hit)]
-        self._end(left)
+            reads, writes = (
+                [
+                    key
+                    for hit in list(hits)
+                    if hit.instance_id == instance_id
+                    for key in hits.pop(hit)
+                ]
+                for hits in (self._reads, self._writes)
+            )
+            groups = self._groups.pop(instance_id, None)
+        self._end(reads)
+        if writes:
+            self._context.storage_manager.finish_write(writes)
+        if groups is not None:
+            self._context.layout_desc_registry.unregister(groups.model_name, groups.world_size)
 
     def register_zmq_services(self, server: Any) -> None:
         """Change where the server listens and what it takes; LMCache calls it before it starts."""
@@ -85,6 +119,39 @@ class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]
         """Say that it is here."""
         return b""
 
+    @server_module_handler(ALIGN)  # type: ignore[untyped-decorator]
+    def align(self, payload: bytes) -> bytes:
+        """Return the tokens of a chunk, rounded up to a multiple of what the first engine asks for.
+
+        LMCache 0.5.7 does that itself. 0.5.6 reads them here whenever it cuts tokens into chunks,
+        and nothing is cut before an engine comes.
+        """
+        context, alignment = self._context, int(payload)
+        with self._lock:
+            if context.chunk_size % alignment and not self._is_aligned:
+                chunk_tokens = -(-context.chunk_size // alignment) * alignment
+                context._chunk_size = context.token_hasher.chunk_size = chunk_tokens
+            self._is_aligned = True
+        return str(context.chunk_size).encode()
+
+    @server_module_handler(REGISTER)  # type: ignore[untyped-decorator]
+    def register(self, payload: bytes) -> bytes:
+        """Let look-ups of an engine know its groups; without groups, forget a worker that ends."""
+        groups = Groups.received(payload)
+        self.drop_instance_state(groups.instance_id)
+        if groups.sizes:
+            layouts = {number: _layout(size) for number, size in enumerate(groups.sizes)}
+            self._context.layout_desc_registry.register(
+                groups.model_name,
+                groups.world_size,
+                layouts[0],
+                AttnWindowDesc([window or -1 for window in groups.windows], groups.world_size),
+                layouts,
+            )
+            with self._lock:
+                self._groups[groups.instance_id] = groups
+        return b""
+
     @server_module_handler(LOCATE)  # type: ignore[untyped-decorator]
     def locate(self, payload: bytes) -> bytes:
         """Return where the chunks of a hit are; nothing if one is not there, as LMCache does.
@@ -97,10 +164,20 @@ class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]
         if asked is None:
             return b""
         key = dataclasses.replace(asked, worker_id=hit.worker_id, start=hit.start, end=hit.end)
-        if Hit.of_key(hit.instance_id, hit.number, key) != hit:
+        if Hit.of_key(hit.instance_id, hit.number, key, hit.windows) != hit:
             return b""  # it is another engine's request, of the same name
-        [names] = self._context.resolve_obj_keys(key, [0])
-        keys, objects = self._context.storage_manager.unsafe_read(names)
+        groups = list(range(len(hit.windows)))
+        names = {
+            of_group[chunk]: (group, chunk)
+            for group, of_group, chunks in zip(
+                groups,
+                self._context.resolve_obj_keys(key, groups),
+                hit.chunks(self._context.chunk_size),
+                strict=True,
+            )
+            for chunk in chunks
+        }
+        keys, objects = self._context.storage_manager.unsafe_read(list(names))
         with self._lock:
             ended = hit in self._released
             self._released.pop(hit, None)
@@ -109,7 +186,10 @@ class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]
         if not is_whole:
             self._end(keys)
             return b""
-        return sent_places((each.shm_offset, each.shm_byte_length) for each in objects)
+        return sent_rows(
+            (*names[name], each.shm_offset, each.shm_byte_length)
+            for name, each in zip(keys, objects, strict=True)
+        )
 
     @server_module_handler(RELEASE)  # type: ignore[untyped-decorator]
     def release(self, payload: bytes) -> bytes:
@@ -127,9 +207,44 @@ class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]
         self._end(keys or [])
         return b""
 
+    @server_module_handler(RESERVE)  # type: ignore[untyped-decorator]
+    def reserve(self, payload: bytes) -> bytes:
+        """Return where to store chunks that are not there, as far as there is room.
+
+        Nobody else sees them until `commit`.
+        """
+        hit, sizes, skipped, tokens = Reservation.received(payload)
+        key = make_key(tokens, **{name: getattr(hit, name) for name in hit._fields[2:-1]})
+        names = self._context.resolve_obj_keys(key, list(range(len(sizes))))
+        rows, keys = [], []
+        for group, size in enumerate(sizes):
+            chunks = {name: at for at, name in enumerate(names[group]) if at not in skipped[group]}
+            storage = self._context.storage_manager
+            for name, obj in storage.reserve_write(list(chunks), _layout(size)).items():
+                keys.append(name)
+                rows.append((group, chunks[name], obj.shm_offset, obj.shm_byte_length))
+        with self._lock:
+            self._writes[hit] = keys
+        return sent_rows(rows)
+
+    @server_module_handler(COMMIT)  # type: ignore[untyped-decorator]
+    def commit(self, payload: bytes) -> bytes:
+        """Publish chunks that are written; says whether they were still reserved."""
+        with self._lock:
+            keys = self._writes.pop(Hit.received(payload), None)
+        if keys is None:
+            return b""
+        self._context.storage_manager.finish_write(keys)
+        return b"1"
+
     def _end(self, keys: list[Any]) -> None:
         if keys:
             self._context.storage_manager.finish_read_prefetched(keys)
+
+
+def _layout(size: int) -> Any:
+    """Return LMCache's description of an object of so many bytes; see `registration`."""
+    return MemoryLayoutDesc(shapes=[torch.Size([1, 1, size])], dtypes=[torch.uint8])
 
 
 def build_server_modules(build_ctx: Any) -> HitPlaces:

@@ -122,6 +122,11 @@ class Transfers:
         registered = requests.register_kv_cache_engine_driven_context(registration)
         before = self._server.map(registered)
         self._moves.begin_with_server()
+        if (module := self._moves.module) is not None:
+            scope = self._client.scope
+            module.register(scope.model_name, scope.world_size).result(
+                timeout=self._client.timeout_s
+            )
         if before is not None:
             self._give_back(before)
 
@@ -158,6 +163,8 @@ class Transfers:
         """Tell the server that this worker ends; waits for it, if it was ever told of it."""
         if not self._registered:
             return
+        if (module := self._moves.module) is not None:
+            module.register(self._client.scope.model_name, self._client.scope.world_size, ends=True)
         requests, worker = self._client.requests, self._server.instance_id
         ended = requests.unregister_kv_cache_engine_driven_context(worker)
         if not ended.wait(self._client.timeout_s):

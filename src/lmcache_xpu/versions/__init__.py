@@ -16,9 +16,7 @@ TESTED: dict[str, tuple[str, ...]] = {
     "vllm": ("0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"),
 }
 
-# With several KV cache groups: LMCache's server keeps them apart, and vLLM is told of failed loads
-# request by request.
-GROUPS_SINCE = TESTED["lmcache"][-1]
+# With several KV cache groups vLLM has to be told of failed loads request by request.
 GROUPS_SINCE_VLLM = "0.30.0"
 
 # What vLLM's images for Intel GPUs have, with LMCache beside it, of the packages that both ask for.
@@ -135,19 +133,16 @@ def check(versions: Versions, environment: Mapping[str, str] = os.environ) -> No
 
 
 def check_groups(versions: Versions) -> None:
-    """Refuse versions that serve no model with several KV cache groups, by LMCache's server.
+    """Refuse a vLLM that serves no model with several KV cache groups, by LMCache's server.
 
     Raises:
         VersionError: names what is installed, and what is needed.
     """
-    needed = {"lmcache": GROUPS_SINCE, "vllm": GROUPS_SINCE_VLLM}
-    has = {"lmcache": versions.lmcache, "vllm": versions.vllm}
-    if any(value and Version(value) < Version(needed[name]) for name, value in has.items()):
+    if versions.vllm and Version(versions.vllm) < Version(GROUPS_SINCE_VLLM):
         raise VersionError(
-            f"a model with windows or states, LMCache {versions.lmcache} and vLLM {versions.vllm}",
-            "versions whose KV cache groups are kept apart",
-            f"Install LMCache {GROUPS_SINCE} or newer with vLLM {GROUPS_SINCE_VLLM} or newer "
-            "(LMCACHE_VERSION of scripts/install.py and of the images), or use --no-offload.",
+            f"a model with windows or states, and vLLM {versions.vllm}",
+            "one that is told which requests' loads failed",
+            f"Install vLLM {GROUPS_SINCE_VLLM} or newer, or use --no-offload.",
         )
 
 

@@ -28,7 +28,6 @@ if TYPE_CHECKING:  # types, as the version has them that pyproject.toml pins
     from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 
 MODULES = {
-    "GroupLayout": "v1.multiprocess.custom_types",
     "IPCCacheServerKey": "v1.multiprocess.custom_types",
     "RegisterEngineDrivenContextPayload": "v1.multiprocess.custom_types",
     "RequestClientFactory": "v1.multiprocess.transport.factory",

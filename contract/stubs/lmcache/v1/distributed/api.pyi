@@ -7,9 +7,13 @@ class EncodedObjectKey:
     ): ...
     def to_object_key(self): ...
 
+class AttnWindowDesc:
+    def __init__(self, num_chunks_in_sw, world_size=...): ...
+
 class MemoryLayoutDesc:
     shapes: Any
     dtypes: Any
+    def __init__(self, shapes, dtypes): ...
 
 class MemoryResidency(Enum):
     LOCAL: Any

@@ -1,18 +1,5 @@
 from typing import Any
 
-class GroupLayout:
-    def __init__(
-        self,
-        num_layers,
-        hidden_dim_size,
-        dtype_str,
-        tokens_per_block,
-        window_tokens=...,
-        kv_size=...,
-        window_chunks=...,
-        recurrent=...,
-    ): ...
-
 class IPCCacheServerKey:
     model_name: Any
     world_size: Any
@@ -50,7 +37,6 @@ class RegisterEngineDrivenContextPayload:
         dtype_str,
         use_mla,
         num_physical_slots=...,
-        group_layouts=...,
     ): ...
 
 class RegisterEngineDrivenContextResponse:
