@@ -62,6 +62,6 @@ def test_a_model_that_is_not_there():
 
 def test_a_model_with_states(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_next"}')
-    check = software.check_served_model(load(model=str(tmp_path)))
+    check = software.check_served_model(load(model=str(tmp_path), cache="in-process"))
     assert said(check, "fail", "linear_attention", "--no-offload")
     assert software.check_served_model(load(model=str(tmp_path), offload=False)).outcome == "ok"

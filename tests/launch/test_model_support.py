@@ -16,7 +16,13 @@ from lmcache_xpu import versions
 from lmcache_xpu.cli import app
 from lmcache_xpu.errors import SettingsError, VersionError
 from lmcache_xpu.launch import model_support, serve
-from lmcache_xpu.launch.model_support import check_offload, check_reachable
+from lmcache_xpu.launch.model_support import (
+    check_layers,
+    check_offload,
+    check_reachable,
+    with_cache,
+)
+from lmcache_xpu.launch.settings import Settings
 from lmcache_xpu.versions import GROUPS_SINCE_VLLM, Versions
 
 pytestmark = [
@@ -122,7 +128,7 @@ def test_the_page_on_models_names_them_all():
     """In its three tables: by transformers' name, which a model's config.json has."""
     text = PAGE.read_text()
     _, served, price, refused = re.split(
-        r"^## (?:Served|Served at a price|Refused in the engine's process)$",
+        r"^## (?:Served|Served at a price|Served by LMCache's server alone)$",
         text,
         maxsplit=3,
         flags=re.M,
@@ -143,6 +149,7 @@ def test_the_page_names_the_versions_that_are_accepted():
 @pytest.mark.parametrize("kind", ["mistral", "qwen3_next", "gemma4_text"])
 def test_all_commands_refuse_in_the_same_words_before_vllm_starts(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "execvpe", lambda *_: pytest.fail("vLLM was started"))
+    monkeypatch.setenv("LMCACHE_XPU_CACHE", "in-process")
     model = tmp_path / "model"
     config(kind).save_pretrained(model)
     with pytest.raises(SettingsError) as refusal:
@@ -234,3 +241,60 @@ def test_size_counts_in_the_type_that_serve_would_use(tmp_path, monkeypatch):
     monkeypatch.setenv("LMCACHE_XPU_DTYPE", "float32")
     done = CliRunner().invoke(app, ["size", str(tmp_path)], catch_exceptions=False)
     assert "x float32" in done.output
+
+
+def saved(kind: str, path, **settings) -> Settings:
+    config(kind).save_pretrained(path)
+    return Settings.load({"model": str(path), **settings})
+
+
+@pytest.mark.parametrize(
+    ("kind", "cache"),
+    [
+        ("llama", "in-process"),
+        ("gemma3_text", "server"),  # in the engine's process it takes six times the memory
+        ("gpt_oss", "server"),
+        ("qwen3_5", "server"),
+        ("mistral", "server"),
+        ("gemma4_text", "server"),
+    ],
+)
+def test_models_with_windows_or_states_get_a_server_unless_told(kind, cache, tmp_path, monkeypatch):
+    monkeypatch.setattr(model_support, "installed", lambda: NEW)
+    assert with_cache(saved(kind, tmp_path)).cache == cache
+    assert with_cache(saved(kind, tmp_path, cache="in-process")).cache == "in-process"
+
+
+def test_what_a_server_lacks_or_an_older_vllm_keeps_a_model_in_the_engines_process(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(model_support, "installed", lambda: NEW)
+    assert with_cache(saved("gpt_oss", tmp_path, kv_events="tcp://*:5557")).cache == "in-process"
+    with pytest.raises(SettingsError, match="layers of linear_attention"):
+        check_layers(saved("qwen3_5", tmp_path, kv_events="tcp://*:5557"))
+    monkeypatch.setattr(model_support, "installed", lambda: OLD)
+    assert with_cache(saved("gpt_oss", tmp_path)).cache == "in-process"
+    with pytest.raises(VersionError, match=f"vLLM {GROUPS_SINCE_VLLM} or newer"):
+        check_layers(saved("qwen3_5", tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32"])
+def test_what_neither_serves_is_refused_unless_nothing_is_offloaded(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(model_support, "installed", lambda: NEW)
+    with pytest.raises(SettingsError, match="--no-offload"):
+        check_layers(saved(kind, tmp_path))
+    assert check_layers(saved(kind, tmp_path, offload=False)) is None
+
+
+def test_a_model_that_is_not_here_is_left_to_the_engine(tmp_path):
+    assert with_cache(Settings.load({"model": "nobody/nothing"})).cache == "in-process"
+
+
+def test_serve_says_where_it_runs_lmcache_and_why(tmp_path, monkeypatch):
+    config("qwen3_5").save_pretrained(tmp_path)
+    monkeypatch.setattr(model_support, "installed", lambda: NEW)
+    monkeypatch.setattr(serve, "built_for", lambda: "xpu")
+    done = CliRunner().invoke(app, ["serve", str(tmp_path), "--dry-run"], catch_exceptions=False)
+    assert "LMCache runs as a server beside the engine" in done.output
+    assert "--chunk-size 1 " in done.output
+    assert "LMCacheXPUServerConnector" in done.output

@@ -53,7 +53,7 @@ def test_a_directory_that_is_no_model_is_named(tmp_path, free):
 def test_a_model_with_states_is_refused_before_vllm_starts(kind: str, tmp_path, free):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     with pytest.raises(SettingsError, match=rf"linear_attention.* in a {kind}.*--no-offload"):
-        preflight(load(model=str(tmp_path), port=free), {})
+        preflight(load(model=str(tmp_path), port=free, cache="in-process"), {})
     preflight(load(model=str(tmp_path), port=free, offload=False), {})
 
 
@@ -63,7 +63,7 @@ from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.model_support import check_layers
 from lmcache_xpu.launch.settings import Settings
 try:
-    check_layers(Settings.load({"model": "org/model"}))
+    check_layers(Settings.load({"model": "org/model", "cache": "in-process"}))
     refused = None
 except SettingsError as error:
     refused = str(error)

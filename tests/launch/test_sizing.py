@@ -124,7 +124,8 @@ def test_windows_count_as_the_whole_prompt_and_it_is_said(tmp_path, config, laye
     shape = KVShape.of_model(write(tmp_path, config))
     assert shape.layers == layers
     assert re.search(factor, shape.notes[0])
-    said = CliRunner().invoke(app, ["size", str(tmp_path)], catch_exceptions=False).stdout
+    command = ["size", str(tmp_path), "--cache", "in-process"]
+    said = CliRunner().invoke(app, command, catch_exceptions=False).stdout
     assert shape.notes[0][-20:] in " ".join(said.split())
 
 

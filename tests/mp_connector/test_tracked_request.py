@@ -51,11 +51,11 @@ def test_images_are_named_in_their_places():
         return SimpleNamespace(identifier=name, mm_position=PlaceholderRange(offset=2, length=3))
 
     tokens = [1, 2, 9, 9, 9, 3, 4, 5]
-    one, other, same = (
+    first, other, same = (
         tracked(list(tokens), features=[image(name)], block_tokens=[4]).range(0, 8).tokens
         for name in ("aa", "bb", "aa")
     )
-    assert one == same != other != key_tokens(tokens)
+    assert first == same != other != key_tokens(tokens)
 
 
 @pytest.mark.parametrize(("keeps_last", "end"), [(False, 16), (True, 8)])

@@ -165,9 +165,9 @@ class Client:
             key = self.asked.get(hit.request_id)
             if request.method == LOCATE and key is not None:
                 asked = dataclasses.replace(key, start=hit.start, end=hit.end)
-                found = self.prepare_retrieve(asked, hit.instance_id).result()
+                answer = self.prepare_retrieve(asked, hit.instance_id).result()
                 self.calls.pop()
-                payload = sent_rows(_rows(found.context)) if found.success else b""
+                payload = sent_rows(_rows(answer.context)) if answer.success else b""
         return self._answer(request.method, SimpleNamespace(success=True, payload=payload))
 
     def commit_retrieve(self, key: Key, instance_id: int) -> Answer:

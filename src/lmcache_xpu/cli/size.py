@@ -55,7 +55,7 @@ def size(
         int, _tier("data_parallel", "Engines that share the requests.", least=1)
     ] = _DEFAULTS["data_parallel"],
     cache: Annotated[
-        Literal["in-process", "server"],
+        Literal["auto", "in-process", "server"],
         _tier("cache", "Where LMCache runs: in the engine's process, or as a server."),
     ] = _DEFAULTS["cache"],
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,

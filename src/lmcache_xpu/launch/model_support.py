@@ -12,21 +12,68 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from lmcache_xpu.cache_engine.layer_kinds import OTHER_WAYS, LayerKinds, read_config, states_error
-from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.launch.settings import Settings
+from lmcache_xpu.errors import LMCacheXPUError, SettingsError
+from lmcache_xpu.launch.settings import Cache, Settings
 from lmcache_xpu.versions import Versions, check_groups, installed
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["check_layers", "check_offload", "check_reachable"]
+__all__ = ["check_layers", "check_offload", "check_reachable", "chosen_cache", "with_cache"]
 
 HUB_ANSWER_S = 3.0
 PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "VLLM_USE_MODELSCOPE")
 
 
+def chosen_cache(config: PretrainedConfig, here: Versions | None = None) -> Cache:
+    """Return where LMCache runs for a model, if that is left to us.
+
+    As a server where the engine's process can't serve the layers, or keeps more of them than a hit
+    needs.
+
+    Args:
+        config: of the model.
+        here: versions that have to do it; None: any that are accepted.
+
+    Raises:
+        SettingsError: neither serves these layers.
+        VersionError: a server would, with other versions.
+    """
+    try:
+        if check_offload(config, "in-process").factor == 1:
+            return "in-process"
+        is_refused = False
+    except SettingsError:
+        is_refused = True
+    try:
+        check_offload(config, "server", here)
+    except LMCacheXPUError:
+        if is_refused:
+            raise
+        return "in-process"
+    return "server"
+
+
+def with_cache(settings: Settings) -> Settings:
+    """Return settings in which `auto` is replaced by where LMCache runs for their model.
+
+    A model that can't be read is left to the engine's process, whose connector looks again.
+
+    Raises:
+        SettingsError: nothing serves the layers.
+        VersionError: names the versions that could.
+    """
+    if settings.cache != "auto":
+        return settings
+    config = None
+    if settings.offload and not settings.lacks_with_server:
+        config = _config(settings)
+    cache = "in-process" if config is None else chosen_cache(config, installed())
+    return settings.model_copy(update={"cache": cache})
+
+
 def check_offload(
-    config: PretrainedConfig, cache: str = "in-process", here: Versions | None = None
+    config: PretrainedConfig, cache: Cache = "in-process", here: Versions | None = None
 ) -> LayerKinds:
     """Return the kinds of a language model's layers, if a prefix can be restored into them.
 
@@ -39,6 +86,8 @@ def check_offload(
         SettingsError: it can't; names the layers, and what can be done.
         VersionError: other versions could.
     """
+    if cache == "auto":
+        cache = chosen_cache(config, here)
     kinds = LayerKinds.of_config(config)
     if kinds.strange or (kinds.states and not kinds.attention):
         raise SettingsError(
@@ -82,11 +131,17 @@ def check_layers(settings: Settings) -> LayerKinds | None:
     """
     if not settings.offload:
         return None
+    if (config := _config(settings)) is None:
+        return None
+    return check_offload(config, with_cache(settings).cache, installed())
+
+
+def _config(settings: Settings) -> PretrainedConfig | None:
+    """Return a model's configuration; None where it is not here, or can't be read."""
     try:
-        config = read_config(settings.model, cached=True)
+        return read_config(settings.model, cached=True)
     except SettingsError:
         return None
-    return check_offload(config, settings.cache, installed())
 
 
 def check_reachable(model: str) -> None:

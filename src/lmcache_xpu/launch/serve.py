@@ -24,7 +24,7 @@ from lmcache_xpu.launch.cache_server import (
     with_smallest_chunks,
 )
 from lmcache_xpu.launch.engine_arguments import engine_variables, lmcache_config, vllm_arguments
-from lmcache_xpu.launch.model_support import check_layers, check_reachable
+from lmcache_xpu.launch.model_support import check_layers, check_reachable, with_cache
 from lmcache_xpu.launch.preflight import check_model, check_server
 from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
 from lmcache_xpu.versions import version_of
@@ -40,6 +40,10 @@ __all__ = [
 ]
 
 SHOWN_SOCKET = Path("/tmp/lmcache-xpu-XXXXXXXX/server.sock")  # its directory is made at the start
+SERVER_CHOSEN = (
+    "LMCache runs as a server beside the engine, which keeps windows and states "
+    "(--cache in-process: in the engine)."
+)
 METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's
 
 
@@ -63,6 +67,10 @@ def serve(settings: Settings, check: Callable[[Settings], None], *, dry_run: boo
         check(settings)
         check_reachable(settings.model)
     kinds = check_layers(settings)
+    if (chosen := with_cache(settings)).cache != settings.cache == "auto":
+        if chosen.cache == "server":
+            print(f"{settings.model}: {SERVER_CHOSEN}", file=sys.stderr)
+        settings = chosen
     if settings.cache == "server" and kinds is not None and kinds.states:
         settings = with_smallest_chunks(settings)
     if dry_run:

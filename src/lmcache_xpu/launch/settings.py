@@ -52,6 +52,7 @@ SERVER_LACKS: dict[str, object] = {
     "hash_algorithm": "sha256",
     "kv_events": None,
 }
+Cache = Literal["auto", "in-process", "server"]
 # Beginnings of vLLM's options for secrets (argparse takes a part of a name), and where those go.
 SECRET_OPTIONS = {"--api-k": f"{ENV_PREFIX}API_KEY", "--hf-t": "HF_TOKEN"}
 
@@ -140,10 +141,10 @@ class Settings(BaseSettings):
 
     # Where the KV cache goes.
     offload: bool = Field(True, description="LMCache; without it this is plain vLLM")
-    cache: Literal["in-process", "server"] = Field(
-        "in-process",
+    cache: Cache = Field(
+        "auto",
         description="Where LMCache runs: in the engine's process, or as a server of this host that "
-        "several engines can share",
+        "several engines can share; auto takes the server for models with windows or states",
     )
     server_url: str | None = Field(
         None,
@@ -285,21 +286,20 @@ class Settings(BaseSettings):
         return self
 
     def _agree_on_the_server(self) -> None:
-        if self.cache == "in-process":
+        if self.cache != "server":
             if self.server_url is not None:
                 raise SettingsError(
-                    f"server_url={self.server_url} with cache=in-process",
+                    f"server_url={self.server_url} with cache={self.cache}",
                     "cache=server",
-                    "LMCache runs in the engine's process unless cache says otherwise.",
+                    "An engine asks a server that runs already only where cache says so.",
                 )
             return
-        for name, value in SERVER_LACKS.items():
-            if getattr(self, name) not in (value, None):
-                raise SettingsError(
-                    f"{name}={getattr(self, name)} with cache=server",
-                    f"{name} unset: the connector to LMCache's server has no such choice",
-                    "Leave it out, or use cache=in-process.",
-                )
+        for name in self.lacks_with_server:
+            raise SettingsError(
+                f"{name}={getattr(self, name)} with cache=server",
+                f"{name} unset: the connector to LMCache's server has no such choice",
+                "Leave it out, or use cache=in-process.",
+            )
         if self.loads == "step" and self.tensor_parallel > 1:
             raise SettingsError(
                 f"loads=step with cache=server and tensor_parallel={self.tensor_parallel}",
@@ -312,6 +312,13 @@ class Settings(BaseSettings):
                 "one of the two: a server that runs has a disk of its own, or none",
                 "Give that server the option --l2-adapter, or leave server_url out.",
             )
+
+    @property
+    def lacks_with_server(self) -> list[str]:
+        """Names of settings that were chosen, and that the connector to a server does not have."""
+        return [
+            name for name, value in SERVER_LACKS.items() if getattr(self, name) not in (value, None)
+        ]
 
     @property
     def devices(self) -> int:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from lmcache_xpu.cache_engine.layer_kinds import LayerKinds, read_config
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.launch.model_support import check_offload, check_reachable
+from lmcache_xpu.launch.model_support import check_offload, check_reachable, chosen_cache
+from lmcache_xpu.launch.settings import Cache
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -62,7 +63,7 @@ class KVShape:
         kv_dtype: str = "auto",
         tensor_parallel: int = 1,
         pipeline_parallel: int = 1,
-        cache: str = "in-process",
+        cache: Cache = "in-process",
     ) -> KVShape:
         """Read a model directory, its config.json, or its configuration on a hub.
 
@@ -86,13 +87,14 @@ class KVShape:
         kv_dtype: str = "auto",
         tensor_parallel: int = 1,
         pipeline_parallel: int = 1,
-        cache: str = "in-process",
+        cache: Cache = "in-process",
     ) -> KVShape:
         """Read the configuration of a language model.
 
         Raises:
             SettingsError: its KV cache can't be offloaded.
         """
+        cache = chosen_cache(config) if cache == "auto" else cache
         kinds = check_offload(config, cache)
         # With the server the engine keeps the window alone; the tiers have all until it is evicted.
         notes: tuple[str, ...] = (kinds.note,) if kinds.note and cache == "in-process" else ()
