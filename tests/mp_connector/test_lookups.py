@@ -69,6 +69,28 @@ def test_a_hit_is_counted_in_tokens(server, lookups):
     assert look_up(lookups) == 512
 
 
+def test_requests_that_arrive_together_are_looked_up_together(server, lookups):
+    server.reads_keys = True
+    for name in "abc":
+        lookups.begin(TokenRange(name, TOKENS, 0, LOOKED_UP))
+        lookups.begin(TokenRange(name, TOKENS, 0, LOOKED_UP))  # once
+    # Who is scheduled first sees to the questions of those behind it, too.
+    until(lambda: (hit(lookups, "a"), server.asked.count("query_prefetch_status") == 3)[1])
+    assert server.lookups == [LOOKED_UP] * 3
+    assert [hit(lookups, name) for name in "bc"] == [0, 0]
+
+
+def test_a_long_queue_locks_little(server, lookups):
+    server.reads_keys = True
+    for number in range(2 * module.MOST_BEGUN):
+        lookups.begin(TokenRange(str(number), TOKENS, 0, LOOKED_UP))
+    until(lambda: hit(lookups, "0") == 0)
+    assert len(server.lookups) == module.MOST_BEGUN
+    lookups.forget("0")
+    lookups.begin(TokenRange("next", TOKENS, 0, LOOKED_UP))
+    until(lambda: len(server.lookups) == module.MOST_BEGUN + 1)
+
+
 def test_a_prompt_without_a_whole_chunk_is_not_asked_for(server, lookups):
     assert lookups.hit_tokens(TokenRange("short", TOKENS, 0, 0), is_alone=True) == 0
     lookups.end("short")

@@ -34,6 +34,9 @@ class LookUps:
         self.asked.append((tokens.request_id, tokens.end, is_alone))
         return self.hit
 
+    def begin(self, tokens):
+        self.calls.append(("begin", tokens.request_id, tokens.end))
+
     def release(self, tokens):
         self.calls.append(("release", tokens.start, tokens.end))
 
@@ -47,6 +50,7 @@ class Keys:
     def __init__(self, *_):
         self.begun = 0
         self.stores = True
+        self.is_mixed = False
         self.told: list[object] = []
 
     def admit(self, request, kept):
@@ -204,6 +208,24 @@ def test_while_the_server_looks_vllm_asks_again(make):
     half._lookups.hit = HIT
     assert half.matched_tokens(request(), 0) == (HIT, True)
     assert half._keys.begun == 1
+
+
+def test_a_request_is_looked_up_when_it_arrives(make):
+    half = make()
+    half.arrived(request())
+    assert half._lookups.calls == [("begin", "a", 768)]
+    assert half.matched_tokens(request(), 0) == (768, True)
+    assert half._keys.begun == 1
+
+
+@pytest.mark.parametrize("why", ["whole prompt", "session", "epochs"])
+def test_some_are_looked_up_when_they_are_scheduled(make, why):
+    half = make()
+    half._keys.is_mixed = why == "epochs"
+    whole = why == "whole prompt"
+    half.arrived(request(skip_reading_prefix_cache=whole, resumable=why == "session"))
+    assert half._lookups.calls == []
+    assert not half._requests
 
 
 def test_the_server_hears_whether_anybody_waits_beside_a_request(make):

@@ -100,9 +100,14 @@ class Epochs:
             request: name of the request.
             kept: tokens that vLLM's own prefix cache has.
         """
-        self._mixed = self._mixed and not self._pool_is_empty()
-        mixed = self._mixed and kept > 0
+        mixed = self.is_mixed and kept > 0
         self._names[request] = uuid.uuid4().hex if mixed else self.current.name
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether vLLM's own prefix cache may hold blocks of an earlier epoch."""
+        self._mixed = self._mixed and not self._pool_is_empty()
+        return self._mixed
 
     def of(self, request: str) -> str:
         """What a request's keys have of its epoch; empty in the first."""

@@ -202,6 +202,11 @@ class LMCacheXPUServerConnector(StatsHooks, KVConnectorBase_V1, SupportsHMA):  #
         if self._role is KVConnectorRole.SCHEDULER:
             self.scheduler_half.bind(gpu_block_pool)
 
+    def on_new_request(self, request: Request) -> None:
+        """A request has arrived; its look-up begins."""
+        with guarded("on_new_request"):
+            self.scheduler_half.arrived(request)
+
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:

@@ -61,6 +61,11 @@ class Keys:
         """Take vLLM's pool of blocks."""
         self._epochs.pool = pool
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether vLLM's own prefix cache may hold blocks of an earlier epoch."""
+        return self._epochs.is_mixed
+
     def admit(self, request: Request, kept: int) -> str:
         """Return the salt of a request that begins from nothing.
 

@@ -1,5 +1,6 @@
 """The look-ups of one scheduler's requests in LMCache's server.
 
+    begin       the request has arrived: the server looks while vLLM schedules others
     hit_tokens  the request is asked for, and again with each of vLLM's steps until it is answered
     forget      its request has blocks, or is looked up anew
     release     the server need not keep chunks that nobody will load
@@ -31,6 +32,9 @@ PATIENCE_S = 0.004
 # Where nobody else waits for a token, an idle step would follow, and the same again.
 PATIENCE_ALONE_S = 0.02  # for a request
 PATIENCE_ALL_ALONE_S = 0.06  # for all in a step
+# Look-ups that have begun lock chunks until their requests are scheduled: in a long queue the
+# server would have no room left.
+MOST_BEGUN = 8
 _STEPS = 2
 _POLL_S = 0.0002
 
@@ -66,6 +70,15 @@ class LookUps:
                 del self._ending[request_id]
                 self._end_session(request_id)
 
+    def begin(self, tokens: TokenRange) -> None:
+        """Ask for a request that has arrived, unless `MOST_BEGUN` others are looked up.
+
+        Args:
+            tokens: as `hit_tokens` will have them.
+        """
+        if tokens.end and self._client.healthy.is_set() and len(self._lookups) < MOST_BEGUN:
+            self._asked(tokens)
+
     def hit_tokens(self, tokens: TokenRange, *, is_alone: bool) -> int | None:
         """Return the tokens of a request's hit; None while the server looks.
 
@@ -81,12 +94,9 @@ class LookUps:
             self._say_lost()
             return 0
         self._said_lost = False
-        lookup = self._lookups.get(tokens.request_id)
-        if lookup is None:
-            key = self._client.key(tokens, worker=False)
-            asked = self._client.requests.lookup(key, self._client.scope.tensor_parallel)
-            lookup = self._lookups[tokens.request_id] = _LookUp(asked, time.monotonic())
-        if self._is_answered(tokens.request_id, lookup) or lookup.waits == _STEPS:
+        lookup = self._asked(tokens)
+        self._take_answers()
+        if lookup.hit_tokens is not None or lookup.waits == _STEPS:
             return lookup.hit_tokens
         now = time.monotonic()
         if self._patient_until is None:
@@ -95,7 +105,8 @@ class LookUps:
         lookup.waits += now < patient_until
         while time.monotonic() < patient_until:
             time.sleep(_POLL_S)
-            if self._is_answered(tokens.request_id, lookup):
+            self._take_answers()
+            if lookup.hit_tokens is not None:
                 break
         return lookup.hit_tokens
 
@@ -129,27 +140,32 @@ class LookUps:
             return False
         return True
 
-    def _is_answered(self, request_id: str, lookup: _LookUp) -> bool:
-        """Take answers that have come; whether the hit is clear."""
-        while lookup.hit_tokens is None:
+    def _asked(self, tokens: TokenRange) -> _LookUp:
+        lookup = self._lookups.get(tokens.request_id)
+        if lookup is None:
+            key = self._client.key(tokens, worker=False)
+            asked = self._client.requests.lookup(key, self._client.scope.tensor_parallel)
+            lookup = self._lookups[tokens.request_id] = _LookUp(asked, time.monotonic())
+        return lookup
+
+    def _take_answers(self) -> None:
+        """Take the answers that have come, of all requests; the next question of each leaves."""
+        for request_id, lookup in self._lookups.items():
+            if lookup.hit_tokens is not None:
+                continue
             if not lookup.asked.query():
-                if time.monotonic() - lookup.since < self._client.timeout_s:
-                    return False
-                self._client.doubt()
-                self._say_lost()
-                lookup.hit_tokens = 0
-                return True
+                if time.monotonic() - lookup.since >= self._client.timeout_s:
+                    self._client.doubt()
+                    self._say_lost()
+                    lookup.hit_tokens = 0
+                continue
             answer = lookup.asked.result(timeout=0)
             if lookup.locks and answer is not None:
                 lookup.hit_tokens = int(answer) * self._client.chunk_tokens
-                return True
-            waits_for_status = lookup.locks
-            lookup.locks = True
+                continue
+            lookup.locks = True  # and where the answer is None, the server still fetches
             lookup.asked = self._client.requests.query_prefetch_status(request_id)
             lookup.since = time.monotonic()
-            if waits_for_status:  # the server still fetches; ask no faster than it answers
-                return False
-        return True
 
     def _end_session(self, request_id: str) -> None:
         if self._client.healthy.is_set():

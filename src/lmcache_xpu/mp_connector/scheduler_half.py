@@ -1,5 +1,6 @@
 """The scheduler's half of the connector to LMCache's server.
 
+arrived         a request has come: the server begins to look
 matched_tokens  FIND: how many tokens the server has; CHOOSE: what becomes of them
 allocated       a request has its blocks
 describe        DESCRIBE: what the workers load and store in a step
@@ -102,6 +103,16 @@ class SchedulerHalf:
             self.ways.allow_steps(policy)
 
     # Requests
+
+    def arrived(self, request: Request) -> None:
+        """Begin to look a request up that has come, while vLLM schedules those before it."""
+        # What a session goes on with is not clear yet, nor which epoch vLLM's own blocks are of.
+        if not (
+            request.skip_reading_prefix_cache
+            or getattr(request, "resumable", False)
+            or self._keys.is_mixed
+        ):
+            self._lookups.begin(self._tracked(request, 0).whole_chunks())
 
     def matched_tokens(self, request: Request, kept: int) -> tuple[int | None, bool]:
         """Look a request up.
