@@ -210,11 +210,15 @@ def test_with_the_policy_fail_a_failed_load_fails_its_request_alone(adapters: En
 
 
 @pytest.mark.promise("4 faults")
-@pytest.mark.xfail(strict=True, reason="known limit: LMCache's connector needs token ids")
+@pytest.mark.fails_without("hooks")
 def test_embeddings_in_place_of_tokens(adapters: Engine):
-    """docs/reference/known-limits.md: vLLM's option for them, off by default, has to stay off."""
+    """LMCache's connector needs token IDs, and raises: the request is computed, the others hit."""
     torch.save(torch.zeros(300, EXACT.hidden), buffer := io.BytesIO())
     embeddings = base64.b64encode(buffer.getvalue()).decode()
     body = {"model": "exact", "prompt_embeds": embeddings, "max_tokens": 4}
     assert adapters.status("/v1/completions", **body) == 200
     assert adapters.alive()
+    prompt = tokens("beside embeddings", 3 * CHUNK + 20)
+    expected = adapters.ask(prompt).token_ids
+    adapters.forget()
+    assert adapters.ask(prompt).token_ids == expected

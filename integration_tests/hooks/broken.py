@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -106,6 +107,11 @@ def _(module) -> None:
 @breaks("parameters", "kv_connector.request_guard")
 def _(module) -> None:
     module.ServedRequest = lambda request: request
+
+
+@breaks("hooks", "kv_connector.request_guard")
+def _(module) -> None:
+    module.guarded = lambda hook: contextlib.nullcontext()
 
 
 @breaks("labels", "kv_connector.patches")

@@ -271,7 +271,7 @@ FLOWS = (
 # Of requests whose KV cache did not arrive.
 FALLBACK_REASONS = {
     "load": "A load failed or was incomplete. The errors say why",
-    "request": "What a client sent made its look-up fail. The log says how",
+    "request": "What a client sent made the connector fail. The log says how",
 }
 for _reason in FALLBACK_REASONS:
     _FALLBACKS.labels(_reason)
