@@ -39,7 +39,7 @@ FIELDS = {  # of a description, a configuration or a state, which hold plain dat
     # LMCache hands its server to a module for that, before it starts.
     "mp_connector/server_socket.py: entry.handler",
     "mp_connector/server_socket.py: server.socket",
-    # LMCache 0.5.6 can't round its chunks up to an engine's blocks, as 0.5.7 does.
+    # Older LMCache can't round its chunks up to an engine's blocks, as newer does.
     "mp_connector/server_module.py: context._chunk_size",
     "mp_connector/server_module.py: context.token_hasher.chunk_size",
 }

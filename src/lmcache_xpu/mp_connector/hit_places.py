@@ -1,7 +1,7 @@
 """What workers ask this package's module of LMCache's server, and how it is sent.
 
-    align     chunks have to be whole blocks: LMCache 0.5.6 can't round them up
-    register  which KV cache groups an engine has: LMCache 0.5.6 is told of one alone
+    align     chunks have to be whole blocks: older LMCache can't round them up
+    register  which KV cache groups an engine has: older LMCache is told of one alone
     locate    where the chunks of a hit are; `release` ends reading them
     reserve   where to store chunks, with the tokens that name them; `commit` ends writing them
 
