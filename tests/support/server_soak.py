@@ -26,7 +26,7 @@ import torch
 from support.cache_server import CacheServer
 from support.real_engine import BLOCK, CHUNK, Engine, prompt
 from support.server_probe import asked, make
-from support.server_workers import adapter, answers, busy, counted, on_next, on_next_layer, wait_for
+from support.server_workers import answers, busy, counted, half, on_next, on_next_layer, wait_for
 from support.soak_report import Tally, table, verdict
 
 from lmcache_xpu.harness.random_model import EXACT, make_model
@@ -187,7 +187,7 @@ class Soak:
 
 def load_wrong(worker) -> None:
     """Let every load leave zeros in the blocks that it fills."""
-    [copies] = adapter().transfers.groups
+    [copies] = half().transfers.groups
 
     def wrong(load: Callable[..., Any], objects: Any) -> Any:
         return load([torch.zeros_like(each) for each in objects])
