@@ -193,7 +193,7 @@ def refused(call) -> str:
 def mapped(path: Path) -> LentMemory:
     import torch
 
-    return LentMemory(path.name, 4096, torch.device("cpu"))
+    return LentMemory.of_server(path.name, 4096, torch.device("cpu"))
 
 
 def test_memory_that_others_may_write_is_not_mapped(segment):

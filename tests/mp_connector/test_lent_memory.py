@@ -18,13 +18,13 @@ def client():
 
 
 def test_what_is_written_is_the_servers_memory(client):
-    memory = LentMemory(f"/{client.name}", POOL, CPU)
+    memory = LentMemory.of_server(f"/{client.name}", POOL, CPU)
     memory.slot(128, 64, 64).fill_(7)
     assert client.path.read_bytes()[120:200] == bytes(8) + bytes([7]) * 64 + bytes(8)
 
 
 def test_memory_stays_when_its_server_has_ended_and_is_not_that_of_the_next_one(client):
-    memory = LentMemory(client.name, POOL, CPU)
+    memory = LentMemory.of_server(client.name, POOL, CPU)
     slot = memory.slot(0, 64, 64)
     slot.fill_(7)
     assert memory.is_at(client.name, POOL)
@@ -42,13 +42,13 @@ def test_memory_stays_when_its_server_has_ended_and_is_not_that_of_the_next_one(
 )
 def test_an_object_that_is_no_part_of_it_is_refused(client, offset, length):
     with pytest.raises(HostMemoryError):
-        LentMemory(client.name, POOL, CPU).slot(offset, length, 64)
+        LentMemory.of_server(client.name, POOL, CPU).slot(offset, length, 64)
 
 
 def test_memory_that_is_not_here_is_refused(client):
     with pytest.raises(SettingsError, match="the same /dev/shm"):
-        LentMemory("nobody-lends-this", POOL, CPU)
+        LentMemory.of_server("nobody-lends-this", POOL, CPU)
     with pytest.raises(SettingsError, match=f"{2 * POOL} or more"):
-        LentMemory(client.name, 2 * POOL, CPU)
+        LentMemory.of_server(client.name, 2 * POOL, CPU)
     with pytest.raises(SettingsError, match="without slashes"):
-        LentMemory("../etc/passwd", POOL, CPU)
+        LentMemory.of_server("../etc/passwd", POOL, CPU)

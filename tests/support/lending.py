@@ -185,7 +185,7 @@ class Connection:
         requests: the server.
     """
 
-    chunk_tokens, instance_id, timeout_s = CHUNK, 1, 0.3
+    chunk_tokens, instance_id, timeout_s, local = CHUNK, 1, 0.3, None
     scope = SimpleNamespace(model_name="model", world_size=1, is_writer=True)
 
     def __init__(self, requests: Client) -> None:

@@ -176,7 +176,7 @@ def main() -> None:
 
 def _do_jobs() -> None:
     settings = Settings.load(json.loads(sys.argv[1]))
-    if settings.cache == "server":
+    if settings.is_server:
         command = server_command if settings.offload else lmcache_server
         settings = at_server(settings, start_server(settings, command))  # ends with this process
     os.environ.update(engine_variables(settings))

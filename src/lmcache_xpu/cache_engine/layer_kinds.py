@@ -73,6 +73,11 @@ class LayerKinds:
         return not _STATE.isdisjoint(self.other)
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The kinds that do not attend to the whole prompt."""
+        return (*self.other, *(["attention to a window"] if self.window else []))
+
+    @property
     def attention(self) -> bool:
         """Whether some layers keep keys and values."""
         return bool(self.whole or self.window or set(self.other) & _BOTH)

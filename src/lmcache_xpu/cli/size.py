@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -54,10 +54,6 @@ def size(
     data_parallel: Annotated[
         int, _tier("data_parallel", "Engines that share the requests.", least=1)
     ] = _DEFAULTS["data_parallel"],
-    cache: Annotated[
-        Literal["auto", "in-process", "server"],
-        _tier("cache", "Where LMCache runs: in the engine's process, or as a server."),
-    ] = _DEFAULTS["cache"],
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
     """How many users' histories each tier holds, from a model's configuration.
@@ -73,7 +69,6 @@ def size(
         kv_dtype=kv_dtype,
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
-        cache=cache,
     )
     devices = tensor_parallel * pipeline_parallel * data_parallel
     result = fit(

@@ -152,7 +152,7 @@ def check_hash_seed(machine: Machine, settings: Settings) -> Check:
             f"`lmcache-xpu serve` sets {fixed}; engines started otherwise would find nothing "
             "that these stored. Unset it.",
         )
-    return ok(name, f"{settings.hash_algorithm} with PYTHONHASHSEED={fixed}, set by serve")
+    return ok(name, f"PYTHONHASHSEED={fixed}, set by serve")
 
 
 def check_rivals(machine: Machine, settings: Settings) -> Check:

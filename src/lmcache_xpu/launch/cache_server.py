@@ -33,7 +33,6 @@ __all__ = [
     "server_command",
     "server_environment",
     "start_server",
-    "with_smallest_chunks",
 ]
 
 PROGRAM = (sys.executable, "-m", "lmcache_xpu.mp_connector.server_program")
@@ -92,17 +91,6 @@ def server_environment(environ: Mapping[str, str]) -> dict[str, str]:
         "DO_NOT_TRACK": "1",
         "LMCACHE_TRACK_USAGE": "false",
     }
-
-
-def with_smallest_chunks(settings: Settings) -> Settings:
-    """Return settings whose server has chunks of one block, for a model with states.
-
-    LMCache rounds chunks up to whole blocks when the engine registers, which alone knows them: a
-    block of attention has to be as large as a state. A state is kept at the end of any block.
-    """
-    if "chunk_tokens" in settings.model_fields_set or settings.server_url is not None:
-        return settings
-    return settings.model_copy(update={"chunk_tokens": 1})
 
 
 def start_server(

@@ -51,7 +51,7 @@ def vllm_arguments(settings: Settings) -> list[str]:
         "--max-num-seqs": settings.max_num_seqs,
         "--kv-transfer-config": transfer,
         "--kv-events-config": json.dumps(_kv_events(settings)) if settings.kv_events else None,
-        "--scheduler-cls": SCHEDULER if settings.offload and settings.cache == "server" else None,
+        "--scheduler-cls": SCHEDULER if settings.offload and not settings.layerwise else None,
         "--middleware": KEY_GUARD if settings.api_key is not None else None,
     }
     args = [settings.model]
@@ -71,7 +71,7 @@ def vllm_arguments(settings: Settings) -> list[str]:
 
 def kv_transfer_config(settings: Settings) -> dict[str, object]:
     """Return vLLM's KV transfer configuration, with LMCache's inside."""
-    if settings.cache == "server":
+    if not settings.layerwise:
         return {
             "kv_connector": "LMCacheXPUServerConnector",
             "kv_connector_module_path": "lmcache_xpu.vllm_connector",
@@ -94,9 +94,9 @@ def kv_transfer_config(settings: Settings) -> dict[str, object]:
 def lmcache_config(settings: Settings) -> dict[str, object]:
     """Return LMCache's configuration, in LMCache's names.
 
-    Empty without `offload`, and where LMCache is a server: see `server_config`.
+    Empty but with `layerwise`, where LMCache's own engine runs; else see `server_config`.
     """
-    if not settings.offload or settings.cache == "server":
+    if not (settings.offload and settings.layerwise):
         return {}
     config: dict[str, object] = {
         "chunk_size": settings.chunk_tokens,
@@ -106,13 +106,14 @@ def lmcache_config(settings: Settings) -> dict[str, object]:
         "save_decode_cache": settings.save_decode,
         # An engine's block may be packed as one piece (CPU): no part of it can be copied.
         "save_unfull_chunk": False,
-        "pre_caching_hash_algorithm": settings.hash_algorithm,
+        # LMCache's default is Python's hash(), which differs from process to process.
+        "pre_caching_hash_algorithm": "sha256",
     }
     if settings.kv_events is not None:
         config["enable_kv_events"] = True
     extra: dict[str, object] = {
         f"xpu.{name}": value
-        for name in ("loads", "overlap_load", "overlap_store", "staging_mib", "layers_at_once")
+        for name in ("loads", "staging_mib", "layers_at_once")
         if (value := getattr(settings, name)) is not None
     }
     if settings.disk_path is not None:
@@ -123,27 +124,31 @@ def lmcache_config(settings: Settings) -> dict[str, object]:
             "disk.path": str(settings.disk_path),
             "disk.gib": settings.disk_gib,
         }
-    if settings.remote_url is not None:
-        config["remote_storage_plugins"] = ["shared"]
-        extra |= {
-            "remote_storage_plugin.shared.module_path": "lmcache_xpu.remote",
-            "remote_storage_plugin.shared.class_name": "RemoteTier",
-            "shared.url": settings.remote_url,
-        }
     return {**config, "extra_config": extra}
 
 
 def server_config(settings: Settings) -> dict[str, object]:
     """Return the options of LMCache's connector to its server, and of this package's."""
     options: dict[str, object] = {
-        "lmcache.mp.server_urls": settings.server_url,
-        "lmcache.mp.mq_timeout": settings.server_timeout_s,
-        # A lost server is noticed, and one that is there again is found, within so long.
-        "lmcache.mp.heartbeat_interval": settings.server_timeout_s,
         "lmcache.mp.save_decode_cache": settings.save_decode,
-        "xpu.server_timeout_s": settings.server_timeout_s,
         "xpu.loads": settings.loads,
     }
+    if settings.is_local:
+        cache = {
+            "chunk_tokens": settings.chunk_tokens,
+            "cpu_gib": settings.cpu_gib,
+            "disk_path": settings.disk_path and str(settings.disk_path),
+            "disk_gib": settings.disk_gib or None,
+        }
+        options["xpu.cache"] = {name: value for name, value in cache.items() if value is not None}
+    else:
+        options |= {
+            "lmcache.mp.server_urls": settings.server_url,
+            "lmcache.mp.mq_timeout": settings.server_timeout_s,
+            # A lost server is noticed, and one that is there again is found, within so long.
+            "lmcache.mp.heartbeat_interval": settings.server_timeout_s,
+            "xpu.server_timeout_s": settings.server_timeout_s,
+        }
     if settings.staging_mib is not None:
         options["xpu.staging_mib"] = settings.staging_mib
     return options
@@ -157,7 +162,7 @@ def engine_variables(settings: Settings, environ: Mapping[str, str] = os.environ
         environ: that environment. What it says of PyTorch's allocator is kept and added to.
     """
     env = {
-        # One hash seed for all of the engine's processes; see the setting hash_algorithm.
+        # One hash seed for all of the engine's processes.
         "PYTHONHASHSEED": "0",
         # vLLM and LMCache both obey this one and report nothing to their makers.
         "DO_NOT_TRACK": "1",
@@ -170,7 +175,7 @@ def engine_variables(settings: Settings, environ: Mapping[str, str] = os.environ
         env["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "0"
     if settings.device == "xpu" and settings.offload:
         env |= pool_memory.allocator_variables(environ, versions.installed().torch)
-    if settings.cache == "server":
+    if not settings.layerwise:
         env[f"{ENV_PREFIX}STOCK"] = "1"  # the in-process connector's patches stay away
     if settings.device == "cuda":
         env[f"{ENV_PREFIX}DEVICES"] = "cuda"  # where this package is off unless asked for

@@ -11,83 +11,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from lmcache_xpu.cache_engine.layer_kinds import OTHER_WAYS, LayerKinds, read_config, states_error
-from lmcache_xpu.errors import LMCacheXPUError, SettingsError
-from lmcache_xpu.launch.settings import Cache, Settings
-from lmcache_xpu.versions import Versions, check_groups, installed
+from lmcache_xpu.cache_engine.layer_kinds import LayerKinds, read_config
+from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.launch.settings import Settings
+from lmcache_xpu.versions import Versions, check_groups, installed, serves_groups
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["check_layers", "check_offload", "check_reachable", "chosen_cache", "with_cache"]
+__all__ = ["check_layers", "check_offload", "check_reachable", "with_layers"]
 
 HUB_ANSWER_S = 3.0
 PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "VLLM_USE_MODELSCOPE")
 
 
-def chosen_cache(config: PretrainedConfig, here: Versions | None = None) -> Cache:
-    """Return where LMCache runs for a model, if that is left to us.
-
-    As a server where the engine's process can't serve the layers, or keeps more of them than a hit
-    needs.
-
-    Args:
-        config: of the model.
-        here: versions that have to do it; None: any that are accepted.
-
-    Raises:
-        SettingsError: neither serves these layers.
-        VersionError: a server would, with other versions.
-    """
-    try:
-        if check_offload(config, "in-process").factor == 1:
-            return "in-process"
-        is_refused = False
-    except SettingsError:
-        is_refused = True
-    try:
-        check_offload(config, "server", here)
-    except LMCacheXPUError:
-        if is_refused:
-            raise
-        return "in-process"
-    return "server"
-
-
-def with_cache(settings: Settings) -> Settings:
-    """Return settings in which `auto` is replaced by where LMCache runs for their model.
-
-    A model that can't be read is left to the engine's process, whose connector looks again.
-
-    Raises:
-        SettingsError: nothing serves the layers.
-        VersionError: names the versions that could.
-    """
-    if settings.cache != "auto":
-        return settings
-    config = None
-    if settings.offload and not settings.lacks_with_server:
-        config = _config(settings)
-    cache = "in-process" if config is None else chosen_cache(config, installed())
-    return settings.model_copy(update={"cache": cache})
-
-
 def check_offload(
-    config: PretrainedConfig, cache: Cache = "in-process", here: Versions | None = None
+    config: PretrainedConfig, here: Versions | None = None, *, layerwise: bool = False
 ) -> LayerKinds:
     """Return the kinds of a language model's layers, if a prefix can be restored into them.
 
     Args:
         config: of the model.
-        cache: where LMCache runs, as the setting says.
         here: versions that have to do it; None: any that are accepted.
+        layerwise: LMCache's own engine does it, layer by layer.
 
     Raises:
         SettingsError: it can't; names the layers, and what can be done.
         VersionError: other versions could.
     """
-    if cache == "auto":
-        cache = chosen_cache(config, here)
     kinds = LayerKinds.of_config(config)
     if kinds.strange or (kinds.states and not kinds.attention):
         raise SettingsError(
@@ -96,25 +47,16 @@ def check_offload(
             "A prefix can't be restored into other layers: serve this model with --no-offload.",
         )
     widths = _widths_differ(config)
-    several = kinds.states or widths or bool(kinds.window and kinds.whole)
-    if cache == "server":
-        if several and here is not None:
+    if not layerwise:
+        if (kinds.states or widths) and here is not None:
             check_groups(here)
         return kinds
-    if kinds.states:
-        raise states_error(config)
-    if kinds.window and not kinds.whole:
+    if kinds.states or widths or (kinds.window and not kinds.whole):
+        found = "heads of several sizes" if widths else f"layers of {', '.join(kinds.names)}"
         raise SettingsError(
-            f"attention to a window of {config.sliding_window} tokens alone in a "
-            f"{config.model_type}",
-            "attention to the whole prompt in some layers",
-            "Use --cache server, or --no-offload (plain vLLM).",
-        )
-    if widths:
-        raise SettingsError(
-            f"heads of several sizes in a {config.model_type}",
-            "layers that all have the same shape",
-            OTHER_WAYS,
+            f"{found} in a {config.model_type}, with layerwise",
+            "layers that all attend to the whole prompt and have the same shape",
+            "Leave layerwise off.",
         )
     return kinds
 
@@ -131,17 +73,30 @@ def check_layers(settings: Settings) -> LayerKinds | None:
     """
     if not settings.offload:
         return None
-    if (config := _config(settings)) is None:
-        return None
-    return check_offload(config, with_cache(settings).cache, installed())
-
-
-def _config(settings: Settings) -> PretrainedConfig | None:
-    """Return a model's configuration; None where it is not here, or can't be read."""
     try:
-        return read_config(settings.model, cached=True)
+        config = read_config(settings.model, cached=True)
     except SettingsError:
         return None
+    return check_offload(config, installed(), layerwise=settings.layerwise)
+
+
+def with_layers(settings: Settings, kinds: LayerKinds) -> Settings:
+    """Return the settings that suit a model's layers.
+
+    With states a chunk is one block: a state is kept at the end of any block. LMCache rounds a
+    chunk up to whole blocks when the engine registers, which alone knows them, as a block of
+    attention has to be as large as a state. An older vLLM keeps windows as it keeps the prompt.
+    """
+    if (
+        kinds.states
+        and "chunk_tokens" not in settings.model_fields_set
+        and settings.server_url is None
+    ):
+        settings = settings.model_copy(update={"chunk_tokens": 1})
+    if kinds.window and kinds.whole and not serves_groups(installed()):
+        args = (*settings.extra_args, "--disable-hybrid-kv-cache-manager")
+        settings = settings.model_copy(update={"extra_args": args})
+    return settings
 
 
 def check_reachable(model: str) -> None:

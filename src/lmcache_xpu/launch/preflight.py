@@ -62,6 +62,7 @@ def check_environment(settings: Settings, environ: Mapping[str, str]) -> None:
     variables = {
         "VLLM_CPU_KVCACHE_SPACE",
         *(f"LMCACHE_{k.upper()}" for k in lmcache_config(settings)),
+        *(("LMCACHE_CHUNK_SIZE", "LMCACHE_MAX_LOCAL_CPU_SIZE") if settings.is_local else ()),
     }
     for name in sorted(variables & environ.keys()):
         raise SettingsError(

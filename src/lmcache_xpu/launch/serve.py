@@ -21,10 +21,14 @@ from lmcache_xpu.launch.cache_server import (
     check_shared_memory,
     server_command,
     start_server,
-    with_smallest_chunks,
 )
-from lmcache_xpu.launch.engine_arguments import engine_variables, lmcache_config, vllm_arguments
-from lmcache_xpu.launch.model_support import check_layers, check_reachable, with_cache
+from lmcache_xpu.launch.engine_arguments import (
+    engine_variables,
+    lmcache_config,
+    server_config,
+    vllm_arguments,
+)
+from lmcache_xpu.launch.model_support import check_layers, check_reachable, with_layers
 from lmcache_xpu.launch.preflight import check_model, check_server
 from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
 from lmcache_xpu.versions import version_of
@@ -40,10 +44,6 @@ __all__ = [
 ]
 
 SHOWN_SOCKET = Path("/tmp/lmcache-xpu-XXXXXXXX/server.sock")  # its directory is made at the start
-SERVER_CHOSEN = (
-    "LMCache runs as a server beside the engine, which keeps windows and states "
-    "(--cache in-process: in the engine)."
-)
 METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's
 
 
@@ -67,16 +67,12 @@ def serve(settings: Settings, check: Callable[[Settings], None], *, dry_run: boo
         check(settings)
         check_reachable(settings.model)
     kinds = check_layers(settings)
-    if (chosen := with_cache(settings)).cache != settings.cache == "auto":
-        if chosen.cache == "server":
-            print(f"{settings.model}: {SERVER_CHOSEN}", file=sys.stderr)
-        settings = chosen
-    if settings.cache == "server" and kinds is not None and kinds.states:
-        settings = with_smallest_chunks(settings)
+    if kinds is not None:
+        settings = with_layers(settings, kinds)
     if dry_run:
         print(describe(settings))
         return
-    if settings.offload and settings.cache == "server" and settings.server_url is None:
+    if settings.offload and settings.is_server and settings.server_url is None:
         check_shared_memory(settings)
         settings = settings.model_copy(update={"server_url": start_server(settings)})
     argv = command(settings)
@@ -135,12 +131,13 @@ def describe(settings: Settings) -> str:
         env[secret] = "(not shown)"
     lines = ["# command", shlex.join(command(settings)), "", "# environment"]
     lines += [f"{name}={value}" for name, value in sorted(env.items())]
-    if settings.offload and settings.cache == "server":
+    if settings.offload and settings.is_server:
         if settings.server_url is None:
             server = shlex.join(server_command(settings, SHOWN_SOCKET))
             lines += ["", "# LMCache's server", server]
-    else:
-        lines += ["", "# LMCache", json.dumps(lmcache_config(settings), indent=2)]
+    elif settings.offload:
+        options = lmcache_config(settings) if settings.layerwise else server_config(settings)
+        lines += ["", "# LMCache", json.dumps(options, indent=2)]
     return "\n".join(lines)
 
 

@@ -42,16 +42,8 @@ DIAGNOSTIC_VARIABLES = frozenset(
 CPU_KV_CACHE_GIB = 4.0
 CPU_BLOCK_TOKENS = 128
 
-# What only LMCache in the engine's process has, and the value that leaves it alone.
-SERVER_LACKS: dict[str, object] = {
-    "remote_url": None,
-    "layerwise": False,
-    "layers_at_once": None,
-    "overlap_load": True,
-    "overlap_store": True,
-    "hash_algorithm": "sha256",
-    "kv_events": None,
-}
+# What only a cache in the engine's process has, and the value that leaves it alone.
+SERVER_LACKS: dict[str, object] = {"layerwise": False, "layers_at_once": None, "kv_events": None}
 Cache = Literal["auto", "in-process", "server"]
 # Beginnings of vLLM's options for secrets (argparse takes a part of a name), and where those go.
 SECRET_OPTIONS = {"--api-k": f"{ENV_PREFIX}API_KEY", "--hf-t": "HF_TOKEN"}
@@ -144,7 +136,7 @@ class Settings(BaseSettings):
     cache: Cache = Field(
         "auto",
         description="Where LMCache runs: in the engine's process, or as a server of this host that "
-        "several engines can share; auto takes the server for models with windows or states",
+        "several engines can share; auto takes the server for engines of several devices",
     )
     server_url: str | None = Field(
         None,
@@ -176,20 +168,10 @@ class Settings(BaseSettings):
         description="Compute a hit, load it in its request's step, or while the request waits; "
         "auto: whichever is faster; always: of the last two",
     )
-    overlap_load: bool = Field(True, description="Load beside the engine's computing of layers")
-    overlap_store: bool = Field(True, description="Store beside the engine's next steps")
     staging_mib: int | None = Field(
         None, ge=2, description="Device memory that copies go through, MiB; unset: by the device"
     )
     save_decode: bool = Field(False, description="Store the KV of answers too, not only prompts")
-    # LMCache's default is Python's hash(), which differs from process to process; then what
-    # one process stored, another one never finds.
-    # sha256 of a pickle takes 7 us for a chunk of 256 tokens, of CBOR 55: then hashing is most of a
-    # hit's work on the engine's thread. CBOR is for tiers that several Python versions share.
-    hash_algorithm: Literal["sha256", "sha256_cbor"] = Field(
-        "sha256", description="Hash that names a chunk; the same in every process"
-    )
-
     kv_events: str | None = Field(
         None,
         pattern=r"^(tcp|ipc|inproc)://.+",
@@ -286,23 +268,29 @@ class Settings(BaseSettings):
         return self
 
     def _agree_on_the_server(self) -> None:
-        if self.cache != "server":
-            if self.server_url is not None:
-                raise SettingsError(
-                    f"server_url={self.server_url} with cache={self.cache}",
-                    "cache=server",
-                    "An engine asks a server that runs already only where cache says so.",
-                )
+        if self.cache != "server" and self.server_url is not None:
+            raise SettingsError(
+                f"server_url={self.server_url} with cache={self.cache}",
+                "cache=server",
+                "An engine asks a server that runs already only where cache says so.",
+            )
+        if self.is_local and self.ranks > 1:
+            raise SettingsError(
+                f"cache={self.cache} with an engine of {self.ranks} devices",
+                "cache=server, or auto",
+                "Its workers have processes of their own: they share a server beside them.",
+            )
+        if not self.is_server:
             return
         for name in self.lacks_with_server:
             raise SettingsError(
-                f"{name}={getattr(self, name)} with cache=server",
+                f"{name}={getattr(self, name)} with LMCache as a server",
                 f"{name} unset: the connector to LMCache's server has no such choice",
                 "Leave it out, or use cache=in-process.",
             )
         if self.loads == "step" and self.tensor_parallel > 1:
             raise SettingsError(
-                f"loads=step with cache=server and tensor_parallel={self.tensor_parallel}",
+                f"loads=step with LMCache as a server and tensor_parallel={self.tensor_parallel}",
                 "auto or async",
                 "What came of a load that failed on one rank would be stored by others.",
             )
@@ -321,6 +309,23 @@ class Settings(BaseSettings):
         ]
 
     @property
+    def ranks(self) -> int:
+        """Count the devices of one engine."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def is_server(self) -> bool:
+        """Whether LMCache runs as a server."""
+        return self.cache == "server" or (
+            self.cache == "auto" and self.ranks > 1 and not self.layerwise
+        )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether LMCache's cache is in the engine's process, without LMCache's engine."""
+        return not (self.is_server or self.layerwise)
+
+    @property
     def devices(self) -> int:
         """Count the devices of all engines; sizes of tiers are per device."""
-        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
+        return self.ranks * self.data_parallel

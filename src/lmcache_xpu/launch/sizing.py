@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_xpu.cache_engine.layer_kinds import LayerKinds, read_config
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.launch.model_support import check_offload, check_reachable, chosen_cache
-from lmcache_xpu.launch.settings import Cache
+from lmcache_xpu.launch.model_support import check_offload, check_reachable
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -63,7 +62,6 @@ class KVShape:
         kv_dtype: str = "auto",
         tensor_parallel: int = 1,
         pipeline_parallel: int = 1,
-        cache: Cache = "in-process",
     ) -> KVShape:
         """Read a model directory, its config.json, or its configuration on a hub.
 
@@ -76,7 +74,6 @@ class KVShape:
             kv_dtype=kv_dtype,
             tensor_parallel=tensor_parallel,
             pipeline_parallel=pipeline_parallel,
-            cache=cache,
         )
 
     @classmethod
@@ -87,17 +84,14 @@ class KVShape:
         kv_dtype: str = "auto",
         tensor_parallel: int = 1,
         pipeline_parallel: int = 1,
-        cache: Cache = "in-process",
     ) -> KVShape:
         """Read the configuration of a language model.
 
         Raises:
             SettingsError: its KV cache can't be offloaded.
         """
-        cache = chosen_cache(config) if cache == "auto" else cache
-        kinds = check_offload(config, cache)
-        # With the server the engine keeps the window alone; the tiers have all until it is evicted.
-        notes: tuple[str, ...] = (kinds.note,) if kinds.note and cache == "in-process" else ()
+        kinds = check_offload(config)
+        notes: tuple[str, ...] = ()
         dtype = _dtype(config, kv_dtype)
         layers, state_bytes = config.num_hidden_layers, 0
         if kinds.states:

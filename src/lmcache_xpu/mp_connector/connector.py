@@ -17,11 +17,13 @@ import logging
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.platforms import current_platform
 
 from lmcache_xpu import versions
 from lmcache_xpu.errors import SettingsError
@@ -31,7 +33,6 @@ from lmcache_xpu.kv_connector.request_guard import guarded
 from lmcache_xpu.kv_connector.stats import StatsHooks
 
 if TYPE_CHECKING:
-    import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorMetadata,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from lmcache_xpu.mp_connector.local_cache import LocalCache
     from lmcache_xpu.mp_connector.scheduler_half import SchedulerHalf
     from lmcache_xpu.mp_connector.step import WorkerReport
     from lmcache_xpu.mp_connector.worker_half import WorkerHalf
@@ -59,6 +61,7 @@ PREFIX = "lmcache.mp."  # of LMCache's options in vLLM's extra configuration
 SERVER_URLS, TIMEOUT, HEARTBEAT = (
     PREFIX + name for name in ("server_urls", "mq_timeout", "heartbeat_interval")
 )
+CACHE = "xpu.cache"  # of a cache in the engine's process
 CONNECT_S = 60.0  # that a server has to listen
 TIMEOUT_S = HEARTBEAT_S = 10.0  # without settings
 REFUSED = ("lazy_offload", "eager_prefetch", "transfer_intermediate_tensors")
@@ -82,7 +85,7 @@ class LMCacheXPUServerConnector(StatsHooks, KVConnectorBase_V1, SupportsHMA):  #
         end_with_parent()
         versions.check(versions.installed())
         options = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        url = _checked_url(options)
+        url = None if CACHE in options else _checked_url(options)
         from lmcache_xpu.mp_connector.kv_cache_groups import block_tokens, cache_groups
         from lmcache_xpu.mp_connector.scheduler_half import SchedulerHalf
         from lmcache_xpu.mp_connector.server_client import KeyScope, ServerClient
@@ -93,11 +96,20 @@ class LMCacheXPUServerConnector(StatsHooks, KVConnectorBase_V1, SupportsHMA):  #
         groups = cache_groups(kv_cache_config)
         if len(groups) > 1:
             versions.check_groups(versions.installed())
-        await_server(url, CONNECT_S)
+        cache: str | LocalCache
+        if url is not None:
+            await_server(cache := url, CONNECT_S)
+        else:
+            from lmcache_xpu.mp_connector.local_cache import LocalCache, LocalCacheOptions
+
+            device = torch.device(current_platform.device_type)
+            cache = LocalCache.of_engine(
+                vllm_config, LocalCacheOptions.read(options[CACHE]), device
+            )
         super().__init__(vllm_config, role, kv_cache_config)
         is_worker = role is KVConnectorRole.WORKER
         client = ServerClient(
-            url,
+            cache,
             KeyScope.of(vllm_config),
             float(options.get(TIMEOUT, TIMEOUT_S)),
             BlockSizes(1, block_tokens(kv_cache_config)).alignment,

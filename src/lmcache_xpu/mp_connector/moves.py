@@ -23,7 +23,6 @@ from lmcache_xpu.mp_connector.group_copies import GroupCopies
 from lmcache_xpu.mp_connector.lent_memory import LentMemory
 from lmcache_xpu.mp_connector.load_questions import (
     LMCacheQuestions,
-    LoadQuestions,
     ModuleQuestions,
     Question,
     questions_of,
@@ -104,9 +103,8 @@ class Moves:
 
     @property
     def module(self) -> ModuleQuestions | None:
-        """This package's module of the server, with several KV cache groups."""
-        way = self._way
-        return way if isinstance(way, ModuleQuestions) and len(self._groups) > 1 else None
+        """This package's module of the server, if it has that."""
+        return self._way if isinstance(self._way, ModuleQuestions) else None
 
     def store(
         self, transfer: Transfer, key: Any, blocks: Sequence[list[int]], event: Event | None
@@ -124,7 +122,7 @@ class Moves:
         """
         chunks = [copies.chunks(ids) for copies, ids in zip(self._groups, blocks, strict=True)]
         begun, memory = time.monotonic(), self._server.lent  # a lost server is asked nothing
-        way, number = self._way_to_store, next(self._numbers)
+        way, number = self._way, next(self._numbers)
         asked = way.reserve(number, key, self._lacked(chunks))
         slots = way.reserved(self._server.answer(asked, lambda: transfer.is_cancelled))
         if not slots:
@@ -246,11 +244,6 @@ class Moves:
     def count_load(self, slots: ObjectSlots, seconds: float) -> None:
         """Count a load that has ended well."""
         self._count(LOAD_SERVER, slots, seconds)
-
-    @property
-    def _way_to_store(self) -> LoadQuestions:
-        """How to ask where to store: of one group LMCache is asked, which counts and logs it."""
-        return self.module or LMCacheQuestions(self._server.client, self._server.instance_id)
 
     def _lacked(self, chunks: Sequence[list[list[int]]]) -> list[list[int]]:
         """Return by group the chunks that do not hold what a hit needs.

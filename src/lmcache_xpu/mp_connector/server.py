@@ -41,8 +41,8 @@ class Server:
     Args:
         client: LMCache's.
         instance_id: of this worker.
-        healthy: set while the server answers. Cleared here when it does not; LMCache's heartbeat
-            sets it again, once it has registered anew.
+        healthy: set while the server answers. Cleared here when it does not; `ServerClient` sets
+            it again, once this worker is registered anew.
         device: that copies from and to lent memory.
         timeout_s: that the server has for an answer.
     """
@@ -61,6 +61,10 @@ class Server:
         self._healthy = healthy
         self.timeout_s = timeout_s
         self._memory: LentMemory | None = None
+
+    def lend(self, memory: LentMemory) -> None:
+        """Take the memory of a cache in this process."""
+        self._memory = memory
 
     def map(self, registered: Any) -> LentMemory | None:
         """Map the memory that a server lends, by its answer to a registration.
@@ -84,7 +88,7 @@ class Server:
         before = self._memory
         if before is not None and before.is_at(name, size):
             return None
-        self._memory = LentMemory(name, size, self.device)
+        self._memory = LentMemory.of_server(name, size, self.device)
         pinned = ", pinned" if self._memory.pinned else ""
         logger.info("LMCache's server lends %.1f GiB%s", size / 2**30, pinned)
         return before

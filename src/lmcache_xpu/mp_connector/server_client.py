@@ -22,6 +22,8 @@ from lmcache_xpu.versions.lmcache_server import ServerModuleCallRequest
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from lmcache_xpu.mp_connector.local_cache import LocalCache
+
 __all__ = ["KeyScope", "ServerClient"]
 
 HELLO_S = 1.0  # a server without any module is silent
@@ -72,7 +74,7 @@ class ServerClient:
     """Asks one server, and knows whether it answers.
 
     Args:
-        url: of the server.
+        cache: URL of a server, or a cache in this process.
         scope: what keys hold of the engine.
         timeout_s: seconds that the server has for an answer.
         alignment: tokens of which a chunk has to be a multiple.
@@ -83,6 +85,7 @@ class ServerClient:
         requests: LMCache's `RequestClient`.
         chunk_tokens: the server's tokens of a chunk.
         healthy: set while the server answers.
+        local: the cache in this process; None for a server.
 
     Raises:
         SettingsError: the server does not answer, or its chunks are no multiple.
@@ -90,7 +93,7 @@ class ServerClient:
 
     def __init__(
         self,
-        url: str,
+        cache: str | LocalCache,
         scope: KeyScope,
         timeout_s: float,
         alignment: int,
@@ -106,13 +109,18 @@ class ServerClient:
         self._is_closed = False
         self._ends = threading.Event()
         self._heartbeat: threading.Thread | None = None
-        self.requests: Any = lmcache_server.RequestClientFactory.create(url)
+        self.local = None if isinstance(cache, str) else cache
+        self.requests: Any = (
+            lmcache_server.RequestClientFactory.create(cache)
+            if isinstance(cache, str)
+            else cache.requests()
+        )
         try:
             self.chunk_tokens: int = self._asked_chunk_tokens()
         except TimeoutError:
             self.requests.close()
             raise SettingsError(
-                f"a server at {url} that is none of LMCache's, or hangs",
+                f"a server at {cache} that is none of LMCache's, or hangs",
                 f"one that answers within {timeout_s:.1f} s",
                 "Start it anew, or leave server_url unset and `lmcache-xpu serve` does.",
             ) from None
@@ -166,13 +174,15 @@ class ServerClient:
         recovered: Callable[[], bool] = lambda: True,
         lost: Callable[[], None] = lambda: None,
     ) -> None:
-        """Ping the server from now on, in a thread.
+        """Ping the server from now on, in a thread; a cache in this process answers always.
 
         Args:
             interval_s: seconds between pings, and for an answer.
             recovered: is called when a lost server answers look-ups again; whether it may be used.
             lost: is called after each ping that the server did not answer.
         """
+        if self.local is not None:
+            return
         self._heartbeat = threading.Thread(
             target=self._beat_until_end,
             args=(interval_s, recovered, lost),

@@ -116,11 +116,14 @@ class Transfers:
 
         Waits for the server; raises as `Server.map`.
         """
-        registration = payload(self._client, self.groups)
-        requests = self._client.requests
+        before, requests, local = None, self._client.requests, self._client.local
         self._registered = True
-        registered = requests.register_kv_cache_engine_driven_context(registration)
-        before = self._server.map(registered)
+        if local is None:
+            registration = payload(self._client, self.groups)
+            registered = requests.register_kv_cache_engine_driven_context(registration)
+            before = self._server.map(registered)
+        else:
+            self._server.lend(local.memory())
         self._moves.begin_with_server()
         if (module := self._moves.module) is not None:
             scope = self._client.scope
@@ -165,6 +168,8 @@ class Transfers:
             return
         if (module := self._moves.module) is not None:
             module.register(self._client.scope.model_name, self._client.scope.world_size, ends=True)
+        if self._client.local is not None:
+            return
         requests, worker = self._client.requests, self._server.instance_id
         ended = requests.unregister_kv_cache_engine_driven_context(worker)
         if not ended.wait(self._client.timeout_s):

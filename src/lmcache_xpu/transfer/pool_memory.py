@@ -213,10 +213,11 @@ class PoolMemory:
         self._pools: dict[int, mmap.mmap | SharedMemory] = {}
 
     @classmethod
-    def bind(cls, ops: Any, most: int, environ: Mapping[str, str], *, shared: bool = False) -> None:
-        """Let LMCache use it from now on; may be called again."""
-        if isinstance(getattr(ops.alloc_pinned_ptr, "__self__", None), cls):
-            return
+    def bind(cls, ops: Any, most: int, environ: Mapping[str, str], *, shared: bool = False) -> Self:
+        """Let LMCache use it from now on; may be called again. Returns what LMCache uses."""
+        bound = getattr(ops.alloc_pinned_ptr, "__self__", None)
+        if isinstance(bound, cls):
+            return bound
         pool = cls(ops, most, environ, shared=shared)
         # As LMCache binds the operations of its own extensions. Off CUDA it knows no NUMA nodes.
         names = SimpleNamespace(
@@ -226,6 +227,11 @@ class PoolMemory:
             free_pinned_numa_ptr=pool.free,
         )
         ops.bind_native(names)
+        return pool
+
+    def has_pinned(self, address: int) -> bool:
+        """Whether memory that LMCache has allocated here is pinned."""
+        return address not in self._pools
 
     def allocate(self, size: int, flags: int = 0) -> int:
         """Return the address of `size` bytes of zeros.

@@ -132,13 +132,18 @@ def check(versions: Versions, environment: Mapping[str, str] = os.environ) -> No
     )
 
 
+def serves_groups(versions: Versions) -> bool:
+    """Whether this vLLM, if any, can serve a model with several KV cache groups."""
+    return not versions.vllm or Version(versions.vllm) >= Version(GROUPS_SINCE_VLLM)
+
+
 def check_groups(versions: Versions) -> None:
-    """Refuse a vLLM that serves no model with several KV cache groups, by LMCache's server.
+    """Refuse a vLLM that serves no model with several KV cache groups.
 
     Raises:
         VersionError: names what is installed, and what is needed.
     """
-    if versions.vllm and Version(versions.vllm) < Version(GROUPS_SINCE_VLLM):
+    if not serves_groups(versions):
         raise VersionError(
             f"a model with windows or states, and vLLM {versions.vllm}",
             "one that is told which requests' loads failed",

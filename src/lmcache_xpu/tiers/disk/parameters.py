@@ -22,7 +22,7 @@ __all__ = ["DiskSettings", "check_hash"]
 logger = logging.getLogger("vllm.lmcache_xpu.disk")  # vLLM prints its own loggers only
 
 _PREFIX = "disk."
-_SERVER_NAMES = ("disk.path", "disk.gib", "disk.threads")
+_SERVER_NAMES = ("disk.path", "disk.gib", "disk.threads", "disk.engine")
 _SERVER_DIRECTORY = "kv-server"
 
 
@@ -131,7 +131,8 @@ class DiskSettings:
             SettingsError: the directory can't be used, or another process uses it.
         """
         self._check_owner()
-        store = ChunkStore(self.path / _SERVER_DIRECTORY, self.limit_bytes)
+        name = f"{_SERVER_DIRECTORY}-{self.engine}" if self.engine else _SERVER_DIRECTORY
+        store = ChunkStore(self.path / name, self.limit_bytes)
         self._log_room(store)
         return store
 
