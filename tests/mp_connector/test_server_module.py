@@ -47,6 +47,12 @@ class Storage:
         self.places: dict[Any, int] = {}
         self.locked: list[Any] = []
         self.written: list[Any] = []  # reserved, and not published
+        self.touched: list[Any] = []
+        self._l1_manager = SimpleNamespace(register_listener=lambda _: None, reserve_write=None)
+        self.l1_memory_desc = SimpleNamespace(align_bytes=1)
+
+    def touch_l1_keys(self, keys: list[Any]) -> None:
+        self.touched = keys
 
     def unsafe_read(self, keys: list[Any]) -> tuple[list[Any], list[Any]]:
         there = [key for key in keys if key in self.places]

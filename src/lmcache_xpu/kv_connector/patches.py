@@ -156,14 +156,14 @@ def _with_served_name(original: Callable[..., Any]) -> Callable[..., Any]:
     return staticmethod(labels)
 
 
+WORKER_HOOKS = Patch(
+    "vllm.v1.worker.worker_base",
+    "WorkerWrapperBase.__getattr__",
+    _hooking,
+    "its worker tells a connector never that the weights change, which cached KV would outlive",
+)
 PATCHES = (
-    Patch(
-        "vllm.v1.worker.worker_base",
-        "WorkerWrapperBase.__getattr__",
-        _hooking,
-        "its worker tells a connector of a step 8 ms after it could load, and never that the "
-        "weights change, which cached KV would outlive",
-    ),
+    WORKER_HOOKS,
     Patch(
         "vllm.v1.core.sched.scheduler",
         "Scheduler._handle_invalid_blocks",
@@ -209,6 +209,11 @@ def install() -> None:
         _installed = True
         for patch in PATCHES:
             wrapt.register_post_import_hook(patch, patch.module)
+
+
+def hook_workers() -> None:
+    """Let a connector of this process hear of changes of the weights; may be called again."""
+    wrapt.register_post_import_hook(WORKER_HOOKS, WORKER_HOOKS.module)
 
 
 def served_devices(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from types import FrameType
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.settings import Settings
+from lmcache_xpu.mp_connector.hit_places import EVICTION_POLICY, EVICTION_WATERMARK
 from lmcache_xpu.mp_connector.server_socket import SCHEME
 from lmcache_xpu.tiers.disk.server_option import server_option
 
@@ -71,7 +72,8 @@ def server_command(settings: Settings, socket: Path, pages: str = PAGES) -> list
         # Nobody can make a segment of that name first: the directory's is drawn at random.
         "--shm-name": socket.parent.name,
         "--supported-transfer-mode": "engine_driven",
-        "--eviction-policy": "LRU",
+        "--eviction-policy": EVICTION_POLICY,
+        "--eviction-trigger-watermark": EVICTION_WATERMARK,
         "--max-workers": 4,
         "--l1-write-ttl-seconds": LEASE_S,
     }

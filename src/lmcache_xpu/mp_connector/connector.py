@@ -29,6 +29,7 @@ from lmcache_xpu import versions
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.kv_connector import stats
 from lmcache_xpu.kv_connector.orphans import end_with_parent
+from lmcache_xpu.kv_connector.patches import hook_workers
 from lmcache_xpu.kv_connector.request_guard import guarded
 from lmcache_xpu.kv_connector.stats import StatsHooks
 
@@ -117,6 +118,7 @@ class LMCacheXPUServerConnector(StatsHooks, KVConnectorBase_V1, SupportsHMA):  #
         )
         beat_s = float(options.get(HEARTBEAT, HEARTBEAT_S))
         if is_worker:
+            hook_workers()
             self.worker_half = WorkerHalf(
                 vllm_config, kv_cache_config, options, client, groups, beat_s
             )
@@ -202,6 +204,10 @@ class LMCacheXPUServerConnector(StatsHooks, KVConnectorBase_V1, SupportsHMA):  #
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """What this process counted since the last call. The scheduler's half counts nothing."""
         return stats.take() if self._role is KVConnectorRole.WORKER else None
+
+    def change_weights(self) -> None:
+        """The weights are about to change; called by vLLM's worker, see `worker_hooks`."""
+        self.worker_half.change_weights()
 
     # The scheduler's half
 

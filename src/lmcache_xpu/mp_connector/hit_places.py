@@ -19,6 +19,8 @@ from typing import Any, NamedTuple, Self
 __all__ = [
     "ALIGN",
     "COMMIT",
+    "EVICTION_POLICY",
+    "EVICTION_WATERMARK",
     "HELLO",
     "LOCATE",
     "REGISTER",
@@ -35,6 +37,9 @@ HELLO, ALIGN, REGISTER, LOCATE, RELEASE, RESERVE, COMMIT = (
     f"lmcache_xpu.{name}_v3"
     for name in ("hello", "align", "register", "locate", "release", "reserve", "commit")
 )
+
+# LMCache's own eviction is off, see `room`: a policy that names nothing, at a usage that can't be.
+EVICTION_POLICY, EVICTION_WATERMARK = "noop", 2.0
 
 
 class Hit(NamedTuple):

@@ -62,6 +62,11 @@ class Keys:
         self._epochs.pool = pool
 
     @property
+    def epoch(self) -> int:
+        """Number of the current epoch."""
+        return self._epochs.current.number
+
+    @property
     def is_mixed(self) -> bool:
         """Whether vLLM's own prefix cache may hold blocks of an earlier epoch."""
         return self._epochs.is_mixed

@@ -34,6 +34,7 @@ from lmcache.v1.multiprocess.request_handler import iter_request_handlers
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.mp_connector.hit_places import EVICTION_POLICY, EVICTION_WATERMARK
 from lmcache_xpu.mp_connector.lent_memory import LentMemory
 from lmcache_xpu.mp_connector.server_module import HitPlaces
 from lmcache_xpu.tiers.disk.server_option import server_option
@@ -143,7 +144,7 @@ class LocalCache:
                     ),
                     write_ttl_seconds=LEASE_S,
                 ),
-                EvictionConfig("LRU"),
+                EvictionConfig(EVICTION_POLICY, EVICTION_WATERMARK),
                 L2AdaptersConfig(adapters),
                 prefetch_policy="retain",  # in memory what came from disk
             ),
@@ -192,6 +193,11 @@ class LocalCache:
         """Return the memory of chunks, pinned where that is possible."""
         pool = self._context.storage_manager.l1_memory_desc
         return LentMemory.at(pool.ptr, pool.size, self._device, is_pinned=self._is_pinned)
+
+    def memory_use(self) -> tuple[int, int]:
+        """Return the bytes of memory in use, and all of it."""
+        used, total = self._context.storage_manager.get_l1_usage()
+        return int(used), int(total)
 
     def _leave(self) -> None:
         with self._making:

@@ -240,6 +240,7 @@ class SchedulerHalf:
             begun.computed_hits,
             begun.number,
             self.promises.describe(),
+            self._keys.epoch,
         )
         if step.loads and (worker := self._worker) is not None:
             with guarded("begin_early"):  # else `begin_step` asks for all of it
@@ -256,11 +257,14 @@ class SchedulerHalf:
             written_blocks(output, [], self._sizes.block_tokens),
             output.total_num_scheduled_tokens,
             unserved=self.promises.describe(),
+            epoch=self._keys.epoch,
         )
 
     def end_step(self, report: WorkerReport, arrived: Iterable[str]) -> None:
         """Take what the workers report after a step, and whose loads have ended."""
         self.ways.end_step(report.step, arrived, report.speeds)
+        if report.outdated >= self._keys.epoch:
+            self.reset()
         for request_id in report.damaged:
             self._keys.damaged(request_id)
         for request_id in report.requests:

@@ -36,6 +36,7 @@ from lmcache_xpu.mp_connector.hit_places import (
     Reservation,
     sent_rows,
 )
+from lmcache_xpu.mp_connector.room import Room
 from lmcache_xpu.mp_connector.server_socket import listen_at, refuse_inline_tensors
 from lmcache_xpu.versions.lmcache_server import ServerModuleBase, make_key
 
@@ -56,11 +57,13 @@ class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]
 
     def __init__(self, context: Any, socket: str | None = None) -> None:
         self._context = context
+        self._room = Room(context.storage_manager)
         self._socket = socket
-        self._lock = threading.Lock()  # of the next five
+        self._lock = threading.Lock()  # of the next six
         self._is_aligned = False  # an engine has chosen the tokens of a chunk
         self._groups: dict[int, Groups] = {}  # by worker
         self._writes: dict[Hit, list[Any]] = {}  # keys of objects that a worker writes
+        self._prompts: dict[Hit, list[Any]] = {}  # keys of the whole prompts of these
         self._reads: dict[Hit, list[Any]] = {}  # keys of objects that a worker reads
         self._released: OrderedDict[Hit, None] = OrderedDict()  # before they were located
 
@@ -99,6 +102,8 @@ class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]
                 ]
                 for hits in (self._reads, self._writes)
             )
+            for hit in [hit for hit in self._prompts if hit.instance_id == instance_id]:
+                del self._prompts[hit]
             groups = self._groups.pop(instance_id, None)
         self._end(reads)
         if writes:
@@ -215,26 +220,36 @@ class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]
         """
         hit, sizes, skipped, tokens = Reservation.received(payload)
         key = make_key(tokens, **{name: getattr(hit, name) for name in hit._fields[2:-1]})
-        names = self._context.resolve_obj_keys(key, list(range(len(sizes))))
+        whole = dataclasses.replace(key, start=0)
+        prompt = self._context.resolve_obj_keys(whole, list(range(len(sizes))))
+        first, storage = hit.start // self._context.chunk_size, self._context.storage_manager
         rows, keys = [], []
-        for group, size in enumerate(sizes):
-            chunks = {name: at for at, name in enumerate(names[group]) if at not in skipped[group]}
-            storage = self._context.storage_manager
-            for name, obj in storage.reserve_write(list(chunks), _layout(size)).items():
-                keys.append(name)
-                rows.append((group, chunks[name], obj.shm_offset, obj.shm_byte_length))
+        in_order = [name for of_chunk in zip(*prompt, strict=True) for name in of_chunk]
+        with self._room.keeping(in_order):
+            for group, (size, names) in enumerate(zip(sizes, prompt, strict=True)):
+                chunks = {
+                    name: number
+                    for number, name in enumerate(names[first:])
+                    if number not in skipped[group]
+                }
+                for name, obj in storage.reserve_write(list(chunks), _layout(size)).items():
+                    keys.append(name)
+                    rows.append((group, chunks[name], obj.shm_offset, obj.shm_byte_length))
         with self._lock:
             self._writes[hit] = keys
+            self._prompts[hit] = in_order
         return sent_rows(rows)
 
     @server_module_handler(COMMIT)  # type: ignore[untyped-decorator]
     def commit(self, payload: bytes) -> bytes:
         """Publish chunks that are written; says whether they were still reserved."""
         with self._lock:
-            keys = self._writes.pop(Hit.received(payload), None)
+            hit = Hit.received(payload)
+            keys, prompt = self._writes.pop(hit, None), self._prompts.pop(hit, [])
         if keys is None:
             return b""
         self._context.storage_manager.finish_write(keys)
+        self._room.touch(prompt)
         return b"1"
 
     def _end(self, keys: list[Any]) -> None:

@@ -63,6 +63,7 @@ class Step(KVConnectorMetadata):  # type: ignore[misc]  # untyped base
         computed_hits: number of requests in it that are computed, though they could be loaded.
         number: by which workers report that it has ended; None if nobody asks.
         unserved: promised loads that are not described; they count as failed.
+        epoch: number of the epoch in which it was described; see `kv_connector.epochs`.
     """
 
     written: frozenset[int]
@@ -74,6 +75,7 @@ class Step(KVConnectorMetadata):  # type: ignore[misc]  # untyped base
     computed_hits: int = 0
     number: int | None = None
     unserved: Unserved = NOTHING_UNSERVED
+    epoch: int = 0
 
     def __post_init__(self) -> None:
         self.written |= self.unserved.all_blocks
@@ -120,6 +122,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # untyped 
         damaged: IDs of those of which the server has something that is not what it should be.
         speeds: of the last loads.
         step: number of the step that has ended; None if nobody asks.
+        outdated: number of the epoch in which the weights changed; -1 for none.
     """
 
     def __init__(
@@ -128,7 +131,9 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # untyped 
         damaged: Iterable[str] = (),
         speeds: LoadSpeeds = UNKNOWN,
         step: int | None = None,
+        outdated: int = -1,
     ) -> None:
+        self.outdated = outdated
         self.requests = frozenset(requests)
         self.damaged = frozenset(damaged)
         self.speeds = speeds
@@ -137,4 +142,8 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # untyped 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """What several workers said, as one; with several, no speed is asked for."""
         assert isinstance(other, WorkerReport)
-        return WorkerReport(self.requests | other.requests, self.damaged | other.damaged)
+        return WorkerReport(
+            self.requests | other.requests,
+            self.damaged | other.damaged,
+            outdated=max(self.outdated, other.outdated),
+        )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lmcache.integration.vllm.utils import calculate_draft_layers
@@ -20,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.kv_connector.garbage import GarbageCollection
+from lmcache_xpu.kv_connector.promises import Unserved
 from lmcache_xpu.kv_connector.step_metadata import IDLE_S, may_run_as_one_graph
 from lmcache_xpu.metrics import loaded
 from lmcache_xpu.mp_connector.group_copies import GroupCopies
@@ -79,6 +81,8 @@ class WorkerHalf:
         self._step: Step | None = None
         self._early: Step | None = None  # begun by a scheduler in this process
         self._failed: set[str] = set()
+        self._epoch = 0  # number of the last that was heard of
+        self._outdated = -1  # number of the epoch in which the weights changed
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take over the engine's KV cache, and tell the server of it.
@@ -118,6 +122,10 @@ class WorkerHalf:
         lent = None if self.transfers is None else self.transfers.pinned(address)
         return register_host(address, size, device) if lent is None else lent
 
+    def change_weights(self) -> None:
+        """The weights are about to change: nothing is loaded or stored until another epoch."""
+        self._outdated = self._epoch
+
     # Before a step, by a scheduler in this process
 
     def ask_early(self, load: TokenRange) -> None:
@@ -136,11 +144,14 @@ class WorkerHalf:
 
     def begin_step(self, step: Step) -> None:
         """Begin a step: loads inside it begin where the server has answered already."""
-        self._step = step
         loaded("computed", step.computed_hits)
-        if self._early is not step:
+        is_early, self._early = self._early is step, None
+        self._epoch = max(self._epoch, step.epoch)
+        if self._outdated >= self._epoch:
+            step, is_early = self._refused(step), False
+        self._step = step
+        if not is_early:
             self._ask_for(step)
-        self._early = None
         if (in_steps := self._in_steps) is not None:
             in_steps.begin_answered(step.tokens)
 
@@ -202,6 +213,21 @@ class WorkerHalf:
             in_steps.ask(load)
         in_steps.end_early()
 
+    def _refused(self, step: Step) -> Step:
+        """Return a step whose loads count as failed, and which stores nothing."""
+        blocks = frozenset().union(*map(self._loaded_blocks, step.loads))
+        waiting = {load.request_id: self._loaded_blocks(load) for load in step.waiting}
+        unserved = Unserved(step.unserved.blocks | blocks, {**step.unserved.waiting, **waiting})
+        return replace(step, stores=(), loads=(), waiting=(), sources={}, unserved=unserved)
+
+    def _loaded_blocks(self, load: TokenRange) -> frozenset[int]:
+        groups = [] if self.transfers is None else self.transfers.groups
+        return frozenset(
+            block
+            for copies in groups
+            for block in load.blocks[copies.group.number][load.kept // copies.group.block_tokens :]
+        )
+
     # What vLLM and the scheduler's half are told
 
     def take_unfilled(self) -> Collection[int]:
@@ -234,9 +260,10 @@ class WorkerHalf:
         if (transfers := self.transfers) is None:
             return WorkerReport(failed, step=number) if failed or number else None
         damaged, speeds = transfers.take_damaged(), transfers.take_speeds()
-        if not (failed or damaged or speeds.near or number):
+        outdated = self._outdated if self._outdated >= self._epoch else -1
+        if not (failed or damaged or speeds.near or number or outdated >= 0):
             return None
-        return WorkerReport(failed, damaged, speeds, number)
+        return WorkerReport(failed, damaged, speeds, number, outdated)
 
     def shutdown(self) -> None:
         """End the transfers, and tell the server; waits for copies under way."""

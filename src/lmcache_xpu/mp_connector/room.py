@@ -1,0 +1,92 @@
+"""Room in a cache's memory, made when it is needed: the end of the least recently used prompt goes.
+
+LMCache looks once a second whether its memory is full, and until then stores and loads nothing more
+(`L1EvictionController`, 0.5.6). Here whoever reserves memory evicts as much as is missing.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from lmcache.v1.distributed.error import L1Error
+from lmcache.v1.distributed.eviction import L1EvictionPolicy
+from lmcache.v1.distributed.eviction_policy import LRUEvictionPolicy
+
+__all__ = ["Room"]
+
+
+class Room:
+    """Evicts for one cache. Called by any thread.
+
+    Args:
+        storage: LMCache's storage manager, whose memory nobody has reserved yet.
+    """
+
+    def __init__(self, storage: Any) -> None:
+        self._storage = storage
+        self._kept = threading.local()  # keys that the calling thread's reservation leaves alone
+        self._policy = LRUEvictionPolicy()
+        self._memory = storage._l1_manager
+        self._align = storage.l1_memory_desc.align_bytes
+        self._memory.register_listener(L1EvictionPolicy(self._policy))
+        # LMCache's stores and its loads from other tiers reserve here.
+        self._reserve = self._memory.reserve_write
+        self._memory.reserve_write = self.reserve_write
+
+    def touch(self, prompt: Sequence[Any]) -> None:
+        """Count the keys of a prompt, in their order, as used now; its end is evicted first."""
+        self._storage.touch_l1_keys(list(prompt))
+
+    @contextmanager
+    def keeping(self, keys: Sequence[Any]) -> Iterator[None]:
+        """Let what this thread reserves take no room of these keys."""
+        self._kept.keys = set(keys)
+        try:
+            yield
+        finally:
+            self._kept.keys = set()
+
+    def reserve_write(
+        self, keys: list[Any], is_temporary: list[bool], layout_desc: Any, tag: str = ""
+    ) -> dict[Any, tuple[Any, Any]]:
+        """Reserve memory as LMCache's `L1Manager` does, and evict before what is in the way."""
+        temporary = dict(zip(keys, is_temporary, strict=True))
+        nbytes = self._nbytes(layout_desc)
+        self._evict(len(keys) * nbytes)
+        answers: dict[Any, tuple[Any, Any]] = self._reserve(keys, is_temporary, layout_desc, tag)
+        missing = [key for key in keys if answers[key][0] == L1Error.OUT_OF_MEMORY]
+        # LMCache gives room to all of them or to none.
+        fit = missing[: self._free // nbytes]
+        if fit and len(fit) < len(missing):
+            answers |= self._reserve(fit, [temporary[key] for key in fit], layout_desc, tag)
+        return answers
+
+    @property
+    def _free(self) -> int:
+        used, total = self._memory.get_memory_usage()
+        return int(total - used)
+
+    def _evict(self, nbytes: int) -> None:
+        """Evict until so many bytes are free, or nothing is left that may go."""
+        kept = getattr(self._kept, "keys", ())
+        while (missing := nbytes - self._free) > 0:
+            used, _ = self._memory.get_memory_usage()
+            actions = self._policy.get_eviction_actions(
+                min(1.0, missing / max(1, used)),
+                lambda key: key not in kept and self._memory.is_key_evictable(key),
+            )
+            answers = self._memory.delete([key for action in actions for key in action.keys])
+            if L1Error.SUCCESS not in answers.values():
+                return
+
+    def _nbytes(self, layout: Any) -> int:
+        """Return the bytes that an object takes."""
+        size: int = sum(
+            math.prod(shape) * dtype.itemsize
+            for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True)
+        )
+        return -(-size // self._align) * int(self._align)
