@@ -25,13 +25,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_model(EXACT, tmp_path_factory.mktemp("models")))
 
 
-MODES = "standard", pytest.param("layerwise", marks=pytest.mark.matrix)
-
-
-@pytest.fixture(scope="module", params=MODES)
-def place(request, model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    directory = tmp_path_factory.mktemp(request.param)
-    return model, str(directory / "disk"), str(directory / "reference.json"), request.param
+@pytest.fixture(scope="module")
+def place(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    directory = tmp_path_factory.mktemp("resets")
+    return model, str(directory / "disk"), str(directory / "reference.json"), "standard"
 
 
 @pytest.fixture(scope="module")

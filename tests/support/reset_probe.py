@@ -40,33 +40,35 @@ def change(worker):
             weight.data.mul_(1.25).add_(0.05)
 
 
-def stored(worker):
-    """Entries of the worker's own tiers: in memory, and files."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
+def local():
+    from support.server_workers import half
 
-    connector = get_kv_transfer_group()
-    connector.worker_side.in_flight.drain()
-    tiers = connector._lmcache_engine.lmcache_engine.storage_manager.storage_backends
-    files = list(tiers["disk"]._store.directory.glob("*.lmxkv"))
-    return [len(tiers["LocalCPUBackend"].get_keys()), len(files)]
+    return half()._client.local
+
+
+def disk_adapter():
+    [(_, adapter)] = local()._context.storage_manager.l2_adapters()
+    return adapter
+
+
+def stored(worker):
+    """What the engine's tiers have: bytes in memory, and files."""
+    from support.server_workers import half
+
+    half().drain()
+    for name in list(disk_adapter()._writes.pending):
+        disk_adapter()._writes.settle(name)
+    return [local().memory_use()[0], len(list(disk_adapter()._store.directory.glob("*.lmxkv")))]
 
 
 def leave_disk(worker):
     """Nothing but the disk tier has anything; it keeps the first that was stored under a key."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    connector = get_kv_transfer_group()
-    tiers = connector._lmcache_engine.lmcache_engine.storage_manager.storage_backends
-    for name in list(tiers["disk"]._writes.pending):
-        tiers["disk"]._writes.settle(name)
-    memory = tiers["LocalCPUBackend"]
-    memory.batched_remove(memory.get_keys())
+    stored(worker)
+    local()._context.storage_manager.clear(force=True)
 
 
 def pins(worker):
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    return len(get_kv_transfer_group()._lmcache_engine.lmcache_engine.lookup_pins)
+    return local()._context.storage_manager.report_status()["l1_manager"]["read_locked_count"]
 
 
 class Case:
@@ -141,8 +143,8 @@ def crowd(case: Case, change_weights: Callable[[], object]) -> dict:
     engine.ask_at_once(prompts)
     engine.forget()
     hits = engine.external_hits()
-    said, scheduler = begin(engine, prompts, steps=1), connector(engine).scheduler_side
-    while not scheduler._salts._looked_up:  # until somebody waits
+    said, scheduler = begin(engine, prompts, steps=1), connector(engine).scheduler_half
+    while not scheduler._lookups._lookups:  # until somebody waits
         assert engine.llm.llm_engine.has_unfinished_requests()
         advance(engine, said, 1)
     waiting = [name for name in said if any(r.startswith(name) for r in waits(engine))]

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from lmcache_xpu.mp_connector.local_cache import LocalCache
+    from lmcache_xpu.mp_connector.local_client import LocalClient
     from lmcache_xpu.mp_connector.scheduler_half import SchedulerHalf
     from lmcache_xpu.mp_connector.step import WorkerReport
     from lmcache_xpu.mp_connector.worker_half import WorkerHalf
@@ -97,25 +97,21 @@ class LMCacheXPUServerConnector(StatsHooks, KVConnectorBase_V1, SupportsHMA):  #
         groups = cache_groups(kv_cache_config)
         if len(groups) > 1:
             versions.check_groups(versions.installed())
-        cache: str | LocalCache
-        if url is not None:
-            await_server(cache := url, CONNECT_S)
+        alignment = BlockSizes(1, block_tokens(kv_cache_config)).alignment
+        is_worker = role is KVConnectorRole.WORKER
+        client: ServerClient | LocalClient
+        if url is None:
+            client = _local_client(vllm_config, options[CACHE], alignment)
         else:
-            from lmcache_xpu.mp_connector.local_cache import LocalCache, LocalCacheOptions
-
-            device = torch.device(current_platform.device_type)
-            cache = LocalCache.of_engine(
-                vllm_config, LocalCacheOptions.read(options[CACHE]), device
+            await_server(url, CONNECT_S)
+            client = ServerClient(
+                url,
+                KeyScope.of(vllm_config),
+                float(options.get(TIMEOUT, TIMEOUT_S)),
+                alignment,
+                new_instance_id() if is_worker else None,
             )
         super().__init__(vllm_config, role, kv_cache_config)
-        is_worker = role is KVConnectorRole.WORKER
-        client = ServerClient(
-            cache,
-            KeyScope.of(vllm_config),
-            float(options.get(TIMEOUT, TIMEOUT_S)),
-            BlockSizes(1, block_tokens(kv_cache_config)).alignment,
-            new_instance_id() if is_worker else None,
-        )
         beat_s = float(options.get(HEARTBEAT, HEARTBEAT_S))
         if is_worker:
             hook_workers()
@@ -284,6 +280,16 @@ class LMCacheXPUServerConnector(StatsHooks, KVConnectorBase_V1, SupportsHMA):  #
             False if the server did not give back the room of what was stored.
         """
         return self.scheduler_half.reset() if self._role is KVConnectorRole.SCHEDULER else None
+
+
+def _local_client(config: VllmConfig, options: dict[str, Any], alignment: int) -> LocalClient:
+    from lmcache_xpu.mp_connector.local_cache import LocalCache, LocalCacheOptions
+    from lmcache_xpu.mp_connector.local_client import LocalClient
+    from lmcache_xpu.mp_connector.server_client import KeyScope
+
+    device, checked = torch.device(current_platform.device_type), LocalCacheOptions.read(options)
+    local = LocalCache.of_engine(config, checked, device, alignment)
+    return LocalClient(local, KeyScope.of(config))
 
 
 def _checked_url(options: dict[str, Any]) -> str:

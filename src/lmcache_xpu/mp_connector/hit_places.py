@@ -29,6 +29,7 @@ __all__ = [
     "Groups",
     "Hit",
     "Reservation",
+    "needed_chunks",
     "rows_of",
     "sent_rows",
 ]
@@ -84,8 +85,7 @@ class Hit(NamedTuple):
 
     def chunks(self, chunk_tokens: int) -> list[range]:
         """Return by group the chunks that a hit needs, counted from the range's first one."""
-        count = (self.end - self.start) // chunk_tokens
-        return [range(max(0, count - window) if window else 0, count) for window in self.windows]
+        return needed_chunks((self.end - self.start) // chunk_tokens, self.windows)
 
 
 class Reservation(NamedTuple):
@@ -148,6 +148,16 @@ class Groups(NamedTuple):
     def sent(self) -> bytes:
         """Return its bytes."""
         return json.dumps(self).encode()
+
+
+def needed_chunks(count: int, windows: Sequence[int]) -> list[range]:
+    """Return by KV cache group the chunks that a hit needs.
+
+    Args:
+        count: chunks of the hit.
+        windows: by group, chunks at its end; 0 for all.
+    """
+    return [range(max(0, count - window) if window else 0, count) for window in windows]
 
 
 def sent_rows(rows: Iterable[Sequence[int]]) -> bytes:

@@ -32,7 +32,13 @@ __all__ = ["LMCacheQuestions", "LoadQuestions", "ModuleQuestions", "Question", "
 
 
 class LoadQuestions(Protocol):
-    """One way to ask. No call waits; each returns a future of LMCache's, but those that end."""
+    """One way to ask. No call waits; each returns a future of LMCache's, but those that end.
+
+    Attributes:
+        is_sealed: objects have seals, see `seals`: others write to the memory too.
+    """
+
+    is_sealed: bool
 
     def ask(self, number: int, key: Any) -> Any:
         """Ask where the chunks of LMCache's key are.
@@ -77,6 +83,8 @@ class LMCacheQuestions:
         instance_id: of the worker.
     """
 
+    is_sealed = True
+
     def __init__(self, client: Any, instance_id: int) -> None:
         self._client, self._instance_id = client, instance_id
 
@@ -118,6 +126,8 @@ class ModuleQuestions:
         sizes: by KV cache group, bytes of an object.
         windows: by group, chunks at the end of a hit that it needs; 0 for all.
     """
+
+    is_sealed = True
 
     def __init__(
         self, client: Any, instance_id: int, sizes: Sequence[int], windows: Sequence[int]

@@ -1,8 +1,10 @@
-"""LMCache's cache in the engine's process: the parts of its server, called without a socket.
+"""LMCache's tiers in the engine's process: its storage manager, asked without a server.
 
-The parts are LMCache's own: a context with its tiers, look-ups, and this package's module. A
-scheduler and a worker in one process share them, by the engine's ID in vLLM's configuration. So
-vLLM's engine has to have one worker, in its own process, as vLLM starts it for one device.
+    PromptKeys    LMCache's keys of a prompt's chunks, by KV cache group
+    LocalCache    find, locate, release; reserve, commit; forget
+
+A scheduler and a worker in one process share a cache, by the engine's ID in vLLM's configuration.
+So vLLM's engine has to have one worker, in its own process, as vLLM starts it for one device.
 """
 
 from __future__ import annotations
@@ -10,13 +12,20 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import torch
 from lmcache import device_ops
+from lmcache.v1.distributed.api import (
+    GroupedObjectKeys,
+    MemoryLayoutDesc,
+    ObjectKey,
+    PrefetchTaskSpec,
+)
+from lmcache.v1.distributed.bitmap_ops.fold import fold_unfold_grouped
 from lmcache.v1.distributed.config import (
     EvictionConfig,
     L1ManagerConfig,
@@ -25,18 +34,17 @@ from lmcache.v1.distributed.config import (
 )
 from lmcache.v1.distributed.l2_adapters.config import L2AdaptersConfig
 from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
-from lmcache.v1.multiprocess.engine_context import MPCacheServerContext
-from lmcache.v1.multiprocess.ext_server_module import build_server_module_router
-from lmcache.v1.multiprocess.futures import MessagingFuture
-from lmcache.v1.multiprocess.modules.lookup import LookupModule
-from lmcache.v1.multiprocess.modules.management import ManagementModule
-from lmcache.v1.multiprocess.request_handler import iter_request_handlers
+from lmcache.v1.distributed.storage_manager import StorageManager
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.mp_connector.hit_places import EVICTION_POLICY, EVICTION_WATERMARK
+from lmcache_xpu.mp_connector.hit_places import (
+    EVICTION_POLICY,
+    EVICTION_WATERMARK,
+    needed_chunks,
+)
 from lmcache_xpu.mp_connector.lent_memory import LentMemory
-from lmcache_xpu.mp_connector.server_module import HitPlaces
+from lmcache_xpu.mp_connector.room import Room
 from lmcache_xpu.tiers.disk.server_option import server_option
 from lmcache_xpu.transfer.devices import is_host, most_pinned
 from lmcache_xpu.transfer.pool_memory import PoolMemory
@@ -44,9 +52,12 @@ from lmcache_xpu.transfer.pool_memory import PoolMemory
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["LocalCache", "LocalCacheOptions"]
+__all__ = ["LocalCache", "LocalCacheOptions", "PromptKeys", "Rows"]
 
+FORGET_S = 1.0
 LEASE_S = 30  # of memory for a write, as LMCache's server has it; see `launch.cache_server`
+
+Rows = list[tuple[int, int, int, int]]  # group, chunk, offset and length of an object
 
 
 class LocalCacheOptions(BaseModel):
@@ -85,85 +96,102 @@ class LocalCacheOptions(BaseModel):
             ) from None
 
 
-class DirectRequests:
-    """LMCache's `RequestClient`, whose requests the calling thread answers before a call returns.
-
-    Each method of the protocol has the name of its operation, and returns LMCache's future.
+class PromptKeys:
+    """LMCache's keys of a prompt's chunks.
 
     Args:
-        modules: of LMCache's server, whose handlers answer.
-        close: is called once by `close`.
+        model_name: of the engine's model.
+        salt: what sets the prompt's KV apart beside its tokens.
+
+    Attributes:
+        by_group: by KV cache group, the keys in the order of chunks.
     """
 
-    def __init__(self, modules: Sequence[Any], close: Callable[[], None]) -> None:
-        self.close = close
-        for module in modules:
-            for bound in iter_request_handlers(module):
-                setattr(self, bound.operation, partial(_answered, bound.handler))
+    def __init__(self, model_name: str, salt: str, groups: int) -> None:
+        self._names = model_name, salt
+        self.by_group: list[list[ObjectKey]] = [[] for _ in range(groups)]
+
+    def __len__(self) -> int:
+        """Return the number of chunks."""
+        return len(self.by_group[0])
+
+    def extend(self, hashes: Sequence[bytes]) -> None:
+        """Add chunks, by the hashes of all tokens up to the end of each."""
+        model_name, salt = self._names
+        for group, keys in enumerate(self.by_group):
+            keys += [ObjectKey(name, model_name, 0, group, salt) for name in hashes]
+
+    def in_order(self, chunks: int) -> list[ObjectKey]:
+        """Return the keys of the first chunks, those of one chunk together."""
+        groups = [keys[:chunks] for keys in self.by_group]
+        return [key for of_chunk in zip(*groups, strict=True) for key in of_chunk]
 
 
-def _answered(handler: Callable[..., Any], *arguments: Any, **named: Any) -> MessagingFuture[Any]:
-    answer: MessagingFuture[Any] = MessagingFuture()
-    try:
-        answer.set_result(handler(*arguments, **named))
-    except Exception as error:  # as it would come from a server
-        answer.set_exception(error)
-    return answer
+class Range(NamedTuple):
+    """Chunks of a prompt, from one up to another."""
+
+    prompt: PromptKeys
+    start: int
+    end: int
 
 
 class LocalCache:
-    """The tiers of one engine, and what answers its scheduler and its worker.
+    """The tiers of one engine. Called by any thread.
 
     Args:
         options: of the cache.
         device: that copies from and to its memory.
+        model_name: as keys have it.
+        alignment: tokens of which a chunk is a multiple.
+        windows: by KV cache group, chunks at the end of a hit that it needs; 0 for all.
         engine: number of the engine among those that share the disk.
     """
 
     _of_engines: ClassVar[dict[str, Self]] = {}
     _making: ClassVar[threading.Lock] = threading.Lock()
 
-    def __init__(self, options: LocalCacheOptions, device: torch.device, engine: int = 0) -> None:
+    def __init__(
+        self,
+        options: LocalCacheOptions,
+        device: torch.device,
+        model_name: str,
+        alignment: int = 1,
+        engine: int = 0,
+    ) -> None:
+        self.chunk_tokens = -(-options.chunk_tokens // alignment) * alignment
+        self.model_name = model_name
         self._users = 0
         self._device = device
+        self._lock = threading.Lock()  # of the next two
+        self._reads: dict[int, list[ObjectKey]] = {}  # by number of the question
+        self._writes: dict[int, tuple[list[ObjectKey], list[ObjectKey]]] = {}  # and the prompt's
+        self._layouts: list[Any] = []
+        self._windows: Sequence[int] = ()
         # On CPU nothing is pinned, and LMCache's own allocation does.
         pools = None
         if not is_host(device):
             pools = PoolMemory.bind(device_ops, most_pinned(device) or 0, os.environ)
         adapters = []
         if options.disk_path is not None:
-            spec = json.loads(
-                server_option(options.disk_path, options.disk_gib or 0, engine=engine)
-            )
-            adapters.append(PluginL2AdapterConfig.from_dict(spec))
-        self._context = MPCacheServerContext(
+            option = server_option(options.disk_path, options.disk_gib or 0, engine=engine)
+            adapters.append(PluginL2AdapterConfig.from_dict(json.loads(option)))
+        self.has_other_tiers = bool(adapters)
+        memory = L1MemoryManagerConfig(int(options.cpu_gib * 2**30), use_lazy=False, shm_name="")
+        self._storage = StorageManager(
             StorageManagerConfig(
-                L1ManagerConfig(
-                    L1MemoryManagerConfig(
-                        int(options.cpu_gib * 2**30), use_lazy=False, shm_name=""
-                    ),
-                    write_ttl_seconds=LEASE_S,
-                ),
+                L1ManagerConfig(memory, write_ttl_seconds=LEASE_S),
                 EvictionConfig(EVICTION_POLICY, EVICTION_WATERMARK),
                 L2AdaptersConfig(adapters),
                 prefetch_policy="retain",  # in memory what came from disk
-            ),
-            chunk_size=options.chunk_tokens,
-            separate_object_groups=True,
+            )
         )
-        address = self._context.storage_manager.l1_memory_desc.ptr
+        self._room = Room(self._storage)
+        address = self._storage.l1_memory_desc.ptr
         self._is_pinned = pools is not None and pools.has_pinned(address)
-        places = HitPlaces(self._context)
-        self._modules = [
-            LookupModule(self._context),
-            ManagementModule(self._context),
-            places,
-            build_server_module_router(self._context, [places]),
-        ]
 
     @classmethod
     def of_engine(
-        cls, config: VllmConfig, options: LocalCacheOptions, device: torch.device
+        cls, config: VllmConfig, options: LocalCacheOptions, device: torch.device, alignment: int
     ) -> Self:
         """Return the cache of an engine, made by the first of its halves that asks.
 
@@ -177,35 +205,182 @@ class LocalCache:
                 "one device",
                 "Use a server: `lmcache-xpu serve` starts one, with --cache server.",
             )
-        name = config.kv_transfer_config.engine_id
+        name, model = config.kv_transfer_config.engine_id, config.model_config.model
         with cls._making:
             if name not in cls._of_engines:
-                cls._of_engines[name] = cls(options, device, parallel.data_parallel_index)
+                number = parallel.data_parallel_index
+                cls._of_engines[name] = cls(options, device, model, alignment, number)
             cache = cls._of_engines[name]
             cache._users += 1
         return cache
 
-    def requests(self) -> DirectRequests:
-        """Return a client for one half of the connector; the last that is closed ends the cache."""
-        return DirectRequests(self._modules, self._leave)
+    def register(self, sizes: Sequence[int], windows: Sequence[int]) -> None:
+        """Learn what is stored.
+
+        Args:
+            sizes: by KV cache group, bytes of an object.
+            windows: by group, chunks at the end of a hit that it needs; 0 for all.
+        """
+        self._windows = tuple(windows)
+        self._layouts = [MemoryLayoutDesc([torch.Size([size])], [torch.uint8]) for size in sizes]
 
     def memory(self) -> LentMemory:
         """Return the memory of chunks, pinned where that is possible."""
-        pool = self._context.storage_manager.l1_memory_desc
+        pool = self._storage.l1_memory_desc
         return LentMemory.at(pool.ptr, pool.size, self._device, is_pinned=self._is_pinned)
 
     def memory_use(self) -> tuple[int, int]:
         """Return the bytes of memory in use, and all of it."""
-        used, total = self._context.storage_manager.get_l1_usage()
+        used, total = self._storage.get_l1_usage()
         return int(used), int(total)
 
-    def _leave(self) -> None:
+    # Look-ups
+
+    def prompt_keys(self, salt: str) -> PromptKeys:
+        """Return the keys of a prompt, which has no chunks yet."""
+        return PromptKeys(self.model_name, salt, max(1, len(self._layouts)))
+
+    def find(self, prompt: PromptKeys, chunks: int, *, in_memory: bool) -> Any:
+        """Begin to look for the first chunks of a prompt, and to lock what may be hit.
+
+        Args:
+            prompt: the keys.
+            chunks: number of chunks.
+            in_memory: nothing is loaded from other tiers, and `hit_chunks` knows at once.
+        """
+        rows = [
+            GroupedObjectKeys(keys[:chunks], group, layout, window or -1)
+            for group, (keys, layout, window) in enumerate(
+                zip(prompt.by_group, self._layouts, self._windows, strict=True)
+            )
+        ]
+        return self._storage.submit_prefetch_task(PrefetchTaskSpec(rows), skip_l2=in_memory)
+
+    def hit_chunks(self, handle: Any) -> int | None:
+        """Return the chunks of a hit, once; None while other tiers are read."""
+        result = self._storage.query_prefetch_status(handle)
+        if result is None:
+            return None
+        hit, _ = fold_unfold_grouped(result.hit_cells, [each or -1 for each in self._windows])
+        return int(hit)
+
+    def unlock(self, prompt: PromptKeys, hit: int, first: int, last: int) -> None:
+        """Let chunks be evicted that a look-up has locked.
+
+        Args:
+            prompt: the keys.
+            hit: number of chunks of the hit.
+            first, last: of these chunks; the last is not among them.
+        """
+        keys = [
+            keys[chunk]
+            for keys, chunks in zip(prompt.by_group, needed_chunks(hit, self._windows), strict=True)
+            for chunk in chunks
+            if first <= chunk < last
+        ]
+        self._release(keys)
+
+    # Loads
+
+    def locate(self, number: int, chunks: Range) -> Rows | None:
+        """Return where the chunks of a hit are, locked until `release`; None if one is missing.
+
+        Args:
+            number: of the question, which no other has.
+            chunks: the end of the hit.
+        """
+        needed = needed_chunks(chunks.end - chunks.start, self._windows)
+        places = {
+            keys[chunks.start + chunk]: (group, chunk)
+            for group, (keys, of_group) in enumerate(
+                zip(chunks.prompt.by_group, needed, strict=True)
+            )
+            for chunk in of_group
+        }
+        keys, objects = self._storage.unsafe_read(list(places))
+        if len(keys) < len(places):
+            self._release(keys)
+            return None
+        with self._lock:
+            self._reads[number] = keys
+        return sorted(
+            (*places[key], each.shm_offset, each.shm_byte_length)
+            for key, each in zip(keys, objects, strict=True)
+        )
+
+    def release(self, number: int) -> None:
+        """Unlock what a question has located; nothing of it is read any more."""
+        with self._lock:
+            keys = self._reads.pop(number, [])
+        self._release(keys)
+
+    # Stores
+
+    def reserve(self, number: int, chunks: Range, skipped: Sequence[Sequence[int]]) -> Rows:
+        """Return where to store chunks that are not there, as far as there is room.
+
+        Nobody finds them until `commit`.
+
+        Args:
+            number: of the question, which no other has.
+            chunks: of the prompt.
+            skipped: by group, chunks that the worker does not have, counted from the first.
+        """
+        rows: Rows = []
+        written: list[ObjectKey] = []
+        in_order = chunks.prompt.in_order(chunks.end)
+        with self._room.keeping(in_order):
+            for group, (keys, layout) in enumerate(
+                zip(chunks.prompt.by_group, self._layouts, strict=True)
+            ):
+                places = {
+                    key: chunk
+                    for chunk, key in enumerate(keys[chunks.start : chunks.end])
+                    if chunk not in skipped[group]
+                }
+                for key, each in self._storage.reserve_write(list(places), layout).items():
+                    written.append(key)
+                    rows.append((group, places[key], each.shm_offset, each.shm_byte_length))
+        with self._lock:
+            self._writes[number] = written, in_order
+        return sorted(rows)
+
+    def commit(self, number: int) -> bool:
+        """Publish chunks that are written; whether they were reserved."""
+        with self._lock:
+            written, in_order = self._writes.pop(number, ([], []))
+        if written:
+            self._storage.finish_write(written)
+            self._room.touch(in_order)
+        return bool(written)
+
+    # The end
+
+    def forget(self) -> bool:
+        """Remove all that the engine has stored; whether nothing is left.
+
+        Called by the engine's thread, once no transfer is on its way. Chunks that are loaded later
+        stay, as far as they are locked; nothing finds them by the keys of another epoch.
+        """
+        adapters = [each for _, each in self._storage.l2_adapters() if hasattr(each, "forget")]
+        self._storage.clear()
+        gone = [adapter.forget(self.model_name) for adapter in adapters]
+        deadline = time.monotonic() + FORGET_S  # LMCache unlocks what it has written to a disk
+        while self._storage.get_l1_usage()[0] and time.monotonic() < deadline:
+            self._storage.clear()
+            time.sleep(0.05)
+        return all([*gone, *(adapter.forget(self.model_name) for adapter in adapters)])
+
+    def close(self) -> None:
+        """End one half's use of the cache; the last one ends the cache."""
         with self._making:
             self._users -= 1
             if self._users:
                 return
             for name in [name for name, cache in self._of_engines.items() if cache is self]:
                 del self._of_engines[name]
-        for module in self._modules:
-            module.close()
-        self._context.close()
+        self._storage.close()
+
+    def _release(self, keys: list[ObjectKey]) -> None:
+        if keys:
+            self._storage.finish_read_prefetched(keys)

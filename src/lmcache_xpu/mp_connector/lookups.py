@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lmcache_xpu.metrics import LOAD_SERVER
@@ -41,6 +41,7 @@ _POLL_S = 0.0002
 
 @dataclass(slots=True)
 class _LookUp:
+    tokens: TokenRange
     asked: Any  # LMCache's future of the question under way
     since: float  # when that was asked
     locks: bool = False  # the first answer is there: the server looks, and locks what it has
@@ -65,10 +66,9 @@ class LookUps:
     def end_step(self) -> None:
         """End a step of vLLM: the patience of the next one is whole."""
         self._patient_until = None
-        for request_id, lookup in list(self._ending.items()):
-            if lookup.asked.query() or not self._client.healthy.is_set():
-                del self._ending[request_id]
-                self._end_session(request_id)
+        if self._ending:
+            self._take_answers()
+            self._end_answered()
 
     def begin(self, tokens: TokenRange) -> None:
         """Ask for a request that has arrived, unless `MOST_BEGUN` others are looked up.
@@ -114,19 +114,34 @@ class LookUps:
         """Forget a request's look-up."""
         self._lookups.pop(request_id, None)
 
-    def release(self, tokens: TokenRange) -> None:
-        """Let the server evict chunks that a look-up has locked."""
+    def give_back(self, request_id: str) -> None:
+        """Forget a request's look-up, and let the server evict what it has locked."""
+        lookup = self._lookups.pop(request_id, None)
+        if lookup is not None and lookup.hit_tokens:
+            self.release(replace(lookup.tokens, end=lookup.hit_tokens), lookup.hit_tokens)
+
+    def release(self, tokens: TokenRange, hit_tokens: int) -> None:
+        """Let the server evict chunks of a hit that a look-up has locked.
+
+        Args:
+            tokens: a range of the hit.
+            hit_tokens: of the hit, which the server knows itself.
+        """
         if self._client.healthy.is_set() and tokens.end > tokens.start:
             key = self._client.key(tokens, worker=False)
             self._client.requests.free_lookup_locks(key, self._client.scope.tensor_parallel)
 
     def end(self, request_id: str) -> None:
-        """End the server's session of a request, once no question of it is under way."""
-        lookup = self._lookups.pop(request_id, None)
-        if lookup is None or lookup.asked.query():
+        """End the server's session of a request, and the locks of a look-up that nobody used.
+
+        Where the server still looks, it ends with a later step.
+        """
+        if (lookup := self._lookups.pop(request_id, None)) is None:
             self._end_session(request_id)
         else:
             self._ending[request_id] = lookup
+            self._take_answers()
+            self._end_answered()
 
     def clear(self) -> bool:
         """Let the server give back the room of what nobody reads; whether it did. Waits."""
@@ -145,12 +160,20 @@ class LookUps:
         if lookup is None:
             key = self._client.key(tokens, worker=False)
             asked = self._client.requests.lookup(key, self._client.scope.tensor_parallel)
-            lookup = self._lookups[tokens.request_id] = _LookUp(asked, time.monotonic())
+            lookup = self._lookups[tokens.request_id] = _LookUp(tokens, asked, time.monotonic())
         return lookup
+
+    def _end_answered(self) -> None:
+        for request_id, lookup in list(self._ending.items()):
+            if lookup.hit_tokens is not None or not self._client.healthy.is_set():
+                del self._ending[request_id]
+                if lookup.hit_tokens:
+                    self.release(replace(lookup.tokens, end=lookup.hit_tokens), lookup.hit_tokens)
+                self._end_session(request_id)
 
     def _take_answers(self) -> None:
         """Take the answers that have come, of all requests; the next question of each leaves."""
-        for request_id, lookup in self._lookups.items():
+        for request_id, lookup in (*self._lookups.items(), *self._ending.items()):
             if lookup.hit_tokens is not None:
                 continue
             if not lookup.asked.query():

@@ -20,13 +20,16 @@ import torch
 from lmcache_xpu.errors import TransferError
 from lmcache_xpu.metrics import LOAD_SERVER, STORE_SERVER, Flow
 from lmcache_xpu.mp_connector.group_copies import GroupCopies
+from lmcache_xpu.mp_connector.hit_places import needed_chunks
 from lmcache_xpu.mp_connector.lent_memory import LentMemory
 from lmcache_xpu.mp_connector.load_questions import (
     LMCacheQuestions,
+    LoadQuestions,
     ModuleQuestions,
     Question,
     questions_of,
 )
+from lmcache_xpu.mp_connector.local_client import LocalQuestions
 from lmcache_xpu.mp_connector.object_slots import ObjectSlots
 from lmcache_xpu.mp_connector.seals import Seals, break_seal, seal, seals_at, seals_of
 from lmcache_xpu.mp_connector.server import GivenUpError, Server, check_lease
@@ -43,13 +46,13 @@ class Located(NamedTuple):
         slots: the server's answer.
         objects: by group, in the order of chunks.
         pool: all that the server lends.
-        seals: that the objects should have, one after another.
+        seals: that the objects should have, one after another; None for none.
     """
 
     slots: ObjectSlots
     objects: list[list[torch.Tensor]]
     pool: torch.Tensor
-    seals: bytes
+    seals: bytes | None
 
     def check(self) -> None:
         """Compare the seals.
@@ -57,7 +60,7 @@ class Located(NamedTuple):
         Raises:
             GivenUpError: an object is not what it should be.
         """
-        if seals_at(self.pool, self.slots.ends) != self.seals:
+        if self.seals is not None and seals_at(self.pool, self.slots.ends) != self.seals:
             raise GivenUpError("damaged")
 
 
@@ -81,9 +84,8 @@ class Moves:
         self._server = server
         self._groups = groups
         self.chunk_tokens = chunk_tokens
-        self._way: LMCacheQuestions | ModuleQuestions = LMCacheQuestions(
-            server.client, server.instance_id
-        )
+        self._windows = [copies.window_chunks for copies in groups]
+        self._way: LoadQuestions = LMCacheQuestions(server.client, server.instance_id)
         self._stream = SideStream(server.device, urgent=False)
 
     def begin_with_server(self) -> None:
@@ -92,13 +94,13 @@ class Moves:
         Raises:
             SettingsError: it knows one KV cache group alone.
         """
-        server = self._server
+        server, sizes = self._server, [copies.object_bytes for copies in self._groups]
+        if (local := server.local) is not None:
+            local.register(sizes, self._windows)
+            self._way = LocalQuestions(local, len(sizes))
+            return
         self._way = questions_of(
-            server.client,
-            server.instance_id,
-            [copies.object_bytes for copies in self._groups],
-            [copies.window_chunks for copies in self._groups],
-            server.timeout_s,
+            server.client, server.instance_id, sizes, self._windows, server.timeout_s
         )
 
     @property
@@ -136,8 +138,9 @@ class Moves:
             if event is not None:
                 event.wait()
             for group, copies in enumerate(self._groups):
-                for obj in objects[group]:
-                    break_seal(obj)
+                if way.is_sealed:
+                    for obj in objects[group]:
+                        break_seal(obj)
                 copies.follow_engine()
                 stored = [chunks[group][chunk] for chunk in slots.chunks(group)]
                 handles += copies.store(stored, objects[group]) if stored else []
@@ -145,9 +148,10 @@ class Moves:
         for handle in handles:
             handle.transfer.done.synchronize()
         check_lease(begun)
-        sealed = _of_objects(self.seals(key), slots)
-        for obj, digest in zip(itertools.chain(*objects), sealed, strict=True):
-            seal(obj, digest)
+        if (seals := self.seals(key)) is not None:
+            digests = _of_objects(seals, slots)
+            for obj, digest in zip(itertools.chain(*objects), digests, strict=True):
+                seal(obj, digest)
         if not way.is_committed(self._server.answer(way.commit(number, key))):
             raise GivenUpError("refused")
         self._count(STORE_SERVER, slots, time.monotonic() - begun)
@@ -209,14 +213,16 @@ class Moves:
         """Tell the server that nothing of an answer is read any more; waits for no answer."""
         asked.way.end(asked.number, asked.key)
 
-    def seals(self, key: Any) -> Seals:
+    def seals(self, key: Any) -> Seals | None:
         """Return the seals of a key's chunks, by group; best while the server looks them up.
 
-        Of 61,440 tokens they take milliseconds.
+        Of 61,440 tokens they take milliseconds. None where nobody else writes to the memory.
         """
+        if not self._way.is_sealed:
+            return None
         return [seals_of(key, self.chunk_tokens, copies.layout) for copies in self._groups]
 
-    def locate(self, asked: Question, slots: ObjectSlots, seals: Seals) -> Located:
+    def locate(self, asked: Question, slots: ObjectSlots, seals: Seals | None) -> Located:
         """Return what an answer names, and compare the seals.
 
         Args:
@@ -229,15 +235,14 @@ class Moves:
             TransferError: other chunks than a hit needs.
         """
         count = (asked.key.end - asked.key.start) // self.chunk_tokens
-        for number, copies in enumerate(self._groups):
-            window = copies.window_chunks
-            expected = list(range(max(0, count - window) if window else 0, count))
-            if slots.chunks(number) != expected:
+        for number, expected in enumerate(needed_chunks(count, self._windows)):
+            if slots.chunks(number) != list(expected):
                 raise TransferError(
                     f"chunks {slots.chunks(number)} of group {number}", f"chunks {expected}"
                 )
         objects = self._objects(asked.memory, slots)
-        located = Located(slots, objects, asked.memory.pool, b"".join(_of_objects(seals, slots)))
+        digests = None if seals is None else b"".join(_of_objects(seals, slots))
+        located = Located(slots, objects, asked.memory.pool, digests)
         located.check()
         return located
 

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from lmcache_xpu.mp_connector.group_copies import GroupCopies
+from lmcache_xpu.mp_connector.local_client import LocalClient
 from lmcache_xpu.mp_connector.server_client import ServerClient
 from lmcache_xpu.versions.lmcache_server import RegisterEngineDrivenContextPayload
 
 __all__ = ["payload"]
 
 
-def payload(client: ServerClient, groups: Sequence[GroupCopies]) -> Any:
+def payload(client: ServerClient | LocalClient, groups: Sequence[GroupCopies]) -> Any:
     """Return LMCache's registration of a worker."""
     return RegisterEngineDrivenContextPayload(
         instance_id=client.instance_id,

@@ -31,7 +31,7 @@ class Room:
         self._kept = threading.local()  # keys that the calling thread's reservation leaves alone
         self._policy = LRUEvictionPolicy()
         self._memory = storage._l1_manager
-        self._align = storage.l1_memory_desc.align_bytes
+        self._align: int = storage.l1_memory_desc.align_bytes
         self._memory.register_listener(L1EvictionPolicy(self._policy))
         # LMCache's stores and its loads from other tiers reserve here.
         self._reserve = self._memory.reserve_write
@@ -89,4 +89,4 @@ class Room:
             math.prod(shape) * dtype.itemsize
             for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True)
         )
-        return -(-size // self._align) * int(self._align)
+        return -(-size // self._align) * self._align

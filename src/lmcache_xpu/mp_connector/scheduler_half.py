@@ -25,9 +25,15 @@ from lmcache_xpu.kv_connector.step_metadata import without
 from lmcache_xpu.mp_connector.hit_ways import HitWays
 from lmcache_xpu.mp_connector.keys import Keys
 from lmcache_xpu.mp_connector.kv_cache_groups import block_tokens
+from lmcache_xpu.mp_connector.local_client import LocalLookUps
 from lmcache_xpu.mp_connector.lookups import LookUps
 from lmcache_xpu.mp_connector.step import Step, TokenRange, WorkerReport, written_blocks
-from lmcache_xpu.mp_connector.tracked_request import BlockSizes, Stage, TrackedRequest
+from lmcache_xpu.mp_connector.tracked_request import (
+    BlockSizes,
+    ChunkNames,
+    Stage,
+    TrackedRequest,
+)
 from lmcache_xpu.transfer.tuning import tuning_of
 
 if TYPE_CHECKING:
@@ -38,6 +44,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
+    from lmcache_xpu.mp_connector.local_client import LocalClient
     from lmcache_xpu.mp_connector.server_client import ServerClient
     from lmcache_xpu.mp_connector.worker_half import WorkerHalf
 
@@ -63,20 +70,22 @@ class SchedulerHalf:
         config: VllmConfig,
         kv_cache_config: KVCacheConfig,
         options: Mapping[str, Any],
-        client: ServerClient,
+        client: ServerClient | LocalClient,
         groups: int,
     ) -> None:
+        sizes = BlockSizes.of(config, block_tokens(kv_cache_config), client.chunk_tokens)
         self.collection = GarbageCollection()
         self.ways = HitWays()
-        self.promises = Promises(block_tokens(kv_cache_config)[0] if groups == 1 else None)
+        self.promises = Promises(sizes.block_tokens[0] if groups == 1 else None)
         self._config = config
         self._client = client
-        self._sizes = BlockSizes.of(config, block_tokens(kv_cache_config), client.chunk_tokens)
-        self._lookups = LookUps(client)
+        self._sizes = sizes
+        self._lookups = LookUps(client) if client.local is None else LocalLookUps(client.local)
         self._keys = Keys(config, kv_cache_config, client.chunk_tokens)
         self._requests: dict[str, TrackedRequest] = {}
         self._given_up: set[str] = set()  # requests for which nothing is looked up
         self._pool: BlockPool | None = None
+        self._hashed_tokens = self._sizes.block_tokens[0]  # of a block that vLLM hashes
         self._loads = options.get(LOADS, "auto")
         self._stores_answers = bool(options.get(ANSWERS, False))
         self._stores = config.kv_transfer_config.is_kv_producer
@@ -95,6 +104,7 @@ class SchedulerHalf:
         """Take vLLM's pool of blocks."""
         self._keys.bind(pool)
         self._pool = pool
+        self._hashed_tokens = getattr(pool, "hash_block_size", self._hashed_tokens)
 
     def load_in_steps(self) -> None:
         """Let loads be inside steps, where they can: requests whose load fails begin anew."""
@@ -179,7 +189,8 @@ class SchedulerHalf:
         loads = tokens > 0 and tracked.load() is not None
         tracked.stage = Stage.LOADING if loads else Stage.COMPUTED
         self._lookups.forget(name)
-        self._lookups.release(tracked.range(0, tracked.kept if loads else tracked.hit))
+        end = tracked.kept if loads else tracked.hit
+        self._lookups.release(tracked.range(0, end), tracked.hit)
         if loads and self.ways.is_in_step(name):
             self._ask_early(tracked)
 
@@ -201,7 +212,10 @@ class SchedulerHalf:
         return tracked
 
     def _new(self, request: Request, kept: int) -> TrackedRequest:
-        tracked = TrackedRequest(request, self._keys.admit(request, kept), self._sizes)
+        salt, names = self._keys.admit(request, kept), None
+        if (local := self._client.local) is not None:
+            names = ChunkNames(request, local.prompt_keys(salt), self._sizes, self._hashed_tokens)
+        tracked = TrackedRequest(request, salt, self._sizes, names)
         if not (self._stores and self._keys.may_store(request.request_id)):
             tracked.most_stored = 0
         return tracked
@@ -280,13 +294,19 @@ class SchedulerHalf:
         for request_id, tracked in list(self._requests.items()):
             tracked.most_stored = 0
             if tracked.stage is Stage.LOOKED_UP:  # it asks again
-                self._lookups.forget(request_id)
+                self._lookups.give_back(request_id)
                 del self._requests[request_id]
-        return self._lookups.clear()
+        is_drained = (worker := self._worker) is None or worker.drain()
+        return self._lookups.clear() and is_drained
 
     def shutdown(self) -> None:
-        """End the connection to the server."""
+        """End the connection to the server.
+
+        What has a name of this process's own would never be found again.
+        """
         self.collection.allow()
+        if self._keys.epoch and self._client.local is not None:
+            self._lookups.clear()
         self._client.close()
 
     def _take_loads(self) -> list[TokenRange]:

@@ -7,12 +7,15 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.mp_connector.lent_memory import LentMemory
+
+if TYPE_CHECKING:
+    from lmcache_xpu.mp_connector.local_cache import LocalCache
 
 __all__ = ["LEASE_S", "GivenUpError", "Server"]
 
@@ -61,10 +64,11 @@ class Server:
         self._healthy = healthy
         self.timeout_s = timeout_s
         self._memory: LentMemory | None = None
+        self.local: LocalCache | None = None
 
-    def lend(self, memory: LentMemory) -> None:
+    def lend(self, local: LocalCache) -> None:
         """Take the memory of a cache in this process."""
-        self._memory = memory
+        self.local, self._memory = local, local.memory()
 
     def map(self, registered: Any) -> LentMemory | None:
         """Map the memory that a server lends, by its answer to a registration.

@@ -22,8 +22,6 @@ from lmcache_xpu.versions.lmcache_server import ServerModuleCallRequest
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from lmcache_xpu.mp_connector.local_cache import LocalCache
-
 __all__ = ["KeyScope", "ServerClient"]
 
 HELLO_S = 1.0  # a server without any module is silent
@@ -74,7 +72,7 @@ class ServerClient:
     """Asks one server, and knows whether it answers.
 
     Args:
-        cache: URL of a server, or a cache in this process.
+        url: of the server.
         scope: what keys hold of the engine.
         timeout_s: seconds that the server has for an answer.
         alignment: tokens of which a chunk has to be a multiple.
@@ -85,15 +83,16 @@ class ServerClient:
         requests: LMCache's `RequestClient`.
         chunk_tokens: the server's tokens of a chunk.
         healthy: set while the server answers.
-        local: the cache in this process; None for a server.
 
     Raises:
         SettingsError: the server does not answer, or its chunks are no multiple.
     """
 
+    local = None  # the cache is not in this process
+
     def __init__(
         self,
-        cache: str | LocalCache,
+        url: str,
         scope: KeyScope,
         timeout_s: float,
         alignment: int,
@@ -109,18 +108,13 @@ class ServerClient:
         self._is_closed = False
         self._ends = threading.Event()
         self._heartbeat: threading.Thread | None = None
-        self.local = None if isinstance(cache, str) else cache
-        self.requests: Any = (
-            lmcache_server.RequestClientFactory.create(cache)
-            if isinstance(cache, str)
-            else cache.requests()
-        )
+        self.requests: Any = lmcache_server.RequestClientFactory.create(url)
         try:
             self.chunk_tokens: int = self._asked_chunk_tokens()
         except TimeoutError:
             self.requests.close()
             raise SettingsError(
-                f"a server at {cache} that is none of LMCache's, or hangs",
+                f"a server at {url} that is none of LMCache's, or hangs",
                 f"one that answers within {timeout_s:.1f} s",
                 "Start it anew, or leave server_url unset and `lmcache-xpu serve` does.",
             ) from None
@@ -174,15 +168,13 @@ class ServerClient:
         recovered: Callable[[], bool] = lambda: True,
         lost: Callable[[], None] = lambda: None,
     ) -> None:
-        """Ping the server from now on, in a thread; a cache in this process answers always.
+        """Ping the server from now on, in a thread.
 
         Args:
             interval_s: seconds between pings, and for an answer.
             recovered: is called when a lost server answers look-ups again; whether it may be used.
             lost: is called after each ping that the server did not answer.
         """
-        if self.local is not None:
-            return
         self._heartbeat = threading.Thread(
             target=self._beat_until_end,
             args=(interval_s, recovered, lost),

@@ -230,7 +230,6 @@ class StepLoads:
 
     def _enqueue(self, load: _Load, at_most_s: float) -> None:
         assert load.asked is not None
-        assert load.seals is not None
         assert load.plan is not None
         slots = self._moves.slots(load.asked, at_most_s)
         try:

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
-__all__ = ["BlockSizes", "Stage", "TrackedRequest"]
+    from lmcache_xpu.mp_connector.local_cache import PromptKeys
+
+__all__ = ["BlockSizes", "ChunkNames", "Stage", "TrackedRequest"]
 
 MOST_STORED = "lmcache.max_offload_tokens"  # LMCache's option of a request
 
@@ -71,6 +73,39 @@ class BlockSizes:
         ]
 
 
+class ChunkNames:
+    """The keys of a request's chunks in a cache of this process, by vLLM's own hashes of blocks.
+
+    Such a hash stands for all tokens up to its block's end, and for what else vLLM's prefix cache
+    tells apart.
+
+    Args:
+        request: vLLM's.
+        keys: of its prompt, with the salt, and no chunks yet.
+        sizes: of blocks and chunks.
+        hashed_tokens: tokens of a block that vLLM hashes.
+    """
+
+    def __init__(
+        self, request: Request, keys: PromptKeys, sizes: BlockSizes, hashed_tokens: int
+    ) -> None:
+        self._request, self._keys = request, keys
+        self._chunk_tokens = sizes.chunk_tokens
+        self._blocks = sizes.chunk_tokens // hashed_tokens
+
+    def keys(self) -> PromptKeys:
+        """Return the keys of all chunks that vLLM has hashed."""
+        hashes, keys, blocks = self._request.block_hashes, self._keys, self._blocks
+        if len(hashes) // blocks > len(keys):
+            keys.extend(hashes[(len(keys) + 1) * blocks - 1 :: blocks])
+        return keys
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens in such chunks."""
+        return len(self.keys()) * self._chunk_tokens
+
+
 class TrackedRequest:
     """A request, from its first look-up to its end or its preemption.
 
@@ -78,6 +113,7 @@ class TrackedRequest:
         request: vLLM's.
         salt: what sets its KV apart beside its tokens.
         sizes: of blocks and chunks.
+        names: of its chunks, in a cache of this process; None for a server, which has its tokens.
 
     Attributes:
         stage: how far it is.
@@ -88,7 +124,9 @@ class TrackedRequest:
         most_stored: no token behind so many is stored; None: all.
     """
 
-    def __init__(self, request: Request, salt: str, sizes: BlockSizes) -> None:
+    def __init__(
+        self, request: Request, salt: str, sizes: BlockSizes, names: ChunkNames | None = None
+    ) -> None:
         self.request_id: str = request.request_id
         self.salt = salt
         self.options = lmcache_server.extract_request_configs_from_request(request)
@@ -99,7 +137,9 @@ class TrackedRequest:
         self.kept = self.hit = self.stored = 0
         self._request = request
         self._sizes = sizes
-        self._prompt = _named_images(request)  # instead of its prompt's own
+        self._names = names
+        # Instead of its prompt's own.
+        self._prompt = _named_images(request) if names is None else []
         self._packed: tuple[Any, Any] = (None, None)  # of tokens of this number and last one
 
     @property
@@ -140,6 +180,8 @@ class TrackedRequest:
         """Return all of its chunks that may be looked up."""
         tokens, size = len(self._request.all_token_ids), self._sizes.chunk_tokens
         tokens = max(0, tokens - self._sizes.keeps_last)
+        if self._names is not None:
+            tokens = min(tokens, self._names.tokens)
         return self.range(0, tokens // size * size)
 
     def load(self) -> TokenRange | None:
@@ -168,6 +210,8 @@ class TrackedRequest:
             bounds.append(request.num_prompt_tokens)
         if self.most_stored is not None:
             bounds.append(self.most_stored)
+        if self._names is not None:
+            bounds.append(self._names.tokens)
         start, end = self.stored, min(bounds) // size * size
         if end <= start:
             return None
@@ -192,6 +236,8 @@ class TrackedRequest:
 
     def _key_tokens(self) -> Any:
         """Return its tokens as LMCache's keys have them; packed anew when there are others."""
+        if self._names is not None:
+            return self._names.keys()
         tokens: Sequence[int] = self._request.all_token_ids
         which = len(tokens), tokens[-1] if len(tokens) else None
         if self._packed[0] != which:

@@ -13,6 +13,7 @@ from lmcache_xpu.metrics import LOAD_SERVER, STORE_SERVER, Flow, fallback, loade
 from lmcache_xpu.mp_connector.group_copies import GroupCopies
 from lmcache_xpu.mp_connector.kv_cache_groups import NULL_BLOCK
 from lmcache_xpu.mp_connector.lent_memory import LentMemory
+from lmcache_xpu.mp_connector.local_client import LocalClient
 from lmcache_xpu.mp_connector.moves import Moves
 from lmcache_xpu.mp_connector.registration import payload
 from lmcache_xpu.mp_connector.server import GivenUpError, Server, union
@@ -47,7 +48,7 @@ class Transfers:
 
     def __init__(
         self,
-        client: ServerClient,
+        client: ServerClient | LocalClient,
         groups: Sequence[GroupCopies],
         timeout_s: float,
         draft_layers: int = 0,
@@ -119,11 +120,12 @@ class Transfers:
         before, requests, local = None, self._client.requests, self._client.local
         self._registered = True
         if local is None:
-            registration = payload(self._client, self.groups)
-            registered = requests.register_kv_cache_engine_driven_context(registration)
+            registered = requests.register_kv_cache_engine_driven_context(
+                payload(self._client, self.groups)
+            )
             before = self._server.map(registered)
         else:
-            self._server.lend(local.memory())
+            self._server.lend(local)
         self._moves.begin_with_server()
         if (module := self._moves.module) is not None:
             scope = self._client.scope

@@ -36,12 +36,14 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from lmcache_xpu.mp_connector.kv_cache_groups import CacheGroup
+    from lmcache_xpu.mp_connector.local_client import LocalClient
     from lmcache_xpu.mp_connector.server_client import ServerClient
     from lmcache_xpu.mp_connector.step_loads import StepLoads
 
 __all__ = ["WorkerHalf", "new_instance_id"]
 
 TIMEOUT, STAGING_MIB = "xpu.server_timeout_s", "xpu.staging_mib"
+DRAIN_S = 10.0
 START_S = 10.0  # for the first answer to a look-up
 
 
@@ -62,7 +64,7 @@ class WorkerHalf:
         config: VllmConfig,
         kv_cache_config: KVCacheConfig,
         options: Mapping[str, Any],
-        client: ServerClient,
+        client: ServerClient | LocalClient,
         groups: Sequence[CacheGroup],
         beat_s: float,
     ) -> None:
@@ -125,6 +127,15 @@ class WorkerHalf:
     def change_weights(self) -> None:
         """The weights are about to change: nothing is loaded or stored until another epoch."""
         self._outdated = self._epoch
+
+    def drain(self) -> bool:
+        """Wait for the transfers on their way; whether they have ended in `DRAIN_S`."""
+        deadline = time.monotonic() + DRAIN_S
+        while self.transfers is not None and self.transfers.busy:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(IDLE_S)
+        return True
 
     # Before a step, by a scheduler in this process
 

@@ -33,7 +33,7 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 
 from lmcache_xpu.metrics import DISK_LIMIT_BYTES, DISK_USED_BYTES, LOAD_DISK
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
-from lmcache_xpu.tiers.disk.object_name import has_layout, object_name
+from lmcache_xpu.tiers.disk.object_name import has_layout, object_key, object_name
 from lmcache_xpu.tiers.disk.parameters import DiskSettings
 from lmcache_xpu.tiers.disk.reader import read_object
 from lmcache_xpu.tiers.disk.server_index import ServerIndex
@@ -193,6 +193,22 @@ class DiskL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # untyped base
         for key in keys:
             self._store.remove(object_name(key))
         self._report()
+
+    def forget(self, model_name: str) -> bool:
+        """Remove all objects of a model, also those that are being written; waits for these.
+
+        Returns:
+            False if something of it is still there.
+        """
+
+        def is_meant(name: str) -> bool:
+            key = object_key(name)
+            return key is None or key.model_name == model_name
+
+        ended = self._writes.cancel(is_meant)
+        gone = self._store.remove_all(is_meant)
+        self._report()
+        return ended and gone
 
     def get_usage(self) -> AdapterUsage:
         """The bytes of the files, as the file system counts them, and the bound."""
