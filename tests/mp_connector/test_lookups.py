@@ -215,8 +215,8 @@ def test_a_request_that_ends_while_it_is_looked_up_ends_its_session_behind_the_a
 
 
 def test_locks_of_nothing_are_not_given_back(server, lookups):
-    lookups.release(TokenRange("a", TOKENS, 0, 0))
-    lookups.release(TokenRange("a", TOKENS, 0, 256))
+    lookups.release(TokenRange("a", TOKENS, 0, 0), 0)
+    lookups.release(TokenRange("a", TOKENS, 0, 256), 256)
     until(lambda: "free_lookup_locks" in server.asked)
     assert server.asked.count("free_lookup_locks") == 1
 

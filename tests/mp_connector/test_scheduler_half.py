@@ -37,7 +37,7 @@ class LookUps:
     def begin(self, tokens):
         self.calls.append(("begin", tokens.request_id, tokens.end))
 
-    def release(self, tokens):
+    def release(self, tokens, hit_tokens):
         self.calls.append(("release", tokens.start, tokens.end))
 
     def __getattr__(self, name):
@@ -48,7 +48,7 @@ class Keys:
     """Salts that say how often a request began."""
 
     def __init__(self, *_):
-        self.begun = 0
+        self.begun = self.epoch = 0
         self.stores = True
         self.is_mixed = False
         self.told: list[object] = []

@@ -177,7 +177,8 @@ class LookUps:
             if lookup.hit_tokens is not None:
                 continue
             if not lookup.asked.query():
-                if time.monotonic() - lookup.since >= self._client.timeout_s:
+                waited_s = time.monotonic() - lookup.since
+                if request_id not in self._ending and waited_s >= self._client.timeout_s:
                     self._client.doubt()
                     self._say_lost()
                     lookup.hit_tokens = 0
