@@ -16,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.scripts import environment
 
-from lmcache_xpu.launch.cache_server import answers, server_command, with_smallest_chunks
+from lmcache_xpu.launch.cache_server import answers, server_command
 from lmcache_xpu.launch.settings import Settings
 
 START_S = 120
@@ -37,8 +37,9 @@ class CacheServer:
         self.url = self.address = f"ipc://{self.socket}"
         self.log = log
         values = {"model": "any", "device": "cpu", "cpu_gib": 0.25, "cache": "server", **settings}
-        of = Settings.load(values)
-        self._command = server_command(with_smallest_chunks(of) if states else of, self.socket)
+        if states:  # chunks of one block, as `launch.model_support.with_layers` has them
+            values.setdefault("chunk_tokens", 1)
+        self._command = server_command(Settings.load(values), self.socket)
         self._process: subprocess.Popen[bytes] | None = None
 
     @property

@@ -286,7 +286,9 @@ class Settings(BaseSettings):
             raise SettingsError(
                 f"{name}={getattr(self, name)} with LMCache as a server",
                 f"{name} unset: the connector to LMCache's server has no such choice",
-                "Leave it out, or use cache=in-process.",
+                "Leave it out, or use cache=in-process."
+                if self.ranks == 1 or self.layerwise
+                else "Leave it out: an engine of several devices needs the server.",
             )
         if self.loads == "step" and self.tensor_parallel > 1:
             raise SettingsError(
