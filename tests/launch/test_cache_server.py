@@ -102,6 +102,26 @@ def test_what_a_server_left_in_shared_memory_is_taken_away(tmp_path):
         left.unlink(missing_ok=True)
 
 
+def test_what_a_killed_server_left_is_taken_away_by_the_next_and_others_stay(tmp_path, monkeypatch):
+    """In a pod /dev/shm outlives the engine's container, and the names are drawn at random."""
+    monkeypatch.setattr(cache_server, "SHARED_MEMORY", tmp_path)
+
+    def kept(name: str) -> int:
+        lock = cache_server.lock_pool(name)
+        (tmp_path / f"{cache_server.POOL_PREFIX}{name}").write_bytes(bytes(100))
+        return lock
+
+    os.close(kept("lmcache-xpu-dead"))
+    alive = kept("lmcache-xpu-alive")
+    (tmp_path / f"{cache_server.POOL_PREFIX}lmcache-xpu-server").write_bytes(bytes(100))
+    cache_server.clear_pools()
+    left = {path.name.removeprefix(cache_server.POOL_PREFIX) for path in tmp_path.iterdir()}
+    assert left == {"lmcache-xpu-alive", "lmcache-xpu-alive.lock", "lmcache-xpu-server"}
+    os.close(alive)
+    cache_server.clear_pools()
+    assert [path.name for path in tmp_path.iterdir()] == ["lmcache_l1_pool_lmcache-xpu-server"]
+
+
 def test_the_server_gets_the_sizes_of_all_devices():
     command = server_command(settings(cpu_gib=3, tensor_parallel=2, chunk_tokens=512), SOCKET)
     options = dict(itertools.pairwise(command))
@@ -190,7 +210,7 @@ def test_what_the_server_lacks_is_refused(name):
 
 def test_what_the_server_lacks_is_refused_where_several_devices_need_one():
     """Without the advice to use a cache that such an engine can't have."""
-    with pytest.raises(SettingsError, match="kv_events=.*with LMCache as a server") as refusal:
+    with pytest.raises(SettingsError, match="with LMCache as a server") as refusal:
         settings(cache="auto", tensor_parallel=2, kv_events="tcp://*:5557")
     assert "in-process" not in refusal.value.fix
 

@@ -91,7 +91,13 @@ Returns {models: {NAME: {...}}} as JSON; a mistake that the schema can't see end
 {{- end -}}
 {{- $_ := set $model "servedName" (default $settings.model $settings.served_model_name) -}}
 {{- $_ := set $model "workload" (ternary "StatefulSet" "Deployment" (and (not (not $settings.disk_gib)) (eq $model.disk.kind "volumeClaim"))) -}}
-{{- $_ := set $model "lentGib" (ternary (mulf $devices (default 5 $settings.cpu_gib)) 0 $model.sideCar) -}}
+{{- /* As Settings.is_server: `serve` starts a server in the engine's container. */ -}}
+{{- $ranks := mul (default 1 $settings.tensor_parallel) (default 1 $settings.pipeline_parallel) | int -}}
+{{- $where := default "auto" $settings.cache -}}
+{{- $server := or (eq $where "server") (and (eq $where "auto") (gt $ranks 1) (not $settings.layerwise)) -}}
+{{- $own := and $server (ne $settings.offload false) (not $settings.server_url) -}}
+{{- $_ := set $model "ownServer" $own -}}
+{{- $_ := set $model "lentGib" (ternary (mulf $devices (default 5 $settings.cpu_gib)) 0 (or $model.sideCar $own)) -}}
 {{- $_ := set $model "resources" (mergeOverwrite (include "lmcache-xpu.resources" $model | fromYaml) (deepCopy $model.resources)) -}}
 {{- end -}}
 
@@ -99,11 +105,7 @@ Returns {models: {NAME: {...}}} as JSON; a mistake that the schema can't see end
 {{- define "lmcache-xpu.deriveCache" -}}
 {{- $model := .model -}}
 {{- $settings := $model.settings -}}
-{{- if not $model.sideCar -}}
-{{- if and (eq "server" (default "in-process" $settings.cache)) (not $settings.server_url) -}}
-{{- include "lmcache-xpu.refuse" (printf "%s.settings.cache is server without a server_url; expected cache.kind=sideCar, which runs LMCache's server\nbeside the engine, or settings.server_url of one on the same node." .where) -}}
-{{- end -}}
-{{- else -}}
+{{- if $model.sideCar -}}
 {{- if or $settings.server_url (eq "in-process" (default "server" $settings.cache)) -}}
 {{- include "lmcache-xpu.refuse" (printf "%s.cache.kind is sideCar with settings.cache or settings.server_url; expected neither: the chart sets both." .where) -}}
 {{- end -}}
@@ -111,7 +113,7 @@ Returns {models: {NAME: {...}}} as JSON; a mistake that the schema can't see end
 {{- include "lmcache-xpu.refuse" (printf "%s.cache.kind is sideCar with settings.offload=false; expected inProcess: nothing would use the server." .where) -}}
 {{- end -}}
 {{- /* What the connector to the server lacks: Settings refuses it as well, once the pod runs. */ -}}
-{{- $lacks := dict "remote_url" "" "layerwise" false "layers_at_once" 0 "overlap_load" true "overlap_store" true "hash_algorithm" "sha256" "kv_events" "" -}}
+{{- $lacks := dict "remote_url" "" "layerwise" false "layers_at_once" 0 "kv_events" "" -}}
 {{- range $name, $value := $lacks -}}
 {{- $set := get $settings $name -}}
 {{- if and (hasKey $settings $name) (not (kindIs "invalid" $set)) (ne (toString $set) (toString $value)) -}}
@@ -137,7 +139,9 @@ limits:
 
 {{/*
 Resources of a model's pod. The memory counts the CPU tiers also where they are pinned memory of a
-GPU, which is not charged to the container: so the scheduler keeps them free on the node.
+GPU, which is not charged to the container: so the scheduler keeps them free on the node. With a
+server in the engine's container they are pages of /dev/shm, and the limit has them twice: a server
+that starts again has new ones while the engine still holds the old.
 */}}
 {{- define "lmcache-xpu.resources" -}}
 {{- $settings := .settings -}}
@@ -153,7 +157,7 @@ requests:
   memory: {{ printf "%dGi" (int (ceil $gib)) }}
   ephemeral-storage: {{ include "lmcache-xpu.ephemeralGib" . }}Gi
 limits:
-  memory: {{ printf "%dGi" (int (ceil $gib)) }}
+  memory: {{ printf "%dGi" (int (ceil (addf $gib (ternary .lentGib 0 .ownServer)))) }}
   {{- if eq .gpu.kind "devicePlugin" }}
   {{ .gpu.resource }}: {{ .gpus | quote }}
   {{- end }}

@@ -98,9 +98,10 @@ class LayerKinds:
         if not (self.whole and self.window):
             return ""
         return (
-            f"{self.window} of {self.whole + self.window} layers attend to a window; with layerwise "
-            f"the whole prompt is kept for them too: {self.factor:.1f} times the KV cache per "
-            "token of a long prompt, on the device and in the tiers"
+            f"{self.window} of {self.whole + self.window} layers attend to a window; with "
+            "layerwise the whole prompt is kept for them too: "
+            f"{self.factor:.1f} times the KV cache per token of a long prompt, on the device and "
+            "in the tiers"
         )
 
 
