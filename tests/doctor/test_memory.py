@@ -110,8 +110,8 @@ def test_shared_memory_has_to_hold_what_a_server_lends(machine, monkeypatch, val
         patch.setattr(memory.shutil, "disk_usage", free(4.9))
         check = memory.check_shared_memory(machine(), settings)
         assert said(check, "fail", "4.90 GiB of it free", "takes 5 GiB", "shm_size")
-        one = load(cpu_gib=5, cache="server", server_url="ipc:///run/kv/server.sock")
-        assert memory.check_shared_memory(machine(), one).outcome == "ok"
+        running = load(cpu_gib=5, cache="server", server_url="ipc:///run/kv/server.sock")
+        assert memory.check_shared_memory(machine(), running).outcome == "ok"
         assert memory.check_shared_memory(machine(), load(cpu_gib=5)).outcome == "ok"
     monkeypatch.setattr(memory.shutil, "disk_usage", free(5))
     assert memory.check_shared_memory(machine(), settings).outcome == "ok"

@@ -191,7 +191,7 @@ def test_a_shared_valkey_is_refused_beside_it():
 
 
 @pytest.mark.parametrize(
-    ("given", "is_server"),
+    ("chosen", "is_server"),
     [
         ({}, False),
         ({"data_parallel": 2}, False),
@@ -204,10 +204,10 @@ def test_a_shared_valkey_is_refused_beside_it():
     ],
 )
 def test_the_engines_container_has_room_for_the_server_that_serve_starts(
-    given, is_server, monkeypatch
+    chosen, is_server, monkeypatch
 ):
     """Twice what it lends, as the side-car's pod has."""
-    objects = model(settings={"cpu_gib": 8, **given}, hostGib=10, shmGib=3)
+    objects = model(settings={"cpu_gib": 8, **chosen}, hostGib=10, shmGib=3)
     [workload] = objects.engines().values()
     loaded = settings(objects, workload, monkeypatch)
     assert (loaded.is_server and loaded.offload) is is_server
@@ -219,6 +219,21 @@ def test_the_engines_container_has_room_for_the_server_that_serve_starts(
     size = volume(objects, "shm")["emptyDir"]["sizeLimit"]
     assert size == f"{3 + 2 * lent if is_server else 3}Gi"
     assert "initContainers" not in engine_pod(objects)
+
+
+@pytest.mark.parametrize("chosen", [{"cache": "server"}, {"tensor_parallel": 2}])
+def test_what_the_server_lacks_is_refused_in_the_engines_container_too(chosen):
+    for name in SERVER_LACKS:
+        if name == "layerwise" and "cache" not in chosen:
+            continue  # it is what such an engine may have in place of a server
+        message = refused(settings={name: WRONG[name], **chosen})
+        assert f"models.m.settings.{name} is" in message
+        assert "LMCache runs as a server" in message
+
+
+def test_several_devices_and_a_cache_in_process_are_refused_here():
+    message = refused(settings={"cache": "in-process", "pipeline_parallel": 2})
+    assert "in-process with an engine of 2 devices" in message
 
 
 def test_a_server_of_the_node_takes_no_memory_of_the_pod(monkeypatch):

@@ -194,8 +194,7 @@ def keep(command: Sequence[str]) -> None:
     def end(_signal: int, _frame: FrameType | None) -> None:
         if server is not None:
             _end(server)
-        if name := options.get("--shm-name"):
-            _remove_pool(name)
+        _remove_pool(socket.parent.name)
         shutil.rmtree(socket.parent, ignore_errors=True)
         os._exit(0)
 

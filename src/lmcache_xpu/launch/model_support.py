@@ -52,9 +52,9 @@ def check_offload(
             check_groups(here)
         return kinds
     if kinds.states or widths or (kinds.window and not kinds.whole):
-        found = "heads of several sizes" if widths else f"layers of {', '.join(kinds.names)}"
+        layers = "heads of several sizes" if widths else f"layers of {', '.join(kinds.names)}"
         raise SettingsError(
-            f"{found} in a {config.model_type}, with layerwise",
+            f"{layers} in a {config.model_type}, with layerwise",
             "layers that all attend to the whole prompt and have the same shape",
             OTHER_WAYS,
         )

@@ -124,7 +124,7 @@ class Settings(BaseSettings):
     data_parallel: int = Field(
         1,
         ge=1,
-        description="Engines that share the requests, each with devices and tiers of its own",
+        description="Engines that share the requests, each with devices of its own",
     )
     prefix_caching: bool = Field(True, description="The engine's own prefix cache")
     max_num_batched_tokens: int | None = Field(None, ge=1, description="Tokens per engine step")
