@@ -8,7 +8,7 @@ variable "TAG" { default = "0.1.0" }
 // that this package does not accept (src/lmcache_xpu/versions).
 variable "VLLM_VERSION" { default = "0.32.0" }
 
-// Empty: the pinned LMCache. 0.5.7rc2 serves models with windows and states (--cache server).
+// Empty: the pinned LMCache. 0.5.7rc2 is a pre-release.
 variable "LMCACHE_VERSION" { default = "" }
 
 // Digests of the base images (`docker/digests`); empty: what the tag names today.

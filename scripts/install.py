@@ -10,8 +10,7 @@ requirements hold is said in pyproject.toml. pip alone can't do it: it would tak
 packages back to what LMCache's wheel asks for. uv comes from the PATH, else pip fetches it for the
 time of this call.
 
-LMCACHE_VERSION names another accepted LMCache than the pinned one: the newer one serves models with
-windows and states, with `--cache server`.
+LMCACHE_VERSION names another accepted LMCache than the pinned one.
 
 Arguments are uv's: `--dry-run` to look, `--break-system-packages` for Ubuntu's own Python.
 """

@@ -74,6 +74,9 @@ OWN = {  # of classes of this package, and of events that it makes
     "kv_connector/scheduler.py: metadata.new_blocks",
     "kv_connector/scheduler.py: metadata.unserved",
     "mp_connector/keys.py: self._epochs.pool",
+    "mp_connector/local_cache.py: cache._users",
+    "mp_connector/local_cache.py: "
+    "setattr(self, bound.operation, partial(_answered, bound.handler))",
     "mp_connector/lookups.py: lookup.asked",
     "mp_connector/lookups.py: lookup.hit_tokens",
     "mp_connector/lookups.py: lookup.locks",

@@ -85,11 +85,9 @@ def test_every_variant_is_made_of_settings(shape):
         connectors = [
             name in words for name in ("LMCacheXPUConnector", "LMCacheXPUServerConnector")
         ]
-        in_process, of_server = (
-            variant.name in ("ours", "ours-layerwise"),
-            variant.name == "ours-server",
-        )
-        assert connectors == [in_process, of_server]
+        is_layerwise = variant.name == "ours-layerwise"
+        assert connectors == [is_layerwise, variant.name in ("ours", "ours-server")]
+        assert ("xpu.cache" in words) is (variant.name == "ours" and not settings.is_server)
 
 
 def test_of_a_server_an_engine_is_told_where_it_listens():

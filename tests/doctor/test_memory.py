@@ -90,8 +90,28 @@ def test_pinned_memory_against_limits_and_settings_of_others(machine):
 
 
 def test_shared_memory_matters_with_several_workers(machine, monkeypatch):
-    usage = shutil.disk_usage("/")._replace(total=64 * 2**20)
+    usage = shutil.disk_usage("/")._replace(total=64 * 2**20, free=64 * 2**20)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     assert memory.check_shared_memory(machine(), load()).outcome == "ok"
-    check = memory.check_shared_memory(machine(), load(tensor_parallel=2))
+    check = memory.check_shared_memory(machine(), load(data_parallel=2))
     assert said(check, "warn", "0.06 GiB", "shm_size")
+
+
+@pytest.mark.parametrize("values", [{"cache": "server"}, {"tensor_parallel": 2, "cpu_gib": 2.5}])
+def test_shared_memory_has_to_hold_what_a_server_lends(machine, monkeypatch, values):
+    """Of all devices, and only of a server that starts with the engine."""
+
+    def free(gib):
+        usage = shutil.disk_usage("/")._replace(total=8 * GIB, free=int(gib * GIB))
+        return lambda _: usage
+
+    settings = load(**{"cpu_gib": 5, **values})
+    with monkeypatch.context() as patch:
+        patch.setattr(memory.shutil, "disk_usage", free(4.9))
+        check = memory.check_shared_memory(machine(), settings)
+        assert said(check, "fail", "4.90 GiB of it free", "takes 5 GiB", "shm_size")
+        running = load(cpu_gib=5, cache="server", server_url="ipc:///run/kv/server.sock")
+        assert memory.check_shared_memory(machine(), running).outcome == "ok"
+        assert memory.check_shared_memory(machine(), load(cpu_gib=5)).outcome == "ok"
+    monkeypatch.setattr(memory.shutil, "disk_usage", free(5))
+    assert memory.check_shared_memory(machine(), settings).outcome == "ok"

@@ -60,8 +60,8 @@ def test_a_model_that_is_not_there():
     assert said(software.check_served_model(load(model="/no/such")), "fail", "config.json")
 
 
-def test_a_model_with_states(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3_next"}')
-    check = software.check_served_model(load(model=str(tmp_path), cache="in-process"))
+def test_a_model_that_nobody_can_offload(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "mamba2"}')
+    check = software.check_served_model(load(model=str(tmp_path)))
     assert said(check, "fail", "linear_attention", "--no-offload")
     assert software.check_served_model(load(model=str(tmp_path), offload=False)).outcome == "ok"

@@ -30,9 +30,8 @@ def parser():
 
 
 @pytest.mark.parametrize("path", CI_FILES, ids=lambda path: path.name)
-def test_vllm_and_lmcache_read_every_shape(path, parser, monkeypatch):
-    from lmcache.v1.config import LMCacheEngineConfig
-    from lmcache.v1.config_base import validate_and_set_config_value
+def test_vllm_and_the_connector_read_every_shape(path, parser, monkeypatch):
+    from lmcache_xpu.mp_connector.local_cache import LocalCacheOptions
 
     objects = shapes()[path.name.removesuffix("-values.yaml")]
     for workload in objects.engines().values():
@@ -43,18 +42,16 @@ def test_vllm_and_lmcache_read_every_shape(path, parser, monkeypatch):
         assert args.shutdown_timeout == 60
         assert args.enable_prefix_caching is True
         extra = args.kv_transfer_config.kv_connector_extra_config
-        if loaded.cache == "server":  # LMCache's own is read by the server
+        if loaded.layerwise:  # LMCache's own engine, by LMCache's names
+            assert extra["lmcache.max_local_cpu_size"] == loaded.cpu_gib
+            assert extra["lmcache.extra_config"]["disk.path"] == str(loaded.disk_path)
+            continue
+        if loaded.is_server:  # LMCache's own is read by the server
             assert extra["lmcache.mp.server_urls"] == loaded.server_url
             continue
-        config = LMCacheEngineConfig.from_defaults()
-        for name, value in extra.items():
-            key = name.removeprefix("lmcache.")
-            assert validate_and_set_config_value(config, key, value), name
-        config.validate()
-        assert config.max_local_cpu_size == loaded.cpu_gib
-        assert config.use_layerwise is loaded.layerwise
-        assert ("disk.path" in (config.extra_config or {})) is (loaded.disk_path is not None)
-        assert bool(config.remote_storage_plugins) is (loaded.remote_url is not None)
+        options = LocalCacheOptions.read(extra["xpu.cache"])
+        assert (options.chunk_tokens, options.cpu_gib) == (loaded.chunk_tokens, loaded.cpu_gib)
+        assert (options.disk_path, options.disk_gib) == (loaded.disk_path, loaded.disk_gib)
 
 
 def test_every_setting_reaches_the_process_as_it_was_given(monkeypatch):
@@ -79,7 +76,6 @@ def test_every_setting_reaches_the_process_as_it_was_given(monkeypatch):
         "disk_gib": 1234.5,
         "remote_url": "redis://cache:6379/2",
         "save_decode": True,
-        "hash_algorithm": "sha256_cbor",
         "extra_args": ["--seed", "7", "--chat-template", 'it\'s "so"; $(rm -rf /)\\n'],
     }
     objects = model(settings={"model": "org/model", **values})
@@ -157,7 +153,7 @@ def test_the_command_of_the_cpu_pod_is_one_that_the_program_takes(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "--port 8000" in done.stdout
     assert "--max-model-len 8192" in done.stdout
-    assert '"max_local_cpu_size": 4.0' in done.stdout
+    assert '"cpu_gib": 4.0' in done.stdout
 
 
 def test_variables_of_the_pod_are_settings_or_not_ours():

@@ -146,9 +146,6 @@ WRONG = {
     "remote_url": "redis://a:6379",
     "layerwise": True,
     "layers_at_once": 4,
-    "overlap_load": False,
-    "overlap_store": False,
-    "hash_algorithm": "sha256_cbor",
     "kv_events": "tcp://*:5557",
 }
 
@@ -161,7 +158,7 @@ def refused(**keys) -> str:
 
 def test_every_setting_that_the_server_lacks_is_refused_here():
     """Before a pod runs that would end with the same message."""
-    assert WRONG.keys() == SERVER_LACKS.keys()
+    assert WRONG.keys() - {"remote_url"} == SERVER_LACKS.keys()  # which the side-car isn't told
     for name, value in WRONG.items():
         message = refused(cache=SIDE_CAR, settings={name: value})
         assert f"models.m.cache.kind is sideCar with {name}=" in message
@@ -193,9 +190,54 @@ def test_a_shared_valkey_is_refused_beside_it():
     )
 
 
-def test_a_server_in_the_engines_container_is_refused_and_one_of_the_node_is_not(monkeypatch):
-    """The first would need a /dev/shm of its size, which only the side-car's pod has."""
-    assert "expected cache.kind=sideCar" in refused(settings={"cache": "server"})
+@pytest.mark.parametrize(
+    ("chosen", "is_server"),
+    [
+        ({}, False),
+        ({"data_parallel": 2}, False),
+        ({"cache": "in-process"}, False),
+        ({"tensor_parallel": 2}, True),
+        ({"pipeline_parallel": 2}, True),
+        ({"tensor_parallel": 2, "layerwise": True}, False),
+        ({"tensor_parallel": 2, "offload": False}, False),
+        ({"cache": "server"}, True),
+    ],
+)
+def test_the_engines_container_has_room_for_the_server_that_serve_starts(
+    chosen, is_server, monkeypatch
+):
+    """Twice what it lends, as the side-car's pod has."""
+    objects = model(settings={"cpu_gib": 8, **chosen}, hostGib=10, shmGib=3)
+    [workload] = objects.engines().values()
+    loaded = settings(objects, workload, monkeypatch)
+    assert (loaded.is_server and loaded.offload) is is_server
+    lent = 8 * loaded.devices
+    memory = {k: v["memory"] for k, v in container(workload)["resources"].items()}
+    tiers = lent if loaded.offload else 0
+    limit = 13 + tiers + (lent if is_server else 0)
+    assert memory == {"requests": f"{13 + tiers}Gi", "limits": f"{limit}Gi"}
+    size = volume(objects, "shm")["emptyDir"]["sizeLimit"]
+    assert size == f"{3 + 2 * lent if is_server else 3}Gi"
+    assert "initContainers" not in engine_pod(objects)
+
+
+@pytest.mark.parametrize("chosen", [{"cache": "server"}, {"tensor_parallel": 2}])
+def test_what_the_server_lacks_is_refused_in_the_engines_container_too(chosen):
+    for name in SERVER_LACKS:
+        if name == "layerwise" and "cache" not in chosen:
+            continue  # it is what such an engine may have in place of a server
+        message = refused(settings={name: WRONG[name], **chosen})
+        assert f"models.m.settings.{name} is" in message
+        assert "LMCache runs as a server" in message
+
+
+def test_several_devices_and_a_cache_in_process_are_refused_here():
+    message = refused(settings={"cache": "in-process", "pipeline_parallel": 2})
+    assert "in-process with an engine of 2 devices" in message
+
+
+def test_a_server_of_the_node_takes_no_memory_of_the_pod(monkeypatch):
     url = "tcp://127.0.0.1:7000"
-    objects = model(settings={"cache": "server", "server_url": url})
+    objects = model(settings={"cache": "server", "server_url": url}, shmGib=3)
     assert settings(objects, objects.engines()["m"], monkeypatch).server_url == url
+    assert volume(objects, "shm")["emptyDir"]["sizeLimit"] == "3Gi"

@@ -102,6 +102,26 @@ def test_what_a_server_left_in_shared_memory_is_taken_away(tmp_path):
         left.unlink(missing_ok=True)
 
 
+def test_what_a_killed_server_left_is_taken_away_by_the_next_and_others_stay(tmp_path, monkeypatch):
+    """In a pod /dev/shm outlives the engine's container, and the names are drawn at random."""
+    monkeypatch.setattr(cache_server, "SHARED_MEMORY", tmp_path)
+
+    def kept(name: str) -> int:
+        lock = cache_server.lock_pool(name)
+        (tmp_path / f"{cache_server.POOL_PREFIX}{name}").write_bytes(bytes(100))
+        return lock
+
+    os.close(kept("lmcache-xpu-dead"))
+    alive = kept("lmcache-xpu-alive")
+    (tmp_path / f"{cache_server.POOL_PREFIX}lmcache-xpu-server").write_bytes(bytes(100))
+    cache_server.clear_pools()
+    left = {path.name.removeprefix(cache_server.POOL_PREFIX) for path in tmp_path.iterdir()}
+    assert left == {"lmcache-xpu-alive", "lmcache-xpu-alive.lock", "lmcache-xpu-server"}
+    os.close(alive)
+    cache_server.clear_pools()
+    assert [path.name for path in tmp_path.iterdir()] == ["lmcache_l1_pool_lmcache-xpu-server"]
+
+
 def test_the_server_gets_the_sizes_of_all_devices():
     command = server_command(settings(cpu_gib=3, tensor_parallel=2, chunk_tokens=512), SOCKET)
     options = dict(itertools.pairwise(command))
@@ -130,14 +150,46 @@ def test_the_engine_gets_the_connector_and_nothing_of_the_in_process_mode():
     assert engine_variables(asked)["LMCACHE_XPU_STOCK"] == "1"  # no patch of vLLM
     arguments = vllm_arguments(asked)
     assert arguments[arguments.index("--scheduler-cls") + 1] == SCHEDULER
-    for others in (settings(cache="in-process"), settings(offload=False)):
+    for others in (settings(cache="auto", layerwise=True), settings(offload=False)):
         assert "--scheduler-cls" not in vllm_arguments(others)
 
 
-def test_on_several_ranks_no_load_is_inside_a_step():
-    with pytest.raises(SettingsError, match="loads=step with cache=server and tensor_parallel=2"):
-        settings(loads="step", tensor_parallel=2)
-    assert settings(tensor_parallel=2).loads == "auto"
+@pytest.mark.parametrize("cache", ["auto", "server"])
+def test_on_several_ranks_no_load_is_inside_a_step(cache):
+    with pytest.raises(
+        SettingsError, match="loads=step with LMCache as a server and tensor_parallel=2"
+    ):
+        settings(loads="step", tensor_parallel=2, cache=cache)
+    assert settings(tensor_parallel=2, cache=cache).loads == "auto"
+
+
+@pytest.mark.parametrize(
+    ("values", "is_server"),
+    [
+        ({}, False),
+        ({"data_parallel": 2}, False),  # engines of one device each
+        ({"tensor_parallel": 2}, True),
+        ({"pipeline_parallel": 2}, True),
+        ({"tensor_parallel": 2, "layerwise": True}, False),
+        ({"cache": "server"}, True),
+        ({"cache": "in-process"}, False),
+    ],
+)
+def test_an_engine_of_several_devices_has_a_server_unless_told(values, is_server):
+    loaded = Settings.load({"model": "m", "device": "xpu", **values})
+    assert loaded.is_server is is_server
+    assert ("server_program " in describe(loaded)) is is_server
+    options = kv_transfer_config(loaded)["kv_connector_extra_config"]
+    assert ("lmcache.mp.server_urls" in options) is is_server
+    assert ("xpu.cache" in options) is (not is_server and not loaded.layerwise)
+
+
+@pytest.mark.parametrize("values", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
+def test_several_devices_have_no_cache_in_the_engines_process_but_layer_by_layer(values):
+    values |= {"model": "m", "device": "xpu", "cache": "in-process"}
+    with pytest.raises(SettingsError, match="cache=in-process with an engine of 2 devices"):
+        Settings.load(values)
+    assert not Settings.load({**values, "layerwise": True}).is_server
 
 
 def test_a_dry_run_shows_the_server_that_would_be_started():
@@ -148,17 +200,19 @@ def test_a_dry_run_shows_the_server_that_would_be_started():
 @pytest.mark.parametrize("name", SERVER_LACKS)
 def test_what_the_server_lacks_is_refused(name):
     values = {
-        "remote_url": "redis://cache:6379",
         "layerwise": True,
         "layers_at_once": 2,
-        "loads": "step",
-        "overlap_load": False,
-        "overlap_store": False,
-        "hash_algorithm": "sha256_cbor",
         "kv_events": "tcp://*:5557",
     }
-    with pytest.raises(SettingsError, match=f"{name}=.*with cache=server"):
+    with pytest.raises(SettingsError, match=f"{name}=.*with LMCache as a server.*in-process"):
         settings(**{name: values[name]})
+
+
+def test_what_the_server_lacks_is_refused_where_several_devices_need_one():
+    """Without the advice to use a cache that such an engine can't have."""
+    with pytest.raises(SettingsError, match="with LMCache as a server") as refusal:
+        settings(cache="auto", tensor_parallel=2, kv_events="tcp://*:5557")
+    assert "in-process" not in refusal.value.fix
 
 
 def test_a_disk_is_that_of_the_server_which_is_started():

@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_xpu.launch.engine_arguments import engine_variables, lmcache_config, vllm_arguments
+from lmcache_xpu.launch.engine_arguments import (
+    engine_variables,
+    lmcache_config,
+    server_config,
+    vllm_arguments,
+)
 from lmcache_xpu.launch.settings import Settings
 
 # vLLM and LMCache import parts of other packages that these packages deprecate.
@@ -121,23 +126,63 @@ def test_without_offload_there_is_no_connector_and_no_lmcache(parser):
     assert lmcache_config(settings) == {}
 
 
-def test_one_setting_lets_routers_hear_of_all_tiers(parser):
-    settings = load(kv_events="tcp://*:5557")
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_one_setting_lets_routers_hear_of_all_tiers(parser, layerwise):
+    settings = load(kv_events="tcp://*:5557", layerwise=layerwise)
     args = parser.parse_args(vllm_arguments(settings))
     assert args.kv_events_config.enable_kv_cache_events
     assert (args.kv_events_config.publisher, args.kv_events_config.endpoint) == (
         "zmq",
         "tcp://*:5557",
     )
-    assert lmcache_config(settings)["enable_kv_events"] is True
-    off = load()
+    assert lmcache_config(settings).get("enable_kv_events", False) is layerwise
+    off = load(layerwise=layerwise)
     assert parser.parse_args(vllm_arguments(off)).kv_events_config is None
     assert "enable_kv_events" not in lmcache_config(off)
     without_tiers = load(kv_events="tcp://*:5557", offload=False)
     assert parser.parse_args(vllm_arguments(without_tiers)).kv_events_config is not None
 
 
-def test_the_disk_tier_reaches_lmcache_through_vllms_command_line(parser):
+def test_the_cache_in_the_engines_process_is_described_in_vllms_command_line(parser):
+    """The whole way: our settings, vLLM's parser and dataclass, our reader."""
+    from lmcache_xpu.mp_connector.connector import CACHE
+    from lmcache_xpu.mp_connector.local_cache import LocalCacheOptions
+
+    settings = load(
+        chunk_tokens=512,
+        cpu_gib=0.5,
+        disk_path="/data/kv",
+        disk_gib=2.5,
+        save_decode=True,
+        staging_mib=128,
+        loads="async",
+    )
+    transfer = parser.parse_args(vllm_arguments(settings)).kv_transfer_config
+    assert transfer.kv_connector == "LMCacheXPUServerConnector"
+    assert transfer.kv_connector_module_path == "lmcache_xpu.vllm_connector"
+    assert transfer.is_kv_producer
+    assert transfer.is_kv_consumer
+    extra = dict(transfer.kv_connector_extra_config)
+    options = LocalCacheOptions.read(extra.pop(CACHE))
+    assert (options.chunk_tokens, options.cpu_gib) == (512, 0.5)
+    assert (options.disk_path, options.disk_gib) == (Path("/data/kv"), 2.5)
+    assert extra == {
+        "lmcache.mp.save_decode_cache": True,
+        "xpu.loads": "async",
+        "xpu.staging_mib": 128,
+    }
+    assert lmcache_config(settings) == {}
+
+
+def test_without_a_disk_tier_the_cache_has_none(parser):
+    from lmcache_xpu.mp_connector.local_cache import LocalCacheOptions
+
+    options = LocalCacheOptions.read(server_config(load())["xpu.cache"])
+    assert options == LocalCacheOptions()  # the same defaults
+    assert options.disk_path is None
+
+
+def test_layer_by_layer_the_disk_tier_reaches_lmcache_through_vllms_command_line(parser):
     """The whole way: our settings, vLLM's parser and dataclass, LMCache's setter."""
     from lmcache.v1.config import LMCacheEngineConfig
     from lmcache.v1.config_base import validate_and_set_config_value
@@ -149,8 +194,6 @@ def test_the_disk_tier_reaches_lmcache_through_vllms_command_line(parser):
         disk_gib=2.5,
         layerwise=True,
         save_decode=True,
-        hash_algorithm="sha256_cbor",
-        overlap_store=False,
         staging_mib=128,
         layers_at_once=4,
     )
@@ -170,7 +213,7 @@ def test_the_disk_tier_reaches_lmcache_through_vllms_command_line(parser):
     assert config.use_layerwise is True
     assert config.save_decode_cache is True
     assert config.save_unfull_chunk is False
-    assert config.pre_caching_hash_algorithm == "sha256_cbor"
+    assert config.pre_caching_hash_algorithm == "sha256"
     assert config.storage_plugins == ["disk"]
     extra = dict(config.extra_config)
     module = importlib.import_module(extra.pop("storage_plugin.disk.module_path"))
@@ -179,8 +222,6 @@ def test_the_disk_tier_reaches_lmcache_through_vllms_command_line(parser):
         "disk.path": "/data/kv",
         "disk.gib": 2.5,
         "xpu.loads": "auto",
-        "xpu.overlap_load": True,
-        "xpu.overlap_store": False,
         "xpu.staging_mib": 128,
         "xpu.layers_at_once": 4,
     }
@@ -188,21 +229,12 @@ def test_the_disk_tier_reaches_lmcache_through_vllms_command_line(parser):
 
 def test_staging_is_what_suits_the_device_unless_a_size_is_named(monkeypatch):
     """A size that is handed on where nobody named one would hide the table's row."""
-    assert "xpu.staging_mib" not in lmcache_config(load())["extra_config"]
+    layerwise = {"layerwise": True}
+    assert "xpu.staging_mib" not in server_config(load())
+    assert "xpu.staging_mib" not in lmcache_config(load(**layerwise))["extra_config"]
     monkeypatch.setenv("LMCACHE_XPU_STAGING_MIB", "128")
-    assert lmcache_config(load())["extra_config"]["xpu.staging_mib"] == 128
-
-
-def test_the_shared_tier_can_be_with_and_without_a_disk_tier():
-    alone = lmcache_config(load(remote_url="redis://cache:6379"))
-    both = lmcache_config(load(remote_url="rediss://cache:6379/1", disk_path="/d", disk_gib=1))
-    assert "storage_plugins" not in alone
-    assert alone["remote_storage_plugins"] == both["remote_storage_plugins"] == ["shared"]
-    assert alone["extra_config"]["shared.url"] == "redis://cache:6379"
-    assert both["extra_config"]["disk.path"] == "/d"
-    extra = alone["extra_config"]
-    module = importlib.import_module(extra["remote_storage_plugin.shared.module_path"])
-    assert isinstance(getattr(module, extra["remote_storage_plugin.shared.class_name"]), type)
+    assert server_config(load())["xpu.staging_mib"] == 128
+    assert lmcache_config(load(**layerwise))["extra_config"]["xpu.staging_mib"] == 128
 
 
 def test_a_chunk_that_is_lost_is_recomputed(parser):
@@ -246,7 +278,7 @@ def test_on_cpu_onednn_keeps_nothing():
 def test_the_command_line_is_one_line_of_json_and_plain_words():
     args = vllm_arguments(load(disk_path=Path("/d"), disk_gib=1))
     transfer = json.loads(args[args.index("--kv-transfer-config") + 1])
-    assert transfer["kv_connector_extra_config"]["lmcache.extra_config"]["disk.gib"] == 1.0
+    assert transfer["kv_connector_extra_config"]["xpu.cache"]["disk_gib"] == 1.0
     assert "\n" not in " ".join(args)
 
 

@@ -20,7 +20,7 @@ from lmcache_xpu.launch.model_support import (
     check_layers,
     check_offload,
     check_reachable,
-    with_cache,
+    with_layers,
 )
 from lmcache_xpu.launch.settings import Settings
 from lmcache_xpu.versions import GROUPS_SINCE_VLLM, Versions
@@ -34,26 +34,28 @@ PAGE = Path(__file__).parents[2] / "docs/reference/models.md"
 # transformers' names, with the defaults of their configurations.
 SERVED = (
     *("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "phi3", "glm4", "glm4_moe", "smollm3"),
-    *("deepseek_v2", "deepseek_v3", "qwen2_5_vl", "qwen3_vl"),
+    *("deepseek_v2", "deepseek_v3", "qwen2_5_vl", "qwen3_vl", "mistral"),
 )
-AT_A_PRICE = {"gpt_oss": 2.0, "gemma2": 2.0, "gemma3_text": 6.5, "llama4_text": 4.0, "olmo3": 4.0}
+# Windows beside whole attention, and what they cost where they are kept as the prompt is.
+WINDOWS = {"gpt_oss": 2.0, "gemma2": 2.0, "gemma3_text": 6.5, "llama4_text": 4.0, "olmo3": 4.0}
+# States, or heads of several sizes.
+GROUPS = (
+    *("qwen3_next", "qwen3_5", "jamba", "nemotron_h", "kimi_linear", "minimax", "falcon_h1"),
+    "gemma4_text",
+)
+# States in all layers (by their usual configuration), or an index.
 REFUSED = {
-    "qwen3_next": "layers of linear_attention",
-    "qwen3_5": "layers of linear_attention",
     "mamba2": "layers of linear_attention",
-    "jamba": "layers of linear_attention",
     "bamba": "layers of linear_attention",
-    "nemotron_h": "layers of linear_attention",
     "granitemoehybrid": "layers of linear_attention",
-    "kimi_linear": "layers of linear_attention",
-    "minimax": "layers of linear_attention",
-    "falcon_h1": "layers of hybrid",
-    "mistral": "attention to a window of 4096 tokens alone",
-    "gemma4_text": "heads of several sizes",
     "deepseek_v32": "layers of indexed_attention",
 }
-# Refused by LMCache's server too: states in all layers (by their usual configuration), or an index.
-NOWHERE = ("mamba2", "bamba", "granitemoehybrid", "deepseek_v32")
+NOT_BY_LAYER = {
+    **dict.fromkeys(GROUPS, "layers of linear_attention"),
+    "falcon_h1": "layers of hybrid",
+    "mistral": "layers of attention to a window",
+    "gemma4_text": "heads of several sizes",
+}
 OLD = Versions(versions.TESTED["lmcache"][-1], versions.TESTED["vllm"][0], None)
 NEW = Versions(versions.TESTED["lmcache"][0], GROUPS_SINCE_VLLM, None)
 
@@ -62,78 +64,138 @@ def config(kind: str):
     return AutoConfig.for_model(kind).get_text_config()
 
 
-@pytest.mark.parametrize("kind", SERVED)
-def test_models_of_attention_alone_are_served(kind):
-    assert check_offload(config(kind)).note == ""
+def saved(kind: str, path, **settings) -> Settings:
+    config(kind).save_pretrained(path)
+    return Settings.load({"model": str(path), **settings})
 
 
-@pytest.mark.parametrize(("kind", "factor"), AT_A_PRICE.items())
-def test_windows_are_served_at_a_price_that_is_said(kind, factor):
-    kinds = check_offload(config(kind))
+@pytest.fixture
+def older(monkeypatch):
+    """A vLLM that serves one KV cache group alone."""
+    monkeypatch.setattr(model_support, "installed", lambda: OLD)
+
+
+@pytest.fixture
+def newer(monkeypatch):
+    monkeypatch.setattr(model_support, "installed", lambda: NEW)
+
+
+@pytest.mark.parametrize("here", [None, NEW])
+@pytest.mark.parametrize("kind", [*SERVED, *WINDOWS, *GROUPS])
+def test_what_has_attention_is_served(kind, here):
+    check_offload(config(kind), here)
+
+
+@pytest.mark.parametrize(("kind", "why"), REFUSED.items())
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_others_are_refused_with_the_cause(kind, why, layerwise):
+    with pytest.raises(SettingsError, match=re.escape(why)) as refusal:
+        check_offload(config(kind), layerwise=layerwise)
+    assert "--no-offload" in refusal.value.fix
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_older_vllm_is_refused_for_states_and_heads_of_several_sizes(kind):
+    with pytest.raises(VersionError, match=f"vLLM {GROUPS_SINCE_VLLM} or newer"):
+        check_offload(config(kind), OLD)
+
+
+@pytest.mark.parametrize("kind", [*SERVED, *WINDOWS])
+def test_older_vllm_serves_one_group(kind):
+    check_offload(config(kind), OLD)
+
+
+@pytest.mark.parametrize(("kind", "why"), NOT_BY_LAYER.items())
+def test_layer_by_layer_all_layers_have_to_be_alike(kind, why):
+    with pytest.raises(SettingsError, match=re.escape(why)) as refusal:
+        check_offload(config(kind), layerwise=True)
+    assert "Leave layerwise off" in refusal.value.fix
+
+
+@pytest.mark.parametrize(("kind", "factor"), WINDOWS.items())
+def test_layer_by_layer_windows_have_a_price_that_is_said(kind, factor):
+    kinds = check_offload(config(kind), layerwise=True)
     assert kinds.factor == pytest.approx(factor, rel=0.01)
     assert f"{kinds.factor:.1f} times the KV cache" in kinds.note
 
 
-@pytest.mark.parametrize(("kind", "why"), REFUSED.items())
-def test_others_are_refused_with_the_cause(kind, why):
-    with pytest.raises(SettingsError, match=re.escape(why)) as refusal:
-        check_offload(config(kind))
-    assert "--no-offload" in refusal.value.fix
-
-
-@pytest.mark.parametrize("kind", [*SERVED, *AT_A_PRICE, *REFUSED])
-def test_the_server_takes_what_has_attention(kind):
-    if kind in NOWHERE:
-        with pytest.raises(SettingsError, match="--no-offload"):
-            check_offload(config(kind), "server", NEW)
-        return
-    check_offload(config(kind), "server", NEW)
-    if kind in REFUSED:
-        with pytest.raises(SettingsError, match="--cache server"):
-            check_offload(config(kind))
-
-
-def test_older_vllm_is_refused_where_there_are_several_groups():
-    for kind in ("gpt_oss", "qwen3_5", "gemma4_text", "llama4_text"):
-        with pytest.raises(VersionError, match=f"vLLM {GROUPS_SINCE_VLLM} or newer"):
-            check_offload(config(kind), "server", OLD)
-    check_offload(config("mistral"), "server", OLD)
-    check_offload(config("llama"), "server", OLD)
-
-
+@pytest.mark.parametrize("cache", ["auto", "in-process", "server"])
 @pytest.mark.parametrize("command", [["serve", "--dry-run"], ["serve"], ["doctor", "--model"]])
-def test_with_the_server_all_commands_judge_the_installed_versions(command, tmp_path, monkeypatch):
+def test_all_commands_judge_the_installed_versions(command, cache, tmp_path, monkeypatch, older):
     monkeypatch.setattr(os, "execvpe", lambda *_: pytest.fail("vLLM was started"))
-    monkeypatch.setenv("LMCACHE_XPU_CACHE", "server")
+    monkeypatch.setenv("LMCACHE_XPU_CACHE", cache)
     config("qwen3_5").save_pretrained(tmp_path)
-    monkeypatch.setattr(model_support, "installed", lambda: OLD)
     done = CliRunner().invoke(app, [*command, str(tmp_path)], catch_exceptions=False)
     assert done.exit_code, done.output
     assert f"vLLM {GROUPS_SINCE_VLLM} or newer" in " ".join(done.output.split())
 
 
+@pytest.mark.parametrize("cache", ["auto", "in-process", "server"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3_text", "gpt_oss", "gemma4_text"])
+def test_the_model_does_not_change_where_lmcache_runs(kind, cache, tmp_path, newer):
+    settings = saved(kind, tmp_path, cache=cache)
+    kinds = check_layers(settings)
+    assert kinds is not None
+    assert with_layers(settings, kinds) == settings
+
+
+HYBRID_OFF = "--disable-hybrid-kv-cache-manager"
+
+
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_older_vllm_keeps_windows_as_it_keeps_the_prompt(kind, tmp_path, older):
+    """After the user's own arguments, which stay."""
+    settings = saved(kind, tmp_path, extra_args=("--seed", "1"))
+    kinds = check_layers(settings)
+    assert kinds is not None
+    assert with_layers(settings, kinds).extra_args == ("--seed", "1", HYBRID_OFF)
+
+
+@pytest.mark.parametrize("kind", SERVED)
+def test_older_vllm_gets_no_argument_for_one_group(kind, tmp_path, older):
+    """Of windows in every layer it keeps the windows alone."""
+    settings = saved(kind, tmp_path)
+    kinds = check_layers(settings)
+    assert kinds is not None
+    assert with_layers(settings, kinds) == settings
+
+
+@pytest.mark.parametrize("cache", ["auto", "server"])
+def test_a_start_with_older_vllm_has_that_argument(cache, tmp_path, older, monkeypatch):
+    config("gpt_oss").save_pretrained(tmp_path)
+    monkeypatch.setattr(serve, "built_for", lambda: "xpu")
+    command = ["serve", str(tmp_path), "--dry-run", "--cache", cache]
+    done = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert HYBRID_OFF in done.output.split()
+
+
 @pytest.mark.parametrize(("options", "chunk"), [([], 1), (["--chunk-tokens", "544"], 544)])
+@pytest.mark.parametrize("cache", ["auto", "server"])
 def test_a_model_with_states_has_chunks_of_one_block_unless_told(
-    options, chunk, tmp_path, monkeypatch
+    options, chunk, cache, tmp_path, monkeypatch, newer
 ):
     config("qwen3_5").save_pretrained(tmp_path)
-    monkeypatch.setattr(model_support, "installed", lambda: NEW)
     monkeypatch.setattr(serve, "built_for", lambda: "xpu")
-    command = ["serve", str(tmp_path), "--dry-run", "--cache", "server", *options]
+    command = ["serve", str(tmp_path), "--dry-run", "--cache", cache, *options]
     done = CliRunner().invoke(app, command, catch_exceptions=False)
-    assert f"--chunk-size {chunk} " in done.output
+    said = f"--chunk-size {chunk} " if cache == "server" else f'"chunk_tokens": {chunk},'
+    assert said in done.output
+
+
+def test_the_chunks_of_a_server_that_runs_are_its_own(tmp_path, newer):
+    settings = saved("qwen3_5", tmp_path, cache="server", server_url="ipc:///run/kv/server.sock")
+    kinds = check_layers(settings)
+    assert kinds is not None
+    assert with_layers(settings, kinds) == settings
 
 
 def test_the_page_on_models_names_them_all():
-    """In its three tables: by transformers' name, which a model's config.json has."""
+    """In its tables: by transformers' name, which a model's config.json has."""
     text = PAGE.read_text()
-    _, served, price, refused = re.split(
-        r"^## (?:Served|Served at a price|Served by LMCache's server alone)$",
-        text,
-        maxsplit=3,
-        flags=re.M,
-    )
-    for part, kinds in ((served, SERVED), (price, AT_A_PRICE), (refused, REFUSED)):
+    heads = ("Served", "Windows beside whole attention", "States, and heads of several sizes")
+    parts = re.split(f"^## (?:{'|'.join([*heads, 'Refused'])})$", text, flags=re.M)
+    assert len(parts) == 5
+    for part, kinds in zip(parts[1:], (SERVED, WINDOWS, GROUPS, REFUSED), strict=True):
         assert [kind for kind in kinds if f"`{kind}`" not in part] == []
 
 
@@ -146,10 +208,9 @@ def test_the_page_names_the_versions_that_are_accepted():
         assert f"| {name} | {', '.join(accepted)} |" in text
 
 
-@pytest.mark.parametrize("kind", ["mistral", "qwen3_next", "gemma4_text"])
+@pytest.mark.parametrize("kind", ["mamba2", "deepseek_v32"])
 def test_all_commands_refuse_in_the_same_words_before_vllm_starts(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "execvpe", lambda *_: pytest.fail("vLLM was started"))
-    monkeypatch.setenv("LMCACHE_XPU_CACHE", "in-process")
     model = tmp_path / "model"
     config(kind).save_pretrained(model)
     with pytest.raises(SettingsError) as refusal:
@@ -163,6 +224,17 @@ def test_all_commands_refuse_in_the_same_words_before_vllm_starts(kind, tmp_path
         assert [command for command, text in said.items() if words not in text] == []
     plain = CliRunner().invoke(app, ["serve", str(model), "--dry-run", "--no-offload"])
     assert plain.exit_code == 0
+
+
+@pytest.mark.parametrize("command", [["serve", "--dry-run"], ["serve"], ["doctor", "--model"]])
+def test_layerwise_is_refused_before_vllm_starts(command, tmp_path, monkeypatch, newer):
+    monkeypatch.setattr(os, "execvpe", lambda *_: pytest.fail("vLLM was started"))
+    monkeypatch.setenv("LMCACHE_XPU_LAYERWISE", "true")
+    config("gemma4_text").save_pretrained(tmp_path)
+    done = CliRunner().invoke(app, [*command, str(tmp_path)], catch_exceptions=False)
+    assert done.exit_code, done.output
+    assert "heads of several sizes" in " ".join(done.output.split())
+    assert "Leave layerwise off" in " ".join(done.output.split())
 
 
 def test_a_configuration_that_nobody_can_judge_is_left_to_the_engine(tmp_path):
@@ -243,58 +315,12 @@ def test_size_counts_in_the_type_that_serve_would_use(tmp_path, monkeypatch):
     assert "x float32" in done.output
 
 
-def saved(kind: str, path, **settings) -> Settings:
-    config(kind).save_pretrained(path)
-    return Settings.load({"model": str(path), **settings})
-
-
-@pytest.mark.parametrize(
-    ("kind", "cache"),
-    [
-        ("llama", "in-process"),
-        ("gemma3_text", "server"),  # in the engine's process it takes six times the memory
-        ("gpt_oss", "server"),
-        ("qwen3_5", "server"),
-        ("mistral", "server"),
-        ("gemma4_text", "server"),
-    ],
-)
-def test_models_with_windows_or_states_get_a_server_unless_told(kind, cache, tmp_path, monkeypatch):
-    monkeypatch.setattr(model_support, "installed", lambda: NEW)
-    assert with_cache(saved(kind, tmp_path)).cache == cache
-    assert with_cache(saved(kind, tmp_path, cache="in-process")).cache == "in-process"
-
-
-def test_what_a_server_lacks_or_an_older_vllm_keeps_a_model_in_the_engines_process(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(model_support, "installed", lambda: NEW)
-    assert with_cache(saved("gpt_oss", tmp_path, kv_events="tcp://*:5557")).cache == "in-process"
-    with pytest.raises(SettingsError, match="layers of linear_attention"):
-        check_layers(saved("qwen3_5", tmp_path, kv_events="tcp://*:5557"))
-    monkeypatch.setattr(model_support, "installed", lambda: OLD)
-    assert with_cache(saved("gpt_oss", tmp_path)).cache == "in-process"
-    with pytest.raises(VersionError, match=f"vLLM {GROUPS_SINCE_VLLM} or newer"):
-        check_layers(saved("qwen3_5", tmp_path))
-
-
-@pytest.mark.parametrize("kind", ["deepseek_v32"])
-def test_what_neither_serves_is_refused_unless_nothing_is_offloaded(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(model_support, "installed", lambda: NEW)
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_refused_is_served_where_nothing_is_offloaded(kind, tmp_path, newer):
     with pytest.raises(SettingsError, match="--no-offload"):
         check_layers(saved(kind, tmp_path))
     assert check_layers(saved(kind, tmp_path, offload=False)) is None
 
 
-def test_a_model_that_is_not_here_is_left_to_the_engine(tmp_path):
-    assert with_cache(Settings.load({"model": "nobody/nothing"})).cache == "in-process"
-
-
-def test_serve_says_where_it_runs_lmcache_and_why(tmp_path, monkeypatch):
-    config("qwen3_5").save_pretrained(tmp_path)
-    monkeypatch.setattr(model_support, "installed", lambda: NEW)
-    monkeypatch.setattr(serve, "built_for", lambda: "xpu")
-    done = CliRunner().invoke(app, ["serve", str(tmp_path), "--dry-run"], catch_exceptions=False)
-    assert "LMCache runs as a server beside the engine" in done.output
-    assert "--chunk-size 1 " in done.output
-    assert "LMCacheXPUServerConnector" in done.output
+def test_a_model_that_is_not_here_is_left_to_the_engine():
+    assert check_layers(Settings.load({"model": "nobody/nothing"})) is None

@@ -49,11 +49,11 @@ def test_a_directory_that_is_no_model_is_named(tmp_path, free):
     preflight(load(model=str(tmp_path), port=free), {})
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "jamba"])
-def test_a_model_with_states_is_refused_before_vllm_starts(kind: str, tmp_path, free):
+@pytest.mark.parametrize("kind", ["mamba2", "bamba"])
+def test_a_model_of_states_alone_is_refused_before_vllm_starts(kind: str, tmp_path, free):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     with pytest.raises(SettingsError, match=rf"linear_attention.* in a {kind}.*--no-offload"):
-        preflight(load(model=str(tmp_path), port=free, cache="in-process"), {})
+        preflight(load(model=str(tmp_path), port=free), {})
     preflight(load(model=str(tmp_path), port=free, offload=False), {})
 
 
@@ -63,7 +63,7 @@ from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.model_support import check_layers
 from lmcache_xpu.launch.settings import Settings
 try:
-    check_layers(Settings.load({"model": "org/model", "cache": "in-process"}))
+    check_layers(Settings.load({"model": "org/model"}))
     refused = None
 except SettingsError as error:
     refused = str(error)
@@ -78,7 +78,7 @@ def test_of_a_hub_s_model_the_downloaded_configuration_counts(tmp_path):
     (kept / "snapshots/c0ffee").mkdir(parents=True)
     (kept / "refs").mkdir()
     (kept / "refs/main").write_text("c0ffee")
-    (kept / "snapshots/c0ffee/config.json").write_text('{"model_type": "qwen3_next"}')
+    (kept / "snapshots/c0ffee/config.json").write_text('{"model_type": "mamba2"}')
     assert "linear_attention" in run_script(CACHED, HF_HOME=str(tmp_path))["refused"]
 
 
@@ -123,7 +123,9 @@ def test_a_cpu_tier_larger_than_memory(free):
         preflight(load(cpu_gib=1e6, cache="server", port=free), {})
 
 
-@pytest.mark.parametrize("name", ["VLLM_CPU_KVCACHE_SPACE", "LMCACHE_CHUNK_SIZE"])
+@pytest.mark.parametrize(
+    "name", ["VLLM_CPU_KVCACHE_SPACE", "LMCACHE_CHUNK_SIZE", "LMCACHE_MAX_LOCAL_CPU_SIZE"]
+)
 def test_a_second_way_to_set_the_same_is_refused(name, free):
     """vLLM would follow the first and LMCache ignore the second, both in silence."""
     with pytest.raises(SettingsError, match=f"{name}=8 .* Unset {name}"):

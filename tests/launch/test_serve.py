@@ -121,7 +121,7 @@ def test_a_dry_run_shows_all_and_runs_nothing(monkeypatch, capsys):
         resolve_device(load(api_key="s3cret", disk_path="/no/such", disk_gib=1))
     )
     lmcache = json.loads(shown.partition("# LMCache\n")[2])
-    assert lmcache["extra_config"]["disk.path"] == "/no/such"
+    assert lmcache["xpu.cache"]["disk_path"] == "/no/such"
 
 
 def test_describing_needs_no_machine():

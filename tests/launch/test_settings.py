@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.launch.engine_arguments import lmcache_config
 from lmcache_xpu.launch.serve import resolve_device
 from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
 
@@ -24,12 +25,21 @@ def test_the_shared_tier_is_not_for_layerwise():
         load(remote_url="redis://cache:6379", layerwise=True)
 
 
-def test_the_hash_is_one_that_vllm_knows():
+@pytest.mark.parametrize("name", ["overlap_load", "overlap_store", "hash_algorithm"])
+def test_a_setting_that_is_gone_stops_a_start(name, monkeypatch):
+    with pytest.raises(SettingsError, match=name):
+        load(**{name: "true"})
+    monkeypatch.setenv(ENV_PREFIX + name.upper(), "true")
+    with pytest.raises(SettingsError, match=name.upper()):
+        load()
+
+
+def test_the_hash_of_names_layer_by_layer_is_one_that_vllm_knows():
     """LMCache falls back to Python's hash(), different in every process, for any other name."""
     from vllm.utils.hashing import get_hash_fn_by_name
 
-    for name in ("sha256_cbor", "sha256"):
-        assert callable(get_hash_fn_by_name(load(hash_algorithm=name).hash_algorithm))
+    config = lmcache_config(load(layerwise=True))
+    assert callable(get_hash_fn_by_name(config["pre_caching_hash_algorithm"]))
 
 
 def test_values_win_over_variables_and_empty_variables_are_unset(monkeypatch):

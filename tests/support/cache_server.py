@@ -37,8 +37,8 @@ class CacheServer:
         self.url = self.address = f"ipc://{self.socket}"
         self.log = log
         values = {"model": "any", "device": "cpu", "cpu_gib": 0.25, "cache": "server", **settings}
-        if states:  # as `serve` has it: LMCache rounds a chunk up to a block
-            values = {"chunk_tokens": 1, **values}
+        if states:  # chunks of one block, as `launch.model_support.with_layers` has them
+            values.setdefault("chunk_tokens", 1)
         self._command = server_command(Settings.load(values), self.socket)
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -91,7 +91,7 @@ Returns {models: {NAME: {...}}} as JSON; a mistake that the schema can't see end
 {{- end -}}
 {{- $_ := set $model "servedName" (default $settings.model $settings.served_model_name) -}}
 {{- $_ := set $model "workload" (ternary "StatefulSet" "Deployment" (and (not (not $settings.disk_gib)) (eq $model.disk.kind "volumeClaim"))) -}}
-{{- $_ := set $model "lentGib" (ternary (mulf $devices (default 5 $settings.cpu_gib)) 0 $model.sideCar) -}}
+{{- $_ := set $model "lentGib" (ternary (mulf $devices (default 5 $settings.cpu_gib)) 0 (or $model.sideCar $model.ownServer)) -}}
 {{- $_ := set $model "resources" (mergeOverwrite (include "lmcache-xpu.resources" $model | fromYaml) (deepCopy $model.resources)) -}}
 {{- end -}}
 
@@ -99,11 +99,23 @@ Returns {models: {NAME: {...}}} as JSON; a mistake that the schema can't see end
 {{- define "lmcache-xpu.deriveCache" -}}
 {{- $model := .model -}}
 {{- $settings := $model.settings -}}
-{{- if not $model.sideCar -}}
-{{- if and (eq "server" (default "in-process" $settings.cache)) (not $settings.server_url) -}}
-{{- include "lmcache-xpu.refuse" (printf "%s.settings.cache is server without a server_url; expected cache.kind=sideCar, which runs LMCache's server\nbeside the engine, or settings.server_url of one on the same node." .where) -}}
+{{- /* As Settings.is_server: `serve` starts a server in the engine's container. */ -}}
+{{- $ranks := mul (default 1 $settings.tensor_parallel) (default 1 $settings.pipeline_parallel) | int -}}
+{{- $cache := default "auto" $settings.cache -}}
+{{- $isServer := or (eq $cache "server") (and (eq $cache "auto") (gt $ranks 1) (not $settings.layerwise)) -}}
+{{- $_ := set $model "ownServer" (and $isServer (ne $settings.offload false) (not $settings.server_url) (not $model.sideCar)) -}}
+{{- $lacks := dict "layerwise" false "layers_at_once" 0 "kv_events" "" -}}
+{{- if and (not $model.sideCar) (eq $cache "in-process") (gt $ranks 1) (not $settings.layerwise) -}}
+{{- include "lmcache-xpu.refuse" (printf "%s.settings.cache is in-process with an engine of %d devices; expected server, or none: its workers share a server." .where $ranks) -}}
 {{- end -}}
-{{- else -}}
+{{- if and $isServer (not $model.sideCar) -}}
+{{- range $name, $value := $lacks -}}
+{{- with get $settings $name -}}
+{{- include "lmcache-xpu.refuse" (printf "%s.settings.%s is %v, and LMCache runs as a server (settings.cache, or several devices per engine); expected it unset:\nLMCache's server has no such choice." $.where $name .) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if $model.sideCar -}}
 {{- if or $settings.server_url (eq "in-process" (default "server" $settings.cache)) -}}
 {{- include "lmcache-xpu.refuse" (printf "%s.cache.kind is sideCar with settings.cache or settings.server_url; expected neither: the chart sets both." .where) -}}
 {{- end -}}
@@ -111,8 +123,7 @@ Returns {models: {NAME: {...}}} as JSON; a mistake that the schema can't see end
 {{- include "lmcache-xpu.refuse" (printf "%s.cache.kind is sideCar with settings.offload=false; expected inProcess: nothing would use the server." .where) -}}
 {{- end -}}
 {{- /* What the connector to the server lacks: Settings refuses it as well, once the pod runs. */ -}}
-{{- $lacks := dict "remote_url" "" "layerwise" false "layers_at_once" 0 "overlap_load" true "overlap_store" true "hash_algorithm" "sha256" "kv_events" "" -}}
-{{- range $name, $value := $lacks -}}
+{{- range $name, $value := merge (dict "remote_url" "") $lacks -}}
 {{- $set := get $settings $name -}}
 {{- if and (hasKey $settings $name) (not (kindIs "invalid" $set)) (ne (toString $set) (toString $value)) -}}
 {{- include "lmcache-xpu.refuse" (printf "%s.cache.kind is sideCar with %s=%v; expected it unset: LMCache's server has no such choice.\nFor a shared Valkey (valkey.enabled), layerwise mode or KV events use inProcess." $.where $name $set) -}}
@@ -137,7 +148,9 @@ limits:
 
 {{/*
 Resources of a model's pod. The memory counts the CPU tiers also where they are pinned memory of a
-GPU, which is not charged to the container: so the scheduler keeps them free on the node.
+GPU, which is not charged to the container: so the scheduler keeps them free on the node. With a
+server in the engine's container they are pages of /dev/shm, and the limit has them twice: a server
+that starts again has new ones while the engine still holds the old.
 */}}
 {{- define "lmcache-xpu.resources" -}}
 {{- $settings := .settings -}}
@@ -153,7 +166,7 @@ requests:
   memory: {{ printf "%dGi" (int (ceil $gib)) }}
   ephemeral-storage: {{ include "lmcache-xpu.ephemeralGib" . }}Gi
 limits:
-  memory: {{ printf "%dGi" (int (ceil $gib)) }}
+  memory: {{ printf "%dGi" (int (ceil (addf $gib (ternary .lentGib 0 .ownServer)))) }}
   {{- if eq .gpu.kind "devicePlugin" }}
   {{ .gpu.resource }}: {{ .gpus | quote }}
   {{- end }}

@@ -176,7 +176,8 @@ def main() -> None:
 
 def _do_jobs() -> None:
     settings = Settings.load(json.loads(sys.argv[1]))
-    if settings.is_server:
+    # Without offload a server is for LMCache's own connector to it, whose variant names one.
+    if settings.is_server if settings.offload else settings.cache == "server":
         command = server_command if settings.offload else lmcache_server
         settings = at_server(settings, start_server(settings, command))  # ends with this process
     os.environ.update(engine_variables(settings))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["OTHER_WAYS", "LayerKinds", "read_config", "states_error"]
 
 OTHER_WAYS = (
-    f"Use --cache server (vLLM {GROUPS_SINCE_VLLM} or newer), or --no-offload (plain vLLM)."
+    f"Leave layerwise off (vLLM {GROUPS_SINCE_VLLM} or newer), or use --no-offload (plain vLLM)."
 )
 
 # transformers makes its names when they are asked for. Of two threads that ask first at once, one
@@ -98,9 +98,10 @@ class LayerKinds:
         if not (self.whole and self.window):
             return ""
         return (
-            f"{self.window} of {self.whole + self.window} layers attend to a window; with offload "
-            f"the whole prompt is kept for them too: {self.factor:.1f} times the KV cache per "
-            "token of a long prompt, on the device and in the tiers"
+            f"{self.window} of {self.whole + self.window} layers attend to a window; with "
+            "layerwise the whole prompt is kept for them too: "
+            f"{self.factor:.1f} times the KV cache per token of a long prompt, on the device and "
+            "in the tiers"
         )
 
 
@@ -121,7 +122,7 @@ def read_config(model: str, *, cached: bool = False) -> PretrainedConfig:
     path = path / "config.json" if path.is_dir() else path
     try:
         if path.is_file():
-            values: dict[str, Any] = json.loads(path.read_text())
+            values: dict[str, Any] = json.loads(path.read_text(), object_hook=_floats)
             config = AutoConfig.for_model(values.pop("model_type"), **values)
         else:
             config = AutoConfig.from_pretrained(model, local_files_only=cached)
@@ -134,11 +135,16 @@ def read_config(model: str, *, cached: bool = False) -> PretrainedConfig:
         ) from error
 
 
+def _floats(value: dict[str, Any]) -> Any:
+    """Read numbers that JSON lacks, as transformers writes them: {"__float__": "Infinity"}."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
+
+
 def states_error(config: PretrainedConfig) -> SettingsError:
     """What to say of a model that is not attention alone."""
     kinds = ", ".join(LayerKinds.of_config(config).other) or "a kind that keeps a state"
     return SettingsError(
         f"layers of {kinds} in a {config.model_type}",
         "attention in every layer",
-        "LMCache in the engine's process can't restore such layers. " + OTHER_WAYS,
+        "Layer by layer LMCache can't restore them. " + OTHER_WAYS,
     )

@@ -75,10 +75,17 @@ def check_pinned(machine: Machine, settings: Settings, facts: TorchFacts) -> Che
 
 
 def check_shared_memory(machine: Machine, settings: Settings) -> Check:
-    """Check that /dev/shm is large enough for workers to talk to each other."""
+    """Check that /dev/shm is large enough for a server that starts, and for workers to talk."""
     name = "shared memory"
-    size = shutil.disk_usage(machine.root / "dev/shm").total
+    size, _, free = shutil.disk_usage(machine.root / "dev/shm")
     state = f"/dev/shm of {size / GIB:.2f} GiB"
+    lent = settings.cpu_gib * settings.devices
+    if settings.is_server and settings.server_url is None and free < lent * GIB:
+        return fail(
+            name,
+            f"{state}, {free / GIB:.2f} GiB of it free; LMCache's server takes {lent:g} GiB",
+            "Lower cpu_gib, or raise it: shm_size in compose, an emptyDir in memory in a pod.",
+        )
     if settings.devices > 1 and size < GIB:
         return warn(name, state, "Raise it: shm_size in compose, an emptyDir in memory in a pod.")
     return ok(name, state)

@@ -7,7 +7,9 @@ It asks the server every few seconds, and starts a server anew that no longer an
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import itertools
 import os
 import re
@@ -37,6 +39,7 @@ __all__ = [
 ]
 
 PROGRAM = (sys.executable, "-m", "lmcache_xpu.mp_connector.server_program")
+NAMES = "lmcache-xpu-"  # beginning of the names of servers that are started with an engine
 PAGES = "127.0.0.1:0"  # of health and metrics; the server takes a free port, and says which
 SHARED_MEMORY = Path("/dev/shm")
 POOL_PREFIX = "lmcache_l1_pool_"  # LMCache's, before the name of its shared memory
@@ -109,12 +112,15 @@ def start_server(
     Raises:
         SettingsError: it does not come up.
     """
-    socket = Path(tempfile.mkdtemp(prefix="lmcache-xpu-")) / "server.sock"  # mode 0700
+    socket = Path(tempfile.mkdtemp(prefix=NAMES)) / "server.sock"  # mode 0700
+    lock = lock_pool(socket.parent.name)
     keeper = subprocess.Popen(
         [sys.executable, "-m", __name__, *command(settings, socket)],
         preexec_fn=end_with_parent,
         env=server_environment(os.environ),
+        pass_fds=[lock],  # which it holds until it ends
     )
+    os.close(lock)
     deadline = time.monotonic() + START_S
     while not answers(socket):
         if keeper.poll() is not None or time.monotonic() > deadline:
@@ -139,12 +145,37 @@ def answers(socket: Path) -> bool:
         return False
 
 
+def lock_pool(name: str) -> int:
+    """Mark a server's shared memory as used, for as long as the returned file stays open."""
+    lock = os.open(SHARED_MEMORY / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
+
+
+def clear_pools() -> None:
+    """Give back the shared memory of servers of this user whose keepers were killed.
+
+    In a pod it outlives the container that they ran in.
+    """
+    for path in SHARED_MEMORY.glob(f"{NAMES}*.lock"):
+        with contextlib.suppress(OSError):  # another user's, or gone
+            lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove_pool(path.stem)
+            finally:
+                os.close(lock)
+
+
 def check_shared_memory(settings: Settings) -> None:
     """Refuse a server whose memory is not free in /dev/shm: LMCache would lend none of it.
+
+    What killed servers left there is given back first.
 
     Raises:
         SettingsError: too little.
     """
+    clear_pools()
     needed = settings.cpu_gib * settings.devices * 2**30
     free = shutil.disk_usage(SHARED_MEMORY).free
     if needed > free:
@@ -165,6 +196,7 @@ def keep(command: Sequence[str]) -> None:
     def end(_signal: int, _frame: FrameType | None) -> None:
         if server is not None:
             _end(server)
+        _remove_pool(socket.parent.name)
         shutil.rmtree(socket.parent, ignore_errors=True)
         os._exit(0)
 
@@ -201,6 +233,11 @@ def _await_end(server: subprocess.Popen[bytes], socket: Path) -> None:
             silent += 1
     print(f"LMCache's server did not answer {SILENT} times; it is ended", flush=True)
     _end(server)
+
+
+def _remove_pool(name: str) -> None:
+    for left in (f"{POOL_PREFIX}{name}", f"{name}.lock"):
+        (SHARED_MEMORY / left).unlink(missing_ok=True)
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:

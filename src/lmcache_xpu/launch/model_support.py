@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from lmcache_xpu.cache_engine.layer_kinds import LayerKinds, read_config
+from lmcache_xpu.cache_engine.layer_kinds import OTHER_WAYS, LayerKinds, read_config
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.settings import Settings
 from lmcache_xpu.versions import Versions, check_groups, installed, serves_groups
@@ -52,11 +52,11 @@ def check_offload(
             check_groups(here)
         return kinds
     if kinds.states or widths or (kinds.window and not kinds.whole):
-        found = "heads of several sizes" if widths else f"layers of {', '.join(kinds.names)}"
+        layers = "heads of several sizes" if widths else f"layers of {', '.join(kinds.names)}"
         raise SettingsError(
-            f"{found} in a {config.model_type}, with layerwise",
+            f"{layers} in a {config.model_type}, with layerwise",
             "layers that all attend to the whole prompt and have the same shape",
-            "Leave layerwise off.",
+            OTHER_WAYS,
         )
     return kinds
 

@@ -124,7 +124,7 @@ class Settings(BaseSettings):
     data_parallel: int = Field(
         1,
         ge=1,
-        description="Engines that share the requests, each with devices and tiers of its own",
+        description="Engines that share the requests, each with devices of its own",
     )
     prefix_caching: bool = Field(True, description="The engine's own prefix cache")
     max_num_batched_tokens: int | None = Field(None, ge=1, description="Tokens per engine step")
@@ -286,7 +286,9 @@ class Settings(BaseSettings):
             raise SettingsError(
                 f"{name}={getattr(self, name)} with LMCache as a server",
                 f"{name} unset: the connector to LMCache's server has no such choice",
-                "Leave it out, or use cache=in-process.",
+                "Leave it out, or use cache=in-process."
+                if self.ranks == 1 or self.layerwise
+                else "Leave it out: an engine of several devices needs the server.",
             )
         if self.loads == "step" and self.tensor_parallel > 1:
             raise SettingsError(

@@ -100,7 +100,11 @@ class KVShape:
         layers = -(-layers // pipeline_parallel)  # the largest group's
         if latent := getattr(config, "kv_lora_rank", None):
             width = latent + config.qk_rope_head_dim  # every device has all of it
-            notes += _copies_note(1, tensor_parallel, pipeline_parallel)
+            if tensor_parallel > 1:
+                notes += (
+                    f"each {tensor_parallel} devices hold the same, and one of them stores it "
+                    "for all",
+                )
             return cls(
                 kind="MLA",
                 layers=layers,
@@ -125,7 +129,8 @@ class KVShape:
         device_heads = max(1, kv_heads // tensor_parallel)
         kind = "MHA" if kv_heads == heads else "GQA"
         width = 2 * device_heads * _mean_head(config, head_dim)
-        notes += _copies_note(kv_heads, tensor_parallel, pipeline_parallel)
+        if (alike := tensor_parallel // kv_heads) > 1:
+            notes += (f"each {alike} devices hold the same, and each stores a copy of its own",)
         return cls(
             kind=kind,
             layers=layers,
@@ -250,15 +255,6 @@ def _mean_head(config: PretrainedConfig, head_dim: int) -> int:
     more: int = sum(layer.get("head_dim", head_dim) - head_dim for layer in others)
     layers: int = config.num_hidden_layers
     return head_dim + -(-more // layers)
-
-
-def _copies_note(heads: int, tensor_parallel: int, pipeline_parallel: int) -> tuple[str, ...]:
-    alike = max(1, tensor_parallel // heads)
-    if alike == 1:
-        return ()
-    if pipeline_parallel > 1:
-        return (f"each {alike} devices hold the same, and each keeps a copy of its own",)
-    return (f"each {alike} devices hold the same, and one of them keeps it for all",)
 
 
 def _dtype(config: PretrainedConfig, kv_dtype: str) -> str:
