@@ -37,6 +37,7 @@ from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.mp_connector.lent_memory import LentMemory
 from lmcache_xpu.mp_connector.server_module import HitPlaces
 from lmcache_xpu.tiers.disk.server_option import server_option
+from lmcache_xpu.tiers.shared_option import shared_option
 from lmcache_xpu.transfer.devices import is_host, most_pinned
 from lmcache_xpu.transfer.pool_memory import PoolMemory
 
@@ -56,6 +57,7 @@ class LocalCacheOptions(BaseModel):
         cpu_gib: GiB of host memory.
         disk_path: directory of the disk tier; None for no such tier.
         disk_gib: GiB of that.
+        remote_url: of the shared tier; None for no such tier.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -64,6 +66,7 @@ class LocalCacheOptions(BaseModel):
     cpu_gib: float = Field(5.0, gt=0)
     disk_path: Path | None = None
     disk_gib: float | None = Field(None, gt=0)
+    remote_url: str | None = None
 
     @classmethod
     def read(cls, options: Mapping[str, Any]) -> Self:
@@ -129,12 +132,12 @@ class LocalCache:
         pools = None
         if not is_host(device):
             pools = PoolMemory.bind(device_ops, most_pinned(device) or 0, os.environ)
-        adapters = []
+        tiers = []  # in the order in which they are asked
         if options.disk_path is not None:
-            spec = json.loads(
-                server_option(options.disk_path, options.disk_gib or 0, engine=engine)
-            )
-            adapters.append(PluginL2AdapterConfig.from_dict(spec))
+            tiers.append(server_option(options.disk_path, options.disk_gib or 0, engine=engine))
+        if options.remote_url is not None:
+            tiers.append(shared_option(options.remote_url))
+        adapters = [PluginL2AdapterConfig.from_dict(json.loads(tier)) for tier in tiers]
         self._context = MPCacheServerContext(
             StorageManagerConfig(
                 L1ManagerConfig(
@@ -145,7 +148,7 @@ class LocalCache:
                 ),
                 EvictionConfig("LRU"),
                 L2AdaptersConfig(adapters),
-                prefetch_policy="retain",  # in memory what came from disk
+                prefetch_policy="retain",  # in memory what came from them
             ),
             chunk_size=options.chunk_tokens,
             separate_object_groups=True,
