@@ -34,7 +34,7 @@ from lmcache_xpu.tiers.chunk_layout import ChunkLayout
 from lmcache_xpu.tiers.disk.task_results import TaskResults, after_all
 from lmcache_xpu.tiers.disk.writer import counts_tokens
 from lmcache_xpu.tiers.pause import Pause
-from lmcache_xpu.tiers.shared_values import SharedValues, value_name
+from lmcache_xpu.tiers.shared_values import SharedValues, fill, value_name
 from lmcache_xpu.tiers.timed_task import TimedTask
 
 if TYPE_CHECKING:
@@ -54,7 +54,6 @@ AWAY_S = 10.0  # that a server is left alone after an error, or not written to a
 CLOSE_S = 10.0
 READS, WRITES, LOOKS = 4, 2, 2  # threads
 _QUEUE_BYTES = 1 << 30  # of writes, where L1's size is not told
-_SLICE = 256 * 1024
 
 
 class SharedL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # untyped base
@@ -256,7 +255,7 @@ class SharedL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # untyped base
             layout = _layout(obj)
             with watch.running():
                 payload = self._values.get(value_name(key, layout), layout)
-                filled = payload is not None and task.hit(index, partial(_fill, obj, payload))
+                filled = payload is not None and task.hit(index, partial(fill, obj, payload))
             if filled:
                 _count(LOAD_SHARED, key, layout, watch)
         except Exception as error:
@@ -283,16 +282,6 @@ def _layout(obj: MemoryObj) -> ChunkLayout:
     layout = ChunkLayout.of(obj)
     assert layout is not None, "LMCache's server has no objects without a layout"
     return layout
-
-
-def _fill(obj: MemoryObj, payload: memoryview) -> bool:
-    """Write an object's memory while it is lent; whether it was to the end."""
-    memory = memoryview(obj.byte_array).cast("B")
-    for begin in range(0, len(payload), _SLICE):
-        if not obj.is_valid():
-            return False
-        memory[begin : begin + _SLICE] = payload[begin : begin + _SLICE]
-    return bool(obj.is_valid())
 
 
 def _failed(flow: Flow, reason: str, count: int) -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from lmcache_xpu.tiers.chunk_layout import ChunkLayout
 
-__all__ = ["FORMAT", "SharedValues", "logger", "value_name"]
+__all__ = ["FORMAT", "SharedValues", "fill", "value_name"]
 
 logger = logging.getLogger("vllm.lmcache_xpu.remote")  # vLLM prints its own loggers only
 
@@ -41,6 +41,7 @@ logger = logging.getLogger("vllm.lmcache_xpu.remote")  # vLLM prints its own log
 FORMAT = "kv3"
 CONNECT_S = 1.0
 ANSWER_S = 10.0  # to one command
+_SLICE = 256 * 1024
 _URL = re.compile(r"rediss?://[^@/]+(/\d+)?")
 # Not WATCH and MULTI, which a full server refuses.
 _DELETE = """
@@ -135,3 +136,13 @@ class SharedValues:
         """End what other threads wait for, which raises there."""
         with contextlib.suppress(Exception):  # they may be at it at this moment
             self._server.connection_pool.disconnect()
+
+
+def fill(obj: MemoryObj, payload: memoryview) -> bool:
+    """Write an object's memory while it is lent; say whether it was to the end."""
+    memory = memoryview(obj.byte_array).cast("B")
+    for begin in range(0, len(payload), _SLICE):
+        if not obj.is_valid():
+            return False
+        memory[begin : begin + _SLICE] = payload[begin : begin + _SLICE]
+    return bool(obj.is_valid())

@@ -24,7 +24,7 @@ class TimedTask:
         results: where LMCache asks for them.
         count: of objects.
         seconds: after which the task ends, whatever is missing.
-        late: called if that comes to pass, in a thread of its own.
+        late: called before that, in a thread of its own; must not raise.
 
     Attributes:
         number: of the task.
@@ -64,16 +64,18 @@ class TimedTask:
             self._hits.set(index)
             return True
 
-    def end(self) -> bool:
-        """Give out the hits; False if that was done before."""
-        with self._lock:
-            if self._over:
-                return False
-            self._over = True
-        self._timer.cancel()
-        self._results.end(self.number, self._hits)
-        return True
+    def end(self) -> None:
+        """Give out the hits, unless that was done before."""
+        if self._close():
+            self._timer.cancel()
+            self._results.end(self.number, self._hits)
 
     def _end_late(self) -> None:
-        if self.end():
+        if self._close():
             self._late()
+            self._results.end(self.number, self._hits)
+
+    def _close(self) -> bool:
+        with self._lock:
+            was_open, self._over = not self._over, True
+            return was_open
