@@ -8,8 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_xpu.launch.engine_arguments import engine_variables, lmcache_config, vllm_arguments
+from lmcache_xpu.launch.engine_arguments import (
+    engine_variables,
+    lmcache_config,
+    server_config,
+    vllm_arguments,
+)
 from lmcache_xpu.launch.settings import Settings
+from lmcache_xpu.mp_connector.local_cache import LocalCacheOptions
 
 # vLLM and LMCache import parts of other packages that these packages deprecate.
 pytestmark = [
@@ -194,15 +200,14 @@ def test_staging_is_what_suits_the_device_unless_a_size_is_named(monkeypatch):
 
 
 def test_the_shared_tier_can_be_with_and_without_a_disk_tier():
-    alone = lmcache_config(load(remote_url="redis://cache:6379"))
-    both = lmcache_config(load(remote_url="rediss://cache:6379/1", disk_path="/d", disk_gib=1))
-    assert "storage_plugins" not in alone
-    assert alone["remote_storage_plugins"] == both["remote_storage_plugins"] == ["shared"]
-    assert alone["extra_config"]["shared.url"] == "redis://cache:6379"
-    assert both["extra_config"]["disk.path"] == "/d"
-    extra = alone["extra_config"]
-    module = importlib.import_module(extra["remote_storage_plugin.shared.module_path"])
-    assert isinstance(getattr(module, extra["remote_storage_plugin.shared.class_name"]), type)
+    alone = server_config(load(remote_url="redis://cache:6379"))["xpu.cache"]
+    both = server_config(load(remote_url="rediss://cache:6379/1", disk_path="/d", disk_gib=1))
+    assert alone["remote_url"] == "redis://cache:6379"
+    assert "disk_path" not in alone
+    assert both["xpu.cache"]["remote_url"] == "rediss://cache:6379/1"
+    assert both["xpu.cache"]["disk_path"] == "/d"
+    assert LocalCacheOptions.read(both["xpu.cache"]).remote_url == "rediss://cache:6379/1"
+    assert "remote_url" not in server_config(load())["xpu.cache"]
 
 
 def test_a_chunk_that_is_lost_is_recomputed(parser):

@@ -18,6 +18,7 @@ from lmcache_xpu.tiers.disk.server_option import server_option
 from lmcache_xpu.tiers.shared_option import shared_option
 from lmcache_xpu.tiers.shared_values import value_name
 
+
 def options(port, disk=None, l1_objects=L1_OBJECTS):
     """The server's options, with a disk tier of a thousand files where there is a directory."""
     tiers = [] if disk is None else [server_option(disk, 1000 * FILE / 2**30)]

@@ -227,7 +227,7 @@ def test_a_server_that_is_not_there_yet_is_no_error():
     ],
 )
 def test_wrong_settings_stop_the_server_and_are_not_shown(params):
-    with pytest.raises(SettingsError, match="shared.url alone") as error:
+    with pytest.raises(SettingsError, match=r"shared\.url alone") as error:
         SharedL2Adapter(params)
     assert "s3cret" not in str(error.value)
 
