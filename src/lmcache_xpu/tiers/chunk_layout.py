@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from lmcache.v1.memory_management import MemoryFormat
@@ -18,7 +18,14 @@ __all__ = ["ChunkLayout"]
 
 @dataclass(frozen=True, slots=True)
 class ChunkLayout:
-    """The shapes, dtypes and format that a chunk is allocated by before its bytes are read."""
+    """The shapes, dtypes and format that a chunk is allocated by before its bytes are read.
+
+    Attributes:
+        bytes_tokens: tokens of a chunk whose shape is its size in bytes, which tells of no tokens;
+            of all such chunks of this process.
+    """
+
+    bytes_tokens: ClassVar[int] = 0
 
     shapes: tuple[torch.Size, ...]
     dtypes: tuple[torch.dtype, ...]
@@ -85,6 +92,8 @@ class ChunkLayout:
             hidden: elements of a token in one plane of one object, as LMCache's metadata has it.
                 A multiple of the shape's where an object holds a group of layers.
         """
+        if self.dtypes == (torch.uint8,) and self.shapes[0][:-1] == (1, 1):
+            return ChunkLayout.bytes_tokens
         # Not LMCache's `token_dim`: it is of other formats where one layer is a chunk's object.
         dimension = 0 if self.fmt == MemoryFormat.KV_T2D else -2
         layers = max(1, hidden // max(1, self.shapes[0][-1]))
