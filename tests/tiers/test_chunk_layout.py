@@ -19,7 +19,8 @@ def test_tokens_of_a_group_of_layers_are_counted_once():
 
 
 def test_a_chunk_of_bytes_has_the_tokens_that_its_server_cuts(monkeypatch):
-    monkeypatch.setattr(ChunkLayout, "bytes_tokens", 256)
+    monkeypatch.setattr(ChunkLayout, "_bytes_tokens", 0)
+    ChunkLayout.bytes_have_tokens(256)
     layout = ChunkLayout((torch.Size([1, 1, 5000]),), (torch.uint8,), MemoryFormat.KV_2LTD)
     assert layout.tokens(0) == 256
 

@@ -211,7 +211,7 @@ def test_a_server_that_is_not_there_yet_is_no_error():
         port = listener.getsockname()[1]
     tier = SharedL2Adapter({"shared.url": f"redis://127.0.0.1:{port}"})
     task = tier.submit_lookup_and_lock_task([make_key(0)], {0: LAYOUT})
-    until(lambda: (found := tier.query_lookup_and_lock_result(task)) and not found.test(0))
+    until(lambda: (hits := tier.query_lookup_and_lock_result(task)) and not hits.test(0))
     assert tier.report_status()["left_alone"]
     tier.close()
 

@@ -141,7 +141,7 @@ class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]
         groups = Groups.received(payload)
         self.drop_instance_state(groups.instance_id)
         if groups.sizes:
-            ChunkLayout.bytes_tokens = self._context.chunk_size
+            ChunkLayout.bytes_have_tokens(self._context.chunk_size)
             layouts = {number: _layout(size) for number, size in enumerate(groups.sizes)}
             self._context.layout_desc_registry.register(
                 groups.model_name,

@@ -108,8 +108,8 @@ class SharedValues:
             meta, payload = unpack_chunk(memoryview(value), name)
             # Compared, not read: whoever writes to the server wrote that, too.
             if (meta, len(payload)) != (layout.text, layout.size):
-                found = f"{len(payload)} bytes of {meta[:200]!r}"
-                raise ValueError(f"found {found}; expected {layout.size} of {layout.text}")
+                held = f"{len(payload)} bytes of {meta[:200]!r}"
+                raise ValueError(f"it holds {held}; expected {layout.size} of {layout.text}")
             return payload
         except ValueError as damage:
             LOAD_SHARED.failed("corrupt")

@@ -39,8 +39,7 @@ class TimedTask:
         self._late = late
         self._lock = threading.Lock()
         self._over = False
-        self._timer = threading.Timer(seconds, self._end_late)
-        self._timer.daemon = True
+        self._timer = _Timer(seconds, self._end_late)
         self._timer.start()
 
     @property
@@ -79,3 +78,11 @@ class TimedTask:
         with self._lock:
             was_open, self._over = not self._over, True
             return was_open
+
+
+class _Timer(threading.Timer):
+    """One for which the end of the process does not wait."""
+
+    def __init__(self, seconds: float, call: Callable[[], None]) -> None:
+        super().__init__(seconds, call)
+        self.daemon = True
