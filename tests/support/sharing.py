@@ -44,6 +44,7 @@ class Engine(server_disk.Adapter):
         self.tier = create_l2_adapter(option, self.l1.get_l1_memory_desc())
         self.tier.set_backend_identity("plugin", shared=True)
         self.lent = []
+        self._results = {}
 
     def send(self, numbers):
         """Begin to store; return the task and its objects."""
@@ -52,11 +53,14 @@ class Engine(server_disk.Adapter):
 
     def sent(self, task, objects):
         """The result of what `send` began."""
-        result = self.wait(
-            self.tier.get_store_event_fd(), lambda: self.tier.pop_completed_store_tasks().get(task)
-        )
+
+        def result():
+            self._results |= self.tier.pop_completed_store_tasks()
+            return self._results.pop(task, None)
+
+        stored = self.wait(self.tier.get_store_event_fd(), result)
         self.l1.free(objects)
-        return result
+        return stored
 
 
 class Storage(server_disk.Storage):
