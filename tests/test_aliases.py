@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
         ("vllm_connector", "LMCacheXPUConnector", "kv_connector.connector.LMCacheXPUConnector"),
         ("disk.tier", "DiskTier", "tiers.disk.tier.DiskTier"),
         ("disk.l2_adapter", "DiskL2Adapter", "tiers.disk.l2_adapter.DiskL2Adapter"),
-        ("remote", "RemoteTier", "tiers.shared.SharedTier"),
+        ("shared", "SharedL2Adapter", "tiers.shared_l2.SharedL2Adapter"),
     ],
 )
 def test_a_path_of_users_names_the_class(path: str, name: str, target: str):

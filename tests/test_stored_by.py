@@ -1,4 +1,4 @@
-"""What earlier versions stored is hit: on disk in both modes, and in a shared tier.
+"""What earlier versions stored is hit on disk, in both modes; values of a shared tier are read.
 
 `stored_by/VERSION` has what an engine of that version stored; see the README there. A reported hit
 proves nothing, so the bytes that an engine of the present code restores are compared with those.
@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 from support.scripts import environment, printed
-from support.servers import PASSWORD, Server, needs_server
 
 from lmcache_xpu import versions
 from lmcache_xpu.tiers.disk.chunk_file import HEADER_BYTES, pack_chunk, unpack_chunk
@@ -147,19 +146,3 @@ def check_hit(version: str, case: str, result: dict[str, Any]) -> None:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_stored_directory_is_hit(version: str, case: str, tmp_path: Path):
     check_hit(version, case, hit(version, case, tmp_path))
-
-
-@needs_server
-@pytest.mark.engine
-@pytest.mark.parametrize("version", VERSIONS)
-def test_a_stored_server_is_hit(version: str, tmp_path: Path):
-    server = Server()
-    server.start()
-    try:
-        for key, value in values(version):
-            server.client.set(key, value)
-        variables = {"SERVER_URL": server.url, "LMCACHE_XPU_REMOTE_PASSWORD": PASSWORD}
-        check_hit(version, "shared", hit(version, "shared", tmp_path, **variables))
-    finally:
-        server.stop()
-        server.client.close()

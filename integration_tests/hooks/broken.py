@@ -190,14 +190,9 @@ def _(module) -> None:
     module.ChunkIndex.fits = lambda *_: True
 
 
-@breaks("shared", "tiers.shared")
+@breaks("shared", "tiers.shared_values")
 def _(module) -> None:
-    async def none_stored(*_, **__):
-        return 0
-
-    module.SharedTier.exists = none_stored
-    module.SharedTier.batched_async_contains = none_stored
-    module.SharedTier.exists_sync = module.SharedTier.batched_contains = lambda *_: 0
+    module.SharedValues.exist = lambda _, names: [False] * len(names)
 
 
 @breaks("away", "tiers.pause")

@@ -18,7 +18,7 @@ MODULES = (
     "lmcache_xpu.transfer.gather_scatter",
     "lmcache_xpu.gpu_connector.registered_cache",
     "lmcache_xpu.tiers.disk.chunk_file",
-    "lmcache_xpu.tiers.shared",
+    "lmcache_xpu.tiers.shared_l2",
     "lmcache.v1.storage_backend.storage_manager",
 )
 AWAY_S = 3.0  # a server that failed is left alone; 10 s is long to wait for in a test
@@ -110,7 +110,7 @@ def plant(module) -> None:
         fragile(owner_of(module, "memory"), "memory", "check")
     elif name == "tiers.disk.chunk_file":
         module.write_chunk = full_disk(module.write_chunk)
-    elif name == "tiers.shared":
+    elif name == "tiers.shared_l2":
         module.AWAY_S = AWAY_S
     else:
         fragile(module.StorageManager, "batched_get", "get")

@@ -118,7 +118,7 @@ def test_a_misspelt_name_is_said_and_a_plugins_own_key_is_not():
         check_features(config, {"lmcache.chunk_sise": 256})
 
 
-PLUGIN = {"remote_storage_plugin.shared.module_path": "lmcache_xpu.remote"}
+PLUGIN = {"remote_storage_plugin.shared.module_path": "mine.remote"}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """End to end on CPU: what one engine has stored in a shared tier, another one finds, or computes.
 
-As in test_engine.py bytes and tokens are compared. Standard mode alone: layerwise has no shared
-tier.
+As in test_engine.py bytes and tokens are compared. The cache is in the engine's process; layerwise
+has no shared tier.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from support.scripts import environment
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch import cache_server
-from lmcache_xpu.launch.cache_server import check_shared_memory, server_command
+from lmcache_xpu.launch.cache_server import check_shared_memory, server_command, server_environment
 from lmcache_xpu.launch.engine_arguments import (
     SCHEDULER,
     engine_variables,
@@ -222,8 +222,26 @@ def test_a_disk_is_that_of_the_server_which_is_started():
     assert option["adapter_params"] == {"disk.path": "/d", "disk.gib": 6}  # of both devices
     assert command[command.index("--l2-prefetch-policy") + 1] == "retain"
     assert "--l2-adapter" not in server_command(settings(), SOCKET)
-    with pytest.raises(SettingsError, match="a server that runs has a disk of its own"):
+    with pytest.raises(SettingsError, match="a server that runs has tiers of its own"):
         settings(server_url="tcp://127.0.0.1:5555", **disk)
+
+
+def test_the_shared_tier_is_asked_after_the_disk_and_its_password_is_no_argument():
+    remote = {"remote_url": "redis://cache:6379", "remote_password": "s3cret"}
+    asked = settings(disk_path="/d", disk_gib=3, **remote)
+    command = server_command(asked, SOCKET)
+    tiers = [json.loads(v) for n, v in itertools.pairwise(command) if n == "--l2-adapter"]
+    assert [tier["class_name"] for tier in tiers] == ["DiskL2Adapter", "SharedL2Adapter"]
+    assert tiers[1]["adapter_params"] == {"shared.url": "redis://cache:6379"}
+    alone = server_command(settings(**remote), SOCKET)
+    assert alone[alone.index("--l2-prefetch-policy") + 1] == "retain"
+    assert "s3cret" not in " ".join(command + alone)
+    environ = {"LMCACHE_XPU_REMOTE_PASSWORD": "another"}
+    kept = server_environment(environ, asked)
+    assert kept["LMCACHE_XPU_REMOTE_PASSWORD"] == "s3cret"
+    assert "LMCACHE_XPU_REMOTE_PASSWORD" not in server_environment(environ, settings())
+    with pytest.raises(SettingsError, match="a server that runs has tiers of its own"):
+        settings(server_url="tcp://127.0.0.1:5555", **remote)
 
 
 def test_a_server_that_nobody_would_use_is_refused():

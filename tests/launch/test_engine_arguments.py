@@ -15,6 +15,7 @@ from lmcache_xpu.launch.engine_arguments import (
     vllm_arguments,
 )
 from lmcache_xpu.launch.settings import Settings
+from lmcache_xpu.mp_connector.local_cache import LocalCacheOptions
 
 # vLLM and LMCache import parts of other packages that these packages deprecate.
 pytestmark = [
@@ -235,6 +236,17 @@ def test_staging_is_what_suits_the_device_unless_a_size_is_named(monkeypatch):
     monkeypatch.setenv("LMCACHE_XPU_STAGING_MIB", "128")
     assert server_config(load())["xpu.staging_mib"] == 128
     assert lmcache_config(load(**layerwise))["extra_config"]["xpu.staging_mib"] == 128
+
+
+def test_the_shared_tier_can_be_with_and_without_a_disk_tier():
+    alone = server_config(load(remote_url="redis://cache:6379"))["xpu.cache"]
+    both = server_config(load(remote_url="rediss://cache:6379/1", disk_path="/d", disk_gib=1))
+    assert alone["remote_url"] == "redis://cache:6379"
+    assert "disk_path" not in alone
+    assert both["xpu.cache"]["remote_url"] == "rediss://cache:6379/1"
+    assert both["xpu.cache"]["disk_path"] == "/d"
+    assert LocalCacheOptions.read(both["xpu.cache"]).remote_url == "rediss://cache:6379/1"
+    assert "remote_url" not in server_config(load())["xpu.cache"]
 
 
 def test_a_chunk_that_is_lost_is_recomputed(parser):

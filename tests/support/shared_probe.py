@@ -31,12 +31,17 @@ def counted(worker, name: str, **labels: str) -> float:
     return REGISTRY.get_sample_value(f"lmcache_xpu_{name}_total", labels) or 0.0
 
 
-def empty_cpu_tier(worker):
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
+def empty_cpu_tier(worker) -> int:
+    """Empty LMCache's memory, once nothing of it is lent; return how many objects are left."""
+    from lmcache_xpu.mp_connector.local_cache import LocalCache
 
-    manager = get_kv_transfer_group()._lmcache_engine.lmcache_engine.storage_manager
-    manager.clear(locations=["LocalCPUBackend"])
-    return len(manager.storage_backends["LocalCPUBackend"].hot_cache)
+    [cache] = LocalCache._of_engines.values()
+    manager = cache._context.storage_manager
+    end = time.monotonic() + 20
+    while manager._l1_manager._objects and time.monotonic() < end:
+        manager.clear()
+        time.sleep(0.01)
+    return len(manager._l1_manager._objects)
 
 
 def wait_until_stored(client: redis.Redis) -> int:

@@ -1,65 +1,80 @@
-"""An engine's storage with a shared tier, for its tests."""
+"""The shared tier as LMCache's server has it: an L2 adapter, made from the server's own option.
+
+Two ways: `Engine` alone, with memory of LMCache's L1, and `Storage`, which is all that a server
+keeps objects with, its controllers included.
+"""
 
 from __future__ import annotations
 
-import time
+from lmcache.v1.distributed.config import L1MemoryManagerConfig, parse_args
+from lmcache.v1.distributed.l2_adapters import create_l2_adapter
+from lmcache.v1.distributed.memory_manager.l1_memory_manager import L1MemoryManager
+from lmcache.v1.distributed.storage_manager import StorageManager
+from support import server_disk
+from support.server_disk import FILE, L1_OBJECTS, LAYOUT, OBJECT, make_key
+from support.until import until
 
-import torch
-from lmcache.v1.config import LMCacheEngineConfig
-from lmcache.v1.memory_management import MemoryFormat
-from lmcache.v1.storage_backend.storage_manager import StorageManager
-from support.storage import (
-    CHUNK,
-    SHAPE,
-    TOKENS,
-    EventManager,
-    PinMonitor,
-    content,
-    make_key,
-    make_metadata,
-)
-
-from lmcache_xpu.launch.engine_arguments import lmcache_config
-from lmcache_xpu.launch.settings import Settings
+from lmcache_xpu.tiers.disk.server_option import server_option
+from lmcache_xpu.tiers.shared_option import shared_option
+from lmcache_xpu.tiers.shared_values import value_name
 
 
-class Engine:
-    """What LMCacheEngine does with its storage, on a real StorageManager."""
+def options(port, disk=None, l1_objects=L1_OBJECTS):
+    """The server's options, with a disk tier of a thousand files where there is a directory."""
+    tiers = [] if disk is None else [server_option(disk, 1000 * FILE / 2**30)]
+    tiers.append(shared_option(f"redis://127.0.0.1:{port}"))
+    return [
+        *("--l1-size-gb", str(l1_objects * OBJECT / 2**30), "--no-l1-use-lazy"),
+        *("--eviction-policy", "LRU", "--l2-prefetch-policy", "retain"),
+        *(word for tier in tiers for word in ("--l2-adapter", tier)),
+    ]
 
-    def __init__(self, port, pool_chunks=64, metadata=None):
-        settings = Settings.load(
-            {"model": "m", "chunk_tokens": TOKENS, "remote_url": f"redis://127.0.0.1:{port}"}
-        )
-        config = LMCacheEngineConfig.from_defaults(**lmcache_config(settings))
-        config.max_local_cpu_size = pool_chunks * CHUNK / 2**30
-        PinMonitor.GetOrCreate(config)
-        self.manager = StorageManager(config, metadata or make_metadata(), EventManager())
-        self.backend = self.manager.storage_backends["RemoteBackend-shared"]
 
-    def store(self, numbers):
-        self.send(numbers)
-        self.wait_until_on_their_way(0)
+def name_of(number, layout=LAYOUT, **changes):
+    return value_name(make_key(number, **changes), layout)
+
+
+class Engine(server_disk.Adapter):
+    """The adapter that LMCache makes of the option, with memory to store from and to load to."""
+
+    def __init__(self, port, l1_objects=L1_OBJECTS):
+        [option] = parse_args(options(port)).l2_adapter_config.adapters
+        memory = L1MemoryManagerConfig(l1_objects * OBJECT, use_lazy=False, shm_name="")
+        self.l1 = L1MemoryManager(memory)
+        self.tier = create_l2_adapter(option, self.l1.get_l1_memory_desc())
+        self.tier.set_backend_identity("plugin", shared=True)
+        self.lent = []
+        self._results = {}
 
     def send(self, numbers):
-        objs = []
-        for number in numbers:
-            obj = self.manager.allocate(SHAPE, torch.bfloat16, fmt=MemoryFormat.KV_2LTD)
-            obj.tensor.copy_(content(number))
-            objs.append(obj)
-        self.manager.batched_put([make_key(n) for n in numbers], objs)
+        """Begin to store; return the task and its objects."""
+        objects = self.filled(numbers)
+        return self.tier.submit_store_task([make_key(n) for n in numbers], objects), objects
 
-    def wait_until_on_their_way(self, number):
-        end = time.monotonic() + 10
-        while (now := len(self.backend.put_tasks)) > number:
-            assert time.monotonic() < end, f"{now} chunks are still on their way"
-            time.sleep(0.002)
+    def sent(self, task, objects):
+        """The result of what `send` began."""
 
-    def found(self, numbers):
-        return self.backend.batched_contains([make_key(n) for n in numbers])
+        def result():
+            self._results |= self.tier.pop_completed_store_tasks()
+            return self._results.pop(task, None)
 
-    def load(self, number):
-        return self.backend.get_blocking(make_key(number))
+        stored = self.wait(self.tier.get_store_event_fd(), result)
+        self.l1.free(objects)
+        return stored
 
-    def close(self):
-        self.manager.close()
-        self.manager.loop.close()
+
+class Storage(server_disk.Storage):
+    """LMCache's StorageManager, as the server makes it of its options."""
+
+    def __init__(self, server, disk=None, l1_objects=L1_OBJECTS):
+        config = parse_args(options(server.port, disk, l1_objects))
+        config.l1_manager_config.memory_config.shm_name = ""  # of several in one process
+        self.manager = StorageManager(config)
+        self.closed = False
+        self._server = server
+
+    def store(self, numbers, *, wait=True):
+        super().store(numbers, wait=False)
+        if wait:
+            names = [name_of(number) for number in numbers]
+            until(lambda: self._server.client.exists(*names) == len(names))

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 
 import pytest
-from support import sharing
 from support.chunk_files import NO_LIMIT
 from support.servers import PASSWORD, Server
 from support.storage import Engine
 
-from lmcache_xpu.tiers import shared
 from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
+from lmcache_xpu.tiers.shared_option import PASSWORD_VARIABLE
 
 
 @pytest.fixture
@@ -57,7 +56,7 @@ def store(directory):
 @pytest.fixture
 def server(monkeypatch):
     """A server of the shared tier, whose password engines know."""
-    monkeypatch.setenv(shared.PASSWORD_VARIABLE, PASSWORD)
+    monkeypatch.setenv(PASSWORD_VARIABLE, PASSWORD)
     server = Server()
     server.start()
     yield server
@@ -68,6 +67,8 @@ def server(monkeypatch):
 @pytest.fixture
 def engine(server):
     """Makes engines that share the server."""
+    from support import sharing  # takes seconds, which other tests need not wait
+
     engines = []
 
     def make(**options):
@@ -77,3 +78,19 @@ def engine(server):
     yield make
     for each in engines:
         each.close()
+
+
+@pytest.fixture
+def storages(server):
+    """Makes servers of LMCache that share the server."""
+    from support import sharing
+
+    opened = []
+
+    def start(**options):
+        opened.append(sharing.Storage(server, **options))
+        return opened[-1]
+
+    yield start
+    for storage in opened:
+        storage.close()

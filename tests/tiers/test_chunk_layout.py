@@ -18,6 +18,13 @@ def test_tokens_of_a_group_of_layers_are_counted_once():
     assert layer.tokens(16) == two.tokens(32) == all_layers.tokens(16) == latent.tokens(32) == 256
 
 
+def test_a_chunk_of_bytes_has_the_tokens_that_its_server_cuts(monkeypatch):
+    monkeypatch.setattr(ChunkLayout, "_bytes_tokens", 0)
+    ChunkLayout.bytes_have_tokens(256)
+    layout = ChunkLayout((torch.Size([1, 1, 5000]),), (torch.uint8,), MemoryFormat.KV_2LTD)
+    assert layout.tokens(0) == 256
+
+
 def of(**metadata) -> ChunkLayout | None:
     fields = {
         "shape": torch.Size([2, 3, 16, 8]),

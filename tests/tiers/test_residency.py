@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import torch
 from lmcache.v1.memory_management import MemoryFormat
 from support.chunk_files import file_of
-from support.servers import needs_server
 from support.storage import LAYER_SHAPE, LAYERS, Engine, make_key
 
 from lmcache_xpu.cache_engine.health import watch_tiers
@@ -93,24 +92,6 @@ def test_layers_of_a_chunk_come_and_go_together(engines):
     assert held(residency.take(), state)[DISK] == set(range(8)) - {5}
     engine.pool.clear()
     engine.lent.clear()  # LMCache frees what it evicts so without giving up its reference
-
-
-@needs_server
-def test_a_server_tells_what_it_has_when_it_is_asked(engine, server):
-    first, second = engines = engine(), engine()
-    nearer, farther = (watch(each.manager) for each in engines)
-    first.store(range(3))
-    state = held(nearer.take())
-    assert state[SHARED] == {0, 1, 2}
-    assert second.found(range(5)) == 3
-    assert held(farther.take())[SHARED] == {0, 1, 2}
-    server.client.flushall()  # it tells nobody what it evicts
-    assert first.found(range(3)) == 0
-    assert held(nearer.take(), state)[SHARED] == set()
-    assert second.load(0) is None
-    assert farther.take() == [Change(SHARED, "0", False)]
-    for each in engines:
-        each.manager.storage_backends["LocalCPUBackend"].clear()
 
 
 def test_a_chunks_name_is_the_one_of_lmcaches_keys():

@@ -1,35 +1,53 @@
-"""The shared tier inside LMCache's own StorageManager, against a server: two engines, one cache."""
+"""The shared tier as an L2 adapter, against a server: two engines, one cache."""
 
 from __future__ import annotations
 
 import signal
+import socket
 import time
 
+import pytest
 import torch
-from lmcache.v1.memory_management import MemoryFormat
+from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from prometheus_client import REGISTRY
+from support.server_disk import LAYOUT, OBJECT, make_key
 from support.servers import PASSWORD, needs_server
-from support.storage import CHUNK, TOKENS, content, make_metadata
+from support.until import until
 
+from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.engine_arguments import engine_variables, vllm_arguments
 from lmcache_xpu.launch.settings import Settings
-from lmcache_xpu.tiers import shared
+from lmcache_xpu.shared import SharedL2Adapter
+from lmcache_xpu.tiers import shared_l2
+from lmcache_xpu.tiers.shared_option import PASSWORD_VARIABLE
 
-pytestmark = needs_server
+TOKENS = 16
 
 
+@needs_server
 def test_what_one_engine_stores_another_one_finds(engine):
     first, second = engine(), engine()
-    first.store(range(8))
-    assert second.found(range(10)) == 8
-    for number in range(8):
-        obj = second.load(number)
-        assert torch.equal(obj.tensor, content(number))
-        assert (obj.metadata.fmt, obj.get_ref_count()) == (MemoryFormat.KV_2LTD, 1)
-        obj.ref_count_down()
-    assert second.load(8) is None
+    stored = first.store(range(8))
+    assert (stored.is_successful(), stored.bytes_transferred()) == (True, 8 * OBJECT)
+    assert second.look_up(range(10)) == list(range(8))
+    assert second.load(range(10)) == list(range(8))
 
 
+@needs_server
+def test_results_are_given_out_once(engine):
+    first = engine()
+    first.store([0])
+    task = first.tier.submit_lookup_and_lock_task([make_key(0)], {0: LAYOUT})
+    fd = first.tier.get_lookup_and_lock_event_fd()
+    result = first.wait(fd, lambda: first.tier.query_lookup_and_lock_result(task))
+    assert result.test(0)
+    assert first.tier.query_lookup_and_lock_result(task) is None
+    assert first.tier.pop_completed_store_tasks() == {}
+    descriptors = (first.tier.get_store_event_fd(), fd, first.tier.get_load_event_fd())
+    assert len(set(descriptors)) == 3
+
+
+@needs_server
 def test_what_moves_is_counted(engine):
     def moved(direction):
         labels = {"direction": direction, "tier": "shared"}
@@ -41,91 +59,182 @@ def test_what_moves_is_counted(engine):
     stored, loaded = moved("store"), moved("load")
     first = engine()
     first.store([1, 2])
-    first.load(1).ref_count_down()
-    assert moved("store") == [stored[0] + 2 * CHUNK, stored[1] + 2 * TOKENS]
-    assert moved("load") == [loaded[0] + CHUNK, loaded[1] + TOKENS]
+    assert first.load([1]) == [1]
+    assert moved("store") == [stored[0] + 2 * OBJECT, stored[1] + 2 * TOKENS]
+    assert moved("load") == [loaded[0] + OBJECT, loaded[1] + TOKENS]
 
 
-def test_another_layout_finds_nothing(engine):
-    engine().store([1])
-    other = make_metadata()
-    other.kv_shape = (*other.kv_shape[:-1], 128)
-    assert engine(metadata=other).found([1]) == 0
+@needs_server
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_name": "another/model"},
+        {"kv_rank": ObjectKey.ComputeKVRank(2, 1, 2, 1)},
+        {"object_group_id": 1},
+        {"cache_salt": "somebody"},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_key_is_all_of_its_parts(engine, changes):
+    first, second = engine(), engine()
+    first.store([0])
+    assert second.look_up([0], **changes) == second.load([0], **changes) == []
+    first.store([0], **changes)
+    assert second.load([0], **changes) == [0]
 
 
-def test_a_chunk_is_one_value_so_that_it_is_evicted_as_one(engine, server):
+@needs_server
+@pytest.mark.parametrize(
+    "other",
+    [
+        MemoryLayoutDesc(LAYOUT.shapes, [torch.float16]),  # of as many bytes
+        MemoryLayoutDesc([torch.Size([2, 4, 8, 128])], LAYOUT.dtypes),
+        MemoryLayoutDesc([torch.Size([2, 2, 8, 128])], LAYOUT.dtypes),
+    ],
+)
+def test_engines_of_two_layouts_disturb_each_other_in_nothing(engine, other):
+    first, second = engine(), engine()
+    first.store([0])
+    assert second.look_up([0], other) == second.load([0], other) == []
+    second.store([0], other)
+    assert first.load([0]) == second.load([0], other) == [0]
+
+
+@needs_server
+def test_an_object_is_one_value_so_that_it_is_evicted_as_one(engine, server):
     first = engine()
     first.store([1, 2])
     assert len(server.client.keys()) == 2
     server.client.delete(*server.client.keys()[:1])
-    assert first.found([1]) + first.found([2]) == 1
+    assert len(first.look_up([1, 2])) == 1
 
 
-def test_a_chunk_that_is_there_is_not_sent_again(engine, server):
+@needs_server
+def test_an_object_that_went_after_its_look_up_is_a_miss(engine, server):
+    first = engine()
+    first.store([1, 2])
+    assert first.look_up([1, 2]) == [1, 2]
+    server.client.flushall()
+    assert first.load([1, 2]) == []
+
+
+@needs_server
+def test_an_object_that_is_there_is_not_sent_again(engine, server):
     engine().store([1])
     sent = server.client.info()["total_net_input_bytes"]
-    engine().store([1])
-    assert server.client.info()["total_net_input_bytes"] - sent < CHUNK // 4
+    again = engine().store([1])
+    assert (again.is_successful(), again.bytes_transferred()) == (True, 0)
+    assert server.client.info()["total_net_input_bytes"] - sent < OBJECT // 4
 
 
-def test_no_room_for_a_chunk_is_a_miss(engine):
-    engine().store([1, 2])
-    small = engine(pool_chunks=1)
-    held = small.load(1)
-    assert small.load(2) is None
-    held.ref_count_down()
-
-
+@needs_server
 def test_what_is_on_its_way_is_bounded(engine, server):
-    small = engine(pool_chunks=8)  # two may be on their way
-    server.process.send_signal(signal.SIGSTOP)  # none is there before the last one is sent
-    small.send(range(8))
-    small.wait_until_on_their_way(2)
+    small = engine(l1_objects=8)  # two may be on their way
+    server.process.send_signal(signal.SIGSTOP)
+    first = small.send([0])
+    second = small.send(range(1, 7))
+    assert small.tier.report_status()["queued_bytes"] == 2 * OBJECT
     server.process.send_signal(signal.SIGCONT)
-    small.wait_until_on_their_way(0)
+    assert small.sent(*first).is_successful()
+    assert not small.sent(*second).is_successful()
     assert len(server.client.keys()) == 2
+    assert small.tier.report_status()["queued_bytes"] == 0
 
 
+@needs_server
 def test_without_a_server_nothing_waits_and_nothing_fails_and_it_comes_back(
     engine, server, monkeypatch
 ):
-    monkeypatch.setattr(shared, "AWAY_S", 0.5)
+    monkeypatch.setattr(shared_l2, "AWAY_S", 0.5)
     first = engine()
     first.store([1])
     server.stop()
     begin = time.monotonic()
     for _ in range(20):
-        assert first.found([1]) == 0
-        assert first.load(1) is None
-    first.store([2])
+        assert first.look_up([1]) == []
+        assert first.load([1]) == []
+    assert not first.store([2]).is_successful()
     assert time.monotonic() - begin < 5
     server.start()
     time.sleep(0.6)
     first.store([3])
-    assert first.found([3]) == 1
+    assert first.load([3]) == [3]
 
 
+@needs_server
 def test_a_server_that_was_restarted_is_used_at_once(engine, server, caplog, monkeypatch):
-    """The pool's connections, several after a store, are closed; nobody is to wait for that."""
-    monkeypatch.setattr(shared.logger, "propagate", True)
+    """The client's connections, several after a load, are closed; nobody is to wait for that."""
+    monkeypatch.setattr(shared_l2.logger, "propagate", True)
     first = engine()
     first.store(range(6))
+    assert first.load(range(6)) == list(range(6))
     server.stop()
     server.start()
     first.store(range(10, 16))
-    assert first.found(range(10, 16)) == 6
+    assert first.load(range(10, 16)) == list(range(10, 16))
     assert "left alone" not in caplog.text
 
 
+@needs_server
+def test_an_end_sends_what_is_queued(engine, server):
+    first, second = engine(), engine()
+    first.send(range(8))
+    first.tier.close()
+    assert second.load(range(8)) == list(range(8))
+
+
+@needs_server
+def test_an_end_does_not_wait_for_a_server_that_hangs(engine, server, monkeypatch):
+    monkeypatch.setattr(shared_l2, "CLOSE_S", 0.2)
+    first = engine()
+    first.store([0])
+    server.process.send_signal(signal.SIGSTOP)
+    begin = time.monotonic()
+    first.send(range(1, 8))
+    first.tier.submit_load_task([make_key(0)], first.allocate())
+    first.tier.close()
+    assert time.monotonic() - begin < 3
+    server.process.send_signal(signal.SIGCONT)
+
+
+@needs_server
 def test_a_wrong_password_is_said_and_not_shown(engine, monkeypatch, caplog):
-    monkeypatch.setenv(shared.PASSWORD_VARIABLE, "wr0ng")
-    monkeypatch.setattr(shared.logger, "propagate", True)
-    assert engine().found([1]) == 0
+    monkeypatch.setenv(PASSWORD_VARIABLE, "wr0ng")
+    monkeypatch.setattr(shared_l2.logger, "propagate", True)
+    assert engine().look_up([1]) == []
     assert "shared tier: left alone for 10 s: invalid username-password" in caplog.text
     assert "wr0ng" not in caplog.text
 
 
+def test_a_server_that_is_not_there_yet_is_no_error():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    tier = SharedL2Adapter({"shared.url": f"redis://127.0.0.1:{port}"})
+    task = tier.submit_lookup_and_lock_task([make_key(0)], {0: LAYOUT})
+    until(lambda: (hits := tier.query_lookup_and_lock_result(task)) and not hits.test(0))
+    assert tier.report_status()["left_alone"]
+    tier.close()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"shared.url": None},
+        {"shared.url": "http://cache:6379"},
+        {"shared.url": "redis://:s3cret@cache:6379"},
+        {"shared.url": "redis://cache:6379", "password": "s3cret"},
+    ],
+)
+def test_wrong_settings_stop_the_server_and_are_not_shown(params):
+    with pytest.raises(SettingsError, match=r"shared\.url alone") as error:
+        SharedL2Adapter(params)
+    assert "s3cret" not in str(error.value)
+
+
 def test_the_password_is_the_setting_of_that_name():
-    settings = Settings.load({"model": "m", "remote_password": PASSWORD})
-    assert engine_variables(settings)[shared.PASSWORD_VARIABLE] == PASSWORD
+    settings = Settings.load(
+        {"model": "m", "remote_url": "redis://cache:6379", "remote_password": PASSWORD}
+    )
+    assert engine_variables(settings)[PASSWORD_VARIABLE] == PASSWORD
     assert PASSWORD not in " ".join(vllm_arguments(settings))

@@ -232,7 +232,7 @@ def _check_values(config: LMCacheEngineConfig) -> None:
             raise SettingsError(
                 f"LMCache remote_storage_plugins {name!r}, a connector that LMCache brings",
                 f"remote_storage_plugin.{name}.module_path in extra_config",
-                "Those keep no checksum. The shared tier's is lmcache_xpu.remote.",
+                "Those keep no checksum. The shared tier is remote_url of `lmcache-xpu serve`.",
             )
 
 

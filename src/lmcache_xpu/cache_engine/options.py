@@ -91,9 +91,7 @@ OPTIONS = (
     *_refused(
         f"{_UNCHECKED}the disk tier: lmcache_xpu.disk.tier as a storage plugin.", "local_disk"
     ),
-    *_refused(
-        f"{_UNCHECKED}the shared tier: lmcache_xpu.remote as a remote storage plugin.", "remote_url"
-    ),
+    *_refused(f"{_UNCHECKED}the shared tier: remote_url of `lmcache-xpu serve`.", "remote_url"),
     *_refused("It reads into a chunk, where KV lies in our own order.", "enable_blending"),
     *_refused("The connectors of this package take its place.", "use_gpu_connector_v3"),
     *_refused(
@@ -227,8 +225,7 @@ EXTRA = (
         "xpu.*",
     ),
     *_served("tiers/disk/test_tier.py", "storage_plugin.*", "disk.*"),
-    *_served("tiers/test_shared.py", "remote_storage_plugin.*", "shared.*"),
-    *_served("tiers/test_shared.py; the shared tier answers both ways", "use_exists_sync"),
+    *_idle("of remote_storage_plugins", "remote_storage_plugin.*", "use_exists_sync"),
     *_served(
         "LMCache's own choice for one latent KV cache of several workers",
         "save_only_first_rank",

@@ -29,6 +29,7 @@ from lmcache_xpu.launch.settings import Settings
 from lmcache_xpu.mp_connector.hit_places import EVICTION_POLICY, EVICTION_WATERMARK
 from lmcache_xpu.mp_connector.server_socket import SCHEME
 from lmcache_xpu.tiers.disk.server_option import server_option
+from lmcache_xpu.tiers.shared_option import PASSWORD_VARIABLE, shared_option
 
 __all__ = [
     "check_shared_memory",
@@ -80,22 +81,37 @@ def server_command(settings: Settings, socket: Path, pages: str = PAGES) -> list
         "--max-workers": 4,
         "--l1-write-ttl-seconds": LEASE_S,
     }
+    tiers = []  # in the order in which they are asked
     if settings.disk_path is not None:
         assert settings.disk_gib is not None
         size_gib = settings.disk_gib * settings.devices
-        options["--l2-adapter"] = server_option(settings.disk_path, size_gib)
-        options["--l2-prefetch-policy"] = "retain"  # in memory what came from disk, as in process
+        tiers += ["--l2-adapter", server_option(settings.disk_path, size_gib)]
+    if settings.remote_url is not None:
+        tiers += ["--l2-adapter", shared_option(settings.remote_url)]
+    if tiers:
+        options["--l2-prefetch-policy"] = "retain"  # in memory what came from there
     flags = ["--no-l1-use-lazy", "--disable-grpc-metrics", "--separate-object-groups"]
     named = (str(word) for option in options.items() for word in option)
-    return [*PROGRAM, str(socket), pages, *flags, *named]
+    return [*PROGRAM, str(socket), pages, *flags, *tiers, *named]
 
 
-def server_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the part of an environment that LMCache's server needs, without any secret."""
-    return {k: v for k, v in environ.items() if _NEEDED.fullmatch(k) and not _SECRET.search(k)} | {
-        "DO_NOT_TRACK": "1",
-        "LMCACHE_TRACK_USAGE": "false",
+def server_environment(
+    environ: Mapping[str, str], settings: Settings | None = None
+) -> dict[str, str]:
+    """Return the part of an environment that LMCache's server needs, without any other secret.
+
+    Args:
+        environ: the environment.
+        settings: of the engine: with a shared tier, the server needs its password.
+    """
+    needed = {
+        name: value
+        for name, value in environ.items()
+        if _NEEDED.fullmatch(name) and not _SECRET.search(name)
     }
+    if settings is not None and settings.remote_url and settings.remote_password is not None:
+        needed[PASSWORD_VARIABLE] = settings.remote_password.get_secret_value()
+    return needed | {"DO_NOT_TRACK": "1", "LMCACHE_TRACK_USAGE": "false"}
 
 
 def start_server(
@@ -117,7 +133,7 @@ def start_server(
     keeper = subprocess.Popen(
         [sys.executable, "-m", __name__, *command(settings, socket)],
         preexec_fn=end_with_parent,
-        env=server_environment(os.environ),
+        env=server_environment(os.environ, settings),
         pass_fds=[lock],  # which it holds until it ends
     )
     os.close(lock)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from lmcache_xpu import versions
 from lmcache_xpu.launch.settings import CPU_KV_CACHE_GIB, ENV_PREFIX, Settings
+from lmcache_xpu.tiers.shared_option import PASSWORD_VARIABLE
 from lmcache_xpu.transfer import pool_memory
 
 __all__ = [
@@ -139,6 +140,7 @@ def server_config(settings: Settings) -> dict[str, object]:
             "cpu_gib": settings.cpu_gib,
             "disk_path": settings.disk_path and str(settings.disk_path),
             "disk_gib": settings.disk_gib or None,
+            "remote_url": settings.remote_url,
         }
         options["xpu.cache"] = {name: value for name, value in cache.items() if value is not None}
     else:
@@ -183,8 +185,7 @@ def engine_variables(settings: Settings, environ: Mapping[str, str] = os.environ
         # Not an argument: every user of the machine can read those.
         env["VLLM_API_KEY"] = settings.api_key.get_secret_value()
     if settings.remote_password is not None:
-        # Read by the shared tier in the engine's worker: LMCache logs its configuration.
-        env[f"{ENV_PREFIX}REMOTE_PASSWORD"] = settings.remote_password.get_secret_value()
+        env[PASSWORD_VARIABLE] = settings.remote_password.get_secret_value()
     return env
 
 

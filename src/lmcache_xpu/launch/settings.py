@@ -296,12 +296,13 @@ class Settings(BaseSettings):
                 "auto or async",
                 "What came of a load that failed on one rank would be stored by others.",
             )
-        if self.server_url is not None and self.disk_path is not None:
-            raise SettingsError(
-                f"disk_path={self.disk_path} with server_url={self.server_url}",
-                "one of the two: a server that runs has a disk of its own, or none",
-                "Give that server the option --l2-adapter, or leave server_url out.",
-            )
+        for name in ("disk_path", "remote_url"):
+            if self.server_url is not None and getattr(self, name) is not None:
+                raise SettingsError(
+                    f"{name} with server_url={self.server_url}",
+                    "one of the two: a server that runs has tiers of its own, or none",
+                    "Give that server the option --l2-adapter, or leave server_url out.",
+                )
 
     @property
     def lacks_with_server(self) -> list[str]:

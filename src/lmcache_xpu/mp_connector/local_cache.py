@@ -46,6 +46,7 @@ from lmcache_xpu.mp_connector.hit_places import (
 from lmcache_xpu.mp_connector.lent_memory import LentMemory
 from lmcache_xpu.mp_connector.room import Room
 from lmcache_xpu.tiers.disk.server_option import server_option
+from lmcache_xpu.tiers.shared_option import shared_option
 from lmcache_xpu.transfer.devices import is_host, most_pinned
 from lmcache_xpu.transfer.pool_memory import PoolMemory
 
@@ -68,6 +69,7 @@ class LocalCacheOptions(BaseModel):
         cpu_gib: GiB of host memory.
         disk_path: directory of the disk tier; None for no such tier.
         disk_gib: GiB of that.
+        remote_url: of the shared tier; None for no such tier.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -76,6 +78,7 @@ class LocalCacheOptions(BaseModel):
     cpu_gib: float = Field(5.0, gt=0)
     disk_path: Path | None = None
     disk_gib: float | None = Field(None, gt=0)
+    remote_url: str | None = None
 
     @classmethod
     def read(cls, options: Mapping[str, Any]) -> Self:
@@ -143,7 +146,6 @@ class LocalCache:
         device: that copies from and to its memory.
         model_name: as keys have it.
         alignment: tokens of which a chunk is a multiple.
-        windows: by KV cache group, chunks at the end of a hit that it needs; 0 for all.
         engine: number of the engine among those that share the disk.
     """
 
@@ -171,10 +173,12 @@ class LocalCache:
         pools = None
         if not is_host(device):
             pools = PoolMemory.bind(device_ops, most_pinned(device) or 0, os.environ)
-        adapters = []
+        tiers = []  # in the order in which they are asked
         if options.disk_path is not None:
-            option = server_option(options.disk_path, options.disk_gib or 0, engine=engine)
-            adapters.append(PluginL2AdapterConfig.from_dict(json.loads(option)))
+            tiers.append(server_option(options.disk_path, options.disk_gib or 0, engine=engine))
+        if options.remote_url is not None:
+            tiers.append(shared_option(options.remote_url))
+        adapters = [PluginL2AdapterConfig.from_dict(json.loads(tier)) for tier in tiers]
         self.has_other_tiers = bool(adapters)
         memory = L1MemoryManagerConfig(int(options.cpu_gib * 2**30), use_lazy=False, shm_name="")
         self._storage = StorageManager(
@@ -182,7 +186,7 @@ class LocalCache:
                 L1ManagerConfig(memory, write_ttl_seconds=LEASE_S),
                 EvictionConfig(EVICTION_POLICY, EVICTION_WATERMARK),
                 L2AdaptersConfig(adapters),
-                prefetch_policy="retain",  # in memory what came from disk
+                prefetch_policy="retain",  # in memory what came from them
             )
         )
         self._room = Room(self._storage)

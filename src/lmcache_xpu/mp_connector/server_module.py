@@ -38,6 +38,7 @@ from lmcache_xpu.mp_connector.hit_places import (
 )
 from lmcache_xpu.mp_connector.room import Room
 from lmcache_xpu.mp_connector.server_socket import listen_at, refuse_inline_tensors
+from lmcache_xpu.tiers.chunk_layout import ChunkLayout
 from lmcache_xpu.versions.lmcache_server import ServerModuleBase, make_key
 
 __all__ = ["HitPlaces", "build_server_modules"]
@@ -145,6 +146,7 @@ class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]
         groups = Groups.received(payload)
         self.drop_instance_state(groups.instance_id)
         if groups.sizes:
+            ChunkLayout.bytes_have_tokens(self._context.chunk_size)
             layouts = {number: _layout(size) for number, size in enumerate(groups.sizes)}
             self._context.layout_desc_registry.register(
                 groups.model_name,

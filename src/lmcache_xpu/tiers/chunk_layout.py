@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from lmcache.v1.memory_management import MemoryFormat
@@ -19,6 +19,8 @@ __all__ = ["ChunkLayout"]
 @dataclass(frozen=True, slots=True)
 class ChunkLayout:
     """The shapes, dtypes and format that a chunk is allocated by before its bytes are read."""
+
+    _bytes_tokens: ClassVar[int] = 0
 
     shapes: tuple[torch.Size, ...]
     dtypes: tuple[torch.dtype, ...]
@@ -51,6 +53,11 @@ class ChunkLayout:
             return layout if valid and layout.size else None
         except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError):
             return None
+
+    @classmethod
+    def bytes_have_tokens(cls, tokens: int) -> None:
+        """Say of how many tokens the chunks are whose shape is a size in bytes, in this process."""
+        cls._bytes_tokens = tokens
 
     @property
     def text(self) -> str:
@@ -85,6 +92,8 @@ class ChunkLayout:
             hidden: elements of a token in one plane of one object, as LMCache's metadata has it.
                 A multiple of the shape's where an object holds a group of layers.
         """
+        if self.dtypes == (torch.uint8,) and self.shapes[0][:-1] == (1, 1):
+            return ChunkLayout._bytes_tokens
         # Not LMCache's `token_dim`: it is of other formats where one layer is a chunk's object.
         dimension = 0 if self.fmt == MemoryFormat.KV_T2D else -2
         layers = max(1, hidden // max(1, self.shapes[0][-1]))

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
-__all__ = ["TaskResults"]
+__all__ = ["TaskResults", "after_all"]
 
 T = TypeVar("T")
 
@@ -54,16 +54,7 @@ class TaskResults(Generic[T]):
             parts: futures; none means now.
             result: makes it, must not raise.
         """
-        left = itertools.count(len(parts) - 1, -1)  # `next` is atomic
-
-        def ended(part: Future[Any]) -> None:
-            if not next(left):
-                self.end(task, result())
-
-        for part in parts:
-            part.add_done_callback(ended)
-        if not parts:
-            self.end(task, result())
+        after_all(parts, lambda: self.end(task, result()))
 
     def take(self, task: int) -> T | None:
         """Return a task's result, the first time after its end; else None."""
@@ -81,3 +72,22 @@ class TaskResults(Generic[T]):
         with self._lock:
             self._closed = True
             self._notifier.close()
+
+
+def after_all(parts: Sequence[Future[Any]], call: Callable[[], object]) -> None:
+    """Call a function when all futures have ended, in the last one's thread; now if there are none.
+
+    Args:
+        parts: the futures.
+        call: must not raise.
+    """
+    left = itertools.count(len(parts) - 1, -1)  # `next` is atomic
+
+    def ended(part: Future[Any]) -> None:
+        if not next(left):
+            call()
+
+    for part in parts:
+        part.add_done_callback(ended)
+    if not parts:
+        call()

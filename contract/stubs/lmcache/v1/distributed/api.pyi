@@ -17,6 +17,7 @@ class MemoryLayoutDesc:
 
 class MemoryResidency(Enum):
     LOCAL: Any
+    REMOTE: Any
 
 class MemorySegment(Enum):
     STORAGE: Any

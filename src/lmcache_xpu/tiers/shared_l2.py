@@ -1,0 +1,294 @@
+"""The shared tier in LMCache's server: an L2 adapter over a Valkey or Redis that engines share.
+
+Switched on by an option of `lmcache server`, whose value `shared_option` writes. The password comes
+from a variable.
+
+The server may be away, slow, full or empty at any time, and its values may be damaged: then an
+object is not found, or not kept. After an error the server is left alone for a few seconds, as a
+request would wait for each attempt; a look-up or a load that takes too long in all is such an
+error. A server that answers, but takes no writes, is only not written to. A value that is damaged,
+or is no object of its name's layout, is deleted: the next store puts a whole one there.
+
+LMCache counts none of it and deletes none: the server evicts, also between a look-up and its load.
+Memory is lent to a store or a load until its task ends, or taken back sooner: it is checked before
+a value is sent, and before each slice is written. Nothing raises into LMCache, and nothing of it
+waits for the server.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed.internal_api import L2StoreResult
+from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+from redis.exceptions import OutOfMemoryError, ResponseError
+
+from lmcache_xpu.metrics import LOAD_SHARED, STORE_SHARED, Flow, Stopwatch
+from lmcache_xpu.tiers.chunk_layout import ChunkLayout
+from lmcache_xpu.tiers.disk.task_results import TaskResults, after_all
+from lmcache_xpu.tiers.disk.writer import counts_tokens
+from lmcache_xpu.tiers.pause import Pause
+from lmcache_xpu.tiers.shared_values import SharedValues, fill, value_name
+from lmcache_xpu.tiers.timed_task import TimedTask
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from lmcache.v1.distributed.api import MemoryLayoutDesc, MemoryTags, ObjectKey
+    from lmcache.v1.distributed.internal_api import L1MemoryDesc
+    from lmcache.v1.memory_management import MemoryObj
+
+__all__ = ["SharedL2Adapter"]
+
+logger = logging.getLogger("vllm.lmcache_xpu.remote")  # vLLM prints its own loggers only
+
+LOOKUP_S = 1.0  # in all, for which a request may wait
+LOAD_S = 8.0  # likewise; with what has come by then
+AWAY_S = 10.0  # that a server is left alone after an error, or not written to after a refusal
+CLOSE_S = 10.0
+READS, WRITES, LOOKS = 4, 2, 2  # threads
+_QUEUE_BYTES = 1 << 30  # of writes, where L1's size is not told
+
+
+class SharedL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # untyped base
+    """Objects of LMCache's server in a Valkey or Redis. Thread-safe.
+
+    It does not matter which of the two starts first.
+
+    Args:
+        params: the option's `adapter_params`: `shared.url`.
+        l1_memory_desc: LMCache's memory. Queued writes hold a quarter of it.
+
+    Raises:
+        SettingsError: a setting is wrong.
+    """
+
+    def __init__(
+        self, params: Mapping[str, object], l1_memory_desc: L1MemoryDesc | None = None
+    ) -> None:
+        super().__init__()
+        self._values = SharedValues.of_option(params)
+        self._queue_bytes = l1_memory_desc.size // 4 if l1_memory_desc else _QUEUE_BYTES
+        self._queued_bytes = 0
+        self._queue_lock = threading.Lock()
+        self._away = Pause(logger, "left alone")
+        self._refusing = Pause(logger, "not written to")
+        self._refusal = ""
+        self._stored: TaskResults[L2StoreResult] = TaskResults()
+        self._located: TaskResults[Bitmap] = TaskResults()
+        self._loaded: TaskResults[Bitmap] = TaskResults()
+        self._writes = ThreadPoolExecutor(WRITES, "shared-write")
+        self._reads = ThreadPoolExecutor(READS, "shared-read")
+        self._looks = ThreadPoolExecutor(LOOKS, "shared-look-up")
+
+    # Store
+
+    def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        """Queue objects to be sent; what exceeds the bound on the queue is dropped."""
+        task = self._stored.begin()
+        with self._queue_lock:
+            room = self._queue_bytes - self._queued_bytes
+            ends = itertools.accumulate(obj.get_size() for obj in objects)
+            sizes = [end for end in ends if end <= room]
+            size = sizes[-1] if sizes else 0
+            self._queued_bytes += size
+        dropped = len(keys) - len(sizes)
+        _failed(STORE_SHARED, "behind", dropped)
+        writes = list(zip(keys, objects, strict=True))[: len(sizes)]
+        self._writes.submit(self._store, task, writes, size, dropped)
+        return task
+
+    def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
+        """The tasks that have ended, successful if the server has all of their objects."""
+        return self._stored.take_all()
+
+    # Look-up
+
+    def submit_lookup_and_lock_task(
+        self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
+    ) -> int:
+        """Begin to look for objects of their groups' layouts, in one round trip."""
+        task = TimedTask(self._located, len(keys), LOOKUP_S, self._late)
+        self._looks.submit(self._locate, task, keys, group_layout_descs)
+        return task.number
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
+        """A bit for each object that is there; None before, and after the first time."""
+        return self._located.take(task_id)
+
+    def submit_unlock(self, keys: list[ObjectKey]) -> None:
+        """Nothing is pinned."""
+
+    # Load
+
+    def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        """Begin to read objects into memory of their layouts."""
+        task = TimedTask(self._loaded, len(keys), LOAD_S, self._late_load)
+        reads = [
+            self._reads.submit(self._load, task, index, key, obj)
+            for index, (key, obj) in enumerate(zip(keys, objects, strict=True))
+        ]
+        after_all(reads, task.end)
+        return task.number
+
+    def query_load_result(self, task_id: int) -> Bitmap | None:
+        """A bit for each object that was read; None before, and after the first time."""
+        return self._loaded.take(task_id)
+
+    # The rest of LMCache's interface
+
+    def get_store_event_fd(self) -> int:
+        """Readable when a store has ended."""
+        return self._stored.fileno()
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        """Readable when a look-up has ended."""
+        return self._located.fileno()
+
+    def get_load_event_fd(self) -> int:
+        """Readable when a load has ended."""
+        return self._loaded.fileno()
+
+    def get_memory_tags(self) -> MemoryTags:
+        """Another host's. LMCache 0.5.7 asks; 0.5.6 has no such names."""
+        from lmcache.v1.distributed.api import MemoryResidency, MemorySegment, MemoryTags
+
+        return MemoryTags(MemorySegment.STORAGE, MemoryResidency.REMOTE)
+
+    def report_status(self) -> dict[str, Any]:
+        """What the server's status page shows."""
+        return {
+            "is_healthy": True,
+            "type": type(self).__name__,
+            "left_alone": self._away.on,
+            "not_written_to": self._refusing.on,
+            "queued_bytes": self._queued_bytes,
+        }
+
+    def close(self) -> None:
+        """End the queued writes, within ten seconds, and let go of memory and server."""
+        last = threading.Timer(CLOSE_S, self._late)
+        last.start()
+        self._writes.shutdown()
+        last.cancel()
+        self._values.disconnect()
+        for threads in (self._reads, self._looks):
+            threads.shutdown(cancel_futures=True)
+        for results in (self._stored, self._located, self._loaded):
+            results.close()
+
+    # In threads
+
+    def _store(
+        self, task: int, writes: list[tuple[ObjectKey, MemoryObj]], size: int, dropped: int
+    ) -> None:
+        sent, left = 0, len(writes)
+        try:
+            for sent_bytes in self._send(writes):
+                sent, left = sent + sent_bytes, left - 1
+        except _NotSentError as error:
+            _failed(STORE_SHARED, str(error), left)
+        except ResponseError as error:  # it answers: there is no cause to wait for its reads
+            self._refusal = "full" if isinstance(error, OutOfMemoryError) else "refused"
+            self._refusing.begin(AWAY_S, error)
+            _failed(STORE_SHARED, self._refusal, left)
+        except Exception as error:
+            self._leave_alone(error)
+            _failed(STORE_SHARED, "server", left)
+        finally:
+            with self._queue_lock:
+                self._queued_bytes -= size
+            complete = not (left or dropped)
+            self._stored.end(task, L2StoreResult(complete, sent if complete else 0))
+
+    def _send(self, writes: list[tuple[ObjectKey, MemoryObj]]) -> Iterator[int]:
+        """Send what is not there, and yield the bytes of each object; 0 for one that is."""
+        layouts = [_layout(obj) for _, obj in writes]
+        names = [value_name(key, layout) for (key, _), layout in zip(writes, layouts, strict=True)]
+        self._check_sending()
+        there = self._values.exist(names)
+        for (key, obj), name, layout, is_there in zip(writes, names, layouts, there, strict=True):
+            if is_there:
+                yield 0
+                continue
+            self._check_sending()
+            watch = Stopwatch()
+            with watch.running():
+                if not self._values.put(name, layout, obj):
+                    raise _NotSentError("behind")
+            _count(STORE_SHARED, key, layout, watch)
+            yield layout.size
+
+    def _check_sending(self) -> None:
+        if self._away.on or self._refusing.on:
+            raise _NotSentError("server" if self._away.on else self._refusal)
+
+    def _locate(
+        self, task: TimedTask, keys: list[ObjectKey], layouts: dict[int, MemoryLayoutDesc]
+    ) -> None:
+        try:
+            if not (self._away.on or task.over):
+                names = {
+                    index: value_name(key, layouts[key.object_group_id])
+                    for index, key in enumerate(keys)
+                    if key.object_group_id in layouts
+                }
+                there = self._values.exist(list(names.values()))
+                for index in itertools.compress(names, there):
+                    task.hit(index)
+        except Exception as error:
+            self._leave_alone(error)
+        finally:
+            task.end()
+
+    def _load(self, task: TimedTask, index: int, key: ObjectKey, obj: MemoryObj) -> None:
+        if self._away.on or task.over:
+            return
+        watch = Stopwatch()
+        try:
+            layout = _layout(obj)
+            with watch.running():
+                payload = self._values.get(value_name(key, layout), layout)
+                filled = payload is not None and task.hit(index, partial(fill, obj, payload))
+            if filled:
+                _count(LOAD_SHARED, key, layout, watch)
+        except Exception as error:
+            self._leave_alone(error)
+            _failed(LOAD_SHARED, "server", not task.over)
+
+    def _late_load(self) -> None:
+        LOAD_SHARED.failed("server")
+        self._late()
+
+    def _late(self) -> None:
+        self._leave_alone(TimeoutError("it answers too slowly"))
+        self._values.disconnect()
+
+    def _leave_alone(self, error: Exception) -> None:
+        self._away.begin(AWAY_S, error)
+
+
+class _NotSentError(Exception):
+    """Objects that were not sent; its text is the reason that is counted."""
+
+
+def _layout(obj: MemoryObj) -> ChunkLayout:
+    layout = ChunkLayout.of(obj)
+    assert layout is not None, "LMCache's server has no objects without a layout"
+    return layout
+
+
+def _failed(flow: Flow, reason: str, count: int) -> None:
+    for _ in range(count):
+        flow.failed(reason)
+
+
+def _count(flow: Flow, key: ObjectKey, layout: ChunkLayout, watch: Stopwatch) -> None:
+    tokens = layout.tokens(0) if counts_tokens(key) else 0
+    flow.moved(size_bytes=layout.size, tokens=tokens, seconds=watch.seconds)

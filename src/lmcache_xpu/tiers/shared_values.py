@@ -1,0 +1,148 @@
+"""The values of the shared tier: objects of LMCache's server in a Valkey or Redis.
+
+A value has the bytes of a file of the disk tier: a header with checksums, and the object. Its name
+has LMCache's key and the object's layout, so engines of another one find nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import re
+from typing import TYPE_CHECKING, Any, Self
+
+from redis import Redis
+from redis.backoff import NoBackoff
+from redis.exceptions import ResponseError
+from redis.retry import Retry
+
+from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.metrics import LOAD_SHARED
+from lmcache_xpu.tiers.disk.chunk_file import pack_chunk, unpack_chunk
+from lmcache_xpu.tiers.disk.object_name import object_name
+from lmcache_xpu.tiers.shared_option import PASSWORD_VARIABLE, URL_KEY
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+    from lmcache.v1.memory_management import MemoryObj
+
+    from lmcache_xpu.tiers.chunk_layout import ChunkLayout
+
+__all__ = ["FORMAT", "SharedValues", "fill", "value_name"]
+
+logger = logging.getLogger("vllm.lmcache_xpu.remote")  # vLLM prints its own loggers only
+
+# The version of a value, as part of its name: engines with another one share a server with these,
+# and neither finds what the other stores.
+FORMAT = "kv3"
+CONNECT_S = 1.0
+ANSWER_S = 10.0  # to one command
+_SLICE = 256 * 1024
+_URL = re.compile(r"rediss?://[^@/]+(/\d+)?")
+# Not WATCH and MULTI, which a full server refuses.
+_DELETE = """
+if redis.sha1hex(redis.call("GET", KEYS[1]) or "") == ARGV[1] then redis.call("DEL", KEYS[1]) end
+"""
+
+
+def value_name(key: ObjectKey, layout: ChunkLayout | MemoryLayoutDesc) -> str:
+    """Return the server's name of an object: of its format, layout and key."""
+    shapes = [list(shape) for shape in layout.shapes]
+    text = f"{shapes}{[str(dtype) for dtype in layout.dtypes]}"
+    return f"{FORMAT}@{hashlib.sha256(text.encode()).hexdigest()[:16]}@{object_name(key)}"
+
+
+class SharedValues:
+    """Values in a server, found by their names. All methods raise what the client raises.
+
+    Thread-safe. Connects with the first command, and again after each error.
+
+    Args:
+        url: of the server.
+        password: of the server; None for none.
+    """
+
+    def __init__(self, url: str, password: str | None) -> None:
+        self._server = Redis.from_url(
+            url,
+            password=password,
+            protocol=2,
+            socket_connect_timeout=CONNECT_S,
+            socket_timeout=ANSWER_S,
+            retry=Retry(NoBackoff(), 0),
+        )
+
+    @classmethod
+    def of_option(cls, params: Mapping[str, object]) -> Self:
+        """Return those of the option's `adapter_params`, with the password of the environment.
+
+        Raises:
+            SettingsError: an entry is wrong, missing or unknown; it is not shown.
+        """
+        url = params.get(URL_KEY)
+        if params.keys() != {URL_KEY} or not isinstance(url, str) or not _URL.fullmatch(url):
+            raise SettingsError(
+                f"adapter_params with {', '.join(sorted(params)) or 'nothing'}",
+                f"{URL_KEY} alone, redis://HOST:PORT or rediss://HOST:PORT",
+                f"A password goes into the variable {PASSWORD_VARIABLE}.",
+            )
+        return cls(url, os.environ.get(PASSWORD_VARIABLE) or None)
+
+    def exist(self, names: list[str]) -> list[bool]:
+        """Return of each name whether the server has it; in one round trip."""
+        with self._server.pipeline(transaction=False) as pipeline:
+            for name in names:
+                pipeline.exists(name)
+            return [bool(count) for count in pipeline.execute()]
+
+    def get(self, name: str, layout: ChunkLayout) -> memoryview | None:
+        """Return the bytes of an object, None on a miss; a damaged value is deleted."""
+        value: Any = self._server.get(name)
+        if value is None:
+            return None
+        try:
+            meta, payload = unpack_chunk(memoryview(value), name)
+            # Compared, not read: whoever writes to the server wrote that, too.
+            if (meta, len(payload)) != (layout.text, layout.size):
+                held = f"{len(payload)} bytes of {meta[:200]!r}"
+                raise ValueError(f"it holds {held}; expected {layout.size} of {layout.text}")
+            return payload
+        except ValueError as damage:
+            LOAD_SHARED.failed("corrupt")
+            logger.warning(
+                "shared tier: a damaged chunk of %d bytes: %s "
+                "(docs: troubleshooting#shared-damaged)",
+                len(value),
+                damage,
+            )
+            # Not one that another engine has stored there since.
+            with contextlib.suppress(ResponseError):  # it may not be deleted, and stays a miss
+                self._server.eval(_DELETE, 1, name, hashlib.sha1(value).hexdigest())
+            return None
+
+    def put(self, name: str, layout: ChunkLayout, obj: MemoryObj) -> bool:
+        """Send an object; False if its memory was taken back, in which case nothing was sent."""
+        value = pack_chunk(name, layout.text, memoryview(obj.byte_array).cast("B"))
+        if not obj.is_valid():  # so the bytes may be another's
+            return False
+        self._server.set(name, value)
+        return True
+
+    def disconnect(self) -> None:
+        """End what other threads wait for, which raises there."""
+        with contextlib.suppress(Exception):  # they may be at it at this moment
+            self._server.connection_pool.disconnect()
+
+
+def fill(obj: MemoryObj, payload: memoryview) -> bool:
+    """Write an object's memory while it is lent; say whether it was to the end."""
+    memory = memoryview(obj.byte_array).cast("B")
+    for begin in range(0, len(payload), _SLICE):
+        if not obj.is_valid():
+            return False
+        memory[begin : begin + _SLICE] = payload[begin : begin + _SLICE]
+    return bool(obj.is_valid())
