@@ -116,7 +116,7 @@ def make(monkeypatch):
             needs_kv_cache_zeroing=zeroes,
         )
         options = {"xpu.loads": loads, "lmcache.mp.save_decode_cache": answers}
-        client = Mock(chunk_tokens=CHUNK)
+        client = Mock(chunk_tokens=CHUNK, local=None)
         half = SchedulerHalf(config, kv_cache, options, client, groups)
         half._pool = SimpleNamespace(num_gpu_blocks=1000, get_num_free_blocks=lambda: free)
         half.beside = beside
