@@ -38,6 +38,7 @@ from lmcache.v1.distributed.storage_manager import StorageManager
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.metrics import CPU_LIMIT_BYTES, CPU_USED_BYTES
 from lmcache_xpu.mp_connector.hit_places import (
     EVICTION_POLICY,
     EVICTION_WATERMARK,
@@ -190,6 +191,7 @@ class LocalCache:
             )
         )
         self._room = Room(self._storage)
+        CPU_LIMIT_BYTES.set(self.memory_use()[1])
         address = self._storage.l1_memory_desc.ptr
         self._is_pinned = pools is not None and pools.has_pinned(address)
 
@@ -356,6 +358,7 @@ class LocalCache:
         if written:
             self._storage.finish_write(written)
             self._room.touch(in_order)
+            CPU_USED_BYTES.set(self.memory_use()[0])
         return bool(written)
 
     # The end
@@ -373,6 +376,7 @@ class LocalCache:
         while self._storage.get_l1_usage()[0] and time.monotonic() < deadline:
             self._storage.clear()
             time.sleep(0.05)
+        CPU_USED_BYTES.set(self.memory_use()[0])
         return all([*gone, *(adapter.forget(self.model_name) for adapter in adapters)])
 
     def close(self) -> None:
