@@ -1,7 +1,7 @@
 """Blocks that loads left unfilled: vLLM recomputes them, and nothing is stored from them.
 
-The worker's half of the connector owns the one record of a worker; its LMCache engine and GPU
-connector report to it. What the engine computes in the step of a failed load, from blocks that hold
+The worker's half of the connector owns the one record of a worker; LMCache's GPU connector
+reports to it. What the engine computes in the step of a failed load, from blocks that hold
 anything, would else be stored under keys that promise the right content. With asynchronous
 scheduling a request goes on for one more step before the scheduler hears of the failure, and what
 that step computes is wrong as well: a block counts as unfilled until it is given to a request anew.
@@ -10,8 +10,7 @@ that step computes is wrong as well: a block counts as unfilled until it is give
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers on
 class UnfilledBlocks:
     """IDs of unfilled blocks.
 
-    Called by the engine's thread; what adds blocks, by the one that fetches as well.
+    Called by the engine's thread.
 
     Args:
         block_size: tokens of a block.
@@ -35,17 +34,12 @@ class UnfilledBlocks:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._lock = threading.Lock()  # of the next
         self._unreported: set[int] = set()
         self._unfilled: set[int] = set()
 
-    def begin_step(self, new_blocks: frozenset[int] | None) -> None:
-        """Take blocks that a request was given since the last step for good ones.
-
-        Args:
-            new_blocks: their IDs; None if that is not known, which clears nothing.
-        """
-        self._unfilled -= new_blocks or frozenset()
+    def begin_step(self, new_blocks: frozenset[int]) -> None:
+        """Take blocks, by their IDs, that a request was given since the last step for good ones."""
+        self._unfilled -= new_blocks
 
     def add_slots(self, slots: torch.Tensor) -> None:
         """Add the blocks of slots that a load did not write.
@@ -67,25 +61,9 @@ class UnfilledBlocks:
         self.add_slots(load["slot_mapping"][first:])
         log_failure(LOAD_CPU, "A load failed and is computed instead", cause)
 
-    def add_missed(self, loads: Sequence[torch.Tensor]) -> None:
-        """Add the blocks of loads that the engine did not wait for; log how many loads.
-
-        Args:
-            loads: the slots of each, on the host.
-        """
-        for slots in loads:
-            self.add_slots(slots)
-        if loads:
-            logger.error(
-                "vLLM computed without waiting for the KV cache of %d requests; "
-                "they are recomputed (docs: troubleshooting#load-not-awaited)",
-                len(loads),
-            )
-
     def add(self, blocks: Iterable[int]) -> None:
         """Add blocks by their IDs."""
-        with self._lock:
-            self._unreported.update(blocks)
+        self._unreported.update(blocks)
 
     def refuse(self, requests: Iterable[Any]) -> None:
         """Add what a step would load, before it does, and let it store nothing.
@@ -103,14 +81,11 @@ class UnfilledBlocks:
 
     def settle(self) -> None:
         """Count the blocks that were added: from now on nothing is stored from them."""
-        with self._lock:
-            unreported = set(self._unreported)
-        self._settle(unreported)
+        self._settle(self._unreported)
 
     def take(self) -> set[int]:
         """Return the blocks that vLLM has not heard of, once."""
-        with self._lock:
-            blocks, self._unreported = self._unreported, set()
+        blocks, self._unreported = self._unreported, set()
         self._settle(blocks)
         return blocks
 

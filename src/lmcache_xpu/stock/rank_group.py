@@ -7,12 +7,11 @@ sum over the ranks. vLLM hears of the failure after the step, when the others ha
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 import torch
 from torch import distributed
 
-__all__ = ["GroupChannel", "RankGroup"]
+__all__ = ["RankGroup"]
 
 
 class RankGroup:
@@ -38,27 +37,3 @@ class RankGroup:
         gathered: list[list[int]] = [[]] * self._group.size()
         distributed.all_gather_object(gathered, list(numbers), group=self._group)
         return set().union(*gathered)
-
-
-class GroupChannel:
-    """Messages from one process of a group to the others; see `loans.Channel`.
-
-    Args:
-        group: of processes that talk through the host. Its errors come through, also that nobody
-            has sent for as long as its time-out says.
-        source: number of the one that sends, among all processes.
-    """
-
-    def __init__(self, group: distributed.ProcessGroup, source: int) -> None:
-        self._group = group
-        self._source = source
-
-    def send(self, message: object) -> None:
-        """Send to all others."""
-        distributed.broadcast_object_list([message], src=self._source, group=self._group)
-
-    def receive(self) -> Any:
-        """Wait for the next message."""
-        messages: list[Any] = [None]
-        distributed.broadcast_object_list(messages, src=self._source, group=self._group)
-        return messages[0]

@@ -4,10 +4,12 @@ vLLM's own LMCache connector ends nothing. That is enough where each engine has 
 several come and go in one (tests, notebooks), each left its pool, and the next one found the first
 one's engine in its place. And a thread of LMCache's keeps a process for ever.
 
-LMCache's own way has two faults: its offload server closes a socket from which another thread
-reads, at which the ZeroMQ library may abort the process; and its look-up client ends the ZeroMQ
-context that the whole process shares, and waits for everybody else's sockets. So here a thread ends
-first, then its socket is closed, and the shared context stays.
+LMCache's own way has three faults: its offload server closes a socket from which another thread
+reads, at which the ZeroMQ library may abort the process; its look-up client ends the ZeroMQ context
+that the whole process shares, and waits for everybody else's sockets; and its CPU pool goes before
+the disk tier has written from it. So here a thread ends first, then its socket is closed, the shared
+context stays, as does the offload server, a thread that waits until the process ends; and the pool
+goes last.
 """
 
 from __future__ import annotations
@@ -18,30 +20,28 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from lmcache_xpu.stock.health import POOL
+
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 _JOIN_S = 5.0
 
 
-def end_lmcache(adapter: Any) -> None:
+def end_lmcache(lmcache: Any) -> None:
     """End all that one connector's LMCache has started. An error in a part is logged.
 
     Waits for queued writes to disk, and seconds for threads.
 
     Args:
-        adapter: LMCache's connector for vLLM, of a worker or of the scheduler.
+        lmcache: LMCache's half of a connector, of a worker or of the scheduler.
     """
     from lmcache.integration.vllm import utils
 
-    manager = adapter._manager
     parts: list[tuple[str, Any, Callable[[Any], None]]] = [
-        ("health monitor", manager._health_monitor, lambda part: part.stop()),
-        ("plug-ins", manager._runtime_plugin_launcher, lambda part: part.stop_plugins()),
-        ("internal API", manager._api_server, lambda part: part.stop()),
-        ("offload server", manager._offload_server, lambda part: part.close()),
-        ("look-up server", manager._lookup_server, _end_lookup_server),
-        ("look-up client", manager._lookup_client, _end_lookup_client),
-        ("engine", manager._lmcache_engine, _end_engine),
+        ("health monitor", lmcache._manager.health_monitor, lambda part: part.stop()),
+        ("look-up server", lmcache.lookup_server, _end_lookup_server),
+        ("look-up client", lmcache.lookup_client, _end_lookup_client),
+        ("engine", lmcache.lmcache_engine, _end_engine),
     ]
     for name, part, end in parts:
         if part is None:
@@ -53,7 +53,7 @@ def end_lmcache(adapter: Any) -> None:
                 "LMCache's %s did not end: %s (docs: troubleshooting#not-ended)", name, error
             )
     # LMCache reads its configuration once in a process, and we complete it for an engine.
-    if utils._config_instance is manager._config:
+    if utils._config_instance is lmcache.config:
         utils._config_instance = None
 
 
@@ -62,21 +62,27 @@ def _end_lookup_server(server: Any) -> None:
     server.running = False
     if ended(server.thread):
         server.transport.close()
-        server.transport.stock.ctx.term()  # its own
+        server.transport.ctx.term()  # its own
 
 
 def _end_lookup_client(client: Any) -> None:
-    for socket in client.transport.stock.sockets:
+    for socket in client.transport.sockets:
         socket.close(linger=0)
 
 
 def _end_engine(engine: Any) -> None:
+    from lmcache.integration.vllm.utils import ENGINE_NAME
+
     from lmcache_xpu.versions.lmcache import LMCacheEngineBuilder
 
-    for name, instance in list(LMCacheEngineBuilder._instances.items()):
-        if instance is engine:
-            LMCacheEngineBuilder.destroy(name)
-    if (manager := engine.storage_manager) is not None and ended(manager.thread):
+    manager = engine.storage_manager
+    if manager is not None:
+        for name, tier in manager.storage_backends.items():
+            if name != POOL:
+                tier.close()  # once more is allowed
+    if LMCacheEngineBuilder.get(ENGINE_NAME) is engine:
+        LMCacheEngineBuilder.destroy(ENGINE_NAME)
+    if manager is not None and ended(manager.thread):
         manager.loop.close()
 
 
