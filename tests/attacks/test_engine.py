@@ -13,12 +13,12 @@ import pytest
 pytest.importorskip("vllm")
 import torch
 from lmcache.v1.config import LMCacheEngineConfig
+from lmcache_xpu.kv_connector.connector import LMCacheXPUConnector
+from lmcache_xpu.kv_connector.scheduler import SchedulerSide
 from safetensors.torch import save
 
 from lmcache_xpu.cache_engine import adapter_names
 from lmcache_xpu.kv_connector import request_guard
-from lmcache_xpu.kv_connector.connector import LMCacheXPUConnector
-from lmcache_xpu.kv_connector.scheduler import SchedulerSide
 from lmcache_xpu.mp_connector.connector import LMCacheXPUServerConnector
 from lmcache_xpu.mp_connector.tracked_request import BlockSizes, TrackedRequest
 from lmcache_xpu.versions.lmcache import in_process_module

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 from lmcache_xpu.cache_engine.lookup_client import LookupClient
+
 from lmcache_xpu.versions.lmcache import LMCacheLookupClient
 
 

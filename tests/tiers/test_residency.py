@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import torch
 from lmcache.v1.memory_management import MemoryFormat
+from lmcache_xpu.cache_engine.health import watch_tiers
 from support.chunk_files import file_of
 from support.servers import needs_server
 from support.storage import LAYER_SHAPE, LAYERS, Engine, make_key
 
-from lmcache_xpu.cache_engine.health import watch_tiers
 from lmcache_xpu.tiers.residency import CPU, DISK, SHARED, Change, Residency, chunk_name
 
 

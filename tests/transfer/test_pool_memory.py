@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import lmcache_xpu.cache_engine.health as module
 import pytest
 import torch
 from lmcache.v1.memory_allocators.mixed_memory_allocator import MixedMemoryAllocator
 from lmcache.v1.platform.base.device_ops import DeviceOps
 
-import lmcache_xpu.cache_engine.health as module
 from lmcache_xpu.transfer import devices
 from lmcache_xpu.transfer.host_copies import HostCopies
 from lmcache_xpu.transfer.pool_memory import (

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 pytest.importorskip("vllm")
-from support.halves import worker_side
 from support.scripts import run_script
 
 from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.stock.worker import StockWorker
 
 PROCESS = """
 import gc, json, sys, threading, time
@@ -24,15 +24,10 @@ from support import storage
 from support.caches import Spec, build
 from lmcache.integration.vllm import utils
 from lmcache_xpu.versions.lmcache import LMCacheEngineBuilder
-from lmcache_xpu.versions.lmcache import LMCacheLookupServer, LookupClientFactory
-from lmcache_xpu.cache_engine.ending import end_lmcache, end_with_process
-from lmcache_xpu.cache_engine.factory import EngineBuilder
-from lmcache_xpu.cache_engine.guarded_connectors import StandardConnector
-from lmcache_xpu.cache_engine.lookup_client import LookupClient
-from lmcache_xpu.cache_engine.lookup_server import AnsweringTransport
-from lmcache_xpu.cache_engine.offload_server import OffloadServer
-from lmcache_xpu.cache_engine.unfilled_blocks import UnfilledBlocks
-from lmcache_xpu.gpu_connector.in_flight import InFlight
+from lmcache_xpu.versions.lmcache import LookupClientFactory
+from lmcache_xpu.stock.ending import end_lmcache, end_with_process
+from lmcache_xpu.stock.gpu_connectors import StandardConnector
+from lmcache_xpu.stock.unfilled_blocks import UnfilledBlocks
 
 tokens = list(range(64))
 cache = build(Spec("LBHNC", layers=2, blocks=8, tokens=16, dim=64))
@@ -48,29 +43,20 @@ class Engine:
         metadata.kv_connector_extra_config = {}
         connector = StandardConnector.from_metadata(metadata, device="cpu")
         connector.unfilled = UnfilledBlocks(16)
-        engine = EngineBuilder.get_or_create(
+        engine = LMCacheEngineBuilder.get_or_create(
             "vllm-instance", config, metadata, connector,
             lambda tensor, src: tensor, lambda value, src: value,
         )
         engine.post_init()
-        self.overlap = InFlight(16)
-        engine.register(cache.engine, self.overlap)
-        transport = LookupClientFactory._create_zmq_client_transport(config, metadata)
-        client = LookupClient(config, metadata, transport, 16)
-        answers = LookupClientFactory._create_zmq_server_transport(metadata)
-        manager = SimpleNamespace(
-            _config=config,
-            _health_monitor=None,
-            _runtime_plugin_launcher=None,
-            _api_server=None,
-            _offload_server=OffloadServer(engine, 0),
-            _lookup_server=LMCacheLookupServer(
-                engine, metadata, AnsweringTransport(answers, engine)
-            ),
-            _lookup_client=client,
-            _lmcache_engine=engine,
+        connector.initialize_kvcaches_ptr(kvcaches=cache.engine)
+        client = LookupClientFactory.create_lookup_client(config, metadata, None)
+        self.lmcache = SimpleNamespace(
+            config=config,
+            _manager=SimpleNamespace(health_monitor=None),
+            lookup_server=LookupClientFactory.create_lookup_server(engine, metadata),
+            lookup_client=client,
+            lmcache_engine=engine,
         )
-        self.adapter = SimpleNamespace(_manager=manager)
         self.ended = False
         self.engine = engine
         end_with_process(self)
@@ -83,26 +69,18 @@ class Engine:
             if self.stored == 64:
                 break
             threading.Event().wait(0.01)
-        # A load takes the keys that its look-up pinned.
         self.stored = min(self.stored, client.lookup(tokens, lookup_id="load"))
-        engine.token_database._hash_tokens = None
-        self.overlap.begin_step(frozenset())
         loaded = engine.retrieve(
             tokens, torch.ones(64, dtype=torch.bool), kvcaches=cache.engine,
             slot_mapping=torch.arange(64), vllm_cached_tokens=0, req_id="load",
         )
         engine.lookup_unpin("load")
         self.stored = min(self.stored, int(loaded.sum()))
-        del engine.token_database._hash_tokens
-        self.overlap.before_all()
-        assert self.overlap.end_step() == []
 
     def shutdown(self):
         if not self.ended:  # as the connector does
-            self.overlap.drain()
-        self.ended = True
-        self.overlap.close()
-        end_lmcache(self.adapter)
+            self.ended = True
+            end_lmcache(self.lmcache)
 
     def fill(self):
         self.engine.storage_manager.local_cpu_backend.memory_allocator.buffer.fill_(1)
@@ -161,6 +139,7 @@ def test_five_engines_leave_memory_threads_files_and_sockets_as_they_were(tmp_pa
 
 
 def test_a_second_engine_in_the_process_of_one_that_runs_is_refused():
-    worker = worker_side(in_flight=SimpleNamespace())
+    worker = object.__new__(StockWorker)
+    worker._lmcache = SimpleNamespace(kv_caches={"layer": None})
     with pytest.raises(SettingsError, match="a second engine in the process"):
         worker.register({})

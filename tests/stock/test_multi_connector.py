@@ -12,28 +12,19 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import torch
 from prometheus_client import Counter, Gauge, Histogram
 
 pytest.importorskip("vllm")
-from support.halves import Facade, worker_side
-from support.loads import stored
+from support.facade import Facade
 from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
-    MultiConnector,
-    MultiKVConnectorMetadata,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.outputs import KVConnectorOutput
 
 from lmcache_xpu import metrics
-from lmcache_xpu.gpu_connector.in_flight import InFlight
 from lmcache_xpu.kv_connector import plugin
 from lmcache_xpu.kv_connector import stats as connector_stats
-from lmcache_xpu.kv_connector.kv_events import TierReport
-from lmcache_xpu.kv_connector.step_metadata import StepMetadata
-from lmcache_xpu.kv_connector.worker_report import WorkerReport
-from lmcache_xpu.tiers.residency import CPU, Change, Residency
+from lmcache_xpu.stock.step import WeightsChanged
 
 V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 OTHERS = {
@@ -88,8 +79,7 @@ def test_the_classes_answer_together(other: str, first: bool, monkeypatch):
 
 def made_of(other: str, first: bool) -> tuple[Any, Any]:
     """A MultiConnector of two, as far as hooks need it, and ours in it."""
-    ours = Facade(worker=worker_side(in_flight=InFlight(block_tokens=4)))
-    ours.worker_side.residency = Residency()
+    ours = Facade(worker=SimpleNamespace(report=lambda: None))
     theirs: Any = object.__new__(getattr(importlib.import_module(OTHERS[other]), other))
     theirs.connector_worker = theirs.connector_scheduler = None
     multi: Any = object.__new__(MultiConnector)
@@ -98,51 +88,21 @@ def made_of(other: str, first: bool) -> tuple[Any, Any]:
 
 
 @orders
-@pytest.mark.parametrize("other", ["NixlConnector", "ExampleConnector"])
-def test_blocks_are_protected_before_vllm_prepares_the_step(other: str, first: bool):
-    """Without `begin_step`, which a MultiConnector does not have."""
-    multi, ours = made_of(other, first)
-    move = stored()
-    ours.worker_side.in_flight.add_store(
-        [], move, torch.tensor([4, 5, 6, 7, 8, 9])
-    )  # blocks 1 and 2
-    for written, waits in (({0, 3}, 0), ({2, 7}, 1)):
-        meta = StepMetadata(new_blocks=frozenset(written), tokens=1)
-        metas: list[Any] = [meta, SimpleNamespace()]
-        multi.handle_preemptions(MultiKVConnectorMetadata(tuple(metas if first else metas[::-1])))
-        assert move.gathered.waited == waits
-
-
-def test_a_step_whose_new_blocks_are_not_known_protects_all():
-    _, ours = made_of("ExampleConnector", True)
-    move = stored()
-    ours.worker_side.in_flight.add_store([], move, torch.tensor([4]))
-    ours.handle_preemptions(StepMetadata())
-    assert move.gathered.waited == 1
-
-
-@orders
 @pytest.mark.parametrize("other", OTHERS)
-def test_stats_and_reports_of_tiers_pass_through(other: str, first: bool):
+def test_stats_and_changed_weights_pass_through(other: str, first: bool):
     multi, ours = made_of(other, first)
     connector_stats.take()
     metrics.LOAD_CPU.moved(0.1, size_bytes=2**20, tokens=256)
     stats = multi.get_kv_connector_stats()
     assert stats.reduce()["LMCacheXPUConnector"]["load_cpu_tokens"] == 256
-    ours.worker_side.residency.changed(CPU, "a", True)
+    ours.worker = SimpleNamespace(report=WeightsChanged)
     meta = multi.build_connector_worker_meta()
-    assert WorkerReport(TierReport(2, [Change(CPU, "a", True)], 2)) in meta.metadata
-    assert multi.build_connector_worker_meta() is None
-    # The scheduler's half.
     for part in multi._connectors:
         part.connector_scheduler = Mock()  # theirs has one
     heard: list[Any] = []
-    ours.scheduler_side = SimpleNamespace(
-        end_step=lambda report, arrived: heard.append(report), take_events=lambda: ["event"]
-    )
+    ours.scheduler = SimpleNamespace(stop=heard.append)
     multi.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=meta))
-    assert heard == [WorkerReport(TierReport(2, [Change(CPU, "a", True)], 2))]
-    assert list(ours.take_events()) == ["event"]
+    assert heard == ["the engine's weights have changed"]
 
 
 def test_nobody_waits_for_a_store_of_a_cache():

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("vllm")
 from lmcache_xpu.cache_engine.kv_cache_facts import check_model
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.kv_connector.connector import LMCacheXPUConnector
+from lmcache_xpu.stock.connector import LMCacheXPUConnector
 
 
 def config_of(method: str | None = None, *, hybrid: bool = False) -> SimpleNamespace:
@@ -44,3 +44,11 @@ def test_drafters_like_the_model_or_without_a_cache_are_served(method):
 def test_drafters_with_caches_of_their_own_are_refused(method):
     with pytest.raises(SettingsError, match=f"{method}.*ngram, eagle, eagle3 or mtp"):
         check_model(config_of(method))
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp"])
+def test_layer_by_layer_a_drafter_with_layers_is_refused(method):
+    """LMCache counts vLLM's calls, and takes the last of the model for the last of all."""
+    check_model(config_of("ngram"), layerwise=True)
+    with pytest.raises(SettingsError, match=f"{method}.*use_layerwise"):
+        check_model(config_of(method), layerwise=True)

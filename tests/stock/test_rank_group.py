@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 from torch import distributed
 
-from lmcache_xpu.kv_connector.rank_group import RankGroup
+from lmcache_xpu.stock.rank_group import RankGroup
 
 NUMBERS = [[{1, 5}, set()], [set(), set()], [{2}, {3, 2}]]  # by exchange, by rank
 

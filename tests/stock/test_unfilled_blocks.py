@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lmcache_xpu import metrics
-from lmcache_xpu.cache_engine.unfilled_blocks import UnfilledBlocks
+from lmcache_xpu.stock.unfilled_blocks import UnfilledBlocks
 
 BLOCK = 4
 SLOTS = torch.arange(24) + 10 * BLOCK  # blocks 10 to 15
@@ -24,7 +24,8 @@ def test_they_are_reported_once():
 
 
 @pytest.mark.parametrize(
-    ("new_blocks", "spoilt"), [(None, True), (frozenset({14}), True), (frozenset({15}), False)]
+    ("new_blocks", "spoilt"),
+    [(frozenset(), True), (frozenset({14}), True), (frozenset({15}), False)],
 )
 def test_nothing_is_stored_from_one_until_it_is_given_away(new_blocks, spoilt):
     """With asynchronous scheduling the next step was on its way when the load failed."""

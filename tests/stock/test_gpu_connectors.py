@@ -5,15 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lmcache_xpu.cache_engine.guarded_connectors import LayerwiseConnector, StandardConnector
-from lmcache_xpu.cache_engine.unfilled_blocks import UnfilledBlocks
 from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
 from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2
+from lmcache_xpu.stock.gpu_connectors import LayerwiseConnector, StandardConnector
+from lmcache_xpu.stock.unfilled_blocks import UnfilledBlocks
 from lmcache_xpu.versions.lmcache import in_process_module
 
 BLOCK, CHUNK, LAYERS = 4, 8, 3
 SLOTS = torch.arange(3 * CHUNK) + 10 * BLOCK  # blocks 10 to 15
-ONE_BY_ONE = [(layer, layer + 1) for layer in range(LAYERS)]
+
+
+class Pinned:
+    """An object of LMCache's."""
+
+    pins = 0
+
+    def pin(self):
+        self.pins += 1
 
 
 class Copies:
@@ -40,8 +48,6 @@ def test_a_failed_load_reports_its_blocks_but_those_that_the_engine_has(cached):
 @pytest.mark.parametrize("layer", range(LAYERS))
 def test_a_failed_layer_ends_the_copies_and_not_the_load(layer):
     class Layers:
-        groups = ONE_BY_ONE
-
         def batched_to_gpu(self, starts, ends, **kwargs):
             for number in range(LAYERS + 2):
                 taken.append((yield))
@@ -49,19 +55,28 @@ def test_a_failed_layer_ends_the_copies_and_not_the_load(layer):
                     raise RuntimeError("planted")
 
     class Layerwise(LayerwiseConnector, type("", (Layers, VLLMPagedMemLayerwiseXPUConnector), {})):
-        groups = ONE_BY_ONE
+        """Copies of which one fails."""
 
     taken = []
     connector = Layerwise(16, LAYERS)
     connector.unfilled = UnfilledBlocks(BLOCK)
-    load = connector.batched_to_gpu([CHUNK], [2 * CHUNK], slot_mapping=SLOTS)
+    load = connector.batched_to_gpu([CHUNK], [3 * CHUNK], slot_mapping=SLOTS)
     next(load)
-    assert connector.spans == ([CHUNK], [2 * CHUNK])
+    objs = [[Pinned()] for _ in range(LAYERS)]
     for number in range(LAYERS):
-        load.send([number])
+        load.send(objs[number])
     next(load)
     assert len(taken) == layer + 1
     assert connector.unfilled.take() == set(range(12, 16))
+    assert [obj.pins for (obj,) in objs] == [1] * LAYERS  # which LMCache takes back at its end
+
+
+def test_a_load_that_finds_less_than_was_promised_reports_the_rest():
+    connector = LayerwiseConnector(16, LAYERS)
+    connector.unfilled = UnfilledBlocks(BLOCK)
+    load = connector.batched_to_gpu([0], [CHUNK], slot_mapping=SLOTS[: 2 * CHUNK])
+    next(load)
+    assert connector.unfilled.take() >= {12, 13}
 
 
 def test_lmcache_takes_our_layerwise_connector_for_one_of_its_own():
