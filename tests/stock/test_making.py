@@ -44,11 +44,10 @@ def test_keys_and_memory_are_of_the_engines_real_content():
 def test_lmcache_s_own_way_is_back_when_the_engine_has_started():
     module = in_process_module("v1.gpu_connector")
     original = getattr(module, SEAM)
-    with pytest.raises(SeamError, match="made 0 GPU connectors"):
-        with making(SimpleNamespace(), UnfilledBlocks(16)):
-            assert getattr(module, SEAM) is not original
+    made_none = pytest.raises(SeamError, match="made 0 GPU connectors")
+    with made_none, making(SimpleNamespace(), UnfilledBlocks(16)):
+        assert getattr(module, SEAM) is not original
     assert getattr(module, SEAM) is original
-    with pytest.raises(RuntimeError, match="planted"):
-        with making(SimpleNamespace(), UnfilledBlocks(16)):
-            raise RuntimeError("planted")
+    with pytest.raises(RuntimeError, match="planted"), making(None, UnfilledBlocks(16)):
+        raise RuntimeError("planted")
     assert getattr(module, SEAM) is original

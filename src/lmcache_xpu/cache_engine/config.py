@@ -195,11 +195,6 @@ def check_features(config: LMCacheEngineConfig, extra: Mapping[str, Any] | None 
 
 def _check_values(config: LMCacheEngineConfig) -> None:
     """Refuse values of served options that can't be served, alone or together."""
-    if config.remote_serde not in (None, "naive"):
-        raise SettingsError(
-            f"LMCache remote_serde {config.remote_serde!r}",
-            "'naive': others look into a chunk, where keys and values lie in our own order",
-        )
     if config.max_local_cpu_size <= 0:
         raise SettingsError(
             f"LMCache max_local_cpu_size {config.max_local_cpu_size:g}",

@@ -5,11 +5,11 @@ several come and go in one (tests, notebooks), each left its pool, and the next 
 one's engine in its place. And a thread of LMCache's keeps a process for ever.
 
 LMCache's own way has three faults: its offload server closes a socket from which another thread
-reads, at which the ZeroMQ library may abort the process; its look-up client ends the ZeroMQ context
-that the whole process shares, and waits for everybody else's sockets; and its CPU pool goes before
-the disk tier has written from it. So here a thread ends first, then its socket is closed, the shared
-context stays, as does the offload server, a thread that waits until the process ends; and the pool
-goes last.
+reads, at which the ZeroMQ library may abort the process; its look-up client ends the ZeroMQ
+context that the whole process shares, and waits for everybody else's sockets; and its CPU pool goes
+before the disk tier has written from it. So here a thread ends first, then its socket is closed,
+the shared context stays, as does the offload server, a thread that waits until the process ends;
+and the pool goes last.
 """
 
 from __future__ import annotations
