@@ -223,28 +223,38 @@ def restart(engine: Engine, reference: Path) -> dict:
     return report
 
 
+def other_weights(worker):
+    """Weights from which other keys and values follow."""
+    for name, parameter in worker.model_runner.model.named_parameters():
+        if "qkv_proj" in name:
+            parameter.data.mul_(-1.5)
+
+
 def stop(engine: Engine, change: str) -> dict:
     tokens, other = prompt(LENGTHS["inside"]), prompt(LENGTHS["block"])
-    engine.ask(tokens)
+    old = engine.ask(tokens)
     engine.forget()
     hits = engine.external_hits()
     engine.ask(tokens)
     before = engine.external_hits() - hits
     if change == "weights":
         engine.llm.collective_rpc("reload_weights")
+        engine.llm.collective_rpc(other_weights)
         engine.forget()
     else:
         engine.llm.reset_prefix_cache(reset_connector=True)
     stored, hits = engine.llm.collective_rpc(chunks)[0], engine.external_hits()
     answers = []
-    for asked in (tokens, other, tokens, other):
-        engine.forget()
-        answers.append(engine.ask(asked))
+    for asked in (tokens, other):
+        for salt in ({}, {"cache_salt": "a client's own"}):
+            engine.forget()
+            answers.append(engine.ask(asked, **salt))
     return {
         "before": before,
         "hit": engine.external_hits() - hits,
         "stored": engine.llm.collective_rpc(chunks)[0] - stored,
-        "same": answers[:2] == answers[2:],
+        "right": [answers[0] == answers[1], answers[2] == answers[3]],
+        "changed": answers[0] != old,
     }
 
 
