@@ -49,7 +49,6 @@ WRONG = {
     "overlap_load": "maybe",
     "overlap_store": "2",
     "staging_mib": "-1",
-    "layers_at_once": "0",
     "cache": "elsewhere",
     "server_url": "127.0.0.1:5555",
     "server_timeout_s": "0",

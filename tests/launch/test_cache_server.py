@@ -150,7 +150,6 @@ def test_what_the_server_lacks_is_refused(name):
     values = {
         "remote_url": "redis://cache:6379",
         "layerwise": True,
-        "layers_at_once": 2,
         "loads": "step",
         "overlap_load": False,
         "overlap_store": False,

@@ -152,7 +152,6 @@ def test_the_disk_tier_reaches_lmcache_through_vllms_command_line(parser):
         hash_algorithm="sha256_cbor",
         overlap_store=False,
         staging_mib=128,
-        layers_at_once=4,
     )
     transfer = parser.parse_args(vllm_arguments(settings)).kv_transfer_config
     assert transfer.kv_connector == "LMCacheXPUConnector"
@@ -178,11 +177,9 @@ def test_the_disk_tier_reaches_lmcache_through_vllms_command_line(parser):
     assert extra == {
         "disk.path": "/data/kv",
         "disk.gib": 2.5,
-        "xpu.loads": "auto",
         "xpu.overlap_load": True,
         "xpu.overlap_store": False,
         "xpu.staging_mib": 128,
-        "xpu.layers_at_once": 4,
     }
 
 

@@ -178,7 +178,7 @@ def main(kind: str, model: str, url: str) -> dict[str, Any]:
     plain = LLM(model, skip_tokenizer_init=True, **options)
     without = blocks(plain)
     plain.llm_engine.engine_core.shutdown()
-    settings = {"cache": "server", "server_url": url, "layers_at_once": None, "loads": "async"}
+    settings = {"cache": "server", "server_url": url, "loads": "async"}
     engine = Engine(model, None, "standard", settings=settings, skip_tokenizer_init=True, **options)
     return {"blocks without": without, **engine.close_after(look)}
 

@@ -89,5 +89,5 @@ def probe(engine: Engine, case: str) -> dict[str, Any]:
 if __name__ == "__main__":
     case, model, disk, mode, options = sys.argv[1:]
     # Four layers at once of eight: a drafter's come alone.
-    settings = {"layers_at_once": 4, **json.loads(options)}
+    settings = json.loads(options)
     end_with(lambda: Engine(model, disk, mode, **settings).close_after(probe, case))

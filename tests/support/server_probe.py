@@ -48,7 +48,7 @@ REFUSED = "lmcache_mp_l1_allocation_failure_chunks_total"
 
 
 def make(model: str, url: str, loads: str = "async", **options: Any) -> Engine:
-    settings = {"cache": "server", "server_url": url, "layers_at_once": None, "loads": loads}
+    settings = {"cache": "server", "server_url": url, "loads": loads}
     return Engine(model, None, "standard", settings=settings, **options)
 
 

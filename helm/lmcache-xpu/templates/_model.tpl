@@ -111,7 +111,7 @@ Returns {models: {NAME: {...}}} as JSON; a mistake that the schema can't see end
 {{- include "lmcache-xpu.refuse" (printf "%s.cache.kind is sideCar with settings.offload=false; expected inProcess: nothing would use the server." .where) -}}
 {{- end -}}
 {{- /* What the connector to the server lacks: Settings refuses it as well, once the pod runs. */ -}}
-{{- $lacks := dict "remote_url" "" "layerwise" false "layers_at_once" 0 "overlap_load" true "overlap_store" true "hash_algorithm" "sha256" "kv_events" "" -}}
+{{- $lacks := dict "remote_url" "" "layerwise" false "overlap_load" true "overlap_store" true "hash_algorithm" "sha256" "kv_events" "" -}}
 {{- range $name, $value := $lacks -}}
 {{- $set := get $settings $name -}}
 {{- if and (hasKey $settings $name) (not (kindIs "invalid" $set)) (ne (toString $set) (toString $value)) -}}

@@ -148,16 +148,6 @@ def test_a_look_up_asks_once_for_each_chunk_and_for_all_names_of_one(ranks, monk
     assert asked == []
 
 
-def test_the_first_rank_alone_reports_what_the_disk_holds(ranks):
-    opened = ranks(2, heads=1)
-    seen = [Residency(), Residency()]
-    for engine, residency in zip(opened, seen, strict=True):
-        engine.tier.watch(residency)
-    for number, engine in enumerate(opened):
-        store(engine, number, 2, [1], heads=1)
-    assert [[change.tier for change in each.take()] for each in seen] == [[DISK], []]
-
-
 def test_what_is_read_while_its_rank_evicts_is_right_or_a_miss(ranks, log):
     """Room for three chunks, of which more are written all the time."""
     limit = 3 * disk_bytes(part(0, 0, 2, 1).nbytes)

@@ -208,13 +208,3 @@ def test_a_look_up_asks_the_disk_only_for_what_other_sizes_left(ranks, monkeypat
         keys = rank_keys(number, 2, [*NUMBERS, 9, 10])
         assert engine.manager.batched_contains(keys)[0] == 5
         assert len(asked) <= 5 * 2 * 3  # slices, and directories that they may be in
-
-
-def test_a_reset_forgets_other_sizes_of_the_model_too(ranks):
-    fill(ranks(1))
-    fill(ranks(4))
-    opened = ranks(2)
-    assert all(engine.tier.forget_model() for engine in opened)
-    for number, engine in enumerate(opened):
-        assert load(engine, number, 2) == (0, [])
-        assert engine.tier.counters.bytes == 0
