@@ -36,10 +36,9 @@ from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import DISK_LIMIT_BYTES, DISK_USED_BYTES
-from lmcache_xpu.tiers.chunk_key import KeyTexts
+from lmcache_xpu.tiers.chunk_key import engine_origin
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
 from lmcache_xpu.tiers.disk.holdings import Holdings
-from lmcache_xpu.tiers.disk.neighbours import Neighbours
 from lmcache_xpu.tiers.disk.parameters import DiskSettings, check_hash
 from lmcache_xpu.tiers.disk.reader import DiskReader
 from lmcache_xpu.tiers.disk.writer import DiskWriter
@@ -91,7 +90,6 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
             )
         check_hash(config.pre_caching_hash_algorithm)
         settings = DiskSettings.parse(config.extra_config or {})
-        self._texts = KeyTexts(metadata)
         self._num_layers = metadata.kv_shape[0]
         self._hidden: int = metadata.kv_shape[3] * metadata.kv_shape[4]
         self._store = settings.open_store(
@@ -103,25 +101,11 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         self._writes = DiskWriter(
             self._store, half_pool, max(1, settings.threads // 2), self._hidden
         )
-        self._holdings = self._open_holdings(settings)
+        self._holdings = Holdings(self._store, engine_origin(metadata))
         self._reads = DiskReader(
             self._store, self._holdings, local_cpu_backend, settings.threads, self._hidden
         )
         self._closed = False
-
-    def _open_holdings(self, settings: DiskSettings) -> Holdings:
-        """Find out what other ranks' directories hold, besides this one's own."""
-        rank, ranks, shard = self.metadata.worker_id, self.metadata.world_size, self._texts.shard
-        neighbours = Neighbours(
-            settings.others(rank, ranks),
-            None if shard.stores else settings.directory(shard.first_rank),
-            lambda name: self._texts.is_usable(_text(name)),
-        )
-        if len(neighbours):
-            logger.info(
-                "disk tier: %d chunks in directories of other ranks can be read", len(neighbours)
-            )
-        return Holdings(self._store, neighbours, self._texts, self._hidden)
 
     def __str__(self) -> str:
         return type(self).__name__
@@ -206,8 +190,6 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         Takes a reference to each until its write has ended. Skips what is stored (and marks it
         as used) or queued; drops what exceeds the bound on the queue, see the module.
         """
-        if not self._texts.shard.stores:
-            return []
         if not keys:
             return []
         names = [self._holdings.name(key) for key in keys]
@@ -272,8 +254,3 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         self._writes.close()
         self._reads.close()
         self._store.close()
-
-
-def _text(name: str) -> str:
-    """Return the text of a key, without its tags."""
-    return name.partition("\n")[0]
