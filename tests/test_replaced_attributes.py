@@ -67,7 +67,6 @@ OWN = {  # of classes of this package
     "tiers/disk/chunk_index.py: entry.used_ns",
     "tiers/disk/chunk_index.py: self._pins[key].count",
     "tiers/disk/chunk_store.py: entry.failed_reads",
-    "tiers/disk/tier.py: prompt.used_ns",
     "transfer/host_copies.py: step.pending",
 }
 
