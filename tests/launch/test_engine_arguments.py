@@ -149,8 +149,6 @@ def test_the_disk_tier_reaches_lmcache_through_vllms_command_line(parser):
         disk_gib=2.5,
         layerwise=True,
         save_decode=True,
-        hash_algorithm="sha256_cbor",
-        overlap_store=False,
         staging_mib=128,
     )
     transfer = parser.parse_args(vllm_arguments(settings)).kv_transfer_config
@@ -169,7 +167,7 @@ def test_the_disk_tier_reaches_lmcache_through_vllms_command_line(parser):
     assert config.use_layerwise is True
     assert config.save_decode_cache is True
     assert config.save_unfull_chunk is False
-    assert config.pre_caching_hash_algorithm == "sha256_cbor"
+    assert config.pre_caching_hash_algorithm == "sha256"
     assert config.storage_plugins == ["disk"]
     extra = dict(config.extra_config)
     module = importlib.import_module(extra.pop("storage_plugin.disk.module_path"))
@@ -177,8 +175,6 @@ def test_the_disk_tier_reaches_lmcache_through_vllms_command_line(parser):
     assert extra == {
         "disk.path": "/data/kv",
         "disk.gib": 2.5,
-        "xpu.overlap_load": True,
-        "xpu.overlap_store": False,
         "xpu.staging_mib": 128,
     }
 

@@ -11,7 +11,6 @@ way that fails on one which LMCache brings (llvmlite's, by way of numba).
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,20 +105,23 @@ class LMCacheXPUConnector(StatsHooks, LMCacheConnectorV1):  # type: ignore[misc]
             facts, chunk_size=config.chunk_size, save_unfull_chunk=config.save_unfull_chunk
         )
         self._ended = False
-        start = functools.partial(super().__init__, vllm_config, role, kv_cache_config)
+        # vLLM's constructor looks for LMCache's half where LMCache before 0.5.7 had it.
+        super(LMCacheConnectorV1, self).__init__(vllm_config, role, kv_cache_config)
+        self._kv_cache_events = None
         with ending_on_failure():
             from lmcache_xpu.stock.ending import end_with_process
+            from lmcache_xpu.versions.lmcache import LMCacheConnectorV1Impl
 
             if role is KVConnectorRole.WORKER:
                 from lmcache_xpu.stock.worker import StockWorker, starting
 
                 with starting(vllm_config, facts) as unfilled:
-                    start()
+                    self._lmcache_engine = LMCacheConnectorV1Impl(vllm_config, role, self)
                 self.worker = StockWorker(self._lmcache_engine, facts, unfilled)
             else:
                 from lmcache_xpu.stock.scheduler import StockScheduler
 
-                start()
+                self._lmcache_engine = LMCacheConnectorV1Impl(vllm_config, role, self)
                 self.scheduler = StockScheduler(self._lmcache_engine, facts.block_size)
         end_with_process(self)
 
