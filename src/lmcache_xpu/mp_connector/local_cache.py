@@ -228,7 +228,9 @@ class LocalCache:
             windows: by group, chunks at the end of a hit that it needs; 0 for all.
         """
         self._windows = tuple(windows)
-        self._layouts = [MemoryLayoutDesc([torch.Size([size])], [torch.uint8]) for size in sizes]
+        self._layouts = [
+            MemoryLayoutDesc([torch.Size([1, 1, size])], [torch.uint8]) for size in sizes
+        ]
 
     def memory(self) -> LentMemory:
         """Return the memory of chunks, pinned where that is possible."""
