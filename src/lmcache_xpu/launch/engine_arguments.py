@@ -177,6 +177,9 @@ def engine_variables(settings: Settings, environ: Mapping[str, str] = os.environ
             # Else vLLM gives the only worker of a CPU engine a process of its own, apart from the
             # scheduler's, and the two would have two caches.
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+            # There vLLM lets torch compute in one thread, unless it is told how many.
+            if "OMP_NUM_THREADS" not in environ:
+                env["OMP_NUM_THREADS"] = str(len(os.sched_getaffinity(0)))
     if settings.device == "xpu" and settings.offload:
         env |= pool_memory.allocator_variables(environ, versions.installed().torch)
     if not settings.layerwise:
