@@ -19,7 +19,6 @@ PARTS = {
     "bytes": "bytes and seconds are counted as they are",
     "metrics": "all processes of an engine share their metrics",
     "parameters": "LMCache sees no kv_transfer_params when a request is allocated and ends",
-    "hooks": "an error in a hook of vLLM's scheduler costs its request a hit",
     "labels": "LMCache's metrics name the model as it is served",
     "salt": "cache_salt and LoRA adapter are in the keys",
     "computed": "nothing is looked up for a request that computes its whole prompt",

@@ -85,11 +85,11 @@ def test_a_cpu_tier_too_small_for_a_request_stores_what_fits(small: Engine):
     assert leaks(engine) == CLEAN
 
 
-@pytest.mark.fails_without("computed")
+@pytest.mark.fails_without("computed", mode="layerwise")
 def test_a_request_for_prompt_logprobs_may_be_preempted(small: Engine):
     """It arrives last, finds three that leave it little room, and has to give way to them.
 
-    Seen to fail when LMCache looks it up: an assertion of its ends the engine.
+    Seen to fail when LMCache's own engine looks it up: an assertion of its ends the engine.
     """
     engine = small
     prompt = tokens("logprobs", 4 * CHUNK + 77)

@@ -64,9 +64,12 @@ def test_nothing_listens_beyond_loopback(engine: Engine):
             pytest.fail(f"port {port} answers HTTP: {answer.status_code}")
 
 
-@pytest.mark.fails_without("salt")
+@pytest.mark.fails_without("salt", mode="layerwise")
 def test_entries_of_a_salt_are_for_that_salt(engine: Engine):
-    """Seen to fail with LMCache's own keys: each of these is a hit, as it hashes tokens alone."""
+    """Seen to fail with LMCache's own keys: each of these is a hit, as it hashes tokens alone.
+
+    The standard mode's keys hold the salt twice: vLLM's hashes of blocks have it as well.
+    """
     prompt = tokens("salted", 3 * CHUNK + 7)
     assert hit_tokens(engine, prompt, cache_salt="one") == 0
     assert hit_tokens(engine, prompt, cache_salt="one") == 3 * CHUNK
@@ -114,9 +117,12 @@ PARAMETERS = [
 ]
 
 
-@pytest.mark.fails_without("parameters")
+@pytest.mark.fails_without("parameters", mode="layerwise")
 def test_what_a_client_puts_in_a_request_ends_nothing(engine: Engine):
-    """It answers the others, and finds what they stored, whatever LMCache reads in a request."""
+    """It answers the others, and finds what they stored, whatever LMCache reads in a request.
+
+    The standard mode reads none of it.
+    """
     prompt = tokens("a client's parameters", 3 * CHUNK + 50)
     expected = engine.recompute(prompt).token_ids
     for number, parameters in enumerate(PARAMETERS):
@@ -132,7 +138,7 @@ def test_what_a_client_puts_in_a_request_ends_nothing(engine: Engine):
     assert engine.ask(prompt).token_ids == expected
 
 
-@pytest.mark.fails_without("labels")
+@pytest.mark.fails_without("labels", mode="layerwise")
 def test_metrics_show_the_served_name_and_no_directory(engine: Engine, model: Path):
     """They are read without a key."""
     names = {labels.get("model_name") for _, labels, _ in engine.metrics().samples} - {None}

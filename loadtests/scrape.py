@@ -33,8 +33,6 @@ PREFIXES = (
     "vllm:cache_config_info",
     "vllm:num_requests_",
     "vllm:num_preemptions_total",
-    "lmcache:local_cache_usage",
-    "lmcache:local_storage_usage",
     "lmcache_mp_lookup_",
     "lmcache_mp_l1_memory_usage_bytes",
     "lmcache_xpu_",

@@ -28,10 +28,6 @@ OTHERS = {
     "vllm:e2e_request_latency_seconds": "From a request's arrival to its end",
     "vllm:request_queue_time_seconds": "Time in the queue",
     "vllm:request_prefill_time_seconds": "Time from the queue to the first token",
-    "lmcache:num_lookup_tokens_total": "Tokens that LMCache was asked for",
-    "lmcache:num_lookup_hits_total": "Of these, tokens that it had",
-    "lmcache:num_stored_tokens_total": "Tokens that LMCache stored",
-    "lmcache:local_cache_usage": "Bytes in the CPU tier",
     "lmcache_mp_l1_usage_ratio": "Part of the memory of LMCache's server in use, 0 to 1",
     "lmcache_mp_lookup_requested_tokens_total": "Tokens that the server was asked for",
     "lmcache_mp_lookup_hit_l1_tokens_total": "Of these, tokens that it had in memory",
@@ -46,7 +42,7 @@ OTHERS = {
     "up": "1 while Prometheus reaches the engine, the router or LMCache's server",
 }
 METRIC = re.compile(
-    r"\b(?:vllm:|lmcache:|lmcache_mp_)\w+|\bhw_\w+_(?:ratio|bytes|watts|celsius|total)|\bup(?=\{)"
+    r"\b(?:vllm:|lmcache_mp_)\w+|\bhw_\w+_(?:ratio|bytes|watts|celsius|total)|\bup(?=\{)"
 )
 
 
@@ -78,8 +74,9 @@ def page(text: str) -> str:
 
 What does `/metrics` say of the cache, and what does each `reason` mean?
 
-`lmcache-xpu serve` puts the metrics of this package, of LMCache and of vLLM on one page:
+`lmcache-xpu serve` puts the metrics of this package and of vLLM on one page:
 `http://HOST:8000/metrics`. Without `serve`, set `PROMETHEUS_MULTIPROC_DIR` to an empty directory.
+LMCache's server has a page of its own.
 
 ## This package
 
@@ -98,6 +95,9 @@ A load from disk or server passes host memory, so it counts in `cpu` as well. Th
 while it moves is bytes divided by seconds:
 `rate(lmcache_xpu_bytes_total[5m]) / rate(lmcache_xpu_seconds_total[5m])`.
 
+An object is a chunk, or in models with several KV caches a part of one. With `layerwise` there is
+nothing of the CPU tier's size and of what it evicts; LMCache's own engine counts them.
+
 ## Reasons
 
 Of `lmcache_xpu_errors_total`. An error costs a computation, never a wrong answer.
@@ -112,7 +112,7 @@ Of `lmcache_xpu_loads_total`, which each worker counts; see the setting `loads`:
 
 {rows(("`way`", "what it means"), ways)}
 
-## Of vLLM, LMCache and the GPU
+## Of vLLM, LMCache's server and the GPU
 
 Those that the dashboard and the alerts of `monitoring/` use:
 

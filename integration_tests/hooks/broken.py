@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import sys
@@ -83,6 +82,24 @@ def _(module) -> None:
     module.LMCacheXPUConnector.get_block_ids_with_load_errors = forgotten
 
 
+@breaks("report", "mp_connector.connector")
+def _(module) -> None:
+    connector = module.LMCacheXPUServerConnector
+    take, results = connector.get_block_ids_with_load_errors, connector.get_transfer_results
+
+    def forgotten(self):
+        take(self)
+        return set()
+
+    def all_succeeded(self, finished_req_ids):
+        answer = results(self, finished_req_ids)
+        answer.failed_recving.clear()
+        return answer
+
+    connector.get_block_ids_with_load_errors = forgotten
+    connector.get_transfer_results = all_succeeded
+
+
 @breaks("withhold", "cache_engine.unfilled_blocks")
 def _(module) -> None:
     module.UnfilledBlocks.spoil = nothing
@@ -109,11 +126,6 @@ def _(module) -> None:
     module.ServedRequest = lambda request: request
 
 
-@breaks("hooks", "kv_connector.request_guard")
-def _(module) -> None:
-    module.guarded = lambda hook: contextlib.nullcontext()
-
-
 @breaks("labels", "kv_connector.patches")
 def _(module) -> None:
     module.PATCHES = [p for p in module.PATCHES if not p.module.startswith("lmcache.")]
@@ -134,9 +146,24 @@ def _(module) -> None:
     owner_of(module, "finished").finished = nothing
 
 
+@breaks("finished", "mp_connector.local_client")
+def _(module) -> None:
+    module.LocalLookUps.end = module.LocalLookUps.forget
+
+
 @breaks("reset", "kv_connector.connector")
 def _(module) -> None:
     module.LMCacheXPUConnector.reset_cache = nothing
+
+
+@breaks("reset", "mp_connector.connector")
+def _(module) -> None:
+    module.LMCacheXPUServerConnector.reset_cache = nothing
+
+
+@breaks("references", "mp_connector.local_cache")
+def _(module) -> None:
+    module.LocalCache.release = nothing
 
 
 @breaks("references", "lmcache.v1.storage_backend.storage_manager")

@@ -25,5 +25,6 @@ if "HOOKS_DIRECTORY" in os.environ:
         wrapt.register_post_import_hook(planted.plant, name)
     for name in broken.MODULES:
         wrapt.register_post_import_hook(broken.take_away, name)
+    wrapt.register_post_import_hook(inside.remember, inside.STORAGE)
     broken.take_away_now()
     inside.start()

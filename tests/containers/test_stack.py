@@ -106,13 +106,10 @@ def test_what_the_engine_forgot_the_cpu_tier_gives_back(stack, story):
     assert sum(stack.samples('lmcache_xpu_bytes_total{direction="load",tier="cpu"').values()) > 0
 
 
-def test_metrics_of_vllm_of_lmcache_and_of_this_package_are_in_one_place(stack, story):
+def test_metrics_of_vllm_and_of_this_package_are_in_one_place(stack, story):
     assert any(stack.samples("vllm:prompt_tokens_total").values())
-    end = time.monotonic() + 20  # LMCache writes its own every few seconds
-    while not any(stack.samples("lmcache:num_stored_tokens_total").values()):
-        assert time.monotonic() < end, "nothing of LMCache"
-        time.sleep(0.5)
     assert any(stack.samples("lmcache_xpu_bytes_total").values())
+    assert any(stack.samples("lmcache_xpu_cpu_used_bytes").values())
 
 
 def test_grafana_gets_its_files_and_they_fit_together(stack):

@@ -1,5 +1,7 @@
 """What is said of a running engine; the pages were recorded from one on CPU, with a disk tier.
 
+The CPU tier's metrics have other names since: they were put in by hand, with the same values.
+
 fresh  nobody has asked
 one    one prompt of 1,100 tokens
 fits   the same again: it was still in the engine's own cache
@@ -42,7 +44,7 @@ def test_hits_by_tier():
     assert (use.disk_tokens, use.shared_tokens, use.computed_tokens) == (16_384, 0, 10_168)
     assert use.stored_tokens == {"cpu": 8_192, "disk": 8_192, "shared": 0}
     assert (use.evicted_chunks, use.own_tokens, use.requests) == (48, 5_120, 26)
-    assert use.cpu_bytes == 24 * 2**20
+    assert use.cpu_bytes == use.cpu_limit_bytes == 24 * 2**20
     assert 0.16 < use.disk_bytes / use.disk_limit_bytes < 0.17
 
 

@@ -116,10 +116,12 @@ def _use_table(use: CacheUse) -> Table:
     if use.own_tokens:
         table.add_row("  engine's own cache, tokens", f"{use.own_tokens:,.0f}")
     table.add_row("  in use by requests", f"{use.own_usage:.0%}")
-    table.add_row("  CPU tier, GiB", f"{use.cpu_bytes / GIB:.2f}")
-    if use.disk_limit_bytes:
-        full = use.disk_bytes / use.disk_limit_bytes
-        table.add_row("  disk tier, GiB", f"{use.disk_bytes / GIB:.2f}", f"{full:.0%} full")
+    for name, held, limit in (
+        ("CPU tier", use.cpu_bytes, use.cpu_limit_bytes),
+        ("disk tier", use.disk_bytes, use.disk_limit_bytes),
+    ):
+        if limit:
+            table.add_row(f"  {name}, GiB", f"{held / GIB:.2f}", f"{held / limit:.0%} full")
     table.add_row("  requests, and waiting", f"{use.running:,.0f} + {use.waiting:,.0f}")
     return table
 

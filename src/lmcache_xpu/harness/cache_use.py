@@ -57,12 +57,12 @@ class CacheUse:
         cpu_tokens, disk_tokens, shared_tokens: of these, in each tier.
         looked_up_tokens: of these, looked up in the tiers.
         stored_tokens: by tier, cpu, disk and shared.
-        evicted_chunks: that left the CPU tier.
+        evicted_chunks: that left the CPU tier; of models with several KV caches, parts of chunks.
         preemptions: requests whose KV cache had to make room.
         fallbacks: requests whose load ended in recomputing.
         failures: moves that failed, by reason.
-        cpu_bytes: that the CPU tier holds now.
-        disk_bytes, disk_limit_bytes: that the disk tier holds now, and may hold.
+        cpu_bytes, cpu_limit_bytes: that the CPU tier holds now, and may hold.
+        disk_bytes, disk_limit_bytes: the same of the disk tier.
         own_tokens: that the engine's own cache holds when it is full; 0 if it does not say.
         own_usage: share of it that requests use now.
         running, waiting: requests now.
@@ -81,6 +81,7 @@ class CacheUse:
     fallbacks: float
     failures: tuple[Failures, ...] = ()
     cpu_bytes: float = 0.0
+    cpu_limit_bytes: float = 0.0
     disk_bytes: float = 0.0
     disk_limit_bytes: float = 0.0
     own_tokens: float = 0.0
@@ -127,11 +128,12 @@ class CacheUse:
                 tier: count("lmcache_xpu_tokens_total", direction="store", tier=tier)
                 for tier in loaded
             },
-            evicted_chunks=count("lmcache:local_cpu_evict_keys_count_total"),
+            evicted_chunks=count("lmcache_xpu_evicted_total", tier="cpu"),
             preemptions=count("vllm:num_preemptions_total"),
             fallbacks=count("lmcache_xpu_fallbacks_total"),
             failures=tuple(error for error in errors if error.count),
-            cpu_bytes=page.sum("lmcache:local_cache_usage"),
+            cpu_bytes=page.sum("lmcache_xpu_cpu_used_bytes"),
+            cpu_limit_bytes=page.sum("lmcache_xpu_cpu_limit_bytes"),
             disk_bytes=page.sum("lmcache_xpu_disk_used_bytes"),
             disk_limit_bytes=page.sum("lmcache_xpu_disk_limit_bytes"),
             own_tokens=_own_tokens(page),
