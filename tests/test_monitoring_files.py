@@ -92,7 +92,7 @@ def test_alerts_leave_other_teams_engines_alone_and_say_whose_they_are():
 
 def test_backpressure_wakes_nobody():
     [errors] = [rule["expr"] for rule in RULES if rule["alert"] == "TransferErrors"]
-    assert 'reason!~"behind|crowded|pool_full|incomplete"' in errors
+    assert 'reason!~"behind|crowded|pool_full|incomplete|late|missing|overtaken|unfilled"' in errors
 
 
 def test_the_stacks_alerts_reach_an_alertmanager():

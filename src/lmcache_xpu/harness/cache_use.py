@@ -12,7 +12,14 @@ __all__ = ["Advice", "CacheUse", "Failures", "advise"]
 
 CHUNK_TOKENS = 256  # LMCache's and our default; a page does not tell it
 FULL = 0.95
-HARMLESS = ("incomplete", "behind")  # these cost hits, and need nobody
+HARMLESS = (
+    "incomplete",
+    "behind",
+    "late",
+    "missing",
+    "overtaken",
+    "unfilled",
+)  # these cost hits, and need nobody
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import torch
 
 from lmcache_xpu.errors import LayoutError
 from lmcache_xpu.gpu_connector.load_pipeline import LoadPipeline
-from lmcache_xpu.metrics import LOAD_SERVER
+from lmcache_xpu.metrics import Flow
 from lmcache_xpu.mp_connector.kv_cache_groups import NULL_BLOCK, CacheGroup
 from lmcache_xpu.mp_connector.seals import SEAL_BYTES
 from lmcache_xpu.transfer.devices import StoreHandle, TransferHandle
@@ -134,7 +134,10 @@ class GroupCopies:
         return handles
 
     def beside_layers(
-        self, chunks: Sequence[list[int]], starts: Callable[[int, int, Tuning], list[int]]
+        self,
+        chunks: Sequence[list[int]],
+        starts: Callable[[int, int, Tuning], list[int]],
+        flow: Flow,
     ) -> BesideLayers:
         """Plan a load of chunks, as `load`, that comes in the order of the layers.
 
@@ -144,6 +147,7 @@ class GroupCopies:
             chunks: their blocks.
             starts: of so many layers, with so many bytes each, the first layer of each that is
                 moved at once.
+            flow: counts its failures.
 
         Returns:
             What makes the load of the objects that hold the chunks. Nothing of it is enqueued yet.
@@ -159,7 +163,7 @@ class GroupCopies:
         def load(objects: Sequence[torch.Tensor]) -> list[LoadPipeline]:
             loads = []
             for part, slots, plan in plans:
-                loads.append(LoadPipeline(part.stager, slots.numbers, LOAD_SERVER))
+                loads.append(LoadPipeline(part.stager, slots.numbers, flow))
                 loads[-1].add(plan, part.memory(objects))
             return loads
 

@@ -71,6 +71,9 @@ class LoadQuestions(Protocol):
     def commit(self, number: int, key: Any) -> Any:
         """Tell the server that what a question has named is written."""
 
+    def give_up(self, number: int) -> None:
+        """Forget what a question has named: it will not be written."""
+
     def is_committed(self, answer: Any) -> bool:
         """Whether the server took it."""
 
@@ -111,6 +114,9 @@ class LMCacheQuestions:
     def commit(self, number: int, key: Any) -> Any:
         """Tell the server that writing has ended."""
         return self._client.commit_store(key, self._instance_id, b"")
+
+    def give_up(self, number: int) -> None:
+        """Do nothing: the server takes memory back whose lease is over."""
 
     def is_committed(self, answer: Any) -> bool:
         """Whether the server took it."""
@@ -163,6 +169,9 @@ class ModuleQuestions:
     def commit(self, number: int, key: Any) -> Any:
         """Tell the server that writing has ended."""
         return self._call(COMMIT, number, key)
+
+    def give_up(self, number: int) -> None:
+        """Do nothing: the server takes memory back whose lease is over."""
 
     def is_committed(self, answer: Any) -> bool:
         """Whether the server took it."""

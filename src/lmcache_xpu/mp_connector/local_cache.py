@@ -286,6 +286,8 @@ class LocalCache:
         result = self._storage.query_prefetch_status(handle)
         if result is None:
             return None
+        if self.has_other_tiers:
+            CPU_USED_BYTES.set(self.memory_use()[0])
         hit, _ = fold_unfold_grouped(result.hit_cells, [each or -1 for each in self._windows])
         return int(hit)
 
@@ -366,8 +368,9 @@ class LocalCache:
                 for key, each in self._storage.reserve_write(list(places), layout).items():
                     written.append(key)
                     rows.append((group, places[key], each.shm_offset, each.shm_byte_length))
-        with self._lock:
-            self._writes[number] = written, in_order
+        if written:
+            with self._lock:
+                self._writes[number] = written, in_order
         return sorted(rows)
 
     def commit(self, number: int) -> bool:
@@ -379,6 +382,11 @@ class LocalCache:
             self._room.touch(in_order)
             CPU_USED_BYTES.set(self.memory_use()[0])
         return bool(written)
+
+    def give_up(self, number: int) -> None:
+        """Forget a store that failed; LMCache takes its memory back when the lease is over."""
+        with self._lock:
+            self._writes.pop(number, None)
 
     # The end
 

@@ -126,6 +126,10 @@ class LocalQuestions:
         """Publish what a question has named."""
         return Answer(self._local.commit(number))
 
+    def give_up(self, number: int) -> None:
+        """Forget what a question has named."""
+        self._local.give_up(number)
+
     def is_committed(self, answer: bool) -> bool:
         """Whether that was still reserved."""
         return answer

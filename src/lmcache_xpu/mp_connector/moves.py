@@ -76,6 +76,7 @@ class Moves:
     Attributes:
         chunk_tokens: tokens of a chunk.
         enqueueing: held while copies are enqueued; stores and loads share staging memory.
+        load_flow: counts loads.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Moves:
         self._server = server
         self._groups = groups
         self.chunk_tokens = client.chunk_tokens
-        self._load_flow, self._store_flow = client.load_flow, client.store_flow
+        self.load_flow, self._store_flow = client.load_flow, client.store_flow
         self._windows = [copies.window_chunks for copies in groups]
         self._way: LoadQuestions = LMCacheQuestions(server.client, server.instance_id)
         self._stream = SideStream(server.device, urgent=False)
@@ -133,31 +134,13 @@ class Moves:
         slots = way.reserved(self._server.answer(asked, lambda: transfer.is_cancelled))
         if not slots:
             return  # all are there, or there is no room
-        objects = self._objects(memory, slots)
-        if not transfer.begin_copying():
-            raise GivenUpError("overtaken")
-        check_lease(begun)
-        handles = []
-        with self.enqueueing, torch.inference_mode(), self._stream.current():
-            if event is not None:
-                event.wait()
-            for group, copies in enumerate(self._groups):
-                if way.is_sealed:
-                    for obj in objects[group]:
-                        break_seal(obj)
-                copies.follow_engine()
-                stored = [chunks[group][chunk] for chunk in slots.chunks(group)]
-                handles += copies.store(stored, objects[group]) if stored else []
-        transfer.enqueued([handle.gathered for handle in handles])
-        for handle in handles:
-            handle.transfer.done.synchronize()
-        check_lease(begun)
-        if (seals := self.seals(key)) is not None:
-            digests = _of_objects(seals, slots)
-            for obj, digest in zip(itertools.chain(*objects), digests, strict=True):
-                seal(obj, digest)
-        if not way.is_committed(self._server.answer(way.commit(number, key))):
-            raise GivenUpError("refused")
+        try:
+            self._write(transfer, key, chunks, event, slots, memory, begun)
+            if not way.is_committed(self._server.answer(way.commit(number, key))):
+                raise GivenUpError("refused")
+        except BaseException:
+            way.give_up(number)
+            raise
         self._count(self._store_flow, slots, time.monotonic() - begun)
 
     def load(
@@ -252,7 +235,41 @@ class Moves:
 
     def count_load(self, slots: ObjectSlots, seconds: float) -> None:
         """Count a load that has ended well."""
-        self._count(self._load_flow, slots, seconds)
+        self._count(self.load_flow, slots, seconds)
+
+    def _write(
+        self,
+        transfer: Transfer,
+        key: Any,
+        chunks: Sequence[list[list[int]]],
+        event: Event | None,
+        slots: ObjectSlots,
+        memory: LentMemory,
+        begun: float,
+    ) -> None:
+        objects = self._objects(memory, slots)
+        if not transfer.begin_copying():
+            raise GivenUpError("overtaken")
+        check_lease(begun)
+        handles = []
+        with self.enqueueing, torch.inference_mode(), self._stream.current():
+            if event is not None:
+                event.wait()
+            for group, copies in enumerate(self._groups):
+                if self._way.is_sealed:
+                    for obj in objects[group]:
+                        break_seal(obj)
+                copies.follow_engine()
+                stored = [chunks[group][chunk] for chunk in slots.chunks(group)]
+                handles += copies.store(stored, objects[group]) if stored else []
+        transfer.enqueued([handle.gathered for handle in handles])
+        for handle in handles:
+            handle.transfer.done.synchronize()
+        check_lease(begun)
+        if (seals := self.seals(key)) is not None:
+            digests = _of_objects(seals, slots)
+            for obj, digest in zip(itertools.chain(*objects), digests, strict=True):
+                seal(obj, digest)
 
     def _lacked(self, chunks: Sequence[list[list[int]]]) -> list[list[int]]:
         """Return by group the chunks that do not hold what a hit needs.

@@ -237,9 +237,10 @@ class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]
                 for name, obj in storage.reserve_write(list(chunks), _layout(size)).items():
                     keys.append(name)
                     rows.append((group, chunks[name], obj.shm_offset, obj.shm_byte_length))
-        with self._lock:
-            self._writes[hit] = keys
-            self._prompts[hit] = in_order
+        if keys:
+            with self._lock:
+                self._writes[hit] = keys
+                self._prompts[hit] = in_order
         return sent_rows(rows)
 
     @server_module_handler(COMMIT)  # type: ignore[untyped-decorator]

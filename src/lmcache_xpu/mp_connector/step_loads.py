@@ -223,7 +223,9 @@ class StepLoads:
                     "a question of the same range",
                 )
             load.seals = self._moves.seals(key)
-            load.plan = self._copies.beside_layers(self._copies.chunks(load.blocks), starts)
+            load.plan = self._copies.beside_layers(
+                self._copies.chunks(load.blocks), starts, self._moves.load_flow
+            )
         except BaseException:
             self._moves.end_load(load.asked)
             raise
