@@ -13,12 +13,11 @@ import pytest
 
 pytest.importorskip("vllm")
 pytest.importorskip("vllm_router")
-from support.kv_events import BLOCK, CHUNK, Database, changes, groups, request, told
 from support.router import Router, router
+from support.tier_events import BLOCK, CHUNK, Engine, groups, request
 from vllm.distributed.kv_events import BlockStored
 
-from lmcache_xpu.kv_connector.kv_events import KVEvents, TierReport
-from lmcache_xpu.tiers.residency import CPU, DISK, SHARED
+from lmcache_xpu.mp_connector.local_cache import CPU, DISK, SHARED
 
 TOKENS = 4 * CHUNK + 3
 WHOLE = 4 * CHUNK
@@ -35,27 +34,24 @@ def prompt(number: int) -> list[int]:
     return list(range(1000 * number, 1000 * number + TOKENS))
 
 
-class Engine:
-    """The half of an engine that publishes, told what its workers' tiers hold."""
+class Publishing:
+    """The half of an engine that publishes, told what its tiers hold."""
 
     def __init__(self) -> None:
-        self._database = Database()
-        self._events = KVEvents(self._database, BLOCK, groups(drafts=0))
+        self._engine = Engine(groups(drafts=0))
 
-    def changed(self, tier: str, tokens: list[int], held: bool = True) -> list[Any]:
-        told(self._events, request(tokens))
-        self._events.finished("r")
-        names = self._database.names(tokens)[: WHOLE // CHUNK]
-        self._events.take()
-        self._events.report(TierReport(1, changes(tier, names, held)))
-        return self._events.take()
+    def changed(self, tier: str, tokens: list[int], *, held: bool = True) -> list[Any]:
+        self._engine.told(request(tokens))
+        self._engine.events.take()
+        self._engine.change(tier, self._engine.keys(tokens), held=held)
+        return self._engine.events.take()
 
 
 @pytest.mark.parametrize("tier", [CPU, DISK, SHARED])
 @pytest.mark.parametrize("holder", [0, 1])
 def test_a_prompt_goes_to_the_engine_whose_tier_holds_it(routed: Router, tier: str, holder: int):
     tokens = prompt(10 * holder + 1 + list(CREDIT).index(tier))
-    engine = Engine()
+    engine = Publishing()
     stored = engine.changed(tier, tokens)
     credited = int(CREDIT[tier] * WHOLE)
     assert routed.learns(
@@ -68,7 +64,7 @@ def test_a_prompt_goes_to_the_engine_whose_tier_holds_it(routed: Router, tier: s
 
 def test_memory_counts_for_more_than_a_disk(routed: Router):
     tokens = prompt(50)
-    on_disk, in_memory = Engine().changed(DISK, tokens), Engine().changed(CPU, tokens)
+    on_disk, in_memory = Publishing().changed(DISK, tokens), Publishing().changed(CPU, tokens)
     assert routed.learns(0, on_disk, tokens, lambda sent, credit: sent == 0 and credit)
     assert routed.learns(1, in_memory, tokens, lambda sent, credit: sent == 1 and credit)
 
@@ -86,7 +82,7 @@ def test_whole_chunks_in_one_event_as_lmcache_publishes_them_are_not_understood(
         lora_name=None,
     )
     routed.publish(1, [lmcaches])
-    ours = Engine().changed(CPU, prompt(61))
+    ours = Publishing().changed(CPU, prompt(61))
     # Events of one source come in their order.
     assert routed.learns(1, ours, prompt(61), lambda sent, credit: sent == 1 and credit)
     assert routed.ask(tokens)[1] == 0
