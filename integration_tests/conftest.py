@@ -91,7 +91,7 @@ def kept(stack: Stack, mode: str, disk: Path) -> Iterator[Kept]:
     if mode == "layerwise" and isinstance(stack, Url):
         pytest.skip("a given engine has one mode; it is tested as the standard one")
     # Two of the model's eight layers at once: left to itself, they would be one object.
-    how = {"layerwise": True, "layers_at_once": 2} if mode == "layerwise" else {}
+    how = {"layerwise": True} if mode == "layerwise" else {}
     with Kept(stack, **how, disk_path=disk, disk_gib=DISK_GIB) as kept:
         yield kept
 

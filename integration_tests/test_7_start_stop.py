@@ -46,7 +46,6 @@ WRONG = {
     "data_parallel": "0",
     "loads": "sometimes",
     "staging_mib": "-1",
-    "layers_at_once": "0",
     "cache": "elsewhere",
     "server_url": "127.0.0.1:5555",
     "server_timeout_s": "0",

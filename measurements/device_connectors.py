@@ -24,7 +24,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lmcache_xpu.gpu_connector.in_flight import InFlight
 from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
 from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2
 from lmcache_xpu.transfer.devices import batched_copy
@@ -110,7 +109,7 @@ def measure(case: Case, gib: float, repeats: int) -> Result:
     if case.peers:
         actions["loops store"], actions["loops load"] = loops(work, chunks)
         try:
-            actions |= native(work, chunks, work.layers(1))
+            actions |= native(work, chunks, work.layers())
         except Exception as error:  # whatever keeps a foreign package from loading is the result
             skipped["LMCache"] = f"{type(error).__name__}: {error}"[:300]
     seconds = paged.median_seconds(actions, repeats, settle)
@@ -192,7 +191,6 @@ def overlap(gib: float, repeats: int) -> dict[str, float]:
     tokens = int(gib * 2**30) // paged.LLAMA_8B.token_bytes // 256 * 256
     work = paged.Workload(paged.LLAMA_8B, paged.FUSED_NHD, block=64, tokens=tokens, device=DEVICE)
     connector, layers = work.connector(VLLMPagedMemLayerwiseXPUConnector), work.layers()
-    connector.overlap = InFlight(block_tokens=64)
     matrix = torch.randn(4096, 4096, device=DEVICE, dtype=paged.DTYPE)
     load = {"load": lambda: paged.load_layers(connector, work, layers)}
     load_s = paged.median_seconds(load, repeats, settle)["load"]

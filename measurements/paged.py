@@ -11,10 +11,8 @@ from typing import Any, TypeVar
 import torch
 from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
 
-from lmcache_xpu.gpu_connector.in_flight import InFlight
 from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
 from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2
-from lmcache_xpu.transfer.plan import layer_groups, layers_of
 
 DTYPE = torch.bfloat16
 Ours = TypeVar("Ours", VLLMPagedMemXPUConnectorV2, VLLMPagedMemLayerwiseXPUConnector)
@@ -109,7 +107,6 @@ class Workload:
         self.starts = list(range(0, tokens, chunk))
         self.ends = [start + chunk for start in self.starts]
         self.bytes = tokens * model.token_bytes
-        self.at_once = layers_of(chunk * model.token_bytes // model.layers, device)
         self.pool = torch.empty(self.bytes, dtype=torch.uint8, pin_memory=device != "cpu")
         self.pool.fill_(1)
         self.request = {"kvcaches": self.kvcaches, "slot_mapping": self.slots}
@@ -124,7 +121,6 @@ class Workload:
             use_mla=self.model.mla,
             layout_hints={"kv_layout": self.layout.hint},
             opaque_blocks=self.opaque,
-            layers_at_once=self.at_once,
         )
 
     def chunks(self) -> list[TensorMemoryObj]:
@@ -136,26 +132,15 @@ class Workload:
         pieces = self.pool.view(len(self.starts), -1)
         return [_memory(piece, shape, fmt) for piece in pieces]
 
-    def layers(self, at_once: int | None = None) -> list[list[TensorMemoryObj]]:
-        """Memory objects `[group][chunk]` of so many layers each, or fewer (see `layer_groups`).
-
-        Each chunk's objects lie side by side as LMCache has them.
-        """
+    def layers(self) -> list[list[TensorMemoryObj]]:
+        """Memory objects `[layer][chunk]`; each chunk's lie side by side as LMCache has them."""
         fmt = MemoryFormat.KV_MLA_FMT if self.model.mla else MemoryFormat.KV_T2D
-        groups = layer_groups(self.model.layers, at_once or self.at_once)
-        rows = groups[0][1] * (self.ends[0] - self.starts[0])
-        hidden = self.model.hidden
+        rows, hidden = self.ends[0] - self.starts[0], self.model.hidden
         shape = torch.Size([rows, hidden] if self.model.mla else [rows, 2, hidden])
-        count = len(self.starts), len(groups)
-        size = shape.numel() * DTYPE.itemsize
-        pool = self.pool
-        if pool.numel() < count[0] * count[1] * size:  # the last group has layers to spare
-            pool = torch.ones(
-                count[0] * count[1] * size, dtype=pool.dtype, pin_memory=pool.is_pinned()
-            )
-        pieces = pool.view(*count, size)
+        pieces = self.pool.view(len(self.starts), self.model.layers, -1)
         return [
-            [_memory(chunk[group], shape, fmt) for chunk in pieces] for group in range(count[1])
+            [_memory(chunk[layer], shape, fmt) for chunk in pieces]
+            for layer in range(self.model.layers)
         ]
 
 
@@ -174,30 +159,15 @@ def load_layers(
     compute: Callable[[], object] | None = None,
     **arguments: Any,
 ) -> None:
-    """Do what LMCache and vLLM do to load a request layer by layer, with compute in between.
-
-    A connector with `overlap` hears of each layer, as in an engine.
-    """
+    """Do what LMCache and vLLM do to load a request layer by layer, with compute in between."""
     request = {**work.request, **arguments}
-    overlap: InFlight | None = getattr(connector, "overlap", None)
-    if overlap is not None:
-        overlap.begin_step(frozenset())
     steps = connector.batched_to_gpu(work.starts, work.ends, **request)
     next(steps)
     steps.send(objs[0])
-    size = -(-work.model.layers // len(objs))
     for layer in range(work.model.layers):
-        if layer % size == 0:
-            ahead = objs[layer // size + 1 :]
-            steps.send(ahead[0] if ahead else None)
-        if overlap is not None:
-            overlap.before_layer(layer)
+        steps.send(objs[layer + 1] if layer + 1 < len(objs) else None)
         if compute is not None:
             compute()
-        if overlap is not None:
-            overlap.after_layer(layer)
-    if overlap is not None and overlap.end_step():
-        raise RuntimeError("a load was not waited for")
 
 
 def median_seconds(

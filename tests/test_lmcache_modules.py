@@ -45,7 +45,7 @@ def test_every_name_is_in_the_installed_lmcache():
 IMPORT = """
 import json
 from importlib import metadata
-from lmcache_xpu.kv_connector import start
+from lmcache_xpu.stock import worker
 from lmcache_xpu.versions import lmcache
 modules = {name: getattr(lmcache, name).__module__ for name in lmcache.MODULES}
 print(json.dumps({"version": metadata.version("lmcache"), "modules": modules}))

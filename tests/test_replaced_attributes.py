@@ -9,33 +9,37 @@ from pathlib import Path
 import lmcache_xpu
 
 SRC = Path(lmcache_xpu.__file__).parent
-ROOMS = ("mp_connector", "kv_connector", "cache_engine", "gpu_connector", "tiers", "transfer")
-REPLACING = {  # by `status` shown as patches
+ROOMS = (
+    "mp_connector",
+    "stock",
+    "kv_connector",
+    "cache_engine",
+    "gpu_connector",
+    "tiers",
+    "transfer",
+)
+REPLACING = {  # by `status` shown as patches; the last while an engine starts
     "kv_connector/patches.py: setattr(holder, name, replacement)",
     "kv_connector/worker_hooks.py: worker.__class__",
+    "stock/gpu_connectors.py: setattr(module, SEAM, make)",
+    "stock/gpu_connectors.py: setattr(module, SEAM, original)",
 }
 FIELDS = {  # of a description, a configuration or a state, which hold plain data
-    "cache_engine/cache_salt.py: meta.save_spec.can_save",
-    "cache_engine/cache_salt.py: meta.token_ids",
     "cache_engine/config.py: config.extra_config",
     "cache_engine/config.py: config.lookup_server_worker_ids",
     "cache_engine/config.py: config.pre_caching_hash_algorithm",
     "cache_engine/config.py: transfer.kv_connector_extra_config",
-    "cache_engine/ending.py: server.running",
-    "cache_engine/ending.py: utils._config_instance",
-    "cache_engine/factory.py: metadata.kv_shape",
-    "cache_engine/factory.py: metadata.model_name",
-    "cache_engine/factory.py: metadata.role",
-    "cache_engine/factory.py: request.save_spec.can_save",
-    "cache_engine/factory.py: self.lmcache_config.max_local_cpu_size",
-    "cache_engine/unfilled_blocks.py: request.load_spec",
-    "cache_engine/unfilled_blocks.py: request.save_spec.can_save",
     "gpu_connector/registered_cache.py: metadata.fmt",
-    "kv_connector/async_loads.py: request.load_spec",
-    "kv_connector/epochs.py: request.save_spec.can_save",
-    "kv_connector/scheduler.py: tracker.allocated_block_ids",
-    "kv_connector/step_loads.py: context.attn_metadata",
-    "kv_connector/step_loads.py: request.load_spec",
+    "stock/ending.py: server.running",
+    "stock/ending.py: utils._config_instance",
+    "stock/gpu_connectors.py: metadata.kv_shape",
+    "stock/gpu_connectors.py: metadata.model_name",
+    "stock/unfilled_blocks.py: request.load_spec",
+    "stock/unfilled_blocks.py: request.save_spec.can_save",
+    "stock/worker.py: context.attn_metadata",
+    "stock/worker.py: lmcache.device",
+    "stock/worker.py: request.save_spec.can_save",
+    "stock/worker.py: self._lmcache.layerwise_retrievers",
     # LMCache hands its server to a module for that, before it starts.
     "mp_connector/server_socket.py: entry.handler",
     "mp_connector/server_socket.py: server.socket",
@@ -43,36 +47,9 @@ FIELDS = {  # of a description, a configuration or a state, which hold plain dat
     "mp_connector/server_module.py: context._chunk_size",
     "mp_connector/server_module.py: context.token_hasher.chunk_size",
 }
-OWN = {  # of classes of this package, and of events that it makes
-    "cache_engine/cache_salt.py: adapter.lookup_client.salts",
-    "cache_engine/engine.py: self.gpu_connector.overlap",
-    "cache_engine/engine.py: self.gpu_connector.spans",
-    "cache_engine/engine.py: self.storage_manager.in_flight",
-    "cache_engine/engine.py: self.storage_manager.layers",
-    "cache_engine/factory.py: connector.unfilled",
-    "cache_engine/loans.py: self._entry.value",
-    "cache_engine/loans.py: self._lent.request",
-    "cache_engine/lookup_client.py: self.transport.engine",
-    "kv_connector/async_loads.py: metadata.arrived",
-    "kv_connector/async_loads.py: metadata.loads",
-    "kv_connector/epochs.py: metadata.epoch",
-    "kv_connector/epochs.py: self._engine.refuses_lookups",
-    "kv_connector/kv_events.py: event.block_hashes",
-    "kv_connector/kv_events.py: event.extra_keys",
-    "kv_connector/kv_events.py: event.token_ids",
-    "kv_connector/kv_events.py: prompt.end",
-    "kv_connector/kv_events.py: prompt.first",
-    "kv_connector/kv_events.py: prompt.name",
-    "kv_connector/load_queue.py: item.told",
+OWN = {  # of classes of this package
+    "stock/gpu_connectors.py: connector.unfilled",
     "kv_connector/patches.py: replacement.__lmcache_xpu__",
-    "kv_connector/scheduler.py: metadata.computed_hits",
-    "kv_connector/scheduler.py: metadata.number",
-    "kv_connector/pool_sharing.py: engine.borrower",
-    "kv_connector/pool_sharing.py: engine.gpu_connector.lender",
-    "kv_connector/pool_sharing.py: engine.lender",
-    "kv_connector/scheduler.py: self._epochs.pool",
-    "kv_connector/scheduler.py: metadata.new_blocks",
-    "kv_connector/scheduler.py: metadata.unserved",
     "mp_connector/keys.py: self._epochs.pool",
     "mp_connector/local_cache.py: cache._users",
     "mp_connector/local_cache.py: "
@@ -93,7 +70,6 @@ OWN = {  # of classes of this package, and of events that it makes
     "tiers/disk/chunk_index.py: entry.used_ns",
     "tiers/disk/chunk_index.py: self._pins[key].count",
     "tiers/disk/chunk_store.py: entry.failed_reads",
-    "tiers/disk/tier.py: prompt.used_ns",
     "transfer/host_copies.py: step.pending",
 }
 

@@ -6,7 +6,8 @@
     lmcache_xpu_errors_total     {direction, tier, reason}  moves that failed
     lmcache_xpu_fallbacks_total  {reason}                   loads that ended in recomputing
     lmcache_xpu_loads_total      {way}                      what became of hits
-    lmcache_xpu_disk_used_bytes, lmcache_xpu_disk_limit_bytes
+    lmcache_xpu_evicted_total    {tier}                     objects that made room for others
+    lmcache_xpu_cpu_used_bytes, lmcache_xpu_cpu_limit_bytes, and the same of `disk`
 
 Direction is `store` or `load`. Tier `cpu` is between the engine's KV cache and host memory, `disk`
 between host memory and files, `shared` between host memory and a Valkey or Redis server; so a load
@@ -29,6 +30,8 @@ from typing import ClassVar, Literal
 from prometheus_client import Counter, Gauge
 
 __all__ = [
+    "CPU_LIMIT_BYTES",
+    "CPU_USED_BYTES",
     "DISK_LIMIT_BYTES",
     "DISK_USED_BYTES",
     "FLOWS",
@@ -44,6 +47,7 @@ __all__ = [
     "Level",
     "Stopwatch",
     "add",
+    "evicted",
     "fallback",
     "loaded",
     "take",
@@ -58,11 +62,14 @@ _ERRORS = Counter("lmcache_xpu_errors_total", "Moves that failed.", (*_LABELS, "
 _FALLBACKS = Counter("lmcache_xpu_fallbacks_total", "Loads that ended in recomputing.", ("reason",))
 _LOADS = Counter("lmcache_xpu_loads_total", "Loads that have begun, of one worker each.", ("way",))
 
+_EVICTED = Counter("lmcache_xpu_evicted_total", "Objects that made room for others.", ("tier",))
+
 _COUNTERS = {
     "bytes": _BYTES,
     "tokens": _TOKENS,
     "seconds": _SECONDS,
     "errors": _ERRORS,
+    "evicted": _EVICTED,
     "fallbacks": _FALLBACKS,
     "loads": _LOADS,
 }
@@ -121,7 +128,14 @@ class Level:
 
 DISK_USED_BYTES = Level("disk_used_bytes", "Bytes that the disk tier holds.")
 DISK_LIMIT_BYTES = Level("disk_limit_bytes", "Bytes that the disk tier may hold.")
-LEVELS = {"disk_used_bytes": DISK_USED_BYTES, "disk_limit_bytes": DISK_LIMIT_BYTES}
+CPU_USED_BYTES = Level("cpu_used_bytes", "Bytes that the CPU tier holds.")
+CPU_LIMIT_BYTES = Level("cpu_limit_bytes", "Bytes that the CPU tier may hold.")
+LEVELS = {
+    "cpu_used_bytes": CPU_USED_BYTES,
+    "cpu_limit_bytes": CPU_LIMIT_BYTES,
+    "disk_used_bytes": DISK_USED_BYTES,
+    "disk_limit_bytes": DISK_LIMIT_BYTES,
+}
 
 
 class Flow:
@@ -185,6 +199,13 @@ def fallback(reason: str) -> None:
     _count("fallbacks", (reason,), 1)
 
 
+def evicted(objects: int) -> None:
+    """Count objects that made room in the CPU tier."""
+    if objects:
+        _EVICTED.labels("cpu").inc(objects)
+        _count("evicted", ("cpu",), objects)
+
+
 def loaded(way: Literal["step", "async", "computed"], loads: int = 1) -> None:
     """Count loads that begin, and hits that are computed; see `LOAD_WAYS`."""
     if not loads:
@@ -195,12 +216,28 @@ def loaded(way: Literal["step", "async", "computed"], loads: int = 1) -> None:
 
 # What a reason means, and what to do; docs/reference/metrics.md shows it. Another one is the class
 # of the error that was raised.
-_MOVE_REASONS = {
-    "incomplete": "Fewer tokens came than were promised. They are computed. No action",
-    "RuntimeError": "The move raised: the log has the cause. Other classes of errors likewise",
-}
+_LATE = "The engine took longer than memory is lent for. No action"
+_UNFILLED = "It was computed from a load that failed. It is computed and stored anew"
 _POOL_FULL = "The CPU tier had no room to load through. Raise `cpu_gib`"
-STORE_CPU, LOAD_CPU = (Flow(d, "cpu", _MOVE_REASONS) for d in _DIRECTIONS)
+STORE_CPU = Flow(
+    "store",
+    "cpu",
+    {
+        "late": _LATE,
+        "overtaken": "The engine needed the blocks before they were copied. Accept fewer hits",
+        "unfilled": _UNFILLED,
+    },
+)
+LOAD_CPU = Flow(
+    "load",
+    "cpu",
+    {
+        "incomplete": "Fewer tokens came than were promised. They are computed. No action",
+        "late": _LATE,
+        "missing": "What was promised was gone. It is computed. No action",
+        "RuntimeError": "The move raised: the log has the cause. Other classes of errors likewise",
+    },
+)
 STORE_DISK = Flow(
     "store",
     "disk",
@@ -249,7 +286,7 @@ STORE_SERVER = Flow(
         "overtaken": "The engine needed the blocks before the server answered. Accept fewer hits",
         "refused": "The server did not take what was stored. Look at its log",
         "server": _SERVER_LOST,
-        "unfilled": "It was computed from a load that failed. It is computed and stored anew",
+        "unfilled": _UNFILLED,
     },
 )
 LOAD_SERVER = Flow(

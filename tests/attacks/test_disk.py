@@ -9,12 +9,11 @@ import os
 import shutil
 
 import pytest
-from support.chunk_files import KIB, NO_LIMIT, file_of, files, load, payload
+from support.chunk_files import NO_LIMIT, file_of, files, load, payload
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
 from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
-from lmcache_xpu.tiers.disk.neighbours import Neighbours
 from lmcache_xpu.tiers.disk.object_name import object_key
 from lmcache_xpu.tiers.disk.parameters import DiskSettings
 
@@ -134,22 +133,6 @@ def test_a_chunk_that_another_user_wrote_is_not_read(place):
     again = opened(place)
     assert "a" not in again
     again.close()
-
-
-@two_users
-@pytest.mark.parametrize("whose", ["directory", "file"])
-def test_chunks_of_other_ranks_are_this_users_own(place, whose):
-    other = ChunkStore(place / "kv-worker-1", NO_LIMIT)
-    other.put("a", "", payload("a"))
-    file = file_of(other, "a")
-    other.close()
-    neighbours = Neighbours([place / "kv-worker-1"], None, lambda key: True)
-    assert neighbours.read("a", memoryview(bytearray(3 * KIB)))
-    give(file)
-    if whose == "directory":
-        give(place / "kv-worker-1")
-    for each in (neighbours, Neighbours([place / "kv-worker-1"], None, lambda key: True)):
-        assert not each.read("a", memoryview(bytearray(3 * KIB)))
 
 
 @two_users

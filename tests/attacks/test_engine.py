@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import random
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock, Mock
+from unittest.mock import Mock
 
 import pytest
 
 pytest.importorskip("vllm")
 import torch
-from lmcache.v1.config import LMCacheEngineConfig
 from safetensors.torch import save
 
 from lmcache_xpu.cache_engine import adapter_names
 from lmcache_xpu.kv_connector import request_guard
-from lmcache_xpu.kv_connector.connector import LMCacheXPUConnector
-from lmcache_xpu.kv_connector.scheduler import SchedulerSide
 from lmcache_xpu.mp_connector.connector import LMCacheXPUServerConnector
 from lmcache_xpu.mp_connector.tracked_request import BlockSizes, TrackedRequest
-from lmcache_xpu.versions.lmcache import in_process_module
+from lmcache_xpu.stock.connector import LMCacheXPUConnector
+from lmcache_xpu.stock.scheduler import StockScheduler
 
 CASES = 10_000
-ADAPTER = in_process_module("integration.vllm.vllm_v1_adapter").LMCacheConnectorV1Impl
 FIELDS = (
     *("disagg_spec", "ret_first_tok", "cached_token_stats", "do_remote_prefill", "request_id"),
     *("lmcache.skip_save", "lmcache.tag.user", "lmcache.max_offload_tokens", "receiver_host", "x"),
@@ -65,24 +61,16 @@ def request(**fields: Any) -> Any:
     return request
 
 
-@pytest.fixture
-def side() -> SchedulerSide:
-    """The in-process scheduler's half, over the methods of LMCache's own adapter."""
-    adapter = MagicMock()
-    adapter.async_loading = False
-    adapter.config.get_extra_config_value.return_value = False
-    adapter.load_specs = {}
-    for name in ("update_state_after_alloc", "request_finished"):
-        setattr(adapter, name, partial(getattr(ADAPTER, name), adapter))
-    return SchedulerSide(adapter, SimpleNamespace(), block_size=16)
-
-
-def test_no_parameters_of_a_request_reach_lmcache_in_the_engines_process(side):
+def test_no_parameters_of_a_request_reach_lmcache_s_own_engine():
+    lmcache = Mock()
+    side = StockScheduler(lmcache, 16)
     blocks = SimpleNamespace(get_block_ids=lambda: ([1, 2],))
     for seed in range(CASES):
-        sent = request(kv_transfer_params=parameters(seed))
+        sent = request(kv_transfer_params=parameters(seed) or {"x": 1})
+        assert side.matched_tokens(sent, 0) == 0
         side.allocated(sent, blocks, 0)
         assert side.finished(sent, [1, 2]) == (False, None)  # before its first token, too
+    assert not lmcache.method_calls
 
 
 def test_an_error_in_a_look_up_is_a_miss_that_is_counted(monkeypatch):
@@ -90,18 +78,17 @@ def test_an_error_in_a_look_up_is_a_miss_that_is_counted(monkeypatch):
     monkeypatch.setattr(request_guard, "fallback", counted.append)
     connector = object.__new__(LMCacheXPUConnector)
     failing = Mock(side_effect=IndexError("of a request"))
-    connector.scheduler_side = Mock(matched_tokens=failing, finished=failing)
+    connector.scheduler = Mock(
+        matched_tokens=failing, allocated=failing, describe=failing, finished=failing
+    )
+    connector.scheduler.describe_failed.return_value = "a step"
     assert connector.get_num_new_matched_tokens(request(), 0) == (0, False)
-    connector.scheduler_side.compute.assert_called_once_with("r")
+    connector.scheduler.give_up_hits.assert_called_once_with("r")
+    connector.update_state_after_alloc(request(), None, 0)
+    connector.scheduler.fail.assert_called_once_with("r")
+    assert connector.build_connector_meta(None) == "a step"
     assert connector.request_finished(request(), []) == (False, None)
-    assert counted == ["request", "request"]
-
-
-def test_what_a_failed_look_up_promised_is_taken_back(side):
-    side._adapter.load_specs["r"] = "a hit"
-    side.compute("r")
-    assert side._adapter.load_specs == {}
-    assert side._salts.computes("r")
+    assert counted == ["request"] * 4
 
 
 def test_no_parameters_of_a_request_raise_where_lmcaches_server_is_asked():
@@ -127,47 +114,6 @@ def test_a_request_that_no_hook_can_read_is_hidden_from_the_others():
     half.promises.fail.assert_called_once_with(["r"])
     assert connector.build_connector_meta(None) == "a step"
     assert connector.request_finished(request(), []) == (False, None)
-
-
-@pytest.fixture
-def adapter() -> Any:
-    """What LMCache's own description of a step reads of its adapter."""
-    config = LMCacheEngineConfig.from_defaults(chunk_size=16)
-    return SimpleNamespace(
-        lookup_client="one",
-        kv_role="kv_both",
-        force_skip_save=False,
-        config=config,
-        load_specs={},
-        _request_trackers={},
-        _unfinished_requests={},
-        _requests_priority={},
-        _block_size=16,
-        _lmcache_chunk_size=16,
-        _discard_partial_chunks=True,
-    )
-
-
-def test_no_parameters_of_a_request_raise_when_a_step_is_described(adapter):
-    nothing = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set())
-    stored = 0
-    for seed in range(CASES):
-        new = SimpleNamespace(
-            req_id="r",
-            prompt_token_ids=list(range(40)),
-            block_ids=([1, 2, 3],),
-            num_computed_tokens=0,
-            mm_features=[],
-            sampling_params=SimpleNamespace(extra_args={"kv_transfer_params": parameters(seed)}),
-        )
-        step = SimpleNamespace(
-            finished_req_ids={"r"},
-            scheduled_new_reqs=[new],
-            scheduled_cached_reqs=nothing,
-            num_scheduled_tokens={"r": 40},
-        )
-        stored += len(ADAPTER.build_connector_meta(adapter, step).requests)
-    assert 0 < stored <= CASES
 
 
 def test_no_cut_of_an_adapters_files_raises(tmp_path, monkeypatch):

@@ -14,11 +14,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.adapter import request
 
 from lmcache_xpu.cache_engine import adapter_names
 from lmcache_xpu.cache_engine.adapter_names import adapter_name
-from lmcache_xpu.cache_engine.cache_salt import CacheSalts
 from lmcache_xpu.cache_engine.model_fingerprint import fingerprint
 from lmcache_xpu.cache_engine.model_settings import ENVIRONMENT, NAMED, settings_mark
 from lmcache_xpu.errors import SettingsError
@@ -246,21 +244,6 @@ def test_a_clock_that_was_ahead_when_the_engine_began_names_nothing(adapter, mon
     monkeypatch.setattr(adapter_names, "_BEGAN_NS", time.time_ns() + 10**15)
     overwrite(adapter)
     assert adapter_name(str(adapter)) is None  # it was written in this very moment
-
-
-def test_a_request_without_a_name_is_neither_looked_up_nor_stored(adapter):
-    inner = SimpleNamespace(lookup_client=SimpleNamespace())
-    salts = CacheSalts(inner)
-    overwrite(adapter)
-    lora = SimpleNamespace(lora_name="a", lora_path=str(adapter))
-    salts.admit(request("r", lora=lora))
-    assert salts.computes("r")
-    meta = SimpleNamespace(req_id="r", token_ids=[1, 2], save_spec=SimpleNamespace(can_save=True))
-    salts.mark(SimpleNamespace(requests=[meta]))
-    assert not meta.save_spec.can_save
-    salts.finished("r")
-    salts.admit(request("r"))
-    assert not salts.computes("r")
 
 
 PAGE = Path(__file__).parents[2] / "docs/reference/what-names-a-chunk.md"

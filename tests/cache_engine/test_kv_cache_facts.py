@@ -23,9 +23,7 @@ from lmcache_xpu.cache_engine.kv_cache_facts import (
     _only_spec,
     check_chunks,
     engine_facts,
-    promoted_windows,
 )
-from lmcache_xpu.cache_engine.layer_kinds import LayerKinds
 from lmcache_xpu.cache_engine.model_fingerprint import fingerprint
 from lmcache_xpu.errors import LayoutError, SettingsError
 
@@ -39,9 +37,6 @@ def read(
     device: str = "xpu",
     cache_dtype: str = "auto",
     resolves: bool = True,
-    kv_heads: int = 8,
-    mla: bool = False,
-    drafter_heads: int | None = None,
     monkeypatch,
     **parallel: int,
 ) -> EngineFacts:
@@ -57,18 +52,14 @@ def read(
         model="org/model",
         dtype=torch.bfloat16,
         hf_config=SimpleNamespace(_commit_hash=COMMIT),
-        use_mla=mla,
-        get_total_num_kv_heads=lambda: kv_heads,
     )
-    drafter = SimpleNamespace(use_mla=mla, get_total_num_kv_heads=lambda: drafter_heads)
-    drafts = SimpleNamespace(draft_model_config=drafter)
     sizes = {"tensor_parallel_size": 1, "decode_context_parallel_size": 1, **parallel}
     sizes.setdefault("world_size", sizes["tensor_parallel_size"])
     vllm_config = SimpleNamespace(
         cache_config=resolved,
         model_config=model_config,
         parallel_config=SimpleNamespace(**sizes),
-        speculative_config=None if drafter_heads is None else drafts,
+        speculative_config=None,
     )
     return engine_facts(vllm_config, KVCacheConfig(8, [], groups))
 
@@ -83,27 +74,7 @@ def test_a_dense_cache_is_what_lmcache_s_key_says(monkeypatch):
         head_size=128,
         block_size=64,
         namespace=WEIGHTS,
-        shared_heads=8,
     )
-
-
-@pytest.mark.parametrize(
-    ("heads", "options", "shared"),
-    [
-        (4, {"kv_heads": 8, "tensor_parallel_size": 2}, 8),
-        (1, {"kv_heads": 2, "tensor_parallel_size": 8}, 2),
-        (1, {"kv_heads": 128, "mla": True, "tensor_parallel_size": 4}, 1),
-        (4, {"kv_heads": 8, "tensor_parallel_size": 2, "drafter_heads": 8}, 8),
-        (4, {"kv_heads": 8, "tensor_parallel_size": 2, "drafter_heads": 4}, 0),
-        (8, {"kv_heads": 8, "tensor_parallel_size": 2}, 0),  # not shared out
-        (4, {"kv_heads": 8, "tensor_parallel_size": 2, "world_size": 4}, 0),  # layers, too
-        (1, {"kv_heads": 2, "tensor_parallel_size": 4, "decode_context_parallel_size": 2}, 0),
-    ],
-)
-def test_heads_that_ranks_share_out(heads, options, shared, monkeypatch):
-    """By tensor parallelism alone; and the drafter's in the same way."""
-    spec = FullAttentionSpec(**{**FULL, "num_kv_heads": heads})
-    assert read(spec, monkeypatch=monkeypatch, **options).shared_heads == shared
 
 
 def test_the_fingerprint_of_weights_is_the_same_on_all_ranks(monkeypatch):
@@ -205,9 +176,6 @@ def test_hybrid_shapes_are_refused(monkeypatch):
         read(FullAttentionSpec(**FULL), other, monkeypatch=monkeypatch)
 
 
-GEMMA_4 = SimpleNamespace(layer_types=["sliding_attention"] * 5 + ["full_attention"])
-
-
 def promoted(full: dict, window: dict) -> KVCacheConfig:
     """What vLLM makes of windows for a connector like ours, by its own function."""
     from vllm.v1.core.kv_cache_utils import unify_hybrid_kv_cache_specs
@@ -220,15 +188,8 @@ def promoted(full: dict, window: dict) -> KVCacheConfig:
     )
 
 
-def test_windows_that_are_kept_whole_are_served_and_counted(monkeypatch):
-    config = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=GEMMA_4))
-    kinds = promoted_windows(config, promoted(FULL, FULL))
-    assert kinds == LayerKinds(whole=1, window=5)
-    assert "5 of 6 layers" in kinds.note
-    assert "6.0 times" in kinds.note
+def test_windows_that_are_kept_whole_are_served():
     _only_spec(promoted(FULL, FULL))
-    plain = KVCacheConfig(8, [], [KVCacheGroupSpec(["layer.0"], FullAttentionSpec(**FULL))])
-    assert promoted_windows(config, plain) is None
 
 
 def test_layers_with_heads_of_two_sizes_are_refused():

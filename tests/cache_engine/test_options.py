@@ -118,30 +118,14 @@ def test_a_misspelt_name_is_said_and_a_plugins_own_key_is_not():
         check_features(config, {"lmcache.chunk_sise": 256})
 
 
-PLUGIN = {"remote_storage_plugin.shared.module_path": "mine.remote"}
-
-
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"remote_serde": "cachegen"}, "remote_serde 'cachegen'"),
         ({"max_local_cpu_size": 0}, "max_local_cpu_size 0"),
-        (
-            {
-                "use_layerwise": True,
-                "remote_storage_plugins": ["shared"],
-                "extra_config": PLUGIN,
-            },
-            "use_layerwise with remote_storage_plugins",
-        ),
         ({"use_layerwise": True, "cache_policy": "LFU"}, "use_layerwise with cache_policy 'LFU'"),
-        ({"remote_storage_plugins": ["redis"]}, "'redis', a connector that LMCache brings"),
     ],
 )
 def test_values_that_can_not_be_served_are_refused(options, sentence):
-    check_features(
-        LMCacheEngineConfig.from_defaults(remote_storage_plugins=["shared"], extra_config=PLUGIN)
-    )
     with pytest.raises(SettingsError, match=re.escape(sentence)):
         check_features(LMCacheEngineConfig.from_defaults(**options))
 
@@ -155,7 +139,7 @@ import lmcache.integration.vllm.utils as utils
 from vllm.platforms import current_platform
 
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.kv_connector.connector import LMCacheXPUConnector
+from lmcache_xpu.stock.connector import LMCacheXPUConnector
 
 def make(extra):
     utils._config_instance = None

@@ -12,7 +12,7 @@ from support.checks import said
 from lmcache_xpu import doctor
 from lmcache_xpu.doctor import software
 from lmcache_xpu.doctor.check import fail, ok
-from lmcache_xpu.kv_connector.connector import LMCacheXPUConnector
+from lmcache_xpu.stock.connector import LMCacheXPUConnector
 from lmcache_xpu.versions import TESTED, Versions
 
 NAMES = ("LMCacheXPUConnector", "LMCacheConnectorV1")

@@ -140,7 +140,6 @@ def test_a_rank_killed_in_a_load_of_one_cpu_tier_ends_the_other(
         ranks=2,
         fault=f"{process}:{death}",
         layerwise=True,
-        layers_at_once=1,
         loads=loads,
         prefix_caching=False,  # a prompt that is asked again is loaded
     ) as engine:

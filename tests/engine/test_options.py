@@ -11,7 +11,7 @@ from lmcache_xpu.harness.random_model import EXACT, make_model
 pytestmark = pytest.mark.engine
 
 
-@pytest.fixture(scope="module", params=["standard", "layerwise"])
+@pytest.fixture(scope="module", params=["stock"])
 def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict:
     model = make_model(EXACT, tmp_path_factory.mktemp("models"))
     disk = tmp_path_factory.mktemp("disk") / request.param
@@ -19,7 +19,7 @@ def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_what_a_small_pool_has_evicted_comes_back_from_disk(report):
-    """It evicts by LFU in standard mode."""
+    """It evicts by LFU."""
     for prompt in report["long"]:
         assert prompt["right"]
         assert prompt["hit"] == 4 * CHUNK

@@ -12,7 +12,6 @@ import torch
 from disk import Disk
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
-from sizes import Sizes
 from steps import Steps
 from tier import Tier
 
@@ -22,13 +21,11 @@ SHORT = {
     "steps": (80, 10),
     "disk": (80, 25),
     "tier": (10, 10),
-    "sizes": (10, 12),
 }
 MACHINES: dict[str, type[RuleBasedStateMachine]] = {
     "steps": Steps,
     "disk": Disk,
     "tier": Tier,
-    "sizes": Sizes,
 }
 PATIENCE = 10  # times the cases of the short form in which a planted fault has to be seen
 ROUND = 100  # cases of the long form between two looks at the clock
@@ -91,6 +88,6 @@ def long(target: str, examples: int, seconds: float) -> int:
     cases, end = 0, time.monotonic() + seconds
     while (not examples or cases < examples) and (not seconds or time.monotonic() < end):
         left = examples - cases if examples else ROUND
-        size = min(left, ROUND // 10 if target in ("tier", "sizes") else ROUND)
+        size = min(left, ROUND // 10 if target == "tier" else ROUND)
         cases += run(target, options(target, size))
     return cases

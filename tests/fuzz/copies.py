@@ -106,7 +106,7 @@ def cases(draw: st.DrawFn) -> Case:
             other.named,
         )
     store, load = draw(ways.every), draw(ways.every)
-    load = ways.Way(store.order, store.at_once, *list(vars(load).values())[2:])
+    load = ways.Way(store.order, *list(vars(load).values())[1:])
     request = draw(requests(here, there))
     return Case(here, there, store, load, request, draw(st.booleans()), draw(st.integers(0, 2**32)))
 
@@ -119,11 +119,11 @@ def run(case: Case) -> None:
     dtype = case.here.dtype
     largest = max((end - start for start, end in spans), default=1)
     arena = Arena(
-        max(1, len(connector.groups) * len(spans)),
+        max(1, len(ways.groups_of(connector)) * len(spans)),
         connector.get_shape(largest).numel() * dtype.itemsize + 8,
         case.seed,
     )
-    groups = connector.groups if connector.LAYERWISE else [(0, connector.num_layers)]
+    groups = ways.groups_of(connector)
     objs = [
         [
             arena.allocate(connector.get_shape(end - start), dtype, ways.format_of(connector))

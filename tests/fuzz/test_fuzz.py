@@ -9,14 +9,13 @@ import campaign
 import copy_faults
 import disk_faults
 import pytest
-import size_faults
 import step_faults
 from fault import Fault
 from hypothesis.errors import Flaky
 from oracle import MismatchError
 
 EXAMPLES, SECONDS = (int(os.environ.get(f"FUZZ_{name}") or 0) for name in ("EXAMPLES", "SECONDS"))
-FAULTS = [*copy_faults.FAULTS, *step_faults.FAULTS, *disk_faults.FAULTS, *size_faults.FAULTS]
+FAULTS = [*copy_faults.FAULTS, *step_faults.FAULTS, *disk_faults.FAULTS]
 LONG = bool(EXAMPLES or SECONDS)
 
 

@@ -36,7 +36,6 @@ class Way:
     """
 
     order: str
-    at_once: int
     triton: bool
     buffer: int
     buffers: int
@@ -47,7 +46,6 @@ class Way:
 every = st.builds(
     Way,
     order=st.sampled_from(ORDERS),
-    at_once=st.integers(1, 4),
     triton=st.integers(0, 5).map(lambda n: n == 5),
     buffer=st.sampled_from((0, 100, 130, 250, 400, 1000, 5000, 90)),
     buffers=st.integers(2, 4),
@@ -93,10 +91,17 @@ def taken(way: Way, buffer_bytes: int) -> Iterator[None]:
         yield
 
 
+def groups_of(connector: PagedMemConnector) -> list[tuple[int, int]]:
+    """For each memory object of a chunk its first layer, and the one after its last."""
+    layers = connector.num_layers
+    if not connector.LAYERWISE:
+        return [(0, layers)]
+    return [(layer, layer + 1) for layer in range(layers)]
+
+
 def connect(layout: Layout, way: Way) -> PagedMemConnector:
     layerwise = way.order == "rows"
     kind = VLLMPagedMemLayerwiseXPUConnector if layerwise else VLLMPagedMemXPUConnectorV2
-    options = {"layers_at_once": way.at_once} if layerwise else {}
     return kind(
         layout.hidden,
         layout.sizes["l"],
@@ -106,7 +111,6 @@ def connect(layout: Layout, way: Way) -> PagedMemConnector:
         layout_hints={"kv_layout": layout.hint} if layout.hint else None,
         opaque_blocks=layout.opaque,
         layer_major=way.order == "layers",
-        **options,
     )
 
 
@@ -118,7 +122,7 @@ def chunks_of(
     objs: Sequence[Sequence], connector: PagedMemConnector, way: Way, spans: Sequence[tuple]
 ) -> list[oracle.Chunk]:
     """Of objects `[group][chunk]`, what the oracle must know."""
-    groups = connector.groups if way.order == "rows" else [(0, connector.num_layers)]
+    groups = groups_of(connector)
     room = groups[0][1]
     return [
         oracle.Chunk(obj.meta.address, start, end, way.order, room, first, last - first)

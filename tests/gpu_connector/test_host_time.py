@@ -21,7 +21,6 @@ from support.imitation import ON_HOST
 from support.tuned import tuned
 
 from lmcache_xpu.gpu_connector import registered_cache
-from lmcache_xpu.gpu_connector.in_flight import InFlight
 from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
 from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2
 from lmcache_xpu.transfer import host_copies
@@ -41,15 +40,14 @@ class Case:
     def __init__(self, kind: type, chunks: int) -> None:
         self.source, self.target = (build(Spec("LBNHC", layers=LAYERS, blocks=MANY)) for _ in "ab")
         self.storer, self.loader = make(self.source, kind), make(self.target, kind)
-        for connector in (self.storer, self.loader):
-            connector.overlap = InFlight(block_tokens=CHUNK)
         starts = list(range(0, chunks * CHUNK, CHUNK))
         self.spans = starts, [start + CHUNK for start in starts]
         slots = slots_of(*range(chunks))
         self.call = {"slot_mapping": slots, "offset": 0, "sync": True}
         shape, fmt = self.loader.get_shape(CHUNK), self.loader.FORMAT
         size = shape.numel() * torch.bfloat16.itemsize
-        pool = torch.zeros(len(self.loader.groups), chunks, size, dtype=torch.uint8)
+        objects = LAYERS if kind is VLLMPagedMemLayerwiseXPUConnector else 1
+        pool = torch.zeros(objects, chunks, size, dtype=torch.uint8)
         # Two references: this memory is never given back to an allocator.
         facts = functools.partial(MemoryObjMetadata, shape, torch.bfloat16, 0, size, 2, fmt=fmt)
         self.objs = [[TensorMemoryObj(raw, facts(), None) for raw in group] for group in pool]
@@ -65,17 +63,12 @@ class Case:
 
     def load(self) -> None:
         arguments = {**self.call, "kvcaches": self.target.engine}
-        self.loader.overlap.begin_step(frozenset(), 1)
         if isinstance(self.loader, VLLMPagedMemXPUConnectorV2):
             self.loader.batched_to_gpu(self.objs[0], *self.spans, **arguments)
         else:
             steps = self.loader.batched_to_gpu(*self.spans, **arguments)
             for objs in (None, *self.objs, None):
                 steps.send(objs)
-        for layer in range(LAYERS):
-            self.loader.overlap.before_layer(layer)
-            self.loader.overlap.after_layer(layer)
-        assert self.loader.overlap.end_step() == []
 
 
 @pytest.fixture(autouse=True)

@@ -9,14 +9,11 @@ from unittest import mock
 
 import pytest
 import torch
-from support.caches import Spec, bits, build
-from support.connectors import make, objects, slots_of
 from support.intel import MACHINES
 from support.intel import machine as machine  # a fixture
-from support.loads import ENDS, SPANS, STARTS, Case, Point, stored
+from support.loads import Case, Point, stored
 
 from lmcache_xpu.gpu_connector.in_flight import InFlight, Phase
-from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
 from lmcache_xpu.gpu_connector.load_pipeline import group_starts
 from lmcache_xpu.transfer.devices import TransferHandle
 from lmcache_xpu.transfer.tuning import tuning_of
@@ -188,26 +185,3 @@ def test_blocks_that_are_being_read_are_not_written(written, waits: int):
     move.gathered.reach()
     overlap.begin_step(None)
     assert move.gathered.waited == waits  # read by now
-
-
-@MACHINES
-def test_a_layerwise_store_publishes_each_layer_when_it_is_complete():
-    cache = build(Spec("LBNHC"))
-    connector = make(cache, kind=VLLMPagedMemLayerwiseXPUConnector)
-    connector.overlap = InFlight(block_tokens=4)
-    slots = slots_of(4, 1, 3)[:11]
-    objs = objects(connector, SPANS)
-    steps = connector.batched_from_gpu(
-        objs, STARTS, ENDS, kvcaches=cache.engine, slot_mapping=slots
-    )
-    published: list[int] = []
-    for layer in range(3):
-        next(steps)
-        connector.overlap.publish(objs[layer], lambda layer=layer: published.append(layer))
-    next(steps)
-    connector.overlap.drain()
-    assert published == [0, 1, 2]
-    for layer in range(3):
-        for token in range(11):
-            wanted = cache.token(1, layer, int(slots[token]))
-            assert torch.equal(bits(objs[layer][token // 4].tensor[token % 4, 1]), bits(wanted))

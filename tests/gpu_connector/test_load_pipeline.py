@@ -8,15 +8,12 @@ import pytest
 import torch
 from support import caches
 from support.caches import bits
-from support.connectors import make, memory
 from support.intel import MACHINES, on_machines
 from support.intel import machine as machine  # a fixture
-from support.loads import LAYERS, SPANS, Case, Point, expected, settle
+from support.loads import LAYERS, Case, Point, expected, settle
 from support.tuned import tuned
 
 from lmcache_xpu.gpu_connector import registered_cache
-from lmcache_xpu.gpu_connector.in_flight import InFlight
-from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
 from lmcache_xpu.gpu_connector.load_pipeline import group_starts
 from lmcache_xpu.transfer.devices import TransferHandle
 from lmcache_xpu.transfer.staging import Stager
@@ -80,7 +77,7 @@ def test_later_layers_are_not_copied_before_the_first_are_waited_for():
 def test_behind_a_layer_no_more_is_enqueued_than_the_link_has_room_for(room: int, groups: int):
     """Of the load that has the fewest first; the engine finds its layers there all the same."""
     first, second = cases = Case(), Case()
-    second.overlap = second.connector.overlap = first.overlap
+    second.overlap = first.overlap
     for case in cases:
         case.load()
     first.overlap.before_layer(0)
@@ -146,64 +143,6 @@ def test_a_step_that_does_not_stop_at_layers_waits_for_all():
     assert case.overlap.end_step() == []
 
 
-class LayerwiseCase(Case):
-    """The same with a layerwise connector whose objects hold two layers each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        kind = {"kind": VLLMPagedMemLayerwiseXPUConnector, "layers_at_once": 2}
-        sizes = [end - start for start, end in zip(*SPANS, strict=True)]
-        connector = make(self.source, **kind)
-        self.layers = [[memory(connector, size) for size in sizes] for _ in range(LAYERS // 2)]
-        self.objs = [obj for objs in self.layers for obj in objs]
-        steps = connector.batched_from_gpu(self.layers, kvcaches=self.source.engine, **self.call)
-        for _ in range(len(self.layers) + 1):
-            next(steps)
-        self.connector = make(self.target, **kind)
-        self.connector.overlap = self.overlap
-
-    def steps(self):
-        """LMCache's way through a load, told by the engine of each layer."""
-        self.overlap.begin_step(frozenset())
-        steps = self.connector.batched_to_gpu(kvcaches=self.target.engine, **self.call)
-        next(steps)
-        steps.send(self.layers[0])
-        for layer in range(LAYERS):
-            if layer % 2 == 0:
-                ahead = self.layers[layer // 2 + 1 :]
-                steps.send(ahead[0] if ahead else None)
-            self.overlap.before_layer(layer)
-            yield layer
-            self.overlap.after_layer(layer)
-
-
-@MACHINES
-def test_layers_that_come_in_groups_are_waited_for_one_by_one():
-    case = LayerwiseCase()
-    for layer in case.steps():
-        assert case.there(layer)
-        if layer == 0:
-            assert not case.there(LAYERS - 1)  # they come as the engine goes on
-    assert case.overlap.end_step() == []
-    settle()
-    case.overlap.drain()
-    assert case.held == {1}
-    assert torch.equal(bits(case.target.raw), bits(expected(case)))
-
-
-@MACHINES
-def test_a_load_by_layers_that_ends_early_is_reported_and_its_memory_held():
-    case = LayerwiseCase()
-    steps = case.steps()
-    next(steps)
-    steps.close()
-    (missed,) = case.overlap.end_step()
-    assert missed.tolist() == case.slots.tolist()
-    settle()
-    case.overlap.drain()
-    assert case.held == {1}
-
-
 def test_a_load_the_engine_did_not_wait_for_is_reported():
     case = Case()
     case.load()
@@ -219,7 +158,7 @@ def test_a_load_the_engine_did_not_wait_for_is_reported():
 @MACHINES
 def test_loads_of_several_requests_share_a_step():
     first, second = Case(), Case()
-    second.connector.overlap = first.overlap
+    second.overlap = first.overlap
     first.load()
     second.load()
     for layer in range(LAYERS):
@@ -227,15 +166,6 @@ def test_loads_of_several_requests_share_a_step():
         assert first.there(layer)
         assert second.there(layer)
     assert first.overlap.end_step() == []
-
-
-@MACHINES
-def test_switched_off_a_load_is_whole_when_it_returns():
-    case = Case()
-    case.connector.overlap = InFlight(block_tokens=4, loads=False, stores=False)
-    case.load()
-    assert all(case.there(layer) for layer in range(LAYERS))
-    assert case.held == {1}
 
 
 @MACHINES

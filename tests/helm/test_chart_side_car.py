@@ -145,7 +145,6 @@ def test_without_it_nothing_of_it_is_there():
 WRONG = {
     "remote_url": "redis://a:6379",
     "layerwise": True,
-    "layers_at_once": 4,
     "kv_events": "tcp://*:5557",
 }
 

@@ -35,14 +35,14 @@ def test_the_plugin_gives_our_connector_under_both_names():
     printed_values = run_script(PLUGIN)
     assert printed_values["early"] == []  # a vLLM without LMCache must not pay for it
     assert printed_values["hooked"]
-    assert set(printed_values["names"].values()) == {"lmcache_xpu.kv_connector.connector"}
+    assert set(printed_values["names"].values()) == {"lmcache_xpu.stock.connector"}
 
 
 def test_the_off_switch_leaves_stock_names_alone():
     printed_values = run_script(PLUGIN, LMCACHE_XPU_STOCK="1")
     assert not printed_values["hooked"]
     assert printed_values["names"]["LMCacheConnectorV1"].startswith("vllm.")
-    assert printed_values["names"]["LMCacheXPUConnector"] == "lmcache_xpu.kv_connector.connector"
+    assert printed_values["names"]["LMCacheXPUConnector"] == "lmcache_xpu.stock.connector"
 
 
 STATUS = """
@@ -101,7 +101,7 @@ def test_a_device_that_is_not_served_keeps_lmcaches_own_classes():
 def test_there_vllm_gets_its_own_connector_for_lmcache(devices: str, ours: bool, monkeypatch):
     from vllm.platforms import current_platform
 
-    from lmcache_xpu.kv_connector import connector
+    from lmcache_xpu.stock import connector
 
     made: list[Any] = []
     monkeypatch.setattr(connector, "LMCacheConnectorV1", lambda *arguments: made.append(arguments))

@@ -12,13 +12,13 @@ import pytest
 from prometheus_client import REGISTRY, Counter
 
 pytest.importorskip("vllm")
-from support.halves import Facade
+from support.facade import Facade
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 
 from lmcache_xpu import metrics
 from lmcache_xpu.kv_connector import stats
-from lmcache_xpu.kv_connector.connector import LMCacheXPUConnector
 from lmcache_xpu.kv_connector.stats import ConnectorStats, PromMetrics
+from lmcache_xpu.stock.connector import LMCacheXPUConnector
 
 HERE = f"{socket.gethostname()}:{os.getpid()}"
 

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import pickle
-import random
 from types import SimpleNamespace as Fake
 
 import pytest
-import torch
 from support.steps import step
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from lmcache_xpu.kv_connector.step_metadata import (
-    StepMetadata,
     may_run_as_one_graph,
     with_answers,
-    without_answering,
+    without,
     written_blocks,
 )
-from lmcache_xpu.versions.lmcache import ReqMeta
 
 pytestmark = [
     pytest.mark.filterwarnings(rf"ignore::DeprecationWarning:{package}\..*")
@@ -121,7 +116,7 @@ def test_a_step_without_such_requests_is_not_copied():
     assert with_answers(seen) is seen
 
 
-def answering_step(
+def cached_step(
     rows: dict[str, tuple[int, int]],
     *,
     resumed: tuple[str, ...] = (),
@@ -143,73 +138,10 @@ def answering_step(
     return step
 
 
-def shown(step: SchedulerOutput, answering: set[str]) -> list[tuple[str, tuple, int, int]]:
-    cached = without_answering(step, answering).scheduled_cached_reqs
-    return list(
-        zip(
-            cached.req_ids,
-            cached.new_block_ids,
-            cached.num_computed_tokens,
-            cached.num_output_tokens,
-            strict=True,
-        )
-    )
-
-
-def test_who_answers_is_left_out_and_others_keep_what_is_theirs():
-    answering: set[str] = set()
-    rows = shown(answering_step({"a": (1, 1), "b": (0, 256), "c": (7, 1)}), answering)
-    assert rows == [("b", ([1],), 101, 0)]
-    assert answering == {"a", "c"}
-
-
-def test_the_last_token_of_a_prompt_is_no_answer():
-    assert shown(answering_step({"a": (0, 1)}), set()) == [("a", ([0],), 100, 0)]
-
-
-def test_a_step_without_answers_is_the_same_one():
-    step = answering_step({"b": (0, 256)})
-    assert without_answering(step, {"a"}) is step
-
-
-def test_who_was_left_out_stays_so_until_it_has_other_blocks():
-    """LMCache counts blocks: it has not heard of those that came meanwhile."""
-    answering: set[str] = set()
-    shown(answering_step({"a": (1, 1)}), answering)
-    assert shown(answering_step({"a": (1, 5)}), answering) == []
-    step = answering_step({"a": (3, 1)}, resumed=("a",))
-    assert shown(step, answering) == [("a", ([0],), 100, 3)]
-    assert shown(answering_step({"a": (3, 200)}), answering) == [("a", ([0],), 100, 3)]
-
-
-def test_who_ended_or_begins_anew_is_not_remembered():
-    answering = {"a", "b", "c"}
-    step = answering_step({}, finished=("a",))
-    step.scheduled_new_reqs = [Fake(req_id="b")]
-    without_answering(step, answering)
-    assert answering == {"c"}
-
-
-@pytest.mark.parametrize("count", [4096, 4000])
-def test_a_rank_in_another_process_has_a_prompts_tokens_from_one_list(count: int):
-    """As vLLM sends a step: its own description of the request and ours in one pickle."""
-    prompt = [random.randrange(2**17) for _ in range(4096)]
-    salted = [-1, *prompt[1:]]
-    slots = torch.arange(count)
-
-    def metadata(tokens: list[int], **prompts: list[int]) -> StepMetadata:
-        request = ReqMeta("a", token_ids=tokens, slot_mapping=slots)
-        return StepMetadata([request], tokens=5, prompts=prompts)
-
-    ours = metadata(prompt[:count], a=prompt)
-    sent = pickle.dumps((prompt, ours))
-    apart = pickle.dumps((prompt, metadata(prompt[:count])))
-    assert len(sent) < len(apart) - 2 * count
-    for tokens, described in ((prompt, ours), (salted, metadata(salted[:count], a=prompt))):
-        own, received = pickle.loads(pickle.dumps((prompt, described)))
-        (request,) = received.requests
-        assert request.token_ids == tokens[:count]
-        assert request.token_ids is not own
-        assert torch.equal(request.slot_mapping, slots)
-        assert (received.tokens, received.prompts) == (5, {})
-    assert ours.requests[0].token_ids == prompt[:count]  # also told to a worker of this process
+def test_who_is_left_out_and_others_keep_what_is_theirs():
+    seen = cached_step({"a": (1, 1), "b": (0, 256), "c": (7, 1)})
+    cached = without(seen, {"a", "c", "unknown"}).scheduled_cached_reqs
+    assert cached.req_ids == ["b"]
+    assert (cached.new_block_ids, cached.num_computed_tokens) == ([([1],)], [101])
+    assert cached.num_output_tokens == [0]
+    assert without(seen, {"unknown"}) is seen

@@ -1,71 +1,34 @@
-"""What vLLM's worker tells our connector, in processes of their own: steps, and other weights."""
+"""What vLLM's worker tells our connector, in processes of their own: other weights."""
 
 from __future__ import annotations
 
 import re
-from typing import Any
 
-import pytest
 from support.scripts import run_script
 
-STEP = """
+ONCE = """
 import json
-from types import SimpleNamespace
-from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 from lmcache_xpu.kv_connector import patches
-events = []
 class Worker:
-    parallel_config = SimpleNamespace(world_size=1)
-    def execute_model(self, step):
-        events.append("vLLM")
-        if step.fails:
-            raise RuntimeError("planted")
-        return "its output"
     def compile_or_warm_up_model(self):
         return type(self).__name__
 wrapper = object.__new__(WorkerWrapperBase)
-wrapper.mm_receiver_cache = None
 wrapper.worker = Worker()
 patches.install()  # by the connector, which vLLM makes when the worker exists
 name = wrapper.compile_or_warm_up_model()
 once = type(wrapper.worker)
-ours = SimpleNamespace(begin_step=events.append, end_enqueueing=lambda: events.append("enqueued"))
-other, heard = SimpleNamespace(), []
-for connector, metadata in ((None, "no one's"), (other, "another's"), (ours, None), (ours, "ours")):
-    kv_transfer_state._KV_CONNECTOR_AGENT = connector
-    step = SimpleNamespace(kv_connector_metadata=metadata, fails=False)
-    heard.append((wrapper.execute_model(step), list(events)))
-    events.clear()
-step.fails = True
-try:
-    wrapper.execute_model(step)
-except RuntimeError:
-    heard.append(events)
 try:
     wrapper.missing
 except AttributeError as error:
     missing = str(error)
 wrapper.compile_or_warm_up_model()
-print(json.dumps([*heard, name, type(wrapper.worker) is once, missing]))
+print(json.dumps([name, type(wrapper.worker) is once, missing]))
 """
 
 
-@pytest.fixture(scope="module")
-def steps() -> list[Any]:
-    return run_script(STEP)
-
-
-def test_our_connector_hears_of_a_step_first(steps: list[Any]):
-    nobody, stock, idle, ours, failed, *_ = steps
-    assert nobody == stock == ["its output", ["vLLM"]]
-    assert idle == ["its output", ["vLLM", "enqueued"]]
-    assert ours == ["its output", ["ours", "vLLM", "enqueued"]]
-    assert failed == ["ours", "vLLM", "enqueued"]
-
-
-def test_a_worker_is_hooked_once_and_keeps_its_name_and_its_methods(steps: list[Any]):
-    *_, name, once, missing = steps
+def test_a_worker_is_hooked_once_and_keeps_its_name_and_its_methods():
+    name, once, missing = run_script(ONCE)
     assert (name, once) == ("Worker", True)
     assert "'Worker' object has no attribute 'missing'" in missing
 

@@ -201,7 +201,6 @@ def test_a_dry_run_shows_the_server_that_would_be_started():
 def test_what_the_server_lacks_is_refused(name):
     values = {
         "layerwise": True,
-        "layers_at_once": 2,
         "kv_events": "tcp://*:5557",
     }
     with pytest.raises(SettingsError, match=f"{name}=.*with LMCache as a server.*in-process"):

@@ -196,7 +196,6 @@ def test_layer_by_layer_the_disk_tier_reaches_lmcache_through_vllms_command_line
         layerwise=True,
         save_decode=True,
         staging_mib=128,
-        layers_at_once=4,
     )
     transfer = parser.parse_args(vllm_arguments(settings)).kv_transfer_config
     assert transfer.kv_connector == "LMCacheXPUConnector"
@@ -222,9 +221,7 @@ def test_layer_by_layer_the_disk_tier_reaches_lmcache_through_vllms_command_line
     assert extra == {
         "disk.path": "/data/kv",
         "disk.gib": 2.5,
-        "xpu.loads": "auto",
         "xpu.staging_mib": 128,
-        "xpu.layers_at_once": 4,
     }
 
 

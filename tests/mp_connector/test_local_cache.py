@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.until import until
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.mp_connector.local_cache import (
@@ -33,10 +34,17 @@ class Asking:
     Args:
         windows: by KV cache group, the chunks that a hit needs; 0 for all.
         name: of the engine.
+        options: of the cache, if others.
     """
 
-    def __init__(self, windows: tuple[int, ...] = (0,), name: str = "one") -> None:
-        options = LocalCacheOptions(chunk_tokens=CHUNK, cpu_gib=ROOM * OBJECT / 2**30)
+    def __init__(
+        self,
+        windows: tuple[int, ...] = (0,),
+        name: str = "one",
+        options: LocalCacheOptions | None = None,
+    ) -> None:
+        options = options or LocalCacheOptions(chunk_tokens=CHUNK, cpu_gib=ROOM * OBJECT / 2**30)
+        self.hits: dict[Any, int] = {}  # by handle of a look-up
         self.cache = LocalCache.of_engine(engine(name), options, CPU, 1)
         self.cache.register([OBJECT] * len(windows), windows)
         self.windows, self._numbers = windows, itertools.count()
@@ -52,6 +60,11 @@ class Asking:
         rows = self.cache.reserve(number, chunks, [()] * len(self.windows))
         assert self.cache.commit(number) is bool(rows)
         return len(rows)
+
+    def hit_of(self, handle: Any) -> int | None:
+        if handle not in self.hits and (hit := self.cache.hit_chunks(handle)) is not None:
+            self.hits[handle] = hit
+        return self.hits.get(handle)
 
     def look_up(self, keys: PromptKeys) -> int:
         """Return the chunks of a prompt that can be loaded, which are locked."""
@@ -161,6 +174,28 @@ def test_of_a_window_only_its_chunks_are_located():
     assert asking.cache.forget()
     assert asking.held == 0
     asking.cache.close()
+
+
+def test_what_is_on_disk_is_found_by_the_next_engine_and_forgotten_with_the_rest(tmp_path):
+    size = ROOM * OBJECT / 2**30
+    options = LocalCacheOptions(
+        chunk_tokens=CHUNK, cpu_gib=size, disk_path=tmp_path / "disk", disk_gib=1
+    )
+    for number in range(3):
+        asking = Asking(name=f"disk {number}", options=options)
+        keys = asking.keys(1, 8)
+        handle = asking.cache.find(keys, 8, in_memory=False)
+        until(lambda handle=handle, asking=asking: asking.hit_of(handle) is not None)
+        if number == 0:
+            assert asking.hits[handle] == 0
+            asking.store(1, 0, 8)
+            [(_, adapter)] = asking.cache._storage.l2_adapters()
+            until(lambda adapter=adapter: len(adapter._store) == 8)
+        else:
+            assert asking.hits[handle] == (8 if number == 1 else 0)
+            asking.cache.unlock(keys, asking.hits[handle], 0, 8)
+            assert asking.cache.forget()
+        asking.cache.close()
 
 
 @pytest.fixture(scope="module", params=[(0,), (0, 2)], ids=["one group", "two groups"])

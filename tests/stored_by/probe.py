@@ -68,8 +68,6 @@ def transfer_config(case: str) -> dict[str, Any]:
     }
     place = {"shared.url": os.environ["SERVER_URL"]} if case == "shared" else {"disk.path": case}
     lmcache["extra_config"] = lmcache["extra_config"] | place
-    if case == "layerwise":
-        lmcache["extra_config"] |= {"xpu.layers_at_once": 2}  # of three: the last group has one
     return {
         "kv_connector": "LMCacheXPUConnector",
         "kv_connector_module_path": "lmcache_xpu.vllm_connector",

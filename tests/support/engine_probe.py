@@ -108,9 +108,8 @@ def what_runs(engine: Engine) -> dict:
 def pool(worker):
     """Bytes of LMCache's memory, and whether it asked PyTorch for them."""
     from lmcache.v1.platform.torch_ops.mem_alloc import _tensor_registry
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
     from lmcache_xpu.cache_engine.health import pool
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     memory = pool(get_kv_transfer_group()._lmcache_engine.lmcache_engine)
     return memory.untyped_storage().nbytes(), memory.data_ptr() in _tensor_registry
@@ -154,6 +153,7 @@ def watch_loads() -> list[str]:
 def watch_lookups() -> list[str]:
     """How the worker was asked: by a call, or through LMCache's socket as well."""
     from lmcache_xpu.cache_engine.lookup_client import NearTransport
+
     from lmcache_xpu.versions.lmcache import in_process_module
 
     far = in_process_module("v1.rpc.zmq_transport").ZmqReqRepClientTransport

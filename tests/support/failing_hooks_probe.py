@@ -20,7 +20,7 @@ HOOKS = ("update_state_after_alloc", "build_connector_meta")
 LOADS = ("step", "async")
 WHEN = ("before", "after")  # a part of the hook's work
 LENGTH, OTHER = 3 * CHUNK + 77, 2 * CHUNK + 30
-SETTINGS = {"layers_at_once": None, "save_decode": False}
+SETTINGS = {"save_decode": False}
 
 
 def connector(engine: Engine) -> Any:

@@ -12,10 +12,10 @@ import os
 import signal
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-
 from lmcache_xpu.cache_engine.loans import Lender
 from lmcache_xpu.kv_connector.connector import LMCacheXPUConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
 from lmcache_xpu.transfer.staging import Stager
 
 FAULT_VARIABLE = "LMCACHE_XPU_TEST_FAULT"

@@ -212,7 +212,7 @@ def counts_of_ours(worker: Any) -> Any:
     """As `counts`, also inside a MultiConnector."""
     from vllm.distributed import kv_transfer
 
-    from lmcache_xpu.kv_connector.connector import LMCacheXPUConnector
+    from lmcache_xpu.stock.connector import LMCacheXPUConnector
 
     group = kv_transfer.get_kv_transfer_group()
     [ours] = [

@@ -178,7 +178,10 @@ def main(kind: str, model: str, url: str) -> dict[str, Any]:
     plain = LLM(model, skip_tokenizer_init=True, **options)
     without = blocks(plain)
     plain.llm_engine.engine_core.shutdown()
-    settings = {"cache": "server", "server_url": url, "layers_at_once": None, "loads": "async"}
+    settings = {"cache": "server", "server_url": url} if "://" in url else {}
+    settings |= {"loads": "async"}
+    if kind == "states" and "://" not in url:  # chunks of a block, as `serve` has them
+        options["lmcache"] = {"xpu.cache": {"chunk_tokens": 1, "cpu_gib": 0.25}}
     engine = Engine(model, None, "standard", settings=settings, skip_tokenizer_init=True, **options)
     return {"blocks without": without, **engine.close_after(look)}
 

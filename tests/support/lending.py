@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from lmcache_xpu.metrics import LOAD_SERVER, STORE_SERVER
 from lmcache_xpu.mp_connector.group_copies import GroupCopies
 from lmcache_xpu.mp_connector.hit_places import (
     COMMIT,
@@ -186,6 +187,7 @@ class Connection:
     """
 
     chunk_tokens, instance_id, timeout_s, local = CHUNK, 1, 0.3, None
+    load_flow, store_flow = LOAD_SERVER, STORE_SERVER
     scope = SimpleNamespace(model_name="model", world_size=1, is_writer=True)
 
     def __init__(self, requests: Client) -> None:

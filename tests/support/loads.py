@@ -10,6 +10,8 @@ from support.caches import Spec, bits, build
 from support.connectors import make, memory, slots_of
 
 from lmcache_xpu.gpu_connector.in_flight import InFlight, Phase
+from lmcache_xpu.gpu_connector.load_pipeline import LoadPipeline
+from lmcache_xpu.gpu_connector.registered_cache import TransferRequest
 from lmcache_xpu.transfer.devices import StoreHandle, TransferHandle
 
 SPANS = STARTS, ENDS = [0, 4, 8], [4, 8, 11]
@@ -47,7 +49,7 @@ class Point:
 
 
 class Case:
-    """A cache, a connector with in_flight, and chunks that hold what another cache has."""
+    """A cache, transfers in flight, and chunks that hold what another cache has."""
 
     def __init__(self, **options) -> None:
         spec = Spec("BLHNC", layers=LAYERS)
@@ -58,12 +60,27 @@ class Case:
         self.call = {"starts": STARTS, "ends": ENDS, "slot_mapping": self.slots}
         connector.batched_from_gpu(self.objs, kvcaches=self.source.engine, **self.call)
         self.connector = make(self.target, **options)
-        self.overlap = self.connector.overlap = InFlight(block_tokens=4)
+        self.overlap = InFlight(block_tokens=4)
 
     def load(self) -> None:
         if self.overlap.phase is Phase.IDLE:
             self.overlap.begin_step(frozenset())
-        self.connector.batched_to_gpu(self.objs, kvcaches=self.target.engine, **self.call)
+        self.overlap.add_load(self.pipeline(), self.objs, lambda seconds: None)
+
+    def pipeline(self) -> LoadPipeline:
+        """A load of the chunks, in the layer groups that the step asks for."""
+        request = TransferRequest.read({**self.call, "kvcaches": self.target.engine})
+        cache = self.connector._registration.register(request.kvcaches)
+        plan = cache.plan(STARTS, ENDS, request, loading=True)
+        tokens, tuning = len(self.slots), cache.stager.tuning
+        layer_bytes = self.connector._layer_bytes(cache, tokens)
+        starts = self.overlap.group_starts(LAYERS, tokens, layer_bytes, tuning)
+        cache.stager.follow_engine()
+        load = LoadPipeline(cache.stager, self.slots)
+        load.add(
+            plan.of_layers(LAYERS, starts), cache.memory(self.objs, STARTS, ENDS, loading=True)
+        )
+        return load
 
     def there(self, layer: int) -> bool:
         settle()

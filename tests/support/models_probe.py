@@ -65,7 +65,7 @@ def hits(engine: Engine, case: str) -> dict[str, Any]:
 
 def without_waiting(engine: Engine) -> dict[str, Any]:
     """A hit in an engine that does not wait for the model's layers before it computes them."""
-    from lmcache_xpu.kv_connector.connector import LMCacheXPUConnector as Connector
+    from lmcache_xpu.stock.connector import LMCacheXPUConnector as Connector
 
     wait = Connector.wait_for_layer_load
     Connector.wait_for_layer_load = lambda self, name: None
@@ -89,5 +89,5 @@ def probe(engine: Engine, case: str) -> dict[str, Any]:
 if __name__ == "__main__":
     case, model, disk, mode, options = sys.argv[1:]
     # Four layers at once of eight: a drafter's come alone.
-    settings = {"layers_at_once": 4, **json.loads(options)}
+    settings = json.loads(options)
     end_with(lambda: Engine(model, disk, mode, **settings).close_after(probe, case))

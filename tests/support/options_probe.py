@@ -33,7 +33,6 @@ def settle(worker):
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     connector = get_kv_transfer_group()
-    connector.worker_side.in_flight.drain()
     manager = connector._lmcache_engine.lmcache_engine.storage_manager
     while manager.storage_backends["disk"].pending:
         time.sleep(0.005)
@@ -88,6 +87,6 @@ def look(engine: Engine) -> dict:
 
 if __name__ == "__main__":
     model, disk, mode = sys.argv[1:]
-    policy = {"lmcache.cache_policy": "LFU" if mode == "standard" else "LRU"}
+    policy = {"lmcache.cache_policy": "LFU"}
     settings = {"lmcache": OPTIONS | policy, "scheduling_policy": "priority"}
     end_with(lambda: Engine(model, disk, mode, **settings).close_after(look))

@@ -18,6 +18,7 @@ os.environ.update(
 )
 
 CHUNK, BLOCK, KV_HEADS = 256, 128, 2
+STOCK = {"kv_connector": "LMCacheConnectorV1", "kv_connector_module_path": None}
 # On a chunk's boundary, inside a block, and on a block's boundary inside a chunk.
 LENGTHS = {"boundary": 4 * CHUNK, "inside": 4 * CHUNK + 77, "block": 3 * CHUNK + BLOCK}
 
@@ -80,7 +81,17 @@ def _record_every_step(engine: Any) -> None:
 
 
 class Engine:
-    """The engine and what is asked of it."""
+    """The engine and what is asked of it.
+
+    Args:
+        model: its directory.
+        disk: directory of the disk tier; None without one.
+        mode: `standard`; or LMCache's own engine, `layerwise` as `serve` starts it, and `stock` by
+            LMCache's name, whole chunks at once.
+        settings: of this package.
+        lmcache: options of the connector.
+        options: of vLLM.
+    """
 
     def __init__(
         self,
@@ -88,7 +99,6 @@ class Engine:
         disk: str | None,
         mode: str,
         *,
-        layers_at_once: int = 3,
         settings: dict[str, Any] | None = None,
         lmcache: dict[str, Any] | None = None,
         **options: Any,
@@ -96,7 +106,7 @@ class Engine:
         from vllm import LLM
 
         if mode == "layerwise":  # the memory of a pool that is too large to be pinned
-            from lmcache_xpu.cache_engine import health  # and LMCache, see `connector`
+            from lmcache_xpu.stock import health  # and LMCache, see `connector`
 
             health.most_pinned = lambda device: 2**20
         connector = connector_options(
@@ -105,13 +115,17 @@ class Engine:
                 "cpu_gib": 0.25,
                 "disk_path": disk,
                 "disk_gib": None if disk is None else 1,
-                "layerwise": mode == "layerwise",
-                "layers_at_once": layers_at_once,
+                "layerwise": mode != "standard",
                 "save_decode": True,  # a preempted request's hit reaches into its answer
                 **(settings or {}),
             }
         )
-        connector["kv_transfer_config"]["kv_connector_extra_config"] |= lmcache or {}
+        if mode == "stock":
+            connector["kv_transfer_config"] |= STOCK
+        connector["kv_transfer_config"]["kv_connector_extra_config"] |= {
+            **({"lmcache.use_layerwise": False} if mode == "stock" else {}),
+            **(lmcache or {}),
+        }
         usual = {
             "dtype": "float32",
             "block_size": BLOCK,

@@ -47,7 +47,7 @@ def local():
 
 
 def disk_adapter():
-    [(_, adapter)] = local()._context.storage_manager.l2_adapters()
+    [(_, adapter)] = local()._storage.l2_adapters()
     return adapter
 
 
@@ -64,11 +64,11 @@ def stored(worker):
 def leave_disk(worker):
     """Nothing but the disk tier has anything; it keeps the first that was stored under a key."""
     stored(worker)
-    local()._context.storage_manager.clear(force=True)
+    local()._storage.clear(force=True)
 
 
 def pins(worker):
-    return local()._context.storage_manager.report_status()["l1_manager"]["read_locked_count"]
+    return local()._storage.report_status()["l1_manager"]["read_locked_count"]
 
 
 class Case:

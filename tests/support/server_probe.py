@@ -9,6 +9,9 @@ last.
     newer    as inside, with vLLM's newer model runner and asynchronous scheduling
     store    at a server's URL: what is stored for another engine
     find     another engine, which finds it
+
+In place of a server's URL, the first three and the last two take the directory of a disk tier: then
+the cache is in the engine's process.
 """
 
 from __future__ import annotations
@@ -48,7 +51,10 @@ REFUSED = "lmcache_mp_l1_allocation_failure_chunks_total"
 
 
 def make(model: str, url: str, loads: str = "async", **options: Any) -> Engine:
-    settings = {"cache": "server", "server_url": url, "layers_at_once": None, "loads": loads}
+    """Make an engine at a server, or with a cache of its own at the path of its disk tier."""
+    if "://" not in url:
+        return Engine(model, url, "standard", settings={"loads": loads}, **options)
+    settings = {"cache": "server", "server_url": url, "loads": loads}
     return Engine(model, None, "standard", settings=settings, **options)
 
 
@@ -129,14 +135,11 @@ def full(engine: Engine, server: CacheServer) -> dict[str, Any]:
     return {**report, "asked": asks}
 
 
-def faults(engine: Engine, server: CacheServer, loads: str) -> dict[str, Any]:
-    from support.other_server import OtherServer
-
-    filled = full(engine, server)
+def exact(engine: Engine) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Hits of each length, salts, and requests with strange parameters."""
     references = {name: cold(engine, length) for name, length in LENGTHS.items()}
     engine.llm.collective_rpc(watch_scheduling)
-    report: dict[str, Any] = {
-        "full": filled,
+    return references, {
         "first": {name: facts["hit"] for name, facts in references.items()},
         "hits": {n: asked(engine, references[n], LENGTHS[n]) for n in LENGTHS},
         "salts": [salted(engine, salt) for salt in ("a", "a", "b")],
@@ -145,6 +148,56 @@ def faults(engine: Engine, server: CacheServer, loads: str) -> dict[str, Any]:
         "asks": engine.llm.collective_rpc(way_of_asking)[0],
         "begun early": engine.llm.collective_rpc(begun_early)[0],
     }
+
+
+def failed_loads(engine: Engine, loads: str) -> dict[str, Any]:
+    """Loads and stores that fail, in steps and beside; what came of them."""
+    report: dict[str, Any] = {}
+    reference, length = cold(engine, LENGTHS[HIT]), LENGTHS[HIT]
+
+    def fail() -> None:
+        raise OSError("planted")
+
+    for direction in ("load", "store"):
+        if direction == "store":
+            engine.llm.reset_prefix_cache(reset_connector=True)
+        if direction == "load" and loads == "step":
+            engine.llm.collective_rpc(on_next_layer, args=(fail,))
+        else:
+            engine.llm.collective_rpc(on_next, args=(direction, fail))
+        report[direction] = [asked(engine, reference, length)]
+        wait_for(engine, busy, until=False)
+        report[direction].append(asked(engine, reference, length))
+    return report
+
+
+def local(engine: Engine, loads: str) -> dict[str, Any]:
+    """A cache in the engine's process."""
+    references, report = exact(engine)
+    report["scheduler"] = scheduling(engine)
+    if loads == "step":
+        report["spoiled"] = spoiled(engine)
+        report["computed"] = computed(engine)
+        report["at once"] = at_once(engine)
+    else:
+        report["failed"] = failed_loads(engine, loads)
+    report["aborted"] = aborted(engine, LENGTHS["block"], loads)
+    report["after aborts"] = asked(engine, references["block"], LENGTHS["block"])
+    engine.llm.reset_prefix_cache(reset_connector=True)
+    report["reset"] = asked(engine, references["block"], LENGTHS["block"])
+    wait_for(engine, busy, until=False)
+    report["after the reset"] = asked(engine, references["block"], LENGTHS["block"])
+    report["errors"] = engine.llm.collective_rpc(counted)[0]
+    report["ways"] = engine.llm.collective_rpc(ways)[0]
+    return report
+
+
+def faults(engine: Engine, server: CacheServer, loads: str) -> dict[str, Any]:
+    from support.other_server import OtherServer
+
+    filled = full(engine, server)
+    references, report = exact(engine)
+    report |= {"full": filled}
     reference, length = references[HIT], LENGTHS[HIT]
 
     def ask() -> dict[str, Any]:
@@ -324,6 +377,8 @@ def main(step: str, model: str, directory: Path, url: str) -> dict[str, Any]:
         loads = "async" if step == "beside" else "step"
         if step == "newer":
             newer_runner.use()
+        if url:
+            return make(model, url, loads).close_after(local, loads)
         server = CacheServer(directory / "server.log")
         server.start()
         try:

@@ -137,7 +137,9 @@ def counted(worker) -> dict[str, float]:
         for metric in REGISTRY.collect()
         if metric.name == "lmcache_xpu_errors"
         for sample in metric.samples
-        if sample.name.endswith("_total") and sample.labels["tier"] == "server" and sample.value
+        if sample.name.endswith("_total")
+        and sample.labels["tier"] in ("cpu", "server")
+        and sample.value
     }
 
 

@@ -9,9 +9,9 @@ from lmcache.utils import CacheEngineKey
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.memory_management import MemoryFormat
 from lmcache.v1.metadata import LMCacheMetadata
+from lmcache.v1.storage_backend.storage_manager import StorageManager
 from support.chunk_files import file_of
 
-from lmcache_xpu.cache_engine.storage_manager import StorageManager
 from lmcache_xpu.versions.lmcache import in_process_module
 
 EventManager = in_process_module("v1.event_manager").EventManager
@@ -93,6 +93,8 @@ class Engine:
 
     def close(self):
         if not self.manager.loop.is_closed():
+            if self.tier is not None:
+                self.tier.close()  # which still writes from the pool's memory
             self.manager.close()
             self.manager.loop.close()  # LMCache leaves that to the end of the process
 

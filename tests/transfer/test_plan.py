@@ -10,7 +10,7 @@ from support.plans import ROW, plan
 
 from lmcache_xpu.errors import TransferError
 from lmcache_xpu.transfer.host_memory import HostMemory
-from lmcache_xpu.transfer.plan import Piece, Plan, layer_groups, layers_of
+from lmcache_xpu.transfer.plan import Piece, Plan
 
 
 def all_parts(made: Plan, buffer: int) -> list[Piece]:
@@ -118,24 +118,6 @@ def test_segments_with_rows_first_agree_also_of_leading_layers_alone(layers: int
                 assert torch.equal(piece.part(at, at + 1).chunk(memory[number])[0], wanted)
                 seen += wanted.shape[1]
         assert seen == 2 * layers
-
-
-@pytest.mark.parametrize(("layer_mib", "layers"), [(1, 16), (0.28, 57), (20, 1), (0, 2**24)])
-def test_layers_of_about_sixteen_mebibytes(layer_mib, layers):
-    assert layers_of(int(layer_mib * 2**20)) == layers
-
-
-@pytest.mark.parametrize(
-    ("layers", "most", "groups"),
-    [
-        (3, 1, [(0, 1), (1, 2), (2, 3)]),
-        (8, 8, [(0, 8)]),
-        (26, 8, [(0, 7), (7, 14), (14, 21), (21, 26)]),
-        (61, 8, [*((8 * g, 8 * g + 8) for g in range(7)), (56, 61)]),
-    ],
-)
-def test_groups_of_layers_are_few_and_of_one_size(layers, most, groups):
-    assert layer_groups(layers, most) == groups
 
 
 @pytest.mark.parametrize("order", ["planes", "layers"])

@@ -15,12 +15,11 @@ import torch
 from lmcache.v1.memory_allocators.mixed_memory_allocator import MixedMemoryAllocator
 from lmcache.v1.platform.base.device_ops import DeviceOps
 
-import lmcache_xpu.cache_engine.health as module
+import lmcache_xpu.stock.health as module
 from lmcache_xpu.transfer import devices
 from lmcache_xpu.transfer.host_copies import HostCopies
 from lmcache_xpu.transfer.pool_memory import (
     PoolMemory,
-    SharedMemory,
     allocator_variables,
     exact_above,
     fits,
@@ -222,15 +221,3 @@ def test_numa_is_no_way_around_it(ops, monkeypatch):
     assert ops.asked == []
     ops.free_pinned_numa_ptr(address, 2 * MIB)
     assert ctypes.string_at(address, 1) == b"\0"
-
-
-def test_a_pool_that_others_map_is_shared_whatever_its_size(ops):
-    PoolMemory.bind(ops, 90 * MIB, {}, shared=True)
-    for allocate in (ops.alloc_pinned_ptr, ops.alloc_pinned_numa_ptr):
-        address = allocate(2 * MIB, 0)
-        assert ops.asked == []
-        memory = SharedMemory.made_at(address)
-        assert memory is not None
-        assert memory.tensor.nbytes == 2 * MIB
-        ops.free_pinned_ptr(address, 2 * MIB)  # others may read it
-        assert SharedMemory.open(memory.place).tensor.nbytes == 2 * MIB

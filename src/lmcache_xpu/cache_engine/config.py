@@ -25,8 +25,6 @@ SAFE_HASH = "sha256"
 ONE_COPY = "save_only_first_rank"
 ONE_NAME = "remote_enable_mla_worker_id_as0"
 ENGINE = "disk.engine"  # the disk tier's name for it
-LOADS = "xpu.loads"  # the setting `loads`
-LOAD_WAYS = ("auto", "always", "step", "async")
 
 
 def prepare(vllm_config: VllmConfig) -> LMCacheEngineConfig:
@@ -111,9 +109,7 @@ def keep_own_copies(config: LMCacheEngineConfig, extra: dict[str, Any], *, worke
     """Let each worker of an MLA model keep its own copy, as those of other models keep their part.
 
     LMCache's default is one copy, which the first worker broadcasts; the others have no tiers that
-    our connector could use. Chunks count as found where all workers have them. Disk and server have
-    one copy all the same, by the names of its chunks (see `tiers.shard`). By LMCache's name for it,
-    workers that have other layers would get those of the first.
+    our connector could use. Chunks count as found where all workers have them.
 
     Args:
         config: changed.
@@ -123,8 +119,6 @@ def keep_own_copies(config: LMCacheEngineConfig, extra: dict[str, Any], *, worke
     Raises:
         SettingsError: the configuration insists on one copy.
     """
-    if workers == 1:
-        return
     own = dict(config.extra_config or {})
     if own.get(ONE_COPY, False):
         raise SettingsError(
@@ -201,25 +195,10 @@ def check_features(config: LMCacheEngineConfig, extra: Mapping[str, Any] | None 
 
 def _check_values(config: LMCacheEngineConfig) -> None:
     """Refuse values of served options that can't be served, alone or together."""
-    if config.remote_serde not in (None, "naive"):
-        raise SettingsError(
-            f"LMCache remote_serde {config.remote_serde!r}",
-            "'naive': others look into a chunk, where keys and values lie in our own order",
-        )
     if config.max_local_cpu_size <= 0:
         raise SettingsError(
             f"LMCache max_local_cpu_size {config.max_local_cpu_size:g}",
             "more than 0: all chunks go through this memory",
-        )
-    loads = (config.extra_config or {}).get(LOADS, LOAD_WAYS[0])
-    if loads not in LOAD_WAYS:
-        raise SettingsError(f"extra_config {LOADS} {loads!r}", " or ".join(map(repr, LOAD_WAYS)))
-    remote = config.remote_storage_plugins or ()
-    if remote and config.use_layerwise:
-        raise SettingsError(
-            "LMCache use_layerwise with remote_storage_plugins",
-            "one of the two",
-            "The shared tier holds whole chunks only.",
         )
     if config.use_layerwise and config.cache_policy.upper() != "LRU":
         raise SettingsError(
@@ -227,13 +206,6 @@ def _check_values(config: LMCacheEngineConfig) -> None:
             "LRU with use_layerwise",
             "Others evict some layers of what has just come, and the rest of it is of no use.",
         )
-    for name in remote:
-        if not config.get_extra_config_value(f"remote_storage_plugin.{name}.module_path"):
-            raise SettingsError(
-                f"LMCache remote_storage_plugins {name!r}, a connector that LMCache brings",
-                f"remote_storage_plugin.{name}.module_path in extra_config",
-                "Those keep no checksum. The shared tier is remote_url of `lmcache-xpu serve`.",
-            )
 
 
 def _refusal(option: Option, name: str, value: object, expected: str) -> SettingsError:

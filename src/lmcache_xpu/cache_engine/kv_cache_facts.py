@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lmcache_xpu import versions
-from lmcache_xpu.cache_engine.layer_kinds import LayerKinds, states_error
+from lmcache_xpu.cache_engine.layer_kinds import states_error
 from lmcache_xpu.cache_engine.model_fingerprint import fingerprint
 from lmcache_xpu.cache_engine.model_settings import settings_mark
 from lmcache_xpu.errors import LayoutError, SettingsError
@@ -30,6 +30,8 @@ _SUPPORTED_KINDS = ("FullAttentionSpec", "MLAAttentionSpec")
 # model's own, and come behind them.
 _DRAFTERS = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator", "eagle", "eagle3", "mtp")
 
+_WITH_LAYERS = ("eagle", "eagle3", "mtp")
+
 _REASONS = {
     "SlidingWindowSpec": "blocks that leave the window are freed, so a prefix can't be restored",
     "SlidingWindowMLASpec": "blocks that leave the window are freed, so a prefix can't be restored",
@@ -47,13 +49,10 @@ class EngineFacts:
         kv_layout: the memory order of the KV cache as vLLM names it.
         opaque_blocks: blocks are packed in an order of the attention kernel's own.
         heads: KV heads on this worker.
-        shared_heads: KV heads that the engine's workers share out, evenly or so that each has one;
-            0 where they do otherwise.
         head_size: elements per head and plane (half of the content where that is fused).
         block_size: tokens of a block.
         namespace: what sets this cache's bytes apart from those of engines with the same
             model name, dtype and world size: the weights, and how blocks are packed.
-        shares_cpu_tier: workers that hold the same have one CPU tier, the first one's.
     """
 
     device_type: str
@@ -63,12 +62,14 @@ class EngineFacts:
     head_size: int
     block_size: int
     namespace: str
-    shared_heads: int = 0
-    shares_cpu_tier: bool = False
 
 
-def check_model(vllm_config: VllmConfig) -> None:
+def check_model(vllm_config: VllmConfig, *, layerwise: bool = False) -> None:
     """Refuse a model, or what drafts its tokens, before vLLM makes a KV cache for it.
+
+    Args:
+        vllm_config: of the engine.
+        layerwise: LMCache works layer by layer.
 
     Raises:
         SettingsError: names the layers, or the method.
@@ -83,15 +84,12 @@ def check_model(vllm_config: VllmConfig) -> None:
             "A drafter with a KV cache of its own kind can't be served with offload: use one of "
             "these, leave --speculative-config out, or serve with --no-offload.",
         )
-
-
-def promoted_windows(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> LayerKinds | None:
-    """The layers of a model, if vLLM keeps all tokens of some that attend to a window."""
-    specs = _specs(kv_cache_config)
-    names = ("sliding_window", "attention_chunk_size")
-    if not any(getattr(spec, name, None) for spec in specs for name in names):
-        return None
-    return LayerKinds.of_config(vllm_config.model_config.hf_text_config)
+    if layerwise and drafter is not None and drafter.method in _WITH_LAYERS:
+        raise SettingsError(
+            f"speculative decoding with the method {drafter.method!r}, with use_layerwise",
+            "a drafter without layers of its own, such as ngram",
+            "Leave use_layerwise off: LMCache counts the layers of the model alone.",
+        )
 
 
 def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineFacts:
@@ -128,7 +126,6 @@ def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Eng
         head_size=head_size,
         block_size=spec.block_size,
         namespace="+" + ".".join(marks),
-        shared_heads=_shared_heads(vllm_config, heads),
     )
 
 
@@ -176,26 +173,6 @@ def _only_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
             "them without offload, or without the drafter.",
         )
     return specs[0]
-
-
-def _shared_heads(vllm_config: VllmConfig, heads: int) -> int:
-    """Return the KV heads of all layers that tensor parallelism shares out; 0 if it does not.
-
-    Args:
-        vllm_config: of the engine.
-        heads: KV heads on a worker.
-    """
-    parallel, drafter = vllm_config.parallel_config, vllm_config.speculative_config
-    ranks = parallel.tensor_parallel_size
-    # Others share out layers, or the tokens of a request.
-    if parallel.world_size != ranks or parallel.decode_context_parallel_size > 1:
-        return 0
-    models = [vllm_config.model_config]
-    if drafter is not None and drafter.draft_model_config is not None:
-        models.append(drafter.draft_model_config)
-    totals = {1 if m.use_mla else m.get_total_num_kv_heads() for m in models}
-    total = totals.pop() if len(totals) == 1 else 0
-    return total if heads == max(1, total // ranks) else 0
 
 
 def _groups(kv_cache_config: KVCacheConfig) -> list[KVCacheGroupSpec]:

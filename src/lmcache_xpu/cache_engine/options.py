@@ -41,10 +41,10 @@ _UNCHECKED = "It keeps no checksum, so damage would be served. Use "
 _UNTRIED = "It was not tried with these connectors; leave it unset."
 
 OPTIONS = (
-    *_served("engine/test_engine.py; a multiple of the engine's block", "chunk_size"),
+    *_served("engine/test_stock.py; a multiple of the engine's block", "chunk_size"),
     *_served("tiers/disk/test_tier.py; false keeps nothing in host memory", "local_cpu"),
     *_served("cache_engine/test_options.py; more than 0", "max_local_cpu_size"),
-    *_served("engine/test_engine.py, both ways", "use_layerwise"),
+    *_served("engine/test_stock.py, both ways", "use_layerwise"),
     *_served(_ENGINE, "save_decode_cache"),
     *_served(
         "cache_engine/test_kv_cache_facts.py; refused where a block can't be split",
@@ -56,14 +56,6 @@ OPTIONS = (
     ),
     *_served("below", "extra_config"),
     *_served("tiers/disk/test_tier.py; also classes of your own", "storage_plugins"),
-    *_served(
-        "tiers/test_shared.py; also classes of your own; not with use_layerwise, and not the "
-        "connectors that LMCache brings",
-        "remote_storage_plugins",
-    ),
-    *_served(
-        "'naive' alone: others look into a chunk, see cache_engine/test_options.py", "remote_serde"
-    ),
     *_served(
         f"{_ENGINE}; of host memory, the disk tier has LRU; use_layerwise wants LRU",
         "cache_policy",
@@ -84,18 +76,21 @@ OPTIONS = (
         "LMCache's pool, for one latent KV cache of several workers", "reserve_local_cpu_size"
     ),
     *_refused(
-        "In LMCache 0.5.6 each hit of a chunk after its first fails. Loads run beside the engine "
-        "already: xpu.overlap_load.",
+        "In LMCache 0.5.6 each hit of a chunk after its first fails.",
         "enable_async_loading",
     ),
     *_refused(
         f"{_UNCHECKED}the disk tier: lmcache_xpu.disk.tier as a storage plugin.", "local_disk"
     ),
-    *_refused(f"{_UNCHECKED}the shared tier: remote_url of `lmcache-xpu serve`.", "remote_url"),
+    *_refused(
+        f"{_UNCHECKED}this package's own way, without LMCache's engine: setting remote_url.",
+        "remote_url",
+        "remote_storage_plugins",
+    ),
     *_refused("It reads into a chunk, where KV lies in our own order.", "enable_blending"),
     *_refused("The connectors of this package take its place.", "use_gpu_connector_v3"),
     *_refused(
-        "It brings a memory pool or a transfer of its own. Use the shared tier between engines.",
+        "It brings a memory pool or a transfer of its own.",
         "enable_p2p",
         "enable_pd",
         "gds_path",
@@ -103,7 +98,7 @@ OPTIONS = (
     ),
     *_refused("Nothing here was tried with LMCache's controller.", "enable_controller"),
     *_refused(
-        "A chunk would be found in some tiers alone, which the overlapped loads don't expect.",
+        "A chunk would be found in some tiers alone; it was not tried.",
         "store_location",
         "retrieve_locations",
     ),
@@ -117,13 +112,12 @@ OPTIONS = (
         "lookup_server_worker_ids",
     ),
     *_refused(
-        "It stands between the scheduler and look-ups that are answered in its own process; vLLM's "
-        "metrics count hits.",
+        "It stands between the scheduler and the look-ups; vLLM's metrics count hits.",
         "hit_miss_ratio",
         "enable_chunk_statistics",
     ),
     *_refused(
-        "Its API asks for no password, shows the environment, where the shared tier's is, and "
+        "Its API asks for no password, shows the environment, and "
         "changes options and tiers of a running engine past all checks.",
         "internal_api_server_enabled",
         "run_script_api_enabled",
@@ -140,7 +134,7 @@ OPTIONS = (
         f"{_UNTRIED} numactl binds an engine to a node.", "numa_mode", "local_cpu_use_hugepages"
     ),
     *_idle("of local_disk", "local_disk_path_sharding", "max_local_disk_size"),
-    *_idle("of remote_url", "audit_actual_remote_url"),
+    *_idle("of remote_url", "audit_actual_remote_url", "remote_serde"),
     *_idle(
         "of enable_blending",
         "blend_recompute_ratios",
@@ -220,22 +214,21 @@ OPTIONS = (
 
 EXTRA = (
     *_served(
-        "launch/test_engine_arguments.py; loads, overlap_load, overlap_store, staging_mib, "
-        "layers_at_once, share_cpu_tier: our own",
+        "launch/test_engine_arguments.py; staging_mib: our own",
         "xpu.*",
     ),
     *_served("tiers/disk/test_tier.py", "storage_plugin.*", "disk.*"),
-    *_idle("of remote_storage_plugins", "remote_storage_plugin.*", "use_exists_sync"),
     *_served(
-        "LMCache's own choice for one latent KV cache of several workers",
+        "cache_engine/test_config.py; false alone: each worker keeps its own copy",
         "save_only_first_rank",
-        "first_rank_max_local_cpu_size",
     ),
+    *_idle("of save_only_first_rank", "first_rank_max_local_cpu_size"),
+    *_idle("of remote_storage_plugins", "remote_storage_plugin.*", "use_exists_sync"),
     *_idle("always false: chunks have a name for it", "remote_enable_mla_worker_id_as0"),
     *_served(_ENGINE, "enable_cache_usage_details_in_response"),
     *_idle("of internal_api_server_enabled", "internal_api_server_*"),
     *_refused(
-        "It brings a memory pool or a transfer of its own. Use the disk tier or the shared tier.",
+        "It brings a memory pool or a transfer of its own. Use the disk tier.",
         "enable_nixl_storage",
         "rust_raw_block.*",
         "dax.*",

@@ -14,12 +14,7 @@ from lmcache.v1.metadata import LMCacheMetadata
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.gpu_connector.connector_options import ChunkFormat, ConnectorOptions
-from lmcache_xpu.gpu_connector.in_flight import InFlight
-from lmcache_xpu.gpu_connector.registered_cache import (
-    RegisteredCache,
-    Registration,
-    TransferRequest,
-)
+from lmcache_xpu.gpu_connector.registered_cache import RegisteredCache, Registration
 from lmcache_xpu.metrics import Flow
 from lmcache_xpu.versions.lmcache import GPUConnectorInterface
 
@@ -35,8 +30,6 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
         kwargs: fields of `ConnectorOptions`; `use_xpu` is another name for `use_gpu`.
 
     Attributes:
-        overlap: transfers that run beside the engine's steps; None without them. Set by who tells
-            the connector of the engine's steps.
         failed_slots: for each load that ended early, the slots `[tokens]` that it left unfilled.
 
     Raises:
@@ -66,7 +59,6 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
         self.hidden_dim_size = hidden_dim_size
         self.num_layers = num_layers
         self.use_mla = options.use_mla
-        self.overlap: InFlight | None = None
         self.failed_slots: list[torch.Tensor] = []
         self._chunk_format = ChunkFormat.of_connector(
             hidden_dim_size, num_layers, options, self.FORMAT, layerwise=self.LAYERWISE
@@ -93,11 +85,6 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
             use_mla=metadata.use_mla,
             **kwargs,
         )
-
-    @property
-    def groups(self) -> Sequence[tuple[int, int]]:
-        """For each memory object of a chunk its first layer, and the one after its last."""
-        return self._chunk_format.groups
 
     def get_shape(self, num_tokens: int) -> torch.Size:
         """Return the shape of the host memory of `num_tokens` tokens; see `ChunkFormat.shape`."""
@@ -126,34 +113,8 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
         """
         self._registration.register(None).stager.pin(pool)
 
-    @property
-    def _loads_in_flight(self) -> InFlight | None:
-        return self.overlap if self.overlap is not None and self.overlap.loads else None
-
-    @property
-    def _stores_in_flight(self) -> InFlight | None:
-        return self.overlap if self.overlap is not None and self.overlap.stores else None
-
-    def _group_starts(
-        self,
-        cache: RegisteredCache,
-        starts: Sequence[int],
-        ends: Sequence[int],
-        request: TransferRequest,
-    ) -> list[int]:
-        """Return the first layer of each group that a load of these chunks waits for at once."""
-        tokens = sum(ends) - sum(starts)
-        layer_bytes = self._layer_bytes(cache, tokens)
-        if request.owner is not None:  # who enqueues some with each step
-            size = cache.stager.tuning.direct_launch_bytes // max(layer_bytes, 1)
-            return list(range(0, self.num_layers, max(1, size)))
-        if self._loads_in_flight is None:
-            return [0]
-        tuning = cache.stager.tuning
-        return self._loads_in_flight.group_starts(self.num_layers, tokens, layer_bytes, tuning)
-
     def _layer_bytes(self, cache: RegisteredCache, tokens: int) -> int:
-        elements = self.get_shape(1).numel() // self.groups[0][1]
+        elements = self.get_shape(1).numel() // self._chunk_format.host.layers
         return tokens * elements * cache.view.dtype.itemsize
 
     def _count(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
@@ -14,7 +13,7 @@ from lmcache.v1.metadata import LMCacheMetadata
 
 from lmcache_xpu.errors import HostMemoryError, SettingsError
 from lmcache_xpu.transfer.layout import Geometry
-from lmcache_xpu.transfer.plan import HostFormat, Order, layer_groups, layers_of
+from lmcache_xpu.transfer.plan import HostFormat, Order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +28,6 @@ class ConnectorOptions:
         layout_hints: `{"kv_layout": name}` as the engine names its memory order.
         opaque_blocks: see `PagedView.from_engine`.
         staging_bytes: see `Stager`.
-        layers_at_once: most layers in one memory object of a layerwise connector.
         layer_major: of a standard connector: host memory has the shape that LMCache's format
             says, `[planes, layers, ...]`, and in it the bytes of `[layers, planes, ...]`.
     """
@@ -41,7 +39,6 @@ class ConnectorOptions:
     layout_hints: Mapping[str, str] | None = None
     opaque_blocks: bool = False
     staging_bytes: int | None = None
-    layers_at_once: int = 1
     layer_major: bool = False
 
     @classmethod
@@ -56,14 +53,8 @@ class ConnectorOptions:
     ) -> Self:
         """Return the options of a connector that LMCache uses in an engine.
 
-        How bytes move is what `xpu.layers_at_once` and `xpu.staging_mib` say, or else what suits
-        the size of a chunk. `kv_shape` of the metadata has the engine's real heads and head size.
+        `kv_shape` of the metadata has the engine's real heads and head size.
         """
-        _, *layer_shape = metadata.kv_shape
-        layers = config.get_extra_config_value("xpu.layers_at_once", None)
-        if layers is None:
-            layer_bytes = math.prod(layer_shape) * metadata.kv_dtype.itemsize
-            layers = layers_of(layer_bytes, torch.device(device).type)
         staging_mib = config.get_extra_config_value("xpu.staging_mib", None)
         return cls(
             chunk_size=metadata.kv_shape[2],
@@ -73,7 +64,6 @@ class ConnectorOptions:
             layout_hints=layout_hints,
             opaque_blocks=opaque_blocks,
             staging_bytes=None if staging_mib is None else int(staging_mib) * 2**20,
-            layers_at_once=int(layers),
             layer_major=True,
         )
 
@@ -97,13 +87,11 @@ class ChunkFormat:
     Args:
         lmcache_name: LMCache's name of the format.
         geometry: sizes of a token.
-        groups: for each memory object of a chunk its first layer, and the one after its last.
-        host: one format for all objects of a chunk; the last may have layers to spare.
+        host: of each of a chunk's memory objects.
     """
 
     lmcache_name: MemoryFormat
     geometry: Geometry
-    groups: Sequence[tuple[int, int]]
     host: HostFormat
 
     @classmethod
@@ -123,7 +111,7 @@ class ChunkFormat:
             num_layers: layers of the model.
             options: of the connector.
             lmcache_name: the format's name with keys and values; MLA has its own.
-            layerwise: host memory holds a group of layers, rows first.
+            layerwise: a memory object holds one layer, rows first.
         """
         geometry = Geometry(
             hidden=hidden,
@@ -132,26 +120,23 @@ class ChunkFormat:
         )
         # Opaque blocks lie in host memory of the same size as wholes, not in planes.
         planes = 1 if options.opaque_blocks else geometry.planes
-        groups = layer_groups(num_layers, options.layers_at_once if layerwise else num_layers)
         order: Order = "rows" if layerwise else "layers" if options.layer_major else "planes"
         return cls(
             lmcache_name=MemoryFormat.KV_MLA_FMT if options.use_mla else lmcache_name,
             geometry=geometry,
-            groups=groups,
-            host=HostFormat(groups[0][1], planes, order),
+            host=HostFormat(1 if layerwise else num_layers, planes, order),
         )
 
     def shape(self, tokens: int) -> torch.Size:
         """Return the shape of one memory object of some tokens.
 
-        `[planes, layers, tokens, hidden]`, or layerwise `[layers * tokens, planes, hidden]`,
-        without the planes where there is one.
+        `[planes, layers, tokens, hidden]`, or layerwise `[tokens, planes, hidden]`, without the
+        planes where there is one.
         """
         planes, hidden = self.geometry.planes, self.geometry.hidden
         if self.host.order != "rows":
             return torch.Size([planes, self.host.layers, tokens, hidden])
-        rows = self.host.layers * tokens
-        return torch.Size([rows, hidden] if planes == 1 else [rows, planes, hidden])
+        return torch.Size([tokens, hidden] if planes == 1 else [tokens, planes, hidden])
 
     def object_bytes(
         self,

@@ -17,13 +17,11 @@ import torch
 from lmcache.v1.memory_management import MemoryObj
 
 from lmcache_xpu.errors import HostMemoryError, LayoutError, TransferError
-from lmcache_xpu.gpu_connector.async_load import AsyncLoad
 from lmcache_xpu.gpu_connector.connector_options import (
     ChunkFormat,
     ConnectorOptions,
     same_bytes,
 )
-from lmcache_xpu.gpu_connector.in_flight import InFlight
 from lmcache_xpu.transfer.devices import is_host
 from lmcache_xpu.transfer.host_memory import HostMemory
 from lmcache_xpu.transfer.paged_view import EngineLayer, PagedView
@@ -40,13 +38,11 @@ class TransferRequest:
         kvcaches: the engine's layers; None means those of the last transfer.
         slot_mapping: `[tokens]`, one slot per token of the whole request.
         cached: leading tokens that the engine has itself; loads leave them alone.
-        owner: of a load that no step waits for; None for one that a step needs.
     """
 
     kvcaches: Sequence[EngineLayer] | None
     slot_mapping: torch.Tensor
     cached: int
-    owner: InFlight | AsyncLoad | None
 
     @classmethod
     def read(cls, arguments: Mapping[str, Any]) -> Self:
@@ -62,12 +58,7 @@ class TransferRequest:
             kvcaches=arguments.get("kvcaches"),
             slot_mapping=slot_mapping,
             cached=arguments.get("vllm_cached_tokens", 0),
-            owner=arguments.get("load_owner"),
         )
-
-    def slots(self, starts: Sequence[int], ends: Sequence[int]) -> torch.Tensor:
-        """Return the slots `[tokens]` from the first chunk to the last, on the host."""
-        return self.slot_mapping[min(starts, default=0) : max(ends, default=0)].to("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +84,8 @@ class RegisteredCache:
         request: TransferRequest,
         *,
         loading: bool,
-        group_starts: Sequence[int] = (0,),
     ) -> Plan:
         """Plan where each chunk's tokens go; a load leaves out tokens that the engine has.
-
-        See `Plan` for the starts of layer groups.
 
         Raises:
             TransferError: spans that don't fit each other or the slot mapping, bad slots.
@@ -107,7 +95,7 @@ class RegisteredCache:
         slots = check_slots(self.view, request.slot_mapping)
         spans = list(zip(starts, ends, strict=True))
         cached = request.cached if loading else 0
-        return self.stager.plan(self.chunk_format.host, slots, spans, cached, group_starts)
+        return self.stager.plan(self.chunk_format.host, slots, spans, cached)
 
     def memory(
         self,

@@ -8,7 +8,6 @@ refused.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 
 from lmcache_xpu.gpu_connector.base import PagedMemConnector
-from lmcache_xpu.gpu_connector.load_pipeline import LoadPipeline
 from lmcache_xpu.gpu_connector.registered_cache import TransferRequest
 from lmcache_xpu.metrics import LOAD_CPU, STORE_CPU
 
@@ -46,8 +44,7 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
         """Load chunks into the engine's KV cache.
 
         The copies run behind what the engine has enqueued and before what it enqueues next; host
-        memory may be reused as soon as this returns. With `overlap.loads` this returns at once, and
-        the engine waits layer by layer: see `InFlight`.
+        memory may be reused as soon as this returns.
 
         Args:
             memory_objs: LMCache's memory, one per chunk.
@@ -60,22 +57,14 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
         """
         request = TransferRequest.read(kwargs)
         cache = self._registration.register(request.kvcaches)
-        group_starts = self._group_starts(cache, starts, ends, request)
-        plan = cache.plan(starts, ends, request, loading=True, group_starts=group_starts)
+        plan = cache.plan(starts, ends, request, loading=True)
         memory = cache.memory(memory_objs, starts, ends, loading=True)
-        count = functools.partial(self._count, LOAD_CPU, cache, starts, ends, request.cached)
-        if request.owner is None:
-            cache.stager.follow_engine()  # blocks may have been freed by a step that is running
-        if (owner := request.owner or self._loads_in_flight) is not None:
-            load = LoadPipeline(cache.stager, request.slots(starts, ends))
-            load.add(plan, memory)
-            owner.add_load(load, memory_objs, count)
-            return
+        cache.stager.follow_engine()  # blocks may have been freed by a step that is running
         with cache.stager.whole():
             handle = cache.stager.load(plan, memory)
         handle.done.wait()  # the engine's stream
         handle.done.synchronize()  # LMCache gives up the host memory when this returns
-        count(handle.seconds())
+        self._count(LOAD_CPU, cache, starts, ends, request.cached, handle.seconds())
 
     @torch.inference_mode()
     def batched_from_gpu(
@@ -87,9 +76,6 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
     ) -> None:
         """Store chunks from the engine's KV cache; complete on the host when this returns.
 
-        With `overlap.stores` this returns at once, and LMCache's objects are complete when
-        `InFlight.publish` lets them go.
-
         Arguments and errors are those of `batched_to_gpu`. Tokens with negative slots leave their
         part of the host memory as it is.
         """
@@ -97,13 +83,8 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
         cache = self._registration.register(request.kvcaches)
         plan = cache.plan(starts, ends, request, loading=False)
         memory = cache.memory(memory_objs, starts, ends, loading=False)
-        count = functools.partial(self._count, STORE_CPU, cache, starts, ends, 0)
         cache.stager.follow_engine()
         with cache.stager.whole():
             stored = cache.stager.store(plan, memory)
-        if (in_flight := self._stores_in_flight) is not None:
-            in_flight.add_store(memory_objs, stored, request.slots(starts, ends))
-            in_flight.release((), [stored.transfer], count)
-            return
         stored.transfer.done.synchronize()  # LMCache publishes it at once
-        count(stored.transfer.seconds())
+        self._count(STORE_CPU, cache, starts, ends, 0, stored.transfer.seconds())

@@ -1,4 +1,4 @@
-"""A failure that others would wait for ends its process: of a start, and of a step of one rank."""
+"""A start that fails ends its process, for which others would wait."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from contextlib import contextmanager
 
 from lmcache_xpu.kv_connector.orphans import end_soon, is_child
 
-__all__ = ["ending_on_failure", "ending_rank_on_failure"]
-
-ANSWER_S = 1.0  # for vLLM to log the error, and to answer
+__all__ = ["ending_on_failure"]
 
 
 @contextmanager
@@ -29,25 +27,6 @@ def ending_on_failure() -> Iterator[None]:
         threading.Thread(target=_end_with_main_thread, daemon=True).start()
         if is_child():
             end_soon()
-        raise
-
-
-@contextmanager
-def ending_rank_on_failure(ranks: int) -> Iterator[None]:
-    """Let the process end if a step fails on one of several ranks.
-
-    The other ranks wait for this one in a collective operation, for half an hour by default, and
-    vLLM for the answer of the first rank alone. That a process has ended it hears at once, and then
-    ends the engine.
-
-    Args:
-        ranks: workers of the engine.
-    """
-    try:
-        yield
-    except Exception:
-        if ranks > 1 and is_child():
-            threading.Timer(ANSWER_S, os._exit, (1,)).start()
         raise
 
 

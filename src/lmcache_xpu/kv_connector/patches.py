@@ -1,10 +1,10 @@
 """The attributes of vLLM and LMCache that are replaced.
 
-vLLM's workers tell a connector too little and too late, its scheduler goes on wrongly after a
+vLLM's workers don't tell a connector that the weights change, its scheduler goes on wrongly after a
 failed load, LMCache's metrics show a model's directory, and its stock name is to mean our
-connector. Each replacement passes to the
-original what does not concern our connector. `install` puts them in place when the modules that
-hold them are imported, so that a process which never imports one does not do so for this.
+connector. Each replacement passes to the original what does not concern our connector. `install`
+puts them in place when the modules that hold them are imported, so that a process which never
+imports one does not do so for this.
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ def _hooking(original: Callable[..., Any]) -> Callable[..., Any]:
     """Make the replacement of `WorkerWrapperBase.__getattr__`.
 
     vLLM's executors reach a worker by way of its wrapper, and all methods of the worker but four
-    through this. So a worker is hooked before its first step and its first change of weights, also
-    where our connector comes late: vLLM makes it when the worker exists, and our plug-in may be
-    kept out of the process.
+    through this. So a worker is hooked before its first change of weights, also where our
+    connector comes late: vLLM makes it when the worker exists, and our plug-in may be kept out of
+    the process.
     """
 
     @functools.wraps(original)

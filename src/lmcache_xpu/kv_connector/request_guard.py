@@ -6,35 +6,12 @@ import functools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
 
 from lmcache_xpu.metrics import fallback
 
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
-
-__all__ = ["ServedRequest", "guarded"]
+__all__ = ["guarded"]
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
-
-
-class ServedRequest:
-    """A request without its `kv_transfer_params`, as LMCache gets it when it is allocated and ends.
-
-    LMCache reads fields of disaggregated prefill there, which this package does not serve, and
-    raises where one is missing or its request has ended early.
-
-    Args:
-        request: vLLM's.
-    """
-
-    kv_transfer_params = None
-
-    def __init__(self, request: Request) -> None:
-        self._request = request
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._request, name)
 
 
 @contextmanager

@@ -1,99 +1,20 @@
-"""One step of a vLLM engine: what the scheduler's half of the connector tells the worker's."""
+"""One step of a vLLM engine: the blocks that it writes, and the same step without some requests."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-from lmcache_xpu.kv_connector.epochs import FIRST, Epoch
-from lmcache_xpu.kv_connector.promises import NOTHING_UNSERVED, Unserved
-from lmcache_xpu.versions.lmcache import LMCacheConnectorMetadata
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
-    from lmcache_xpu.versions.lmcache import ReqMeta
-
-__all__ = [
-    "IDLE_S",
-    "StepMetadata",
-    "may_run_as_one_graph",
-    "with_answers",
-    "without",
-    "without_answering",
-    "written_blocks",
-]
+__all__ = ["IDLE_S", "may_run_as_one_graph", "with_answers", "without", "written_blocks"]
 
 # That a worker waits in a step without tokens; as vLLM's own loop, where the engine has a process.
 IDLE_S = 0.001
 FULL = "FULL"  # vLLM's CUDAGraphMode
-
-
-@dataclass
-class StepMetadata(LMCacheConnectorMetadata):  # type: ignore[misc]  # untyped base
-    """LMCache's description of a step, and what the worker must know beside it.
-
-    Args:
-        requests: LMCache's, what to load and store of each request.
-        new_blocks: IDs of the blocks that the step may write for the first time since a request
-            got them, see `written_blocks`; None if that is not known.
-        tokens: number of tokens to compute; None if that is not known.
-        epoch: in which the step was described.
-        loads: of requests that wait for them, and are in no step yet; see `async_loads`.
-        arrived: requests that were said to have all that they waited for, since the last step.
-        computed_hits: number of requests in it that are computed, though they could be loaded.
-        number: by which workers report that it has ended; None if nobody asks.
-        unserved: promised loads that are not described; they count as failed.
-        prompts: vLLM's own lists of the tokens of its new requests, by request; not sent.
-    """
-
-    new_blocks: frozenset[int] | None = None
-    tokens: int | None = None
-    epoch: Epoch = FIRST
-    loads: list[ReqMeta] = field(default_factory=list)
-    arrived: frozenset[str] = frozenset()
-    computed_hits: int = 0
-    number: int | None = None
-    unserved: Unserved = NOTHING_UNSERVED
-    prompts: Mapping[str, list[int]] = field(default_factory=dict)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what workers in other processes are told.
-
-        vLLM sends a step with its description of new requests as one pickle, which holds a list
-        once, however often it is named. Of 65,536 tokens a list takes milliseconds there and back,
-        in which nothing is loaded yet.
-        """
-        requests = [_named_by_prompt(each, self.prompts) for each in self.requests]
-        return {**vars(self), "requests": requests, "prompts": {}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        requests = [_with_own_tokens(request) for request in state["requests"]]
-        self.__dict__.update(state, requests=requests)
-
-
-class _OfPrompt(NamedTuple):
-    """The first tokens of a prompt."""
-
-    prompt: list[int]
-    tokens: int
-
-
-def _named_by_prompt(request: ReqMeta, prompts: Mapping[str, list[int]]) -> ReqMeta:
-    """Return a request whose tokens are a part of vLLM's own list, where they are."""
-    prompt, count = prompts.get(request.req_id), len(request.token_ids)
-    if prompt is None or prompt[:count] != request.token_ids:  # a cache salt exchanges some
-        return request
-    return replace(request, token_ids=_OfPrompt(prompt, count))
-
-
-def _with_own_tokens(request: ReqMeta) -> ReqMeta:
-    if not isinstance(request.token_ids, _OfPrompt):
-        return request
-    prompt, count = request.token_ids
-    return replace(request, token_ids=prompt[:count])
 
 
 def written_blocks(
@@ -138,30 +59,6 @@ def with_answers(step: SchedulerOutput) -> SchedulerOutput:
         for new in step.scheduled_new_reqs
     ]
     return replace(step, scheduled_new_reqs=requests)
-
-
-def without_answering(step: SchedulerOutput, answering: set[str]) -> SchedulerOutput:
-    """Return a step without the requests that have come to their answers.
-
-    Where answers are not stored, LMCache has nothing to do for these and still looks at each of
-    them. One that was left out stays so until it is given other blocks: LMCache counts what it is
-    told of a request's blocks.
-
-    Args:
-        step: what is scheduled; one token at a time of each answer.
-        answering: requests that were left out so far; kept up to date.
-    """
-    cached = step.scheduled_cached_reqs
-    answering.difference_update(step.finished_req_ids, cached.resumed_req_ids)
-    answering.difference_update(new.req_id for new in step.scheduled_new_reqs)
-    answering.update(
-        request
-        for request, answered in zip(cached.req_ids, cached.num_output_tokens, strict=True)
-        if answered
-        and step.num_scheduled_tokens[request] == 1
-        and request not in cached.resumed_req_ids
-    )
-    return without(step, answering)
 
 
 def without(step: SchedulerOutput, left_out: Collection[str]) -> SchedulerOutput:

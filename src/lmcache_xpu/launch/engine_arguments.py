@@ -112,11 +112,9 @@ def lmcache_config(settings: Settings) -> dict[str, object]:
     }
     if settings.kv_events is not None:
         config["enable_kv_events"] = True
-    extra: dict[str, object] = {
-        f"xpu.{name}": value
-        for name in ("loads", "staging_mib", "layers_at_once")
-        if (value := getattr(settings, name)) is not None
-    }
+    extra: dict[str, object] = {}
+    if settings.staging_mib is not None:
+        extra["xpu.staging_mib"] = settings.staging_mib
     if settings.disk_path is not None:
         config["storage_plugins"] = ["disk"]
         extra |= {

@@ -43,7 +43,7 @@ CPU_KV_CACHE_GIB = 4.0
 CPU_BLOCK_TOKENS = 128
 
 # What only a cache in the engine's process has, and the value that leaves it alone.
-SERVER_LACKS: dict[str, object] = {"layerwise": False, "layers_at_once": None, "kv_events": None}
+SERVER_LACKS: dict[str, object] = {"layerwise": False, "kv_events": None}
 Cache = Literal["auto", "in-process", "server"]
 # Beginnings of vLLM's options for secrets (argparse takes a part of a name), and where those go.
 SECRET_OPTIONS = {"--api-k": f"{ENV_PREFIX}API_KEY", "--hf-t": "HF_TOKEN"}
@@ -160,9 +160,6 @@ class Settings(BaseSettings):
     )
     remote_password: SecretStr | None = Field(None, description="Password of that server")
     layerwise: bool = Field(False, description="Load and store layer by layer")
-    layers_at_once: int | None = Field(
-        None, ge=1, description="Layers that move together with layerwise; unset: by their size"
-    )
     loads: Literal["auto", "always", "step", "async"] = Field(
         "auto",
         description="Compute a hit, load it in its request's step, or while the request waits; "
@@ -263,6 +260,12 @@ class Settings(BaseSettings):
                 "layerwise with a remote_url",
                 "one of the two",
                 "The shared tier holds whole chunks only.",
+            )
+        if self.pipeline_parallel > 1 and self.layerwise:
+            raise SettingsError(
+                f"layerwise with pipeline_parallel={self.pipeline_parallel}",
+                "one of the two",
+                "LMCache's own engine stores what came of a load that failed in another stage.",
             )
         self._agree_on_the_server()
         return self

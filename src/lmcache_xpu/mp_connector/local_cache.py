@@ -38,6 +38,7 @@ from lmcache.v1.distributed.storage_manager import StorageManager
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.metrics import CPU_LIMIT_BYTES, CPU_USED_BYTES
 from lmcache_xpu.mp_connector.hit_places import (
     EVICTION_POLICY,
     EVICTION_WATERMARK,
@@ -193,6 +194,7 @@ class LocalCache:
             )
         )
         self._room = Room(self._storage)
+        CPU_LIMIT_BYTES.set(self.memory_use()[1])
         address = self._storage.l1_memory_desc.ptr
         self._is_pinned = pools is not None and pools.has_pinned(address)
 
@@ -229,7 +231,9 @@ class LocalCache:
             windows: by group, chunks at the end of a hit that it needs; 0 for all.
         """
         self._windows = tuple(windows)
-        self._layouts = [MemoryLayoutDesc([torch.Size([size])], [torch.uint8]) for size in sizes]
+        self._layouts = [
+            MemoryLayoutDesc([torch.Size([1, 1, size])], [torch.uint8]) for size in sizes
+        ]
 
     def memory(self) -> LentMemory:
         """Return the memory of chunks, pinned where that is possible."""
@@ -370,6 +374,7 @@ class LocalCache:
         if written:
             self._storage.finish_write(written)
             self._room.touch(in_order)
+            CPU_USED_BYTES.set(self.memory_use()[0])
         return bool(written)
 
     # The end
@@ -387,6 +392,7 @@ class LocalCache:
         while self._storage.get_l1_usage()[0] and time.monotonic() < deadline:
             self._storage.clear()
             time.sleep(0.05)
+        CPU_USED_BYTES.set(self.memory_use()[0])
         return all([*gone, *(adapter.forget(self.model_name) for adapter in adapters)])
 
     def close(self) -> None:

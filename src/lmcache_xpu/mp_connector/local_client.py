@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from lmcache_xpu.metrics import LOAD_CPU, STORE_CPU
 from lmcache_xpu.mp_connector.local_cache import LocalCache, Range, Rows
 from lmcache_xpu.mp_connector.object_slots import ObjectSlots
 from lmcache_xpu.mp_connector.server_client import KeyScope
@@ -26,6 +27,7 @@ class LocalClient:
         healthy: always set.
     """
 
+    load_flow, store_flow = LOAD_CPU, STORE_CPU
     requests: Any = None  # to a server
     instance_id, timeout_s = 0, 1.0
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lmcache_xpu.errors import TransferError
-from lmcache_xpu.metrics import LOAD_SERVER, STORE_SERVER, Flow
+from lmcache_xpu.metrics import Flow
 from lmcache_xpu.mp_connector.group_copies import GroupCopies
 from lmcache_xpu.mp_connector.hit_places import needed_chunks
 from lmcache_xpu.mp_connector.lent_memory import LentMemory
@@ -29,10 +29,11 @@ from lmcache_xpu.mp_connector.load_questions import (
     Question,
     questions_of,
 )
-from lmcache_xpu.mp_connector.local_client import LocalQuestions
+from lmcache_xpu.mp_connector.local_client import LocalClient, LocalQuestions
 from lmcache_xpu.mp_connector.object_slots import ObjectSlots
 from lmcache_xpu.mp_connector.seals import Seals, break_seal, seal, seals_at, seals_of
 from lmcache_xpu.mp_connector.server import GivenUpError, Server, check_lease
+from lmcache_xpu.mp_connector.server_client import ServerClient
 from lmcache_xpu.mp_connector.transfer_queue import Transfer
 from lmcache_xpu.transfer.devices import Event, SideStream
 
@@ -70,20 +71,23 @@ class Moves:
     Args:
         server: where from and to.
         groups: copies of each group.
-        chunk_tokens: tokens of a chunk.
+        client: of the cache.
 
     Attributes:
-        chunk_tokens: see above.
+        chunk_tokens: tokens of a chunk.
         enqueueing: held while copies are enqueued; stores and loads share staging memory.
     """
 
-    def __init__(self, server: Server, groups: Sequence[GroupCopies], chunk_tokens: int) -> None:
+    def __init__(
+        self, server: Server, groups: Sequence[GroupCopies], client: ServerClient | LocalClient
+    ) -> None:
         self.enqueueing = threading.Lock()
         self._near_per_s: float | None = None
         self._numbers = itertools.count()  # of questions; threads share it
         self._server = server
         self._groups = groups
-        self.chunk_tokens = chunk_tokens
+        self.chunk_tokens = client.chunk_tokens
+        self._load_flow, self._store_flow = client.load_flow, client.store_flow
         self._windows = [copies.window_chunks for copies in groups]
         self._way: LoadQuestions = LMCacheQuestions(server.client, server.instance_id)
         self._stream = SideStream(server.device, urgent=False)
@@ -154,7 +158,7 @@ class Moves:
                 seal(obj, digest)
         if not way.is_committed(self._server.answer(way.commit(number, key))):
             raise GivenUpError("refused")
-        self._count(STORE_SERVER, slots, time.monotonic() - begun)
+        self._count(self._store_flow, slots, time.monotonic() - begun)
 
     def load(
         self, transfer: Transfer, key: Any, blocks: Sequence[list[int]], event: Event | None
@@ -248,7 +252,7 @@ class Moves:
 
     def count_load(self, slots: ObjectSlots, seconds: float) -> None:
         """Count a load that has ended well."""
-        self._count(LOAD_SERVER, slots, seconds)
+        self._count(self._load_flow, slots, seconds)
 
     def _lacked(self, chunks: Sequence[list[list[int]]]) -> list[list[int]]:
         """Return by group the chunks that do not hold what a hit needs.

@@ -16,6 +16,8 @@ from lmcache.v1.distributed.error import L1Error
 from lmcache.v1.distributed.eviction import L1EvictionPolicy
 from lmcache.v1.distributed.eviction_policy import LRUEvictionPolicy
 
+from lmcache_xpu.metrics import evicted
+
 __all__ = ["Room"]
 
 
@@ -84,7 +86,9 @@ class Room:
                 lambda key: key not in kept and self._memory.is_key_evictable(key),
             )
             answers = self._memory.delete([key for action in actions for key in action.keys])
-            if L1Error.SUCCESS not in answers.values():
+            gone = sum(answer == L1Error.SUCCESS for answer in answers.values())
+            evicted(gone)
+            if not gone:
                 return
 
     def _nbytes(self, layout: Any) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.metrics import LOAD_SERVER, STORE_SERVER
 from lmcache_xpu.mp_connector.hit_places import ALIGN
 from lmcache_xpu.mp_connector.step import TokenRange
 from lmcache_xpu.versions import lmcache_server
@@ -89,6 +90,7 @@ class ServerClient:
     """
 
     local = None  # the cache is not in this process
+    load_flow, store_flow = LOAD_SERVER, STORE_SERVER
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from queue import SimpleQueue
 
 from lmcache_xpu.errors import LMCacheXPUError
 from lmcache_xpu.kv_connector.load_policy import LoadSpeeds
-from lmcache_xpu.metrics import LOAD_SERVER, STORE_SERVER, Flow, fallback, loaded
+from lmcache_xpu.metrics import Flow, fallback, loaded
 from lmcache_xpu.mp_connector.group_copies import GroupCopies
 from lmcache_xpu.mp_connector.kv_cache_groups import NULL_BLOCK
 from lmcache_xpu.mp_connector.lent_memory import LentMemory
@@ -60,7 +60,7 @@ class Transfers:
         self._server = Server(
             client.requests, client.instance_id, client.healthy, self._device, timeout_s
         )
-        self._moves = Moves(self._server, groups, client.chunk_tokens)
+        self._moves = Moves(self._server, groups, client)
         self._stores = TransferQueue("stores")
         self._loads = TransferQueue("loads")
         self._damaged: SimpleQueue[str] = SimpleQueue()
@@ -74,7 +74,7 @@ class Transfers:
                 groups[0],
                 lambda chunks: client.key(chunks, worker=True),
                 draft_layers,
-                lambda request_id, error: self._failed(LOAD_SERVER, request_id, error),
+                lambda request_id, error: self._failed(client.load_flow, request_id, error),
             )
 
     def take_speeds(self) -> LoadSpeeds:
@@ -203,7 +203,7 @@ class Transfers:
                 check()
             self._moves.store(transfer, self._client.key(chunks, worker=True), blocks, event)
 
-        self._stores.add(transfer, lambda: self._succeeds(STORE_SERVER, move, transfer))
+        self._stores.add(transfer, lambda: self._succeeds(self._client.store_flow, move, transfer))
         return transfer
 
     def load(self, chunks: TokenRange, event: Event) -> Transfer:
@@ -224,7 +224,7 @@ class Transfers:
 
         loaded("async")
         self._waited.append(transfer)
-        self._loads.add(transfer, lambda: self._succeeds(LOAD_SERVER, move, transfer))
+        self._loads.add(transfer, lambda: self._succeeds(self._client.load_flow, move, transfer))
         return transfer
 
     def fail(self, unserved: Mapping[str, frozenset[int]]) -> None:
@@ -265,7 +265,7 @@ class Transfers:
             move()
         except Exception as error:  # whatever it is: it costs a hit, and the engine goes on
             self._failed(flow, transfer.request, error)
-            if flow is LOAD_SERVER:
+            if flow is self._client.load_flow:
                 fallback("load")
             return False
         return True
@@ -283,5 +283,5 @@ class Transfers:
                 exc_info=None if isinstance(error, LMCacheXPUError) else error,
             )
         flow.failed(reason)
-        if flow is LOAD_SERVER and reason not in _PASSING:
+        if flow is self._client.load_flow and reason not in _PASSING:
             self._damaged.put(request_id)

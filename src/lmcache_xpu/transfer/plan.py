@@ -18,7 +18,6 @@ import torch
 from lmcache_xpu.errors import TransferError
 from lmcache_xpu.transfer.host_memory import Segments
 from lmcache_xpu.transfer.slots import ChunkRows, RequestRows
-from lmcache_xpu.transfer.tuning import tuning_of
 
 Order = Literal["planes", "layers", "rows"]
 
@@ -211,18 +210,6 @@ class Plan:
             for start, end in zip(starts, ends, strict=True)
             for layer in range(start, end, fit)
         ]
-
-
-def layers_of(layer_bytes: int, device_type: str = "xpu") -> int:
-    """Return how many layers of a chunk make about `object_bytes` of the tuning; at least one."""
-    return max(1, round(tuning_of(device_type).object_bytes / max(layer_bytes, 1)))
-
-
-def layer_groups(layers: int, most: int) -> list[tuple[int, int]]:
-    """Return as few groups of at most `most` layers as there can be; each first layer, and end."""
-    count = -(-layers // most)
-    size = -(-layers // max(count, 1))
-    return [(first, min(first + size, layers)) for first in range(0, layers, size)]
 
 
 def _segments(form: HostFormat, layers: range, chunk_bytes: Sequence[int]) -> Segments:

@@ -16,15 +16,13 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-import os
 import re
 from collections.abc import Mapping
-from functools import cached_property
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:  # who only starts an engine imports this module, too
-    import torch
+    pass
 
 MIB, GIB = 2**20, 2**30
 
@@ -101,96 +99,6 @@ def _options(environ: Mapping[str, str]) -> dict[str, int]:
     return {name: int(mib) for name, mib in options}
 
 
-class Place(NamedTuple):
-    """Where another process finds shared memory."""
-
-    process: int
-    descriptor: int
-    inode: int
-    size: int
-
-
-class SharedMemory:
-    """Memory that processes of one host map together, until they end: a driver may know it.
-
-    It has no name, and goes when the last of them has ended, however that was. A process opens it
-    through the one that made it, in `/proc`: files in `/dev/shm` outlive a kill, and containers
-    keep its size small.
-
-    Args:
-        descriptor: of an open file in memory; the object's from now on.
-        size: bytes of it.
-
-    Attributes:
-        address: of its first byte.
-    """
-
-    _made: ClassVar[dict[int, SharedMemory]] = {}  # by address
-
-    def __init__(self, descriptor: int, size: int) -> None:
-        self._descriptor, self._size = descriptor, size
-        self._map = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-
-    @cached_property
-    def tensor(self) -> torch.Tensor:
-        """All of it, `[size]` uint8."""
-        import torch
-
-        return torch.frombuffer(self._map, dtype=torch.uint8)
-
-    @classmethod
-    def make(cls, size: int) -> Self:
-        """Return new memory, zero and resident.
-
-        Raises:
-            OSError: there is not so much memory.
-        """
-        descriptor = os.memfd_create("lmcache-xpu", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(descriptor, size)
-            memory = cls(descriptor, size)
-        except OSError:
-            os.close(descriptor)
-            raise
-        cls._made[memory.address] = memory
-        return memory
-
-    @classmethod
-    def made_at(cls, address: int) -> SharedMemory | None:
-        """Return the memory that this process has made at an address."""
-        return cls._made.get(address)
-
-    def number(self, offset: int) -> ctypes.c_int64:
-        """Return a number in it, which is read and written at once; it keeps the memory mapped.
-
-        Args:
-            offset: in bytes, a multiple of eight.
-        """
-        return ctypes.c_int64.from_buffer(self._map, offset)
-
-    @property
-    def place(self) -> Place:
-        """Where others find it, while this process lives."""
-        inode = os.fstat(self._descriptor).st_ino
-        return Place(os.getpid(), self._descriptor, inode, self._size)
-
-    @classmethod
-    def open(cls, place: Place) -> Self:
-        """Map what another process has made.
-
-        Raises:
-            OSError: that process has ended, or this one may not look into it.
-        """
-        flags = os.O_RDWR | os.O_CLOEXEC
-        descriptor = os.open(f"/proc/{place.process}/fd/{place.descriptor}", flags)
-        status = os.fstat(descriptor)
-        if (status.st_ino, status.st_size) != (place.inode, place.size):
-            os.close(descriptor)
-            raise OSError("another file has the number of the shared memory")
-        return cls(descriptor, place.size)
-
-
 class PoolMemory:
     """LMCache's operations that allocate and free its pool; those that don't fit go another way.
 
@@ -201,24 +109,20 @@ class PoolMemory:
         ops: LMCache's operations of the device, `lmcache.device_ops`.
         most: bytes of the largest pinned allocation.
         environ: of this process.
-        shared: what it allocates can be mapped by other processes, and all is allocated so.
     """
 
-    def __init__(
-        self, ops: Any, most: int, environ: Mapping[str, str], *, shared: bool = False
-    ) -> None:
+    def __init__(self, ops: Any, most: int, environ: Mapping[str, str]) -> None:
         self._allocate, self._free = ops.alloc_pinned_ptr, ops.free_pinned_ptr
         self._most, self._environ = most, environ
-        self._shared = shared
-        self._pools: dict[int, mmap.mmap | SharedMemory] = {}
+        self._pools: dict[int, mmap.mmap] = {}
 
     @classmethod
-    def bind(cls, ops: Any, most: int, environ: Mapping[str, str], *, shared: bool = False) -> Self:
+    def bind(cls, ops: Any, most: int, environ: Mapping[str, str]) -> Self:
         """Let LMCache use it from now on; may be called again. Returns what LMCache uses."""
         bound = getattr(ops.alloc_pinned_ptr, "__self__", None)
         if isinstance(bound, cls):
             return bound
-        pool = cls(ops, most, environ, shared=shared)
+        pool = cls(ops, most, environ)
         # As LMCache binds the operations of its own extensions. Off CUDA it knows no NUMA nodes.
         names = SimpleNamespace(
             alloc_pinned_ptr=pool.allocate,
@@ -239,10 +143,6 @@ class PoolMemory:
         Raises:
             OSError: there is not so much memory.
         """
-        if self._shared:
-            memory = SharedMemory.make(size)
-            self._pools[memory.address] = memory
-            return memory.address
         if fits(size, self._most, self._environ):
             address: int = self._allocate(size, flags)
             return address

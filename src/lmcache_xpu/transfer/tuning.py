@@ -30,8 +30,6 @@ class Tuning:
         direct_programs: programs that share a launch of that kernel.
         tile_words: words that one program of a kernel moves at once, a power of two.
         large_row_bytes: without Triton, rows from this size on are copied one by one.
-        object_bytes: about so many bytes of a chunk are one memory object of the layerwise
-            connector. Part of the key of what it stores: stored chunks are not found with another.
         loaded_per_computed: loaded tokens per token to compute from which on copying takes longer
             than computing.
         load_us: microseconds that a load takes beside its copies.
@@ -71,8 +69,6 @@ class Tuning:
     # torch splits the copy of a large row among its threads, while its index operations move a few
     # large rows in one thread, and twice.
     large_row_bytes: int = 64 * KIB
-    # A copy costs the link 4 microseconds: one of this size, a hundredth.
-    object_bytes: int = 16 * MIB
     # A guess: measured, 20. More on devices that compute more slowly.
     loaded_per_computed: int = 32
     load_us: int = 2000  # a guess

@@ -16,27 +16,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # types, as the version has them that pyproject.toml pins
-    from lmcache.integration.vllm.vllm_service_factory import VllmServiceFactory
     from lmcache.integration.vllm.vllm_v1_adapter import (
         LMCacheConnectorMetadata,
         LMCacheConnectorV1Impl,
-        LoadSpec,
-        ReqMeta,
-        extract_request_configs,
     )
-    from lmcache.v1.cache_engine import LMCacheEngine, LMCacheEngineBuilder
+    from lmcache.v1.cache_engine import LMCacheEngineBuilder
     from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
     from lmcache.v1.gpu_connector.xpu_connectors import VLLMPagedMemLayerwiseXPUConnector
     from lmcache.v1.lookup_client.factory import LookupClientFactory
-    from lmcache.v1.lookup_client.lmcache_lookup_client import (
-        LMCacheLookupClient,
-        LMCacheLookupServer,
-    )
-    from lmcache.v1.manager import LMCacheManager
-    from lmcache.v1.offload_server.message import OffloadMsg
-    from lmcache.v1.offload_server.zmq_server import ZMQOffloadServer
-    from lmcache.v1.rpc.transport import RpcClientTransport, RpcServerTransport
-    from lmcache.v1.rpc_utils import get_zmq_rpc_path_lmcache
     from lmcache.v1.token_database import ChunkedTokenDatabase
 
 MODULES = {
@@ -44,22 +31,9 @@ MODULES = {
     "GPUConnectorInterface": "v1.gpu_connector.gpu_connectors",
     "LMCacheConnectorMetadata": "integration.vllm.vllm_v1_adapter",
     "LMCacheConnectorV1Impl": "integration.vllm.vllm_v1_adapter",
-    "LMCacheEngine": "v1.cache_engine",
     "LMCacheEngineBuilder": "v1.cache_engine",
-    "LMCacheLookupClient": "v1.lookup_client.lmcache_lookup_client",
-    "LMCacheLookupServer": "v1.lookup_client.lmcache_lookup_client",
-    "LMCacheManager": "v1.manager",
-    "LoadSpec": "integration.vllm.vllm_v1_adapter",
     "LookupClientFactory": "v1.lookup_client.factory",
-    "OffloadMsg": "v1.offload_server.message",
-    "ReqMeta": "integration.vllm.vllm_v1_adapter",
-    "RpcClientTransport": "v1.rpc.transport",
-    "RpcServerTransport": "v1.rpc.transport",
     "VLLMPagedMemLayerwiseXPUConnector": "v1.gpu_connector.xpu_connectors",
-    "VllmServiceFactory": "integration.vllm.vllm_service_factory",
-    "ZMQOffloadServer": "v1.offload_server.zmq_server",
-    "extract_request_configs": "integration.vllm.vllm_v1_adapter",
-    "get_zmq_rpc_path_lmcache": "v1.rpc_utils",
 }
 
 

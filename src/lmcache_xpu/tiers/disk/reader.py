@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
     from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
-    from lmcache_xpu.tiers.disk.holdings import Holdings
-    from lmcache_xpu.tiers.disk.stored_chunk import StoredChunk
+    from lmcache_xpu.tiers.disk.holdings import Holdings, StoredChunk
 
 __all__ = ["DiskReader", "read_object"]
 

@@ -22,7 +22,7 @@ Who calls what, and which references and pins that leaves (LMCache 0.5.6):
             first chunk that is missing, damaged or finds no room in the pool, the result is
             None (or ends, where it is a list of the loaded ones) and vLLM recomputes.
     close   ends its writes, which read from the CPU pool's memory. LMCache itself would free that
-            before; `cache_engine.storage_manager` closes the pool last.
+            before; `stock.ending` closes the pool last.
 """
 
 from __future__ import annotations
@@ -36,14 +36,12 @@ from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import DISK_LIMIT_BYTES, DISK_USED_BYTES
-from lmcache_xpu.tiers.chunk_key import KeyTexts, chunk_and_layer
+from lmcache_xpu.tiers.chunk_key import engine_origin
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
 from lmcache_xpu.tiers.disk.holdings import Holdings
-from lmcache_xpu.tiers.disk.neighbours import Neighbours
 from lmcache_xpu.tiers.disk.parameters import DiskSettings, check_hash
 from lmcache_xpu.tiers.disk.reader import DiskReader
 from lmcache_xpu.tiers.disk.writer import DiskWriter
-from lmcache_xpu.tiers.residency import DISK
 
 if TYPE_CHECKING:
     import asyncio
@@ -57,8 +55,6 @@ if TYPE_CHECKING:
     from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
     from lmcache_xpu.tiers.disk.counters import Counters
-    from lmcache_xpu.tiers.prompts import Prompts
-    from lmcache_xpu.tiers.residency import Residency
 
 __all__ = ["DiskTier"]
 
@@ -94,7 +90,6 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
             )
         check_hash(config.pre_caching_hash_algorithm)
         settings = DiskSettings.parse(config.extra_config or {})
-        self._texts = KeyTexts(metadata)
         self._num_layers = metadata.kv_shape[0]
         self._hidden: int = metadata.kv_shape[3] * metadata.kv_shape[4]
         self._store = settings.open_store(
@@ -106,25 +101,11 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         self._writes = DiskWriter(
             self._store, half_pool, max(1, settings.threads // 2), self._hidden
         )
-        self._holdings = self._open_holdings(settings)
+        self._holdings = Holdings(self._store, engine_origin(metadata))
         self._reads = DiskReader(
             self._store, self._holdings, local_cpu_backend, settings.threads, self._hidden
         )
         self._closed = False
-
-    def _open_holdings(self, settings: DiskSettings) -> Holdings:
-        """Find out what other ranks' directories hold, besides this one's own."""
-        rank, ranks, shard = self.metadata.worker_id, self.metadata.world_size, self._texts.shard
-        neighbours = Neighbours(
-            settings.others(rank, ranks),
-            None if shard.stores else settings.directory(shard.first_rank),
-            lambda name: self._texts.is_usable(_text(name)),
-        )
-        if len(neighbours):
-            logger.info(
-                "disk tier: %d chunks in directories of other ranks can be read", len(neighbours)
-            )
-        return Holdings(self._store, neighbours, self._texts, self._hidden)
 
     def __str__(self) -> str:
         return type(self).__name__
@@ -143,17 +124,6 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
             dropped=counters.dropped + self._writes.dropped,
             misses=counters.misses + self._reads.misses,
         )
-
-    def watch(self, residency: Residency) -> None:
-        """Tell of the chunks that are stored, and of each that comes or goes."""
-
-        def changed(name: str, is_stored: bool) -> None:
-            if not self._texts.is_own(_text(name)):
-                return
-            chunk, layer = chunk_and_layer(name)
-            residency.changed(DISK, chunk, is_stored, layer)
-
-        self._store.watch(changed)
 
     # Lookup
 
@@ -220,12 +190,10 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         Takes a reference to each until its write has ended. Skips what is stored (and marks it
         as used) or queued; drops what exceeds the bound on the queue, see the module.
         """
-        if not self._texts.shard.stores:
-            return []
         if not keys:
             return []
         names = [self._holdings.name(key) for key in keys]
-        used_ns = self._used(keys[0]) or self._store.touch(names)
+        used_ns = self._store.touch(names)
         return self._writes.submit(list(keys), names, objs, used_ns, on_complete_callback)
 
     # Load
@@ -252,16 +220,12 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
 
         LMCache calls this in two ways. With a `transfer_spec`, to prefetch what it has just
         looked up: it drops one reference, and leaves the lookup's pins to us. Without, for one
-        layer of a layerwise load: the reference goes when the layer is handed over, before its
-        copy is done, and a pin on the object lasts until all are (`retrieve_layer` unpins).
+        layer of a layerwise load: the GPU connector holds it until its copy is done.
         """
         loaded = await self._reads.load_async(keys)
         if transfer_spec is not None:
             for key in keys:
                 self._holdings.unpin(key)
-        else:
-            for obj in loaded:
-                obj.pin()
         return loaded
 
     # The rest of LMCache's interface
@@ -277,38 +241,9 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         layouts = [ChunkLayout.parse(info.meta) for info in self._store.clear()]
         return sum(layout.tokens(self._hidden) for layout in layouts if layout is not None)
 
-    def forget_model(self) -> bool:
-        """Remove all chunks of this engine's model, pinned or not, also those being written.
-
-        Returns:
-            False if something is still there: a file that can't be removed, or a write that has
-            not ended in ten seconds.
-        """
-
-        def is_own(name: str) -> bool:
-            return self._texts.is_of_model(_text(name))
-
-        ended = self._writes.cancel(is_own)
-        removed = self._store.remove_all(is_own)
-        DISK_USED_BYTES.set(self._store.used_bytes)
-        return ended and removed
-
     def get_allocator_backend(self) -> LocalCPUBackend:
         """LMCache's CPU pool: what is stored comes from it, what is loaded goes to it."""
         return self.local_cpu_backend
-
-    def _used(self, key: CacheEngineKey) -> int:
-        """Return when a chunk counts as used, after those before it; 0 if its prompt is unknown.
-
-        At the first store after a look-up, what is here of the prompt is marked as used.
-        """
-        prompts: Prompts | None = getattr(self.local_cpu_backend, "prompts", None)
-        if prompts is None or (looked_up := prompts.find(key)) is None:
-            return 0
-        prompt, place = looked_up
-        if not prompt.used_ns:
-            prompt.used_ns = self._store.touch([self._holdings.name(each) for each in prompt.keys])
-        return prompt.used_ns - place
 
     def close(self) -> None:
         """End the queued writes, within ten seconds, and let go of the directory; idempotent."""
@@ -319,8 +254,3 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         self._writes.close()
         self._reads.close()
         self._store.close()
-
-
-def _text(name: str) -> str:
-    """Return the text of a key, without its tags."""
-    return name.partition("\n")[0]

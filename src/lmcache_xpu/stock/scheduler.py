@@ -1,0 +1,195 @@
+"""The scheduler's half of the connector: which requests LMCache is shown.
+
+LMCache names a chunk by its tokens and the model. What else decides on a request's KV it does not
+know, or in one of its modes alone: so requests with a `cache_salt`, an adapter, images or given
+embeddings are computed as if there were no LMCache, and so is everything after a reset or a change
+of the weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import TYPE_CHECKING, Any
+
+from lmcache_xpu.errors import SeamError
+from lmcache_xpu.kv_connector.promises import Promises
+from lmcache_xpu.kv_connector.step_metadata import with_answers, without, written_blocks
+from lmcache_xpu.stock.step import Step
+from lmcache_xpu.versions.lmcache import LMCacheConnectorMetadata
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+__all__ = ["StockScheduler", "may_be_served"]
+
+logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
+
+
+def may_be_served(request: Request) -> bool:
+    """Whether a request's tokens alone decide on its KV, and LMCache reads nothing else of it.
+
+    vLLM takes no hit for one that must compute its whole prompt, e.g. for `prompt_logprobs`, and
+    LMCache, which does not know, ends the engine when it is preempted.
+    """
+    return not (
+        request.cache_salt
+        or request.lora_request is not None
+        or request.mm_features
+        or request.prompt_embeds is not None
+        or request.skip_reading_prefix_cache
+        or request.kv_transfer_params
+    )
+
+
+class StockScheduler:
+    """Told of requests and steps by vLLM's scheduler.
+
+    Args:
+        lmcache: LMCache's half of a connector.
+        block_size: tokens of a block.
+
+    Raises:
+        SeamError: LMCache goes on without a cache.
+    """
+
+    def __init__(self, lmcache: Any, block_size: int) -> None:
+        if lmcache.lookup_client is None:
+            raise SeamError(
+                "LMCache without a cache",
+                "LMCache up and healthy",
+                "Its error is in the log above.",
+            )
+        self._lmcache = lmcache
+        self._block_size = block_size
+        self._promises = Promises(block_size)
+        self._stopped = False
+        self._shown: set[str] = set()  # requests of which LMCache hears
+        self._given_up: set[str] = set()
+        self._looked_up: set[str] = set()  # and not in a step yet; a worker has pinned their chunks
+        self._ended: list[str] = []
+
+    def matched_tokens(self, request: Request, kept: int) -> int:
+        """Return the number of tokens that can be loaded beyond those that vLLM has.
+
+        Args:
+            request: that may be scheduled next.
+            kept: number of tokens that vLLM's own prefix cache has.
+        """
+        request_id = request.request_id
+        if self._stopped or request_id in self._hidden or not may_be_served(request):
+            self._shown.discard(request_id)
+            return 0
+        self._shown.add(request_id)
+        self._looked_up.add(request_id)
+        tokens = self._lmcache.get_num_new_matched_tokens(request, kept) or 0
+        if tokens:
+            self._promises.promise(request_id, kept, waits=False)
+        return int(tokens)
+
+    @property
+    def _hidden(self) -> set[str]:
+        return self._given_up | self._promises.broken
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
+        """Hear that a request has its blocks, and will be in the next step.
+
+        Args:
+            request: that was looked up.
+            blocks: all of its blocks.
+            external_tokens: number of tokens to be loaded.
+        """
+        numbers = blocks.get_block_ids()[0]
+        self._promises.allocated(request.request_id, numbers, external_tokens)
+        if request.request_id in self._shown:
+            self._lmcache.update_state_after_alloc(request, external_tokens)
+
+    def give_up_hits(self, request_id: str) -> None:
+        """Show LMCache nothing of a request any more: a load of it has failed."""
+        self._given_up.add(request_id)
+        self._shown.discard(request_id)
+
+    def fail(self, request_id: str) -> None:
+        """Give a request up that has its blocks: what it was promised counts as a failed load."""
+        self.give_up_hits(request_id)
+        self._promises.fail([request_id])
+
+    def finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Forget a request that has ended, in whatever way; see vLLM's `request_finished`."""
+        request_id = request.request_id
+        self._promises.finished(request_id)
+        self._given_up.discard(request_id)
+        if request_id in self._looked_up:
+            self._looked_up.discard(request_id)
+            self._ended.append(request_id)
+            self._lmcache.lookup_client.clear_lookup_status(request_id)
+            self._lmcache.load_specs.pop(request_id, None)
+        if request_id not in self._shown:
+            return False, None
+        self._shown.discard(request_id)
+        ended: tuple[bool, dict[str, Any] | None]
+        ended = self._lmcache.request_finished(request, block_ids)
+        return ended
+
+    def describe(self, step: SchedulerOutput) -> Step:
+        """Return what the workers must know of a step."""
+        hidden = step.num_scheduled_tokens.keys() - self._shown
+        described = self._lmcache.build_connector_meta(
+            _with_own_blocks(without(with_answers(step), hidden))
+        )
+        kept = {
+            request.req_id: request.load_spec.vllm_cached_tokens
+            for request in described.requests
+            if request.load_spec is not None
+        }
+        return self._described(step, described, kept)
+
+    def describe_failed(self, step: SchedulerOutput) -> Step:
+        """Return what the workers must know of a step whose description failed: no transfers."""
+        self._promises.fail_step(step.num_scheduled_tokens)
+        self._shown -= step.num_scheduled_tokens.keys()
+        return self._described(step, LMCacheConnectorMetadata(), {})
+
+    def _described(self, step: SchedulerOutput, described: Any, kept: dict[str, int]) -> Step:
+        self._looked_up -= step.num_scheduled_tokens.keys()
+        ended, self._ended = tuple(self._ended), []
+        unserved = self._promises.describe().all_blocks
+        blocks = written_blocks(step, self._block_size, kept) | unserved
+        return Step(described, blocks, unserved, ended)
+
+    def stop(self, cause: str) -> None:
+        """Look up and store nothing any more; may be called again.
+
+        Args:
+            cause: for the log.
+        """
+        if self._stopped:
+            return
+        self._stopped = True
+        self._ended += self._looked_up
+        self._looked_up.clear()
+        self._shown.clear()
+        logger.warning(
+            "%s: this engine looks up and stores nothing in LMCache until it is restarted "
+            "(docs: troubleshooting#stock-stopped)",
+            cause,
+        )
+
+
+def _with_own_blocks(step: SchedulerOutput) -> SchedulerOutput:
+    """Return a step whose lists of preempted requests' new blocks are LMCache's own.
+
+    It keeps the one that vLLM describes the step with. In one process the worker keeps that, too,
+    and both add what the request gets later: LMCache would store the wrong blocks.
+    """
+    cached = step.scheduled_cached_reqs
+    if not cached.resumed_req_ids:
+        return step
+    blocks = [groups and tuple(map(list, groups)) for groups in cached.new_block_ids]
+    return dataclasses.replace(
+        step, scheduled_cached_reqs=dataclasses.replace(cached, new_block_ids=blocks)
+    )

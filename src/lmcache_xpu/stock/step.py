@@ -1,0 +1,39 @@
+"""What the scheduler's half of the connector tells the workers of a step, and hears from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+__all__ = ["Step", "WeightsChanged"]
+
+
+@dataclass
+class Step(KVConnectorMetadata):  # type: ignore[misc]  # untyped base
+    """One step of an engine.
+
+    Args:
+        lmcache: LMCache's description of what it loads and stores.
+        new_blocks: IDs of the blocks that the step may write for the first time since a request
+            got them, see `written_blocks`.
+        unserved: IDs of blocks whose promised loads are not described; they count as failed.
+        ended: requests that were looked up, and have ended before they were in any step.
+    """
+
+    lmcache: Any
+    new_blocks: frozenset[int] = frozenset()
+    unserved: frozenset[int] = frozenset()
+    ended: tuple[str, ...] = ()
+
+
+class WeightsChanged(KVConnectorWorkerMetadata):  # type: ignore[misc]  # untyped base
+    """A worker tells the scheduler that its weights changed."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WeightsChanged:
+        """What several workers said, as one."""
+        return self

@@ -1,0 +1,162 @@
+"""End to end on CPU with a cache in the engine's process: hits are exact, and a fault costs a hit.
+
+Bytes and tokens are compared, with the engine's own cache zeroed before each hit.
+"""
+
+from __future__ import annotations
+
+import pytest
+from support import tiny_models
+from support.real_engine import BLOCK, CHUNK, LENGTHS, cached
+from support.scripts import printed, run_probe
+
+from lmcache_xpu.harness.random_model import EXACT, make_model
+
+pytestmark = pytest.mark.engine
+
+HIT = "inside"
+# Loads inside the steps of their requests, or while these wait; and inside, with the model runner
+# that vLLM uses on Intel GPUs by default, in Triton's interpreter.
+WAYS = ("inside", "beside", pytest.param("newer", marks=pytest.mark.matrix))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return tmp_path_factory.mktemp("local")
+
+
+@pytest.fixture(scope="module")
+def model(directory):
+    return make_model(EXACT, directory)
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def seen(request, model, directory) -> dict:
+    disk = directory / f"disk {request.param}"
+    report = printed(run_probe("server", request.param, model, directory, disk))
+    return {"way": request.param, **report}
+
+
+def is_exact(asked: dict, name: str = HIT) -> bool:
+    """Whether tokens and bytes were those of the recomputed prompt."""
+    return asked["same"] and asked["restored"] >= cached(name) // BLOCK
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_a_hit_restores_every_byte_and_gives_the_recomputed_tokens(seen, name):
+    assert seen["first"][name] == 0
+    assert seen["hits"][name]["hit"] == cached(name)
+    assert is_exact(seen["hits"][name], name)
+    assert seen["errors before"] == {}
+
+
+def test_a_salt_has_keys_of_its_own(seen):
+    assert seen["salts"] == [0, cached(HIT), 0]
+
+
+def test_what_a_client_puts_in_a_request_ends_nothing(seen):
+    assert len(seen["strange"]) >= 7
+    assert all(seen["strange"])
+
+
+def test_every_load_runs_the_way_that_is_asked_for(seen):
+    way, other = ("async", "step") if seen["way"] == "beside" else ("step", "async")
+    assert seen["ways"][way] >= len(LENGTHS)
+    assert seen["ways"][other] == 0
+    assert (seen["begun early"] > 0) is (seen["way"] != "beside")
+
+
+def test_a_load_that_fails_inside_its_step_begins_anew_and_nothing_of_it_is_stored(seen):
+    """What is wrong is seen when the engine has computed from it, and perhaps a step more."""
+    if seen["way"] == "beside":
+        assert "spoiled" not in seen
+        return
+    first, again = seen["spoiled"]
+    assert first["same"]
+    assert first["hit"] == 2 * CHUNK
+    assert seen["errors"]["store unfilled"] >= 1
+    assert again["same"]
+    assert again["hit"] == 4 * CHUNK
+    assert again["restored"] >= 4 * CHUNK // BLOCK
+
+
+@pytest.mark.parametrize("direction", ["load", "store"])
+def test_a_load_or_a_store_that_fails_is_one_recomputation(seen, direction):
+    if seen["way"] != "beside":
+        assert "failed" not in seen
+        return
+    first, again = seen["failed"][direction]
+    assert is_exact(first)
+    assert is_exact(again)
+    assert seen["errors"][f"{direction} OSError"] == 1
+
+
+def test_a_hit_that_is_computed_stores_what_was_computed(seen):
+    if seen["way"] == "beside":
+        return
+    first, again = seen["computed"]["asked"]
+    assert seen["computed"]["ways"] == 1
+    assert (first["same"], first["hit"]) == (True, 0)
+    assert (again["same"], again["hit"]) == (True, 4 * CHUNK)
+    assert again["restored"] >= 4 * CHUNK // BLOCK
+
+
+def test_several_hits_are_loaded_at_once(seen):
+    if seen["way"] != "beside":
+        assert seen["at once"]["same"]
+        assert seen["at once"]["hit"] == sum(map(cached, LENGTHS))
+
+
+def test_requests_that_are_aborted_while_they_are_loaded_leave_nothing(seen):
+    assert seen["aborted"]["freed"]
+    assert is_exact(seen["after aborts"], "block")
+
+
+def test_nothing_is_found_that_was_stored_before_a_reset(seen):
+    assert seen["reset"]["hit"] == 0
+    assert is_exact(seen["reset"], "block")
+    assert seen["after the reset"]["hit"] == cached("block")
+
+
+def test_what_is_on_disk_outlives_its_engine(model, directory):
+    """The second engine has a scheduler of somebody else's, and its requests wait."""
+    disk = directory / "disk of two"
+    steps = {
+        step: printed(run_probe("server", step, model, directory, disk))
+        for step in ("store", "find")
+    }
+    assert set(steps["store"].values()) == {0}
+    for name in LENGTHS:
+        assert steps["find"][name]["hit"] == cached(name)
+        assert is_exact(steps["find"][name], name)
+    assert steps["find"]["ways"] == {"step": 0, "async": len(LENGTHS), "computed": 0}
+
+
+# What is loaded of 2,048 tokens, by group, beside the last of each question.
+HYBRIDS = [
+    ("windows", tiny_models.gemma3, 4),
+    ("windows alone", tiny_models.mistral, 1),
+    ("stretches", tiny_models.llama4, 4),
+    ("states", tiny_models.qwen3_next, 4),
+]
+OFTEN = ("windows", "states")
+
+
+@pytest.mark.parametrize(
+    ("kind", "make", "groups"),
+    [pytest.param(*case, marks=() if case[0] in OFTEN else pytest.mark.matrix) for case in HYBRIDS],
+    ids=[case[0] for case in HYBRIDS],
+)
+def test_groups_with_windows_and_states_are_exact(tmp_path, kind, make, groups):
+    """A document is asked about twice, with steps longer than any chunk."""
+    report = printed(run_probe("hybrid", kind, make(tmp_path), tmp_path / "disk"))
+    assert report["blocks"] == report["blocks without"]
+    prompts = report["prompts"].values()
+    assert [prompt["first"] for prompt in prompts] == [0, 0]
+    assert [prompt["hit"] for prompt in prompts] == [2048, 2048]
+    at_end = [2176, 2432] if kind == "states" else [2048, 2304]  # whole chunks
+    assert [prompt["same prompt"] for prompt in prompts] == at_end
+    assert all(len(prompt["compared"]) == groups for prompt in prompts)
+    assert [prompt["different"] for prompt in prompts] == [[], []]
+    assert all(prompt["same answer"] for prompt in prompts)
+    assert report["groups of a planted fault"] == list(range(groups))
