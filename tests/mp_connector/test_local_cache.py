@@ -45,7 +45,7 @@ class Asking:
     ) -> None:
         options = options or LocalCacheOptions(chunk_tokens=CHUNK, cpu_gib=ROOM * OBJECT / 2**30)
         self.hits: dict[Any, int] = {}  # by handle of a look-up
-        self.cache = LocalCache.of_engine(engine(name), options, CPU, 1)
+        self.cache = LocalCache.make(engine(name), options, CPU, 1)
         self.cache.register([OBJECT] * len(windows), windows)
         self.windows, self._numbers = windows, itertools.count()
 
@@ -106,19 +106,21 @@ def asking() -> Any:
 
 
 def test_both_halves_of_an_engine_share_a_cache_which_ends_with_the_last(asking):
-    again = LocalCache.of_engine(engine("one"), LocalCacheOptions(), CPU, 1)
+    again = LocalCache.of_worker(engine("one"))
     assert again is asking.cache
-    assert (
-        LocalCache.of_engine(engine("two"), LocalCacheOptions(cpu_gib=0.001), CPU, 1) is not again
-    )
     again.close()
     assert asking.store(1, 0, 4) == 4
     assert asking.hit(1, 4) == 4
 
 
+def test_a_scheduler_whose_worker_is_in_another_process_is_told_so():
+    with pytest.raises(SettingsError, match="a worker in a process of its own"):
+        LocalCache.of_worker(engine("of nobody"))
+
+
 def test_an_engine_of_several_devices_has_none():
     with pytest.raises(SettingsError, match="an engine of 2 devices"):
-        LocalCache.of_engine(engine("of two", world_size=2), LocalCacheOptions(), CPU, 1)
+        LocalCache.make(engine("of two", world_size=2), LocalCacheOptions(), CPU, 1)
 
 
 @pytest.mark.parametrize("options", [{"cpu_gib": 0}, {"disk": "/d"}, {"chunk_tokens": "many"}])

@@ -173,6 +173,10 @@ def engine_variables(settings: Settings, environ: Mapping[str, str] = os.environ
         # oneDNN keeps what it compiled for each of 1,024 numbers of tokens, and vLLM what it
         # needs again: half a GiB, and a heap that grows with every request, for nothing.
         env["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "0"
+        if settings.is_local:
+            # Else vLLM gives the only worker of a CPU engine a process of its own, apart from the
+            # scheduler's, and the two would have two caches.
+            env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if settings.device == "xpu" and settings.offload:
         env |= pool_memory.allocator_variables(environ, versions.installed().torch)
     if not settings.layerwise:

@@ -102,7 +102,7 @@ class LMCacheXPUServerConnector(StatsHooks, KVConnectorBase_V1, SupportsHMA):  #
         is_worker = role is KVConnectorRole.WORKER
         client: ServerClient | LocalClient
         if url is None:
-            client = _local_client(vllm_config, options[CACHE], alignment)
+            client = _local_client(vllm_config, options[CACHE], alignment, is_worker=is_worker)
         else:
             await_server(url, CONNECT_S)
             client = ServerClient(
@@ -289,13 +289,19 @@ class LMCacheXPUServerConnector(StatsHooks, KVConnectorBase_V1, SupportsHMA):  #
         return self.scheduler_half.reset() if self._role is KVConnectorRole.SCHEDULER else None
 
 
-def _local_client(config: VllmConfig, options: dict[str, Any], alignment: int) -> LocalClient:
+def _local_client(
+    config: VllmConfig, options: dict[str, Any], alignment: int, *, is_worker: bool
+) -> LocalClient:
     from lmcache_xpu.mp_connector.local_cache import LocalCache, LocalCacheOptions
     from lmcache_xpu.mp_connector.local_client import LocalClient
     from lmcache_xpu.mp_connector.server_client import KeyScope
 
-    device, checked = torch.device(current_platform.device_type), LocalCacheOptions.read(options)
-    local = LocalCache.of_engine(config, checked, device, alignment)
+    checked = LocalCacheOptions.read(options)
+    if is_worker:
+        device = torch.device(current_platform.device_type)
+        local = LocalCache.make(config, checked, device, alignment)
+    else:
+        local = LocalCache.of_worker(config)
     return LocalClient(local, KeyScope.of(config))
 
 

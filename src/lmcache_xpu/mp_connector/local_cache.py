@@ -199,10 +199,10 @@ class LocalCache:
         self._is_pinned = pools is not None and pools.has_pinned(address)
 
     @classmethod
-    def of_engine(
+    def make(
         cls, config: VllmConfig, options: LocalCacheOptions, device: torch.device, alignment: int
     ) -> Self:
-        """Return the cache of an engine, made by the first of its halves that asks.
+        """Make the cache of an engine, for its worker.
 
         Raises:
             SettingsError: the engine has several workers, or the disk can't be used.
@@ -215,11 +215,28 @@ class LocalCache:
                 "Use a server: `lmcache-xpu serve` starts one, with --cache server.",
             )
         name, model = config.kv_transfer_config.engine_id, config.model_config.model
+        cache = cls(options, device, model, alignment, parallel.data_parallel_index)
         with cls._making:
-            if name not in cls._of_engines:
-                number = parallel.data_parallel_index
-                cls._of_engines[name] = cls(options, device, model, alignment, number)
-            cache = cls._of_engines[name]
+            cls._of_engines[name] = cache
+            cache._users = 1
+        return cache
+
+    @classmethod
+    def of_worker(cls, config: VllmConfig) -> Self:
+        """Return the cache that an engine's worker has made, for its scheduler.
+
+        Raises:
+            SettingsError: the worker is in another process.
+        """
+        with cls._making:
+            cache = cls._of_engines.get(config.kv_transfer_config.engine_id)
+            if cache is None:
+                raise SettingsError(
+                    "a worker in a process of its own, and a cache in the engine's",
+                    "vLLM's executor `uni`",
+                    "Leave --distributed-executor-backend out. On CPU, `lmcache-xpu serve` sets "
+                    "VLLM_ENABLE_V1_MULTIPROCESSING=0 for it. Or use --cache server.",
+                )
             cache._users += 1
         return cache
 
