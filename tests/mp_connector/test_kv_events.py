@@ -280,7 +280,7 @@ class Cached:
             kv_transfer_config=SimpleNamespace(engine_id="publishing"),
             model_config=SimpleNamespace(model="model"),
         )
-        self.cache = LocalCache.of_engine(config, options, torch.device("cpu"), 1)
+        self.cache = LocalCache.make(config, options, torch.device("cpu"), 1)
         self.cache.register([OBJECT], [0])
         self.events = KVEvents(self.cache, groups())
         self._numbers = itertools.count()

@@ -104,6 +104,8 @@ class Engine:
         from vllm.config import KVEventsConfig
 
         config = transfer_config(order, directory)
+        # Alone, the engine is in another process, as behind an API server.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(order == "alone"))
         self.llm = LLM(
             model,
             dtype="float32",
@@ -230,6 +232,4 @@ def locks(worker: Any) -> int:
 
 if __name__ == "__main__":
     order, model, directory = sys.argv[1:]
-    # Alone, the engine is in another process, as behind an API server.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(order == "alone"))
     end_with(lambda: run(order, model, Path(directory)))

@@ -46,6 +46,7 @@ from lmcache_xpu.mp_connector.hit_places import (
 )
 from lmcache_xpu.mp_connector.lent_memory import LentMemory
 from lmcache_xpu.mp_connector.room import Room
+from lmcache_xpu.tiers.chunk_layout import ChunkLayout
 from lmcache_xpu.tiers.disk.server_option import server_option
 from lmcache_xpu.tiers.shared_option import shared_option
 from lmcache_xpu.transfer.devices import is_host, most_pinned
@@ -164,6 +165,7 @@ class LocalCache:
         engine: int = 0,
     ) -> None:
         self.chunk_tokens = -(-options.chunk_tokens // alignment) * alignment
+        ChunkLayout.bytes_have_tokens(self.chunk_tokens)
         self.model_name = model_name
         self._users = 0
         self._device = device
