@@ -192,7 +192,7 @@ _installed = False
 
 
 def register(factory: ModuleType) -> bool:
-    """Register our connectors in vLLM's module of connectors; whether it has the stock name, too."""
+    """Register our connectors in vLLM's module of these; whether one has the stock name, too."""
     for name in (OUR_NAME, SERVER_NAME):
         if name not in factory.KVConnectorFactory._registry:
             factory.KVConnectorFactory.register_connector(name, CONNECTOR_MODULE, name)
