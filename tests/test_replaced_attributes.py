@@ -47,10 +47,14 @@ FIELDS = {  # of a description, a configuration or a state, which hold plain dat
     "mp_connector/server_module.py: context._chunk_size",
     "mp_connector/server_module.py: context.token_hasher.chunk_size",
 }
-OWN = {  # of classes of this package
+OWN = {  # of classes of this package, and of events that it makes
     "stock/gpu_connectors.py: connector.unfilled",
     "kv_connector/patches.py: replacement.__lmcache_xpu__",
     "mp_connector/keys.py: self._epochs.pool",
+    "mp_connector/kv_events.py: event.block_hashes",
+    "mp_connector/kv_events.py: event.extra_keys",
+    "mp_connector/kv_events.py: event.token_ids",
+    "mp_connector/kv_events.py: tracked.described",
     "mp_connector/local_cache.py: cache._users",
     "mp_connector/local_cache.py: "
     "setattr(self, bound.operation, partial(_answered, bound.handler))",

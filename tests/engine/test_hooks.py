@@ -73,7 +73,7 @@ def check_hits(report: dict[str, Any]) -> None:
     for name in ("hit", "salted hit", "longer"):
         assert visits[name]["hit"] == HIT, name
     assert visits["cold"]["hit"] == 0
-    assert report["counts"] == [[1, 0]], "a reference or a pin outlives its request"
+    assert report["locks"] == 0, "a lock outlives its request"
 
 
 def check_blocks(report: dict[str, Any], media: tuple[str, ...]) -> None:
@@ -191,7 +191,7 @@ def test_stats_pass_through_and_count_once(several: dict[str, Any]):
     """vLLM writes a line every ten seconds, of what came since the line before."""
     lines = several["lines"]
     assert lines
-    assert all("LMCacheXPUConnector={" in line for line in lines)
+    assert all("LMCacheXPUServerConnector={" in line for line in lines)
     stored = re.findall(r"'store_cpu_tokens': (\d+)", "\n".join(lines))
     assert sum(map(int, stored)) == several["counted"]["tokens store cpu"]
     assert all(int(tokens) % CHUNK == 0 for tokens in stored)
@@ -200,4 +200,4 @@ def test_stats_pass_through_and_count_once(several: dict[str, Any]):
 def test_blocks_are_protected_before_each_step_is_prepared(several: dict[str, Any]):
     steps = several["steps"]
     assert steps
-    assert steps == ["protected", "prepared", "protected"] * (len(steps) // 3)
+    assert steps == ["protected", "prepared"] * (len(steps) // 2)

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from support.probes import connector_options, end_with
-from support.real_engine import BLOCK, CHUNK, counts, digests, prompt, restored, zero
+from support.real_engine import BLOCK, CHUNK, digests, prompt, restored, zero
 
 LONG, OTHER, LAST = 4 * CHUNK + 77, 3 * CHUNK + BLOCK + 5, 2 * CHUNK + 9
+# Scheduler and worker in one process, as vLLM has them on devices other than the CPU.
+EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 POOL_GIB = 0.012  # 12 chunks: fewer than what is stored
 FLOWS = [(d, t) for d in ("store", "load") for t in ("cpu", "disk")]
 
@@ -102,6 +104,8 @@ class Engine:
         from vllm.config import KVEventsConfig
 
         config = transfer_config(order, directory)
+        # Alone, the engine is in another process, as behind an API server.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(order == "alone"))
         self.llm = LLM(
             model,
             dtype="float32",
@@ -109,8 +113,10 @@ class Engine:
             max_model_len=4096,
             max_num_batched_tokens=4096,  # the other connector can't do with parts of a prompt
             enforce_eager=True,
+            distributed_executor_backend=EXECUTOR,
             kv_cache_memory_bytes=2**26,
             disable_log_stats=False,
+            scheduler_cls=config.get("scheduler_cls"),
             kv_transfer_config=config["kv_transfer_config"],
             kv_events_config=KVEventsConfig(**config["kv_events_config"]),
         )
@@ -149,19 +155,19 @@ def watch_order(seen: list[str]) -> None:
     """When blocks are protected, and when vLLM prepares a step, which may write them."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from lmcache_xpu.gpu_connector.in_flight import InFlight
+    from lmcache_xpu.mp_connector.worker_half import WorkerHalf
 
-    protect, update = InFlight.protect, GPUModelRunner._update_states
+    protect, update = WorkerHalf.begin_step, GPUModelRunner._update_states
 
-    def protecting(self, written):
+    def protecting(self, metadata):
         seen.append("protected")
-        protect(self, written)
+        protect(self, metadata)
 
     def updating(self, *args):
         seen.append("prepared")
         return update(self, *args)
 
-    InFlight.protect, GPUModelRunner._update_states = protecting, updating
+    WorkerHalf.begin_step, GPUModelRunner._update_states = protecting, updating
 
 
 def run(order: str, model: str, directory: Path) -> dict[str, Any]:
@@ -202,34 +208,28 @@ def run(order: str, model: str, directory: Path) -> dict[str, Any]:
             if metric.name == "vllm:prompt_tokens_cached_by_source"
         },
         "steps": seen,
-        "counts": engine.llm.collective_rpc(counts_of_ours)[0],
+        "locks": engine.llm.collective_rpc(locks)[0],
     }
     engine.llm.llm_engine.engine_core.shutdown()  # its processes would hold on to the output
     return report
 
 
-def counts_of_ours(worker: Any) -> Any:
-    """As `counts`, also inside a MultiConnector."""
-    from vllm.distributed import kv_transfer
+def locks(worker: Any) -> int:
+    """Objects of the cache that are locked, also inside a MultiConnector."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    from lmcache_xpu.stock.connector import LMCacheXPUConnector
+    from lmcache_xpu.mp_connector.connector import LMCacheXPUServerConnector
 
-    group = kv_transfer.get_kv_transfer_group()
+    group = get_kv_transfer_group()
     [ours] = [
         connector
         for connector in getattr(group, "sub_connectors", [group])
-        if isinstance(connector, LMCacheXPUConnector)
+        if isinstance(connector, LMCacheXPUServerConnector)
     ]
-    get_group = kv_transfer.get_kv_transfer_group
-    kv_transfer.get_kv_transfer_group = lambda: ours
-    try:
-        return counts(worker)
-    finally:
-        kv_transfer.get_kv_transfer_group = get_group
+    storage = ours.worker_half._client.local._storage
+    return storage.report_status()["l1_manager"]["read_locked_count"]
 
 
 if __name__ == "__main__":
     order, model, directory = sys.argv[1:]
-    # Alone, the engine is in another process, as behind an API server.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(order == "alone"))
     end_with(lambda: run(order, model, Path(directory)))

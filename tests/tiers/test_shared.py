@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.internal_api import L2AdapterListener
 from prometheus_client import REGISTRY
 from support.server_disk import LAYOUT, OBJECT, make_key
 from support.servers import PASSWORD, needs_server
@@ -238,3 +239,44 @@ def test_the_password_is_the_setting_of_that_name():
     )
     assert engine_variables(settings)[PASSWORD_VARIABLE] == PASSWORD
     assert PASSWORD not in " ".join(vllm_arguments(settings))
+
+
+class Listener(L2AdapterListener):
+    """What a tier has, by what it tells."""
+
+    def __init__(self):
+        self.changes = []
+
+    def on_l2_keys_stored(self, keys, sizes):
+        self.changes.append((keys, True))
+
+    def on_l2_keys_accessed(self, keys):
+        assert keys
+
+    def on_l2_keys_deleted(self, keys):
+        self.changes.append((keys, False))
+
+    def take(self):
+        changes, self.changes = self.changes, []
+        return changes
+
+
+@needs_server
+def test_a_listener_hears_what_is_put_and_found_and_what_is_asked_for_in_vain(engine, server):
+    listeners = Listener(), Listener()
+    first, second = engine(), engine()
+    for each, listener in zip((first, second), listeners, strict=True):
+        each.tier.register_listener(listener)
+    keys = [make_key(number) for number in range(3)]
+    first.store([0, 1])
+    assert listeners[0].take() == [(keys[:2], True)]
+    second.look_up([0, 1, 2])
+    assert listeners[1].take() == [(keys[:2], True), (keys[2:], False)]
+    server.client.flushall()
+    assert second.load([0]) == []
+    assert listeners[1].take() == [(keys[:1], False)]
+    assert listeners[0].take() == []  # the server tells nobody
+    server.stop()
+    second.look_up([1])
+    second.store([1])
+    assert listeners[1].take() == []

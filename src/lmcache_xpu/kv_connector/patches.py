@@ -35,6 +35,7 @@ STOCK_VARIABLE = "LMCACHE_XPU_STOCK"
 SERVED = ("xpu", "cpu")
 
 STOCK_NAME, OUR_NAME = "LMCacheConnectorV1", "LMCacheXPUConnector"
+SERVER_NAME = "LMCacheXPUServerConnector"  # a MultiConnector asks for its class by this alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +192,10 @@ _installed = False
 
 
 def register(factory: ModuleType) -> bool:
-    """Register our connector in vLLM's module of connectors; whether it has the stock name, too."""
-    if OUR_NAME not in factory.KVConnectorFactory._registry:
-        factory.KVConnectorFactory.register_connector(OUR_NAME, CONNECTOR_MODULE, OUR_NAME)
+    """Register our connectors in vLLM's module of these; whether one has the stock name, too."""
+    for name in (OUR_NAME, SERVER_NAME):
+        if name not in factory.KVConnectorFactory._registry:
+            factory.KVConnectorFactory.register_connector(name, CONNECTOR_MODULE, name)
     if STOCK.needed(factory):
         STOCK(factory)
     return STOCK.needed(factory)

@@ -14,7 +14,7 @@ CPU worker then looks through every loaded module in a way that fails on one whi
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +35,7 @@ from lmcache_xpu.kv_connector.stats import StatsHooks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorMetadata,
         KVConnectorTransferResults,
@@ -254,6 +255,12 @@ class LMCacheXPUServerConnector(StatsHooks, KVConnectorBase_V1, SupportsHMA):  #
             report if isinstance(report, WorkerReport) else WorkerReport(),
             connector_output.finished_recving or (),
         )
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """KV events of the tiers since the last call; see `kv_events`."""
+        with guarded("take_events"):
+            return self.scheduler_half.take_events()
+        return ()
 
     def request_finished(
         self, request: Request, block_ids: list[int]

@@ -1,7 +1,7 @@
 """LMCache's tiers in the engine's process: its storage manager, asked without a server.
 
     PromptKeys    LMCache's keys of a prompt's chunks, by KV cache group
-    LocalCache    find, locate, release; reserve, commit; forget
+    LocalCache    find, locate, release; reserve, commit; forget; listen
 
 A scheduler and a worker in one process share a cache, by the engine's ID in vLLM's configuration.
 So vLLM's engine has to have one worker, in its own process, as vLLM starts it for one device.
@@ -13,7 +13,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
@@ -46,6 +46,7 @@ from lmcache_xpu.mp_connector.hit_places import (
 )
 from lmcache_xpu.mp_connector.lent_memory import LentMemory
 from lmcache_xpu.mp_connector.room import Room
+from lmcache_xpu.tiers.chunk_layout import ChunkLayout
 from lmcache_xpu.tiers.disk.server_option import server_option
 from lmcache_xpu.tiers.shared_option import shared_option
 from lmcache_xpu.transfer.devices import is_host, most_pinned
@@ -54,7 +55,9 @@ from lmcache_xpu.transfer.pool_memory import PoolMemory
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["LocalCache", "LocalCacheOptions", "PromptKeys", "Rows"]
+__all__ = ["CPU", "DISK", "SHARED", "LocalCache", "LocalCacheOptions", "PromptKeys", "Rows"]
+
+CPU, DISK, SHARED = "cpu", "disk", "shared"  # the tiers' names
 
 FORGET_S = 1.0
 LEASE_S = 30  # of memory for a write, as LMCache's server has it; see `launch.cache_server`
@@ -162,6 +165,7 @@ class LocalCache:
         engine: int = 0,
     ) -> None:
         self.chunk_tokens = -(-options.chunk_tokens // alignment) * alignment
+        ChunkLayout.bytes_have_tokens(self.chunk_tokens)
         self.model_name = model_name
         self._users = 0
         self._device = device
@@ -174,12 +178,13 @@ class LocalCache:
         pools = None
         if not is_host(device):
             pools = PoolMemory.bind(device_ops, most_pinned(device) or 0, os.environ)
-        tiers = []  # in the order in which they are asked
+        tiers = {}  # in the order in which they are asked
         if options.disk_path is not None:
-            tiers.append(server_option(options.disk_path, options.disk_gib or 0, engine=engine))
+            tiers[DISK] = server_option(options.disk_path, options.disk_gib or 0, engine=engine)
         if options.remote_url is not None:
-            tiers.append(shared_option(options.remote_url))
-        adapters = [PluginL2AdapterConfig.from_dict(json.loads(tier)) for tier in tiers]
+            tiers[SHARED] = shared_option(options.remote_url)
+        self._other_tiers = tuple(tiers)
+        adapters = [PluginL2AdapterConfig.from_dict(json.loads(tier)) for tier in tiers.values()]
         self.has_other_tiers = bool(adapters)
         memory = L1MemoryManagerConfig(int(options.cpu_gib * 2**30), use_lazy=False, shm_name="")
         self._storage = StorageManager(
@@ -258,6 +263,17 @@ class LocalCache:
         """Return the bytes of memory in use, and all of it."""
         used, total = self._storage.get_l1_usage()
         return int(used), int(total)
+
+    def listen(self, listener: Callable[[str], Any]) -> None:
+        """Let a tier's listener hear what it gains and loses, and what is on disk already.
+
+        Args:
+            listener: makes one of LMCache's, by the tier's name.
+        """
+        self._room.listen(listener(CPU))
+        adapters = [adapter for _, adapter in self._storage.l2_adapters()]
+        for tier, adapter in zip(self._other_tiers, adapters, strict=True):
+            adapter.register_listener(listener(tier))
 
     # Look-ups
 

@@ -39,6 +39,10 @@ class Room:
         self._reserve = self._memory.reserve_write
         self._memory.reserve_write = self.reserve_write
 
+    def listen(self, listener: Any) -> None:
+        """Let LMCache tell a listener what memory gains and loses."""
+        self._memory.register_listener(listener)
+
     def touch(self, prompt: Sequence[Any]) -> None:
         """Count the keys of a prompt, in their order, as used now; its end is evicted first."""
         self._storage.touch_l1_keys(list(prompt))

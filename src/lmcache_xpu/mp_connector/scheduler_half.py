@@ -25,6 +25,7 @@ from lmcache_xpu.kv_connector.step_metadata import without
 from lmcache_xpu.mp_connector.hit_ways import HitWays
 from lmcache_xpu.mp_connector.keys import Keys
 from lmcache_xpu.mp_connector.kv_cache_groups import block_tokens
+from lmcache_xpu.mp_connector.kv_events import KVEvents
 from lmcache_xpu.mp_connector.local_client import LocalLookUps
 from lmcache_xpu.mp_connector.lookups import LookUps
 from lmcache_xpu.mp_connector.step import Step, TokenRange, WorkerReport, written_blocks
@@ -38,6 +39,7 @@ from lmcache_xpu.transfer.tuning import tuning_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -81,6 +83,7 @@ class SchedulerHalf:
         self._client = client
         self._sizes = sizes
         self._lookups = LookUps(client) if client.local is None else LocalLookUps(client.local)
+        self._events = KVEvents.of_engine(config, client.local, kv_cache_config)
         self._keys = Keys(config, kv_cache_config, client.chunk_tokens)
         self._requests: dict[str, TrackedRequest] = {}
         self._given_up: set[str] = set()  # requests for which nothing is looked up
@@ -291,6 +294,8 @@ class SchedulerHalf:
             False if the server did not give back the room of what was stored.
         """
         self._keys.reset()
+        if self._events is not None:
+            self._events.clear(self._requests.values())
         for request_id, tracked in list(self._requests.items()):
             tracked.most_stored = 0
             if tracked.stage is Stage.LOOKED_UP:  # it asks again
@@ -298,6 +303,10 @@ class SchedulerHalf:
                 del self._requests[request_id]
         is_drained = (worker := self._worker) is None or worker.drain()
         return self._lookups.clear() and is_drained
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Return the KV events of the tiers since the last call; see `kv_events`."""
+        return () if self._events is None else self._events.take()
 
     def shutdown(self) -> None:
         """End the connection to the server.
@@ -329,7 +338,10 @@ class SchedulerHalf:
                 self._requests[name].add_blocks(blocks)
         for name, tokens in computed.items():
             tokens += output.num_scheduled_tokens[name]
-            store = self._requests[name].store(tokens, answers=self._stores_answers)
+            tracked = self._requests[name]
+            store = tracked.store(tokens, answers=self._stores_answers)
+            if self._events is not None:
+                self._events.describe(tracked, self._hashed_tokens)
             if store is not None:
                 yield store
 

@@ -110,7 +110,7 @@ class TrackedRequest:
     """A request, from its first look-up to its end or its preemption.
 
     Args:
-        request: vLLM's.
+        request: vLLM's; an attribute too.
         salt: what sets its KV apart beside its tokens.
         sizes: of blocks and chunks.
         names: of its chunks, in a cache of this process; None for a server, which has its tokens.
@@ -121,6 +121,7 @@ class TrackedRequest:
         kept: tokens in vLLM's own prefix cache, whole blocks of each group.
         hit: tokens in the server, from the first one on.
         stored: tokens that are in the server, or were told to be stored.
+        described: tokens whose blocks KV events know; see `kv_events`.
         most_stored: no token behind so many is stored; None: all.
     """
 
@@ -134,8 +135,8 @@ class TrackedRequest:
         self.most_stored = max(0, limit) if isinstance(limit, int) else None
         self.stage = Stage.LOOKED_UP
         self.blocks: list[list[int]] = [[] for _ in sizes.block_tokens]
-        self.kept = self.hit = self.stored = 0
-        self._request = request
+        self.kept = self.hit = self.stored = self.described = 0
+        self.request = request
         self._sizes = sizes
         self._names = names
         # Instead of its prompt's own.
@@ -145,7 +146,7 @@ class TrackedRequest:
     @property
     def is_whole_hit(self) -> bool:
         """Whether the server has all tokens."""
-        return self.hit == len(self._request.all_token_ids)
+        return self.hit == len(self.request.all_token_ids)
 
     def add_blocks(self, ids: Sequence[Sequence[int]]) -> None:
         """Add blocks that it was given, by group."""
@@ -178,7 +179,7 @@ class TrackedRequest:
 
     def whole_chunks(self) -> TokenRange:
         """Return all of its chunks that may be looked up."""
-        tokens, size = len(self._request.all_token_ids), self._sizes.chunk_tokens
+        tokens, size = len(self.request.all_token_ids), self._sizes.chunk_tokens
         tokens = max(0, tokens - self._sizes.keeps_last)
         if self._names is not None:
             tokens = min(tokens, self._names.tokens)
@@ -199,7 +200,7 @@ class TrackedRequest:
             computed: tokens whose KV is there behind the step.
             answers: chunks with tokens of the answer are stored as well.
         """
-        request, size = self._request, self._sizes.chunk_tokens
+        request, size = self.request, self._sizes.chunk_tokens
         allocated = min(
             len(blocks) * tokens
             for blocks, tokens in zip(self.blocks, self._sizes.block_tokens, strict=True)
@@ -238,7 +239,7 @@ class TrackedRequest:
         """Return its tokens as LMCache's keys have them; packed anew when there are others."""
         if self._names is not None:
             return self._names.keys()
-        tokens: Sequence[int] = self._request.all_token_ids
+        tokens: Sequence[int] = self.request.all_token_ids
         which = len(tokens), tokens[-1] if len(tokens) else None
         if self._packed[0] != which:
             named = [*self._prompt, *tokens[len(self._prompt) :]] if self._prompt else list(tokens)

@@ -205,6 +205,7 @@ class SharedL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # untyped base
             with self._queue_lock:
                 self._queued_bytes -= size
             complete = not (left or dropped)
+            self._tell([key for key, _ in writes[: len(writes) - left]], is_there=True)
             self._stored.end(task, L2StoreResult(complete, sent if complete else 0))
 
     def _send(self, writes: list[tuple[ObjectKey, MemoryObj]]) -> Iterator[int]:
@@ -242,6 +243,9 @@ class SharedL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # untyped base
                 there = self._values.exist(list(names.values()))
                 for index in itertools.compress(names, there):
                     task.hit(index)
+                for is_there in (True, False):
+                    asked = zip(names, there, strict=True)
+                    self._tell([keys[i] for i, has in asked if has == is_there], is_there=is_there)
         except Exception as error:
             self._leave_alone(error)
         finally:
@@ -256,11 +260,21 @@ class SharedL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # untyped base
             with watch.running():
                 payload = self._values.get(value_name(key, layout), layout)
                 filled = payload is not None and task.hit(index, partial(fill, obj, payload))
+            if payload is None:
+                self._tell([key], is_there=False)
             if filled:
                 _count(LOAD_SHARED, key, layout, watch)
         except Exception as error:
             self._leave_alone(error)
             _failed(LOAD_SHARED, "server", not task.over)
+
+    def _tell(self, keys: list[ObjectKey], *, is_there: bool) -> None:
+        """Tell listeners what the server has, or not; LMCache, which would count it, has none."""
+        for listener in self._listeners if keys else ():
+            if is_there:
+                listener.on_l2_keys_stored(keys, [0] * len(keys))
+            else:
+                listener.on_l2_keys_deleted(keys)
 
     def _late_load(self) -> None:
         LOAD_SHARED.failed("server")
