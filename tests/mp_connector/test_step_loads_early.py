@@ -116,7 +116,7 @@ def test_a_load_that_can_not_be_planned_costs_no_other(stored, monkeypatch):
     monkeypatch.setattr(
         stored.copies,
         "beside_layers",
-        lambda chunks, starts: 1 // 0 if OTHERS[0] in chunks[0] else plan(chunks, starts),
+        lambda chunks, *rest: 1 // 0 if OTHERS[0] in chunks[0] else plan(chunks, *rest),
     )
     stored.loads.begin_step(LOADED + OTHERS)
     for name, blocks in (("first", OTHERS), ("second", LOADED)):

@@ -104,9 +104,9 @@ def spoil(worker) -> None:
         memory.copy_(before)
         raise GivenUpError("late")
 
-    def overwritten(chunks: Any, starts: Any) -> Any:
+    def overwritten(*arguments: Any) -> Any:
         del copies.beside_layers
-        plan = load(chunks, starts)
+        plan = load(*arguments)
 
         def begin(objects: Any) -> Any:
             Located.check = give_up
