@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 if TYPE_CHECKING:
     from lmcache_xpu.mp_connector.step import TokenRange
+    from lmcache_xpu.mp_connector.transfer_queue import Transfer
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class Running:
     """A request that has blocks.
 
     cached: leading tokens that the engine had. loaded: those that it has after the load; the rest
-    is computed. load: what it loads. failures: of the device, before.
+    is computed. load: what it loads. transfer: of a load that it waits for. failures: of the
+    device, before.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Running:
     cached: int
     loaded: int
     load: TokenRange | None = None
+    transfer: Transfer | None = None
     failures: int = 0
     lost: bool = False
 

@@ -4,4 +4,3 @@ from typing import Any
 class CacheHitSource(Enum):
     HOST: Any
     DISK: Any
-    EXTERNAL_UNSPECIFIED: Any

@@ -1,4 +1,1 @@
 from typing import Any
-
-class InstrumentedRemoteConnector:
-    _connector: Any
