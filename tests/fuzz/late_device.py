@@ -16,7 +16,6 @@ from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
-
 from turns import LateFuture, Turns
 
 from lmcache_xpu.gpu_connector import finisher

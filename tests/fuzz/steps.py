@@ -117,9 +117,7 @@ class Steps(Blocks, RuleBasedStateMachine):
         fail=st.one_of(st.just(0), st.integers(1, 8), st.integers(1, 40)),
         crowd=st.sampled_from((0, 0, 3, PLACES)),
     )
-    def step(
-        self, admitted: list[Prompt], early: bool, graph: int, fail: int, crowd: int
-    ) -> None:
+    def step(self, admitted: list[Prompt], early: bool, graph: int, fail: int, crowd: int) -> None:
         """Requests come in; what they need is loaded, computed, stored.
 
         Of what the package enqueues from now on, number `fail` fails; none if it is 0. With
