@@ -36,35 +36,36 @@ class SlowDisk:
     """Holds up reads of the disk tier, so that all together run at a speed."""
 
     def __init__(self) -> None:
-        from lmcache_xpu.tiers.disk.reader import DiskReader
+        from lmcache_xpu.tiers.disk.l2_adapter import DiskL2Adapter
 
         self.bytes_per_s: float | None = None
         self._lock = threading.Lock()
-        fill = DiskReader._fill
+        read = DiskL2Adapter._read
 
-        def slow(reader: Any, read: Any) -> Any:
+        def slow(adapter: Any, key: Any, obj: Any) -> bool:
             if self.bytes_per_s is not None:
                 with self._lock:
-                    time.sleep(read.obj.get_size() / self.bytes_per_s)
-            return fill(reader, read)
+                    time.sleep(obj.get_size() / self.bytes_per_s)
+            return read(adapter, key, obj)
 
-        DiskReader._fill = slow
+        DiskL2Adapter._read = slow
 
 
 class Tiers:
     """The engine's tiers and the policy of its loads."""
 
     def __init__(self, engine: Engine) -> None:
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
+        from lmcache_xpu.mp_connector.local_cache import LocalCache
 
         scheduler = engine._llm.llm_engine.engine_core.engine_core.scheduler
-        self._policy = scheduler.connector.scheduler_side._policy
-        self._manager = get_kv_transfer_group()._lmcache_engine.lmcache_engine.storage_manager
+        self._policy = scheduler.connector.scheduler_half.ways._policy
+        [cache] = LocalCache._of_engines.values()
+        self._storage = cache._storage
 
     def empty_memory(self) -> None:
         """Leave what is stored on the disk alone."""
         time.sleep(SETTLE_S)
-        self._manager.clear(locations=["LocalCPUBackend"])
+        self._storage.clear()
 
     def choose(self, loads: str) -> None:
         """Use a way to load; see the setting `loads`."""

@@ -27,6 +27,7 @@ DATA_PATH = tuple(
     for name in (
         "kv_connector",
         "mp_connector",
+        "stock",
         "cache_engine",
         "gpu_connector",
         "tiers",
@@ -43,8 +44,8 @@ PARTS: dict[str, tuple[str, ...]] = {
         *(f"{SOURCE}cli", f"{SOURCE}launch"),
     ),
     "tools": (
-        *PACKAGES,
-        *(f"{SOURCE}{name}" for name in ("bench", "harness", "cli", "launch", "tiers")),
+        *(*PACKAGES, *DATA_PATH),
+        *(f"{SOURCE}{name}" for name in ("bench", "harness", "cli", "launch")),
         *("tests/bench", "tests/fuzz", "tests/support", "tests/engine/test_demo.py"),
         "tests/engine/test_server_soak.py",
     ),

@@ -15,8 +15,9 @@ END = "<!-- end of versions -->"
 # What is kept of a version, by pytest's `-k`.
 SELECTIONS = {
     "": "all tests of that day",
+    "test_local": "cache in the engine's process alone",
+    "test_stock": "LMCache's own engine alone",
     "shared_tier": "shared tier alone",
-    "waiting": "requests that wait alone",
 }
 
 

@@ -12,7 +12,13 @@ pytest.importorskip("vllm")
 @pytest.mark.parametrize(
     ("path", "name", "target"),
     [
-        ("vllm_connector", "LMCacheXPUConnector", "kv_connector.connector.LMCacheXPUConnector"),
+        ("vllm_connector", "LMCacheXPUConnector", "stock.connector.LMCacheXPUConnector"),
+        (
+            "vllm_connector",
+            "LMCacheXPUServerConnector",
+            "mp_connector.connector.LMCacheXPUServerConnector",
+        ),
+        ("vllm_connector", "LMCacheXPUScheduler", "mp_connector.scheduler.LMCacheXPUScheduler"),
         ("disk.tier", "DiskTier", "tiers.disk.tier.DiskTier"),
         ("disk.l2_adapter", "DiskL2Adapter", "tiers.disk.l2_adapter.DiskL2Adapter"),
         ("shared", "SharedL2Adapter", "tiers.shared_l2.SharedL2Adapter"),

@@ -109,7 +109,7 @@ def test_what_is_replaced_or_hooked_at_run_time_is_declared():
     names = [patch.name for patch in PATCHES]
     names += [STOCK.name.partition("[")[0]]
     hooked = [*WEIGHT_CHANGES, *(name for name in vars(WorkerHooks) if not name.startswith("_"))]
-    assert "sample_tokens" in hooked
+    assert "sleep" in hooked
     names += [f"vllm.v1.worker.gpu_worker.Worker.{name}" for name in hooked]
     assert not [name for name in names if stubs().find(name) is None]
 
@@ -207,16 +207,15 @@ def test_a_keyword_that_is_not_passed_any_more_is_told(tmp_path, monkeypatch):
 
 
 def test_an_attribute_that_a_replaced_constructor_sets_is_told(tmp_path):
-    path = tmp_path / "lmcache" / "integration" / "vllm" / "vllm_v1_adapter.py"
+    module = "vllm/distributed/kv_transfer/kv_connector/v1/lmcache_connector"
+    path = tmp_path / f"{module}.py"
     path.parent.mkdir(parents=True)
-    body = "self.device = None\n        self.pending = {}\n"
-    path.write_text(
-        f"class LMCacheConnectorV1Impl:\n    def __init__(self, config):\n        {body}"
-    )
-    changes = [each.name for each in compare("lmcache", "1.0", tmp_path)]
-    constructor = "lmcache.integration.vllm.vllm_v1_adapter.LMCacheConnectorV1Impl.__init__"
+    body = "self._kv_cache_events = None\n        self.pending = {}\n"
+    path.write_text(f"class LMCacheConnectorV1:\n    def __init__(self, config):\n        {body}")
+    changes = [each.name for each in compare("vllm", "1.0", tmp_path)]
+    constructor = f"{module.replace('/', '.')}.LMCacheConnectorV1.__init__"
     assert f"{constructor}(pending)" in changes
-    assert f"{constructor}(device)" not in changes
+    assert f"{constructor}(_kv_cache_events)" not in changes
 
 
 def test_only_differences_of_other_versions_are_expected():

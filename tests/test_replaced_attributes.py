@@ -21,6 +21,8 @@ ROOMS = (
 REPLACING = {  # by `status` shown as patches; the last while an engine starts
     "kv_connector/patches.py: setattr(holder, name, replacement)",
     "kv_connector/worker_hooks.py: worker.__class__",
+    # Of the cache's own storage manager alone, before anybody stores.
+    "mp_connector/room.py: self._memory.reserve_write",
     "stock/gpu_connectors.py: setattr(module, SEAM, make)",
     "stock/gpu_connectors.py: setattr(module, SEAM, original)",
 }
@@ -56,13 +58,14 @@ OWN = {  # of classes of this package, and of events that it makes
     "mp_connector/kv_events.py: event.token_ids",
     "mp_connector/kv_events.py: tracked.described",
     "mp_connector/local_cache.py: cache._users",
-    "mp_connector/local_cache.py: "
-    "setattr(self, bound.operation, partial(_answered, bound.handler))",
+    "mp_connector/local_client.py: lookup.handle",
+    "mp_connector/local_client.py: lookup.hit",
     "mp_connector/lookups.py: lookup.asked",
     "mp_connector/lookups.py: lookup.hit_tokens",
     "mp_connector/lookups.py: lookup.locks",
     "mp_connector/lookups.py: lookup.since",
     "mp_connector/lookups.py: lookup.waits",
+    "mp_connector/room.py: self._kept.keys",
     "mp_connector/scheduler_half.py: tracked.most_stored",
     "mp_connector/scheduler_half.py: tracked.stage",
     "mp_connector/step_loads.py: asked.asked",

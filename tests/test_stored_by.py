@@ -1,7 +1,9 @@
-"""What earlier versions stored is hit on disk, in both modes; values of a shared tier are read.
+"""What earlier versions stored is read; engines hit it or miss it, and leave it alone.
 
-`stored_by/VERSION` has what an engine of that version stored; see the README there. A reported hit
-proves nothing, so the bytes that an engine of the present code restores are compared with those.
+`stored_by/VERSION` has what an engine of that version stored; see the README there. LMCache's own
+engine hits its whole chunks on disk. A reported hit proves nothing, so the bytes that it restores
+are compared. The cache in the engine's process and layerwise mode have other names for what they
+store: they miss it, and compute.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ PROBE = STORED_BY / "probe.py"
 VERSIONS = sorted(file.parent.name for file in STORED_BY.glob("*/README.md"))
 BLOCK, CHUNK, LAYERS = 32, 64, 3
 BLOCK_BYTES = BLOCK * 2 * 32 * 4  # keys and values of one head of 32 elements, float32
-CHUNKS = {"standard": 2, "layerwise": 1, "shared": 1}
+CHUNKS = {"standard": 2, "layerwise": 1, "local": 2, "shared": 1}
 FIXED = struct.Struct("<8sIIIQHH")  # magic, version, header CRC, payload CRC, payload, key, meta
 
 
@@ -57,23 +59,14 @@ def header(raw: bytes) -> tuple[str, str, bytes]:
     return key.decode(), meta.decode(), raw[HEADER_BYTES:]
 
 
-def layer_id(key: str) -> int:
-    """Number of a chunk's object, which is a group of layers in layerwise mode."""
-    number = key.partition("\n")[0].split("@")[-2]
-    return 0 if number == "-" else int(number)
-
-
 def blocks(version: str, case: str) -> list[set[str]]:
-    """Per layer, the digests of the engine's blocks in what was stored."""
+    """Per layer, the digests of the engine's blocks in what was stored of whole chunks."""
     digests: list[set[str]] = [set() for _ in range(LAYERS)]
     for raw in stored(version, case):
-        key, _, payload = header(raw)
-        first_layer = 2 * layer_id(key)
+        _, _, payload = header(raw)
         for number in range(len(payload) // BLOCK_BYTES):
-            layer = first_layer + number // (CHUNK // BLOCK)
             block = payload[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
-            if layer < LAYERS:  # the last group has memory for a layer more
-                digests[layer].add(hashlib.sha256(block).hexdigest())
+            digests[number // (CHUNK // BLOCK)].add(hashlib.sha256(block).hexdigest())
     return digests
 
 
@@ -112,9 +105,10 @@ def test_a_server_s_values_are_read_and_written_byte_for_byte(version: str):
         assert pack_chunk(name, meta, memoryview(payload)) == value
 
 
-def hit(version: str, case: str, place: Path, **variables: str) -> dict[str, Any]:
+def ask(version: str, case: str, place: Path) -> dict[str, Any]:
     """What an engine of the present code does when it is asked for what was stored."""
-    key, _, _ = header(stored(version, case)[0])
+    kept = "standard" if case == "local" else case
+    key, _, _ = header(stored(version, kept)[0])
     vllm = versions.installed().vllm
     if f".vllm{vllm}" not in key:
         pytest.skip(f"stored by another vLLM than {vllm}, which may pack its blocks otherwise")
@@ -122,27 +116,39 @@ def hit(version: str, case: str, place: Path, **variables: str) -> dict[str, Any
     done = subprocess.run(
         [sys.executable, PROBE, "hit", case],
         cwd=place,
-        env=environment(**variables),
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=280,
     )
-    return printed(done)
+    result = printed(done)
+    for file in (STORED_BY / version / kept).rglob("*.lmxkv"):
+        there = place / file.relative_to(STORED_BY / version)
+        assert there.read_bytes() == file.read_bytes()
+    return result
 
 
-def check_hit(version: str, case: str, result: dict[str, Any]) -> None:
-    assert result["hits"] == CHUNKS[case] * CHUNK
-    assert result["loaded"] == CHUNKS[case] * CHUNK  # from the tier, not computed instead
+@pytest.mark.engine
+@pytest.mark.parametrize("version", VERSIONS)
+def test_lmcache_s_own_engine_hits_whole_chunks(version: str, tmp_path: Path):
+    result = ask(version, "standard", tmp_path)
+    assert result["hits"] == CHUNKS["standard"] * CHUNK
+    assert result["loaded"] == CHUNKS["standard"] * CHUNK  # from the tier, not computed instead
     assert result["fallbacks"] == 0
-    wanted = blocks(version, case)
-    assert [len(layer) for layer in wanted] == [CHUNKS[case] * CHUNK // BLOCK] * LAYERS
+    wanted = blocks(version, "standard")
+    assert [len(layer) for layer in wanted] == [CHUNKS["standard"] * CHUNK // BLOCK] * LAYERS
     for layer, digests in zip(wanted, result["blocks"], strict=True):
         assert layer <= set(digests)
     assert result["answer"] == result["computed"]
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("case", ["standard", "layerwise"])
+@pytest.mark.parametrize("case", ["local", "layerwise"])
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_stored_directory_is_hit(version: str, case: str, tmp_path: Path):
-    check_hit(version, case, hit(version, case, tmp_path))
+def test_others_miss_it_compute_and_hit_what_they_store_themselves(
+    version: str, case: str, tmp_path: Path
+):
+    result = ask(version, case, tmp_path)
+    assert (result["hits"], result["loaded"], result["fallbacks"]) == (0, 0, 0)
+    assert result["hits again"] == CHUNKS[case] * CHUNK
+    assert result["answer"] == result["computed"] == result["again"]

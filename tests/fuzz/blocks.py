@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 
-import oracle
+from keeper import Keeper
 from running import Prompt, Running
+
+from lmcache_xpu.mp_connector.step import TokenRange
 
 
 class Blocks:
     """What becomes of blocks; a part of `Steps`, which sets the attributes."""
 
     random: random.Random
-    paged: oracle.Paged
+    keeper: Keeper
     block_tokens: int
     chunk: int  # tokens
-    stored: dict[tuple[int, int], list]  # content and number: objects by group
     free: list[int]
     users: Counter[int]
     grown: list[Running]  # in this step
+    numbers: itertools.count
 
     def _admit(self, prompt: Prompt, donors: list[Running]) -> Running | None:
         size = self.block_tokens
@@ -36,21 +39,27 @@ class Blocks:
         # Those that were given back last come first.
         blocks += [self.free.pop() for _ in range(need)]
         self.users.update(blocks)
-        stored = 0
-        while (stored + 1) * self.chunk <= prompt.tokens and (
-            prompt.content,
-            stored,
-        ) in self.stored:
-            stored += 1
-        request = Running(prompt, blocks, prompt.tokens, cached, max(cached, stored * self.chunk))
-        if request.loaded > cached:
-            first = cached // self.chunk if self.random.random() < 0.5 else 0
-            request.chunks = [(n * self.chunk, (n + 1) * self.chunk) for n in range(first, stored)]
-            held = [self.stored[prompt.content, n] for n in range(first, stored)]
-            request.objs = [list(group) for group in zip(*held, strict=True)]
-            for obj in (obj for group in request.objs for obj in group):
-                obj.ref_count_up()
+        keys = self.keeper.keys(prompt.content, prompt.tokens // self.chunk)
+        name = f"request {next(self.numbers)}"
+        request = Running(name, prompt, keys, blocks, prompt.tokens, cached, cached)
+        if not len(keys):
+            return request
+        hit = self.keeper.look_up(keys)
+        if hit * self.chunk <= cached:
+            self.keeper.cache.unlock(keys, hit, 0, hit)
+            return request
+        first = cached // self.chunk if self.random.random() < 0.5 else 0
+        self.keeper.cache.unlock(keys, hit, 0, first)
+        request.loaded = hit * self.chunk
+        request.load = self._range(request, first * self.chunk, request.loaded)
         return request
+
+    def _range(self, request: Running, start: int, end: int) -> TokenRange:
+        """Chunks of a request, with their blocks."""
+        size = self.block_tokens
+        blocks = request.blocks[start // size : end // size]
+        kept = max(0, request.cached - start)
+        return TokenRange(request.name, request.keys, start, end, "", None, [blocks], kept)
 
     def _new(self, request: Running) -> frozenset[int]:
         return frozenset(request.blocks[request.cached // self.block_tokens :])
@@ -59,8 +68,6 @@ class Blocks:
         """Requests that run get a token more, and a block where they need one."""
         new = set()
         for request in donors:
-            if self.paged.block and request.tokens % self.block_tokens:
-                continue  # its whole block would be written, which others may share
             if request.tokens == len(request.blocks) * self.block_tokens:
                 if not self.free or self.random.random() < 0.5:
                     continue

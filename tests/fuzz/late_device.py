@@ -16,8 +16,10 @@ from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
+from turns import LateFuture, Turns
 
 from lmcache_xpu.gpu_connector import finisher
+from lmcache_xpu.mp_connector import late_blocks, moves, transfer_queue, transfers
 from lmcache_xpu.transfer import host_copies, staging, staging_ring
 
 ENGINE, KERNELS, COPIES = "engine", "kernels", "copies"
@@ -54,6 +56,9 @@ class LateDevice(TorchFunctionMode):
         self.finisher = _Finisher(self)
         self._until_failure = 0
         self.failed = False
+        self.failures = 0
+        self.turn: Turns | None = None  # of the thread that runs; None for the engine's
+        self.threads: list[Turns] = []
 
     # What the package's devices do
 
@@ -84,6 +89,11 @@ class LateDevice(TorchFunctionMode):
                 (staging, "PinnedUploads", lambda device: self._upload),
                 (staging, "transfer_of", lambda view: _late(self, transfer_of(view))),
                 (finisher, "ThreadPoolExecutor", lambda *args: self.finisher),
+                (transfer_queue, "ThreadPoolExecutor", lambda **_: self._new_thread()),
+                (transfers, "GRACE_S", 0.0),
+                (transfers, "Event", self.event),
+                (moves, "SideStream", self.side_stream),
+                (late_blocks, "Future", lambda: LateFuture(self)),
             ):
                 stack.enter_context(mock.patch.object(place, name, value))
             stack.enter_context(self)
@@ -103,6 +113,10 @@ class LateDevice(TorchFunctionMode):
         self.enqueue(lambda: there.copy_(copy))
         return there
 
+    def _new_thread(self) -> Turns:
+        self.threads.append(Turns(self))
+        return self.threads[-1]
+
     # Streams
 
     def enqueue(self, run: Callable[[], object]) -> None:
@@ -111,6 +125,7 @@ class LateDevice(TorchFunctionMode):
             self._until_failure -= 1
             if not self._until_failure:
                 self.failed = True
+                self.failures += 1
                 raise PlantedError
         self._current[-1].work.append(("run", run))
 
@@ -133,6 +148,11 @@ class LateDevice(TorchFunctionMode):
             yield
         finally:
             self._current.pop()
+
+    def pause(self) -> None:
+        """A thread waits: others run first, unless it holds what they need."""
+        if self.turn is not None and len(self._current) == 1:
+            self.turn.pause()
 
     def until(self, mark: _Mark) -> None:
         """Run what must be run for this point, and with an order what comes before it."""
@@ -192,6 +212,7 @@ class _Event:
             self._device.wait(self._mark, None if stream is None else stream.stream)
 
     def synchronize(self) -> None:
+        self._device.pause()
         if self._mark is not None:
             self._device.until(self._mark)
 
@@ -218,7 +239,7 @@ class _SideStream:
         """Nothing: memory is never given to others here."""
 
     def after_engine(self) -> None:
-        self._device.wait(self._device.mark(self._device.engine), self.stream)
+        self._device.wait(self._device.mark(None), self.stream)
 
 
 class _Finisher:
@@ -236,6 +257,9 @@ class _Finisher:
         """Of what was submitted last."""
         while self.work():
             pass
+
+    def shutdown(self) -> None:
+        self.result()
 
     def work(self) -> bool:
         """Finish one transfer; False if there was none."""

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
+
+if TYPE_CHECKING:
+    from lmcache_xpu.mp_connector.step import TokenRange
+    from lmcache_xpu.mp_connector.transfer_queue import Transfer
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A request to come."""
+    """A request to come.
+
+    kept: leading blocks that the engine may have itself. early: where its chunks are is asked
+    before its step. waits: it is in no step until they are loaded. stays: it runs on.
+    """
 
     content: int
     tokens: int
-    kept: int  # leading blocks that the engine may have itself
+    kept: int
     early: bool
+    waits: bool
     stays: bool
 
 
@@ -24,35 +34,43 @@ prompts = st.builds(
     tokens=st.integers(1, 14),
     kept=st.sampled_from((0, 0, 1, 2)),
     early=st.booleans(),
+    waits=st.sampled_from((False, False, True)),
     stays=st.booleans(),
 )
 
 
 @dataclass(eq=False)
 class Running:
-    """A request that has blocks."""
+    """A request that has blocks.
 
+    cached: leading tokens that the engine had. loaded: those that it has after the load; the rest
+    is computed. load: what it loads. transfer: of a load that it waits for. failures: of the
+    device, before.
+    """
+
+    name: str
     prompt: Prompt
+    keys: object
     blocks: list[int]
     tokens: int
-    cached: int  # leading tokens that the engine had
-    loaded: int  # leading tokens that it has after the load; the rest is computed
-    chunks: list[tuple[int, int]] = field(default_factory=list)  # that are loaded
-    objs: list[list] = field(default_factory=list)  # [group][chunk]
+    cached: int
+    loaded: int
+    load: TokenRange | None = None
+    transfer: Transfer | None = None
+    failures: int = 0
     lost: bool = False
-
-    def slots(self, block_tokens: int) -> list[int]:
-        every = [block * block_tokens + n for block in self.blocks for n in range(block_tokens)]
-        return every[: self.tokens]
 
 
 @dataclass(eq=False)
 class Storing:
-    """Chunks on their way to LMCache."""
+    """Chunks on their way to the cache.
+
+    chunks: by number, the bytes that they must have. keys: by which the store is known.
+    committed: those that were published. spoiled: the request's load has failed.
+    """
 
     of: Running
-    keys: list[tuple[int, int]]
-    objs: list[list]  # [group][chunk]
-    put: set[int] = field(default_factory=set)  # groups
-    decided: bool = False  # whether they were computed from what was there
-    failed: bool = False
+    chunks: dict[int, bytes]
+    keys: object = None
+    committed: list[int] = field(default_factory=list)
+    spoiled: bool = False

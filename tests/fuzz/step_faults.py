@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import Any
 
 from fault import Faults
 
-from lmcache_xpu.gpu_connector.finisher import Finisher
 from lmcache_xpu.gpu_connector.in_flight import InFlight
 from lmcache_xpu.gpu_connector.load_pipeline import LoadPipeline
+from lmcache_xpu.mp_connector.group_copies import GroupCopies
+from lmcache_xpu.mp_connector.local_cache import LocalCache
+from lmcache_xpu.mp_connector.moves import Moves
+from lmcache_xpu.mp_connector.step_loads import StepLoads
+from lmcache_xpu.mp_connector.transfer_queue import Transfer
+from lmcache_xpu.mp_connector.transfers import Transfers
 from lmcache_xpu.transfer import staging
-from lmcache_xpu.transfer.devices import TransferHandle
+from lmcache_xpu.transfer.devices import StoreHandle, TransferHandle
 from lmcache_xpu.transfer.staging import Stager
 from lmcache_xpu.transfer.staging_ring import Buffer, StagingRing
 
@@ -56,13 +62,14 @@ def _(_: Any) -> Any:
     return wrong
 
 
-@fault("the engine writes blocks that a store still reads", "steps", InFlight, "add_store")
-def _(add: Any) -> Any:
-    def wrong(self: InFlight, *args: Any) -> None:
-        add(self, *args)
-        self._reading.clear()
+@fault("the engine writes blocks that a store still reads", "steps", Transfers, "let_write")
+def _(_: Any) -> Any:
+    return lambda self, blocks=None: None
 
-    return wrong
+
+@fault("blocks are given away while their store is enqueued", "steps", Transfer, "enqueued")
+def _(enqueued: Any) -> Any:
+    return lambda self, read: enqueued(self, [])
 
 
 @fault("loads and stores do not wait for the engine", "steps", Stager, "follow_engine")
@@ -70,19 +77,46 @@ def _(_: Any) -> Any:
     return lambda self: None
 
 
-@fault("memory is not held while it is copied", "steps", InFlight, "hold")
-def _(_: Any) -> Any:
-    return lambda self, load, objs: None
+@fault("memory is not held while it is copied", "steps", Moves, "locate")
+def _(locate: Any) -> Any:
+    def wrong(self: Moves, asked: Any, *args: Any) -> Any:
+        located = locate(self, asked, *args)
+        self.end_load(asked)
+        return located
+
+    return wrong
 
 
-@fault("chunks are published before they are complete", "steps", Finisher, "when_done")
+@fault("what a load has read stays locked", "steps", LocalCache, "release")
 def _(_: Any) -> Any:
-    return lambda self, moves, action: action()
+    return lambda self, number: None
+
+
+@fault("chunks are published before they are complete", "steps", GroupCopies, "store")
+def _(store: Any) -> Any:
+    def wrong(self: GroupCopies, *args: Any) -> list[StoreHandle]:
+        never = staging.Event(self.device)
+        return [
+            handle._replace(transfer=handle.transfer._replace(done=never))
+            for handle in store(self, *args)
+        ]
+
+    return wrong
 
 
 @fault("a load that failed is not reported", "steps", InFlight, "end_step")
 def _(end: Any) -> Any:
     return lambda self: end(self)[:0]
+
+
+@fault("what came of a failed load is stored", "steps", StepLoads, "gate")
+def _(_: Any) -> Any:
+    return lambda self, blocks: lambda: None
+
+
+@fault("a load writes blocks that the engine has", "steps", StepLoads, "ask")
+def _(ask: Any) -> Any:
+    return lambda self, load: ask(self, dataclasses.replace(load, kept=0))
 
 
 @fault("a load that failed is not waited for", "steps", Stager, "fence")

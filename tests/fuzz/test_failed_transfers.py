@@ -28,12 +28,15 @@ SPANS = ((0, 2), (2, 4), (4, 6))
 @pytest.mark.parametrize("order", ["planes", "rows"])
 def test_nothing_arrives_after_the_error(order, direction, pinned, number):
     """LMCache gives its memory to others, and vLLM computes the blocks anew."""
-    way = ways.Way(order, 3, False, 100, 2, pinned, False)
+    way = ways.Way(order, False, 100, 2, pinned, False)
     cache, device = Cache(LAYOUT, 1), LateDevice(())
     connector = ways.connect(LAYOUT, way)
-    arena = Arena(3, connector.get_shape(2).numel() * 2, 1)
+    groups = ways.groups_of(connector)
+    arena = Arena(3 * len(groups), connector.get_shape(2).numel() * 2, 1)
     fmt = ways.format_of(connector)
-    objs = [arena.allocate(connector.get_shape(2), LAYOUT.dtype, fmt) for _ in SPANS]
+    objs = [
+        [arena.allocate(connector.get_shape(2), LAYOUT.dtype, fmt) for _ in SPANS] for _ in groups
+    ]
     arguments = {
         "starts": [start for start, _ in SPANS],
         "ends": [end for _, end in SPANS],
@@ -44,9 +47,9 @@ def test_nothing_arrives_after_the_error(order, direction, pinned, number):
         connector.initialize_kvcaches_ptr(kvcaches=cache.engine)
         device.fail_at(number)
         with pytest.raises(PlantedError):
-            ways.call(connector, direction, [objs], **arguments)
+            ways.call(connector, direction, objs, **arguments)
         assert device.failed
-        for obj in objs:
+        for obj in (obj for group in objs for obj in group):
             obj.ref_count_down()  # and others write there
         there = cache.bytes()
         device.finish()

@@ -19,6 +19,7 @@ from lmcache_xpu.gpu_connector import registered_cache
 from lmcache_xpu.gpu_connector.base import PagedMemConnector
 from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
 from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2
+from lmcache_xpu.mp_connector import group_copies
 from lmcache_xpu.transfer import direct, host_copies, staging
 from lmcache_xpu.transfer.gather_scatter import TorchTransfer
 from lmcache_xpu.transfer.staging import Stager
@@ -64,8 +65,8 @@ def copied_in_batches(sources: torch.Tensor, targets: torch.Tensor, sizes: torch
 def taken(way: Way, buffer_bytes: int) -> Iterator[None]:
     """While this lasts, connectors that are bound take this way."""
 
-    def stager(view: object, staging_bytes: int) -> Stager:
-        made = Stager(view, staging_bytes, in_place=not way.buffer)
+    def stager(view: object, staging_bytes: int | None, **options: object) -> Stager:
+        made = Stager(view, staging_bytes, in_place=not way.buffer, **options)
         if way.buffer:
             made.buffer_bytes = buffer_bytes
             made._ring = StagingRing(buffer_bytes, way.buffers, view.device)
@@ -78,6 +79,7 @@ def taken(way: Way, buffer_bytes: int) -> Iterator[None]:
             stack.enter_context(mock.patch.object(place, name, value))
 
         patch(registered_cache, "Stager", stager)
+        patch(group_copies, "Stager", stager)
         patch(staging, "transfer_of", TritonTransfer.of if way.triton else TorchTransfer.of)
         patch(StagingRing, "allocate", lambda wanted, device: StagingRing(1, 1, device))
         if way.triton:

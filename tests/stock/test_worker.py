@@ -46,12 +46,12 @@ class Lmcache:
             token_database=SimpleNamespace(process_tokens=lambda tokens: [(0, 4, Key())]),
             storage_manager=SimpleNamespace(
                 contains=lambda layer: layer in self.held,
-                batched_remove=lambda *given: self.removed.append(given),
+                batched_remove=lambda *arguments: self.removed.append(arguments),
             ),
         )
 
     def __getattr__(self, name: str) -> Any:
-        def called(*given: Any, **more: Any) -> None:
+        def called(*arguments: Any, **more: Any) -> None:
             self.heard.append(name)
             if name in self.fails:
                 raise RuntimeError("planted")
@@ -81,7 +81,7 @@ def step(*requests: Any, new: frozenset[int] = frozenset(), **more: Any) -> Step
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(module, "get_tp_group", lambda: SimpleNamespace(world_size=1))
-    monkeypatch.setattr(module.health, "log_connector", lambda *given: None)
+    monkeypatch.setattr(module.health, "log_connector", lambda *arguments: None)
 
     def made(**options: Any) -> tuple[StockWorker, Lmcache]:
         lmcache = Lmcache(**options)

@@ -2,14 +2,13 @@
 
     PYTHONPATH=SOURCE:tests .venv/bin/python tests/stored_by/make.py VERSION
 
-SOURCE is the `src` of a checkout of that version. A server of the shared tier must be installed.
+SOURCE is the `src` of a checkout of that version.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
@@ -19,7 +18,6 @@ from pathlib import Path
 import torch
 from probe import CASES
 from safetensors.torch import save_file
-from support.servers import PASSWORD, Server
 
 HERE = Path(__file__).parent
 HIDDEN, LAYERS, VOCABULARY = 32, 3, 128  # one head, the smallest that vLLM's CPU attention knows
@@ -75,9 +73,6 @@ def make_model(directory: Path) -> None:
 
 
 def make(directory: Path) -> None:
-    server = Server()
-    server.start()
-    os.environ |= {"SERVER_URL": server.url, "LMCACHE_XPU_REMOTE_PASSWORD": PASSWORD}
     print(f"stored by {find_spec('lmcache_xpu').origin}")
     for case in CASES:
         done = subprocess.run(
@@ -88,11 +83,6 @@ def make(directory: Path) -> None:
             check=True,
         )
         print(case, done.stdout.splitlines()[-1])
-    (directory / "shared").mkdir()
-    for number, key in enumerate(sorted(server.client.keys())):
-        (directory / "shared" / f"{number}.key").write_bytes(key)
-        (directory / "shared" / f"{number}.value").write_bytes(server.client.get(key))
-    server.stop()
     for file in directory.rglob("*"):
         if file.is_file() and file.parent.name == "kv-worker-0" and file.suffix != ".lmxkv":
             file.unlink()  # the directory's lock

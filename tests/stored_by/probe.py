@@ -1,8 +1,8 @@
 """An engine that stores a prompt, or is asked for one that another version has stored.
 
 Run as `python probe.py STEP CASE`, in a directory that has the model in `model/` and the chunks of
-the disk tier in a directory by the name of the case; STEP is `store` or `hit`. A server of the
-shared tier is named by SERVER_URL. Prints a JSON object last.
+the disk tier in a directory by the name of the case; STEP is `store` or `hit`. Prints a JSON object
+last.
 
 The configuration is written out as users hold it, and nothing here imports the package: so the same
 file runs with the code of every version, and a name that users hold can't change unseen.
@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import sys
+import time
 import traceback
 from typing import Any
 
@@ -36,21 +37,15 @@ DISK: dict[str, Any] = {
         "disk.gib": 0.1,
     },
 }
-SHARED: dict[str, Any] = {
-    "remote_storage_plugins": ["shared"],
-    "extra_config": {
-        "remote_storage_plugin.shared.module_path": "lmcache_xpu.remote",
-        "remote_storage_plugin.shared.class_name": "RemoteTier",
-    },
-}
-# Both hashes that name chunks, both modes, both tiers. What is stored is kept in the repository,
-# so some cases have one chunk and the others two, of which the second is named by the first too.
+# Both hashes that name chunks, both modes of LMCache's own engine. What is stored is kept in the
+# repository, so one case has one chunk and the other two, of which the second is named by the first
+# too.
 CASES: dict[str, dict[str, Any]] = {
     "standard": DISK | {"pre_caching_hash_algorithm": "sha256"},
     "layerwise": DISK | {"pre_caching_hash_algorithm": "sha256_cbor", "use_layerwise": True},
-    "shared": SHARED | {"pre_caching_hash_algorithm": "sha256_cbor"},
 }
-CHUNKS = {"standard": 2, "layerwise": 1, "shared": 1}
+LOCAL = "local"  # the cache in the engine's process, with the directory of the standard case
+CHUNKS = {"standard": 2, "layerwise": 1, LOCAL: 2}
 SALTS = {"layerwise": {"cache_salt": "a client's"}}  # a salt is part of the names of chunks, too
 
 
@@ -59,6 +54,18 @@ def prompt(case: str) -> list[int]:
 
 
 def transfer_config(case: str) -> dict[str, Any]:
+    connector = {
+        "kv_connector": "LMCacheXPUConnector",
+        "kv_connector_module_path": "lmcache_xpu.vllm_connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+    }
+    if case == LOCAL:
+        cache = {"chunk_tokens": CHUNK, "cpu_gib": 0.05, "disk_path": "standard", "disk_gib": 0.1}
+        return connector | {
+            "kv_connector": "LMCacheXPUServerConnector",
+            "kv_connector_extra_config": {"xpu.cache": cache},
+        }
     lmcache = {
         "chunk_size": CHUNK,
         "local_cpu": True,
@@ -66,15 +73,9 @@ def transfer_config(case: str) -> dict[str, Any]:
         "save_unfull_chunk": False,
         **CASES[case],
     }
-    place = {"shared.url": os.environ["SERVER_URL"]} if case == "shared" else {"disk.path": case}
-    lmcache["extra_config"] = lmcache["extra_config"] | place
-    return {
-        "kv_connector": "LMCacheXPUConnector",
-        "kv_connector_module_path": "lmcache_xpu.vllm_connector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {f"lmcache.{key}": value for key, value in lmcache.items()},
-    }
+    lmcache["extra_config"] = lmcache["extra_config"] | {"disk.path": case}
+    options = {f"lmcache.{key}": value for key, value in lmcache.items()}
+    return connector | {"kv_connector_extra_config": options}
 
 
 def caches(worker):
@@ -139,16 +140,17 @@ def store(engine: Engine) -> dict[str, Any]:
 
 
 def hit(engine: Engine) -> dict[str, Any]:
-    tier = "shared" if engine.case == "shared" else "disk"
     answer, hits = engine.ask(**SALTS.get(engine.case, {})), engine.hits()
     result = {
         "answer": answer,
         "hits": hits,
         "blocks": engine.llm.collective_rpc(digests)[0],
-        "loaded": package_metric("tokens", direction="load", tier=tier),
+        "loaded": package_metric("tokens", direction="load", tier="disk"),
         "fallbacks": package_metric("fallbacks", reason="load"),
     }
-    return result | {"computed": engine.ask(cache_salt="computed")}
+    result["computed"] = engine.ask(cache_salt="computed")
+    time.sleep(1)  # what was computed is stored beside the engine
+    return result | {"again": engine.ask(**SALTS.get(engine.case, {})), "hits again": engine.hits()}
 
 
 if __name__ == "__main__":

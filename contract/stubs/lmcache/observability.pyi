@@ -1,6 +1,3 @@
-class LMCacheStatsLogger:
-    def __init__(self, metadata, log_interval, config=...): ...
-
 class PrometheusLogger:
     @staticmethod
     def _metadata_to_labels(metadata): ...

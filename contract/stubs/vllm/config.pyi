@@ -19,8 +19,6 @@ class SchedulerConfig:
     def get_scheduler_cls(self): ...
 
 class ParallelConfig:
-    distributed_executor_backend: Any
-    nnodes: Any
     rank: Any
     data_parallel_index: Any
     data_parallel_size: Any
@@ -40,7 +38,6 @@ class ModelConfig:
     dtype: Any
     use_mla: Any
     max_model_len: Any
-    def get_total_num_kv_heads(self): ...
 
 class CacheConfig:
     enable_prefix_caching: Any
@@ -59,7 +56,6 @@ class KVEventsConfig:
 class SpeculativeConfig:
     num_speculative_tokens: Any
     method: Any
-    draft_model_config: Any
 
 class CompilationConfig:
     cudagraph_mode: CUDAGraphMode | None

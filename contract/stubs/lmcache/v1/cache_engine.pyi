@@ -3,7 +3,6 @@ from typing import Any
 class LMCacheEngine:
     config: Any
     metadata: Any
-    event_manager: Any
     storage_manager: Any
     token_database: Any
     gpu_connector: Any
@@ -12,8 +11,6 @@ class LMCacheEngine:
     num_layers: Any
     use_layerwise: Any
     retrieve_locations: Any
-    post_inited: Any
-    kv_events_enabled: Any
     save_only_first_rank: Any
     def __init__(
         self, config, metadata, token_database, gpu_connector, broadcast_fn, broadcast_object_fn
@@ -28,20 +25,12 @@ class LMCacheEngine:
         pin=...,
         request_configs=...,
     ): ...
-    def post_init(self, **kwargs): ...
-    def retrieve(self, tokens, mask=..., **kwargs): ...
     def retrieve_layer(self, tokens, mask=..., **kwargs): ...
     def store(self, tokens=..., hashes=..., offsets=..., mask=..., **kwargs): ...
     def store_layer(self, tokens, mask=..., **kwargs): ...
 
 class LMCacheEngineBuilder:
-    _instances: Any
-    _cfgs: Any
-    _metadatas: Any
-    _stat_loggers: Any
     @classmethod
     def destroy(cls, instance_id): ...
     @classmethod
-    def get_or_create(
-        cls, instance_id, config, metadata, gpu_connector, broadcast_fn, broadcast_object_fn
-    ): ...
+    def get(cls, instance_id): ...

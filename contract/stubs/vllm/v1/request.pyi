@@ -7,6 +7,7 @@ class RequestStatus(IntEnum):
     PREEMPTED: Any
 
 class Request:
+    kv_transfer_params: Any
     num_prompt_tokens: Any
     prompt_token_ids: Any
     status: Any

@@ -5,25 +5,17 @@ class LMCacheConnectorMetadata:
     def add_request(self, req_meta): ...
 
 class LMCacheConnectorV1Impl:
-    _parent: Any
     _role: Any
     _vllm_config: Any
     device: Any
     kv_role: Any
-    worker_count: Any
-    def _apply_extra_config(self, config, vllm_config): ...
-    def _init_connector_state(self, role, vllm_config, config): ...
-    def _setup_metrics(self): ...
     _manager: Any
     _layerwise_save_storers: Any
     layerwise_retrievers: Any
-    current_layer: Any
     lmcache_engine: Any
     lookup_client: Any
     load_specs: Any
     config: Any
-    _request_trackers: Any
-    _requests_priority: Any
     def get_num_new_matched_tokens(self, request, num_computed_tokens): ...
     def update_state_after_alloc(self, request, num_external_tokens): ...
     def request_finished(self, request, block_ids): ...
@@ -53,8 +45,3 @@ class LoadSpec:
 
 class SaveSpec:
     can_save: Any
-
-class RequestTracker:
-    allocated_block_ids: Any
-
-def extract_request_configs(sampling_params): ...

@@ -1,2 +1,1 @@
-class OffloadMsg:
-    def __init__(self, hashes, slot_mapping, offsets): ...
+

@@ -1,2 +1,1 @@
-class RuntimePluginLauncher:
-    def stop_plugins(self): ...
+

@@ -1,2 +1,1 @@
-class CPUWorker:
-    def execute_model(self, scheduler_output): ...
+

@@ -1,2 +1,1 @@
-class XPUWorker:
-    def execute_model(self, scheduler_output): ...
+

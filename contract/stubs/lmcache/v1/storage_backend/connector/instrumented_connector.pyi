@@ -1,4 +1,0 @@
-from typing import Any
-
-class InstrumentedRemoteConnector:
-    _connector: Any

@@ -1,0 +1,1 @@
+from lmcache.v1.distributed.eviction_policy.lru import LRUEvictionPolicy as LRUEvictionPolicy

@@ -1,0 +1,3 @@
+class PluginL2AdapterConfig:
+    @classmethod
+    def from_dict(cls, d): ...

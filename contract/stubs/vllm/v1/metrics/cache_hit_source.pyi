@@ -1,7 +1,0 @@
-from enum import Enum
-from typing import Any
-
-class CacheHitSource(Enum):
-    HOST: Any
-    DISK: Any
-    EXTERNAL_UNSPECIFIED: Any

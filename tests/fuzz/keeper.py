@@ -1,0 +1,126 @@
+"""The cache in the engine's process, watched: what it lends, and what is published."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import Any
+from unittest import mock
+
+import oracle
+import torch
+from late_device import LateDevice
+from running import Running, Storing
+
+from lmcache_xpu.mp_connector import local_cache
+from lmcache_xpu.mp_connector.local_cache import LocalCache, LocalCacheOptions, PromptKeys, Range
+
+PAGE = 4096  # of LMCache's memory
+CPU = torch.device("cpu")
+
+
+class WatchedCache(LocalCache):
+    """Compares what is published and what is located with what it must be."""
+
+    keeper: Keeper
+
+    def locate(self, number: int, chunks: Range) -> Any:
+        rows = super().locate(number, chunks)
+        if rows is None:
+            missing = "a chunk is missing that a look-up has locked"
+            self.keeper.errors.append(oracle.MismatchError(missing))
+        for _, chunk, offset, _ in rows or ():
+            key = chunks.prompt.by_group[0][chunks.start + chunk]
+            self.keeper.compare("what is located", offset, self.keeper.chunks[key])
+        return rows
+
+    def reserve(self, number: int, chunks: Range, skipped: Any) -> Any:
+        rows = super().reserve(number, chunks, skipped)
+        self.keeper.reserved[number] = chunks, rows
+        self.keeper.device.pause()
+        return rows
+
+    def commit(self, number: int) -> bool:
+        chunks, rows = self.keeper.reserved.pop(number)
+        if (store := self.keeper.stores.get(id(chunks.prompt))) is not None:
+            for _, chunk, offset, _ in rows:
+                wanted = store.chunks[chunks.start + chunk]
+                self.keeper.compare("what is published", offset, wanted)
+                self.keeper.chunks[chunks.prompt.by_group[0][chunks.start + chunk]] = wanted
+                store.committed.append(chunk)
+        return super().commit(number)
+
+
+class Keeper:
+    """A cache with room for so many objects of one size.
+
+    Attributes:
+        chunks: what each must hold, also of those that have gone.
+        reserved: by number of the question, what is not published yet.
+        stores: by what they store, those on their way.
+        errors: of calls that the package made.
+    """
+
+    def __init__(self, device: LateDevice, places: int, chunk_tokens: int) -> None:
+        self.device = device
+        self.chunks: dict[Any, bytes] = {}
+        self.reserved: dict[int, tuple[Range, Any]] = {}
+        self.stores: dict[int, Storing] = {}
+        self.errors: list[oracle.MismatchError] = []
+        self._numbers = itertools.count(-1, -1)
+        options = LocalCacheOptions(chunk_tokens=chunk_tokens, cpu_gib=places * PAGE / 2**30)
+        self.cache = WatchedCache(options, CPU, "model")
+        self.cache.keeper = self
+        self.memory = self.cache.memory()
+
+    def keys(self, content: int, chunks: int) -> PromptKeys:
+        keys = self.cache.prompt_keys("salt")
+        keys.extend([f"{content} {number}".encode() for number in range(chunks)])
+        return keys
+
+    def keys_to_store(self, request: Running, store: Storing) -> PromptKeys:
+        """The request's keys again, by which its store is known."""
+        keys = self.keys(request.prompt.content, request.tokens // self.cache.chunk_tokens)
+        self.stores[id(keys)] = store
+        store.keys = keys
+        return keys
+
+    def look_up(self, keys: PromptKeys) -> int:
+        """How many chunks are there, which are locked from now on."""
+        hit = self.cache.hit_chunks(self.cache.find(keys, len(keys), in_memory=True))
+        assert hit is not None
+        return hit
+
+    def compare(self, what: str, offset: int, wanted: bytes) -> None:
+        there = self.memory.pool[offset : offset + len(wanted)].numpy().tobytes()
+        try:
+            oracle.compare(what, there, wanted)
+        except oracle.MismatchError as error:  # the package would take it for a failed transfer
+            self.errors.append(error)
+
+    def raise_errors(self) -> None:
+        for error in self.errors:
+            raise error
+
+    def crowd(self, places: int) -> None:
+        """Others store, and what was stored goes as far as it may; with noise in its place."""
+        keys, number = self.cache.prompt_keys("others"), next(self._numbers)
+        keys.extend([f"{number} {chunk}".encode() for chunk in range(places)])
+        rows = LocalCache.reserve(self.cache, number, Range(keys, 0, places), [()])
+        for _, _, offset, size in rows:
+            noise = torch.randint(256, (size,), dtype=torch.uint8)
+            self.memory.pool[offset : offset + size] = noise
+        LocalCache.commit(self.cache, number)
+
+    def check_locks(self) -> None:
+        """When nothing is on its way, all may go but what failed stores have reserved."""
+        with mock.patch.object(local_cache, "FORGET_S", 0.0):
+            self.cache.forget()
+        left = sum(len(rows) for _, rows in self.reserved.values()) * PAGE
+        if (used := self.cache.memory_use()[0]) != left:
+            raise oracle.MismatchError(f"{used} bytes are locked, {left} should be")
+
+    def close(self) -> None:
+        """In a thread: LMCache's threads end within seconds."""
+        self.cache._users = 1
+        threading.Thread(target=self.cache.close).start()
