@@ -27,6 +27,7 @@ from lmcache_xpu.mp_connector.keys import Keys
 from lmcache_xpu.mp_connector.kv_cache_groups import block_tokens
 from lmcache_xpu.mp_connector.local_client import LocalLookUps
 from lmcache_xpu.mp_connector.lookups import LookUps
+from lmcache_xpu.mp_connector.shared_loads import SharedLoads
 from lmcache_xpu.mp_connector.step import Step, TokenRange, WorkerReport, written_blocks
 from lmcache_xpu.mp_connector.tracked_request import (
     BlockSizes,
@@ -86,6 +87,9 @@ class SchedulerHalf:
         self._given_up: set[str] = set()  # requests for which nothing is looked up
         self._pool: BlockPool | None = None
         self._hashed_tokens = self._sizes.block_tokens[0]  # of a block that vLLM hashes
+        keeps_prefixes = getattr(config.cache_config, "enable_prefix_caching", False)
+        # Of several groups some need the end of a prefix alone.
+        self._shared = SharedLoads(self._hashed_tokens if keeps_prefixes and groups == 1 else None)
         self._loads = options.get(LOADS, "auto")
         self._stores_answers = bool(options.get(ANSWERS, False))
         self._stores = config.kv_transfer_config.is_kv_producer
@@ -105,6 +109,8 @@ class SchedulerHalf:
         self._keys.bind(pool)
         self._pool = pool
         self._hashed_tokens = getattr(pool, "hash_block_size", self._hashed_tokens)
+        if self._shared.block_tokens is not None:
+            self._shared.block_tokens = self._hashed_tokens
 
     def load_in_steps(self) -> None:
         """Let loads be inside steps, where they can: requests whose load fails begin anew."""
@@ -133,9 +139,11 @@ class SchedulerHalf:
 
         Returns:
             The number of tokens that can be loaded beyond those, and whether the request waits for
-            them. None if it is to be asked again: the server still looks.
+            them. None if it is to be asked again: the server still looks, or another request
+            loads what it lacks first.
         """
         name = request.request_id
+        self._shared.end(name)  # nothing of its load has arrived, if there was one
         if name in self.promises.broken:
             return 0, False
         (self._worker or self).collection.put_off()  # until the step is enqueued
@@ -148,6 +156,8 @@ class SchedulerHalf:
         # It must compute its whole prompt, or a load of it has failed.
         if request.skip_reading_prefix_cache or name in self._given_up:
             return 0, False
+        if self._shared.shares(request, kept):
+            return None, True
         is_alone = self.ways.is_alone(name) and not self._has_other_engines
         hit = self._lookups.hit_tokens(tracked.whole_chunks(), is_alone=is_alone)
         if hit is None:
@@ -185,14 +195,19 @@ class SchedulerHalf:
         tracked = self._requests[name]
         tracked.allocated(ids)
         if tracked.stage is not Stage.LOOKED_UP:
+            self._shared.end(name)
             return
         loads = tokens > 0 and tracked.load() is not None
         tracked.stage = Stage.LOADING if loads else Stage.COMPUTED
         self._lookups.forget(name)
         end = tracked.kept if loads else tracked.hit
         self._lookups.release(tracked.range(0, end), tracked.hit)
-        if loads and self.ways.is_in_step(name):
+        if not loads:
+            return
+        if self.ways.is_in_step(name):
             self._ask_early(tracked)
+        else:
+            self._shared.begin(request, tracked.kept, tracked.hit)
 
     def finished(self, request: Request) -> None:
         """Forget a request. Its blocks may be freed at once; see `Transfers.let_write`."""
@@ -200,6 +215,7 @@ class SchedulerHalf:
         self._requests.pop(name, None)
         self._keys.finished(name)
         self.ways.finished(name)
+        self._shared.end(name)
         self._given_up.discard(name)
         self.promises.finished(name)
         self._lookups.end(name)
@@ -347,6 +363,7 @@ class SchedulerHalf:
     def _forget_broken(self) -> None:
         for request_id in self.promises.broken:
             self._requests.pop(request_id, None)
+            self._shared.end(request_id)
 
     # A worker in this process
 

@@ -1,0 +1,56 @@
+"""Loads beside steps that other requests wait for: who begins alike takes the same blocks.
+
+begin   a request has its blocks, and waits until they are filled
+shares  another one lacks such a block first: it is asked for again later
+end     vLLM has heard of the load: what has arrived is in its own prefix cache
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+__all__ = ["SharedLoads"]
+
+
+class _Load(NamedTuple):
+    request: Request
+    blocks: range  # that it fills, counted in the request
+
+
+class SharedLoads:
+    """The loads that requests of one scheduler wait for.
+
+    Attributes:
+        block_tokens: tokens of a block that vLLM hashes; None where it keeps no prefixes.
+    """
+
+    def __init__(self, block_tokens: int | None) -> None:
+        self.block_tokens = block_tokens
+        self._loads: dict[str, _Load] = {}
+
+    def begin(self, request: Request, start: int, end: int) -> None:
+        """Hear of a load that fills the blocks of these tokens."""
+        if (size := self.block_tokens) is not None:
+            self._loads[request.request_id] = _Load(request, range(start // size, end // size))
+
+    def end(self, request_id: str) -> None:
+        """Forget a request's load, if there is one."""
+        self._loads.pop(request_id, None)
+
+    def shares(self, request: Request, kept: int) -> bool:
+        """Whether another request's load fills the block that this one lacks first.
+
+        Args:
+            request: that waits for no load yet.
+            kept: tokens that vLLM's own prefix cache has of it.
+        """
+        if not self._loads or self.block_tokens is None:
+            return False
+        block, hashes = kept // self.block_tokens, request.block_hashes
+        return block < len(hashes) and any(
+            block in load.blocks and load.request.block_hashes[block] == hashes[block]
+            for load in self._loads.values()
+        )
