@@ -20,7 +20,7 @@ def request(name: str, prompt: str) -> SimpleNamespace:
 @pytest.fixture
 def loads() -> SharedLoads:
     """With a load of the second block to the fourth."""
-    loads = SharedLoads(BLOCK)
+    loads = SharedLoads()
     loads.begin(request("a", "abcde"), BLOCK, 4 * BLOCK)
     return loads
 
@@ -39,15 +39,9 @@ def loads() -> SharedLoads:
     ],
 )
 def test_a_request_waits_for_the_load_of_the_block_that_it_lacks_first(loads, prompt, kept, shares):
-    assert loads.shares(request("b", prompt), kept * BLOCK) is shares
+    assert loads.shares(request("b", prompt), kept * BLOCK, BLOCK) is shares
 
 
 def test_nobody_waits_for_a_load_that_has_ended(loads):
     loads.end("a")
-    assert not loads.shares(request("b", "abcd"), BLOCK)
-
-
-def test_where_vllm_keeps_no_prefixes_each_loads_its_own():
-    loads = SharedLoads(None)
-    loads.begin(request("a", "abcd"), 0, 4 * BLOCK)
-    assert not loads.shares(request("b", "abcd"), 0)
+    assert not loads.shares(request("b", "abcd"), BLOCK, BLOCK)

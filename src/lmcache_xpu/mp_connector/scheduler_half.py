@@ -87,9 +87,9 @@ class SchedulerHalf:
         self._given_up: set[str] = set()  # requests for which nothing is looked up
         self._pool: BlockPool | None = None
         self._hashed_tokens = self._sizes.block_tokens[0]  # of a block that vLLM hashes
-        keeps_prefixes = getattr(config.cache_config, "enable_prefix_caching", False)
+        self._shared = SharedLoads()
         # Of several groups some need the end of a prefix alone.
-        self._shared = SharedLoads(self._hashed_tokens if keeps_prefixes and groups == 1 else None)
+        self._shares = groups == 1 and getattr(config.cache_config, "enable_prefix_caching", False)
         self._loads = options.get(LOADS, "auto")
         self._stores_answers = bool(options.get(ANSWERS, False))
         self._stores = config.kv_transfer_config.is_kv_producer
@@ -109,8 +109,6 @@ class SchedulerHalf:
         self._keys.bind(pool)
         self._pool = pool
         self._hashed_tokens = getattr(pool, "hash_block_size", self._hashed_tokens)
-        if self._shared.block_tokens is not None:
-            self._shared.block_tokens = self._hashed_tokens
 
     def load_in_steps(self) -> None:
         """Let loads be inside steps, where they can: requests whose load fails begin anew."""
@@ -156,7 +154,7 @@ class SchedulerHalf:
         # It must compute its whole prompt, or a load of it has failed.
         if request.skip_reading_prefix_cache or name in self._given_up:
             return 0, False
-        if self._shared.shares(request, kept):
+        if self._shared.shares(request, kept, self._hashed_tokens):
             return None, True
         is_alone = self.ways.is_alone(name) and not self._has_other_engines
         hit = self._lookups.hit_tokens(tracked.whole_chunks(), is_alone=is_alone)
@@ -206,7 +204,7 @@ class SchedulerHalf:
             return
         if self.ways.is_in_step(name):
             self._ask_early(tracked)
-        else:
+        elif self._shares:
             self._shared.begin(request, tracked.kept, tracked.hit)
 
     def finished(self, request: Request) -> None:

@@ -17,40 +17,35 @@ __all__ = ["SharedLoads"]
 
 class _Load(NamedTuple):
     request: Request
-    blocks: range  # that it fills, counted in the request
+    tokens: range  # that it fills
 
 
 class SharedLoads:
-    """The loads that requests of one scheduler wait for.
+    """The loads that requests of one scheduler wait for."""
 
-    Attributes:
-        block_tokens: tokens of a block that vLLM hashes; None where it keeps no prefixes.
-    """
-
-    def __init__(self, block_tokens: int | None) -> None:
-        self.block_tokens = block_tokens
+    def __init__(self) -> None:
         self._loads: dict[str, _Load] = {}
 
     def begin(self, request: Request, start: int, end: int) -> None:
         """Hear of a load that fills the blocks of these tokens."""
-        if (size := self.block_tokens) is not None:
-            self._loads[request.request_id] = _Load(request, range(start // size, end // size))
+        self._loads[request.request_id] = _Load(request, range(start, end))
 
     def end(self, request_id: str) -> None:
         """Forget a request's load, if there is one."""
         self._loads.pop(request_id, None)
 
-    def shares(self, request: Request, kept: int) -> bool:
+    def shares(self, request: Request, kept: int, block_tokens: int) -> bool:
         """Whether another request's load fills the block that this one lacks first.
 
         Args:
             request: that waits for no load yet.
-            kept: tokens that vLLM's own prefix cache has of it.
+            kept: tokens that vLLM's own prefix cache has of it, whole blocks.
+            block_tokens: tokens of a block that vLLM hashes.
         """
-        if not self._loads or self.block_tokens is None:
+        if not self._loads:
             return False
-        block, hashes = kept // self.block_tokens, request.block_hashes
+        block, hashes = kept // block_tokens, request.block_hashes
         return block < len(hashes) and any(
-            block in load.blocks and load.request.block_hashes[block] == hashes[block]
+            kept in load.tokens and load.request.block_hashes[block] == hashes[block]
             for load in self._loads.values()
         )
