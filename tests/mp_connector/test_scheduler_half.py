@@ -270,6 +270,24 @@ def test_a_request_that_begins_alike_is_asked_for_again_until_the_load_has_ended
     assert half.matched_tokens(second, HIT) == (0, False)
 
 
+@pytest.mark.parametrize(
+    ("loads", "kept", "released"),
+    [("async", 0, (0, HIT)), ("async", CHUNK + 16, (CHUNK, HIT)), ("step", 0, None)],
+)
+def test_what_no_worker_was_told_of_is_unlocked(make, loads, kept, released):
+    """A load inside a step was asked for already: the worker ends that question."""
+    half, asks = make(loads=loads, worker=True), request()
+    half.load_in_steps()
+    half.matched_tokens(asks, kept)
+    half.allocated(asks, blocks(63), HIT - kept)
+    half._lookups.calls.clear()
+    half.describe_failed(step(("a", HIT, 232)))
+    calls = [call for call in half._lookups.calls if call[0] == "release"]
+    assert calls == ([] if released is None else [("release", *released)])
+    half.describe_failed(step())
+    assert len([call for call in half._lookups.calls if call[0] == "release"]) == len(calls)
+
+
 @pytest.mark.parametrize("why", ["it failed", "it ended", "it has what is loaded"])
 def test_it_waits_no_longer_than_that(make, why):
     half = make(loads="async")

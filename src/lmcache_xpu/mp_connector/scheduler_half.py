@@ -84,6 +84,7 @@ class SchedulerHalf:
         self._lookups = LookUps(client) if client.local is None else LocalLookUps(client.local)
         self._keys = Keys(config, kv_cache_config, client.chunk_tokens)
         self._requests: dict[str, TrackedRequest] = {}
+        self._untold: list[TrackedRequest] = []  # whose loads no worker knows yet
         self._given_up: set[str] = set()  # requests for which nothing is looked up
         self._pool: BlockPool | None = None
         self._hashed_tokens = self._sizes.block_tokens[0]  # of a block that vLLM hashes
@@ -202,9 +203,10 @@ class SchedulerHalf:
         self._lookups.release(tracked.range(0, end), tracked.hit)
         if not loads:
             return
-        if self.ways.is_in_step(name):
-            self._ask_early(tracked)
-        elif self._shares:
+        in_step = self.ways.is_in_step(name)
+        if not (in_step and self._ask_early(tracked)):
+            self._untold.append(tracked)
+        if self._shares and not in_step:
             self._shared.begin(request, tracked.kept, tracked.hit)
 
     def finished(self, request: Request) -> None:
@@ -270,6 +272,7 @@ class SchedulerHalf:
             self.promises.describe(),
             self._keys.epoch,
         )
+        self._untold.clear()
         if step.loads and (worker := self._worker) is not None:
             with guarded("begin_early"):  # else `begin_step` asks for all of it
                 worker.begin_early(step)
@@ -280,6 +283,10 @@ class SchedulerHalf:
         """Return what the workers must know of a step whose description failed: no transfers."""
         self.promises.fail_step(output.num_scheduled_tokens)
         self._forget_broken()
+        untold, self._untold = self._untold, []
+        for tracked in untold:  # no load gives these locks back
+            with guarded("build_connector_meta"):
+                self._lookups.release(tracked.unloaded(), tracked.hit)
         self.collection.allow()
         return Step(
             written_blocks(output, [], self._sizes.block_tokens),
@@ -371,7 +378,9 @@ class SchedulerHalf:
         connector = near_connector(self._config)
         return getattr(connector, "worker_half", None)
 
-    def _ask_early(self, tracked: TrackedRequest) -> None:
-        """Ask where the chunks of a hit are, before its step; not twice in a step."""
-        if (worker := self._worker) is not None and (load := tracked.load()) is not None:
-            worker.ask_early(load)
+    def _ask_early(self, tracked: TrackedRequest) -> bool:
+        """Ask where the chunks of a hit are, before its step, once; whether somebody is asked."""
+        if (worker := self._worker) is None or (load := tracked.load()) is None:
+            return False
+        worker.ask_early(load)
+        return True
