@@ -90,7 +90,7 @@ def holding(engine: Engine, loads: Loads, tokens: list[int]) -> dict[str, Any]:
     """A load that is slow: others decode, and a reset says that it can't be now."""
     right = stored(engine, tokens)
     asked = Asked(engine)
-    asked.add("other", prompt(40), answer=200)
+    asked.add("other", prompt(40), answer=60)
     asked.step(5)
     loads.open.clear()
     asked.add("held", tokens)
@@ -116,7 +116,7 @@ def aborted(engine: Engine, loads: Loads, tokens: list[int]) -> dict[str, Any]:
     pool = scheduler(engine).kv_cache_manager.block_pool
     free = pool.get_num_free_blocks()
     asked = Asked(engine)
-    asked.add("other", prompt(41), answer=60)
+    asked.add("other", prompt(41), answer=30)
     asked.step(3)
     loads.open.clear()
     asked.add("aborted", tokens)
@@ -144,7 +144,7 @@ def shared(engine: Engine, loads: Loads) -> dict[str, Any]:
     right = [stored(engine, tokens) for tokens in turns]
     stored(engine, history)
     asked, loads.count = Asked(engine), 0
-    asked.add("other", prompt(43), answer=100)
+    asked.add("other", prompt(43), answer=40)
     asked.step(3)
     for number, tokens in enumerate(turns):
         asked.add(f"turn {number}", tokens)
@@ -172,7 +172,7 @@ def failing(engine: Engine, tokens: list[int]) -> dict[str, Any]:
 
         cache._storage.unsafe_read = lossy
         asked = Asked(engine)
-        asked.add("other", prompt(44), answer=60)
+        asked.add("other", prompt(44), answer=30)
         asked.step(3)
         asked.add("failing", tokens)
         asked.finish()
@@ -201,7 +201,7 @@ def chosen(engine: Engine, loads: Loads, tokens: list[int]) -> dict[str, Any]:
     engine.forget()
     policy._speeds = LoadSpeeds(near=1.0)  # a link that no step could hide
     asked = Asked(engine)
-    asked.add("other", prompt(45), answer=60)
+    asked.add("other", prompt(45), answer=30)
     asked.step(3)
     asked.add("hit", tokens)
     asked.finish()
