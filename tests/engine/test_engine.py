@@ -83,18 +83,17 @@ def test_turns_whose_loads_fail_are_computed_and_leave_nothing_wrong_behind(memo
 
 
 def test_many_at_once_get_their_own_tokens(report: dict):
-    """Loads begin one by one while their steps are decided on; what is preempted loads again."""
+    """Also where they take each other's memory."""
     for crowd_round in report["crowd"]["rounds"]:
         assert all(crowd_round["right"])
-        assert crowd_round["preempted"] > 0
         assert crowd_round["hit"] > 0
-    loads = report["last"]["ways"]
-    assert loads["step"] > 0
-    assert loads["async"] > 0
+    assert report["last"]["ways"]["step"] > 0
 
 
 def test_with_memory_for_all_of_them_most_tokens_are_hit(memory: dict):
+    """Loads begin one by one while their steps are decided on; what is preempted loads again."""
     for crowd_round in memory["crowd"]["rounds"]:
+        assert crowd_round["preempted"] > 0
         assert crowd_round["hit"] > memory["crowd"]["tokens"] / 2
 
 
