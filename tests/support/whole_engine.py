@@ -61,12 +61,13 @@ class WholeEngine:
             }
         )
         self._ranks, self._fault = ranks, fault
-        self._server = CacheServer(log.with_name(f"{log.name} of the server"))
+        self._server: CacheServer | None = None
 
     def __enter__(self) -> Self:
         self._directory = TemporaryDirectory(prefix="lmx")  # short: a socket's path has a limit
         self.temporary = Path(self._directory.name)
         if self._ranks > 1:
+            self._server = CacheServer(self.log.with_name(f"{self.log.name} of the server"))
             self._server.start()
             at_server = {"cache": "server", "server_url": self._server.url}
             self.settings = self.settings.model_copy(update=at_server)
@@ -99,7 +100,8 @@ class WholeEngine:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
-        self._server.kill()
+        if self._server is not None:
+            self._server.kill()
         self._directory.cleanup()
 
     def processes(self) -> dict[int, str]:
