@@ -30,3 +30,7 @@ def test_a_hook_that_fails_costs_a_hit_and_no_token(
     assert asked["right"]
     assert asked["right again"]
     assert asked["hit again"] == LENGTH // CHUNK * CHUNK
+
+
+def test_no_lock_outlives_a_hook_that_failed(report: dict) -> None:
+    assert report["locks"] == 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.tiny_models import with_kv_heads
 from support.whole_engine import WholeEngine
 
 from lmcache_xpu.harness.random_model import EXACT, make_model
@@ -89,63 +88,25 @@ def test_a_killed_process_ends_the_others(ranks: int, title: str, model: Path, t
         assert "unexpectedly" in engine.said()  # vLLM's word for what it did not do
 
 
-@pytest.fixture(scope="module")
-def one_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return with_kv_heads(1, tmp_path_factory.mktemp("models"))
-
-
-@pytest.mark.parametrize("process", ["worker0", "worker1"])
-def test_ranks_wait_for_no_other_that_failed_to_share_its_cpu_tier(
-    process: str, one_head: Path, tmp_path: Path
+@pytest.mark.parametrize(("ranks", "process"), [(1, "worker0"), (2, "worker0"), (2, "worker1")])
+@pytest.mark.parametrize("death", ["loads", "stores"])
+def test_a_worker_killed_in_a_transfer_ends_the_others(
+    ranks: int, process: str, death: str, model: Path, tmp_path: Path
 ):
-    fault = f"{process}:register_kv_caches"
-    with WholeEngine(one_head, tmp_path / "log", ranks=2, fault=fault) as engine:
-        assert not engine.wait_for_start()
-        assert engine.wait_for_end(END_S) == {}
-        assert f"planted in {process}" in engine.said()
-        assert engine.memory_left() == []
-
-
-@pytest.mark.parametrize("title", ["VLLM::Worker_TP0", "VLLM::Worker_TP1"])
-def test_a_killed_rank_that_shares_its_cpu_tier_ends_the_other(
-    title: str, one_head: Path, tmp_path: Path
-):
-    with WholeEngine(one_head, tmp_path / "log", ranks=2) as engine:
-        assert engine.wait_for_start()
-        assert engine.answers()
-        engine.kill(title)
-        assert engine.wait_for_end(END_S) == {}
-        assert memory_for_the_next(engine) == []
-
-
-@pytest.mark.parametrize(
-    ("process", "death", "part", "loads"),
-    [
-        ("worker0", "loads", "lender", "step"),
-        ("worker1", "loads", "borrower", "step"),
-        ("worker0", "lends", "lender", "step"),
-        ("worker0", "lends", "lender", "async"),
-    ],
-)
-def test_a_rank_killed_in_a_load_of_one_cpu_tier_ends_the_other(
-    process: str, death: str, part: str, loads: str, one_head: Path, tmp_path: Path
-):
-    """The other one is in the load, or a thread of it waits for word of that.
-
-    The tier has no name by which the next engine could find it, and goes with the last process.
-    """
     with WholeEngine(
-        one_head,
+        model,
         tmp_path / "log",
-        ranks=2,
+        ranks=ranks,
         fault=f"{process}:{death}",
-        layerwise=True,
-        loads=loads,
+        loads="async",
         prefix_caching=False,  # a prompt that is asked again is loaded
     ) as engine:
         assert engine.wait_for_start()
-        assert engine.answers()
-        assert not engine.answers()
+        if death == "loads":
+            assert engine.answers()
+            assert not engine.answers()
+        else:
+            engine.answers()  # the store is beside the step, and may be behind the answer
         assert engine.wait_for_end(END_S) == {}
-        assert f"planted in {process}, {death}: a {part}" in engine.said()
+        assert f"planted in {process}, {death}" in engine.said()
         assert memory_for_the_next(engine) == []

@@ -1,17 +1,18 @@
-"""End to end on CPU: a real vLLM, a real LMCache, our connector and our disk tier.
+"""Many requests in a real vLLM on CPU with a cache in its process, and tiers that lose parts.
 
 A reported hit proves nothing, so these compare bytes and tokens, and show that both would differ
-if a hit wrote the wrong thing. With vLLM's default on CPU, and with its default on Intel GPUs: the
-newer model runner and asynchronous scheduling.
+if a hit wrote the wrong thing.
 """
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from packaging.version import Version
+from support.engine_probe import CHUNKS, LONGER, OWN_BLOCKS, PARTS, QUESTIONS, WHOLE
 from support.real_engine import BLOCK, CHUNK, LENGTHS, cached
 from support.scripts import printed, run_probe
-from support.ways import each_way
 
 from lmcache_xpu import versions
 from lmcache_xpu.harness.random_model import EXACT, make_model
@@ -22,134 +23,164 @@ pytestmark = pytest.mark.engine
 FORGETS_STEPS = Version(str(versions.installed().vllm)) < Version("0.28")
 
 
-OFTEN = (
-    ("standard", "newer", "always"),
-    ("layerwise", "default", "always"),
-)
-
-
-def probe(step: str, *args: str) -> dict:
-    process = run_probe("engine", step, *args)
-    # LMCache's word for a pin that another request had, and that was taken back in its stead.
-    assert "Double unpin" not in process.stdout + process.stderr
-    return printed(process)
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory):
+    return tmp_path_factory.mktemp("engine")
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_model(EXACT, tmp_path_factory.mktemp("models")))
-
-
-# Two have every mode and every runner. Of requests that wait for their loads, test_waiting.py has
-# one each time.
-WAYS = each_way(("standard", "layerwise"), ("default", "newer"), ("always", "async"), often=OFTEN)
-
-
-@pytest.fixture(scope="module", params=WAYS)
-def place(request, model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    directory = tmp_path_factory.mktemp("-".join(request.param))
-    return model, str(directory / "disk"), str(directory / "reference.json"), *request.param
+def model(directory) -> str:
+    return str(make_model(EXACT, directory))
 
 
 @pytest.fixture(scope="module")
-def stored(place: tuple[str, ...]) -> dict:
-    return probe("store", *place)
+def memory(model: str) -> dict:
+    """With memory for all prompts."""
+    return printed(run_probe("engine", "memory", model, "none"))
 
 
 @pytest.fixture(scope="module")
-def restarted(place: tuple[str, ...], stored: dict) -> dict:
-    return probe("restart", *place)
+def tiers(model: str, directory) -> dict:
+    """With memory for a few chunks, and a disk."""
+    return printed(run_probe("engine", "tiers", model, directory / "disk"))
 
 
-def test_this_is_what_runs(stored: dict, place: tuple[str, ...]):
-    newer = place[-2] == "newer"
-    assert stored["runs"] == {
-        "runner": "vllm.v1.worker.cpu.model_runner" if newer else "vllm.v1.worker.cpu_model_runner",
-        "scheduler": "AsyncScheduler" if newer else "Scheduler",
-        "ahead": newer,
-    }
+@pytest.fixture(scope="module", params=["memory", "tiers"])
+def report(request: pytest.FixtureRequest) -> dict:
+    return request.getfixturevalue(request.param)
 
 
-@pytest.mark.parametrize("name", LENGTHS)
-def test_a_cpu_hit_restores_every_byte_and_gives_the_recomputed_tokens(stored: dict, name: str):
-    hit = stored["prompts"][name]
-    assert len(hit["recompute"]) == 24
-    assert hit["cpu"]["answer"] == hit["recompute"]
-    assert hit["cpu"]["hit"] == cached(name)
-    # Every cached block but the one whose last token vLLM recomputes on a full hit.
-    assert hit["cpu"]["restored"] >= cached(name) // BLOCK
-
-
-@pytest.mark.parametrize("turn", ["prompts", "again"])
-@pytest.mark.parametrize("name", LENGTHS)
-def test_a_disk_hit_after_a_restart_does_too(stored: dict, restarted: dict, name: str, turn: str):
-    """Twice: a load that kept pins or locks of the first would fail or hang in the second."""
-    hit = restarted[turn][name]
-    assert hit["answer"] == stored["prompts"][name]["recompute"]
-    assert hit["hit"] == cached(name)
-    assert hit["restored"] >= cached(name) // BLOCK
-    assert restarted["disk_hits"] >= sum(length // CHUNK for length in LENGTHS.values())
-
-
-def test_no_reference_or_pin_outlives_its_request(stored: dict, restarted: dict):
-    """The hot cache itself holds one reference; more would never be evicted, fewer be freed."""
-    assert stored["counts"] == [[1, 0]]
-    assert restarted["counts"] in ([[1, 0]], [])  # layerwise loads leave nothing in CPU memory
-
-
-def test_the_cpu_tier_takes_what_it_says(stored: dict, place: tuple[str, ...]):
-    """Asked of PyTorch, or allocated by us, as on an Intel GPU what is too large to be pinned."""
-    assert stored["pool"] == [2**28, place[-3] == "standard"]
-
-
-def test_loads_begin_as_early_as_they_can(stored: dict, place: tuple[str, ...]):
-    """Each could begin later as well: when vLLM has prepared its step. Or its request waits."""
-    earliest = {"standard": "scheduled", "layerwise": "told"}[place[-3]]
-    if place[-1] == "async":
-        earliest = "waiting"
-    assert stored["began"] == [earliest] * 4 * len(LENGTHS)
-
-
-def test_look_ups_in_the_same_process_need_no_socket(stored: dict):
-    assert stored["asked"] == ["near"]
-
-
-def test_many_at_once_get_their_own_tokens(stored: dict):
-    """Loads begin one by one while their steps are decided on; what is preempted loads again."""
-    for crowd_round in stored["crowd"]["rounds"]:
-        assert all(crowd_round["right"])
-        assert crowd_round["preempted"] > 0
-        assert crowd_round["hit"] > stored["crowd"]["tokens"] / 2
+def is_right(asked: dict, hit: int) -> bool:
+    return asked == {"right": True, "hit": hit}
 
 
 @pytest.mark.parametrize("fault", ["shifted", "without values"])
 @pytest.mark.parametrize("name", LENGTHS)
-def test_a_wrong_load_would_be_seen(stored: dict, name: str, fault: str):
-    hit = stored["prompts"][name]
+def test_a_wrong_load_would_be_seen(memory: dict, name: str, fault: str):
+    hit = memory["prompts"][name]
+    assert len(hit["recompute"]) == 24
+    assert hit["sound"]["answer"] == hit["recompute"]
+    assert hit["sound"]["restored"] >= cached(name) // BLOCK
     assert hit[fault]["hit"] == cached(name)  # reported as a hit all the same
     assert hit[fault]["answer"] != hit["recompute"]
     assert hit[fault]["restored"] < cached(name) // BLOCK
 
 
 @pytest.mark.parametrize("name", LENGTHS)
-def test_a_load_that_fails_is_recomputed(stored: dict, name: str):
-    hit = stored["prompts"][name]
+def test_a_load_that_fails_is_recomputed(memory: dict, name: str):
+    hit = memory["prompts"][name]
     assert hit["failing"]["answer"] == hit["recompute"]
     assert hit["failing"]["restored"] >= cached(name) // BLOCK
 
 
-def test_turns_whose_loads_fail_are_computed_and_leave_nothing_wrong_behind(stored: dict):
+def test_turns_whose_loads_fail_are_computed_and_leave_nothing_wrong_behind(memory: dict):
     """A step that was on its way when a load failed stores nothing, and its tokens are dropped."""
-    stumbled = stored["stumbled"]
+    stumbled = memory["stumbled"]
     assert stumbled["failed"] > 0
     assert stumbled["hit"] >= 4 * CHUNK or FORGETS_STEPS  # promised
     assert stumbled["failing"] == stumbled["cold"]
     assert stumbled["afterwards"] == stumbled["cold"]
 
 
+def test_many_at_once_get_their_own_tokens(report: dict):
+    """Also where they take each other's memory."""
+    for crowd_round in report["crowd"]["rounds"]:
+        assert all(crowd_round["right"])
+        assert crowd_round["hit"] > 0
+    assert report["last"]["ways"]["step"] > 0
+
+
+def test_with_memory_for_all_of_them_most_tokens_are_hit(memory: dict):
+    """Loads begin one by one while their steps are decided on; what is preempted loads again."""
+    for crowd_round in memory["crowd"]["rounds"]:
+        assert crowd_round["preempted"] > 0
+        assert crowd_round["hit"] > memory["crowd"]["tokens"] / 2
+
+
+@pytest.mark.parametrize("way", ["forgotten", "kept", "by turns"])
+def test_each_turn_of_a_conversation_hits_what_the_turns_before_stored(memory: dict, way: str):
+    """Whole chunks of questions and answers, by whom they were asked; vLLM's own cache has some."""
+    turns = memory["conversations"][way]
+    assert len(turns) == len(QUESTIONS)
+    for before, seen in itertools.pairwise(turns):
+        # Of an answer's last token there is no KV.
+        stored = (before["length"] + 23) // CHUNK * CHUNK
+        own = (before["length"] + 23) // BLOCK * BLOCK
+        assert seen["right"]
+        assert seen["hit"] + seen["own"] == max(stored, own if seen["own"] else 0)
+        assert way != "kept" or seen["own"] == own
+        assert way != "forgotten" or seen["own"] == 0
+    assert turns[0]["right"]
+
+
+def test_what_vllm_s_own_cache_lacks_of_a_hit_is_loaded(memory: dict):
+    hit = WHOLE // CHUNK * CHUNK
+    for blocks, seen in zip(OWN_BLOCKS, memory["beginnings"], strict=True):
+        assert seen["right"]
+        assert seen["own"] == blocks * BLOCK
+        assert seen["hit"] == hit - blocks * BLOCK
+        assert seen["restored"] >= hit // BLOCK
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_what_memory_lacks_comes_from_the_disk(tiers: dict, name: str):
+    """A hit ends at the first chunk that both lack; what was computed behind it is stored."""
+    memory, disk = PARTS[name]
+    there = {*memory, *disk}
+    hit = next((chunk for chunk in range(CHUNKS) if chunk not in there), CHUNKS)
+    first, again = tiers["parts"][name]
+    assert is_right(first, hit * CHUNK)
+    assert is_right(again, CHUNKS * CHUNK)
+
+
+def test_a_full_disk_costs_hits_alone(tiers: dict):
+    seen = tiers["full disk"]
+    assert is_right(seen["memory"], 3 * CHUNK)
+    assert is_right(seen["nobody"], 0)
+    assert is_right(seen["stored"], 0)
+    assert is_right(seen["disk"], 3 * CHUNK)
+
+
+def test_a_full_memory_costs_hits_alone(tiers: dict):
+    seen = tiers["full memory"]
+    assert seen["held"] > 0
+    assert all(is_right(asked, 0) for asked in seen["held by others"])
+    new, new_again, on_disk, on_disk_again = seen["given back"]
+    assert is_right(new, 0)
+    for asked in (new_again, on_disk, on_disk_again):
+        assert is_right(asked, 3 * CHUNK)
+
+
+def test_a_prompt_longer_than_memory_hits_as_much_as_fits(tiers: dict):
+    for asked in tiers["longer"]:
+        assert asked["right"]
+        assert 0 < asked["hit"] < LONGER
+        assert asked["hit"] % CHUNK == 0
+
+
+def test_a_conversation_goes_on_from_the_disk(tiers: dict):
+    for before, seen in itertools.pairwise(tiers["conversation"]):
+        assert seen["right"]
+        assert seen["hit"] == (before["length"] + 23) // CHUNK * CHUNK
+
+
+def test_no_lock_outlives_its_request(report: dict):
+    """A chunk that is locked would never be evicted."""
+    assert report["last"]["locks"] == {"read": 0, "write": 0}
+
+
+def test_a_reset_gives_all_of_the_memory_back(report: dict):
+    assert report["last"]["reset"] is True
+    assert report["last"]["used"] == 0
+
+
+def test_the_cpu_tier_takes_what_it_says(memory: dict):
+    assert memory["last"]["room"] == 2**28
+
+
 def test_a_tier_that_does_not_open_ends_the_engine_with_the_reason(model: str):
-    """LMCache alone would go on without it; and its threads would keep a failed process alive."""
-    done = run_probe("engine", "broken", model, "unused", "unused", "standard", "default", "always")
+    """LMCache's threads would keep a failed process alive."""
+    done = run_probe("engine", "broken", model, "/dev/null/no-directory")
     assert done.returncode == 1
-    assert "SeamError: found LMCache tiers ['LocalCPUBackend']" in done.stderr
-    assert "Failed to create backend disk" in done.stdout + done.stderr
+    assert "SettingsError" in done.stderr
+    assert "/dev/null/no-directory" in done.stderr

@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def place(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     directory = tmp_path_factory.mktemp("resets")
-    return model, str(directory / "disk"), str(directory / "reference.json"), "standard"
+    return model, str(directory / "disk"), str(directory / "reference.json")
 
 
 @pytest.fixture(scope="module")
@@ -116,32 +116,13 @@ def test_what_was_promised_to_requests_that_wait_is_not_loaded(report: dict):
     assert crowd["right"] == [True] * max(1, len(crowd["right"]))
 
 
-@pytest.fixture(scope="module", params=["step", "async"])
-def ranks(request, model: str, tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """With loads inside steps, and with loads that requests wait for."""
-    directory = tmp_path_factory.mktemp("ranks")
-    report = probe("ranks", model, str(directory / "disk"), "unused", "layerwise", request.param)
-    return report | {"loads": request.param}
-
-
 @pytest.mark.matrix
-def test_two_ranks_find_nothing_after_a_reset_or_under_other_weights(ranks: dict):
+def test_two_ranks_find_nothing_after_a_reset_or_under_other_weights(model: str, tmp_path):
     """In processes of their own: they hear of a reset, and say what they know, with a step."""
+    ranks = probe("ranks", model, str(tmp_path / "disk"), "unused")
     is_new(ranks["plain"])
     assert ranks["said"] is True
     is_new(ranks["reset"])
     assert ranks["reloaded"]["hit"] == 0
     assert ranks["reloaded"]["right"]
     is_new(ranks["later"])
-    first, second = ranks["entries"]
-    assert first == second
-    assert all(entries > 0 for entries in first)
-
-
-@pytest.mark.matrix
-def test_two_ranks_refuse_what_was_promised_under_other_weights(ranks: dict):
-    """The scheduler had not heard of them when it gave blocks to those who waited."""
-    crowd = ranks["crowd"]
-    promised = "hit_after" if ranks["loads"] == "step" else "hit_before"
-    assert crowd[promised] > 0
-    assert crowd["right"] == [True] * max(1, len(crowd["right"]))

@@ -22,8 +22,8 @@ def test_four_engines_leave_the_process_as_it_was(tmp_path: Path):
     result = printed(run_probe("rounds", model, tmp_path / "kv", ROUNDS, timeout=580))
     print(json.dumps(result))
     engines, states = result["found"], result["states"]
-    assert {engine["mode"] for engine in engines[::2]} == {"StandardConnector"}
-    assert {engine["mode"] for engine in engines[1::2]} == {"LayerwiseConnector"}
+    assert {engine["mode"] for engine in engines[::2]} == {"LMCacheXPUServerConnector"}
+    assert {engine["mode"] for engine in engines[1::2]} == {"LMCacheXPUConnector"}
     assert len({tuple(engine["answer"]) for engine in engines}) == 1
     assert [engine["hits"] > 0 for engine in engines] == [False] * WARM_UP + [True] * (ROUNDS - 1)
     before = states[WARM_UP - 1]

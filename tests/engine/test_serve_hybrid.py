@@ -1,6 +1,6 @@
 """`lmcache-xpu serve MODEL` with nothing but a model that keeps states: it hits, and ends whole.
 
-That what is hit is exact, byte by byte and group by group, is compared in test_server.py.
+That what is hit is exact, byte by byte and group by group, is compared in test_local.py.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Served(NamedTuple):
     hits: list[float]
     answered: list[int]
     code: int
+    meanwhile: set[str]
     left: set[str]
 
 
@@ -68,6 +69,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
                 answer.raise_for_status()
                 answered.append(answer.json()["usage"]["completion_tokens"])
                 hits.append(hit_tokens(client))
+            meanwhile = pools() - before
         process.send_signal(signal.SIGTERM)
         code = process.wait(60)
         until(lambda: pools() <= before, 30)
@@ -75,7 +77,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    return Served(log.read_text(), hits, answered, code, pools() - before)
+    return Served(log.read_text(), hits, answered, code, meanwhile, pools() - before)
 
 
 def is_up(client: httpx.Client, process: subprocess.Popen[bytes]) -> bool:
@@ -87,14 +89,15 @@ def is_up(client: httpx.Client, process: subprocess.Popen[bytes]) -> bool:
 
 
 def hit_tokens(client: httpx.Client) -> float:
-    """Tokens that did not have to be computed so far, from the server or the engine's own cache."""
+    """Tokens that did not have to be computed so far, from the cache or the engine's own."""
     text = client.get("/metrics").text
     names = ("external_prefix_cache_hits", "prefix_cache_hits")
     return sum(float(re.search(rf"vllm:{name}_total{{.*}} (\S+)", text)[1]) for name in names)
 
 
-def test_it_says_where_lmcache_runs(served: Served):
-    assert "LMCache runs as a server beside the engine" in served.log
+def test_no_server_is_started_beside_it(served: Served):
+    assert "LMCache runs as a server" not in served.log
+    assert served.meanwhile == set()
 
 
 def test_a_new_question_about_a_document_hits_all_whole_blocks_of_it(served: Served):
@@ -102,6 +105,6 @@ def test_a_new_question_about_a_document_hits_all_whole_blocks_of_it(served: Ser
     assert served.hits == [0, SHARED, 2 * SHARED]
 
 
-def test_engine_and_server_end_together_and_give_their_memory_back(served: Served):
+def test_the_engine_ends_and_gives_its_memory_back(served: Served):
     assert served.code == 0
     assert served.left == set()

@@ -98,6 +98,7 @@ def make(monkeypatch):
         free: int = 1000,
         answers: bool = False,
         producer: bool = True,
+        keeps_prefixes: bool = True,
     ) -> SchedulerHalf:
         beside = SimpleNamespace(asked=[], begun=[], collection=GarbageCollection())
         beside.ask_early, beside.begin_early = beside.asked.append, beside.begun.append
@@ -107,7 +108,7 @@ def make(monkeypatch):
             parallel_config=SimpleNamespace(world_size=ranks, data_parallel_size=engines),
             scheduler_config=SimpleNamespace(enable_chunked_prefill=chunked),
             kv_transfer_config=SimpleNamespace(is_kv_producer=producer),
-            cache_config=SimpleNamespace(),
+            cache_config=SimpleNamespace(enable_prefix_caching=keeps_prefixes),
             speculative_config=None,
         )
         spec = SimpleNamespace(block_size=BLOCK)
@@ -249,6 +250,64 @@ def test_some_requests_are_not_looked_up(make, why):
     asked = request(skip_reading_prefix_cache=why == "whole prompt")
     assert half.matched_tokens(asked, 0) == (0, False)
     assert half._lookups.asked == []
+
+
+def waiting(half, **fields):
+    """A request that waits for its load."""
+    waits = request(request_id="waits", block_hashes=list("abcdefgh" * 8), **fields)
+    assert half.matched_tokens(waits, 0) == (HIT, True)
+    half.allocated(waits, blocks(63), HIT)
+    return waits
+
+
+def test_a_request_that_begins_alike_is_asked_for_again_until_the_load_has_ended(make):
+    half = make(loads="async")
+    first, second = waiting(half), request(request_id="b", block_hashes=list("abcdefgh" * 8))
+    assert half.matched_tokens(second, 0) == (None, True)
+    half.describe(step())
+    assert half.matched_tokens(second, 0) == (None, True)
+    half.allocated(first, blocks(63), 0)  # vLLM goes on with it
+    assert half.matched_tokens(second, HIT) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("loads", "kept", "released"),
+    [("async", 0, (0, HIT)), ("async", CHUNK + 16, (CHUNK, HIT)), ("step", 0, None)],
+)
+def test_what_no_worker_was_told_of_is_unlocked(make, loads, kept, released):
+    """A load inside a step was asked for already: the worker ends that question."""
+    half, asks = make(loads=loads, worker=True), request()
+    half.load_in_steps()
+    half.matched_tokens(asks, kept)
+    half.allocated(asks, blocks(63), HIT - kept)
+    half._lookups.calls.clear()
+    half.describe_failed(step(("a", HIT, 232)))
+    calls = [call for call in half._lookups.calls if call[0] == "release"]
+    assert calls == ([] if released is None else [("release", *released)])
+    half.describe_failed(step())
+    assert len([call for call in half._lookups.calls if call[0] == "release"]) == len(calls)
+
+
+@pytest.mark.parametrize("why", ["it failed", "it ended", "it has what is loaded"])
+def test_it_waits_no_longer_than_that(make, why):
+    half = make(loads="async")
+    first, second = waiting(half), request(request_id="b", block_hashes=list("abcdefgh" * 8))
+    half.describe(step())
+    if why == "it failed":
+        assert half.matched_tokens(first, 0) == (0, False)
+    elif why == "it ended":
+        half.finished(first)
+    kept = 0 if why != "it has what is loaded" else HIT
+    assert half.matched_tokens(second, kept) == (HIT - kept, kept < HIT)
+
+
+@pytest.mark.parametrize(("options", "other"), [({"keeps_prefixes": False}, "a"), ({}, "x")])
+def test_others_load_their_own(make, options, other):
+    """Where vLLM has no prefix cache, and of another prompt."""
+    half = make(loads="async", **options)
+    waiting(half)
+    second = request(request_id="b", block_hashes=list(f"{other}bcdefgh" * 8))
+    assert half.matched_tokens(second, 0) == (HIT, True)
 
 
 def test_a_request_whose_load_brought_nothing_is_computed(make):

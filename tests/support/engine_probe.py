@@ -1,25 +1,43 @@
-"""A real vLLM on CPU with real LMCache in this process: what a hit writes, byte by byte.
+"""A real vLLM on CPU with a cache in its process: many requests at once, and tiers that lose parts.
 
-Run by engine/test_engine.py, with the arguments STEP MODEL DISK REFERENCE MODE RUNNER LOADS. The
-step `store` recomputes prompts, hits them in the CPU tier, and hits them again with planted faults;
-the step `restart` is a new process that finds them on disk; the step `broken` has a disk tier that
-can't be opened. Each prints a JSON object last. RUNNER is `default` or `newer` (newer_runner.py),
-LOADS the setting of that name.
+Run by engine/test_engine.py, with the arguments STEP MODEL DISK. The step `memory` has memory for
+all prompts, and the step `tiers` for a few chunks, and a disk; the step `broken` has a disk tier
+that can't be opened. Each prints a JSON object last.
 """
 
 from __future__ import annotations
 
-import functools
-import json
+import errno
+import itertools
 import sys
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from support import newer_runner
 from support.probes import end_with
-from support.real_engine import BLOCK, CHUNK, KV_HEADS, LENGTHS, Engine, counts, hit, prompt
+from support.real_engine import BLOCK, CHUNK, KV_HEADS, LENGTHS, Engine, hit, prompt, restored
+from support.server_workers import busy, counted, half, wait_for, ways
 
 CROWD = 16  # prompts at once
 NEW = [900, 77, 600, 1300]  # tokens behind a history: most are computed in several steps
+# Of a conversation: tokens of each question.
+QUESTIONS = [600, 90, 333, 128, 511, 7]
+SMALL_GIB = 0.012  # of 12 chunks
+WHOLE, LONGER = 4 * CHUNK + 60, 15 * CHUNK + 30
+OWN_BLOCKS = (1, 2, 3, 5, 7)  # that vLLM's own cache has of a prompt
+# Of a prompt's six chunks, those that memory has and those that the disk has.
+CHUNKS = 6
+PARTS = {
+    "memory lost the end": (range(4), range(6)),
+    "memory lost the beginning": (range(3, 6), range(6)),
+    "the disk lost the end": (range(6), range(4)),
+    "the disk lost the beginning": (range(6), range(3, 6)),
+    "each lost another end": (range(3), range(2, 5)),
+    "each lost every second": ((0, 2, 4), (1, 3, 5)),
+    "both lost one": ((0, 1, 2, 4, 5), (0, 1, 4, 5)),
+    "memory lost all": ((), range(6)),
+    "both lost the first": (range(1, 6), range(1, 6)),
+}
+SALTS = itertools.count()
 
 
 def turn(length: int) -> list[int]:
@@ -27,14 +45,43 @@ def turn(length: int) -> list[int]:
     return prompt(4 * CHUNK + 1)[:-1] + prompt(length)
 
 
-def disk_hits(worker):
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
+def settle(engine: Engine) -> None:
+    """Wait until all that was computed is stored, on the disk too."""
+    wait_for(engine, busy, until=False)
+    engine.llm.collective_rpc(write_all)
 
-    engine = get_kv_transfer_group()._lmcache_engine.lmcache_engine
-    return engine.storage_manager.storage_backends["disk"].counters.hits
+
+def write_all(worker) -> None:
+    for adapter in adapters():
+        for name in list(adapter._writes.pending):
+            adapter._writes.settle(name)
 
 
-def crowd(engine: Engine) -> dict:
+def local() -> Any:
+    return half()._client.local
+
+
+def adapters() -> list[Any]:
+    return [adapter for _, adapter in local()._storage.l2_adapters()]
+
+
+def locks(worker) -> dict[str, int]:
+    """Chunks in memory that somebody reads or writes."""
+    status = local()._storage.report_status()["l1_manager"]
+    return {name: status[f"{name}_locked_count"] for name in ("read", "write")}
+
+
+def memory_use(worker) -> tuple[int, int]:
+    return local().memory_use()
+
+
+def recompute(engine: Engine, tokens: list[int]) -> list[int]:
+    """The right answer, for which nothing is found."""
+    engine.forget()
+    return engine.ask(tokens, cache_salt=f"recompute {next(SALTS)}")
+
+
+def crowd(engine: Engine) -> dict[str, Any]:
     """More prompts at once than the engine's cache holds, some of them twice."""
     # Each needs one more block when it has answered a few tokens; there are none, so some are
     # preempted and loaded again.
@@ -45,6 +92,7 @@ def crowd(engine: Engine) -> dict:
         alone.append(engine.ask(tokens))
     rounds = []
     for order in (1, -1):
+        settle(engine)
         engine.forget()
         hits, preempted = engine.external_hits(), engine.counter("num_preemptions")
         asked = [*range(CROWD), *range(0, CROWD, 5)][::order]
@@ -59,13 +107,14 @@ def crowd(engine: Engine) -> dict:
     return {"tokens": sum(map(len, prompts)), "rounds": rounds}
 
 
-def stumble(engine: Engine) -> dict:
+def stumble(engine: Engine) -> dict[str, Any]:
     """Turns at once, some of whose loads fail; and what is found of them afterwards."""
     from lmcache_xpu.transfer.gather_scatter import TorchTransfer
 
     prompts = [turn(length) for length in NEW]
     engine.forget()
     engine.ask(turn(0))  # what the turns load
+    settle(engine)
     scatter, calls = TorchTransfer.scatter, []
 
     def stumbling(self, *args):
@@ -78,114 +127,25 @@ def stumble(engine: Engine) -> dict:
     hits = engine.external_hits()
     TorchTransfer.scatter = stumbling
     failing = engine.ask_at_once(prompts)
+    settle(engine)
     TorchTransfer.scatter = scatter
     hits = engine.external_hits() - hits
-    afterwards, cold = [], []
+    afterwards = []
     for tokens in prompts:
         engine.forget()
         afterwards.append(engine.ask(tokens))
-        engine.forget()
-        cold.append(engine.ask(tokens, cache_salt="somebody else's"))
     return {
         "failed": sum(calls),
         "hit": hits,
         "failing": failing,
         "afterwards": afterwards,
-        "cold": cold,
+        "cold": [recompute(engine, tokens) for tokens in prompts],
     }
 
 
-def what_runs(engine: Engine) -> dict:
-    core = engine.llm.llm_engine.engine_core.engine_core
-    runner = core.model_executor.driver_worker.worker.model_runner
-    return {
-        "runner": type(runner).__module__,
-        "scheduler": type(core.scheduler).__name__,
-        "ahead": core.batch_queue is not None,
-    }
-
-
-def pool(worker):
-    """Bytes of LMCache's memory, and whether it asked PyTorch for them."""
-    from lmcache.v1.platform.torch_ops.mem_alloc import _tensor_registry
-    from lmcache_xpu.cache_engine.health import pool
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    memory = pool(get_kv_transfer_group()._lmcache_engine.lmcache_engine)
-    return memory.untyped_storage().nbytes(), memory.data_ptr() in _tensor_registry
-
-
-def watch_loads() -> list[str]:
-    """When the loads of a step had begun."""
-    from lmcache_xpu.kv_connector.load_queue import LoadQueue
-    from lmcache_xpu.kv_connector.worker import WorkerSide
-
-    began: list[str] = []
-    load, step, prepared = WorkerSide.begin_load, WorkerSide.begin_step, WorkerSide.start_load
-    begin = LoadQueue.begin
-
-    def begin_load(self, *args):
-        if done := load(self, *args):
-            began.append("scheduled")
-        return done
-
-    def begin_step(self, *args):
-        begun = step(self, *args)
-        if self._loads.begun:
-            began.append("told")
-        return begun
-
-    def begin_waiting(self, requests):
-        began.extend("waiting" for _ in requests)
-        begin(self, requests)
-
-    def start_load(self, *args):
-        if self._loads.count and not self._loads.begun:
-            began.append("prepared")
-        prepared(self, *args)
-
-    LoadQueue.begin = begin_waiting
-    WorkerSide.begin_load, WorkerSide.begin_step = begin_load, begin_step
-    WorkerSide.start_load = start_load
-    return began
-
-
-def watch_lookups() -> list[str]:
-    """How the worker was asked: by a call, or through LMCache's socket as well."""
-    from lmcache_xpu.cache_engine.lookup_client import NearTransport
-
-    from lmcache_xpu.versions.lmcache import in_process_module
-
-    far = in_process_module("v1.rpc.zmq_transport").ZmqReqRepClientTransport
-
-    asked: list[str] = []
-
-    def watch(kind: type, name: str) -> None:
-        send = kind.send_and_recv_all
-
-        def seen(self, message):
-            asked.append(name)
-            return send(self, message)
-
-        kind.send_and_recv_all = seen
-
-    watch(NearTransport, "near")
-    watch(far, "far")
-    return asked
-
-
-def store(engine: Engine, reference: Path) -> dict:
+def faults(engine: Engine) -> dict[str, Any]:
+    """Hits whose loads write the wrong thing, or fail."""
     from lmcache_xpu.transfer.gather_scatter import TorchTransfer
-
-    asked, began = watch_lookups(), watch_loads()
-    report: dict = {}
-    for name, length in LENGTHS.items():
-        engine.forget()
-        answer = engine.ask(prompt(length))
-        report[name] = {"recompute": answer, "cold": engine.blocks()}
-    reference.write_text(json.dumps(report))
-    for name, length in LENGTHS.items():
-        report[name]["cpu"] = hit(engine, prompt(length), report[name]["cold"])
 
     scatter = TorchTransfer.scatter
 
@@ -199,49 +159,236 @@ def store(engine: Engine, reference: Path) -> dict:
         source.unflatten(-1, (KV_HEADS, 2, -1))[..., 1, :].zero_()
         scatter(self, rows, source, first_layer)
 
-    for fault, broken in (("shifted", shifted), ("without values", without_values)):
-        TorchTransfer.scatter = broken
-        for name, length in LENGTHS.items():
-            report[name][fault] = hit(engine, prompt(length), report[name]["cold"])
-
     def failing(self, rows, source, first_layer=0):
         raise RuntimeError("planted")
 
-    TorchTransfer.scatter = failing
+    report: dict[str, Any] = {}
     for name, length in LENGTHS.items():
-        report[name]["failing"] = hit(engine, prompt(length), report[name]["cold"])
-    TorchTransfer.scatter = scatter
-    prompts = {name: {k: v for k, v in f.items() if k != "cold"} for name, f in report.items()}
+        engine.forget()
+        tokens = prompt(length)
+        seen: dict[str, Any] = {"recompute": engine.ask(tokens)}
+        cold = engine.blocks()
+        settle(engine)
+        planted = {"sound": scatter, "shifted": shifted, "without values": without_values}
+        for fault, broken in {**planted, "failing": failing}.items():
+            TorchTransfer.scatter = broken
+            seen[fault] = hit(engine, tokens, cold)
+            settle(engine)
+            TorchTransfer.scatter = scatter
+        report[name] = seen
+    return report
+
+
+def conversation(engine: Engine, keep: Callable[[int], bool]) -> list[dict[str, Any]]:
+    """Turns that each go on with the answer to the one before, in lengths of no chunk.
+
+    Args:
+        engine: that is asked.
+        keep: whether vLLM's own cache is kept before a turn, by its number.
+    """
+    tokens: list[int] = prompt(50 + next(SALTS))[:50]
+    turns = []
+    for number, length in enumerate(QUESTIONS):
+        tokens = [*tokens, *prompt(length)]
+        if not keep(number):
+            engine.forget()
+        hits, own = engine.external_hits(), engine.counter("prefix_cache_hits")
+        answer = engine.ask(tokens)
+        turns.append(
+            {
+                "tokens": list(tokens),
+                "answer": answer,
+                "hit": engine.external_hits() - hits,
+                "own": engine.counter("prefix_cache_hits") - own,
+            }
+        )
+        tokens = [*tokens, *answer]
+        settle(engine)
+    for seen in turns:
+        tokens = seen.pop("tokens")
+        seen["right"] = recompute(engine, tokens) == seen.pop("answer")
+        seen["length"] = len(tokens)
+    return turns
+
+
+def beginnings(engine: Engine) -> list[dict[str, Any]]:
+    """Prompts of which vLLM's own cache has a beginning of some blocks, and the tiers more."""
+    tokens = prompt(WHOLE)
+    engine.forget()
+    answer = engine.ask(tokens)
+    cold = engine.blocks()
+    report = []
+    for blocks in OWN_BLOCKS:
+        settle(engine)
+        engine.forget()
+        engine.ask(tokens[: blocks * BLOCK])
+        settle(engine)
+        hits, own = engine.external_hits(), engine.counter("prefix_cache_hits")
+        report.append(
+            {
+                "right": engine.ask(tokens) == answer,
+                "own": engine.counter("prefix_cache_hits") - own,
+                "hit": engine.external_hits() - hits,
+                "restored": restored(cold, engine.blocks()),
+            }
+        )
+    return report
+
+
+def forget_in_memory(worker, keys: Sequence[Any]) -> None:
+    local()._storage._l1_manager.delete(list(keys))
+
+
+def forget_on_disk(worker, keys: Sequence[Any]) -> None:
+    [disk] = adapters()
+    disk.delete(list(keys))
+
+
+class Lookups:
+    """Remembers the keys of the prompt that was looked up last."""
+
+    def __init__(self) -> None:
+        cache = local()
+        find = cache.find
+        self.prompt: Any = None
+
+        def seen(prompt: Any, chunks: int, **options: Any) -> Any:
+            self.prompt = prompt
+            return find(prompt, chunks, **options)
+
+        cache.find = seen
+
+    def keys(self, chunks: Sequence[int]) -> list[Any]:
+        keys = self.prompt.in_order(len(self.prompt))
+        return [keys[chunk] for chunk in chunks]
+
+
+def again(engine: Engine, tokens: list[int], answer: list[int]) -> dict[str, Any]:
+    """Ask with an empty cache; how much was found, and whether the answer is the same."""
+    engine.forget()
+    hits = engine.external_hits()
+    right = engine.ask(tokens) == answer
+    settle(engine)
+    return {"right": right, "hit": engine.external_hits() - hits}
+
+
+def parts(engine: Engine, seen: Lookups) -> dict[str, list[dict[str, Any]]]:
+    """Prompts of which memory and disk have lost some chunks; asked, and asked again."""
+    report = {}
+    for number, (name, (memory, disk)) in enumerate(PARTS.items()):
+        tokens = prompt(CHUNKS * CHUNK + 40 + number)
+        engine.forget()
+        answer = engine.ask(tokens)
+        settle(engine)
+        chunks = range(CHUNKS)
+        lost = [[chunk for chunk in chunks if chunk not in kept] for kept in (memory, disk)]
+        engine.llm.collective_rpc(forget_in_memory, args=(seen.keys(lost[0]),))
+        engine.llm.collective_rpc(forget_on_disk, args=(seen.keys(lost[1]),))
+        report[name] = [again(engine, tokens, answer) for _ in range(2)]
+    return report
+
+
+def full_disk(engine: Engine) -> dict[str, Any]:
+    """A disk without room: memory serves, and then nobody does; later the disk does."""
+    [disk] = adapters()
+    tokens = prompt(3 * CHUNK + 31)
+
+    def full(*args: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    disk._store._write = full
+    engine.forget()
+    answer = engine.ask(tokens)
+    settle(engine)
+    report = {"memory": again(engine, tokens, answer)}
+    local()._storage.clear(force=True)
+    report["nobody"] = again(engine, tokens, answer)
+    del disk._store._write
+    local()._storage.clear(force=True)
+    report["stored"] = again(engine, tokens, answer)
+    local()._storage.clear(force=True)
+    report["disk"] = again(engine, tokens, answer)
+    return report
+
+
+def full_memory(engine: Engine) -> dict[str, Any]:
+    """Memory of which somebody holds all: for what is new, and for what the disk has."""
+    from lmcache_xpu.mp_connector.local_cache import Range
+
+    cache, others = local(), local().prompt_keys("held")
+    others.extend([number.to_bytes(32, "big") for number in range(64)])
+    tokens, new = prompt(3 * CHUNK + 32), prompt(3 * CHUNK + 33)
+    answers = [recompute(engine, new)]
+    engine.forget()
+    answers.append(engine.ask(tokens))
+    settle(engine)
+    cache._storage.clear(force=True)
+    held = len(cache.reserve(-1, Range(others, 0, 64), [[]]))
+    report: dict[str, Any] = {"held": held}
+    pairs = list(zip((new, tokens), answers, strict=True))
+    report["held by others"] = [again(engine, *pair) for pair in pairs]
+    cache.commit(-1)
+    settle(engine)
+    report["given back"] = [again(engine, *pair) for pair in pairs for _ in range(2)]
+    return report
+
+
+def longer_than_memory(engine: Engine) -> list[dict[str, Any]]:
+    """A prompt with more chunks than memory has room for."""
+    tokens = prompt(LONGER)
+    engine.forget()
+    answer = engine.ask(tokens)
+    settle(engine)
+    return [again(engine, tokens, answer) for _ in range(2)]
+
+
+def at_last(engine: Engine) -> dict[str, Any]:
+    """What is left when nobody asks, and after a reset."""
+    settle(engine)
+    report = {
+        "locks": engine.llm.collective_rpc(locks)[0],
+        "errors": engine.llm.collective_rpc(counted)[0],
+        "ways": engine.llm.collective_rpc(ways)[0],
+    }
+    report["reset"] = engine.llm.reset_prefix_cache(reset_connector=True)
+    report["used"], report["room"] = engine.llm.collective_rpc(memory_use)[0]
+    return report
+
+
+def with_memory(engine: Engine) -> dict[str, Any]:
     return {
-        "began": list(began),  # before the others, whose loads nobody counts
-        "runs": what_runs(engine),
-        "prompts": prompts,
+        "prompts": faults(engine),
         "stumbled": stumble(engine),
-        "asked": sorted(set(asked)),
+        "conversations": {
+            "forgotten": conversation(engine, keep=lambda number: False),
+            "kept": conversation(engine, keep=lambda number: True),
+            "by turns": conversation(engine, keep=lambda number: number % 2 > 0),
+        },
+        "beginnings": beginnings(engine),
         "crowd": crowd(engine),
-        "counts": engine.llm.collective_rpc(counts)[0],
-        "pool": engine.llm.collective_rpc(pool)[0],
+        "last": at_last(engine),
     }
 
 
-def restart(engine: Engine, reference: Path) -> dict:
-    cold = json.loads(reference.read_text())
-    report = {name: hit(engine, prompt(n), cold[name]["cold"]) for name, n in LENGTHS.items()}
+def with_tiers(engine: Engine) -> dict[str, Any]:
+    seen = Lookups()
     return {
-        "prompts": report,
-        "again": {name: hit(engine, prompt(n), cold[name]["cold"]) for name, n in LENGTHS.items()},
-        "disk_hits": engine.llm.collective_rpc(disk_hits)[0],
-        "counts": engine.llm.collective_rpc(counts)[0],
+        "parts": parts(engine, seen),
+        "full disk": full_disk(engine),
+        "full memory": full_memory(engine),
+        "longer": longer_than_memory(engine),
+        "conversation": conversation(engine, keep=lambda number: False),
+        "crowd": crowd(engine),
+        "last": at_last(engine),
     }
+
+
+def main(step: str, model: str, disk: str) -> dict[str, Any]:
+    if step == "memory":
+        return Engine(model, None, "standard").close_after(with_memory)
+    settings = {"cpu_gib": SMALL_GIB}
+    return Engine(model, disk, "standard", settings=settings).close_after(with_tiers)
 
 
 if __name__ == "__main__":
-    step, model, disk, reference, mode, runner, loads = sys.argv[1:]
-    settings = {"loads": loads}
-    if runner == "newer":
-        newer_runner.use()
-    if step == "broken":  # which is to end by itself
-        Engine(model, "/dev/null/no-directory", mode, settings=settings)
-    probe = {"store": store, "restart": restart}[step]
-    engine = functools.partial(Engine, model, disk, mode, settings=settings)
-    end_with(lambda: engine().close_after(probe, Path(reference)))
+    end_with(lambda: main(*sys.argv[1:]))

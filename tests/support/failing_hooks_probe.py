@@ -7,14 +7,13 @@ Run by attacks/test_scheduler_hooks.py with the arguments PLACE MODEL DIRECTORY,
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from support.cache_server import CacheServer
 from support.probes import end_with
 from support.real_engine import CHUNK, Engine, prompt
-from support.server_workers import busy, wait_for
+from support.server_workers import busy, half, wait_for
 
 HOOKS = ("update_state_after_alloc", "build_connector_meta")
 LOADS = ("step", "async")
@@ -32,24 +31,16 @@ def choose(engine: Engine, loads: str) -> None:
     from lmcache_xpu.kv_connector.load_policy import LoadPolicy
     from lmcache_xpu.transfer.tuning import tuning_of
 
-    ours, policy = connector(engine), LoadPolicy(loads, tuning_of("cpu"))
-    if hasattr(ours, "scheduler_side"):
-        ours.scheduler_side._policy = policy
-    else:
-        ours.scheduler_half.ways.allow_steps(policy)
+    connector(engine).scheduler_half.ways.allow_steps(LoadPolicy(loads, tuning_of("cpu")))
 
 
 def parts(engine: Engine) -> dict[str, tuple[Any, str]]:
     """Of each hook an object and the name of its method, which does a part of the hook's work."""
-    ours = connector(engine)
-    if hasattr(ours, "scheduler_side"):
-        adapter = ours.scheduler_side._adapter
-        return {hook: (adapter, hook) for hook in HOOKS}
     from lmcache_xpu.mp_connector.tracked_request import TrackedRequest
 
     return {
         "update_state_after_alloc": (TrackedRequest, "allocated"),
-        "build_connector_meta": (ours.scheduler_half.ways, "begin_step"),
+        "build_connector_meta": (connector(engine).scheduler_half.ways, "begin_step"),
     }
 
 
@@ -68,7 +59,10 @@ def fail_once(engine: Engine, hook: str, when: str, planted: list[str]) -> None:
     setattr(owner, name, fault)
 
 
-def look(engine: Engine, settle: Callable[[], Any]) -> dict[str, Any]:
+def look(engine: Engine) -> dict[str, Any]:
+    def settle() -> None:
+        wait_for(engine, busy, until=False)
+
     right = {}
     for length in LENGTH, OTHER:
         right[length] = engine.ask(prompt(length))
@@ -93,19 +87,27 @@ def look(engine: Engine, settle: Callable[[], Any]) -> dict[str, Any]:
                     "right again": again == right[LENGTH],
                     "hit again": engine.external_hits() - before,
                 }
-    return report
+    return {**report, "locks": engine.llm.collective_rpc(locks)[0]}
+
+
+def locks(worker) -> int:
+    """Chunks that somebody reads or writes, in a cache of this process."""
+    if (local := half()._client.local) is None:
+        return 0
+    status = local._storage.report_status()["l1_manager"]
+    return int(status["read_locked_count"] + status["write_locked_count"])
 
 
 def main(place: str, model: str, directory: Path) -> dict[str, Any]:
     if place == "in-process":
         engine = Engine(model, None, "standard", settings={**SETTINGS, "loads": "step"})
-        return engine.close_after(look, lambda: None)
+        return engine.close_after(look)
     server = CacheServer(directory / "server.log")
     server.start()
     try:
         settings = {**SETTINGS, "cache": "server", "server_url": server.url, "loads": "step"}
         engine = Engine(model, None, "standard", settings=settings)
-        return engine.close_after(look, lambda: wait_for(engine, busy, until=False))
+        return engine.close_after(look)
     finally:
         server.kill()
 

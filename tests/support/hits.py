@@ -37,13 +37,3 @@ def check_failed(seen: list[dict[str, Any]], chunks: int, ranks: int = 2) -> Non
     faulty, afterwards = seen
     check_restored(faulty, chunks * CHUNK, ranks)
     check_hit(afterwards, chunks * CHUNK, ranks)
-
-
-def check_one_copy(first: dict[str, Any], *others: dict[str, Any]) -> None:
-    """What ranks hold alike is in the CPU tier of the first one, and takes its own bytes."""
-    for other in others:
-        assert other["entries"] == {}
-        assert other["bytes"] <= 2**24
-    unique = sum(first["entries"].values())
-    assert unique > 0
-    assert sum(rank["used"] for rank in (first, *others)) <= 1.02 * unique

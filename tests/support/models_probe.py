@@ -1,18 +1,21 @@
-"""As engine_probe.py, with other models, several workers, and drafters.
+"""A real vLLM on CPU with other models, several workers, and drafters.
 
-Run by engine/test_models.py, with the arguments CASE MODEL DISK MODE OPTIONS, where OPTIONS is a
-JSON object of vLLM's. Prompts are computed, forgotten, and hit; prints a JSON object last.
+Run by engine/test_models.py, with the arguments CASE MODEL DIRECTORY OPTIONS, where OPTIONS is a
+JSON object of vLLM's. Prompts are computed, forgotten, and hit; prints a JSON object last. Several
+workers have a server in the directory.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
+from support.cache_server import CacheServer
 from support.probes import end_with
-from support.ranks import memory
 from support.real_engine import CHUNK, LENGTHS, Engine, digests, prompt, restored
+from support.server_workers import busy, wait_for
 
 LONGEST = 4096
 
@@ -35,6 +38,7 @@ def hit(engine: Engine, length: int, said: int = 0) -> dict[str, Any]:
     tokens = prompt(length)
     computed = engine.ask(tokens)
     cold = engine.llm.collective_rpc(digests)
+    wait_for(engine, busy, until=False)
     engine.forget()
     before, missed = engine.external_hits(), sum(engine.llm.collective_rpc(fallbacks))
     answer = engine.ask(tokens + computed[:said])
@@ -65,7 +69,7 @@ def hits(engine: Engine, case: str) -> dict[str, Any]:
 
 def without_waiting(engine: Engine) -> dict[str, Any]:
     """A hit in an engine that does not wait for the model's layers before it computes them."""
-    from lmcache_xpu.stock.connector import LMCacheXPUConnector as Connector
+    from lmcache_xpu.mp_connector.connector import LMCacheXPUServerConnector as Connector
 
     wait = Connector.wait_for_layer_load
     Connector.wait_for_layer_load = lambda self, name: None
@@ -79,15 +83,22 @@ def probe(engine: Engine, case: str) -> dict[str, Any]:
     prompts = hits(engine, case)
     drafting = engine.llm.llm_engine.vllm_config.speculative_config is not None
     drafted = engine.counter("spec_decode_num_draft_tokens") if drafting else 0
-    return {
-        "prompts": prompts,
-        "drafted": drafted,
-        "memory": engine.llm.collective_rpc(memory),  # by worker
-    }
+    return {"prompts": prompts, "drafted": drafted}
+
+
+def main(case: str, model: str, directory: Path, options: dict[str, Any]) -> dict[str, Any]:
+    if "tensor_parallel_size" not in options:
+        return Engine(model, None, "standard", **options).close_after(probe, case)
+    server = CacheServer(directory / "server.log")
+    server.start()
+    try:
+        settings = {"cache": "server", "server_url": server.url, "loads": "auto"}
+        engine = Engine(model, None, "standard", settings=settings, **options)
+        return engine.close_after(probe, case)
+    finally:
+        server.kill()
 
 
 if __name__ == "__main__":
-    case, model, disk, mode, options = sys.argv[1:]
-    # Four layers at once of eight: a drafter's come alone.
-    settings = json.loads(options)
-    end_with(lambda: Engine(model, disk, mode, **settings).close_after(probe, case))
+    case, model, directory, options = sys.argv[1:]
+    end_with(lambda: main(case, model, Path(directory), json.loads(options)))

@@ -11,6 +11,7 @@ from importlib import import_module, metadata
 
 from support.probes import end_with
 from support.real_engine import LENGTHS, Engine, hit, prompt
+from support.server_workers import busy, wait_for
 
 MODULES = ("google.protobuf", "grpc", "numpy", "opentelemetry.sdk.trace", "prometheus_client")
 
@@ -21,6 +22,7 @@ def hits(engine: Engine) -> dict:
     for name, length in LENGTHS.items():
         engine.forget()
         answer = engine.ask(prompt(length))
+        wait_for(engine, busy, until=False)
         report[name] = {"recompute": answer, **hit(engine, prompt(length), engine.blocks())}
     return report
 

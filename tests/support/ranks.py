@@ -20,29 +20,14 @@ def rank(worker) -> int:
 
 
 def tiers(worker) -> dict[str, Any]:
-    """Of this rank, when all that it stores is in them."""
+    """Of this rank in LMCache's own engine, when all that it stores is in them."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    connector = get_kv_transfer_group()
-    connector.worker_side.in_flight.drain()
-    backends = connector._lmcache_engine.lmcache_engine.storage_manager.storage_backends
+    engine = get_kv_transfer_group()._lmcache_engine.lmcache_engine
+    backends = engine.storage_manager.storage_backends
     for name in list(backends["disk"]._writes.pending):
         backends["disk"]._writes.settle(name)
     return backends
-
-
-def memory(worker) -> dict[str, Any]:
-    """Of this rank's CPU tier: its bytes, those in use, and each entry's by its name."""
-    backend = tiers(worker)["LocalCPUBackend"]
-    allocator = backend.memory_allocator
-    return {
-        "bytes": allocator.buffer.nbytes,
-        "used": allocator.pin_allocator.total_allocated_size,
-        "entries": {
-            f"{key.chunk_hash}, {getattr(key, 'layer_id', 'whole')}": obj.get_size()
-            for key, obj in backend.hot_cache.items()
-        },
-    }
 
 
 def leave_disk(worker):

@@ -1,9 +1,9 @@
 """A real vLLM on CPU with real LMCache, whose weights change while it runs, and which is reset.
 
-Run by engine/test_resets.py, with the arguments STEP MODEL DISK REFERENCE MODE [LOADS]. The step
-`reset` changes weights and resets in every way; the step `restart` is a new process with the
-weights of the files; the step `ranks` has two workers in processes of their own. Each prints a
-JSON object.
+Run by engine/test_resets.py, with the arguments STEP MODEL DISK REFERENCE. The step `reset` changes
+weights and resets in every way; the step `restart` is a new process with the weights of the files;
+the step `ranks` has two workers in processes of their own, and a server, whose log is beside the
+disk's directory. Each prints a JSON object.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from support.scripts import threads_of_ranks
 if sys.argv[1:2] == ["ranks"]:
     os.environ.update(threads_of_ranks(2))
 
+from support.cache_server import CacheServer
 from support.probes import end_with
 from support.real_engine import CHUNK, Engine, prompt, sampling
+from support.server_workers import busy, wait_for
 
 LENGTHS = {
     "stored": 4 * CHUNK + 77,
@@ -92,6 +94,7 @@ class Case:
     def twice(self, name: str = "stored") -> dict:
         """Asked, and asked again without vLLM's own cache."""
         report = {"first": self.ask(name)}
+        wait_for(self.engine, busy, until=False)
         self.engine.forget()
         return report | {"again": self.ask(name)}
 
@@ -231,7 +234,7 @@ def restart(engine: Engine, reference: Path) -> dict:
     return report
 
 
-def ranks(engine: Engine, reference: Path) -> dict:
+def ranks(engine: Engine) -> dict:
     case, llm = Case(engine), engine.llm
     report: dict = {"plain": case.twice()}
     llm.collective_rpc(change)
@@ -243,25 +246,23 @@ def ranks(engine: Engine, reference: Path) -> dict:
     report["reloaded"] = case.ask("stored")
     engine.forget()
     report["later"] = case.twice()
-    report["entries"] = case.stored()
-    # What was promised is refused by the workers, and computed.
-    llm.collective_rpc(change)
-    llm.reset_prefix_cache(reset_connector=True)
-
-    def reload_and_make_room() -> None:
-        llm.collective_rpc("reload_weights")
-        core = llm.llm_engine.engine_core.engine_core
-        runs = [request.request_id for request in core.scheduler.running]
-        llm.llm_engine.abort_request(runs, internal=True)
-
-    report["crowd"] = crowd(case, reload_and_make_room)
     return report
 
 
+def main(step: str, model: str, disk: Path, reference: Path) -> dict:
+    if step != "ranks":
+        probe = {"reset": reset, "restart": restart}[step]
+        return Engine(model, str(disk), "standard").close_after(probe, reference)
+    server = CacheServer(disk.with_suffix(".log"))
+    server.start()
+    try:
+        settings = {"cache": "server", "server_url": server.url, "loads": "auto"}
+        engine = Engine(model, None, "standard", settings=settings, tensor_parallel_size=2)
+        return engine.close_after(ranks)
+    finally:
+        server.kill()
+
+
 if __name__ == "__main__":
-    step, model, disk, where, mode, *loads = sys.argv[1:]
-    options: dict = {"settings": {"loads": loads[0]}} if loads else {}
-    if step == "ranks":
-        options["tensor_parallel_size"] = 2
-    probe = {"reset": reset, "restart": restart, "ranks": ranks}[step]
-    end_with(lambda: Engine(model, disk, mode, **options).close_after(probe, Path(where)))
+    step, model, *paths = sys.argv[1:]
+    end_with(lambda: main(step, model, *map(Path, paths)))

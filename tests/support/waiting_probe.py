@@ -1,6 +1,6 @@
 """A real vLLM on CPU whose requests wait for their loads: what may happen meanwhile.
 
-Run by engine/test_waiting.py, with the arguments MODEL MODE RUNNER. Prints a JSON object last.
+Run by engine/test_waiting.py, with the arguments MODEL RUNNER. Prints a JSON object last.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any
 
 from prometheus_client import REGISTRY
 from support import newer_runner
+from support.engine_probe import local, locks, settle
 from support.probes import end_with
-from support.real_engine import BLOCK, CHUNK, Engine, counts, hit, prompt
+from support.real_engine import BLOCK, CHUNK, Engine, hit, prompt
 
 TURNS = 8  # requests at once that share a history
 HELD_STEPS = 30  # while a load is held
@@ -23,22 +24,22 @@ PAUSES, HOUR_S = 4, 3600.0
 
 
 class Loads:
-    """Holds loads before they are fetched, and counts them."""
+    """Holds loads beside steps before they begin, and counts them."""
 
     def __init__(self) -> None:
-        from lmcache_xpu.kv_connector.load_queue import LoadQueue
+        from lmcache_xpu.mp_connector.moves import Moves
 
         self.open = threading.Event()
         self.open.set()
         self.count = 0
-        fetch = LoadQueue._fetch
+        load = Moves.load
 
-        def held(queue: Any, request: Any) -> None:
+        def held(moves: Any, *args: Any) -> None:
             self.count += 1
             self.open.wait(30)
-            fetch(queue, request)
+            load(moves, *args)
 
-        LoadQueue._fetch = held
+        Moves.load = held
 
 
 class Asked:
@@ -76,15 +77,20 @@ def stored(engine: Engine, tokens: list[int]) -> list[int]:
     """The right answer; what it takes is in the tier afterwards, and nowhere else."""
     engine.forget()
     answer = engine.ask(tokens)
+    settle(engine)
     engine.forget()
     return answer
+
+
+def policy_of(engine: Engine) -> Any:
+    return scheduler(engine).connector.scheduler_half.ways._policy
 
 
 def holding(engine: Engine, loads: Loads, tokens: list[int]) -> dict[str, Any]:
     """A load that is slow: others decode, and a reset says that it can't be now."""
     right = stored(engine, tokens)
     asked = Asked(engine)
-    asked.add("other", prompt(40), answer=200)
+    asked.add("other", prompt(40), answer=60)
     asked.step(5)
     loads.open.clear()
     asked.add("held", tokens)
@@ -110,7 +116,7 @@ def aborted(engine: Engine, loads: Loads, tokens: list[int]) -> dict[str, Any]:
     pool = scheduler(engine).kv_cache_manager.block_pool
     free = pool.get_num_free_blocks()
     asked = Asked(engine)
-    asked.add("other", prompt(41), answer=60)
+    asked.add("other", prompt(41), answer=30)
     asked.step(3)
     loads.open.clear()
     asked.add("aborted", tokens)
@@ -138,7 +144,7 @@ def shared(engine: Engine, loads: Loads) -> dict[str, Any]:
     right = [stored(engine, tokens) for tokens in turns]
     stored(engine, history)
     asked, loads.count = Asked(engine), 0
-    asked.add("other", prompt(43), answer=100)
+    asked.add("other", prompt(43), answer=40)
     asked.step(3)
     for number, tokens in enumerate(turns):
         asked.add(f"turn {number}", tokens)
@@ -151,29 +157,30 @@ def shared(engine: Engine, loads: Loads) -> dict[str, Any]:
 
 def failing(engine: Engine, tokens: list[int]) -> dict[str, Any]:
     """A chunk that is lost between look-up and load, then all of them."""
-    from lmcache_xpu.cache_engine.storage_manager import StorageManager
-
-    get = StorageManager.batched_get
+    cache = local()
+    read = cache._storage.unsafe_read
     report = {}
     for fault, kept in (("a chunk lost", 2), ("all lost", 0)):
         right = stored(engine, tokens)
+        lost: list[int] = []
 
-        def lossy(manager: Any, keys: Any, location: Any = None, kept: int = kept) -> Any:
-            there = get(manager, keys, location)
-            for obj in there[kept:]:
-                if obj is not None:
-                    obj.ref_count_down()
-            return [*there[:kept], *(None for _ in there[kept:])]
+        def lossy(keys: Any, kept: int = kept, lost: list[int] = lost) -> Any:
+            there, objects = read(keys)
+            lost.append(len(there) - kept)
+            cache._release(there[kept:])
+            return there[:kept], objects[:kept]
 
-        StorageManager.batched_get = lossy
+        cache._storage.unsafe_read = lossy
         asked = Asked(engine)
-        asked.add("other", prompt(44), answer=60)
+        asked.add("other", prompt(44), answer=30)
         asked.step(3)
         asked.add("failing", tokens)
         asked.finish()
-        StorageManager.batched_get = get
+        del cache._storage.unsafe_read
+        settle(engine)
         report[fault] = {
-            "right": asked.answers["failing"] == right,
+            "lost": lost,
+            "right": asked.answers.get("failing") == right,
             "reason": asked.reasons["failing"],
             "afterwards": stored(engine, tokens) == right == engine.ask(tokens),
         }
@@ -184,7 +191,7 @@ def chosen(engine: Engine, loads: Loads, tokens: list[int]) -> dict[str, Any]:
     """With a choice: alone a request does not wait, beside others it does."""
     from lmcache_xpu.kv_connector.load_policy import LoadPolicy, LoadSpeeds
 
-    policy = scheduler(engine).connector.scheduler_side._policy
+    policy = policy_of(engine)
     assert isinstance(policy, LoadPolicy)
     policy._loads = "always"
     right = stored(engine, tokens)
@@ -194,7 +201,7 @@ def chosen(engine: Engine, loads: Loads, tokens: list[int]) -> dict[str, Any]:
     engine.forget()
     policy._speeds = LoadSpeeds(near=1.0)  # a link that no step could hide
     asked = Asked(engine)
-    asked.add("other", prompt(45), answer=60)
+    asked.add("other", prompt(45), answer=30)
     asked.step(3)
     asked.add("hit", tokens)
     asked.finish()
@@ -214,13 +221,16 @@ def computed(engine: Engine, loads: Loads, tokens: list[int]) -> dict[str, Any]:
 
     Then, without a choice, all of it is still there.
     """
-    policy = scheduler(engine).connector.scheduler_side._policy
+    policy = policy_of(engine)
     right = stored(engine, tokens)
     engine.ask(prompt(700))  # computing is measured by now
+    settle(engine)
+    engine.forget()
     usual, policy._loads = policy._tuning, "auto"
     policy._tuning = dataclasses.replace(usual, load_us=10**12)
     loads.count, before = 0, counted()
     answer = engine.ask(tokens)
+    settle(engine)
     after, cold = counted(), engine.blocks()
     policy._tuning, policy._loads = usual, "always"
     engine.forget()
@@ -238,7 +248,7 @@ def paused(engine: Engine) -> dict[str, Any]:
     Before an hour comes the step in which vLLM's server tells its worker of the last answer. It has
     no tokens.
     """
-    policy = scheduler(engine).connector.scheduler_side._policy
+    policy = policy_of(engine)
     hours = 0
     policy._clock = lambda: time.perf_counter() + hours * HOUR_S
     policy._small_steps_s.clear()
@@ -250,12 +260,9 @@ def paused(engine: Engine) -> dict[str, Any]:
     return {"small steps": len(policy._small_steps_s), "longest": max(policy._small_steps_s)}
 
 
-def look(engine: Engine, mode: str) -> dict[str, Any]:
+def look(engine: Engine) -> dict[str, Any]:
     loads, tokens = Loads(), prompt(4 * CHUNK + BLOCK + 9)
-    engine.forget()
-    engine.ask(tokens)
     report = {
-        "hit": hit(engine, tokens, engine.blocks()),
         "holding": holding(engine, loads, tokens),
         "aborted": aborted(engine, loads, tokens),
         "shared": shared(engine, loads),
@@ -263,18 +270,17 @@ def look(engine: Engine, mode: str) -> dict[str, Any]:
         "computed": computed(engine, loads, tokens),
         "paused": paused(engine),
     }
-    scheduler(engine).connector.scheduler_side._policy._loads = "async"
-    if mode == "standard":
-        report["failing"] = failing(engine, tokens)
-        scheduler(engine).recompute_kv_load_failures = False  # the policy `fail`
-        report["failing, policy fail"] = failing(engine, tokens)
-    report["counts"] = engine.llm.collective_rpc(counts)[0]
-    return report
+    policy_of(engine)._loads = "async"
+    report["failing"] = failing(engine, tokens)
+    scheduler(engine).recompute_kv_load_failures = False  # the policy `fail`
+    report["failing, policy fail"] = failing(engine, tokens)
+    settle(engine)
+    return {**report, "locks": engine.llm.collective_rpc(locks)[0]}
 
 
 if __name__ == "__main__":
-    model, mode, runner = sys.argv[1:]
+    model, runner = sys.argv[1:]
     if runner == "newer":
         newer_runner.use()
-    engine = functools.partial(Engine, model, None, mode, settings={"loads": "async"})
-    end_with(lambda: engine().close_after(look, mode))
+    engine = functools.partial(Engine, model, None, "standard", settings={"loads": "async"})
+    end_with(lambda: engine().close_after(look))

@@ -1,4 +1,4 @@
-"""A server as `lmcache-xpu serve` runs it, with all of its processes and what they hold."""
+"""An engine as `lmcache-xpu serve` runs it, with all of its processes and what they hold."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from types import TracebackType
 from typing import Self
 
 import httpx
+from support.cache_server import CacheServer
 from support.faulty_connector import FAULT_VARIABLE
 from support.scripts import environment
 
 from lmcache_xpu.harness.engine_process import free_port
+from lmcache_xpu.launch.cache_server import POOL_PREFIX
 from lmcache_xpu.launch.engine_arguments import engine_variables
 from lmcache_xpu.launch.serve import command
 from lmcache_xpu.launch.settings import Settings
@@ -27,6 +29,8 @@ START_S = 200.0
 
 class WholeEngine:
     """One engine on CPU, in a session of its own, by which its processes are known.
+
+    An engine of several ranks has a server of LMCache beside it, which is not part of that.
 
     Args:
         model: directory of a model.
@@ -57,10 +61,16 @@ class WholeEngine:
             }
         )
         self._ranks, self._fault = ranks, fault
+        self._server: CacheServer | None = None
 
     def __enter__(self) -> Self:
         self._directory = TemporaryDirectory(prefix="lmx")  # short: a socket's path has a limit
         self.temporary = Path(self._directory.name)
+        if self._ranks > 1:
+            self._server = CacheServer(self.log.with_name(f"{self.log.name} of the server"))
+            self._server.start()
+            at_server = {"cache": "server", "server_url": self._server.url}
+            self.settings = self.settings.model_copy(update=at_server)
         argv = command(self.settings)
         at = argv.index("--kv-transfer-config") + 1
         faulty = {
@@ -90,6 +100,8 @@ class WholeEngine:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
+        if self._server is not None:
+            self._server.kill()
         self._directory.cleanup()
 
     def processes(self) -> dict[int, str]:
@@ -145,7 +157,11 @@ class WholeEngine:
 
     def memory_left(self) -> list[str]:
         """Shared memory that it had and that is still there."""
-        return sorted(str(path) for path in self.held if path.exists())
+        return sorted(
+            str(path)
+            for path in self.held
+            if path.exists() and not path.name.startswith(POOL_PREFIX)  # the server's
+        )
 
     def _url(self, path: str) -> str:
         return f"http://127.0.0.1:{self.settings.port}{path}"

@@ -28,6 +28,7 @@ from lmcache_xpu.mp_connector.kv_cache_groups import block_tokens
 from lmcache_xpu.mp_connector.kv_events import KVEvents
 from lmcache_xpu.mp_connector.local_client import LocalLookUps
 from lmcache_xpu.mp_connector.lookups import LookUps
+from lmcache_xpu.mp_connector.shared_loads import SharedLoads
 from lmcache_xpu.mp_connector.step import Step, TokenRange, WorkerReport, written_blocks
 from lmcache_xpu.mp_connector.tracked_request import (
     BlockSizes,
@@ -86,9 +87,13 @@ class SchedulerHalf:
         self._events = KVEvents.of_engine(config, client.local, kv_cache_config)
         self._keys = Keys(config, kv_cache_config, client.chunk_tokens)
         self._requests: dict[str, TrackedRequest] = {}
+        self._untold: list[TrackedRequest] = []  # whose loads no worker knows yet
         self._given_up: set[str] = set()  # requests for which nothing is looked up
         self._pool: BlockPool | None = None
         self._hashed_tokens = self._sizes.block_tokens[0]  # of a block that vLLM hashes
+        self._shared = SharedLoads()
+        # Of several groups some need the end of a prefix alone.
+        self._shares = groups == 1 and getattr(config.cache_config, "enable_prefix_caching", False)
         self._loads = options.get(LOADS, "auto")
         self._stores_answers = bool(options.get(ANSWERS, False))
         self._stores = config.kv_transfer_config.is_kv_producer
@@ -136,9 +141,11 @@ class SchedulerHalf:
 
         Returns:
             The number of tokens that can be loaded beyond those, and whether the request waits for
-            them. None if it is to be asked again: the server still looks.
+            them. None if it is to be asked again: the server still looks, or another request
+            loads what it lacks first.
         """
         name = request.request_id
+        self._shared.end(name)  # nothing of its load has arrived, if there was one
         if name in self.promises.broken:
             return 0, False
         (self._worker or self).collection.put_off()  # until the step is enqueued
@@ -151,6 +158,8 @@ class SchedulerHalf:
         # It must compute its whole prompt, or a load of it has failed.
         if request.skip_reading_prefix_cache or name in self._given_up:
             return 0, False
+        if self._shared.shares(request, kept, self._hashed_tokens):
+            return None, True
         is_alone = self.ways.is_alone(name) and not self._has_other_engines
         hit = self._lookups.hit_tokens(tracked.whole_chunks(), is_alone=is_alone)
         if hit is None:
@@ -188,14 +197,20 @@ class SchedulerHalf:
         tracked = self._requests[name]
         tracked.allocated(ids)
         if tracked.stage is not Stage.LOOKED_UP:
+            self._shared.end(name)
             return
         loads = tokens > 0 and tracked.load() is not None
         tracked.stage = Stage.LOADING if loads else Stage.COMPUTED
         self._lookups.forget(name)
         end = tracked.kept if loads else tracked.hit
         self._lookups.release(tracked.range(0, end), tracked.hit)
-        if loads and self.ways.is_in_step(name):
-            self._ask_early(tracked)
+        if not loads:
+            return
+        in_step = self.ways.is_in_step(name)
+        if not (in_step and self._ask_early(tracked)):
+            self._untold.append(tracked)
+        if self._shares and not in_step:
+            self._shared.begin(request, tracked.kept, tracked.hit)
 
     def finished(self, request: Request) -> None:
         """Forget a request. Its blocks may be freed at once; see `Transfers.let_write`."""
@@ -203,6 +218,7 @@ class SchedulerHalf:
         self._requests.pop(name, None)
         self._keys.finished(name)
         self.ways.finished(name)
+        self._shared.end(name)
         self._given_up.discard(name)
         self.promises.finished(name)
         self._lookups.end(name)
@@ -259,6 +275,7 @@ class SchedulerHalf:
             self.promises.describe(),
             self._keys.epoch,
         )
+        self._untold.clear()
         if step.loads and (worker := self._worker) is not None:
             with guarded("begin_early"):  # else `begin_step` asks for all of it
                 worker.begin_early(step)
@@ -269,6 +286,10 @@ class SchedulerHalf:
         """Return what the workers must know of a step whose description failed: no transfers."""
         self.promises.fail_step(output.num_scheduled_tokens)
         self._forget_broken()
+        untold, self._untold = self._untold, []
+        for tracked in untold:  # no load gives these locks back
+            with guarded("build_connector_meta"):
+                self._lookups.release(tracked.unloaded(), tracked.hit)
         self.collection.allow()
         return Step(
             written_blocks(output, [], self._sizes.block_tokens),
@@ -359,6 +380,7 @@ class SchedulerHalf:
     def _forget_broken(self) -> None:
         for request_id in self.promises.broken:
             self._requests.pop(request_id, None)
+            self._shared.end(request_id)
 
     # A worker in this process
 
@@ -368,7 +390,9 @@ class SchedulerHalf:
         connector = near_connector(self._config)
         return getattr(connector, "worker_half", None)
 
-    def _ask_early(self, tracked: TrackedRequest) -> None:
-        """Ask where the chunks of a hit are, before its step; not twice in a step."""
-        if (worker := self._worker) is not None and (load := tracked.load()) is not None:
-            worker.ask_early(load)
+    def _ask_early(self, tracked: TrackedRequest) -> bool:
+        """Ask where the chunks of a hit are, before its step, once; whether somebody is asked."""
+        if (worker := self._worker) is None or (load := tracked.load()) is None:
+            return False
+        worker.ask_early(load)
+        return True

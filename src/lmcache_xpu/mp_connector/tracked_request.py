@@ -193,6 +193,12 @@ class TrackedRequest:
             return None
         return self._with_blocks(start, end, kept=self.kept - start)
 
+    def unloaded(self) -> TokenRange:
+        """Return the chunks that `load` does, without blocks."""
+        return self.range(
+            self.kept // self._sizes.chunk_tokens * self._sizes.chunk_tokens, self.hit
+        )
+
     def store(self, computed: int, *, answers: bool) -> TokenRange | None:
         """Return the chunks that a step completes, and count them as stored; None if none.
 
