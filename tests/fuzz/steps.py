@@ -201,7 +201,7 @@ class Steps(Blocks, RuleBasedStateMachine):
     def settle(self) -> None:
         """All is done: every byte is compared."""
         with self.on_device():
-            while any([thread.work() for thread in self.device.threads]):
+            while sum(thread.work() for thread in self.device.threads):
                 self.device.finisher.result()
             self.device.finisher.result()
             self.device.finish()
