@@ -23,7 +23,6 @@ from lmcache.v1.distributed.api import (
     GroupedObjectKeys,
     MemoryLayoutDesc,
     ObjectKey,
-    PrefetchTaskSpec,
 )
 from lmcache.v1.distributed.bitmap_ops.fold import fold_unfold_grouped
 from lmcache.v1.distributed.config import (
@@ -51,6 +50,7 @@ from lmcache_xpu.tiers.disk.server_option import server_option
 from lmcache_xpu.tiers.shared_option import shared_option
 from lmcache_xpu.transfer.devices import is_host, most_pinned
 from lmcache_xpu.transfer.pool_memory import PoolMemory
+from lmcache_xpu.versions.lmcache_server import begin_prefetch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -295,7 +295,7 @@ class LocalCache:
                 zip(prompt.by_group, self._layouts, self._windows, strict=True)
             )
         ]
-        return self._storage.submit_prefetch_task(PrefetchTaskSpec(rows), skip_l2=in_memory)
+        return begin_prefetch(self._storage, rows, in_memory=in_memory)
 
     def hit_chunks(self, handle: Any) -> int | None:
         """Return the chunks of a hit, once; None while other tiers are read."""

@@ -17,6 +17,7 @@ from lmcache.v1.distributed.eviction import L1EvictionPolicy
 from lmcache.v1.distributed.eviction_policy import LRUEvictionPolicy
 
 from lmcache_xpu.metrics import evicted
+from lmcache_xpu.versions.lmcache_server import touch
 
 __all__ = ["Room"]
 
@@ -45,7 +46,7 @@ class Room:
 
     def touch(self, prompt: Sequence[Any]) -> None:
         """Count the keys of a prompt, in their order, as used now; its end is evicted first."""
-        self._storage.touch_l1_keys(list(prompt))
+        touch(self._storage, prompt)
 
     @contextmanager
     def keeping(self, keys: Sequence[Any]) -> Iterator[None]:

@@ -77,6 +77,31 @@ def chunk_tokens(client: RequestClient, alignment: int) -> Any:
     return client.get_chunk_size()
 
 
+def begin_prefetch(storage: Any, rows: Sequence[Any], *, in_memory: bool) -> Any:
+    """Begin to look for objects, and to lock those that may be hit.
+
+    LMCache 0.5.6 is told with the call where not to look, 0.5.7 in the request.
+
+    Args:
+        storage: LMCache's storage manager.
+        rows: LMCache's keys, by KV cache group.
+        in_memory: other tiers are left out, and the result is there at once.
+    """
+    from lmcache.v1.distributed.api import PrefetchTaskSpec
+
+    if "allowed_l2_memory_tags" not in PrefetchTaskSpec.__dataclass_fields__:
+        return storage.submit_prefetch_task(PrefetchTaskSpec(list(rows)), skip_l2=in_memory)
+    tags: Any = frozenset() if in_memory else None
+    spec = PrefetchTaskSpec(list(rows), allowed_l2_memory_tags=tags)
+    return storage.submit_prefetch_task(spec)
+
+
+def touch(storage: Any, keys: Sequence[Any]) -> None:
+    """Count objects in memory as used now; LMCache 0.5.7 calls it otherwise."""
+    named = "touch_l1_keys" if hasattr(storage, "touch_l1_keys") else "touch_cached_keys"
+    getattr(storage, named)(list(keys))
+
+
 def __getattr__(name: str) -> Any:
     if name == "ServerModuleBase":  # of the server's modules; older ones need none
         return getattr(import_module("lmcache.v1.multiprocess.engine_module"), NEWER_BASE, object)
