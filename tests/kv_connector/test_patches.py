@@ -148,6 +148,20 @@ def test_an_untested_version_goes_on_when_asked():
     assert printed_values["hooked"]
 
 
+DEFAULT = """
+import importlib, json, sys
+from lmcache_xpu.kv_connector import patches
+patches.hook_workers()
+patch = patches.SECOND_ENGINES
+print(json.dumps(patch.absent() or patch.in_place(importlib.import_module(patch.module))))
+"""
+
+
+def test_the_default_connector_lets_another_engine_start_in_its_process():
+    """With the variable that `serve` sets for it; LMCache brings what vLLM can't look through."""
+    assert run_script(DEFAULT, LMCACHE_XPU_STOCK="1") is True
+
+
 def test_served_devices():
     assert patches.served_devices({}) == ("xpu", "cpu")
     assert patches.served_devices({patches.DEVICES_VARIABLE: "xpu, cuda"}) == ("xpu", "cuda")

@@ -1,6 +1,6 @@
-"""Engines made and destroyed in this process, standard and layerwise in turn, on one disk.
+"""Engines made and destroyed in this process, standard or layerwise, on one disk.
 
-Run by engine/test_rounds.py, with the arguments MODEL DISK ROUNDS. Prints a JSON object last,
+Run by engine/test_rounds.py, with the arguments MODEL DISK MODE ROUNDS. Prints a JSON object last,
 with one more engine that nobody destroys: the process is to end all the same.
 """
 
@@ -68,15 +68,16 @@ def state() -> dict:
 
 
 if __name__ == "__main__":
-    model, disk, rounds = sys.argv[1:]
+    model, disk, mode, rounds = sys.argv[1:]
+    layerwise = mode == "layerwise"
     engines, states, seconds = [], [], []
-    for number in range(int(rounds)):
+    for _ in range(int(rounds)):
         begin = time.monotonic()
-        llm = engine(model, disk, layerwise=bool(number % 2))
+        llm = engine(model, disk, layerwise=layerwise)
         engines.append(ask(llm))
         del llm
         states.append(state())
         seconds.append(round(time.monotonic() - begin, 1))
-    llm = engine(model, disk, layerwise=False)
+    llm = engine(model, disk, layerwise=layerwise)
     engines.append(ask(llm))
     print("\n" + json.dumps({"found": engines, "states": states, "seconds": seconds}), flush=True)

@@ -107,15 +107,9 @@ class WholeEngine:
     def processes(self) -> dict[int, str]:
         """Titles of all processes that still run."""
         self.process.poll()  # collects it
-        titles = {}
-        for directory in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                stat = (directory / "stat").read_text().rpartition(")")[2].split()
-                if int(stat[3]) == self.process.pid and stat[0] not in ("Z", "X"):
-                    line = (directory / "cmdline").read_bytes()
-                    titles[int(directory.name)] = line.replace(b"\0", b" ").decode()[:80].strip()
-                    self.held |= _shared_memory(directory / "maps")
-        return titles
+        titles, held = of_session(self.process.pid)
+        self.held |= held
+        return {pid: title[:80].strip() for pid, title in titles.items()}
 
     def wait_for_start(self) -> bool:
         """Whether it serves; False where it has said that it does not, or has ended."""
@@ -165,6 +159,20 @@ class WholeEngine:
 
     def _url(self, path: str) -> str:
         return f"http://127.0.0.1:{self.settings.port}{path}"
+
+
+def of_session(number: int) -> tuple[dict[int, str], set[Path]]:
+    """The command lines of a session's processes that run, and the shared memory they have."""
+    titles: dict[int, str] = {}
+    held: set[Path] = set()
+    for directory in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            stat = (directory / "stat").read_text().rpartition(")")[2].split()
+            if int(stat[3]) == number and stat[0] not in ("Z", "X"):
+                line = (directory / "cmdline").read_bytes()
+                titles[int(directory.name)] = line.replace(b"\0", b" ").decode()
+                held |= _shared_memory(directory / "maps")
+    return titles, held
 
 
 def _shared_memory(maps: Path) -> set[Path]:

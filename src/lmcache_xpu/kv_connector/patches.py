@@ -163,6 +163,13 @@ WORKER_HOOKS = Patch(
     _hooking,
     "its worker tells a connector never that the weights change, which cached KV would outlive",
 )
+SECOND_ENGINES = Patch(
+    "vllm.triton_utils.dispatcher",
+    "_rebind_kernels",
+    _without_unreadable,
+    "on CPU a second engine of a process looks through all modules, and fails on LMCache's",
+    optional=True,
+)
 PATCHES = (
     WORKER_HOOKS,
     Patch(
@@ -171,13 +178,7 @@ PATCHES = (
         beginning_anew,
         "after a load that failed, gives wrong tokens with the runner that XPU uses",
     ),
-    Patch(
-        "vllm.triton_utils.dispatcher",
-        "_rebind_kernels",
-        _without_unreadable,
-        "on CPU a second engine of a process looks through all modules, and fails on LMCache's",
-        optional=True,
-    ),
+    SECOND_ENGINES,
     Patch(
         "lmcache.observability",
         "PrometheusLogger._metadata_to_labels",
@@ -214,8 +215,12 @@ def install() -> None:
 
 
 def hook_workers() -> None:
-    """Let a connector of this process hear of changes of the weights; may be called again."""
-    wrapt.register_post_import_hook(WORKER_HOOKS, WORKER_HOOKS.module)
+    """Let a connector of this process hear of changes of the weights; may be called again.
+
+    And let another engine start in the process when this one has ended.
+    """
+    for patch in (WORKER_HOOKS, SECOND_ENGINES):
+        wrapt.register_post_import_hook(patch, patch.module)
 
 
 def served_devices(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
