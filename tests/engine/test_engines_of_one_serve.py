@@ -13,13 +13,7 @@ from lmcache_xpu.harness.engine_process import EngineProcess, free_port
 from lmcache_xpu.harness.random_model import EXACT, make_model
 from lmcache_xpu.launch.settings import Settings
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.xfail(
-        strict=True,
-        reason="on CPU vLLM gives each of several engines a worker process",
-    ),
-]
+pytestmark = pytest.mark.engine
 
 CHUNK, CHUNKS = 256, 3
 PROMPT = [300 + 7 * at % 3000 for at in range(CHUNK * CHUNKS + 20)]

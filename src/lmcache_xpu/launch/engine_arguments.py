@@ -48,6 +48,10 @@ def vllm_arguments(settings: Settings) -> list[str]:
         if settings.pipeline_parallel > 1
         else None,
         "--data-parallel-size": settings.data_parallel if settings.data_parallel > 1 else None,
+        # vLLM's choice for several engines gives each one's only worker a process of its own.
+        "--distributed-executor-backend": "uni"
+        if settings.offload and settings.is_local and settings.data_parallel > 1
+        else None,
         "--max-num-batched-tokens": settings.max_num_batched_tokens,
         "--max-num-seqs": settings.max_num_seqs,
         "--kv-transfer-config": transfer,
