@@ -71,17 +71,6 @@ def _(module) -> None:
     module.StorageManager.contains = let_through
 
 
-@breaks("report", "kv_connector.connector")
-def _(module) -> None:
-    take = module.LMCacheXPUConnector.get_block_ids_with_load_errors
-
-    def forgotten(self):
-        take(self)
-        return set()
-
-    module.LMCacheXPUConnector.get_block_ids_with_load_errors = forgotten
-
-
 @breaks("report", "mp_connector.connector")
 def _(module) -> None:
     connector = module.LMCacheXPUServerConnector
@@ -100,7 +89,7 @@ def _(module) -> None:
     connector.get_transfer_results = all_succeeded
 
 
-@breaks("withhold", "cache_engine.unfilled_blocks")
+@breaks("withhold", "stock.unfilled_blocks")
 def _(module) -> None:
     module.UnfilledBlocks.spoil = nothing
 
@@ -123,7 +112,7 @@ def _(module) -> None:
 
 @breaks("parameters", "kv_connector.request_guard")
 def _(module) -> None:
-    module.ServedRequest = lambda request: request
+    module.guarded = lambda hook: contextlib.nullcontext()
 
 
 @breaks("labels", "kv_connector.patches")
@@ -136,24 +125,9 @@ def _(module) -> None:
     module.salt_of = lambda request: ""
 
 
-@breaks("computed", "cache_engine.cache_salt")
-def _(module) -> None:
-    owner_of(module, "compute").compute = nothing
-
-
-@breaks("finished", "cache_engine.cache_salt")
-def _(module) -> None:
-    owner_of(module, "finished").finished = nothing
-
-
 @breaks("finished", "mp_connector.local_client")
 def _(module) -> None:
     module.LocalLookUps.end = module.LocalLookUps.forget
-
-
-@breaks("reset", "kv_connector.connector")
-def _(module) -> None:
-    module.LMCacheXPUConnector.reset_cache = nothing
 
 
 @breaks("reset", "mp_connector.connector")

@@ -7,6 +7,7 @@ A name is imported when it is asked for: some need vLLM, others take seconds.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -89,7 +90,7 @@ def begin_prefetch(storage: Any, rows: Sequence[Any], *, in_memory: bool) -> Any
     """
     from lmcache.v1.distributed.api import PrefetchTaskSpec
 
-    if "allowed_l2_memory_tags" not in PrefetchTaskSpec.__dataclass_fields__:
+    if "allowed_l2_memory_tags" not in inspect.signature(PrefetchTaskSpec).parameters:
         return storage.submit_prefetch_task(PrefetchTaskSpec(list(rows)), skip_l2=in_memory)
     tags: Any = frozenset() if in_memory else None
     spec = PrefetchTaskSpec(list(rows), allowed_l2_memory_tags=tags)

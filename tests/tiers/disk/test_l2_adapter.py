@@ -246,7 +246,7 @@ def test_a_second_server_in_the_directory_does_not_start(adapters):
         {"disk.path": "/tmp/kv"},
         {"disk.path": "/tmp/kv", "disk.gib": 0},
         {"disk.path": "/tmp/kv", "disk.gib": 1, "disk.threads": 0},
-        {"disk.path": "/tmp/kv", "disk.gib": 1, "disk.engine": 1},
+        {"disk.path": "/tmp/kv", "disk.gib": 1, "disk.engine": -1},
         {"disk.path": "/tmp/kv", "disk.gib": 1, "path": "/tmp"},
     ],
 )

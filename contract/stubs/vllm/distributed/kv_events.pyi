@@ -18,5 +18,11 @@ class BlockStored(KVCacheEvent):
     ): ...
     block_hashes: Any
     token_ids: Any
+    extra_keys: Any
+
+class BlockRemoved(KVCacheEvent):
+    def __init__(self, block_hashes, medium, group_idx=..., locality=..., ownership=...): ...
 
 class KVCacheEvent: ...
+
+MEDIUM_CPU: Any

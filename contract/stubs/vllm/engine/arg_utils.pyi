@@ -4,6 +4,7 @@ class EngineArgs:
     # `vllm serve` has an option for each.
     block_size: Any
     data_parallel_size: Any
+    distributed_executor_backend: Any
     dtype: Any
     enable_prefix_caching: Any
     enforce_eager: Any

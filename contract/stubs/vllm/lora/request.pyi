@@ -3,4 +3,5 @@ from typing import Any
 class LoRARequest:
     lora_path: Any
     lora_name: Any
+    adapter_id: Any
     name: Any

@@ -38,3 +38,5 @@ class KVCacheSpec:
 
 class UniformTypeKVCacheSpecs:
     kv_cache_specs: Any
+
+def get_kv_cache_spec_kind(kv_cache_spec): ...
