@@ -119,7 +119,8 @@ def test_what_vllm_s_own_cache_lacks_of_a_hit_is_loaded(memory: dict):
         assert seen["right"]
         assert seen["own"] == blocks * BLOCK
         assert seen["hit"] == hit - blocks * BLOCK
-        assert seen["restored"] >= hit // BLOCK
+        # Blocks of vLLM's own came of steps of other lengths, which may round otherwise.
+        assert seen["restored"] >= seen["hit"] // BLOCK
 
 
 @pytest.mark.parametrize("name", PARTS)

@@ -126,6 +126,9 @@ def running(case: Case, name: str, *, preempt: bool) -> dict:
     engine = case.engine
     engine.forget()
     said = begin(engine, [case.tokens[name]], steps=1)  # of three that its prompt takes
+    scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
+    while not scheduler.running:  # the disk is asked first
+        advance(engine, said, 1)
     engine.llm.collective_rpc(change)
     core = engine.llm.llm_engine
     reset = core.reset_prefix_cache(reset_running_requests=preempt, reset_connector=True)

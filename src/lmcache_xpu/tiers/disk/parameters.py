@@ -130,9 +130,15 @@ class DiskSettings:
         Raises:
             SettingsError: the directory can't be used, or another process uses it.
         """
-        self._check_owner()
         name = f"{_SERVER_DIRECTORY}-{self.engine}" if self.engine else _SERVER_DIRECTORY
-        store = ChunkStore(self.path / name, self.limit_bytes)
+        try:
+            self._check_owner()
+            store = ChunkStore(self.path / name, self.limit_bytes)
+        except OSError as error:
+            raise SettingsError(
+                f"disk.path={str(self.path)!r} ({error.strerror})",
+                "a directory of this user on a local disk",
+            ) from error
         self._log_room(store)
         return store
 
