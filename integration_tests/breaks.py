@@ -21,6 +21,7 @@ PARTS = {
     "parameters": "an error in a hook of the scheduler costs its request a hit",
     "labels": "LMCache's metrics name the model as it is served",
     "salt": "cache_salt and LoRA adapter are in the keys",
+    "computed": "nothing is looked up for a request that computes its whole prompt",
     "finished": "what an aborted request had looked up is unpinned",
     "reset": "a reset resets what the connector finds",
     "references": "references to what was loaded are given back",
