@@ -121,7 +121,6 @@ def settled() -> bool:
             return transfers.busy or is_writing(STORAGES[-1].report_status())
     else:
         engine = cache_engine()
-        engine.gpu_connector.overlap.drain()
         tier = engine.storage_manager.storage_backends.get("disk")
 
         def stores() -> bool:
