@@ -18,7 +18,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from lmcache_xpu.harness.random_model import EXACT, make_model
 
-MODES = ["standard", "layerwise"]
+MODES = ["standard"]  # layerwise is LMCache's own engine: tests/engine/test_stock.py
 DISK_GIB = 64 / 1024
 
 
