@@ -7,7 +7,7 @@ is computed. LMCache is shown nothing of such a request until it ends.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 __all__ = ["NOTHING_UNSERVED", "Promises", "Unserved"]
@@ -54,9 +54,9 @@ class Promises:
         self._broken: set[str] = set()
 
     @property
-    def broken(self) -> frozenset[str]:
+    def broken(self) -> Set[str]:
         """IDs of requests of which LMCache is shown nothing."""
-        return frozenset(self._broken)
+        return self._broken
 
     def promise(self, request_id: str, kept: int, *, waits: bool) -> None:
         """Record that a request's look-up has promised tokens.

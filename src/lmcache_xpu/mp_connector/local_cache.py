@@ -19,11 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import torch
 from lmcache import device_ops
-from lmcache.v1.distributed.api import (
-    GroupedObjectKeys,
-    MemoryLayoutDesc,
-    ObjectKey,
-)
+from lmcache.v1.distributed.api import GroupedObjectKeys, ObjectKey
 from lmcache.v1.distributed.bitmap_ops.fold import fold_unfold_grouped
 from lmcache.v1.distributed.config import (
     EvictionConfig,
@@ -44,7 +40,7 @@ from lmcache_xpu.mp_connector.hit_places import (
     needed_chunks,
 )
 from lmcache_xpu.mp_connector.lent_memory import LentMemory
-from lmcache_xpu.mp_connector.room import Room
+from lmcache_xpu.mp_connector.room import Room, Rows, Written, object_layout
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
 from lmcache_xpu.tiers.disk.server_option import server_option
 from lmcache_xpu.tiers.shared_option import shared_option
@@ -55,14 +51,12 @@ from lmcache_xpu.versions.lmcache_server import begin_prefetch
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["CPU", "DISK", "SHARED", "LocalCache", "LocalCacheOptions", "PromptKeys", "Rows"]
+__all__ = ["CPU", "DISK", "SHARED", "LocalCache", "LocalCacheOptions", "PromptKeys"]
 
 CPU, DISK, SHARED = "cpu", "disk", "shared"  # the tiers' names
 
 FORGET_S = 1.0
 LEASE_S = 30  # of memory for a write, as LMCache's server has it; see `launch.cache_server`
-
-Rows = list[tuple[int, int, int, int]]  # group, chunk, offset and length of an object
 
 
 class LocalCacheOptions(BaseModel):
@@ -128,11 +122,6 @@ class PromptKeys:
         for group, keys in enumerate(self.by_group):
             keys += [ObjectKey(name, model_name, 0, group, salt) for name in hashes]
 
-    def in_order(self, chunks: int) -> list[ObjectKey]:
-        """Return the keys of the first chunks, those of one chunk together."""
-        groups = [keys[:chunks] for keys in self.by_group]
-        return [key for of_chunk in zip(*groups, strict=True) for key in of_chunk]
-
 
 class Range(NamedTuple):
     """Chunks of a prompt, from one up to another."""
@@ -171,7 +160,7 @@ class LocalCache:
         self._device = device
         self._lock = threading.Lock()  # of the next two
         self._reads: dict[int, list[ObjectKey]] = {}  # by number of the question
-        self._writes: dict[int, tuple[list[ObjectKey], list[ObjectKey]]] = {}  # and the prompt's
+        self._writes: dict[int, Written] = {}
         self._layouts: list[Any] = []
         self._windows: Sequence[int] = ()
         # On CPU nothing is pinned, and LMCache's own allocation does.
@@ -250,9 +239,7 @@ class LocalCache:
             windows: by group, chunks at the end of a hit that it needs; 0 for all.
         """
         self._windows = tuple(windows)
-        self._layouts = [
-            MemoryLayoutDesc([torch.Size([1, 1, size])], [torch.uint8]) for size in sizes
-        ]
+        self._layouts = [object_layout(size) for size in sizes]
 
     def memory(self) -> LentMemory:
         """Return the memory of chunks, pinned where that is possible."""
@@ -369,35 +356,21 @@ class LocalCache:
             chunks: of the prompt.
             skipped: by group, chunks that the worker does not have, counted from the first.
         """
-        rows: Rows = []
-        written: list[ObjectKey] = []
-        in_order = chunks.prompt.in_order(chunks.end)
-        with self._room.keeping(in_order):
-            for group, (keys, layout) in enumerate(
-                zip(chunks.prompt.by_group, self._layouts, strict=True)
-            ):
-                places = {
-                    key: chunk
-                    for chunk, key in enumerate(keys[chunks.start : chunks.end])
-                    if chunk not in skipped[group]
-                }
-                for key, each in self._storage.reserve_write(list(places), layout).items():
-                    written.append(key)
-                    rows.append((group, places[key], each.shm_offset, each.shm_byte_length))
-        if written:
+        prompt = [keys[: chunks.end] for keys in chunks.prompt.by_group]
+        rows, written = self._room.reserve(prompt, chunks.start, skipped, self._layouts)
+        if written.keys:
             with self._lock:
-                self._writes[number] = written, in_order
+                self._writes[number] = written
         return sorted(rows)
 
     def commit(self, number: int) -> bool:
         """Publish chunks that are written; whether they were reserved."""
         with self._lock:
-            written, in_order = self._writes.pop(number, ([], []))
-        if written:
-            self._storage.finish_write(written)
-            self._room.touch(in_order)
+            written = self._writes.pop(number, None)
+        if written is not None:
+            self._room.publish(written)
             CPU_USED_BYTES.set(self.memory_use()[0])
-        return bool(written)
+        return written is not None
 
     def give_up(self, number: int) -> None:
         """Forget a store that failed; LMCache takes its memory back when the lease is over."""

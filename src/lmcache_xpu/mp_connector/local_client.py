@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from lmcache_xpu.metrics import LOAD_CPU, STORE_CPU
-from lmcache_xpu.mp_connector.local_cache import LocalCache, Range, Rows
+from lmcache_xpu.mp_connector.local_cache import LocalCache, Range
 from lmcache_xpu.mp_connector.object_slots import ObjectSlots
+from lmcache_xpu.mp_connector.room import Rows
 from lmcache_xpu.mp_connector.server_client import KeyScope
 from lmcache_xpu.mp_connector.step import TokenRange
 

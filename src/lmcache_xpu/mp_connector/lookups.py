@@ -117,8 +117,8 @@ class LookUps:
     def give_back(self, request_id: str) -> None:
         """Forget a request's look-up, and let the server evict what it has locked."""
         lookup = self._lookups.pop(request_id, None)
-        if lookup is not None and lookup.hit_tokens:
-            self.release(replace(lookup.tokens, end=lookup.hit_tokens), lookup.hit_tokens)
+        if lookup is not None:
+            self._unlock(lookup)
 
     def release(self, tokens: TokenRange, hit_tokens: int) -> None:
         """Let the server evict chunks of a hit that a look-up has locked.
@@ -163,12 +163,15 @@ class LookUps:
             lookup = self._lookups[tokens.request_id] = _LookUp(tokens, asked, time.monotonic())
         return lookup
 
+    def _unlock(self, lookup: _LookUp) -> None:
+        if lookup.hit_tokens:
+            self.release(replace(lookup.tokens, end=lookup.hit_tokens), lookup.hit_tokens)
+
     def _end_answered(self) -> None:
         for request_id, lookup in list(self._ending.items()):
             if lookup.hit_tokens is not None or not self._client.healthy.is_set():
                 del self._ending[request_id]
-                if lookup.hit_tokens:
-                    self.release(replace(lookup.tokens, end=lookup.hit_tokens), lookup.hit_tokens)
+                self._unlock(lookup)
                 self._end_session(request_id)
 
     def _take_answers(self) -> None:

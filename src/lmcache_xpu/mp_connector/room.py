@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import torch
+from lmcache.v1.distributed.api import MemoryLayoutDesc
 from lmcache.v1.distributed.error import L1Error
 from lmcache.v1.distributed.eviction import L1EvictionPolicy
 from lmcache.v1.distributed.eviction_policy import LRUEvictionPolicy
@@ -19,7 +20,26 @@ from lmcache.v1.distributed.eviction_policy import LRUEvictionPolicy
 from lmcache_xpu.metrics import evicted
 from lmcache_xpu.versions.lmcache_server import touch
 
-__all__ = ["Room"]
+__all__ = ["Room", "Rows", "Written", "object_layout"]
+
+Rows = list[tuple[int, int, int, int]]  # group, chunk, offset and length of an object
+
+
+class Written(NamedTuple):
+    """What is reserved for a store.
+
+    Args:
+        keys: of the objects.
+        prompt: keys of all chunks of their prompt so far, those of one chunk together.
+    """
+
+    keys: list[Any]
+    prompt: list[Any]
+
+
+def object_layout(size: int) -> Any:
+    """Return LMCache's description of an object of so many bytes; see `registration`."""
+    return MemoryLayoutDesc(shapes=[torch.Size([1, 1, size])], dtypes=[torch.uint8])
 
 
 class Room:
@@ -44,18 +64,48 @@ class Room:
         """Let LMCache tell a listener what memory gains and loses."""
         self._memory.register_listener(listener)
 
-    def touch(self, prompt: Sequence[Any]) -> None:
-        """Count the keys of a prompt, in their order, as used now; its end is evicted first."""
-        touch(self._storage, prompt)
+    def reserve(
+        self,
+        prompt: Sequence[Sequence[Any]],
+        first: int,
+        skipped: Sequence[Sequence[int]],
+        layouts: Sequence[Any],
+    ) -> tuple[Rows, Written]:
+        """Reserve the last chunks of a prompt that are not there, as far as there is room.
 
-    @contextmanager
-    def keeping(self, keys: Sequence[Any]) -> Iterator[None]:
-        """Let what this thread reserves take no room of these keys."""
-        self._kept.keys = set(keys)
+        They take none of the prompt's own, and nobody finds them until `publish`.
+
+        Args:
+            prompt: by KV cache group, the keys of its chunks.
+            first: number of the first chunk to reserve.
+            skipped: by group, chunks to leave out, counted from that one.
+            layouts: by group, LMCache's description of an object.
+
+        Returns:
+            Where they lie, and what `publish` takes.
+        """
+        rows: Rows = []
+        in_order = [key for of_chunk in zip(*prompt, strict=True) for key in of_chunk]
+        written = Written([], in_order)
+        self._kept.keys = in_order
         try:
-            yield
+            for group, (keys, layout) in enumerate(zip(prompt, layouts, strict=True)):
+                places = {
+                    key: chunk
+                    for chunk, key in enumerate(keys[first:])
+                    if chunk not in skipped[group]
+                }
+                for key, each in self._storage.reserve_write(list(places), layout).items():
+                    written.keys.append(key)
+                    rows.append((group, places[key], each.shm_offset, each.shm_byte_length))
         finally:
-            self._kept.keys = set()
+            self._kept.keys = ()
+        return rows, written
+
+    def publish(self, written: Written) -> None:
+        """Let others find what was reserved. The end of its prompt is evicted first."""
+        self._storage.finish_write(written.keys)
+        touch(self._storage, written.prompt)
 
     def reserve_write(
         self, keys: list[Any], is_temporary: list[bool], layout_desc: Any, tag: str = ""
@@ -79,7 +129,9 @@ class Room:
 
     def _evict(self, nbytes: int) -> None:
         """Evict until so many bytes are free, or nothing is left that may go."""
-        kept = getattr(self._kept, "keys", ())
+        if nbytes <= self._free:
+            return
+        kept = set(getattr(self._kept, "keys", ()))
         while (missing := nbytes - self._free) > 0:
             used, _ = self._memory.get_memory_usage()
             actions = self._policy.get_eviction_actions(

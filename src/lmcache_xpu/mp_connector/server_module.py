@@ -16,10 +16,9 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import OrderedDict
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-import torch
-from lmcache.v1.distributed.api import AttnWindowDesc, MemoryLayoutDesc
+from lmcache.v1.distributed.api import AttnWindowDesc
 from lmcache.v1.multiprocess.engine_module import InstanceLivenessTarget
 from lmcache.v1.multiprocess.ext_server_module import server_module_handler
 
@@ -36,12 +35,14 @@ from lmcache_xpu.mp_connector.hit_places import (
     Reservation,
     sent_rows,
 )
-from lmcache_xpu.mp_connector.room import Room
+from lmcache_xpu.mp_connector.room import Room, Written, object_layout
 from lmcache_xpu.mp_connector.server_socket import listen_at, refuse_inline_tensors
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
 from lmcache_xpu.versions.lmcache_server import ServerModuleBase, make_key
 
 __all__ = ["HitPlaces", "build_server_modules"]
+
+T = TypeVar("T")
 
 _EARLY = 1024  # releases that may come before the answer that they are of
 
@@ -60,11 +61,10 @@ class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]
         self._context = context
         self._room = Room(context.storage_manager)
         self._socket = socket
-        self._lock = threading.Lock()  # of the next six
+        self._lock = threading.Lock()  # of the next five
         self._is_aligned = False  # an engine has chosen the tokens of a chunk
         self._groups: dict[int, Groups] = {}  # by worker
-        self._writes: dict[Hit, list[Any]] = {}  # keys of objects that a worker writes
-        self._prompts: dict[Hit, list[Any]] = {}  # keys of the whole prompts of these
+        self._writes: dict[Hit, Written] = {}
         self._reads: dict[Hit, list[Any]] = {}  # keys of objects that a worker reads
         self._released: OrderedDict[Hit, None] = OrderedDict()  # before they were located
 
@@ -94,17 +94,8 @@ class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]
         What it left half written is published, as LMCache does with its own: see `seals`.
         """
         with self._lock:
-            reads, writes = (
-                [
-                    key
-                    for hit in list(hits)
-                    if hit.instance_id == instance_id
-                    for key in hits.pop(hit)
-                ]
-                for hits in (self._reads, self._writes)
-            )
-            for hit in [hit for hit in self._prompts if hit.instance_id == instance_id]:
-                del self._prompts[hit]
+            reads = [key for keys in _taken(self._reads, instance_id) for key in keys]
+            writes = [key for each in _taken(self._writes, instance_id) for key in each.keys]
             groups = self._groups.pop(instance_id, None)
         self._end(reads)
         if writes:
@@ -147,7 +138,7 @@ class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]
         self.drop_instance_state(groups.instance_id)
         if groups.sizes:
             ChunkLayout.bytes_have_tokens(self._context.chunk_size)
-            layouts = {number: _layout(size) for number, size in enumerate(groups.sizes)}
+            layouts = {number: object_layout(size) for number, size in enumerate(groups.sizes)}
             self._context.layout_desc_registry.register(
                 groups.model_name,
                 groups.world_size,
@@ -224,35 +215,22 @@ class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]
         key = make_key(tokens, **{name: getattr(hit, name) for name in hit._fields[2:-1]})
         whole = dataclasses.replace(key, start=0)
         prompt = self._context.resolve_obj_keys(whole, list(range(len(sizes))))
-        first, storage = hit.start // self._context.chunk_size, self._context.storage_manager
-        rows, keys = [], []
-        in_order = [name for of_chunk in zip(*prompt, strict=True) for name in of_chunk]
-        with self._room.keeping(in_order):
-            for group, (size, names) in enumerate(zip(sizes, prompt, strict=True)):
-                chunks = {
-                    name: number
-                    for number, name in enumerate(names[first:])
-                    if number not in skipped[group]
-                }
-                for name, obj in storage.reserve_write(list(chunks), _layout(size)).items():
-                    keys.append(name)
-                    rows.append((group, chunks[name], obj.shm_offset, obj.shm_byte_length))
-        if keys:
+        layouts = [object_layout(size) for size in sizes]
+        first = hit.start // self._context.chunk_size
+        rows, written = self._room.reserve(prompt, first, skipped, layouts)
+        if written.keys:
             with self._lock:
-                self._writes[hit] = keys
-                self._prompts[hit] = in_order
+                self._writes[hit] = written
         return sent_rows(rows)
 
     @server_module_handler(COMMIT)  # type: ignore[untyped-decorator]
     def commit(self, payload: bytes) -> bytes:
         """Publish chunks that are written; says whether they were still reserved."""
         with self._lock:
-            hit = Hit.received(payload)
-            keys, prompt = self._writes.pop(hit, None), self._prompts.pop(hit, [])
-        if keys is None:
+            written = self._writes.pop(Hit.received(payload), None)
+        if written is None:
             return b""
-        self._context.storage_manager.finish_write(keys)
-        self._room.touch(prompt)
+        self._room.publish(written)
         return b"1"
 
     def _end(self, keys: list[Any]) -> None:
@@ -260,9 +238,9 @@ class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]
             self._context.storage_manager.finish_read_prefetched(keys)
 
 
-def _layout(size: int) -> Any:
-    """Return LMCache's description of an object of so many bytes; see `registration`."""
-    return MemoryLayoutDesc(shapes=[torch.Size([1, 1, size])], dtypes=[torch.uint8])
+def _taken(of_hits: dict[Hit, T], instance_id: int) -> list[T]:
+    """Remove what a worker has, and return it."""
+    return [of_hits.pop(hit) for hit in list(of_hits) if hit.instance_id == instance_id]
 
 
 def build_server_modules(build_ctx: Any) -> HitPlaces:

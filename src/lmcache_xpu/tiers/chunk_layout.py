@@ -75,16 +75,6 @@ class ChunkLayout:
         """Bytes of a token in one plane of one layer of the first object."""
         return int(self.shapes[0][-1]) * self.dtypes[0].itemsize
 
-    def resized(self, hidden: int, other: int) -> ChunkLayout | None:
-        """Return the layout of the same tokens with `other` elements each in place of `hidden`.
-
-        None for a chunk that has not as many as `hidden`, or not in the order of the standard
-        connector: the heads of a token side by side in each plane of each layer.
-        """
-        if self.fmt != MemoryFormat.KV_2LTD or [shape[-1] for shape in self.shapes] != [hidden]:
-            return None
-        return ChunkLayout((torch.Size([*self.shapes[0][:-1], other]),), self.dtypes, self.fmt)
-
     def tokens(self, hidden: int) -> int:
         """Count the tokens of the chunk.
 

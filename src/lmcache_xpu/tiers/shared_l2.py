@@ -24,14 +24,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from redis.exceptions import OutOfMemoryError, ResponseError
 
 from lmcache_xpu.metrics import LOAD_SHARED, STORE_SHARED, Flow, Stopwatch
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
-from lmcache_xpu.tiers.disk.task_results import TaskResults, after_all
+from lmcache_xpu.tiers.disk.task_results import TaskAnswers, after_all
 from lmcache_xpu.tiers.disk.writer import counts_tokens
 from lmcache_xpu.tiers.pause import Pause
 from lmcache_xpu.tiers.shared_values import SharedValues, fill, value_name
@@ -56,7 +55,7 @@ READS, WRITES, LOOKS = 4, 2, 2  # threads
 _QUEUE_BYTES = 1 << 30  # of writes, where L1's size is not told
 
 
-class SharedL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # untyped base
+class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # untyped base
     """Objects of LMCache's server in a Valkey or Redis. Thread-safe.
 
     It does not matter which of the two starts first.
@@ -80,9 +79,6 @@ class SharedL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # untyped base
         self._away = Pause(logger, "left alone")
         self._refusing = Pause(logger, "not written to")
         self._refusal = ""
-        self._stored: TaskResults[L2StoreResult] = TaskResults()
-        self._located: TaskResults[Bitmap] = TaskResults()
-        self._loaded: TaskResults[Bitmap] = TaskResults()
         self._writes = ThreadPoolExecutor(WRITES, "shared-write")
         self._reads = ThreadPoolExecutor(READS, "shared-read")
         self._looks = ThreadPoolExecutor(LOOKS, "shared-look-up")
@@ -118,10 +114,6 @@ class SharedL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # untyped base
         self._looks.submit(self._locate, task, keys, group_layout_descs)
         return task.number
 
-    def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
-        """A bit for each object that is there; None before, and after the first time."""
-        return self._located.take(task_id)
-
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
         """Nothing is pinned."""
 
@@ -137,23 +129,7 @@ class SharedL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # untyped base
         after_all(reads, task.end)
         return task.number
 
-    def query_load_result(self, task_id: int) -> Bitmap | None:
-        """A bit for each object that was read; None before, and after the first time."""
-        return self._loaded.take(task_id)
-
     # The rest of LMCache's interface
-
-    def get_store_event_fd(self) -> int:
-        """Readable when a store has ended."""
-        return self._stored.fileno()
-
-    def get_lookup_and_lock_event_fd(self) -> int:
-        """Readable when a look-up has ended."""
-        return self._located.fileno()
-
-    def get_load_event_fd(self) -> int:
-        """Readable when a load has ended."""
-        return self._loaded.fileno()
 
     def get_memory_tags(self) -> MemoryTags:
         """Another host's. LMCache 0.5.7 asks; 0.5.6 has no such names."""
@@ -180,8 +156,7 @@ class SharedL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # untyped base
         self._values.disconnect()
         for threads in (self._reads, self._looks):
             threads.shutdown(cancel_futures=True)
-        for results in (self._stored, self._located, self._loaded):
-            results.close()
+        self._close_results()
 
     # In threads
 

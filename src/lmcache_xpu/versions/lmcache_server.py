@@ -8,7 +8,8 @@ A name is imported when it is asked for: some need vLLM, others take seconds.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -44,9 +45,15 @@ CODEC = "lmcache.v1.multiprocess.token_codec"
 
 def key_tokens(tokens: Sequence[int]) -> Any:
     """Return tokens as keys have them: LMCache 0.5.7 packs each into four bytes."""
+    return _packer()(tokens)
+
+
+@cache
+def _packer() -> Callable[[Sequence[int]], Any]:
     if find_spec(CODEC) is None:
-        return tuple(tokens)
-    return import_module(CODEC).pack_token_ids(tokens)
+        return tuple
+    packer: Callable[[Sequence[int]], Any] = import_module(CODEC).pack_token_ids
+    return packer
 
 
 def make_key(tokens: Any, **fields: Any) -> IPCCacheServerKey:

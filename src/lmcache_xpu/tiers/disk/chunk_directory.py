@@ -122,15 +122,6 @@ class ChunkDirectory:
                 with contextlib.suppress(OSError):  # e.g. a directory of that name
                     file.unlink()
 
-    def scan_keys(self) -> Iterator[str]:
-        """Yield the keys of the chunks; changes nothing, as another process may hold them."""
-        with contextlib.suppress(OSError):  # there is no such directory
-            for file in self.path.iterdir():
-                if file.name.endswith(_SUFFIX):
-                    with contextlib.suppress(OSError):  # removed since, or not to be read
-                        if chunk := self._intact(file):
-                            yield chunk[0]
-
     def mark(self, key: str, used_ns: int) -> None:
         """Keep a chunk's time of last use over a restart."""
         with contextlib.suppress(OSError):  # removed by hand: there is nothing to keep

@@ -37,7 +37,7 @@ from lmcache_xpu.tiers.disk.object_name import has_layout, object_key, object_na
 from lmcache_xpu.tiers.disk.parameters import DiskSettings
 from lmcache_xpu.tiers.disk.reader import read_object
 from lmcache_xpu.tiers.disk.server_index import ServerIndex
-from lmcache_xpu.tiers.disk.task_results import TaskResults
+from lmcache_xpu.tiers.disk.task_results import TaskAnswers
 from lmcache_xpu.tiers.disk.writer import DiskWriter
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ logger = logging.getLogger("vllm.lmcache_xpu.disk")  # vLLM prints its own logge
 _QUEUE_BYTES = 1 << 30  # of writes, where L1's size is not told
 
 
-class DiskL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # untyped base
+class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # untyped base
     """Objects of LMCache's server on a local disk, found again after a restart.
 
     Thread-safe. One server for each directory.
@@ -84,9 +84,6 @@ class DiskL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # untyped base
         self._reads = ThreadPoolExecutor(settings.threads, "disk-read")
         # What reads or changes the index alone, in the order of its submission.
         self._looks = ThreadPoolExecutor(1, "disk-look-up")
-        self._stored: TaskResults[L2StoreResult] = TaskResults()
-        self._located: TaskResults[Bitmap] = TaskResults()
-        self._loaded: TaskResults[Bitmap] = TaskResults()
         self._index = ServerIndex(self._store)
         self._reporting = threading.Lock()
 
@@ -128,10 +125,6 @@ class DiskL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # untyped base
         self._looks.submit(self._locate, task, keys, group_layout_descs)
         return task
 
-    def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
-        """A bit for each object that is there and pinned; None before, and after the first time."""
-        return self._located.take(task_id)
-
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
         """Begin to take one pin of each object back."""
         self._looks.submit(self._unlock, keys)
@@ -151,23 +144,7 @@ class DiskL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # untyped base
         self._loaded.end_after(task, reads, lambda: _bitmap([_succeeded(read) for read in reads]))
         return task
 
-    def query_load_result(self, task_id: int) -> Bitmap | None:
-        """A bit for each object that was read; None before, and after the first time."""
-        return self._loaded.take(task_id)
-
     # The rest of LMCache's interface
-
-    def get_store_event_fd(self) -> int:
-        """Readable when a store has ended."""
-        return self._stored.fileno()
-
-    def get_lookup_and_lock_event_fd(self) -> int:
-        """Readable when a look-up has ended."""
-        return self._located.fileno()
-
-    def get_load_event_fd(self) -> int:
-        """Readable when a load has ended."""
-        return self._loaded.fileno()
 
     def get_memory_tags(self) -> MemoryTags:
         """A disk of this host. LMCache 0.5.7 asks; 0.5.6 has no such names."""
@@ -232,8 +209,7 @@ class DiskL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # untyped base
         self._writes.close()
         for threads in (self._reads, self._looks):
             threads.shutdown(cancel_futures=True)
-        for results in (self._stored, self._located, self._loaded):
-            results.close()
+        self._close_results()
         self._store.close()
 
     # In threads

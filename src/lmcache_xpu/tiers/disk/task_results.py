@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
-__all__ = ["TaskResults", "after_all"]
+    from lmcache.lmcache_native import Bitmap
+    from lmcache.v1.distributed.internal_api import L2StoreResult
+
+__all__ = ["TaskAnswers", "TaskResults", "after_all"]
 
 T = TypeVar("T")
 
@@ -72,6 +75,44 @@ class TaskResults(Generic[T]):
         with self._lock:
             self._closed = True
             self._notifier.close()
+
+
+class TaskAnswers:
+    """What both L2 adapters answer LMCache of their tasks. Stands before its interface.
+
+    Args:
+        options: of LMCache's interface.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._stored: TaskResults[L2StoreResult] = TaskResults()
+        self._located: TaskResults[Bitmap] = TaskResults()
+        self._loaded: TaskResults[Bitmap] = TaskResults()
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
+        """A bit for each object that is there; None before, and after the first time."""
+        return self._located.take(task_id)
+
+    def query_load_result(self, task_id: int) -> Bitmap | None:
+        """A bit for each object that was read; None before, and after the first time."""
+        return self._loaded.take(task_id)
+
+    def get_store_event_fd(self) -> int:
+        """Readable when a store has ended."""
+        return self._stored.fileno()
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        """Readable when a look-up has ended."""
+        return self._located.fileno()
+
+    def get_load_event_fd(self) -> int:
+        """Readable when a load has ended."""
+        return self._loaded.fileno()
+
+    def _close_results(self) -> None:
+        for results in (self._stored, self._located, self._loaded):
+            results.close()
 
 
 def after_all(parts: Sequence[Future[Any]], call: Callable[[], object]) -> None:
