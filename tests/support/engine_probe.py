@@ -259,7 +259,7 @@ class Lookups:
         cache.find = seen
 
     def keys(self, chunks: Sequence[int]) -> list[Any]:
-        keys = self.prompt.in_order(len(self.prompt))
+        [keys] = self.prompt.by_group
         return [keys[chunk] for chunk in chunks]
 
 

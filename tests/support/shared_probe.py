@@ -36,7 +36,7 @@ def empty_cpu_tier(worker) -> int:
     from lmcache_xpu.mp_connector.local_cache import LocalCache
 
     [cache] = LocalCache._of_engines.values()
-    manager = cache._context.storage_manager
+    manager = cache._storage
     end = time.monotonic() + 20
     while manager._l1_manager._objects and time.monotonic() < end:
         manager.clear()
