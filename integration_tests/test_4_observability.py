@@ -11,8 +11,8 @@ from hits import CPU_CHUNKS, fill
 from prompts import tokens
 from typer.testing import CliRunner
 
+from lmcache_xpu.cache.seals import SEAL_BYTES
 from lmcache_xpu.cli import app
-from lmcache_xpu.mp_connector.seals import SEAL_BYTES
 
 pytestmark = pytest.mark.promise("7 observability")
 

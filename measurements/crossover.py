@@ -55,7 +55,7 @@ class Tiers:
     """The engine's tiers and the policy of its loads."""
 
     def __init__(self, engine: Engine) -> None:
-        from lmcache_xpu.mp_connector.local_cache import LocalCache
+        from lmcache_xpu.cache.local_cache import LocalCache
 
         scheduler = engine._llm.llm_engine.engine_core.engine_core.scheduler
         self._policy = scheduler.connector.scheduler_half.ways._policy

@@ -15,8 +15,8 @@ import settings_page
 from environment import ROOT
 from markdown_table import rows
 
-from lmcache_xpu.cache_engine.options import EXTRA, OPTIONS, VLLM, Option, Verdict
 from lmcache_xpu.cli.exit_codes import BAD_NEWS, MEANINGS
+from lmcache_xpu.stock.options import EXTRA, OPTIONS, VLLM, Option, Verdict
 
 REFERENCE = ROOT / "docs/reference"
 

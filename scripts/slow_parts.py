@@ -25,10 +25,13 @@ PACKAGES = ("constraints.txt", "pyproject.toml", f"{SOURCE}versions")
 DATA_PATH = tuple(
     SOURCE + name
     for name in (
-        "kv_connector",
-        "mp_connector",
+        "connector",
         "stock",
-        "cache_engine",
+        "vllm_hooks",
+        "copies",
+        "server",
+        "cache",
+        "model",
         "gpu_connector",
         "tiers",
         "transfer",

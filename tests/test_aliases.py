@@ -16,9 +16,9 @@ pytest.importorskip("vllm")
         (
             "vllm_connector",
             "LMCacheXPUServerConnector",
-            "mp_connector.connector.LMCacheXPUServerConnector",
+            "connector.connector.LMCacheXPUServerConnector",
         ),
-        ("vllm_connector", "LMCacheXPUScheduler", "mp_connector.scheduler.LMCacheXPUScheduler"),
+        ("vllm_connector", "LMCacheXPUScheduler", "vllm_hooks.scheduler.LMCacheXPUScheduler"),
         ("disk.tier", "DiskTier", "tiers.disk.tier.DiskTier"),
         ("disk.l2_adapter", "DiskL2Adapter", "tiers.disk.l2_adapter.DiskL2Adapter"),
         ("shared", "SharedL2Adapter", "tiers.shared_l2.SharedL2Adapter"),

@@ -24,8 +24,8 @@ from contract.report import report
 from contract.sources import installed
 from contract.uses import PACKAGES, SOURCE, place, subclasses
 from lmcache_xpu import versions
-from lmcache_xpu.kv_connector.patches import PATCHES, STOCK
-from lmcache_xpu.kv_connector.worker_hooks import WEIGHT_CHANGES, WorkerHooks
+from lmcache_xpu.vllm_hooks.patches import PATCHES, STOCK
+from lmcache_xpu.vllm_hooks.worker_hooks import WEIGHT_CHANGES, WorkerHooks
 
 ROOT = Path(__file__).resolve().parents[1]
 STUB = """

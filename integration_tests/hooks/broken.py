@@ -70,7 +70,7 @@ def _(module) -> None:
     module.StorageManager.contains = let_through
 
 
-@breaks("report", "mp_connector.connector")
+@breaks("report", "connector.connector")
 def _(module) -> None:
     connector = module.LMCacheXPUServerConnector
     take, results = connector.get_block_ids_with_load_errors, connector.get_transfer_results
@@ -109,17 +109,17 @@ def _(module) -> None:
     module.Flow.moved = half
 
 
-@breaks("parameters", "kv_connector.request_guard")
+@breaks("parameters", "connector.request_guard")
 def _(module) -> None:
     module.guarded = lambda hook: contextlib.nullcontext()
 
 
-@breaks("labels", "kv_connector.patches")
+@breaks("labels", "vllm_hooks.patches")
 def _(module) -> None:
     module.PATCHES = [p for p in module.PATCHES if not p.module.startswith("lmcache.")]
 
 
-@breaks("salt", "cache_engine.cache_salt")
+@breaks("salt", "connector.cache_salt")
 def _(module) -> None:
     module.salt_of = lambda request: ""
 
@@ -129,17 +129,17 @@ def _(module) -> None:
     module.may_be_served = lambda request: True
 
 
-@breaks("finished", "mp_connector.local_client")
+@breaks("finished", "cache.local_client")
 def _(module) -> None:
     module.LocalLookUps.end = module.LocalLookUps.forget
 
 
-@breaks("reset", "mp_connector.connector")
+@breaks("reset", "connector.connector")
 def _(module) -> None:
     module.LMCacheXPUServerConnector.reset_cache = nothing
 
 
-@breaks("references", "mp_connector.local_cache")
+@breaks("references", "cache.local_cache")
 def _(module) -> None:
     module.LocalCache.release = nothing
 
@@ -169,7 +169,7 @@ def _(module) -> None:
     manager.batched_get, manager.layerwise_batched_get = kept, layers_kept
 
 
-@breaks("weights", "cache_engine.model_fingerprint")
+@breaks("weights", "model.model_fingerprint")
 def _(module) -> None:
     module.fingerprint = lambda *_: "same"
 

@@ -17,8 +17,8 @@ HOOKS = Path(os.environ["HOOKS_DIRECTORY"])
 MODULES = (
     "lmcache_xpu.transfer.gather_scatter",
     "lmcache_xpu.gpu_connector.registered_cache",
-    "lmcache_xpu.mp_connector.group_copies",
-    "lmcache_xpu.mp_connector.moves",
+    "lmcache_xpu.copies.group_copies",
+    "lmcache_xpu.copies.moves",
     "lmcache_xpu.tiers.disk.chunk_file",
     "lmcache_xpu.tiers.shared_l2",
     "lmcache.v1.storage_backend.storage_manager",
@@ -110,10 +110,10 @@ def plant(module) -> None:
     elif name == "gpu_connector.registered_cache":
         fragile(owner_of(module, "plan"), "plan", "plan")
         fragile(owner_of(module, "memory"), "memory", "check")
-    elif name == "mp_connector.group_copies":  # the standard mode's, as what follows
+    elif name == "copies.group_copies":  # the standard mode's, as what follows
         for way, method in (("load", "load"), ("load", "beside_layers"), ("store", "store")):
             fragile(module.GroupCopies, method, f"plan {way}")
-    elif name == "mp_connector.moves":
+    elif name == "copies.moves":
         fragile(module.Moves, "locate", "get")
         fragile(module.Moves, "store", "put")
     elif name == "tiers.disk.chunk_file":

@@ -13,10 +13,10 @@ pytest.importorskip("vllm")
 import torch
 from safetensors.torch import save
 
-from lmcache_xpu.cache_engine import adapter_names
-from lmcache_xpu.kv_connector import request_guard
-from lmcache_xpu.mp_connector.connector import LMCacheXPUServerConnector
-from lmcache_xpu.mp_connector.tracked_request import BlockSizes, TrackedRequest
+from lmcache_xpu.connector import request_guard
+from lmcache_xpu.connector.connector import LMCacheXPUServerConnector
+from lmcache_xpu.connector.tracked_request import BlockSizes, TrackedRequest
+from lmcache_xpu.model import adapter_names
 from lmcache_xpu.stock.connector import LMCacheXPUConnector
 from lmcache_xpu.stock.scheduler import StockScheduler
 

@@ -15,11 +15,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lmcache_xpu.cache_engine import adapter_names
-from lmcache_xpu.cache_engine.adapter_names import adapter_name
-from lmcache_xpu.cache_engine.model_fingerprint import fingerprint
-from lmcache_xpu.cache_engine.model_settings import ENVIRONMENT, NAMED, settings_mark
 from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.model import adapter_names
+from lmcache_xpu.model.adapter_names import adapter_name
+from lmcache_xpu.model.model_fingerprint import fingerprint
+from lmcache_xpu.model.model_settings import ENVIRONMENT, NAMED, settings_mark
 
 
 @dataclass

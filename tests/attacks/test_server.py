@@ -21,11 +21,11 @@ from support.lmcache_server import Client
 from support.other_user import NOBODY, as_nobody, needs_root
 from support.scripts import environment, run_script
 
+from lmcache_xpu.cache.lent_memory import LentMemory
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.cache_server import server_environment
 from lmcache_xpu.launch.settings import Settings
-from lmcache_xpu.mp_connector.lent_memory import LentMemory
-from lmcache_xpu.mp_connector.server_socket import await_server, check_socket, make_directory
+from lmcache_xpu.server.server_socket import await_server, check_socket, make_directory
 
 SECRETS = {
     "LMCACHE_XPU_API_KEY": "planted-1",

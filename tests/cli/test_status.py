@@ -32,7 +32,7 @@ class FakeStatus:
 
 
 def test_status_for_people_and_for_programs(monkeypatch):
-    monkeypatch.setattr("lmcache_xpu.kv_connector.patches.status", FakeStatus)
+    monkeypatch.setattr("lmcache_xpu.vllm_hooks.patches.status", FakeStatus)
     monkeypatch.setattr(
         "lmcache_xpu.versions.installed", lambda: versions.Versions("0.5.6", None, "2.13.0")
     )
@@ -58,7 +58,7 @@ def test_status_for_people_and_for_programs(monkeypatch):
 
 
 def test_the_fields_that_status_shows_are_the_real_ones():
-    from lmcache_xpu.kv_connector import patches
+    from lmcache_xpu.vllm_hooks import patches
 
     names = {field.name for field in dataclasses.fields(patches.status())}
     assert names >= {field.name for field in dataclasses.fields(FakeStatus)}

@@ -37,7 +37,7 @@ def test_the_wheel_is_a_file_that_holds_the_package(host, tmp_path):
     [wheel] = tmp_path.iterdir()
     assert wheel.name == f"lmcache_xpu-{__version__}-py3-none-any.whl"
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert {"lmcache_xpu/launch/serve.py", "lmcache_xpu/kv_connector/connector.py"} <= names
+    assert {"lmcache_xpu/launch/serve.py", "lmcache_xpu/connector/connector.py"} <= names
 
 
 @pytest.mark.parametrize("image", ["cpu", "router", "loadtest"])

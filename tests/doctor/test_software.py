@@ -7,8 +7,8 @@ import os
 from support.checks import load, said
 
 from lmcache_xpu.doctor import software
-from lmcache_xpu.kv_connector.patches import Status
 from lmcache_xpu.versions import Versions
+from lmcache_xpu.vllm_hooks.patches import Status
 
 
 def test_versions_against_the_tested_ones():

@@ -9,7 +9,7 @@ from collections import Counter
 from keeper import Keeper
 from running import Prompt, Running
 
-from lmcache_xpu.mp_connector.step import TokenRange
+from lmcache_xpu.cache.protocol import TokenRange
 
 
 class Blocks:

@@ -12,8 +12,8 @@ import torch
 from late_device import LateDevice
 from running import Running, Storing
 
-from lmcache_xpu.mp_connector import local_cache
-from lmcache_xpu.mp_connector.local_cache import LocalCache, LocalCacheOptions, PromptKeys, Range
+from lmcache_xpu.cache import local_cache
+from lmcache_xpu.cache.local_cache import LocalCache, LocalCacheOptions, PromptKeys, Range
 
 PAGE = 4096  # of LMCache's memory
 CPU = torch.device("cpu")

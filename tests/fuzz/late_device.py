@@ -18,8 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from turns import LateFuture, Turns
 
-from lmcache_xpu.gpu_connector import finisher
-from lmcache_xpu.mp_connector import late_blocks, moves, transfer_queue, transfers
+from lmcache_xpu.copies import finisher, late_blocks, moves, transfer_queue, transfers
 from lmcache_xpu.transfer import host_copies, staging, staging_ring
 
 ENGINE, KERNELS, COPIES = "engine", "kernels", "copies"

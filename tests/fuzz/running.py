@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from hypothesis import strategies as st
 
 if TYPE_CHECKING:
-    from lmcache_xpu.mp_connector.step import TokenRange
-    from lmcache_xpu.mp_connector.transfer_queue import Transfer
+    from lmcache_xpu.cache.protocol import TokenRange
+    from lmcache_xpu.copies.transfer_queue import Transfer
 
 
 @dataclass(frozen=True)

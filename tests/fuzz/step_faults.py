@@ -8,14 +8,14 @@ from typing import Any
 
 from fault import Faults
 
-from lmcache_xpu.gpu_connector.in_flight import InFlight
-from lmcache_xpu.gpu_connector.load_pipeline import LoadPipeline
-from lmcache_xpu.mp_connector.group_copies import GroupCopies
-from lmcache_xpu.mp_connector.local_cache import LocalCache
-from lmcache_xpu.mp_connector.moves import Moves
-from lmcache_xpu.mp_connector.step_loads import StepLoads
-from lmcache_xpu.mp_connector.transfer_queue import Transfer
-from lmcache_xpu.mp_connector.transfers import Transfers
+from lmcache_xpu.cache.local_cache import LocalCache
+from lmcache_xpu.copies.group_copies import GroupCopies
+from lmcache_xpu.copies.in_flight import InFlight
+from lmcache_xpu.copies.load_pipeline import LoadPipeline
+from lmcache_xpu.copies.moves import Moves
+from lmcache_xpu.copies.step_loads import StepLoads
+from lmcache_xpu.copies.transfer_queue import Transfer
+from lmcache_xpu.copies.transfers import Transfers
 from lmcache_xpu.transfer import staging
 from lmcache_xpu.transfer.devices import StoreHandle, TransferHandle
 from lmcache_xpu.transfer.staging import Stager

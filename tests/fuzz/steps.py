@@ -27,10 +27,10 @@ from paged_layers import Layers, PagedLayers, layers
 from running import Prompt, Running, Storing, prompts
 from support.tuned import tuned
 
-from lmcache_xpu.mp_connector.group_copies import GroupCopies
-from lmcache_xpu.mp_connector.kv_cache_groups import CacheGroup
-from lmcache_xpu.mp_connector.local_client import LocalClient
-from lmcache_xpu.mp_connector.transfers import Transfers
+from lmcache_xpu.cache.local_client import LocalClient
+from lmcache_xpu.copies.group_copies import GroupCopies
+from lmcache_xpu.copies.transfers import Transfers
+from lmcache_xpu.model.kv_cache_groups import CacheGroup
 from lmcache_xpu.transfer.devices import register_host
 
 PLACES = 16  # for objects in host memory

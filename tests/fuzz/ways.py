@@ -15,11 +15,11 @@ from layouts import Layout
 from lmcache.v1.memory_management import MemoryFormat
 from support.kernels import INTERPRET, TritonTransfer
 
+from lmcache_xpu.copies import group_copies
 from lmcache_xpu.gpu_connector import registered_cache
 from lmcache_xpu.gpu_connector.base import PagedMemConnector
 from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
 from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2
-from lmcache_xpu.mp_connector import group_copies
 from lmcache_xpu.transfer import direct, host_copies, staging
 from lmcache_xpu.transfer.gather_scatter import TorchTransfer
 from lmcache_xpu.transfer.staging import Stager

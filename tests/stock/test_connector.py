@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 pytest.importorskip("vllm")
-from lmcache_xpu.cache_engine.kv_cache_facts import check_model
 from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.model.kv_cache_facts import check_model
 from lmcache_xpu.stock.connector import LMCacheXPUConnector
 
 

@@ -17,7 +17,7 @@ from lmcache_xpu.versions.lmcache import in_process_module
 CREATE = """
 import json
 import torch
-from lmcache_xpu.cache_engine.kv_cache_facts import EngineFacts
+from lmcache_xpu.model.kv_cache_facts import EngineFacts
 from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache_xpu.stock.gpu_connectors import gpu_connector

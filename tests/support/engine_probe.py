@@ -313,7 +313,7 @@ def full_disk(engine: Engine) -> dict[str, Any]:
 
 def full_memory(engine: Engine) -> dict[str, Any]:
     """Memory of which somebody holds all: for what is new, and for what the disk has."""
-    from lmcache_xpu.mp_connector.local_cache import Range
+    from lmcache_xpu.cache.local_cache import Range
 
     cache, others = local(), local().prompt_keys("held")
     others.extend([number.to_bytes(32, "big") for number in range(64)])

@@ -28,7 +28,7 @@ def connector(engine: Engine) -> Any:
 
 def choose(engine: Engine, loads: str) -> None:
     """Let all loads be inside steps, or all requests wait for theirs."""
-    from lmcache_xpu.kv_connector.load_policy import LoadPolicy
+    from lmcache_xpu.connector.load_policy import LoadPolicy
     from lmcache_xpu.transfer.tuning import tuning_of
 
     connector(engine).scheduler_half.ways.allow_steps(LoadPolicy(loads, tuning_of("cpu")))
@@ -36,7 +36,7 @@ def choose(engine: Engine, loads: str) -> None:
 
 def parts(engine: Engine) -> dict[str, tuple[Any, str]]:
     """Of each hook an object and the name of its method, which does a part of the hook's work."""
-    from lmcache_xpu.mp_connector.tracked_request import TrackedRequest
+    from lmcache_xpu.connector.tracked_request import TrackedRequest
 
     return {
         "update_state_after_alloc": (TrackedRequest, "allocated"),

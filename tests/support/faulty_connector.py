@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from lmcache_xpu.mp_connector.connector import LMCacheXPUServerConnector
+from lmcache_xpu.connector.connector import LMCacheXPUServerConnector
 
 FAULT_VARIABLE = "LMCACHE_XPU_TEST_FAULT"
 # Where a process dies: a method of the class that copies a group's chunks.
@@ -45,7 +45,7 @@ class FaultyConnector(LMCacheXPUServerConnector):
 
 def _die_in(method: str, last_words: str) -> None:
     """Let a method kill this process, when half of the chunks are moved."""
-    from lmcache_xpu.mp_connector.group_copies import GroupCopies
+    from lmcache_xpu.copies.group_copies import GroupCopies
 
     sound = getattr(GroupCopies, method)
 

@@ -155,7 +155,7 @@ def watch_order(seen: list[str]) -> None:
     """When blocks are protected, and when vLLM prepares a step, which may write them."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from lmcache_xpu.mp_connector.worker_half import WorkerHalf
+    from lmcache_xpu.connector.worker_half import WorkerHalf
 
     protect, update = WorkerHalf.begin_step, GPUModelRunner._update_states
 
@@ -218,7 +218,7 @@ def locks(worker: Any) -> int:
     """Objects of the cache that are locked, also inside a MultiConnector."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    from lmcache_xpu.mp_connector.connector import LMCacheXPUServerConnector
+    from lmcache_xpu.connector.connector import LMCacheXPUServerConnector
 
     group = get_kv_transfer_group()
     [ours] = [

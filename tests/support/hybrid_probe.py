@@ -60,7 +60,7 @@ def watch(worker) -> None:
     """Keep digests of what is stored and of what was loaded."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    from lmcache_xpu.mp_connector.kv_cache_groups import block_tokens
+    from lmcache_xpu.model.kv_cache_groups import block_tokens
 
     connector = get_kv_transfer_group()
     transfers, spans = connector.worker_half.transfers, block_tokens(connector._kv_cache_config)

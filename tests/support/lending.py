@@ -14,9 +14,7 @@ from typing import Any
 
 import torch
 
-from lmcache_xpu.metrics import LOAD_SERVER, STORE_SERVER
-from lmcache_xpu.mp_connector.group_copies import GroupCopies
-from lmcache_xpu.mp_connector.hit_places import (
+from lmcache_xpu.cache.hit_places import (
     COMMIT,
     HELLO,
     LOCATE,
@@ -27,8 +25,10 @@ from lmcache_xpu.mp_connector.hit_places import (
     Reservation,
     sent_rows,
 )
-from lmcache_xpu.mp_connector.kv_cache_groups import CacheGroup
-from lmcache_xpu.mp_connector.step import TokenRange
+from lmcache_xpu.cache.protocol import TokenRange
+from lmcache_xpu.copies.group_copies import GroupCopies
+from lmcache_xpu.metrics import LOAD_SERVER, STORE_SERVER
+from lmcache_xpu.model.kv_cache_groups import CacheGroup
 from lmcache_xpu.transfer.devices import register_host
 
 POOL, ALIGN = 2**20, 64

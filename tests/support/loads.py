@@ -9,8 +9,8 @@ from support import caches
 from support.caches import Spec, bits, build
 from support.connectors import make, memory, slots_of
 
-from lmcache_xpu.gpu_connector.in_flight import InFlight, Phase
-from lmcache_xpu.gpu_connector.load_pipeline import LoadPipeline
+from lmcache_xpu.copies.in_flight import InFlight, Phase
+from lmcache_xpu.copies.load_pipeline import LoadPipeline
 from lmcache_xpu.gpu_connector.registered_cache import TransferRequest
 from lmcache_xpu.transfer.devices import StoreHandle, TransferHandle
 

@@ -69,7 +69,7 @@ def hits(engine: Engine, case: str) -> dict[str, Any]:
 
 def without_waiting(engine: Engine) -> dict[str, Any]:
     """A hit in an engine that does not wait for the model's layers before it computes them."""
-    from lmcache_xpu.mp_connector.connector import LMCacheXPUServerConnector as Connector
+    from lmcache_xpu.connector.connector import LMCacheXPUServerConnector as Connector
 
     wait = Connector.wait_for_layer_load
     Connector.wait_for_layer_load = lambda self, name: None

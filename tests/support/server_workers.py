@@ -91,8 +91,8 @@ def spoil(worker) -> None:
 
     Then the server's memory is as before, and the load too late.
     """
-    from lmcache_xpu.mp_connector.moves import Located
-    from lmcache_xpu.mp_connector.server import GivenUpError
+    from lmcache_xpu.cache.server import GivenUpError
+    from lmcache_xpu.copies.moves import Located
 
     [copies] = half().transfers.groups
     check, load = Located.check, copies.beside_layers

@@ -17,11 +17,11 @@ from support.lending import BLOCK, filled
 from support.probes import end_with
 from support.server_clients import client_at
 
-from lmcache_xpu.mp_connector.group_copies import GroupCopies
-from lmcache_xpu.mp_connector.kv_cache_groups import CacheGroup
-from lmcache_xpu.mp_connector.server_client import ServerClient
-from lmcache_xpu.mp_connector.step import TokenRange
-from lmcache_xpu.mp_connector.transfers import Transfers
+from lmcache_xpu.cache.protocol import TokenRange
+from lmcache_xpu.cache.server_client import ServerClient
+from lmcache_xpu.copies.group_copies import GroupCopies
+from lmcache_xpu.copies.transfers import Transfers
+from lmcache_xpu.model.kv_cache_groups import CacheGroup
 from lmcache_xpu.transfer.devices import register_host
 from lmcache_xpu.versions.lmcache_server import key_tokens
 

@@ -33,7 +33,7 @@ def counted(worker, name: str, **labels: str) -> float:
 
 def empty_cpu_tier(worker) -> int:
     """Empty LMCache's memory, once nothing of it is lent; return how many objects are left."""
-    from lmcache_xpu.mp_connector.local_cache import LocalCache
+    from lmcache_xpu.cache.local_cache import LocalCache
 
     [cache] = LocalCache._of_engines.values()
     manager = cache._storage

@@ -7,7 +7,7 @@ import torch
 from prometheus_client import REGISTRY
 from support.lending import Client, Connection, Key, chunks_of, copies, filled
 
-from lmcache_xpu.mp_connector.transfers import Transfers
+from lmcache_xpu.copies.transfers import Transfers
 
 KEY = Key(tuple(range(24)), 0, 24)
 STORED, LOADED = [3, 4, 9, 8, 20, 21], [10, 11, 12, 13, 14, 15]

@@ -6,9 +6,9 @@ import hashlib
 from types import SimpleNamespace
 from typing import Any
 
-from lmcache_xpu.mp_connector.kv_events import KVEvents
-from lmcache_xpu.mp_connector.local_cache import CPU, DISK, SHARED, PromptKeys
-from lmcache_xpu.mp_connector.tracked_request import BlockSizes, ChunkNames, TrackedRequest
+from lmcache_xpu.cache.local_cache import CPU, DISK, SHARED, PromptKeys
+from lmcache_xpu.connector.kv_events import KVEvents
+from lmcache_xpu.connector.tracked_request import BlockSizes, ChunkNames, TrackedRequest
 
 CHUNK, BLOCK, MODEL = 8, 4, "model"
 

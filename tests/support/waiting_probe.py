@@ -27,7 +27,7 @@ class Loads:
     """Holds loads beside steps before they begin, and counts them."""
 
     def __init__(self) -> None:
-        from lmcache_xpu.mp_connector.moves import Moves
+        from lmcache_xpu.copies.moves import Moves
 
         self.open = threading.Event()
         self.open.set()
@@ -189,7 +189,7 @@ def failing(engine: Engine, tokens: list[int]) -> dict[str, Any]:
 
 def chosen(engine: Engine, loads: Loads, tokens: list[int]) -> dict[str, Any]:
     """With a choice: alone a request does not wait, beside others it does."""
-    from lmcache_xpu.kv_connector.load_policy import LoadPolicy, LoadSpeeds
+    from lmcache_xpu.connector.load_policy import LoadPolicy
 
     policy = policy_of(engine)
     assert isinstance(policy, LoadPolicy)
@@ -199,7 +199,7 @@ def chosen(engine: Engine, loads: Loads, tokens: list[int]) -> dict[str, Any]:
     alone = engine.ask(tokens) == right
     counted = {"alone": loads.count}
     engine.forget()
-    policy._speeds = LoadSpeeds(near=1.0)  # a link that no step could hide
+    policy._loaded_per_s = 1.0  # a link that no step could hide
     asked = Asked(engine)
     asked.add("other", prompt(45), answer=30)
     asked.step(3)

@@ -19,7 +19,7 @@ from lmcache_xpu.errors import SettingsError
 
 if TYPE_CHECKING:
     from lmcache_xpu.harness.cache_use import CacheUse
-    from lmcache_xpu.kv_connector.patches import Status
+    from lmcache_xpu.vllm_hooks.patches import Status
 
 GIB = 2**30
 
@@ -49,7 +49,7 @@ def status(
     if not as_json:
         _show_versions(console, versions.installed())
     with working("Importing vLLM, to see what it will use"):
-        from lmcache_xpu.kv_connector.patches import status as read_status
+        from lmcache_xpu.vllm_hooks.patches import status as read_status
 
         state = read_status()
     if as_json:

@@ -25,7 +25,7 @@ def examine_build(machine: Machine) -> Iterator[Check]:
     yield imports
     if imports.outcome == "ok":
         yield packages.check_packages(packages.installed())
-        from lmcache_xpu.kv_connector.patches import OUR_NAME, STOCK, STOCK_NAME, status
+        from lmcache_xpu.vllm_hooks.patches import OUR_NAME, STOCK, STOCK_NAME, status
 
         patches = software.check_patches(status())
         yield patches

@@ -19,7 +19,7 @@ from lmcache_xpu.launch.preflight import check_environment, check_model, check_p
 from lmcache_xpu.launch.settings import Settings
 
 if TYPE_CHECKING:
-    from lmcache_xpu.kv_connector.patches import Status
+    from lmcache_xpu.vllm_hooks.patches import Status
 
 XPU_KERNELS = "vllm_xpu_kernels"
 UNKNOWN = "of unknown version"

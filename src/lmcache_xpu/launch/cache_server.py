@@ -24,10 +24,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
+from lmcache_xpu.cache.hit_places import EVICTION_POLICY, EVICTION_WATERMARK
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.settings import Settings
-from lmcache_xpu.mp_connector.hit_places import EVICTION_POLICY, EVICTION_WATERMARK
-from lmcache_xpu.mp_connector.server_socket import SCHEME
+from lmcache_xpu.server.server_socket import SCHEME
 from lmcache_xpu.tiers.disk.server_option import server_option
 from lmcache_xpu.tiers.shared_option import PASSWORD_VARIABLE, shared_option
 
@@ -39,7 +39,7 @@ __all__ = [
     "start_server",
 ]
 
-PROGRAM = (sys.executable, "-m", "lmcache_xpu.mp_connector.server_program")
+PROGRAM = (sys.executable, "-m", "lmcache_xpu.server.server_program")
 NAMES = "lmcache-xpu-"  # beginning of the names of servers that are started with an engine
 PAGES = "127.0.0.1:0"  # of health and metrics; the server takes a free port, and says which
 SHARED_MEMORY = Path("/dev/shm")

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from lmcache_xpu.cache_engine.layer_kinds import OTHER_WAYS, LayerKinds, read_config
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.settings import Settings
+from lmcache_xpu.model.layer_kinds import OTHER_WAYS, LayerKinds, read_config
 from lmcache_xpu.versions import Versions, check_groups, installed, serves_groups
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from lmcache_xpu.launch.engine_arguments import lmcache_config
 from lmcache_xpu.launch.machine import Machine
 from lmcache_xpu.launch.model_support import check_layers
 from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
-from lmcache_xpu.mp_connector.server_socket import await_server, check_socket
+from lmcache_xpu.server.server_socket import await_server, check_socket
 
 __all__ = [
     "check_disk",

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lmcache_xpu.cache_engine.layer_kinds import LayerKinds, read_config
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.model_support import check_offload, check_reachable
+from lmcache_xpu.model.layer_kinds import LayerKinds, read_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -18,13 +18,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
 
 from lmcache_xpu import versions
-from lmcache_xpu.cache_engine import config as lmcache_config
-from lmcache_xpu.cache_engine.kv_cache_facts import check_chunks, check_model, engine_facts
-from lmcache_xpu.kv_connector import patches, stats
-from lmcache_xpu.kv_connector.failures import ending_on_failure
-from lmcache_xpu.kv_connector.orphans import end_with_parent
-from lmcache_xpu.kv_connector.request_guard import guarded
-from lmcache_xpu.kv_connector.stats import StatsHooks
+from lmcache_xpu.connector import stats
+from lmcache_xpu.connector.request_guard import guarded
+from lmcache_xpu.connector.stats import StatsHooks
+from lmcache_xpu.model.kv_cache_facts import check_chunks, check_model, engine_facts
+from lmcache_xpu.stock import config as lmcache_config
+from lmcache_xpu.vllm_hooks import patches
+from lmcache_xpu.vllm_hooks.failures import ending_on_failure
+from lmcache_xpu.vllm_hooks.orphans import end_with_parent
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

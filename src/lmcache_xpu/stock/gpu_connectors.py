@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
     from lmcache.v1.metadata import LMCacheMetadata
 
-    from lmcache_xpu.cache_engine.kv_cache_facts import EngineFacts
+    from lmcache_xpu.model.kv_cache_facts import EngineFacts
 
 __all__ = ["LayerwiseConnector", "StandardConnector", "gpu_connector", "making"]
 

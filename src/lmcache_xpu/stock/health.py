@@ -16,7 +16,7 @@ from lmcache_xpu.transfer.pool_memory import PoolMemory
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
 
-    from lmcache_xpu.cache_engine.kv_cache_facts import EngineFacts
+    from lmcache_xpu.model.kv_cache_facts import EngineFacts
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 

@@ -12,9 +12,9 @@ import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any
 
+from lmcache_xpu.connector.promises import Promises
+from lmcache_xpu.connector.step_metadata import with_answers, without, written_blocks
 from lmcache_xpu.errors import SeamError
-from lmcache_xpu.kv_connector.promises import Promises
-from lmcache_xpu.kv_connector.step_metadata import with_answers, without, written_blocks
 from lmcache_xpu.stock.step import Step
 from lmcache_xpu.versions.lmcache import LMCacheConnectorMetadata
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
 
-    from lmcache_xpu.cache_engine.kv_cache_facts import EngineFacts
+    from lmcache_xpu.model.kv_cache_facts import EngineFacts
     from lmcache_xpu.stock.step import Step
 
 __all__ = ["StockWorker", "starting"]

@@ -1,0 +1,1 @@
+"""The cache that is asked: LMCache's storage manager in this process, or LMCache's server."""

@@ -1,0 +1,410 @@
+"""LMCache's tiers in the engine's process: its storage manager, asked without a server.
+
+    PromptKeys    LMCache's keys of a prompt's chunks, by KV cache group
+    LocalCache    find, locate, release; reserve, commit; forget; listen
+
+A scheduler and a worker in one process share a cache, by the engine's ID in vLLM's configuration.
+So vLLM's engine has to have one worker, in its own process, as vLLM starts it for one device.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+
+import torch
+from lmcache import device_ops
+from lmcache.v1.distributed.api import GroupedObjectKeys, ObjectKey
+from lmcache.v1.distributed.bitmap_ops.fold import fold_unfold_grouped
+from lmcache.v1.distributed.config import (
+    EvictionConfig,
+    L1ManagerConfig,
+    L1MemoryManagerConfig,
+    StorageManagerConfig,
+)
+from lmcache.v1.distributed.l2_adapters.config import L2AdaptersConfig
+from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
+from lmcache.v1.distributed.storage_manager import StorageManager
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from lmcache_xpu.cache.hit_places import (
+    EVICTION_POLICY,
+    EVICTION_WATERMARK,
+    needed_chunks,
+)
+from lmcache_xpu.cache.lent_memory import LentMemory
+from lmcache_xpu.cache.room import Room, Rows, Written, object_layout
+from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.metrics import CPU_LIMIT_BYTES, CPU_USED_BYTES
+from lmcache_xpu.tiers.chunk_layout import ChunkLayout
+from lmcache_xpu.tiers.disk.server_option import server_option
+from lmcache_xpu.tiers.shared_option import shared_option
+from lmcache_xpu.transfer.devices import is_host, most_pinned
+from lmcache_xpu.transfer.pool_memory import PoolMemory
+from lmcache_xpu.versions.lmcache_server import begin_prefetch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = ["CPU", "DISK", "SHARED", "LocalCache", "LocalCacheOptions", "PromptKeys"]
+
+CPU, DISK, SHARED = "cpu", "disk", "shared"  # the tiers' names
+
+FORGET_S = 1.0
+LEASE_S = 30  # of memory for a write, as LMCache's server has it; see `launch.cache_server`
+
+
+class LocalCacheOptions(BaseModel):
+    """What vLLM's extra configuration says of the cache, under `xpu.cache`.
+
+    Args:
+        chunk_tokens: tokens of a chunk; rounded up to whole blocks of the engine.
+        cpu_gib: GiB of host memory.
+        disk_path: directory of the disk tier; None for no such tier.
+        disk_gib: GiB of that.
+        remote_url: of the shared tier; None for no such tier.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    chunk_tokens: int = Field(256, ge=1)
+    cpu_gib: float = Field(5.0, gt=0)
+    disk_path: Path | None = None
+    disk_gib: float | None = Field(None, gt=0)
+    remote_url: str | None = None
+
+    @classmethod
+    def read(cls, options: Mapping[str, Any]) -> Self:
+        """Check what was configured.
+
+        Raises:
+            SettingsError: names the options that are not as expected.
+        """
+        try:
+            return cls.model_validate(dict(options))
+        except ValidationError as error:
+            [first, *_] = error.errors()
+            where = ".".join(map(str, first["loc"]))
+            raise SettingsError(
+                f"xpu.cache with {where}={first['input']!r}",
+                f"one of {', '.join(cls.model_fields)}, as `lmcache-xpu serve --dry-run` prints it",
+                first["msg"],
+            ) from None
+
+
+class PromptKeys:
+    """LMCache's keys of a prompt's chunks.
+
+    Args:
+        model_name: of the engine's model.
+        salt: what sets the prompt's KV apart beside its tokens.
+
+    Attributes:
+        by_group: by KV cache group, the keys in the order of chunks.
+    """
+
+    def __init__(self, model_name: str, salt: str, groups: int) -> None:
+        self._names = model_name, salt
+        self.by_group: list[list[ObjectKey]] = [[] for _ in range(groups)]
+
+    def __len__(self) -> int:
+        """Return the number of chunks."""
+        return len(self.by_group[0])
+
+    def extend(self, hashes: Sequence[bytes]) -> None:
+        """Add chunks, by the hashes of all tokens up to the end of each."""
+        model_name, salt = self._names
+        for group, keys in enumerate(self.by_group):
+            keys += [ObjectKey(name, model_name, 0, group, salt) for name in hashes]
+
+
+class Range(NamedTuple):
+    """Chunks of a prompt, from one up to another."""
+
+    prompt: PromptKeys
+    start: int
+    end: int
+
+
+class LocalCache:
+    """The tiers of one engine. Called by any thread.
+
+    Args:
+        options: of the cache.
+        device: that copies from and to its memory.
+        model_name: as keys have it.
+        alignment: tokens of which a chunk is a multiple.
+        engine: number of the engine among those that share the disk.
+    """
+
+    _of_engines: ClassVar[dict[str, Self]] = {}
+    _making: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(
+        self,
+        options: LocalCacheOptions,
+        device: torch.device,
+        model_name: str,
+        alignment: int = 1,
+        engine: int = 0,
+    ) -> None:
+        self.chunk_tokens = -(-options.chunk_tokens // alignment) * alignment
+        ChunkLayout.bytes_have_tokens(self.chunk_tokens)
+        self.model_name = model_name
+        self._users = 0
+        self._device = device
+        self._lock = threading.Lock()  # of the next two
+        self._reads: dict[int, list[ObjectKey]] = {}  # by number of the question
+        self._writes: dict[int, Written] = {}
+        self._layouts: list[Any] = []
+        self._windows: Sequence[int] = ()
+        # On CPU nothing is pinned, and LMCache's own allocation does.
+        pools = None
+        if not is_host(device):
+            pools = PoolMemory.bind(device_ops, most_pinned(device) or 0, os.environ)
+        tiers = {}  # in the order in which they are asked
+        if options.disk_path is not None:
+            tiers[DISK] = server_option(options.disk_path, options.disk_gib or 0, engine=engine)
+        if options.remote_url is not None:
+            tiers[SHARED] = shared_option(options.remote_url)
+        self._other_tiers = tuple(tiers)
+        adapters = [PluginL2AdapterConfig.from_dict(json.loads(tier)) for tier in tiers.values()]
+        self.has_other_tiers = bool(adapters)
+        memory = L1MemoryManagerConfig(int(options.cpu_gib * 2**30), use_lazy=False, shm_name="")
+        self._storage = StorageManager(
+            StorageManagerConfig(
+                L1ManagerConfig(memory, write_ttl_seconds=LEASE_S),
+                EvictionConfig(EVICTION_POLICY, EVICTION_WATERMARK),
+                L2AdaptersConfig(adapters),
+                prefetch_policy="retain",  # in memory what came from them
+            )
+        )
+        self._room = Room(self._storage)
+        CPU_LIMIT_BYTES.set(self.memory_use()[1])
+        address = self._storage.l1_memory_desc.ptr
+        self._is_pinned = pools is not None and pools.has_pinned(address)
+
+    @classmethod
+    def make(
+        cls, config: VllmConfig, options: LocalCacheOptions, device: torch.device, alignment: int
+    ) -> Self:
+        """Make the cache of an engine, for its worker.
+
+        Raises:
+            SettingsError: the engine has several workers, or the disk can't be used.
+        """
+        parallel = config.parallel_config
+        if parallel.world_size > 1:
+            raise SettingsError(
+                f"an engine of {parallel.world_size} devices, and a cache in its process",
+                "one device",
+                "Use a server: `lmcache-xpu serve` starts one, with --cache server.",
+            )
+        name, model = config.kv_transfer_config.engine_id, config.model_config.model
+        cache = cls(options, device, model, alignment, parallel.data_parallel_index)
+        with cls._making:
+            cls._of_engines[name] = cache
+            cache._users = 1
+        return cache
+
+    @classmethod
+    def of_worker(cls, config: VllmConfig) -> Self:
+        """Return the cache that an engine's worker has made, for its scheduler.
+
+        Raises:
+            SettingsError: the worker is in another process.
+        """
+        with cls._making:
+            cache = cls._of_engines.get(config.kv_transfer_config.engine_id)
+            if cache is None:
+                raise SettingsError(
+                    "a worker in a process of its own, and a cache in the engine's",
+                    "vLLM's executor `uni`",
+                    "Leave --distributed-executor-backend out. On CPU, `lmcache-xpu serve` sets "
+                    "VLLM_ENABLE_V1_MULTIPROCESSING=0 for it. Or use --cache server.",
+                )
+            cache._users += 1
+        return cache
+
+    def register(self, sizes: Sequence[int], windows: Sequence[int]) -> None:
+        """Learn what is stored.
+
+        Args:
+            sizes: by KV cache group, bytes of an object.
+            windows: by group, chunks at the end of a hit that it needs; 0 for all.
+        """
+        self._windows = tuple(windows)
+        self._layouts = [object_layout(size) for size in sizes]
+
+    def memory(self) -> LentMemory:
+        """Return the memory of chunks, pinned where that is possible."""
+        pool = self._storage.l1_memory_desc
+        return LentMemory.at(pool.ptr, pool.size, self._device, is_pinned=self._is_pinned)
+
+    def memory_use(self) -> tuple[int, int]:
+        """Return the bytes of memory in use, and all of it."""
+        used, total = self._storage.get_l1_usage()
+        return int(used), int(total)
+
+    def listen(self, listener: Callable[[str], Any]) -> None:
+        """Let a tier's listener hear what it gains and loses, and what is on disk already.
+
+        Args:
+            listener: makes one of LMCache's, by the tier's name.
+        """
+        self._room.listen(listener(CPU))
+        adapters = [adapter for _, adapter in self._storage.l2_adapters()]
+        for tier, adapter in zip(self._other_tiers, adapters, strict=True):
+            adapter.register_listener(listener(tier))
+
+    # Look-ups
+
+    def prompt_keys(self, salt: str) -> PromptKeys:
+        """Return the keys of a prompt, which has no chunks yet."""
+        return PromptKeys(self.model_name, salt, max(1, len(self._layouts)))
+
+    def find(self, prompt: PromptKeys, chunks: int, *, in_memory: bool) -> Any:
+        """Begin to look for the first chunks of a prompt, and to lock what may be hit.
+
+        Args:
+            prompt: the keys.
+            chunks: number of chunks.
+            in_memory: nothing is loaded from other tiers, and `hit_chunks` knows at once.
+        """
+        rows = [
+            GroupedObjectKeys(keys[:chunks], group, layout, window or -1)
+            for group, (keys, layout, window) in enumerate(
+                zip(prompt.by_group, self._layouts, self._windows, strict=True)
+            )
+        ]
+        return begin_prefetch(self._storage, rows, in_memory=in_memory)
+
+    def hit_chunks(self, handle: Any) -> int | None:
+        """Return the chunks of a hit, once; None while other tiers are read."""
+        result = self._storage.query_prefetch_status(handle)
+        if result is None:
+            return None
+        if self.has_other_tiers:
+            CPU_USED_BYTES.set(self.memory_use()[0])
+        hit, _ = fold_unfold_grouped(result.hit_cells, [each or -1 for each in self._windows])
+        return int(hit)
+
+    def unlock(self, prompt: PromptKeys, hit: int, first: int, last: int) -> None:
+        """Let chunks be evicted that a look-up has locked.
+
+        Args:
+            prompt: the keys.
+            hit: number of chunks of the hit.
+            first, last: of these chunks; the last is not among them.
+        """
+        keys = [
+            keys[chunk]
+            for keys, chunks in zip(prompt.by_group, needed_chunks(hit, self._windows), strict=True)
+            for chunk in chunks
+            if first <= chunk < last
+        ]
+        self._release(keys)
+
+    # Loads
+
+    def locate(self, number: int, chunks: Range) -> Rows | None:
+        """Return where the chunks of a hit are, locked until `release`; None if one is missing.
+
+        Args:
+            number: of the question, which no other has.
+            chunks: the end of the hit.
+        """
+        needed = needed_chunks(chunks.end - chunks.start, self._windows)
+        places = {
+            keys[chunks.start + chunk]: (group, chunk)
+            for group, (keys, of_group) in enumerate(
+                zip(chunks.prompt.by_group, needed, strict=True)
+            )
+            for chunk in of_group
+        }
+        keys, objects = self._storage.unsafe_read(list(places))
+        if len(keys) < len(places):
+            self._release(keys)
+            return None
+        with self._lock:
+            self._reads[number] = keys
+        return sorted(
+            (*places[key], each.shm_offset, each.shm_byte_length)
+            for key, each in zip(keys, objects, strict=True)
+        )
+
+    def release(self, number: int) -> None:
+        """Unlock what a question has located; nothing of it is read any more."""
+        with self._lock:
+            keys = self._reads.pop(number, [])
+        self._release(keys)
+
+    # Stores
+
+    def reserve(self, number: int, chunks: Range, skipped: Sequence[Sequence[int]]) -> Rows:
+        """Return where to store chunks that are not there, as far as there is room.
+
+        Nobody finds them until `commit`.
+
+        Args:
+            number: of the question, which no other has.
+            chunks: of the prompt.
+            skipped: by group, chunks that the worker does not have, counted from the first.
+        """
+        prompt = [keys[: chunks.end] for keys in chunks.prompt.by_group]
+        rows, written = self._room.reserve(prompt, chunks.start, skipped, self._layouts)
+        if written.keys:
+            with self._lock:
+                self._writes[number] = written
+        return sorted(rows)
+
+    def commit(self, number: int) -> bool:
+        """Publish chunks that are written; whether they were reserved."""
+        with self._lock:
+            written = self._writes.pop(number, None)
+        if written is not None:
+            self._room.publish(written)
+            CPU_USED_BYTES.set(self.memory_use()[0])
+        return written is not None
+
+    def give_up(self, number: int) -> None:
+        """Forget a store that failed; LMCache takes its memory back when the lease is over."""
+        with self._lock:
+            self._writes.pop(number, None)
+
+    # The end
+
+    def forget(self) -> bool:
+        """Remove all that the engine has stored; whether nothing is left.
+
+        Called by the engine's thread, once no transfer is on its way. Chunks that are loaded later
+        stay, as far as they are locked; nothing finds them by the keys of another epoch.
+        """
+        adapters = [each for _, each in self._storage.l2_adapters() if hasattr(each, "forget")]
+        self._storage.clear()
+        gone = [adapter.forget(self.model_name) for adapter in adapters]
+        deadline = time.monotonic() + FORGET_S  # LMCache unlocks what it has written to a disk
+        while self._storage.get_l1_usage()[0] and time.monotonic() < deadline:
+            self._storage.clear()
+            time.sleep(0.05)
+        CPU_USED_BYTES.set(self.memory_use()[0])
+        return all([*gone, *(adapter.forget(self.model_name) for adapter in adapters)])
+
+    def close(self) -> None:
+        """End one half's use of the cache; the last one ends the cache."""
+        with self._making:
+            self._users -= 1
+            if self._users:
+                return
+            for name in [name for name, cache in self._of_engines.items() if cache is self]:
+                del self._of_engines[name]
+        self._storage.close()
+
+    def _release(self, keys: list[ObjectKey]) -> None:
+        if keys:
+            self._storage.finish_read_prefetched(keys)

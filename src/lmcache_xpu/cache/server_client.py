@@ -1,0 +1,248 @@
+"""The connection of one half of the connector to LMCache's server, and whether the server answers.
+
+A heartbeat says only that a server runs: one of another version answers it, but can't read keys,
+and is silent when it is asked for chunks. So a server that was lost is asked as requests ask.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+from lmcache_xpu.cache.hit_places import ALIGN
+from lmcache_xpu.cache.protocol import TokenRange
+from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.metrics import LOAD_SERVER, STORE_SERVER
+from lmcache_xpu.versions import lmcache_server
+from lmcache_xpu.versions.lmcache_server import ServerModuleCallRequest
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = ["KeyScope", "ServerClient"]
+
+HELLO_S = 1.0  # a server without any module is silent
+
+logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
+
+
+class KeyScope(NamedTuple):
+    """What keys hold of an engine, and of one of its workers.
+
+    Args:
+        model_name: of the engine's model.
+        world_size: parts of a chunk, each of which a worker stores.
+        worker_id: number of the part.
+        readers: workers that load each part.
+        is_writer: this worker stores its part.
+        tensor_parallel: ranks that share out the heads.
+    """
+
+    model_name: str
+    world_size: int
+    worker_id: int
+    readers: int
+    is_writer: bool
+    tensor_parallel: int
+
+    @classmethod
+    def of(cls, config: VllmConfig) -> Self:
+        """Return the scope of a worker. MLA's KV is the same on all ranks of a stage.
+
+        Raises:
+            SettingsError: ranks that share out the tokens of a prompt.
+        """
+        parallel, model = config.parallel_config, config.model_config
+        if parallel.decode_context_parallel_size > 1:
+            raise SettingsError(
+                f"decode_context_parallel_size={parallel.decode_context_parallel_size}",
+                "1: each rank has all tokens",
+                "Serve this model without KV-cache offload (--no-offload).",
+            )
+        ranks, rank, tensor = parallel.world_size, parallel.rank, parallel.tensor_parallel_size
+        if not lmcache_server.mla_only(model):
+            return cls(model.model, ranks, rank, 1, True, tensor)
+        return cls(model.model, ranks // tensor, rank // tensor, tensor, not rank % tensor, tensor)
+
+
+class ServerClient:
+    """Asks one server, and knows whether it answers.
+
+    Args:
+        url: of the server.
+        scope: what keys hold of the engine.
+        timeout_s: seconds that the server has for an answer.
+        alignment: tokens of which a chunk has to be a multiple.
+        instance_id: of a worker, whose memory the server gives back when heartbeats end; None of a
+            scheduler.
+
+    Attributes:
+        requests: LMCache's `RequestClient`.
+        chunk_tokens: the server's tokens of a chunk.
+        healthy: set while the server answers.
+
+    Raises:
+        SettingsError: the server does not answer, or its chunks are no multiple.
+    """
+
+    local = None  # the cache is not in this process
+    load_flow, store_flow = LOAD_SERVER, STORE_SERVER
+
+    def __init__(
+        self,
+        url: str,
+        scope: KeyScope,
+        timeout_s: float,
+        alignment: int,
+        instance_id: int | None = None,
+    ) -> None:
+        self.scope = scope
+        self.instance_id = instance_id
+        self.timeout_s = timeout_s
+        self.healthy = threading.Event()
+        self.healthy.set()
+        self._alignment = alignment
+        self._doubts = 0
+        self._is_closed = False
+        self._ends = threading.Event()
+        self._heartbeat: threading.Thread | None = None
+        self.requests: Any = lmcache_server.RequestClientFactory.create(url)
+        try:
+            self.chunk_tokens: int = self._asked_chunk_tokens()
+        except TimeoutError:
+            self.requests.close()
+            raise SettingsError(
+                f"a server at {url} that is none of LMCache's, or hangs",
+                f"one that answers within {timeout_s:.1f} s",
+                "Start it anew, or leave server_url unset and `lmcache-xpu serve` does.",
+            ) from None
+        if self.chunk_tokens % alignment:
+            self.requests.close()
+            raise SettingsError(
+                f"an LMCache server with chunks of {self.chunk_tokens} tokens",
+                f"a multiple of {alignment} tokens, vLLM's blocks",
+                f"Start the server with --chunk-size {alignment}, or a multiple of it.",
+            )
+
+    def key(self, tokens: TokenRange, *, worker: bool) -> Any:
+        """Return LMCache's key of a range of tokens.
+
+        Args:
+            tokens: the range.
+            worker: it names this worker's part of the chunks; else those of all workers.
+        """
+        return lmcache_server.make_key(
+            tokens.tokens,
+            model_name=self.scope.model_name,
+            world_size=self.scope.world_size,
+            worker_id=self.scope.worker_id if worker else None,
+            start=tokens.start,
+            end=tokens.end,
+            request_id=tokens.request_id,
+            cache_salt=tokens.salt,
+            request_configs=tokens.options,
+            num_kv_readers=self.scope.readers,
+        )
+
+    def answers_lookups(self, timeout_s: float) -> bool:
+        """Whether the server answers a look-up, of which it keeps nothing; waits for it."""
+        deadline = time.monotonic() + timeout_s
+        name = f"lmcache-xpu-{uuid.uuid4().hex}"
+        nothing = TokenRange(name, lmcache_server.key_tokens(()), 0, 0)
+        key = self.key(nothing, worker=False)
+        if not self.requests.lookup(key, self.scope.tensor_parallel).wait(timeout_s):
+            return False
+        status = self.requests.query_prefetch_status(name)
+        return bool(status.wait(max(0.0, deadline - time.monotonic())))
+
+    def doubt(self) -> None:
+        """Take the server for lost: it left a question unanswered, whatever heartbeats say."""
+        self._doubts += 1
+        self.healthy.clear()
+
+    def start_heartbeat(
+        self,
+        interval_s: float,
+        recovered: Callable[[], bool] = lambda: True,
+        lost: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Ping the server from now on, in a thread.
+
+        Args:
+            interval_s: seconds between pings, and for an answer.
+            recovered: is called when a lost server answers look-ups again; whether it may be used.
+            lost: is called after each ping that the server did not answer.
+        """
+        self._heartbeat = threading.Thread(
+            target=self._beat_until_end,
+            args=(interval_s, recovered, lost),
+            name="lmcache-xpu-heartbeat",
+            daemon=True,
+        )
+        self._heartbeat.start()
+
+    def stop_heartbeat(self) -> None:
+        """Ping no more, and wait for a ping that is under way."""
+        self._ends.set()
+        if self._heartbeat is not None:
+            self._heartbeat.join()
+
+    def close(self) -> None:
+        """End the connection; may be called again."""
+        if not self._is_closed:
+            self._is_closed = True
+            self.stop_heartbeat()
+            self.requests.close()
+
+    def _asked_chunk_tokens(self) -> int:
+        asked = lmcache_server.chunk_tokens(self.requests, self._alignment)
+        tokens = int(asked.result(timeout=self.timeout_s))
+        if tokens % self._alignment:  # LMCache can't round them up: a server with our module can
+            request = ServerModuleCallRequest(ALIGN, str(self._alignment).encode())
+            rounded = self.requests.server_module_call(request)
+            if rounded.wait(min(self.timeout_s, HELLO_S)) and rounded.result(timeout=0).success:
+                tokens = int(rounded.result(timeout=0).payload)
+        return tokens
+
+    def _beat_until_end(
+        self, interval_s: float, recovered: Callable[[], bool], lost: Callable[[], None]
+    ) -> None:
+        while not self._ends.wait(interval_s):
+            self._beat(interval_s, recovered, lost)
+
+    def _beat(
+        self, interval_s: float, recovered: Callable[[], bool], lost: Callable[[], None]
+    ) -> None:
+        doubts, was_healthy = self._doubts, self.healthy.is_set()
+        try:
+            answered = bool(self.requests.ping(self.instance_id).result(timeout=interval_s))
+            if answered and not was_healthy and not self._ends.is_set():
+                answered = self._may_be_used() and recovered()
+        except Exception:  # of LMCache's transport: it names none
+            answered = False
+        if self._ends.is_set():
+            return
+        if answered and doubts == self._doubts:
+            if not was_healthy:
+                logger.warning("LMCache's server answers again (docs: troubleshooting#server-lost)")
+            self.healthy.set()
+            return
+        self.healthy.clear()
+        lost()
+
+    def _may_be_used(self) -> bool:
+        if not self.answers_lookups(self.timeout_s):
+            return False
+        if (tokens := self._asked_chunk_tokens()) == self.chunk_tokens:
+            return True
+        logger.error(
+            "LMCache's server came back with chunks of %d tokens instead of %d: it is not used "
+            "(docs: troubleshooting#server-lost)",
+            tokens,
+            self.chunk_tokens,
+        )
+        return False

@@ -1,1 +1,0 @@
-"""LMCache's cache engine: which chunks are stored and loaded, and under which keys."""

@@ -1,0 +1,297 @@
+"""KV events: which blocks the tiers of a cache in this process hold, in vLLM's own words.
+
+vLLM publishes what its KV cache holds, block by block. A router finds nothing by chunks of another
+size and another name. So LMCache's listeners name the objects that a tier gains or loses, and here
+in the scheduler's half, where requests are known, each becomes the blocks that vLLM itself
+publishes of these tokens. An object's name has vLLM's hash of its last block.
+
+Of several KV cache groups the events are of one: the first that keeps all tokens, if there is one.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+from lmcache.v1.distributed.internal_api import L1ManagerListener, L2AdapterListener
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
+
+from lmcache_xpu.cache.local_cache import CPU, DISK, SHARED
+from lmcache_xpu.model.kv_cache_groups import cache_groups
+from lmcache_xpu.versions import vllm
+
+if TYPE_CHECKING:
+    from lmcache.v1.distributed.api import ObjectKey
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+    from lmcache_xpu.cache.local_cache import LocalCache
+    from lmcache_xpu.connector.tracked_request import TrackedRequest
+
+__all__ = ["KVEvents", "TierListener"]
+
+MOST_CHUNKS = 2**16  # that are described, 2 to 3 KiB each
+
+
+class Place(NamedTuple):
+    """How events name a tier."""
+
+    medium: str
+    locality: str  # to the publisher
+    ownership: str | None  # of a secondary tier
+
+
+PLACES = {
+    CPU: Place(MEDIUM_CPU, "LOCAL", None),
+    DISK: Place("STORAGE", "LOCAL", None),
+    SHARED: Place("STORAGE", "REMOTE", "shared"),
+}
+
+
+class Change(NamedTuple):
+    """Objects that a tier holds now, or no longer."""
+
+    tier: str
+    keys: list[ObjectKey]
+    is_held: bool
+
+
+class TierListener(L1ManagerListener, L2AdapterListener):  # type: ignore[misc]  # untyped bases
+    """Hears of one tier, in threads of LMCache that hold its locks: it takes notes, no more.
+
+    Args:
+        tier: its name.
+        changes: where to note them.
+    """
+
+    def __init__(self, tier: str, changes: deque[Change]) -> None:
+        self._tier, self._changes = tier, changes
+
+    def _come(self, keys: list[ObjectKey], sizes: list[int] | None = None) -> None:
+        self._changes.append(Change(self._tier, keys, True))
+
+    def _gone(self, keys: list[ObjectKey]) -> None:
+        self._changes.append(Change(self._tier, keys, False))
+
+    def _used(self, keys: list[ObjectKey]) -> None:
+        """Note nothing: they were there before."""
+
+    on_l1_keys_write_finished = on_l1_keys_finish_write_and_reserve_read = _come
+    on_l1_keys_reserved_read = on_l2_keys_stored = _come
+    on_l1_keys_deleted_by_manager = on_l2_keys_deleted = _gone
+    on_l1_keys_reserved_write = on_l1_keys_read_finished = _used
+    on_l1_keys_accessed = on_l2_keys_accessed = _used
+
+
+class Chunk(NamedTuple):
+    """What events say of a chunk's blocks.
+
+    Args:
+        start: its first token's number in the prompt.
+        tokens: of its blocks.
+        hashes: vLLM's, one per block.
+        parent: hash of the block before; None for the first of a prompt.
+        extra_keys: what else vLLM hashes, one per block.
+        lora: number and name of the adapter.
+    """
+
+    start: int
+    tokens: array[int]
+    hashes: list[Any]
+    parent: Any
+    extra_keys: list[Any]
+    lora: tuple[int | None, str | None]
+
+    @classmethod
+    def of(cls, request: Request, tokens: range, size: int, hashed: int) -> Self:
+        """Describe a range of a request's tokens.
+
+        Args:
+            request: vLLM's.
+            tokens: their numbers, of whole blocks.
+            size: tokens of a block.
+            hashed: tokens of a block that vLLM hashes; a larger one has its last part's hash.
+        """
+        from vllm.v1.core.kv_cache_utils import (
+            generate_block_hash_extra_keys,
+            maybe_convert_block_hash,
+        )
+
+        ends = range(tokens.start, tokens.stop + 1, size)
+        hashes = [
+            maybe_convert_block_hash(request.block_hashes[end // hashed - 1]) if end else None
+            for end in ends
+        ]
+        keys, image = [], 0
+        for start in ends[:-1]:
+            key, image = generate_block_hash_extra_keys(request, start, start + size, image)
+            keys.append(key)
+        lora = request.lora_request
+        return cls(
+            tokens.start,
+            array("I", request.all_token_ids[tokens.start : tokens.stop]),
+            hashes[1:],
+            hashes[0],
+            vllm.event_extra_keys(keys),
+            (None, None) if lora is None else (lora.adapter_id, lora.name),
+        )
+
+
+class KVEvents:
+    """Turns what tiers gain and lose into vLLM's events. Called by the scheduler's thread.
+
+    Args:
+        local: the cache, whose tiers are listened to from now on.
+        groups: vLLM's KV cache groups.
+    """
+
+    def __init__(self, local: LocalCache, groups: KVCacheConfig) -> None:
+        from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
+
+        stored = cache_groups(groups)
+        whole = (number for number, group in enumerate(stored) if group.window is None)
+        self._index = next(whole, 0)  # in LMCache's keys
+        self._number = stored[self._index].number
+        self._block_tokens = stored[self._index].block_tokens
+        spec = groups.kv_cache_groups[self._number].kv_cache_spec
+        self._kind = get_kv_cache_spec_kind(spec).value
+        self._model_name, self._chunk_tokens = local.model_name, local.chunk_tokens
+        self._chunks: dict[ObjectKey, Chunk] = {}  # the one described last is the last
+        self._held: dict[str, set[ObjectKey]] = {tier: set() for tier in PLACES}
+        self._changes: deque[Change] = deque()
+        self._events: list[KVCacheEvent] = []
+        local.listen(lambda tier: TierListener(tier, self._changes))
+
+    @classmethod
+    def of_engine(
+        cls, config: VllmConfig, local: LocalCache | None, groups: KVCacheConfig
+    ) -> Self | None:
+        """Return those of an engine; None if it publishes none, or its cache is in a server."""
+        if local is None or (switch := config.kv_events_config) is None:
+            return None
+        return cls(local, groups) if switch.enable_kv_cache_events else None
+
+    def describe(self, tracked: TrackedRequest, hashed: int) -> None:
+        """Note which blocks the chunks are that a request has hit or stores.
+
+        What tiers hold of it is told again, as vLLM does of its own hits: a router may have begun
+        since, or been told by vLLM that all is gone, when only the engine's own cache was reset.
+
+        Args:
+            tracked: the request, in a step that is about to begin.
+            hashed: tokens of a block that vLLM hashes.
+        """
+        if tracked.described == tracked.stored:
+            return
+        size, places = self._chunk_tokens, []
+        first, tracked.described = tracked.described, tracked.stored
+        keys = tracked.range(0, 0).tokens.by_group[self._index]
+        for number in range(first // size, tracked.stored // size):
+            key, tokens = keys[number], range(number * size, (number + 1) * size)
+            chunk = self._chunks.pop(key, None)
+            if chunk is None:
+                chunk = Chunk.of(tracked.request, tokens, self._block_tokens, hashed)
+            self._chunks[key] = chunk
+            places += [(tier, key) for tier in PLACES if key in self._held[tier]]
+        self._tell_stored(places)
+        while len(self._chunks) > MOST_CHUNKS:
+            self._forget(next(iter(self._chunks)))
+
+    def clear(self, requests: Iterable[TrackedRequest]) -> None:
+        """Tell that no tier holds anything that is still looked up, as after a reset.
+
+        Not by `AllBlocksCleared`: vLLM says that of its own cache, and by now may hold new blocks.
+
+        Args:
+            requests: that have begun before.
+        """
+        for tier in PLACES:
+            self._tell_removed(tier, list(self._chunks))
+        self._chunks.clear()
+        self._held[SHARED].clear()  # which tells of no removal
+        for tracked in requests:
+            tracked.described = tracked.stored
+
+    def take(self) -> list[KVCacheEvent]:
+        """Return the events since the last call, in their order."""
+        stored: list[tuple[str, ObjectKey]] = []
+        while self._changes:
+            tier, changed, is_held = self._changes.popleft()
+            held = self._held[tier]
+            keys = [key for key in changed if self._is_meant(key) and (key in held) != is_held]
+            if is_held:
+                held.update(keys)
+                stored += [(tier, key) for key in keys if key in self._chunks]
+            elif keys:
+                self._tell_stored(stored)
+                stored = []
+                self._tell_removed(tier, keys)
+                held.difference_update(keys)
+                for key in keys:
+                    if not any(key in others for others in self._held.values()):
+                        self._chunks.pop(key, None)
+        self._tell_stored(stored)
+        events, self._events = self._events, []
+        return events
+
+    def _is_meant(self, key: ObjectKey) -> bool:
+        """Whether an object is of the group whose blocks are told; a disk has other models' too."""
+        return bool(key.object_group_id == self._index and key.model_name == self._model_name)
+
+    def _forget(self, key: ObjectKey) -> None:
+        """Tell of a chunk no more, whatever tiers do with it, until a request has it again."""
+        for tier in PLACES:
+            self._tell_removed(tier, [key])
+        self._held[SHARED].discard(key)  # others are as many as there is room for
+        del self._chunks[key]
+
+    def _tell_stored(self, places: Iterable[tuple[str, ObjectKey]]) -> None:
+        """Tell what tiers hold: a block after those that it follows, in one event if possible."""
+        chunks = [(tier, self._chunks[key]) for tier, key in places]
+        grows: dict[tuple[str, Any], BlockStored] = {}  # by its last block
+        for tier, chunk in sorted(chunks, key=lambda item: item[1].start):
+            event = grows.pop((tier, chunk.parent), None) or self._begin_stored(tier, chunk)
+            event.block_hashes += chunk.hashes
+            event.token_ids += chunk.tokens
+            event.extra_keys += chunk.extra_keys
+            grows[tier, chunk.hashes[-1]] = event
+
+    def _begin_stored(self, tier: str, chunk: Chunk) -> BlockStored:
+        """Add an event that begins with a chunk's first block, and has none yet."""
+        place, (lora_id, lora_name) = PLACES[tier], chunk.lora
+        event = BlockStored(
+            block_hashes=[],
+            parent_block_hash=chunk.parent,
+            token_ids=[],
+            block_size=self._block_tokens,
+            lora_id=lora_id,
+            medium=place.medium,
+            lora_name=lora_name,
+            extra_keys=[],
+            group_idx=self._number,
+            kv_cache_spec_kind=self._kind,
+            locality=place.locality,
+            **vllm.event_fields(BlockStored, ownership=place.ownership),
+        )
+        self._events.append(event)
+        return event
+
+    def _tell_removed(self, tier: str, keys: Iterable[ObjectKey]) -> None:
+        """Tell of those that a tier has held, and that were told of, that it holds them no more."""
+        held = [key for key in keys if key in self._held[tier] and key in self._chunks]
+        if not held:
+            return
+        place = PLACES[tier]
+        self._events.append(
+            BlockRemoved(
+                block_hashes=[name for key in held for name in self._chunks[key].hashes],
+                medium=place.medium,
+                group_idx=self._number,
+                locality=place.locality,
+                **vllm.event_fields(BlockRemoved, ownership=place.ownership),
+            )
+        )

@@ -1,0 +1,297 @@
+"""The worker's half of the connector to LMCache's server: its transfers, step by step.
+
+ask_early, begin_early  a scheduler in this process has decided on loads, and on their step
+begin_step              before vLLM may write new blocks: what the step loads is asked for
+load                    vLLM has prepared the step: its loads begin
+before_layer, after_layer, for each layer
+store, take_unfilled    the step is enqueued; in either order
+take_ended, report      what vLLM and the scheduler's half are told
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from lmcache.integration.vllm.utils import calculate_draft_layers
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+from lmcache_xpu.cache.protocol import TokenRange
+from lmcache_xpu.connector.promises import Unserved
+from lmcache_xpu.connector.step import Step, WorkerReport
+from lmcache_xpu.connector.step_metadata import IDLE_S, may_run_as_one_graph
+from lmcache_xpu.copies.group_copies import GroupCopies
+from lmcache_xpu.copies.transfers import Transfers
+from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.metrics import loaded
+from lmcache_xpu.transfer.devices import register_host
+from lmcache_xpu.vllm_hooks.garbage import GarbageCollection
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from lmcache_xpu.cache.local_client import LocalClient
+    from lmcache_xpu.cache.server_client import ServerClient
+    from lmcache_xpu.copies.step_loads import StepLoads
+    from lmcache_xpu.model.kv_cache_groups import CacheGroup
+
+__all__ = ["WorkerHalf", "new_instance_id"]
+
+TIMEOUT, STAGING_MIB = "xpu.server_timeout_s", "xpu.staging_mib"
+DRAIN_S = 10.0
+START_S = 10.0  # for the first answer to a look-up
+
+
+class WorkerHalf:
+    """Told of steps and layers by vLLM's model runner, on the engine's thread.
+
+    Args:
+        config: of the engine.
+        kv_cache_config: of its KV cache.
+        options: of the connector.
+        client: of the server.
+        groups: of the KV cache that are stored.
+        beat_s: seconds between heartbeats.
+    """
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        options: Mapping[str, Any],
+        client: ServerClient | LocalClient,
+        groups: Sequence[CacheGroup],
+        beat_s: float,
+    ) -> None:
+        self.collection = GarbageCollection()
+        self.transfers: Transfers | None = None  # once the KV cache is registered
+        self._config = config
+        self._options = options
+        self._client = client
+        self._groups = groups
+        self._beat_s = beat_s
+        self._blocks = kv_cache_config.num_blocks
+        # Where vLLM zeroes new blocks, its newer runner does so before it tells us of the step.
+        self._zeroed = bool(kv_cache_config.needs_kv_cache_zeroing)
+        # Newer vLLM hears of requests whose loads failed, older of their blocks.
+        self._reports_requests = hasattr(KVConnectorBase_V1, "get_transfer_results")
+        self._step: Step | None = None
+        self._early: Step | None = None  # begun by a scheduler in this process
+        self._failed: set[str] = set()
+        self._epoch = 0  # number of the last that was heard of
+        self._outdated = -1  # number of the epoch in which the weights changed
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Take over the engine's KV cache, and tell the server of it.
+
+        Raises:
+            LayoutError: a KV cache that can't be read.
+            SettingsError: the server lends no memory, or answers no look-up.
+        """
+        staging = self._options.get(STAGING_MIB)
+        copies = [
+            GroupCopies(
+                group,
+                kv_caches,
+                self._blocks,
+                self._client.chunk_tokens,
+                None if staging is None else int(staging) * 2**20,
+                self._pin,
+            )
+            for group in self._groups
+        ]
+        timeout_s = float(self._options.get(TIMEOUT, 1.0))
+        draft_layers = calculate_draft_layers(self._config)
+        self.transfers = Transfers(self._client, copies, timeout_s, draft_layers)
+        self.transfers.register()
+        if not self._client.answers_lookups(START_S):
+            raise SettingsError(
+                f"an LMCache server that answered no look-up within {START_S:.0f} s",
+                "one of the engine's LMCache",
+                "A server of another version can't read them: install one version on both sides.",
+            )
+        self._client.start_heartbeat(
+            self._beat_s, self.transfers.register_again, self.transfers.give_back_gone
+        )
+
+    def _pin(self, address: int, size: int, device: torch.device) -> bool:
+        """Pin memory of others than the server, whose memory was pinned when it was mapped."""
+        lent = None if self.transfers is None else self.transfers.pinned(address)
+        return register_host(address, size, device) if lent is None else lent
+
+    def change_weights(self) -> None:
+        """The weights are about to change: nothing is loaded or stored until another epoch."""
+        self._outdated = self._epoch
+
+    def drain(self) -> bool:
+        """Wait for the transfers on their way; whether they have ended in `DRAIN_S`."""
+        deadline = time.monotonic() + DRAIN_S
+        while self.transfers is not None and self.transfers.busy:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(IDLE_S)
+        return True
+
+    # Before a step, by a scheduler in this process
+
+    def ask_early(self, load: TokenRange) -> None:
+        """Ask where the chunks of a load are that the next step may have; raises nothing."""
+        if (in_steps := self._in_steps) is not None:
+            in_steps.ask_early(load)
+
+    def begin_early(self, step: Step) -> None:
+        """Begin a step that vLLM has just decided on; `begin_step` has to follow."""
+        self._ask_for(step)
+        if (in_steps := self._in_steps) is not None:
+            in_steps.begin_answered(step.tokens, scheduling=True)
+        self._early = step
+
+    # A step
+
+    def begin_step(self, step: Step) -> None:
+        """Begin a step: loads inside it begin where the server has answered already."""
+        loaded("computed", step.computed_hits)
+        is_early, self._early = self._early is step, None
+        self._epoch = max(self._epoch, step.epoch)
+        if self._outdated >= self._epoch:
+            step, is_early = self._refused(step), False
+        self._step = step
+        if not is_early:
+            self._ask_for(step)
+        if (in_steps := self._in_steps) is not None:
+            in_steps.begin_answered(step.tokens)
+
+    def load(self, context: ForwardContext, arguments: dict[str, Any]) -> None:
+        """Begin this step's loads, those inside it first.
+
+        Args:
+            context: vLLM's, of the step, or an empty one.
+            arguments: what vLLM passes beside it.
+        """
+        if (step := self._step) is None or (transfers := self.transfers) is None:
+            return
+        if step.loads and transfers.in_steps is not None:
+            whole = may_run_as_one_graph(self._config, context, arguments)
+            transfers.in_steps.begin(whole=whole)
+        if step.waiting:
+            event = transfers.event()
+            for load in step.waiting:
+                transfers.load(load, event)
+
+    def before_layer(self, name: str) -> None:
+        """Let the engine's stream wait for a layer of what this step loads."""
+        if (in_steps := self._in_steps) is not None:
+            in_steps.before_layer(name)
+
+    def after_layer(self, name: str) -> None:
+        """Enqueue more of what this step loads, behind a layer."""
+        if (in_steps := self._in_steps) is not None:
+            in_steps.after_layer(name)
+
+    def store(self) -> None:
+        """Store what this step computed, beside the engine."""
+        if (step := self._step) is None or (transfers := self.transfers) is None:
+            return
+        if transfers.in_steps is not None:
+            transfers.in_steps.end()
+        if step.stores and self._client.scope.is_writer:
+            event = transfers.event()
+            for store in step.stores:
+                transfers.store(store, event, step.sources.get(store.request_id, ()))
+        if self._zeroed:
+            transfers.let_write()
+
+    def end_step(self) -> None:
+        """Forget a step that is enqueued."""
+        self._step = None
+        self.collection.allow()
+
+    def _ask_for(self, step: Step) -> None:
+        if (transfers := self.transfers) is None:
+            return
+        transfers.let_write(step.written)
+        transfers.fail(step.unserved.waiting)
+        if (in_steps := transfers.in_steps) is None:
+            return
+        in_steps.begin_step(step.written)
+        in_steps.fail(step.unserved.blocks)
+        for load in step.loads:
+            in_steps.ask(load)
+        in_steps.end_early()
+
+    def _refused(self, step: Step) -> Step:
+        """Return a step whose loads count as failed, and which stores nothing."""
+        blocks = frozenset().union(*map(self._loaded_blocks, step.loads))
+        waiting = {load.request_id: self._loaded_blocks(load) for load in step.waiting}
+        unserved = Unserved(step.unserved.blocks | blocks, {**step.unserved.waiting, **waiting})
+        return replace(step, stores=(), loads=(), waiting=(), sources={}, unserved=unserved)
+
+    def _loaded_blocks(self, load: TokenRange) -> frozenset[int]:
+        groups = [] if self.transfers is None else self.transfers.groups
+        return frozenset(
+            block
+            for copies in groups
+            for block in load.blocks[copies.group.number][load.kept // copies.group.block_tokens :]
+        )
+
+    # What vLLM and the scheduler's half are told
+
+    def take_unfilled(self) -> Collection[int]:
+        """Return block IDs whose loads failed since the last call; see `late_blocks`.
+
+        Where vLLM does not hear of failed requests, those of loads that they waited for as well.
+        """
+        unfilled = set() if (in_steps := self._in_steps) is None else in_steps.take()
+        if self._reports_requests or self.transfers is None:
+            return unfilled
+        waited = self.transfers.take_unfilled()
+        return waited.union(unfilled) if waited else unfilled
+
+    def take_ended(self) -> tuple[set[str], set[str]]:
+        """Return the requests whose loads have ended since the last call, and those that failed."""
+        if self.transfers is None:
+            return set(), set()
+        ended, failed = self.transfers.take_ended()
+        self._failed |= failed
+        if not ended and self._step is not None and not self._step.tokens:
+            # Requests wait for an answer or a load, and vLLM asks again at once where its engine is
+            # in the caller's process: the threads that take them would wait for each turn.
+            time.sleep(IDLE_S)
+        return ended, failed
+
+    def report(self) -> WorkerReport | None:
+        """Return what became of loads since the last call, and which step has ended."""
+        failed, self._failed = self._failed, set()
+        number = None if self._step is None else self._step.number
+        if (transfers := self.transfers) is None:
+            return WorkerReport(failed, step=number) if failed or number else None
+        damaged, speed = transfers.take_damaged(), transfers.take_speed()
+        outdated = self._outdated if self._outdated >= self._epoch else -1
+        if not (failed or damaged or speed or number or outdated >= 0):
+            return None
+        return WorkerReport(failed, damaged, speed, number, outdated)
+
+    def shutdown(self) -> None:
+        """End the transfers, and tell the server; waits for copies under way."""
+        self.collection.allow()
+        self._client.stop_heartbeat()
+        if self.transfers is not None:
+            self.transfers.unregister()
+            self.transfers.close()
+        self._client.close()
+
+    @property
+    def _in_steps(self) -> StepLoads | None:
+        """Loads inside steps."""
+        return None if self.transfers is None else self.transfers.in_steps
+
+
+def new_instance_id() -> int:
+    """Return a number for a worker that no other has: the server knows workers by it."""
+    return uuid.uuid4().int & ((1 << 63) - 1)

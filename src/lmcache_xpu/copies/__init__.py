@@ -1,0 +1,1 @@
+"""A worker's copies: LOCATE, COPY, CHECK and REPORT."""

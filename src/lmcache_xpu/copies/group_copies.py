@@ -1,0 +1,196 @@
+"""Copies of one KV cache group's chunks between the engine's KV cache and the server's memory.
+
+An object of the server is one chunk of one group: its layers one after another, of each the blocks
+of the chunk, and a seal at the end. Nothing but this package looks into it. The server is told its
+size alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lmcache_xpu.cache.seals import SEAL_BYTES
+from lmcache_xpu.copies.load_pipeline import LoadPipeline
+from lmcache_xpu.errors import LayoutError
+from lmcache_xpu.metrics import Flow
+from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK, CacheGroup
+from lmcache_xpu.transfer.devices import StoreHandle, TransferHandle
+from lmcache_xpu.transfer.paged_view import EngineLayer, PagedView, pages_of
+from lmcache_xpu.transfer.plan import HostFormat
+from lmcache_xpu.transfer.slots import Slots, check_slots, slots_of
+from lmcache_xpu.transfer.staging import Stager
+from lmcache_xpu.transfer.tuning import Tuning
+
+__all__ = ["BesideLayers", "GroupCopies"]
+
+BesideLayers = Callable[[Sequence[torch.Tensor]], list[LoadPipeline]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Layers of a group whose blocks are alike, and where they lie in an object."""
+
+    stager: Stager
+    form: HostFormat
+    start: int
+    nbytes: int
+
+    def memory(self, objects: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [obj[self.start : self.start + self.nbytes] for obj in objects]
+
+
+class GroupCopies:
+    """Stores and loads chunks of one group.
+
+    Args:
+        group: the group.
+        kv_caches: the engine's, by the names of layers.
+        blocks: of the engine.
+        chunk_tokens: tokens of a chunk.
+        staging_bytes: device memory that copies go through; see `Stager`.
+        register: pins memory that is not, by address and size.
+
+    Raises:
+        LayoutError: layers that can't be read as blocks, or blocks that a chunk would cut.
+    """
+
+    def __init__(
+        self,
+        group: CacheGroup,
+        kv_caches: Mapping[str, EngineLayer],
+        blocks: int,
+        chunk_tokens: int,
+        staging_bytes: int | None,
+        register: Callable[[int, int, torch.device], bool],
+    ) -> None:
+        size = group.block_tokens
+        # vLLM keeps a state where a step ends: at any block, which has to be a chunk's end.
+        if chunk_tokens % size or (group.recurrent and chunk_tokens != size):
+            raise LayoutError(
+                f"chunks of {chunk_tokens} tokens with "
+                f"{'states' if group.recurrent else 'blocks'} of {size}",
+                "chunks of one block" if group.recurrent else "chunks of whole blocks",
+                f"Set chunk_tokens to {size}, also of a server at server_url.",
+            )
+        self.group = group
+        self._chunk_blocks = chunk_tokens // group.block_tokens
+        self._chunk_tokens = chunk_tokens
+        pages = [page for name in group.layers for page in pages_of(kv_caches[name], blocks)]
+        self.parts: list[_Part] = []
+        start = 0
+        for (size, _), alike in itertools.groupby(
+            pages, key=lambda page: (page.shape, page.stride())
+        ):
+            view = PagedView.of_pages(list(alike), group.block_tokens)
+            with torch.inference_mode(False):  # what is kept may be written from either mode
+                stager = Stager(view, staging_bytes, register=register)
+            nbytes = view.layers * self._chunk_blocks * size[1]
+            form = HostFormat(view.layers, view.planes, "layers")
+            self.parts.append(_Part(stager, form, start, nbytes))
+            start += nbytes
+        self.object_bytes = start + SEAL_BYTES
+        words = (f"{part.form.layers}x{part.nbytes}" for part in self.parts)
+        self.layout = f"group {group.number} of {group.block_tokens}: {' '.join(words)}"
+
+    @property
+    def device(self) -> torch.device:
+        """Of the engine's KV cache."""
+        return self.parts[0].stager.view.device
+
+    @property
+    def window_chunks(self) -> int:
+        """Chunks at the end of a hit that the group needs; 0 for all of them."""
+        return self.group.window_chunks(self._chunk_tokens)
+
+    def chunks(self, blocks: Sequence[int]) -> list[list[int]]:
+        """Return blocks chunk by chunk."""
+        size = self._chunk_blocks
+        return [list(blocks[first : first + size]) for first in range(0, len(blocks), size)]
+
+    def store(
+        self, chunks: Sequence[list[int]], objects: Sequence[torch.Tensor]
+    ) -> list[StoreHandle]:
+        """Enqueue a store of chunks, by their blocks, into objects of the server's memory."""
+        handles = []
+        for part in self.parts:
+            plan = part.stager.plan(part.form, self._slots(part, chunks), self._spans(chunks))
+            with part.stager.whole():
+                handles.append(part.stager.store(plan, part.memory(objects)))
+        return handles
+
+    def load(
+        self, chunks: Sequence[list[int]], objects: Sequence[torch.Tensor]
+    ) -> list[TransferHandle]:
+        """Enqueue a load of chunks from objects into their blocks; null blocks are left out."""
+        handles = []
+        for part in self.parts:
+            plan = part.stager.plan(part.form, self._slots(part, chunks), self._spans(chunks))
+            with part.stager.whole():
+                handles.append(part.stager.load(plan, part.memory(objects)))
+        return handles
+
+    def beside_layers(
+        self,
+        chunks: Sequence[list[int]],
+        starts: Callable[[int, int, Tuning], list[int]],
+        flow: Flow,
+    ) -> BesideLayers:
+        """Plan a load of chunks, as `load`, that comes in the order of the layers.
+
+        Where the chunks are need not be known yet.
+
+        Args:
+            chunks: their blocks.
+            starts: of so many layers, with so many bytes each, the first layer of each that is
+                moved at once.
+            flow: counts its failures.
+
+        Returns:
+            What makes the load of the objects that hold the chunks. Nothing of it is enqueued yet.
+            Its parts count layers as `pages_per_layer` says.
+        """
+        plans = []
+        for part in self.parts:
+            slots, spans = self._slots(part, chunks), self._spans(chunks)
+            layers = part.form.layers
+            first = starts(layers, len(chunks) * part.nbytes // layers, part.stager.tuning)
+            plans.append((part, slots, part.stager.plan(part.form, slots, spans, starts=first)))
+
+        def load(objects: Sequence[torch.Tensor]) -> list[LoadPipeline]:
+            loads = []
+            for part, slots, plan in plans:
+                loads.append(LoadPipeline(part.stager, slots.numbers, flow))
+                loads[-1].add(plan, part.memory(objects))
+            return loads
+
+        return load
+
+    @property
+    def pages_per_layer(self) -> int | None:
+        """Layers of a part for each of the engine's; None where these are in several parts."""
+        return self.parts[0].form.layers // len(self.group.layers) if len(self.parts) == 1 else None
+
+    def follow_engine(self) -> None:
+        """Order what follows behind what the current stream holds."""
+        for part in self.parts:
+            part.stager.follow_engine()
+
+    def forget(self, pool: torch.Tensor) -> None:
+        """Forget memory of the server that is about to go."""
+        for part in self.parts:
+            part.stager.forget(pool)
+
+    def _spans(self, chunks: Sequence[list[int]]) -> list[tuple[int, int]]:
+        size = self._chunk_tokens
+        return [(number * size, (number + 1) * size) for number in range(len(chunks))]
+
+    def _slots(self, part: _Part, chunks: Sequence[list[int]]) -> Slots:
+        blocks = [block for chunk in chunks for block in chunk]
+        slots = slots_of(blocks, self.group.block_tokens)
+        if NULL_BLOCK in blocks:
+            slots[slots < self.group.block_tokens * (NULL_BLOCK + 1)] = -1
+        return check_slots(part.stager.view, slots)

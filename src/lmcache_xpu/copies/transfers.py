@@ -1,0 +1,286 @@
+"""A worker's transfers between the engine's KV cache and the memory that LMCache's server lends."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from queue import SimpleQueue
+
+from lmcache_xpu.cache.lent_memory import LentMemory
+from lmcache_xpu.cache.local_client import LocalClient
+from lmcache_xpu.cache.protocol import TokenRange
+from lmcache_xpu.cache.server import GivenUpError, Server, union
+from lmcache_xpu.cache.server_client import ServerClient
+from lmcache_xpu.copies.group_copies import GroupCopies
+from lmcache_xpu.copies.moves import Moves
+from lmcache_xpu.copies.registration import payload
+from lmcache_xpu.copies.step_loads import StepLoads
+from lmcache_xpu.copies.transfer_queue import Transfer, TransferQueue
+from lmcache_xpu.errors import LMCacheXPUError
+from lmcache_xpu.metrics import Flow, fallback, loaded
+from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK
+from lmcache_xpu.transfer.devices import Event
+
+__all__ = ["Transfers"]
+
+logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
+
+# The engine waits so long before a step for stores of blocks that the step writes.
+GRACE_S = 0.03
+_POLL_S = 0.01
+_PASSING = ("late", "missing", "overtaken", "server")  # the same load may succeed next time
+
+
+class Transfers:
+    """The transfers of one worker. Nothing here waits for the server, but `StepLoads.begin`.
+
+    Args:
+        client: of the server.
+        groups: copies of each KV cache group.
+        timeout_s: that the server has for an answer.
+        draft_layers: so many layers at the end are a drafter's.
+
+    Attributes:
+        in_steps: loads inside steps; None with several groups.
+    """
+
+    def __init__(
+        self,
+        client: ServerClient | LocalClient,
+        groups: Sequence[GroupCopies],
+        timeout_s: float,
+        draft_layers: int = 0,
+    ) -> None:
+        self.groups = groups
+        self._client = client
+        self._device = groups[0].device
+        assert client.instance_id is not None  # of a worker
+        self._server = Server(
+            client.requests, client.instance_id, client.healthy, self._device, timeout_s
+        )
+        self._moves = Moves(self._server, groups, client)
+        self._stores = TransferQueue("stores")
+        self._loads = TransferQueue("loads")
+        self._damaged: SimpleQueue[str] = SimpleQueue()
+        self._waited: list[Transfer] = []  # loads of which vLLM was told nothing yet
+        self._unfilled: set[int] = set()
+        self._registered = False
+        self.in_steps: StepLoads | None = None
+        if len(groups) == 1:
+            self.in_steps = StepLoads(
+                self._moves,
+                groups[0],
+                lambda chunks: client.key(chunks, worker=True),
+                draft_layers,
+                lambda request_id, error: self._failed(client.load_flow, request_id, error),
+            )
+
+    def take_speed(self) -> float | None:
+        """Return the tokens per second of loads beside steps since the last call, if any ended."""
+        return self._moves.take_speed()
+
+    def take_damaged(self) -> set[str]:
+        """Requests whose loads met something else than they should, since the last call."""
+        damaged = set()
+        while not self._damaged.empty():
+            damaged.add(self._damaged.get())
+        return damaged
+
+    @property
+    def busy(self) -> bool:
+        """Whether any transfer is on its way, or waits for its turn."""
+        in_steps = self.in_steps is not None and self.in_steps.busy
+        return self._stores.busy or self._loads.busy or in_steps
+
+    def pinned(self, address: int) -> bool | None:
+        """Whether the server's memory at this address is pinned; None for other memory."""
+        return self._server.pinned(address)
+
+    def let_write(self, blocks: Collection[int] | None = None) -> None:
+        """Let the engine overwrite blocks that stores still read; called by its thread.
+
+        Waits until their copies are enqueued, and lets the current stream wait for them. A store
+        that can't begin in `GRACE_S` ends.
+
+        Args:
+            blocks: that are about to be written; None for any.
+        """
+        deadline = time.monotonic() + GRACE_S
+        for transfer in self._stores.transfers():
+            if blocks is None or not transfer.blocks.isdisjoint(blocks):
+                transfer.leave_blocks(deadline)
+
+    def register(self) -> None:
+        """Tell the server of this worker, and map the memory that it lends. May be called again.
+
+        Waits for the server; raises as `Server.map`.
+        """
+        before, requests, local = None, self._client.requests, self._client.local
+        self._registered = True
+        if local is None:
+            registered = requests.register_kv_cache_engine_driven_context(
+                payload(self._client, self.groups)
+            )
+            before = self._server.map(registered)
+        else:
+            self._server.lend(local)
+        self._moves.begin_with_server()
+        if (module := self._moves.module) is not None:
+            scope = self._client.scope
+            module.register(scope.model_name, scope.world_size).result(
+                timeout=self._client.timeout_s
+            )
+        if before is not None:
+            self._give_back(before)
+
+    def register_again(self) -> bool:
+        """Do as `register` with a server that was lost; whether that succeeded."""
+        try:
+            self.register()
+        except (LMCacheXPUError, TimeoutError) as error:
+            logger.warning(
+                "LMCache's server does not take this worker again: %s "
+                "(docs: troubleshooting#server-lost)",
+                error,
+            )
+            return False
+        return True
+
+    def give_back_gone(self) -> None:
+        """Give back the memory of a server that ended, so that the next one has room for its own.
+
+        Waits until nothing copies. Called while the server is lost, by who notices that.
+        """
+        gone = self._server.take_gone()
+        if gone is not None:
+            self._give_back(gone)
+
+    def _give_back(self, memory: LentMemory) -> None:
+        while self.busy:  # with what had begun; the server is not healthy yet
+            time.sleep(_POLL_S)
+        for copies in self.groups:
+            copies.forget(memory.pool)
+        memory.release()
+
+    def unregister(self) -> None:
+        """Tell the server that this worker ends; waits for it, if it was ever told of it."""
+        if not self._registered:
+            return
+        if (module := self._moves.module) is not None:
+            module.register(self._client.scope.model_name, self._client.scope.world_size, ends=True)
+        if self._client.local is not None:
+            return
+        requests, worker = self._client.requests, self._server.instance_id
+        ended = requests.unregister_kv_cache_engine_driven_context(worker)
+        if not ended.wait(self._client.timeout_s):
+            logger.warning(
+                "LMCache's server did not hear that this worker ends "
+                "(docs: troubleshooting#server-lost)"
+            )
+
+    def event(self) -> Event:
+        """Return a point behind what the engine has enqueued so far."""
+        event = Event(self._device)
+        event.record()
+        return event
+
+    def store(self, chunks: TokenRange, event: Event, sources: Collection[int]) -> Transfer:
+        """Store chunks beside the engine.
+
+        Args:
+            chunks: with their blocks.
+            event: behind what the engine computed.
+            sources: block IDs that they were computed from; empty where no step loads.
+        """
+        blocks = self._blocks(chunks)
+        transfer = Transfer(chunks.request_id, union(blocks))
+        check = self.in_steps.gate(sources) if self.in_steps is not None and sources else None
+
+        def move() -> None:
+            if check is not None:
+                check()
+            self._moves.store(transfer, self._client.key(chunks, worker=True), blocks, event)
+
+        self._stores.add(transfer, lambda: self._succeeds(self._client.store_flow, move, transfer))
+        return transfer
+
+    def load(self, chunks: TokenRange, event: Event) -> Transfer:
+        """Load chunks beside the engine; `take_ended` names their request.
+
+        Args:
+            chunks: with their blocks.
+            event: behind what the engine does with these blocks before.
+        """
+        blocks = self._blocks(chunks)
+        for copies, ids in zip(self.groups, blocks, strict=True):
+            has = chunks.kept // copies.group.block_tokens
+            ids[:has] = [NULL_BLOCK] * has
+        transfer = Transfer(chunks.request_id, union(blocks))
+
+        def move() -> None:
+            self._moves.load(transfer, self._client.key(chunks, worker=True), blocks, event)
+
+        loaded("async")
+        self._waited.append(transfer)
+        self._loads.add(transfer, lambda: self._succeeds(self._client.load_flow, move, transfer))
+        return transfer
+
+    def fail(self, unserved: Mapping[str, frozenset[int]]) -> None:
+        """Count loads as failed that nobody described: block IDs by request that waits."""
+        for request_id, blocks in unserved.items():
+            transfer = Transfer(request_id, blocks)
+            transfer.end(False)
+            self._waited.append(transfer)
+
+    def take_ended(self) -> tuple[set[str], set[str]]:
+        """Return requests whose loads have ended since the last call, and of them the failed."""
+        ended = [transfer for transfer in self._waited if transfer.result is not None]
+        self._waited = [transfer for transfer in self._waited if transfer not in ended]
+        failed = [transfer for transfer in ended if not transfer.result]
+        self._unfilled.update(*(transfer.blocks for transfer in failed))
+        return {each.request for each in ended}, {each.request for each in failed}
+
+    def take_unfilled(self) -> set[int]:
+        """Return the block IDs of loads that `take_ended` named as failed since the last call."""
+        unfilled, self._unfilled = self._unfilled - {NULL_BLOCK}, set()
+        return unfilled
+
+    def close(self) -> None:
+        """End the threads, and give the server's memory back; waits for copies on their way."""
+        self._server.leave()
+        if self.in_steps is not None:
+            self.in_steps.close()
+        self._stores.close()
+        self._loads.close()
+        self._server.release()
+
+    def _blocks(self, chunks: TokenRange) -> list[list[int]]:
+        return [list(chunks.blocks[copies.group.number]) for copies in self.groups]
+
+    def _succeeds(self, flow: Flow, move: Callable[[], None], transfer: Transfer) -> bool:
+        """Whether a transfer succeeds; a failure is counted, and logged where it is news."""
+        try:
+            move()
+        except Exception as error:  # whatever it is: it costs a hit, and the engine goes on
+            self._failed(flow, transfer.request, error)
+            if flow is self._client.load_flow:
+                fallback("load")
+            return False
+        return True
+
+    def _failed(self, flow: Flow, request_id: str, error: Exception) -> None:
+        if isinstance(error, GivenUpError):
+            reason = error.reason
+        else:
+            reason = type(error).__name__
+            logger.warning(
+                "A %s between the engine and LMCache's server failed: %s "
+                "(docs: troubleshooting#transfer-failed)",
+                flow.direction,
+                error,
+                exc_info=None if isinstance(error, LMCacheXPUError) else error,
+            )
+        flow.failed(reason)
+        if flow is self._client.load_flow and reason not in _PASSING:
+            self._damaged.put(request_id)

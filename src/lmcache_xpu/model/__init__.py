@@ -1,0 +1,1 @@
+"""What a model and its settings say of the KV cache."""

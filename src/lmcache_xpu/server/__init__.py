@@ -1,0 +1,1 @@
+"""The program that runs LMCache's server, and this package's module in it."""

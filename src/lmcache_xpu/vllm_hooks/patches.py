@@ -1,0 +1,284 @@
+"""The attributes of vLLM and LMCache that are replaced.
+
+vLLM's workers don't tell a connector that the weights change, its scheduler goes on wrongly after a
+failed load, LMCache's metrics show a model's directory, and its stock name is to mean our
+connector. Each replacement passes to the original what does not concern our connector. `install`
+puts them in place when the modules that hold them are imported, so that a process which never
+imports one does not do so for this.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import operator
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+import wrapt
+
+from lmcache_xpu import versions
+from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.vllm_hooks.failed_loads import beginning_anew
+
+STANDARD = "lmcache_xpu.gpu_connector.standard.VLLMPagedMemXPUConnectorV2"
+LAYERWISE = "lmcache_xpu.gpu_connector.layerwise.VLLMPagedMemLayerwiseXPUConnector"
+DEVICES_VARIABLE = "LMCACHE_XPU_DEVICES"
+STOCK_VARIABLE = "LMCACHE_XPU_STOCK"
+SERVED = ("xpu", "cpu")
+
+STOCK_NAME, OUR_NAME = "LMCacheConnectorV1", "LMCacheXPUConnector"
+SERVER_NAME = "LMCacheXPUServerConnector"  # a MultiConnector asks for its class by this alone
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """One attribute that is replaced when its module is imported.
+
+    Args:
+        module: where the attribute is.
+        attribute: its name; with a dot, of a class.
+        replace: makes the replacement from the original.
+        cause: why it has to be.
+        optional: some versions do without it.
+    """
+
+    module: str
+    attribute: str
+    replace: Callable[[Any], Any]
+    cause: str
+    optional: bool = False
+
+    @property
+    def name(self) -> str:
+        """The dotted name."""
+        return f"{self.module}.{self.attribute}"
+
+    def __call__(self, module: ModuleType) -> None:
+        """Replace the attribute; does nothing when it is replaced already."""
+        if self.needed(module) and not self.in_place(module):
+            holder, name = self._holder(module)
+            replacement: Any = self.replace(getattr(holder, name))
+            replacement.__lmcache_xpu__ = True
+            setattr(holder, name, replacement)
+
+    def needed(self, module: ModuleType) -> bool:
+        """Whether this version has the attribute, or should have."""
+        return not self.optional or hasattr(*self._holder(module))
+
+    def absent(self) -> bool:
+        """Whether this version lacks the module, and need not have it."""
+        return self.optional and importlib.util.find_spec(self.module) is None
+
+    def in_place(self, module: ModuleType) -> bool:
+        """Whether the attribute is a replacement made here."""
+        return "__lmcache_xpu__" in vars(inspect.getattr_static(*self._holder(module)))
+
+    def _holder(self, module: ModuleType) -> tuple[Any, str]:
+        owner, _, name = self.attribute.rpartition(".")
+        return operator.attrgetter(owner)(module) if owner else module, name
+
+
+@dataclass(frozen=True, slots=True)
+class StockName:
+    """The entry of LMCache's stock name in vLLM's registry, which gets our connector's."""
+
+    module: str = "vllm.distributed.kv_transfer.kv_connector.factory"
+
+    @property
+    def name(self) -> str:
+        """The dotted name."""
+        return f"{self.module}.KVConnectorFactory._registry[{STOCK_NAME}]"
+
+    def __call__(self, module: ModuleType) -> None:
+        """Replace the entry. vLLM has no public way to give a name a second meaning."""
+        registry = module.KVConnectorFactory._registry
+        registry[STOCK_NAME] = registry[OUR_NAME]
+
+    def needed(self, module: ModuleType) -> bool:
+        """Whether the stock name is to mean our connector."""
+        return os.environ.get(STOCK_VARIABLE, "") in ("", "0")
+
+    def in_place(self, module: ModuleType) -> bool:
+        """Whether it does."""
+        registry = module.KVConnectorFactory._registry
+        return registry[STOCK_NAME] is registry.get(OUR_NAME)
+
+
+def _hooking(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the replacement of `WorkerWrapperBase.__getattr__`.
+
+    vLLM's executors reach a worker by way of its wrapper, and all methods of the worker but four
+    through this. So a worker is hooked before its first change of weights, also where our
+    connector comes late: vLLM makes it when the worker exists, and our plug-in may be kept out of
+    the process.
+    """
+
+    @functools.wraps(original)
+    def getattribute(wrapper: Any, name: str) -> Any:
+        if (worker := vars(wrapper).get("worker")) is not None:
+            from lmcache_xpu.vllm_hooks.worker_hooks import hook_worker
+
+            hook_worker(worker)
+        return original(wrapper, name)
+
+    return getattribute
+
+
+# Modules that hold an object which claims any attribute, `__dict__` included.
+UNREADABLE = ("llvmlite.binding.ffi",)
+
+
+def _without_unreadable(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def look_through_modules(*args: Any, **kwargs: Any) -> Any:
+        hidden = {name: sys.modules.pop(name) for name in UNREADABLE if name in sys.modules}
+        try:
+            return original(*args, **kwargs)
+        finally:
+            sys.modules.update(hidden)
+
+    return look_through_modules
+
+
+def _with_served_name(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def labels(metadata: Any) -> Any:
+        served = metadata.served_model_name or metadata.model_name
+        return {**original(metadata), "model_name": served}
+
+    return staticmethod(labels)
+
+
+WORKER_HOOKS = Patch(
+    "vllm.v1.worker.worker_base",
+    "WorkerWrapperBase.__getattr__",
+    _hooking,
+    "its worker tells a connector never that the weights change, which cached KV would outlive",
+)
+SECOND_ENGINES = Patch(
+    "vllm.triton_utils.dispatcher",
+    "_rebind_kernels",
+    _without_unreadable,
+    "on CPU a second engine of a process looks through all modules, and fails on LMCache's",
+    optional=True,
+)
+PATCHES = (
+    WORKER_HOOKS,
+    Patch(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler._handle_invalid_blocks",
+        beginning_anew,
+        "after a load that failed, gives wrong tokens with the runner that XPU uses",
+    ),
+    SECOND_ENGINES,
+    Patch(
+        "lmcache.observability",
+        "PrometheusLogger._metadata_to_labels",
+        _with_served_name,
+        "its metrics, which need no key, have the model's directory as a label",
+    ),
+)
+STOCK = StockName()
+CONNECTOR_MODULE = "lmcache_xpu.vllm_connector"
+
+_installed = False
+
+
+def register(factory: ModuleType) -> bool:
+    """Register our connectors in vLLM's module of these; whether one has the stock name, too."""
+    for name in (OUR_NAME, SERVER_NAME):
+        if name not in factory.KVConnectorFactory._registry:
+            factory.KVConnectorFactory.register_connector(name, CONNECTOR_MODULE, name)
+    if STOCK.needed(factory):
+        STOCK(factory)
+    return STOCK.needed(factory)
+
+
+def install() -> None:
+    """Put the patches in place, now or when their modules are imported. May be called again.
+
+    Does not look at versions: callers ask `versions.allowed` or `versions.check` first.
+    """
+    global _installed
+    if not _installed:
+        _installed = True
+        for patch in PATCHES:
+            wrapt.register_post_import_hook(patch, patch.module)
+
+
+def hook_workers() -> None:
+    """Let a connector of this process hear of changes of the weights; may be called again.
+
+    And let another engine start in the process when this one has ended.
+    """
+    for patch in (WORKER_HOOKS, SECOND_ENGINES):
+        wrapt.register_post_import_hook(patch, patch.module)
+
+
+def served_devices(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Device types that our connector serves; the others keep LMCache's own.
+
+    Raises:
+        SettingsError: the variable names a device that PyTorch does not know.
+    """
+    if not (setting := environment.get(DEVICES_VARIABLE, "").strip()):
+        return SERVED
+    devices = tuple(name.strip() for name in setting.split(","))
+    for name in devices:
+        try:
+            torch.device(name)
+        except RuntimeError:
+            raise SettingsError(
+                f"{DEVICES_VARIABLE}={setting}", "device types, such as 'xpu,cpu'"
+            ) from None
+    return devices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """What `lmcache-xpu status` shows.
+
+    Args:
+        lmcache_version, vllm_version, torch_version: installed, None where missing.
+        tested: LMCache and vLLM are among the tested versions.
+        devices: device type -> the classes that serve it, standard and layerwise.
+        patches: dotted attribute -> whether our replacement is in place.
+    """
+
+    lmcache_version: str | None
+    vllm_version: str | None
+    torch_version: str | None
+    tested: bool
+    devices: dict[str, tuple[str, str]]
+    patches: dict[str, bool]
+
+
+def status() -> Status:
+    """Install the patches in this process, import what they replace, and look."""
+    software = versions.installed()
+    patches = {}
+    if software.lmcache is not None and versions.allowed(software):
+        install()
+        register(importlib.import_module(STOCK.module))
+        for patch in (*PATCHES, STOCK):
+            if isinstance(patch, Patch) and patch.absent():
+                continue
+            module = importlib.import_module(patch.module)
+            if patch.needed(module):
+                patches[patch.name] = patch.in_place(module)
+    return Status(
+        lmcache_version=software.lmcache,
+        vllm_version=software.vllm,
+        torch_version=software.torch,
+        tested=software.tested,
+        devices=dict.fromkeys(served_devices(), (STANDARD, LAYERWISE)),
+        patches=patches,
+    )

@@ -1,0 +1,226 @@
+"""A cache in this process: LMCache's own tiers, asked as a scheduler and a worker ask."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.until import until
+
+from lmcache_xpu.cache.local_cache import (
+    LocalCache,
+    LocalCacheOptions,
+    PromptKeys,
+    Range,
+)
+from lmcache_xpu.errors import SettingsError
+
+pytestmark = [
+    pytest.mark.filterwarnings(rf"ignore::DeprecationWarning:{package}\..*")
+    for package in ("torch", "opentelemetry", "lmcache")
+]
+CHUNK, OBJECT, ROOM = 16, 4096, 64  # tokens, bytes, and objects
+CPU = torch.device("cpu")
+
+
+class Asking:
+    """A scheduler and a worker of a cache with room for 64 objects.
+
+    Args:
+        windows: by KV cache group, the chunks that a hit needs; 0 for all.
+        name: of the engine.
+        options: of the cache, if others.
+    """
+
+    def __init__(
+        self,
+        windows: tuple[int, ...] = (0,),
+        name: str = "one",
+        options: LocalCacheOptions | None = None,
+    ) -> None:
+        options = options or LocalCacheOptions(chunk_tokens=CHUNK, cpu_gib=ROOM * OBJECT / 2**30)
+        self.hits: dict[Any, int] = {}  # by handle of a look-up
+        self.cache = LocalCache.make(engine(name), options, CPU, 1)
+        self.cache.register([OBJECT] * len(windows), windows)
+        self.windows, self._numbers = windows, itertools.count()
+
+    def keys(self, prompt: int, chunks: int) -> PromptKeys:
+        keys = self.cache.prompt_keys("salt")
+        keys.extend([f"{prompt} {number}".encode() for number in range(chunks)])
+        return keys
+
+    def store(self, prompt: int, start: int, end: int) -> int:
+        """Store chunks of a prompt; how many objects there was room for."""
+        number, chunks = next(self._numbers), Range(self.keys(prompt, end), start, end)
+        rows = self.cache.reserve(number, chunks, [()] * len(self.windows))
+        assert self.cache.commit(number) is bool(rows)
+        return len(rows)
+
+    def hit_of(self, handle: Any) -> int | None:
+        if handle not in self.hits and (hit := self.cache.hit_chunks(handle)) is not None:
+            self.hits[handle] = hit
+        return self.hits.get(handle)
+
+    def look_up(self, keys: PromptKeys) -> int:
+        """Return the chunks of a prompt that can be loaded, which are locked."""
+        hit = self.cache.hit_chunks(self.cache.find(keys, len(keys), in_memory=True))
+        assert hit is not None
+        return hit
+
+    def hit(self, prompt: int, chunks: int) -> int:
+        """Return the chunks of a prompt that can be loaded, once they were."""
+        keys, number = self.keys(prompt, chunks), next(self._numbers)
+        if hit := self.look_up(keys):
+            assert self.cache.locate(number, Range(keys, 0, hit))
+            self.cache.release(number)
+        return hit
+
+    def compute(self, prompt: int, chunks: int, step: int) -> None:
+        """Look a prompt up, and store what is missing, so many chunks in a step."""
+        for start in range(self.hit(prompt, chunks), chunks, step):
+            self.store(prompt, start, min(chunks, start + step))
+
+    @property
+    def held(self) -> int:
+        return int(self.cache.memory_use()[0] // OBJECT)
+
+
+def engine(name: str, **parallel: int) -> Any:
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**{"world_size": 1, "data_parallel_index": 0, **parallel}),
+        kv_transfer_config=SimpleNamespace(engine_id=name),
+        model_config=SimpleNamespace(model="model"),
+    )
+
+
+@pytest.fixture
+def asking() -> Any:
+    asking = Asking()
+    yield asking
+    asking.cache.close()
+
+
+def test_both_halves_of_an_engine_share_a_cache_which_ends_with_the_last(asking):
+    again = LocalCache.of_worker(engine("one"))
+    assert again is asking.cache
+    again.close()
+    assert asking.store(1, 0, 4) == 4
+    assert asking.hit(1, 4) == 4
+
+
+def test_a_scheduler_whose_worker_is_in_another_process_is_told_so():
+    with pytest.raises(SettingsError, match="a worker in a process of its own"):
+        LocalCache.of_worker(engine("of nobody"))
+
+
+def test_an_engine_of_several_devices_has_none():
+    with pytest.raises(SettingsError, match="an engine of 2 devices"):
+        LocalCache.make(engine("of two", world_size=2), LocalCacheOptions(), CPU, 1)
+
+
+@pytest.mark.parametrize("options", [{"cpu_gib": 0}, {"disk": "/d"}, {"chunk_tokens": "many"}])
+def test_options_that_are_none_are_refused(options):
+    with pytest.raises(SettingsError, match=r"xpu\.cache"):
+        LocalCacheOptions.read(options)
+
+
+def test_a_prompt_loses_its_end_to_the_next(asking):
+    asking.compute(1, 60, 8)
+    asking.compute(2, 8, 8)
+    assert asking.held == ROOM
+    assert (asking.hit(1, 60), asking.hit(2, 8)) == (56, 8)
+
+
+def test_a_prompt_larger_than_the_memory_keeps_its_beginning(asking):
+    asking.compute(1, 2 * ROOM, 8)
+    assert asking.hit(1, 2 * ROOM) == ROOM
+
+
+def test_what_a_look_up_has_found_is_not_evicted_until_it_is_read_or_unlocked(asking):
+    asking.compute(1, 60, 60)
+    keys = asking.keys(1, 60)
+    assert asking.look_up(keys) == 60
+    assert asking.store(2, 0, 8) == ROOM - 60
+    assert len(asking.cache.locate(-1, Range(keys, 20, 60))) == 40
+    asking.cache.unlock(keys, 60, 0, 20)
+    asking.cache.release(-1)
+    assert asking.store(3, 0, 40) == 40
+
+
+def test_a_hit_that_lacks_a_chunk_is_none(asking):
+    asking.compute(1, 8, 8)
+    assert asking.cache.locate(-1, Range(asking.keys(1, 9), 0, 9)) is None
+
+
+def test_what_is_not_committed_is_found_by_nobody(asking):
+    asking.cache.reserve(-1, Range(asking.keys(1, 8), 0, 8), [()])
+    assert asking.hit(1, 8) == 0
+    assert asking.cache.commit(-1)
+    assert not asking.cache.commit(-1)
+    assert asking.hit(1, 8) == 8
+
+
+def test_of_a_window_only_its_chunks_are_located():
+    asking = Asking((0, 2), "of windows")
+    asking.compute(1, 8, 8)
+    keys = asking.keys(1, 8)
+    assert asking.look_up(keys) == 8
+    places = [row[:2] for row in asking.cache.locate(-1, Range(keys, 0, 8))]
+    assert places == [*((0, number) for number in range(8)), (1, 6), (1, 7)]
+    asking.cache.release(-1)
+    assert asking.cache.forget()
+    assert asking.held == 0
+    asking.cache.close()
+
+
+def test_what_is_on_disk_is_found_by_the_next_engine_and_forgotten_with_the_rest(tmp_path):
+    size = ROOM * OBJECT / 2**30
+    options = LocalCacheOptions(
+        chunk_tokens=CHUNK, cpu_gib=size, disk_path=tmp_path / "disk", disk_gib=1
+    )
+    for number in range(3):
+        asking = Asking(name=f"disk {number}", options=options)
+        keys = asking.keys(1, 8)
+        handle = asking.cache.find(keys, 8, in_memory=False)
+        until(lambda handle=handle, asking=asking: asking.hit_of(handle) is not None)
+        if number == 0:
+            assert asking.hits[handle] == 0
+            asking.store(1, 0, 8)
+            [(_, adapter)] = asking.cache._storage.l2_adapters()
+            until(lambda adapter=adapter: len(adapter._store) == 8)
+        else:
+            assert asking.hits[handle] == (8 if number == 1 else 0)
+            asking.cache.unlock(keys, asking.hits[handle], 0, 8)
+            assert asking.cache.forget()
+        asking.cache.close()
+
+
+@pytest.fixture(scope="module", params=[(0,), (0, 2)], ids=["one group", "two groups"])
+def long_lived(request) -> Any:
+    asking = Asking(request.param, "long-lived")
+    yield asking
+    asking.cache.close()
+
+
+ACTS = st.lists(
+    st.tuples(st.integers(1, 6), st.integers(1, 80), st.sampled_from([3, 8, 20])), max_size=12
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(acts=ACTS)
+def test_what_is_held_of_a_prompt_is_its_beginning(long_lived, acts):
+    """After any stores and hits: the last prompt is held, and of all others no chunk in vain."""
+    asking, groups = long_lived, len(long_lived.windows)
+    assert asking.cache.forget()
+    for prompt, chunks, step in acts:
+        asking.compute(prompt, chunks, step)
+        # The last chunks that fit are of one group more than of another, by a step at most.
+        assert asking.hit(prompt, chunks) >= min(chunks, ROOM // groups - step * (groups - 1))
+        if groups == 1:
+            assert sum(asking.hit(number, 80) for number in range(1, 7)) == asking.held

@@ -1,0 +1,211 @@
+"""What becomes of hits: loads inside steps, loads that requests wait for, or computing."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from lmcache_xpu.connector.load_policy import (
+    COMPUTED_IN_TURN,
+    SMALL_STEPS,
+    Hit,
+    LoadPolicy,
+)
+from lmcache_xpu.transfer.tuning import tuning_of
+
+TUNING = dataclasses.replace(tuning_of("cuda"), loaded_per_computed=32, load_us=2000)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def policy(clock: Clock) -> LoadPolicy:
+    return LoadPolicy("auto", TUNING, clock)
+
+
+def step(policy: LoadPolicy, clock: Clock, tokens: int, seconds: float, *, loads: bool = False):
+    number = policy.begin_step(tokens, loads=loads)
+    clock.now += seconds
+    policy.end_step(number)
+
+
+def measured(policy: LoadPolicy, clock: Clock) -> None:
+    """10,000 tokens a second are computed, 100,000 loaded, and a small step takes 5 ms."""
+    step(policy, clock, 1000, 0.1)
+    step(policy, clock, 16, 0.0)  # behind a large one
+    for _ in range(3):
+        step(policy, clock, 16, 0.005)
+    policy.hear(100_000)
+
+
+@pytest.mark.parametrize(("way", "waits"), [("step", False), ("async", True)])
+def test_a_setting_leaves_no_choice(way, waits: bool, clock):
+    policy = LoadPolicy(way, TUNING, clock)
+    assert policy.waits(Hit(10_000, 1), others=False) == waits
+    assert policy.waits(Hit(1, 10_000), others=True) == waits
+    measured(policy, clock)
+    assert not policy.computes(Hit(1, 10_000))
+
+
+def test_where_nobody_else_waits_for_a_token_a_load_is_inside_its_step(policy: LoadPolicy):
+    assert not policy.waits(Hit(10**6, 1), others=False)
+
+
+def test_before_anything_is_measured_a_ratio_stands_for_speeds(policy: LoadPolicy):
+    assert not policy.waits(Hit(3200, 100), others=True)
+    assert policy.waits(Hit(3201, 100), others=True)
+
+
+@pytest.mark.parametrize(("loaded", "waits"), [(1400, False), (1600, True)])
+def test_a_load_that_its_step_would_hide_is_inside_it(policy, clock, loaded: int, waits: bool):
+    measured(policy, clock)
+    assert policy.waits(Hit(loaded, 100), others=True) == waits  # 5 ms + 10 ms
+
+
+def test_a_part_of_a_prompt_that_vllm_does_not_wait_for_counts_in_the_step_behind_it(policy, clock):
+    for _ in range(3):
+        step(policy, clock, 1000, 0.001)
+        step(policy, clock, 1000, 0.001)
+        step(policy, clock, 500, 0.248)  # all of it
+        step(policy, clock, 16, 0.005)
+    policy.hear(100_000)
+    # 2,500 tokens take a quarter of a second; newer steps count more.
+    assert not policy.waits(Hit(7_000, 1000), others=True)
+    assert policy.waits(Hit(20_000, 1000), others=True)
+
+
+def test_steps_with_loads_inside_and_without_tokens_say_nothing(policy, clock):
+    measured(policy, clock)
+    step(policy, clock, 1000, 5.0, loads=True)
+    step(policy, clock, 16, 5.0, loads=True)
+    step(policy, clock, 16, 0.005)
+    step(policy, clock, 0, 5.0)
+    assert policy.waits(Hit(1600, 100), others=True)
+
+
+def test_a_few_slow_steps_are_not_what_a_step_takes(policy, clock):
+    measured(policy, clock)
+    for _ in range(SMALL_STEPS):
+        step(policy, clock, 16, 0.005)
+    for _ in range(3):
+        step(policy, clock, 16, 0.5)
+    assert policy.waits(Hit(1600, 100), others=True)
+
+
+def test_steps_of_some_hundred_tokens_are_no_small_ones(policy, clock):
+    """What they take would count as what any step takes, and hits would be computed for it."""
+    measured(policy, clock)
+    for _ in range(SMALL_STEPS):
+        step(policy, clock, 300, 0.03)
+    assert not policy.computes(Hit(256, 32))
+
+
+def test_a_step_begins_when_the_one_before_has_ended(policy, clock):
+    """With asynchronous scheduling vLLM decides on a step while another one runs."""
+    measured(policy, clock)
+    running = policy.begin_step(16, loads=False)
+    for _ in range(SMALL_STEPS):
+        following = policy.begin_step(16, loads=False)
+        clock.now += 0.005
+        policy.end_step(running)
+        running = following
+    assert policy.waits(Hit(1600, 100), others=True)
+
+
+def test_what_was_never_begun_is_not_ended(policy: LoadPolicy):
+    policy.end_step(None)
+    policy.end_step(7)
+    assert policy.waits(Hit(3201, 100), others=True)
+
+
+def test_a_step_of_whose_end_vllm_says_nothing_disturbs_no_other(policy, clock):
+    """Behind the last answer comes a step without tokens. Hours later there are requests again."""
+    for _ in range(SMALL_STEPS):
+        measured(policy, clock)
+        policy.begin_step(0, loads=False)
+        clock.now += 3600
+    assert policy.waits(Hit(1600, 100), others=True)
+    assert not policy.waits(Hit(1400, 100), others=True)
+    assert not policy.computes(Hit(10_000, 1))
+
+
+def test_a_step_without_tokens_does_not_wait_for_the_part_of_a_prompt_before_it(policy, clock):
+    measured(policy, clock)
+    step(policy, clock, 1000, 0.001)
+    step(policy, clock, 0, 0.001)
+    step(policy, clock, 16, 0.1)  # that part
+    assert max(policy._small_steps_s) < 0.01
+
+
+# What is computed, though it could be loaded
+
+
+def test_nothing_is_computed_before_computing_was_measured(policy: LoadPolicy, clock):
+    policy.hear(1.0)
+    assert not policy.computes(Hit(256, 1))
+    step(policy, clock, 16, 0.005)
+    assert not policy.computes(Hit(256, 1))
+
+
+@pytest.mark.parametrize(
+    ("hit", "computes"),
+    [
+        (Hit(40, 1), True),  # with one token or with 41 a step takes 5 ms
+        (Hit(70, 1), True),  # 7.1 ms, and a load takes 2.7
+        (Hit(90, 1), False),  # 9.1 ms; a load 2.9
+        (Hit(20, 500), True),  # 2 ms more than 50; a load 2.2
+        (Hit(30, 500), False),  # 3 ms; a load 2.3
+        (Hit(10_000, 1), False),
+    ],
+)
+def test_few_tokens_are_computed_beside_others(policy, clock, hit: Hit, computes: bool):
+    measured(policy, clock)
+    assert policy.computes(hit) == computes
+
+
+@pytest.mark.parametrize(("loaded_per_s", "computes"), [(9_000, True), (12_000, False)])
+def test_what_a_slow_link_would_load_is_computed(policy, clock, loaded_per_s, computes: bool):
+    measured(policy, clock)
+    for _ in range(40):
+        policy.hear(loaded_per_s)
+    assert policy.computes(Hit(4096, 1)) == computes  # computed in 0.41 s
+
+
+def test_now_and_then_a_hit_is_loaded_to_see_whether_it_still_is(policy, clock):
+    measured(policy, clock)
+    for _ in range(40):
+        policy.hear(1000)
+    hit = Hit(4096, 1)
+    for _ in range(2):
+        assert [policy.computes(hit) for _ in range(COMPUTED_IN_TURN)] == [True] * COMPUTED_IN_TURN
+        assert not policy.computes(hit)
+    for _ in range(8):
+        policy.hear(50_000)
+    assert not policy.computes(hit)
+
+
+@pytest.mark.parametrize("way", ["always", "step", "async"])
+def test_settings_that_compute_no_hit(way, clock):
+    policy = LoadPolicy(way, TUNING, clock)
+    measured(policy, clock)
+    policy.hear(1.0)
+    assert not policy.computes(Hit(4096, 1))
+
+
+def test_a_mean_of_speeds_counts_what_was_measured(policy, clock):
+    measured(policy, clock)
+    policy.hear(None)
+    policy.hear(200_000)
+    assert policy._loaded_per_s == 125_000

@@ -1,0 +1,204 @@
+"""What is done for a load before its step: questions to the server, and its first layers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+from support.lending import Answer
+from support.step_loading import (
+    KEY,
+    LAYERS,
+    LOADED,
+    OTHERS,
+    STORED,
+    failures,
+    unchanged,
+)
+from support.step_loading import engine as engine  # a fixture
+from support.step_loading import stored as stored  # a fixture
+
+from lmcache_xpu.copies import step_loads
+from lmcache_xpu.copies.in_flight import Phase
+
+
+def test_what_was_asked_before_the_step_is_asked_once(stored):
+    stored.client.calls.clear()
+    stored.ask_early()
+    stored.loads.begin_step(LOADED)  # ends an earlier step, and not this question
+    stored.ask(named=False)  # nor is the key made again
+    stored.loads.end_early()
+    stored.begin(whole=False)
+    assert all(stored.look(name, LOADED) for name in LAYERS)
+    stored.loads.end()
+    assert not stored.loads.take()
+    assert stored.client.calls == ["prepare_retrieve", "commit_retrieve"]
+
+
+def test_a_chunk_that_can_not_be_named_fails_its_load_alone(stored):
+    count = failures("load", "ZeroDivisionError")
+    stored.ask_early(named=False)
+    stored.loads.begin_step(LOADED)
+    stored.ask(named=False)
+    stored.begin(whole=False)
+    stored.loads.end()
+    assert set(stored.loads.take()) == set(LOADED)
+    assert failures("load", "ZeroDivisionError") == count + 1
+
+
+def test_what_was_asked_for_no_step_is_given_back(stored):
+    stored.client.calls.clear()
+    stored.ask_early()
+    stored.loads.begin_step(())
+    stored.loads.end_early()
+    assert stored.client.calls == ["prepare_retrieve", "commit_retrieve"]
+    assert not stored.loads.busy
+    assert stored.load() == [True] * len(LAYERS)  # it is asked anew
+
+
+def test_a_request_is_asked_for_once_however_often_the_scheduler_says_so(stored):
+    stored.client.calls.clear()
+    stored.ask_early()
+    stored.ask_early(named=False)
+    stored.loads.begin_step(())
+    stored.loads.end_early()
+    assert stored.client.calls == ["prepare_retrieve", "commit_retrieve"]
+
+
+def test_a_question_of_another_range_fails_its_load_and_writes_nothing(stored):
+    count = failures("load", "TransferError")
+    stored.ask_early(start=8)
+    stored.load(looks=False)
+    assert set(stored.loads.take()) == set(LOADED)
+    assert failures("load", "TransferError") == count + 1
+    assert not stored.look(LAYERS[0], LOADED)
+    assert stored.client.calls.count("commit_retrieve") == 1  # nothing of it is read any more
+
+
+def test_a_server_that_is_lost_before_the_step_fails_the_load_in_it(stored):
+    count = failures("load", "server")
+    stored.healthy.clear()
+    stored.ask_early()
+    stored.load(looks=False)
+    assert set(stored.loads.take()) == set(LOADED)
+    assert failures("load", "server") == count + 1
+
+
+def test_what_needs_no_answer_of_the_server_is_done_while_it_looks(stored, monkeypatch):
+    """Of all loads of the step: the server answers one after another."""
+    done = []
+    plan, answer = stored.copies.beside_layers, stored.transfers._server.answer
+
+    def planned(*arguments):
+        done.append("planned")
+        return plan(*arguments)
+
+    def answered(*arguments, **how):
+        done.append("answered")
+        return answer(*arguments, **how)
+
+    monkeypatch.setattr(stored.copies, "beside_layers", planned)
+    monkeypatch.setattr(stored.transfers._server, "answer", answered)
+    stored.loads.begin_step(LOADED + OTHERS)
+    for name, blocks in (("first", LOADED), ("second", OTHERS)):
+        stored.ask(blocks, request_id=name)
+    stored.begin(whole=True)
+    stored.loads.end()
+    assert done == ["planned", "planned", "answered", "answered"]
+    for layer, before in zip(stored.caches.values(), stored.before, strict=True):
+        assert torch.equal(layer[LOADED], before[STORED])
+        assert torch.equal(layer[OTHERS], before[STORED])
+
+
+def test_a_load_that_can_not_be_planned_costs_no_other(stored, monkeypatch):
+    plan, count = stored.copies.beside_layers, failures("load", "ZeroDivisionError")
+    monkeypatch.setattr(
+        stored.copies,
+        "beside_layers",
+        lambda chunks, *rest: 1 // 0 if OTHERS[0] in chunks[0] else plan(chunks, *rest),
+    )
+    stored.loads.begin_step(LOADED + OTHERS)
+    for name, blocks in (("first", OTHERS), ("second", LOADED)):
+        stored.ask(blocks, request_id=name)
+    stored.begin(whole=True)
+    stored.loads.end()
+    assert set(stored.loads.take()) == set(OTHERS)
+    assert failures("load", "ZeroDivisionError") == count + 1
+    assert stored.client.calls.count("commit_retrieve") == 2  # nothing of either is read any more
+    assert torch.equal(stored.caches[LAYERS[0]][LOADED], stored.before[0][STORED])
+
+
+@pytest.fixture
+def begun(stored):
+    """A step that has been decided on, whose load was asked for before."""
+    stored.client.calls.clear()
+    stored.ask_early()
+    stored.loads.begin_step(LOADED)
+    stored.ask(named=False)
+    stored.loads.end_early()
+    stored.loads.begin_answered(4, scheduling=True)
+    return stored
+
+
+def test_layers_come_before_a_worker_hears_of_the_step(begun):
+    assert begun.loads._in_flight.phase is Phase.SCHEDULING
+    first = begun.caches[LAYERS[0]]
+    assert torch.equal(first[LOADED], begun.before[0][STORED])
+    begun.begin()
+    assert all(begun.look(name, LOADED) for name in LAYERS)
+    begun.loads.end()
+    assert not begun.loads.take()
+    assert not begun.loads.busy
+    assert begun.client.calls == ["prepare_retrieve", "commit_retrieve"]
+
+
+def test_a_step_that_vllm_gives_up_before_a_worker_hears_of_it_leaves_nothing(begun):
+    begun.loads.begin_step(())  # the next one
+    assert not begun.loads.busy
+    assert begun.client.calls == ["prepare_retrieve", "commit_retrieve"]
+    assert set(begun.loads.take()) == set(LOADED)
+    assert begun.load() == [True] * len(LAYERS)
+
+
+def test_a_step_that_loads_nothing_in_the_end_lets_the_next_begin_early(stored, monkeypatch):
+    with monkeypatch.context() as planted:
+        planted.setattr(stored.copies, "beside_layers", lambda *_: 1 // 0)
+        stored.load(looks=False)
+    stored.ask_early()
+    stored.loads.begin_step(LOADED)
+    stored.ask(named=False)
+    stored.loads.begin_answered(4, scheduling=True)
+    stored.begin()
+    assert all(stored.look(name, LOADED) for name in LAYERS)
+
+
+def test_what_the_server_has_not_answered_begins_when_it_has(stored, monkeypatch):
+    client, late = stored.client, Answer(comes=False)
+    ask = client.prepare_retrieve
+    late._result = ask(KEY, 1).result()
+    monkeypatch.setattr(client, "prepare_retrieve", lambda *_: late)
+    stored.ask_early()
+    stored.loads.begin_step(LOADED)
+    stored.ask(named=False)
+    for scheduling in (True, False):
+        stored.loads.begin_answered(4, scheduling=scheduling)
+        assert unchanged(stored, LOADED)
+    late._done.set()
+    stored.loads.begin(whole=False)
+    assert all(stored.look(name, LOADED) for name in LAYERS)
+    stored.loads.end()
+    assert not stored.loads.take()
+
+
+def test_a_load_that_vllm_never_began_is_given_back(stored, monkeypatch):
+    stored.client.calls.clear()
+    monkeypatch.setattr(stored.transfers._server, "answer", lambda *_, **__: 1 // 0)
+    monkeypatch.setattr(step_loads, "SOON_S", 0.0)
+    monkeypatch.setattr(Answer, "wait", lambda *_: False)
+    stored.loads.begin_step(LOADED)
+    stored.ask()
+    stored.loads.begin_answered(4)
+    stored.loads.end()
+    assert stored.client.calls == ["prepare_retrieve", "commit_retrieve"]
+    assert set(stored.loads.take()) == set(LOADED)
