@@ -123,6 +123,17 @@ def test_an_engine_of_several_devices_has_none():
         LocalCache.make(engine("of two", world_size=2), LocalCacheOptions(), CPU, 1)
 
 
+def test_room_is_made_in_one_piece_among_objects_of_another_size(asking):
+    """Two models, or the KV cache groups of one, share a memory."""
+    for prompt in range(ROOM):
+        asking.store(prompt, 0, 1)
+    for prompt in range(0, ROOM, 2):  # between these are the ones that go first
+        asking.hit(prompt, 1)
+    asking.cache.register([4 * OBJECT], (0,))
+    assert asking.store(1000, 0, 4) == 4
+    assert asking.hit(1000, 4) == 4
+
+
 @pytest.mark.parametrize("options", [{"cpu_gib": 0}, {"disk": "/d"}, {"chunk_tokens": "many"}])
 def test_options_that_are_none_are_refused(options):
     with pytest.raises(SettingsError, match=r"xpu\.cache"):

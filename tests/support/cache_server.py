@@ -37,9 +37,11 @@ class CacheServer:
         self.url = self.address = f"ipc://{self.socket}"
         self.log = log
         values = {"model": "any", "device": "cpu", "cpu_gib": 0.25, "cache": "server", **settings}
-        if states:  # chunks of one block, as `launch.model_support.with_layers` has them
-            values.setdefault("chunk_tokens", 1)
-        self._command = server_command(Settings.load(values), self.socket)
+        loaded = Settings.load(values)
+        if states and "chunk_tokens" not in settings:
+            # Chunks of one block, as `launch.model_support.with_layers` has them.
+            loaded = loaded.model_copy(update={"chunk_tokens": 1})
+        self._command = server_command(loaded, self.socket)
         self._process: subprocess.Popen[bytes] | None = None
 
     @property

@@ -25,6 +25,7 @@ from typing import Any
 
 from support import newer_runner
 from support.cache_server import CacheServer
+from support.call_counts import CallCounts
 from support.probes import end_with
 from support.real_engine import CHUNK, LENGTHS, Engine, hit, prompt, sampling
 from support.server_workers import (
@@ -171,9 +172,24 @@ def failed_loads(engine: Engine, loads: str) -> dict[str, Any]:
     return report
 
 
-def local(engine: Engine, loads: str) -> dict[str, Any]:
+def walk(engine: Engine, calls: CallCounts) -> dict[str, Any]:
+    """Which functions of this package a store and a hit run."""
+    engine.forget()
+    tokens = prompt(LENGTHS[HIT] + 1)  # of no other prompt
+    report = {}
+    for name in ("store", "hit"):
+        with calls.counting():
+            engine.ask(tokens)
+            wait_for(engine, busy, until=False)
+        report[name] = calls.report()
+        engine.forget()
+    return report
+
+
+def local(engine: Engine, loads: str, calls: CallCounts) -> dict[str, Any]:
     """A cache in the engine's process."""
     references, report = exact(engine)
+    report["walk"] = walk(engine, calls)
     report["scheduler"] = scheduling(engine)
     if loads == "step":
         report["spoiled"] = spoiled(engine)
@@ -192,12 +208,12 @@ def local(engine: Engine, loads: str) -> dict[str, Any]:
     return report
 
 
-def faults(engine: Engine, server: CacheServer, loads: str) -> dict[str, Any]:
+def faults(engine: Engine, server: CacheServer, loads: str, calls: CallCounts) -> dict[str, Any]:
     from support.other_server import OtherServer
 
     filled = full(engine, server)
     references, report = exact(engine)
-    report |= {"full": filled}
+    report |= {"full": filled, "walk": walk(engine, calls)}
     reference, length = references[HIT], LENGTHS[HIT]
 
     def ask() -> dict[str, Any]:
@@ -377,12 +393,13 @@ def main(step: str, model: str, directory: Path, url: str) -> dict[str, Any]:
         loads = "async" if step == "beside" else "step"
         if step == "newer":
             newer_runner.use()
+        calls = CallCounts()
         if url:
-            return make(model, url, loads).close_after(local, loads)
+            return make(model, url, loads).close_after(local, loads, calls)
         server = CacheServer(directory / "server.log")
         server.start()
         try:
-            return make(model, server.url, loads).close_after(faults, server, loads)
+            return make(model, server.url, loads).close_after(faults, server, loads, calls)
         finally:
             server.kill()
     if step == "find":  # whose scheduler is somebody else's

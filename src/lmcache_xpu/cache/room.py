@@ -113,13 +113,24 @@ class Room:
         """Reserve memory as LMCache's `L1Manager` does, and evict before what is in the way."""
         temporary = dict(zip(keys, is_temporary, strict=True))
         nbytes = self._nbytes(layout_desc)
-        self._evict(len(keys) * nbytes)
-        answers: dict[Any, tuple[Any, Any]] = self._reserve(keys, is_temporary, layout_desc, tag)
-        missing = [key for key in keys if answers[key][0] == L1Error.OUT_OF_MEMORY]
-        # LMCache gives room to all of them or to none.
-        fit = missing[: self._free // nbytes]
-        if fit and len(fit) < len(missing):
-            answers |= self._reserve(fit, [temporary[key] for key in fit], layout_desc, tag)
+        answers: dict[Any, tuple[Any, Any]] = {}
+
+        def reserve(some: list[Any]) -> list[Any]:
+            """Reserve all of these or none, as LMCache does; return all that lack room."""
+            some_temporary = [temporary[key] for key in some]
+            answers.update(self._reserve(some, some_temporary, layout_desc, tag))
+            return [key for key in keys if answers[key][0] == L1Error.OUT_OF_MEMORY]
+
+        needed = len(keys) * nbytes
+        self._evict(needed - self._free)
+        missing = reserve(keys)
+        while missing and self._evict(needed):
+            # Objects of other sizes lie between the free bytes: an object needs them in one piece.
+            needed *= 2
+            missing = reserve(missing)
+        fit = min(len(missing) - 1, self._free // nbytes)
+        while fit > 0 and len(reserve(missing[:fit])) == len(missing):
+            fit //= 2
         return answers
 
     @property
@@ -127,12 +138,10 @@ class Room:
         used, total = self._memory.get_memory_usage()
         return int(total - used)
 
-    def _evict(self, nbytes: int) -> None:
-        """Evict until so many bytes are free, or nothing is left that may go."""
-        if nbytes <= self._free:
-            return
-        kept = set(getattr(self._kept, "keys", ()))
-        while (missing := nbytes - self._free) > 0:
+    def _evict(self, nbytes: int) -> bool:
+        """Evict objects of so many bytes, or all that may go; whether any went."""
+        kept, start, any_gone = set(getattr(self._kept, "keys", ())), self._free, False
+        while (missing := nbytes - (self._free - start)) > 0:
             used, _ = self._memory.get_memory_usage()
             actions = self._policy.get_eviction_actions(
                 min(1.0, missing / max(1, used)),
@@ -142,7 +151,9 @@ class Room:
             gone = sum(answer == L1Error.SUCCESS for answer in answers.values())
             evicted(gone)
             if not gone:
-                return
+                break
+            any_gone = True
+        return any_gone
 
     def _nbytes(self, layout: Any) -> int:
         """Return the bytes that an object takes."""
