@@ -16,8 +16,7 @@ import torch
 
 from lmcache_xpu.metrics import LOAD_CPU, Flow
 from lmcache_xpu.transfer.devices import TransferHandle
-from lmcache_xpu.transfer.host_memory import HostMemory
-from lmcache_xpu.transfer.plan import LayerGroup, Plan
+from lmcache_xpu.transfer.plan import HostMemory, LayerGroup, Plan
 from lmcache_xpu.transfer.staging import Stager
 from lmcache_xpu.transfer.tuning import Tuning
 

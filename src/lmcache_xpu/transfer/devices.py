@@ -12,7 +12,7 @@ import importlib.util
 import logging
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ class Event:
 
     Args:
         device: of the stream.
-        timed: `seconds_until` will be called.
+        timed: whether `seconds_until` will be called.
     """
 
     def __init__(self, device: torch.device, *, timed: bool = False) -> None:
@@ -89,8 +89,8 @@ class SideStream:
 
     Args:
         device: of the engine.
-        urgent: its operations go before the engine's. Right for short kernels, which would else
-            wait for milliseconds while the link is idle. Copies gain nothing from it.
+        urgent: whether its operations go before the engine's. Right for short kernels, which would
+            else wait while the link is idle. Copies gain nothing from it.
     """
 
     def __init__(self, device: torch.device, *, urgent: bool) -> None:
@@ -120,7 +120,7 @@ def is_host(device: torch.device) -> bool:
 
 
 def address_table(addresses: Sequence[int]) -> torch.Tensor:
-    """Addresses as `[n]` int64 on the host, those from 2**63 on as two's complement.
+    """Return addresses as `[n]` int64 on the host, those from 2**63 on as two's complement.
 
     An Intel GPU's lie at the top of the 64-bit space, where a signed number would overflow. Kernels
     and drivers take the same 64 bits as a pointer.
@@ -130,16 +130,13 @@ def address_table(addresses: Sequence[int]) -> torch.Tensor:
     """
     if not addresses:
         return torch.empty(0, dtype=torch.int64)
-    # A third of the time that torch takes for a list of Python's numbers.
     return torch.frombuffer(array("Q", addresses), dtype=torch.int64)
 
 
 def register_host(address: int, size: int, device: torch.device) -> bool:
-    """Pin memory that is allocated already, `size` bytes at `address`.
+    """Pin `size` bytes at `address` that are allocated already; return whether that worked.
 
-    Returns whether that worked.
-
-    CUDA's call is in its runtime, XPU's comes with vLLM. Without it copies go by way of pinned
+    CUDA's call is in its runtime, XPU's comes with vLLM. Without it copies go through other pinned
     memory, so no error in it ends the engine.
     """
     try:
@@ -199,18 +196,16 @@ def most_pinned(device: torch.device) -> int | None:
     return pool_memory.limit(torch.xpu.get_device_properties(device).total_memory)
 
 
-def batched_copy(
-    device: torch.device,
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None:
-    """Return vLLM's operation that enqueues many copies at once; None where it does not help.
+def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor of the host on a device, copied in the current stream; waits for nothing.
 
-    It takes sources, targets (addresses) and sizes in bytes, `[n]` int64 on the host each, and
-    enqueues in the current stream. On CUDA the driver takes them as one. XPU's operation of that
-    name first copies what the host has on the host (vllm-xpu-kernels, csrc/utils/mem_cpy.cpp).
+    From pageable memory the copy would wait for all of the stream. PyTorch keeps the pinned memory
+    until the copy is done, and reuses it.
     """
-    if device.type != "cuda":
-        return None
-    return getattr(torch.ops._C_cache_ops, "swap_blocks_batch", None)
+    if is_host(device):
+        return tensor
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return pinned.copy_(tensor).to(device, non_blocking=True)
 
 
 def has_triton(device: torch.device) -> bool:

@@ -1,7 +1,6 @@
 """Gather and scatter between the paged view and contiguous memory, in plain torch operations.
 
-Right on every device, layout and dtype, because it moves integers as wide as alignment allows
-and never looks at what they mean. It is the oracle of faster kernels.
+They move integers as wide as alignment allows, whatever the layout and the dtype.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class TorchTransfer:
             for layer in view.tensors
         )
         flat = [window for layer in windows for window in layer]
-        # Only moved, never computed with: 1.3 times as fast as int64 on CPU.
+        # Complex numbers, only moved and never computed with, are faster than int64 on CPU.
         wide = all(
             w.dtype == torch.int64 and w.shape[1] % 2 == 0 and w.storage_offset() % 2 == 0
             for w in flat

@@ -1,8 +1,7 @@
 """Gather and scatter as one Triton kernel: all layers and planes of a chunk in one launch.
 
-Only what Triton's CUDA, ROCm and Intel backends all have: integer loads and stores with masks,
-pointers made from integers. No tensor descriptors, no inline assembly, no atomics,
-no hints of a vendor.
+Only what Triton's CUDA, ROCm and Intel backends all have: integer loads and stores with masks, and
+pointers made from integers.
 """
 
 from __future__ import annotations
@@ -170,7 +169,7 @@ class TritonTransfer:
     def warm_up(self) -> None:
         """Compile what this view will need, by moving its first row out and in again.
 
-        For an engine that does not use its cache yet. Triton keeps what it compiled on disk.
+        For an engine that does not use its cache yet.
         """
         row = self.first_row()
         self.move_first_row(row, gather=True)
@@ -217,8 +216,7 @@ class TritonTransfer:
         addresses, (rows_tile, tile) = self.addresses[first_layer], self.tile
         planes = words.shape[2] * self.planes
         tiles = -(-count // rows_tile) * -(-self.row // tile) * planes
-        # What is staged moves at the speed of the device's memory, and there the full grid takes
-        # least from the engine.
+        # Staged memory is the device's, whose speed needs the full grid.
         grid = (tiles if table is None else min(tiles, self.direct_programs),)
         _paged_copy[grid](
             addresses,

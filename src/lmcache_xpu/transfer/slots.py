@@ -10,14 +10,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from lmcache_xpu.errors import SlotError
-from lmcache_xpu.transfer.devices import is_host
-from lmcache_xpu.transfer.host_copies import Upload
+from lmcache_xpu.transfer.devices import is_host, upload
 from lmcache_xpu.transfer.paged_view import PagedView
 
 
@@ -38,7 +36,6 @@ class Slots(NamedTuple):
 
 def slots_of(blocks: Sequence[int], block_tokens: int) -> torch.Tensor:
     """Return all slots of at least one block, `[blocks * block_tokens]` int64 on the host."""
-    # A third of the time that torch takes for a list of Python's numbers.
     numbers = torch.frombuffer(array("q", blocks), dtype=torch.int64)
     return (numbers.unsqueeze(1) * block_tokens + torch.arange(block_tokens)).flatten()
 
@@ -85,20 +82,25 @@ def blocks_of(slots: torch.Tensor, block_tokens: int) -> set[int]:
 
 
 class RequestRows:
-    """The rows of a request's chunks, checked; they go to the device when they are needed.
+    """The rows of a request's chunks, checked; copied to the device when they are needed.
 
     Args:
         rows: rows of the request in the paged view, negative where unmapped.
         spans: per chunk its first row, the first one to move, and the row after its last.
-        upload: brings a tensor to the view's device, in the current stream.
+        device: of the view.
+
+    Attributes:
+        totals: rows of each chunk in host memory.
     """
 
-    def __init__(self, rows: Slots, spans: Sequence[tuple[int, int, int]], upload: Upload) -> None:
+    def __init__(
+        self, rows: Slots, spans: Sequence[tuple[int, int, int]], device: torch.device
+    ) -> None:
         self.totals = [end - start for start, _, end in spans]
         self._spans = spans
         self._rows, self._holes = rows  # most requests have no hole: chunks are just slices
-        self._upload = upload
-        self._there: torch.Tensor | None = None  # all of them, once some are needed
+        self._device = device
+        self._on_device: torch.Tensor | None = None  # all of them, once some are needed
         self._made: dict[tuple[int, int], Rows] = {}
 
     def chunks(self, first: int, last: int) -> Rows:
@@ -118,41 +120,18 @@ class RequestRows:
         if not self._holes and starts == moves:
             if starts[1:] != ends[:-1]:
                 parts = [self._rows[start:end] for start, _, end in spans]
-                return Rows(self._upload(torch.cat(parts)), None, total)
-            if self._there is None:
-                self._there = self._upload(self._rows)
-            return Rows(self._there[starts[0] : ends[-1]], None, total)
+                return Rows(upload(torch.cat(parts), self._device), None, total)
+            if self._on_device is None:
+                self._on_device = upload(self._rows, self._device)
+            return Rows(self._on_device[starts[0] : ends[-1]], None, total)
         engine, host, before = [], [], 0
         for start, move, end in spans:
             mapped = (self._rows[move:end] >= 0).nonzero().squeeze(1) + move
             engine.append(self._rows[mapped])
             host.append(mapped - start + before)
             before += end - start
-        there = self._upload(torch.stack([torch.cat(engine), torch.cat(host)]))
-        return Rows(there[0], there[1], total)
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkRows:
-    """The rows of neighbouring chunks of a request, `first` to `last - 1`."""
-
-    request: RequestRows
-    first: int
-    last: int
-
-    def part(self, first: int, last: int) -> ChunkRows:
-        """Return the rows of some of these chunks, counted from the first of them."""
-        return ChunkRows(self.request, self.first + first, min(self.first + last, self.last))
-
-    def total(self, number: int) -> int:
-        """Return the rows of a chunk, counted from the first of them, in host memory."""
-        return self.request.totals[self.first + number]
-
-    def on_device(self, number: int | None = None) -> Rows:
-        """Return the rows on the view's device, or those of a chunk; see `RequestRows.chunks`."""
-        if number is None:
-            return self.request.chunks(self.first, self.last)
-        return self.request.chunks(self.first + number, self.first + number + 1)
+        both = upload(torch.stack([torch.cat(engine), torch.cat(host)]), self._device)
+        return Rows(both[0], both[1], total)
 
 
 def request_rows(
@@ -160,7 +139,6 @@ def request_rows(
     slots: Slots,
     spans: Sequence[tuple[int, int]],
     cached: int = 0,
-    upload: Upload | None = None,
 ) -> RequestRows:
     """Return the rows of each chunk of a request.
 
@@ -169,7 +147,6 @@ def request_rows(
         slots: from `check_slots`, of the whole request.
         spans: first token of each chunk, and the token after its last.
         cached: leading tokens of the request to leave alone, because the engine has them.
-        upload: see `RequestRows`; a plain copy if None.
 
     Raises:
         SlotError: a chunk that is no part of the request; or opaque blocks, and a chunk, the
@@ -197,7 +174,7 @@ def request_rows(
         (start // size, min(end // size, max(start // size, cached_rows)), end // size)
         for start, end in spans
     ]
-    return RequestRows(rows, in_rows, upload or (lambda tensor: tensor.to(view.device)))
+    return RequestRows(rows, in_rows, view.device)
 
 
 def _whole_blocks(slots: torch.Tensor, size: int, spans: Sequence[tuple[int, int]]) -> Slots:

@@ -1,4 +1,4 @@
-"""Chunks between the paged view and host memory, by way of the device where the two differ.
+"""Chunks between the paged view and host memory, staged on the device where the two differ.
 
 Two streams and a ring of device memory: while one piece is copied over the link, the next one is
 gathered (or the last one scattered). The link is the bottleneck by far, so two pieces keep it busy
@@ -26,12 +26,10 @@ from lmcache_xpu.transfer.devices import (
 )
 from lmcache_xpu.transfer.direct import HostKernels
 from lmcache_xpu.transfer.gather_scatter import TorchTransfer
-from lmcache_xpu.transfer.host_copies import HostCopies, PinnedUploads
-from lmcache_xpu.transfer.host_memory import Copies, HostMemory
+from lmcache_xpu.transfer.host_copies import HostCopies, StagingRing
 from lmcache_xpu.transfer.paged_view import PagedView
-from lmcache_xpu.transfer.plan import HostFormat, Piece, Plan
+from lmcache_xpu.transfer.plan import HostFormat, HostMemory, Piece, Plan
 from lmcache_xpu.transfer.slots import Slots, request_rows
-from lmcache_xpu.transfer.staging_ring import StagingRing
 from lmcache_xpu.transfer.tuning import Tuning, tuning_of
 
 if TYPE_CHECKING:  # not everywhere there is Triton
@@ -42,14 +40,14 @@ class Stager:
     """Stores and loads chunks of one paged view.
 
     Calls only enqueue, and wait for nothing, as long as host memory is pinned (see `HostCopies`).
-    Whoever calls for several layer groups that lie in one memory gives it as one `HostMemory`.
+    Whoever calls for several layer groups that lie in one memory passes it as one `HostMemory`.
 
     Args:
         view: the engine's KV cache.
         staging_bytes: device memory of all buffers, see `StagingRing.allocate`. None is used where
             the view is on the host.
-        in_place: memory on the view's device is not staged. Off for tests, which then take an
-            accelerator's way on the host.
+        in_place: memory on the view's device is not staged. Off for tests, which then stage on the
+            host as on an accelerator.
         register: pins memory that is not, by address and size.
 
     Raises:
@@ -65,7 +63,6 @@ class Stager:
         register: Callable[[int, int, torch.device], bool] = register_host,
     ) -> None:
         self.view = view
-        self._row_bytes = view.row_size * view.dtype.itemsize
         self._in_place = in_place
         self._transfer = transfer_of(view)
         self._transfer.warm_up()
@@ -77,8 +74,7 @@ class Stager:
             self._ring = StagingRing.allocate(staging_bytes, view.device)
         self.buffer_bytes = self._ring.buffer_bytes
         self._host = HostCopies(view.device, self.buffer_bytes, register)
-        self._upload = PinnedUploads(view.device)
-        self._direct = HostKernels.of(self._transfer, view.device, self._host, self._upload)
+        self._direct = HostKernels.of(self._transfer, view.device, self._host)
 
     def pin(self, pool: torch.Tensor) -> None:
         """Pin memory that copies will go from and to, if it is not; that takes seconds for GiB."""
@@ -108,8 +104,9 @@ class Stager:
         starts: Sequence[int] = (0,),
     ) -> Plan:
         """Return where the chunks of a request go; see `slots.request_rows` and `Plan`."""
-        rows = request_rows(self.view, slots, spans, cached, self._upload)
-        return Plan(form, rows, self._row_bytes, self.buffer_bytes, starts)
+        rows = request_rows(self.view, slots, spans, cached)
+        row_bytes = self.view.row_size * self.view.dtype.itemsize
+        return Plan(form, rows, row_bytes, self.buffer_bytes, starts)
 
     def follow_engine(self) -> None:
         """Order what follows after what the engine has enqueued so far."""
@@ -199,7 +196,7 @@ class Stager:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Wait, after an error in a store or a load, for the part of it that is on its way.
+        """Wait, after an error in a store or a load, for the part of it that was enqueued.
 
         The caller then gives its blocks and its host memory to others.
         """
@@ -215,36 +212,28 @@ class Stager:
         handle.begun.record(stream)
         return handle
 
-    def _copies(self, part: Piece, memory: HostMemory) -> Copies | None:
-        """Return the copies of a part of a piece where they go in batches; see `HostCopies`."""
-        if not self._host.copies_in_batches:
-            return None
-        return part.segments.copies(memory.addresses[part.chunks.start : part.chunks.stop])
-
     def _store_staged(self, part: Piece, memory: HostMemory, first_layer: int) -> None:
-        chunks = memory[part.chunks.start : part.chunks.stop]
-        pinned, copies = self._host.pinned(memory), self._copies(part, memory)
+        pinned, segments = self._host.pinned(memory), part.segments(memory)
         with self._kernels.current():
             buffer = self._ring.take(part.nbytes)
-            rows = part.rows.on_device()
+            rows = part.rows.chunks(part.chunks.start, part.chunks.stop)
             if rows.host is not None:  # rows that stay must survive the copy back
-                self._host.load(buffer.memory, chunks, part.segments, pinned=pinned, copies=copies)
+                self._host.load(buffer.memory, segments, pinned=pinned)
             layer = first_layer + part.layers.start
             self._transfer.gather(rows, part.staged(buffer.memory), layer)
             buffer.filled.record()
         with self._link.current():
             buffer.filled.wait()
-            self._host.store(chunks, part.segments, buffer.memory, pinned=pinned, copies=copies)
+            self._host.store(segments, buffer.memory, pinned=pinned)
             buffer.free.record()
 
     def _load_staged(self, part: Piece, memory: HostMemory, first_layer: int) -> None:
-        chunks = memory[part.chunks.start : part.chunks.stop]
-        pinned, copies = self._host.pinned(memory), self._copies(part, memory)
+        pinned, segments = self._host.pinned(memory), part.segments(memory)
         with self._link.current():
             buffer = self._ring.take(part.nbytes)
-            self._host.load(buffer.memory, chunks, part.segments, pinned=pinned, copies=copies)
+            self._host.load(buffer.memory, segments, pinned=pinned)
             # In this stream, or they would be copied behind all pieces that are enqueued.
-            rows = part.rows.on_device()
+            rows = part.rows.chunks(part.chunks.start, part.chunks.stop)
             self._kernels.reads(rows.engine, rows.host)
             buffer.filled.record()
         with self._kernels.current():
@@ -269,9 +258,9 @@ class Stager:
         if self._in_place and memory.devices == {self.view.device}:
             move = self._transfer.gather if gather else self._transfer.scatter
             with self._kernels.current():
-                for at, number in enumerate(piece.chunks):
-                    rows, chunk = piece.rows.on_device(at), piece.chunk(memory[number], at)
-                    move(rows, chunk, first_layer + piece.layers.start)
+                for number in piece.chunks:
+                    rows = piece.rows.chunks(number, number + 1)
+                    move(rows, piece.chunk(memory[number]), first_layer + piece.layers.start)
             return True
         if self._direct is None:
             return False
