@@ -55,8 +55,8 @@ def _(chunks: Any) -> Any:
         rows = chunks(self, first, last)
         if last < len(self.totals):
             return rows
-        host = torch.arange(rows.total) if rows.host is None else rows.host
-        return Rows(rows.engine[:-1], host[:-1], rows.total)
+        host = torch.arange(len(rows.engine)) if rows.host is None else rows.host
+        return Rows(rows.engine[:-1], host[:-1])
 
     return wrong
 
@@ -141,5 +141,5 @@ def _(_: Any) -> Any:
 @fault("the kernel takes every row of a chunk", "copies", TritonTransfer, "_launch")
 def _(launch: Any) -> Any:
     return lambda self, rows, *args, **options: launch(
-        self, Rows(rows.engine, None, rows.total), *args, **options
+        self, Rows(rows.engine, None), *args, **options
     )

@@ -26,8 +26,9 @@ class ConnectorOptions:
         layout_hints: `{"kv_layout": name}` as the engine names its memory order.
         opaque_blocks: see `PagedView.from_engine`.
         staging_bytes: see `Stager`.
-        layer_major: of a standard connector: host memory has the shape that LMCache's format
-            says, `[planes, layers, ...]`, and in it the bytes of `[layers, planes, ...]`.
+        layer_major: of a standard connector: host memory has the shape of LMCache's format,
+            `[planes, layers, ...]`, and in it the bytes of `[layers, planes, ...]`, so that a layer
+            of a chunk is one segment. A remote serde, which would look into a chunk, is refused.
     """
 
     chunk_size: int | None = None

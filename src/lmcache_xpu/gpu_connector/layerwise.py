@@ -12,8 +12,7 @@ that of LMCache 0.5.6's `LMCacheEngine.retrieve_layer` and `store_layer`, where 
             next                 layer N - 1 is complete on the host
 
 LMCache gives up its host memory before the last step of the protocol, so a load holds a reference
-until the copies are done. vLLM must not run such a step as one graph:
-`requires_piecewise_for_cudagraph` answers from the setting that LMCache uses.
+until the copies are done.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ from lmcache_xpu.transfer.devices import TransferHandle
 class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
     """Copies chunks of one layer, KV_T2D `[tokens, 2, hidden]` or KV_MLA_FMT `[tokens, hidden]`.
 
-    Ordering is by an event per layer and request. LMCache's `sync` flag is not needed: it is
-    given to one request of a batch alone.
+    Ordering is by an event per layer and request; LMCache's `sync` flag is not needed.
     """
 
     FORMAT = MemoryFormat.KV_T2D
@@ -55,8 +53,8 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
         """Load a request layer by layer; yields `num_layers + 2` times.
 
         The engine's stream waits for a layer with the next step. Host memory is held until its
-        copies are done, also when the generator is closed half-way. A layer that has fewer objects
-        than chunks ends the load there: the slots from the first missing chunk on go to
+        copies are done, also when the generator is closed before its end. A layer that has fewer
+        objects than chunks ends the load there: the slots from the first missing chunk on go to
         `failed_slots`.
 
         Args:

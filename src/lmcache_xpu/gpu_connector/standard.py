@@ -1,10 +1,4 @@
-"""The standard connector: whole chunks of all layers between vLLM's KV cache and LMCache.
-
-With `layer_major` the bytes behind the shape `[2, layers, tokens, hidden]` lie in the order
-`[layers, 2, tokens, hidden]`. A layer of a chunk is then one segment of host memory, and copies are
-twice as large. Nothing but these connectors looks into a chunk; a remote serde that would is
-refused.
-"""
+"""The standard connector: whole chunks of all layers between vLLM's KV cache and LMCache."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What differs between devices, each with its reason; nothing else branches on one.
+"""What differs between devices, each with its reason.
 
-cpu     has no streams: every operation is done when it returns, and engine memory and
-        host memory are the same memory, so there is nothing to stage.
-others  (xpu, cuda, ...) run asynchronously in streams, through device-generic PyTorch,
-        and gather and scatter with a Triton kernel where Triton is installed.
+cpu     has no streams: every operation is done when it returns. Engine memory is host memory, so
+        nothing is staged.
+others  (xpu, cuda, ...) run asynchronously in streams, and gather and scatter with a Triton kernel
+        where Triton is installed.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class Event:
         self._at = 0.0
 
     def record(self, stream: SideStream | None = None) -> None:
-        """Put the event at the end of a stream; of the current one if `stream` is None."""
+        """Put the event at the end of a stream; None for the current one."""
         if self._event is not None:
             self._event.record(None if stream is None else stream.handle)
         else:
             self._at = time.perf_counter()
 
     def wait(self, stream: SideStream | None = None) -> None:
-        """Let a stream wait for the event, or the current one; this thread does not wait."""
+        """Let a stream wait for the event, None for the current one; this thread does not wait."""
         if self._event is not None:
             self._event.wait(None if stream is None else stream.handle)
 
@@ -69,12 +69,12 @@ class Event:
 class TransferHandle(NamedTuple):
     """Points in time of a store or a load."""
 
-    begun: Event
+    started: Event
     done: Event  # the target is complete; the source may be reused
 
     def seconds(self) -> float:
         """Return how long it took, once it is done."""
-        return self.begun.seconds_until(self.done)
+        return self.started.seconds_until(self.done)
 
 
 class StoreHandle(NamedTuple):
@@ -172,10 +172,9 @@ def _warn(device: torch.device, action: str, error: Exception) -> None:
 
 
 def _xpu_call(name: str, address: int, *size: int) -> bool:
-    """Call an operation of vllm-xpu-kernels, of which there are two; False without any.
+    """Call an operation of vllm-xpu-kernels; False without it.
 
-    That of 0.1.15 and 0.1.16 takes a number. The next one (csrc/utils/host_register.cpp) takes a
-    tensor of one uint64, because a number of torch's is signed.
+    Up to 0.1.16 it takes a number, then (csrc/utils/host_register.cpp) a tensor of one uint64.
     """
     operation = getattr(torch.ops._C, name, None)
     if operation is None:
@@ -186,10 +185,9 @@ def _xpu_call(name: str, address: int, *size: int) -> bool:
 
 
 def most_pinned(device: torch.device) -> int | None:
-    """Return the bytes of the largest pinned allocation to ask for; None where nothing limits it.
+    """Return the bytes of the largest pinned allocation to ask for; None without a limit.
 
-    On XPU PyTorch and the driver do (see `pool_memory`). For CUDA LMCache asks the driver itself,
-    which neither rounds nor limits, and the host pins nothing.
+    Only XPU's PyTorch and driver have one, see `pool_memory`.
     """
     if device.type != "xpu":
         return None

@@ -104,7 +104,7 @@ class HostKernels:
     Args:
         transfer: of the view.
         device: of the view.
-        host: knows which memory is pinned.
+        host: looks up which memory is pinned.
     """
 
     def __init__(self, transfer: TritonTransfer, device: torch.device, host: HostCopies) -> None:
@@ -131,7 +131,7 @@ class HostKernels:
         gather: bool,
         idle: bool = False,
     ) -> bool:
-        """Enqueue a piece in the current stream, if kernels can and should move it.
+        """Enqueue a piece in the current stream if kernels can and should move it.
 
         Args:
             piece: some layers of some chunks of the request.
@@ -141,7 +141,7 @@ class HostKernels:
             idle: `suits` holds, so that any size is for kernels.
 
         Returns:
-            Whether it was enqueued. If not, it is for staging.
+            Whether it was enqueued; else it has to be staged.
         """
         if not idle and piece.segment_bytes >= tuning_of(self._device.type).direct_bytes:
             return False

@@ -158,10 +158,10 @@ class TritonTransfer:
         Args:
             rows: of all chunks, one after another.
             table: `[chunks]` int64 on the view's device, an address of each chunk in pinned memory;
-                `aligned` holds. All chunks are of the same size, but the last may be smaller.
+                `aligned` holds. All chunks are of the same size.
             form: the first chunk as `[1, planes, layers, rows, row]`.
             first_layer: of the view.
-            gather: from the view to the host; else the other way.
+            gather: from the view to the host; else from the host to the view.
             offset: bytes from each of these addresses to the chunk's first element.
         """
         self._launch(rows, form, first_layer, gather=gather, table=table, offset=offset)
@@ -183,7 +183,7 @@ class TritonTransfer:
     def move_first_row(
         self, row: torch.Tensor, table: torch.Tensor | None = None, *, gather: bool
     ) -> None:
-        """Move the first row of the view's first layer, in every way that `_launch` compiles.
+        """Move the first row of the view's first layer, in every form that `_launch` compiles.
 
         Args:
             row: bytes as `first_row` makes them, on the device, or in pinned host memory.
@@ -196,7 +196,7 @@ class TritonTransfer:
             words.view(1, self.planes, 1, _WARM_ROWS, self.row),
             words.view(1, 1, _WARM_ROWS, self.planes, self.row).permute(0, 3, 1, 2, 4),
         ):
-            for rows in (Rows(at, None, _WARM_ROWS), Rows(at, at, _WARM_ROWS)):
+            for rows in (Rows(at, None), Rows(at, at)):
                 self._launch(rows, form, 0, gather=gather, table=table)
 
     def _launch(

@@ -190,7 +190,7 @@ class Buffer(NamedTuple):
 
 
 class StagingRing:
-    """Device memory of which each piece takes as much as it has, in turn.
+    """Device memory of which each piece takes as much as it needs, in turn.
 
     Args:
         buffer_bytes: of the largest piece.
@@ -238,10 +238,9 @@ class StagingRing:
         )
 
     def take(self, nbytes: int) -> Buffer:
-        """Return the memory that was used longest ago; the current stream waits for its users.
+        """Return memory for a piece of up to `buffer_bytes`, the one that was used longest ago.
 
-        Args:
-            nbytes: of the piece, at most `buffer_bytes`.
+        The current stream waits for its users.
         """
         size = _aligned(max(1, nbytes))  # each has a place of its own
         start = self._next

@@ -53,7 +53,7 @@ class PagedView:
                 that only whole blocks can be copied (vLLM's CPU attention).
 
         Raises:
-            LayoutError: the layers can't be read, can be read two ways, or differ.
+            LayoutError: the layers can't be read, have two readings, or differ.
         """
         if len(kv_caches) != num_layers:
             raise LayoutError(

@@ -22,12 +22,11 @@ from lmcache_xpu.transfer.slots import RequestRows
 
 Order = Literal["planes", "layers", "rows"]
 
-# The dimensions of a chunk after the first, which counts chunks, by what comes first in them, and
-# where each of planes, layers and rows is then.
+# Where planes, layers and rows are among a chunk's dimensions, by the one that comes first.
 _ORDERS: dict[Order, tuple[int, int, int]] = {
-    "planes": (1, 2, 3),  # planes, layers, rows: LMCache's KV_2LTD and KV_MLA_FMT
-    "layers": (2, 1, 3),  # layers, planes, rows: a few layers are one segment
-    "rows": (3, 1, 2),  # layers, rows, planes: of one layer, LMCache's KV_T2D
+    "planes": (1, 2, 3),  # [planes, layers, rows]: LMCache's KV_2LTD and KV_MLA_FMT
+    "layers": (2, 1, 3),  # [layers, planes, rows]: a few layers are one segment
+    "rows": (3, 1, 2),  # [layers, rows, planes]: of one layer, LMCache's KV_T2D
 }
 
 
@@ -38,8 +37,7 @@ class HostFormat:
     Args:
         layers: in one memory object.
         planes: those of the view.
-        order: `planes`: `[planes, layers, rows, row bytes]`; `layers`: `[layers, planes, rows, row
-            bytes]`; `rows`: `[layers, rows, planes, row bytes]`.
+        order: the dimension that comes first, see `_ORDERS`; the last one is the row's bytes.
     """
 
     layers: int
@@ -128,11 +126,7 @@ class Piece:
             yield self.part(first, first + count)
 
     def segments(self, memory: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the segments as views of the request's chunks, in the order of staged memory.
-
-        Args:
-            memory: bytes, flat, one tensor for each chunk of the request.
-        """
+        """Return the segments as views of `memory`, all chunks of the request, flat bytes each."""
         return [
             memory[number].narrow(0, offset, self.segment_bytes)
             for number in self.chunks
@@ -140,10 +134,9 @@ class Piece:
         ]
 
     def chunk(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return one of the chunks as a view `[1, planes, layers, rows, row bytes]` of its memory.
+        """Return one of the chunks as a view `[1, planes, layers, rows, row bytes]` of `memory`.
 
-        Args:
-            memory: the chunk's bytes, flat; those behind its own are left alone.
+        That is flat bytes; those behind the chunk's own are left alone.
         """
         rows = self.rows.totals[self.chunks.start]
         size = rows * self.form.layers * self.form.planes * self.row_bytes
@@ -152,7 +145,7 @@ class Piece:
         return whole[:, :, self.layers.start : self.layers.stop]
 
     def staged(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return all segments, side by side, as `[chunks, planes, layers, rows, row bytes]`."""
+        """Return all segments side by side as `[chunks, planes, layers, rows, row bytes]`."""
         return self.form.shaped(memory, len(self.chunks), len(self.layers), self.row_bytes)
 
 

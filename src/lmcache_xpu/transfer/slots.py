@@ -1,9 +1,8 @@
 """Slot mappings: from tokens of a request to rows of the paged view.
 
 A slot is `block * tokens per block + token in block`, as vLLM numbers them; a negative slot
-maps to nothing. A row of the view is one token, or one block where blocks are opaque.
-
-All of it is decided on the host, so that nothing here waits for the device.
+maps to nothing. A row of the view is one token, or one block where blocks are opaque. All of it is
+computed on the host, so nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -20,11 +19,10 @@ from lmcache_xpu.transfer.paged_view import PagedView
 
 
 class Rows(NamedTuple):
-    """Which rows of a chunk go to which rows of the paged view."""
+    """Which rows of a chunk, or of several, go to which rows of the paged view."""
 
     engine: torch.Tensor  # [n] int64, row numbers: block * rows per block + row
     host: torch.Tensor | None  # [n] int64, rows of the chunk; None for all of them in order
-    total: int  # rows of the whole chunk
 
 
 class Slots(NamedTuple):
@@ -70,13 +68,10 @@ def check_slots(view: PagedView, slot_mapping: torch.Tensor) -> Slots:
 
 
 def blocks_of(slots: torch.Tensor, block_tokens: int) -> set[int]:
-    """Return the engine's blocks that slots lie in; unmapped slots lie in none.
+    """Return the engine's blocks of slots, which are on the host; unmapped slots have none.
 
-    Args:
-        slots: on the host.
-        block_tokens: tokens of a block, as the engine numbers blocks.
+    A block has `block_tokens` tokens.
     """
-    # Neighbours are in one block nearly always; a Python number for each token takes long.
     blocks = torch.unique_consecutive(slots[slots >= 0] // block_tokens)
     return set(blocks.tolist())
 
@@ -106,8 +101,7 @@ class RequestRows:
     def chunks(self, first: int, last: int) -> Rows:
         """Return the rows of chunks `first` to `last - 1`, one after another, on the view's device.
 
-        They are made once, for all layers. May enqueue a copy in the current stream; waits for
-        nothing.
+        Made once, for all layers. May enqueue a copy in the current stream; waits for nothing.
         """
         if (first, last) not in self._made:
             self._made[first, last] = self._make(first, last)
@@ -115,15 +109,14 @@ class RequestRows:
 
     def _make(self, first: int, last: int) -> Rows:
         spans = self._spans[first:last]
-        total = sum(self.totals[first:last])
         starts, moves, ends = zip(*spans, strict=True)
         if not self._holes and starts == moves:
             if starts[1:] != ends[:-1]:
                 parts = [self._rows[start:end] for start, _, end in spans]
-                return Rows(upload(torch.cat(parts), self._device), None, total)
+                return Rows(upload(torch.cat(parts), self._device), None)
             if self._on_device is None:
                 self._on_device = upload(self._rows, self._device)
-            return Rows(self._on_device[starts[0] : ends[-1]], None, total)
+            return Rows(self._on_device[starts[0] : ends[-1]], None)
         engine, host, before = [], [], 0
         for start, move, end in spans:
             mapped = (self._rows[move:end] >= 0).nonzero().squeeze(1) + move
@@ -131,7 +124,7 @@ class RequestRows:
             host.append(mapped - start + before)
             before += end - start
         both = upload(torch.stack([torch.cat(engine), torch.cat(host)]), self._device)
-        return Rows(both[0], both[1], total)
+        return Rows(both[0], both[1])
 
 
 def request_rows(

@@ -1,8 +1,8 @@
 """Chunks between the paged view and host memory, staged on the device where the two differ.
 
-Two streams and a ring of device memory: while one piece is copied over the link, the next one is
-gathered (or the last one scattered). The link is the bottleneck by far, so two pieces keep it busy
-beside an idle engine. More of them keep it busy while one of the engine's kernels fills the device.
+While one piece is copied over the link in one stream, the next one is gathered (or the last one
+scattered) in another. Two pieces keep the link busy beside an idle engine, more of them while one
+of the engine's kernels fills the device.
 
 Where engine memory is host memory (CPU), gather and scatter work on host memory directly.
 """
@@ -40,14 +40,13 @@ class Stager:
     """Stores and loads chunks of one paged view.
 
     Calls only enqueue, and wait for nothing, as long as host memory is pinned (see `HostCopies`).
-    Whoever calls for several layer groups that lie in one memory passes it as one `HostMemory`.
+    Calls for several layer groups of the same chunks should pass the same `HostMemory`.
 
     Args:
         view: the engine's KV cache.
         staging_bytes: device memory of all buffers, see `StagingRing.allocate`. None is used where
             the view is on the host.
-        in_place: memory on the view's device is not staged. Off for tests, which then stage on the
-            host as on an accelerator.
+        in_place: memory on the view's device is not staged. Off for tests.
         register: pins memory that is not, by address and size.
 
     Raises:
@@ -92,7 +91,7 @@ class Stager:
 
     @property
     def reaches_host(self) -> bool:
-        """Whether a kernel may move what lies in pinned host memory."""
+        """Whether kernels move pinned host memory."""
         return self._direct is not None
 
     def plan(
@@ -143,7 +142,7 @@ class Stager:
 
         Waits for the copies if host memory is not pinned, and for nothing else.
         """
-        handle, memory = self._begin(self._kernels), HostMemory.of(memory)
+        handle, memory = self._started(self._kernels), HostMemory.of(memory)
         for piece in pieces:
             if self._move_whole(piece, memory, first_layer, gather=True):
                 continue
@@ -169,7 +168,7 @@ class Stager:
         With `idle` the device has nothing else to do meanwhile.
         """
         pieces, memory = list(pieces), HostMemory.of(memory)
-        handle, launched = self._begin(self._link), Event(self.view.device, timed=True)
+        handle, launched = self._started(self._link), Event(self.view.device, timed=True)
         launched.record(self._kernels)
         idle = idle and self.needs_no_copies(pieces, memory)
         staged = False
@@ -184,11 +183,11 @@ class Stager:
             return handle
         handle.done.wait(self._link)  # what is copied next would slow what is needed first
         # Nothing orders the stream of copies before the kernels: its event may not be reached yet.
-        return handle._replace(begun=launched)
+        return handle._replace(started=launched)
 
     def fence(self) -> TransferHandle:
         """Return a handle that is done behind all that was enqueued here, whatever became of it."""
-        handle, copied = self._begin(self._link), Event(self.view.device)
+        handle, copied = self._started(self._link), Event(self.view.device)
         copied.record(self._link)
         copied.wait(self._kernels)
         handle.done.record(self._kernels)
@@ -207,9 +206,9 @@ class Stager:
             self._host.flush()  # or the next store would bring the rest
             raise
 
-    def _begin(self, stream: SideStream) -> TransferHandle:
+    def _started(self, stream: SideStream) -> TransferHandle:
         handle = TransferHandle(*(Event(self.view.device, timed=True) for _ in range(2)))
-        handle.begun.record(stream)
+        handle.started.record(stream)
         return handle
 
     def _store_staged(self, part: Piece, memory: HostMemory, first_layer: int) -> None:
@@ -251,7 +250,7 @@ class Stager:
         gather: bool,
         idle: bool = False,
     ) -> bool:
-        """Move a piece without staging where that can and should be; whether it was moved.
+        """Move a piece unstaged if it can and should be; return whether it was.
 
         Memory on the view's device is moved chunk by chunk, pinned memory by a kernel.
         """

@@ -38,8 +38,6 @@ class Tuning:
         early_groups: of a load that begins before its step, so many groups of up to
             `direct_launch_bytes` come first.
         ahead_bytes: of all loads, bytes that are enqueued beyond what the engine waits for next.
-        async_bytes: of all loads that no step waits for, bytes that are under way behind a step.
-        async_bytes_early: of one of these, bytes that may be under way when vLLM is told of it.
     """
 
     staging_bytes: int = 256 * MIB
@@ -72,8 +70,6 @@ class Tuning:
     early_groups: int = 2
     # More would only take the engine's thread, before its first layer and behind it.
     ahead_bytes: int = 512 * MIB
-    async_bytes: int = 768 * MIB
-    async_bytes_early: int = 512 * MIB
 
 
 # Measured on an NVIDIA H200, `large_row_bytes` on two x86-64 cores. No Intel GPU was measured: its
