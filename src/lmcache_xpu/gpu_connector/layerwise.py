@@ -68,7 +68,8 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
             LayoutError: a KV cache that can't be read.
         """
         cache = self.registered(kwargs.get("kvcaches"))
-        plan = cache.plan(starts, ends, kwargs, loading=True)
+        slots, cached = kwargs.get("slot_mapping"), kwargs.get("vllm_cached_tokens", 0)
+        plan = cache.plan(starts, ends, slots, cached, loading=True)
         count = len(starts)  # of the chunks that are loaded
         handles: list[TransferHandle] = []
         held: list[MemoryObj] = []
@@ -83,7 +84,7 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
                 if len(objs) < count:  # a tier lost the rest since the look-up
                     count = len(objs)
                     self.failed_slots.append(kwargs["slot_mapping"][starts[count] :])
-                    plan = cache.plan(starts[:count], ends[:count], kwargs, loading=True)
+                    plan = cache.plan(starts[:count], ends[:count], slots, cached, loading=True)
                 objs = objs[:count]
                 memory = cache.memory(objs, starts[:count], ends[:count], loading=True)
                 with cache.stager.whole():
@@ -101,7 +102,6 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
                 handles[-1].done.synchronize()
             for memory_obj in held:
                 memory_obj.ref_count_down()
-            cached = kwargs.get("vllm_cached_tokens", 0)
             self._count(LOAD_CPU, starts[:count], ends[:count], _seconds(handles), cached)
         yield
         raise TransferError("a load advanced beyond its end", f"{self.num_layers + 2} steps")
@@ -129,7 +129,7 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
             LayoutError: a KV cache that can't be read.
         """
         cache = self.registered(kwargs.get("kvcaches"))
-        plan = cache.plan(starts, ends, kwargs, loading=False)
+        plan = cache.plan(starts, ends, kwargs.get("slot_mapping"), loading=False)
         if len(memory_objs) != self.num_layers:
             raise TransferError(f"objects of {len(memory_objs)} layers", f"{self.num_layers}")
         memory = [cache.memory(objs, starts, ends, loading=False) for objs in memory_objs]

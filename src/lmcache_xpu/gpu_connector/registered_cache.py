@@ -5,8 +5,7 @@ All checks come before the first byte moves. Negative slots are skipped in both 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from lmcache.v1.memory_management import MemoryObj
@@ -62,7 +61,8 @@ class RegisteredCache:
         self,
         starts: Sequence[int],
         ends: Sequence[int],
-        arguments: Mapping[str, Any],
+        slot_mapping: torch.Tensor | None,
+        cached: int = 0,
         *,
         loading: bool,
     ) -> Plan:
@@ -71,23 +71,21 @@ class RegisteredCache:
         Args:
             starts: first token of each chunk in the request.
             ends: the token after its last.
-            arguments: what LMCache passes along: `slot_mapping` `[tokens]`, one slot per token of
-                the whole request; perhaps `vllm_cached_tokens`, leading tokens that a load leaves
-                alone, because other requests may share their blocks.
+            slot_mapping: `[tokens]`, one slot per token of the whole request.
+            cached: leading tokens that a load leaves alone, because vLLM's own prefix cache has
+                them and other requests may share their blocks.
             loading: from the host.
 
         Raises:
             TransferError: spans that don't fit each other or the slot mapping, bad slots.
         """
-        slot_mapping = arguments.get("slot_mapping")
         if slot_mapping is None:
             raise TransferError("no slot_mapping", "a slot per token as keyword 'slot_mapping'")
         if len(starts) != len(ends):
             raise TransferError(f"{len(starts)} starts and {len(ends)} ends", "as many of each")
         slots = check_slots(self.view, slot_mapping)
         spans = list(zip(starts, ends, strict=True))
-        cached = arguments.get("vllm_cached_tokens", 0) if loading else 0
-        return self.stager.plan(self._format.host, slots, spans, cached)
+        return self.stager.plan(self._format.host, slots, spans, cached if loading else 0)
 
     def memory(
         self,

@@ -42,22 +42,22 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
         Args:
             memory_objs: LMCache's memory, one per chunk.
             starts, ends: first token of each chunk in the request, and the one after its last.
-            kwargs: `kvcaches`, the engine's layers, unless they are those of the last transfer;
-                and the arguments of `RegisteredCache.plan`.
+            kwargs: `slot_mapping`, and perhaps `vllm_cached_tokens`, see `RegisteredCache.plan`;
+                `kvcaches`, the engine's layers, unless they are those of the last transfer.
 
         Raises:
             TransferError: arguments that don't fit; nothing was changed.
             LayoutError: a KV cache that can't be read.
         """
         cache = self.registered(kwargs.get("kvcaches"))
-        plan = cache.plan(starts, ends, kwargs, loading=True)
+        cached = kwargs.get("vllm_cached_tokens", 0)
+        plan = cache.plan(starts, ends, kwargs.get("slot_mapping"), cached, loading=True)
         memory = cache.memory(memory_objs, starts, ends, loading=True)
         cache.stager.follow_engine()  # blocks may have been freed by a step that is running
         with cache.stager.whole():
             handle = cache.stager.load(plan, memory)
         handle.done.wait()  # the engine's stream
         handle.done.synchronize()  # LMCache gives up the host memory when this returns
-        cached = kwargs.get("vllm_cached_tokens", 0)
         self._count(LOAD_CPU, starts, ends, handle.seconds(), cached)
 
     @torch.inference_mode()
@@ -74,7 +74,7 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
         part of the host memory as it is.
         """
         cache = self.registered(kwargs.get("kvcaches"))
-        plan = cache.plan(starts, ends, kwargs, loading=False)
+        plan = cache.plan(starts, ends, kwargs.get("slot_mapping"), loading=False)
         memory = cache.memory(memory_objs, starts, ends, loading=False)
         cache.stager.follow_engine()
         with cache.stager.whole():
