@@ -80,10 +80,7 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
         return self._chunk_format.shape(num_tokens)
 
     def initialize_kvcaches_ptr(self, **kwargs: Any) -> None:
-        """Register the engine's KV cache, given as `kvcaches`; errors as of `registered`.
-
-        Cheap when it is registered already.
-        """
+        """Register the engine's KV cache, if it is passed as `kvcaches`; see `registered`."""
         if (kvcaches := kwargs.get("kvcaches")) is not None:
             self.registered(kvcaches)
 
@@ -91,13 +88,11 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
         """Return the engine's KV cache; a new or a moved one is read, and gets staging memory.
 
         Args:
-            kvcaches: one tensor, or a group of tensors, for each layer; None means those of the
-                last call.
+            kvcaches: see `RegisteredCache`; None means those of the last call.
 
         Raises:
             TransferError: none was ever passed.
-            LayoutError: it can't be read, or is not what this connector was made for.
-            SettingsError: no memory for staging.
+            LayoutError, SettingsError: as of `RegisteredCache`.
         """
         kvcaches = self._kvcaches if kvcaches is None else kvcaches
         if kvcaches is None:
@@ -113,14 +108,7 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
         return self._cache
 
     def pin(self, pool: torch.Tensor) -> None:
-        """Pin LMCache's memory now, when nobody waits, where the device does not reach it yet.
-
-        Args:
-            pool: all of LMCache's CPU memory.
-
-        Raises:
-            TransferError: no KV cache is registered.
-        """
+        """Pin LMCache's CPU memory if it is not; errors as of `registered`."""
         self.registered().stager.pin(pool)
 
     def _is_registered(self, cache: RegisteredCache, kvcaches: Sequence[EngineLayer]) -> bool:

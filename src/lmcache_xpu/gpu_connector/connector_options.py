@@ -84,8 +84,8 @@ class ChunkFormat:
     def shape(self, tokens: int) -> torch.Size:
         """Return the shape of one memory object of some tokens.
 
-        `[planes, layers, tokens, hidden]`, or layerwise `[tokens, planes, hidden]`, without the
-        planes where there is one.
+        `[planes, layers, tokens, hidden]`; layerwise `[tokens, planes, hidden]`, MLA's without
+        planes.
         """
         planes, hidden = self.geometry.planes, self.geometry.hidden
         if self.host.order != "rows":

@@ -118,7 +118,7 @@ class RegisteredCache:
             if kind != checked:
                 size = self._format.object_bytes(*kind, self.view.dtype)
                 checked = kind
-            # Not `tensor`, which makes three views of it: hundreds of chunks wait for this.
+            # Not `tensor`, which makes three views of it, for each of hundreds of chunks.
             raw: torch.Tensor | None = memory_obj.raw_tensor
             if raw is None or not raw.is_contiguous():
                 raise HostMemoryError("memory that is gone or strided", "valid and contiguous")

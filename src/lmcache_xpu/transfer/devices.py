@@ -150,9 +150,9 @@ def register_host(address: int, size: int, device: torch.device) -> bool:
 
 
 def unregister_host(address: int, device: torch.device) -> None:
-    """Undo `register_host`, before the memory goes; waits for nothing that copies from it.
+    """Undo `register_host`, before the memory is freed; waits for no copy.
 
-    No error in it ends the engine: the memory then stays until the process ends.
+    No error in it ends the engine: the memory then stays pinned.
     """
     try:
         if device.type == "cuda":

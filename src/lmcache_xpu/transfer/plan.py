@@ -112,15 +112,15 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are moved, rows that stay included."""
+        """Bytes of all segments."""
         return len(self.chunks) * len(self.offsets) * self.segment_bytes
 
     def part(self, first: int, last: int) -> Piece:
-        """Return the same of this piece's chunks `first` to `last - 1`, counted from its own."""
+        """Return the piece of chunks `first` to `last - 1`, counted from this piece's first."""
         return replace(self, chunks=self.chunks[first:last])
 
     def parts(self, buffer_bytes: int) -> Iterator[Piece]:
-        """Yield the same as few pieces that fit a buffer; one per chunk where none does."""
+        """Yield as few pieces of the same that fit a buffer; one per chunk where none does."""
         count = max(1, buffer_bytes // max(1, len(self.offsets) * self.segment_bytes))
         for first in range(0, len(self.chunks), count):
             yield self.part(first, first + count)

@@ -76,7 +76,7 @@ class Stager:
         self._direct = HostKernels.of(self._transfer, view.device, self._host)
 
     def pin(self, pool: torch.Tensor) -> None:
-        """Pin memory that copies will go from and to, if it is not; that takes seconds for GiB."""
+        """Pin memory that will be copied from and to, if it is not; takes seconds for GiB."""
         if self.buffer_bytes:
             self._host.pinned([pool])
 
@@ -186,7 +186,7 @@ class Stager:
         return handle._replace(started=launched)
 
     def fence(self) -> TransferHandle:
-        """Return a handle that is done behind all that was enqueued here, whatever became of it."""
+        """Return a handle that is done when all that was enqueued here is, also after an error."""
         handle, copied = self._started(self._link), Event(self.view.device)
         copied.record(self._link)
         copied.wait(self._kernels)
