@@ -26,7 +26,6 @@ from rich.table import Table
 
 from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
 from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2
-from lmcache_xpu.transfer.devices import batched_copy
 
 DEVICE = str(torch.accelerator.current_accelerator() or "cpu")
 
@@ -249,7 +248,6 @@ def main(
         facts = {
             "device": torch.get_device_module(DEVICE).get_device_name(),
             "torch": torch.__version__,
-            "batched copies": batched_copy(torch.device(DEVICE)) is not None,
             "seconds": time.perf_counter() - begin,
             "results": [asdict(result) for result in results],
             "overlap_ms": overlap_ms,

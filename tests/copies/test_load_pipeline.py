@@ -16,8 +16,8 @@ from support.tuned import tuned
 from lmcache_xpu.copies.load_pipeline import group_starts
 from lmcache_xpu.gpu_connector import registered_cache
 from lmcache_xpu.transfer.devices import TransferHandle
+from lmcache_xpu.transfer.host_copies import SMALLEST_STAGING_BYTES
 from lmcache_xpu.transfer.staging import Stager
-from lmcache_xpu.transfer.staging_ring import SMALLEST_STAGING_BYTES
 from lmcache_xpu.transfer.tuning import tuning_of
 
 
@@ -173,7 +173,7 @@ def test_a_load_that_fails_half_way_is_reported_and_waited_for():
     """A part of a group may be on its way: its blocks and its memory are not given to others."""
     case = Case()
     case.load()
-    stager = case.connector._registration.register(None).stager
+    stager = case.connector.registered().stager
     fence, real = TransferHandle(Point(), Point()), stager.load
     stager.fence = lambda: fence
 
@@ -223,6 +223,6 @@ def test_a_drafter_s_layer_that_can_t_be_loaded_is_reported():
     def broken(*args, **options):
         raise RuntimeError("planted")
 
-    case.connector._registration.register(None).stager.load = broken
+    case.connector.registered().stager.load = broken
     (missed,) = case.overlap.end_step()
     assert torch.equal(missed, case.slots)

@@ -11,12 +11,11 @@ from fault import Faults
 from support.kernels import TritonTransfer
 
 from lmcache_xpu.gpu_connector import registered_cache
-from lmcache_xpu.gpu_connector.registered_cache import Registration
+from lmcache_xpu.gpu_connector.base import PagedMemConnector
 from lmcache_xpu.transfer import plan, staging
 from lmcache_xpu.transfer.direct import HostKernels
 from lmcache_xpu.transfer.gather_scatter import TorchTransfer
 from lmcache_xpu.transfer.host_copies import HostCopies
-from lmcache_xpu.transfer.host_memory import Segments
 from lmcache_xpu.transfer.paged_view import PagedView
 from lmcache_xpu.transfer.slots import RequestRows, Rows, Slots
 from lmcache_xpu.transfer.staging import Stager
@@ -56,19 +55,22 @@ def _(chunks: Any) -> Any:
         rows = chunks(self, first, last)
         if last < len(self.totals):
             return rows
-        host = torch.arange(rows.total) if rows.host is None else rows.host
-        return Rows(rows.engine[:-1], host[:-1], rows.total)
+        host = torch.arange(len(rows.engine)) if rows.host is None else rows.host
+        return Rows(rows.engine[:-1], host[:-1])
 
     return wrong
 
 
 @fault("tokens that the engine has are overwritten", "copies", staging, "request_rows")
 def _(rows: Any) -> Any:
-    return lambda view, slots, spans, cached, upload: rows(view, slots, spans, 0, upload)
+    return lambda view, slots, spans, cached: rows(view, slots, spans, 0)
 
 
 @fault(
-    "a cache that the engine moved is not looked at anew", "copies", Registration, "_is_registered"
+    "a cache that the engine moved is not looked at anew",
+    "copies",
+    PagedMemConnector,
+    "_is_registered",
 )
 def _(_: Any) -> Any:
     return lambda self, bound, kvcaches: True
@@ -77,7 +79,7 @@ def _(_: Any) -> Any:
 @fault("addresses of another layer's chunks are used", "copies", HostKernels, "_table")
 def _(table: Any) -> Any:
     def wrong(self: HostKernels, piece: plan.Piece, memory: Any) -> Any:
-        first = vars(piece.rows.request).setdefault("tables", {})
+        first = vars(piece.rows).setdefault("tables", {})
         if piece.chunks not in first:  # the memory is kept, too
             first[piece.chunks] = memory, table(self, piece, memory)
         return first[piece.chunks][1]
@@ -110,9 +112,9 @@ def _(stage: Any) -> Any:
 
 @fault("values are taken from where keys are", "copies", plan, "_segments")
 def _(segments: Any) -> Any:
-    def wrong(*args: Any) -> Segments:
-        right = segments(*args)
-        return Segments(right.offsets[:1] * len(right.offsets), right.sizes)
+    def wrong(*args: Any) -> tuple[tuple[int, ...], int]:
+        offsets, size = segments(*args)
+        return offsets[:1] * len(offsets), size
 
     return wrong
 
@@ -139,5 +141,5 @@ def _(_: Any) -> Any:
 @fault("the kernel takes every row of a chunk", "copies", TritonTransfer, "_launch")
 def _(launch: Any) -> Any:
     return lambda self, rows, *args, **options: launch(
-        self, Rows(rows.engine, None, rows.total), *args, **options
+        self, Rows(rows.engine, None), *args, **options
     )

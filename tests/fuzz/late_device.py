@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from turns import LateFuture, Turns
 
 from lmcache_xpu.copies import finisher, late_blocks, moves, transfer_queue, transfers
-from lmcache_xpu.transfer import host_copies, staging, staging_ring
+from lmcache_xpu.transfer import direct, host_copies, slots, staging
 
 ENGINE, KERNELS, COPIES = "engine", "kernels", "copies"
 
@@ -72,20 +72,15 @@ class LateDevice(TorchFunctionMode):
     @contextmanager
     def installed(self) -> Iterator[None]:
         """While this lasts, the package is on this device."""
-        transfer_of, batched_copy = staging.transfer_of, host_copies.batched_copy
-
-        def batched(device: torch.device) -> Callable[..., None] | None:
-            copy = batched_copy(device)
-            return copy and (lambda *copies: self.enqueue(lambda: copy(*copies)))
+        transfer_of = staging.transfer_of
 
         with ExitStack() as stack:
             for place, name, value in (
                 (staging, "Event", self.event),
-                (staging_ring, "Event", self.event),
                 (host_copies, "Event", self.event),
-                (host_copies, "batched_copy", batched),
                 (staging, "SideStream", self.side_stream),
-                (staging, "PinnedUploads", lambda device: self._upload),
+                (slots, "upload", self._upload),
+                (direct, "upload", self._upload),
                 (staging, "transfer_of", lambda view: _late(self, transfer_of(view))),
                 (finisher, "ThreadPoolExecutor", lambda *args: self.finisher),
                 (transfer_queue, "ThreadPoolExecutor", lambda **_: self._new_thread()),
@@ -107,7 +102,7 @@ class LateDevice(TorchFunctionMode):
         self.enqueue(lambda: func(*args, **kwargs))
         return args[0]
 
-    def _upload(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _upload(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         there, copy = torch.zeros_like(tensor), tensor.clone()
         self.enqueue(lambda: there.copy_(copy))
         return there

@@ -18,8 +18,8 @@ from lmcache_xpu.copies.transfer_queue import Transfer
 from lmcache_xpu.copies.transfers import Transfers
 from lmcache_xpu.transfer import staging
 from lmcache_xpu.transfer.devices import StoreHandle, TransferHandle
+from lmcache_xpu.transfer.host_copies import Buffer, StagingRing
 from lmcache_xpu.transfer.staging import Stager
-from lmcache_xpu.transfer.staging_ring import Buffer, StagingRing
 
 FAULTS = Faults()
 fault = FAULTS.add

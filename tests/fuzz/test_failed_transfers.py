@@ -28,7 +28,7 @@ SPANS = ((0, 2), (2, 4), (4, 6))
 @pytest.mark.parametrize("order", ["planes", "rows"])
 def test_nothing_arrives_after_the_error(order, direction, pinned, number):
     """LMCache gives its memory to others, and vLLM computes the blocks anew."""
-    way = ways.Way(order, False, 100, 2, pinned, False)
+    way = ways.Way(order, False, 100, 2, pinned)
     cache, device = Cache(LAYOUT, 1), LateDevice(())
     connector = ways.connect(LAYOUT, way)
     groups = ways.groups_of(connector)
@@ -53,6 +53,6 @@ def test_nothing_arrives_after_the_error(order, direction, pinned, number):
             obj.ref_count_down()  # and others write there
         there = cache.bytes()
         device.finish()
-        connector._registration.register(None).stager._host.flush()  # as the next store does
+        connector.registered().stager._host.flush()  # as the next store does
     oracle.compare("the cache", cache.bytes(), there)
     oracle.compare("host memory", arena.bytes(), arena.wanted)

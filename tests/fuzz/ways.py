@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from unittest import mock
 
 import oracle
-import torch
 from hypothesis import strategies as st
 from layouts import Layout
 from lmcache.v1.memory_management import MemoryFormat
@@ -20,10 +18,10 @@ from lmcache_xpu.gpu_connector import registered_cache
 from lmcache_xpu.gpu_connector.base import PagedMemConnector
 from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
 from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2
-from lmcache_xpu.transfer import direct, host_copies, staging
+from lmcache_xpu.transfer import direct, staging
 from lmcache_xpu.transfer.gather_scatter import TorchTransfer
+from lmcache_xpu.transfer.host_copies import HostCopies, StagingRing
 from lmcache_xpu.transfer.staging import Stager
-from lmcache_xpu.transfer.staging_ring import StagingRing
 
 ORDERS = ("planes", "layers", "rows")
 
@@ -41,7 +39,6 @@ class Way:
     buffer: int
     buffers: int
     pinned: bool
-    batched: bool
 
 
 every = st.builds(
@@ -51,14 +48,7 @@ every = st.builds(
     buffer=st.sampled_from((0, 100, 130, 250, 400, 1000, 5000, 90)),
     buffers=st.integers(2, 4),
     pinned=st.booleans(),
-    batched=st.booleans(),
 )
-
-
-def copied_in_batches(sources: torch.Tensor, targets: torch.Tensor, sizes: torch.Tensor) -> None:
-    """vLLM's operation of a device, on the host."""
-    for copy in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
-        ctypes.memmove(*copy)
 
 
 @contextmanager
@@ -86,10 +76,8 @@ def taken(way: Way, buffer_bytes: int) -> Iterator[None]:
             patch(TritonTransfer, "warm_up", lambda self: None)  # slow in the interpreter
             patch(direct, "reaches_host", lambda transfer: True)
             stack.enter_context(mock.patch.dict("os.environ", INTERPRET))
-        if way.batched and way.pinned:
-            patch(host_copies, "batched_copy", lambda device: copied_in_batches)
         if way.pinned:
-            patch(host_copies.HostCopies, "pinned", lambda self, memory, at_least=None: True)
+            patch(HostCopies, "pinned", lambda self, memory, at_least=None: True)
         yield
 
 

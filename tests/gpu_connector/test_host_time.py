@@ -5,7 +5,6 @@ Counted in calls of this package's functions, which a busy machine does not chan
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import sys
 from collections.abc import Callable
@@ -23,9 +22,8 @@ from support.tuned import tuned
 from lmcache_xpu.gpu_connector import registered_cache
 from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
 from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2
-from lmcache_xpu.transfer import host_copies
+from lmcache_xpu.transfer.host_copies import SMALLEST_STAGING_BYTES
 from lmcache_xpu.transfer.staging import Stager
-from lmcache_xpu.transfer.staging_ring import SMALLEST_STAGING_BYTES
 
 pytestmark = pytest.mark.skipif(not ON_HOST, reason="an accelerator's way, imitated on the host")
 
@@ -35,7 +33,7 @@ CALLS_PER_CHUNK = 2  # for all layers
 
 
 class Case:
-    """A store of one request and its load, by way of staging buffers and copies in batches."""
+    """A store of one request and its load, through staging buffers."""
 
     def __init__(self, kind: type, chunks: int) -> None:
         self.source, self.target = (build(Spec("LBNHC", layers=LAYERS, blocks=MANY)) for _ in "ab")
@@ -75,15 +73,10 @@ class Case:
 def accelerator(monkeypatch: pytest.MonkeyPatch):
     """An accelerator's way, with a pool of memory that a driver pins."""
 
-    def batched(*copies: torch.Tensor) -> None:
-        for source, target, size in zip(*(numbers.tolist() for numbers in copies), strict=True):
-            ctypes.memmove(target, source, size)
-
     def stager(view: Any, staging_bytes: int | None) -> Stager:
         pins: dict[str, Any] = {"in_place": False, "register": lambda *memory: True}
         return Stager(view, SMALLEST_STAGING_BYTES, **pins)
 
-    monkeypatch.setattr(host_copies, "batched_copy", lambda device: batched)
     monkeypatch.setattr(registered_cache, "Stager", stager)
     with tuned(pool_bytes=1):
         yield

@@ -20,7 +20,6 @@ from lmcache_xpu.errors import (
     SlotError,
     TransferError,
 )
-from lmcache_xpu.gpu_connector.connector_options import ConnectorOptions
 from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2
 
 
@@ -279,9 +278,3 @@ def test_inference_mode_makes_no_difference():
         connector.to_gpu(obj, 0, 4, kvcaches=inside.engine, slot_mapping=slots_of(1))
     connector.to_gpu(obj, 0, 4, kvcaches=inside.engine, slot_mapping=slots_of(2))
     assert torch.equal(bits(inside.token(1, 2, 9)), bits(obj.tensor[1, 2, 1]))
-
-
-def test_options_come_in_one_way():
-    """The keyword arguments would win, without a word."""
-    with pytest.raises(SettingsError, match="'chunk_size' beside them"):
-        VLLMPagedMemXPUConnectorV2(64, 2, options=ConnectorOptions(), chunk_size=16)

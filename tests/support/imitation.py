@@ -96,10 +96,6 @@ class GPU(Order):
         self.registered.append(range(address, address + size))
         return True
 
-    def batched(self, *copies: torch.Tensor) -> None:
-        """vLLM's operation: on XPU it first copies what the host has on the host."""
-        self.fault("copies go by way of the host")
-
     def fault(self, what: str) -> None:
         """What the device would be lost by, or bytes be wrong by."""
         self.faults.append(what)

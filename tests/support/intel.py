@@ -6,8 +6,7 @@ host, under another name, and PyTorch itself is told to
 - give them addresses from 2**63 on, which kernels get as well;
 - refuse what mixes the host's tensors with the device's, where it would there;
 - let no kernel address memory of the host, or memory that was allocated pinned and no other;
-- have vLLM's operation that registers memory for copies, and one that copies in batches, by way of
-  the host, and is not to be used.
+- have vLLM's operation that registers memory for copies.
 
 Without an accelerator streams and events are imitated too: they run nothing beside anything, but
 note what they order (see `races`). A test in which something is not ordered, or in which a kernel
@@ -95,7 +94,6 @@ def _imitate(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> GPU:
     for variable, value in INTERPRET.items():
         monkeypatch.setenv(variable, value)
     gpu = GPU(machine)
-    monkeypatch.setattr(torch.ops._C_cache_ops, "swap_blocks_batch", gpu.batched, raising=False)
     (_imitate_streams if ON_HOST else _rename_streams)(gpu, monkeypatch)
     (_interpret if ON_HOST else _translate)(gpu, monkeypatch)
     return gpu

@@ -11,8 +11,8 @@ from support.connectors import make, memory, slots_of
 
 from lmcache_xpu.copies.in_flight import InFlight, Phase
 from lmcache_xpu.copies.load_pipeline import LoadPipeline
-from lmcache_xpu.gpu_connector.registered_cache import TransferRequest
 from lmcache_xpu.transfer.devices import StoreHandle, TransferHandle
+from lmcache_xpu.transfer.slots import check_slots
 
 SPANS = STARTS, ENDS = [0, 4, 8], [4, 8, 11]
 LAYERS = 6
@@ -69,17 +69,15 @@ class Case:
 
     def pipeline(self) -> LoadPipeline:
         """A load of the chunks, in the layer groups that the step asks for."""
-        request = TransferRequest.read({**self.call, "kvcaches": self.target.engine})
-        cache = self.connector._registration.register(request.kvcaches)
-        plan = cache.plan(STARTS, ENDS, request, loading=True)
+        cache = self.connector.registered(self.target.engine)
         tokens, tuning = len(self.slots), cache.stager.tuning
-        layer_bytes = self.connector._layer_bytes(cache, tokens)
+        layer_bytes = self.connector.get_shape(tokens).numel() // LAYERS * cache.view.dtype.itemsize
         starts = self.overlap.group_starts(LAYERS, tokens, layer_bytes, tuning)
         cache.stager.follow_engine()
         load = LoadPipeline(cache.stager, self.slots)
-        load.add(
-            plan.of_layers(LAYERS, starts), cache.memory(self.objs, STARTS, ENDS, loading=True)
-        )
+        slots, spans = check_slots(cache.view, self.slots), list(zip(*SPANS, strict=True))
+        plan = cache.stager.plan(self.connector._chunk_format.host, slots, spans, starts=starts)
+        load.add(plan, cache.memory(self.objs, STARTS, ENDS, loading=True))
         return load
 
     def there(self, layer: int) -> bool:

@@ -17,5 +17,5 @@ def plan(
     for size in sizes:
         spans.append((at, at, at + size))
         at += size
-    rows = RequestRows(Slots(torch.arange(at), holes=False), spans, lambda rows: rows)
+    rows = RequestRows(Slots(torch.arange(at), holes=False), spans, torch.device("cpu"))
     return Plan(HostFormat(layers, planes, order), rows, ROW, buffer, starts)

@@ -118,7 +118,7 @@ def test_kernels_that_go_where_they_must_not_are_seen(machine, pinned: bool, say
     cache = build(Spec("LBNHC"))
     host = torch.zeros(4096, dtype=torch.uint8, pin_memory=pinned)
     table = torch.tensor([host.data_ptr()]).to("xpu")
-    rows = Rows(torch.zeros(1, dtype=torch.int64, device="xpu"), None, 1)
+    rows = Rows(torch.zeros(1, dtype=torch.int64, device="xpu"), None)
     form = host[:64].view(1, 2, 1, 1, 32)
     with pytest.raises(Exception, match=says):
         TritonTransfer.of(view_of(cache)).move_chunks(rows, table, form, 0, gather=True)

@@ -6,14 +6,17 @@ import logging
 
 import pytest
 import torch
+from support import caches
+from support.intel import MACHINES
+from support.intel import machine as machine  # a fixture
 
 from lmcache_xpu.transfer.devices import (
     address_table,
-    batched_copy,
     has_triton,
     is_host,
     register_host,
     unregister_host,
+    upload,
 )
 from lmcache_xpu.transfer.direct import (
     KERNELS_READ_HOST_VARIABLE,
@@ -134,14 +137,6 @@ def test_giving_memory_back_ends_no_engine(monkeypatch, caplog):
     assert "can't give back pinned memory: RuntimeError: not registered: 4096" in line
 
 
-def test_copies_in_batches_are_cuda_s_alone(monkeypatch):
-    """XPU has an operation of that name, which copies on the host first."""
-    monkeypatch.setattr(torch.ops._C_cache_ops, "swap_blocks_batch", print, raising=False)
-    assert batched_copy(CUDA) is print
-    assert batched_copy(XPU) is None
-    assert batched_copy(CPU) is None
-
-
 def test_kernels_address_the_host_unless_a_variable_says_not_to():
     assert kernels_may_read_host({})
     assert kernels_may_read_host({KERNELS_READ_HOST_VARIABLE: "1"})
@@ -151,6 +146,15 @@ def test_kernels_address_the_host_unless_a_variable_says_not_to():
 def test_registered_memory_is_for_copies_alone_on_xpu():
     assert kernels_need(CUDA) == Pinning.REGISTERED
     assert kernels_need(XPU) == Pinning.ALLOCATED
+
+
+@MACHINES
+def test_what_is_uploaded_is_what_was_given():
+    uploads = [torch.randint(0, 99, (2, size)) for size in (1, 3, 100, 7, 0, 5000)]
+    copies = [upload(tensor, torch.device(caches.DEVICE)) for tensor in uploads]
+    for tensor, copy in zip(uploads, copies, strict=True):
+        assert copy.device.type == caches.DEVICE
+        assert torch.equal(copy.cpu(), tensor)
 
 
 def test_the_host_alone_is_the_host():

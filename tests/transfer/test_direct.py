@@ -10,9 +10,9 @@ import torch
 from support.plans import plan
 from support.tuned import tuned
 
+from lmcache_xpu.transfer import direct
 from lmcache_xpu.transfer.direct import HostKernels
-from lmcache_xpu.transfer.host_memory import HostMemory
-from lmcache_xpu.transfer.plan import LayerGroup
+from lmcache_xpu.transfer.plan import HostMemory, LayerGroup
 
 
 class Transfer:
@@ -29,16 +29,9 @@ class Transfer:
         self.moved.append((rows.engine.tolist(), table.tolist(), layer))
 
 
-def kernels(
-    uploads: list[torch.Tensor], transfer: Transfer, *, pinned: bool = True, batches: bool = False
-) -> HostKernels:
-    host: Any = SimpleNamespace(pinned=lambda memory, at_least: pinned, copies_in_batches=batches)
-
-    def upload(addresses: torch.Tensor) -> torch.Tensor:
-        uploads.append(addresses)
-        return addresses
-
-    return HostKernels(transfer, torch.device("cpu"), host, upload)
+def kernels(transfer: Transfer, *, pinned: bool = True) -> HostKernels:
+    host: Any = SimpleNamespace(pinned=lambda memory, at_least: pinned)
+    return HostKernels(transfer, torch.device("cpu"), host)
 
 
 def chunks(count: int = 3) -> HostMemory:
@@ -49,9 +42,15 @@ def groups() -> list[LayerGroup]:
     return plan([2, 2, 2], 4, 0, starts=(0, 1, 3)).groups
 
 
-def test_addresses_are_uploaded_once_for_all_layers_and_anew_for_other_memory():
+def test_addresses_are_uploaded_once_for_all_layers_and_anew_for_other_memory(monkeypatch):
     uploads: list[torch.Tensor] = []
-    mover = kernels(uploads, transfer := Transfer())
+
+    def upload(addresses: torch.Tensor, device: torch.device) -> torch.Tensor:
+        uploads.append(addresses)
+        return addresses
+
+    monkeypatch.setattr(direct, "upload", upload)
+    mover = kernels(transfer := Transfer())
     for memory in (chunks(), chunks()):
         for group in groups():
             assert mover.suits(group.pieces, memory)
@@ -69,29 +68,27 @@ def test_addresses_are_uploaded_once_for_all_layers_and_anew_for_other_memory():
 @pytest.mark.parametrize(("pinned", "aligned"), [(False, True), (True, False)])
 def test_what_kernels_do_not_reach_is_left_to_staging(pinned: bool, aligned: bool):
     transfer = Transfer(aligned)
-    mover, (group, *_) = kernels([], transfer, pinned=pinned), groups()
+    mover, (group, *_) = kernels(transfer, pinned=pinned), groups()
     assert not mover.suits(group.pieces, chunks())
     assert not mover.move(group.pieces[0], chunks(), 0, gather=False)
     assert transfer.moved == []
 
 
 @pytest.mark.parametrize(
-    ("numbers", "batches", "moved", "suits"),
+    ("numbers", "moved", "suits"),
     [
-        ({}, False, True, True),
-        ({"direct_bytes": 8}, False, False, True),
-        ({"direct_bytes": 8}, True, True, True),
-        ({"direct_bytes_batched": 8}, True, False, True),
-        ({"direct_bytes_idle": 8}, False, True, True),  # small enough for one launch
-        ({"direct_bytes_idle": 8, "direct_launch_bytes": 47}, False, True, False),
-        ({"direct_bytes_idle": 8, "direct_launch_bytes": 48}, False, True, True),
-        ({"direct_bytes_idle": 9, "direct_launch_bytes": 47}, False, True, True),
+        ({}, True, True),
+        ({"direct_bytes": 8}, False, True),
+        ({"direct_bytes_idle": 8}, True, True),  # small enough for one launch
+        ({"direct_bytes_idle": 8, "direct_launch_bytes": 47}, True, False),
+        ({"direct_bytes_idle": 8, "direct_launch_bytes": 48}, True, True),
+        ({"direct_bytes_idle": 9, "direct_launch_bytes": 47}, True, True),
     ],
 )
-def test_large_segments_are_left_to_the_copy_engine(numbers, batches, moved, suits):
+def test_large_segments_are_left_to_the_copy_engine(numbers, moved, suits):
     """Here of 8 bytes, six of them in a group."""
     (group, *_), memory = groups(), chunks()
-    mover = kernels([], Transfer(), batches=batches)
+    mover = kernels(Transfer())
     with tuned(**numbers):
         assert mover.suits(group.pieces, memory) is suits
         assert mover.move(group.pieces[0], memory, 0, gather=False) is moved

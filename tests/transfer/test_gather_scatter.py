@@ -17,9 +17,9 @@ from support.intel import machine as machine  # a fixture
 from support.kernels import TritonTransfer, interpreter  # noqa: F401  # a fixture
 
 from lmcache_xpu.transfer.gather_scatter import TorchTransfer
-from lmcache_xpu.transfer.host_memory import HostMemory
 from lmcache_xpu.transfer.layout import Geometry
 from lmcache_xpu.transfer.paged_view import PagedView
+from lmcache_xpu.transfer.plan import HostMemory
 from lmcache_xpu.transfer.slots import Rows, check_slots, request_rows
 
 KERNEL_DTYPES = (torch.bfloat16, torch.uint8)  # the interpreter is slow; words are two of four

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 
 import pytest
@@ -13,15 +12,12 @@ from support.intel import MACHINES, on_machines
 from support.intel import machine as machine  # a fixture
 
 from lmcache_xpu.errors import SettingsError, TransferError
-from lmcache_xpu.transfer import host_copies
 from lmcache_xpu.transfer.devices import Event
-from lmcache_xpu.transfer.host_copies import HostCopies
-from lmcache_xpu.transfer.host_memory import HostMemory, Segments
+from lmcache_xpu.transfer.host_copies import SMALLEST_STAGING_BYTES, HostCopies
 from lmcache_xpu.transfer.paged_view import PagedView
 from lmcache_xpu.transfer.plan import HostFormat
 from lmcache_xpu.transfer.slots import Slots, check_slots
 from lmcache_xpu.transfer.staging import Stager
-from lmcache_xpu.transfer.staging_ring import SMALLEST_STAGING_BYTES
 from lmcache_xpu.transfer.tuning import tuning_of
 
 SPANS = ((0, 4), (4, 8), (8, 11))
@@ -65,37 +61,16 @@ def moved(source, target):
 PINNED = [False] if DEVICE == "cpu" else [False, True]
 
 
-@pytest.fixture(params=["as the device does", "in batches"])
-def batches(request, monkeypatch) -> list[int]:
-    """How many copies each call of vLLM's operation made, where it is imitated: on the host."""
-    sizes: list[int] = []
-
-    def batched(sources: torch.Tensor, targets: torch.Tensor, sizes_: torch.Tensor) -> None:
-        sizes.append(len(sources))
-        for copy in zip(targets.tolist(), sources.tolist(), sizes_.tolist(), strict=True):
-            ctypes.memmove(*copy)
-
-    if request.param == "in batches":
-        if DEVICE != "cpu":
-            pytest.skip("the operation is imitated on the host only; a device has its own")
-        monkeypatch.setattr(host_copies, "batched_copy", lambda device: batched)
-        monkeypatch.setattr(HostCopies, "pinned", lambda self, memory, at_least=None: True)
-    return sizes
-
-
 @pytest.mark.parametrize("pinned", PINNED)
 @pytest.mark.parametrize("buffer", [ONE_LAYER, 2 * ONE_LAYER, 3 * ONE_LAYER, 7 * ONE_LAYER])
 @pytest.mark.parametrize("kind", ["BLHNC", "NB,2,BS,NH,HS"])
-def test_a_round_trip_with_buffers_of_every_size(kind: str, buffer: int, pinned: bool, batches):
-    stager = round_trip(kind, buffer, pinned=pinned)
-    assert all(count > 1 for count in batches), "one copy alone is quicker as it is"
-    assert bool(batches) == (stager._host.copies_in_batches and DEVICE == "cpu")
+def test_a_round_trip_with_buffers_of_every_size(kind: str, buffer: int, pinned: bool):
+    round_trip(kind, buffer, pinned=pinned)
 
 
 @on_machines("buffer", here=(), there=(2 * ONE_LAYER, 7 * ONE_LAYER))
 def test_a_round_trip_on_every_machine(machine: Machine, buffer: int):
     stager = round_trip("LBNHC", buffer, pinned=machine.memory == "pinned")
-    assert not stager._host.copies_in_batches
     assert stager.reaches_host is machine.kernels
     assert bool(GPU.here.registered) is (machine.memory == "registered")
     assert bool(stager._host._ring) is (machine.memory == "pageable")
@@ -221,26 +196,13 @@ def test_a_ring_brings_bytes_there_and_back():
     chunks = [torch.randint(256, (size,), dtype=torch.uint8) for size in (1, 2, 40, 5, 1)]
     there = [torch.empty(chunk.shape, dtype=torch.uint8, device=DEVICE) for chunk in chunks]
     for target, chunk in zip(there, chunks, strict=True):
-        memory.load(target, [chunk], Segments((0,), (len(chunk),)), pinned=False)
+        memory.load(target, [chunk], pinned=False)
     back = [torch.zeros_like(chunk) for chunk in chunks]
     for target, source in zip(back, there, strict=True):
-        memory.store([target], Segments((0,), (len(target),)), source, pinned=False)
+        memory.store([target], source, pinned=False)
     memory.flush()
     for target, chunk in zip(back, chunks, strict=True):
         assert torch.equal(target, chunk)
-
-
-def test_nothing_is_not_copied_in_batches(batches):
-    """The driver refuses copies of no bytes."""
-    memory = HostCopies(torch.device(DEVICE), 16)
-    chunks = [torch.arange(size, dtype=torch.uint8) for size in (2, 0, 3)]
-    chunks = [chunk if DEVICE == "cpu" else chunk.pin_memory() for chunk in chunks]
-    there = torch.zeros(5, dtype=torch.uint8, device=DEVICE)
-    segments = Segments((0,), (2, 0, 3))
-    copies = segments.copies(HostMemory(chunks).addresses)
-    memory.load(there, chunks, segments, pinned=True, copies=copies)
-    assert there.tolist() == [0, 1, 0, 1, 2]
-    assert batches == ([2] if memory.copies_in_batches and DEVICE == "cpu" else [])
 
 
 @MACHINES

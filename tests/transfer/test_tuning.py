@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from lmcache_xpu.transfer.staging_ring import SMALLEST_STAGING_BYTES
+from lmcache_xpu.transfer.host_copies import SMALLEST_STAGING_BYTES
 from lmcache_xpu.transfer.tuning import TUNINGS, Tuning, tuning_of
 
 
@@ -14,16 +14,11 @@ from lmcache_xpu.transfer.tuning import TUNINGS, Tuning, tuning_of
 def test_every_row_has_numbers_that_can_be_used(device_type: str):
     row = tuning_of(device_type)
     numbers = dataclasses.asdict(row)
-    assert numbers.pop("measured_on")
     assert all(isinstance(number, int) and number > 0 for number in numbers.values())
     assert row.tile_words & (row.tile_words - 1) == 0
     assert row.staging_bytes >= SMALLEST_STAGING_BYTES
     assert 2 * row.buffer_bytes <= row.staging_bytes
-    assert row.direct_bytes_batched <= row.direct_bytes <= row.direct_bytes_idle
-
-
-def test_an_intel_gpu_says_that_it_was_not_measured():
-    assert tuning_of("xpu").measured_on.startswith("nothing")
+    assert row.direct_bytes <= row.direct_bytes_idle
 
 
 def test_a_device_without_a_row_is_tuned_as_an_intel_gpu():

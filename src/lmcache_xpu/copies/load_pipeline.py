@@ -16,8 +16,7 @@ import torch
 
 from lmcache_xpu.metrics import LOAD_CPU, Flow
 from lmcache_xpu.transfer.devices import TransferHandle
-from lmcache_xpu.transfer.host_memory import HostMemory
-from lmcache_xpu.transfer.plan import LayerGroup, Plan
+from lmcache_xpu.transfer.plan import HostMemory, LayerGroup, Plan
 from lmcache_xpu.transfer.staging import Stager
 from lmcache_xpu.transfer.tuning import Tuning
 
@@ -185,7 +184,7 @@ class LoadPipeline:
     def handles(self) -> list[TransferHandle]:
         """Return a handle from the first copy to the last that was enqueued; none without one."""
         handles = [*self._handles, *filter(None, [self.failed_behind])]
-        return [TransferHandle(handles[0].begun, handles[-1].done)] if handles else []
+        return [TransferHandle(handles[0].started, handles[-1].done)] if handles else []
 
     def _enqueue(self, groups: int, *, idle: bool = False) -> None:
         for number in range(len(self._handles), min(groups, len(self._groups))):

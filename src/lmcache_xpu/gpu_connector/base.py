@@ -5,6 +5,7 @@ LMCache calls a connector in the engine's worker, from one thread.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -12,10 +13,11 @@ import torch
 from lmcache.v1.memory_management import MemoryFormat
 from lmcache.v1.metadata import LMCacheMetadata
 
-from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.errors import TransferError
 from lmcache_xpu.gpu_connector.connector_options import ChunkFormat, ConnectorOptions
-from lmcache_xpu.gpu_connector.registered_cache import RegisteredCache, Registration
+from lmcache_xpu.gpu_connector.registered_cache import RegisteredCache, addresses_of
 from lmcache_xpu.metrics import Flow
+from lmcache_xpu.transfer.paged_view import EngineLayer
 from lmcache_xpu.versions.lmcache import GPUConnectorInterface
 
 
@@ -25,45 +27,32 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
     Args:
         hidden_dim_size: elements of one token in one plane: heads x head size.
         num_layers: layers of the model.
-        use_gpu: accepted for LMCache; staging is decided by where the memory is.
-        options: how to move, or else
-        kwargs: fields of `ConnectorOptions`; `use_xpu` is another name for `use_gpu`.
+        use_gpu: accepted for LMCache, also as `use_xpu`; where the memory is decides on staging.
+        options: fields of `ConnectorOptions`.
 
     Attributes:
         failed_slots: for each load that ended early, the slots `[tokens]` that it left unfilled.
 
     Raises:
-        SettingsError: an unknown option, or options in both ways.
+        SettingsError: an unknown option.
     """
 
     FORMAT: MemoryFormat
     LAYERWISE: bool
 
     def __init__(
-        self,
-        hidden_dim_size: int,
-        num_layers: int,
-        use_gpu: bool = False,
-        *,
-        options: ConnectorOptions | None = None,
-        **kwargs: Any,
+        self, hidden_dim_size: int, num_layers: int, use_gpu: bool = False, **options: Any
     ) -> None:
-        self.use_gpu = bool(kwargs.pop("use_xpu", use_gpu))
-        if options is None:
-            options = ConnectorOptions.read(kwargs)
-        elif kwargs:
-            raise SettingsError(
-                f"connector options and {sorted(kwargs)[0]!r} beside them",
-                "`options`, or its fields as keyword arguments",
-            )
+        self.use_gpu = bool(options.pop("use_xpu", use_gpu))
         self.hidden_dim_size = hidden_dim_size
         self.num_layers = num_layers
-        self.use_mla = options.use_mla
         self.failed_slots: list[torch.Tensor] = []
-        self._chunk_format = ChunkFormat.of_connector(
-            hidden_dim_size, num_layers, options, self.FORMAT, layerwise=self.LAYERWISE
-        )
-        self._registration = Registration(num_layers, options, self._chunk_format)
+        self._options = ConnectorOptions.read(options)
+        self.use_mla = self._options.use_mla
+        layers = 1 if self.LAYERWISE else num_layers
+        self._chunk_format = ChunkFormat(hidden_dim_size, layers, self._options, self.FORMAT)
+        self._kvcaches: Sequence[EngineLayer] | None = None
+        self._cache: RegisteredCache | None = None
 
     @classmethod
     def from_metadata(
@@ -71,7 +60,7 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
         metadata: LMCacheMetadata,
         use_gpu: bool = False,
         device: torch.device | str | None = None,
-        **kwargs: Any,
+        **options: Any,
     ) -> Self:
         """Return a connector for an engine as LMCache describes it; arguments as for the class."""
         layers, _, chunk_size, heads, head_size = metadata.kv_shape
@@ -83,7 +72,7 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
             dtype=metadata.kv_dtype,
             device=device,
             use_mla=metadata.use_mla,
-            **kwargs,
+            **options,
         )
 
     def get_shape(self, num_tokens: int) -> torch.Size:
@@ -91,43 +80,61 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
         return self._chunk_format.shape(num_tokens)
 
     def initialize_kvcaches_ptr(self, **kwargs: Any) -> None:
-        """Register the engine's KV cache, given as `kvcaches`, and allocate staging memory.
-
-        Cheap when it is registered already.
-
-        Raises:
-            LayoutError: a KV cache that can't be read.
-            SettingsError: no memory for staging.
-        """
+        """Register the engine's KV cache, if it is passed as `kvcaches`; see `registered`."""
         if (kvcaches := kwargs.get("kvcaches")) is not None:
-            self._registration.register(kvcaches)
+            self.registered(kvcaches)
 
-    def pin(self, pool: torch.Tensor) -> None:
-        """Pin LMCache's memory now, when nobody waits, where the device does not reach it yet.
+    def registered(self, kvcaches: Sequence[EngineLayer] | None = None) -> RegisteredCache:
+        """Return the engine's KV cache; a new or a moved one is read, and gets staging memory.
 
         Args:
-            pool: all of LMCache's CPU memory.
+            kvcaches: see `RegisteredCache`; None means those of the last call.
 
         Raises:
-            TransferError: no KV cache is registered.
+            TransferError: none was ever passed.
+            LayoutError, SettingsError: as of `RegisteredCache`.
         """
-        self._registration.register(None).stager.pin(pool)
+        kvcaches = self._kvcaches if kvcaches is None else kvcaches
+        if kvcaches is None:
+            raise TransferError("no kvcaches", "the engine's KV cache as keyword 'kvcaches'")
+        if self._cache is not None and self._is_registered(self._cache, kvcaches):
+            return self._cache
+        addresses = [at for layer in kvcaches for at in addresses_of(layer)]
+        if self._cache is None or self._cache.addresses != addresses:
+            self._cache = RegisteredCache(
+                kvcaches, self.num_layers, self._options, self._chunk_format
+            )
+        self._kvcaches = kvcaches
+        return self._cache
 
-    def _layer_bytes(self, cache: RegisteredCache, tokens: int) -> int:
-        elements = self.get_shape(1).numel() // self._chunk_format.host.layers
-        return tokens * elements * cache.view.dtype.itemsize
+    def pin(self, pool: torch.Tensor) -> None:
+        """Pin LMCache's CPU memory if it is not; errors as of `registered`."""
+        self.registered().stager.pin(pool)
+
+    def _is_registered(self, cache: RegisteredCache, kvcaches: Sequence[EngineLayer]) -> bool:
+        """Whether these are the same tensors at the same place, judged by the first address.
+
+        An engine that moves its KV cache (sleep and wake) moves all of it.
+        """
+        last = self._kvcaches
+        return (
+            last is not None
+            and 0 < len(last) == len(kvcaches)
+            and all(map(operator.is_, last, kvcaches))
+            and addresses_of(kvcaches[0])[0] == cache.addresses[0]
+        )
 
     def _count(
         self,
         flow: Flow,
-        cache: RegisteredCache,
         starts: Sequence[int],
         ends: Sequence[int],
-        cached: int,
         seconds: float,
+        cached: int = 0,
     ) -> None:
         """Count a transfer of these chunks, without the request's first `cached` tokens."""
         spans = zip(starts, ends, strict=True)
         tokens = sum(end - max(start, min(end, cached)) for start, end in spans)
-        size = self.num_layers * self._layer_bytes(cache, tokens)
+        elements = self.get_shape(tokens).numel() // self._chunk_format.host.layers
+        size = self.num_layers * elements * self.registered().view.dtype.itemsize
         flow.moved(seconds, size_bytes=size, tokens=tokens)

@@ -1,10 +1,4 @@
-"""The standard connector: whole chunks of all layers between vLLM's KV cache and LMCache.
-
-With `layer_major` the bytes behind the shape `[2, layers, tokens, hidden]` lie in the order
-`[layers, 2, tokens, hidden]`. A layer of a chunk is then one segment of host memory, and copies are
-twice as large. Nothing but these connectors looks into a chunk; a remote serde that would is
-refused.
-"""
+"""The standard connector: whole chunks of all layers between vLLM's KV cache and LMCache."""
 
 from __future__ import annotations
 
@@ -15,7 +9,6 @@ import torch
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 
 from lmcache_xpu.gpu_connector.base import PagedMemConnector
-from lmcache_xpu.gpu_connector.registered_cache import TransferRequest
 from lmcache_xpu.metrics import LOAD_CPU, STORE_CPU
 
 
@@ -49,22 +42,23 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
         Args:
             memory_objs: LMCache's memory, one per chunk.
             starts, ends: first token of each chunk in the request, and the one after its last.
-            kwargs: see `TransferRequest`.
+            kwargs: `slot_mapping`, and perhaps `vllm_cached_tokens`, see `RegisteredCache.plan`;
+                `kvcaches`, the engine's layers, unless they are those of the last transfer.
 
         Raises:
             TransferError: arguments that don't fit; nothing was changed.
             LayoutError: a KV cache that can't be read.
         """
-        request = TransferRequest.read(kwargs)
-        cache = self._registration.register(request.kvcaches)
-        plan = cache.plan(starts, ends, request, loading=True)
+        cache = self.registered(kwargs.get("kvcaches"))
+        cached = kwargs.get("vllm_cached_tokens", 0)
+        plan = cache.plan(starts, ends, kwargs.get("slot_mapping"), cached, loading=True)
         memory = cache.memory(memory_objs, starts, ends, loading=True)
         cache.stager.follow_engine()  # blocks may have been freed by a step that is running
         with cache.stager.whole():
             handle = cache.stager.load(plan, memory)
         handle.done.wait()  # the engine's stream
         handle.done.synchronize()  # LMCache gives up the host memory when this returns
-        self._count(LOAD_CPU, cache, starts, ends, request.cached, handle.seconds())
+        self._count(LOAD_CPU, starts, ends, handle.seconds(), cached)
 
     @torch.inference_mode()
     def batched_from_gpu(
@@ -79,12 +73,11 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
         Arguments and errors are those of `batched_to_gpu`. Tokens with negative slots leave their
         part of the host memory as it is.
         """
-        request = TransferRequest.read(kwargs)
-        cache = self._registration.register(request.kvcaches)
-        plan = cache.plan(starts, ends, request, loading=False)
+        cache = self.registered(kwargs.get("kvcaches"))
+        plan = cache.plan(starts, ends, kwargs.get("slot_mapping"), loading=False)
         memory = cache.memory(memory_objs, starts, ends, loading=False)
         cache.stager.follow_engine()
         with cache.stager.whole():
-            stored = cache.stager.store(plan, memory)
-        stored.transfer.done.synchronize()  # LMCache publishes it at once
-        self._count(STORE_CPU, cache, starts, ends, 0, stored.transfer.seconds())
+            handle = cache.stager.store(plan, memory).transfer
+        handle.done.synchronize()  # LMCache publishes it at once
+        self._count(STORE_CPU, starts, ends, handle.seconds())

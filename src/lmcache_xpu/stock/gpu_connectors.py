@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from lmcache.v1.memory_management import MemoryObj
 
 from lmcache_xpu.errors import SeamError
-from lmcache_xpu.gpu_connector.connector_options import ConnectorOptions
 from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
 from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2
 from lmcache_xpu.stock.unfilled_blocks import UnfilledBlocks
@@ -107,17 +106,18 @@ def gpu_connector(
     layers, planes, chunk_size, _, _ = metadata.kv_shape
     metadata.kv_shape = (layers, planes, chunk_size, facts.heads, facts.head_size)
     metadata.model_name += facts.namespace  # the part of every key that we may extend
-    options = ConnectorOptions.from_lmcache(
-        config,
+    if not config.use_layerwise and planes > 1 and not facts.opaque_blocks:
+        metadata.model_name += ".layers"  # bytes in another order than LMCache's format says
+    kind = LayerwiseConnector if config.use_layerwise else StandardConnector
+    staging_mib = config.get_extra_config_value("xpu.staging_mib", None)
+    return kind.from_metadata(
         metadata,
         device=facts.device_type,
         layout_hints=None if facts.kv_layout is None else {"kv_layout": facts.kv_layout},
         opaque_blocks=facts.opaque_blocks,
+        staging_bytes=None if staging_mib is None else int(staging_mib) * 2**20,
+        layer_major=True,
     )
-    if not config.use_layerwise and planes > 1 and not facts.opaque_blocks:
-        metadata.model_name += ".layers"  # bytes in another order than LMCache's format says
-    kind = LayerwiseConnector if config.use_layerwise else StandardConnector
-    return kind(facts.heads * facts.head_size, layers, options=options)
 
 
 @contextmanager

@@ -1,9 +1,9 @@
-"""What differs between devices, each with its reason; nothing else branches on one.
+"""What differs between devices, each with its reason.
 
-cpu     has no streams: every operation is done when it returns, and engine memory and
-        host memory are the same memory, so there is nothing to stage.
-others  (xpu, cuda, ...) run asynchronously in streams, through device-generic PyTorch,
-        and gather and scatter with a Triton kernel where Triton is installed.
+cpu     has no streams: every operation is done when it returns. Engine memory is host memory, so
+        nothing is staged.
+others  (xpu, cuda, ...) run asynchronously in streams, and gather and scatter with a Triton kernel
+        where Triton is installed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import importlib.util
 import logging
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ class Event:
 
     Args:
         device: of the stream.
-        timed: `seconds_until` will be called.
+        timed: whether `seconds_until` will be called.
     """
 
     def __init__(self, device: torch.device, *, timed: bool = False) -> None:
@@ -39,14 +39,14 @@ class Event:
         self._at = 0.0
 
     def record(self, stream: SideStream | None = None) -> None:
-        """Put the event at the end of a stream; of the current one if `stream` is None."""
+        """Put the event at the end of a stream; None for the current one."""
         if self._event is not None:
             self._event.record(None if stream is None else stream.handle)
         else:
             self._at = time.perf_counter()
 
     def wait(self, stream: SideStream | None = None) -> None:
-        """Let a stream wait for the event, or the current one; this thread does not wait."""
+        """Let a stream wait for the event, None for the current one; this thread does not wait."""
         if self._event is not None:
             self._event.wait(None if stream is None else stream.handle)
 
@@ -69,12 +69,12 @@ class Event:
 class TransferHandle(NamedTuple):
     """Points in time of a store or a load."""
 
-    begun: Event
+    started: Event
     done: Event  # the target is complete; the source may be reused
 
     def seconds(self) -> float:
         """Return how long it took, once it is done."""
-        return self.begun.seconds_until(self.done)
+        return self.started.seconds_until(self.done)
 
 
 class StoreHandle(NamedTuple):
@@ -89,8 +89,8 @@ class SideStream:
 
     Args:
         device: of the engine.
-        urgent: its operations go before the engine's. Right for short kernels, which would else
-            wait for milliseconds while the link is idle. Copies gain nothing from it.
+        urgent: whether its operations go before the engine's. Right for short kernels, which would
+            else wait while the link is idle. Copies gain nothing from it.
     """
 
     def __init__(self, device: torch.device, *, urgent: bool) -> None:
@@ -120,7 +120,7 @@ def is_host(device: torch.device) -> bool:
 
 
 def address_table(addresses: Sequence[int]) -> torch.Tensor:
-    """Addresses as `[n]` int64 on the host, those from 2**63 on as two's complement.
+    """Return addresses as `[n]` int64 on the host, those from 2**63 on as two's complement.
 
     An Intel GPU's lie at the top of the 64-bit space, where a signed number would overflow. Kernels
     and drivers take the same 64 bits as a pointer.
@@ -130,16 +130,13 @@ def address_table(addresses: Sequence[int]) -> torch.Tensor:
     """
     if not addresses:
         return torch.empty(0, dtype=torch.int64)
-    # A third of the time that torch takes for a list of Python's numbers.
     return torch.frombuffer(array("Q", addresses), dtype=torch.int64)
 
 
 def register_host(address: int, size: int, device: torch.device) -> bool:
-    """Pin memory that is allocated already, `size` bytes at `address`.
+    """Pin `size` bytes at `address` that are allocated already; return whether that worked.
 
-    Returns whether that worked.
-
-    CUDA's call is in its runtime, XPU's comes with vLLM. Without it copies go by way of pinned
+    CUDA's call is in its runtime, XPU's comes with vLLM. Without it copies go through other pinned
     memory, so no error in it ends the engine.
     """
     try:
@@ -153,9 +150,9 @@ def register_host(address: int, size: int, device: torch.device) -> bool:
 
 
 def unregister_host(address: int, device: torch.device) -> None:
-    """Undo `register_host`, before the memory goes; waits for nothing that copies from it.
+    """Undo `register_host`, before the memory is freed; waits for no copy.
 
-    No error in it ends the engine: the memory then stays until the process ends.
+    No error in it ends the engine: the memory then stays pinned.
     """
     try:
         if device.type == "cuda":
@@ -175,10 +172,9 @@ def _warn(device: torch.device, action: str, error: Exception) -> None:
 
 
 def _xpu_call(name: str, address: int, *size: int) -> bool:
-    """Call an operation of vllm-xpu-kernels, of which there are two; False without any.
+    """Call an operation of vllm-xpu-kernels; False without it.
 
-    That of 0.1.15 and 0.1.16 takes a number. The next one (csrc/utils/host_register.cpp) takes a
-    tensor of one uint64, because a number of torch's is signed.
+    Up to 0.1.16 it takes a number, then (csrc/utils/host_register.cpp) a tensor of one uint64.
     """
     operation = getattr(torch.ops._C, name, None)
     if operation is None:
@@ -189,28 +185,25 @@ def _xpu_call(name: str, address: int, *size: int) -> bool:
 
 
 def most_pinned(device: torch.device) -> int | None:
-    """Return the bytes of the largest pinned allocation to ask for; None where nothing limits it.
+    """Return the bytes of the largest pinned allocation to ask for; None without a limit.
 
-    On XPU PyTorch and the driver do (see `pool_memory`). For CUDA LMCache asks the driver itself,
-    which neither rounds nor limits, and the host pins nothing.
+    Only XPU's PyTorch and driver have one, see `pool_memory`.
     """
     if device.type != "xpu":
         return None
     return pool_memory.limit(torch.xpu.get_device_properties(device).total_memory)
 
 
-def batched_copy(
-    device: torch.device,
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None:
-    """Return vLLM's operation that enqueues many copies at once; None where it does not help.
+def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor of the host on a device, copied in the current stream; waits for nothing.
 
-    It takes sources, targets (addresses) and sizes in bytes, `[n]` int64 on the host each, and
-    enqueues in the current stream. On CUDA the driver takes them as one. XPU's operation of that
-    name first copies what the host has on the host (vllm-xpu-kernels, csrc/utils/mem_cpy.cpp).
+    From pageable memory the copy would wait for all of the stream. PyTorch keeps the pinned memory
+    until the copy is done, and reuses it.
     """
-    if device.type != "cuda":
-        return None
-    return getattr(torch.ops._C_cache_ops, "swap_blocks_batch", None)
+    if is_host(device):
+        return tensor
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return pinned.copy_(tensor).to(device, non_blocking=True)
 
 
 def has_triton(device: torch.device) -> bool:

@@ -1,9 +1,8 @@
 """Kernels that read and write pinned host memory themselves, where other transfers stage it.
 
-All of it stands behind one switch: on XPU it is not known whether kernels reach host memory, so it
-is tried once, when the KV cache is registered, and `LMCACHE_XPU_KERNELS_READ_HOST=0` leaves the try
-out. Where it fails or is left out, `HostKernels.of` gives None, and everything is staged. Beyond
-this file only the kernel itself knows of it (`TABLE` in `gather_scatter_triton`).
+Whether kernels reach host memory is tried once, when the KV cache is registered.
+`LMCACHE_XPU_KERNELS_READ_HOST=0` leaves the try out. Where it fails or is left out,
+`HostKernels.of` returns None, and everything is staged.
 """
 
 from __future__ import annotations
@@ -15,10 +14,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from lmcache_xpu.transfer.devices import Event, address_table, is_host
-from lmcache_xpu.transfer.host_copies import HostCopies, Pinning, Upload
-from lmcache_xpu.transfer.host_memory import HostMemory
-from lmcache_xpu.transfer.plan import Piece
+from lmcache_xpu.transfer.devices import Event, address_table, is_host, upload
+from lmcache_xpu.transfer.host_copies import HostCopies, Pinning
+from lmcache_xpu.transfer.plan import HostMemory, Piece
 from lmcache_xpu.transfer.tuning import tuning_of
 
 if TYPE_CHECKING:  # not everywhere there is Triton
@@ -30,25 +28,24 @@ KERNELS_READ_HOST_VARIABLE = "LMCACHE_XPU_KERNELS_READ_HOST"
 
 
 def kernels_may_read_host(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether it may be tried that a kernel reads and writes pinned host memory.
+    """Whether a try may let a kernel read and write pinned host memory.
 
     On XPU vLLM's own model runner does it in each step (vllm/v1/worker/gpu/buffer_utils.py). A try
-    that goes wrong may cost the device, and then the variable says not to.
+    that goes wrong may cost the device; the variable is for that.
     """
     return environment.get(KERNELS_READ_HOST_VARIABLE, "") != "0"
 
 
 def reaches_host(transfer: TritonTransfer) -> bool:
-    """Try whether a transfer's kernel moves bytes to pinned host memory, and others back.
+    """Try whether a transfer's kernel moves bytes to pinned host memory and back.
 
-    Waits for the device. For an engine that does not use its cache yet; the view's first row is
-    used, and stays as it is. Compiles the kernel for `move_chunks`. Never tried where it must not
-    be, see `kernels_may_read_host`.
+    Waits for the device, and compiles the kernel for `move_chunks`. For an engine that does not use
+    its cache yet; the view's first row is used, and stays as it is.
     """
     if not kernels_may_read_host():
         return False
     row = transfer.first_row()
-    # The last line that is seen if the device is lost.
+    # Logged before, since it is the last line if the device is lost.
     logger.info(
         "Trying whether kernels on %s reach pinned host memory (%s=0 leaves it out)",
         row.device,
@@ -73,7 +70,7 @@ def reaches_host(transfer: TritonTransfer) -> bool:
 def _wrong_on_host(transfer: TritonTransfer, row: torch.Tensor) -> str:
     """Return what is wrong with host memory that a kernel writes and reads; empty if nothing.
 
-    Waits for the device, and leaves other bytes in the view's first row, which `row` has.
+    Waits for the device, and leaves other bytes in the view's first row; `row` holds its own.
     """
     host = torch.empty(row.shape, dtype=torch.uint8, pin_memory=not is_host(row.device))
     table = address_table([host.data_ptr()]).to(row.device)
@@ -82,7 +79,7 @@ def _wrong_on_host(transfer: TritonTransfer, row: torch.Tensor) -> str:
     expected = row.cpu()  # waits for both
     if not torch.equal(host, expected):
         return "other bytes arrived"
-    host.copy_(expected.bitwise_not())  # a read of what is in the view by now would tell nothing
+    host.copy_(expected.bitwise_not())  # bytes that the view does not hold yet
     back, done = torch.zeros_like(row), Event(row.device)
     transfer.move_first_row(host, table, gather=False)
     done.record()
@@ -107,30 +104,23 @@ class HostKernels:
     Args:
         transfer: of the view.
         device: of the view.
-        host: knows which memory is pinned.
-        upload: brings addresses to the device, in the current stream.
+        host: looks up which memory is pinned.
     """
 
-    def __init__(
-        self, transfer: TritonTransfer, device: torch.device, host: HostCopies, upload: Upload
-    ) -> None:
+    def __init__(self, transfer: TritonTransfer, device: torch.device, host: HostCopies) -> None:
         self._transfer = transfer
+        self._device = device
         self._host = host
-        self._upload = upload
-        self._needs = kernels_need(device)
-        self._device_type = device.type
 
     @classmethod
-    def of(
-        cls, transfer: Any, device: torch.device, host: HostCopies, upload: Upload
-    ) -> Self | None:
+    def of(cls, transfer: Any, device: torch.device, host: HostCopies) -> Self | None:
         """Return None where the transfer has no such kernel, or its kernel does not reach the host.
 
         Waits for the device, see `reaches_host`.
         """
         if not hasattr(transfer, "move_chunks") or not reaches_host(transfer):
             return None
-        return cls(transfer, device, host, upload)
+        return cls(transfer, device, host)
 
     def move(
         self,
@@ -141,29 +131,26 @@ class HostKernels:
         gather: bool,
         idle: bool = False,
     ) -> bool:
-        """Enqueue a piece in the current stream, if kernels can and should move it.
+        """Enqueue a piece in the current stream if kernels can and should move it.
 
         Args:
             piece: some layers of some chunks of the request.
             memory: of all chunks of the request.
             first_layer: the view's layer that is the first one in `memory`.
-            gather: from the view to the host; else the other way.
+            gather: from the view to the host; else from the host to the view.
             idle: `suits` holds, so that any size is for kernels.
 
         Returns:
-            Whether it was enqueued. If not, it is for staging.
+            Whether it was enqueued; else it has to be staged.
         """
-        tuning = tuning_of(self._device_type)
-        batches = self._host.copies_in_batches
-        most = tuning.direct_bytes_batched if batches else tuning.direct_bytes
-        if not idle and piece.segments.largest >= most:
+        if not idle and piece.segment_bytes >= tuning_of(self._device.type).direct_bytes:
             return False
         if (table := self._table(piece, memory)) is None:
             return False
         first = memory[piece.chunks.start]
         chunk = piece.chunk(first)
         self._transfer.move_chunks(
-            piece.rows.on_device(),
+            piece.rows.chunks(piece.chunks.start, piece.chunks.stop),
             table,
             chunk,
             first_layer + piece.layers.start,
@@ -177,8 +164,8 @@ class HostKernels:
 
         May enqueue the upload of addresses in the current stream. Arguments as for `move`.
         """
-        tuning = tuning_of(self._device_type)
-        small = all(piece.segments.largest < tuning.direct_bytes_idle for piece in pieces)
+        tuning = tuning_of(self._device.type)
+        small = all(piece.segment_bytes < tuning.direct_bytes_idle for piece in pieces)
         launch_bytes = sum(piece.nbytes for piece in pieces)
         return (small or launch_bytes <= tuning.direct_launch_bytes) and all(
             self._table(piece, memory) is not None for piece in pieces
@@ -188,6 +175,7 @@ class HostKernels:
         """Return the addresses of a piece's chunks on the device; uploaded once."""
         if piece.chunks not in memory.tables:
             addresses = memory.addresses[piece.chunks.start : piece.chunks.stop]
-            reached = self._host.pinned(memory, self._needs) and self._transfer.aligned(addresses)
-            memory.tables[piece.chunks] = self._upload(addresses) if reached else None
+            needs = kernels_need(self._device)
+            reached = self._host.pinned(memory, needs) and self._transfer.aligned(addresses)
+            memory.tables[piece.chunks] = upload(addresses, self._device) if reached else None
         return memory.tables[piece.chunks]

@@ -1,8 +1,7 @@
 """Gather and scatter as one Triton kernel: all layers and planes of a chunk in one launch.
 
-Only what Triton's CUDA, ROCm and Intel backends all have: integer loads and stores with masks,
-pointers made from integers. No tensor descriptors, no inline assembly, no atomics,
-no hints of a vendor.
+Only what Triton's CUDA, ROCm and Intel backends all have: integer loads and stores with masks, and
+pointers made from integers.
 """
 
 from __future__ import annotations
@@ -159,10 +158,10 @@ class TritonTransfer:
         Args:
             rows: of all chunks, one after another.
             table: `[chunks]` int64 on the view's device, an address of each chunk in pinned memory;
-                `aligned` holds. All chunks are of the same size, but the last may be smaller.
+                `aligned` holds. All chunks are of the same size.
             form: the first chunk as `[1, planes, layers, rows, row]`.
             first_layer: of the view.
-            gather: from the view to the host; else the other way.
+            gather: from the view to the host; else from the host to the view.
             offset: bytes from each of these addresses to the chunk's first element.
         """
         self._launch(rows, form, first_layer, gather=gather, table=table, offset=offset)
@@ -170,7 +169,7 @@ class TritonTransfer:
     def warm_up(self) -> None:
         """Compile what this view will need, by moving its first row out and in again.
 
-        For an engine that does not use its cache yet. Triton keeps what it compiled on disk.
+        For an engine that does not use its cache yet.
         """
         row = self.first_row()
         self.move_first_row(row, gather=True)
@@ -184,7 +183,7 @@ class TritonTransfer:
     def move_first_row(
         self, row: torch.Tensor, table: torch.Tensor | None = None, *, gather: bool
     ) -> None:
-        """Move the first row of the view's first layer, in every way that `_launch` compiles.
+        """Move the first row of the view's first layer, in every form that `_launch` compiles.
 
         Args:
             row: bytes as `first_row` makes them, on the device, or in pinned host memory.
@@ -197,7 +196,7 @@ class TritonTransfer:
             words.view(1, self.planes, 1, _WARM_ROWS, self.row),
             words.view(1, 1, _WARM_ROWS, self.planes, self.row).permute(0, 3, 1, 2, 4),
         ):
-            for rows in (Rows(at, None, _WARM_ROWS), Rows(at, at, _WARM_ROWS)):
+            for rows in (Rows(at, None), Rows(at, at)):
                 self._launch(rows, form, 0, gather=gather, table=table)
 
     def _launch(
@@ -217,8 +216,7 @@ class TritonTransfer:
         addresses, (rows_tile, tile) = self.addresses[first_layer], self.tile
         planes = words.shape[2] * self.planes
         tiles = -(-count // rows_tile) * -(-self.row // tile) * planes
-        # What is staged moves at the speed of the device's memory, and there the full grid takes
-        # least from the engine.
+        # Staged memory is the device's, whose speed needs the full grid.
         grid = (tiles if table is None else min(tiles, self.direct_programs),)
         _paged_copy[grid](
             addresses,

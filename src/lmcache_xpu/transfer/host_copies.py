@@ -1,8 +1,8 @@
-"""Copies between the device and LMCache's host memory, pinned or not.
+"""Copies between LMCache's host memory and the device memory that they are staged in.
 
 A device copies by itself only from and to pinned memory. Where LMCache did not pin its pool (see
-`pool_memory`) it is pinned here, if the driver allows that. If not, copies go by way of a small
-ring of pinned memory, and the calling thread moves the bytes between that and LMCache's memory.
+`pool_memory`) it is pinned here, if the driver allows that. If not, copies go through a small ring
+of pinned memory, and the calling thread moves the bytes between that and LMCache's memory.
 """
 
 from __future__ import annotations
@@ -11,17 +11,19 @@ import enum
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 
-from lmcache_xpu.transfer.devices import Event, batched_copy, is_host, register_host
-from lmcache_xpu.transfer.host_memory import Copies, HostMemory, Segments
+from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.transfer.devices import Event, is_host, register_host
+from lmcache_xpu.transfer.plan import HostMemory
 from lmcache_xpu.transfer.tuning import tuning_of
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
-Upload = Callable[[torch.Tensor], torch.Tensor]  # from the host to the view's device
+SMALLEST_STAGING_BYTES = 2 * 2**20
+_ALIGNMENT = 256  # bytes, as PyTorch aligns what it allocates on devices
 
 
 class Pinning(enum.IntEnum):
@@ -33,11 +35,11 @@ class Pinning(enum.IntEnum):
 
 
 class HostCopies:
-    """Copies between a device and host memory, of which each allocation is looked at once.
+    """Copies between a device and host memory; looks up once how each allocation is pinned.
 
     Args:
         device: that copies.
-        ring_bytes: pinned memory of one of the two steps of a ring, allocated when it is needed.
+        ring_bytes: pinned memory of each of the ring's two steps, allocated at the first need.
         register: pins memory, by address and size.
     """
 
@@ -49,7 +51,6 @@ class HostCopies:
     ) -> None:
         self._device = device
         self._register = register
-        self._batched = batched_copy(device)
         self._ring_bytes = ring_bytes
         self._ring: list[_Step] = []
         self._turn = 0
@@ -60,7 +61,7 @@ class HostCopies:
     def pinned(
         self, memory: Sequence[torch.Tensor], at_least: Pinning = Pinning.REGISTERED
     ) -> bool:
-        """Whether all of this memory is pinned so; the device copies from and to it by itself.
+        """Whether all of this memory is pinned at least so.
 
         Pins a pool that is not, which takes seconds for GiB.
         """
@@ -70,79 +71,48 @@ class HostCopies:
         return all(self._pinning_of(part) >= at_least for part in memory)
 
     def forget(self, memory: torch.Tensor) -> None:
-        """Forget an allocation that is about to go; another one may come to its place."""
+        """Forget an allocation that is about to go; another one may get its addresses."""
         storage = memory.untyped_storage()
         self._pinning.pop((storage.data_ptr(), storage.nbytes()), None)
         self._last, self._last_pinning = range(0), Pinning.NONE
 
-    @property
-    def copies_in_batches(self) -> bool:
-        """Whether many small copies are about as fast as few large ones."""
-        return self._batched is not None
-
-    def load(
-        self,
-        target: torch.Tensor,
-        chunks: Sequence[torch.Tensor],
-        segments: Segments,
-        *,
-        pinned: bool,
-        copies: Copies | None = None,
-    ) -> None:
-        """Enqueue copies from the host; chunks may be reused when the current stream is done.
+    def load(self, target: torch.Tensor, parts: Sequence[torch.Tensor], *, pinned: bool) -> None:
+        """Enqueue copies from the host; `parts` may be reused when the current stream is done.
 
         Args:
-            target: bytes on the device for all segments.
-            chunks: bytes, flat, one tensor per chunk; `pinned` memory or not.
-            segments: of these chunks.
+            target: bytes on the device for all parts, one after another.
+            parts: bytes of the host, flat.
             pinned: what `pinned` said of them. If not, this waits for the copy before the last.
-            copies: of the segments, see `Segments.copies`; None for a call for each.
         """
-        if not pinned:
-            step = self._next()
-            staged = step.memory(segments.nbytes)
-            torch._foreach_copy_(segments.split(staged), segments.tensors(chunks))
-            target.copy_(staged, non_blocking=True)
-            step.used.record()
-        elif self._batched is not None and copies is not None and len(segments) > 1:
-            sources, places, sizes = _without_empty(copies, segments)
-            self._batched(sources, places + target.data_ptr(), sizes)
-        else:
-            parts = segments.split(target)
-            torch._foreach_copy_(parts, segments.tensors(chunks), non_blocking=True)
+        if pinned:
+            torch._foreach_copy_(_split(target, parts), list(parts), non_blocking=True)
+            return
+        step = self._next_step()
+        staged = step.memory(target.numel())
+        torch._foreach_copy_(_split(staged, parts), list(parts))
+        target.copy_(staged, non_blocking=True)
+        step.used.record()
 
-    def store(
-        self,
-        chunks: Sequence[torch.Tensor],
-        segments: Segments,
-        source: torch.Tensor,
-        *,
-        pinned: bool,
-        copies: Copies | None = None,
-    ) -> None:
+    def store(self, parts: Sequence[torch.Tensor], source: torch.Tensor, *, pinned: bool) -> None:
         """Enqueue copies to the host; complete after `flush` when the current stream is done.
 
-        Arguments as for `load`, the other way.
+        Arguments as for `load`, in the other direction.
         """
-        if not pinned:
-            step = self._next()
-            staged = step.memory(segments.nbytes)
-            staged.copy_(source, non_blocking=True)
-            step.used.record()
-            step.pending = segments.tensors(chunks), segments.split(staged)
-        elif self._batched is not None and copies is not None and len(segments) > 1:
-            targets, places, sizes = _without_empty(copies, segments)
-            self._batched(places + source.data_ptr(), targets, sizes)
-        else:
-            parts = segments.tensors(chunks)
-            torch._foreach_copy_(parts, segments.split(source), non_blocking=True)
+        if pinned:
+            torch._foreach_copy_(list(parts), _split(source, parts), non_blocking=True)
+            return
+        step = self._next_step()
+        staged = step.memory(source.numel())
+        staged.copy_(source, non_blocking=True)
+        step.used.record()
+        step.pending = parts, _split(staged, parts)
 
     def flush(self) -> None:
         """Finish stores to memory that is not pinned; waits for them."""
         for offset in range(1, len(self._ring) + 1):  # the older one first
             self._ring[(self._turn + offset) % len(self._ring)].finish()
 
-    def _next(self) -> _Step:
+    def _next_step(self) -> _Step:
         if not self._ring:
             self._ring = [_Step(self._device, self._ring_bytes) for _ in range(2)]
         self._turn = (self._turn + 1) % len(self._ring)
@@ -178,12 +148,9 @@ class HostCopies:
         return Pinning.REGISTERED if registered else Pinning.NONE
 
 
-def _without_empty(copies: Copies, segments: Segments) -> Copies:
-    """Return copies without those of no bytes, which the driver refuses."""
-    if all(segments.sizes):
-        return copies
-    there = copies.sizes > 0
-    return Copies(*(numbers[there] for numbers in copies))
+def _split(memory: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return memory as views of the sizes of these parts, one after another."""
+    return list(memory.split_with_sizes([part.numel() for part in parts]))
 
 
 class _Step:
@@ -206,63 +173,91 @@ class _Step:
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._pin)
 
     def finish(self) -> None:
-        """Wait for the copy, and bring what it stored to where it belongs."""
+        """Wait for the copy, and move what it stored to LMCache's memory."""
         self.used.synchronize()
         for target, source in zip(*self.pending, strict=True):
             target.copy_(source)
         self.pending = ((), ())
 
 
-class _Copy(NamedTuple):
-    """A copy that reads numbers `start` to `end - 1` of the ring until `done` is reached."""
+class Buffer(NamedTuple):
+    """Bytes on the device for one piece; `filled` and `free` order the two streams."""
 
-    start: int
-    end: int
-    done: Event
+    memory: torch.Tensor
+    start: int  # in the ring
+    filled: Event
+    free: Event
 
 
-class PinnedUploads:
-    """A ring of pinned memory for row numbers and addresses on their way to one device.
-
-    A copy from pageable memory waits for all of the stream, and pinning memory anew may wait for
-    the device.
+class StagingRing:
+    """Device memory of which each piece takes as much as it needs, in turn.
 
     Args:
-        device: where tensors go. On the host there is nothing to copy, and no ring.
-        ring_bytes: pinned memory, allocated here; what the device is tuned for if not given.
+        buffer_bytes: of the largest piece.
+        count: of pieces of that size that fit at once. At least two, so that one is copied while
+            another is gathered or scattered; 0 where nothing is staged.
+        device: of the memory, which is allocated here.
     """
 
-    def __init__(self, device: torch.device, ring_bytes: int | None = None) -> None:
+    def __init__(self, buffer_bytes: int, count: int, device: torch.device) -> None:
+        self.buffer_bytes = buffer_bytes
         self._device = device
-        self._copies: deque[_Copy] = deque()  # the oldest first
+        self._memory = torch.empty(count * _aligned(buffer_bytes), dtype=torch.uint8, device=device)
+        self._used: deque[Buffer] = deque()  # the oldest first
         self._next = 0
-        if ring_bytes is None:
-            ring_bytes = tuning_of(device.type).upload_ring_bytes
-        size = 0 if is_host(device) else ring_bytes // torch.int64.itemsize
-        self._ring = torch.empty(size, dtype=torch.int64, pin_memory=size > 0)
 
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return contiguous int64 numbers of the host on the device, copied in the current stream.
+    @classmethod
+    def allocate(cls, staging_bytes: int | None, device: torch.device) -> Self:
+        """Allocate `staging_bytes`, or what the device is tuned for.
 
-        Waits only where the ring is full of copies that are not done yet.
+        Where there is not enough memory, half of it is tried, and so on.
+
+        Raises:
+            SettingsError: not even the least can be allocated.
         """
-        if is_host(self._device):
-            return tensor
-        count, size = tensor.numel(), self._ring.numel()
-        if count > size:
-            return tensor.to(self._device)
-        start = self._next if self._next + count <= size else 0
-        end = start + count
-        while self._copies and (
-            self._copies[0].done.reached()
-            or any(copy.start < end and start < copy.end for copy in self._copies)
-        ):
-            self._copies.popleft().done.synchronize()
-        staged = self._ring.narrow(0, start, count).view(tensor.shape)
-        staged.copy_(tensor)
-        there = staged.to(self._device, non_blocking=True)
-        copy = _Copy(start, end, Event(self._device))
-        copy.done.record()
-        self._copies.append(copy)
-        self._next = end
-        return there
+        tuning = tuning_of(device.type)
+        size = requested = tuning.staging_bytes if staging_bytes is None else staging_bytes
+        while size >= SMALLEST_STAGING_BYTES:
+            buffer_bytes = min(size // 2, tuning.buffer_bytes)
+            try:
+                ring = cls(buffer_bytes, size // buffer_bytes, device)
+            except torch.OutOfMemoryError:
+                size //= 2
+                continue
+            if size < requested:
+                logger.warning(
+                    "staging uses %.0f MiB of %s, not %.0f: there is not more free memory "
+                    "(docs: troubleshooting#staging-smaller)",
+                    *(size / 2**20, device, requested / 2**20),
+                )
+            return ring
+        raise SettingsError(
+            f"no {SMALLEST_STAGING_BYTES >> 20} MiB of free memory on {device} to stage copies in",
+            f"{requested >> 20} MiB (staging_mib)",
+            "Lower memory_fraction, so that the engine leaves some.",
+        )
+
+    def take(self, nbytes: int) -> Buffer:
+        """Return memory for a piece of up to `buffer_bytes`, the one that was used longest ago.
+
+        The current stream waits for its users.
+        """
+        size = _aligned(max(1, nbytes))  # each has a place of its own
+        start = self._next
+        if start + size > len(self._memory):
+            self._reclaim(start, len(self._memory))  # the end is left out
+            start = 0
+        self._next = start + size
+        self._reclaim(start, self._next)
+        memory = self._memory[start : start + nbytes]
+        self._used.append(Buffer(memory, start, Event(self._device), Event(self._device)))
+        return self._used[-1]
+
+    def _reclaim(self, start: int, end: int) -> None:
+        """Let the current stream wait for the users of a part of the ring, the oldest of all."""
+        while self._used and start <= self._used[0].start < end:
+            self._used.popleft().free.wait()
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,6 +1,6 @@
-"""What engines hand over as KV cache, and which dimension means what.
+"""The layouts of engines' KV caches, and which dimension of a layer's tensor means what.
 
-One letter names each dimension of a layer's tensor, in the tensor's own (logical) order:
+One letter names each dimension, in the tensor's own (logical) order:
 
     b  block of the paged KV cache        h  KV head
     n  token inside the block             d  head dimension
@@ -12,9 +12,9 @@ One letter names each dimension of a layer's tensor, in the tensor's own (logica
     bnd     older vLLM, MLA
     bnhd    one of a (key, value) pair          bhnd    the same, heads before tokens
 
-Sizes rule out most readings. What is left is decided by the layout that the engine names
-(`NHD`, `HND`, `LBNHC`, ...): it says whether tokens (N) or heads (H) are the outer dimension
-in memory, and the strides say which of two equal dimensions that is.
+Sizes rule out most readings. The layout that the engine names (`NHD`, `HND`, `LBNHC`, ...) decides
+among the others: it says whether tokens (N) or heads (H) are the outer dimension in memory, and the
+strides say which of two equal dimensions that is.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The canonical paged view: every engine's KV cache as `[layer][plane, block, row, head, dim]`.
+"""The paged view: every engine's KV cache as `[layer][plane, block, row, head, dim]`.
 
-A *row* is the least that is copied on its own. It is one token, except where the engine packs
-the tokens of a block together: there it is the whole block, keys and values in one plane, of
-which nothing but the size is known. Layouts differ in strides alone, so nothing after this
-file asks which engine or layout it has.
+A *row* is the least that is copied on its own: one token, or a whole block where the engine packs
+the tokens of a block together. Layouts differ in strides alone, so nothing after this file asks
+which engine or layout it has.
 """
 
 from __future__ import annotations
@@ -27,6 +26,9 @@ class PagedView:
         tensors: `[layer][plane]`, each `[blocks, rows, heads, dim]` on the engine's memory, all
             with the same shape, strides, dtype and device; the last stride is 1.
         tokens_per_row: 1, or the tokens of a block where blocks are opaque.
+
+    Raises:
+        LayoutError: tensors that differ.
     """
 
     tensors: tuple[tuple[torch.Tensor, ...], ...]
@@ -41,7 +43,7 @@ class PagedView:
         num_layers: int,
         opaque_blocks: bool = False,
     ) -> PagedView:
-        """Read what the engine handed over; nothing is copied, and no memory touched.
+        """Read the engine's layers; nothing is copied, and no memory touched.
 
         Args:
             kv_caches: one tensor or one (K, V) pair per layer, in the engine's layer order.
@@ -51,7 +53,7 @@ class PagedView:
                 that only whole blocks can be copied (vLLM's CPU attention).
 
         Raises:
-            LayoutError: the layers can't be read, can be read two ways, or differ.
+            LayoutError: the layers can't be read, have two readings, or differ.
         """
         if len(kv_caches) != num_layers:
             raise LayoutError(
@@ -72,7 +74,7 @@ class PagedView:
 
     @classmethod
     def of_pages(cls, pages: Sequence[torch.Tensor], block_tokens: int) -> PagedView:
-        """Read layers of which nothing is known but where their blocks lie.
+        """Read layers by the places of their blocks alone.
 
         Args:
             pages: `[blocks, bytes of a block]` uint8 per layer (see `pages_of`), all alike.
@@ -97,28 +99,24 @@ class PagedView:
         return len(self.tensors[0])
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
+    def shape(self) -> tuple[int, ...]:
         """Numbers of blocks, rows per block, heads and dim, the same in every layer and plane."""
-        blocks, rows, heads, dim = self.tensors[0][0].shape
-        return blocks, rows, heads, dim
+        return self.tensors[0][0].shape
 
     @property
-    def strides(self) -> tuple[int, int, int, int]:
+    def strides(self) -> tuple[int, ...]:
         """Strides in elements, in the order of `shape`."""
-        block, row, head, dim = self.tensors[0][0].stride()
-        return block, row, head, dim
+        return self.tensors[0][0].stride()
 
     @property
     def row_size(self) -> int:
         """Elements of one row in one layer and plane."""
-        _, _, heads, dim = self.shape
-        return heads * dim
+        return self.shape[2] * self.shape[3]
 
     @property
     def num_slots(self) -> int:
         """Tokens that the paged KV cache holds; valid slots are smaller."""
-        blocks, rows, _, _ = self.shape
-        return blocks * rows * self.tokens_per_row
+        return self.shape[0] * self.shape[1] * self.tokens_per_row
 
     @property
     def dtype(self) -> torch.dtype:
@@ -150,9 +148,9 @@ class PagedView:
 def pages_of(layer: EngineLayer, blocks: int) -> list[torch.Tensor]:
     """Return a layer's blocks as bytes, `[blocks, bytes]` uint8; nothing is copied.
 
-    Where a block's bytes do not lie side by side they are several such tensors, in one order for
-    one layout. A layer of several tensors, such as a recurrent layer's states, has all of them in
-    one page: the first begins with the page, and its blocks are a page apart.
+    Several such tensors where a block's bytes do not lie side by side, in one order for one layout.
+    A layer of several tensors, such as a recurrent layer's states, has all of them in one page: the
+    first begins with the page, and its blocks are a page apart.
 
     Args:
         layer: the first dimension of its tensor counts blocks, or equal parts of blocks.
@@ -199,10 +197,8 @@ def _bytes_at(tensor: torch.Tensor, start: int, blocks: int, step: int, size: in
 
 
 def _described(tensor: torch.Tensor) -> str:
-    return (
-        f"shape {list(tensor.shape)}, strides {list(tensor.stride())}, {tensor.dtype} "
-        f"on {tensor.device}"
-    )
+    shape, strides = list(tensor.shape), list(tensor.stride())
+    return f"shape {shape}, strides {strides}, {tensor.dtype} on {tensor.device}"
 
 
 def _planes(layer: EngineLayer, axes: str, count: int) -> tuple[torch.Tensor, ...]:
@@ -212,11 +208,9 @@ def _planes(layer: EngineLayer, axes: str, count: int) -> tuple[torch.Tensor, ..
     if "k" in axes:
         axis = axes.index("k")
         return tuple(_ordered(layer.select(axis, k), axes.replace("k", "")) for k in range(count))
-    content = _ordered(layer, axes)
-    # With two planes, halves of the content. Where key and value sizes are equal these are keys
-    # and values; with inline scales or unequal sizes they are just the content's bytes, which is
-    # all that a copy needs as long as both directions cut at the same place.
-    return content.chunk(count, dim=-1)
+    # With inline scales or unequal key and value sizes two planes are not keys and values. A copy
+    # only needs both directions to cut at the same place.
+    return _ordered(layer, axes).chunk(count, dim=-1)
 
 
 def _ordered(tensor: torch.Tensor, axes: str) -> torch.Tensor:

@@ -9,24 +9,24 @@ segment        a part of a chunk's memory that lies side by side
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, Self
 
 import torch
 
 from lmcache_xpu.errors import TransferError
-from lmcache_xpu.transfer.host_memory import Segments
-from lmcache_xpu.transfer.slots import ChunkRows, RequestRows
+from lmcache_xpu.transfer.devices import address_table
+from lmcache_xpu.transfer.slots import RequestRows
 
 Order = Literal["planes", "layers", "rows"]
 
-# The dimensions of a chunk after the first, which counts chunks, by what comes first in them, and
-# where each of planes, layers and rows is then.
+# Where planes, layers and rows are among a chunk's dimensions, by the one that comes first.
 _ORDERS: dict[Order, tuple[int, int, int]] = {
-    "planes": (1, 2, 3),  # planes, layers, rows: LMCache's KV_2LTD and KV_MLA_FMT
-    "layers": (2, 1, 3),  # layers, planes, rows: a few layers are one segment
-    "rows": (3, 1, 2),  # layers, rows, planes: of one layer, LMCache's KV_T2D
+    "planes": (1, 2, 3),  # [planes, layers, rows]: LMCache's KV_2LTD and KV_MLA_FMT
+    "layers": (2, 1, 3),  # [layers, planes, rows]: a few layers are one segment
+    "rows": (3, 1, 2),  # [layers, rows, planes]: of one layer, LMCache's KV_T2D
 }
 
 
@@ -37,18 +37,12 @@ class HostFormat:
     Args:
         layers: in one memory object.
         planes: those of the view.
-        order: `planes`: `[planes, layers, rows, row bytes]`; `layers`: `[layers, planes, rows, row
-            bytes]`; `rows`: `[layers, rows, planes, row bytes]`.
+        order: the dimension that comes first, see `_ORDERS`; the last one is the row's bytes.
     """
 
     layers: int
     planes: int
     order: Order = "planes"
-
-    @property
-    def contiguous(self) -> bool:
-        """Whether chunks that follow each other in memory are one, whatever their sizes."""
-        return self.order == "rows" and self.layers == 1
 
     def shaped(
         self, memory: torch.Tensor, chunks: int, layers: int, row_bytes: int
@@ -60,60 +54,99 @@ class HostFormat:
         return memory.view(chunks, sizes[1], sizes[2], sizes[3], row_bytes).permute(0, *at, 4)
 
 
+class HostMemory(list[torch.Tensor]):
+    """A request's chunks as flat bytes, one tensor each; looked up once for all layer groups.
+
+    Attributes:
+        tables: by range of chunks, their addresses on the device, or None where kernels can't use
+            them; filled by `HostKernels`.
+    """
+
+    def __init__(self, chunks: Sequence[torch.Tensor] = ()) -> None:
+        super().__init__(chunks)
+        self.tables: dict[range, torch.Tensor | None] = {}
+
+    @classmethod
+    def of(cls, chunks: Sequence[torch.Tensor]) -> Self:
+        """Return chunks as such memory, the same object if they are."""
+        return chunks if isinstance(chunks, cls) else cls(chunks)
+
+    @cached_property
+    def addresses(self) -> torch.Tensor:
+        """Addresses of the chunks, `[chunks]` int64 on the host; see `address_table`."""
+        return address_table(list(map(torch.Tensor.data_ptr, self)))
+
+    @cached_property
+    def reach(self) -> tuple[int, int]:
+        """The lowest and the highest address of at least one chunk."""
+        lowest, highest = map(int, torch.aminmax(self.addresses))
+        return lowest, highest
+
+    @cached_property
+    def devices(self) -> set[torch.device]:
+        """The devices of the chunks."""
+        return {chunk.device for chunk in self}
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some layers of neighbouring chunks, which one kernel launch can move.
+    """Some layers of neighbouring chunks of one size, which one kernel launch can move.
 
     Args:
         form: how a chunk lies in host memory.
-        chunks: numbers of the chunks in the request. They are of one size; the last may be smaller
-            where chunks are contiguous.
+        chunks: numbers of the chunks in the request.
         layers: those of the host memory.
-        rows: of the chunks, in the paged view and in the chunks.
+        rows: of the whole request.
         row_bytes: bytes of one row in one layer and plane.
-        segments: of the chunks' memory, with these layers.
+        offsets: bytes from the beginning of each chunk to each of its segments.
+        segment_bytes: bytes of a segment.
     """
 
     form: HostFormat
     chunks: range
     layers: range
-    rows: ChunkRows
+    rows: RequestRows
     row_bytes: int
-    segments: Segments
+    offsets: tuple[int, ...]
+    segment_bytes: int
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are moved, rows that stay included."""
-        return self.segments.nbytes
+        """Bytes of all segments."""
+        return len(self.chunks) * len(self.offsets) * self.segment_bytes
 
     def part(self, first: int, last: int) -> Piece:
-        """Return the same of this piece's chunks `first` to `last - 1`, counted from its own."""
-        rows, segments = self.rows.part(first, last), self.segments.part(first, last)
-        chunks = self.chunks[first:last]
-        return Piece(self.form, chunks, self.layers, rows, self.row_bytes, segments)
+        """Return the piece of chunks `first` to `last - 1`, counted from this piece's first."""
+        return replace(self, chunks=self.chunks[first:last])
 
     def parts(self, buffer_bytes: int) -> Iterator[Piece]:
-        """Yield the same as few pieces that fit a buffer; one per chunk where none does."""
-        count = max(1, buffer_bytes // max(1, self.segments.sizes[0] * len(self.segments.offsets)))
+        """Yield as few pieces of the same that fit a buffer; one per chunk where none does."""
+        count = max(1, buffer_bytes // max(1, len(self.offsets) * self.segment_bytes))
         for first in range(0, len(self.chunks), count):
             yield self.part(first, first + count)
 
-    def chunk(self, memory: torch.Tensor, number: int = 0) -> torch.Tensor:
-        """Return a chunk as a view `[1, planes, layers, rows, row bytes]` of its memory.
+    def segments(self, memory: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the segments as views of `memory`, all chunks of the request, flat bytes each."""
+        return [
+            memory[number].narrow(0, offset, self.segment_bytes)
+            for number in self.chunks
+            for offset in self.offsets
+        ]
 
-        Args:
-            memory: the chunk's bytes, flat; those behind its own are left alone.
-            number: of the chunk, counted from this piece's own.
+    def chunk(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return one of the chunks as a view `[1, planes, layers, rows, row bytes]` of `memory`.
+
+        That is flat bytes; those behind the chunk's own are left alone.
         """
-        size = self.rows.total(number) * self.form.layers * self.form.planes * self.row_bytes
+        rows = self.rows.totals[self.chunks.start]
+        size = rows * self.form.layers * self.form.planes * self.row_bytes
         own = memory if memory.numel() == size else memory.narrow(0, 0, size)
         whole = self.form.shaped(own, 1, self.form.layers, self.row_bytes)
         return whole[:, :, self.layers.start : self.layers.stop]
 
     def staged(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return all segments, side by side, as `[chunks, planes, layers, rows, row bytes]`."""
-        chunks = 1 if self.form.contiguous else len(self.chunks)
-        return self.form.shaped(memory, chunks, len(self.layers), self.row_bytes)
+        """Return all segments side by side as `[chunks, planes, layers, rows, row bytes]`."""
+        return self.form.shaped(memory, len(self.chunks), len(self.layers), self.row_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +172,6 @@ class Plan:
         buffer_bytes: most that one layer of a chunk may have; 0 for any size.
         starts: first layer of each layer group, from 0 on; a group of which one chunk would not fit
             a buffer becomes several.
-        layers: leading ones of the host memory that are moved; all of them if not given.
 
     Raises:
         TransferError: a single layer of a chunk does not fit a buffer.
@@ -152,90 +184,42 @@ class Plan:
         row_bytes: int,
         buffer_bytes: int,
         starts: Sequence[int] = (0,),
-        layers: int | None = None,
     ) -> None:
-        self._form = form
-        self._rows = rows
-        self._row_bytes = row_bytes
-        self._buffer_bytes = buffer_bytes
-        self._layers = form.layers if layers is None else layers
-        self._starts = tuple(starts)
-        bounds = itertools.pairwise([*self._fitting(starts), self._layers])
-        chunk_row_bytes = form.layers * form.planes * row_bytes
-        neighbours = [
-            (
-                ChunkRows(rows, first, last),
-                [total * chunk_row_bytes for total in rows.totals[first:last]],
+        most = max(rows.totals, default=0) * form.planes * row_bytes  # of a layer of a chunk
+        if 0 < buffer_bytes < most:
+            raise TransferError(
+                f"{most} bytes of one layer of a chunk",
+                f"at most {buffer_bytes}, the size of a staging buffer",
+                "Lower chunk_tokens, or raise staging_mib.",
             )
-            for first, last in _neighbours(rows.totals, same_size=not form.contiguous)
-        ]
-        self.groups = [self._group(range(*bound), neighbours) for bound in bounds]
+        fitting = buffer_bytes // most if buffer_bytes and most else form.layers
+        self.groups: list[LayerGroup] = []
+        for start, end in itertools.pairwise([*starts, form.layers]):
+            for first in range(start, end, fitting):
+                layers = range(first, min(first + fitting, end))
+                pieces = _pieces(form, layers, rows, row_bytes)
+                self.groups.append(LayerGroup(layers, tuple(pieces)))
 
     def __iter__(self) -> Iterator[Piece]:
         """Yield all pieces."""
         return (piece for group in self.groups for piece in group.pieces)
 
-    def of_layers(self, layers: int, starts: Sequence[int] = (0,)) -> Plan:
-        """Return the plan of the leading layers only, or of other layer groups."""
-        if (layers, tuple(starts)) == (self._layers, self._starts):
-            return self
-        return Plan(self._form, self._rows, self._row_bytes, self._buffer_bytes, starts, layers)
 
-    def _group(
-        self, layers: range, neighbours: Iterable[tuple[ChunkRows, Sequence[int]]]
-    ) -> LayerGroup:
-        pieces = []
-        for rows, chunk_bytes in neighbours:
-            chunks, segments = (
-                range(rows.first, rows.last),
-                _segments(self._form, layers, chunk_bytes),
-            )
-            pieces.append(Piece(self._form, chunks, layers, rows, self._row_bytes, segments))
-        return LayerGroup(layers, tuple(pieces))
-
-    def _fitting(self, starts: Sequence[int]) -> list[int]:
-        largest = max(self._rows.totals, default=0) * self._form.planes * self._row_bytes
-        if not (self._buffer_bytes and largest):
-            return list(starts)
-        fit = self._buffer_bytes // largest
-        if not fit:
-            raise TransferError(
-                f"{largest} bytes of one layer of a chunk",
-                f"at most {self._buffer_bytes}, the size of a staging buffer",
-                "Lower chunk_tokens, or raise staging_mib.",
-            )
-        ends = [*starts[1:], self._layers]
-        return [
-            layer
-            for start, end in zip(starts, ends, strict=True)
-            for layer in range(start, end, fit)
-        ]
+def _pieces(form: HostFormat, layers: range, rows: RequestRows, row_bytes: int) -> Iterator[Piece]:
+    """Yield a piece of some layers for each run of chunks of one size."""
+    last = 0
+    for total, run in itertools.groupby(rows.totals):
+        first, last = last, last + len(list(run))
+        offsets, size = _segments(form, layers, total * form.layers * form.planes * row_bytes)
+        yield Piece(form, range(first, last), layers, rows, row_bytes, offsets, size)
 
 
-def _segments(form: HostFormat, layers: range, chunk_bytes: Sequence[int]) -> Segments:
-    """Return where some layers lie in chunks of so many bytes.
-
-    Chunks are of one size unless all of their layers are meant.
-    """
+def _segments(form: HostFormat, layers: range, chunk_bytes: int) -> tuple[tuple[int, ...], int]:
+    """Return where some layers lie in a chunk: offsets of the segments, and the bytes of each."""
     if len(layers) == form.layers:
-        return Segments((0,), tuple(chunk_bytes))
+        return (0,), chunk_bytes
     places = form.planes if form.order == "planes" else 1  # where the same few layers lie
-    stride = chunk_bytes[0] // places
+    stride = chunk_bytes // places
     layer = stride // form.layers
     offsets = tuple(number * stride + layers.start * layer for number in range(places))
-    return Segments(offsets, (len(layers) * layer,) * len(chunk_bytes))
-
-
-def _neighbours(totals: Sequence[int], *, same_size: bool) -> Iterator[tuple[int, int]]:
-    """Yield ranges of chunks of the same size; without `same_size` the last may be smaller."""
-    first = 0
-    for number, total in enumerate(totals):
-        if number > first and (
-            totals[number - 1] != totals[first]
-            or total > totals[first]
-            or (same_size and total != totals[first])
-        ):
-            yield first, number
-            first = number
-    if totals:
-        yield first, len(totals)
+    return offsets, len(layers) * layer

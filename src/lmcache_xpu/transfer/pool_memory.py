@@ -1,14 +1,14 @@
-"""How LMCache's CPU tier gets the memory that it says, and no more, on Intel GPUs.
+"""How LMCache's CPU tier gets exactly the memory that it asks for, on Intel GPUs.
 
 LMCache asks PyTorch for pinned memory. PyTorch rounds such an allocation up to a power of two, and
-Intel's driver refuses one that comes near the card's memory: at that PyTorch 2.13 hands out
-address 0, and 2.14 raises. So
+Intel's driver refuses one of about the card's memory: PyTorch 2.13 then returns address 0, and 2.14
+raises. So
 
     PyTorch     is told not to round (`allocator_variables`, set by `lmcache-xpu serve`)
     the tier    is one pinned allocation as long as that is exact and below a limit (`fits`)
     beyond it   it is ordinary memory (`PoolMemory`), which `host_copies` registers with the driver
 
-Nothing here was tried on an Intel GPU. The limit is what owners of Arc cards reported to work.
+Untried on an Intel GPU. The limit is what owners of Arc cards reported to work.
 """
 
 from __future__ import annotations
@@ -19,20 +19,16 @@ import mmap
 import re
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Self
-
-if TYPE_CHECKING:  # who only starts an engine imports this module, too
-    pass
+from typing import Any, Self
 
 MIB, GIB = 2**20, 2**30
 
 # PyTorch takes all three, the first one that is set.
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 ROUNDED, CACHED = "pinned_max_round_threshold_mb", "pinned_max_cached_size_mb"
-# Above this nothing is rounded, and nothing kept for reuse. Not ROUNDED: with it PyTorch 2.13 keeps
-# freed blocks of any size in lists by power of two, and hands one out without looking whether it is
-# large enough (aten/src/ATen/core/CachingHostAllocator.h, get_free_block; 2.14 looks). A power of
-# two, so that no kept block is larger.
+# Above this nothing is rounded, and nothing kept for reuse. Not ROUNDED: with it PyTorch 2.13 may
+# reuse a freed block that is too small (aten/src/ATen/core/CachingHostAllocator.h, get_free_block;
+# 2.14 looks). A power of two, so that no kept block is larger.
 CACHED_MIB = 1024
 SINCE, MENDED = (2, 13), (2, 14)  # what an older PyTorch doesn't know may end it
 
@@ -100,10 +96,10 @@ def _options(environ: Mapping[str, str]) -> dict[str, int]:
 
 
 class PoolMemory:
-    """LMCache's operations that allocate and free its pool; those that don't fit go another way.
+    """LMCache's operations that allocate and free its pool, pinned where that fits.
 
-    What it allocates itself is page-aligned, zero, resident, exactly as large as asked for and
-    counted as this process's memory. It stays until the process ends: the driver may know it.
+    Other memory is page-aligned, zero, resident and exactly as large as asked for. It stays until
+    the process ends: the driver may know it.
 
     Args:
         ops: LMCache's operations of the device, `lmcache.device_ops`.
@@ -118,7 +114,7 @@ class PoolMemory:
 
     @classmethod
     def bind(cls, ops: Any, most: int, environ: Mapping[str, str]) -> Self:
-        """Let LMCache use it from now on; may be called again. Returns what LMCache uses."""
+        """Let LMCache use it from now on, and return it; may be called again."""
         bound = getattr(ops.alloc_pinned_ptr, "__self__", None)
         if isinstance(bound, cls):
             return bound
@@ -153,6 +149,6 @@ class PoolMemory:
         return address
 
     def free(self, address: int, size: int | None = None) -> None:
-        """Free what was pinned; what the driver may know stays."""
+        """Free pinned memory; what the driver may know stays."""
         if address not in self._pools:
             self._free(address)

@@ -1,32 +1,28 @@
 """Slot mappings: from tokens of a request to rows of the paged view.
 
 A slot is `block * tokens per block + token in block`, as vLLM numbers them; a negative slot
-maps to nothing. A row of the view is one token, or one block where blocks are opaque.
-
-All of it is decided on the host, so that nothing here waits for the device.
+maps to nothing. A row of the view is one token, or one block where blocks are opaque. All of it is
+computed on the host, so nothing waits for the device.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from lmcache_xpu.errors import SlotError
-from lmcache_xpu.transfer.devices import is_host
-from lmcache_xpu.transfer.host_copies import Upload
+from lmcache_xpu.transfer.devices import is_host, upload
 from lmcache_xpu.transfer.paged_view import PagedView
 
 
 class Rows(NamedTuple):
-    """Which rows of a chunk go to which rows of the paged view."""
+    """Which rows of a chunk, or of several, go to which rows of the paged view."""
 
     engine: torch.Tensor  # [n] int64, row numbers: block * rows per block + row
     host: torch.Tensor | None  # [n] int64, rows of the chunk; None for all of them in order
-    total: int  # rows of the whole chunk
 
 
 class Slots(NamedTuple):
@@ -38,7 +34,6 @@ class Slots(NamedTuple):
 
 def slots_of(blocks: Sequence[int], block_tokens: int) -> torch.Tensor:
     """Return all slots of at least one block, `[blocks * block_tokens]` int64 on the host."""
-    # A third of the time that torch takes for a list of Python's numbers.
     numbers = torch.frombuffer(array("q", blocks), dtype=torch.int64)
     return (numbers.unsqueeze(1) * block_tokens + torch.arange(block_tokens)).flatten()
 
@@ -73,39 +68,40 @@ def check_slots(view: PagedView, slot_mapping: torch.Tensor) -> Slots:
 
 
 def blocks_of(slots: torch.Tensor, block_tokens: int) -> set[int]:
-    """Return the engine's blocks that slots lie in; unmapped slots lie in none.
+    """Return the engine's blocks of slots, which are on the host; unmapped slots have none.
 
-    Args:
-        slots: on the host.
-        block_tokens: tokens of a block, as the engine numbers blocks.
+    A block has `block_tokens` tokens.
     """
-    # Neighbours are in one block nearly always; a Python number for each token takes long.
     blocks = torch.unique_consecutive(slots[slots >= 0] // block_tokens)
     return set(blocks.tolist())
 
 
 class RequestRows:
-    """The rows of a request's chunks, checked; they go to the device when they are needed.
+    """The rows of a request's chunks, checked; copied to the device when they are needed.
 
     Args:
         rows: rows of the request in the paged view, negative where unmapped.
         spans: per chunk its first row, the first one to move, and the row after its last.
-        upload: brings a tensor to the view's device, in the current stream.
+        device: of the view.
+
+    Attributes:
+        totals: rows of each chunk in host memory.
     """
 
-    def __init__(self, rows: Slots, spans: Sequence[tuple[int, int, int]], upload: Upload) -> None:
+    def __init__(
+        self, rows: Slots, spans: Sequence[tuple[int, int, int]], device: torch.device
+    ) -> None:
         self.totals = [end - start for start, _, end in spans]
         self._spans = spans
         self._rows, self._holes = rows  # most requests have no hole: chunks are just slices
-        self._upload = upload
-        self._there: torch.Tensor | None = None  # all of them, once some are needed
+        self._device = device
+        self._on_device: torch.Tensor | None = None  # all of them, once some are needed
         self._made: dict[tuple[int, int], Rows] = {}
 
     def chunks(self, first: int, last: int) -> Rows:
         """Return the rows of chunks `first` to `last - 1`, one after another, on the view's device.
 
-        They are made once, for all layers. May enqueue a copy in the current stream; waits for
-        nothing.
+        Made once, for all layers. May enqueue a copy in the current stream; waits for nothing.
         """
         if (first, last) not in self._made:
             self._made[first, last] = self._make(first, last)
@@ -113,46 +109,22 @@ class RequestRows:
 
     def _make(self, first: int, last: int) -> Rows:
         spans = self._spans[first:last]
-        total = sum(self.totals[first:last])
         starts, moves, ends = zip(*spans, strict=True)
         if not self._holes and starts == moves:
             if starts[1:] != ends[:-1]:
                 parts = [self._rows[start:end] for start, _, end in spans]
-                return Rows(self._upload(torch.cat(parts)), None, total)
-            if self._there is None:
-                self._there = self._upload(self._rows)
-            return Rows(self._there[starts[0] : ends[-1]], None, total)
+                return Rows(upload(torch.cat(parts), self._device), None)
+            if self._on_device is None:
+                self._on_device = upload(self._rows, self._device)
+            return Rows(self._on_device[starts[0] : ends[-1]], None)
         engine, host, before = [], [], 0
         for start, move, end in spans:
             mapped = (self._rows[move:end] >= 0).nonzero().squeeze(1) + move
             engine.append(self._rows[mapped])
             host.append(mapped - start + before)
             before += end - start
-        there = self._upload(torch.stack([torch.cat(engine), torch.cat(host)]))
-        return Rows(there[0], there[1], total)
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkRows:
-    """The rows of neighbouring chunks of a request, `first` to `last - 1`."""
-
-    request: RequestRows
-    first: int
-    last: int
-
-    def part(self, first: int, last: int) -> ChunkRows:
-        """Return the rows of some of these chunks, counted from the first of them."""
-        return ChunkRows(self.request, self.first + first, min(self.first + last, self.last))
-
-    def total(self, number: int) -> int:
-        """Return the rows of a chunk, counted from the first of them, in host memory."""
-        return self.request.totals[self.first + number]
-
-    def on_device(self, number: int | None = None) -> Rows:
-        """Return the rows on the view's device, or those of a chunk; see `RequestRows.chunks`."""
-        if number is None:
-            return self.request.chunks(self.first, self.last)
-        return self.request.chunks(self.first + number, self.first + number + 1)
+        both = upload(torch.stack([torch.cat(engine), torch.cat(host)]), self._device)
+        return Rows(both[0], both[1])
 
 
 def request_rows(
@@ -160,7 +132,6 @@ def request_rows(
     slots: Slots,
     spans: Sequence[tuple[int, int]],
     cached: int = 0,
-    upload: Upload | None = None,
 ) -> RequestRows:
     """Return the rows of each chunk of a request.
 
@@ -169,7 +140,6 @@ def request_rows(
         slots: from `check_slots`, of the whole request.
         spans: first token of each chunk, and the token after its last.
         cached: leading tokens of the request to leave alone, because the engine has them.
-        upload: see `RequestRows`; a plain copy if None.
 
     Raises:
         SlotError: a chunk that is no part of the request; or opaque blocks, and a chunk, the
@@ -197,7 +167,7 @@ def request_rows(
         (start // size, min(end // size, max(start // size, cached_rows)), end // size)
         for start, end in spans
     ]
-    return RequestRows(rows, in_rows, upload or (lambda tensor: tensor.to(view.device)))
+    return RequestRows(rows, in_rows, view.device)
 
 
 def _whole_blocks(slots: torch.Tensor, size: int, spans: Sequence[tuple[int, int]]) -> Slots:

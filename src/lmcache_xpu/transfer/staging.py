@@ -1,8 +1,8 @@
-"""Chunks between the paged view and host memory, by way of the device where the two differ.
+"""Chunks between the paged view and host memory, staged on the device where the two differ.
 
-Two streams and a ring of device memory: while one piece is copied over the link, the next one is
-gathered (or the last one scattered). The link is the bottleneck by far, so two pieces keep it busy
-beside an idle engine. More of them keep it busy while one of the engine's kernels fills the device.
+While one piece is copied over the link in one stream, the next one is gathered (or the last one
+scattered) in another. Two pieces keep the link busy beside an idle engine, more of them while one
+of the engine's kernels fills the device.
 
 Where engine memory is host memory (CPU), gather and scatter work on host memory directly.
 """
@@ -26,12 +26,10 @@ from lmcache_xpu.transfer.devices import (
 )
 from lmcache_xpu.transfer.direct import HostKernels
 from lmcache_xpu.transfer.gather_scatter import TorchTransfer
-from lmcache_xpu.transfer.host_copies import HostCopies, PinnedUploads
-from lmcache_xpu.transfer.host_memory import Copies, HostMemory
+from lmcache_xpu.transfer.host_copies import HostCopies, StagingRing
 from lmcache_xpu.transfer.paged_view import PagedView
-from lmcache_xpu.transfer.plan import HostFormat, Piece, Plan
+from lmcache_xpu.transfer.plan import HostFormat, HostMemory, Piece, Plan
 from lmcache_xpu.transfer.slots import Slots, request_rows
-from lmcache_xpu.transfer.staging_ring import StagingRing
 from lmcache_xpu.transfer.tuning import Tuning, tuning_of
 
 if TYPE_CHECKING:  # not everywhere there is Triton
@@ -42,14 +40,13 @@ class Stager:
     """Stores and loads chunks of one paged view.
 
     Calls only enqueue, and wait for nothing, as long as host memory is pinned (see `HostCopies`).
-    Whoever calls for several layer groups that lie in one memory gives it as one `HostMemory`.
+    Calls for several layer groups of the same chunks should pass the same `HostMemory`.
 
     Args:
         view: the engine's KV cache.
         staging_bytes: device memory of all buffers, see `StagingRing.allocate`. None is used where
             the view is on the host.
-        in_place: memory on the view's device is not staged. Off for tests, which then take an
-            accelerator's way on the host.
+        in_place: memory on the view's device is not staged. Off for tests.
         register: pins memory that is not, by address and size.
 
     Raises:
@@ -65,7 +62,6 @@ class Stager:
         register: Callable[[int, int, torch.device], bool] = register_host,
     ) -> None:
         self.view = view
-        self._row_bytes = view.row_size * view.dtype.itemsize
         self._in_place = in_place
         self._transfer = transfer_of(view)
         self._transfer.warm_up()
@@ -77,11 +73,10 @@ class Stager:
             self._ring = StagingRing.allocate(staging_bytes, view.device)
         self.buffer_bytes = self._ring.buffer_bytes
         self._host = HostCopies(view.device, self.buffer_bytes, register)
-        self._upload = PinnedUploads(view.device)
-        self._direct = HostKernels.of(self._transfer, view.device, self._host, self._upload)
+        self._direct = HostKernels.of(self._transfer, view.device, self._host)
 
     def pin(self, pool: torch.Tensor) -> None:
-        """Pin memory that copies will go from and to, if it is not; that takes seconds for GiB."""
+        """Pin memory that will be copied from and to, if it is not; takes seconds for GiB."""
         if self.buffer_bytes:
             self._host.pinned([pool])
 
@@ -96,7 +91,7 @@ class Stager:
 
     @property
     def reaches_host(self) -> bool:
-        """Whether a kernel may move what lies in pinned host memory."""
+        """Whether kernels move pinned host memory."""
         return self._direct is not None
 
     def plan(
@@ -108,8 +103,9 @@ class Stager:
         starts: Sequence[int] = (0,),
     ) -> Plan:
         """Return where the chunks of a request go; see `slots.request_rows` and `Plan`."""
-        rows = request_rows(self.view, slots, spans, cached, self._upload)
-        return Plan(form, rows, self._row_bytes, self.buffer_bytes, starts)
+        rows = request_rows(self.view, slots, spans, cached)
+        row_bytes = self.view.row_size * self.view.dtype.itemsize
+        return Plan(form, rows, row_bytes, self.buffer_bytes, starts)
 
     def follow_engine(self) -> None:
         """Order what follows after what the engine has enqueued so far."""
@@ -146,7 +142,7 @@ class Stager:
 
         Waits for the copies if host memory is not pinned, and for nothing else.
         """
-        handle, memory = self._begin(self._kernels), HostMemory.of(memory)
+        handle, memory = self._started(self._kernels), HostMemory.of(memory)
         for piece in pieces:
             if self._move_whole(piece, memory, first_layer, gather=True):
                 continue
@@ -172,7 +168,7 @@ class Stager:
         With `idle` the device has nothing else to do meanwhile.
         """
         pieces, memory = list(pieces), HostMemory.of(memory)
-        handle, launched = self._begin(self._link), Event(self.view.device, timed=True)
+        handle, launched = self._started(self._link), Event(self.view.device, timed=True)
         launched.record(self._kernels)
         idle = idle and self.needs_no_copies(pieces, memory)
         staged = False
@@ -187,11 +183,11 @@ class Stager:
             return handle
         handle.done.wait(self._link)  # what is copied next would slow what is needed first
         # Nothing orders the stream of copies before the kernels: its event may not be reached yet.
-        return handle._replace(begun=launched)
+        return handle._replace(started=launched)
 
     def fence(self) -> TransferHandle:
-        """Return a handle that is done behind all that was enqueued here, whatever became of it."""
-        handle, copied = self._begin(self._link), Event(self.view.device)
+        """Return a handle that is done when all that was enqueued here is, also after an error."""
+        handle, copied = self._started(self._link), Event(self.view.device)
         copied.record(self._link)
         copied.wait(self._kernels)
         handle.done.record(self._kernels)
@@ -199,7 +195,7 @@ class Stager:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Wait, after an error in a store or a load, for the part of it that is on its way.
+        """Wait, after an error in a store or a load, for the part of it that was enqueued.
 
         The caller then gives its blocks and its host memory to others.
         """
@@ -210,41 +206,33 @@ class Stager:
             self._host.flush()  # or the next store would bring the rest
             raise
 
-    def _begin(self, stream: SideStream) -> TransferHandle:
+    def _started(self, stream: SideStream) -> TransferHandle:
         handle = TransferHandle(*(Event(self.view.device, timed=True) for _ in range(2)))
-        handle.begun.record(stream)
+        handle.started.record(stream)
         return handle
 
-    def _copies(self, part: Piece, memory: HostMemory) -> Copies | None:
-        """Return the copies of a part of a piece where they go in batches; see `HostCopies`."""
-        if not self._host.copies_in_batches:
-            return None
-        return part.segments.copies(memory.addresses[part.chunks.start : part.chunks.stop])
-
     def _store_staged(self, part: Piece, memory: HostMemory, first_layer: int) -> None:
-        chunks = memory[part.chunks.start : part.chunks.stop]
-        pinned, copies = self._host.pinned(memory), self._copies(part, memory)
+        pinned, segments = self._host.pinned(memory), part.segments(memory)
         with self._kernels.current():
             buffer = self._ring.take(part.nbytes)
-            rows = part.rows.on_device()
+            rows = part.rows.chunks(part.chunks.start, part.chunks.stop)
             if rows.host is not None:  # rows that stay must survive the copy back
-                self._host.load(buffer.memory, chunks, part.segments, pinned=pinned, copies=copies)
+                self._host.load(buffer.memory, segments, pinned=pinned)
             layer = first_layer + part.layers.start
             self._transfer.gather(rows, part.staged(buffer.memory), layer)
             buffer.filled.record()
         with self._link.current():
             buffer.filled.wait()
-            self._host.store(chunks, part.segments, buffer.memory, pinned=pinned, copies=copies)
+            self._host.store(segments, buffer.memory, pinned=pinned)
             buffer.free.record()
 
     def _load_staged(self, part: Piece, memory: HostMemory, first_layer: int) -> None:
-        chunks = memory[part.chunks.start : part.chunks.stop]
-        pinned, copies = self._host.pinned(memory), self._copies(part, memory)
+        pinned, segments = self._host.pinned(memory), part.segments(memory)
         with self._link.current():
             buffer = self._ring.take(part.nbytes)
-            self._host.load(buffer.memory, chunks, part.segments, pinned=pinned, copies=copies)
+            self._host.load(buffer.memory, segments, pinned=pinned)
             # In this stream, or they would be copied behind all pieces that are enqueued.
-            rows = part.rows.on_device()
+            rows = part.rows.chunks(part.chunks.start, part.chunks.stop)
             self._kernels.reads(rows.engine, rows.host)
             buffer.filled.record()
         with self._kernels.current():
@@ -262,16 +250,16 @@ class Stager:
         gather: bool,
         idle: bool = False,
     ) -> bool:
-        """Move a piece without staging where that can and should be; whether it was moved.
+        """Move a piece unstaged if it can and should be; return whether it was.
 
         Memory on the view's device is moved chunk by chunk, pinned memory by a kernel.
         """
         if self._in_place and memory.devices == {self.view.device}:
             move = self._transfer.gather if gather else self._transfer.scatter
             with self._kernels.current():
-                for at, number in enumerate(piece.chunks):
-                    rows, chunk = piece.rows.on_device(at), piece.chunk(memory[number], at)
-                    move(rows, chunk, first_layer + piece.layers.start)
+                for number in piece.chunks:
+                    rows = piece.rows.chunks(number, number + 1)
+                    move(rows, piece.chunk(memory[number]), first_layer + piece.layers.start)
             return True
         if self._direct is None:
             return False
