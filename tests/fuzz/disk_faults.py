@@ -10,9 +10,9 @@ from fault import Faults
 from lmcache_xpu.tiers.disk import chunk_directory, chunk_file, chunk_store
 from lmcache_xpu.tiers.disk.chunk_index import ChunkIndex
 from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
-from lmcache_xpu.tiers.disk.holdings import Holdings
 from lmcache_xpu.tiers.disk.lock import DirectoryLock
 from lmcache_xpu.tiers.disk.writer import DiskWriter
+from lmcache_xpu.tiers.stock_disk import DiskTier
 
 FAULTS = Faults()
 fault = FAULTS.add
@@ -111,7 +111,7 @@ def _(_: Any) -> Any:
     return lambda self: True
 
 
-@fault("a chunk of another model is served after a restart", "tier", Holdings, "name")
+@fault("a chunk of another model is served after a restart", "tier", DiskTier, "name")
 def _(_: Any) -> Any:
     return lambda self, key: key.chunk_hash_hex
 

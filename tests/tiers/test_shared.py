@@ -20,7 +20,7 @@ from lmcache_xpu.launch.engine_arguments import engine_variables, vllm_arguments
 from lmcache_xpu.launch.settings import Settings
 from lmcache_xpu.shared import SharedL2Adapter
 from lmcache_xpu.tiers import shared_l2
-from lmcache_xpu.tiers.shared_option import PASSWORD_VARIABLE
+from lmcache_xpu.tiers.server_options import PASSWORD_VARIABLE
 
 TOKENS = 16
 

@@ -1,14 +1,16 @@
-"""A while in which a server is not tried."""
+"""What is not done again for a while: a server is not tried, a warning is not logged."""
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import logging
+__all__ = ["Complaint", "Pause"]
 
-__all__ = ["Pause"]
+logger = logging.getLogger("vllm.lmcache_xpu.disk")  # vLLM prints its own loggers only
+
+_QUIET_SECONDS = 60.0
 
 
 class Pause:
@@ -39,3 +41,20 @@ class Pause:
                 cause,
             )
         self._end = time.monotonic() + seconds
+
+
+class Complaint:
+    """A warning of the disk tier, logged at most once a minute, however often its cause occurs."""
+
+    def __init__(self, message: str) -> None:
+        self._message = message
+        self._lock = threading.Lock()
+        self._quiet_until = 0.0
+
+    def log(self, *args: object) -> None:
+        """Log the message, filled in with `args`, unless it was logged within a minute."""
+        with self._lock:
+            if time.monotonic() < self._quiet_until:
+                return
+            self._quiet_until = time.monotonic() + _QUIET_SECONDS
+        logger.log(logging.WARNING, "disk tier: " + self._message, *args)

@@ -30,11 +30,9 @@ from redis.exceptions import OutOfMemoryError, ResponseError
 
 from lmcache_xpu.metrics import LOAD_SHARED, STORE_SHARED, Flow, Stopwatch
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
-from lmcache_xpu.tiers.disk.task_results import TaskAnswers, after_all
-from lmcache_xpu.tiers.disk.writer import counts_tokens
 from lmcache_xpu.tiers.pause import Pause
 from lmcache_xpu.tiers.shared_values import SharedValues, fill, value_name
-from lmcache_xpu.tiers.timed_task import TimedTask
+from lmcache_xpu.tiers.task_results import TaskAnswers, TimedTask, after_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -198,7 +196,7 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
             with watch.running():
                 if not self._values.put(name, layout, obj):
                     raise _NotSentError("behind")
-            _count(STORE_SHARED, key, layout, watch)
+            layout.count(STORE_SHARED, key, watch)
             yield layout.size
 
     def _check_sending(self) -> None:
@@ -238,7 +236,7 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
             if payload is None:
                 self._tell([key], is_there=False)
             if filled:
-                _count(LOAD_SHARED, key, layout, watch)
+                layout.count(LOAD_SHARED, key, watch)
         except Exception as error:
             self._leave_alone(error)
             _failed(LOAD_SHARED, "server", not task.over)
@@ -276,8 +274,3 @@ def _layout(obj: MemoryObj) -> ChunkLayout:
 def _failed(flow: Flow, reason: str, count: int) -> None:
     for _ in range(count):
         flow.failed(reason)
-
-
-def _count(flow: Flow, key: ObjectKey, layout: ChunkLayout, watch: Stopwatch) -> None:
-    tokens = layout.tokens(0) if counts_tokens(key) else 0
-    flow.moved(size_bytes=layout.size, tokens=tokens, seconds=watch.seconds)

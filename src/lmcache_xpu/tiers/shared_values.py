@@ -21,8 +21,8 @@ from redis.retry import Retry
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import LOAD_SHARED
 from lmcache_xpu.tiers.disk.chunk_file import pack_chunk, unpack_chunk
-from lmcache_xpu.tiers.disk.object_name import object_name
-from lmcache_xpu.tiers.shared_option import PASSWORD_VARIABLE, URL_KEY
+from lmcache_xpu.tiers.disk.server_objects import object_name
+from lmcache_xpu.tiers.server_options import PASSWORD_VARIABLE, URL_KEY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -54,7 +54,7 @@ class ChunkIndex:
         # Oldest first. An item may be out of date: the entry's own time decides, see `evict`.
         self._by_age: list[tuple[int, str]] = []
         self._pins: dict[str, _Pin] = {}
-        self._watch: Callable[[str, bool], None] | None = None
+        self._changed: Callable[[str], object] = lambda key: None
         self._latest_ns = 0
 
     def __contains__(self, key: str) -> bool:
@@ -71,11 +71,11 @@ class ChunkIndex:
         entry = self._entries.get(key)
         return None if entry is None or entry.hidden else entry
 
-    def watch(self, changed: Callable[[str, bool], None]) -> None:
-        """Tell of every key whether it is there: of those that are now, and of each change."""
-        self._watch = changed
+    def watch(self, changed: Callable[[str], object]) -> None:
+        """Call `changed` with every key now, and with a key whenever it comes or goes."""
+        self._changed = changed
         for key in self._entries:
-            changed(key, key in self)
+            changed(key)
 
     def clear(self) -> None:
         """Forget all entries; pins stay."""
@@ -90,8 +90,7 @@ class ChunkIndex:
         self._entries[key] = entry = Entry(info, used_ns, hidden)
         heapq.heappush(self._by_age, (used_ns, key))
         self.used_bytes += entry.size_bytes
-        if self._watch is not None:
-            self._watch(key, not hidden)
+        self._changed(key)
 
     def add_earlier(self, chunks: Iterable[tuple[str, ChunkInfo, int]]) -> dict[str, int]:
         """Add chunks of earlier runs; none of them was used later than now.
@@ -121,15 +120,13 @@ class ChunkIndex:
         """Let an entry, if there is one, count as room alone: until it is evicted or replaced."""
         if entry := self._entries.get(key):
             entry.hidden = True
-            if self._watch is not None:
-                self._watch(key, False)
+            self._changed(key)
 
     def remove(self, key: str) -> None:
         """Remove an entry, if there is one."""
         if entry := self._entries.pop(key, None):
             self.used_bytes -= entry.size_bytes
-            if self._watch is not None:
-                self._watch(key, False)
+            self._changed(key)
 
     def mark(self, key: str, used_ns: int) -> bool:
         """Set an entry's time of last use; False if there is none."""

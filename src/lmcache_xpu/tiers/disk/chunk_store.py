@@ -13,39 +13,59 @@ import errno
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.metrics import LOAD_DISK
+from lmcache_xpu.metrics import DISK_USED_BYTES, LOAD_DISK
 from lmcache_xpu.tiers.disk.chunk_directory import ChunkDirectory
 from lmcache_xpu.tiers.disk.chunk_file import ChunkInfo, disk_bytes, read_chunk, write_chunk
 from lmcache_xpu.tiers.disk.chunk_index import ChunkIndex, Entry
-from lmcache_xpu.tiers.disk.complaint import Complaint
-from lmcache_xpu.tiers.disk.counters import Counters
+from lmcache_xpu.tiers.pause import Complaint
 
-__all__ = ["ChunkStore"]
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
+
+__all__ = ["PIN_SECONDS", "ChunkStore", "Counters"]
 
 logger = logging.getLogger("vllm.lmcache_xpu.disk")  # vLLM prints its own loggers only
 
+PIN_SECONDS = 300.0
 _TRIES = 8  # files that can't be removed, for one chunk, before it is dropped
 _FAILED_READS = 3  # of one file, by the disk's fault, before it is not asked for again
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What happened since a store was opened, and the bytes it holds now.
+
+    `misses` counts reads that delivered nothing, `dropped` puts that stored nothing, `corrupt`
+    files removed because their content was not what it should be, `errors` failed system calls.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    stored: int = 0
+    evicted: int = 0
+    dropped: int = 0
+    corrupt: int = 0
+    errors: int = 0
+    bytes: int = 0
 
 
 class ChunkStore:
     """Chunks under string keys in one directory, within a size, least recently used out first.
 
     Safe for any number of threads: an internal lock guards the index, file contents are read and
-    written outside it, and no call waits for another thread's file. One process at a time: the
-    directory is held with flock, which the kernel releases however the process ends.
+    written outside it, and no call waits for another thread's file. One process at a time.
 
     Args:
         directory: created (mode 0700) if it is missing; files of other names in it are left alone.
         limit_bytes: bound on the files, headers included, those of earlier runs and those being
-            written as well. Opening a store with a smaller limit evicts; 0 empties it.
+            written as well. Opening a store with a smaller limit evicts.
         left: directories that no rank has any more; their chunks become this store's.
-        pin_seconds: a pin older than this no longer protects, so that a forgotten one can't fill
-            the store for good.
+        pin_seconds: a pin older than this no longer protects: a forgotten one would fill the store.
         lock_seconds: how long to wait for another process to let go of the directory.
 
     Raises:
@@ -59,7 +79,7 @@ class ChunkStore:
         limit_bytes: int,
         *,
         left: Sequence[Path] = (),
-        pin_seconds: float = 300.0,
+        pin_seconds: float = PIN_SECONDS,
         lock_seconds: float = 5.0,
     ) -> None:
         self.directory = directory
@@ -93,18 +113,13 @@ class ChunkStore:
         with self._lock:
             return Counters(**self._count, bytes=self._index.used_bytes)
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the files."""
-        return self._index.used_bytes
-
     def now(self, count: int) -> int:
         """Take the time of last use for `count` chunks, see `ChunkIndex.now`."""
         with self._lock:
             return self._index.now(count)
 
     def info(self, key: str) -> ChunkInfo | None:
-        """What is stored under `key`, or None; reads no file."""
+        """Meta and size of a chunk, or None; reads no file."""
         return entry.info if (entry := self._index.get(key)) else None
 
     def put(
@@ -162,9 +177,10 @@ class ChunkStore:
     def read(self, key: str, buffer: memoryview, is_lent: Callable[[], bool] | None = None) -> bool:
         """Read a chunk's payload straight into `buffer`, whose length must be the payload's.
 
-        A file that is truncated, damaged or another's is removed and counts as a miss. So does one
-        that can't be read now, or a buffer that is not the caller's any more, by `is_lent`, but
-        the file stays. The time of last use does not change, see `touch`.
+        A file that is truncated, damaged or another's is removed and counts as a miss. One that
+        can't be read now is a miss as well, and stays, and so is every file when `is_lent` says
+        that the buffer is not the caller's any more. The time of last use does not change, see
+        `touch`.
 
         Returns:
             True if `buffer` holds the chunk; False on a miss, and then it may hold anything.
@@ -255,8 +271,8 @@ class ChunkStore:
                 self._remove(key)
             return list(chunks.values())
 
-    def watch(self, changed: Callable[[str, bool], None]) -> None:
-        """Call `changed` with each key and whether it is stored: now, and when that changes.
+    def watch(self, changed: Callable[[str], object]) -> None:
+        """Call `changed` with each key now, and whenever it comes or goes.
 
         The store is locked meanwhile: `changed` must not call it.
         """
@@ -312,6 +328,7 @@ class ChunkStore:
         # At once, or another put would find it counted twice, and evict for it.
         self._index.release(temporary)
         self._index.add(key, info, used_ns)
+        DISK_USED_BYTES.set(self._index.used_bytes)
         self._count["stored"] += 1
 
     def _open(self, lock_seconds: float) -> None:
@@ -326,6 +343,7 @@ class ChunkStore:
             for name, size in self._files.unreadable.items():
                 self._index.add(name, ChunkInfo("", size), 0, hidden=True)
             self._make_room(0)
+            DISK_USED_BYTES.set(self._index.used_bytes)
         except OSError as error:
             raise SettingsError(
                 f"directory {self.directory}: {error.strerror}",
@@ -353,6 +371,7 @@ class ChunkStore:
             self._index.hide(key)
             return False
         self._index.remove(key)
+        DISK_USED_BYTES.set(self._index.used_bytes)
         return True
 
     def _make_room(self, need: int) -> bool:

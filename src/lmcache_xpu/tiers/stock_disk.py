@@ -1,4 +1,4 @@
-"""LMCache's side of the disk tier: a storage plug-in over `ChunkStore`.
+"""The disk tier in LMCache's own engine: a storage plug-in over `ChunkStore`.
 
 Switched on in LMCache's configuration:
 
@@ -18,35 +18,44 @@ Who calls what, and which references and pins that leaves (LMCache 0.5.6):
             exceed that is dropped with the rest of its batch, as a suffix is no use without
             what precedes it.
     lookup  pins chunks on disk; LMCache unpins them after the load. Pins don't touch memory.
-    load    returns chunks with one reference, the caller's. Never waits for memory: from the
-            first chunk that is missing, damaged or finds no room in the pool, the result is
-            None (or ends, where it is a list of the loaded ones) and vLLM recomputes.
+    load    returns chunks with one reference, the caller's. Never waits for memory, as its own
+            chunks may be what fills the pool: from the first chunk that is missing, damaged or
+            finds no room, the result is None (or ends, where it is a list of the loaded ones)
+            and vLLM recomputes.
     close   ends its writes, which read from the CPU pool's memory. LMCache itself would free that
             before; `stock.ending` closes the pool last.
+
+The name of a chunk in the store, and of one layer of it:
+
+    DEVICE@KV SHAPE @ RANKS @ RANK @ CHUNK HASH @ DTYPE @ LAYER or - @ MODEL <newline> TAGS
+
+LMCache's own text for a key runs tags together, and leaves out the device and the shape, by which
+engines with the same directory and the same key differ. (How an engine packs its blocks is part of
+the model's name, as the connector gives it to LMCache.)
 """
 
 from __future__ import annotations
 
-import logging
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+import asyncio
+import itertools
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lmcache import torch_device_type
 from lmcache.utils import LayerCacheEngineKey
 from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.metrics import DISK_LIMIT_BYTES, DISK_USED_BYTES
-from lmcache_xpu.tiers.chunk_key import engine_origin
+from lmcache_xpu.metrics import LOAD_DISK, Stopwatch
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
-from lmcache_xpu.tiers.disk.holdings import Holdings
-from lmcache_xpu.tiers.disk.parameters import DiskSettings, check_hash
-from lmcache_xpu.tiers.disk.reader import DiskReader
+from lmcache_xpu.tiers.disk.parameters import DiskSettings
 from lmcache_xpu.tiers.disk.writer import DiskWriter
+from lmcache_xpu.tiers.pause import Complaint
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Callable, Sequence
-    from concurrent.futures import Future
 
     from lmcache.utils import CacheEngineKey
     from lmcache.v1.config import LMCacheEngineConfig
@@ -54,11 +63,15 @@ if TYPE_CHECKING:
     from lmcache.v1.metadata import LMCacheMetadata
     from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
-    from lmcache_xpu.tiers.disk.counters import Counters
+__all__ = ["DiskTier", "check_hash"]
 
-__all__ = ["DiskTier"]
 
-logger = logging.getLogger("vllm.lmcache_xpu.disk")  # vLLM prints its own loggers only
+class _Read(NamedTuple):
+    """A chunk, and the memory that it is read into."""
+
+    key: CacheEngineKey
+    layout: ChunkLayout
+    obj: MemoryObj
 
 
 class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
@@ -90,40 +103,34 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
             )
         check_hash(config.pre_caching_hash_algorithm)
         settings = DiskSettings.parse(config.extra_config or {})
+        self._origin = f"{torch_device_type}@{metadata.kv_shape}"
         self._num_layers = metadata.kv_shape[0]
         self._hidden: int = metadata.kv_shape[3] * metadata.kv_shape[4]
         self._store = settings.open_store(
             metadata.worker_id, metadata.world_size, config.pin_timeout_sec
         )
-        DISK_LIMIT_BYTES.set(settings.limit_bytes)
-        DISK_USED_BYTES.set(self._store.used_bytes)
         half_pool = int(config.max_local_cpu_size * 2**30) // 2
         self._writes = DiskWriter(
             self._store, half_pool, max(1, settings.threads // 2), self._hidden
         )
-        self._holdings = Holdings(self._store, engine_origin(metadata))
-        self._reads = DiskReader(
-            self._store, self._holdings, local_cpu_backend, settings.threads, self._hidden
+        self._reads = ThreadPoolExecutor(settings.threads, "disk-read")
+        self._pool_full = Complaint(
+            "no room in LMCache's CPU pool for a whole load; cut short "
+            "(docs: troubleshooting#pool-full)"
         )
         self._closed = False
-
-    def __str__(self) -> str:
-        return type(self).__name__
 
     @property
     def pending(self) -> int:
         """The number of chunks whose writes have not ended."""
         return len(self._writes.pending)
 
-    @property
-    def counters(self) -> Counters:
-        """A snapshot; `dropped` and `misses` include what never reached the disk."""
-        counters = self._store.counters
-        return replace(
-            counters,
-            dropped=counters.dropped + self._writes.dropped,
-            misses=counters.misses + self._reads.misses,
-        )
+    def name(self, key: CacheEngineKey) -> str:
+        """Return the name of a chunk in the store, see the module."""
+        layer = key.layer_id if isinstance(key, LayerCacheEngineKey) else "-"
+        chunk = f"{key.world_size}@{key.worker_id}@{key.chunk_hash_hex}@{key.dtype}@{layer}"
+        tags = json.dumps(key.tags, default=str) if key.tags else ""
+        return f"{self._origin}@{chunk}@{key.model_name}\n{tags}"
 
     # Lookup
 
@@ -132,15 +139,15 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
 
         A chunk promised to a lookup is still reported while its pin lasts, even if its file was
         lost meanwhile: LMCache has told the scheduler, and only a failing load is passed on. For
-        the first layer of a chunk, asked before a layerwise store, all layers must be there.
+        the first layer of a chunk, asked before a layerwise store, all layers must be stored.
         """
         if pin:
-            return self._holdings.pin(key)
+            return self.pin(key)
         if isinstance(key, LayerCacheEngineKey) and key.layer_id == 0:
-            if self._store.pinned(self._holdings.name(key)):
+            if self._store.pinned(self.name(key)):
                 return True
-            return all(k in self._holdings for k in key.split_layers(self._num_layers))
-        return key in self._holdings
+            return all(self._has(layer) for layer in key.split_layers(self._num_layers))
+        return self._has(key)
 
     def batched_contains(self, keys: list[CacheEngineKey], pin: bool = False) -> int:
         """Length of the prefix of `keys` that can be loaded, pinned if `pin`.
@@ -155,23 +162,17 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
             return 0
         return length
 
-    async def batched_async_contains(
-        self, lookup_id: str, keys: list[CacheEngineKey], pin: bool = False
-    ) -> int:
-        """`batched_contains` for any prefix: here LMCache unpins what it can't use."""
-        return int(super().batched_contains(keys, pin))
-
     def exists_in_put_tasks(self, key: CacheEngineKey) -> bool:
         """Whether a write of `key` has not ended yet."""
-        return self._holdings.name(key) in self._writes
+        return self.name(key) in self._writes.pending
 
     def pin(self, key: CacheEngineKey) -> bool:
         """Keep `key` from eviction; False if it is not stored."""
-        return self._holdings.pin(key)
+        return self._store.pin(self.name(key))
 
     def unpin(self, key: CacheEngineKey) -> bool:
         """Take one pin back; False if there was none."""
-        return self._holdings.unpin(key)
+        return self._store.unpin(self.name(key))
 
     def touch_cache(self) -> None:
         """Nothing to do: loads mark what they use, the start of a prompt as the last used."""
@@ -184,17 +185,16 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         objs: list[MemoryObj],
         transfer_spec: Any = None,
         on_complete_callback: Callable[[CacheEngineKey], None] | None = None,
-    ) -> list[Future[None]]:
-        """Queue chunks to be written; returns at once, with a future for each that was queued.
+    ) -> None:
+        """Queue chunks to be written; returns at once.
 
         Takes a reference to each until its write has ended. Skips what is stored (and marks it
-        as used) or queued; drops what exceeds the bound on the queue, see the module.
+        as used) or queued; drops what exceeds the bound on the queue, see the module. LMCache
+        gives no callback.
         """
-        if not keys:
-            return []
-        names = [self._holdings.name(key) for key in keys]
-        used_ns = self._store.touch(names)
-        return self._writes.submit(list(keys), names, objs, used_ns, on_complete_callback)
+        if keys:
+            names = [self.name(key) for key in keys]
+            self._writes.submit(list(keys), names, objs, self._store.touch(names))
 
     # Load
 
@@ -202,15 +202,9 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         """The chunk, with one reference for the caller; None on a miss."""
         return self.batched_get_blocking([key])[0]
 
-    def get_non_blocking(
-        self, key: CacheEngineKey, location: str | None = None
-    ) -> Future[MemoryObj | None]:
-        """`get_blocking` in a thread."""
-        return self._reads.submit(key)
-
     def batched_get_blocking(self, keys: list[CacheEngineKey]) -> list[MemoryObj | None]:
         """One entry per key, None from the first miss on; see the module for references."""
-        loaded = self._reads.load(keys)
+        loaded = self._load(self._allocate(keys))
         return [*loaded, *[None] * (len(keys) - len(loaded))]
 
     async def batched_get_non_blocking(
@@ -218,22 +212,17 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
     ) -> list[MemoryObj]:
         """The chunks of `keys` up to the first miss: a shorter list says that loading failed.
 
-        LMCache calls this in two ways. With a `transfer_spec`, to prefetch what it has just
-        looked up: it drops one reference, and leaves the lookup's pins to us. Without, for one
-        layer of a layerwise load: the GPU connector holds it until its copy is done.
+        LMCache calls this for one layer of a layerwise load. The GPU connector holds the chunks
+        until its copy is done.
         """
-        loaded = await self._reads.load_async(keys)
-        if transfer_spec is not None:
-            for key in keys:
-                self._holdings.unpin(key)
-        return loaded
+        return await asyncio.to_thread(self._load, self._allocate(keys))
 
     # The rest of LMCache's interface
 
     def remove(self, key: CacheEngineKey, force: bool = True) -> bool:
         """Remove a chunk, pinned or not, also one that is being written; False if there is none."""
-        name = self._holdings.name(key)
-        self._writes.settle(name)
+        name = self.name(key)
+        self._writes.wait(name)
         return self._store.remove(name)
 
     def clear(self) -> int:
@@ -250,7 +239,68 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         if self._closed:
             return
         self._closed = True
-        self._reads.refuse()
         self._writes.close()
-        self._reads.close()
+        self._reads.shutdown(cancel_futures=True)
         self._store.close()
+
+    def _has(self, key: CacheEngineKey) -> bool:
+        name = self.name(key)
+        return self._store.pinned(name) or name in self._store
+
+    def _allocate(self, keys: Sequence[CacheEngineKey]) -> list[_Read]:
+        """Allocate memory for the chunks up to the first that is missing or finds none."""
+        reads: list[_Read] = []
+        for key in keys if not self._closed else ():
+            if (layout := self._layout(self.name(key))) is None:
+                break
+            obj = self.local_cpu_backend.allocate(
+                list(layout.shapes), list(layout.dtypes), fmt=layout.fmt, busy_loop=False
+            )
+            if obj is None:
+                LOAD_DISK.failed("pool_full")
+                self._pool_full.log()
+                break
+            reads.append(_Read(key, layout, obj))
+        return reads
+
+    def _layout(self, name: str) -> ChunkLayout | None:
+        if (info := self._store.info(name)) is None:
+            return None
+        layout = ChunkLayout.parse(info.meta)
+        if layout is None or layout.size != info.payload_bytes:
+            self._store.remove(name)  # of a version that described it otherwise
+            return None
+        return layout
+
+    def _load(self, reads: list[_Read]) -> list[MemoryObj]:
+        """Read chunks, and return those before the first miss; references to others are dropped."""
+        objs = list(self._reads.map(self._read, reads))
+        loaded = list(itertools.takewhile(lambda obj: obj is not None, objs))
+        for obj in objs[len(loaded) :]:
+            if obj is not None:
+                obj.ref_count_down()
+        self._store.touch(self.name(read.key) for read in reads[: len(loaded)])
+        return loaded
+
+    def _read(self, read: _Read) -> MemoryObj | None:
+        key, obj, is_hit, watch = read.key, read.obj, False, Stopwatch()
+        try:
+            with watch.running():
+                is_hit = self._store.read(self.name(key), memoryview(obj.byte_array).cast("B"))
+        finally:
+            if not is_hit:
+                obj.ref_count_down()
+        if is_hit:
+            read.layout.count(LOAD_DISK, key, watch, self._hidden)
+        return obj if is_hit else None
+
+
+def check_hash(algorithm: str) -> None:
+    """Raise SettingsError if LMCache's keys would differ after a restart."""
+    seeded = os.environ.get("PYTHONHASHSEED", "random") != "random"
+    if not seeded and not algorithm.startswith("sha256"):
+        raise SettingsError(
+            f"pre_caching_hash_algorithm={algorithm!r} without PYTHONHASHSEED",
+            "keys that are the same after a restart",
+            "Set it to 'sha256', or fix PYTHONHASHSEED.",
+        )
