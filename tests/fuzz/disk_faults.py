@@ -8,6 +8,7 @@ from typing import Any
 from fault import Faults
 
 from lmcache_xpu.tiers.disk import chunk_directory, chunk_file, chunk_store
+from lmcache_xpu.tiers.disk.chunk_directory import ChunkDirectory
 from lmcache_xpu.tiers.disk.chunk_index import ChunkIndex
 from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
 from lmcache_xpu.tiers.disk.lock import DirectoryLock
@@ -96,7 +97,7 @@ def _(_: Any) -> Any:
     return lambda self, need: True
 
 
-@fault("a chunk that is removed leaves its file", "disk", ChunkStore, "_remove")
+@fault("a chunk that is removed leaves its file", "disk", ChunkDirectory, "remove")
 def _(_: Any) -> Any:
     return lambda self, key: self._index.remove(key) is None
 

@@ -64,10 +64,9 @@ def test_an_old_pin_protects_no_longer(index, monkeypatch):
 
 def test_what_is_reserved_is_not_given_twice(index):
     index.remove("a")
-    index.reserve("a write", SIZE)
+    index.reserve(SIZE)
     assert not index.fits(SIZE)
-    index.release("a write")
-    index.release("a write")
+    index.release(SIZE)
     assert index.fits(SIZE)
     assert index.reserved_bytes == 0
 

@@ -12,7 +12,25 @@ from lmcache_xpu.tiers.disk.chunk_file import ChunkInfo, disk_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["ChunkIndex", "Entry"]
+__all__ = ["ChunkIndex", "Counters", "Entry"]
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What happened since a store was opened, and the bytes it holds now.
+
+    `misses` counts reads that delivered nothing, `dropped` puts that stored nothing, `corrupt`
+    files removed because their content was not what it should be, `errors` failed system calls.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    stored: int = 0
+    evicted: int = 0
+    dropped: int = 0
+    corrupt: int = 0
+    errors: int = 0
+    bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -48,7 +66,6 @@ class ChunkIndex:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self.reserved_bytes = 0
-        self._reserved: dict[str, int] = {}  # bytes, by writes under way
         self._pin_seconds = pin_seconds
         self._entries: dict[str, Entry] = {}
         # Oldest first. An item may be out of date: the entry's own time decides, see `evict`.
@@ -163,14 +180,13 @@ class ChunkIndex:
         """All entries that no pin holds, hidden ones too."""
         return {key: e.info for key, e in self._entries.items() if not self.pinned(key)}
 
-    def reserve(self, write: str, size_bytes: int) -> None:
-        """Set room aside for a write under way, which has this name."""
-        self._reserved[write] = size_bytes
+    def reserve(self, size_bytes: int) -> None:
+        """Set room aside for a write under way."""
         self.reserved_bytes += size_bytes
 
-    def release(self, write: str) -> None:
-        """Give back what a write has reserved; does nothing when that was done before."""
-        self.reserved_bytes -= self._reserved.pop(write, 0)
+    def release(self, size_bytes: int) -> None:
+        """Give back what a write has reserved."""
+        self.reserved_bytes -= size_bytes
 
     def fits(self, need_bytes: int) -> bool:
         """Whether so much more has room now."""
