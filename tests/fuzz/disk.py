@@ -79,9 +79,9 @@ class Disk(RuleBasedStateMachine):
         there = {key for key in (f"key {n}" for n in range(8)) if key in self.store}
         if there != set(self.chunks):
             raise MismatchError(f"{sorted(there)} are stored; the model has {sorted(self.chunks)}")
-        if self.store.counters.bytes != self.chunks.used:
+        if self.store.counters["bytes"] != self.chunks.used:
             raise MismatchError(
-                f"{self.store.counters.bytes} bytes are counted, and are {self.chunks.used}"
+                f"{self.store.counters['bytes']} bytes are counted, and are {self.chunks.used}"
             )
         files = [file.stat().st_size for file in self.path.glob("*.lmxkv")]
         # A file that something else made larger is noticed when it is read.

@@ -134,7 +134,7 @@ class Engine:
 
     @property
     def dropped(self):
-        return self.counters.dropped + self.tier._writes.dropped
+        return self.counters["dropped"] + self.tier._writes.dropped
 
     @property
     def pool_in_use(self):

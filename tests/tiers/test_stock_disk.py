@@ -32,7 +32,7 @@ def test_lmcache_creates_the_tier_and_gets_its_chunks_back(engines):
     assert engine.load(range(5)) == [0, 1, 2, 3, 4]
     assert engine.pool_in_use == 0
     counters = engine.counters
-    assert (counters.stored, counters.hits, counters.bytes) == (5, 5, 5 * (CHUNK + 4096))
+    assert (counters["stored"], counters["hits"], counters["bytes"]) == (5, 5, 5 * (CHUNK + 4096))
 
 
 def test_chunks_are_found_after_a_restart(engines):
@@ -197,7 +197,7 @@ def test_the_size_holds_and_counts_earlier_runs(engines, tmp_path):
     engine.store(range(10, 14))
     files = list((tmp_path / "kv" / "kv-worker-0").glob("*.lmxkv"))
     assert len(files) == 10
-    assert engine.counters.evicted == 4
+    assert engine.counters["evicted"] == 4
     # Of one batch the end goes first: it is of no use without the beginning.
     assert engine.load(range(6)) == [0, 1, 2, 3, 4, 5]
     assert [n for n in range(10) if engine.tier.contains(make_key(n))] == [0, 1, 2, 3, 4, 5]

@@ -13,35 +13,31 @@ Switched on in LMCache's configuration:
 
 Who calls what, and which references and pins that leaves (LMCache 0.5.6):
 
-    put     engine thread. Takes one reference per chunk, given back when its write has ended,
-            however it ended. Queued writes hold at most half of LMCache's CPU pool; what would
-            exceed that is dropped with the rest of its batch, as a suffix is no use without
-            what precedes it.
+    put     engine thread. Takes one reference per chunk until its write has ended. Queued writes
+            hold at most half of LMCache's CPU pool; a chunk that would exceed that is dropped with
+            the rest of its batch.
     lookup  pins chunks on disk; LMCache unpins them after the load. Pins don't touch memory.
-    load    returns chunks with one reference, the caller's. Never waits for memory, as its own
-            chunks may be what fills the pool: from the first chunk that is missing, damaged or
-            finds no room, the result is None (or ends, where it is a list of the loaded ones)
-            and vLLM recomputes.
+    load    returns chunks with one reference, the caller's, up to the first that is missing,
+            damaged or finds no room in the pool; vLLM recomputes the rest. Never waits for memory,
+            as its own chunks may be what fills the pool.
     close   ends its writes, which read from the CPU pool's memory. LMCache itself would free that
             before; `stock.ending` closes the pool last.
 
-The name of a chunk in the store, and of one layer of it:
+The name of a chunk in the store, or of one layer of it:
 
-    DEVICE@KV SHAPE @ RANKS @ RANK @ CHUNK HASH @ DTYPE @ LAYER or - @ MODEL <newline> TAGS
+    DEVICE@KV SHAPE@RANKS@RANK@CHUNK HASH@DTYPE@LAYER or -@MODEL <newline> TAGS
 
-LMCache's own text for a key runs tags together, and leaves out the device and the shape, by which
-engines with the same directory and the same key differ. (How an engine packs its blocks is part of
-the model's name, as the connector gives it to LMCache.)
+LMCache's own text for a key runs tags together, and has neither device nor shape. (How an engine
+packs its blocks is part of the model's name, as the connector gives it to LMCache.)
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from lmcache import torch_device_type
 from lmcache.utils import LayerCacheEngineKey
@@ -66,19 +62,10 @@ if TYPE_CHECKING:
 __all__ = ["DiskTier", "check_hash"]
 
 
-class _Read(NamedTuple):
-    """A chunk, and the memory that it is read into."""
-
-    key: CacheEngineKey
-    layout: ChunkLayout
-    obj: MemoryObj
-
-
 class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
     """Chunks on a local disk, found again after a restart.
 
-    Thread-safe. No method raises into the engine or waits for another request; the threads that
-    do the reading and writing end with `close`.
+    Thread-safe. No method raises into the engine or waits for another request.
 
     Raises:
         SettingsError: a `disk.*` setting is wrong, the directory can't be used or is in use,
@@ -126,7 +113,7 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         return len(self._writes.pending)
 
     def name(self, key: CacheEngineKey) -> str:
-        """Return the name of a chunk in the store, see the module."""
+        """Name of a chunk in the store, see the module."""
         layer = key.layer_id if isinstance(key, LayerCacheEngineKey) else "-"
         chunk = f"{key.world_size}@{key.worker_id}@{key.chunk_hash_hex}@{key.dtype}@{layer}"
         tags = json.dumps(key.tags, default=str) if key.tags else ""
@@ -137,9 +124,9 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
     def contains(self, key: CacheEngineKey, pin: bool = False) -> bool:
         """Whether `key` can be loaded; with `pin`, it stays so until `unpin`.
 
-        A chunk promised to a lookup is still reported while its pin lasts, even if its file was
-        lost meanwhile: LMCache has told the scheduler, and only a failing load is passed on. For
-        the first layer of a chunk, asked before a layerwise store, all layers must be stored.
+        A pinned chunk is reported even if its file was lost: the scheduler counts on it, and only
+        a failing load is passed on. For the first layer of a chunk, asked before a layerwise store,
+        all layers must be stored.
         """
         if pin:
             return self.pin(key)
@@ -186,11 +173,9 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         transfer_spec: Any = None,
         on_complete_callback: Callable[[CacheEngineKey], None] | None = None,
     ) -> None:
-        """Queue chunks to be written; returns at once.
+        """Queue chunks to be written, see the module; stored ones are marked as used.
 
-        Takes a reference to each until its write has ended. Skips what is stored (and marks it
-        as used) or queued; drops what exceeds the bound on the queue, see the module. LMCache
-        gives no callback.
+        LMCache gives no callback.
         """
         if keys:
             names = [self.name(key) for key in keys]
@@ -204,18 +189,14 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
 
     def batched_get_blocking(self, keys: list[CacheEngineKey]) -> list[MemoryObj | None]:
         """One entry per key, None from the first miss on; see the module for references."""
-        loaded = self._load(self._allocate(keys))
+        loaded = self._load(keys, self._allocate(keys))
         return [*loaded, *[None] * (len(keys) - len(loaded))]
 
     async def batched_get_non_blocking(
         self, lookup_id: str, keys: list[CacheEngineKey], transfer_spec: Any = None
     ) -> list[MemoryObj]:
-        """The chunks of `keys` up to the first miss: a shorter list says that loading failed.
-
-        LMCache calls this for one layer of a layerwise load. The GPU connector holds the chunks
-        until its copy is done.
-        """
-        return await asyncio.to_thread(self._load, self._allocate(keys))
+        """The chunks of one layer, up to the first miss: a shorter list fails the load."""
+        return await asyncio.to_thread(self._load, keys, self._allocate(keys))
 
     # The rest of LMCache's interface
 
@@ -236,8 +217,6 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
 
     def close(self) -> None:
         """End the queued writes, within ten seconds, and let go of the directory; idempotent."""
-        if self._closed:
-            return
         self._closed = True
         self._writes.close()
         self._reads.shutdown(cancel_futures=True)
@@ -247,11 +226,11 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         name = self.name(key)
         return self._store.pinned(name) or name in self._store
 
-    def _allocate(self, keys: Sequence[CacheEngineKey]) -> list[_Read]:
+    def _allocate(self, keys: Sequence[CacheEngineKey]) -> list[MemoryObj]:
         """Allocate memory for the chunks up to the first that is missing or finds none."""
-        reads: list[_Read] = []
+        objs: list[MemoryObj] = []
         for key in keys if not self._closed else ():
-            if (layout := self._layout(self.name(key))) is None:
+            if (layout := self._layout(key)) is None:
                 break
             obj = self.local_cpu_backend.allocate(
                 list(layout.shapes), list(layout.dtypes), fmt=layout.fmt, busy_loop=False
@@ -260,10 +239,11 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
                 LOAD_DISK.failed("pool_full")
                 self._pool_full.log()
                 break
-            reads.append(_Read(key, layout, obj))
-        return reads
+            objs.append(obj)
+        return objs
 
-    def _layout(self, name: str) -> ChunkLayout | None:
+    def _layout(self, key: CacheEngineKey) -> ChunkLayout | None:
+        name = self.name(key)
         if (info := self._store.info(name)) is None:
             return None
         layout = ChunkLayout.parse(info.meta)
@@ -272,27 +252,22 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
             return None
         return layout
 
-    def _load(self, reads: list[_Read]) -> list[MemoryObj]:
+    def _load(self, keys: Sequence[CacheEngineKey], objs: list[MemoryObj]) -> list[MemoryObj]:
         """Read chunks, and return those before the first miss; references to others are dropped."""
-        objs = list(self._reads.map(self._read, reads))
-        loaded = list(itertools.takewhile(lambda obj: obj is not None, objs))
-        for obj in objs[len(loaded) :]:
-            if obj is not None:
-                obj.ref_count_down()
-        self._store.touch(self.name(read.key) for read in reads[: len(loaded)])
-        return loaded
+        hits = list(self._reads.map(self._read, keys, objs))
+        length = hits.index(False) if False in hits else len(hits)
+        for obj in objs[length:]:
+            obj.ref_count_down()
+        self._store.touch(map(self.name, keys[:length]))
+        return objs[:length]
 
-    def _read(self, read: _Read) -> MemoryObj | None:
-        key, obj, is_hit, watch = read.key, read.obj, False, Stopwatch()
-        try:
-            with watch.running():
-                is_hit = self._store.read(self.name(key), memoryview(obj.byte_array).cast("B"))
-        finally:
-            if not is_hit:
-                obj.ref_count_down()
-        if is_hit:
-            read.layout.count(LOAD_DISK, key, watch, self._hidden)
-        return obj if is_hit else None
+    def _read(self, key: CacheEngineKey, obj: MemoryObj) -> bool:
+        watch = Stopwatch()
+        with watch.running():
+            is_hit = self._store.read(self.name(key), memoryview(obj.byte_array).cast("B"))
+        if is_hit and (layout := ChunkLayout.of(obj)):
+            layout.count(LOAD_DISK, key, watch, self._hidden)
+        return is_hit
 
 
 def check_hash(algorithm: str) -> None:

@@ -62,7 +62,7 @@ def test_a_stored_chunk_is_not_written_again(engines):
     engine = engines()
     engine.store([0])
     engine.store([0])
-    assert engine.counters.stored == 1
+    assert engine.counters["stored"] == 1
 
 
 def test_serialised_and_blended_chunks_are_not_stored(engines):
@@ -101,7 +101,7 @@ def test_what_cannot_be_written_in_time_is_let_go(engines, monkeypatch):
     engine.store(range(6), wait=False)
     engine.close()
     assert engine.pool_in_use == 0
-    assert engine.counters.stored == 1
+    assert engine.counters["stored"] == 1
     assert engine.dropped == 5
 
 
@@ -143,5 +143,5 @@ def test_stores_and_loads_at_once_neither_mix_nor_stop(engines):
     engine.settle()
     assert engine.pool_in_use == 0
     assert engine.tier._store._index._pins == {}
-    assert engine.counters.bytes <= 20 * (CHUNK + 4096)
-    assert engine.counters.corrupt == 0
+    assert engine.counters["bytes"] <= 20 * (CHUNK + 4096)
+    assert engine.counters["corrupt"] == 0

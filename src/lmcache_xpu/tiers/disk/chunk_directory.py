@@ -41,7 +41,7 @@ class ChunkDirectory:
         path: the directory; made by `open`.
         left: directories whose ranks are no more; their files come here with `open`.
         index: of the chunks; filled by `open`.
-        count: of what happens, by the names of `Counters`.
+        count: of what happens, see `ChunkStore.counters`.
     """
 
     def __init__(
@@ -154,7 +154,8 @@ class ChunkDirectory:
         """Remove chunks by their keys; False if a file could not be removed."""
         # Nobody knows whose a file is that could not be read.
         keys = [key for key in self._index if key in self._unreadable or is_meant(key)]
-        return all([self.remove(key) for key in keys])
+        failed = [key for key in keys if not self.remove(key)]
+        return not failed
 
     def make_room(self, need_bytes: int) -> bool:
         """Evict until so much more fits; False if it can't, or files can't be removed."""

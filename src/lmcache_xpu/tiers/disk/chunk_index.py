@@ -1,4 +1,4 @@
-"""What a chunk store holds: sizes, times of last use, pins, and whom to evict. Knows no files."""
+"""The chunks of a store: sizes, times of last use, pins, and which to evict. Knows no files."""
 
 from __future__ import annotations
 
@@ -12,25 +12,7 @@ from lmcache_xpu.tiers.disk.chunk_file import ChunkInfo, disk_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["ChunkIndex", "Counters", "Entry"]
-
-
-@dataclass(frozen=True, slots=True)
-class Counters:
-    """What happened since a store was opened, and the bytes it holds now.
-
-    `misses` counts reads that delivered nothing, `dropped` puts that stored nothing, `corrupt`
-    files removed because their content was not what it should be, `errors` failed system calls.
-    """
-
-    hits: int = 0
-    misses: int = 0
-    stored: int = 0
-    evicted: int = 0
-    dropped: int = 0
-    corrupt: int = 0
-    errors: int = 0
-    bytes: int = 0
+__all__ = ["ChunkIndex", "Entry"]
 
 
 @dataclass(slots=True)
@@ -46,12 +28,6 @@ class Entry:
     def size_bytes(self) -> int:
         """Bytes that its file takes on the disk."""
         return disk_bytes(self.info.payload_bytes)
-
-
-@dataclass(slots=True)
-class _Pin:
-    count: int
-    since: float
 
 
 class ChunkIndex:
@@ -70,7 +46,7 @@ class ChunkIndex:
         self._entries: dict[str, Entry] = {}
         # Oldest first. An item may be out of date: the entry's own time decides, see `evict`.
         self._by_age: list[tuple[int, str]] = []
-        self._pins: dict[str, _Pin] = {}
+        self._pins: dict[str, tuple[int, float]] = {}  # how many, and when the last began
         self._changed: Callable[[str], object] = lambda key: None
         self._latest_ns = 0
 
@@ -110,31 +86,30 @@ class ChunkIndex:
         self._changed(key)
 
     def add_earlier(self, chunks: Iterable[tuple[str, ChunkInfo, int]]) -> dict[str, int]:
-        """Add chunks of earlier runs; none of them was used later than now.
-
-        A clock that was ahead then would otherwise let them outlive all that is added since.
+        """Add chunks of earlier runs, as used no later than now: the clock may have been ahead.
 
         Returns:
             The times of last use that were changed for it.
         """
         by_age, now, changed = sorted(chunks, key=lambda chunk: chunk[2]), self.now(), {}
         for place, (key, info, used_ns) in enumerate(by_age):
-            if used_ns > now:
-                changed[key] = used_ns = now - len(by_age) + place
-            whole = disk_bytes(info.payload_bytes)
-            self.add(key, info, used_ns if whole <= self.limit_bytes else 0)
+            latest = now - len(by_age) + place  # which keeps their order
+            if used_ns > latest:
+                changed[key] = used_ns = latest
+            fits = disk_bytes(info.payload_bytes) <= self.limit_bytes
+            self.add(key, info, used_ns if fits else 0)
         return changed
 
     def now(self, count: int = 1) -> int:
-        """Take the time of last use for `count` chunks: this, and one nanosecond less for each.
+        """Take times of last use for `count` chunks: this one, and each nanosecond before it.
 
-        It is later than all times taken before, also when the clock was set back meanwhile.
+        They are later than all that were taken before, even if the clock was set back.
         """
         self._latest_ns = max(time.time_ns(), self._latest_ns + count)
         return self._latest_ns
 
     def hide(self, key: str) -> None:
-        """Let an entry, if there is one, count as room alone: until it is evicted or replaced."""
+        """Let an entry, if there is one, only take room, until it is evicted or replaced."""
         if entry := self._entries.get(key):
             entry.hidden = True
             self._changed(key)
@@ -155,26 +130,24 @@ class ChunkIndex:
         """Keep an entry from eviction until as many `unpin`; False if there is none."""
         if key not in self:
             return False
-        count = self._pins[key].count if self.pinned(key) else 0
-        self._pins[key] = _Pin(count + 1, time.monotonic())
+        count = self._pins[key][0] if self.pinned(key) else 0
+        self._pins[key] = count + 1, time.monotonic()
         return True
 
     def unpin(self, key: str) -> bool:
         """Take one pin back; False if there was none."""
         if not self.pinned(key):
             return False
-        self._pins[key].count -= 1
-        if not self._pins[key].count:
-            del self._pins[key]
+        count, since = self._pins.pop(key)
+        if count > 1:
+            self._pins[key] = count - 1, since
         return True
 
     def pinned(self, key: str) -> bool:
         """Whether a pin holds `key`; it stays when the entry goes."""
-        pin = self._pins.get(key)
-        if pin and time.monotonic() - pin.since >= self._pin_seconds:
+        if key in self._pins and time.monotonic() - self._pins[key][1] >= self._pin_seconds:
             del self._pins[key]
-            return False
-        return pin is not None
+        return key in self._pins
 
     def unpinned(self) -> dict[str, ChunkInfo]:
         """All entries that no pin holds, hidden ones too."""
@@ -200,9 +173,9 @@ class ChunkIndex:
         return pinned_bytes + self.reserved_bytes + need_bytes <= self.limit_bytes
 
     def evict(self, need_bytes: int) -> Iterator[str]:
-        """Keys to be removed, one after the other, until so much more has room.
+        """Yield keys to be removed, until so much more has room.
 
-        One that is still there afterwards comes again in its order, by its time of last use.
+        One that was not removed comes again in its order, by its time of last use.
         """
         asked = []
         try:

@@ -17,7 +17,7 @@ from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import LOAD_DISK
 from lmcache_xpu.tiers.disk.chunk_directory import ChunkDirectory
 from lmcache_xpu.tiers.disk.chunk_file import ChunkInfo, disk_bytes, read_chunk, write_chunk
-from lmcache_xpu.tiers.disk.chunk_index import ChunkIndex, Counters, Entry
+from lmcache_xpu.tiers.disk.chunk_index import ChunkIndex, Entry
 from lmcache_xpu.tiers.pause import Complaint
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ __all__ = ["PIN_SECONDS", "ChunkStore"]
 logger = logging.getLogger("vllm.lmcache_xpu.disk")  # vLLM prints its own loggers only
 
 PIN_SECONDS = 300.0
+_COUNTED = ("hits", "misses", "stored", "evicted", "dropped", "corrupt", "errors")
 _FAILED_READS = 3  # of one file, by the disk's fault, before it is not asked for again
 
 
@@ -61,7 +62,7 @@ class ChunkStore:
     ) -> None:
         self.directory = directory
         self._lock = threading.Lock()
-        self._count: Counter[str] = Counter()
+        self._count = Counter(dict.fromkeys(_COUNTED, 0))
         self._index = ChunkIndex(limit_bytes, pin_seconds)
         self._files = ChunkDirectory(directory, left, self._index, self._count)
         self._closed = False
@@ -88,10 +89,14 @@ class ChunkStore:
         return len(self._index)
 
     @property
-    def counters(self) -> Counters:
-        """A snapshot."""
+    def counters(self) -> dict[str, int]:
+        """What happened since the store was opened, and the `bytes` that it holds now.
+
+        `misses` are reads that delivered nothing, `dropped` puts that stored nothing, `corrupt`
+        files that were removed for their content, `errors` system calls that failed.
+        """
         with self._lock:
-            return Counters(**self._count, bytes=self._index.used_bytes)
+            return {**self._count, "bytes": self._index.used_bytes}
 
     def now(self, count: int) -> int:
         """Take the time of last use for `count` chunks, see `ChunkIndex.now`."""
@@ -116,8 +121,8 @@ class ChunkStore:
             key: name of the chunk.
             meta: returned by `info` as it is; must fit the header together with `key`.
             payload: one-byte items; must not change during the call.
-            used_ns: counts as the time of last use; now if None, or if it is to come.
-            is_lent: says whether the payload's memory was still the caller's, once it was read.
+            used_ns: time of last use; now if None, or if it is to come.
+            is_lent: says whether the payload was still the caller's, once it was written.
 
         Returns:
             True if the chunk is stored now; False if it doesn't fit beside what is pinned and

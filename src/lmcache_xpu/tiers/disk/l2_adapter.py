@@ -13,10 +13,10 @@ Who calls what (LMCache 0.5.6 and 0.5.7rc2), and whose the memory is:
     look-up  the prefetch controller's thread. Pins files until `submit_unlock`.
     load     the same, into memory that is lent for a time: it is checked before each slice goes
              there. A miss of one object does not end the load: LMCache cuts the hit itself.
-    close    after the controllers, before L1's memory is freed: waits for what reads or writes it.
+    close    after the controllers, before L1's memory is freed: waits for reads and writes of it.
 
-Nothing raises into the server and nothing of it waits for the disk: tasks run in threads here, and
-a file descriptor tells the server of their end.
+Nothing raises into the server or waits for the disk there: tasks run in threads here, and a file
+descriptor tells of their end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from __future__ import annotations
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from lmcache.lmcache_native import Bitmap
@@ -59,8 +58,7 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
     Thread-safe. One server for each directory.
 
     Args:
-        params: the option's `adapter_params`: `disk.path`, `disk.gib` and `disk.threads`, as the
-            in-process tier has them.
+        params: the option's `adapter_params`, see `disk_option`.
         l1_memory_desc: the server's memory.
 
     Raises:
@@ -88,12 +86,13 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
         """Queue objects to be written; what exceeds the bound on the queue is dropped."""
         task = self._stored.begin()
         names = [object_name(key) for key in keys]
+        stored, new_bytes = [], 0
         for name, obj in zip(names, objects, strict=True):
             self._remove_unlike(name, obj)
-        stored = [name for name in names if name in self._store]
-        new_bytes = sum(
-            obj.get_size() for name, obj in zip(names, objects, strict=True) if name not in stored
-        )
+            if name in self._store:
+                stored.append(name)
+            else:
+                new_bytes += obj.get_size()
         self._writes.submit(keys, names, objects, self._store.now(len(keys)))
         writes = [write for name in names if (write := self._writes.pending.get(name))]
 
@@ -200,7 +199,8 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
             "directory": str(self._store.directory),
             "limit_bytes": self._max_capacity_bytes,
             "pending": len(self._writes.pending),
-            **asdict(replace(counters, dropped=counters.dropped + self._writes.dropped)),
+            **counters,
+            "dropped": counters["dropped"] + self._writes.dropped,
         }
 
     def close(self) -> None:

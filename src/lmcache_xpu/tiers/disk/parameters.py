@@ -112,7 +112,7 @@ class DiskSettings:
                 "a directory of this user on a local disk",
             ) from error
         DISK_LIMIT_BYTES.set(self.limit_bytes)
-        used, free = store.counters.bytes, shutil.disk_usage(directory).free
+        used, free = store.counters["bytes"], shutil.disk_usage(directory).free
         logger.info(
             "disk tier: %d chunks of earlier runs, %.2f of %.2f GiB, in %s",
             len(store),
