@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-
 from lmcache_xpu.tiers import pause
 
 
 def test_a_pause_is_said_once_and_ends(monkeypatch, caplog):
     now = [100.0]
     monkeypatch.setattr(pause.time, "monotonic", lambda: now[0])
-    quiet = pause.Pause(logging.getLogger("test"), "no reads")
+    quiet = pause.Pause("no reads")
     assert not quiet.on
     quiet.begin(5, OSError("away"))
     assert caplog.messages == [

@@ -8,21 +8,20 @@ import time
 
 __all__ = ["Complaint", "Pause"]
 
-logger = logging.getLogger("vllm.lmcache_xpu.disk")  # vLLM prints its own loggers only
+logger = logging.getLogger("vllm.lmcache_xpu.remote")  # vLLM prints its own loggers only
+disk_logger = logging.getLogger("vllm.lmcache_xpu.disk")
 
 _QUIET_SECONDS = 60.0
 
 
 class Pause:
-    """A while in which something is not tried; its beginning is logged with its cause.
+    """A while in which a server is not tried; its beginning is logged with its cause.
 
     Args:
-        logger: for that line.
         meaning: what happens to the server meanwhile, for that line.
     """
 
-    def __init__(self, logger: logging.Logger, meaning: str) -> None:
-        self._logger = logger
+    def __init__(self, meaning: str) -> None:
         self._meaning = meaning
         self._end = 0.0
 
@@ -34,7 +33,7 @@ class Pause:
     def begin(self, seconds: float, cause: Exception) -> None:
         """Pause for so many seconds from now on."""
         if not self.on:
-            self._logger.warning(
+            logger.warning(
                 "shared tier: %s for %g s: %s (docs: troubleshooting#shared-paused)",
                 self._meaning,
                 seconds,
@@ -57,4 +56,4 @@ class Complaint:
             if time.monotonic() < self._quiet_until:
                 return
             self._quiet_until = time.monotonic() + _QUIET_SECONDS
-        logger.log(logging.WARNING, "disk tier: " + self._message, *args)
+        disk_logger.log(logging.WARNING, "disk tier: " + self._message, *args)

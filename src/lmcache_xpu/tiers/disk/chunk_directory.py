@@ -1,4 +1,4 @@
-"""The files of a chunk store and their index, with one process at a time among them."""
+"""The files of a chunk store and their index, for one process at a time."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class ChunkDirectory:
     def open(self, lock_seconds: float) -> None:
         """Keep other processes out, and build the index from the files' headers.
 
-        Makes the directory, mode 0700, where it is missing. Removes damaged files, those that were
-        not written to their end, and what exceeds the limit.
+        Makes the directory, mode 0700, where it is missing. Removes damaged and incomplete files,
+        and what exceeds the limit.
 
         Args:
             lock_seconds: how long to wait for another process to let go of the directory.
@@ -121,11 +121,7 @@ class ChunkDirectory:
         return f"{next(self._serial)}{_TEMPORARY}"
 
     def publish(self, temporary: str, key: str, info: ChunkInfo, used_ns: int) -> None:
-        """Give a complete file the name of its chunk, and let it be found.
-
-        Raises:
-            OSError: the file could not be renamed.
-        """
+        """Give a complete file the name of its chunk, and let it be found."""
         name = self.at(temporary).rename(self.file(key)).name
         self._unreadable.discard(name)
         self._index.remove(name)  # a file that could not be read had this name
@@ -176,11 +172,7 @@ class ChunkDirectory:
         return self._index.fits(need_bytes)
 
     def discard(self, name: str) -> None:
-        """Remove the file of this name, if it is there, and the directory is.
-
-        Raises:
-            OSError: it is still there.
-        """
+        """Remove the file of this name, if there is one. Raises OSError if it stays."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             self.at(name).unlink()
 
@@ -194,12 +186,7 @@ class ChunkDirectory:
         self._index.remove(key)
 
     def _adopt(self, left: Path) -> None:
-        """Move the files of a directory here; those of another disk are removed.
-
-        Raises:
-            SettingsError: another process uses it, or it is a link or another user's.
-            OSError: it is not a directory, or a file can't be moved; it and others stay there.
-        """
+        """Move the files of a directory here; those of another disk are removed."""
         lock = DirectoryLock(left, wait_seconds=0)
         try:
             for file in lock.held.iterdir():

@@ -163,7 +163,9 @@ class ChunkStore:
                 self._give_up(temporary, size)
         return stored
 
-    def read(self, key: str, buffer: memoryview, is_lent: Callable[[], bool] | None = None) -> bool:
+    def read(
+        self, key: str, buffer: memoryview, is_lent: Callable[[], bool] = lambda: True
+    ) -> bool:
         """Read a chunk's payload into `buffer`, whose length must be the payload's.
 
         A file that is truncated, damaged or another's is removed. One that can't be read now
@@ -190,7 +192,7 @@ class ChunkStore:
                 self._count["hits"] += 1
                 return True
             self._count["misses"] += 1
-            if is_lent is not None and not is_lent():
+            if not is_lent():
                 return False
             if self._index.get(key) is entry:
                 self._files.remove(key)

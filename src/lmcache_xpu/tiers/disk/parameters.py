@@ -43,11 +43,7 @@ class DiskSettings:
 
     @classmethod
     def parse(cls, extra: Mapping[str, object]) -> DiskSettings:
-        """Check and convert the entries; those of other names than `disk.*` are not looked at.
-
-        Raises:
-            SettingsError: an entry is wrong, missing or unknown.
-        """
+        """Check and convert the entries. Raises SettingsError if one is wrong or missing."""
         unknown = {key for key in extra if key.startswith("disk.")}.difference(_NAMES)
         if unknown:
             raise SettingsError(
@@ -64,11 +60,7 @@ class DiskSettings:
 
     @classmethod
     def parse_server(cls, params: Mapping[str, object]) -> DiskSettings:
-        """Check and convert the `adapter_params` of the server's option, see `disk_option`.
-
-        Raises:
-            SettingsError: an entry is wrong, missing or unknown.
-        """
+        """Do so with the `adapter_params` of the server's option, which has no other entries."""
         if unknown := sorted(params.keys() - set(_NAMES)):
             raise SettingsError(
                 f"{', '.join(unknown)} in adapter_params", f"of {', '.join(_NAMES)}"
@@ -76,13 +68,10 @@ class DiskSettings:
         return cls.parse(params)
 
     def open_store(self, worker_id: int, world_size: int, pin_seconds: float) -> ChunkStore:
-        """Open this worker's directory, and take over what workers left that no longer exist.
+        """Open a worker's directory, with the chunks of workers that the engine no longer has.
 
-        Together it stays within the size. What another engine left stays where it is: it may only
-        not have started yet.
-
-        Raises:
-            SettingsError: the directory can't be used, or another process uses it.
+        Those of other engines stay where they are: they may only not have started yet. Raises
+        SettingsError if the directory can't be used, or another process uses it.
         """
         prefix = f"kv-engine-{self.engine}-worker-" if self.engine else "kv-worker-"
         names = (path.name.removeprefix(prefix) for path in self.path.glob(f"{prefix}*"))
@@ -92,11 +81,7 @@ class DiskSettings:
         return self._open(directories[0], directories[1:], pin_seconds)
 
     def open_server_store(self) -> ChunkStore:
-        """Open the directory of LMCache's server; what workers keep beside it stays theirs.
-
-        Raises:
-            SettingsError: the directory can't be used, or another process uses it.
-        """
+        """Open the directory of LMCache's server, as `open_store` does a worker's."""
         return self._open(self.path / (f"kv-server-{self.engine}" if self.engine else "kv-server"))
 
     def _open(
