@@ -51,7 +51,9 @@ def content(number, layout=LAYOUT):
 
 def options(path, files, *, threads=None, l1_objects=L1_OBJECTS, **more):
     """The server's options: room for so many files, and for so many objects in L1."""
-    option = json.loads(disk_option(path, files * FILE / 2**30, threads)) | more
+    option = json.loads(disk_option(path, files * FILE / 2**30)) | more
+    if threads is not None:
+        option["adapter_params"]["disk.threads"] = threads
     return [
         *("--l1-size-gb", str(l1_objects * OBJECT / 2**30), "--no-l1-use-lazy"),
         *("--eviction-policy", "LRU"),

@@ -91,14 +91,9 @@ class ChunkLayout:
     def count(
         self, flow: Flow, key: CacheEngineKey | ObjectKey, watch: Stopwatch, hidden: int = 0
     ) -> None:
-        """Count a chunk that was moved.
+        """Count a chunk that was moved, `hidden` as in `tokens`.
 
-        Args:
-            flow: the counters.
-            key: LMCache's. Where it names a part of a chunk's layers, the first part's counts the
-                chunk's tokens.
-            watch: has the seconds of the move.
-            hidden: see `tokens`.
+        Where keys name a part of a chunk's layers, the first part's counts the tokens.
         """
         is_first = not (getattr(key, "layer_id", 0) or getattr(key, "object_group_id", 0))
         tokens = self.tokens(hidden) if is_first else 0

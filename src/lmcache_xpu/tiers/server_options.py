@@ -15,29 +15,22 @@ URL_KEY = "shared.url"
 PASSWORD_VARIABLE = "LMCACHE_XPU_REMOTE_PASSWORD"
 
 
-def disk_option(path: Path, gib: float, threads: int | None = None, *, engine: int = 0) -> str:
+def disk_option(path: Path, gib: float, *, engine: int = 0) -> str:
     """Return the value of `lmcache server`'s option `--l2-adapter` for the disk tier.
 
     Args:
         path: directory on a local disk; the server's is made in it.
         gib: what the server may use of it.
-        threads: reads at a time, and half as many writes; the tier's default if None.
         engine: number among engines that share the directory, each with a cache of its own.
     """
     params: dict[str, object] = {"disk.path": str(path), "disk.gib": gib}
     if engine:
         params["disk.engine"] = engine
-    if threads is not None:
-        params["disk.threads"] = threads
     return _option("lmcache_xpu.disk.l2_adapter", "DiskL2Adapter", params)
 
 
 def shared_option(url: str) -> str:
-    """Return the value of `lmcache server`'s option `--l2-adapter` for the shared tier.
-
-    Args:
-        url: of the Valkey or Redis, redis://HOST:PORT or rediss://HOST:PORT.
-    """
+    """Return that option's value for the shared tier: redis://HOST:PORT or rediss://HOST:PORT."""
     return _option("lmcache_xpu.shared", "SharedL2Adapter", {URL_KEY: url}, shared=True)
 
 

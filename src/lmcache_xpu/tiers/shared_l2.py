@@ -112,7 +112,7 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
         """Begin to read objects into memory of their layouts."""
-        task = TimedTask(self._loaded, len(keys), LOAD_S, partial(self._time_out, is_load=True))
+        task = TimedTask(self._loaded, len(keys), LOAD_S, partial(self._time_out, loads=1))
         reads = [
             self._reads.submit(self._load, task, index, key, obj)
             for index, (key, obj) in enumerate(zip(keys, objects, strict=True))
@@ -165,7 +165,7 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
             self._refusing.begin(AWAY_S, error)
             _failed(STORE_SHARED, self._refusal, left)
         except Exception as error:
-            self._leave_alone(error)
+            self._away.begin(AWAY_S, error)
             _failed(STORE_SHARED, "server", left)
         finally:
             with self._queue_lock:
@@ -213,7 +213,7 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
                 for is_held in (True, False):
                     self._report([keys[i] for i in held if held[i] == is_held], is_held=is_held)
         except Exception as error:
-            self._leave_alone(error)
+            self._away.begin(AWAY_S, error)
         finally:
             task.end()
 
@@ -231,7 +231,7 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
             if filled:
                 layout.count(LOAD_SHARED, key, watch)
         except Exception as error:
-            self._leave_alone(error)
+            self._away.begin(AWAY_S, error)
             _failed(LOAD_SHARED, "server", not task.over)
 
     def _report(self, keys: list[ObjectKey], *, is_held: bool) -> None:
@@ -242,14 +242,10 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
             else:
                 listener.on_l2_keys_deleted(keys)
 
-    def _time_out(self, *, is_load: bool = False) -> None:
-        if is_load:
-            LOAD_SHARED.failed("server")
-        self._leave_alone(TimeoutError("it answers too slowly"))
+    def _time_out(self, *, loads: int = 0) -> None:
+        _failed(LOAD_SHARED, "server", loads)
+        self._away.begin(AWAY_S, TimeoutError("it answers too slowly"))
         self._values.disconnect()
-
-    def _leave_alone(self, error: Exception) -> None:
-        self._away.begin(AWAY_S, error)
 
 
 class _NotSentError(Exception):

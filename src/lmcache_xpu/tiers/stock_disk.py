@@ -14,21 +14,18 @@ Switched on in LMCache's configuration:
 Who calls what, and which references and pins that leaves (LMCache 0.5.6):
 
     put     engine thread. Takes one reference per chunk until its write has ended. Queued writes
-            hold at most half of LMCache's CPU pool; a chunk that would exceed that is dropped with
-            the rest of its batch.
+            hold at most half of LMCache's CPU pool; what would exceed that is dropped.
     lookup  pins chunks on disk; LMCache unpins them after the load. Pins don't touch memory.
     load    returns chunks with one reference, the caller's, up to the first that is missing,
             damaged or finds no room in the pool; vLLM recomputes the rest. Never waits for memory,
             as its own chunks may be what fills the pool.
-    close   ends its writes, which read from the CPU pool's memory. LMCache itself would free that
-            before; `stock.ending` closes the pool last.
+    close   ends its writes, which read from the CPU pool: `stock.ending` closes that last.
 
 The name of a chunk in the store, or of one layer of it:
 
     DEVICE@KV SHAPE@RANKS@RANK@CHUNK HASH@DTYPE@LAYER or -@MODEL <newline> TAGS
 
-LMCache's own text for a key runs tags together, and has neither device nor shape. (How an engine
-packs its blocks is part of the model's name, as the connector gives it to LMCache.)
+LMCache's own text for a key runs tags together, and has neither device nor shape.
 """
 
 from __future__ import annotations
@@ -173,10 +170,7 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         transfer_spec: Any = None,
         on_complete_callback: Callable[[CacheEngineKey], None] | None = None,
     ) -> None:
-        """Queue chunks to be written, see the module; stored ones are marked as used.
-
-        LMCache gives no callback.
-        """
+        """Queue chunks to be written; stored ones are marked as used. LMCache gives no callback."""
         if keys:
             names = [self.name(key) for key in keys]
             self._writes.submit(list(keys), names, objs, self._store.touch(names))

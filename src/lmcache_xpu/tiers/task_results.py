@@ -68,11 +68,7 @@ class TaskResults(Generic[T]):
 
 
 class TaskAnswers:
-    """What both L2 adapters answer LMCache of their tasks. Stands before its interface.
-
-    Args:
-        options: of LMCache's interface.
-    """
+    """What both L2 adapters answer LMCache of their tasks. Stands before LMCache's interface."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -108,17 +104,13 @@ class TaskAnswers:
 class TimedTask:
     """A bit for each object of a task that ends in time. Hits after its end change nothing.
 
-    Thread-safe.
+    Thread-safe. Attributes: `number` of the task, and whether it is `over`.
 
     Args:
         results: where LMCache asks for them.
         count: of objects.
         seconds: after which the task ends, whatever is missing.
         on_timeout: called before that, in a thread of its own; must not raise.
-
-    Attributes:
-        number: of the task.
-        over: whether it has ended.
     """
 
     def __init__(
@@ -132,21 +124,17 @@ class TimedTask:
         self.over = False
         self._results = results
         self._hits = Bitmap(count)
-        self._on_timeout = on_timeout
         self._lock = threading.Lock()
-        self._timer = threading.Timer(seconds, self._time_out)
+        self._timer = threading.Timer(seconds, self.end, (on_timeout,))
         self._timer.daemon = True  # the end of the process does not wait for it
         self._timer.start()
 
     def hit(self, index: int, fill: Callable[[], bool] = lambda: True) -> bool:
-        """Set the bit of an object, unless the task is over.
+        """Set an object's bit, unless the task is over; returns whether it was set.
 
         Args:
             index: of the object.
             fill: writes its memory, which is the task's until that ends; says whether it did.
-
-        Returns:
-            Whether the object is a hit.
         """
         with self._lock:
             if self.over or not fill():
@@ -154,29 +142,21 @@ class TimedTask:
             self._hits.set(index)
             return True
 
-    def end(self) -> None:
-        """Give out the hits, unless that was done before."""
-        if self._close():
-            self._timer.cancel()
-            self._results.end(self.number, self._hits)
-
-    def _time_out(self) -> None:
-        if self._close():
-            self._on_timeout()
-            self._results.end(self.number, self._hits)
-
-    def _close(self) -> bool:
+    def end(self, before: Callable[[], None] = lambda: None) -> None:
+        """Give out the hits, after a call; does nothing when the task is over."""
         with self._lock:
-            was_open, self.over = not self.over, True
-            return was_open
+            if self.over:
+                return
+            self.over = True
+        self._timer.cancel()
+        before()
+        self._results.end(self.number, self._hits)
 
 
 def after_all(parts: Sequence[Future[Any]], call: Callable[[], object]) -> None:
     """Call a function when all futures have ended, in the last one's thread; now if there are none.
 
-    Args:
-        parts: the futures.
-        call: must not raise.
+    It must not raise.
     """
     left = itertools.count(len(parts) - 1, -1)  # `next` is atomic
 

@@ -76,7 +76,7 @@ def test_what_is_reserved_is_not_given_twice(index):
     index.remove("a")
     index.reserve(SIZE)
     assert not index.fits(SIZE)
-    index.release(SIZE)
+    index.reserve(-SIZE)
     assert index.fits(SIZE)
     assert index.reserved_bytes == 0
 

@@ -89,11 +89,7 @@ class ChunkDirectory:
         DISK_USED_BYTES.set(self._index.used_bytes)
 
     def reopen(self) -> None:
-        """Make the directory again if someone has removed it.
-
-        Raises:
-            OSError: it can't be used, or another process uses it.
-        """
+        """Make the directory again if someone has removed it. Raises OSError if that fails."""
         if self._lock is None or self._lock.is_in_place():
             return
         try:
@@ -126,7 +122,7 @@ class ChunkDirectory:
         self._unreadable.discard(name)
         self._index.remove(name)  # a file that could not be read had this name
         # At once, or another put would find it counted twice, and evict for it.
-        self._index.release(disk_bytes(info.payload_bytes))
+        self._index.reserve(-disk_bytes(info.payload_bytes))
         self._index.add(key, info, used_ns)
         DISK_USED_BYTES.set(self._index.used_bytes)
 

@@ -131,8 +131,7 @@ def read_chunk(
 def scan_chunk(path: Path) -> tuple[str, ChunkInfo, int] | None:
     """Return key, info and time of last use; None if the header or the file's length is wrong.
 
-    Raises:
-        OSError: the file can't be opened or read.
+    Raises OSError if the file can't be opened or read.
     """
     fd = _open(path)
     try:
@@ -145,11 +144,7 @@ def scan_chunk(path: Path) -> tuple[str, ChunkInfo, int] | None:
 
 
 def pack_chunk(key: str, meta: str, payload: memoryview) -> bytes:
-    """Return the bytes of a file of the chunk.
-
-    Raises:
-        ValueError: key and meta don't fit the header.
-    """
+    """Return the bytes of a chunk's file. Raises ValueError if key and meta don't fit a header."""
     header = _pack(_Header(key, ChunkInfo(meta, len(payload)), zlib.crc32(payload)))
     return b"".join((header, payload))
 
@@ -157,8 +152,7 @@ def pack_chunk(key: str, meta: str, payload: memoryview) -> bytes:
 def unpack_chunk(value: memoryview, key: str) -> tuple[str, memoryview]:
     """Return meta and payload (a view of `value`) of what `pack_chunk` made for this key.
 
-    Raises:
-        ValueError: says what is wrong with the value.
+    Raises ValueError, which says what is wrong with the value.
     """
     header, payload = _parse(bytes(value[:HEADER_BYTES])), value[HEADER_BYTES:]
     if header is None:

@@ -88,8 +88,7 @@ class ChunkIndex:
     def add_earlier(self, chunks: Iterable[tuple[str, ChunkInfo, int]]) -> dict[str, int]:
         """Add chunks of earlier runs, as used no later than now: the clock may have been ahead.
 
-        Returns:
-            The times of last use that were changed for it.
+        Returns the times of last use that were changed for it.
         """
         by_age, now, changed = sorted(chunks, key=lambda chunk: chunk[2]), self.now(), {}
         for place, (key, info, used_ns) in enumerate(by_age):
@@ -154,12 +153,8 @@ class ChunkIndex:
         return {key: e.info for key, e in self._entries.items() if not self.pinned(key)}
 
     def reserve(self, size_bytes: int) -> None:
-        """Set room aside for a write under way."""
+        """Set room aside for a write under way; a size below 0 gives it back."""
         self.reserved_bytes += size_bytes
-
-    def release(self, size_bytes: int) -> None:
-        """Give back what a write has reserved."""
-        self.reserved_bytes -= size_bytes
 
     def fits(self, need_bytes: int) -> bool:
         """Whether so much more has room now."""

@@ -99,7 +99,7 @@ class ChunkStore:
             return {**self._count, "bytes": self._index.used_bytes}
 
     def now(self, count: int) -> int:
-        """Take the time of last use for `count` chunks, see `ChunkIndex.now`."""
+        """Take times of last use for `count` chunks, see `ChunkIndex.now`."""
         with self._lock:
             return self._index.now(count)
 
@@ -207,10 +207,7 @@ class ChunkStore:
         return False
 
     def touch(self, keys: Iterable[str]) -> int:
-        """Mark chunks as used now, each a nanosecond before the one ahead of it.
-
-        Kept over a restart. Returns the time of the first.
-        """
+        """Mark chunks as used now, each a nanosecond before the last; returns the first's time."""
         keys = list(keys)
         now = self.now(len(keys))
         for age, key in enumerate(keys):
@@ -255,10 +252,7 @@ class ChunkStore:
             return list(chunks.values())
 
     def watch(self, changed: Callable[[str], object]) -> None:
-        """Call `changed` with each key now, and whenever it comes or goes.
-
-        The store is locked meanwhile: `changed` must not call it.
-        """
+        """Call `changed` with each key now, and whenever it comes or goes, with the lock held."""
         with self._lock:
             self._index.watch(changed)
 
@@ -285,7 +279,7 @@ class ChunkStore:
             except OSError:
                 self._count["errors"] += 1
             else:
-                self._index.release(size_bytes)
+                self._index.reserve(-size_bytes)
 
     def _unread(self, key: str, entry: Entry, error: OSError) -> None:
         """Count a read that failed, by the fault of this process, of the disk or of the file."""

@@ -8,15 +8,14 @@ Switched on by an option of `lmcache server`, whose value `disk_option` writes:
 
 Who calls what (LMCache 0.5.6 and 0.5.7rc2), and whose the memory is:
 
-    store    the store controller's thread, with the server's L1 locked for a time. Queued writes
-             hold at most half of it. Written bytes count only if the memory was lent to the end.
+    store    the store controller's thread. Queued writes hold at most half of the server's L1.
+             Written bytes count only if the memory was lent to the end.
     look-up  the prefetch controller's thread. Pins files until `submit_unlock`.
     load     the same, into memory that is lent for a time: it is checked before each slice goes
              there. A miss of one object does not end the load: LMCache cuts the hit itself.
     close    after the controllers, before L1's memory is freed: waits for reads and writes of it.
 
-Nothing raises into the server or waits for the disk there: tasks run in threads here, and a file
-descriptor tells of their end.
+Nothing raises into the server or waits for the disk there: tasks run in threads.
 """
 
 from __future__ import annotations
@@ -88,19 +87,22 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
         names = [object_name(key) for key in keys]
         stored, new_bytes = [], 0
         for name, obj in zip(names, objects, strict=True):
-            self._remove_unlike(name, obj)
-            if name in self._store:
+            info, layout = self._store.info(name), ChunkLayout.of(obj)
+            if info and layout and info.meta != layout.text:
+                self._store.remove(name)  # an engine of another layout has stored it
+                info = None
+            if info:
                 stored.append(name)
             else:
                 new_bytes += obj.get_size()
         self._writes.submit(keys, names, objects, self._store.now(len(keys)))
         writes = [write for name in names if (write := self._writes.pending.get(name))]
 
-        def result() -> L2StoreResult:
+        def end() -> None:
             complete = all(name in self._store for name in names)
-            return L2StoreResult(complete, new_bytes if complete else 0)
+            self._stored.end(task, L2StoreResult(complete, new_bytes if complete else 0))
 
-        after_all(writes, lambda: self._stored.end(task, result()))
+        after_all(writes, end)
         self._looks.submit(self._store.touch, stored)
         return task
 
@@ -170,11 +172,7 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
         self._report()
 
     def forget(self, model_name: str) -> bool:
-        """Remove all objects of a model, also those that are being written; waits for these.
-
-        Returns:
-            False if something of it is still there.
-        """
+        """Remove all objects of a model, also those being written; False if one is left."""
 
         def is_meant(name: str) -> bool:
             key = object_key(name)
@@ -257,12 +255,6 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
             LOAD_DISK.failed(type(error).__name__)
             logger.exception("disk tier: a load failed (docs: troubleshooting#disk-load)")
             return False
-
-    def _remove_unlike(self, name: str, obj: MemoryObj) -> None:
-        """Remove what an engine of another layout has stored under this name."""
-        layout, info = ChunkLayout.of(obj), self._store.info(name)
-        if info and layout and info.meta != layout.text:
-            self._store.remove(name)
 
     def _report(self) -> None:
         """Report new and removed objects: LMCache counts bytes, also by salt, for its quotas."""

@@ -1,8 +1,4 @@
-"""Writes to the disk tier: queued and bounded, in threads of their own.
-
-A chunk is written behind LMCache's back as a temporary file, with a checksum, and renamed when it
-is complete. A reader never sees a part of a chunk.
-"""
+"""Writes to the disk tier: queued and bounded, in threads of their own."""
 
 from __future__ import annotations
 
@@ -79,14 +75,7 @@ class DiskWriter:
         """Queue chunks; those that are stored or queued are skipped.
 
         A chunk that exceeds the bound is dropped with all that follow it: they are of no use
-        without it.
-
-        Args:
-            keys: LMCache's.
-            names: of the chunks in the store.
-            objs: their bytes.
-            used_ns: when the first was used last; each further one counts as used a nanosecond
-                before.
+        without it. The first counts as used at `used_ns`, each further one a nanosecond before.
         """
         for age, (key, name, obj) in enumerate(zip(keys, names, objs, strict=True)):
             with self._lock:
