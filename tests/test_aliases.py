@@ -19,7 +19,7 @@ pytest.importorskip("vllm")
             "connector.connector.LMCacheXPUServerConnector",
         ),
         ("vllm_connector", "LMCacheXPUScheduler", "vllm_hooks.scheduler.LMCacheXPUScheduler"),
-        ("disk.tier", "DiskTier", "tiers.disk.tier.DiskTier"),
+        ("disk.tier", "DiskTier", "tiers.stock_disk.DiskTier"),
         ("disk.l2_adapter", "DiskL2Adapter", "tiers.disk.l2_adapter.DiskL2Adapter"),
         ("shared", "SharedL2Adapter", "tiers.shared_l2.SharedL2Adapter"),
     ],

@@ -10,7 +10,7 @@ from support.cache_server_program import by_name, disk, options, run_program
 
 from lmcache_xpu.launch.cache_server import POOL_PREFIX, PROGRAM, server_command
 from lmcache_xpu.launch.settings import Settings
-from lmcache_xpu.tiers.disk.server_option import server_option
+from lmcache_xpu.tiers.server_options import disk_option
 
 WHERE = {"socket", "pages", "--shm-name"}
 
@@ -42,7 +42,7 @@ def test_its_disk_tier_is_that_of_the_package(tmp_path):
     named = options(
         tmp_path, {"CACHE_GIB": "1", "CACHE_DISK_GIB": "2.5", "CACHE_DISK_PATH": "/a b/kv"}
     )
-    assert disk(named) == json.loads(server_option(Path("/a b/kv"), 2.5))
+    assert disk(named) == json.loads(disk_option(Path("/a b/kv"), 2.5))
     assert named["--l2-prefetch-policy"] == "retain"
 
 

@@ -14,8 +14,8 @@ from support.chunk_files import NO_LIMIT, file_of, files, load, payload
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
 from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
-from lmcache_xpu.tiers.disk.object_name import object_key
 from lmcache_xpu.tiers.disk.parameters import DiskSettings
+from lmcache_xpu.tiers.disk.server_objects import object_key
 
 NOBODY = 65534
 two_users = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user: needs root")
@@ -194,7 +194,7 @@ def test_a_directory_that_became_a_file_is_not_taken_for_one(place):
     for _ in range(2):
         with pytest.raises(OSError, match="File exists"):
             store.put("b", "", payload("b"))
-    assert store.counters.errors == 2
+    assert store.counters["errors"] == 2
     assert store._index.reserved_bytes == 0
     store.directory.unlink()
     assert store.put("b", "", payload("b"))

@@ -18,7 +18,7 @@ from support.servers import PASSWORD, Server, needs_server
 
 from lmcache_xpu.tiers import shared_l2, shared_values
 from lmcache_xpu.tiers.disk.chunk_file import HEADER_BYTES, pack_chunk
-from lmcache_xpu.tiers.shared_option import PASSWORD_VARIABLE
+from lmcache_xpu.tiers.server_options import PASSWORD_VARIABLE
 
 LOOKUP_S = 0.1  # in place of a second, to be quick
 
@@ -83,7 +83,7 @@ def engine_of(server):
 def quick(monkeypatch):
     """Where a budget runs out. A good server has all of it: this machine may be busy."""
     monkeypatch.setattr(shared_l2, "LOOKUP_S", LOOKUP_S)
-    monkeypatch.setattr(shared_l2.logger, "propagate", True)
+    monkeypatch.setattr(shared_values.logger, "propagate", True)
 
 
 @pytest.mark.usefixtures("quick")

@@ -9,7 +9,7 @@ import pytest
 from support.lmcache_server import CHUNK, CHUNK_TOKENS, Client, Server
 from support.until import until
 
-from lmcache_xpu.tiers.disk.server_option import server_option
+from lmcache_xpu.tiers.server_options import disk_option
 
 pytestmark = pytest.mark.engine
 
@@ -21,7 +21,7 @@ def servers(tmp_path):
     started = []
 
     def make(*options, files=500, **more):
-        disk = server_option(tmp_path / "kv", files * FILE / 2**30)
+        disk = disk_option(tmp_path / "kv", files * FILE / 2**30)
         log = tmp_path / f"server-{len(started)}.log"
         server = Server(log, "--l2-adapter", disk, *options, **more)
         started.append(server)

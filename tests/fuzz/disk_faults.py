@@ -8,11 +8,12 @@ from typing import Any
 from fault import Faults
 
 from lmcache_xpu.tiers.disk import chunk_directory, chunk_file, chunk_store
+from lmcache_xpu.tiers.disk.chunk_directory import ChunkDirectory
 from lmcache_xpu.tiers.disk.chunk_index import ChunkIndex
 from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
-from lmcache_xpu.tiers.disk.holdings import Holdings
 from lmcache_xpu.tiers.disk.lock import DirectoryLock
 from lmcache_xpu.tiers.disk.writer import DiskWriter
+from lmcache_xpu.tiers.stock_disk import DiskTier
 
 FAULTS = Faults()
 fault = FAULTS.add
@@ -96,7 +97,7 @@ def _(_: Any) -> Any:
     return lambda self, need: True
 
 
-@fault("a chunk that is removed leaves its file", "disk", ChunkStore, "_remove")
+@fault("a chunk that is removed leaves its file", "disk", ChunkDirectory, "remove")
 def _(_: Any) -> Any:
     return lambda self, key: self._index.remove(key) is None
 
@@ -111,7 +112,7 @@ def _(_: Any) -> Any:
     return lambda self: True
 
 
-@fault("a chunk of another model is served after a restart", "tier", Holdings, "name")
+@fault("a chunk of another model is served after a restart", "tier", DiskTier, "name")
 def _(_: Any) -> Any:
     return lambda self, key: key.chunk_hash_hex
 

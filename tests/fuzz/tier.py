@@ -121,7 +121,7 @@ class Tier(RuleBasedStateMachine):
         if chunk in self.damaged:
             return
         tier = self.engine.tier
-        file = file_of(tier._store, tier._holdings.name(self.key(*chunk)))
+        file = file_of(tier._store, tier.name(self.key(*chunk)))
         raw, rng = bytearray(file.read_bytes()), random.Random(seed)
         raw[rng.randrange(4096, len(raw))] ^= 1 << rng.randrange(8)
         file.write_bytes(raw)

@@ -54,7 +54,7 @@ def settle(engine: Engine) -> None:
 def write_all(worker) -> None:
     for adapter in adapters():
         for name in list(adapter._writes.pending):
-            adapter._writes.settle(name)
+            adapter._writes.wait(name)
 
 
 def local() -> Any:

@@ -26,7 +26,7 @@ def tiers(worker) -> dict[str, Any]:
     engine = get_kv_transfer_group()._lmcache_engine.lmcache_engine
     backends = engine.storage_manager.storage_backends
     for name in list(backends["disk"]._writes.pending):
-        backends["disk"]._writes.settle(name)
+        backends["disk"]._writes.wait(name)
     return backends
 
 

@@ -59,7 +59,7 @@ def stored(worker):
 
     half().drain()
     for name in list(disk_adapter()._writes.pending):
-        disk_adapter()._writes.settle(name)
+        disk_adapter()._writes.wait(name)
     return [local().memory_use()[0], len(list(disk_adapter()._store.directory.glob("*.lmxkv")))]
 
 

@@ -24,8 +24,8 @@ from lmcache.v1.platform import consume_fd
 from support.chunk_files import file_of
 from support.until import until
 
-from lmcache_xpu.tiers.disk.object_name import object_name
-from lmcache_xpu.tiers.disk.server_option import server_option
+from lmcache_xpu.tiers.disk.server_objects import object_name
+from lmcache_xpu.tiers.server_options import disk_option
 
 SHAPE = torch.Size([2, 2, 16, 128])
 LAYOUT = MemoryLayoutDesc([SHAPE], [torch.bfloat16])
@@ -51,7 +51,9 @@ def content(number, layout=LAYOUT):
 
 def options(path, files, *, threads=None, l1_objects=L1_OBJECTS, **more):
     """The server's options: room for so many files, and for so many objects in L1."""
-    option = json.loads(server_option(path, files * FILE / 2**30, threads)) | more
+    option = json.loads(disk_option(path, files * FILE / 2**30)) | more
+    if threads is not None:
+        option["adapter_params"]["disk.threads"] = threads
     return [
         *("--l1-size-gb", str(l1_objects * OBJECT / 2**30), "--no-l1-use-lazy"),
         *("--eviction-policy", "LRU"),

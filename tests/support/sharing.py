@@ -14,14 +14,13 @@ from support import server_disk
 from support.server_disk import FILE, L1_OBJECTS, LAYOUT, OBJECT, make_key
 from support.until import until
 
-from lmcache_xpu.tiers.disk.server_option import server_option
-from lmcache_xpu.tiers.shared_option import shared_option
+from lmcache_xpu.tiers.server_options import disk_option, shared_option
 from lmcache_xpu.tiers.shared_values import value_name
 
 
 def options(port, disk=None, l1_objects=L1_OBJECTS):
     """The server's options, with a disk tier of a thousand files where there is a directory."""
-    tiers = [] if disk is None else [server_option(disk, 1000 * FILE / 2**30)]
+    tiers = [] if disk is None else [disk_option(disk, 1000 * FILE / 2**30)]
     tiers.append(shared_option(f"redis://127.0.0.1:{port}"))
     return [
         *("--l1-size-gb", str(l1_objects * OBJECT / 2**30), "--no-l1-use-lazy"),

@@ -36,7 +36,7 @@ def lmcache_engine() -> Any:
 
 
 def disk_hits(worker):
-    return lmcache_engine().storage_manager.storage_backends["disk"].counters.hits
+    return lmcache_engine().storage_manager.storage_backends["disk"]._store.counters["hits"]
 
 
 def chunks(worker):

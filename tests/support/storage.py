@@ -129,12 +129,20 @@ class Engine:
         return loaded
 
     @property
+    def counters(self):
+        return self.tier._store.counters
+
+    @property
+    def dropped(self):
+        return self.counters["dropped"] + self.tier._writes.dropped
+
+    @property
     def pool_in_use(self):
         return self.pool.memory_allocator.pin_allocator.total_allocated_size
 
     def file(self, number):
         store = self.tier._store
-        return file_of(store, self.tier._holdings.name(make_key(number)))
+        return file_of(store, self.tier.name(make_key(number)))
 
 
 def content(number, shape=SHAPE):

@@ -10,7 +10,7 @@ from support.servers import PASSWORD, Server
 from support.storage import Engine
 
 from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
-from lmcache_xpu.tiers.shared_option import PASSWORD_VARIABLE
+from lmcache_xpu.tiers.server_options import PASSWORD_VARIABLE
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
-"""A pause: it begins with a line in the log, and ends by itself."""
+"""A pause and a complaint: one line in the log, and later the next."""
 
 from __future__ import annotations
-
-import logging
 
 from lmcache_xpu.tiers import pause
 
@@ -10,7 +8,7 @@ from lmcache_xpu.tiers import pause
 def test_a_pause_is_said_once_and_ends(monkeypatch, caplog):
     now = [100.0]
     monkeypatch.setattr(pause.time, "monotonic", lambda: now[0])
-    quiet = pause.Pause(logging.getLogger("test"), "no reads")
+    quiet = pause.Pause("no reads")
     assert not quiet.on
     quiet.begin(5, OSError("away"))
     assert caplog.messages == [
@@ -24,3 +22,15 @@ def test_a_pause_is_said_once_and_ends(monkeypatch, caplog):
     assert not quiet.on
     quiet.begin(5, OSError("away again"))
     assert len(caplog.messages) == 2
+
+
+def test_a_complaint_is_logged_once_a_minute(monkeypatch, log):
+    now = [100.0]
+    monkeypatch.setattr(pause.time, "monotonic", lambda: now[0])
+    full = pause.Complaint("no room for %d bytes")
+    for size in (1, 2):
+        full.log(size)
+    assert log == ["disk tier: no room for 1 bytes"]
+    now[0] += 60
+    full.log(3)
+    assert log[1:] == ["disk tier: no room for 3 bytes"]

@@ -147,7 +147,7 @@ def test_a_value_is_a_chunk_file(engine, server, tmp_path):
 
 
 def test_a_full_server_goes_on_being_read(engine, server, monkeypatch, caplog):
-    monkeypatch.setattr(shared_l2.logger, "propagate", True)
+    monkeypatch.setattr(shared_values.logger, "propagate", True)
     monkeypatch.setattr(shared_l2, "AWAY_S", 0.5)
     first = engine()
     first.store([1, 2])

@@ -42,8 +42,7 @@ from lmcache_xpu.cache.room import Room, Rows, Written, object_layout
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import CPU_LIMIT_BYTES, CPU_USED_BYTES
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
-from lmcache_xpu.tiers.disk.server_option import server_option
-from lmcache_xpu.tiers.shared_option import shared_option
+from lmcache_xpu.tiers.server_options import disk_option, shared_option
 from lmcache_xpu.transfer.devices import is_host, most_pinned
 from lmcache_xpu.transfer.pool_memory import PoolMemory
 from lmcache_xpu.versions.lmcache_server import begin_prefetch
@@ -169,7 +168,7 @@ class LocalCache:
             pools = PoolMemory.bind(device_ops, most_pinned(device) or 0, os.environ)
         tiers = {}  # in the order in which they are asked
         if options.disk_path is not None:
-            tiers[DISK] = server_option(options.disk_path, options.disk_gib or 0, engine=engine)
+            tiers[DISK] = disk_option(options.disk_path, options.disk_gib or 0, engine=engine)
         if options.remote_url is not None:
             tiers[SHARED] = shared_option(options.remote_url)
         self._other_tiers = tuple(tiers)

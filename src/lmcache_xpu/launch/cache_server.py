@@ -28,8 +28,7 @@ from lmcache_xpu.cache.hit_places import EVICTION_POLICY, EVICTION_WATERMARK
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.settings import Settings
 from lmcache_xpu.server.server_socket import SCHEME
-from lmcache_xpu.tiers.disk.server_option import server_option
-from lmcache_xpu.tiers.shared_option import PASSWORD_VARIABLE, shared_option
+from lmcache_xpu.tiers.server_options import PASSWORD_VARIABLE, disk_option, shared_option
 
 __all__ = [
     "check_shared_memory",
@@ -85,7 +84,7 @@ def server_command(settings: Settings, socket: Path, pages: str = PAGES) -> list
     if settings.disk_path is not None:
         assert settings.disk_gib is not None
         size_gib = settings.disk_gib * settings.devices
-        tiers += ["--l2-adapter", server_option(settings.disk_path, size_gib)]
+        tiers += ["--l2-adapter", disk_option(settings.disk_path, size_gib)]
     if settings.remote_url is not None:
         tiers += ["--l2-adapter", shared_option(settings.remote_url)]
     if tiers:

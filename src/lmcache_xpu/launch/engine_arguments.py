@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from lmcache_xpu import versions
 from lmcache_xpu.launch.settings import CPU_KV_CACHE_GIB, ENV_PREFIX, Settings
-from lmcache_xpu.tiers.shared_option import PASSWORD_VARIABLE
+from lmcache_xpu.tiers.server_options import PASSWORD_VARIABLE
 from lmcache_xpu.transfer import pool_memory
 
 __all__ = [

@@ -42,7 +42,7 @@ _UNTRIED = "It was not tried with these connectors; leave it unset."
 
 OPTIONS = (
     *_served("engine/test_stock.py; a multiple of the engine's block", "chunk_size"),
-    *_served("tiers/disk/test_tier.py; false keeps nothing in host memory", "local_cpu"),
+    *_served("tiers/test_stock_disk.py; false keeps nothing in host memory", "local_cpu"),
     *_served("stock/test_options.py; more than 0", "max_local_cpu_size"),
     *_served("engine/test_stock.py, both ways", "use_layerwise"),
     *_served(_ENGINE, "save_decode_cache"),
@@ -55,7 +55,7 @@ OPTIONS = (
         "pre_caching_hash_algorithm",
     ),
     *_served("below", "extra_config"),
-    *_served("tiers/disk/test_tier.py; also classes of your own", "storage_plugins"),
+    *_served("tiers/test_stock_disk.py; also classes of your own", "storage_plugins"),
     *_served(
         f"{_ENGINE}; of host memory, the disk tier has LRU; use_layerwise wants LRU",
         "cache_policy",
@@ -217,7 +217,7 @@ EXTRA = (
         "launch/test_engine_arguments.py; staging_mib: our own",
         "xpu.*",
     ),
-    *_served("tiers/disk/test_tier.py", "storage_plugin.*", "disk.*"),
+    *_served("tiers/test_stock_disk.py", "storage_plugin.*", "disk.*"),
     *_served(
         "stock/test_config.py; false alone: each worker keeps its own copy",
         "save_only_first_rank",

@@ -11,7 +11,11 @@ import torch
 from lmcache.v1.memory_management import MemoryFormat
 
 if TYPE_CHECKING:
+    from lmcache.utils import CacheEngineKey
+    from lmcache.v1.distributed.api import ObjectKey
     from lmcache.v1.memory_management import MemoryObj
+
+    from lmcache_xpu.metrics import Flow, Stopwatch
 
 __all__ = ["ChunkLayout"]
 
@@ -70,11 +74,6 @@ class ChunkLayout:
         """Size of the payload, bytes."""
         return sum(s.numel() * d.itemsize for s, d in zip(self.shapes, self.dtypes, strict=True))
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a token in one plane of one layer of the first object."""
-        return int(self.shapes[0][-1]) * self.dtypes[0].itemsize
-
     def tokens(self, hidden: int) -> int:
         """Count the tokens of the chunk.
 
@@ -88,3 +87,14 @@ class ChunkLayout:
         dimension = 0 if self.fmt == MemoryFormat.KV_T2D else -2
         layers = max(1, hidden // max(1, self.shapes[0][-1]))
         return int(self.shapes[0][dimension]) // layers
+
+    def count(
+        self, flow: Flow, key: CacheEngineKey | ObjectKey, watch: Stopwatch, hidden: int = 0
+    ) -> None:
+        """Count a chunk that was moved, `hidden` as in `tokens`.
+
+        Where keys name a part of a chunk's layers, the first part's counts the tokens.
+        """
+        is_first = not (getattr(key, "layer_id", 0) or getattr(key, "object_group_id", 0))
+        tokens = self.tokens(hidden) if is_first else 0
+        flow.moved(watch.seconds, size_bytes=self.size, tokens=tokens)

@@ -1,24 +1,21 @@
 """The shared tier in LMCache's server: an L2 adapter over a Valkey or Redis that engines share.
 
-Switched on by an option of `lmcache server`, whose value `shared_option` writes. The password comes
-from a variable.
+Switched on by an option of `lmcache server`, whose value `shared_option` writes.
 
 The server may be away, slow, full or empty at any time, and its values may be damaged: then an
-object is not found, or not kept. After an error the server is left alone for a few seconds, as a
-request would wait for each attempt; a look-up or a load that takes too long in all is such an
-error. A server that answers, but takes no writes, is only not written to. A value that is damaged,
-or is no object of its name's layout, is deleted: the next store puts a whole one there.
+object is not found, or not kept. After an error, or a look-up or a load that takes too long in all,
+the server is left alone for some seconds, as a request would wait for each attempt. One that
+answers, but takes no writes, is only not written to. A value that is damaged, or is no object of
+its name's layout, is deleted.
 
-LMCache counts none of it and deletes none: the server evicts, also between a look-up and its load.
-Memory is lent to a store or a load until its task ends, or taken back sooner: it is checked before
-a value is sent, and before each slice is written. Nothing raises into LMCache, and nothing of it
-waits for the server.
+LMCache counts no objects here and deletes none: the server evicts, also between a look-up and its
+load. Memory is lent until a task ends, or taken back sooner: it is checked before a value is sent,
+and before each slice is written. Nothing raises into LMCache or waits for the server there.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -30,11 +27,9 @@ from redis.exceptions import OutOfMemoryError, ResponseError
 
 from lmcache_xpu.metrics import LOAD_SHARED, STORE_SHARED, Flow, Stopwatch
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
-from lmcache_xpu.tiers.disk.task_results import TaskAnswers, after_all
-from lmcache_xpu.tiers.disk.writer import counts_tokens
 from lmcache_xpu.tiers.pause import Pause
 from lmcache_xpu.tiers.shared_values import SharedValues, fill, value_name
-from lmcache_xpu.tiers.timed_task import TimedTask
+from lmcache_xpu.tiers.task_results import TaskAnswers, TimedTask, after_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -45,20 +40,16 @@ if TYPE_CHECKING:
 
 __all__ = ["SharedL2Adapter"]
 
-logger = logging.getLogger("vllm.lmcache_xpu.remote")  # vLLM prints its own loggers only
-
 LOOKUP_S = 1.0  # in all, for which a request may wait
 LOAD_S = 8.0  # likewise; with what has come by then
 AWAY_S = 10.0  # that a server is left alone after an error, or not written to after a refusal
 CLOSE_S = 10.0
 READS, WRITES, LOOKS = 4, 2, 2  # threads
-_QUEUE_BYTES = 1 << 30  # of writes, where L1's size is not told
+_QUEUE_BYTES = 1 << 30  # of writes, where L1's size is not known
 
 
 class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # untyped base
-    """Objects of LMCache's server in a Valkey or Redis. Thread-safe.
-
-    It does not matter which of the two starts first.
+    """Objects of LMCache's server in a Valkey or Redis, which may start later. Thread-safe.
 
     Args:
         params: the option's `adapter_params`: `shared.url`.
@@ -72,12 +63,12 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
         self, params: Mapping[str, object], l1_memory_desc: L1MemoryDesc | None = None
     ) -> None:
         super().__init__()
-        self._values = SharedValues.of_option(params)
+        self._values = SharedValues(params)
         self._queue_bytes = l1_memory_desc.size // 4 if l1_memory_desc else _QUEUE_BYTES
         self._queued_bytes = 0
         self._queue_lock = threading.Lock()
-        self._away = Pause(logger, "left alone")
-        self._refusing = Pause(logger, "not written to")
+        self._away = Pause("left alone")
+        self._refusing = Pause("not written to")
         self._refusal = ""
         self._writes = ThreadPoolExecutor(WRITES, "shared-write")
         self._reads = ThreadPoolExecutor(READS, "shared-read")
@@ -110,7 +101,7 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
         self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
     ) -> int:
         """Begin to look for objects of their groups' layouts, in one round trip."""
-        task = TimedTask(self._located, len(keys), LOOKUP_S, self._late)
+        task = TimedTask(self._located, len(keys), LOOKUP_S, self._time_out)
         self._looks.submit(self._locate, task, keys, group_layout_descs)
         return task.number
 
@@ -121,7 +112,7 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
         """Begin to read objects into memory of their layouts."""
-        task = TimedTask(self._loaded, len(keys), LOAD_S, self._late_load)
+        task = TimedTask(self._loaded, len(keys), LOAD_S, partial(self._time_out, loads=1))
         reads = [
             self._reads.submit(self._load, task, index, key, obj)
             for index, (key, obj) in enumerate(zip(keys, objects, strict=True))
@@ -149,7 +140,7 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
 
     def close(self) -> None:
         """End the queued writes, within ten seconds, and let go of memory and server."""
-        last = threading.Timer(CLOSE_S, self._late)
+        last = threading.Timer(CLOSE_S, self._time_out)
         last.start()
         self._writes.shutdown()
         last.cancel()
@@ -174,23 +165,23 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
             self._refusing.begin(AWAY_S, error)
             _failed(STORE_SHARED, self._refusal, left)
         except Exception as error:
-            self._leave_alone(error)
+            self._away.begin(AWAY_S, error)
             _failed(STORE_SHARED, "server", left)
         finally:
             with self._queue_lock:
                 self._queued_bytes -= size
             complete = not (left or dropped)
-            self._tell([key for key, _ in writes[: len(writes) - left]], is_there=True)
+            self._report([key for key, _ in writes[: len(writes) - left]], is_held=True)
             self._stored.end(task, L2StoreResult(complete, sent if complete else 0))
 
     def _send(self, writes: list[tuple[ObjectKey, MemoryObj]]) -> Iterator[int]:
-        """Send what is not there, and yield the bytes of each object; 0 for one that is."""
+        """Send objects, and yield the bytes of each; 0 for one that the server has."""
         layouts = [_layout(obj) for _, obj in writes]
         names = [value_name(key, layout) for (key, _), layout in zip(writes, layouts, strict=True)]
         self._check_sending()
-        there = self._values.exist(names)
-        for (key, obj), name, layout, is_there in zip(writes, names, layouts, there, strict=True):
-            if is_there:
+        held = self._values.exist(names)
+        for (key, obj), name, layout, is_held in zip(writes, names, layouts, held, strict=True):
+            if is_held:
                 yield 0
                 continue
             self._check_sending()
@@ -198,7 +189,7 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
             with watch.running():
                 if not self._values.put(name, layout, obj):
                     raise _NotSentError("behind")
-            _count(STORE_SHARED, key, layout, watch)
+            layout.count(STORE_SHARED, key, watch)
             yield layout.size
 
     def _check_sending(self) -> None:
@@ -215,14 +206,14 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
                     for index, key in enumerate(keys)
                     if key.object_group_id in layouts
                 }
-                there = self._values.exist(list(names.values()))
-                for index in itertools.compress(names, there):
-                    task.hit(index)
-                for is_there in (True, False):
-                    asked = zip(names, there, strict=True)
-                    self._tell([keys[i] for i, has in asked if has == is_there], is_there=is_there)
+                held = dict(zip(names, self._values.exist(list(names.values())), strict=True))
+                for index, is_held in held.items():
+                    if is_held:
+                        task.hit(index)
+                for is_held in (True, False):
+                    self._report([keys[i] for i in held if held[i] == is_held], is_held=is_held)
         except Exception as error:
-            self._leave_alone(error)
+            self._away.begin(AWAY_S, error)
         finally:
             task.end()
 
@@ -236,31 +227,25 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
                 payload = self._values.get(value_name(key, layout), layout)
                 filled = payload is not None and task.hit(index, partial(fill, obj, payload))
             if payload is None:
-                self._tell([key], is_there=False)
+                self._report([key], is_held=False)
             if filled:
-                _count(LOAD_SHARED, key, layout, watch)
+                layout.count(LOAD_SHARED, key, watch)
         except Exception as error:
-            self._leave_alone(error)
+            self._away.begin(AWAY_S, error)
             _failed(LOAD_SHARED, "server", not task.over)
 
-    def _tell(self, keys: list[ObjectKey], *, is_there: bool) -> None:
-        """Tell listeners what the server has, or not; LMCache, which would count it, has none."""
+    def _report(self, keys: list[ObjectKey], *, is_held: bool) -> None:
+        """Report what the server has, or not. Of LMCache, which would count it, nobody listens."""
         for listener in self._listeners if keys else ():
-            if is_there:
+            if is_held:
                 listener.on_l2_keys_stored(keys, [0] * len(keys))
             else:
                 listener.on_l2_keys_deleted(keys)
 
-    def _late_load(self) -> None:
-        LOAD_SHARED.failed("server")
-        self._late()
-
-    def _late(self) -> None:
-        self._leave_alone(TimeoutError("it answers too slowly"))
+    def _time_out(self, *, loads: int = 0) -> None:
+        _failed(LOAD_SHARED, "server", loads)
+        self._away.begin(AWAY_S, TimeoutError("it answers too slowly"))
         self._values.disconnect()
-
-    def _leave_alone(self, error: Exception) -> None:
-        self._away.begin(AWAY_S, error)
 
 
 class _NotSentError(Exception):
@@ -276,8 +261,3 @@ def _layout(obj: MemoryObj) -> ChunkLayout:
 def _failed(flow: Flow, reason: str, count: int) -> None:
     for _ in range(count):
         flow.failed(reason)
-
-
-def _count(flow: Flow, key: ObjectKey, layout: ChunkLayout, watch: Stopwatch) -> None:
-    tokens = layout.tokens(0) if counts_tokens(key) else 0
-    flow.moved(size_bytes=layout.size, tokens=tokens, seconds=watch.seconds)

@@ -11,7 +11,7 @@ import hashlib
 import logging
 import os
 import re
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from redis import Redis
 from redis.backoff import NoBackoff
@@ -21,8 +21,8 @@ from redis.retry import Retry
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import LOAD_SHARED
 from lmcache_xpu.tiers.disk.chunk_file import pack_chunk, unpack_chunk
-from lmcache_xpu.tiers.disk.object_name import object_name
-from lmcache_xpu.tiers.shared_option import PASSWORD_VARIABLE, URL_KEY
+from lmcache_xpu.tiers.disk.server_objects import object_name
+from lmcache_xpu.tiers.server_options import PASSWORD_VARIABLE, URL_KEY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -59,30 +59,17 @@ def value_name(key: ObjectKey, layout: ChunkLayout | MemoryLayoutDesc) -> str:
 class SharedValues:
     """Values in a server, found by their names. All methods raise what the client raises.
 
-    Thread-safe. Connects with the first command, and again after each error.
+    Thread-safe. Connects with the first command, and again after each error. The password comes
+    from the environment.
 
     Args:
-        url: of the server.
-        password: of the server; None for none.
+        params: the option's `adapter_params`, see `shared_option`.
+
+    Raises:
+        SettingsError: an entry is wrong, missing or unknown; it is not shown.
     """
 
-    def __init__(self, url: str, password: str | None) -> None:
-        self._server = Redis.from_url(
-            url,
-            password=password,
-            protocol=2,
-            socket_connect_timeout=CONNECT_S,
-            socket_timeout=ANSWER_S,
-            retry=Retry(NoBackoff(), 0),
-        )
-
-    @classmethod
-    def of_option(cls, params: Mapping[str, object]) -> Self:
-        """Return those of the option's `adapter_params`, with the password of the environment.
-
-        Raises:
-            SettingsError: an entry is wrong, missing or unknown; it is not shown.
-        """
+    def __init__(self, params: Mapping[str, object]) -> None:
         url = params.get(URL_KEY)
         if params.keys() != {URL_KEY} or not isinstance(url, str) or not _URL.fullmatch(url):
             raise SettingsError(
@@ -90,7 +77,14 @@ class SharedValues:
                 f"{URL_KEY} alone, redis://HOST:PORT or rediss://HOST:PORT",
                 f"A password goes into the variable {PASSWORD_VARIABLE}.",
             )
-        return cls(url, os.environ.get(PASSWORD_VARIABLE) or None)
+        self._server = Redis.from_url(
+            url,
+            password=os.environ.get(PASSWORD_VARIABLE) or None,
+            protocol=2,
+            socket_connect_timeout=CONNECT_S,
+            socket_timeout=ANSWER_S,
+            retry=Retry(NoBackoff(), 0),
+        )
 
     def exist(self, names: list[str]) -> list[bool]:
         """Return of each name whether the server has it; in one round trip."""

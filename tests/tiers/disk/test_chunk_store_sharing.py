@@ -229,7 +229,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert {k for k in "abcde" if k in self.store} == set(self.model)
         assert set(files(self.store.directory)) == {file_of(self.store, k) for k in self.model}
         used = sum(disk_bytes(len(v)) for v in self.model.values())
-        assert self.store.counters.bytes == used <= self.limit
+        assert self.store.counters["bytes"] == used <= self.limit
 
     def teardown(self):
         self.store.close()

@@ -24,7 +24,7 @@ def test_lmcache_makes_the_adapter_and_gets_its_objects_back(adapters):
     assert adapter.look_up(range(7)) == [0, 1, 2, 3, 4]
     assert adapter.load(range(5)) == [0, 1, 2, 3, 4]
     counters = adapter.store_.counters
-    assert (counters.stored, counters.hits, counters.bytes) == (5, 5, 5 * FILE)
+    assert (counters["stored"], counters["hits"], counters["bytes"]) == (5, 5, 5 * FILE)
 
 
 def test_objects_are_found_after_a_restart(adapters):

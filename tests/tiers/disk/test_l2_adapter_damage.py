@@ -35,7 +35,7 @@ def test_damage_is_a_miss_and_is_stored_again(adapters, damage):
     assert not path.exists()
     assert adapter.look_up(range(4)) == [0, 1, 3]
     counters = adapter.store_.counters
-    assert (counters.corrupt, counters.misses) == (int(damage != "delete"), 1)
+    assert (counters["corrupt"], counters["misses"]) == (int(damage != "delete"), 1)
     assert adapter.tier.get_usage().total_bytes_used == 3 * FILE
     assert adapter.store([2]).is_successful()
     assert adapter.restarted(adapters).load(range(4)) == [0, 1, 2, 3]
@@ -68,7 +68,7 @@ def test_a_disk_that_gives_nothing_costs_the_hit(adapters, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(chunk_file.os, "preadv", fail)
         assert adapter.load([0, 1]) == []
-    assert adapter.store_.counters.errors == 2
+    assert adapter.store_.counters["errors"] == 2
     assert adapter.store([0, 1]).is_successful()
     assert adapter.load([0, 1]) == [0, 1]
 

@@ -12,7 +12,7 @@ from support.server_disk import Storage, make_key
 from support.until import until
 
 from lmcache_xpu.tiers.disk import chunk_file
-from lmcache_xpu.tiers.disk.object_name import object_name
+from lmcache_xpu.tiers.disk.server_objects import object_name
 
 
 @pytest.fixture

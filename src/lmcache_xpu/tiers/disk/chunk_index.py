@@ -1,4 +1,4 @@
-"""What a chunk store holds: sizes, times of last use, pins, and whom to evict. Knows no files."""
+"""The chunks of a store: sizes, times of last use, pins, and which to evict. Knows no files."""
 
 from __future__ import annotations
 
@@ -30,12 +30,6 @@ class Entry:
         return disk_bytes(self.info.payload_bytes)
 
 
-@dataclass(slots=True)
-class _Pin:
-    count: int
-    since: float
-
-
 class ChunkIndex:
     """Entries by key, within a size, least recently used first; not thread-safe.
 
@@ -48,13 +42,12 @@ class ChunkIndex:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self.reserved_bytes = 0
-        self._reserved: dict[str, int] = {}  # bytes, by writes under way
         self._pin_seconds = pin_seconds
         self._entries: dict[str, Entry] = {}
         # Oldest first. An item may be out of date: the entry's own time decides, see `evict`.
         self._by_age: list[tuple[int, str]] = []
-        self._pins: dict[str, _Pin] = {}
-        self._watch: Callable[[str, bool], None] | None = None
+        self._pins: dict[str, tuple[int, float]] = {}  # how many, and when the last began
+        self._changed: Callable[[str], object] = lambda key: None
         self._latest_ns = 0
 
     def __contains__(self, key: str) -> bool:
@@ -71,11 +64,11 @@ class ChunkIndex:
         entry = self._entries.get(key)
         return None if entry is None or entry.hidden else entry
 
-    def watch(self, changed: Callable[[str, bool], None]) -> None:
-        """Tell of every key whether it is there: of those that are now, and of each change."""
-        self._watch = changed
+    def watch(self, changed: Callable[[str], object]) -> None:
+        """Call `changed` with every key now, and with a key whenever it comes or goes."""
+        self._changed = changed
         for key in self._entries:
-            changed(key, key in self)
+            changed(key)
 
     def clear(self) -> None:
         """Forget all entries; pins stay."""
@@ -90,46 +83,41 @@ class ChunkIndex:
         self._entries[key] = entry = Entry(info, used_ns, hidden)
         heapq.heappush(self._by_age, (used_ns, key))
         self.used_bytes += entry.size_bytes
-        if self._watch is not None:
-            self._watch(key, not hidden)
+        self._changed(key)
 
     def add_earlier(self, chunks: Iterable[tuple[str, ChunkInfo, int]]) -> dict[str, int]:
-        """Add chunks of earlier runs; none of them was used later than now.
+        """Add chunks of earlier runs, as used no later than now: the clock may have been ahead.
 
-        A clock that was ahead then would otherwise let them outlive all that is added since.
-
-        Returns:
-            The times of last use that were changed for it.
+        Returns the times of last use that were changed for it.
         """
         by_age, now, changed = sorted(chunks, key=lambda chunk: chunk[2]), self.now(), {}
         for place, (key, info, used_ns) in enumerate(by_age):
-            if used_ns > now:
-                changed[key] = used_ns = now - len(by_age) + place
-            whole = disk_bytes(info.payload_bytes)
-            self.add(key, info, used_ns if whole <= self.limit_bytes else 0)
+            latest = now - len(by_age) + place  # which keeps their order
+            if used_ns > latest:
+                changed[key] = used_ns = latest
+            fits = disk_bytes(info.payload_bytes) <= self.limit_bytes
+            self.add(key, info, used_ns if fits else 0)
         return changed
 
     def now(self, count: int = 1) -> int:
-        """Take the time of last use for `count` chunks: this, and one nanosecond less for each.
+        """Take times of last use for `count` chunks: this one, and each nanosecond before it.
 
-        It is later than all times taken before, also when the clock was set back meanwhile.
+        They are later than all that were taken before, even if the clock was set back.
         """
         self._latest_ns = max(time.time_ns(), self._latest_ns + count)
         return self._latest_ns
 
     def hide(self, key: str) -> None:
-        """Let an entry, if there is one, count as room alone: until it is evicted or replaced."""
+        """Let an entry, if there is one, only take room, until it is evicted or replaced."""
         if entry := self._entries.get(key):
             entry.hidden = True
-            if self._watch is not None:
-                self._watch(key, False)
+            self._changed(key)
 
     def remove(self, key: str) -> None:
         """Remove an entry, if there is one."""
         if entry := self._entries.pop(key, None):
             self.used_bytes -= entry.size_bytes
-            if self._watch is not None:
-                self._watch(key, False)
+            self._changed(key)
 
     def mark(self, key: str, used_ns: int) -> bool:
         """Set an entry's time of last use; False if there is none."""
@@ -141,39 +129,32 @@ class ChunkIndex:
         """Keep an entry from eviction until as many `unpin`; False if there is none."""
         if key not in self:
             return False
-        count = self._pins[key].count if self.pinned(key) else 0
-        self._pins[key] = _Pin(count + 1, time.monotonic())
+        count = self._pins[key][0] if self.pinned(key) else 0
+        self._pins[key] = count + 1, time.monotonic()
         return True
 
     def unpin(self, key: str) -> bool:
         """Take one pin back; False if there was none."""
         if not self.pinned(key):
             return False
-        self._pins[key].count -= 1
-        if not self._pins[key].count:
-            del self._pins[key]
+        count, since = self._pins.pop(key)
+        if count > 1:
+            self._pins[key] = count - 1, since
         return True
 
     def pinned(self, key: str) -> bool:
         """Whether a pin holds `key`; it stays when the entry goes."""
-        pin = self._pins.get(key)
-        if pin and time.monotonic() - pin.since >= self._pin_seconds:
+        if key in self._pins and time.monotonic() - self._pins[key][1] >= self._pin_seconds:
             del self._pins[key]
-            return False
-        return pin is not None
+        return key in self._pins
 
     def unpinned(self) -> dict[str, ChunkInfo]:
         """All entries that no pin holds, hidden ones too."""
         return {key: e.info for key, e in self._entries.items() if not self.pinned(key)}
 
-    def reserve(self, write: str, size_bytes: int) -> None:
-        """Set room aside for a write under way, which has this name."""
-        self._reserved[write] = size_bytes
+    def reserve(self, size_bytes: int) -> None:
+        """Set room aside for a write under way; a size below 0 gives it back."""
         self.reserved_bytes += size_bytes
-
-    def release(self, write: str) -> None:
-        """Give back what a write has reserved; does nothing when that was done before."""
-        self.reserved_bytes -= self._reserved.pop(write, 0)
 
     def fits(self, need_bytes: int) -> bool:
         """Whether so much more has room now."""
@@ -187,9 +168,9 @@ class ChunkIndex:
         return pinned_bytes + self.reserved_bytes + need_bytes <= self.limit_bytes
 
     def evict(self, need_bytes: int) -> Iterator[str]:
-        """Keys to be removed, one after the other, until so much more has room.
+        """Yield keys to be removed, until so much more has room.
 
-        One that is still there afterwards comes again in its order, by its time of last use.
+        One that was not removed comes again in its order, by its time of last use.
         """
         asked = []
         try:

@@ -1,6 +1,6 @@
 """The disk tier in LMCache's server: an L2 adapter over `ChunkStore`.
 
-Switched on by an option of `lmcache server`, whose value `server_option` writes:
+Switched on by an option of `lmcache server`, whose value `disk_option` writes:
 
     --l2-adapter '{"type": "plugin", "module_path": "lmcache_xpu.disk.l2_adapter",
                    "class_name": "DiskL2Adapter",
@@ -8,15 +8,14 @@ Switched on by an option of `lmcache server`, whose value `server_option` writes
 
 Who calls what (LMCache 0.5.6 and 0.5.7rc2), and whose the memory is:
 
-    store    the store controller's thread, with the server's L1 locked for a time. Queued writes
-             hold at most half of it. Written bytes count only if the memory was lent to the end.
+    store    the store controller's thread. Queued writes hold at most half of the server's L1.
+             Written bytes count only if the memory was lent to the end.
     look-up  the prefetch controller's thread. Pins files until `submit_unlock`.
     load     the same, into memory that is lent for a time: it is checked before each slice goes
              there. A miss of one object does not end the load: LMCache cuts the hit itself.
-    close    after the controllers, before L1's memory is freed: waits for what reads or writes it.
+    close    after the controllers, before L1's memory is freed: waits for reads and writes of it.
 
-Nothing raises into the server and nothing of it waits for the disk: tasks run in threads here, and
-the server hears of their end through a file descriptor.
+Nothing raises into the server or waits for the disk there: tasks run in threads.
 """
 
 from __future__ import annotations
@@ -24,25 +23,21 @@ from __future__ import annotations
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 
-from lmcache_xpu.metrics import DISK_LIMIT_BYTES, DISK_USED_BYTES, LOAD_DISK
+from lmcache_xpu.metrics import LOAD_DISK, Stopwatch
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
-from lmcache_xpu.tiers.disk.object_name import has_layout, object_key, object_name
 from lmcache_xpu.tiers.disk.parameters import DiskSettings
-from lmcache_xpu.tiers.disk.reader import read_object
-from lmcache_xpu.tiers.disk.server_index import ServerIndex
-from lmcache_xpu.tiers.disk.task_results import TaskAnswers
+from lmcache_xpu.tiers.disk.server_objects import ServerObjects, object_key, object_name
 from lmcache_xpu.tiers.disk.writer import DiskWriter
+from lmcache_xpu.tiers.task_results import TaskAnswers, after_all
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from concurrent.futures import Future
 
     from lmcache.v1.distributed.api import MemoryLayoutDesc, MemoryTags, ObjectKey
     from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2AdapterListener
@@ -53,7 +48,7 @@ __all__ = ["DiskL2Adapter"]
 
 logger = logging.getLogger("vllm.lmcache_xpu.disk")  # vLLM prints its own loggers only
 
-_QUEUE_BYTES = 1 << 30  # of writes, where L1's size is not told
+_QUEUE_BYTES = 1 << 30  # of writes, where L1's size is not known
 
 
 class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # untyped base
@@ -62,8 +57,7 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
     Thread-safe. One server for each directory.
 
     Args:
-        params: the option's `adapter_params`: `disk.path`, `disk.gib` and `disk.threads`, as the
-            in-process tier has them.
+        params: the option's `adapter_params`, see `disk_option`.
         l1_memory_desc: the server's memory.
 
     Raises:
@@ -77,14 +71,12 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
         settings = DiskSettings.parse_server(params)
         super().__init__(max_capacity_bytes=settings.limit_bytes)
         self._store = settings.open_server_store()
-        DISK_LIMIT_BYTES.set(settings.limit_bytes)
-        DISK_USED_BYTES.set(self._store.used_bytes)
         queue_bytes = l1_memory_desc.size // 2 if l1_memory_desc else _QUEUE_BYTES
         self._writes = DiskWriter(self._store, queue_bytes, max(1, settings.threads // 2))
         self._reads = ThreadPoolExecutor(settings.threads, "disk-read")
         # What reads or changes the index alone, in the order of its submission.
         self._looks = ThreadPoolExecutor(1, "disk-look-up")
-        self._index = ServerIndex(self._store)
+        self._objects = ServerObjects(self._store)
         self._reporting = threading.Lock()
 
     # Store
@@ -93,20 +85,24 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
         """Queue objects to be written; what exceeds the bound on the queue is dropped."""
         task = self._stored.begin()
         names = [object_name(key) for key in keys]
+        stored, new_bytes = [], 0
         for name, obj in zip(names, objects, strict=True):
-            self._remove_unlike(name, obj)
-        stored = [name for name in names if name in self._store]
-        new_bytes = sum(
-            obj.get_size() for name, obj in zip(names, objects, strict=True) if name not in stored
-        )
+            info, layout = self._store.info(name), ChunkLayout.of(obj)
+            if info and layout and info.meta != layout.text:
+                self._store.remove(name)  # an engine of another layout has stored it
+                info = None
+            if info:
+                stored.append(name)
+            else:
+                new_bytes += obj.get_size()
         self._writes.submit(keys, names, objects, self._store.now(len(keys)))
         writes = [write for name in names if (write := self._writes.pending.get(name))]
 
-        def result() -> L2StoreResult:
+        def end() -> None:
             complete = all(name in self._store for name in names)
-            return L2StoreResult(complete, new_bytes if complete else 0)
+            self._stored.end(task, L2StoreResult(complete, new_bytes if complete else 0))
 
-        self._stored.end_after(task, writes, result)
+        after_all(writes, end)
         self._looks.submit(self._store.touch, stored)
         return task
 
@@ -120,7 +116,7 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
     def submit_lookup_and_lock_task(
         self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
     ) -> int:
-        """Begin to look for objects, and to pin those that are there with their group's layout."""
+        """Begin to look for objects, and to pin those that have their group's layout."""
         task = self._located.begin()
         self._looks.submit(self._locate, task, keys, group_layout_descs)
         return task
@@ -141,7 +137,12 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
         reads = [
             self._reads.submit(self._read, key, obj) for key, obj in zip(keys, objects, strict=True)
         ]
-        self._loaded.end_after(task, reads, lambda: _bitmap([_succeeded(read) for read in reads]))
+
+        def end() -> None:
+            hits = [not read.cancelled() and read.result() for read in reads]
+            self._loaded.end(task, _bitmap(hits))
+
+        after_all(reads, end)
         return task
 
     # The rest of LMCache's interface
@@ -153,17 +154,16 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
         return MemoryTags(MemorySegment.STORAGE, MemoryResidency.LOCAL)
 
     def set_backend_identity(self, name: str, shared: bool = False) -> None:
-        """Take the name by which LMCache tells of this tier, and tell it what is there."""
+        """Take LMCache's name of this tier, and report the objects on the disk."""
         super().set_backend_identity(name, shared)
         self._report()
 
     def register_listener(self, listener: L2AdapterListener) -> None:
-        """Tell a listener of changes, and first of what is there."""
+        """Report the objects on the disk to a listener, and later each change."""
         with self._reporting:
             super().register_listener(listener)
-            keys, sizes = self._index.all()
-            if keys:
-                listener.on_l2_keys_stored(keys, sizes)
+            if sizes := self._objects.all():
+                listener.on_l2_keys_stored(list(sizes), list(sizes.values()))
 
     def delete(self, keys: list[ObjectKey]) -> None:
         """Remove objects, pinned or not; LMCache's own eviction calls it, where one is set up."""
@@ -172,11 +172,7 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
         self._report()
 
     def forget(self, model_name: str) -> bool:
-        """Remove all objects of a model, also those that are being written; waits for these.
-
-        Returns:
-            False if something of it is still there.
-        """
+        """Remove all objects of a model, also those being written; False if one is left."""
 
         def is_meant(name: str) -> bool:
             key = object_key(name)
@@ -201,7 +197,8 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
             "directory": str(self._store.directory),
             "limit_bytes": self._max_capacity_bytes,
             "pending": len(self._writes.pending),
-            **asdict(replace(counters, dropped=counters.dropped + self._writes.dropped)),
+            **counters,
+            "dropped": counters["dropped"] + self._writes.dropped,
         }
 
     def close(self) -> None:
@@ -220,9 +217,10 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
         hits = []
         try:
             for key in keys:
-                info, layout = self._store.info(object_name(key)), layouts.get(key.object_group_id)
-                fits = info and (layout is None or has_layout(info.meta, layout))
-                hits.append(bool(fits) and self._store.pin(object_name(key)))
+                name, layout = object_name(key), layouts.get(key.object_group_id)
+                info = self._store.info(name)
+                fits = info and (layout is None or _has_layout(info.meta, layout))
+                hits.append(bool(fits) and self._store.pin(name))
         finally:
             hits += [False] * (len(keys) - len(hits))
             self._located.end(task, _bitmap(hits))
@@ -242,39 +240,38 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
             self._notify_keys_accessed(keys)
 
     def _read(self, key: ObjectKey, obj: MemoryObj) -> bool:
+        watch = Stopwatch()
         try:
             name, layout = object_name(key), ChunkLayout.of(obj)
             info = self._store.info(name)
             if info is None or layout is None or info.meta != layout.text:
                 return False
-
-            def fill() -> bool:
-                return self._store.read(name, obj.byte_array, obj.is_valid)
-
-            return read_object(fill, self._store, key, obj)
+            with watch.running():
+                is_hit = self._store.read(name, obj.byte_array, obj.is_valid)
+            if is_hit:
+                layout.count(LOAD_DISK, key, watch)
+            return is_hit
         except Exception as error:
             LOAD_DISK.failed(type(error).__name__)
             logger.exception("disk tier: a load failed (docs: troubleshooting#disk-load)")
             return False
 
-    def _remove_unlike(self, name: str, obj: MemoryObj) -> None:
-        """Remove what an engine of another layout has stored under this name."""
-        layout, info = ChunkLayout.of(obj), self._store.info(name)
-        if info and layout and info.meta != layout.text:
-            self._store.remove(name)
-
     def _report(self) -> None:
-        """Tell LMCache what has come and gone: it counts bytes, also by salt, for its quotas."""
+        """Report new and removed objects: LMCache counts bytes, also by salt, for its quotas."""
         with self._reporting:
-            come, gone = self._index.settle()
-            if gone.keys:
-                self._notify_keys_deleted(gone.keys, gone.sizes)
-            if come.keys:
-                self._notify_keys_stored(come.keys, come.sizes)
+            new, gone = self._objects.changes()
+            if gone:
+                self._notify_keys_deleted(list(gone), list(gone.values()))
+            if new:
+                self._notify_keys_stored(list(new), list(new.values()))
 
 
-def _succeeded(read: Future[bool]) -> bool:
-    return not read.cancelled() and read.result()
+def _has_layout(text: str, layout: MemoryLayoutDesc) -> bool:
+    """Whether `text`, as `ChunkLayout.text` wrote it, names these shapes and dtypes."""
+    stored = ChunkLayout.parse(text)
+    if stored is None:  # of another version
+        return False
+    return stored.shapes == tuple(layout.shapes) and stored.dtypes == tuple(layout.dtypes)
 
 
 def _bitmap(hits: list[bool]) -> Bitmap:

@@ -19,16 +19,13 @@ _OWN = "of the user that runs this process, and no link"
 class DirectoryLock:
     """Holds `directory` from construction until `release`, through flock on it and on a file in it.
 
-    The kernel lets go of both however the process ends. The file stays and names the last holder;
-    versions before 0.2 lock it alone. The directory's mode becomes 0700.
+    The kernel lets go of both however the process ends. The file names the last holder; versions
+    before 0.2 lock it alone. The directory's mode becomes 0700. The path `held` leads to it,
+    whatever the owner of a parent puts in its place.
 
     Args:
         directory: must exist.
         wait_seconds: how long to wait for another holder, e.g. an engine that is shutting down.
-
-    Attributes:
-        held: a path to the directory that leads there while it is held, whatever the owner of a
-            parent puts in its place.
 
     Raises:
         SettingsError: another process, or another lock in this one, holds it; it or its lock file
@@ -53,7 +50,7 @@ class DirectoryLock:
             os.close(self._fds.pop())
 
     def is_in_place(self) -> bool:
-        """Whether the directory is still where it was: someone may have removed it."""
+        """Whether the directory is still at its path."""
         try:
             return os.path.samestat(self._directory.lstat(), os.fstat(self._fds[0]))
         except OSError:
@@ -98,15 +95,12 @@ class DirectoryLock:
 
 
 def check_owner(directory: Path, users: set[int], *, link: bool) -> None:
-    """Refuse a directory of other users: they could replace what is in it.
+    """Raise SettingsError for a directory of other users: they could replace what is in it.
 
     Args:
         directory: need not exist.
         users: the owners to accept.
         link: whether it may be a link, of one of these owners.
-
-    Raises:
-        SettingsError: it is another user's, or a link that must not be.
     """
     with contextlib.suppress(FileNotFoundError):
         owners = {directory.lstat().st_uid, directory.stat().st_uid}

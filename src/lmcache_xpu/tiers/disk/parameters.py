@@ -11,19 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
+from lmcache_xpu.metrics import DISK_LIMIT_BYTES
+from lmcache_xpu.tiers.disk.chunk_store import PIN_SECONDS, ChunkStore
 from lmcache_xpu.tiers.disk.lock import check_owner
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-__all__ = ["DiskSettings", "check_hash"]
+__all__ = ["DiskSettings"]
 
 logger = logging.getLogger("vllm.lmcache_xpu.disk")  # vLLM prints its own loggers only
 
-_PREFIX = "disk."
-_SERVER_NAMES = ("disk.path", "disk.gib", "disk.threads", "disk.engine")
-_SERVER_DIRECTORY = "kv-server"
+_NAMES = ("disk.path", "disk.gib", "disk.threads", "disk.engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,116 +43,67 @@ class DiskSettings:
 
     @classmethod
     def parse(cls, extra: Mapping[str, object]) -> DiskSettings:
-        """Check and convert the entries.
-
-        Raises:
-            SettingsError: an entry is wrong, missing or unknown.
-        """
-        names = {"disk.path", "disk.gib", "disk.threads", "disk.engine"}
-        unknown = {key for key in extra if key.startswith(_PREFIX)} - names
+        """Check and convert the entries. Raises SettingsError if one is wrong or missing."""
+        unknown = {key for key in extra if key.startswith("disk.")}.difference(_NAMES)
         if unknown:
             raise SettingsError(
-                f"{', '.join(sorted(unknown))} in extra_config", f"of {sorted(names)}"
+                f"{', '.join(sorted(unknown))} in extra_config", f"of {sorted(_NAMES)}"
             )
         path, gib = extra.get("disk.path"), extra.get("disk.gib")
-        threads = extra.get("disk.threads", 4)
         if not isinstance(path, str) or not path:
             raise SettingsError(f"disk.path={path!r}", "a directory", "Name one on a local disk.")
         if isinstance(gib, bool) or not isinstance(gib, int | float) or not 0 < gib < math.inf:
             raise SettingsError(f"disk.gib={gib!r}", "a number above 0, of GiB per worker")
-        if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
-            raise SettingsError(f"disk.threads={threads!r}", "a whole number from 1 up")
-        engine = extra.get("disk.engine", 0)
-        if isinstance(engine, bool) or not isinstance(engine, int) or engine < 0:
-            raise SettingsError(f"disk.engine={engine!r}", "a whole number from 0 up")
+        threads = _whole_number("disk.threads", extra.get("disk.threads", 4), 1)
+        engine = _whole_number("disk.engine", extra.get("disk.engine", 0), 0)
         return cls(Path(path), int(gib * 2**30), threads, engine)
 
     @classmethod
     def parse_server(cls, params: Mapping[str, object]) -> DiskSettings:
-        """Check and convert the `adapter_params` of the server's option, see `server_option`.
-
-        Raises:
-            SettingsError: an entry is wrong, missing or unknown.
-        """
-        if unknown := sorted(params.keys() - set(_SERVER_NAMES)):
+        """Do so with the `adapter_params` of the server's option, which has no other entries."""
+        if unknown := sorted(params.keys() - set(_NAMES)):
             raise SettingsError(
-                f"{', '.join(unknown)} in adapter_params", f"of {', '.join(_SERVER_NAMES)}"
+                f"{', '.join(unknown)} in adapter_params", f"of {', '.join(_NAMES)}"
             )
         return cls.parse(params)
 
-    @property
-    def prefix(self) -> str:
-        """The start of the names of this engine's directories; the worker's number follows."""
-        return f"kv-engine-{self.engine}-worker-" if self.engine else "kv-worker-"
-
-    def directory(self, worker_id: int) -> Path:
-        """Where a worker's chunks are."""
-        return self.path / f"{self.prefix}{worker_id}"
-
-    def others(self, worker_id: int, world_size: int) -> list[Path]:
-        """Return the directories of this engine's other workers, and of those that it had.
-
-        Those that it had come first: their files move to the others.
-        """
-        numbers = self._left(world_size) + [n for n in range(world_size) if n != worker_id]
-        return [self.directory(number) for number in numbers]
-
-    def _left(self, world_size: int) -> list[int]:
-        """Return the numbers of workers that there were once."""
-        names = (path.name.removeprefix(self.prefix) for path in self.path.glob(f"{self.prefix}*"))
-        numbers = [int(name) for name in names if name.isascii() and name.isdigit()]
-        return sorted(number for number in numbers if number >= world_size)
-
     def open_store(self, worker_id: int, world_size: int, pin_seconds: float) -> ChunkStore:
-        """Open this worker's directory, and take over what workers left that no longer exist.
+        """Open a worker's directory, with the chunks of workers that the engine no longer has.
 
-        Together it stays within the size. What another engine left stays where it is: it may only
-        not have started yet.
-
-        Raises:
-            SettingsError: the directory can't be used, or another process uses it.
+        Those of other engines stay where they are: they may only not have started yet. Raises
+        SettingsError if the directory can't be used, or another process uses it.
         """
-        self._check_owner()
-        left = [number for number in self._left(world_size) if number % world_size == worker_id]
-        store = ChunkStore(
-            self.directory(worker_id),
-            self.limit_bytes,
-            left=[self.directory(number) for number in left],
-            pin_seconds=pin_seconds,
-        )
-        self._log_room(store)
-        return store
+        prefix = f"kv-engine-{self.engine}-worker-" if self.engine else "kv-worker-"
+        names = (path.name.removeprefix(prefix) for path in self.path.glob(f"{prefix}*"))
+        numbers = sorted(int(name) for name in names if name.isascii() and name.isdigit())
+        left = [n for n in numbers if n >= world_size and n % world_size == worker_id]
+        directories = [self.path / f"{prefix}{number}" for number in (worker_id, *left)]
+        return self._open(directories[0], directories[1:], pin_seconds)
 
     def open_server_store(self) -> ChunkStore:
-        """Open the directory of LMCache's server; what workers keep beside it stays theirs.
+        """Open the directory of LMCache's server, as `open_store` does a worker's."""
+        return self._open(self.path / (f"kv-server-{self.engine}" if self.engine else "kv-server"))
 
-        Raises:
-            SettingsError: the directory can't be used, or another process uses it.
-        """
-        name = f"{_SERVER_DIRECTORY}-{self.engine}" if self.engine else _SERVER_DIRECTORY
+    def _open(
+        self, directory: Path, left: Sequence[Path] = (), pin_seconds: float = PIN_SECONDS
+    ) -> ChunkStore:
         try:
-            self._check_owner()
-            store = ChunkStore(self.path / name, self.limit_bytes)
+            # Root's is right, too: what Kubernetes and Docker mount, or /var/cache.
+            check_owner(self.path, {0, os.geteuid()}, link=True)
+            store = ChunkStore(directory, self.limit_bytes, left=left, pin_seconds=pin_seconds)
         except OSError as error:
             raise SettingsError(
                 f"disk.path={str(self.path)!r} ({error.strerror})",
                 "a directory of this user on a local disk",
             ) from error
-        self._log_room(store)
-        return store
-
-    def _check_owner(self) -> None:
-        # Root's is right, too: what Kubernetes and Docker mount, or /var/cache.
-        check_owner(self.path, {0, os.geteuid()}, link=True)
-
-    def _log_room(self, store: ChunkStore) -> None:
-        used, free = store.counters.bytes, shutil.disk_usage(store.directory).free
+        DISK_LIMIT_BYTES.set(self.limit_bytes)
+        used, free = store.counters["bytes"], shutil.disk_usage(directory).free
         logger.info(
             "disk tier: %d chunks of earlier runs, %.2f of %.2f GiB, in %s",
             len(store),
             used / 2**30,
             self.limit_bytes / 2**30,
-            store.directory,
+            directory,
         )
         if used + free < self.limit_bytes:
             logger.warning(
@@ -162,14 +112,10 @@ class DiskSettings:
                 self.limit_bytes / 2**30,
                 (used + free) / 2**30,
             )
+        return store
 
 
-def check_hash(algorithm: str) -> None:
-    """Raise SettingsError if LMCache's keys would differ after a restart."""
-    seeded = os.environ.get("PYTHONHASHSEED", "random") != "random"
-    if not seeded and not algorithm.startswith("sha256"):
-        raise SettingsError(
-            f"pre_caching_hash_algorithm={algorithm!r} without PYTHONHASHSEED",
-            "keys that are the same after a restart",
-            "Set it to 'sha256', or fix PYTHONHASHSEED.",
-        )
+def _whole_number(name: str, value: object, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise SettingsError(f"{name}={value!r}", f"a whole number from {least} up")
+    return value

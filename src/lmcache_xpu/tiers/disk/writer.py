@@ -1,21 +1,16 @@
-"""Writes to the disk tier: queued, bounded, and without a trace in memory once they have ended.
-
-A chunk is written behind LMCache's back as a temporary file, with a checksum, and renamed when it
-is complete. A reader never sees half of a chunk.
-"""
+"""Writes to the disk tier: queued and bounded, in threads of their own."""
 
 from __future__ import annotations
 
 import errno
-import functools
-import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from typing import TYPE_CHECKING
 
-from lmcache_xpu.metrics import DISK_USED_BYTES, STORE_DISK, Stopwatch
+from lmcache_xpu.metrics import STORE_DISK, Stopwatch
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
-from lmcache_xpu.tiers.disk.complaint import Complaint
+from lmcache_xpu.tiers.pause import Complaint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,20 +22,13 @@ if TYPE_CHECKING:
 
     from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
 
-__all__ = ["DiskWriter", "counts_tokens"]
-
-logger = logging.getLogger("vllm.lmcache_xpu.disk")  # vLLM prints its own loggers only
+__all__ = ["DiskWriter"]
 
 _DRAIN_SECONDS = 10.0
 
 
-def counts_tokens(key: CacheEngineKey | ObjectKey) -> bool:
-    """Whether a chunk's tokens are counted with this key: it may name a part of its layers."""
-    return not (getattr(key, "layer_id", 0) or getattr(key, "object_group_id", 0))
-
-
 class DiskWriter:
-    """Writes chunks in threads of its own, holding a reference to each until that has ended.
+    """Writes chunks, holding a reference to each until its write has ended. Thread-safe.
 
     Args:
         store: where they go.
@@ -56,11 +44,11 @@ class DiskWriter:
 
     def __init__(self, store: ChunkStore, limit_bytes: int, threads: int, hidden: int = 0) -> None:
         self.dropped = 0
+        self.pending: dict[str, Future[None]] = {}
         self._store = store
         self._limit_bytes = limit_bytes
         self._hidden = hidden
         self._lock = threading.Lock()
-        self.pending: dict[str, Future[None]] = {}
         self._pending_bytes = 0
         self._closed = False
         self._threads = ThreadPoolExecutor(threads, "disk-write")
@@ -77,25 +65,18 @@ class DiskWriter:
             "or make disk.gib smaller (docs: troubleshooting#disk-not-stored)"
         )
 
-    def __contains__(self, name: str) -> bool:
-        return name in self.pending
-
     def submit(
         self,
         keys: list[CacheEngineKey] | list[ObjectKey],
         names: list[str],
         objs: list[MemoryObj],
         used_ns: int,
-        on_complete: Callable[[CacheEngineKey], None] | None = None,
-    ) -> list[Future[None]]:
-        """Queue chunks; returns what was queued.
+    ) -> None:
+        """Queue chunks; those that are stored or queued are skipped.
 
-        The first counts as used at `used_ns`, each further one a nanosecond before.
-
-        Skips those that are stored or queued. One that exceeds the bound is dropped with all
-        that follow it: they are of no use without it.
+        A chunk that exceeds the bound is dropped with all that follow it: they are of no use
+        without it. The first counts as used at `used_ns`, each further one a nanosecond before.
         """
-        futures: list[Future[None]] = []
         for age, (key, name, obj) in enumerate(zip(keys, names, objs, strict=True)):
             with self._lock:
                 if name in self.pending or name in self._store:
@@ -105,21 +86,17 @@ class DiskWriter:
                     self.dropped += len(keys) - age
                     break
                 obj.ref_count_up()
-                job = functools.partial(self._write, key, name, obj, used_ns - age, on_complete)
-                future = self._threads.submit(job)
+                future = self._threads.submit(self._write, key, name, obj, used_ns - age)
                 self.pending[name] = future
                 self._pending_bytes = after
-            future.add_done_callback(functools.partial(self._if_cancelled, name, obj))
-            futures.append(future)
+            future.add_done_callback(partial(self._if_cancelled, name, obj))
         else:
-            return futures
+            return
         if not self._closed:
-            STORE_DISK.failed("behind")
-            self._behind.log()
-        return futures
+            self._fail("behind", self._behind)
 
-    def settle(self, name: str) -> None:
-        """Wait until no write of this chunk is queued or under way."""
+    def wait(self, name: str) -> None:
+        """Wait until no write of this chunk is queued or under way, ten seconds at most."""
         if (future := self.pending.get(name)) is not None:
             wait([future], timeout=_DRAIN_SECONDS)
 
@@ -139,48 +116,32 @@ class DiskWriter:
         self._threads.shutdown(cancel_futures=True)
 
     def _write(
-        self,
-        key: CacheEngineKey | ObjectKey,
-        name: str,
-        obj: MemoryObj,
-        used_ns: int,
-        on_complete: Callable[[CacheEngineKey], None] | None,
+        self, key: CacheEngineKey | ObjectKey, name: str, obj: MemoryObj, used_ns: int
     ) -> None:
-        stored = False
         watch = Stopwatch()
         try:
             layout = ChunkLayout.of(obj)
             if layout is None:
                 with self._lock:
                     self.dropped += 1
-            else:
-                with watch.running():
-                    stored = self._store.put(
-                        name, layout.text, obj.byte_array, used_ns, obj.is_valid
-                    )
-                if stored:
-                    tokens = layout.tokens(self._hidden) if counts_tokens(key) else 0
-                    STORE_DISK.moved(size_bytes=layout.size, tokens=tokens, seconds=watch.seconds)
-                    DISK_USED_BYTES.set(self._store.used_bytes)
-                elif obj.is_valid():
-                    STORE_DISK.failed("crowded")
-                    self._crowded.log()
-                else:  # LMCache's server lends memory for a time only
-                    STORE_DISK.failed("behind")
-                    self._behind.log()
+                return
+            with watch.running():
+                stored = self._store.put(name, layout.text, obj.byte_array, used_ns, obj.is_valid)
+            if stored:
+                layout.count(STORE_DISK, key, watch, self._hidden)
+            elif obj.is_valid():
+                self._fail("crowded", self._crowded)
+            else:  # LMCache's server lends memory for a time only
+                self._fail("behind", self._behind)
         except (OSError, ValueError) as error:
             full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-            STORE_DISK.failed("full" if full else "io")
-            self._failed.log(error)
+            self._fail("full" if full else "io", self._failed, error)
         finally:
             self._ended(name, obj)
-        if stored and on_complete is not None:
-            try:
-                on_complete(key)
-            except Exception:  # LMCache's contract: a callback's failure is logged, no more
-                logger.exception(
-                    "disk tier: a completion callback failed (docs: troubleshooting#disk-callback)"
-                )
+
+    def _fail(self, reason: str, complaint: Complaint, *args: object) -> None:
+        STORE_DISK.failed(reason)
+        complaint.log(*args)
 
     def _ended(self, name: str, obj: MemoryObj) -> None:
         size = obj.get_size()

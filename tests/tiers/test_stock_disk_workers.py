@@ -12,8 +12,8 @@ from support.storage import (
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.tiers.disk import chunk_store
-from lmcache_xpu.tiers.disk.parameters import DiskSettings, check_hash
-from lmcache_xpu.tiers.disk.tier import DiskTier
+from lmcache_xpu.tiers.disk.parameters import DiskSettings
+from lmcache_xpu.tiers.stock_disk import DiskTier, check_hash
 
 
 def test_workers_share_the_path(engines, tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 
 import torch
@@ -86,7 +85,7 @@ def test_a_layer_that_cannot_be_loaded_shortens_its_list(engines):
     engine = engines()
     store_layers(engine, range(3))
     lost = make_key(1).split_layers(LAYERS)[1]
-    os.truncate(file_of(engine.tier._store, engine.tier._holdings.name(lost)), 5000)
+    os.truncate(file_of(engine.tier._store, engine.tier.name(lost)), 5000)
     assert load_layers(engine, range(3)) == [3, 1]
     assert engine.pool_in_use == 0
 
@@ -109,20 +108,3 @@ def test_a_lookup_of_some_layers_pins_none(engines):
     engine.tier.remove(layers[1])
     assert engine.manager.batched_contains(layers, pin=True) == (0, {})
     assert engine.tier._store._index._pins == {}
-
-
-def test_prefetch(engines):
-    engine = engines()
-    keys = engine.store(range(3))
-
-    async def prefetch():
-        assert await engine.tier.batched_async_contains("id", [*keys, make_key(9)], pin=True) == 3
-        return await engine.tier.batched_get_non_blocking("id", keys, {"cum_chunk_lengths": []})
-
-    objs = asyncio.run_coroutine_threadsafe(prefetch(), engine.manager.loop).result(10)
-    assert [torch.equal(o.tensor, content(n)) for n, o in enumerate(objs)] == [True] * 3
-    assert not any(obj.is_pinned for obj in objs)  # LMCache drops a reference, no more
-    for obj in objs:
-        obj.ref_count_down()
-    assert engine.tier._store._index._pins == {}
-    assert engine.tier.get_non_blocking(make_key(9)).result(10) is None

@@ -1,4 +1,4 @@
-"""Results of tasks that LMCache's server submits and asks for later."""
+"""Results of tasks that LMCache's server submits to a tier, and asks for later."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import itertools
 import threading
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from lmcache.lmcache_native import Bitmap
 from lmcache.v1.platform import create_event_notifier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
-    from lmcache.lmcache_native import Bitmap
     from lmcache.v1.distributed.internal_api import L2StoreResult
 
-__all__ = ["TaskAnswers", "TaskResults", "after_all"]
+__all__ = ["TaskAnswers", "TaskResults", "TimedTask", "after_all"]
 
 T = TypeVar("T")
 
@@ -42,22 +42,12 @@ class TaskResults(Generic[T]):
         return next(self._numbers)
 
     def end(self, task: int, result: T) -> None:
-        """Record what a task came to."""
+        """Record the result of a task."""
         with self._lock:
             if self._closed:
                 return
             self._results[task] = result
             self._notifier.notify()
-
-    def end_after(self, task: int, parts: Sequence[Future[Any]], result: Callable[[], T]) -> None:
-        """Record a task's result when all of its parts have ended, in the last one's thread.
-
-        Args:
-            task: its number.
-            parts: futures; none means now.
-            result: makes it, must not raise.
-        """
-        after_all(parts, lambda: self.end(task, result()))
 
     def take(self, task: int) -> T | None:
         """Return a task's result, the first time after its end; else None."""
@@ -71,18 +61,14 @@ class TaskResults(Generic[T]):
             return results
 
     def close(self) -> None:
-        """Drop what comes later, and close the file descriptor; idempotent."""
+        """Drop later results, and close the file descriptor; idempotent."""
         with self._lock:
             self._closed = True
             self._notifier.close()
 
 
 class TaskAnswers:
-    """What both L2 adapters answer LMCache of their tasks. Stands before its interface.
-
-    Args:
-        options: of LMCache's interface.
-    """
+    """What both L2 adapters answer LMCache of their tasks. Stands before LMCache's interface."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -91,7 +77,7 @@ class TaskAnswers:
         self._loaded: TaskResults[Bitmap] = TaskResults()
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
-        """A bit for each object that is there; None before, and after the first time."""
+        """A bit for each object that was found; None before, and after the first time."""
         return self._located.take(task_id)
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
@@ -115,12 +101,62 @@ class TaskAnswers:
             results.close()
 
 
+class TimedTask:
+    """A bit for each object of a task that ends in time. Hits after its end change nothing.
+
+    Thread-safe. Attributes: `number` of the task, and whether it is `over`.
+
+    Args:
+        results: where LMCache asks for them.
+        count: of objects.
+        seconds: after which the task ends, whatever is missing.
+        on_timeout: called before that, in a thread of its own; must not raise.
+    """
+
+    def __init__(
+        self,
+        results: TaskResults[Bitmap],
+        count: int,
+        seconds: float,
+        on_timeout: Callable[[], None],
+    ) -> None:
+        self.number = results.begin()
+        self.over = False
+        self._results = results
+        self._hits = Bitmap(count)
+        self._lock = threading.Lock()
+        self._timer = threading.Timer(seconds, self.end, (on_timeout,))
+        self._timer.daemon = True  # the end of the process does not wait for it
+        self._timer.start()
+
+    def hit(self, index: int, fill: Callable[[], bool] = lambda: True) -> bool:
+        """Set an object's bit, unless the task is over; returns whether it was set.
+
+        Args:
+            index: of the object.
+            fill: writes its memory, which is the task's until that ends; says whether it did.
+        """
+        with self._lock:
+            if self.over or not fill():
+                return False
+            self._hits.set(index)
+            return True
+
+    def end(self, before: Callable[[], None] = lambda: None) -> None:
+        """Give out the hits, after a call; does nothing when the task is over."""
+        with self._lock:
+            if self.over:
+                return
+            self.over = True
+        self._timer.cancel()
+        before()
+        self._results.end(self.number, self._hits)
+
+
 def after_all(parts: Sequence[Future[Any]], call: Callable[[], object]) -> None:
     """Call a function when all futures have ended, in the last one's thread; now if there are none.
 
-    Args:
-        parts: the futures.
-        call: must not raise.
+    It must not raise.
     """
     left = itertools.count(len(parts) - 1, -1)  # `next` is atomic
 

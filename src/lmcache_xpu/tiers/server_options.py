@@ -1,0 +1,39 @@
+"""The options by which LMCache's server is told of the disk tier and of the shared tier.
+
+Neither LMCache nor torch is imported: `serve` asks.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+__all__ = ["PASSWORD_VARIABLE", "URL_KEY", "disk_option", "shared_option"]
+
+URL_KEY = "shared.url"
+# LMCache logs its options, and everyone on a machine can read its processes' arguments.
+PASSWORD_VARIABLE = "LMCACHE_XPU_REMOTE_PASSWORD"
+
+
+def disk_option(path: Path, gib: float, *, engine: int = 0) -> str:
+    """Return the value of `lmcache server`'s option `--l2-adapter` for the disk tier.
+
+    Args:
+        path: directory on a local disk; the server's is made in it.
+        gib: what the server may use of it.
+        engine: number among engines that share the directory, each with a cache of its own.
+    """
+    params: dict[str, object] = {"disk.path": str(path), "disk.gib": gib}
+    if engine:
+        params["disk.engine"] = engine
+    return _option("lmcache_xpu.disk.l2_adapter", "DiskL2Adapter", params)
+
+
+def shared_option(url: str) -> str:
+    """Return that option's value for the shared tier: redis://HOST:PORT or rediss://HOST:PORT."""
+    return _option("lmcache_xpu.shared", "SharedL2Adapter", {URL_KEY: url}, shared=True)
+
+
+def _option(module: str, name: str, params: dict[str, object], **more: bool) -> str:
+    adapter = {"module_path": module, "class_name": name, "adapter_params": params}
+    return json.dumps({"type": "plugin", **adapter, **more})
