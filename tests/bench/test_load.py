@@ -18,8 +18,8 @@ from lmcache_xpu.bench.engine import Output
 from lmcache_xpu.bench.jobs import answer
 from lmcache_xpu.bench.load import Conversations, Decoding, Sharing, load_named
 from lmcache_xpu.bench.load_jobs import Request, converse, decode, drive, share, spread
-from lmcache_xpu.bench.load_report import LoadFigures
-from lmcache_xpu.bench.load_runner import LoadResult
+from lmcache_xpu.bench.report import LoadFigures
+from lmcache_xpu.bench.runner import Result
 from lmcache_xpu.bench.shapes import SHAPES, Turn
 from lmcache_xpu.bench.variants import variants_named
 from lmcache_xpu.cli import app
@@ -168,8 +168,9 @@ def test_the_engine_is_too_small_and_the_one_with_room_is_not(shape):
     size = load.shape.model.kv_bytes_per_token
     talk, decoding = load.conversations, load.decoding
     own, room = load.shape.settings["kv_cache_gib"] * 2**30, load.room_gib * 2**30
-    assert own < talk.tokens * size < room
-    assert load.shape.settings["cpu_gib"] * 2**30 > talk.tokens * size
+    tokens = talk.users * (talk.history + talk.rounds * (talk.new + talk.answer))
+    assert own < tokens * size < room
+    assert load.shape.settings["cpu_gib"] * 2**30 > tokens * size
     beside = decoding.requests * (decoding.prompt + decoding.tokens)
     hit = decoding.hit.history + decoding.hit.new + decoding.answer
     longest = talk.history + talk.rounds * (talk.new + talk.answer)
@@ -223,7 +224,7 @@ def test_hits_of_an_own_cache_are_not_forgotten(engine):
 
 
 def results(engine):
-    ours = LoadResult("ours", "ours, standard")
+    ours = Result("ours", "ours, standard")
     ours.rounds = {
         "decoding": [decode(engine, DECODING) for _ in range(2)],
         "copying": [decode(engine, DECODING)],
@@ -231,7 +232,7 @@ def results(engine):
         "conversations": [converse(engine, TALK)],
         "sharing": [share(engine, Sharing(requests=2, history=4, new=1, answer=1), tier=True)],
     }
-    return [ours, LoadResult("lmcache", "LMCache, standard", error="AssertionError: layout")]
+    return [ours, Result("lmcache", "LMCache, standard", error="AssertionError: layout")]
 
 
 def test_figures_are_shown_written_and_drawn(engine, tmp_path):
@@ -242,7 +243,9 @@ def test_figures_are_shown_written_and_drawn(engine, tmp_path):
     assert text.count("ours, standard") == 5  # in each table
     assert "LMCache, standard: AssertionError: layout" in text
     facts = figures.as_dict({"device": "cpu"}, "lmcache-xpu bench load")
-    assert len(json.loads(json.dumps(facts))["results"][0]["rounds"]["decoding"]) == 2
+    [result, _] = json.loads(json.dumps(facts))["results"]
+    assert set(result) == {"variant", "title", "error", "seconds", "rounds"}
+    assert len(result["rounds"]["decoding"]) == 2
     figures.plot(tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 5_000
 
@@ -252,14 +255,14 @@ def test_what_was_measured_is_written_and_a_failed_engine_of_ours_is_an_error(
 ):
     measured = results(engine)
 
-    def run(load, variants, *, save, repeats, only, **_):
-        assert only == ["storing"]
+    def run(shape, variants, jobs, *, save, repeats, **_):
+        assert [*jobs] == ["storing"]
         assert [variant.name for variant in variants] == ["ours", "room"]
         assert repeats == 2
         save(measured)
         return measured
 
-    monkeypatch.setattr("lmcache_xpu.bench.load_runner.run", run)
+    monkeypatch.setattr("lmcache_xpu.bench.runner.run", run)
     monkeypatch.setattr("lmcache_xpu.bench.runner.machine", lambda: {"device": "cpu"})
     monkeypatch.setattr("signal.signal", lambda *_: None)  # this process keeps its own
     words = ["bench", "load", "--shape", "small", "--variant", "ours", "--variant", "room"]

@@ -15,17 +15,11 @@ from lmcache_xpu.launch.settings import Settings
 
 __all__ = ["Engine", "Output", "synchronize"]
 
-STORED_S = 10.0  # that stores may take
+STORED_S = 10.0  # limit of the stores' time
 
 
 class Output(NamedTuple):
-    """What one step gave one request.
-
-    Args:
-        request: its name, of `Engine.add`.
-        tokens: new tokens.
-        finished: whether these are its last ones.
-    """
+    """The new tokens of one request, named as by `Engine.add`, and whether they are its last."""
 
     request: str
     tokens: list[int]
@@ -33,11 +27,7 @@ class Output(NamedTuple):
 
 
 class Engine:
-    """A vLLM engine in this process.
-
-    Args:
-        settings: the engine's settings.
-    """
+    """A vLLM engine of some settings, in this process."""
 
     def __init__(self, settings: Settings) -> None:
         from vllm import LLM, SamplingParams
@@ -45,15 +35,14 @@ class Engine:
         from vllm.utils.argparse_utils import FlexibleArgumentParser
 
         parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-        # What is left over is for the server.
-        args, _ = parser.parse_known_args(["--model", *vllm_arguments(settings)])
+        args, _ = parser.parse_known_args(["--model", *vllm_arguments(settings)])  # else: server's
         self._llm = LLM.from_engine_args(EngineArgs.from_cli_args(args))
+        self._engine: Any = self._llm.llm_engine
         if settings.device != "cpu":
-            # As vLLM itself has it (0.32; 0.26 did not). Threads that wait for torch's next
-            # parallel operation took the engine's thread up to 50 ms at a time.
+            # As vLLM has it from 0.32 on: threads that wait for torch's next parallel operation
+            # take the CPU from the engine's thread.
             torch.set_num_threads(1)
         self._one_token = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
-        self._two_tokens = SamplingParams(max_tokens=2, temperature=0, detokenize=False)
         self._numbers = random.Random(1)
         self._names = map(str, itertools.count())
 
@@ -69,12 +58,7 @@ class Engine:
         return time.perf_counter() - begin
 
     def add(self, prompt: list[int], tokens: int) -> str:
-        """Add a request, which `step` computes; return its name.
-
-        Args:
-            prompt: its tokens.
-            tokens: length of its answer.
-        """
+        """Add a request whose answer has so many tokens; return its name."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -85,16 +69,14 @@ class Engine:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
-        engine: Any = self._llm.llm_engine
-        engine.add_request(name := next(self._names), {"prompt_token_ids": prompt}, how)
+        self._engine.add_request(name := next(self._names), {"prompt_token_ids": prompt}, how)
         return name
 
     def step(self) -> list[Output]:
-        """Compute one step of all requests that were added; return what it gave them."""
-        engine: Any = self._llm.llm_engine
+        """Compute one step of all requests that were added; return its tokens."""
         return [
             Output(output.request_id, list(output.outputs[0].token_ids), output.finished)
-            for output in engine.step()
+            for output in self._engine.step()
         ]
 
     def forget(self) -> None:
@@ -104,7 +86,7 @@ class Engine:
             if time.perf_counter() > deadline:
                 raise RuntimeError("the engine keeps its prefix cache: blocks are still in use")
             time.sleep(0.01)
-            self.step()  # vLLM hears of stores with steps
+            self.step()  # vLLM learns of ended stores in a step
 
     def zero(self) -> None:
         """Zero the engine's KV cache."""
@@ -113,17 +95,16 @@ class Engine:
     def written(self, prompt: list[int]) -> torch.Tensor:
         """Return digests of a prompt's blocks, in order, without the last one.
 
-        In the last block a hit computes a token anew, which may round in another way.
+        In the last block a hit computes a token anew, which may be rounded otherwise.
 
         Returns:
             `[ranks * layers, blocks]`, all layers of the first rank before those of the next.
         """
-        engine: Any = self._llm.llm_engine
-        engine.add_request("written", {"prompt_token_ids": prompt}, self._two_tokens)
-        scheduler = engine.engine_core.engine_core.scheduler
+        self.add(prompt, 2)
+        scheduler = self._engine.engine_core.engine_core.scheduler
         digests: torch.Tensor | None = None
-        while engine.has_unfinished_requests():
-            outputs = engine.step()
+        while self._engine.has_unfinished_requests():
+            outputs = self.step()
             if outputs and not outputs[0].finished and digests is None:
                 (request,) = scheduler.requests
                 blocks = scheduler.kv_cache_manager.get_block_ids(request)[0]
@@ -156,11 +137,7 @@ def _digests(worker: Any, ids: Sequence[int], count: int) -> torch.Tensor:
 
 
 def synchronize(devices: int | None = None) -> None:
-    """Wait for all that the device was given; on CPU there is nothing to wait for.
-
-    Args:
-        devices: so many devices, from the first on; None: the current one.
-    """
+    """Wait until the first so many devices, or the current one, are idle; a CPU always is."""
     if torch.accelerator.is_available():
         for device in [None] if devices is None else range(devices):
             torch.accelerator.synchronize(device)

@@ -1,10 +1,9 @@
 """The jobs of one engine in this process, which its parent process asks for.
 
-    python -m lmcache_xpu.bench.jobs VALUES
+    python -m lmcache_xpu.bench.jobs VALUES CONNECTION
 
-VALUES is a JSON object for `Settings.load`. Jobs are lines of JSON on the standard input (see
-`answer`). Answers are lines that begin with `MARK`, each a JSON object; everything else is the
-engine's own output.
+VALUES is a JSON object for `Settings.load`. CONNECTION is the file descriptor of a connection to
+the parent process: the engine's start is an empty answer, then each job (see `answer`) has one.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -28,19 +29,12 @@ from lmcache_xpu.launch.cache_server import server_command, start_server
 from lmcache_xpu.launch.engine_arguments import engine_variables
 from lmcache_xpu.launch.settings import Settings
 
-MARK = "BENCH "
-SETTLE_S = 1.0  # stores go on after an answer
+STORE_S = 1.0  # stores go on after an answer
 TURN_REPEATS = 3  # later turns of one history
 
 
-def say(**facts: Any) -> None:
-    """Write one line for the parent process, at once: a server writes to the same pipe."""
-    sys.stdout.flush()
-    os.write(1, f"\n{MARK}{json.dumps(facts)}\n".encode())
-
-
 def python_s() -> float:
-    """Time a fixed piece of Python: hosts were seen to change their speed by 1.7."""
+    """Time a fixed piece of Python, which shows how fast the host is."""
     begin = time.perf_counter()
     for _ in range(100_000):
         pass
@@ -53,7 +47,7 @@ def exactness(engine: Engine, length: int) -> float:
     engine.forget()
     engine.zero()
     cold = engine.written(prompt)
-    time.sleep(SETTLE_S)
+    time.sleep(STORE_S)
     engine.forget()
     engine.zero()
     warm = engine.written(prompt)
@@ -63,9 +57,7 @@ def exactness(engine: Engine, length: int) -> float:
 def link_gb_s(repeats: int, devices: int) -> dict[str, float]:
     """Time one large copy from pinned memory (on CPU: a plain copy) and back; GB/s.
 
-    Args:
-        repeats: of the copy; the median counts.
-        devices: that copy at the same time, each as much; the rate is that of all together.
+    So many devices copy at the same time; the rate is that of all together, a median.
     """
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     size = 2**30 if device else 2**28
@@ -92,7 +84,7 @@ def whole_prompt(engine: Engine, length: int, *, tier: bool) -> dict[str, float]
     """Time a whole prompt: recomputed, in the engine's own cache, in the tier."""
     prompt = engine.prompt(length)
     seconds = {"recompute": engine.seconds(prompt)}
-    time.sleep(SETTLE_S / 2)
+    time.sleep(STORE_S / 2)
     seconds["own prefix"] = engine.seconds(prompt)
     if tier:
         engine.forget()
@@ -104,27 +96,22 @@ def whole_prompt(engine: Engine, length: int, *, tier: bool) -> dict[str, float]
 def later_turns(engine: Engine, turns: Sequence[Turn], *, tier: bool) -> list[dict[str, float]]:
     """Time later turns at once, several times: histories in the engine's own cache, in the tier."""
     histories = [engine.prompt(turn.history) for turn in turns]
-
-    def ask() -> float:
-        return engine.seconds(
-            *(
-                history + engine.prompt(turn.new)
-                for history, turn in zip(histories, turns, strict=True)
-            )
-        )
-
+    pairs = list(zip(histories, turns, strict=True))
     for history in histories:
         engine.seconds(history)
+
+    def ask() -> float:
+        return engine.seconds(*(history + engine.prompt(turn.new) for history, turn in pairs))
+
     rounds = []
     for _ in range(TURN_REPEATS):
-        time.sleep(SETTLE_S / 2)
+        time.sleep(STORE_S / 2)
         seconds = {"own prefix": ask()}
         if tier:
-            time.sleep(SETTLE_S / 2)
+            time.sleep(STORE_S / 2)
             engine.forget()
             seconds["tier"] = ask()
-        seconds["python"] = python_s()
-        rounds.append(seconds)
+        rounds.append({**seconds, "python": python_s()})
     return rounds
 
 
@@ -141,8 +128,9 @@ def answer(engine: Engine, job: dict[str, Any], hits: Hits) -> dict[str, Any]:
     """
     tier = hits == "tier"
     match job:
-        case {"warm up": int() as length}:  # what is compiled at first use
-            return {"seconds": engine.seconds(engine.prompt(length))}
+        case {"warm up": int() as length}:  # kernels are compiled at first use
+            engine.seconds(engine.prompt(length))
+            return {}
         case {"exact": int() as length}:
             return {"exact": exactness(engine, length)}
         case {"link": dict() as copies}:
@@ -153,28 +141,18 @@ def answer(engine: Engine, job: dict[str, Any], hits: Hits) -> dict[str, Any]:
             return {"rounds": later_turns(engine, [Turn(*turn) for turn in turns], tier=tier)}
         case {"decode": dict() as load}:
             decoding = Decoding(**load | {"hit": Turn(**load["hit"])})
-            return {"load": decode(engine, decoding, keeps=hits == "own cache")}
+            return {"rounds": [decode(engine, decoding, keeps=hits == "own cache")]}
         case {"converse": dict() as load}:
-            return {"load": converse(engine, Conversations(**load))}
+            return {"rounds": [converse(engine, Conversations(**load))]}
         case {"share": dict() as load}:
-            return {"load": share(engine, Sharing(**load), tier=tier)}
+            return {"rounds": [share(engine, Sharing(**load), tier=tier)]}
     raise ValueError(f"a job that is none: {job}")
 
 
 def main() -> None:
-    """Start the engine, and do jobs until the standard input ends."""
-    status = 1
-    try:
-        _do_jobs()
-        status = 0
-    except Exception:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # LMCache's threads would keep the process, a failed one too
-
-
-def _do_jobs() -> None:
+    """Start the engine, and do jobs until the parent process closes the connection."""
+    connection: Connection[dict[str, Any], Any] = Connection(int(sys.argv[2]))
+    os.set_inheritable(connection.fileno(), False)
     settings = Settings.load(json.loads(sys.argv[1]))
     # Without offload a server is for LMCache's own connector to it, whose variant names one.
     if settings.is_server if settings.offload else settings.cache == "server":
@@ -182,17 +160,18 @@ def _do_jobs() -> None:
         settings = at_server(settings, start_server(settings, command))  # ends with this process
     os.environ.update(engine_variables(settings))
     os.environ.update(
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine in this process: its cache is looked at
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",  # `Engine` needs the scheduler in this process
         VLLM_ALLOW_INSECURE_SERIALIZATION="1",
         TOKENIZERS_PARALLELISM="false",
         HF_HUB_OFFLINE="1",
     )
     engine = Engine(settings)
-    say(started=True)
-    for line in sys.stdin:
-        job = json.loads(line)
-        time.sleep(SETTLE_S / 2)  # the engine before this one may still store
-        say(**answer(engine, job["do"], job["hits"]))
+    connection.send({})
+    with suppress(EOFError):
+        while True:
+            job, hits = connection.recv()
+            time.sleep(STORE_S / 2)  # the engine before this one may still store
+            connection.send(answer(engine, job, hits))
 
 
 def at_server(settings: Settings, url: str) -> Settings:
@@ -202,4 +181,12 @@ def at_server(settings: Settings, url: str) -> Settings:
 
 
 if __name__ == "__main__":
-    main()
+    status = 1
+    try:
+        main()
+        status = 0
+    except Exception:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # LMCache's threads would keep the process, a failed one too

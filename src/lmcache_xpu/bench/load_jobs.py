@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Spread", "converse", "decode", "share"]
 
-SETTLE_S = 2.0  # stores go on after an answer
+STORE_S = 2.0  # stores go on after an answer
 PERCENTILES_FROM = 20  # fewer values have a median and a largest one
 
 
@@ -37,15 +37,15 @@ class Spread(TypedDict):
 
 @dataclass(slots=True)
 class Request:
-    """A request and the times of its tokens.
+    """A request and the times of its tokens, seconds from the load's begin.
 
     Args:
         prompt: its tokens.
         tokens: length of its answer.
-        at_s: when it arrives, seconds from the load's begin.
+        at_s: when it arrives.
         round: of its conversation, from 0.
-        times: when its tokens came, seconds from the load's begin.
-        answer: its tokens.
+        times: when its tokens came.
+        answer: tokens of the answer so far.
     """
 
     prompt: list[int]
@@ -73,12 +73,9 @@ def drive(
 ) -> float:
     """Ask requests when they are due; return the seconds until the last one has its answer.
 
-    Args:
-        engine: that computes them.
-        requests: the first ones.
-        answered: gets each request that has ended, and the time; may return one that follows.
+    `answered` takes each request that has ended, and the time; it may return one that follows.
     """
-    order = itertools.count()  # of those that are due at the same time
+    order = itertools.count()  # of requests that are due at the same time
     waiting = [(request.at_s, next(order), request) for request in requests]
     heapq.heapify(waiting)
     running: dict[str, Request] = {}
@@ -107,14 +104,8 @@ def drive(
 def decode(engine: Engine, load: Decoding, *, keeps: bool = False) -> dict[str, Spread | float]:
     """Time what decodes, alone and while hits arrive, and the hits.
 
-    Without a tier the hits are prompts that are computed, and so they are with `new`. Of the
-    decoding requests the part counts in which all of them decode, and that ends with the last hit's
-    answer.
-
-    Args:
-        engine: that computes them.
-        load: the requests.
-        keeps: hits are in the engine's own cache.
+    Without a tier, and with `new`, the hits are prompts that are computed; with `keeps` they are in
+    the engine's own cache. Latencies count while all requests decode, until the last hit's answer.
 
     Returns:
         inter-token latencies `alone` and `with hits`, `ttft` of the hits, and the tokens a second
@@ -124,7 +115,7 @@ def decode(engine: Engine, load: Decoding, *, keeps: bool = False) -> dict[str, 
     if not load.new:
         for history in histories:
             engine.seconds(history)
-    time.sleep(SETTLE_S)
+    time.sleep(STORE_S)
     figures: dict[str, Spread | float] = {}
     for name, arriving in (("alone", []), ("with hits", histories)):
         if not keeps:
@@ -180,11 +171,6 @@ def converse(engine: Engine, load: Conversations) -> dict[str, Spread | float]:
 def share(engine: Engine, load: Sharing, *, tier: bool) -> dict[str, Spread | float]:
     """Time requests at once that begin alike: their history in the engine's own cache, in the tier.
 
-    Args:
-        engine: that computes them.
-        load: the requests.
-        tier: whether the engine has one.
-
     Returns:
         `own` and `tier`, the times to first token; `own s` and `tier s`, seconds until all ended.
     """
@@ -192,7 +178,7 @@ def share(engine: Engine, load: Sharing, *, tier: bool) -> dict[str, Spread | fl
     engine.seconds(history)
     figures: dict[str, Spread | float] = {}
     for place in ("own", "tier")[: 1 + tier]:
-        time.sleep(SETTLE_S)
+        time.sleep(STORE_S)
         if place == "tier":
             engine.forget()
         prompts = [history + engine.prompt(load.new) for _ in range(load.requests)]
