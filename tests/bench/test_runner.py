@@ -13,8 +13,8 @@ import torch
 from rich.console import Console
 from vllm.platforms import current_platform
 
-from lmcache_xpu.bench.engine import _digests
-from lmcache_xpu.bench.jobs import at_server
+from lmcache_xpu.bench.engine import _digests, at_server
+from lmcache_xpu.bench.jobs import row_jobs
 from lmcache_xpu.bench.outputs import Outputs
 from lmcache_xpu.bench.report import Figures
 from lmcache_xpu.bench.runner import Result, _cause, device_masks, run
@@ -140,11 +140,11 @@ def note(what):
     with open(os.environ["NOTES"], "a") as file: file.write(what + "\\n")
 name = "none" if "kv-transfer" not in str(sys.argv) and '"offload": false' in str(sys.argv) else "x"
 while True:
-    try: job, _ = connection.recv()
+    try: job = connection.recv().func.__name__
     except EOFError: break
-    note(" ".join([name, *job]))
+    note(f"{{name}} {{job}}")
     rounds = [{{"own prefix": 0.5}}, {{"own prefix": 0.25}}]
-    connection.send({{"link": {{"load": 1.0}}, "exact": 1.0, "rounds": rounds}})
+    connection.send({{"exactness": 1.0, "link_gb_s": {{"load": 1.0}}}}.get(job, rounds))
 note(f"{{name}} ended")
 """
 
@@ -153,7 +153,7 @@ def run_small(monkeypatch, script, names, **options):
     """The bench, with a program in place of the engines."""
     monkeypatch.setattr(sys, "executable", _stand_in(script))
     how = {"repeats": 1, "timeout_s": 60, "save": lambda _: None} | options
-    jobs = how.pop("jobs", SMALL.jobs())
+    jobs = how.pop("jobs", row_jobs(SMALL))
     return run(SMALL, variants_named(SMALL, names), jobs, console=Console(quiet=True), **how)
 
 
@@ -165,17 +165,17 @@ def test_results_are_saved_after_each_row(monkeypatch, tmp_path):
         saved.append([len(result.rounds) for result in results])
 
     run_small(monkeypatch, STAND_IN, ["none", "ours"], save=save)
-    rows = range(len(SMALL.jobs()) + 1)
+    rows = range(len(SMALL.rows) + 1)
     assert saved == [[row] for row in rows] + [[rows[-1], row] for row in rows]
 
 
 def test_some_rows_alone_are_timed_in_their_usual_order(monkeypatch, tmp_path):
     monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
     whole, turn = "1024", "2048 + 256"
-    (result,) = run_small(monkeypatch, STAND_IN, ["ours"], jobs=SMALL.jobs([turn, whole]))
+    (result,) = run_small(monkeypatch, STAND_IN, ["ours"], jobs=row_jobs(SMALL, [turn, whole]))
     assert list(result.rounds) == [whole, turn]
     with pytest.raises(SettingsError, match=r"row '7'.*expected one of 1024, 2048"):
-        SMALL.jobs(["7"])
+        row_jobs(SMALL, ["7"])
 
 
 @pytest.mark.parametrize(
@@ -200,10 +200,10 @@ def test_engines_are_asked_one_after_another_or_in_turn(monkeypatch, tmp_path, i
     assert (none.error, ours.error, ours.exact, none.link_gb_s) == (None, None, 1.0, {"load": 1.0})
     assert none.ms["4096"] == ours.ms["4 x (1024 + 128)"] == {"own prefix": 375}
     notes = (tmp_path / "notes").read_text().splitlines()
-    rows = [note for note in notes if "whole" in note or "later" in note]
+    rows = [note for note in notes if "whole_" in note or "later_" in note]
     each = ["none", "x"] * 12 if in_turn else ["none"] * 12 + ["x"] * 12
     assert [note.split()[0] for note in rows] == each
-    assert (notes.index("none ended") > notes.index("x whole")) == in_turn
+    assert (notes.index("none ended") > notes.index("x whole_prompt")) == in_turn
 
 
 def test_figures_without_a_hit_are_drawn(tmp_path):

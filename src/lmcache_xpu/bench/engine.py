@@ -1,20 +1,32 @@
-"""A vLLM engine in this process, whose KV cache can be emptied and looked at."""
+"""A vLLM engine in this process, whose KV cache can be emptied and compared.
+
+`main` is the program of a process that `runner.Child` starts.
+"""
 
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import random
+import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
 
-from lmcache_xpu.launch.engine_arguments import vllm_arguments
+from lmcache_xpu.bench.variants import SERVER_URL, Hits, lmcache_server
+from lmcache_xpu.launch.cache_server import server_command, start_server
+from lmcache_xpu.launch.engine_arguments import engine_variables, vllm_arguments
 from lmcache_xpu.launch.settings import Settings
 
 __all__ = ["Engine", "Output", "synchronize"]
 
+STORE_S = 0.5  # stores go on after an answer
 STORED_S = 10.0  # limit of the stores' time
 
 
@@ -27,15 +39,21 @@ class Output(NamedTuple):
 
 
 class Engine:
-    """A vLLM engine of some settings, in this process."""
+    """A vLLM engine of some settings, in this process.
 
-    def __init__(self, settings: Settings) -> None:
+    Args:
+        settings: the engine's settings.
+        hits: see `Variant`.
+    """
+
+    def __init__(self, settings: Settings, hits: Hits = "tier") -> None:
         from vllm import LLM, SamplingParams
         from vllm.engine.arg_utils import EngineArgs
         from vllm.utils.argparse_utils import FlexibleArgumentParser
 
         parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
         args, _ = parser.parse_known_args(["--model", *vllm_arguments(settings)])  # else: server's
+        self.hits = hits
         self._llm = LLM.from_engine_args(EngineArgs.from_cli_args(args))
         self._engine: Any = self._llm.llm_engine
         if settings.device != "cpu":
@@ -141,3 +159,49 @@ def synchronize(devices: int | None = None) -> None:
     if torch.accelerator.is_available():
         for device in [None] if devices is None else range(devices):
             torch.accelerator.synchronize(device)
+
+
+def main() -> None:
+    """Start an engine, and do the jobs that the parent process asks for until it is gone.
+
+    Arguments of the process: values for `Settings.load` as JSON, the place of hits, and the file
+    descriptor of a connection. The engine's start and each job give an answer on it.
+    """
+    status = 1
+    try:
+        _do_jobs(Settings.load(json.loads(sys.argv[1])), sys.argv[2], int(sys.argv[3]))
+        status = 0
+    except Exception:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # LMCache's threads would keep the process, a failed one too
+
+
+def _do_jobs(settings: Settings, hits: Any, descriptor: int) -> None:
+    connection: Connection[Any, Callable[[Engine], Any]] = Connection(descriptor)
+    os.set_inheritable(descriptor, False)
+    # Without offload a server is for LMCache's own connector to it, whose variant names one.
+    if settings.is_server if settings.offload else settings.cache == "server":
+        command = server_command if settings.offload else lmcache_server
+        settings = at_server(settings, start_server(settings, command))  # ends with this process
+    os.environ.update(engine_variables(settings))
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",  # `Engine` needs the scheduler in this process
+        VLLM_ALLOW_INSECURE_SERIALIZATION="1",
+        TOKENIZERS_PARALLELISM="false",
+        HF_HUB_OFFLINE="1",
+    )
+    engine = Engine(settings, hits)
+    connection.send(None)
+    with suppress(EOFError):
+        while True:
+            job = connection.recv()
+            time.sleep(STORE_S)  # the engine before this one may still store
+            connection.send(job(engine))
+
+
+def at_server(settings: Settings, url: str) -> Settings:
+    """Return the settings of an engine beside a server: with our connector, or with LMCache's."""
+    words = tuple(word.replace(SERVER_URL, url) for word in settings.extra_args)
+    return settings.model_copy(update={"server_url": url, "extra_args": words})

@@ -3,78 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
+from lmcache_xpu.bench.jobs import Job
+from lmcache_xpu.bench.load_jobs import Conversations, Decoding, Sharing
 from lmcache_xpu.bench.shapes import Shape, Turn, chosen, shape_named
 from lmcache_xpu.bench.variants import Variant
 
-__all__ = ["Conversations", "Decoding", "Load", "Sharing", "load_named"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decoding:
-    """Requests that decode, alone at first, and then beside others that arrive one by one.
-
-    Args:
-        requests: how many decode at once.
-        prompt: tokens of each one's prompt.
-        tokens: of each one's answer.
-        hits: how many arrive.
-        hit: each of these.
-        every_s: seconds between two of them.
-        answer: tokens of a hit's answer.
-        new: whether what arrives is no hit, but computed and stored.
-    """
-
-    requests: int
-    prompt: int
-    tokens: int
-    hits: int
-    hit: Turn
-    every_s: float
-    answer: int = 4
-    new: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sharing:
-    """Requests that are asked at once, and begin alike.
-
-    Args:
-        requests: how many.
-        history: tokens that they share.
-        new: tokens of each alone.
-        answer: tokens of each answer.
-    """
-
-    requests: int
-    history: int
-    new: int
-    answer: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conversations:
-    """Users that ask at once, each of them round after round.
-
-    Args:
-        users: how many.
-        rounds: requests of each.
-        history: tokens before the first request.
-        new: tokens of each request.
-        answer: tokens of each answer.
-        apart_s: seconds between the first requests of two users.
-        pause_s: seconds from an answer to the next request.
-    """
-
-    users: int
-    rounds: int
-    history: int
-    new: int
-    answer: int
-    apart_s: float
-    pause_s: float = 0.05
+__all__ = ["Load", "load_named"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,19 +43,19 @@ class Load:
         per_device = self.shape.settings["kv_cache_gib"] * 2**30
         return int(per_device * self.shape.devices / size)
 
-    def jobs(self, names: Collection[str] = ()) -> dict[str, dict[str, Any]]:
-        """Return the jobs of `jobs.answer` by load: those of these names, or all.
+    def jobs(self, names: Collection[str] = ()) -> dict[str, Job]:
+        """Return the jobs by load: those of these names, or all.
 
         Raises:
             SettingsError: there is no load of a name.
         """
         copying = replace(self.decoding, hit=replace(self.decoding.hit, new=1))
-        jobs = {
-            "decoding": {"decode": asdict(self.decoding)},
-            "copying": {"decode": asdict(copying)},
-            "storing": {"decode": asdict(replace(self.decoding, new=True))},
-            "conversations": {"converse": asdict(self.conversations)},
-            "sharing": {"share": asdict(self.sharing)},
+        jobs: dict[str, Job] = {
+            "decoding": self.decoding.measure,
+            "copying": copying.measure,
+            "storing": replace(self.decoding, new=True).measure,
+            "conversations": self.conversations.measure,
+            "sharing": self.sharing.measure,
         }
         return chosen("load", jobs, names)
 

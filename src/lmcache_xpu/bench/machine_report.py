@@ -23,6 +23,7 @@ from rich.console import Console
 
 from lmcache_xpu import __version__
 from lmcache_xpu.bench import runner
+from lmcache_xpu.bench.jobs import row_jobs
 from lmcache_xpu.bench.redaction import Redactor
 from lmcache_xpu.bench.report import Figures
 from lmcache_xpu.bench.shapes import Shape, shape_named
@@ -212,7 +213,7 @@ def parts(*, quick: bool, timeout_s: float) -> dict[str, Part]:
         results = runner.run(
             shape,
             variants_named(shape, ["none", *ours]),
-            shape.jobs(),
+            row_jobs(shape),
             repeats=1 if quick else 3,
             timeout_s=timeout_s,
             console=Console(quiet=True),

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, Self
@@ -20,6 +21,7 @@ from typing import Any, Self
 from rich.console import Console
 
 from lmcache_xpu import versions
+from lmcache_xpu.bench.jobs import Job, exactness, link_gb_s, warm_up
 from lmcache_xpu.bench.shapes import Shape
 from lmcache_xpu.bench.variants import Variant
 from lmcache_xpu.launch.serve import built_for
@@ -27,6 +29,7 @@ from lmcache_xpu.launch.serve import built_for
 # vLLM keeps one core from its CPU worker, and with a KV connector another one: engines with and
 # without would compute on different numbers of cores.
 COMMON = {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
+PROGRAM = "from lmcache_xpu.bench.engine import main; main()"
 END_S = 30.0
 
 
@@ -41,7 +44,7 @@ class Result:
         seconds: time that its answers took.
         exact: share of blocks that a hit restored to the byte; None where nothing was compared.
         link_gb_s: speed of a raw copy by all devices together; of the engine without a connector.
-        rounds: row or load -> what was measured each time; see `jobs.answer`.
+        rounds: row or load -> what was measured each time.
     """
 
     variant: str
@@ -97,7 +100,7 @@ class Child:
         self._connection, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "lmcache_xpu.bench.jobs", values, str(theirs.fileno())],
+                [sys.executable, "-c", PROGRAM, values, variant.hits, str(theirs.fileno())],
                 env={**os.environ, **COMMON, **mask, **variant.variables(shape, device)},
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
@@ -106,19 +109,16 @@ class Child:
             )
         self._started = False
 
-    def ask(self, job: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer to a job of `jobs.answer`.
-
-        It is empty, and the result has an error, if the engine failed now or before.
-        """
+    def ask(self, job: Job) -> Any:
+        """Return a job's answer; None, and the result has an error, if the engine failed."""
         begin = time.monotonic()
         if not self._started:
             self._answer()
             self._started = True
-        answer: dict[str, Any] = {}
+        answer = None
         if self.result.error is None:
             with suppress(BrokenPipeError):  # it has ended; `_answer` says why
-                self._connection.send((job, self.variant.hits))
+                self._connection.send(job)
             answer = self._answer()
         self.result.seconds += time.monotonic() - begin
         return answer
@@ -137,17 +137,16 @@ class Child:
             self._process.wait()
         self._log.close()
 
-    def _answer(self) -> dict[str, Any]:
+    def _answer(self) -> Any:
         try:
             if self._connection.poll(self._timeout_s):
-                answer: dict[str, Any] = self._connection.recv()
-                return answer
+                return self._connection.recv()
             self.result.error = f"no answer within {self._timeout_s:.0f} s"
         except (EOFError, ConnectionResetError):
             code = self._process.wait()
             self._log.seek(0)
             self.result.error = _cause(self._log.read().splitlines()[-60:], code)
-        return {}
+        return None
 
 
 def _cause(lines: list[str], code: int) -> str:
@@ -158,7 +157,7 @@ def _cause(lines: list[str], code: int) -> str:
 def run(
     shape: Shape,
     engines: list[Variant],
-    jobs: Mapping[str, dict[str, Any]],
+    jobs: Mapping[str, Job],
     *,
     repeats: int,
     compare: bool = True,
@@ -174,7 +173,7 @@ def run(
     Args:
         shape: the model's shape.
         engines: the engines' variants.
-        jobs: row or load -> job of `jobs.answer`.
+        jobs: row or load -> job.
         repeats: repeats of each job; medians count.
         compare: whether to compare the bytes of a hit first, and to time a raw copy.
         in_turn: whether all engines are there at once and each job goes to one after another, so
@@ -186,10 +185,10 @@ def run(
         show: called with what is being done.
     """
 
-    def ask(child: Child, name: str, job: dict[str, Any]) -> dict[str, Any]:
+    def ask(child: Child, name: str, job: Job) -> Any:
         result = child.result
         if result.error is not None:
-            return {}
+            return None
         show(f"{result.title}: {name}")
         with console.status(f"{result.title}: {name}"):
             answer = child.ask(job)
@@ -201,20 +200,19 @@ def run(
     for children in _started(shape, engines, in_turn=in_turn, graphs=graphs, timeout_s=timeout_s):
         results += [child.result for child in children]
         for child in children:
-            ask(child, "start", {"warm up": shape.lengths[0]})
+            first = shape.lengths[0]
+            ask(child, "start", partial(warm_up, length=first))
             if compare and child.variant.hits == "none":
-                copies = {"repeats": repeats, "devices": shape.devices}
-                child.result.link_gb_s = ask(child, "raw copy", {"link": copies}).get("link", {})
+                copies = partial(link_gb_s, repeats=repeats, devices=shape.devices)
+                child.result.link_gb_s = ask(child, "raw copy", copies) or {}
             elif compare:
-                answer = ask(child, "exactness", {"exact": shape.lengths[0]})
-                child.result.exact = answer.get("exact")
+                child.result.exact = ask(child, "exactness", partial(exactness, length=first))
         save(results)
         for name, job in jobs.items():
             rounds: dict[str, list[dict[str, Any]]] = {}
             for _ in range(repeats):
                 for child in children:
-                    answer = ask(child, name, job)
-                    rounds.setdefault(child.variant.name, []).extend(answer.get("rounds", []))
+                    rounds.setdefault(child.variant.name, []).extend(ask(child, name, job) or [])
             for child in children:
                 if child.result.error is None:
                     child.result.rounds[name] = rounds[child.variant.name]

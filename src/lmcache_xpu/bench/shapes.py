@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -62,28 +62,19 @@ class Shape:
             settings[name] /= count
         return replace(self, settings=settings)
 
-    def jobs(self, names: Collection[str] = ()) -> dict[str, dict[str, Any]]:
-        """Return the jobs of `jobs.answer` by row: those of these names, or all.
-
-        Raises:
-            SettingsError: there is no row of a name.
-        """
-        jobs: dict[str, dict[str, Any]] = {
-            f"{length}": {"whole": length} for length in self.lengths
+    @property
+    def rows(self) -> dict[str, int | list[Turn]]:
+        """The requests by name, each a whole prompt of some length, or later turns at once."""
+        return {
+            **{f"{length}": length for length in self.lengths},
+            **{f"{turn}": [turn] for turn in self.turns},
+            f"{self.crowd} x ({self.crowd_turn})": [self.crowd_turn] * self.crowd,
         }
-        jobs |= {f"{turn}": {"later": [astuple(turn)]} for turn in self.turns}
-        crowd = f"{self.crowd} x ({self.crowd_turn})"
-        jobs[crowd] = {"later": [astuple(self.crowd_turn)] * self.crowd}
-        return chosen("row", jobs, names)
 
     def cached_tokens(self, row: str) -> int:
         """Return the number of cached tokens of all prompts of a row."""
-        match self.jobs()[row]:
-            case {"whole": int() as length}:
-                return length
-            case {"later": turns}:
-                return sum(history for history, _ in turns)
-        raise AssertionError(row)
+        prompts = self.rows[row]
+        return prompts if isinstance(prompts, int) else sum(turn.history for turn in prompts)
 
     def write(self, directory: Path) -> None:
         """Write the model's configuration; weights are made up when it is loaded."""

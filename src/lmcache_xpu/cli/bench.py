@@ -110,6 +110,7 @@ def engine(
     one with this package.
     """
     from lmcache_xpu.bench import runner
+    from lmcache_xpu.bench.jobs import row_jobs
     from lmcache_xpu.bench.outputs import Outputs
     from lmcache_xpu.bench.report import Figures
     from lmcache_xpu.bench.shapes import default_name, shape_named
@@ -120,7 +121,7 @@ def engine(
     outputs.check()
     model = shape_named(shape or default_name(built_for(), runner.device_memory_bytes()))
     model = model.on_devices(tensor_parallel)
-    variants, jobs = variants_named(model, variant), model.jobs(only or ())
+    variants, jobs = variants_named(model, variant), row_jobs(model, only or ())
     command = _command("engine", model, repeats, variant, in_turn=in_turn, graphs=graphs)
     command += "".join(f" --row '{name}'" for name in only or ())
     run = partial(
