@@ -50,7 +50,7 @@ def exactness(engine: Engine, length: int) -> float:
     return float((cold == warm).float().mean())
 
 
-def link_gb_s(_: Engine, repeats: int, devices: int) -> dict[str, float]:
+def link_gb_s(_engine: Engine, repeats: int, devices: int) -> dict[str, float]:
     """Time one large copy from pinned memory (on CPU: a plain copy) and back; GB/s.
 
     So many devices copy at the same time; the rate is that of all together, a median.
