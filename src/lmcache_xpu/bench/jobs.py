@@ -19,7 +19,7 @@ TURN_REPEATS = 3  # later turns of one history
 
 
 def row_jobs(shape: Shape, names: Collection[str] = ()) -> dict[str, Job]:
-    """Return the jobs by row: those of these names, or all. Each answers with a list of seconds.
+    """Return the jobs of these rows, or of all, by name; each answers with a list of seconds.
 
     Raises:
         SettingsError: there is no row of a name.

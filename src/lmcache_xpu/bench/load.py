@@ -44,7 +44,7 @@ class Load:
         return int(per_device * self.shape.devices / size)
 
     def jobs(self, names: Collection[str] = ()) -> dict[str, Job]:
-        """Return the jobs by load: those of these names, or all.
+        """Return the jobs of these loads, or of all, by name.
 
         Raises:
             SettingsError: there is no load of a name.

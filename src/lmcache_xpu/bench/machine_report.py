@@ -77,7 +77,7 @@ class MachineReport:
     Args:
         path: the file.
         command: the command that made it.
-        redactor: takes out what tells whose machine it is.
+        redactor: hides keys, passwords, names, addresses and paths.
     """
 
     def __init__(self, path: Path, command: str, redactor: Redactor) -> None:

@@ -10,7 +10,7 @@ from lmcache_xpu.metrics import FLOWS
 
 __all__ = ["Advice", "CacheUse", "Failures", "advise"]
 
-CHUNK_TOKENS = 256  # LMCache's and our default; a page does not tell it
+CHUNK_TOKENS = 256  # LMCache's and our default; no metric says it
 FULL = 0.95
 # Reasons that cost hits, and need nobody.
 HARMLESS = ("incomplete", "behind", "late", "missing", "overtaken", "unfilled")
@@ -47,10 +47,10 @@ class CacheUse:
 
     Args:
         requests: that have ended.
-        prompt_tokens: of prompts that were begun.
-        device_tokens: of these, in the engine's own cache.
-        cpu_tokens, disk_tokens, shared_tokens: of these, in each tier.
-        looked_up_tokens: of these, looked up in the tiers.
+        prompt_tokens: of prompts that were started.
+        device_tokens: prompt tokens in the engine's own cache.
+        cpu_tokens, disk_tokens, shared_tokens: prompt tokens in each tier.
+        looked_up_tokens: prompt tokens looked up in the tiers.
         stored_tokens: by tier, cpu, disk and shared.
         evicted_chunks: that left the CPU tier; of models with several KV caches, parts of chunks.
         preemptions: requests whose KV cache had to make room.
@@ -90,7 +90,7 @@ class CacheUse:
 
         def count(name: str, **labels: str) -> float:
             before = 0.0 if earlier is None else earlier.sum(name, **labels)
-            # An engine that was started anew in between begins at 0.
+            # An engine that was restarted in between counts from 0.
             return max(0.0, page.sum(name, **labels) - before)
 
         external = count("vllm:external_prefix_cache_hits_total")

@@ -41,7 +41,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheCounts:
-    """The server's cache counters, in tokens, since it started; `-` gives those of a span.
+    """The server's cache counters, in tokens, since it started; `-` gives a span's.
 
     Args:
         prompt: prompt tokens of finished prefills.
@@ -224,7 +224,7 @@ def _text(choice: Mapping[str, Any]) -> str:
 
 
 def sse_data(chunks: Iterable[bytes]) -> Iterator[str]:
-    r"""Yield the data of each server-sent event, whatever way the network cut the bytes.
+    r"""Yield the data of each server-sent event, however the network cut the bytes.
 
     Not httpx's iter_lines: it also splits where a text has U+2028 or \x85, and JSON may.
     """

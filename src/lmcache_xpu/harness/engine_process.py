@@ -167,7 +167,7 @@ class EngineProcess:
     def _failure(self, event: str) -> EngineError:
         lines = self.log.read_text(errors="replace").splitlines()
         tail = lines[-LOG_LINES:]
-        # The engine's first error is its cause; what follows tells that it did not start.
+        # The engine's first error is the cause; those after it say that it did not start.
         if cause := next((line for line in lines if _ERROR_LINE.match(line)), None):
             tail = [cause, "...", *tail] if cause not in tail else tail
         return EngineError(event, "an engine that answers", "\n".join([f"{self.log} has:", *tail]))

@@ -172,8 +172,8 @@ def _write_tokenizer(spec: ModelSpec, text: str, directory: Path) -> list[int]:
         )
         + "\n"
     )
-    # Special tokens, and parts of UTF-8 sequences: the server would show them late or never,
-    # and the first one to be seen is what the time to first token is measured by.
+    # Special tokens and parts of UTF-8 sequences: no chunk of an answer shows them at once, and the
+    # time to first token is that of the first chunk with text.
     return [
         token
         for token in range(tokenizer.get_vocab_size())
