@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from vllm.platforms import current_platform
 
+from lmcache_xpu.bench import runner
 from lmcache_xpu.bench.engine import _digests, at_server
 from lmcache_xpu.bench.jobs import row_jobs
 from lmcache_xpu.bench.outputs import Outputs
@@ -191,6 +192,36 @@ def test_an_engine_that_hangs_or_fails_is_a_result(monkeypatch, script, timeout_
     (result,) = run_small(monkeypatch, script, ["ours"], timeout_s=timeout_s)
     assert result.error == error
     assert not result.rounds
+
+
+@pytest.mark.parametrize("error", [None, "ValueError: no room"])
+def test_jobs_are_done_in_the_engines_process(monkeypatch, error):
+    """Of which vLLM's engine alone is imitated here."""
+    program = f"""
+from lmcache_xpu.bench import engine
+class Engine:
+    def __init__(self, settings, hits): self.hits = hits
+    def prompt(self, length): return [length]
+    def forget(self): {'raise ValueError("no room")' if error else "pass"}
+    def seconds(self, *prompts): return sum(map(sum, prompts)) / 1000
+engine.Engine = Engine
+engine.main()
+"""
+    monkeypatch.setattr(runner, "PROGRAM", program)
+    (result,) = run(
+        SMALL,
+        variants_named(SMALL, ["ours"]),
+        row_jobs(SMALL, ["1024", "2048 + 256"]),
+        repeats=1,
+        compare=False,
+        timeout_s=60,
+        console=Console(quiet=True),
+        save=lambda _: None,
+    )
+    assert result.error == error
+    if error is None:
+        assert result.ms["1024"]["recompute"] == result.ms["1024"]["tier"] == 1024
+        assert result.ms["2048 + 256"]["own prefix"] == 2304
 
 
 @pytest.mark.parametrize("in_turn", [False, True])

@@ -190,6 +190,13 @@ CONVERSATIONS = (
     Column("p99", "itl.p99"),
     Column("max", "itl.max"),
 )
+TABLES = {
+    "decoding": DECODING,
+    "copying": DECODING,
+    "storing": STORING,
+    "conversations": CONVERSATIONS,
+    "sharing": SHARING,
+}
 
 
 class LoadFigures:
@@ -220,37 +227,19 @@ class LoadFigures:
     def show(self, console: Console) -> None:
         """Print a table of medians for each load, and below them the engines that failed."""
         decoding, talk, sharing = self.load.decoding, self.load.conversations, self.load.sharing
-        for name, columns, title in (
-            (
-                "decoding",
-                DECODING,
-                f"{decoding.requests} requests decode; every {decoding.every_s:g} s one of "
-                f"{decoding.hit} tokens arrives. Inter-token latency, ms",
-            ),
-            (
-                "copying",
-                DECODING,
-                f"The same where the hits compute one token each: {decoding.hit.history} + 1. ms",
-            ),
-            (
-                "storing",
-                STORING,
-                f"The same where none of the {decoding.hit} tokens is cached: all are computed, "
-                "and stored. ms",
-            ),
-            (
-                "conversations",
-                CONVERSATIONS,
-                f"{talk.users} conversations at once: {talk.history} tokens, then {talk.rounds} "
-                f"rounds of {talk.new} new ones and {talk.answer} of answer. ms",
-            ),
-            (
-                "sharing",
-                SHARING,
-                f"{sharing.requests} requests at once that share {sharing.history} tokens and have "
-                f"{sharing.new} of their own. ms",
-            ),
-        ):
+        titles = {
+            "decoding": f"{decoding.requests} requests decode; every {decoding.every_s:g} s one of "
+            f"{decoding.hit} tokens arrives. Inter-token latency, ms",
+            "copying": "The same where the hits compute one token each: "
+            f"{decoding.hit.history} + 1. ms",
+            "storing": f"The same where none of the {decoding.hit} tokens is cached: all are "
+            "computed, and stored. ms",
+            "conversations": f"{talk.users} conversations at once: {talk.history} tokens, then "
+            f"{talk.rounds} rounds of {talk.new} new ones and {talk.answer} of answer. ms",
+            "sharing": f"{sharing.requests} requests at once that share {sharing.history} tokens "
+            f"and have {sharing.new} of their own. ms",
+        }
+        for name, columns in TABLES.items():
             lines = {}
             for result in self.results:
                 if rounds := result.rounds.get(name):
@@ -258,7 +247,8 @@ class LoadFigures:
                     cells = ["" if v is None else f"{v:.{0 if v >= 100 else 2}f}" for v in values]
                     lines[result.title] = cells
             if lines:
-                _print_table(console, title, [column.title for column in columns], lines)
+                headings = [column.title for column in columns]
+                _print_table(console, titles[name], headings, lines)
         _print_errors(console, self.results)
 
     def plot(self, path: Path) -> None:
