@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,11 +16,17 @@ from typer.testing import CliRunner
 
 from lmcache_xpu.bench import load_jobs
 from lmcache_xpu.bench.engine import Output
-from lmcache_xpu.bench.jobs import answer
-from lmcache_xpu.bench.load import Conversations, Decoding, Sharing, load_named
-from lmcache_xpu.bench.load_jobs import Request, converse, decode, drive, share, spread
-from lmcache_xpu.bench.load_report import LoadFigures
-from lmcache_xpu.bench.load_runner import LoadResult
+from lmcache_xpu.bench.load import load_named
+from lmcache_xpu.bench.load_jobs import (
+    Conversations,
+    Decoding,
+    Request,
+    Sharing,
+    drive,
+    spread,
+)
+from lmcache_xpu.bench.report import LoadFigures
+from lmcache_xpu.bench.runner import Result
 from lmcache_xpu.bench.shapes import SHAPES, Turn
 from lmcache_xpu.bench.variants import variants_named
 from lmcache_xpu.cli import app
@@ -32,6 +39,7 @@ class ImitatedEngine:
     """Gives each request a token a step; a step in which prompts begin takes longer."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.hits = "tier"
         self.now = 0.0
         self.running: dict[str, int] = {}
         self.began: list[tuple[float, list[int]]] = []
@@ -97,7 +105,7 @@ def test_a_hit_is_timed_from_when_it_was_due(engine):
 
 
 def test_others_tokens_are_late_beside_hits_and_nowhere_else(engine):
-    figures = decode(engine, DECODING)
+    [figures] = DECODING.measure(engine)
     assert engine.forgotten == 2
     assert engine.most == DECODING.requests + 1
     assert figures["alone"]["max"] == pytest.approx(STEP_S * 1e3)
@@ -112,7 +120,7 @@ def test_others_tokens_are_late_beside_hits_and_nowhere_else(engine):
 def test_hits_begin_with_what_was_computed_before(engine, monkeypatch):
     computed = []
     monkeypatch.setattr(engine, "seconds", computed.append)
-    decode(engine, DECODING)
+    DECODING.measure(engine)
     hits = [prompt for _, prompt in engine.began if len(prompt) == 10]
     assert [prompt[:8] for prompt in hits] == computed
 
@@ -120,7 +128,7 @@ def test_hits_begin_with_what_was_computed_before(engine, monkeypatch):
 def test_what_is_new_was_not_computed_before(engine, monkeypatch):
     computed = []
     monkeypatch.setattr(engine, "seconds", computed.append)
-    figures = decode(engine, replace(DECODING, new=True))
+    [figures] = replace(DECODING, new=True).measure(engine)
     assert not computed
     assert figures["ttft"]["n"] == DECODING.hits
 
@@ -128,7 +136,8 @@ def test_what_is_new_was_not_computed_before(engine, monkeypatch):
 @pytest.mark.parametrize("tier", [True, False])
 def test_who_shares_a_history_is_asked_at_once(engine, tier: bool):
     load = Sharing(requests=5, history=8, new=2, answer=3)
-    figures = share(engine, load, tier=tier)
+    engine.hits = "tier" if tier else "none"
+    [figures] = load.measure(engine)
     places = ["own", "tier"] if tier else ["own"]
     assert list(figures) == [name for place in places for name in (f"{place} s", place)]
     assert engine.forgotten == tier
@@ -142,7 +151,7 @@ def test_who_shares_a_history_is_asked_at_once(engine, tier: bool):
 
 
 def test_a_conversation_goes_on_from_its_answers(engine):
-    figures = converse(engine, TALK)
+    [figures] = TALK.measure(engine)
     prompts = [prompt for _, prompt in engine.began]
     assert len(prompts) == TALK.users * TALK.rounds
     last = [prompt for prompt in prompts if len(prompt) == 12 + 2 * (4 + 2)]
@@ -168,8 +177,9 @@ def test_the_engine_is_too_small_and_the_one_with_room_is_not(shape):
     size = load.shape.model.kv_bytes_per_token
     talk, decoding = load.conversations, load.decoding
     own, room = load.shape.settings["kv_cache_gib"] * 2**30, load.room_gib * 2**30
-    assert own < talk.tokens * size < room
-    assert load.shape.settings["cpu_gib"] * 2**30 > talk.tokens * size
+    tokens = talk.users * (talk.history + talk.rounds * (talk.new + talk.answer))
+    assert own < tokens * size < room
+    assert load.shape.settings["cpu_gib"] * 2**30 > tokens * size
     beside = decoding.requests * (decoding.prompt + decoding.tokens)
     hit = decoding.hit.history + decoding.hit.new + decoding.answer
     longest = talk.history + talk.rounds * (talk.new + talk.answer)
@@ -179,17 +189,12 @@ def test_the_engine_is_too_small_and_the_one_with_room_is_not(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_jobs_cross_to_the_engine_as_json(engine, shape, monkeypatch):
+def test_jobs_cross_to_the_engine(shape):
     load = load_named(shape.name)
-    asked = []
-    monkeypatch.setattr("lmcache_xpu.bench.jobs.decode", lambda _, job, keeps: asked.append(job))
-    monkeypatch.setattr("lmcache_xpu.bench.jobs.converse", lambda _, job: asked.append(job))
-    monkeypatch.setattr("lmcache_xpu.bench.jobs.share", lambda _, job, tier: asked.append(job))
-    for job in load.jobs().values():
-        answer(engine, json.loads(json.dumps(job)), "tier")
+    jobs = [pickle.loads(pickle.dumps(job)).__self__ for job in load.jobs().values()]
     copying = replace(load.decoding, hit=Turn(load.decoding.hit.history, 1))
     storing = replace(load.decoding, new=True)
-    assert asked == [load.decoding, copying, storing, load.conversations, load.sharing]
+    assert jobs == [load.decoding, copying, storing, load.conversations, load.sharing]
 
 
 def test_the_engines_with_room_are_made_of_settings():
@@ -217,21 +222,22 @@ def test_as_many_seats_as_conversations_fit_the_own_cache(shape, devices: int):
 
 
 def test_hits_of_an_own_cache_are_not_forgotten(engine):
-    figures = decode(engine, DECODING, keeps=True)
+    engine.hits = "own cache"
+    [figures] = DECODING.measure(engine)
     assert engine.forgotten == 0
     assert figures["ttft"]["n"] == DECODING.hits
 
 
 def results(engine):
-    ours = LoadResult("ours", "ours, standard")
+    ours = Result("ours", "ours, standard")
     ours.rounds = {
-        "decoding": [decode(engine, DECODING) for _ in range(2)],
-        "copying": [decode(engine, DECODING)],
-        "storing": [decode(engine, replace(DECODING, new=True))],
-        "conversations": [converse(engine, TALK)],
-        "sharing": [share(engine, Sharing(requests=2, history=4, new=1, answer=1), tier=True)],
+        "decoding": DECODING.measure(engine) + DECODING.measure(engine),
+        "copying": DECODING.measure(engine),
+        "storing": replace(DECODING, new=True).measure(engine),
+        "conversations": TALK.measure(engine),
+        "sharing": Sharing(requests=2, history=4, new=1, answer=1).measure(engine),
     }
-    return [ours, LoadResult("lmcache", "LMCache, standard", error="AssertionError: layout")]
+    return [ours, Result("lmcache", "LMCache, standard", error="AssertionError: layout")]
 
 
 def test_figures_are_shown_written_and_drawn(engine, tmp_path):
@@ -242,7 +248,9 @@ def test_figures_are_shown_written_and_drawn(engine, tmp_path):
     assert text.count("ours, standard") == 5  # in each table
     assert "LMCache, standard: AssertionError: layout" in text
     facts = figures.as_dict({"device": "cpu"}, "lmcache-xpu bench load")
-    assert len(json.loads(json.dumps(facts))["results"][0]["rounds"]["decoding"]) == 2
+    [result, _] = json.loads(json.dumps(facts))["results"]
+    assert set(result) == {"variant", "title", "error", "seconds", "rounds"}
+    assert len(result["rounds"]["decoding"]) == 2
     figures.plot(tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 5_000
 
@@ -252,14 +260,14 @@ def test_what_was_measured_is_written_and_a_failed_engine_of_ours_is_an_error(
 ):
     measured = results(engine)
 
-    def run(load, variants, *, save, repeats, only, **_):
-        assert only == ["storing"]
+    def run(shape, variants, jobs, *, save, repeats, **_):
+        assert [*jobs] == ["storing"]
         assert [variant.name for variant in variants] == ["ours", "room"]
         assert repeats == 2
         save(measured)
         return measured
 
-    monkeypatch.setattr("lmcache_xpu.bench.load_runner.run", run)
+    monkeypatch.setattr("lmcache_xpu.bench.runner.run", run)
     monkeypatch.setattr("lmcache_xpu.bench.runner.machine", lambda: {"device": "cpu"})
     monkeypatch.setattr("signal.signal", lambda *_: None)  # this process keeps its own
     words = ["bench", "load", "--shape", "small", "--variant", "ours", "--variant", "room"]

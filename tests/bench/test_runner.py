@@ -13,12 +13,12 @@ import torch
 from rich.console import Console
 from vllm.platforms import current_platform
 
-from lmcache_xpu.bench.child import _cause
-from lmcache_xpu.bench.engine import _digests
-from lmcache_xpu.bench.jobs import MARK, at_server
+from lmcache_xpu.bench import runner
+from lmcache_xpu.bench.engine import _digests, at_server
+from lmcache_xpu.bench.jobs import row_jobs
 from lmcache_xpu.bench.outputs import Outputs
 from lmcache_xpu.bench.report import Figures
-from lmcache_xpu.bench.runner import Result, device_masks, run
+from lmcache_xpu.bench.runner import Result, _cause, device_masks, run
 from lmcache_xpu.bench.shapes import LARGE_GIB, SHAPES, default_name, shape_named
 from lmcache_xpu.bench.variants import SERVER_URL, variants, variants_named
 from lmcache_xpu.errors import SettingsError
@@ -27,18 +27,23 @@ from lmcache_xpu.launch.settings import Settings
 
 SMALL = shape_named("small")
 PYTHON = sys.executable
+# Of each engine, in files that others may read.
+FIELDS = {"variant", "title", "error", "seconds", "exact", "ms", "tokens", "link_gb_s"}
+FIELDS |= {"hit_over_limit", "store_over_recompute"}
 
 
 def results() -> list[Result]:
-    rows = {"1024": 1024, "2048 + 256": 2048}
-    none = Result("none", "no connector", tokens=rows, link_gb_s={"load": 1.0})
-    none.ms = {"1024": {"recompute": 200.0, "own prefix": 10.0}, "2048 + 256": {"own prefix": 50.0}}
-    ours = Result("ours", "ours", exact=1.0, tokens=rows)
-    ours.ms = {
-        "1024": {"recompute": 204.0, "own prefix": 11.0, "tier": 40.0},
-        "2048 + 256": {"own prefix": 51.0, "tier": 55.0},
+    none = Result("none", "no connector", link_gb_s={"load": 1.0})
+    none.rounds = {
+        "1024": [{"recompute": 0.2, "own prefix": 0.01}],
+        "2048 + 256": [{"own prefix": 0.05}],
     }
-    bad = Result("lmcache", "LMCache", exact=0.3165, tokens=rows, error="AssertionError: layout")
+    ours = Result("ours", "ours", exact=1.0)
+    ours.rounds = {
+        "1024": [{"recompute": 0.204, "own prefix": 0.011, "tier": 0.04}],
+        "2048 + 256": [{"own prefix": 0.051, "tier": 0.055}],
+    }
+    bad = Result("lmcache", "LMCache", exact=0.3165, error="AssertionError: layout")
     return [none, ours, bad]
 
 
@@ -48,7 +53,7 @@ def test_limits_and_ratios():
     _, ours, bad = figures.results
     copy_ms = 1024 * SMALL.model.kv_bytes_per_token / 1.0e9 * 1e3
     assert figures.limit_ms("1024") == pytest.approx(10 + copy_ms)
-    assert figures.limit_ms("2048 + 256") == 50
+    assert figures.limit_ms("2048 + 256") == pytest.approx(50)
     assert figures.hit_ratio(ours, "1024") == pytest.approx(40 / (10 + copy_ms))
     assert figures.hit_ratio(ours, "2048 + 256") == pytest.approx(1.1)
     assert figures.store_ratio(ours, "1024") == pytest.approx(1.02)
@@ -67,7 +72,11 @@ def test_what_is_not_exact_or_did_not_run_is_shown(tmp_path: Path):
     assert outputs.write(figures, {"device": "cpu", "vllm": "1"}, "command") == []
     report = (tmp_path / "report.txt").read_text()
     assert "vllm: 1" in report
-    assert json.loads(report[report.index('{\n "machine"') :])["limits_ms"]["2048 + 256"] == 50
+    facts = json.loads(report[report.index('{\n "machine"') :])
+    assert facts["limits_ms"]["2048 + 256"] == pytest.approx(50)
+    assert facts["results"][1]["tokens"] == {"1024": 1024, "2048 + 256": 2048}
+    assert facts["results"][1]["ms"]["2048 + 256"]["tier"] == pytest.approx(55)
+    assert set(facts["results"][1]) == FIELDS
     assert (tmp_path / "plot.png").stat().st_size > 10_000
 
 
@@ -121,12 +130,32 @@ def test_why_an_engine_ended():
     assert _cause(["x"], 3) == "exit code 3"
 
 
+CONNECT = """
+import os, sys
+from multiprocessing.connection import Connection
+connection = Connection(int(sys.argv[-1]))
+connection.send({})
+"""
+STAND_IN = f"""{CONNECT}
+def note(what):
+    with open(os.environ["NOTES"], "a") as file: file.write(what + "\\n")
+name = "none" if "kv-transfer" not in str(sys.argv) and '"offload": false' in str(sys.argv) else "x"
+while True:
+    try: job = connection.recv().func.__name__
+    except EOFError: break
+    note(f"{{name}} {{job}}")
+    rounds = [{{"own prefix": 0.5}}, {{"own prefix": 0.25}}]
+    connection.send({{"exactness": 1.0, "link_gb_s": {{"load": 1.0}}}}.get(job, rounds))
+note(f"{{name}} ended")
+"""
+
+
 def run_small(monkeypatch, script, names, **options):
     """The bench, with a program in place of the engines."""
     monkeypatch.setattr(sys, "executable", _stand_in(script))
-    how = {"rows": SMALL.rows(), "repeats": 1, "in_turn": False, "graphs": False, "timeout_s": 60}
-    how |= options
-    return run(SMALL, variants_named(SMALL, names), console=Console(quiet=True), **how)
+    how = {"repeats": 1, "timeout_s": 60, "save": lambda _: None} | options
+    jobs = how.pop("jobs", row_jobs(SMALL))
+    return run(SMALL, variants_named(SMALL, names), jobs, console=Console(quiet=True), **how)
 
 
 def test_results_are_saved_after_each_row(monkeypatch, tmp_path):
@@ -134,20 +163,20 @@ def test_results_are_saved_after_each_row(monkeypatch, tmp_path):
     saved = []
 
     def save(results):
-        saved.append([len(result.ms) for result in results])
+        saved.append([len(result.rounds) for result in results])
 
     run_small(monkeypatch, STAND_IN, ["none", "ours"], save=save)
-    rows = range(1, len(SMALL.rows()) + 1)
-    assert saved == [[row] for row in rows] + [[len(rows), row] for row in rows]
+    rows = range(len(SMALL.rows) + 1)
+    assert saved == [[row] for row in rows] + [[rows[-1], row] for row in rows]
 
 
 def test_some_rows_alone_are_timed_in_their_usual_order(monkeypatch, tmp_path):
     monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
     whole, turn = "1024", "2048 + 256"
-    (result,) = run_small(monkeypatch, STAND_IN, ["ours"], rows=SMALL.rows([turn, whole]))
-    assert list(result.ms) == [whole, turn]
+    (result,) = run_small(monkeypatch, STAND_IN, ["ours"], jobs=row_jobs(SMALL, [turn, whole]))
+    assert list(result.rounds) == [whole, turn]
     with pytest.raises(SettingsError, match=r"row '7'.*expected one of 1024, 2048"):
-        SMALL.rows(["7"])
+        row_jobs(SMALL, ["7"])
 
 
 @pytest.mark.parametrize(
@@ -155,29 +184,44 @@ def test_some_rows_alone_are_timed_in_their_usual_order(monkeypatch, tmp_path):
     [
         ("print('RuntimeError: broken'); raise SystemExit(4)", 60, "RuntimeError: broken"),
         ("import time; time.sleep(60)", 1, "no answer within 1 s"),
-        ("print('BENCH {}', flush=True); input(); raise SystemExit(5)", 60, "exit code 5"),
+        (CONNECT + "connection.recv(); raise SystemExit(5)", 60, "exit code 5"),
     ],
     ids=["fails", "hangs", "ends later"],
 )
 def test_an_engine_that_hangs_or_fails_is_a_result(monkeypatch, script, timeout_s, error):
     (result,) = run_small(monkeypatch, script, ["ours"], timeout_s=timeout_s)
     assert result.error == error
-    assert not result.ms
+    assert not result.rounds
 
 
-STAND_IN = """
-import json, os, sys
-def say(**facts): print("BENCH " + json.dumps(facts), flush=True)
-def note(what):
-    with open(os.environ["NOTES"], "a") as file: file.write(what + "\\n")
-name = "none" if "kv-transfer" not in str(sys.argv) and '"offload": false' in str(sys.argv) else "x"
-say(started=True)
-for line in sys.stdin:
-    ((job, _),) = json.loads(line)["do"].items()
-    note(f"{name} {job}")
-    say(link={"load": 1.0}, exact=1.0, rounds=[{"own prefix": 0.5}, {"own prefix": 0.25}])
-note(f"{name} ended")
+@pytest.mark.parametrize("error", [None, "ValueError: no room"])
+def test_jobs_are_done_in_the_engines_process(monkeypatch, error):
+    """Of which vLLM's engine alone is imitated here."""
+    program = f"""
+from lmcache_xpu.bench import engine
+class Engine:
+    def __init__(self, settings, hits): self.hits = hits
+    def prompt(self, length): return [length]
+    def forget(self): {'raise ValueError("no room")' if error else "pass"}
+    def seconds(self, *prompts): return sum(map(sum, prompts)) / 1000
+engine.Engine = Engine
+engine.main()
 """
+    monkeypatch.setattr(runner, "PROGRAM", program)
+    (result,) = run(
+        SMALL,
+        variants_named(SMALL, ["ours"]),
+        row_jobs(SMALL, ["1024", "2048 + 256"]),
+        repeats=1,
+        compare=False,
+        timeout_s=60,
+        console=Console(quiet=True),
+        save=lambda _: None,
+    )
+    assert result.error == error
+    if error is None:
+        assert result.ms["1024"]["recompute"] == result.ms["1024"]["tier"] == 1024
+        assert result.ms["2048 + 256"]["own prefix"] == 2304
 
 
 @pytest.mark.parametrize("in_turn", [False, True])
@@ -187,10 +231,10 @@ def test_engines_are_asked_one_after_another_or_in_turn(monkeypatch, tmp_path, i
     assert (none.error, ours.error, ours.exact, none.link_gb_s) == (None, None, 1.0, {"load": 1.0})
     assert none.ms["4096"] == ours.ms["4 x (1024 + 128)"] == {"own prefix": 375}
     notes = (tmp_path / "notes").read_text().splitlines()
-    rows = [note for note in notes if "whole" in note or "later" in note]
+    rows = [note for note in notes if "whole_" in note or "later_" in note]
     each = ["none", "x"] * 12 if in_turn else ["none"] * 12 + ["x"] * 12
     assert [note.split()[0] for note in rows] == each
-    assert (notes.index("none ended") > notes.index("x whole")) == in_turn
+    assert (notes.index("none ended") > notes.index("x whole_prompt")) == in_turn
 
 
 def test_figures_without_a_hit_are_drawn(tmp_path):
@@ -261,7 +305,6 @@ def test_a_hit_is_exact_and_beats_recomputing(tmp_path: Path):
         [str(program), *command, *wanted], capture_output=True, text=True, timeout=380
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert MARK not in done.stdout
     none, ours = json.loads(figures.read_text())["results"]
     assert ours["exact"] == 1
     for row in ("2048", "4096"):

@@ -175,7 +175,7 @@ def test_a_server_that_is_away_is_an_error():
 def test_what_is_asked():
     pieces = [event(choices=[{"text": "x", "token_ids": [5]}]), USAGE, DONE]
     with serving(pieces) as (url, requests), Client(url, api_key="k") as client:
-        answer = client.complete([1, 2, 3], max_tokens=9, ignore_eos=False, seed=4)
+        answer = client.complete([1, 2, 3], max_tokens=9, options={"seed": 4})
     assert (answer.text, answer.token_ids) == ("x", (5,))
     assert [path for path, *_ in requests] == ["/v1/models", "/v1/completions"]
     _, headers, body = requests[-1]
@@ -186,7 +186,7 @@ def test_what_is_asked():
         "max_tokens": 9,
         "temperature": 0.0,
         "seed": 4,
-        "ignore_eos": False,
+        "ignore_eos": True,
         "return_token_ids": True,
         "stream": True,
         "stream_options": {"include_usage": True},

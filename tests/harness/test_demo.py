@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from lmcache_xpu.cli import app
 from lmcache_xpu.errors import EngineError, SettingsError
-from lmcache_xpu.harness import by_hand, demo
+from lmcache_xpu.harness import demo
 from lmcache_xpu.harness.client import Answer, CacheCounts
 from lmcache_xpu.harness.outputs import check_file
 from lmcache_xpu.harness.random_model import corpus
@@ -204,7 +204,7 @@ def test_the_commands_are_whole_in_any_terminal(engine, tmp_path, monkeypatch, c
 def test_a_program_on_the_path_is_called_by_its_name(monkeypatch):
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
     settings = Settings.load({"model": "m", "offload": False})
-    assert by_hand.serve_command(settings) == "lmcache-xpu serve m --no-offload"
+    assert demo.serve_command(settings) == "lmcache-xpu serve m --no-offload"
 
 
 def test_the_disk_tier_stays_and_the_next_demo_empties_it(engine, tmp_path):

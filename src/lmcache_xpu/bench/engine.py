@@ -1,31 +1,37 @@
-"""A vLLM engine in this process, whose KV cache can be emptied and looked at."""
+"""A vLLM engine in this process, whose KV cache can be emptied and compared.
+
+`main` is the program of a process that `runner.Child` starts.
+"""
 
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import random
+import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
 
-from lmcache_xpu.launch.engine_arguments import vllm_arguments
+from lmcache_xpu.bench.variants import SERVER_URL, Hits, lmcache_server
+from lmcache_xpu.launch.cache_server import server_command, start_server
+from lmcache_xpu.launch.engine_arguments import engine_variables, vllm_arguments
 from lmcache_xpu.launch.settings import Settings
 
 __all__ = ["Engine", "Output", "synchronize"]
 
-STORED_S = 10.0  # that stores may take
+STORE_S = 0.5  # stores go on after an answer
+STORED_S = 10.0  # limit of the stores' time
 
 
 class Output(NamedTuple):
-    """What one step gave one request.
-
-    Args:
-        request: its name, of `Engine.add`.
-        tokens: new tokens.
-        finished: whether these are its last ones.
-    """
+    """The new tokens of one request, named as by `Engine.add`, and whether they are its last."""
 
     request: str
     tokens: list[int]
@@ -33,27 +39,28 @@ class Output(NamedTuple):
 
 
 class Engine:
-    """A vLLM engine in this process.
+    """A vLLM engine of some settings, in this process.
 
     Args:
         settings: the engine's settings.
+        hits: see `Variant`.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, hits: Hits = "tier") -> None:
         from vllm import LLM, SamplingParams
         from vllm.engine.arg_utils import EngineArgs
         from vllm.utils.argparse_utils import FlexibleArgumentParser
 
         parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-        # What is left over is for the server.
-        args, _ = parser.parse_known_args(["--model", *vllm_arguments(settings)])
+        args, _ = parser.parse_known_args(["--model", *vllm_arguments(settings)])  # else: server's
+        self.hits = hits
         self._llm = LLM.from_engine_args(EngineArgs.from_cli_args(args))
+        self._engine: Any = self._llm.llm_engine
         if settings.device != "cpu":
-            # As vLLM itself has it (0.32; 0.26 did not). Threads that wait for torch's next
-            # parallel operation took the engine's thread up to 50 ms at a time.
+            # As vLLM has it from 0.32 on: threads that wait for torch's next parallel operation
+            # take the CPU from the engine's thread.
             torch.set_num_threads(1)
         self._one_token = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
-        self._two_tokens = SamplingParams(max_tokens=2, temperature=0, detokenize=False)
         self._numbers = random.Random(1)
         self._names = map(str, itertools.count())
 
@@ -69,12 +76,7 @@ class Engine:
         return time.perf_counter() - begin
 
     def add(self, prompt: list[int], tokens: int) -> str:
-        """Add a request, which `step` computes; return its name.
-
-        Args:
-            prompt: its tokens.
-            tokens: length of its answer.
-        """
+        """Add a request whose answer has so many tokens; return its name."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -85,16 +87,14 @@ class Engine:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
-        engine: Any = self._llm.llm_engine
-        engine.add_request(name := next(self._names), {"prompt_token_ids": prompt}, how)
+        self._engine.add_request(name := next(self._names), {"prompt_token_ids": prompt}, how)
         return name
 
     def step(self) -> list[Output]:
-        """Compute one step of all requests that were added; return what it gave them."""
-        engine: Any = self._llm.llm_engine
+        """Compute one step of all requests that were added; return its tokens."""
         return [
             Output(output.request_id, list(output.outputs[0].token_ids), output.finished)
-            for output in engine.step()
+            for output in self._engine.step()
         ]
 
     def forget(self) -> None:
@@ -104,7 +104,7 @@ class Engine:
             if time.perf_counter() > deadline:
                 raise RuntimeError("the engine keeps its prefix cache: blocks are still in use")
             time.sleep(0.01)
-            self.step()  # vLLM hears of stores with steps
+            self.step()  # vLLM learns of ended stores in a step
 
     def zero(self) -> None:
         """Zero the engine's KV cache."""
@@ -113,17 +113,16 @@ class Engine:
     def written(self, prompt: list[int]) -> torch.Tensor:
         """Return digests of a prompt's blocks, in order, without the last one.
 
-        In the last block a hit computes a token anew, which may round in another way.
+        In the last block a hit computes a token anew, which may be rounded otherwise.
 
         Returns:
             `[ranks * layers, blocks]`, all layers of the first rank before those of the next.
         """
-        engine: Any = self._llm.llm_engine
-        engine.add_request("written", {"prompt_token_ids": prompt}, self._two_tokens)
-        scheduler = engine.engine_core.engine_core.scheduler
+        self.add(prompt, 2)
+        scheduler = self._engine.engine_core.engine_core.scheduler
         digests: torch.Tensor | None = None
-        while engine.has_unfinished_requests():
-            outputs = engine.step()
+        while self._engine.has_unfinished_requests():
+            outputs = self.step()
             if outputs and not outputs[0].finished and digests is None:
                 (request,) = scheduler.requests
                 blocks = scheduler.kv_cache_manager.get_block_ids(request)[0]
@@ -156,11 +155,53 @@ def _digests(worker: Any, ids: Sequence[int], count: int) -> torch.Tensor:
 
 
 def synchronize(devices: int | None = None) -> None:
-    """Wait for all that the device was given; on CPU there is nothing to wait for.
-
-    Args:
-        devices: so many devices, from the first on; None: the current one.
-    """
+    """Wait until the first so many devices, or the current one, are idle; a CPU always is."""
     if torch.accelerator.is_available():
         for device in [None] if devices is None else range(devices):
             torch.accelerator.synchronize(device)
+
+
+def main() -> None:
+    """Start an engine, and do the jobs that the parent process asks for until it is gone.
+
+    Arguments of the process: values for `Settings.load` as JSON, the place of hits, and the file
+    descriptor of a connection. The engine's start and each job give an answer on it.
+    """
+    status = 1
+    try:
+        _do_jobs(Settings.load(json.loads(sys.argv[1])), sys.argv[2], int(sys.argv[3]))
+        status = 0
+    except Exception:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # LMCache's threads would keep the process, a failed one too
+
+
+def _do_jobs(settings: Settings, hits: Any, descriptor: int) -> None:
+    connection: Connection[Any, Callable[[Engine], Any]] = Connection(descriptor)
+    os.set_inheritable(descriptor, False)
+    # Without offload a server is for LMCache's own connector to it, whose variant names one.
+    if settings.is_server if settings.offload else settings.cache == "server":
+        command = server_command if settings.offload else lmcache_server
+        settings = at_server(settings, start_server(settings, command))  # ends with this process
+    os.environ.update(engine_variables(settings))
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",  # `Engine` needs the scheduler in this process
+        VLLM_ALLOW_INSECURE_SERIALIZATION="1",
+        TOKENIZERS_PARALLELISM="false",
+        HF_HUB_OFFLINE="1",
+    )
+    engine = Engine(settings, hits)
+    connection.send(None)
+    with suppress(EOFError):
+        while True:
+            job = connection.recv()
+            time.sleep(STORE_S)  # the engine before this one may still store
+            connection.send(job(engine))
+
+
+def at_server(settings: Settings, url: str) -> Settings:
+    """Return the settings of an engine beside a server: with our connector, or with LMCache's."""
+    words = tuple(word.replace(SERVER_URL, url) for word in settings.extra_args)
+    return settings.model_copy(update={"server_url": url, "extra_args": words})

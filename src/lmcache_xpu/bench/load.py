@@ -2,83 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
-from lmcache_xpu.bench.shapes import Shape, Turn, shape_named
+from lmcache_xpu.bench.jobs import Job
+from lmcache_xpu.bench.load_jobs import Conversations, Decoding, Sharing
+from lmcache_xpu.bench.shapes import Shape, Turn, chosen, shape_named
 from lmcache_xpu.bench.variants import Variant
 
-__all__ = ["Conversations", "Decoding", "Load", "Sharing", "load_named"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decoding:
-    """Requests that decode, alone at first, and then beside others that arrive one by one.
-
-    Args:
-        requests: how many decode at once.
-        prompt: tokens of each one's prompt.
-        tokens: of each one's answer.
-        hits: how many arrive.
-        hit: each of these.
-        answer: tokens of a hit's answer.
-        every_s: seconds between two of them.
-        new: whether what arrives is no hit, but computed and stored.
-    """
-
-    requests: int
-    prompt: int
-    tokens: int
-    hits: int
-    hit: Turn
-    answer: int
-    every_s: float
-    new: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sharing:
-    """Requests that are asked at once, and begin alike.
-
-    Args:
-        requests: how many.
-        history: tokens that they share.
-        new: tokens of each alone.
-        answer: tokens of each answer.
-    """
-
-    requests: int
-    history: int
-    new: int
-    answer: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conversations:
-    """Users that ask at once, each of them round after round.
-
-    Args:
-        users: how many.
-        rounds: requests of each.
-        history: tokens before the first request.
-        new: tokens of each request.
-        answer: tokens of each answer.
-        apart_s: seconds between the first requests of two users.
-        pause_s: seconds from an answer to the next request.
-    """
-
-    users: int
-    rounds: int
-    history: int
-    new: int
-    answer: int
-    apart_s: float
-    pause_s: float
-
-    @property
-    def tokens(self) -> int:
-        """All tokens of all conversations."""
-        return self.users * (self.history + self.rounds * (self.new + self.answer))
+__all__ = ["Load", "load_named"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,11 +36,6 @@ class Load:
         return replace(self, shape=self.shape.on_devices(count), room_gib=self.room_gib / count)
 
     @property
-    def copying(self) -> Decoding:
-        """Decoding beside hits of which one token is computed."""
-        return replace(self.decoding, hit=replace(self.decoding.hit, new=1))
-
-    @property
     def seats(self) -> int:
         """Number of conversations that the engine's own cache holds after their first answer."""
         talk = self.conversations
@@ -116,21 +43,27 @@ class Load:
         per_device = self.shape.settings["kv_cache_gib"] * 2**30
         return int(per_device * self.shape.devices / size)
 
-    def jobs(self) -> dict[str, dict[str, Any]]:
-        """Return the jobs of `jobs.answer`, by load."""
-        return {
-            "decoding": {"decode": asdict(self.decoding)},
-            "copying": {"decode": asdict(self.copying)},
-            "storing": {"decode": asdict(replace(self.decoding, new=True))},
-            "conversations": {"converse": asdict(self.conversations)},
-            "sharing": {"share": asdict(self.sharing)},
+    def jobs(self, names: Collection[str] = ()) -> dict[str, Job]:
+        """Return the jobs of these loads, or of all, by name.
+
+        Raises:
+            SettingsError: there is no load of a name.
+        """
+        copying = replace(self.decoding, hit=replace(self.decoding.hit, new=1))
+        jobs: dict[str, Job] = {
+            "decoding": self.decoding.measure,
+            "copying": copying.measure,
+            "storing": replace(self.decoding, new=True).measure,
+            "conversations": self.conversations.measure,
+            "sharing": self.sharing.measure,
         }
+        return chosen("load", jobs, names)
 
     def more_variants(self) -> list[Variant]:
-        """Return engines beside the usual ones: ways to load, and two that never need a tier.
+        """Return engines beside the usual ones: modes to load, and two that never need a tier.
 
-        One of these takes no more requests at once than the others have room for: what no tier can
-        beat, as it loads nothing.
+        `room` holds everything in its own cache. `seats` does, too, and takes no more requests at
+        once than the others have room for: no tier can beat it, as it loads nothing.
         """
         room = {"offload": False, "kv_cache_gib": self.room_gib}
         return [
@@ -151,11 +84,6 @@ class Load:
         ]
 
 
-def _shape(name: str, **settings: float) -> Shape:
-    shape = shape_named(name)
-    return replace(shape, settings={**shape.settings, **settings})
-
-
 def load_named(name: str) -> Load:
     """Return the load for a shape.
 
@@ -165,77 +93,43 @@ def load_named(name: str) -> Load:
     return _LOADS[shape_named(name).name]
 
 
+def _shape(name: str, **settings: float) -> Shape:
+    shape = shape_named(name)
+    return replace(shape, settings={**shape.settings, **settings})
+
+
 _LOADS = {
-    load.shape.name: load
-    for load in (
-        Load(
-            shape=_shape("8b", kv_cache_gib=15, cpu_gib=56),
-            room_gib=50,
-            decoding=Decoding(
-                requests=16,
-                prompt=512,
-                tokens=1400,
-                hits=8,
-                hit=Turn(32768, 256),
-                answer=4,
-                every_s=0.8,
-            ),
-            conversations=Conversations(
-                users=24,
-                rounds=4,
-                history=12_000,
-                new=1000,
-                answer=64,
-                apart_s=0.15,
-                pause_s=0.05,
-            ),
-            sharing=Sharing(requests=50, history=10_000, new=200, answer=32),
+    "8b": Load(
+        shape=_shape("8b", kv_cache_gib=15, cpu_gib=56),
+        room_gib=50,
+        decoding=Decoding(
+            requests=16, prompt=512, tokens=1400, hits=8, hit=Turn(32768, 256), every_s=0.8
         ),
-        Load(
-            shape=_shape("1b", kv_cache_gib=1.5, cpu_gib=6),
-            room_gib=4,
-            decoding=Decoding(
-                requests=8,
-                prompt=512,
-                tokens=700,
-                hits=6,
-                hit=Turn(16384, 256),
-                answer=4,
-                every_s=0.8,
-            ),
-            conversations=Conversations(
-                users=12,
-                rounds=4,
-                history=6000,
-                new=500,
-                answer=64,
-                apart_s=0.15,
-                pause_s=0.05,
-            ),
-            sharing=Sharing(requests=24, history=8000, new=100, answer=32),
+        conversations=Conversations(
+            users=24, rounds=4, history=12_000, new=1000, answer=64, apart_s=0.15
         ),
-        Load(
-            shape=_shape("small", kv_cache_gib=0.09, cpu_gib=1),
-            room_gib=1,
-            decoding=Decoding(
-                requests=4,
-                prompt=128,
-                tokens=160,
-                hits=4,
-                hit=Turn(2048, 128),
-                answer=4,
-                every_s=0.5,
-            ),
-            conversations=Conversations(
-                users=6,
-                rounds=3,
-                history=1536,
-                new=128,
-                answer=16,
-                apart_s=0.1,
-                pause_s=0.05,
-            ),
-            sharing=Sharing(requests=8, history=1536, new=64, answer=8),
+        sharing=Sharing(requests=50, history=10_000, new=200, answer=32),
+    ),
+    "1b": Load(
+        shape=_shape("1b", kv_cache_gib=1.5, cpu_gib=6),
+        room_gib=4,
+        decoding=Decoding(
+            requests=8, prompt=512, tokens=700, hits=6, hit=Turn(16384, 256), every_s=0.8
         ),
-    )
+        conversations=Conversations(
+            users=12, rounds=4, history=6000, new=500, answer=64, apart_s=0.15
+        ),
+        sharing=Sharing(requests=24, history=8000, new=100, answer=32),
+    ),
+    "small": Load(
+        shape=_shape("small", kv_cache_gib=0.09, cpu_gib=1),
+        room_gib=1,
+        decoding=Decoding(
+            requests=4, prompt=128, tokens=160, hits=4, hit=Turn(2048, 128), every_s=0.5
+        ),
+        conversations=Conversations(
+            users=6, rounds=3, history=1536, new=128, answer=16, apart_s=0.1
+        ),
+        sharing=Sharing(requests=8, history=1536, new=64, answer=8),
+    ),
 }

@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypedDict
 
+from lmcache_xpu.bench.shapes import Turn
+
 if TYPE_CHECKING:
     from lmcache_xpu.bench.engine import Engine
-    from lmcache_xpu.bench.load import Conversations, Decoding, Sharing
 
-__all__ = ["Spread", "converse", "decode", "share"]
+__all__ = ["Conversations", "Decoding", "Sharing", "Spread"]
 
-SETTLE_S = 2.0  # stores go on after an answer
+STORE_S = 2.0  # stores go on after an answer
 PERCENTILES_FROM = 20  # fewer values have a median and a largest one
 
 
@@ -35,17 +36,20 @@ class Spread(TypedDict):
     max: float
 
 
+Figures = dict[str, Spread | float]
+
+
 @dataclass(slots=True)
 class Request:
-    """A request and the times of its tokens.
+    """A request and the times of its tokens, seconds from the load's begin.
 
     Args:
         prompt: its tokens.
         tokens: length of its answer.
-        at_s: when it arrives, seconds from the load's begin.
+        at_s: when it arrives.
         round: of its conversation, from 0.
-        times: when its tokens came, seconds from the load's begin.
-        answer: its tokens.
+        times: when its tokens came.
+        answer: tokens of the answer so far.
     """
 
     prompt: list[int]
@@ -73,12 +77,9 @@ def drive(
 ) -> float:
     """Ask requests when they are due; return the seconds until the last one has its answer.
 
-    Args:
-        engine: that computes them.
-        requests: the first ones.
-        answered: gets each request that has ended, and the time; may return one that follows.
+    `answered` takes each request that has ended, and the time; it may return one that follows.
     """
-    order = itertools.count()  # of those that are due at the same time
+    order = itertools.count()  # of requests that are due at the same time
     waiting = [(request.at_s, next(order), request) for request in requests]
     heapq.heapify(waiting)
     running: dict[str, Request] = {}
@@ -104,102 +105,158 @@ def drive(
     return time.perf_counter() - begin
 
 
-def decode(engine: Engine, load: Decoding, *, keeps: bool = False) -> dict[str, Spread | float]:
-    """Time what decodes, alone and while hits arrive, and the hits.
-
-    Without a tier the hits are prompts that are computed, and so they are with `new`. Of the
-    decoding requests the part counts in which all of them decode, and that ends with the last hit's
-    answer.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoding:
+    """Requests that decode, alone at first, and then beside others that arrive one by one.
 
     Args:
-        engine: that computes them.
-        load: the requests.
-        keeps: hits are in the engine's own cache.
-
-    Returns:
-        inter-token latencies `alone` and `with hits`, `ttft` of the hits, and the tokens a second
-        that were decoded, `tokens_s alone` and `tokens_s with hits`.
+        requests: how many decode at once.
+        prompt: tokens of each one's prompt.
+        tokens: of each one's answer.
+        hits: how many arrive.
+        hit: each of these.
+        every_s: seconds between two of them.
+        answer: tokens of a hit's answer.
+        new: whether what arrives is no hit, but computed and stored.
     """
-    histories = [engine.prompt(load.hit.history) for _ in range(load.hits)]
-    if not load.new:
-        for history in histories:
-            engine.seconds(history)
-    time.sleep(SETTLE_S)
-    figures: dict[str, Spread | float] = {}
-    for name, arriving in (("alone", []), ("with hits", histories)):
-        if not keeps:
-            engine.forget()
-        decoding = [Request(engine.prompt(load.prompt), load.tokens) for _ in range(load.requests)]
-        hits = [
-            Request(history + engine.prompt(load.hit.new), load.answer, (at + 1) * load.every_s)
-            for at, history in enumerate(arriving)
+
+    requests: int
+    prompt: int
+    tokens: int
+    hits: int
+    hit: Turn
+    every_s: float
+    answer: int = 4
+    new: bool = False
+
+    def measure(self, engine: Engine) -> list[Figures]:
+        """Time what decodes, alone and while hits arrive, and the hits.
+
+        Without a tier, and with `new`, the hits are prompts that are computed. Latencies count
+        while all requests decode, until the last hit's answer.
+
+        Returns:
+            inter-token latencies `alone` and `with hits`, `ttft` of the hits, and the tokens a
+            second that were decoded, `tokens_s alone` and `tokens_s with hits`.
+        """
+        histories = [engine.prompt(self.hit.history) for _ in range(self.hits)]
+        if not self.new:
+            for history in histories:
+                engine.seconds(history)
+        time.sleep(STORE_S)
+        figures: Figures = {}
+        for name, arriving in (("alone", []), ("with hits", histories)):
+            if engine.hits != "own cache":
+                engine.forget()
+            decoding = [
+                Request(engine.prompt(self.prompt), self.tokens) for _ in range(self.requests)
+            ]
+            hits = [
+                Request(history + engine.prompt(self.hit.new), self.answer, number * self.every_s)
+                for number, history in enumerate(arriving, 1)
+            ]
+            drive(engine, [*decoding, *hits])
+            begin = max(request.times[0] for request in decoding)
+            end = min(request.times[-1] for request in decoding)
+            if hits:
+                end = min(end, max(hit.times[-1] for hit in hits))
+                figures["ttft"] = spread([hit.ttft_ms for hit in hits])
+            gaps = [gap for request in decoding for gap in request.gaps_ms(begin, end)]
+            figures[name] = spread(gaps)
+            figures[f"tokens_s {name}"] = len(gaps) / (end - begin)
+        return [figures]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversations:
+    """Users that ask at once, each of them round after round.
+
+    Args:
+        users: how many.
+        rounds: requests of each.
+        history: tokens before the first request.
+        new: tokens of each request.
+        answer: tokens of each answer.
+        apart_s: seconds between the first requests of two users.
+        pause_s: seconds from an answer to the next request.
+    """
+
+    users: int
+    rounds: int
+    history: int
+    new: int
+    answer: int
+    apart_s: float
+    pause_s: float = 0.05
+
+    def measure(self, engine: Engine) -> list[Figures]:
+        """Time the conversations, whose histories are new at the first request.
+
+        Returns:
+            `requests_s`, requests a second; `first` and `later`, the time to first token of the
+            first and of later rounds; `itl`, inter-token latencies.
+        """
+        later: list[Request] = []
+
+        def answered(request: Request, now: float) -> Request | None:
+            if (number := request.round + 1) == self.rounds:
+                return None
+            prompt = request.prompt + request.answer + engine.prompt(self.new)
+            later.append(Request(prompt, self.answer, now + self.pause_s, number))
+            return later[-1]
+
+        engine.forget()
+        prompts = [engine.prompt(self.history + self.new) for _ in range(self.users)]
+        first = [
+            Request(prompt, self.answer, user * self.apart_s) for user, prompt in enumerate(prompts)
         ]
-        drive(engine, [*decoding, *hits])
-        begin = max(request.times[0] for request in decoding)
-        end = min(request.times[-1] for request in decoding)
-        if hits:
-            end = min(end, max(hit.times[-1] for hit in hits))
-        gaps = [gap for request in decoding for gap in request.gaps_ms(begin, end)]
-        figures[name] = spread(gaps)
-        figures[f"tokens_s {name}"] = len(gaps) / (end - begin)
-        if hits:
-            figures["ttft"] = spread([hit.ttft_ms for hit in hits])
-    return figures
+        seconds = drive(engine, first, answered)
+        gaps = [gap for request in first + later for gap in request.gaps_ms()]
+        return [
+            {
+                "requests_s": self.users * self.rounds / seconds,
+                "first": spread([request.ttft_ms for request in first]),
+                "later": spread([request.ttft_ms for request in later]),
+                "itl": spread(gaps),
+            }
+        ]
 
 
-def converse(engine: Engine, load: Conversations) -> dict[str, Spread | float]:
-    """Time conversations at once, whose histories are new at the first request.
-
-    Returns:
-        `requests_s`, requests a second; `first` and `later`, the time to first token of the first
-        and of later rounds; `itl`, inter-token latencies.
-    """
-    later: list[Request] = []
-
-    def answered(request: Request, now: float) -> Request | None:
-        if (number := request.round + 1) == load.rounds:
-            return None
-        prompt = request.prompt + request.answer + engine.prompt(load.new)
-        later.append(Request(prompt, load.answer, now + load.pause_s, number))
-        return later[-1]
-
-    engine.forget()
-    prompts = [engine.prompt(load.history + load.new) for _ in range(load.users)]
-    first = [
-        Request(prompt, load.answer, user * load.apart_s) for user, prompt in enumerate(prompts)
-    ]
-    seconds = drive(engine, first, answered)
-    return {
-        "requests_s": load.users * load.rounds / seconds,
-        "first": spread([request.ttft_ms for request in first]),
-        "later": spread([request.ttft_ms for request in later]),
-        "itl": spread([gap for request in first + later for gap in request.gaps_ms()]),
-    }
-
-
-def share(engine: Engine, load: Sharing, *, tier: bool) -> dict[str, Spread | float]:
-    """Time requests at once that begin alike: their history in the engine's own cache, in the tier.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """Requests that are asked at once, and begin alike.
 
     Args:
-        engine: that computes them.
-        load: the requests.
-        tier: whether the engine has one.
-
-    Returns:
-        `own` and `tier`, the times to first token; `own s` and `tier s`, seconds until all ended.
+        requests: how many.
+        history: tokens that they share.
+        new: tokens of each alone.
+        answer: tokens of each answer.
     """
-    history = engine.prompt(load.history)
-    engine.seconds(history)
-    figures: dict[str, Spread | float] = {}
-    for place in ("own", "tier")[: 1 + tier]:
-        time.sleep(SETTLE_S)
-        if place == "tier":
-            engine.forget()
-        prompts = [history + engine.prompt(load.new) for _ in range(load.requests)]
-        requests = [Request(prompt, load.answer) for prompt in prompts]
-        figures[f"{place} s"] = drive(engine, requests)
-        figures[place] = spread([request.ttft_ms for request in requests])
-    return figures
+
+    requests: int
+    history: int
+    new: int
+    answer: int
+
+    def measure(self, engine: Engine) -> list[Figures]:
+        """Time the requests, their history in the engine's own cache and then in the tier, if any.
+
+        Returns:
+            `own` and `tier`, the times to first token; `own s` and `tier s`, seconds until all
+            ended.
+        """
+        history = engine.prompt(self.history)
+        engine.seconds(history)
+        figures: Figures = {}
+        for place in ("own", "tier") if engine.hits == "tier" else ("own",):
+            time.sleep(STORE_S)
+            if place == "tier":
+                engine.forget()
+            prompts = [history + engine.prompt(self.new) for _ in range(self.requests)]
+            requests = [Request(prompt, self.answer) for prompt in prompts]
+            figures[f"{place} s"] = drive(engine, requests)
+            figures[place] = spread([request.ttft_ms for request in requests])
+        return [figures]
 
 
 def spread(values: list[float]) -> Spread:

@@ -6,27 +6,14 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 from rich.console import Console
 
+from lmcache_xpu.bench.report import Page
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.harness.outputs import check_file
 
 __all__ = ["Outputs", "Page"]
-
-
-class Page(Protocol):
-    """The figures of a run."""
-
-    def as_dict(self, machine: dict[str, str], command: str) -> dict[str, Any]:
-        """Return all of them, for a file."""
-
-    def show(self, console: Console) -> None:
-        """Print them as tables."""
-
-    def plot(self, path: Path) -> None:
-        """Draw them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,13 +34,21 @@ class Outputs:
         """Refuse a file that can't be written, before anything is measured.
 
         Raises:
-            SettingsError: names the first one, and the cause.
+            SettingsError: names the first one, and the cause; or matplotlib is not installed.
         """
         options = {"--json": self.json_file, "--report": self.report, "--plot": self.plot_file}
         for option, path in options.items():
             if path is not None:
                 check_file(path, option)
-        if self.plot_file is not None and self.plot_file.suffix[1:] not in plot_suffixes():
+        if self.plot_file is None:
+            return
+        try:
+            from matplotlib.backend_bases import FigureCanvasBase
+        except ImportError:
+            raise SettingsError(
+                "no matplotlib", "it to be installed for a plot", "pip install matplotlib"
+            ) from None
+        if self.plot_file.suffix[1:] not in FigureCanvasBase.get_supported_filetypes():
             raise SettingsError(
                 f"--plot {self.plot_file}", "a file that ends in .png, .svg or .pdf"
             )
@@ -95,18 +90,3 @@ class Outputs:
         for path in (self.report, self.json_file, self.plot_file):
             if path is not None:
                 console.print(f"Written: {path}", markup=False, highlight=False, soft_wrap=True)
-
-
-def plot_suffixes() -> list[str]:
-    """Return the endings of files that a plot can be written to.
-
-    Raises:
-        SettingsError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError:
-        raise SettingsError(
-            "no matplotlib", "it to be installed for a plot", "pip install matplotlib"
-        ) from None
-    return sorted(FigureCanvasBase.get_supported_filetypes())

@@ -1,7 +1,7 @@
-"""Takes out of a text what tells whose machine it is.
+"""Hides keys, passwords, names of machines and users, addresses and paths in a text.
 
-A value is shown where the name before it is listed here: the name of a variable, an option or a
-setting. Paths are shown where they are listed. Only what has no name, such as an address, is
+A value is shown if the name before it is listed here: the name of a variable, an option or a
+setting. Paths are shown if they are listed. Only a value without a name, such as an address, is
 recognised by its form.
 """
 
@@ -143,8 +143,8 @@ class Redactor:
     """Hides keys, passwords, names of hosts and users, paths and addresses.
 
     Args:
-        environ: variables. Values of those that are not listed here are taken out of all texts, and
-            so are the hosts of addresses in any.
+        environ: variables. Values of unlisted ones are hidden in all texts, and so are the hosts of
+            addresses in any.
         hosts: names of this machine.
         users: names of its users.
         homes: the user's home directories.
@@ -201,7 +201,7 @@ class Redactor:
         return cls(os.environ, hosts=hosts, users=users, homes=homes)
 
     def __call__(self, value: Any) -> Any:
-        """Return a text, or all texts and keys of lists and objects, without what tells."""
+        """Return a text, or lists and objects of texts, with what has to be hidden taken out."""
         if isinstance(value, Mapping):
             return {self(str(key)): self._value(str(key), x) for key, x in value.items()}
         if isinstance(value, (list, tuple)):

@@ -2,136 +2,245 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 
 from lmcache_xpu import versions
-from lmcache_xpu.bench.child import Child
-from lmcache_xpu.bench.shapes import Row, Shape
+from lmcache_xpu.bench.jobs import Job, exactness, link_gb_s, warm_up
+from lmcache_xpu.bench.shapes import Shape
 from lmcache_xpu.bench.variants import Variant
 from lmcache_xpu.launch.serve import built_for
 
+# vLLM keeps one core from its CPU worker, and with a KV connector another one: engines with and
+# without would compute on different numbers of cores.
+COMMON = {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
+PROGRAM = "from lmcache_xpu.bench.engine import main; main()"
+END_S = 30.0
+
 
 @dataclass(slots=True)
-class EngineResult:
-    """How an engine's measurement went.
+class Result:
+    """The figures of one engine.
 
     Args:
         variant: its variant's name.
         title: its name for readers.
-        error: the cause why it did not start, or did not end.
+        error: why it did not start, or gave no more answers.
         seconds: time that its answers took.
+        exact: share of blocks that a hit restored to the byte; None where nothing was compared.
+        link_gb_s: speed of a raw copy by all devices together; of the engine without a connector.
+        rounds: row or load -> what was measured each time.
     """
 
     variant: str
     title: str
-    error: str | None = field(default=None, kw_only=True)
-    seconds: float = field(default=0.0, kw_only=True)
-
-
-@dataclass(slots=True)
-class Result(EngineResult):
-    """The figures of one engine.
-
-    Args:
-        exact: share of blocks that a hit restored to the byte; None without a tier.
-        ms: row -> source -> milliseconds.
-        tokens: row -> cached tokens.
-        link_gb_s: speed of a raw copy by all devices together; from the engine without a
-            connector.
-    """
-
+    error: str | None = None
+    seconds: float = 0.0
     exact: float | None = None
-    ms: dict[str, dict[str, float]] = field(default_factory=dict)
-    tokens: dict[str, int] = field(default_factory=dict)
     link_gb_s: dict[str, float] = field(default_factory=dict)
+    rounds: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+    @property
+    def ms(self) -> dict[str, dict[str, float]]:
+        """Medians of the rounds of `bench engine`: row -> source -> milliseconds."""
+        return {
+            row: {
+                source: statistics.median(seconds[source] for seconds in rounds) * 1e3
+                for source in rounds[0]
+            }
+            for row, rounds in self.rounds.items()
+        }
 
 
-class Questions:
-    """Asks engines, and shows what is asked.
+class Child:
+    """A process with an engine; a context manager.
+
+    It starts at once, and `ask` waits until it has started.
 
     Args:
-        console: where the progress is shown.
-        show: called with what is being done.
+        variant: the engine's variant.
+        shape: the model's shape.
+        model: the model's directory.
+        graphs: whether vLLM compiles graphs.
+        timeout_s: seconds that the start, and each answer, may take.
+        mask: the variable that chooses among the devices.
     """
 
-    def __init__(self, console: Console, show: Callable[[str], None] = lambda _: None) -> None:
-        self._console = console
-        self._show = show
+    def __init__(
+        self,
+        variant: Variant,
+        shape: Shape,
+        model: str,
+        *,
+        graphs: bool,
+        timeout_s: float,
+        mask: Mapping[str, str],
+    ) -> None:
+        self.variant = variant
+        self.result = Result(variant.name, variant.title)
+        self._timeout_s = timeout_s
+        device = built_for()
+        values = json.dumps(variant.values(shape, model, device, graphs=graphs))
+        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - see __exit__
+        self._connection, theirs = Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", PROGRAM, values, variant.hits, str(theirs.fileno())],
+                env={**os.environ, **COMMON, **mask, **variant.variables(shape, device)},
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+            )
+        self._started = False
 
-    def ask(
-        self, result: EngineResult, child: Child, name: str, job: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Return an engine's answer; an empty one, and an error in its result, if it failed.
-
-        Args:
-            result: the engine's.
-            child: its process.
-            name: of the job, for readers.
-            job: see `jobs.answer`.
-        """
-        if result.error is not None:
-            return {}
-        self._show(f"{result.title}: {name}")
+    def ask(self, job: Job) -> Any:
+        """Return a job's answer; None, and the result has an error, if the engine failed."""
         begin = time.monotonic()
-        with self._console.status(f"{result.title}: {name}"):
-            answer = child.ask(job)
-        result.seconds += time.monotonic() - begin
-        if answer is None:
-            result.error = child.error
-            self._console.print(f"{result.title}: {child.error}", markup=False, highlight=False)
-        return answer or {}
+        if not self._started:
+            self._answer()
+            self._started = True
+        answer = None
+        if self.result.error is None:
+            with suppress(BrokenPipeError):  # it has ended; `_answer` says why
+                self._connection.send(job)
+            answer = self._answer()
+        self.result.seconds += time.monotonic() - begin
+        return answer
 
-    def end(self, result: EngineResult) -> None:
-        """Say how long an engine took that did not fail."""
-        if result.error is None:
-            self._console.print(f"{result.title}: {result.seconds:.0f} s", highlight=False)
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None or self.result.error is not None:
+            self._process.kill()
+        self._connection.close()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+
+    def _answer(self) -> Any:
+        try:
+            if self._connection.poll(self._timeout_s):
+                return self._connection.recv()
+            self.result.error = f"no answer within {self._timeout_s:.0f} s"
+        except (EOFError, ConnectionResetError):
+            code = self._process.wait()
+            self._log.seek(0)
+            self.result.error = _cause(self._log.read().splitlines()[-60:], code)
+        return None
 
 
-def started(
-    shape: Shape, engines: list[Variant], *, in_turn: bool, graphs: bool, timeout_s: float
-) -> Iterator[list[Child]]:
-    """Start engines: yield those that run at once, and end them when the next ones are asked for.
+def _cause(lines: list[str], code: int) -> str:
+    errors = [line for line in lines if "Error" in line and "raise " not in line]
+    return (errors[-1].strip() if errors else f"exit code {code}")[:300]
+
+
+def run(
+    shape: Shape,
+    engines: list[Variant],
+    jobs: Mapping[str, Job],
+    *,
+    repeats: int,
+    compare: bool = True,
+    in_turn: bool = False,
+    graphs: bool = False,
+    timeout_s: float,
+    console: Console,
+    save: Callable[[list[Result]], None],
+    show: Callable[[str], None] = lambda _: None,
+) -> list[Result]:
+    """Measure engines; one that fails is a result with an error.
 
     Args:
         shape: the model's shape.
         engines: the engines' variants.
-        in_turn: whether all engines are there at once, so that they meet the same host. They share
-            the devices out, see `device_masks`. Else there is one engine after another.
+        jobs: row or load -> job.
+        repeats: repeats of each job; medians count.
+        compare: whether to compare the bytes of a hit first, and to time a raw copy.
+        in_turn: whether all engines are there at once and each job goes to one after another, so
+            that they meet the same host. They share the devices out, see `device_masks`.
         graphs: whether vLLM compiles graphs.
         timeout_s: seconds that an engine may take to start, and for each answer.
+        console: where the progress is shown.
+        save: called with all results so far after each job's repeats.
+        show: called with what is being done.
     """
-    device = built_for()
-    masks = device_masks(device, shape.devices) if in_turn else [{}]
-    with tempfile.TemporaryDirectory() as directory:
-        shape.write(Path(directory))
+
+    def ask(child: Child, name: str, job: Job) -> Any:
+        result = child.result
+        if result.error is not None:
+            return None
+        show(f"{result.title}: {name}")
+        with console.status(f"{result.title}: {name}"):
+            answer = child.ask(job)
+        if result.error is not None:
+            console.print(f"{result.title}: {result.error}", markup=False, highlight=False)
+        return answer
+
+    results: list[Result] = []
+    for children in _started(shape, engines, in_turn=in_turn, graphs=graphs, timeout_s=timeout_s):
+        results += [child.result for child in children]
+        for child in children:
+            first = shape.lengths[0]
+            ask(child, "start", partial(warm_up, length=first))
+            if compare and child.variant.hits == "none":
+                copies = partial(link_gb_s, repeats=repeats, devices=shape.devices)
+                child.result.link_gb_s = ask(child, "raw copy", copies) or {}
+            elif compare:
+                child.result.exact = ask(child, "exactness", partial(exactness, length=first))
+        save(results)
+        for name, job in jobs.items():
+            rounds: dict[str, list[dict[str, Any]]] = {}
+            for _ in range(repeats):
+                for child in children:
+                    rounds.setdefault(child.variant.name, []).extend(ask(child, name, job) or [])
+            for child in children:
+                if child.result.error is None:
+                    child.result.rounds[name] = rounds[child.variant.name]
+            save(results)
+        for child in children:
+            if child.result.error is None:
+                seconds = f"{child.result.seconds:.0f} s"
+                console.print(f"{child.result.title}: {seconds}", highlight=False)
+    return results
+
+
+def _started(
+    shape: Shape, engines: list[Variant], *, in_turn: bool, graphs: bool, timeout_s: float
+) -> Iterator[list[Child]]:
+    """Start engines: yield all at once, or one after another, and end them after that."""
+    masks = device_masks(built_for(), shape.devices) if in_turn else [{}]
+    with tempfile.TemporaryDirectory() as model:
+        shape.write(Path(model))
         for group in [engines] if in_turn else [[variant] for variant in engines]:
             with ExitStack() as stack:
-                yield [
-                    stack.enter_context(
-                        Child(
-                            variant,
-                            shape,
-                            directory,
-                            device,
-                            graphs=graphs,
-                            timeout_s=timeout_s,
-                            mask=masks[number % len(masks)],
-                        )
+                children = []
+                for number, variant in enumerate(group):
+                    mask = masks[number % len(masks)]
+                    child = Child(
+                        variant, shape, model, graphs=graphs, timeout_s=timeout_s, mask=mask
                     )
-                    for number, variant in enumerate(group)
-                ]
+                    children.append(stack.enter_context(child))
+                yield children
 
 
 def device_masks(device: str, count: int) -> list[dict[str, str]]:
@@ -149,46 +258,10 @@ def device_masks(device: str, count: int) -> list[dict[str, str]]:
     from vllm.platforms import current_platform
 
     variable = current_platform.device_control_env_var
-    chosen = os.environ.get(variable)
-    names = chosen.split(",") if chosen else [*map(str, range(torch.accelerator.device_count()))]
+    users = os.environ.get(variable)
+    names = users.split(",") if users else [*map(str, range(torch.accelerator.device_count()))]
     firsts = range(0, len(names) - count + 1, count)  # what is left over is no engine's
     return [{variable: ",".join(names[first : first + count])} for first in firsts] or [{}]
-
-
-def run(
-    shape: Shape,
-    engines: list[Variant],
-    *,
-    repeats: int,
-    rows: Sequence[Row],
-    in_turn: bool,
-    graphs: bool,
-    timeout_s: float,
-    console: Console,
-    save: Callable[[list[Result]], None] = lambda _: None,
-    show: Callable[[str], None] = lambda _: None,
-) -> list[Result]:
-    """Measure engines; one that fails is a result with an error.
-
-    Args:
-        shape: the model's shape.
-        engines: the engines' variants.
-        repeats: repeats of each row; medians count.
-        rows: of the shape.
-        in_turn: see `started`; each row then goes to one engine after another.
-        graphs: whether vLLM compiles graphs.
-        timeout_s: seconds that an engine may take to start, and for each answer.
-        console: where the progress is shown.
-        save: called with all results so far after each row.
-        show: called with what is being done.
-    """
-    results: list[Result] = []
-    groups = started(shape, engines, in_turn=in_turn, graphs=graphs, timeout_s=timeout_s)
-    for children in groups:
-        pairs = [(Result(child.variant.name, child.variant.title), child) for child in children]
-        results += [result for result, _ in pairs]
-        _measure(pairs, shape, rows, repeats, Questions(console, show), partial(save, results))
-    return results
 
 
 def device_memory_bytes() -> int:
@@ -214,61 +287,16 @@ def machine() -> dict[str, str]:
         properties = module.get_device_properties()
         driver = getattr(properties, "driver_version", None) or getattr(torch.version, "cuda", "")
         device += f", driver or runtime {driver}" if driver else ""
+    info = Path("/proc/cpuinfo").read_text()
+    names = (line for line in info.splitlines() if line.startswith("model name"))
+    cpu = next(names, ": unknown").partition(":")[2].strip()
     return {
         "device": device,
-        "cpu": f"{_cpu_name()}, {os.cpu_count()} threads",
+        "cpu": f"{cpu}, {os.cpu_count()} threads",
         "system": platform.platform(),
         "python": platform.python_version(),
         "torch": installed.torch or "",
         "vllm": installed.vllm or "",
         "lmcache": installed.lmcache or "",
         "date": time.strftime("%Y-%m-%d"),
-    }
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return "unknown"
-
-
-def _measure(
-    children: list[tuple[Result, Child]],
-    shape: Shape,
-    rows: Sequence[Row],
-    repeats: int,
-    questions: Questions,
-    save: Callable[[], None],
-) -> None:
-    """Let each child do all jobs, and fill in its result; a run may be ended after any row."""
-    first = shape.lengths[0]
-    ask = questions.ask
-    for result, child in children:
-        ask(result, child, "start", {"warm up": first // 2})
-        if result.variant == "none":
-            copies = {"repeats": repeats, "devices": shape.devices}
-            answer = ask(result, child, "raw copy", {"link": copies})
-            result.link_gb_s = answer.get("link", {})
-        else:
-            result.exact = ask(result, child, "exactness", {"exact": first}).get("exact")
-    for row in rows:
-        rounds: dict[str, list[dict[str, float]]] = {}
-        for _ in range(repeats):
-            for result, child in children:
-                answer = ask(result, child, row.name, row.job)
-                rounds.setdefault(result.variant, []).extend(answer.get("rounds", []))
-        for result, _ in children:
-            if result.error is None:
-                result.ms[row.name] = medians(rounds[result.variant])
-                result.tokens[row.name] = row.tokens
-        save()
-    for result, _ in children:
-        questions.end(result)
-
-
-def medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the median of each source, milliseconds."""
-    return {
-        name: statistics.median(seconds[name] for seconds in rounds) * 1e3 for name in rounds[0]
     }

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.harness.random_model import ModelSpec, llama_config
+from lmcache_xpu.harness.random_model import DEMO, ModelSpec, llama_config
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,21 +23,6 @@ class Turn:
 
     def __str__(self) -> str:
         return f"{self.history} + {self.new}"
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """The requests that are timed together.
-
-    Args:
-        name: their name for readers.
-        tokens: cached tokens of all prompts.
-        job: see `jobs.answer`.
-    """
-
-    name: str
-    tokens: int
-    job: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +43,7 @@ class Shape:
     turns: tuple[Turn, ...]
     crowd: int
     crowd_turn: Turn
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any]
 
     @property
     def name(self) -> str:
@@ -75,100 +62,72 @@ class Shape:
             settings[name] /= count
         return replace(self, settings=settings)
 
-    def rows(self, names: Collection[str] = ()) -> list[Row]:
-        """Return the requests to time, in this order: those of these names, or all.
+    @property
+    def rows(self) -> dict[str, int | list[Turn]]:
+        """The requests by name, each a whole prompt of some length, or later turns at once."""
+        return {
+            **{f"{length}": length for length in self.lengths},
+            **{f"{turn}": [turn] for turn in self.turns},
+            f"{self.crowd} x ({self.crowd_turn})": [self.crowd_turn] * self.crowd,
+        }
 
-        Raises:
-            SettingsError: there are none of a name.
-        """
-        crowd = [self.crowd_turn] * self.crowd
-        rows = [
-            *(Row(f"{length}", length, {"whole": length}) for length in self.lengths),
-            *(Row(f"{turn}", turn.history, _later([turn])) for turn in self.turns),
-            Row(
-                f"{self.crowd} x ({self.crowd_turn})",
-                sum(turn.history for turn in crowd),
-                _later(crowd),
-            ),
-        ]
-        by_name = {row.name: row for row in rows}
-        for name in names:
-            if name not in by_name:
-                raise SettingsError(f"row {name!r}", f"one of {', '.join(by_name)}")
-        return [row for row in rows if not names or row.name in names]
+    def cached_tokens(self, row: str) -> int:
+        """Return the number of cached tokens of all prompts of a row."""
+        prompts = self.rows[row]
+        return prompts if isinstance(prompts, int) else sum(turn.history for turn in prompts)
 
     def write(self, directory: Path) -> None:
         """Write the model's configuration; weights are made up when it is loaded."""
         (directory / "config.json").write_text(json.dumps(llama_config(self.model)))
 
 
-def _later(turns: Sequence[Turn]) -> dict[str, Any]:
-    return {"later": [[turn.history, turn.new] for turn in turns]}
+def chosen(kind: str, choices: Mapping[str, T], names: Collection[str]) -> dict[str, T]:
+    """Return the choices of these names, in their own order; all of them without names.
 
+    Raises:
+        SettingsError: there is none of a name.
+    """
+    for name in names:
+        if name not in choices:
+            raise SettingsError(f"{kind} {name!r}", f"one of {', '.join(choices)}")
+    return {name: choice for name, choice in choices.items() if not names or name in names}
+
+
+_LLAMA_8B = ModelSpec(
+    name="8b",
+    hidden=4096,
+    layers=32,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    intermediate=14336,
+    vocabulary=128256,
+    positions=131072,
+    dtype="bfloat16",
+    qk_gain=1.0,
+)
+# Several engines may share a device.
+_GPU = {"memory_fraction": 0.2}
 
 SHAPES = (
     Shape(
-        model=ModelSpec(
-            name="8b",
-            hidden=4096,
-            layers=32,
-            heads=32,
-            kv_heads=8,
-            head_dim=128,
-            intermediate=14336,
-            vocabulary=128256,
-            positions=131072,
-            dtype="bfloat16",
-            qk_gain=1.0,
-        ),
+        model=_LLAMA_8B,
         lengths=(8192, 32768, 65536),
         turns=(Turn(32768, 2048), Turn(61440, 4096)),
         crowd=4,
         crowd_turn=Turn(16384, 1024),
-        settings={
-            "max_model_len": 70_000,
-            "memory_fraction": 0.2,  # several engines may share the device
-            "kv_cache_gib": 12,
-            "cpu_gib": 24,
-        },
+        settings={**_GPU, "max_model_len": 70_000, "kv_cache_gib": 12, "cpu_gib": 24},
     ),
-    Shape(  # for cards of 8 GiB and more, which a Llama of 8 billion parameters does not fit
-        model=ModelSpec(
-            name="1b",
-            hidden=2048,
-            layers=16,
-            heads=32,
-            kv_heads=8,
-            head_dim=64,
-            intermediate=8192,
-            vocabulary=128256,
-            positions=131072,
-            dtype="bfloat16",
-            qk_gain=1.0,
-        ),
+    Shape(  # for devices of 8 GiB and more, which a Llama of 8 billion parameters does not fit
+        model=replace(_LLAMA_8B, name="1b", hidden=2048, layers=16, head_dim=64, intermediate=8192),
         lengths=(8192, 32768),
         turns=(Turn(16384, 1024),),
         crowd=4,
         crowd_turn=Turn(8192, 512),
-        settings={
-            "max_model_len": 40_000,
-            "memory_fraction": 0.2,
-            "kv_cache_gib": 2,
-            "cpu_gib": 4,
-        },
+        settings={**_GPU, "max_model_len": 40_000, "kv_cache_gib": 2, "cpu_gib": 4},
     ),
     Shape(
-        model=ModelSpec(
-            name="small",
-            hidden=512,
-            layers=8,
-            heads=8,
-            kv_heads=4,
-            head_dim=64,
-            intermediate=1408,
-            vocabulary=8192,
-            qk_gain=1.0,
-        ),
+        model=replace(DEMO, name="small", kv_heads=4, vocabulary=8192, qk_gain=1.0),
         lengths=(1024, 2048, 4096),
         turns=(Turn(2048, 256), Turn(3840, 256)),
         crowd=4,
@@ -176,8 +135,6 @@ SHAPES = (
         settings={"max_model_len": 4608, "kv_cache_gib": 1, "cpu_gib": 2, "block_tokens": 128},
     ),
 )
-
-
 # What the largest shape takes of a device: weights of 15 GiB, KV cache of 12 GiB, and activations.
 LARGE_GIB = 32
 

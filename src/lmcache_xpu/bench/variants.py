@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from lmcache_xpu.bench.shapes import Shape
-from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.bench.shapes import Shape, chosen
 from lmcache_xpu.launch.cache_server import PAGES, PROGRAM
 from lmcache_xpu.launch.settings import Settings
 
@@ -27,56 +26,46 @@ class Variant:
         title: its name for readers.
         settings: settings that it has beside the shape's.
         connector: vLLM's KV transfer configuration, where the connector is not ours.
-        environment: variables of its process.
-        hits: where the KV cache of a prompt is that was computed, and then pushed out.
+        hits: the place of a prompt's KV cache that was computed, and then pushed out.
     """
 
     name: str
     title: str
     settings: dict[str, Any] = field(default_factory=dict)
     connector: dict[str, Any] | None = None
-    environment: dict[str, str] = field(default_factory=dict)
     hits: Hits = "tier"
 
     def values(self, shape: Shape, model: str, device: str, *, graphs: bool) -> dict[str, Any]:
         """Return the values that `Settings.load` makes the engine's settings from."""
-        extra = ["--load-format", "dummy", "--skip-tokenizer-init"]
-        if self.connector is not None:
-            extra += ["--kv-transfer-config", json.dumps(self.connector)]
-        return {
+        values: dict[str, Any] = {
             "model": model,
             "device": device,
             "dtype": shape.model.dtype,
             "enforce_eager": not graphs,
             "log_level": "warning",
+            "extra_args": ["--load-format", "dummy", "--skip-tokenizer-init"],
             **shape.settings,
             **self.settings,
-            "extra_args": extra,
         }
+        if self.connector is not None:
+            config = json.dumps(self.connector | {"kv_role": "kv_both"})
+            values["extra_args"] += ["--kv-transfer-config", config]
+            values["offload"] = False
+        return values
 
     def variables(self, shape: Shape, device: str) -> dict[str, str]:
         """Return the variables of the process that are not the settings'."""
-        gib = shape.settings["cpu_gib"]
-        common = {"LMCACHE_XPU_DEVICES": device}
-        if self.connector is not None:
-            common = {"LMCACHE_XPU_STOCK": "1"}
+        if self.connector is None:
+            return {"LMCACHE_XPU_DEVICES": device}
+        variables = {"LMCACHE_XPU_STOCK": "1"}
         if self.name.startswith("lmcache"):
-            common |= {
+            variables |= {
                 "LMCACHE_CHUNK_SIZE": "256",
                 "LMCACHE_LOCAL_CPU": "True",
-                "LMCACHE_MAX_LOCAL_CPU_SIZE": str(gib),
+                "LMCACHE_MAX_LOCAL_CPU_SIZE": str(shape.settings["cpu_gib"]),
+                "LMCACHE_USE_LAYERWISE": str(self.name == "lmcache-layerwise"),
             }
-        return common | self.environment
-
-
-def _stock(name: str, title: str, layerwise: bool) -> Variant:
-    return Variant(
-        name=name,
-        title=title,
-        settings={"offload": False},
-        connector={"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"},
-        environment={"LMCACHE_USE_LAYERWISE": str(layerwise)},
-    )
+        return variables
 
 
 def lmcache_server(settings: Settings, socket: Path) -> list[str]:
@@ -93,35 +82,31 @@ def lmcache_server(settings: Settings, socket: Path) -> list[str]:
 
 def variants(shape: Shape) -> tuple[Variant, ...]:
     """Return all variants, the one without a connector first: it sets the limits."""
-    offloading = {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "cpu_bytes_to_use": int(shape.settings["cpu_gib"] * shape.devices * 2**30)
-        },
-    }
+    cpu_bytes = int(shape.settings["cpu_gib"] * shape.devices * 2**30)
+    stock = {"kv_connector": "LMCacheConnectorV1"}
     return (
         Variant(name="none", title="no connector", settings={"offload": False}, hits="none"),
         Variant(name="ours", title="ours, standard"),
         Variant(name="ours-layerwise", title="ours, layerwise", settings={"layerwise": True}),
         Variant(name="ours-server", title="ours, LMCache's server", settings={"cache": "server"}),
-        _stock("lmcache", "LMCache, standard", layerwise=False),
-        _stock("lmcache-layerwise", "LMCache, layerwise", layerwise=True),
+        Variant(name="lmcache", title="LMCache, standard", connector=stock),
+        Variant(name="lmcache-layerwise", title="LMCache, layerwise", connector=stock),
         Variant(
             name="lmcache-server",
             title="LMCache, server",
-            settings={"offload": False, "cache": "server"},
+            settings={"cache": "server"},
             connector={
                 "kv_connector": "LMCacheMPConnector",
-                "kv_role": "kv_both",
                 "kv_connector_extra_config": {"lmcache.mp.server_urls": SERVER_URL},
             },
         ),
         Variant(
             name="offloading",
             title="vLLM's OffloadingConnector",
-            settings={"offload": False},
-            connector=offloading,
+            connector={
+                "kv_connector": "OffloadingConnector",
+                "kv_connector_extra_config": {"cpu_bytes_to_use": cpu_bytes},
+            },
         ),
     )
 
@@ -133,14 +118,11 @@ def variants_named(
 
     Args:
         shape: the model's.
-        names: those that are wanted.
+        names: the names on the command line.
         more: variants beside the usual ones.
 
     Raises:
         SettingsError: there is none of a name.
     """
     by_name = {variant.name: variant for variant in (*variants(shape), *more)}
-    for name in names or ():
-        if name not in by_name:
-            raise SettingsError(f"variant {name!r}", f"one of {', '.join(by_name)}")
-    return [variant for name, variant in by_name.items() if not names or name in names]
+    return [*chosen("variant", by_name, names or ()).values()]

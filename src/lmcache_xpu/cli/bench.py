@@ -110,6 +110,7 @@ def engine(
     one with this package.
     """
     from lmcache_xpu.bench import runner
+    from lmcache_xpu.bench.jobs import row_jobs
     from lmcache_xpu.bench.outputs import Outputs
     from lmcache_xpu.bench.report import Figures
     from lmcache_xpu.bench.shapes import default_name, shape_named
@@ -120,15 +121,15 @@ def engine(
     outputs.check()
     model = shape_named(shape or default_name(built_for(), runner.device_memory_bytes()))
     model = model.on_devices(tensor_parallel)
-    variants, rows = variants_named(model, variant), model.rows(only or ())
+    variants, jobs = variants_named(model, variant), row_jobs(model, only or ())
     command = _command("engine", model, repeats, variant, in_turn=in_turn, graphs=graphs)
     command += "".join(f" --row '{name}'" for name in only or ())
     run = partial(
         runner.run,
         model,
         variants,
+        jobs,
         repeats=repeats,
-        rows=rows,
         in_turn=in_turn,
         graphs=graphs,
         timeout_s=timeout_s,
@@ -165,10 +166,10 @@ def load(
 
     Exits with 1 if an engine with this package fails.
     """
-    from lmcache_xpu.bench import load_runner, runner
+    from lmcache_xpu.bench import runner
     from lmcache_xpu.bench.load import load_named
-    from lmcache_xpu.bench.load_report import LoadFigures
     from lmcache_xpu.bench.outputs import Outputs
+    from lmcache_xpu.bench.report import LoadFigures
     from lmcache_xpu.bench.shapes import default_name
     from lmcache_xpu.bench.variants import variants_named
     from lmcache_xpu.launch.serve import built_for
@@ -177,18 +178,17 @@ def load(
     outputs.check()
     loads = load_named(shape or default_name(built_for(), runner.device_memory_bytes()))
     loads = loads.on_devices(tensor_parallel)
-    for name in only or ():
-        if name not in loads.jobs():
-            raise SettingsError(f"load {name!r}", f"one of {', '.join(loads.jobs())}")
+    jobs = loads.jobs(only or ())
     variants = variants_named(loads.shape, variant, loads.more_variants())
     command = _command("load", loads.shape, repeats, variant, in_turn=in_turn, graphs=graphs)
     command += "".join(f" --load {name}" for name in only or ())
     run = partial(
-        load_runner.run,
-        loads,
+        runner.run,
+        loads.shape,
         variants,
+        jobs,
         repeats=repeats,
-        only=only or (),
+        compare=False,
         in_turn=in_turn,
         graphs=graphs,
         timeout_s=timeout_s,

@@ -30,9 +30,8 @@ def report(
     file is written after each part, so an interrupted report is one, too. Exits with 1 when a part
     fails.
     """
-    from lmcache_xpu.bench.machine_report import MachineReport
+    from lmcache_xpu.bench.machine_report import MachineReport, parts
     from lmcache_xpu.bench.redaction import Redactor
-    from lmcache_xpu.bench.report_parts import parts
     from lmcache_xpu.cli.progress import terminal_line
     from lmcache_xpu.harness.outputs import check_file
 

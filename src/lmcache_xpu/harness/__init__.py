@@ -1,1 +1,1 @@
-"""The demo: a small model, a real engine, a client that measures, and the story they tell."""
+"""The demo, and its parts: a small model, an engine in a process, a client that measures."""

@@ -10,16 +10,10 @@ from lmcache_xpu.metrics import FLOWS
 
 __all__ = ["Advice", "CacheUse", "Failures", "advise"]
 
-CHUNK_TOKENS = 256  # LMCache's and our default; a page does not tell it
+CHUNK_TOKENS = 256  # LMCache's and our default; no metric says it
 FULL = 0.95
-HARMLESS = (
-    "incomplete",
-    "behind",
-    "late",
-    "missing",
-    "overtaken",
-    "unfilled",
-)  # these cost hits, and need nobody
+# Reasons that cost hits, and need nobody.
+HARMLESS = ("incomplete", "behind", "late", "missing", "overtaken", "unfilled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +37,8 @@ class Failures:
         """What it means, and what to do."""
         for flow in FLOWS:
             if (flow.direction, flow.tier) == (self.direction, self.tier):
-                reasons = flow.reasons
-                return reasons.get(self.reason) or "The move raised: the log has the cause"
+                return flow.reasons.get(self.reason) or "The move raised: the log has the cause"
         return "The log has the cause"
-
-    @property
-    def harmless(self) -> bool:
-        """Whether nobody has to do anything."""
-        return self.reason in HARMLESS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +47,10 @@ class CacheUse:
 
     Args:
         requests: that have ended.
-        prompt_tokens: of prompts that were begun.
-        device_tokens: of these, in the engine's own cache.
-        cpu_tokens, disk_tokens, shared_tokens: of these, in each tier.
-        looked_up_tokens: of these, looked up in the tiers.
+        prompt_tokens: of prompts that were started.
+        device_tokens: prompt tokens in the engine's own cache.
+        cpu_tokens, disk_tokens, shared_tokens: prompt tokens in each tier.
+        looked_up_tokens: prompt tokens looked up in the tiers.
         stored_tokens: by tier, cpu, disk and shared.
         evicted_chunks: that left the CPU tier; of models with several KV caches, parts of chunks.
         preemptions: requests whose KV cache had to make room.
@@ -102,7 +90,7 @@ class CacheUse:
 
         def count(name: str, **labels: str) -> float:
             before = 0.0 if earlier is None else earlier.sum(name, **labels)
-            # An engine that was started anew in between begins at 0.
+            # An engine that was restarted in between counts from 0.
             return max(0.0, page.sum(name, **labels) - before)
 
         external = count("vllm:external_prefix_cache_hits_total")
@@ -122,7 +110,9 @@ class CacheUse:
             Failures(d, t, r, int(count("lmcache_xpu_errors_total", direction=d, tier=t, reason=r)))
             for d, t, r in sorted(keys)
         ]
-        usage = [sample.value for sample in page.of("vllm:kv_cache_usage_perc")]
+        stored = {
+            tier: count("lmcache_xpu_tokens_total", direction="store", tier=tier) for tier in loaded
+        }
         return cls(
             requests=count("vllm:request_success_total"),
             prompt_tokens=count("vllm:prompt_tokens_total"),
@@ -131,10 +121,7 @@ class CacheUse:
             disk_tokens=disk,
             shared_tokens=shared,
             looked_up_tokens=count("vllm:external_prefix_cache_queries_total"),
-            stored_tokens={
-                tier: count("lmcache_xpu_tokens_total", direction="store", tier=tier)
-                for tier in loaded
-            },
+            stored_tokens=stored,
             evicted_chunks=count("lmcache_xpu_evicted_total", tier="cpu"),
             preemptions=count("vllm:num_preemptions_total"),
             fallbacks=count("lmcache_xpu_fallbacks_total"),
@@ -144,7 +131,7 @@ class CacheUse:
             disk_bytes=page.sum("lmcache_xpu_disk_used_bytes"),
             disk_limit_bytes=page.sum("lmcache_xpu_disk_limit_bytes"),
             own_tokens=_own_tokens(page),
-            own_usage=max(usage, default=0.0),
+            own_usage=max((s.value for s in page.of("vllm:kv_cache_usage_perc")), default=0.0),
             running=page.sum("vllm:num_requests_running"),
             waiting=page.sum("vllm:num_requests_waiting"),
         )
@@ -193,54 +180,50 @@ def advise(use: CacheUse) -> list[Advice]:
 
 def _answer(use: CacheUse) -> Advice:
     stored = use.stored_tokens["cpu"]
-    if not use.prompt_tokens:
-        return Advice("ok", "No prompt has come yet: there is nothing to say.")
-    if use.tier_tokens:
-        return Advice(
-            "ok",
-            f"The cache works: {use.share(use.tier_tokens):.0%} of all prompt tokens came from the "
-            "tiers and were not computed again.",
-        )
-    if use.device_tokens and stored > use.own_tokens > 0:
-        return Advice(
-            "ok",
-            "All that came back was still in the engine's own cache. What has left it is in the "
-            "tiers, and nobody has asked for it again.",
-        )
-    if use.device_tokens:
-        return Advice(
-            "ok",
-            "All that came back was still in the engine's own cache. Everything fits there, so "
-            "a tier can't help.",
-        )
     average = use.prompt_tokens / use.requests if use.requests else 0.0
-    if not stored and average >= 2 * CHUNK_TOKENS:
-        return Advice(
-            "wrong",
-            f"Nothing was stored of {use.prompt_tokens:,.0f} prompt tokens: see the engine's log.",
+    if not use.prompt_tokens:
+        text = "No prompt has come yet: there is nothing to say."
+    elif use.tier_tokens:
+        text = (
+            f"The cache works: {use.share(use.tier_tokens):.0%} of all prompt tokens came from the "
+            "tiers and were not computed again."
         )
-    if not stored:
-        return Advice(
-            "ok",
+    elif use.device_tokens and stored > use.own_tokens > 0:
+        text = (
+            "All that came back was still in the engine's own cache. What has left it is in the "
+            "tiers, and nobody has asked for it again."
+        )
+    elif use.device_tokens:
+        text = (
+            "All that came back was still in the engine's own cache. Everything fits there, so "
+            "a tier can't help."
+        )
+    elif not stored and average >= 2 * CHUNK_TOKENS:
+        text = (
+            f"Nothing was stored of {use.prompt_tokens:,.0f} prompt tokens: see the engine's log."
+        )
+        return Advice("wrong", text)
+    elif not stored:
+        text = (
             f"No prompt was long enough to be stored: a chunk has {CHUNK_TOKENS} tokens, unless "
-            "chunk_tokens says otherwise.",
+            "chunk_tokens says otherwise."
         )
-    return Advice(
-        "ok",
-        "No prompt came back yet: none began as an earlier one did. If yours do, look for what "
-        "differs at their start: a date, a name, a cache_salt.",
-    )
+    else:
+        text = (
+            "No prompt came back yet: none began as an earlier one did. If yours do, look for what "
+            "differs at their start: a date, a name, a cache_salt."
+        )
+    return Advice("ok", text)
 
 
 def _hints(use: CacheUse) -> list[Advice]:
     hints = []
-    full = bool(use.disk_limit_bytes) and use.disk_bytes >= FULL * use.disk_limit_bytes
     if use.evicted_chunks and not use.disk_limit_bytes and not use.stored_tokens["shared"]:
         hints.append(
             f"The CPU tier is full and has evicted {use.evicted_chunks:,.0f} chunks: a larger one "
             "(cpu_gib) or a disk tier (disk_path, disk_gib) would keep them."
         )
-    if full:
+    if use.disk_limit_bytes and use.disk_bytes >= FULL * use.disk_limit_bytes:
         hints.append("The disk tier is full and evicts: a larger one (disk_gib) would keep more.")
     if use.preemptions:
         hints.append(
@@ -249,19 +232,12 @@ def _hints(use: CacheUse) -> list[Advice]:
         )
     advice = [Advice("hint", text) for text in hints]
     for error in use.failures:
-        advice.append(
-            Advice(
-                "hint" if error.harmless else "wrong",
-                f"{error.count:,} times a {error.direction} failed in the {error.tier} tier, "
-                f"{error.reason}: {error.meaning}.",
-            )
+        text = (
+            f"{error.count:,} times a {error.direction} failed in the {error.tier} tier, "
+            f"{error.reason}: {error.meaning}."
         )
+        advice.append(Advice("hint" if error.reason in HARMLESS else "wrong", text))
     if use.fallbacks:
-        advice.append(
-            Advice(
-                "wrong",
-                f"{use.fallbacks:,.0f} requests were computed anew because a load failed: "
-                "see the engine's log.",
-            )
-        )
+        text = f"{use.fallbacks:,.0f} requests were computed anew because a load failed: "
+        advice.append(Advice("wrong", f"{text}see the engine's log."))
     return advice

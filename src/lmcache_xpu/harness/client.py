@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from types import TracebackType
+from dataclasses import dataclass, fields
 from typing import Any, Self
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
 from lmcache_xpu.errors import EngineError
+from lmcache_xpu.harness.server import Page
 
 __all__ = ["Answer", "CacheCounts", "Client", "Message", "sse_data"]
 
@@ -42,7 +41,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheCounts:
-    """The server's cache counters, in tokens, since it started; `-` gives those of a span.
+    """The server's cache counters, in tokens, since it started; `-` gives a span's.
 
     Args:
         prompt: prompt tokens of finished prefills.
@@ -106,12 +105,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._http.close()
 
     @property
@@ -121,63 +115,31 @@ class Client:
             self._model = str(self._get("/v1/models").json()["data"][0]["id"])
         return self._model
 
-    def chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        max_tokens: int,
-        ignore_eos: bool = True,
-        seed: int = 0,
-    ) -> Answer:
-        """Return the greedy answer to a conversation, exactly `max_tokens` long if `ignore_eos`."""
-        body = {"messages": list(messages), **self._sampling(max_tokens, ignore_eos, seed)}
-        return self._stream("/v1/chat/completions", body)
+    def chat(self, messages: Sequence[Message], *, max_tokens: int) -> Answer:
+        """Return the greedy answer to a conversation, exactly `max_tokens` long."""
+        return self._stream("/v1/chat/completions", max_tokens, {"messages": list(messages)})
 
     def complete(
         self,
         prompt: str | Sequence[int],
         *,
         max_tokens: int,
-        ignore_eos: bool = True,
-        seed: int = 0,
         options: Mapping[str, Any] | None = None,
     ) -> Answer:
         """Return the greedy continuation of a text or of token ids; `options` join the request."""
-        body = {
-            "prompt": prompt if isinstance(prompt, str) else list(prompt),
-            **self._sampling(max_tokens, ignore_eos, seed),
-            **(options or {}),
-        }
-        return self._stream("/v1/completions", body)
+        words = prompt if isinstance(prompt, str) else list(prompt)
+        return self._stream("/v1/completions", max_tokens, {"prompt": words, **(options or {})})
 
     def counts(self) -> CacheCounts:
         """Return the server's cache counters, summed over its engines."""
-        totals = dict.fromkeys(_SAMPLES.values(), 0.0)
-        present = set()
-        for family in text_string_to_metric_families(self._get("/metrics").text):
-            for sample in family.samples:
-                if name := _SAMPLES.get(sample.name):
-                    totals[name] += sample.value
-                    present.add(sample.name)
-        if absent := sorted(_SAMPLES.keys() - present):
+        page = Page.parse(self._get("/metrics").text)
+        if absent := sorted(name for name in _SAMPLES if not any(page.of(name))):
             raise EngineError(
                 f"no {', '.join(absent)} on {self._http.base_url}/metrics",
                 "the metrics of a vLLM server",
                 "Start it without --disable-log-stats.",
             )
-        return CacheCounts(**{name: int(value) for name, value in totals.items()})
-
-    def _sampling(self, max_tokens: int, ignore_eos: bool, seed: int) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            "max_tokens": max_tokens,
-            "temperature": 0.0,
-            "seed": seed,
-            "ignore_eos": ignore_eos,
-            "return_token_ids": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+        return CacheCounts(**{field: int(page.sum(name)) for name, field in _SAMPLES.items()})
 
     def _get(self, path: str) -> httpx.Response:
         try:
@@ -185,36 +147,64 @@ class Client:
         except httpx.HTTPError as error:
             raise self._failure(f"{type(error).__name__} ({error})") from error
 
-    def _stream(self, path: str, body: dict[str, Any]) -> Answer:
+    def _stream(self, path: str, max_tokens: int, body: Mapping[str, Any]) -> Answer:
+        request = {
+            "model": self.model,
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+            "seed": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **body,
+        }
+        text: list[str] = []
+        token_ids: list[int] = []
+        usage: dict[str, Any] = {}
+        ttft_s: float | None = None
+        ended = False
         begin = time.perf_counter()
-        stream = _Stream(begin)
         try:
-            with self._http.stream("POST", path, json=body) as response:
-                if response.is_error:
-                    refusal = response.read().decode(errors="replace")
-                    raise self._failure(f"HTTP {response.status_code}: {refusal[:500]}")
-                for data in sse_data(response.iter_bytes()):
-                    now = time.perf_counter()
-                    if data == "[DONE]":
-                        stream.ended = True
-                        break
-                    event = json.loads(data)
-                    if "error" in event:
-                        raise self._failure(f"an error in the stream: {event['error']}")
-                    stream.add(event, now)
+            for event in self._events(path, request):
+                now = time.perf_counter()
+                if event is None:
+                    ended = True
+                    break
+                usage = event.get("usage") or usage
+                for choice in event["choices"]:
+                    # The chunk that only names the role is no token.
+                    if piece := _text(choice):
+                        ttft_s = now - begin if ttft_s is None else ttft_s
+                        text.append(piece)
+                    token_ids += choice.get("token_ids") or []
         except (httpx.HTTPError, json.JSONDecodeError) as error:
             raise self._failure(f"{type(error).__name__} ({error})") from error
         total_s = time.perf_counter() - begin
-        if stream.ttft_s is None or not (stream.ended and stream.usage):
-            raise self._failure(f"a stream without {stream.gaps}")
+        if ttft_s is None or not (ended and usage):
+            parts = {"an end": ended, "text": ttft_s is not None, "usage": bool(usage)}
+            gaps = " and ".join(part for part, has_come in parts.items() if not has_come)
+            raise self._failure(f"a stream without {gaps}")
         return Answer(
-            text="".join(stream.text),
-            token_ids=tuple(stream.token_ids),
-            ttft_s=stream.ttft_s,
+            text="".join(text),
+            token_ids=tuple(token_ids),
+            ttft_s=ttft_s,
             total_s=total_s,
-            prompt_tokens=stream.usage["prompt_tokens"],
-            completion_tokens=stream.usage["completion_tokens"],
+            prompt_tokens=usage["prompt_tokens"],
+            completion_tokens=usage["completion_tokens"],
         )
+
+    def _events(self, path: str, request: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
+        """Yield the events of a streamed answer; None at its end."""
+        with self._http.stream("POST", path, json=request) as response:
+            if response.is_error:
+                refusal = response.read().decode(errors="replace")
+                raise self._failure(f"HTTP {response.status_code}: {refusal[:500]}")
+            for data in sse_data(response.iter_bytes()):
+                event = None if data == "[DONE]" else json.loads(data)
+                if event and "error" in event:
+                    raise self._failure(f"an error in the stream: {event['error']}")
+                yield event
 
     def _failure(self, event: str) -> EngineError:
         return EngineError(
@@ -222,38 +212,6 @@ class Client:
             "a whole answer",
             "The server's log has the cause.",
         )
-
-
-@dataclass(slots=True)
-class _Stream:
-    """An answer while it comes in.
-
-    Args:
-        begin: the time of sending the request, as `time.perf_counter` has it.
-    """
-
-    begin: float
-    text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    usage: dict[str, Any] = field(default_factory=dict)
-    ttft_s: float | None = None
-    ended: bool = False
-
-    def add(self, event: dict[str, Any], now: float) -> None:
-        """Take in an event that came at this time."""
-        self.usage = event.get("usage") or self.usage
-        for choice in event["choices"]:
-            # The chunk that only names the role is no token.
-            if piece := _text(choice):
-                self.ttft_s = now - self.begin if self.ttft_s is None else self.ttft_s
-                self.text.append(piece)
-            self.token_ids += choice.get("token_ids") or []
-
-    @property
-    def gaps(self) -> str:
-        """The parts of a whole answer that did not come."""
-        parts = {"an end": self.ended, "text": self.ttft_s is not None, "usage": bool(self.usage)}
-        return " and ".join(part for part, has_come in parts.items() if not has_come)
 
 
 def _text(choice: Mapping[str, Any]) -> str:
@@ -266,7 +224,7 @@ def _text(choice: Mapping[str, Any]) -> str:
 
 
 def sse_data(chunks: Iterable[bytes]) -> Iterator[str]:
-    r"""Yield the data of each server-sent event, whatever way the network cut the bytes.
+    r"""Yield the data of each server-sent event, however the network cut the bytes.
 
     Not httpx's iter_lines: it also splits where a text has U+2028 or \x85, and JSON may.
     """

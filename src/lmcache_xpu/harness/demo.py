@@ -1,4 +1,4 @@
-"""The demo: conversations with a real engine, and where each prompt's KV cache came from.
+"""The demo: conversations with a real engine, and the place that each prompt's KV cache came from.
 
 Each user's conversation starts with a long text of their own. The engine's own KV cache holds two
 of these conversations; the CPU tier and the disk tier hold all. So:
@@ -16,7 +16,9 @@ that a reader starts by hand.
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,7 +27,6 @@ from pathlib import Path
 from rich.console import Console
 
 from lmcache_xpu.errors import EngineError, SettingsError
-from lmcache_xpu.harness.by_hand import ask_command, serve_command, write_question
 from lmcache_xpu.harness.client import Answer, CacheCounts, Client, Message
 from lmcache_xpu.harness.demo_result import Row, figures, table
 from lmcache_xpu.harness.engine_process import EngineProcess, free_port
@@ -53,12 +54,12 @@ QUESTIONS = (
 
 
 class _Conversations:
-    """The conversations of all users so far."""
+    """The conversations of all users so far, with one engine after another."""
 
-    def __init__(self, client_count: int) -> None:
+    def __init__(self) -> None:
         text = corpus()
-        self._texts = [text[i * TEXT_CHARACTERS :][:TEXT_CHARACTERS] for i in range(client_count)]
-        self._answers: list[dict[int, Answer]] = [{} for _ in range(client_count)]
+        self._texts = [text[i * TEXT_CHARACTERS :][:TEXT_CHARACTERS] for i in range(USERS)]
+        self._answers: list[dict[int, Answer]] = [{} for _ in range(USERS)]
 
     def messages(self, user: int, turn: int) -> list[Message]:
         """Return a user's conversation up to question number `turn`."""
@@ -76,34 +77,33 @@ class _Conversations:
         self._answers[user].setdefault(turn, answer)
         return answer, client.counts() - before
 
-    def same_as_before(self, client: Client, turn: int) -> int:
-        """Put a question again; counts users who get the same answer, from LMCache's tiers."""
+    def first_and_second(self, client: Client) -> list[Row]:
+        """Put two questions of each user, one right after the other."""
+        first, second = [], []
+        for user in range(USERS):
+            first.append(self.ask(client, user, 0))
+            second.append(self.ask(client, user, 1))
+        return [
+            Row.of("recomputed and stored", first, lambda c: c.prefix_hits + c.external_hits),
+            Row.of("engine's own cache", second, lambda c: c.prefix_hits),
+        ]
+
+    def third(self, client: Client, source: str) -> Row:
+        """Put the third question of each user."""
+        third = [self.ask(client, user, 2) for user in range(USERS)]
+        return Row.of(source, third, lambda c: c.external_hits)
+
+    def same_as_before(self, client: Client) -> int:
+        """Put the first questions again; counts the same answers that came from LMCache's tiers."""
         same = 0
         for user, answers in enumerate(self._answers):
-            answer, counts = self.ask(client, user, turn)
-            same += counts.external_hits > 0 and answer.token_ids == answers[turn].token_ids
+            answer, counts = self.ask(client, user, 0)
+            same += counts.external_hits > 0 and answer.token_ids == answers[0].token_ids
         return same
 
     def first_answer(self) -> str:
-        """Return the text of the first user's first answer, which nothing cached went into."""
+        """Return the text of the first user's first answer, which was computed without a cache."""
         return self._answers[0][0].text
-
-
-class _Narrator:
-    """Says what is being done; with a spinner and the seconds where there is a terminal."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._begin = time.monotonic()
-
-    @contextmanager
-    def doing(self, step: str) -> Iterator[Callable[[float], None]]:
-        """Show one step while it lasts; the function it yields takes the seconds so far."""
-        if not self._console.is_terminal:
-            self._console.print(f"{step} ...")
-        with self._console.status(f"{step} ...") as status:
-            yield lambda seconds: status.update(f"{step} ... {seconds:.0f} s")
-        self._console.print(f"[dim]{time.monotonic() - self._begin:4.0f} s[/dim]  {step}: done")
 
 
 def tell(json_file: Path | None, *, work: Path, port: int | None = None) -> list[Row]:
@@ -123,27 +123,48 @@ def tell(json_file: Path | None, *, work: Path, port: int | None = None) -> list
     console = Console()
     settings = _settings("demo", work / "disk", free_port() if port is None else port)
     _check(json_file, work, settings)
-    narrator = _Narrator(console)
-    with narrator.doing("making a small Llama and its tokenizer"):
+    begin = time.monotonic()
+
+    @contextmanager
+    def doing(step: str) -> Iterator[Callable[[float], None]]:
+        """Show one step while it lasts; the function it yields takes the seconds so far."""
+        if not console.is_terminal:
+            console.print(f"{step} ...")
+        with console.status(f"{step} ...") as status:
+            yield lambda seconds: status.update(f"{step} ... {seconds:.0f} s")
+        console.print(f"[dim]{time.monotonic() - begin:4.0f} s[/dim]  {step}: done")
+
+    @contextmanager
+    def engine(log: Path) -> Iterator[Client]:
+        with ExitStack() as stack:
+            with doing(f"starting vLLM with LMCache (log: {log})") as progress:
+                engine = stack.enter_context(EngineProcess(settings, log, on_wait=progress))
+                client = stack.enter_context(Client(engine.url, model="demo"))
+                # The first request also pays for what is set up on first use; it is nobody's.
+                client.complete(corpus()[-TEXT_CHARACTERS:], max_tokens=2)
+            yield client
+
+    with doing("making a small Llama and its tokenizer"):
         model = make_model(DEMO, work / "models")
     settings = settings.model_copy(update={"model": str(model)})
-    talk = _Conversations(USERS)
-    with _engine(settings, work / "engine-1.log", narrator) as client:
-        with narrator.doing(f"{USERS} conversations, two questions each"):
-            rows = _first_and_second(client, talk)
-        with narrator.doing("a third question each, after the others'"):
-            rows.append(_round(client, talk, "CPU tier"))
-            same = talk.same_as_before(client, 0)
+    talk = _Conversations()
+    with engine(work / "engine-1.log") as client:
+        with doing(f"{USERS} conversations, two questions each"):
+            rows = talk.first_and_second(client)
+        with doing("a third question each, after the others'"):
+            rows.append(talk.third(client, "CPU tier"))
+            same = talk.same_as_before(client)
     with (
-        _engine(settings, work / "engine-2.log", narrator) as client,
-        narrator.doing("the third question again, after the restart"),
+        engine(work / "engine-2.log") as client,
+        doing("the third question again, after the restart"),
     ):
-        rows.append(_round(client, talk, "disk tier after a restart"))
-        same += talk.same_as_before(client, 0)
+        rows.append(talk.third(client, "disk tier after a restart"))
+        same += talk.same_as_before(client)
     try:
         if json_file is not None:
-            result = figures(rows, equal=same, checked=2 * USERS)
-            json_file.write_text(json.dumps(result, indent=2) + "\n")
+            json_file.write_text(
+                json.dumps(figures(rows, equal=same, checked=2 * USERS), indent=2) + "\n"
+            )
     finally:  # what was measured is shown, whatever became of the file
         console.print(table(rows, USERS))
     if same != 2 * USERS:
@@ -158,6 +179,24 @@ def tell(json_file: Path | None, *, work: Path, port: int | None = None) -> list
     )
     _go_on(console, settings, talk, work)
     return rows
+
+
+def _settings(model: str, disk: Path, port: int) -> Settings:
+    return Settings.load(
+        {
+            "model": model,
+            "served_model_name": "demo",
+            "port": port,
+            "device": "cpu",
+            "dtype": DEMO.dtype,
+            "max_model_len": MAX_MODEL_LEN,
+            "kv_cache_gib": ENGINE_TOKENS * DEMO.kv_bytes_per_token / 2**30,
+            "enforce_eager": True,  # compiling takes longer than the whole demo
+            "cpu_gib": CPU_GIB,
+            "disk_path": disk,
+            "disk_gib": DISK_GIB,
+        }
+    )
 
 
 def _check(json_file: Path | None, work: Path, settings: Settings) -> None:
@@ -179,70 +218,42 @@ def _check(json_file: Path | None, work: Path, settings: Settings) -> None:
 def _go_on(console: Console, settings: Settings, talk: _Conversations, work: Path) -> None:
     """Say how to start the same engine by hand, and how to see that it finds what is on disk."""
     question = work / "question.json"
-    write_question(question, talk.messages(0, 0), model="demo", tokens=ANSWER_TOKENS)
+    body = {
+        "model": "demo",
+        "messages": talk.messages(0, 0),
+        "max_tokens": ANSWER_TOKENS,
+        "temperature": 0,
+        "seed": 0,
+        "ignore_eos": True,
+    }
+    question.write_text(json.dumps(body, indent=1) + "\n")
+    url = f"http://{settings.host}:{Settings.model_fields['port'].default}/v1/chat/completions"
+    header = "Content-Type: application/json"
     lines = [
         "",
         f"The same engine by hand. It finds this run's conversations on disk, in {work / 'disk'}:",
         f"    {serve_command(settings)}",
         "When it answers, put the first question to it again, from another terminal:",
-        f"    {ask_command(settings, question)}",
+        f"    {shlex.join(['curl', '-s', url, '-H', header, '-d', f'@{question}'])}",
         f"It was answered with: {json.dumps(talk.first_answer(), ensure_ascii=False)}",
     ]
     for line in lines:  # as they are: a line that is cut or folded can't be copied
         console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
-def _settings(model: str, disk: Path, port: int) -> Settings:
-    return Settings.load(
-        {
-            "model": model,
-            "served_model_name": "demo",
-            "port": port,
-            "device": "cpu",
-            "dtype": DEMO.dtype,
-            "max_model_len": MAX_MODEL_LEN,
-            "kv_cache_gib": ENGINE_TOKENS * DEMO.kv_bytes_per_token / 2**30,
-            "enforce_eager": True,  # compiling takes longer than the whole demo
-            "cpu_gib": CPU_GIB,
-            "disk_path": disk,
-            "disk_gib": DISK_GIB,
-        }
-    )
-
-
-@contextmanager
-def _engine(settings: Settings, log: Path, narrator: _Narrator) -> Iterator[Client]:
-    with ExitStack() as stack:
-        with narrator.doing(f"starting vLLM with LMCache (log: {log})") as progress:
-            engine = stack.enter_context(EngineProcess(settings, log, on_wait=progress))
-            client = stack.enter_context(Client(engine.url, model="demo"))
-            # The first request also pays for what is set up on first use; it is nobody's.
-            client.complete(corpus()[-TEXT_CHARACTERS:], max_tokens=2)
-        yield client
-
-
-def _first_and_second(client: Client, talk: _Conversations) -> list[Row]:
-    first, second = [], []
-    for user in range(USERS):
-        first.append(talk.ask(client, user, 0))
-        second.append(talk.ask(client, user, 1))
-    return [
-        _row("recomputed and stored", first, lambda c: c.prefix_hits + c.external_hits),
-        _row("engine's own cache", second, lambda c: c.prefix_hits),
-    ]
-
-
-def _round(client: Client, talk: _Conversations, source: str) -> Row:
-    third = [talk.ask(client, user, 2) for user in range(USERS)]
-    return _row(source, third, lambda c: c.external_hits)
-
-
-def _row(
-    source: str, answers: list[tuple[Answer, CacheCounts]], hits: Callable[[CacheCounts], int]
-) -> Row:
-    return Row(
-        source=source,
-        ttft_s=tuple(answer.ttft_s for answer, _ in answers),
-        prompt_tokens=sum(counts.prompt for _, counts in answers),
-        hit_tokens=sum(hits(counts) for _, counts in answers),
-    )
+def serve_command(settings: Settings) -> str:
+    """Return the `lmcache-xpu serve` that has these settings, and listens on the default port."""
+    program, here = Path(sys.executable).parent / "lmcache-xpu", Path.cwd()
+    if shutil.which(program.name) == str(program):
+        program = Path(program.name)
+    elif program.is_relative_to(here):
+        program = program.relative_to(here)
+    words = [str(program), "serve", settings.model]
+    for name in sorted(settings.model_fields_set - {"model", "port"}):
+        value = getattr(settings, name)
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            words += [f"--{option}", str(value)]
+    return shlex.join(words)

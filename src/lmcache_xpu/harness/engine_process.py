@@ -15,7 +15,6 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Self
 
 import httpx
@@ -42,9 +41,9 @@ class EngineProcess:
     """One engine: `with EngineProcess(settings, log) as engine: ... engine.url ...`.
 
     The engine is what `lmcache-xpu serve` would run with these settings. It has its own process
-    group, so Ctrl-C reaches only us, and we stop it; should we be killed, it is told to stop.
-    Enter it from a thread that lives as long as the engine (Linux counts that thread's end as
-    its parent's death).
+    group, so Ctrl-C reaches only us, and we stop it; should we be killed, the kernel ends it.
+    Enter it from a thread that lives as long as the engine: Linux takes that thread's end for
+    its parent's.
 
     Args:
         settings: what to serve; the port has to be free, see `free_port`.
@@ -104,19 +103,14 @@ class EngineProcess:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def stop(self) -> None:
         """Stop the engine and everything it started; does nothing when it does not run.
 
-        As a container's runtime does: the server alone is asked, and stops its own children.
-        What is left after that is told, and at last killed.
+        As a container's runtime does: SIGTERM to the server alone, which stops its own children.
+        Processes that are left get SIGTERM, too, and at last SIGKILL.
         """
         process, self._process = self._process, None
         if process is None:
@@ -173,7 +167,7 @@ class EngineProcess:
     def _failure(self, event: str) -> EngineError:
         lines = self.log.read_text(errors="replace").splitlines()
         tail = lines[-LOG_LINES:]
-        # The engine's first error is its cause; what follows tells that it did not start.
+        # The engine's first error is the cause; those after it say that it did not start.
         if cause := next((line for line in lines if _ERROR_LINE.match(line)), None):
             tail = [cause, "...", *tail] if cause not in tail else tail
         return EngineError(event, "an engine that answers", "\n".join([f"{self.log} has:", *tail]))
@@ -182,8 +176,8 @@ class EngineProcess:
 def free_port(host: str = "127.0.0.1") -> int:
     """Return a port that nothing listens on now.
 
-    It lies below those that the kernel gives to whoever asks for any: an engine binds its port many
-    seconds from now, and until then another process would be given the same.
+    It lies below the ports that the kernel gives out: an engine binds its port seconds from now,
+    and until then another process would be given the same.
     """
     while True:
         port = random.SystemRandom().randrange(*PORTS)
@@ -219,8 +213,7 @@ def _ended(process: subprocess.Popen[bytes], seconds: float) -> bool:
 def _running(group: int) -> Iterator[int]:
     """Yield the group's processes that are not zombies.
 
-    Zombies count for killpg, and orphans stay ones for good in a container whose first process
-    collects none; so it can't say whether the group is gone.
+    killpg counts zombies, too; they stay in a container whose first process collects none.
     """
     for directory in Path("/proc").iterdir():
         if not directory.name.isdigit():

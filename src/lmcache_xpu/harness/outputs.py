@@ -1,4 +1,4 @@
-"""Files and directories that a long run writes to in the end: tried before it begins."""
+"""Files and directories that a long run writes to at its end: tried before it starts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["check_file", "make_directory"]
 
 
 def check_file(path: Path, option: str) -> None:
-    """Refuse a file that can't be written; what is there stays as it is.
+    """Refuse a file that can't be written; its content stays as it is.
 
     Args:
         path: the file.

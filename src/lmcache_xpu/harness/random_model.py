@@ -56,7 +56,7 @@ class ModelSpec:
     layers: int
     heads: int
     kv_heads: int
-    head_dim: int
+    head_dim: int = 64
     intermediate: int
     vocabulary: int = 4096
     positions: int = 16384
@@ -73,24 +73,10 @@ class ModelSpec:
 
 # float32, so that a reused KV cache gives the same tokens as a recomputed one.
 DEMO = ModelSpec(
-    name="demo",
-    hidden=512,
-    layers=8,
-    heads=8,
-    kv_heads=2,
-    head_dim=64,
-    intermediate=1408,
-    qk_gain=2.0,
+    name="demo", hidden=512, layers=8, heads=8, kv_heads=2, intermediate=1408, qk_gain=2.0
 )
 EXACT = ModelSpec(
-    name="exact",
-    hidden=256,
-    layers=4,
-    heads=4,
-    kv_heads=2,
-    head_dim=64,
-    intermediate=512,
-    qk_gain=3.0,
+    name="exact", hidden=256, layers=4, heads=4, kv_heads=2, intermediate=512, qk_gain=3.0
 )
 
 
@@ -186,8 +172,8 @@ def _write_tokenizer(spec: ModelSpec, text: str, directory: Path) -> list[int]:
         )
         + "\n"
     )
-    # Special tokens, and parts of UTF-8 sequences: the server would show them late or never,
-    # and the first one to be seen is what the time to first token is measured by.
+    # Special tokens and parts of UTF-8 sequences: no chunk of an answer shows them at once, and the
+    # time to first token is that of the first chunk with text.
     return [
         token
         for token in range(tokenizer.get_vocab_size())
