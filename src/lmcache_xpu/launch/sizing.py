@@ -13,8 +13,6 @@ from lmcache_xpu.model.layer_kinds import LayerKinds, read_config
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["Fit", "KVShape", "Tier", "fit"]
-
 GIB = 2**30
 STEP_TOKENS = 2048  # of a step, after which a state is kept; vLLM's usual least
 WITH_KV = ("full_attention", "attention", "sliding_attention", "hybrid", "hybrid_sliding")
@@ -31,7 +29,7 @@ class KVShape:
         width: elements per layer: keys and values of this device's heads, or MLA's latent.
         dtype: type of the elements.
         state_bytes: of the states of all layers that keep one, at one place of a prompt.
-        notes: peculiarities, for a reader.
+        notes: what is particular, for a reader.
     """
 
     kind: str
@@ -69,79 +67,27 @@ class KVShape:
             SettingsError: no such model, or one whose KV cache can't be offloaded.
         """
         check_reachable(model)
-        return cls.of_config(
-            read_config(model),
-            kv_dtype=kv_dtype,
-            tensor_parallel=tensor_parallel,
-            pipeline_parallel=pipeline_parallel,
-        )
-
-    @classmethod
-    def of_config(
-        cls,
-        config: PretrainedConfig,
-        *,
-        kv_dtype: str = "auto",
-        tensor_parallel: int = 1,
-        pipeline_parallel: int = 1,
-    ) -> KVShape:
-        """Read the configuration of a language model.
-
-        Raises:
-            SettingsError: its KV cache can't be offloaded.
-        """
+        config = read_config(model)
         kinds = check_offload(config)
-        notes: tuple[str, ...] = ()
         dtype = _dtype(config, kv_dtype)
-        layers, state_bytes = config.num_hidden_layers, 0
+        layers, state_bytes, notes = config.num_hidden_layers, 0, []
         if kinds.states:
             layers, state_bytes = _states(config, kinds, dtype, tensor_parallel, pipeline_parallel)
-            notes += (_states_note(state_bytes),)
-        layers = -(-layers // pipeline_parallel)  # the largest group's
-        if latent := getattr(config, "kv_lora_rank", None):
-            width = latent + config.qk_rope_head_dim  # every device has all of it
-            if tensor_parallel > 1:
-                notes += (
-                    f"each {tensor_parallel} devices hold the same, and one of them stores it "
-                    "for all",
-                )
-            return cls(
-                kind="MLA",
-                layers=layers,
-                width=width,
-                dtype=dtype,
-                notes=notes,
-                state_bytes=state_bytes,
-            )
-        heads = config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        # Where layers differ, transformers' object refuses to say the usual one.
-        head_dim = config.to_dict().get("head_dim") or config.hidden_size // heads
-        if heads % tensor_parallel or max(kv_heads, tensor_parallel) % min(
-            kv_heads, tensor_parallel
-        ):
-            raise SettingsError(
-                f"tensor_parallel={tensor_parallel} for {heads} heads, {kv_heads} of them with "
-                "keys and values",
-                "a number that divides the heads, and that divides or is a multiple of those",
-            )
-        # vLLM repeats heads when there are more devices than heads.
-        device_heads = max(1, kv_heads // tensor_parallel)
-        kind = "MHA" if kv_heads == heads else "GQA"
-        width = 2 * device_heads * _mean_head(config, head_dim)
-        if (alike := tensor_parallel // kv_heads) > 1:
-            notes += (f"each {alike} devices hold the same, and each stores a copy of its own",)
+            notes.append(_states_note(state_bytes))
+        kind, width, copies = _layer(config, tensor_parallel)
+        if copies:
+            notes.append(copies)
         return cls(
             kind=kind,
-            layers=layers,
+            layers=-(-layers // pipeline_parallel),  # the largest group's
             width=width,
             dtype=dtype,
-            notes=notes,
+            notes=tuple(notes),
             state_bytes=state_bytes,
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Tier:
     """The room in one tier, per device; `enough` says whether all users fit."""
 
@@ -196,16 +142,9 @@ def fit(
     chunk_bytes = shape.chunk_bytes(chunk_tokens)
     tiers = {}
     for name, gib in tiers_gib.items():
-        if gib is None:
-            continue
-        tier_chunks = int(gib * GIB) // chunk_bytes
-        histories = tier_chunks // chunks
-        tiers[name] = Tier(
-            gib=gib,
-            tokens=tier_chunks * chunk_tokens,
-            histories=histories,
-            enough=histories >= users,
-        )
+        if gib is not None:
+            held = int(gib * GIB) // chunk_bytes
+            tiers[name] = Tier(gib, held * chunk_tokens, held // chunks, held // chunks >= users)
     history = chunks * chunk_bytes
     return Fit(
         token_bytes=shape.token_bytes,
@@ -215,6 +154,34 @@ def fit(
         tiers=tiers,
         machine_gib={name: tier.gib * devices for name, tier in tiers.items() if name != "engine"},
     )
+
+
+def _layer(config: PretrainedConfig, tensor_parallel: int) -> tuple[str, int, str]:
+    """Return a layer's kind, its elements on one device, and what devices hold alike.
+
+    Raises:
+        SettingsError: its heads can't be divided among the devices.
+    """
+    if latent := getattr(config, "kv_lora_rank", None):
+        alike = f"each {tensor_parallel} devices hold the same, and one of them stores it for all"
+        width: int = latent + config.qk_rope_head_dim  # every device has all of it
+        return "MLA", width, alike if tensor_parallel > 1 else ""
+    heads: int = config.num_attention_heads
+    kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
+    fewer, more = sorted((kv_heads, tensor_parallel))
+    if heads % tensor_parallel or more % fewer:
+        raise SettingsError(
+            f"tensor_parallel={tensor_parallel} for {heads} heads, {kv_heads} of them with "
+            "keys and values",
+            "a number that divides the heads, and that divides or is a multiple of those",
+        )
+    # Where layers differ, transformers' object refuses to say the usual one.
+    head_dim = config.to_dict().get("head_dim") or config.hidden_size // heads
+    # vLLM repeats heads when there are more devices than heads.
+    width = 2 * max(1, kv_heads // tensor_parallel) * _mean_head(config, head_dim)
+    copies = tensor_parallel // kv_heads
+    alike = f"each {copies} devices hold the same, and each stores a copy of its own"
+    return "MHA" if kv_heads == heads else "GQA", width, alike if copies > 1 else ""
 
 
 def _states(
