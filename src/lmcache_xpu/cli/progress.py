@@ -14,8 +14,6 @@ from rich.spinner import Spinner
 
 from lmcache_xpu.errors import LMCacheXPUError
 
-__all__ = ["terminal_line", "working"]
-
 
 @contextmanager
 def working(step: str) -> Iterator[Callable[[str], None]]:

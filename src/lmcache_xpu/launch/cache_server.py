@@ -31,14 +31,6 @@ from lmcache_xpu.server.server_socket import SCHEME
 from lmcache_xpu.tiers.disk.server_option import server_option
 from lmcache_xpu.tiers.shared_option import PASSWORD_VARIABLE, shared_option
 
-__all__ = [
-    "check_shared_memory",
-    "end_with_parent",
-    "server_command",
-    "server_environment",
-    "start_server",
-]
-
 PROGRAM = (sys.executable, "-m", "lmcache_xpu.server.server_program")
 NAMES = "lmcache-xpu-"  # beginning of the names of servers that are started with an engine
 PAGES = "127.0.0.1:0"  # of health and metrics; the server takes a free port, and says which

@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["Machine", "TorchFacts"]
-
 
 def _loads(library: str) -> bool:
     try:

@@ -19,8 +19,6 @@ from lmcache_xpu.versions import Versions, check_groups, installed, serves_group
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["check_layers", "check_offload", "check_reachable", "with_layers"]
-
 HUB_ANSWER_S = 3.0
 PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "VLLM_USE_MODELSCOPE")
 

@@ -15,17 +15,6 @@ from lmcache_xpu.launch.model_support import check_layers
 from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
 from lmcache_xpu.server.server_socket import await_server, check_socket
 
-__all__ = [
-    "check_disk",
-    "check_environment",
-    "check_memory",
-    "check_model",
-    "check_port",
-    "check_render_nodes",
-    "check_server",
-    "preflight",
-]
-
 SERVER_S = 1.0  # that LMCache's server has to greet; the command itself starts in less
 
 

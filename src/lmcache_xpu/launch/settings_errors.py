@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
     from pydantic_core import ErrorDetails
 
-__all__ = ["unknown_variable", "validation_failure"]
-
 MISSING = {"model": "the name of a model on a hub, or a model directory"}
 SECRETS = ("api_key", "remote_password", "remote_url")  # people put passwords in URLs
 
@@ -46,27 +44,22 @@ def validation_failure(error: ValidationError, fields: Iterable[str]) -> Setting
         if isinstance(contradiction := item.get("ctx", {}).get("error"), SettingsError):
             return contradiction  # it says it all; pydantic wraps any ValueError
         name = str(item["loc"][0]) if item["loc"] else "settings"
-        values.append(_value(item, name))
-        expectation = _expectation(item, name, fields)
+        value, expectation = _value_and_expectation(item, name, fields)
+        values.append(value)
         expectations.append(f"{name}: {expectation}" if len(items) > 1 else expectation)
         fix = _way_out(item, name) or fix
     return SettingsError(", ".join(values), "; ".join(expectations), fix)
 
 
-def _value(item: ErrorDetails, name: str) -> str:
+def _value_and_expectation(item: ErrorDetails, name: str, fields: Iterable[str]) -> tuple[str, str]:
     if item["type"] == "missing":
-        return f"no {name}"
-    return f"{name} (not shown)" if name in SECRETS else f"{name}={item['input']!r}"
-
-
-def _expectation(item: ErrorDetails, name: str, fields: Iterable[str]) -> str:
+        return f"no {name}", MISSING.get(name, "a value")
+    value = f"{name} (not shown)" if name in SECRETS else f"{name}={item['input']!r}"
     if item["type"] == "extra_forbidden":
         field = _most_like(name, fields)
-        return f"{field} instead of {name}" if field else f"no {name}"
-    if item["type"] == "missing":
-        return MISSING.get(name, "a value")
+        return value, f"{field} instead of {name}" if field else f"no {name}"
     words = item["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    return f"{words[0].lower()}{words[1:]}"
+    return value, f"{words[0].lower()}{words[1:]}"
 
 
 def _way_out(item: ErrorDetails, name: str) -> str:
@@ -80,5 +73,5 @@ def _way_out(item: ErrorDetails, name: str) -> str:
     return ""
 
 
-def _most_like(name: str, names: Iterable[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(name, names, n=1)), None)
+def _most_like(name: str, names: Iterable[str]) -> str:
+    return next(iter(difflib.get_close_matches(name, names, n=1)), "")
