@@ -52,7 +52,8 @@ def serve(settings: Settings, check: Callable[[Settings], None], *, dry_run: boo
     else:
         check(settings)
         check_reachable(settings.model)
-    if kinds := check_layers(settings):
+    kinds = check_layers(settings)
+    if kinds is not None:
         settings = with_layers(settings, kinds)
     if dry_run:
         print(describe(settings))
