@@ -208,7 +208,7 @@ def _measured(
     outputs: Outputs,
     command: str,
 ) -> list[R]:
-    """Measure, show the figures, and write them after each row; return the results.
+    """Measure, show the figures, and write them to files after each row; return the results.
 
     Args:
         run: measures; gets a console, and what saves the results so far.

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 from lmcache_xpu import versions
 from lmcache_xpu.doctor import gpu, memory, packages, software, storage
-from lmcache_xpu.doctor.check import Check, fail, ok, skip
+from lmcache_xpu.doctor.check import Check, fail, ok, passes, skip
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.machine import Machine, TorchFacts
-from lmcache_xpu.launch.preflight import preflight
+from lmcache_xpu.launch.preflight import check_environment, check_port, preflight
 from lmcache_xpu.launch.serve import built_for, resolve_device
 from lmcache_xpu.launch.settings import Settings
 
@@ -68,12 +68,14 @@ def examine(settings: Settings, machine: Machine) -> Iterator[Check]:
     else:
         yield skip("tiers", "offload is off")
     yield software.check_hash_seed(machine, settings)
-    yield software.check_rivals(machine, settings)
+    state = "no variable contradicts the settings"
+    yield passes("environment", state, check_environment, settings, machine.environ)
     if settings.model == NO_MODEL:
         yield skip("model", "none given: --model or LMCACHE_XPU_MODEL")
     else:
         yield software.check_served_model(settings)
-    yield software.check_server_port(settings)
+    state = f"{settings.host}:{settings.port} is free"
+    yield passes("port", state, check_port, settings.host, settings.port)
 
 
 def _gpu(settings: Settings, machine: Machine) -> Iterator[Check]:
@@ -99,7 +101,7 @@ def check_start(settings: Settings, machine: Machine | None = None) -> None:
 
     Args:
         settings: with the device that vLLM is built for.
-        machine: this one, unless given.
+        machine: None: this one.
 
     Raises:
         SettingsError: a check failed.

@@ -15,7 +15,7 @@ from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.engine_arguments import engine_variables
 from lmcache_xpu.launch.machine import Machine
 from lmcache_xpu.launch.model_support import check_layers, check_reachable
-from lmcache_xpu.launch.preflight import check_environment, check_model, check_port
+from lmcache_xpu.launch.preflight import check_model
 from lmcache_xpu.launch.settings import Settings
 
 if TYPE_CHECKING:
@@ -137,18 +137,6 @@ def check_hash_seed(machine: Machine, settings: Settings) -> Check:
             "that these stored. Unset it.",
         )
     return ok(name, f"PYTHONHASHSEED={fixed}, set by serve")
-
-
-def check_rivals(machine: Machine, settings: Settings) -> Check:
-    """Check that no variable of vLLM and LMCache contradicts ours."""
-    text = "no variable contradicts the settings"
-    return passes("environment", text, check_environment, settings, machine.environ)
-
-
-def check_server_port(settings: Settings) -> Check:
-    """Check that the server's port is free."""
-    text = f"{settings.host}:{settings.port} is free"
-    return passes("port", text, check_port, settings.host, settings.port)
 
 
 def check_served_model(settings: Settings) -> Check:

@@ -143,11 +143,9 @@ def _staging(settings: Settings) -> dict[str, object]:
 
 
 def engine_variables(settings: Settings, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables that have no argument: to be added to the engine's environment.
+    """Return the variables to be added to `environ`, the engine's: those that have no argument.
 
-    Args:
-        settings: of the engine.
-        environ: that environment. What it says of PyTorch's allocator is kept and added to.
+    What it says of PyTorch's allocator is kept and added to.
     """
     env = {
         # One hash seed for all of the engine's processes.

@@ -31,7 +31,7 @@ def check_offload(
     Args:
         config: of the model.
         here: versions that have to do it; None: any that are accepted.
-        layerwise: LMCache's own engine does it, layer by layer.
+        layerwise: with LMCache's own engine.
 
     Raises:
         SettingsError: it can't; names the layers, and what can be done.

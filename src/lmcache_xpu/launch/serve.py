@@ -36,10 +36,8 @@ METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's
 def serve(settings: Settings, check: Callable[[Settings], None], *, dry_run: bool = False) -> None:
     """Replace this process by the engine; with `dry_run` print what would be run.
 
-    Args:
-        settings: of the engine.
-        check: looks at the machine, and raises where the engine would not run.
-        dry_run: to check the model alone.
+    `check` looks at the machine, and raises where the engine would not run. A dry run looks at the
+    model and at a server that `server_url` names alone.
 
     Raises:
         SettingsError: the engine could not start with these settings on this machine.

@@ -1,4 +1,4 @@
-"""Mistakes in settings, told so that a reader can correct them."""
+"""The errors about mistakes in settings."""
 
 from __future__ import annotations
 
@@ -17,13 +17,7 @@ SECRETS = ("api_key", "remote_password", "remote_url")  # people put passwords i
 
 
 def unknown_variable(name: str, names: Iterable[str], prefix: str) -> SettingsError:
-    """Return the error about a variable with our prefix that is no setting's.
-
-    Args:
-        name: the variable.
-        names: the variables of all settings; the one most like `name` is proposed.
-        prefix: what they begin with.
-    """
+    """Return the error about a variable that no setting has; it proposes the most like it."""
     return SettingsError(
         f"the environment variable {name}",
         _most_like(name, names) or f"{prefix} and the name of a setting",
@@ -32,12 +26,7 @@ def unknown_variable(name: str, names: Iterable[str], prefix: str) -> SettingsEr
 
 
 def validation_failure(error: ValidationError, fields: Iterable[str]) -> SettingsError:
-    """Return the error that says which settings are wrong, what they are, and what they may be.
-
-    Args:
-        error: pydantic's.
-        fields: names of all settings.
-    """
+    """Return the error that says which settings are wrong, what they are, and what they may be."""
     values, expectations, fix = [], [], ""
     items = error.errors(include_url=False)
     for item in items:
@@ -47,7 +36,7 @@ def validation_failure(error: ValidationError, fields: Iterable[str]) -> Setting
         value, expectation = _value_and_expectation(item, name, fields)
         values.append(value)
         expectations.append(f"{name}: {expectation}" if len(items) > 1 else expectation)
-        fix = _way_out(item, name) or fix
+        fix = _advice(item, name) or fix
     return SettingsError(", ".join(values), "; ".join(expectations), fix)
 
 
@@ -62,7 +51,7 @@ def _value_and_expectation(item: ErrorDetails, name: str, fields: Iterable[str])
     return value, f"{words[0].lower()}{words[1:]}"
 
 
-def _way_out(item: ErrorDetails, name: str) -> str:
+def _advice(item: ErrorDetails, name: str) -> str:
     if name == "remote_url":
         return "redis://HOST:PORT, or rediss:// for TLS; a password goes into remote_password."
     if name == "port" and str(item["input"]).startswith("tcp://"):

