@@ -72,12 +72,8 @@ class Versions:
 
 def installed() -> Versions:
     """Read the installed versions from package metadata (imports nothing)."""
-    lmcache, vllm, torch = (
-        version_of("lmcache"),
-        version_of(*VLLM_BUILDS),
-        version_of("torch"),
-    )
-    release = vllm and _release(vllm)
+    lmcache, vllm = version_of("lmcache"), version_of(*VLLM_BUILDS)
+    torch, release = version_of("torch"), vllm and _release(vllm)
     return Versions(
         lmcache=lmcache and lmcache.partition("+")[0],
         vllm=release,
