@@ -15,12 +15,27 @@ import settings_page
 from environment import ROOT
 from markdown_table import rows
 
-from lmcache_xpu.cli.exit_codes import BAD_NEWS, MEANINGS
 from lmcache_xpu.stock.options import EXTRA, OPTIONS, VLLM, Option, Verdict
 
 REFERENCE = ROOT / "docs/reference"
 
 # Exit codes
+
+MEANINGS = {
+    0: "Done",
+    1: "The command ran, and what it has to say is bad",
+    2: "A mistake in an option, a setting or a file, or an engine that did not come up: one line "
+    "says what is the case and what to do",
+    130: "Ended by Ctrl-C",
+    143: "Ended by SIGTERM; what was started has been ended too",
+}
+BAD_NEWS = {  # by command
+    "doctor": "a check failed",
+    "status": "with --url: something has to be mended at the running engine",
+    "report": "a part failed or has bad news; the file says which",
+    "bench engine": "an engine of this package did not start, or restored wrong bytes",
+    "bench load": "an engine of this package failed",
+}
 
 
 def exit_codes_page(text: str) -> str:

@@ -1,15 +1,5 @@
 """Every error this package raises on purpose.
 
-    LMCacheXPUError
-    ├── SettingsError        a setting is missing, wrong, or contradicts another
-    ├── VersionError         LMCache or vLLM is outside the tested versions
-    ├── SeamError            our connector is not the one LMCache uses
-    ├── LayoutError          the engine's KV cache can't be expressed, or can be read two ways
-    ├── TransferError        a transfer's arguments don't fit each other; nothing was changed
-    │   ├── SlotError        slots of the wrong type, shape or range
-    │   └── HostMemoryError  host memory of the wrong shape, dtype, format or device
-    └── EngineError          an engine that was started here did not come up, or went away
-
 Each message states what was found, what was expected, and what to do about it, and names its
 kind's part of docs/troubleshooting.md. Errors about values are ValueErrors too, which is what
 callers of LMCache's own connectors catch.

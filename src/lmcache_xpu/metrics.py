@@ -1,20 +1,10 @@
 """The package's own metrics; on the engine's /metrics when PROMETHEUS_MULTIPROC_DIR is set.
 
-    lmcache_xpu_bytes_total      {direction, tier}          moved
-    lmcache_xpu_tokens_total     {direction, tier}          the tokens that these bytes are of
-    lmcache_xpu_seconds_total    {direction, tier}          that the moves took
-    lmcache_xpu_errors_total     {direction, tier, reason}  moves that failed
-    lmcache_xpu_fallbacks_total  {reason}                   loads that ended in recomputing
-    lmcache_xpu_loads_total      {way}                      what became of hits
-    lmcache_xpu_evicted_total    {tier}                     objects that made room for others
-    lmcache_xpu_cpu_used_bytes, lmcache_xpu_cpu_limit_bytes, and the same of `disk`
-
 Direction is `store` or `load`. Tier `cpu` is between the engine's KV cache and host memory, `disk`
 between host memory and files, `shared` between host memory and a Valkey or Redis server; so a load
 from the latter two counts in `cpu` as well. `server` is between the engine's KV cache and the
-memory of LMCache's server. The engine runs in processes of its own: `serve` gives
-them all one directory, where prometheus_client keeps its files and from which vLLM's server sums
-them up.
+memory of LMCache's server. The engine runs in processes of its own: `serve` gives them all one
+directory, where prometheus_client keeps its files and from which vLLM's server sums them up.
 """
 
 from __future__ import annotations
@@ -24,64 +14,30 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import MappingProxyType
-from typing import ClassVar, Literal
+from typing import Literal
 
 from prometheus_client import Counter, Gauge
 
-__all__ = [
-    "CPU_LIMIT_BYTES",
-    "CPU_USED_BYTES",
-    "DISK_LIMIT_BYTES",
-    "DISK_USED_BYTES",
-    "FLOWS",
-    "LOAD_CPU",
-    "LOAD_DISK",
-    "LOAD_SERVER",
-    "LOAD_SHARED",
-    "STORE_CPU",
-    "STORE_DISK",
-    "STORE_SERVER",
-    "STORE_SHARED",
-    "Flow",
-    "Level",
-    "Stopwatch",
-    "add",
-    "evicted",
-    "fallback",
-    "loaded",
-    "take",
-]
-
-_LABELS = ("direction", "tier")
-_DIRECTIONS: tuple[Literal["store"], Literal["load"]] = ("store", "load")
-_BYTES = Counter("lmcache_xpu_bytes_total", "Bytes of KV cache moved.", _LABELS)
-_TOKENS = Counter("lmcache_xpu_tokens_total", "Tokens whose KV cache was moved.", _LABELS)
-_SECONDS = Counter("lmcache_xpu_seconds_total", "Seconds that moves took.", _LABELS)
-_ERRORS = Counter("lmcache_xpu_errors_total", "Moves that failed.", (*_LABELS, "reason"))
-_FALLBACKS = Counter("lmcache_xpu_fallbacks_total", "Loads that ended in recomputing.", ("reason",))
-_LOADS = Counter("lmcache_xpu_loads_total", "Loads that have begun, of one worker each.", ("way",))
-
-_EVICTED = Counter("lmcache_xpu_evicted_total", "Objects that made room for others.", ("tier",))
-
+_MOVE = ("direction", "tier")
 _COUNTERS = {
-    "bytes": _BYTES,
-    "tokens": _TOKENS,
-    "seconds": _SECONDS,
-    "errors": _ERRORS,
-    "evicted": _EVICTED,
-    "fallbacks": _FALLBACKS,
-    "loads": _LOADS,
+    name: Counter(f"lmcache_xpu_{name}_total", description, labels)
+    for name, description, labels in (
+        ("bytes", "Bytes of KV cache moved.", _MOVE),
+        ("tokens", "Tokens whose KV cache was moved.", _MOVE),
+        ("seconds", "Seconds that moves took.", _MOVE),
+        ("errors", "Moves that failed.", (*_MOVE, "reason")),
+        ("evicted", "Objects that made room for others.", ("tier",)),
+        ("fallbacks", "Loads that ended in recomputing.", ("reason",)),
+        ("loads", "Loads that have begun, of one worker each.", ("way",)),
+    )
 }
+LEVELS: dict[str, Level] = {}  # by name
 
 _lock = threading.Lock()
-# Since `take`, by a counter's name and its labels.
+# Since `take`: counts by a counter's name and its labels, and values by a level's name.
 _recent: defaultdict[str, float] = defaultdict(float)
-
-
-def _count(name: str, labels: tuple[str, ...], amount: float) -> None:
-    with _lock:
-        _recent[" ".join((name, *labels))] += amount
+_values: dict[str, float] = {}
+_changed = threading.Event()  # a value
 
 
 def take() -> tuple[dict[str, float], dict[str, float]]:
@@ -91,12 +47,12 @@ def take() -> tuple[dict[str, float], dict[str, float]]:
         Increases by a counter's name and its labels, e.g. `bytes load cpu`; values by a level's
         name. Both are empty if nothing has happened.
     """
-    if not (_recent or Level.changed):  # without the lock: asked in every step
+    if not (_recent or _changed.is_set()):  # without the lock: asked in every step
         return {}, {}
     with _lock:
-        counts, levels = dict(_recent), dict(Level.values) if Level.changed else {}
+        counts, levels = dict(_recent), dict(_values) if _changed.is_set() else {}
         _recent.clear()
-        Level.changed = False
+        _changed.clear()
     return counts, levels
 
 
@@ -107,41 +63,37 @@ def add(counts: Mapping[str, float]) -> None:
         _COUNTERS[name].labels(*labels).inc(amount)
 
 
+def _count(name: str, labels: tuple[str, ...], amount: float) -> None:
+    _COUNTERS[name].labels(*labels).inc(amount)
+    with _lock:
+        _recent[" ".join((name, *labels))] += amount
+
+
 class Level:
     """A gauge of which each process has its own value."""
-
-    values: ClassVar[dict[str, float]] = {}
-    changed: ClassVar[bool] = False
 
     def __init__(self, name: str, description: str) -> None:
         self._name = name
         # The sum over all processes, each of which has a directory of its own.
         self.gauge = Gauge(f"lmcache_xpu_{name}", description, multiprocess_mode="sum")
+        LEVELS[name] = self
 
     def set(self, value: float) -> None:
         """Set the value in this process."""
         self.gauge.set(value)
         with _lock:
-            self.values[self._name] = value
-            Level.changed = True
+            _values[self._name] = value
+            _changed.set()
 
 
-DISK_USED_BYTES = Level("disk_used_bytes", "Bytes that the disk tier holds.")
-DISK_LIMIT_BYTES = Level("disk_limit_bytes", "Bytes that the disk tier may hold.")
 CPU_USED_BYTES = Level("cpu_used_bytes", "Bytes that the CPU tier holds.")
 CPU_LIMIT_BYTES = Level("cpu_limit_bytes", "Bytes that the CPU tier may hold.")
-LEVELS = {
-    "cpu_used_bytes": CPU_USED_BYTES,
-    "cpu_limit_bytes": CPU_LIMIT_BYTES,
-    "disk_used_bytes": DISK_USED_BYTES,
-    "disk_limit_bytes": DISK_LIMIT_BYTES,
-}
+DISK_USED_BYTES = Level("disk_used_bytes", "Bytes that the disk tier holds.")
+DISK_LIMIT_BYTES = Level("disk_limit_bytes", "Bytes that the disk tier may hold.")
 
 
 class Flow:
     """The counters of what moves in one direction between two places.
-
-    Labels are looked up once, here.
 
     Args:
         direction: of the move.
@@ -153,28 +105,23 @@ class Flow:
         self,
         direction: Literal["store", "load"],
         tier: Literal["cpu", "disk", "shared", "server"],
-        reasons: Mapping[str, str] = MappingProxyType({}),
+        reasons: Mapping[str, str],
     ) -> None:
-        self._labels = (direction, tier)
         self.direction, self.tier, self.reasons = direction, tier, reasons
-        for reason in reasons:  # the first failure is an increase only where there was a zero
-            _ERRORS.labels(direction, tier, reason)
-        self._bytes = _BYTES.labels(*self._labels)
-        self._tokens = _TOKENS.labels(*self._labels)
-        self._seconds = _SECONDS.labels(*self._labels)
+        # The first increase is one only where there was a zero.
+        for name in ("bytes", "tokens", "seconds"):
+            _COUNTERS[name].labels(direction, tier)
+        for reason in reasons:
+            _COUNTERS["errors"].labels(direction, tier, reason)
 
     def moved(self, seconds: float, *, size_bytes: int, tokens: int) -> None:
         """Count a move that has ended well."""
-        self._bytes.inc(size_bytes)
-        self._tokens.inc(tokens)
-        self._seconds.inc(seconds)
         for name, amount in (("bytes", size_bytes), ("tokens", tokens), ("seconds", seconds)):
-            _count(name, self._labels, amount)
+            _count(name, (self.direction, self.tier), amount)
 
     def failed(self, reason: str) -> None:
         """Count a move that has failed; `reason` is one of a few words, or an error's class."""
-        _ERRORS.labels(*self._labels, reason).inc()
-        _count("errors", (*self._labels, reason), 1)
+        _count("errors", (self.direction, self.tier, reason), 1)
 
 
 class Stopwatch:
@@ -195,30 +142,24 @@ class Stopwatch:
 
 def fallback(reason: str) -> None:
     """Count a request whose load ended in recomputing."""
-    _FALLBACKS.labels(reason).inc()
     _count("fallbacks", (reason,), 1)
 
 
 def evicted(objects: int) -> None:
     """Count objects that made room in the CPU tier."""
     if objects:
-        _EVICTED.labels("cpu").inc(objects)
         _count("evicted", ("cpu",), objects)
 
 
 def loaded(way: Literal["step", "async", "computed"], loads: int = 1) -> None:
     """Count loads that begin, and hits that are computed; see `LOAD_WAYS`."""
-    if not loads:
-        return
-    _LOADS.labels(way).inc(loads)
-    _count("loads", (way,), loads)
+    if loads:
+        _count("loads", (way,), loads)
 
 
-# What a reason means, and what to do; docs/reference/metrics.md shows it. Another one is the class
-# of the error that was raised.
+# What a reason means, and what to do. Another one is the class of the error that was raised.
 _LATE = "The engine took longer than memory is lent for. No action"
 _UNFILLED = "It was computed from a load that failed. It is computed and stored anew"
-_POOL_FULL = "The CPU tier had no room to load through. Raise `cpu_gib`"
 STORE_CPU = Flow(
     "store",
     "cpu",
@@ -254,7 +195,7 @@ LOAD_DISK = Flow(
     {
         "corrupt": "A file failed its checksum and was removed. If it repeats, check the disk",
         "io": "A file could not be read, and stays. Look at the log and at the disk",
-        "pool_full": _POOL_FULL,
+        "pool_full": "The CPU tier had no room to load through. Raise `cpu_gib`",
     },
 )
 STORE_SHARED = Flow(
@@ -272,7 +213,6 @@ LOAD_SHARED = Flow(
     "shared",
     {
         "corrupt": "A damaged value, or of another layout, was deleted. If it repeats: the server",
-        "pool_full": _POOL_FULL,
         "server": "The server did not answer in time. It is left alone, and tried again later",
     },
 )
@@ -300,10 +240,8 @@ LOAD_SERVER = Flow(
     },
 )
 FLOWS = (
-    *(STORE_CPU, LOAD_CPU),
-    *(STORE_DISK, LOAD_DISK),
-    *(STORE_SHARED, LOAD_SHARED),
-    *(STORE_SERVER, LOAD_SERVER),
+    *(STORE_CPU, LOAD_CPU, STORE_DISK, LOAD_DISK),
+    *(STORE_SHARED, LOAD_SHARED, STORE_SERVER, LOAD_SERVER),
 )
 # Of requests whose KV cache did not arrive.
 FALLBACK_REASONS = {
@@ -311,7 +249,7 @@ FALLBACK_REASONS = {
     "request": "What a client sent made the connector fail. The log says how",
 }
 for _reason in FALLBACK_REASONS:
-    _FALLBACKS.labels(_reason)
+    _COUNTERS["fallbacks"].labels(_reason)
 # How a load runs; docs/reference/metrics.md shows it.
 LOAD_WAYS = {
     "step": "Inside the step of its request, beside the layers",
@@ -319,4 +257,4 @@ LOAD_WAYS = {
     "computed": "Not at all: its tokens were computed, which is measured to take no longer",
 }
 for _way in LOAD_WAYS:
-    _LOADS.labels(_way)
+    _COUNTERS["loads"].labels(_way)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from lmcache_xpu import __version__
 from lmcache_xpu.cli import app
 from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.harness.engine_process import free_port
 from lmcache_xpu.launch.settings import Settings
 
 runner = CliRunner()
@@ -81,6 +83,19 @@ def test_a_mistake_is_one_line_on_stderr_and_code_2():
     assert result.exit_code == 2
     assert result.stdout == ""
     assert result.stderr.startswith("lmcache-xpu: found chunk_tokens=0; expected")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("how", [[], ["--dry-run"]])
+def test_a_server_that_is_not_there_is_one_line_and_no_engine(how, monkeypatch):
+    url = f"tcp://127.0.0.1:{free_port()}"
+    monkeypatch.setattr(os, "execvpe", lambda *_: pytest.fail("ran"))
+    result = run("serve", "m", f"--port={free_port()}", "--cache=server", "--server-url", url, *how)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(
+        f"lmcache-xpu: found no answer from an LMCache server at {url};"
+    )
+    assert "leave server_url unset" in result.stderr
     assert result.stderr.count("\n") == 1
 
 

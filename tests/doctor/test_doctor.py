@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from support.checks import B60, load
+from support.checks import B60, load, said
 
 from lmcache_xpu import doctor
 from lmcache_xpu.errors import SettingsError
@@ -80,5 +80,10 @@ def test_no_check_of_the_gpu_is_left_out(machine, monkeypatch):
     assert {"GPU selection", "pinned memory"} <= set(names)
     assert "GPUs together" not in names
     two = dataclasses.replace(B60, gpus=B60.gpus * 2, apart=())
-    checks = doctor.examine(load(port=65431, tensor_parallel=2), machine(torch=lambda: two))
-    assert "GPUs together" in [check.name for check in checks]
+    rival = machine(torch=lambda: two, environ={"VLLM_CPU_KVCACHE_SPACE": "8"})
+    checks = {
+        check.name: check for check in doctor.examine(load(port=65431, tensor_parallel=2), rival)
+    }
+    assert "GPUs together" in checks
+    assert said(checks["environment"], "fail", "Unset VLLM_CPU_KVCACHE_SPACE")
+    assert said(checks["port"], "ok", ":65431 is free")

@@ -51,11 +51,6 @@ def test_a_hash_seed_of_someone_else(machine):
     assert said(software.check_hash_seed(other, load()), "warn", "123")
 
 
-def test_variables_that_contradict(machine):
-    rival = machine(environ={"LMCACHE_CHUNK_SIZE": "64"})
-    assert said(software.check_rivals(rival, load()), "fail", "Unset LMCACHE_CHUNK_SIZE")
-
-
 def test_a_model_that_is_not_there():
     assert said(software.check_served_model(load(model="/no/such")), "fail", "config.json")
 

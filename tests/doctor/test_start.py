@@ -10,8 +10,7 @@ import sys
 import pytest
 from support.checks import GIB, load
 
-from lmcache_xpu.doctor import memory
-from lmcache_xpu.doctor.start import check_start
+from lmcache_xpu.doctor import check_start, memory
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.harness.engine_process import free_port
 from lmcache_xpu.launch.machine import Machine
@@ -85,7 +84,7 @@ def test_without_offload_the_tiers_are_not_looked_at(machine, settings, caplog):
 def test_it_imports_no_pytorch():
     """A second of waiting, and of memory that the engine could have."""
     program = (
-        "import sys, lmcache_xpu.doctor.start\n"
+        "import sys, lmcache_xpu.doctor\n"
         "heavy = {'torch', 'vllm', 'lmcache', 'transformers'} & set(sys.modules)\n"
         "sys.exit(f'{heavy}' if heavy else 0)"
     )

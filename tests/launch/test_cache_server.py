@@ -90,7 +90,7 @@ def test_what_a_server_left_in_shared_memory_is_taken_away(tmp_path):
     name = f"lmcache-xpu-test-{os.getpid()}-left"
     left = Path("/dev/shm") / f"{cache_server.POOL_PREFIX}{name}"
     left.write_bytes(bytes(100))
-    command = [sys.executable, "-c", "", tmp_path / "s" / "server.sock", "--shm-name", name]
+    command = [sys.executable, "-c", "", tmp_path / name / "server.sock"]
     keeper = subprocess.Popen(
         [sys.executable, "-m", "lmcache_xpu.launch.cache_server", *command], env=environment()
     )

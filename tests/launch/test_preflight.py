@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 
@@ -10,10 +11,14 @@ import pytest
 from support.listening import listening
 from support.scripts import run_script
 
+from lmcache_xpu.doctor import memory
 from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.launch import preflight as preflight_module
 from lmcache_xpu.launch import serve as module
 from lmcache_xpu.launch.engine_arguments import engine_variables
+from lmcache_xpu.launch.machine import Machine
 from lmcache_xpu.launch.preflight import preflight
+from lmcache_xpu.launch.serve import serve
 from lmcache_xpu.launch.settings import Settings
 
 
@@ -115,12 +120,44 @@ def test_a_cpu_tier_larger_than_memory(free):
     with listening() as url:  # which has its memory already
         server = load(cpu_gib=1e6, port=free, cache="server", server_url=url)
         preflight(server, {})
-    begun = time.monotonic()
-    with pytest.raises(SettingsError, match=f"no answer from an LMCache server at {url}"):
-        preflight(server, {})
-    assert time.monotonic() - begun < 3
     with pytest.raises(SettingsError, match="CPU tier"):
         preflight(load(cpu_gib=1e6, cache="server", port=free), {})
+
+
+@pytest.fixture
+def nowhere(tmp_path, free):
+    """Addresses at which no server of LMCache listens: how each is said, by its URL."""
+    tmp_path.chmod(0o700)
+    no_directory = f"ipc://{tmp_path}/none/server.sock"
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        urls = (f"tcp://127.0.0.1:{free}", f"ipc://{tmp_path}/server.sock")
+        urls += (f"tcp://127.0.0.1:{silent.getsockname()[1]}",)
+        answers = {url: f"no answer from an LMCache server at {url}" for url in urls}
+        yield answers | {no_directory: f"LMCache's server at {no_directory} (No such file"}
+
+
+def test_a_server_that_is_not_there_is_refused_before_anything_slow(nowhere, free, monkeypatch):
+    """By `serve`, its dry run and doctor alike, in one line that says what to do."""
+    for slow in (preflight_module, module):
+        monkeypatch.setattr(slow, "check_layers", lambda _: pytest.fail("a model was read"))
+    for url, words in nowhere.items():
+        settings = load(port=free, cache="server", server_url=url)
+        begun = time.monotonic()
+        for start in (
+            lambda settings=settings: preflight(settings, {}),
+            lambda settings=settings: serve(settings, pytest.fail, dry_run=True),
+        ):
+            with pytest.raises(SettingsError, match=re.escape(words)) as refusal:
+                start()
+            assert "Start " in refusal.value.fix
+            assert "\n" not in str(refusal.value)
+        assert time.monotonic() - begun < 2 * 2
+        check = memory.check_memory(Machine(), settings)
+        assert (check.outcome, check.name) == ("fail", "LMCache's server")
+        assert words in check.found
+        assert check.advice == refusal.value.fix
 
 
 @pytest.mark.parametrize(

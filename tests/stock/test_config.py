@@ -62,13 +62,13 @@ import json
 import torch
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.metadata import LMCacheMetadata
-from lmcache_xpu.versions.lmcache import ChunkedTokenDatabase
+from lmcache_xpu.versions.lmcache import in_process_module
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.stock.config import make_hash_safe
 config = LMCacheEngineConfig.from_defaults(chunk_size=4)
 metadata = LMCacheMetadata("model", 1, 1, 0, 0, torch.uint8, (3, 2, 256, 2, 8))
 def keys():
-    database = ChunkedTokenDatabase(config, metadata)
+    database = in_process_module("v1.token_database").ChunkedTokenDatabase(config, metadata)
     return [key.to_string() for _, _, key in database.process_tokens(list(range(8)))]
 stock = keys()
 try:

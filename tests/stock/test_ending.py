@@ -23,12 +23,12 @@ import psutil, torch
 from support import storage
 from support.caches import Spec, build
 from lmcache.integration.vllm import utils
-from lmcache_xpu.versions.lmcache import LMCacheEngineBuilder
-from lmcache_xpu.versions.lmcache import LookupClientFactory
+from lmcache_xpu.versions.lmcache import LMCacheEngineBuilder, in_process_module
 from lmcache_xpu.stock.ending import end_lmcache, end_with_process
 from lmcache_xpu.stock.gpu_connectors import StandardConnector
 from lmcache_xpu.stock.unfilled_blocks import UnfilledBlocks
 
+LookupClientFactory = in_process_module("v1.lookup_client.factory").LookupClientFactory
 tokens = list(range(64))
 cache = build(Spec("LBHNC", layers=2, blocks=8, tokens=16, dim=64))
 POOL_CHUNKS = 4096  # 64 MiB

@@ -67,7 +67,7 @@ def test_the_classes_answer_together(other: str, first: bool, monkeypatch):
     types: dict[Any, Any] = {kind: kind for kind in (Counter, Gauge, Histogram)}
     prom = MultiConnector.build_prom_metrics(config, types, ["engine"], {0: ["0"]})
     unregister_vllm_metrics()
-    counter = metrics._BYTES.labels("load", "disk")
+    counter = metrics._COUNTERS["bytes"].labels("load", "disk")
     before = counter._value.get()
     counts = {"counts": {"bytes load disk": 4096.0}, "levels": {}}
     sent = {"LMCacheXPUConnector": {"another process": counts}}

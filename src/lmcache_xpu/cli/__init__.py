@@ -1,4 +1,4 @@
-"""The `lmcache-xpu` command; each sub-command is a file."""
+"""The `lmcache-xpu` command."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from lmcache_xpu import __version__
-from lmcache_xpu.cli import bench, demo, doctor, report, serve, size, status
+from lmcache_xpu.cli import bench, doctor, report, serve, size, status
 from lmcache_xpu.errors import LMCacheXPUError
 
 __all__ = ["app"]
@@ -60,6 +60,8 @@ app.command("status", short_help="Say what is installed, or whether a server's c
     status.status
 )
 app.command("size", short_help="Say how many users' histories each tier holds.")(size.size)
-app.command("demo", short_help="Time conversations on CPU, with and without the tiers.")(demo.demo)
+app.command("demo", short_help="Time conversations on CPU, with and without the tiers.")(
+    report.demo
+)
 app.add_typer(bench.app, name="bench", short_help="Time hits and stores on this machine.")
 app.command("report", short_help="Check and measure this machine: one file to send.")(report.report)

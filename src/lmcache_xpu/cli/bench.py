@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 from collections.abc import Callable
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 from rich.console import Console
 
-from lmcache_xpu.cli.options import TimeoutS
 from lmcache_xpu.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -23,55 +23,44 @@ R = TypeVar("R")
 
 app = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
 
-Variants = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="none, ours, ours-layerwise, ours-server, lmcache, lmcache-layerwise, "
-        "lmcache-server or offloading; may be given several times (default: all)."
-    ),
+VARIANTS = "none, ours, ours-layerwise, ours-server, lmcache, lmcache-layerwise, lmcache-server"
+ALL = "may be given several times (default: all)."
+
+
+def _finite(seconds: float) -> float:
+    """Refuse nan and inf, which are floats to a command line."""
+    if not math.isfinite(seconds):
+        raise typer.BadParameter(f"{seconds} is no number of seconds.")
+    return seconds
+
+
+TimeoutS = Annotated[
+    float,
+    typer.Option(min=1, callback=_finite, help="Seconds until an engine starts or answers."),
 ]
-LoadVariants = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="none, ours, ours-layerwise, ours-server, lmcache, lmcache-layerwise, lmcache-server, "
-        "offloading, ours-step, ours-async, room or seats; may be given several times (default: "
-        "all)."
-    ),
-]
-Repeats = Annotated[
-    int, typer.Option(min=1, help="Of each request, of later turns three each; medians count.")
-]
-Rows = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--row",
-        help="'61440 + 4096', say: the requests of a column of the tables; may be given several "
-        "times (default: all).",
-    ),
-]
-Loads = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--load",
-        help="decoding, copying, storing, conversations or sharing; may be given several times "
-        "(default: all).",
-    ),
-]
-LoadRepeats = Annotated[int, typer.Option(min=1, help="Of each load; medians count.")]
 ShapeName = Annotated[
     str | None,
     typer.Option(help="8b, 1b or small (default: small on CPU, 1b on GPUs below 32 GiB, else 8b)."),
 ]
-Graphs = Annotated[
-    bool, typer.Option("--graphs", help="With vLLM's compiled graphs; they take minutes.")
+Variants = Annotated[list[str] | None, typer.Option(help=f"{VARIANTS} or offloading; {ALL}")]
+LoadVariants = Annotated[
+    list[str] | None,
+    typer.Option(help=f"{VARIANTS}, offloading, ours-step, ours-async, room or seats; {ALL}"),
 ]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")]
-PlotFile = Annotated[
-    Path | None, typer.Option("--plot", help="Write a picture to this file (.png, .svg).")
+Rows = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--row", help=f"'61440 + 4096', say: the requests of a column of the tables; {ALL}"
+    ),
 ]
-Report = Annotated[
-    Path | None, typer.Option(help="Write one file with versions, device and figures.")
+Loads = Annotated[
+    list[str] | None,
+    typer.Option("--load", help=f"decoding, copying, storing, conversations or sharing; {ALL}"),
 ]
+Repeats = Annotated[
+    int, typer.Option(min=1, help="Of each request, of later turns three each; medians count.")
+]
+LoadRepeats = Annotated[int, typer.Option(min=1, help="Of each load; medians count.")]
 TensorParallel = Annotated[
     int,
     typer.Option(
@@ -85,6 +74,16 @@ InTurn = Annotated[
         help="All engines at once, asked in turn: a host that changes its speed does so for all of "
         "them. They share the devices out; these need memory for all.",
     ),
+]
+Graphs = Annotated[
+    bool, typer.Option("--graphs", help="With vLLM's compiled graphs; they take minutes.")
+]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")]
+PlotFile = Annotated[
+    Path | None, typer.Option("--plot", help="Write a picture to this file (.png, .svg).")
+]
+Report = Annotated[
+    Path | None, typer.Option(help="Write one file with versions, device and figures.")
 ]
 
 
@@ -198,13 +197,18 @@ def load(
         raise typer.Exit(1)
 
 
+def exit_on_sigterm() -> None:
+    """Let SIGTERM raise SystemExit: ended by it, this process would leave engines behind."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+
 def _measured(
     run: Callable[..., list[R]],
     page: Callable[[list[R]], Page],
     outputs: Outputs,
     command: str,
 ) -> list[R]:
-    """Measure, show the figures, and write them after each row; return the results.
+    """Measure, show the figures, and write them to files after each row; return the results.
 
     Args:
         run: measures; gets a console, and what saves the results so far.
@@ -217,8 +221,7 @@ def _measured(
     """
     from lmcache_xpu.bench.runner import machine
 
-    # Ending by SIGTERM would skip what stops the engine.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    exit_on_sigterm()
     console, facts = Console(), machine()
     failures: list[str] = []
 

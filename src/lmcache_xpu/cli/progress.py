@@ -14,8 +14,6 @@ from rich.spinner import Spinner
 
 from lmcache_xpu.errors import LMCacheXPUError
 
-__all__ = ["terminal_line", "working"]
-
 
 @contextmanager
 def working(step: str) -> Iterator[Callable[[str], None]]:
@@ -23,13 +21,8 @@ def working(step: str) -> Iterator[Callable[[str], None]]:
 
     vLLM and LMCache log as soon as they are imported, from Python and from C. So standard output
     and standard error of this process are set aside meanwhile. What was printed is shown only
-    where the block ends by a bug. The caller prints its answer after the block.
-
-    Args:
-        step: what is being done, such as "Importing vLLM". Seen on a terminal only.
-
-    Yields:
-        A function that shows another step.
+    where the block ends by a bug. The caller prints its answer after the block. Yields a function
+    that shows another step.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,16 +1,15 @@
-"""`lmcache-xpu report`."""
+"""`lmcache-xpu report` and `lmcache-xpu demo`."""
 
 from __future__ import annotations
 
-import signal
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from lmcache_xpu.cli.options import TimeoutS
+from lmcache_xpu.cli.bench import TimeoutS, exit_on_sigterm
+from lmcache_xpu.cli.progress import terminal_line
 from lmcache_xpu.errors import SettingsError
 
 
@@ -32,11 +31,9 @@ def report(
     """
     from lmcache_xpu.bench.machine_report import MachineReport, parts
     from lmcache_xpu.bench.redaction import Redactor
-    from lmcache_xpu.cli.progress import terminal_line
     from lmcache_xpu.harness.outputs import check_file
 
-    # Ending by SIGTERM would skip what stops the engines.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    exit_on_sigterm()
     if path.exists():
         raise SettingsError(f"{path}, which exists", "a new file", "Name another, or remove it.")
     check_file(path, "PATH")
@@ -48,3 +45,19 @@ def report(
         well = document.run(parts(quick=quick, timeout_s=timeout_s), show, console.print)
     console.print(f"Read {path}, then attach it to an issue: docs/guides/send-a-report.md")
     raise typer.Exit(0 if well else 1)
+
+
+def demo(
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the figures to this file, too.")
+    ] = None,
+    work: Annotated[
+        Path, typer.Option(help="Directory for the model, the logs and the disk tier.")
+    ] = Path(".demo"),
+    port: Annotated[int | None, typer.Option(help="Port of the engine (default: any).")] = None,
+) -> None:
+    """Time conversations on this machine: recompute, prefix cache, CPU tier, disk tier."""
+    from lmcache_xpu.harness.demo import tell
+
+    exit_on_sigterm()
+    tell(json_file, work=work, port=port)

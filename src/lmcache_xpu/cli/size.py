@@ -15,11 +15,23 @@ from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
 _DEFAULTS = {name: field.default for name, field in Settings.model_fields.items()}
 
 
-def _tier(name: str, text: str, *, least: float | None = None) -> typer.models.OptionInfo:
+def _setting(name: str, text: str, *, least: float | None = None) -> typer.models.OptionInfo:
     option: typer.models.OptionInfo = typer.Option(
         help=text, envvar=ENV_PREFIX + name.upper(), show_envvar=True, min=least
     )
     return option
+
+
+_DTYPE = _setting("dtype", "Type of the model, which is the KV cache's where that is auto.")
+_KV_CACHE = _setting("kv_cache_gib", "The engine's own KV cache per device, GiB.", least=0)
+_CPU = _setting("cpu_gib", "CPU tier per device, GiB.", least=0)
+_DISK = _setting("disk_gib", "Disk tier per device, GiB.", least=0)
+_CHUNK = _setting("chunk_tokens", "Tokens per stored chunk.", least=1)
+_TENSOR = _setting("tensor_parallel", "Devices that share each layer.", least=1)
+_PIPELINE = _setting(
+    "pipeline_parallel", "Groups of devices that have some of the layers each.", least=1
+)
+_DATA = _setting("data_parallel", "Engines that share the requests.", least=1)
 
 
 def size(
@@ -29,31 +41,14 @@ def size(
     kv_dtype: Annotated[
         str, typer.Option(help="Type of the KV cache: auto, bfloat16, float16, float32 or fp8.")
     ] = "auto",
-    dtype: Annotated[
-        str, _tier("dtype", "Type of the model, which is the KV cache's where that is auto.")
-    ] = "auto",
-    kv_cache_gib: Annotated[
-        float | None, _tier("kv_cache_gib", "The engine's own KV cache per device, GiB.", least=0)
-    ] = None,
-    cpu_gib: Annotated[float, _tier("cpu_gib", "CPU tier per device, GiB.", least=0)] = _DEFAULTS[
-        "cpu_gib"
-    ],
-    disk_gib: Annotated[
-        float | None, _tier("disk_gib", "Disk tier per device, GiB.", least=0)
-    ] = None,
-    chunk_tokens: Annotated[
-        int, _tier("chunk_tokens", "Tokens per stored chunk.", least=1)
-    ] = _DEFAULTS["chunk_tokens"],
-    tensor_parallel: Annotated[
-        int, _tier("tensor_parallel", "Devices that share each layer.", least=1)
-    ] = _DEFAULTS["tensor_parallel"],
-    pipeline_parallel: Annotated[
-        int,
-        _tier("pipeline_parallel", "Groups of devices that have some of the layers each.", least=1),
-    ] = _DEFAULTS["pipeline_parallel"],
-    data_parallel: Annotated[
-        int, _tier("data_parallel", "Engines that share the requests.", least=1)
-    ] = _DEFAULTS["data_parallel"],
+    dtype: Annotated[str, _DTYPE] = "auto",
+    kv_cache_gib: Annotated[float | None, _KV_CACHE] = None,
+    cpu_gib: Annotated[float, _CPU] = _DEFAULTS["cpu_gib"],
+    disk_gib: Annotated[float | None, _DISK] = None,
+    chunk_tokens: Annotated[int, _CHUNK] = _DEFAULTS["chunk_tokens"],
+    tensor_parallel: Annotated[int, _TENSOR] = 1,
+    pipeline_parallel: Annotated[int, _PIPELINE] = 1,
+    data_parallel: Annotated[int, _DATA] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
     """How many users' histories each tier holds, from a model's configuration.

@@ -1,19 +1,26 @@
-"""`lmcache-xpu doctor`: looks at all that has to be right before an engine can run here."""
+"""What has to be right before an engine can run here.
+
+`lmcache-xpu doctor` makes all checks, and `serve` those that take milliseconds.
+"""
 
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Iterator
 
 from lmcache_xpu import versions
 from lmcache_xpu.doctor import gpu, memory, packages, software, storage
-from lmcache_xpu.doctor.check import Check, fail, ok, skip
+from lmcache_xpu.doctor.check import Check, fail, ok, passes, skip
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.launch.machine import Machine
+from lmcache_xpu.launch.machine import Machine, TorchFacts
+from lmcache_xpu.launch.preflight import check_environment, check_port, preflight
 from lmcache_xpu.launch.serve import built_for, resolve_device
 from lmcache_xpu.launch.settings import Settings
 
-__all__ = ["Check", "Machine", "examine", "examine_build"]
+__all__ = ["Check", "Machine", "check_start", "examine", "examine_build"]
+
+logger = logging.getLogger("lmcache_xpu")
 
 NO_MODEL = "(none)"  # stands for a model that was not named
 
@@ -61,12 +68,14 @@ def examine(settings: Settings, machine: Machine) -> Iterator[Check]:
     else:
         yield skip("tiers", "offload is off")
     yield software.check_hash_seed(machine, settings)
-    yield software.check_rivals(machine, settings)
+    state = "no variable contradicts the settings"
+    yield passes("environment", state, check_environment, settings, machine.environ)
     if settings.model == NO_MODEL:
         yield skip("model", "none given: --model or LMCACHE_XPU_MODEL")
     else:
         yield software.check_served_model(settings)
-    yield software.check_server_port(settings)
+    state = f"{settings.host}:{settings.port} is free"
+    yield passes("port", state, check_port, settings.host, settings.port)
 
 
 def _gpu(settings: Settings, machine: Machine) -> Iterator[Check]:
@@ -85,3 +94,50 @@ def _gpu(settings: Settings, machine: Machine) -> Iterator[Check]:
         yield gpu.check_peers(facts, settings)
     if settings.offload:
         yield memory.check_pinned(machine, settings, facts)
+
+
+def check_start(settings: Settings, machine: Machine | None = None) -> None:
+    """Refuse what will not run on this machine, and log what will not run well.
+
+    Args:
+        settings: with the device that vLLM is built for.
+        machine: None: this one.
+
+    Raises:
+        SettingsError: a check failed.
+    """
+    machine = machine or Machine()
+    preflight(settings, machine.environ, machine)
+    for check in _quick_checks(settings, machine):
+        if check.outcome == "fail":
+            raise SettingsError(
+                f"{check.name}: {check.found}",
+                "a machine that `lmcache-xpu doctor` passes",
+                check.advice,
+            )
+        if check.outcome == "warn":
+            logger.warning(
+                "lmcache-xpu: %s: %s. %s (docs: troubleshooting#start-warning)",
+                check.name,
+                check.found,
+                check.advice,
+            )
+
+
+def _quick_checks(settings: Settings, machine: Machine) -> Iterator[Check]:
+    """Yield the doctor's checks that neither import PyTorch nor ask a server nor write much."""
+    if settings.device == "xpu":
+        yield gpu.check_nodes(machine)
+        yield gpu.check_affinity(machine, settings)
+    elif settings.device == "cpu":
+        yield software.check_compiler(machine, settings)
+    if not settings.offload:
+        return
+    yield memory.check_memory(machine, settings)
+    if settings.devices > 1:
+        yield memory.check_shared_memory(machine, settings)
+    if settings.device == "xpu":
+        torch = TorchFacts(versions.installed().torch or "")  # the cards would need its import
+        yield memory.check_pinned(machine, settings, torch)
+    yield storage.check_disk_room(machine, settings)
+    yield software.check_hash_seed(machine, settings)

@@ -14,19 +14,12 @@ Outcome = Literal["ok", "warn", "fail", "skip"]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one check.
+    """The result of one check."""
 
-    Args:
-        outcome: ok; warn: it may run, not well; fail: it will not; skip: not looked at.
-        name: what was checked.
-        found: the state of things, or why it was not looked at.
-        advice: what to do; empty where there is nothing to do.
-    """
-
-    outcome: Outcome
-    name: str
-    found: str
-    advice: str = ""
+    outcome: Outcome  # ok; warn: it may run, not well; fail: it will not; skip: not looked at
+    name: str  # of what was checked
+    found: str  # the state of things, or why it was not looked at
+    advice: str = ""  # what to do, if anything
 
 
 # A name, the state of things, and advice where there is something to do.
@@ -35,14 +28,7 @@ fail, skip = partial(Check, "fail"), partial(Check, "skip")
 
 
 def passes(name: str, state: str, check: Callable[..., object], *arguments: object) -> Check:
-    """Report what a check found that raises SettingsError or VersionError; else that all is well.
-
-    Args:
-        name: what is checked.
-        state: the state of things if it passes.
-        check: is called with the arguments.
-        arguments: of the check.
-    """
+    """Return `state` as ok, or as fail the SettingsError or VersionError that a check raises."""
     try:
         check(*arguments)
     except (SettingsError, VersionError) as error:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from lmcache_xpu.doctor.check import Check, fail, ok, skip, warn
-from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.doctor.check import Check, fail, ok, passes, skip, warn
 from lmcache_xpu.launch.machine import Machine, TorchFacts
 from lmcache_xpu.launch.preflight import check_render_nodes
 from lmcache_xpu.launch.settings import Settings
@@ -16,20 +15,14 @@ SYCL = ("libsycl.so.9", "libsycl.so.8")
 
 def check_nodes(machine: Machine) -> Check:
     """Check that there are render nodes and that this process may use them."""
-    name = "device nodes"
-    try:
-        check_render_nodes(machine)
-    except SettingsError as error:
-        return fail(name, error.found, error.fix)
-    closed = [node.name for node in machine.render_nodes() if not machine.may_open(node)]
-    usable = ", ".join(node.name for node in machine.render_nodes() if node.name not in closed)
-    if closed:
-        return warn(
-            name,
-            f"{usable}; not {', '.join(closed)}",
-            "Fine if those are not for this engine; else add the group that owns them.",
-        )
-    return ok(name, usable)
+    nodes = machine.render_nodes()
+    usable = ", ".join(node.name for node in nodes if machine.may_open(node))
+    closed = ", ".join(node.name for node in nodes if not machine.may_open(node))
+    check = passes("device nodes", usable, check_render_nodes, machine)
+    if check.outcome == "ok" and closed:
+        advice = "Fine if those are not for this engine; else add the group that owns them."
+        return warn(check.name, f"{usable}; not {closed}", advice)
+    return check
 
 
 def check_driver(machine: Machine) -> Check:
@@ -42,22 +35,17 @@ def check_driver(machine: Machine) -> Check:
             driver = device / "driver"
             drivers.append(driver.resolve().name if driver.is_symlink() else "none")
     if not drivers:
-        return fail(
-            name,
-            "no render node of an Intel GPU",
-            "Check `lspci -nn | grep -i -e vga -e display` on the machine.",
-        )
-    if unknown := sorted(set(drivers) - {"xe", "i915"}):
-        return fail(
-            name, f"{', '.join(unknown)} for an Intel GPU", "Bind it to xe (or i915) again."
-        )
+        advice = "Check `lspci -nn | grep -i -e vga -e display` on the machine."
+        return fail(name, "no render node of an Intel GPU", advice)
+    if unknown := ", ".join(sorted(set(drivers) - {"xe", "i915"})):
+        return fail(name, f"{unknown} for an Intel GPU", "Bind it to xe (or i915) again.")
     return ok(name, ", ".join(drivers))
 
 
 def check_runtime(machine: Machine) -> Check:
     """Check the oneAPI runtime in this environment: Level Zero's loader and driver, SYCL."""
     name = "oneAPI runtime"
-    sycl = next((library for library in SYCL if machine.loads(library)), None)
+    sycl = next(filter(machine.loads, SYCL), None)
     absent = [library for library in (LOADER, DRIVER) if not machine.loads(library)]
     absent += [] if sycl else [SYCL[0]]
     if absent:
@@ -82,11 +70,8 @@ def check_torch(facts: TorchFacts, settings: Settings) -> Check:
         )
     gpus = ", ".join(f"{gpu} ({size / 2**30:.0f} GiB)" for gpu, size in facts.gpus)
     if len(facts.gpus) < settings.devices:
-        return fail(
-            name,
-            f"{len(facts.gpus)} for {_devices(settings)}: {gpus}",
-            "Lower that, pass more devices, or widen ZE_AFFINITY_MASK.",
-        )
+        state = f"{len(facts.gpus)} for {_devices(settings)}: {gpus}"
+        return fail(name, state, "Lower that, pass more devices, or widen ZE_AFFINITY_MASK.")
     return ok(name, gpus)
 
 
@@ -112,11 +97,8 @@ def check_affinity(machine: Machine, settings: Settings) -> Check:
         return ok(name, "ZE_AFFINITY_MASK is not set: all GPUs")
     gpus = [part for part in mask.split(",") if part.strip()]
     if len(gpus) < settings.devices:
-        return fail(
-            name,
-            f"ZE_AFFINITY_MASK={mask} with {_devices(settings)}",
-            "Name at least as many GPUs, 0,1 for example, or unset it.",
-        )
+        advice = "Name at least as many GPUs, 0,1 for example, or unset it."
+        return fail(name, f"ZE_AFFINITY_MASK={mask} with {_devices(settings)}", advice)
     return ok(name, f"ZE_AFFINITY_MASK={mask}")
 
 

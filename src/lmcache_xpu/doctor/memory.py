@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import shutil
 
-from lmcache_xpu.doctor.check import Check, fail, ok, warn
-from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.doctor.check import Check, fail, ok, passes, warn
 from lmcache_xpu.launch.engine_arguments import engine_variables
 from lmcache_xpu.launch.machine import Machine, TorchFacts
 from lmcache_xpu.launch.preflight import check_server
@@ -20,22 +19,17 @@ SPARE_GIB = 16
 def check_memory(machine: Machine, settings: Settings) -> Check:
     """Check that the CPU tier fits into memory, now and at all."""
     name = "host memory"
-    if settings.server_url is not None:
-        try:
-            check_server(settings.server_url)
-        except SettingsError as error:
-            return fail("LMCache's server", error.found, error.fix)
-        return ok(name, f"the CPU tier is that of {settings.server_url}, which has it already")
+    if (url := settings.server_url) is not None:
+        server = passes("LMCache's server", url, check_server, url)
+        state = f"the CPU tier is that of {url}, which has it already"
+        return ok(name, state) if server.outcome == "ok" else server
     tier = settings.cpu_gib * settings.devices
     have, free = machine.memory_bytes() / GIB, machine.available_bytes() / GIB
     state = f"a CPU tier of {tier:g} GiB in all; {free:.1f} GiB available of {have:.1f}"
     room = min(have, free)
     if tier > room:
-        return fail(
-            name,
-            state,
-            "Lower cpu_gib, raise the container's memory limit, or stop what uses the memory.",
-        )
+        advice = "Lower cpu_gib, raise the container's memory limit, or stop what uses the memory."
+        return fail(name, state, advice)
     if room - tier < min(SPARE * room, SPARE_GIB):
         return warn(name, state, "Little is left for the model's loading. Lower cpu_gib.")
     return ok(name, state)

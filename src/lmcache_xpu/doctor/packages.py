@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -45,21 +45,26 @@ def check_packages(packages: Mapping[str, Package]) -> Check:
     Intel GPUs has older packages than its image.
     """
     name = "packages"
-    vllm = next((n for n in versions.DISTRIBUTIONS["vllm"] if n in packages), None)
+    vllm = next((n for n in versions.VLLM_BUILDS if n in packages), None)
     if vllm is None:
         return skip(name, "vLLM is not installed as a package here")
+    shared = sorted(versions.SHARED_PACKAGES & packages.keys())
     version, _, build = packages[vllm].version.partition("+")
     pins = versions.IMAGE_PACKAGES.get(version, {}) if build == "xpu" else {}
-    broken = list(_broken(packages, vllm))
     older = [
-        (shared, pin)
-        for shared, pin in pins.items()
-        if shared in packages and Version(packages[shared].version) < Version(pin)
+        (package, pin)
+        for package, pin in pins.items()
+        if package in packages and Version(packages[package].version) < Version(pin)
+    ]
+    broken = [
+        (package, *requirement)
+        for package in (vllm, *shared)
+        for requirement in _broken(packages[package], packages, shared)
     ]
     if not broken and not older:
-        return ok(name, ", ".join(f"{n} {packages[n].version}" for n in _shared(packages)))
+        return ok(name, ", ".join(f"{n} {packages[n].version}" for n in shared))
     text = [
-        f"{package} wants {requirement}, and here is {version}"
+        f"{package} {packages[package].version} wants {requirement}, and here is {version}"
         for package, requirement, version in broken
     ]
     text += [f"{n} {packages[n].version}, older than {pin} of vLLM's image" for n, pin in older]
@@ -70,26 +75,18 @@ def check_packages(packages: Mapping[str, Package]) -> Check:
         f"pip install {' '.join(dict.fromkeys(install))}. A plain `pip install` of LMCache takes "
         f"vLLM's packages back; `{INSTALL}` in a clone of lmcache-xpu leaves them."
     )
-    outcome = fail if any(package.startswith(f"{vllm} ") for package, *_ in broken) else warn
+    outcome = fail if any(package == vllm for package, *_ in broken) else warn
     return outcome(name, "; ".join(text), advice)
 
 
-def _shared(packages: Mapping[str, Package]) -> list[str]:
-    return sorted(name for name in versions.SHARED_PACKAGES if name in packages)
-
-
-def _broken(packages: Mapping[str, Package], vllm: str) -> Iterator[tuple[str, str, str]]:
-    """Yield package, requirement and the version that breaks it, of vLLM and the shared ones."""
-    shared = _shared(packages)
-    for package in (vllm, *shared):
-        for text in packages[package].requires:
-            requirement = Requirement(text)
-            name = canonicalize_name(requirement.name)
-            if name not in shared or (
-                requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})
-            ):
-                continue
+def _broken(
+    package: Package, packages: Mapping[str, Package], shared: Sequence[str]
+) -> Iterator[tuple[str, str]]:
+    """Yield each requirement of a shared package that is broken, and the version that does it."""
+    for requirement in map(Requirement, package.requires):
+        name = canonicalize_name(requirement.name)
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if name in shared and applies:
             version = packages[name].version
             if not requirement.specifier.contains(version, prereleases=True):
-                asking = f"{package} {packages[package].version}"
-                yield asking, f"{name}{requirement.specifier}", version
+                yield f"{name}{requirement.specifier}", version

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from lmcache_xpu.doctor.check import Check, fail, ok, skip
@@ -19,34 +17,29 @@ CHUNK_TOKENS, CHUNKS = 256, 2
 STAGING_BYTES = 16 * 2**20
 
 
-class Ways(NamedTuple):
-    """The ways of a load that brought every byte back: through staging, and read by a kernel."""
-
-    staged: bool
-    direct: bool | None  # None where kernels don't reach host memory
-
-
 def check_transfer(device_type: str) -> Check:
-    """Check that chunks come back as they went, on every way that a load may take."""
+    """Check that chunks come back as they were stored, through staging and by a kernel."""
     name = "transfer"
     if device_type != "cpu" and not torch.get_device_module(device_type).is_available():
         return skip(name, f"PyTorch sees no {device_type} here")
     report = "Serve without offload (offload=false) until that is understood, and report it."
     try:
-        ways = round_trips(torch.device(device_type))
+        staged, direct = round_trips(torch.device(device_type))
     except Exception as error:  # whatever a driver or a compiler raises is what was found
         return fail(name, f"{type(error).__name__}: {error}", report)
-    if not ways.staged or ways.direct is False:
-        wrong = "staged" if not ways.staged else "read by a kernel"
+    if not staged or direct is False:
+        wrong = "read by a kernel" if staged else "staged"
         return fail(name, f"other bytes than were stored, {wrong}", report)
-    how = "staged, and read by a kernel" if ways.direct else "staged"
+    how = "staged, and read by a kernel" if direct else "staged"
     if device_type == "cpu":
         how = "in place"
     return ok(name, f"{CHUNKS} chunks stored and loaded, {how}: every byte")
 
 
-def round_trips(device: torch.device) -> Ways:
-    """Store two chunks of a small paged KV cache, and load them in both ways.
+def round_trips(device: torch.device) -> tuple[bool, bool | None]:
+    """Store two chunks of a small paged KV cache, and load them through staging and by a kernel.
+
+    Returns whether every byte came back, through each; None where kernels don't reach host memory.
 
     The cache is fused as vLLM's is on Intel GPUs, its blocks are scattered, and some of it belongs
     to nobody and has to stay as it is. Waits for the device.
@@ -81,4 +74,4 @@ def round_trips(device: torch.device) -> Ways:
         handle.done.synchronize()
         return torch.equal(cache, expected)
 
-    return Ways(comes_back(idle=False), comes_back(idle=True) if stager.reaches_host else None)
+    return comes_back(idle=False), comes_back(idle=True) if stager.reaches_host else None

@@ -15,7 +15,7 @@ from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.engine_arguments import engine_variables
 from lmcache_xpu.launch.machine import Machine
 from lmcache_xpu.launch.model_support import check_layers, check_reachable
-from lmcache_xpu.launch.preflight import check_environment, check_model, check_port
+from lmcache_xpu.launch.preflight import check_model
 from lmcache_xpu.launch.settings import Settings
 
 if TYPE_CHECKING:
@@ -31,21 +31,16 @@ def check_versions(installed: versions.Versions, environ: Mapping[str, str]) -> 
     vllm = installed.changed or installed.vllm
     text = f"LMCache {installed.lmcache}, vLLM {vllm}, PyTorch {installed.torch}"
     tested = " and ".join(f"{key} {versions.tested_versions(key)}" for key in versions.TESTED)
+    variable = versions.UNTESTED_VARIABLE
     if installed.tested and installed.changed:
-        return warn(
-            name,
-            text,
-            f"That is {installed.vllm} with changes, and tested is {installed.vllm} as released.",
-        )
+        release = installed.vllm
+        advice = f"That is {release} with changes, and tested is {release} as released."
+        return warn(name, text, advice)
     if installed.tested:
         return ok(name, text)
     if versions.allowed(installed, environ):
-        return warn(
-            name, text, f"Tested are {tested}; {versions.UNTESTED_VARIABLE} lets them pass."
-        )
-    return fail(
-        name, text, f"Install {tested}, or set {versions.UNTESTED_VARIABLE}=1 at your own risk."
-    )
+        return warn(name, text, f"Tested are {tested}; {variable} lets them pass.")
+    return fail(name, text, f"Install {tested}, or set {variable}=1 at your own risk.")
 
 
 def check_imports(modules: tuple[str, ...]) -> Check:
@@ -55,11 +50,8 @@ def check_imports(modules: tuple[str, ...]) -> Check:
         try:
             importlib.import_module(module)
         except Exception as error:  # any: a broken binary raises what it likes
-            return fail(
-                name,
-                f"{module}: {type(error).__name__}: {error}",
-                "Its packages don't fit each other; reinstall them as the Dockerfile does.",
-            )
+            advice = "Its packages don't fit each other; reinstall them as the Dockerfile does."
+            return fail(name, f"{module}: {type(error).__name__}: {error}", advice)
     return ok(name, ", ".join(modules))
 
 
@@ -69,9 +61,8 @@ def check_compiler(machine: Machine, settings: Settings) -> Check:
     if settings.enforce_eager:
         return skip(name, "enforce_eager is on: nothing is compiled")
     if shutil.which(compiler, path=machine.environ.get("PATH")) is None:
-        return fail(
-            name, f"no {compiler}", "Install g++ and Python's headers, or set enforce_eager."
-        )
+        advice = "Install g++ and Python's headers, or set enforce_eager."
+        return fail(name, f"no {compiler}", advice)
     return ok(name, compiler)
 
 
@@ -80,11 +71,9 @@ def check_patches(status: Status) -> Check:
     name = "patches"
     missing = [patch for patch, in_place in status.patches.items() if not in_place]
     if missing or not status.patches:
-        return fail(
-            name,
-            f"not in place: {', '.join(missing) or 'none, the versions are not allowed'}",
-            "Another package patches LMCache too, or see the check of versions.",
-        )
+        state = f"not in place: {', '.join(missing) or 'none, the versions are not allowed'}"
+        advice = "Another package patches LMCache too, or see the check of versions."
+        return fail(name, state, advice)
     return ok(name, f"{len(status.patches)} in place, for {', '.join(status.devices)}")
 
 
@@ -107,11 +96,8 @@ def check_kernels(device: str) -> Check:
     if device == "cpu":
         return skip(name, "a CPU needs none: PyTorch copies")
     if importlib.util.find_spec("triton") is None:
-        return warn(
-            name,
-            f"no Triton: PyTorch copies block by block on {device}",
-            "Install the Triton that vLLM's image for this device has.",
-        )
+        advice = "Install the Triton that vLLM's image for this device has."
+        return warn(name, f"no Triton: PyTorch copies block by block on {device}", advice)
     version = versions.version_of("triton-xpu", "triton") or UNKNOWN
     return ok(name, f"Triton {version}: gather and scatter on {device}")
 
@@ -125,20 +111,18 @@ def check_pinning(device: str) -> Check:
     try:
         importlib.import_module(f"{XPU_KERNELS}._C")
     except Exception as error:  # any: a binary that does not fit raises what it likes
-        return fail(
-            name,
-            f"{kernels}: {type(error).__name__}: {error}",
-            "vLLM imports it at its start. It has to fit PyTorch and oneAPI: take vLLM's image.",
+        advice = (
+            "vLLM imports it at its start. It has to fit PyTorch and oneAPI: take vLLM's image."
         )
+        return fail(name, f"{kernels}: {type(error).__name__}: {error}", advice)
     import torch
 
     if hasattr(torch.ops._C, "xpu_host_register"):
         return ok(name, f"{kernels} registers memory of any size with the driver")
-    return warn(
-        name,
-        f"{kernels} can't register memory",
-        "A CPU tier larger than one pinned allocation is copied through a ring of pinned memory.",
+    advice = (
+        "A CPU tier larger than one pinned allocation is copied through a ring of pinned memory."
     )
+    return warn(name, f"{kernels} can't register memory", advice)
 
 
 def check_hash_seed(machine: Machine, settings: Settings) -> Check:
@@ -155,26 +139,15 @@ def check_hash_seed(machine: Machine, settings: Settings) -> Check:
     return ok(name, f"PYTHONHASHSEED={fixed}, set by serve")
 
 
-def check_rivals(machine: Machine, settings: Settings) -> Check:
-    """Check that no variable of vLLM and LMCache contradicts ours."""
-    text = "no variable contradicts the settings"
-    return passes("environment", text, check_environment, settings, machine.environ)
-
-
-def check_server_port(settings: Settings) -> Check:
-    """Check that the server's port is free."""
-    text = f"{settings.host}:{settings.port} is free"
-    return passes("port", text, check_port, settings.host, settings.port)
-
-
 def check_served_model(settings: Settings) -> Check:
     """Check that the model is there, or its hub, and that its layers can be offloaded."""
-    name = "model"
     try:
         check_model(settings.model)
     except SettingsError as error:
-        return fail(name, f"{error.found}: no config.json there", error.fix)
-    reachable = passes(name, settings.model, check_reachable, settings.model)
-    if reachable.outcome != "ok":
-        return reachable
-    return passes(name, settings.model, check_layers, settings)
+        return fail("model", f"{error.found}: no config.json there", error.fix)
+
+    def check_offload() -> None:
+        check_reachable(settings.model)
+        check_layers(settings)
+
+    return passes("model", settings.model, check_offload)

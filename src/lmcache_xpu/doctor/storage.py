@@ -20,6 +20,7 @@ GIB = 2**30
 PROBE_BYTES = 256 * 2**20
 SLOW_BYTES_S = 200e6  # below a SATA disk; recomputing is often faster then
 TIMEOUT_S = 3.0
+_EVICTION = "maxmemory-policy allkeys-lru"
 _FORGOTTEN = {"overlay": "the container's own layer, gone with it", "tmpfs": "memory"}
 
 
@@ -52,15 +53,11 @@ def check_disk_room(machine: Machine, settings: Settings) -> Check:
         room_gib += _used_bytes(path) / GIB
     state = f"{path} ({kind}): {room_gib:.0f} GiB to be had"
     if kind in _FORGOTTEN:
-        return warn(
-            name, f"{path} is on {_FORGOTTEN[kind]}", "Mount a volume or a local disk there."
-        )
+        advice = "Mount a volume or a local disk there."
+        return warn(name, f"{path} is on {_FORGOTTEN[kind]}", advice)
     if room_gib < needed_gib:
-        return warn(
-            name,
-            f"{state}; disk_gib x devices is {needed_gib:g}",
-            "Lower disk_gib: when the disk is full, new chunks are dropped.",
-        )
+        advice = "Lower disk_gib: when the disk is full, new chunks are dropped."
+        return warn(name, f"{state}; disk_gib x devices is {needed_gib:g}", advice)
     return ok(name, state)
 
 
@@ -92,23 +89,16 @@ def check_shared_tier(settings: Settings) -> Check:
             "Start the server, and check remote_url and remote_password. (Engines run without.)",
         )
     limit, policy = memory.get("maxmemory"), memory.get("maxmemory_policy")
+    state = f"{settings.remote_url} answers"
     if limit is None or policy is None:
-        return ok(name, f"{settings.remote_url} answers; its maxmemory can't be read")
-    state = f"{settings.remote_url} answers, maxmemory {limit / GIB:.2f} GiB, {policy}"
+        return ok(name, f"{state}; its maxmemory can't be read")
     if not limit:
-        return warn(
-            name,
-            f"{settings.remote_url} answers, no maxmemory, {policy}",
-            "It grows until its machine has no memory: set maxmemory and "
-            "maxmemory-policy allkeys-lru.",
-        )
+        advice = f"It grows until its machine has no memory: set maxmemory and {_EVICTION}."
+        return warn(name, f"{state}, no maxmemory, {policy}", advice)
+    state += f", maxmemory {limit / GIB:.2f} GiB, {policy}"
     if not policy.startswith("allkeys-"):
-        return warn(
-            name,
-            state,
-            "It drops none of the chunks, and takes no new ones when it is full: "
-            "set maxmemory-policy allkeys-lru.",
-        )
+        advice = "It drops none of the chunks, and takes no new ones when it is full: set"
+        return warn(name, state, f"{advice} {_EVICTION}.")
     return ok(name, state)
 
 

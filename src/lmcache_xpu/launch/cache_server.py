@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
-import itertools
 import os
 import re
 import shutil
@@ -29,14 +28,6 @@ from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.settings import Settings
 from lmcache_xpu.server.server_socket import SCHEME
 from lmcache_xpu.tiers.server_options import PASSWORD_VARIABLE, disk_option, shared_option
-
-__all__ = [
-    "check_shared_memory",
-    "end_with_parent",
-    "server_command",
-    "server_environment",
-    "start_server",
-]
 
 PROGRAM = (sys.executable, "-m", "lmcache_xpu.server.server_program")
 NAMES = "lmcache-xpu-"  # beginning of the names of servers that are started with an engine
@@ -62,12 +53,9 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no pro
 
 
 def server_command(settings: Settings, socket: Path, pages: str = PAGES) -> list[str]:
-    """Return the command line of a server for an engine of these settings.
+    """Return the command line of a server that has the tiers of all devices of an engine.
 
-    Args:
-        settings: of the engine. The server has the memory and the disk of all of its devices.
-        socket: file at which it answers workers.
-        pages: address of its health and metrics.
+    It answers workers at the file `socket`, and shows health and metrics at the address `pages`.
     """
     options: dict[str, object] = {
         "--chunk-size": settings.chunk_tokens,
@@ -97,11 +85,9 @@ def server_command(settings: Settings, socket: Path, pages: str = PAGES) -> list
 def server_environment(
     environ: Mapping[str, str], settings: Settings | None = None
 ) -> dict[str, str]:
-    """Return the part of an environment that LMCache's server needs, without any other secret.
+    """Return what LMCache's server needs of an environment, and the shared tier's password.
 
-    Args:
-        environ: the environment.
-        settings: of the engine: with a shared tier, the server needs its password.
+    No other secret is in it.
     """
     needed = {
         name: value
@@ -118,11 +104,8 @@ def start_server(
 ) -> str:
     """Start a server that ends with this process, whatever it becomes; return its URL.
 
-    Waits until it answers workers and shows its metrics.
-
-    Args:
-        settings: of the engine that it is for.
-        command: makes its command line, of the settings and of the server's socket.
+    Waits until it answers workers and shows its metrics. `command` makes its command line, of the
+    engine's settings and of the server's socket.
 
     Raises:
         SettingsError: it does not come up.
@@ -206,12 +189,12 @@ def keep(command: Sequence[str]) -> None:
     """Run a server until this process is told to end; start it again when it ends or is silent."""
     server: subprocess.Popen[bytes] | None = None
     socket = Path(command[len(PROGRAM)])
-    options = dict(itertools.pairwise(command))
+    pool = socket.parent.name
 
     def end(_signal: int, _frame: FrameType | None) -> None:
         if server is not None:
             _end(server)
-        _remove_pool(socket.parent.name)
+        _remove_pool(pool)
         shutil.rmtree(socket.parent, ignore_errors=True)
         os._exit(0)
 
@@ -223,8 +206,7 @@ def keep(command: Sequence[str]) -> None:
         _await_end(server, socket)
         print(f"LMCache's server ended with status {server.wait()}; it starts again", flush=True)
         # Engines give it back when its name is gone; the next server looks for room first.
-        if name := options.get("--shm-name"):
-            (SHARED_MEMORY / f"{POOL_PREFIX}{name}").unlink(missing_ok=True)
+        (SHARED_MEMORY / f"{POOL_PREFIX}{pool}").unlink(missing_ok=True)
         time.sleep(AGAIN_S)
 
 

@@ -15,14 +15,6 @@ from lmcache_xpu.launch.settings import CPU_KV_CACHE_GIB, ENV_PREFIX, Settings
 from lmcache_xpu.tiers.server_options import PASSWORD_VARIABLE
 from lmcache_xpu.transfer import pool_memory
 
-__all__ = [
-    "engine_variables",
-    "kv_transfer_config",
-    "lmcache_config",
-    "server_config",
-    "vllm_arguments",
-]
-
 SCHEDULER = "lmcache_xpu.vllm_connector.LMCacheXPUScheduler"
 KEY_GUARD = "lmcache_xpu.launch.key_guard.KeyGuard"
 
@@ -33,6 +25,10 @@ def vllm_arguments(settings: Settings) -> list[str]:
     if kv_cache_gib is None and settings.device == "cpu":
         kv_cache_gib = CPU_KV_CACHE_GIB
     transfer = json.dumps(kv_transfer_config(settings)) if settings.offload else None
+    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": settings.kv_events}
+    pipeline, data = settings.pipeline_parallel, settings.data_parallel
+    # vLLM's choice for several engines gives each one's only worker a process of its own.
+    in_process = settings.offload and settings.is_local and data > 1
     options: dict[str, object] = {
         "--host": settings.host,
         "--port": settings.port,
@@ -44,18 +40,13 @@ def vllm_arguments(settings: Settings) -> list[str]:
         "--kv-cache-memory-bytes": kv_cache_gib and int(kv_cache_gib * 2**30),
         "--gpu-memory-utilization": settings.memory_fraction,
         "--tensor-parallel-size": settings.tensor_parallel,
-        "--pipeline-parallel-size": settings.pipeline_parallel
-        if settings.pipeline_parallel > 1
-        else None,
-        "--data-parallel-size": settings.data_parallel if settings.data_parallel > 1 else None,
-        # vLLM's choice for several engines gives each one's only worker a process of its own.
-        "--distributed-executor-backend": "uni"
-        if settings.offload and settings.is_local and settings.data_parallel > 1
-        else None,
+        "--pipeline-parallel-size": pipeline if pipeline > 1 else None,
+        "--data-parallel-size": data if data > 1 else None,
+        "--distributed-executor-backend": "uni" if in_process else None,
         "--max-num-batched-tokens": settings.max_num_batched_tokens,
         "--max-num-seqs": settings.max_num_seqs,
         "--kv-transfer-config": transfer,
-        "--kv-events-config": json.dumps(_kv_events(settings)) if settings.kv_events else None,
+        "--kv-events-config": json.dumps(events) if settings.kv_events else None,
         "--scheduler-cls": SCHEDULER if settings.offload and not settings.layerwise else None,
         "--middleware": KEY_GUARD if settings.api_key is not None else None,
     }
@@ -63,9 +54,7 @@ def vllm_arguments(settings: Settings) -> list[str]:
     for option, value in options.items():
         if value is not None:
             args += [option, str(value)]
-    args.append(
-        "--enable-prefix-caching" if settings.prefix_caching else "--no-enable-prefix-caching"
-    )
+    args.append(f"--{'' if settings.prefix_caching else 'no-'}enable-prefix-caching")
     shown = settings.show_cached_tokens
     if settings.api_key is None if shown is None else shown:
         args.append("--enable-prompt-tokens-details")  # clients ask for nothing
@@ -76,23 +65,18 @@ def vllm_arguments(settings: Settings) -> list[str]:
 
 def kv_transfer_config(settings: Settings) -> dict[str, object]:
     """Return vLLM's KV transfer configuration, with LMCache's inside."""
-    if not settings.layerwise:
-        return {
-            "kv_connector": "LMCacheXPUServerConnector",
-            "kv_connector_module_path": "lmcache_xpu.vllm_connector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": server_config(settings),
-        }
+    if settings.layerwise:
+        connector = "LMCacheXPUConnector"
+        options = {f"lmcache.{name}": value for name, value in lmcache_config(settings).items()}
+    else:
+        connector, options = "LMCacheXPUServerConnector", server_config(settings)
     return {
-        "kv_connector": "LMCacheXPUConnector",
+        "kv_connector": connector,
         "kv_connector_module_path": "lmcache_xpu.vllm_connector",
         "kv_role": "kv_both",
         # A chunk may be lost between look-up and load; vLLM's default fails the request.
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            f"lmcache.{key}": value for key, value in lmcache_config(settings).items()
-        },
+        "kv_connector_extra_config": options,
     }
 
 
@@ -107,7 +91,7 @@ def lmcache_config(settings: Settings) -> dict[str, object]:
         "chunk_size": settings.chunk_tokens,
         "local_cpu": True,
         "max_local_cpu_size": settings.cpu_gib,  # in units of 2**30 bytes, whatever its docs say
-        "use_layerwise": settings.layerwise,
+        "use_layerwise": True,
         "save_decode_cache": settings.save_decode,
         # An engine's block may be packed as one piece (CPU): no part of it can be copied.
         "save_unfull_chunk": False,
@@ -116,9 +100,7 @@ def lmcache_config(settings: Settings) -> dict[str, object]:
     }
     if settings.kv_events is not None:
         config["enable_kv_events"] = True
-    extra: dict[str, object] = {}
-    if settings.staging_mib is not None:
-        extra["xpu.staging_mib"] = settings.staging_mib
+    extra = _staging(settings)
     if settings.disk_path is not None:
         config["storage_plugins"] = ["disk"]
         extra |= {
@@ -153,17 +135,17 @@ def server_config(settings: Settings) -> dict[str, object]:
             "lmcache.mp.heartbeat_interval": settings.server_timeout_s,
             "xpu.server_timeout_s": settings.server_timeout_s,
         }
-    if settings.staging_mib is not None:
-        options["xpu.staging_mib"] = settings.staging_mib
-    return options
+    return options | _staging(settings)
+
+
+def _staging(settings: Settings) -> dict[str, object]:
+    return {} if settings.staging_mib is None else {"xpu.staging_mib": settings.staging_mib}
 
 
 def engine_variables(settings: Settings, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables that have no argument: to be added to the engine's environment.
+    """Return the variables to be added to `environ`, the engine's: those that have no argument.
 
-    Args:
-        settings: of the engine.
-        environ: that environment. What it says of PyTorch's allocator is kept and added to.
+    What it says of PyTorch's allocator is kept and added to.
     """
     env = {
         # One hash seed for all of the engine's processes.
@@ -196,8 +178,3 @@ def engine_variables(settings: Settings, environ: Mapping[str, str] = os.environ
     if settings.remote_password is not None:
         env[PASSWORD_VARIABLE] = settings.remote_password.get_secret_value()
     return env
-
-
-def _kv_events(settings: Settings) -> dict[str, object]:
-    """vLLM's configuration of its publisher of KV events."""
-    return {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": settings.kv_events}

@@ -13,8 +13,6 @@ import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-__all__ = ["KeyGuard"]
-
 OPEN = ("/health", "/ping", "/metrics", "/metrics/")
 
 Message = MutableMapping[str, Any]

@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["Machine", "TorchFacts"]
-
 
 def _loads(library: str) -> bool:
     try:
@@ -21,23 +19,13 @@ def _loads(library: str) -> bool:
     return True
 
 
-def _may_read_and_write(path: Path) -> bool:
-    return os.access(path, os.R_OK | os.W_OK)
-
-
 @dataclass(frozen=True, slots=True)
 class TorchFacts:
-    """PyTorch's version, and what it sees of Intel GPUs.
-
-    Args:
-        version: of PyTorch.
-        gpus: the name and the memory of each.
-        apart: pairs of GPUs, by number, of which the first can't reach the memory of the second;
-            None where PyTorch can't tell.
-    """
+    """PyTorch's version, and what it sees of Intel GPUs."""
 
     version: str
-    gpus: tuple[tuple[str, int], ...] = ()
+    gpus: tuple[tuple[str, int], ...] = ()  # the name of each, and bytes of memory
+    # Pairs by number, of which the first can't reach the second's memory; None: PyTorch can't tell.
     apart: tuple[tuple[int, int], ...] | None = None
 
     @classmethod
@@ -58,23 +46,14 @@ class TorchFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Ways to look at a machine. The defaults look at this one.
+    """Ways to look at a machine. The defaults look at this one."""
 
-    Args:
-        root: directory that holds /dev, /sys and /proc.
-        environ: the environment's variables.
-        may_open: whether this process may read and write a file.
-        loads: whether a shared library can be loaded.
-        torch: PyTorch's view of the devices.
-        memlock_bytes: limit on locked memory; -1 is none.
-    """
-
-    root: Path = Path("/")
+    root: Path = Path("/")  # holds /dev, /sys and /proc
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    may_open: Callable[[Path], bool] = _may_read_and_write
-    loads: Callable[[str], bool] = _loads
+    may_open: Callable[[Path], bool] = lambda path: os.access(path, os.R_OK | os.W_OK)
+    loads: Callable[[str], bool] = _loads  # whether a shared library can be loaded
     torch: Callable[[], TorchFacts] = TorchFacts.probe
-    memlock_bytes: int = field(
+    memlock_bytes: int = field(  # that may be locked; -1: any
         default_factory=lambda: resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     )
 

@@ -19,8 +19,6 @@ from lmcache_xpu.versions import Versions, check_groups, installed, serves_group
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["check_layers", "check_offload", "check_reachable", "with_layers"]
-
 HUB_ANSWER_S = 3.0
 PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "VLLM_USE_MODELSCOPE")
 
@@ -33,7 +31,7 @@ def check_offload(
     Args:
         config: of the model.
         here: versions that have to do it; None: any that are accepted.
-        layerwise: LMCache's own engine does it, layer by layer.
+        layerwise: with LMCache's own engine.
 
     Raises:
         SettingsError: it can't; names the layers, and what can be done.

@@ -15,18 +15,7 @@ from lmcache_xpu.launch.model_support import check_layers
 from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
 from lmcache_xpu.server.server_socket import await_server, check_socket
 
-__all__ = [
-    "check_disk",
-    "check_environment",
-    "check_memory",
-    "check_model",
-    "check_port",
-    "check_render_nodes",
-    "check_server",
-    "preflight",
-]
-
-SERVER_S = 2.0  # that LMCache's server has to greet
+SERVER_S = 1.0  # that LMCache's server has to greet; the command itself starts in less
 
 
 def preflight(
@@ -44,11 +33,11 @@ def preflight(
     if settings.device == "xpu":
         check_render_nodes(machine)
     if settings.offload:
-        check_layers(settings)
         if settings.server_url is None:
             check_memory(settings.cpu_gib * settings.devices, machine)
         else:  # which has its memory already
             check_server(settings.server_url)
+        check_layers(settings)  # imports transformers, which takes seconds
         if settings.disk_path is not None:
             check_disk(settings.disk_path)
 
@@ -112,10 +101,10 @@ def check_memory(pool_gib: float, machine: Machine) -> None:
 
 
 def check_server(url: str) -> None:
-    """Refuse an LMCache server that does not listen, or another user's.
+    """Refuse an LMCache server that does not listen within `SERVER_S`, or another user's.
 
     Raises:
-        SettingsError: names its address, two seconds later at most.
+        SettingsError: names its address.
     """
     check_socket(url)
     await_server(url, SERVER_S)

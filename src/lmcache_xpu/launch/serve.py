@@ -17,11 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.launch.cache_server import (
-    check_shared_memory,
-    server_command,
-    start_server,
-)
+from lmcache_xpu.launch.cache_server import check_shared_memory, server_command, start_server
 from lmcache_xpu.launch.engine_arguments import (
     engine_variables,
     lmcache_config,
@@ -33,16 +29,6 @@ from lmcache_xpu.launch.preflight import check_model, check_server
 from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
 from lmcache_xpu.versions import version_of
 
-__all__ = [
-    "METRICS_VARIABLE",
-    "built_for",
-    "command",
-    "describe",
-    "environment",
-    "resolve_device",
-    "serve",
-]
-
 SHOWN_SOCKET = Path("/tmp/lmcache-xpu-XXXXXXXX/server.sock")  # its directory is made at the start
 METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's
 
@@ -50,10 +36,8 @@ METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's
 def serve(settings: Settings, check: Callable[[Settings], None], *, dry_run: bool = False) -> None:
     """Replace this process by the engine; with `dry_run` print what would be run.
 
-    Args:
-        settings: of the engine.
-        check: looks at the machine, and raises where the engine would not run.
-        dry_run: to check the model alone.
+    `check` looks at the machine, and raises where the engine would not run. A dry run looks at the
+    model and at a server that `server_url` names alone.
 
     Raises:
         SettingsError: the engine could not start with these settings on this machine.
@@ -131,13 +115,11 @@ def describe(settings: Settings) -> str:
         env[secret] = "(not shown)"
     lines = ["# command", shlex.join(command(settings)), "", "# environment"]
     lines += [f"{name}={value}" for name, value in sorted(env.items())]
-    if settings.offload and settings.is_server:
-        if settings.server_url is None:
-            server = shlex.join(server_command(settings, SHOWN_SOCKET))
-            lines += ["", "# LMCache's server", server]
-    elif settings.offload:
+    if settings.offload and not settings.is_server:
         options = lmcache_config(settings) if settings.layerwise else server_config(settings)
         lines += ["", "# LMCache", json.dumps(options, indent=2)]
+    elif settings.offload and settings.server_url is None:
+        lines += ["", "# LMCache's server", shlex.join(server_command(settings, SHOWN_SOCKET))]
     return "\n".join(lines)
 
 

@@ -29,8 +29,6 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.settings_errors import unknown_variable, validation_failure
 
-__all__ = ["CPU_KV_CACHE_GIB", "ENV_PREFIX", "Settings", "variables"]
-
 ENV_PREFIX = "LMCACHE_XPU_"
 # Not settings of a deployment but switches for diagnosis, which the engine's processes read.
 DIAGNOSTIC_VARIABLES = frozenset(
@@ -285,7 +283,9 @@ class Settings(BaseSettings):
             )
         if not self.is_server:
             return
-        for name in self.lacks_with_server:
+        for name, without in SERVER_LACKS.items():
+            if getattr(self, name) in (without, None):
+                continue
             raise SettingsError(
                 f"{name}={getattr(self, name)} with LMCache as a server",
                 f"{name} unset: the connector to LMCache's server has no such choice",
@@ -306,13 +306,6 @@ class Settings(BaseSettings):
                     "one of the two: a server that runs has tiers of its own, or none",
                     "Give that server the option --l2-adapter, or leave server_url out.",
                 )
-
-    @property
-    def lacks_with_server(self) -> list[str]:
-        """Names of settings that were chosen, and that the connector to a server does not have."""
-        return [
-            name for name, value in SERVER_LACKS.items() if getattr(self, name) not in (value, None)
-        ]
 
     @property
     def ranks(self) -> int:

@@ -1,4 +1,4 @@
-"""Mistakes in settings, told so that a reader can correct them."""
+"""The errors about mistakes in settings."""
 
 from __future__ import annotations
 
@@ -12,20 +12,12 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
     from pydantic_core import ErrorDetails
 
-__all__ = ["unknown_variable", "validation_failure"]
-
 MISSING = {"model": "the name of a model on a hub, or a model directory"}
 SECRETS = ("api_key", "remote_password", "remote_url")  # people put passwords in URLs
 
 
 def unknown_variable(name: str, names: Iterable[str], prefix: str) -> SettingsError:
-    """Return the error about a variable with our prefix that is no setting's.
-
-    Args:
-        name: the variable.
-        names: the variables of all settings; the one most like `name` is proposed.
-        prefix: what they begin with.
-    """
+    """Return the error about a variable that no setting has; it proposes the most like it."""
     return SettingsError(
         f"the environment variable {name}",
         _most_like(name, names) or f"{prefix} and the name of a setting",
@@ -34,42 +26,32 @@ def unknown_variable(name: str, names: Iterable[str], prefix: str) -> SettingsEr
 
 
 def validation_failure(error: ValidationError, fields: Iterable[str]) -> SettingsError:
-    """Return the error that says which settings are wrong, what they are, and what they may be.
-
-    Args:
-        error: pydantic's.
-        fields: names of all settings.
-    """
+    """Return the error that says which settings are wrong, what they are, and what they may be."""
     values, expectations, fix = [], [], ""
     items = error.errors(include_url=False)
     for item in items:
         if isinstance(contradiction := item.get("ctx", {}).get("error"), SettingsError):
             return contradiction  # it says it all; pydantic wraps any ValueError
         name = str(item["loc"][0]) if item["loc"] else "settings"
-        values.append(_value(item, name))
-        expectation = _expectation(item, name, fields)
+        value, expectation = _value_and_expectation(item, name, fields)
+        values.append(value)
         expectations.append(f"{name}: {expectation}" if len(items) > 1 else expectation)
-        fix = _way_out(item, name) or fix
+        fix = _advice(item, name) or fix
     return SettingsError(", ".join(values), "; ".join(expectations), fix)
 
 
-def _value(item: ErrorDetails, name: str) -> str:
+def _value_and_expectation(item: ErrorDetails, name: str, fields: Iterable[str]) -> tuple[str, str]:
     if item["type"] == "missing":
-        return f"no {name}"
-    return f"{name} (not shown)" if name in SECRETS else f"{name}={item['input']!r}"
-
-
-def _expectation(item: ErrorDetails, name: str, fields: Iterable[str]) -> str:
+        return f"no {name}", MISSING.get(name, "a value")
+    value = f"{name} (not shown)" if name in SECRETS else f"{name}={item['input']!r}"
     if item["type"] == "extra_forbidden":
         field = _most_like(name, fields)
-        return f"{field} instead of {name}" if field else f"no {name}"
-    if item["type"] == "missing":
-        return MISSING.get(name, "a value")
+        return value, f"{field} instead of {name}" if field else f"no {name}"
     words = item["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    return f"{words[0].lower()}{words[1:]}"
+    return value, f"{words[0].lower()}{words[1:]}"
 
 
-def _way_out(item: ErrorDetails, name: str) -> str:
+def _advice(item: ErrorDetails, name: str) -> str:
     if name == "remote_url":
         return "redis://HOST:PORT, or rediss:// for TLS; a password goes into remote_password."
     if name == "port" and str(item["input"]).startswith("tcp://"):
@@ -80,5 +62,5 @@ def _way_out(item: ErrorDetails, name: str) -> str:
     return ""
 
 
-def _most_like(name: str, names: Iterable[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(name, names, n=1)), None)
+def _most_like(name: str, names: Iterable[str]) -> str:
+    return next(iter(difflib.get_close_matches(name, names, n=1)), "")

@@ -13,8 +13,6 @@ from lmcache_xpu.model.layer_kinds import LayerKinds, read_config
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["Fit", "KVShape", "Tier", "fit"]
-
 GIB = 2**30
 STEP_TOKENS = 2048  # of a step, after which a state is kept; vLLM's usual least
 WITH_KV = ("full_attention", "attention", "sliding_attention", "hybrid", "hybrid_sliding")
@@ -23,23 +21,14 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVShape:
-    """The shape of one token's keys and values on one device.
+    """The shape of one token's keys and values on one device."""
 
-    Args:
-        kind: MHA, GQA or MLA.
-        layers: number of layers with a KV cache.
-        width: elements per layer: keys and values of this device's heads, or MLA's latent.
-        dtype: type of the elements.
-        state_bytes: of the states of all layers that keep one, at one place of a prompt.
-        notes: peculiarities, for a reader.
-    """
-
-    kind: str
-    layers: int
-    width: int
-    dtype: str
-    notes: tuple[str, ...] = ()
-    state_bytes: int = 0
+    kind: str  # MHA, GQA or MLA
+    layers: int  # with a KV cache
+    width: int  # elements per layer: keys and values of this device's heads, or MLA's latent
+    dtype: str  # of the elements
+    notes: tuple[str, ...] = ()  # for a reader
+    state_bytes: int = 0  # of the states of all layers that keep one, at one place of a prompt
 
     @property
     def token_bytes(self) -> int:
@@ -69,79 +58,27 @@ class KVShape:
             SettingsError: no such model, or one whose KV cache can't be offloaded.
         """
         check_reachable(model)
-        return cls.of_config(
-            read_config(model),
-            kv_dtype=kv_dtype,
-            tensor_parallel=tensor_parallel,
-            pipeline_parallel=pipeline_parallel,
-        )
-
-    @classmethod
-    def of_config(
-        cls,
-        config: PretrainedConfig,
-        *,
-        kv_dtype: str = "auto",
-        tensor_parallel: int = 1,
-        pipeline_parallel: int = 1,
-    ) -> KVShape:
-        """Read the configuration of a language model.
-
-        Raises:
-            SettingsError: its KV cache can't be offloaded.
-        """
+        config = read_config(model)
         kinds = check_offload(config)
-        notes: tuple[str, ...] = ()
         dtype = _dtype(config, kv_dtype)
-        layers, state_bytes = config.num_hidden_layers, 0
+        layers, state_bytes, notes = config.num_hidden_layers, 0, []
         if kinds.states:
             layers, state_bytes = _states(config, kinds, dtype, tensor_parallel, pipeline_parallel)
-            notes += (_states_note(state_bytes),)
-        layers = -(-layers // pipeline_parallel)  # the largest group's
-        if latent := getattr(config, "kv_lora_rank", None):
-            width = latent + config.qk_rope_head_dim  # every device has all of it
-            if tensor_parallel > 1:
-                notes += (
-                    f"each {tensor_parallel} devices hold the same, and one of them stores it "
-                    "for all",
-                )
-            return cls(
-                kind="MLA",
-                layers=layers,
-                width=width,
-                dtype=dtype,
-                notes=notes,
-                state_bytes=state_bytes,
-            )
-        heads = config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        # Where layers differ, transformers' object refuses to say the usual one.
-        head_dim = config.to_dict().get("head_dim") or config.hidden_size // heads
-        if heads % tensor_parallel or max(kv_heads, tensor_parallel) % min(
-            kv_heads, tensor_parallel
-        ):
-            raise SettingsError(
-                f"tensor_parallel={tensor_parallel} for {heads} heads, {kv_heads} of them with "
-                "keys and values",
-                "a number that divides the heads, and that divides or is a multiple of those",
-            )
-        # vLLM repeats heads when there are more devices than heads.
-        device_heads = max(1, kv_heads // tensor_parallel)
-        kind = "MHA" if kv_heads == heads else "GQA"
-        width = 2 * device_heads * _mean_head(config, head_dim)
-        if (alike := tensor_parallel // kv_heads) > 1:
-            notes += (f"each {alike} devices hold the same, and each stores a copy of its own",)
+            notes.append(_states_note(state_bytes))
+        kind, width, copies = _layer(config, tensor_parallel)
+        if copies:
+            notes.append(copies)
         return cls(
             kind=kind,
-            layers=layers,
+            layers=-(-layers // pipeline_parallel),  # the largest group's
             width=width,
             dtype=dtype,
-            notes=notes,
+            notes=tuple(notes),
             state_bytes=state_bytes,
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Tier:
     """The room in one tier, per device; `enough` says whether all users fit."""
 
@@ -153,23 +90,14 @@ class Tier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """The answer of `lmcache-xpu size`; bytes and GiB are per device.
-
-    Args:
-        token_bytes: KV cache of one token.
-        history_tokens: one user's tokens in whole chunks; the rest is computed again.
-        history_bytes: size of their KV cache.
-        needed_gib: size of all users' histories.
-        tiers: name -> what it holds. Tiers don't add up: what is on disk was in the CPU tier.
-        machine_gib: name -> what the tier takes of the machine, for all devices; not the engine's.
-    """
+    """The answer of `lmcache-xpu size`; bytes and GiB are per device."""
 
     token_bytes: int
-    history_tokens: int
+    history_tokens: int  # of one user, in whole chunks; the rest is computed again
     history_bytes: int
-    needed_gib: float
-    tiers: dict[str, Tier]
-    machine_gib: dict[str, float]
+    needed_gib: float  # for all users' histories
+    tiers: dict[str, Tier]  # they don't add up: what is on disk was in the CPU tier
+    machine_gib: dict[str, float]  # by tier but the engine's: of the machine, for all devices
 
 
 def fit(
@@ -196,16 +124,9 @@ def fit(
     chunk_bytes = shape.chunk_bytes(chunk_tokens)
     tiers = {}
     for name, gib in tiers_gib.items():
-        if gib is None:
-            continue
-        tier_chunks = int(gib * GIB) // chunk_bytes
-        histories = tier_chunks // chunks
-        tiers[name] = Tier(
-            gib=gib,
-            tokens=tier_chunks * chunk_tokens,
-            histories=histories,
-            enough=histories >= users,
-        )
+        if gib is not None:
+            held = int(gib * GIB) // chunk_bytes
+            tiers[name] = Tier(gib, held * chunk_tokens, held // chunks, held // chunks >= users)
     history = chunks * chunk_bytes
     return Fit(
         token_bytes=shape.token_bytes,
@@ -215,6 +136,37 @@ def fit(
         tiers=tiers,
         machine_gib={name: tier.gib * devices for name, tier in tiers.items() if name != "engine"},
     )
+
+
+def _layer(config: PretrainedConfig, tensor_parallel: int) -> tuple[str, int, str]:
+    """Return a layer's kind, its elements on one device, and what devices hold alike.
+
+    Raises:
+        SettingsError: its heads can't be divided among the devices.
+    """
+    if latent := getattr(config, "kv_lora_rank", None):
+        alike = f"each {tensor_parallel} devices hold the same, and one of them stores it for all"
+        width: int = latent + config.qk_rope_head_dim  # every device has all of it
+        return "MLA", width, alike if tensor_parallel > 1 else ""
+    heads: int = config.num_attention_heads
+    kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
+    fewer, more = sorted((kv_heads, tensor_parallel))
+    if heads % tensor_parallel or more % fewer:
+        raise SettingsError(
+            f"tensor_parallel={tensor_parallel} for {heads} heads, {kv_heads} of them with "
+            "keys and values",
+            "a number that divides the heads, and that divides or is a multiple of those",
+        )
+    # Where layers differ, transformers' object refuses to say the usual one.
+    head_dim = config.to_dict().get("head_dim") or config.hidden_size // heads
+    others = (config.to_dict().get("per_layer_config") or {}).values()
+    more_elements = sum(layer.get("head_dim", head_dim) - head_dim for layer in others)
+    head_dim += -(-more_elements // config.num_hidden_layers)  # the mean of all layers
+    # vLLM repeats heads when there are more devices than heads.
+    width = 2 * max(1, kv_heads // tensor_parallel) * head_dim
+    copies = tensor_parallel // kv_heads
+    alike = f"each {copies} devices hold the same, and each stores a copy of its own"
+    return "MHA" if kv_heads == heads else "GQA", width, alike if copies > 1 else ""
 
 
 def _states(
@@ -247,14 +199,6 @@ def _states_note(state_bytes: int) -> str:
         f"states of {state_bytes / 2**20:.1f} MiB, counted once for each {STEP_TOKENS:,} tokens, "
         "as vLLM keeps them at the end of a step"
     )
-
-
-def _mean_head(config: PretrainedConfig, head_dim: int) -> int:
-    """Elements of a head, as the mean of all layers where some have others."""
-    others = (config.to_dict().get("per_layer_config") or {}).values()
-    more: int = sum(layer.get("head_dim", head_dim) - head_dim for layer in others)
-    layers: int = config.num_hidden_layers
-    return head_dim + -(-more // layers)
 
 
 def _dtype(config: PretrainedConfig, kv_dtype: str) -> str:

@@ -58,7 +58,7 @@ def check_socket(url: str) -> None:
         status = directory.lstat()
     except OSError as error:
         raise SettingsError(
-            f"{directory} for LMCache's server ({error.strerror})",
+            f"{directory} for LMCache's server at {url} ({error.strerror})",
             expected,
             "Start the server first. In containers both sides need one volume there.",
         ) from error

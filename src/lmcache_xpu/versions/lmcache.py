@@ -23,16 +23,12 @@ if TYPE_CHECKING:  # types, as the version has them that pyproject.toml pins
     from lmcache.v1.cache_engine import LMCacheEngineBuilder
     from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
     from lmcache.v1.gpu_connector.xpu_connectors import VLLMPagedMemLayerwiseXPUConnector
-    from lmcache.v1.lookup_client.factory import LookupClientFactory
-    from lmcache.v1.token_database import ChunkedTokenDatabase
 
 MODULES = {
-    "ChunkedTokenDatabase": "v1.token_database",
     "GPUConnectorInterface": "v1.gpu_connector.gpu_connectors",
     "LMCacheConnectorMetadata": "integration.vllm.vllm_v1_adapter",
     "LMCacheConnectorV1Impl": "integration.vllm.vllm_v1_adapter",
     "LMCacheEngineBuilder": "v1.cache_engine",
-    "LookupClientFactory": "v1.lookup_client.factory",
     "VLLMPagedMemLayerwiseXPUConnector": "v1.gpu_connector.xpu_connectors",
 }
 

@@ -57,12 +57,7 @@ def _packer() -> Callable[[Sequence[int]], Any]:
 
 
 def make_key(tokens: Any, **fields: Any) -> IPCCacheServerKey:
-    """Make LMCache's key of a range of tokens.
-
-    Args:
-        tokens: as `key_tokens` returns them.
-        fields: of the key, by LMCache's names.
-    """
+    """Make LMCache's key of tokens that `key_tokens` returned; `fields` have LMCache's names."""
     from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
 
     name = "token_bytes" if isinstance(tokens, bytes) else "token_ids"
@@ -73,10 +68,6 @@ def make_key(tokens: Any, **fields: Any) -> IPCCacheServerKey:
 def chunk_tokens(client: RequestClient, alignment: int) -> Any:
     """Ask a server for its tokens of a chunk; LMCache 0.5.7 rounds them up to a multiple.
 
-    Args:
-        client: LMCache's, of the server.
-        alignment: tokens of which a chunk has to be a multiple.
-
     Returns:
         LMCache's future.
     """
@@ -86,12 +77,12 @@ def chunk_tokens(client: RequestClient, alignment: int) -> Any:
 
 
 def begin_prefetch(storage: Any, rows: Sequence[Any], *, in_memory: bool) -> Any:
-    """Begin to look for objects, and to lock those that may be hit.
+    """Begin to look for objects in LMCache's storage manager, and to lock those that may be hit.
 
     LMCache 0.5.6 is told with the call where not to look, 0.5.7 in the request.
 
     Args:
-        storage: LMCache's storage manager.
+        storage: the storage manager.
         rows: LMCache's keys, by KV cache group.
         in_memory: other tiers are left out, and the result is there at once.
     """

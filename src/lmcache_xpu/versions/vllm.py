@@ -89,7 +89,7 @@ def preempt(scheduler: Any, request: Request, timestamp: float, in_this_step: in
 
     Args:
         scheduler: vLLM's.
-        request: one of its running requests, taken from the list of these.
+        request: a running one, taken from the list of these.
         timestamp: of the event.
         in_this_step: its tokens in the step whose output is read now.
     """
