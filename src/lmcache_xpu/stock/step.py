@@ -1,4 +1,4 @@
-"""What the scheduler's half of the connector tells the workers of a step, and hears from them."""
+"""What scheduler and workers of LMCache's own engine tell each other of a step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Step(KVConnectorMetadata):  # type: ignore[misc]  # untyped base
         new_blocks: IDs of the blocks that the step may write for the first time since a request
             got them, see `written_blocks`.
         unserved: IDs of blocks whose promised loads are not described; they count as failed.
-        ended: requests that were looked up, and have ended before they were in any step.
+        ended: IDs of requests that were looked up, and have ended before they were in any step.
     """
 
     lmcache: Any
@@ -32,8 +32,8 @@ class Step(KVConnectorMetadata):  # type: ignore[misc]  # untyped base
 
 
 class WeightsChanged(KVConnectorWorkerMetadata):  # type: ignore[misc]  # untyped base
-    """A worker tells the scheduler that its weights changed."""
+    """A worker reports to the scheduler that its weights have changed."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WeightsChanged:
-        """What several workers said, as one."""
+        """Return the reports of several workers as one."""
         return self
