@@ -20,8 +20,7 @@ from lmcache_xpu.connector.stats import StatsHooks
 from lmcache_xpu.model.kv_cache_facts import check_chunks, check_model, engine_facts
 from lmcache_xpu.stock import config as lmcache_config
 from lmcache_xpu.vllm_hooks import patches
-from lmcache_xpu.vllm_hooks.failures import ending_on_failure
-from lmcache_xpu.vllm_hooks.orphans import end_with_parent
+from lmcache_xpu.vllm_hooks.process_end import end_with_parent, ending_on_failure
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -231,7 +230,7 @@ class LMCacheXPUConnector(StatsHooks, LMCacheConnectorV1):  # type: ignore[misc]
         return True
 
     def give_up_hits(self, request_id: str) -> None:
-        """A load of this request failed: from now on it is computed; see `failed_loads`."""
+        """A load of this request failed: from now on it is computed; see `scheduler`."""
         self.scheduler.give_up_hits(request_id)
 
 
