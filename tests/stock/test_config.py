@@ -51,6 +51,20 @@ def test_layers_that_several_devices_share_out_are_refused(monkeypatch):
         lmcache_config.prepare(config)
 
 
+def test_scheduler_and_worker_of_an_mla_model_may_share_a_process(monkeypatch):
+    """And so LMCache's configuration, which the first of them has completed."""
+    shared = LMCacheEngineConfig.from_defaults(pre_caching_hash_algorithm="sha256")
+    monkeypatch.setattr(lmcache_config, "load", lambda: shared)
+    parallel = {"pipeline_parallel_size": 1, "data_parallel_index": 0, "world_size": 1}
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=None),
+        parallel_config=SimpleNamespace(**parallel),
+        model_config=SimpleNamespace(use_mla=True),
+    )
+    for _ in ("worker", "scheduler"):
+        assert lmcache_config.prepare(config).extra_config["save_only_first_rank"] is False
+
+
 KEYS = """
 import json
 import torch

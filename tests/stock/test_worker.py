@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("vllm")
 from lmcache_xpu.stock import worker as module
-from lmcache_xpu.stock.step import Step, WeightsChanged
+from lmcache_xpu.stock.scheduler import Step, WeightsChanged
 from lmcache_xpu.stock.unfilled_blocks import UnfilledBlocks
 from lmcache_xpu.stock.worker import StockWorker
 

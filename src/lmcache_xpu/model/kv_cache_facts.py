@@ -50,7 +50,7 @@ class EngineFacts:
     """
 
     device_type: str
-    kv_layout: str | None
+    kv_layout: str
     opaque_blocks: bool
     heads: int
     head_size: int

@@ -18,15 +18,6 @@ from lmcache_xpu.versions import vllm
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
-__all__ = [
-    "NULL_BLOCK",
-    "CacheGroup",
-    "block_tokens",
-    "cache_groups",
-    "check_states",
-    "layer_specs",
-]
-
 NULL_BLOCK = 0  # vLLM's: it holds nothing
 
 _WHOLE = ("FullAttentionSpec", "MLAAttentionSpec")
@@ -122,11 +113,7 @@ def layer_specs(group: KVCacheGroupSpec) -> list[KVCacheSpec]:
 
 
 def check_states(spec: KVCacheSpec) -> None:
-    """Refuse layers that keep one state for several tokens.
-
-    Raises:
-        LayoutError: says for how many.
-    """
+    """Raise `LayoutError` for layers that keep one state for several tokens."""
     if (tokens := vllm.tokens_per_state(spec)) != 1:
         raise LayoutError(f"{tokens} tokens per state", "one state per token")
 

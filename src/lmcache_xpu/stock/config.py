@@ -58,7 +58,7 @@ def prepare(vllm_config: VllmConfig) -> LMCacheEngineConfig:
 
 
 def apply(config: LMCacheEngineConfig, extra: dict[str, Any]) -> None:
-    """vLLM's `lmcache.*` settings into LMCache's configuration, as LMCache does later itself."""
+    """Apply vLLM's `lmcache.*` settings to LMCache's configuration, as LMCache does again later."""
     from lmcache.v1.config_base import validate_and_set_config_value
 
     for name, value in extra.items():
@@ -109,15 +109,15 @@ def make_hash_safe(config: LMCacheEngineConfig, extra: dict[str, Any]) -> None:
 
 
 def keep_own_copies(config: LMCacheEngineConfig, extra: dict[str, Any], *, workers: int) -> None:
-    """Let each worker of an MLA model keep its own copy, as those of other models keep their part.
+    """Let each worker of an MLA model keep its own copy; a hit is what all workers have.
 
     LMCache's default is one copy, which the first worker broadcasts; the others have no tiers that
-    our connector could use. Chunks count as found where all workers have them.
+    our connector could use.
 
     Args:
-        config: changed.
-        extra: vLLM's settings, from which LMCache reads once more; changed.
-        workers: that share the model.
+        config: LMCache's configuration; changed.
+        extra: vLLM's settings, from which LMCache applies them again; changed.
+        workers: number of workers that share the model.
 
     Raises:
         SettingsError: the configuration insists on one copy.
@@ -133,7 +133,8 @@ def keep_own_copies(config: LMCacheEngineConfig, extra: dict[str, Any], *, worke
     config.extra_config = own
     if "lmcache.extra_config" in extra:
         extra["lmcache.extra_config"] = own
-    config.lookup_server_worker_ids = config.lookup_server_worker_ids or list(range(workers))
+    if workers > 1:  # of an only one, the scheduler may share the process and this configuration
+        config.lookup_server_worker_ids = list(range(workers))
 
 
 def use_layerwise(extra: Mapping[str, Any]) -> bool:
@@ -146,7 +147,7 @@ def use_layerwise(extra: Mapping[str, Any]) -> bool:
 
 
 def load() -> LMCacheEngineConfig:
-    """LMCache's configuration of this process, from the file LMCACHE_CONFIG_FILE and LMCACHE_*.
+    """Return LMCache's configuration of this process, from LMCACHE_CONFIG_FILE and LMCACHE_*.
 
     Raises:
         SettingsError: LMCache itself refuses it.

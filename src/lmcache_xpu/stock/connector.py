@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from lmcache_xpu.stock.scheduler import StockScheduler
-    from lmcache_xpu.stock.step import Step, WeightsChanged
+    from lmcache_xpu.stock.scheduler import Step, StockScheduler, WeightsChanged
     from lmcache_xpu.stock.worker import StockWorker
 
 __all__ = ["LMCacheXPUConnector"]

@@ -25,12 +25,9 @@ _JOIN_S = 5.0
 
 
 def end_lmcache(lmcache: Any) -> None:
-    """End all that one connector's LMCache has started. An error in a part is logged.
+    """End all that LMCache's half of one connector has started; errors of parts are logged.
 
     Waits for queued writes to disk, and seconds for threads.
-
-    Args:
-        lmcache: LMCache's half of a connector, of a worker or of the scheduler.
     """
     from lmcache.integration.vllm import utils
 
@@ -55,9 +52,8 @@ def end_lmcache(lmcache: Any) -> None:
 
 
 def _end_lookup_server(server: Any) -> None:
-    """Its thread asks every second whether it is to go on."""
-    server.running = False
-    if ended(server.thread):
+    server.running = False  # its thread looks every second
+    if _has_ended(server.thread):
         server.transport.close()
         server.transport.ctx.term()  # its own
 
@@ -79,12 +75,12 @@ def _end_engine(engine: Any) -> None:
                 tier.close()  # once more is allowed
     if LMCacheEngineBuilder.get(ENGINE_NAME) is engine:
         LMCacheEngineBuilder.destroy(ENGINE_NAME)
-    if manager is not None and ended(manager.thread):
+    if manager is not None and _has_ended(manager.thread):
         manager.loop.close()
 
 
-def ended(thread: threading.Thread) -> bool:
-    """Wait for a thread; whether it has ended. That it goes on is logged."""
+def _has_ended(thread: threading.Thread) -> bool:
+    """Wait for a thread, for some seconds; return whether it has ended, log that it has not."""
     thread.join(_JOIN_S)
     if thread.is_alive():
         logger.warning(

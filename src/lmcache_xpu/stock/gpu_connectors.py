@@ -111,7 +111,7 @@ def gpu_connector(
         config,
         metadata,
         device=facts.device_type,
-        layout_hints=None if facts.kv_layout is None else {"kv_layout": facts.kv_layout},
+        layout_hints={"kv_layout": facts.kv_layout},
         opaque_blocks=facts.opaque_blocks,
     )
     if not config.use_layerwise and planes > 1 and not facts.opaque_blocks:

@@ -1,4 +1,4 @@
-"""The scheduler's half of the connector: which requests LMCache is shown.
+"""The scheduler's half of the connector: which requests LMCache is shown, and what workers know.
 
 LMCache names a chunk by its tokens and the model. What else decides on a request's KV it does not
 know, or in one of its modes alone: so requests with a `cache_salt`, an adapter, images or given
@@ -10,12 +10,17 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
 from lmcache_xpu.connector.promises import Promises
 from lmcache_xpu.connector.step_metadata import with_answers, without, written_blocks
 from lmcache_xpu.stock.health import check_healthy
-from lmcache_xpu.stock.step import Step
 from lmcache_xpu.versions.lmcache import LMCacheConnectorMetadata
 
 if TYPE_CHECKING:
@@ -23,9 +28,35 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-__all__ = ["StockScheduler", "may_be_served"]
+__all__ = ["Step", "StockScheduler", "WeightsChanged", "may_be_served"]
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
+
+
+@dataclass
+class Step(KVConnectorMetadata):  # type: ignore[misc]  # untyped base
+    """What workers must know of a step of the engine.
+
+    Args:
+        lmcache: LMCache's description of what it loads and stores.
+        new_blocks: IDs of the blocks that the step may write for the first time since a request
+            got them, see `written_blocks`.
+        unserved: IDs of blocks whose promised loads are not described; they count as failed.
+        ended: IDs of requests that were looked up, and have ended before they were in any step.
+    """
+
+    lmcache: Any
+    new_blocks: frozenset[int] = frozenset()
+    unserved: frozenset[int] = frozenset()
+    ended: tuple[str, ...] = ()
+
+
+class WeightsChanged(KVConnectorWorkerMetadata):  # type: ignore[misc]  # untyped base
+    """A worker reports to the scheduler that its weights have changed."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WeightsChanged:
+        """Return the reports of several workers as one."""
+        return self
 
 
 def may_be_served(request: Request) -> bool:
@@ -124,7 +155,7 @@ class StockScheduler:
         return answer
 
     def describe(self, step: SchedulerOutput) -> Step:
-        """Return what the workers must know of a step."""
+        """Describe a step to the workers."""
         hidden = step.num_scheduled_tokens.keys() - self._shown
         described = self._lmcache.build_connector_meta(
             _with_own_blocks(without(with_answers(step), hidden))
@@ -137,7 +168,7 @@ class StockScheduler:
         return self._described(step, described, kept)
 
     def describe_failed(self, step: SchedulerOutput) -> Step:
-        """Return what the workers must know of a step whose description failed: no transfers."""
+        """Describe a step whose description failed: without transfers."""
         self._promises.fail_step(step.num_scheduled_tokens)
         self._shown -= step.num_scheduled_tokens.keys()
         return self._described(step, LMCacheConnectorMetadata(), {})

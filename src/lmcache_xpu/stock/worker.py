@@ -20,14 +20,14 @@ from vllm.distributed.parallel_state import get_tp_group
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import LOAD_CPU, STORE_CPU, loaded
 from lmcache_xpu.stock import health
-from lmcache_xpu.stock.step import WeightsChanged
+from lmcache_xpu.stock.scheduler import WeightsChanged
 from lmcache_xpu.stock.unfilled_blocks import UnfilledBlocks, log_failure
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
 
     from lmcache_xpu.model.kv_cache_facts import EngineFacts
-    from lmcache_xpu.stock.step import Step
+    from lmcache_xpu.stock.scheduler import Step
 
 __all__ = ["StockWorker"]
 
@@ -55,8 +55,8 @@ class StockWorker:
         self._weights_changed = False
         self._requests: list[Any] = []  # LMCache's descriptions, of this step
         self._loads: list[Any] = []  # of these, what is to be loaded
-        self._loading = False  # the step has loads, on all ranks
-        self._waited: set[str] = set()  # layers that the engine came to
+        self._loading = False  # the step has loads, as on all ranks
+        self._waited: set[str] = set()  # layers that LMCache knows of; it counts calls
         self._stored: set[str] = set()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -148,7 +148,7 @@ class StockWorker:
             context.attn_metadata = attention
 
     def wait_for_layer(self, layer_name: str) -> None:
-        """Let the engine's stream wait for a layer of this step's loads; LMCache counts calls."""
+        """Let the engine's stream wait for a layer of this step's loads."""
         if layer_name in self._waited or not self._lmcache.layerwise_retrievers:
             return
         self._waited.add(layer_name)
@@ -164,7 +164,7 @@ class StockWorker:
         self._refuse(self._loads)
 
     def save_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any) -> None:
-        """Store a layer whose attention is enqueued; LMCache counts calls."""
+        """Store a layer whose attention is enqueued."""
         if layer_name in self._stored or not self._engine.use_layerwise:
             return
         self._stored.add(layer_name)
