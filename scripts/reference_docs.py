@@ -7,7 +7,6 @@ have modules of their own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import get_args
 
 import commands_page
 import metrics_page
@@ -15,7 +14,7 @@ import settings_page
 from environment import ROOT
 from markdown_table import rows
 
-from lmcache_xpu.stock.options import EXTRA, OPTIONS, VLLM, Option, Verdict
+from lmcache_xpu.stock.options import EXTRA, OPTIONS, VLLM
 
 REFERENCE = ROOT / "docs/reference"
 
@@ -62,23 +61,22 @@ make itself reports any failure as 2.
 # LMCache's options
 
 
-def options_table(options: tuple[Option, ...]) -> str:
-    """Return some options as a table; those that differ in name alone share a row."""
+def refused_table(refused: dict[str, str]) -> str:
+    """Return refused options as a table; those with the same reason share a row."""
     body = [
-        (", ".join(f"`{option.name}`" for option in options if option[1:] == what), *what)
-        for verdict in get_args(Verdict)
-        for what in dict.fromkeys(option[1:] for option in options if option.verdict == verdict)
+        (", ".join(f"`{name}`" for name in refused if refused[name] == reason), reason)
+        for reason in dict.fromkeys(refused.values())
     ]
-    return rows(("option", "here", ""), body)
+    return rows(("refused", ""), body)
 
 
 def options(text: str) -> str:
-    """docs/reference/lmcache-options.md: its tables."""
-    for name, table_options in {"options": OPTIONS, "extra": EXTRA, "vllm": VLLM}.items():
+    """docs/reference/lmcache-options.md: its tables of refused options."""
+    for name, refused in {"options": OPTIONS, "extra": EXTRA, "vllm": VLLM}.items():
         begin, end = f"<!-- {name}: made by `make docs` -->\n", f"<!-- end of {name} -->"
         head, _, rest = text.partition(begin)
         _, _, tail = rest.partition(end)
-        text = f"{head}{begin}{options_table(table_options)}\n{end}{tail}"
+        text = f"{head}{begin}{refused_table(refused)}\n{end}{tail}"
     return text
 
 

@@ -24,7 +24,7 @@ from contract.report import report
 from contract.sources import installed
 from contract.uses import PACKAGES, SOURCE, place, subclasses
 from lmcache_xpu import versions
-from lmcache_xpu.vllm_hooks.patches import PATCHES, STOCK
+from lmcache_xpu.vllm_hooks.patches import PATCHES, STOCK_ENTRY
 from lmcache_xpu.vllm_hooks.worker_hooks import WEIGHT_CHANGES, WorkerHooks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -107,7 +107,7 @@ def test_every_override_is_declared():
 
 def test_what_is_replaced_or_hooked_at_run_time_is_declared():
     names = [patch.name for patch in PATCHES]
-    names += [STOCK.name.partition("[")[0]]
+    names += [STOCK_ENTRY.partition("[")[0]]
     hooked = [*WEIGHT_CHANGES, *(name for name in vars(WorkerHooks) if not name.startswith("_"))]
     assert "sleep" in hooked
     names += [f"vllm.v1.worker.gpu_worker.Worker.{name}" for name in hooked]

@@ -17,7 +17,7 @@ from lmcache_xpu.connector.connector import LMCacheXPUServerConnector
 from lmcache_xpu.connector.load_policy import LoadPolicy
 from lmcache_xpu.connector.scheduler_half import SchedulerHalf
 from lmcache_xpu.connector.step import WorkerReport
-from lmcache_xpu.vllm_hooks.garbage import GarbageCollection
+from lmcache_xpu.vllm_hooks.worker_hooks import GarbageCollection
 
 CHUNK, BLOCK, HIT = 256, 16, 768
 
@@ -103,7 +103,7 @@ def make(monkeypatch):
         beside = SimpleNamespace(asked=[], begun=[], collection=GarbageCollection())
         beside.ask_early, beside.begin_early = beside.asked.append, beside.begun.append
         connector = SimpleNamespace(worker_half=beside) if worker else None
-        monkeypatch.setattr(scheduler_half, "near_connector", lambda _: connector)
+        monkeypatch.setattr(scheduler_half, "worker_connector", lambda _: connector)
         config = SimpleNamespace(
             parallel_config=SimpleNamespace(world_size=ranks, data_parallel_size=engines),
             scheduler_config=SimpleNamespace(enable_chunked_prefill=chunked),

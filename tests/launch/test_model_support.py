@@ -36,8 +36,8 @@ SERVED = (
     *("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "phi3", "glm4", "glm4_moe", "smollm3"),
     *("deepseek_v2", "deepseek_v3", "qwen2_5_vl", "qwen3_vl", "mistral"),
 )
-# Windows beside whole attention, and what they cost where they are kept as the prompt is.
-WINDOWS = {"gpt_oss": 2.0, "gemma2": 2.0, "gemma3_text": 6.5, "llama4_text": 4.0, "olmo3": 4.0}
+# Windows beside whole attention.
+WINDOWS = ("gpt_oss", "gemma2", "gemma3_text", "llama4_text", "olmo3")
 # States, or heads of several sizes.
 GROUPS = (
     *("qwen3_next", "qwen3_5", "jamba", "nemotron_h", "kimi_linear", "minimax", "falcon_h1"),
@@ -112,11 +112,11 @@ def test_layer_by_layer_all_layers_have_to_be_alike(kind, why):
     assert "Leave layerwise off" in refusal.value.fix
 
 
-@pytest.mark.parametrize(("kind", "factor"), WINDOWS.items())
-def test_layer_by_layer_windows_have_a_price_that_is_said(kind, factor):
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_layer_by_layer_windows_are_served_beside_whole_attention(kind):
     kinds = check_offload(config(kind), layerwise=True)
-    assert kinds.factor == pytest.approx(factor, rel=0.01)
-    assert f"{kinds.factor:.1f} times the KV cache" in kinds.note
+    assert kinds.window
+    assert kinds.whole
 
 
 @pytest.mark.parametrize("cache", ["auto", "in-process", "server"])

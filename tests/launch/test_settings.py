@@ -65,9 +65,9 @@ def test_every_setting_says_what_it_is_in_which_unit():
 
 def test_the_variables_that_other_modules_read_are_known(monkeypatch):
     from lmcache_xpu import versions
-    from lmcache_xpu.vllm_hooks import patches, plugin
+    from lmcache_xpu.vllm_hooks import patches
 
-    for name in (plugin.STOCK_VARIABLE, patches.DEVICES_VARIABLE, versions.UNTESTED_VARIABLE):
+    for name in (patches.STOCK_VARIABLE, patches.DEVICES_VARIABLE, versions.UNTESTED_VARIABLE):
         monkeypatch.setenv(name, "1")
     assert load().model == "m"
 

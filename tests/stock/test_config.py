@@ -8,53 +8,61 @@ import pytest
 from lmcache.v1.config import LMCacheEngineConfig
 from support.scripts import run_script
 
+from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.stock import config as lmcache_config
-
-
-def parallel(engine: int, devices: int = 2) -> SimpleNamespace:
-    """As vLLM has it in an engine of a dense model: the rank is 0 in every one."""
-    return SimpleNamespace(
-        data_parallel_rank=0,
-        data_parallel_size=1,
-        data_parallel_index=engine,
-        world_size=devices,
-    )
 
 
 def applied(engine: int, extra: dict) -> LMCacheEngineConfig:
     """As the connector does, and then LMCache itself."""
     config = LMCacheEngineConfig.from_defaults()
     lmcache_config.apply(config, extra)
-    lmcache_config.set_apart(config, extra, parallel(engine))
+    lmcache_config.set_apart(config, extra, engine)
     lmcache_config.apply(config, extra)
     return config
 
 
 @pytest.mark.parametrize("chosen", [{}, {"lmcache.extra_config": {"disk.path": "/d"}}])
-def test_each_engine_has_a_number_and_ports_of_its_own(chosen):
-    first = LMCacheEngineConfig.from_defaults().internal_api_server_port_start
-    ports = set()
+def test_each_engine_has_a_number_of_its_own(chosen):
     for engine in range(3):
         config = applied(engine, dict(chosen))
         named = {"disk.engine": engine} if engine else {}
         assert (config.extra_config or {}) == {**chosen.get("lmcache.extra_config", {}), **named}
-        start = config.internal_api_server_port_start
-        ports |= {start + at for at in range(3)}  # the scheduler's and two workers'
-    assert ports == set(range(first, first + 9))
 
 
 def test_scheduler_and_worker_in_one_process_share_what_was_set():
     extra: dict = {}
     scheduler, worker = applied(2, extra), applied(2, extra)
     assert scheduler.extra_config == worker.extra_config == {"disk.engine": 2}
-    ports = {config.internal_api_server_port_start for config in (scheduler, worker)}
-    assert len(ports) == 1
 
 
 def test_an_only_engine_is_left_alone():
     extra = {"lmcache.extra_config": {"disk.path": "/d"}}
     applied(0, extra)
     assert extra == {"lmcache.extra_config": {"disk.path": "/d"}}
+
+
+def test_layers_that_several_devices_share_out_are_refused(monkeypatch):
+    monkeypatch.setattr(lmcache_config, "load", LMCacheEngineConfig.from_defaults)
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=None),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=2),
+    )
+    with pytest.raises(SettingsError, match="pipeline"):
+        lmcache_config.prepare(config)
+
+
+def test_scheduler_and_worker_of_an_mla_model_may_share_a_process(monkeypatch):
+    """And so LMCache's configuration, which the first of them has completed."""
+    shared = LMCacheEngineConfig.from_defaults(pre_caching_hash_algorithm="sha256")
+    monkeypatch.setattr(lmcache_config, "load", lambda: shared)
+    parallel = {"pipeline_parallel_size": 1, "data_parallel_index": 0, "world_size": 1}
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=None),
+        parallel_config=SimpleNamespace(**parallel),
+        model_config=SimpleNamespace(use_mla=True),
+    )
+    for _ in ("worker", "scheduler"):
+        assert lmcache_config.prepare(config).extra_config["save_only_first_rank"] is False
 
 
 KEYS = """

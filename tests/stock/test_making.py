@@ -45,9 +45,10 @@ def test_lmcache_s_own_way_is_back_when_the_engine_has_started():
     module = in_process_module("v1.gpu_connector")
     original = getattr(module, SEAM)
     made_none = pytest.raises(SeamError, match="made 0 GPU connectors")
-    with made_none, making(SimpleNamespace(), UnfilledBlocks(16)):
+    facts = SimpleNamespace(device_type="cpu")
+    with made_none, making(facts, UnfilledBlocks(16)):
         assert getattr(module, SEAM) is not original
     assert getattr(module, SEAM) is original
-    with pytest.raises(RuntimeError, match="planted"), making(None, UnfilledBlocks(16)):
+    with pytest.raises(RuntimeError, match="planted"), making(facts, UnfilledBlocks(16)):
         raise RuntimeError("planted")
     assert getattr(module, SEAM) is original

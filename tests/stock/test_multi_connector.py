@@ -23,7 +23,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from lmcache_xpu import metrics
 from lmcache_xpu.connector import stats as connector_stats
-from lmcache_xpu.stock.step import WeightsChanged
+from lmcache_xpu.stock.scheduler import WeightsChanged
 from lmcache_xpu.vllm_hooks import plugin
 
 V1 = "vllm.distributed.kv_transfer.kv_connector.v1"

@@ -119,7 +119,7 @@ def test_a_request_whose_load_failed_is_computed_until_it_ends(side: StockSchedu
 def test_a_promise_that_breaks_is_told_as_a_failed_load(side: StockScheduler):
     side.matched_tokens(request(), 0)
     side.allocated(request(), blocks(5, 6, 7), 32)
-    side.fail("r")
+    side.give_up_hits("r")
     told = described(side, "r")
     assert told.unserved == {5, 6}
     assert told.new_blocks >= {5, 6}

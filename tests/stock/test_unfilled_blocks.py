@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import distributed
 
 from lmcache_xpu import metrics
 from lmcache_xpu.stock.unfilled_blocks import UnfilledBlocks
@@ -31,7 +34,7 @@ def test_nothing_is_stored_from_one_until_it_is_given_away(new_blocks, spoilt):
     """With asynchronous scheduling the next step was on its way when the load failed."""
     unfilled = UnfilledBlocks(BLOCK)
     unfilled.add_slots(SLOTS[-BLOCK:])
-    unfilled.settle()
+    unfilled.withhold()
     assert unfilled.spoil(SLOTS)
     assert not unfilled.spoil(SLOTS[:-BLOCK])
     assert unfilled.take() == {15}
@@ -45,7 +48,7 @@ def test_what_is_reported_again_is_no_other_failure():
     metrics.take()
     for blocks in ({1, 2}, {2}, {3}):
         unfilled.add(blocks)
-        unfilled.settle()
+        unfilled.withhold()
     counts, _ = metrics.take()
     assert counts == {"fallbacks load": 2}
 
@@ -74,3 +77,37 @@ def test_a_refused_step_loads_and_stores_nothing_and_reports_what_it_lacks():
     assert unfilled.take() == {11, 12}  # not 10, which vLLM has itself
     assert [request.load_spec for request in (loads, waits)] == [None, None]
     assert [request.save_spec.can_save for request in (loads, waits)] == [False, False]
+
+
+NUMBERS = [[{1, 5}, set()], [set(), set()], [{2}, {3, 2}]]  # by exchange, by rank
+
+
+def exchange(rank: int, store: str, answers) -> None:
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    shared = []
+    for numbers in NUMBERS:
+        unfilled = UnfilledBlocks(BLOCK)
+        unfilled.add(numbers[rank])
+        unfilled.withhold()
+        unfilled.share(distributed.group.WORLD)
+        shared.append(sorted(unfilled._unfilled))
+        assert unfilled.take() == numbers[rank]  # each rank reports its own
+    answers.put((rank, shared))
+    distributed.destroy_process_group()
+
+
+def test_each_rank_stores_nothing_from_what_another_one_lacks(tmp_path: Path):
+    """Ranks are processes of a real group, on this host."""
+    spawn = multiprocessing.get_context("spawn")
+    answers = spawn.SimpleQueue()
+    ranks = [
+        spawn.Process(target=exchange, args=(rank, str(tmp_path / "store"), answers))
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+        assert rank.exitcode == 0
+    union = [[1, 5], [], [2, 3]]
+    assert sorted(answers.get() for _ in ranks) == [(0, union), (1, union)]

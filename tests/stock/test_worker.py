@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("vllm")
 from lmcache_xpu.stock import worker as module
-from lmcache_xpu.stock.step import Step, WeightsChanged
+from lmcache_xpu.stock.scheduler import Step, WeightsChanged
 from lmcache_xpu.stock.unfilled_blocks import UnfilledBlocks
 from lmcache_xpu.stock.worker import StockWorker
 
@@ -202,7 +202,8 @@ def test_a_promise_that_no_one_was_told_of_is_a_failed_load(make):
 
 def test_what_another_rank_lacks_is_not_stored_here(make):
     worker, _ = make()
-    worker._ranks = SimpleNamespace(union=lambda own: own | {11})
+    worker._ranks = object()
+    worker._unfilled.share = lambda group: worker._unfilled._unfilled.add(11)
     request = described()
     worker.begin_step(step(request))
     worker.wait_for_save()
@@ -221,11 +222,3 @@ def test_a_load_without_attention_metadata_is_loaded_all_the_same(make):
     worker.load(context, {})
     assert seen == [{}, None]
     assert context.attn_metadata is None
-
-
-def test_layers_that_several_devices_share_out_are_refused():
-    from lmcache_xpu.errors import SettingsError
-
-    config = SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=2))
-    with pytest.raises(SettingsError, match="pipeline"), module.starting(config, None):
-        pass

@@ -171,9 +171,9 @@ def test_served_devices():
 
 def test_a_module_that_a_version_lacks_is_no_patch_that_is_missing():
     """vLLM 0.26 has no vllm.triton_utils.dispatcher."""
-    mandatory = patches.Patch("no_such_module_of_vllm", "name", lambda original: original, "")
+    mandatory = patches.Patch("no_such_module_of_vllm", "name", lambda original: original)
     optional = patches.Patch(
-        "no_such_module_of_vllm", "name", lambda original: original, "", optional=True
+        "no_such_module_of_vllm", "name", lambda original: original, optional=True
     )
     assert optional.absent()
     assert not mandatory.absent()

@@ -30,8 +30,8 @@ from lmcache_xpu.connector import stats
 from lmcache_xpu.connector.request_guard import guarded
 from lmcache_xpu.connector.stats import StatsHooks
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.vllm_hooks.orphans import end_with_parent
 from lmcache_xpu.vllm_hooks.patches import hook_workers
+from lmcache_xpu.vllm_hooks.process_end import end_with_parent
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -36,8 +36,7 @@ from lmcache_xpu.connector.tracked_request import (
 )
 from lmcache_xpu.model.kv_cache_groups import block_tokens
 from lmcache_xpu.transfer.tuning import tuning_of
-from lmcache_xpu.vllm_hooks.garbage import GarbageCollection
-from lmcache_xpu.vllm_hooks.near_worker import near_connector
+from lmcache_xpu.vllm_hooks.worker_hooks import GarbageCollection, worker_connector
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -388,7 +387,7 @@ class SchedulerHalf:
     @property
     def _worker(self) -> WorkerHalf | None:
         """The worker's half of the same engine, where it is in this process."""
-        connector = near_connector(self._config)
+        connector = worker_connector(self._config)
         return getattr(connector, "worker_half", None)
 
     def _ask_early(self, tracked: TrackedRequest) -> bool:

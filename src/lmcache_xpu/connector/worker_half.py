@@ -28,7 +28,7 @@ from lmcache_xpu.copies.transfers import Transfers
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import loaded
 from lmcache_xpu.transfer.devices import register_host
-from lmcache_xpu.vllm_hooks.garbage import GarbageCollection
+from lmcache_xpu.vllm_hooks.worker_hooks import GarbageCollection
 
 if TYPE_CHECKING:
     import torch

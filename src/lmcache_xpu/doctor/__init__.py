@@ -32,12 +32,12 @@ def examine_build(machine: Machine) -> Iterator[Check]:
     yield imports
     if imports.outcome == "ok":
         yield packages.check_packages(packages.installed())
-        from lmcache_xpu.vllm_hooks.patches import OUR_NAME, STOCK, STOCK_NAME, status
+        from lmcache_xpu.vllm_hooks.patches import FACTORY, OUR_NAME, STOCK_NAME, status
 
         patches = software.check_patches(status())
         yield patches
         if patches.outcome == "ok":
-            factory = importlib.import_module(STOCK.module)
+            factory = importlib.import_module(FACTORY)
             yield software.check_connector(factory, (OUR_NAME, STOCK_NAME))
         try:
             device = built_for()

@@ -1,4 +1,4 @@
-"""What the connector must know of a vLLM engine, read once from its configuration."""
+"""What a connector must know of a vLLM engine, read once from its configuration."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from lmcache_xpu import versions
 from lmcache_xpu.errors import LayoutError, SettingsError
+from lmcache_xpu.model.kv_cache_groups import check_states, layer_specs
 from lmcache_xpu.model.layer_kinds import states_error
 from lmcache_xpu.model.model_fingerprint import fingerprint
 from lmcache_xpu.model.model_settings import settings_mark
@@ -16,33 +17,26 @@ from lmcache_xpu.versions import vllm
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import (
-        AttentionSpec,
-        KVCacheConfig,
-        KVCacheGroupSpec,
-        KVCacheSpec,
-    )
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
 
 # Groups that keep all of a request's tokens; only these can be restored from a prefix.
 _SUPPORTED_KINDS = ("FullAttentionSpec", "MLAAttentionSpec")
-
-# What vLLM may draft tokens with. The first keep no KV cache; the layers of the others are as the
-# model's own, and come behind them.
-_DRAFTERS = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator", "eagle", "eagle3", "mtp")
-
-_WITH_LAYERS = ("eagle", "eagle3", "mtp")
-
+_FREED = "blocks that leave the window are freed, so a prefix can't be restored"
 _REASONS = {
-    "SlidingWindowSpec": "blocks that leave the window are freed, so a prefix can't be restored",
-    "SlidingWindowMLASpec": "blocks that leave the window are freed, so a prefix can't be restored",
+    "SlidingWindowSpec": _FREED,
+    "SlidingWindowMLASpec": _FREED,
     "ChunkedLocalAttentionSpec": "blocks of earlier chunks are freed",
     "MambaSpec": "its state is not a KV cache per token",
 }
+# What vLLM may draft tokens with. The first keep no KV cache; the layers of the others are as the
+# model's own, and come behind them.
+_WITH_LAYERS = ("eagle", "eagle3", "mtp")
+_DRAFTERS = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator", *_WITH_LAYERS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """Facts of one engine.
+    """Facts of an engine whose layers are alike.
 
     Args:
         device_type: `xpu`, `cuda` or `cpu`.
@@ -56,7 +50,7 @@ class EngineFacts:
     """
 
     device_type: str
-    kv_layout: str | None
+    kv_layout: str
     opaque_blocks: bool
     heads: int
     head_size: int
@@ -77,14 +71,16 @@ def check_model(vllm_config: VllmConfig, *, layerwise: bool = False) -> None:
     model, drafter = vllm_config.model_config, vllm_config.speculative_config
     if model.is_hybrid:
         raise states_error(model.hf_text_config)
-    if drafter is not None and drafter.method not in _DRAFTERS:
+    if drafter is None:
+        return
+    if drafter.method not in _DRAFTERS:
         raise SettingsError(
             f"speculative decoding with the method {drafter.method!r}",
             "ngram, eagle, eagle3 or mtp",
             "A drafter with a KV cache of its own kind can't be served with offload: use one of "
             "these, leave --speculative-config out, or serve with --no-offload.",
         )
-    if layerwise and drafter is not None and drafter.method in _WITH_LAYERS:
+    if layerwise and drafter.method in _WITH_LAYERS:
         raise SettingsError(
             f"speculative decoding with the method {drafter.method!r}, with use_layerwise",
             "a drafter without layers of its own, such as ngram",
@@ -110,17 +106,16 @@ def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Eng
             f"{content_bytes} bytes of {spec.dtype} per head and token",
             "a content that splits into two planes",
         )
-    cache = vllm_config.cache_config
-    layout = vllm.kv_cache_layout(vllm_config)
     opaque = current_platform.device_type == "cpu" and not mla
     marks = [*_model(vllm_config), *(_packing(vllm_config, spec) if opaque else ())]
-    if cache.cache_dtype not in ("auto", "float16", "bfloat16", "float32"):
-        marks.append(cache.cache_dtype)  # fp8 formats share LMCache's dtype uint8
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    if cache_dtype not in ("auto", "float16", "bfloat16", "float32"):
+        marks.append(cache_dtype)  # fp8 formats share LMCache's dtype uint8
     if not mla and head_size != spec.head_size:
         marks.append(f"c{content_bytes}")
     return EngineFacts(
         device_type=current_platform.device_type,
-        kv_layout=layout,
+        kv_layout=vllm.kv_cache_layout(vllm_config),
         opaque_blocks=opaque,
         heads=heads,
         head_size=head_size,
@@ -151,9 +146,10 @@ def check_chunks(facts: EngineFacts, *, chunk_size: int, save_unfull_chunk: bool
 
 
 def _only_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
-    """The one spec that all layers share."""
-    specs = _specs(kv_cache_config)
-    for spec in specs:
+    """Return the one spec that all layers share."""
+    groups = [group for group in kv_cache_config.kv_cache_groups if vllm.is_transferred(group)]
+    specs: list[AttentionSpec] = []
+    for spec in (spec for group in groups for spec in layer_specs(group)):
         kind = type(spec).__name__
         if kind not in _SUPPORTED_KINDS:
             reason = _REASONS.get(kind, "its tokens can't be restored from a prefix")
@@ -162,33 +158,17 @@ def _only_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
                 f"groups of {' or '.join(_SUPPORTED_KINDS)}",
                 "Serve this model without KV-cache offload.",
             )
-        if (tokens := vllm.tokens_per_state(spec)) != 1:
-            raise LayoutError(f"{tokens} tokens per state", "one state per token")
-    groups = len(_groups(kv_cache_config))
-    if groups != 1 or len({_shape(spec) for spec in specs}) != 1:
+        check_states(spec)
+        specs.append(spec)
+    shapes = {_shape(spec) for spec in specs}
+    if len(groups) != 1 or len(shapes) != 1:
         raise LayoutError(
-            f"{groups} KV cache groups with {len({_shape(s) for s in specs})} shapes",
+            f"{len(groups)} KV cache groups with {len(shapes)} shapes",
             "one group whose layers all have the same shape",
             "Models whose layers differ, or differ from their drafter's, are not supported; serve "
             "them without offload, or without the drafter.",
         )
     return specs[0]
-
-
-def _groups(kv_cache_config: KVCacheConfig) -> list[KVCacheGroupSpec]:
-    return [group for group in kv_cache_config.kv_cache_groups if vllm.is_transferred(group)]
-
-
-def _specs(kv_cache_config: KVCacheConfig) -> list[KVCacheSpec]:
-    """Of all layers, or of each group whose layers share one."""
-    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
-
-    specs: list[KVCacheSpec] = []
-    for group in _groups(kv_cache_config):
-        spec = group.kv_cache_spec
-        uniform = isinstance(spec, UniformTypeKVCacheSpecs)
-        specs += spec.kv_cache_specs.values() if uniform else [spec]
-    return specs
 
 
 def _shape(spec: AttentionSpec) -> tuple[int, int, int, torch.dtype]:
@@ -206,13 +186,14 @@ def packing_marks(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> li
         *_model(vllm_config),
         current_platform.device_type,
         vllm.kv_cache_layout(vllm_config),
-        str(vllm_config.model_config.dtype).removeprefix("torch."),
+        _dtype(vllm_config),
         vllm_config.cache_config.cache_dtype,
     ]
     if current_platform.device_type == "cpu":
-        for spec in _specs(kv_cache_config):
-            if type(spec).__name__ != "MambaSpec":
-                marks += _packing(vllm_config, spec)
+        for group in kv_cache_config.kv_cache_groups:
+            for spec in layer_specs(group) if vllm.is_transferred(group) else ():
+                if type(spec).__name__ != "MambaSpec":
+                    marks += _packing(vllm_config, spec)
     return marks
 
 
@@ -225,23 +206,19 @@ def _model(vllm_config: VllmConfig) -> list[str]:
 
 
 def _packing(vllm_config: VllmConfig, spec: AttentionSpec) -> list[str]:
-    """What sets blocks apart that the CPU's attention packs in an order of its own."""
-    isa, layout = _cpu_packing(vllm_config, spec), vllm.kv_cache_layout(vllm_config)
-    dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
-    # The packing is vLLM's own affair and may change with its version.
-    version = versions.installed().vllm
-    return ["cpu", isa, layout, f"b{spec.block_size}", dtype, f"vllm{version}"]
-
-
-def _cpu_packing(vllm_config: VllmConfig, spec: AttentionSpec) -> str:
-    """The instruction set whose block packing vLLM's CPU attention uses."""
-    # vLLM sets it on its layers only after the connector is made; this is the same call.
+    """Return what sets blocks apart that the CPU's attention packs in an order of its own."""
+    # vLLM sets the instruction set on its layers only after the connector is made, by this call.
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
+    cache = vllm_config.cache_config
     isa: str = _get_attn_isa(
-        vllm_config.model_config.dtype,
-        spec.block_size,
-        spec.head_size,
-        vllm_config.cache_config.cache_dtype,
+        vllm_config.model_config.dtype, spec.block_size, spec.head_size, cache.cache_dtype
     )
-    return isa
+    layout, block = vllm.kv_cache_layout(vllm_config), f"b{spec.block_size}"
+    # The packing is vLLM's own affair and may change with its version.
+    version = f"vllm{versions.installed().vllm}"
+    return ["cpu", isa, layout, block, _dtype(vllm_config), version]
+
+
+def _dtype(vllm_config: VllmConfig) -> str:
+    return str(vllm_config.model_config.dtype).removeprefix("torch.")

@@ -16,16 +16,13 @@ from lmcache_xpu.errors import LayoutError
 from lmcache_xpu.versions import vllm
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-
-__all__ = ["NULL_BLOCK", "CacheGroup", "block_tokens", "cache_groups"]
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 NULL_BLOCK = 0  # vLLM's: it holds nothing
 
 _WHOLE = ("FullAttentionSpec", "MLAAttentionSpec")
-_STRETCH = ("ChunkedLocalAttentionSpec",)
-_WINDOW = ("SlidingWindowSpec", *_STRETCH)
-_STATE = ("MambaSpec",)
+_STRETCH, _STATE = "ChunkedLocalAttentionSpec", "MambaSpec"
+_WINDOW = ("SlidingWindowSpec", _STRETCH)
 _KEPT_STATES = ("align", "all")  # mamba_cache_mode: vLLM keeps a state at the end of blocks
 
 
@@ -72,8 +69,7 @@ def cache_groups(kv_cache_config: KVCacheConfig) -> list[CacheGroup]:
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
         if not vllm.is_transferred(group):
             continue
-        specs = _specs(group.kv_cache_spec)
-        windows = {_window(spec) for spec in specs}
+        windows = {_window(spec) for spec in layer_specs(group)}
         if len(windows) != 1:
             raise LayoutError(f"a KV cache group with windows of {windows} tokens", "one window")
         window, recurrent = windows.pop()
@@ -101,24 +97,31 @@ def block_tokens(kv_cache_config: KVCacheConfig) -> list[int]:
     """Return the tokens of a block of each group; 0 for one whose blocks no prefix has."""
     return [
         group.kv_cache_spec.block_size
-        if all(getattr(spec, "prefix_cacheable", True) for spec in _specs(group.kv_cache_spec))
+        if all(getattr(spec, "prefix_cacheable", True) for spec in layer_specs(group))
         else 0
         for group in kv_cache_config.kv_cache_groups
     ]
 
 
-def _specs(spec: KVCacheSpec) -> list[KVCacheSpec]:
+def layer_specs(group: KVCacheGroupSpec) -> list[KVCacheSpec]:
+    """Return the spec of each of a group's layers, or the one that they share."""
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        return list(spec.kv_cache_specs.values())
-    return [spec]
+    spec = group.kv_cache_spec
+    uniform = isinstance(spec, UniformTypeKVCacheSpecs)
+    return list(spec.kv_cache_specs.values()) if uniform else [spec]
+
+
+def check_states(spec: KVCacheSpec) -> None:
+    """Raise `LayoutError` for layers that keep one state for several tokens."""
+    if (tokens := vllm.tokens_per_state(spec)) != 1:
+        raise LayoutError(f"{tokens} tokens per state", "one state per token")
 
 
 def _window(spec: KVCacheSpec) -> tuple[int | None, bool]:
-    """The tokens at the end of a hit that a layer needs, and whether it keeps a state."""
+    """Return the tokens at the end of a hit that a layer needs, and whether it keeps a state."""
     kind = type(spec).__name__
-    if kind in _STATE:
+    if kind == _STATE:
         if (mode := getattr(spec, "mamba_cache_mode", "none")) not in _KEPT_STATES:
             raise LayoutError(
                 f"states that vLLM does not keep (mamba_cache_mode={mode})",
@@ -129,13 +132,12 @@ def _window(spec: KVCacheSpec) -> tuple[int | None, bool]:
     if kind not in (*_WHOLE, *_WINDOW):
         raise LayoutError(
             f"a KV cache group of kind {kind}",
-            f"groups of {', '.join((*_WHOLE, *_WINDOW, *_STATE))}",
+            f"groups of {', '.join((*_WHOLE, *_WINDOW, _STATE))}",
             "Serve this model without KV-cache offload.",
         )
-    if (tokens := vllm.tokens_per_state(spec)) != 1:
-        raise LayoutError(f"{tokens} tokens per state", "one state per token")
+    check_states(spec)
     window: int | None = None
-    if kind in _STRETCH:  # which may end with the hit
+    if kind == _STRETCH:  # which may end with the hit
         window = getattr(spec, "attention_chunk_size", None)
     elif kind in _WINDOW and (window := getattr(spec, "sliding_window", None)) is not None:
         # A drafter of several layers computes some tokens before the window's once more.

@@ -28,19 +28,12 @@ _WHOLE = {"full_attention", "attention"}
 _WINDOW = {"sliding_attention", "chunked_attention"}
 _BOTH = {"hybrid", "hybrid_sliding"}  # a state beside a KV cache
 _NOTHING = {"mlp", "moe"}
-_STATE = {
-    *_BOTH,
-    "conv",
-    "linear_attention",
-    "mamba",
-    "mamba2",
-    "recurrent",
-}
+_STATE = {*_BOTH, "conv", "linear_attention", "mamba", "mamba2", "recurrent"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKinds:
-    """How many layers of which kind a language model has; all 0 if its configuration is silent.
+    """Numbers of a language model's layers by kind; all 0 if its configuration names no kinds.
 
     Args:
         whole: attend to the whole prompt.
@@ -84,33 +77,16 @@ class LayerKinds:
 
     @property
     def strange(self) -> tuple[str, ...]:
-        """The kinds of which nobody here knows what they keep."""
+        """The kinds that are not known here."""
         return tuple(kind for kind in self.other if kind not in _STATE | _NOTHING)
-
-    @property
-    def factor(self) -> float:
-        """KV cache of a long prompt, where windows are kept whole, to what the model needs."""
-        return (self.whole + self.window) / self.whole if self.whole else 1.0
-
-    @property
-    def note(self) -> str:
-        """What windows cost where a prefix is to be restored; empty without them."""
-        if not (self.whole and self.window):
-            return ""
-        return (
-            f"{self.window} of {self.whole + self.window} layers attend to a window; with "
-            "layerwise the whole prompt is kept for them too: "
-            f"{self.factor:.1f} times the KV cache per token of a long prompt, on the device and "
-            "in the tiers"
-        )
 
 
 def read_config(model: str, *, cached: bool = False) -> PretrainedConfig:
-    """The configuration of the language model in a directory, a config.json, or a hub's model.
+    """Return the configuration of the language model in a directory, a config.json, or on a hub.
 
     Args:
         model: the path, or the name on a hub.
-        cached: a hub is not asked; what was downloaded before counts.
+        cached: no hub is asked; only what was downloaded before counts.
 
     Raises:
         SettingsError: there is none, or none that transformers can read.
@@ -141,7 +117,7 @@ def _floats(value: dict[str, Any]) -> Any:
 
 
 def states_error(config: PretrainedConfig) -> SettingsError:
-    """What to say of a model that is not attention alone."""
+    """Return the error for a model that is not attention alone."""
     kinds = ", ".join(LayerKinds.of_config(config).other) or "a kind that keeps a state"
     return SettingsError(
         f"layers of {kinds} in a {config.model_type}",

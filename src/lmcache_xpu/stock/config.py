@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +13,11 @@ import yaml
 from vllm.logger import init_logger
 
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.stock.options import OPTIONS, VLLM, Option, extra_option
+from lmcache_xpu.stock.options import EXTRA, OPTIONS, VLLM
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
-    from vllm.config import ParallelConfig, VllmConfig
+    from vllm.config import VllmConfig
 
 logger = init_logger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
@@ -41,15 +42,23 @@ def prepare(vllm_config: VllmConfig) -> LMCacheEngineConfig:
     transfer.kv_connector_extra_config = extra = transfer.kv_connector_extra_config or {}
     apply(config, extra)
     check_features(config, extra)
-    set_apart(config, extra, vllm_config.parallel_config)
+    parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        raise SettingsError(
+            "pipeline parallelism with LMCache's own engine",
+            "pipeline_parallel_size 1",
+            "After a load that fails in one stage the others would store what came of it.",
+        )
+    # The rank is 0 in every engine of a dense model; the index is not.
+    set_apart(config, extra, parallel.data_parallel_index)
     make_hash_safe(config, extra)
     if vllm_config.model_config.use_mla:
-        keep_own_copies(config, extra, workers=vllm_config.parallel_config.world_size)
+        keep_own_copies(config, extra, workers=parallel.world_size)
     return config
 
 
 def apply(config: LMCacheEngineConfig, extra: dict[str, Any]) -> None:
-    """vLLM's `lmcache.*` settings into LMCache's configuration, as LMCache does later itself."""
+    """Apply vLLM's `lmcache.*` settings to LMCache's configuration, as LMCache does again later."""
     from lmcache.v1.config_base import validate_and_set_config_value
 
     for name, value in extra.items():
@@ -57,26 +66,20 @@ def apply(config: LMCacheEngineConfig, extra: dict[str, Any]) -> None:
             validate_and_set_config_value(config, name.removeprefix("lmcache."), value)
 
 
-def set_apart(config: LMCacheEngineConfig, extra: dict[str, Any], parallel: ParallelConfig) -> None:
-    """What an engine of several in one `serve` may not share with the others.
+def set_apart(config: LMCacheEngineConfig, extra: dict[str, Any], engine: int) -> None:
+    """Give each engine of one `serve` a directory of the disk tier of its own (`disk.engine`).
 
-    vLLM tells LMCache's sockets apart by the engine's id. Left are the directories of the disk tier
-    (`disk.engine`) and the ports of LMCache's internal API. The first engine keeps what is set.
+    The first engine keeps what is set. vLLM tells LMCache's sockets apart by the engine's ID.
 
     Args:
         config: LMCache's configuration, with vLLM's settings applied.
         extra: vLLM's settings, from which LMCache applies them again; changed as well.
-        parallel: vLLM's.
+        engine: number of the engine, from 0.
     """
-    # The rank is 0 in every engine of a dense model; this is not.
-    engine = parallel.data_parallel_index
     values = dict(config.extra_config or {})
-    if not engine or ENGINE in values:  # scheduler and worker may share `extra`
-        return
-    port = config.internal_api_server_port_start + engine * (1 + parallel.world_size)
-    own = {"extra_config": {**values, ENGINE: engine}, "internal_api_server_port_start": port}
-    extra.update({f"lmcache.{name}": value for name, value in own.items()})
-    apply(config, extra)
+    if engine and ENGINE not in values:  # scheduler and worker may share `extra`
+        extra["lmcache.extra_config"] = {**values, ENGINE: engine}
+        apply(config, extra)
 
 
 def make_hash_safe(config: LMCacheEngineConfig, extra: dict[str, Any]) -> None:
@@ -88,8 +91,8 @@ def make_hash_safe(config: LMCacheEngineConfig, extra: dict[str, Any]) -> None:
     Raises:
         SettingsError: the configuration insists on Python's.
     """
-    algorithm = extra.get("lmcache.pre_caching_hash_algorithm", config.pre_caching_hash_algorithm)
-    if algorithm != "builtin" or os.environ.get("PYTHONHASHSEED", "random") != "random":
+    is_python_hash = config.pre_caching_hash_algorithm == "builtin"
+    if not is_python_hash or os.environ.get("PYTHONHASHSEED", "random") != "random":
         return
     if "lmcache.pre_caching_hash_algorithm" in extra:
         raise SettingsError(
@@ -106,15 +109,15 @@ def make_hash_safe(config: LMCacheEngineConfig, extra: dict[str, Any]) -> None:
 
 
 def keep_own_copies(config: LMCacheEngineConfig, extra: dict[str, Any], *, workers: int) -> None:
-    """Let each worker of an MLA model keep its own copy, as those of other models keep their part.
+    """Let each worker of an MLA model keep its own copy; a hit is what all workers have.
 
     LMCache's default is one copy, which the first worker broadcasts; the others have no tiers that
-    our connector could use. Chunks count as found where all workers have them.
+    our connector could use.
 
     Args:
-        config: changed.
-        extra: vLLM's settings, from which LMCache reads once more; changed.
-        workers: that share the model.
+        config: LMCache's configuration; changed.
+        extra: vLLM's settings, from which LMCache applies them again; changed.
+        workers: number of workers that share the model.
 
     Raises:
         SettingsError: the configuration insists on one copy.
@@ -130,7 +133,8 @@ def keep_own_copies(config: LMCacheEngineConfig, extra: dict[str, Any], *, worke
     config.extra_config = own
     if "lmcache.extra_config" in extra:
         extra["lmcache.extra_config"] = own
-    config.lookup_server_worker_ids = config.lookup_server_worker_ids or list(range(workers))
+    if workers > 1:  # of an only one, the scheduler may share the process and this configuration
+        config.lookup_server_worker_ids = list(range(workers))
 
 
 def use_layerwise(extra: Mapping[str, Any]) -> bool:
@@ -143,7 +147,7 @@ def use_layerwise(extra: Mapping[str, Any]) -> bool:
 
 
 def load() -> LMCacheEngineConfig:
-    """LMCache's configuration of this process, from the file LMCACHE_CONFIG_FILE and LMCACHE_*.
+    """Return LMCache's configuration of this process, from LMCACHE_CONFIG_FILE and LMCACHE_*.
 
     Raises:
         SettingsError: LMCache itself refuses it.
@@ -161,40 +165,35 @@ def load() -> LMCacheEngineConfig:
 
 
 def check_features(config: LMCacheEngineConfig, extra: Mapping[str, Any] | None = None) -> None:
-    """Refuse what our connectors don't have; see `options`.
+    """Refuse options that can't be served; see `options`.
 
     Args:
         config: LMCache's.
         extra: vLLM's kv_connector_extra_config.
 
     Raises:
-        SettingsError: an option is refused, or says nothing to LMCache.
+        SettingsError: an option or a value is refused, or LMCache has no such option.
     """
     defaults = type(config).from_defaults()
-    for option in OPTIONS:
-        value = getattr(config, option.name)
-        if option.verdict == "refused" and value != (usual := getattr(defaults, option.name)):
-            raise _refusal(option, option.name, value, f"{usual!r}, its default")
+    for name, reason in OPTIONS.items():
+        value, default = getattr(config, name), getattr(defaults, name)
+        if value != default:
+            raise SettingsError(f"LMCache {name} {value!r}", f"{default!r}, its default", reason)
     for name, value in (config.extra_config or {}).items():
-        if (each := extra_option(name)) and each.verdict == "refused" and value:
-            raise _refusal(each, f"extra_config {name}", value, "none")
+        for pattern, reason in EXTRA.items():
+            if value and fnmatchcase(name, pattern):
+                raise SettingsError(f"LMCache extra_config {name} {value!r}", "none", reason)
     for name, value in (extra or {}).items():
-        special = next((option for option in VLLM if option.name == name), None)
-        if special is not None:
-            if special.verdict == "refused" and value:
-                raise _refusal(special, name, value, "none")
+        if name in VLLM:
+            if value:
+                raise SettingsError(f"LMCache {name} {value!r}", "none", VLLM[name])
         elif name.startswith("lmcache.") and not hasattr(config, name.removeprefix("lmcache.")):
-            close = difflib.get_close_matches(name, [f"lmcache.{o.name}" for o in OPTIONS], n=1)
+            close = difflib.get_close_matches(name, [f"lmcache.{each}" for each in vars(config)])
             raise SettingsError(
                 f"{name} in vLLM's kv_connector_extra_config",
                 close[0] if close else "an option of LMCache",
                 "docs/reference/lmcache-options.md has them.",
             )
-    _check_values(config)
-
-
-def _check_values(config: LMCacheEngineConfig) -> None:
-    """Refuse values of served options that can't be served, alone or together."""
     if config.max_local_cpu_size <= 0:
         raise SettingsError(
             f"LMCache max_local_cpu_size {config.max_local_cpu_size:g}",
@@ -206,7 +205,3 @@ def _check_values(config: LMCacheEngineConfig) -> None:
             "LRU with use_layerwise",
             "Others evict some layers of what has just come, and the rest of it is of no use.",
         )
-
-
-def _refusal(option: Option, name: str, value: object, expected: str) -> SettingsError:
-    return SettingsError(f"LMCache {name} {value!r}", expected, option.note)

@@ -1,12 +1,8 @@
 """vLLM's connector to LMCache's own engine, with the GPU connectors of this package.
 
-Reached as `kv_connector` name `LMCacheXPUConnector` (or by LMCache's stock name), or by
-`kv_connector_module_path` `lmcache_xpu.vllm_connector`. vLLM makes one in the scheduler's process
-and one in each worker.
-
-LMCache is imported only when a connector is made, and so are the halves. vLLM imports this file
-earlier, to ask the class questions, and its CPU worker then looks through every loaded module in a
-way that fails on one which LMCache brings (llvmlite's, by way of numba).
+vLLM makes one in its scheduler and one in each worker. LMCache and the halves are imported only
+then: vLLM imports this file earlier, to ask the class questions, and its CPU worker then looks
+through every loaded module in a way that fails on one which LMCache brings.
 """
 
 from __future__ import annotations
@@ -24,8 +20,7 @@ from lmcache_xpu.connector.stats import StatsHooks
 from lmcache_xpu.model.kv_cache_facts import check_chunks, check_model, engine_facts
 from lmcache_xpu.stock import config as lmcache_config
 from lmcache_xpu.vllm_hooks import patches
-from lmcache_xpu.vllm_hooks.failures import ending_on_failure
-from lmcache_xpu.vllm_hooks.orphans import end_with_parent
+from lmcache_xpu.vllm_hooks.process_end import end_with_parent, ending_on_failure
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,8 +33,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from lmcache_xpu.stock.scheduler import StockScheduler
-    from lmcache_xpu.stock.step import Step, WeightsChanged
+    from lmcache_xpu.stock.scheduler import Step, StockScheduler, WeightsChanged
     from lmcache_xpu.stock.worker import StockWorker
 
 __all__ = ["LMCacheXPUConnector"]
@@ -48,8 +42,8 @@ __all__ = ["LMCacheXPUConnector"]
 class LMCacheXPUConnector(StatsHooks, LMCacheConnectorV1):  # type: ignore[misc]  # untyped base
     """LMCache in process, moving KV with this package's connectors.
 
-    On devices that are not served (see `patches.served_devices`) the constructor returns vLLM's
-    connector for LMCache instead, with LMCache's own parts.
+    On devices that are not served (see `patches.served_devices`) it makes vLLM's connector for
+    LMCache instead, with LMCache's own parts.
 
     Raises:
         VersionError: LMCache or vLLM is outside the tested versions.
@@ -64,18 +58,12 @@ class LMCacheXPUConnector(StatsHooks, LMCacheConnectorV1):  # type: ignore[misc]
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Whether vLLM must call us between layers, which a full graph would not.
-
-        Answered from the setting that LMCache will use: `lmcache.use_layerwise` in vLLM's extra
-        configuration, else LMCACHE_USE_LAYERWISE, else the file LMCACHE_CONFIG_FILE.
-        """
+        """Whether LMCache works layer by layer: a full graph calls nobody between layers."""
         return lmcache_config.use_layerwise(extra_config)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """None: we read any layout. vLLM asks before it sorts the layers into groups.
-
-        That fails for models with states, before a connector is made that could say why.
+        """None: we read any layout. Models with states are refused here, before vLLM fails on them.
 
         Raises:
             SettingsError: a model that can't be served.
@@ -87,7 +75,7 @@ class LMCacheXPUConnector(StatsHooks, LMCacheConnectorV1):  # type: ignore[misc]
     def __new__(
         cls, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> Any:
-        """Make the connector for the platform's device; see the class."""
+        """Make the connector for the platform's device."""
         if _served():
             return super().__new__(cls)
         return LMCacheConnectorV1(vllm_config, role, kv_cache_config)
@@ -114,9 +102,12 @@ class LMCacheXPUConnector(StatsHooks, LMCacheConnectorV1):  # type: ignore[misc]
             from lmcache_xpu.versions.lmcache import LMCacheConnectorV1Impl
 
             if role is KVConnectorRole.WORKER:
-                from lmcache_xpu.stock.worker import StockWorker, starting
+                from lmcache_xpu.stock.gpu_connectors import making
+                from lmcache_xpu.stock.unfilled_blocks import UnfilledBlocks
+                from lmcache_xpu.stock.worker import StockWorker
 
-                with starting(vllm_config, facts) as unfilled:
+                unfilled = UnfilledBlocks(facts.block_size)
+                with making(facts, unfilled):
                     self._lmcache_engine = LMCacheConnectorV1Impl(vllm_config, role, self)
                 self.worker = StockWorker(self._lmcache_engine, facts, unfilled)
             else:
@@ -209,7 +200,7 @@ class LMCacheXPUConnector(StatsHooks, LMCacheConnectorV1):  # type: ignore[misc]
         """A request has its blocks, and will be in the next step."""
         with guarded("update_state_after_alloc"):
             return self.scheduler.allocated(request, blocks, num_external_tokens)
-        return self.scheduler.fail(request.request_id)
+        return self.scheduler.give_up_hits(request.request_id)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Step:
         """What the workers must know of a step."""
@@ -232,13 +223,13 @@ class LMCacheXPUConnector(StatsHooks, LMCacheConnectorV1):  # type: ignore[misc]
             self.scheduler.stop("the engine's weights have changed")
 
     def reset_cache(self) -> bool | None:
-        """Find and store nothing any more: LMCache's keys don't tell before from after."""
+        """Find and store nothing any more: LMCache's keys are the same before and after."""
         if self._role is KVConnectorRole.SCHEDULER:
             self.scheduler.stop("the cache was reset")
         return True
 
     def give_up_hits(self, request_id: str) -> None:
-        """A load of this request failed: from now on it is computed; see `failed_loads`."""
+        """A load of this request failed: from now on it is computed; see `scheduler`."""
         self.scheduler.give_up_hits(request_id)
 
 

@@ -1,15 +1,12 @@
 """The end of LMCache's engine: threads, sockets, tiers and the CPU pool go with the vLLM engine.
 
-vLLM's own LMCache connector ends nothing. That is enough where each engine has a process; where
-several come and go in one (tests, notebooks), each left its pool, and the next one found the first
-one's engine in its place. And a thread of LMCache's keeps a process for ever.
+vLLM's own connector for LMCache ends nothing. So engines that come and go in one process would each
+leave a pool, the next one would get the first one's engine, and threads would keep the process.
 
-LMCache's own way has three faults: its offload server closes a socket from which another thread
-reads, at which the ZeroMQ library may abort the process; its look-up client ends the ZeroMQ
-context that the whole process shares, and waits for everybody else's sockets; and its CPU pool goes
-before the disk tier has written from it. So here a thread ends first, then its socket is closed,
-the shared context stays, as does the offload server, a thread that waits until the process ends;
-and the pool goes last.
+LMCache's own shutdown has three faults. Its offload server closes a socket from which another
+thread reads, at which ZeroMQ may abort the process: here that thread stays until the process ends.
+Its look-up client ends the ZeroMQ context that the whole process shares: here it stays. And its CPU
+pool goes before the disk tier has written from it: here it goes last.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from lmcache_xpu.stock.health import POOL
 
@@ -28,12 +25,9 @@ _JOIN_S = 5.0
 
 
 def end_lmcache(lmcache: Any) -> None:
-    """End all that one connector's LMCache has started. An error in a part is logged.
+    """End all that LMCache's half of one connector has started; errors of parts are logged.
 
     Waits for queued writes to disk, and seconds for threads.
-
-    Args:
-        lmcache: LMCache's half of a connector, of a worker or of the scheduler.
     """
     from lmcache.integration.vllm import utils
 
@@ -58,9 +52,8 @@ def end_lmcache(lmcache: Any) -> None:
 
 
 def _end_lookup_server(server: Any) -> None:
-    """Its thread asks every second whether it is to go on."""
-    server.running = False
-    if ended(server.thread):
+    server.running = False  # its thread looks every second
+    if _has_ended(server.thread):
         server.transport.close()
         server.transport.ctx.term()  # its own
 
@@ -82,12 +75,12 @@ def _end_engine(engine: Any) -> None:
                 tier.close()  # once more is allowed
     if LMCacheEngineBuilder.get(ENGINE_NAME) is engine:
         LMCacheEngineBuilder.destroy(ENGINE_NAME)
-    if manager is not None and ended(manager.thread):
+    if manager is not None and _has_ended(manager.thread):
         manager.loop.close()
 
 
-def ended(thread: threading.Thread) -> bool:
-    """Wait for a thread; whether it has ended. That it goes on is logged."""
+def _has_ended(thread: threading.Thread) -> bool:
+    """Wait for a thread, for some seconds; return whether it has ended, log that it has not."""
     thread.join(_JOIN_S)
     if thread.is_alive():
         logger.warning(
@@ -98,35 +91,21 @@ def ended(thread: threading.Thread) -> bool:
     return not thread.is_alive()
 
 
-class Ending(Protocol):
-    """What must be ended before the process can end."""
+def end_with_process(connector: Any) -> None:
+    """Call `shutdown` of a connector when the main thread has ended.
 
-    def shutdown(self) -> None:
-        """End it; may be called again."""
-
-
-_open: weakref.WeakSet[Ending] = weakref.WeakSet()
-_registered = False
-
-
-def end_with_process(ending: Ending) -> None:
-    """End it when the main thread has ended, if nobody has ended it before.
-
-    Python waits for LMCache's threads before it runs what `atexit` knows. So this is called
-    where `concurrent.futures` ends its own threads, and before that: they are needed to the end.
+    Python waits for LMCache's threads before it runs what `atexit` knows. So it is called just
+    before `concurrent.futures` ends its own threads, which are needed until then.
     """
-    global _registered
-    _open.add(ending)
-    if not _registered:
-        _registered = True
-        threading._register_atexit(_end_all)  # type: ignore[attr-defined]  # no public way
+    # No public function runs before Python waits for threads.
+    threading._register_atexit(_end, weakref.ref(connector))  # type: ignore[attr-defined]
 
 
-def _end_all() -> None:
-    for ending in list(_open):
-        try:
-            ending.shutdown()
-        except Exception as error:  # the others are ended all the same
-            logger.exception(
-                "LMCache did not end with the process: %s (docs: troubleshooting#not-ended)", error
-            )
+def _end(connector: weakref.ref[Any]) -> None:
+    try:
+        if (living := connector()) is not None:
+            living.shutdown()
+    except Exception as error:  # others are ended all the same
+        logger.exception(
+            "LMCache did not end with the process: %s (docs: troubleshooting#not-ended)", error
+        )

@@ -4,7 +4,7 @@ LMCache makes them in a function that chooses by device, and has none for CPU. S
 replaced while an engine starts, and put back.
 
 An exception of a connector would end vLLM's engine, and LMCache would never give up its references
-to the chunks of the load. So here it ends: the tokens that did not arrive go to `unfilled`.
+to the chunks of the load. So a load raises nothing: what did not arrive goes to `unfilled`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lmcache.v1.memory_management import MemoryObj
 
 from lmcache_xpu.errors import SeamError
 from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
 from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2
+from lmcache_xpu.stock.health import limit_pinning
 from lmcache_xpu.stock.unfilled_blocks import UnfilledBlocks
 from lmcache_xpu.versions.lmcache import VLLMPagedMemLayerwiseXPUConnector as LMCacheLayerwise
 from lmcache_xpu.versions.lmcache import in_process_module
@@ -46,7 +48,7 @@ class StandardConnector(VLLMPagedMemXPUConnectorV2):
         ends: Sequence[int],
         **kwargs: Any,
     ) -> None:
-        """Load chunks; raises nothing, see the module."""
+        """Load chunks."""
         try:
             super().batched_to_gpu(memory_objs, starts, ends, **kwargs)
         except Exception as error:
@@ -59,13 +61,11 @@ class LayerwiseConnector(VLLMPagedMemLayerwiseXPUConnector):
     unfilled: UnfilledBlocks
 
     def batched_to_gpu(self, starts: Sequence[int], ends: Sequence[int], **kwargs: Any) -> Layers:
-        """Load a request layer by layer; raises nothing, see the module.
+        """Load a request layer by layer; after an error the generator drops the other layers.
 
-        After an error the generator takes the other layers' chunks and drops them. LMCache reports
-        no chunk that its look-up found and its load did not: it ends the load before.
-
-        At its end LMCache unpins what it was handed over. Of its CPU tier it would take back the
-        pins of look-ups, other requests' too; so each object gets a pin here.
+        LMCache does not report a chunk that its look-up found and its load did not: it ends the
+        load there. And it unpins, at the end, all objects that the load took. In its CPU tier it
+        would take back the pins of look-ups, other requests' too; so each object gets a pin here.
         """
         promised = len(kwargs["slot_mapping"])
         if ends[-1] < promised:
@@ -93,12 +93,12 @@ LMCacheLayerwise.register(LayerwiseConnector)
 def gpu_connector(
     config: LMCacheEngineConfig, metadata: LMCacheMetadata, facts: EngineFacts
 ) -> StandardConnector | LayerwiseConnector:
-    """Make the connector of an engine.
+    """Return the connector of an engine.
 
     Args:
         config: LMCache's configuration.
-        metadata: LMCache's description of the engine. The shape of a chunk and the model's name
-            become those of the engine's real content, which decide on keys.
+        metadata: LMCache's description of the engine. Its chunk shape and its model's name, which
+            decide on keys, are changed to those of the engine's real content.
         facts: of the engine's KV cache.
     """
     # With inline scales or unequal key and value sizes the engine's content is not what LMCache
@@ -113,7 +113,7 @@ def gpu_connector(
     return kind.from_metadata(
         metadata,
         device=facts.device_type,
-        layout_hints=None if facts.kv_layout is None else {"kv_layout": facts.kv_layout},
+        layout_hints={"kv_layout": facts.kv_layout},
         opaque_blocks=facts.opaque_blocks,
         staging_bytes=None if staging_mib is None else int(staging_mib) * 2**20,
         layer_major=True,
@@ -122,15 +122,16 @@ def gpu_connector(
 
 @contextmanager
 def making(facts: EngineFacts, unfilled: UnfilledBlocks) -> Iterator[None]:
-    """Let LMCache make the connector of this package for the engine that it starts meanwhile.
+    """Let LMCache start an engine meanwhile, with a connector of this package and its own memory.
 
     Args:
         facts: of the engine's KV cache.
         unfilled: the worker's record of failed loads.
 
     Raises:
-        SeamError: LMCache made none.
+        SeamError: LMCache made no such connector.
     """
+    limit_pinning(torch.device(facts.device_type))
     module = in_process_module("v1.gpu_connector")
     original, made = getattr(module, SEAM), []
 

@@ -1,4 +1,4 @@
-"""LMCache's engine, once it is up: what must be true of it, and its tiers."""
+"""What must be true of LMCache's engine: memory that can be pinned, a cache, and all its tiers."""
 
 from __future__ import annotations
 
@@ -24,11 +24,7 @@ POOL = "LocalCPUBackend"
 
 
 def limit_pinning(device: torch.device) -> None:
-    """Keep LMCache's pool from a pinned allocation that fails or takes more; see `pool_memory`.
-
-    Args:
-        device: of the engine.
-    """
+    """Keep LMCache's pool from a pinned allocation that fails or takes more; see `pool_memory`."""
     if (most := most_pinned(device)) is not None:
         from lmcache import device_ops
 
@@ -36,37 +32,22 @@ def limit_pinning(device: torch.device) -> None:
 
 
 def pool(engine: Any) -> torch.Tensor | None:
-    """LMCache's host memory, where this worker has some."""
+    """Return LMCache's host memory, where this worker has some."""
     backend = engine.storage_manager.storage_backends.get(POOL)
     memory: torch.Tensor | None = backend and getattr(backend.memory_allocator, "buffer", None)
     return memory
 
 
-def check_healthy(engine: Any) -> None:
-    """Refuse an engine of LMCache that goes on without a cache.
+def check_healthy(healthy: bool) -> None:
+    """Refuse an LMCache that goes on without a cache.
 
     Raises:
         SeamError: LMCache's error is in the log.
     """
-    if engine is None or not engine.is_healthy():
+    if not healthy:
         raise SeamError(
             "LMCache without a cache", "LMCache up and healthy", "Its error is in the log above."
         )
-
-
-def log_connector(engine: Any, facts: EngineFacts) -> None:
-    """Say which connector serves what, in the log."""
-    software = versions.installed()
-    logger.info(
-        "lmcache-xpu %s: %s serves %s, KV cache %s%s (LMCache %s, vLLM %s)",
-        __version__,
-        type(engine.gpu_connector).__name__,
-        facts.device_type,
-        facts.kv_layout,
-        " in opaque blocks" if facts.opaque_blocks else "",
-        software.lmcache,
-        software.vllm,
-    )
 
 
 def check_tiers(engine: Any, config: LMCacheEngineConfig) -> None:
@@ -83,3 +64,18 @@ def check_tiers(engine: Any, config: LMCacheEngineConfig) -> None:
                 f"the configured tier {tier!r} among them, and working",
                 "Its error is in the log above, after 'Failed to'.",
             )
+
+
+def log_connector(engine: Any, facts: EngineFacts) -> None:
+    """Log which connector serves what."""
+    software = versions.installed()
+    logger.info(
+        "lmcache-xpu %s: %s serves %s, KV cache %s%s (LMCache %s, vLLM %s)",
+        __version__,
+        type(engine.gpu_connector).__name__,
+        facts.device_type,
+        facts.kv_layout,
+        " in opaque blocks" if facts.opaque_blocks else "",
+        software.lmcache,
+        software.vllm,
+    )

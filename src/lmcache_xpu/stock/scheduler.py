@@ -1,4 +1,4 @@
-"""The scheduler's half of the connector: which requests LMCache is shown.
+"""The scheduler's half of the connector: which requests LMCache is shown, and what workers know.
 
 LMCache names a chunk by its tokens and the model. What else decides on a request's KV it does not
 know, or in one of its modes alone: so requests with a `cache_salt`, an adapter, images or given
@@ -10,12 +10,17 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
 from lmcache_xpu.connector.promises import Promises
 from lmcache_xpu.connector.step_metadata import with_answers, without, written_blocks
-from lmcache_xpu.errors import SeamError
-from lmcache_xpu.stock.step import Step
+from lmcache_xpu.stock.health import check_healthy
 from lmcache_xpu.versions.lmcache import LMCacheConnectorMetadata
 
 if TYPE_CHECKING:
@@ -23,9 +28,35 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-__all__ = ["StockScheduler", "may_be_served"]
+__all__ = ["Step", "StockScheduler", "WeightsChanged", "may_be_served"]
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
+
+
+@dataclass
+class Step(KVConnectorMetadata):  # type: ignore[misc]  # untyped base
+    """What workers must know of a step of the engine.
+
+    Args:
+        lmcache: LMCache's description of what it loads and stores.
+        new_blocks: IDs of the blocks that the step may write for the first time since a request
+            got them, see `written_blocks`.
+        unserved: IDs of blocks whose promised loads are not described; they count as failed.
+        ended: IDs of requests that were looked up, and have ended before they were in any step.
+    """
+
+    lmcache: Any
+    new_blocks: frozenset[int] = frozenset()
+    unserved: frozenset[int] = frozenset()
+    ended: tuple[str, ...] = ()
+
+
+class WeightsChanged(KVConnectorWorkerMetadata):  # type: ignore[misc]  # untyped base
+    """A worker reports to the scheduler that its weights have changed."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WeightsChanged:
+        """Return the reports of several workers as one."""
+        return self
 
 
 def may_be_served(request: Request) -> bool:
@@ -45,7 +76,7 @@ def may_be_served(request: Request) -> bool:
 
 
 class StockScheduler:
-    """Told of requests and steps by vLLM's scheduler.
+    """Called by vLLM's scheduler.
 
     Args:
         lmcache: LMCache's half of a connector.
@@ -56,18 +87,12 @@ class StockScheduler:
     """
 
     def __init__(self, lmcache: Any, block_size: int) -> None:
-        if lmcache.lookup_client is None:
-            raise SeamError(
-                "LMCache without a cache",
-                "LMCache up and healthy",
-                "Its error is in the log above.",
-            )
+        check_healthy(lmcache.lookup_client is not None)
         self._lmcache = lmcache
         self._block_size = block_size
         self._promises = Promises(block_size)
         self._stopped = False
-        self._shown: set[str] = set()  # requests of which LMCache hears
-        self._given_up: set[str] = set()
+        self._shown: set[str] = set()  # requests that LMCache knows
         self._looked_up: set[str] = set()  # and not in a step yet; a worker has pinned their chunks
         self._ended: list[str] = []
 
@@ -79,7 +104,8 @@ class StockScheduler:
             kept: number of tokens that vLLM's own prefix cache has.
         """
         request_id = request.request_id
-        if self._stopped or request_id in self._hidden or not may_be_served(request):
+        broken = request_id in self._promises.broken
+        if self._stopped or broken or not may_be_served(request):
             self._shown.discard(request_id)
             return 0
         self._shown.add(request_id)
@@ -89,12 +115,8 @@ class StockScheduler:
             self._promises.promise(request_id, kept, waits=False)
         return int(tokens)
 
-    @property
-    def _hidden(self) -> set[str]:
-        return self._given_up | self._promises.broken
-
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
-        """Hear that a request has its blocks, and will be in the next step.
+        """Record that a request has its blocks, and will be in the next step.
 
         Args:
             request: that was looked up.
@@ -107,14 +129,12 @@ class StockScheduler:
             self._lmcache.update_state_after_alloc(request, external_tokens)
 
     def give_up_hits(self, request_id: str) -> None:
-        """Show LMCache nothing of a request any more: a load of it has failed."""
-        self._given_up.add(request_id)
-        self._shown.discard(request_id)
+        """Show LMCache nothing of a request any more: a load of it failed, or a hook.
 
-    def fail(self, request_id: str) -> None:
-        """Give a request up that has its blocks: what it was promised counts as a failed load."""
-        self.give_up_hits(request_id)
+        A load that it was promised, and no worker knows of, counts as failed.
+        """
         self._promises.fail([request_id])
+        self._shown.discard(request_id)
 
     def finished(
         self, request: Request, block_ids: list[int]
@@ -122,7 +142,6 @@ class StockScheduler:
         """Forget a request that has ended, in whatever way; see vLLM's `request_finished`."""
         request_id = request.request_id
         self._promises.finished(request_id)
-        self._given_up.discard(request_id)
         if request_id in self._looked_up:
             self._looked_up.discard(request_id)
             self._ended.append(request_id)
@@ -131,12 +150,12 @@ class StockScheduler:
         if request_id not in self._shown:
             return False, None
         self._shown.discard(request_id)
-        ended: tuple[bool, dict[str, Any] | None]
-        ended = self._lmcache.request_finished(request, block_ids)
-        return ended
+        answer: tuple[bool, dict[str, Any] | None]
+        answer = self._lmcache.request_finished(request, block_ids)
+        return answer
 
     def describe(self, step: SchedulerOutput) -> Step:
-        """Return what the workers must know of a step."""
+        """Describe a step to the workers."""
         hidden = step.num_scheduled_tokens.keys() - self._shown
         described = self._lmcache.build_connector_meta(
             _with_own_blocks(without(with_answers(step), hidden))
@@ -149,7 +168,7 @@ class StockScheduler:
         return self._described(step, described, kept)
 
     def describe_failed(self, step: SchedulerOutput) -> Step:
-        """Return what the workers must know of a step whose description failed: no transfers."""
+        """Describe a step whose description failed: without transfers."""
         self._promises.fail_step(step.num_scheduled_tokens)
         self._shown -= step.num_scheduled_tokens.keys()
         return self._described(step, LMCacheConnectorMetadata(), {})
@@ -181,10 +200,10 @@ class StockScheduler:
 
 
 def _with_own_blocks(step: SchedulerOutput) -> SchedulerOutput:
-    """Return a step whose lists of preempted requests' new blocks are LMCache's own.
+    """Return a step that shares no list of a preempted request's new blocks with vLLM.
 
-    It keeps the one that vLLM describes the step with. In one process the worker keeps that, too,
-    and both add what the request gets later: LMCache would store the wrong blocks.
+    LMCache keeps such a list. In one process vLLM's worker keeps the same one, and both add what
+    the request gets later: LMCache would store the wrong blocks.
     """
     cached = step.scheduled_cached_reqs
     if not cached.resumed_req_ids:

@@ -1,19 +1,18 @@
 """Blocks that loads left unfilled: vLLM recomputes them, and nothing is stored from them.
 
-The worker's half of the connector owns the one record of a worker; LMCache's GPU connector
-reports to it. What the engine computes in the step of a failed load, from blocks that hold
-anything, would else be stored under keys that promise the right content. With asynchronous
-scheduling a request goes on for one more step before the scheduler hears of the failure, and what
-that step computes is wrong as well: a block counts as unfilled until it is given to a request anew.
+What the engine computes from them would else be stored under keys that promise the right content.
+With asynchronous scheduling a request goes on for one more step before the scheduler knows of the
+failure, and that step is wrong as well: a block counts as unfilled until a request gets it anew.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import distributed
 
 from lmcache_xpu.metrics import LOAD_CPU, Flow, fallback
 from lmcache_xpu.transfer.slots import blocks_of
@@ -24,9 +23,7 @@ logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers on
 
 
 class UnfilledBlocks:
-    """IDs of unfilled blocks.
-
-    Called by the engine's thread.
+    """IDs of unfilled blocks, of one worker. Called by the engine's thread.
 
     Args:
         block_size: tokens of a block.
@@ -41,12 +38,12 @@ class UnfilledBlocks:
         """Take blocks, by their IDs, that a request was given since the last step for good ones."""
         self._unfilled -= new_blocks
 
-    def add_slots(self, slots: torch.Tensor) -> None:
-        """Add the blocks of slots that a load did not write.
+    def add(self, blocks: Iterable[int]) -> None:
+        """Add blocks by their IDs."""
+        self._unreported.update(blocks)
 
-        Args:
-            slots: slot mapping of the missing tokens, on the host.
-        """
+    def add_slots(self, slots: torch.Tensor) -> None:
+        """Add the blocks of slots `[tokens]`, on the host, that a load did not write."""
         self.add(blocks_of(slots, self._block_size))
 
     def add_load(self, cause: Exception | str, load: Mapping[str, Any], first: int) -> None:
@@ -60,10 +57,6 @@ class UnfilledBlocks:
         first = max(first, load.get("vllm_cached_tokens", 0))
         self.add_slots(load["slot_mapping"][first:])
         log_failure(LOAD_CPU, "A load failed and is computed instead", cause)
-
-    def add(self, blocks: Iterable[int]) -> None:
-        """Add blocks by their IDs."""
-        self._unreported.update(blocks)
 
     def refuse(self, requests: Iterable[Any]) -> None:
         """Add what a step would load, before it does, and let it store nothing.
@@ -79,28 +72,34 @@ class UnfilledBlocks:
             if request.save_spec is not None:
                 request.save_spec.can_save = False
 
-    def settle(self) -> None:
-        """Count the blocks that were added: from now on nothing is stored from them."""
-        self._settle(self._unreported)
+    def withhold(self) -> None:
+        """Let nothing be stored from the blocks that were added."""
+        if self._unreported - self._unfilled:
+            fallback("load")
+        self._unfilled |= self._unreported
 
     def take(self) -> set[int]:
-        """Return the blocks that vLLM has not heard of, once."""
+        """Return the blocks that were added since the last call."""
+        self.withhold()
         blocks, self._unreported = self._unreported, set()
-        self._settle(blocks)
         return blocks
 
-    def share(self, union: Callable[[set[int]], set[int]]) -> None:
-        """Count what other ranks' loads left unfilled as well: those ranks report it to vLLM.
+    def share(self, group: distributed.ProcessGroup) -> None:
+        """Withhold what other ranks' loads left unfilled as well; those ranks report it to vLLM.
+
+        A load that fails on one rank spoils what the step computes on all: each layer ends with a
+        sum over the ranks. Waits until all ranks have called: for one small exchange where no rank
+        has a block, for two more where one has.
 
         Args:
-            union: of a set of each rank, returns all of them.
+            group: of processes that talk through the host. An error of it comes through.
         """
-        self._unfilled |= union(self._unfilled)
-
-    def _settle(self, blocks: set[int]) -> None:
-        if blocks - self._unfilled:
-            fallback("load")
-        self._unfilled |= blocks
+        most = torch.tensor([len(self._unfilled)])
+        distributed.all_reduce(most, distributed.ReduceOp.MAX, group=group)
+        if most.item():
+            gathered: list[set[int]] = [set()] * group.size()
+            distributed.all_gather_object(gathered, self._unfilled, group=group)
+            self._unfilled.update(*gathered)
 
     def spoil(self, slots: torch.Tensor) -> bool:
         """Return whether a request with this slot mapping has an unfilled block."""

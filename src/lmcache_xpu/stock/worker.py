@@ -3,8 +3,8 @@
 LMCache lets errors of a load or a store through to vLLM, where they end the engine. Here
 
     load    its blocks count as unfilled, and vLLM computes them again (see `unfilled_blocks`)
-    store   nothing more is stored in this step; what was published of a chunk without its last
-            layer is taken back
+    store   nothing more is stored in this step; published layers of a chunk that misses others
+            are taken back
 
 What a step computes from unfilled blocks is not stored, on any rank.
 """
@@ -12,8 +12,6 @@ What a step computes from unfilled blocks is not stored, on any rank.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,52 +20,22 @@ from vllm.distributed.parallel_state import get_tp_group
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import LOAD_CPU, STORE_CPU, loaded
 from lmcache_xpu.stock import health
-from lmcache_xpu.stock.gpu_connectors import making
-from lmcache_xpu.stock.rank_group import RankGroup
-from lmcache_xpu.stock.step import WeightsChanged
+from lmcache_xpu.stock.scheduler import WeightsChanged
 from lmcache_xpu.stock.unfilled_blocks import UnfilledBlocks, log_failure
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
 
     from lmcache_xpu.model.kv_cache_facts import EngineFacts
-    from lmcache_xpu.stock.step import Step
+    from lmcache_xpu.stock.scheduler import Step
 
-__all__ = ["StockWorker", "starting"]
+__all__ = ["StockWorker"]
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 
-@contextmanager
-def starting(config: VllmConfig, facts: EngineFacts) -> Iterator[UnfilledBlocks]:
-    """Let LMCache start its engine with this package's parts meanwhile.
-
-    Args:
-        config: of vLLM's engine.
-        facts: of its KV cache.
-
-    Returns:
-        The record of failed loads, to which LMCache's GPU connector reports.
-
-    Raises:
-        SeamError: LMCache did not come up with them.
-        SettingsError: layers are shared out between several devices.
-    """
-    if config.parallel_config.pipeline_parallel_size > 1:
-        raise SettingsError(
-            "pipeline parallelism with LMCache's own engine",
-            "pipeline_parallel_size 1",
-            "After a load that fails in one stage the others would store what came of it.",
-        )
-    health.limit_pinning(torch.device(facts.device_type))
-    unfilled = UnfilledBlocks(facts.block_size)
-    with making(facts, unfilled):
-        yield unfilled
-
-
 class StockWorker:
-    """Told of steps and layers by vLLM's model runner, on the engine's thread.
+    """Called by vLLM's model runner, on the engine's thread.
 
     Args:
         lmcache: LMCache's half of a connector.
@@ -76,19 +44,19 @@ class StockWorker:
     """
 
     def __init__(self, lmcache: Any, facts: EngineFacts, unfilled: UnfilledBlocks) -> None:
-        health.check_healthy(lmcache.lmcache_engine)
-        health.log_connector(lmcache.lmcache_engine, facts)
-        lmcache.device = torch.device("cpu")  # slots are planned on the host, see `slots`
         self._lmcache = lmcache
         self._engine: Any = lmcache.lmcache_engine
+        health.check_healthy(self._engine is not None and self._engine.is_healthy())
+        health.log_connector(self._engine, facts)
+        lmcache.device = torch.device("cpu")  # slots are planned on the host, see `slots`
         self._unfilled = unfilled
         group = get_tp_group()
-        self._ranks = RankGroup(group.cpu_group) if group.world_size > 1 else None
+        self._ranks = group.cpu_group if group.world_size > 1 else None
         self._weights_changed = False
         self._requests: list[Any] = []  # LMCache's descriptions, of this step
         self._loads: list[Any] = []  # of these, what is to be loaded
-        self._loading = False  # the step has loads, on all ranks
-        self._waited: set[str] = set()  # layers that the engine came to
+        self._loading = False  # the step has loads, as on all ranks
+        self._waited: set[str] = set()  # layers that LMCache knows of; it counts calls
         self._stored: set[str] = set()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -110,7 +78,7 @@ class StockWorker:
                 "VLLM_ENABLE_V1_MULTIPROCESSING at 1, which gives each engine a process.",
             )
         self._lmcache.register_kv_caches(kv_caches)
-        health.check_healthy(self._engine)
+        health.check_healthy(self._engine.is_healthy())
         health.check_tiers(self._engine, self._lmcache.config)
         self._engine.gpu_connector.initialize_kvcaches_ptr(kvcaches=list(kv_caches.values()))
         if (memory := health.pool(self._engine)) is not None:
@@ -160,10 +128,9 @@ class StockWorker:
     def load(self, context: ForwardContext, arguments: dict[str, Any]) -> None:
         """Load what a step needs; layer by layer, begin to.
 
-        vLLM's newer model runner loads before it enters a forward context where the step is one
-        graph (up to 0.26), or always (since). LMCache skips the load if the context has no
-        attention metadata, though the scheduler counts its tokens as computed: the step would
-        compute from whatever the blocks hold. It looks at nothing else of them.
+        LMCache skips the load if the context has no attention metadata, of which it reads nothing.
+        But vLLM's newer model runner loads before it enters the step's context, and the scheduler
+        counts the tokens as computed: the step would compute from whatever the blocks hold.
 
         Args:
             context: of the step, or an empty one.
@@ -181,7 +148,7 @@ class StockWorker:
             context.attn_metadata = attention
 
     def wait_for_layer(self, layer_name: str) -> None:
-        """Let the engine's stream wait for a layer of what this step loads; LMCache counts."""
+        """Let the engine's stream wait for a layer of this step's loads."""
         if layer_name in self._waited or not self._lmcache.layerwise_retrievers:
             return
         self._waited.add(layer_name)
@@ -191,17 +158,17 @@ class StockWorker:
             self._fail_loads(error)
 
     def _fail_loads(self, error: Exception) -> None:
-        """Count all loads of this step as failed: LMCache does not say whose error it is."""
+        """Count all loads of this step as failed: LMCache does not say which one failed."""
         log_failure(LOAD_CPU, "Loads failed and are computed instead", error)
         self._lmcache.layerwise_retrievers = []
         self._refuse(self._loads)
 
     def save_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any) -> None:
-        """Store a layer whose attention is enqueued; LMCache counts."""
+        """Store a layer whose attention is enqueued."""
         if layer_name in self._stored or not self._engine.use_layerwise:
             return
         self._stored.add(layer_name)
-        self._settle()
+        self._withhold()
         try:
             self._lmcache.save_kv_layer(layer_name, kv_layer, attn_metadata)
         except Exception as error:
@@ -209,11 +176,13 @@ class StockWorker:
 
     def wait_for_save(self) -> None:
         """Store what this step computed, but not from blocks that a load left unfilled."""
-        self._settle()
+        self._withhold()
         if self._ranks is not None and self._loading:
-            # What is stored differs between ranks else; and vLLM hears of a failure after this.
-            self._unfilled.share(self._ranks.union)
-        self._drop_spoiled()
+            # vLLM learns of a failure on another rank after this, too late for this rank's store.
+            self._unfilled.share(self._ranks)
+        for request in self._requests:
+            if request.save_spec is not None and self._unfilled.spoil(request.slot_mapping):
+                self._drop_store(request)
         try:
             self._lmcache.wait_for_save()
         except Exception as error:
@@ -223,17 +192,12 @@ class StockWorker:
 
     def take_unfilled(self) -> set[int]:
         """Return the blocks that loads left unfilled since the last call; vLLM recomputes them."""
-        self._settle()  # vLLM may ask before it calls wait_for_save
+        self._withhold()  # vLLM may ask before it calls wait_for_save
         return self._unfilled.take()
 
-    def _settle(self) -> None:
+    def _withhold(self) -> None:
         self._unfilled.add(self._lmcache.get_block_ids_with_load_errors())
-        self._unfilled.settle()
-
-    def _drop_spoiled(self) -> None:
-        for request in self._requests:
-            if request.save_spec is not None and self._unfilled.spoil(request.slot_mapping):
-                self._drop_store(request)
+        self._unfilled.withhold()
 
     def _fail_stores(self, error: Exception) -> None:
         log_failure(STORE_CPU, "Stores failed and are left out", error)
@@ -257,12 +221,10 @@ class StockWorker:
             if not all(map(tiers.contains, layers)):
                 tiers.batched_remove(layers)
 
-    # Weights
-
     def change_weights(self) -> None:
         """Load and store nothing from now on."""
         self._weights_changed = True
 
     def report(self) -> WeightsChanged | None:
-        """Return what the scheduler is told after a step."""
+        """Return what the scheduler must know after a step."""
         return WeightsChanged() if self._weights_changed else None

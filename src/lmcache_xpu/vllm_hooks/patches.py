@@ -1,10 +1,7 @@
 """The attributes of vLLM and LMCache that are replaced.
 
-vLLM's workers don't tell a connector that the weights change, its scheduler goes on wrongly after a
-failed load, LMCache's metrics show a model's directory, and its stock name is to mean our
-connector. Each replacement passes to the original what does not concern our connector. `install`
-puts them in place when the modules that hold them are imported, so that a process which never
-imports one does not do so for this.
+Each replacement passes to the original what does not concern a connector of this package. It is put
+in place when the module that holds the attribute is imported, so no process imports one for it.
 """
 
 from __future__ import annotations
@@ -26,16 +23,19 @@ import wrapt
 
 from lmcache_xpu import versions
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.vllm_hooks.failed_loads import beginning_anew
+from lmcache_xpu.vllm_hooks.scheduler import beginning_anew
 
-STANDARD = "lmcache_xpu.gpu_connector.standard.VLLMPagedMemXPUConnectorV2"
-LAYERWISE = "lmcache_xpu.gpu_connector.layerwise.VLLMPagedMemLayerwiseXPUConnector"
+CONNECTOR_MODULE = "lmcache_xpu.vllm_connector"
+STOCK_NAME, OUR_NAME = "LMCacheConnectorV1", "LMCacheXPUConnector"
+SERVER_NAME = "LMCacheXPUServerConnector"  # a MultiConnector asks for its class by this alone
+STANDARD = "lmcache_xpu.connector.connector.LMCacheXPUServerConnector"
+LAYERWISE = "lmcache_xpu.stock.connector.LMCacheXPUConnector"
+
+FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
+STOCK_ENTRY = f"{FACTORY}.KVConnectorFactory._registry[{STOCK_NAME}]"
 DEVICES_VARIABLE = "LMCACHE_XPU_DEVICES"
 STOCK_VARIABLE = "LMCACHE_XPU_STOCK"
 SERVED = ("xpu", "cpu")
-
-STOCK_NAME, OUR_NAME = "LMCacheConnectorV1", "LMCacheXPUConnector"
-SERVER_NAME = "LMCacheXPUServerConnector"  # a MultiConnector asks for its class by this alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +46,12 @@ class Patch:
         module: where the attribute is.
         attribute: its name; with a dot, of a class.
         replace: makes the replacement from the original.
-        cause: why it has to be.
         optional: some versions do without it.
     """
 
     module: str
     attribute: str
     replace: Callable[[Any], Any]
-    cause: str
     optional: bool = False
 
     @property
@@ -86,39 +84,11 @@ class Patch:
         return operator.attrgetter(owner)(module) if owner else module, name
 
 
-@dataclass(frozen=True, slots=True)
-class StockName:
-    """The entry of LMCache's stock name in vLLM's registry, which gets our connector's."""
-
-    module: str = "vllm.distributed.kv_transfer.kv_connector.factory"
-
-    @property
-    def name(self) -> str:
-        """The dotted name."""
-        return f"{self.module}.KVConnectorFactory._registry[{STOCK_NAME}]"
-
-    def __call__(self, module: ModuleType) -> None:
-        """Replace the entry. vLLM has no public way to give a name a second meaning."""
-        registry = module.KVConnectorFactory._registry
-        registry[STOCK_NAME] = registry[OUR_NAME]
-
-    def needed(self, module: ModuleType) -> bool:
-        """Whether the stock name is to mean our connector."""
-        return os.environ.get(STOCK_VARIABLE, "") in ("", "0")
-
-    def in_place(self, module: ModuleType) -> bool:
-        """Whether it does."""
-        registry = module.KVConnectorFactory._registry
-        return registry[STOCK_NAME] is registry.get(OUR_NAME)
-
-
 def _hooking(original: Callable[..., Any]) -> Callable[..., Any]:
     """Make the replacement of `WorkerWrapperBase.__getattr__`.
 
-    vLLM's executors reach a worker by way of its wrapper, and all methods of the worker but four
-    through this. So a worker is hooked before its first change of weights, also where our
-    connector comes late: vLLM makes it when the worker exists, and our plug-in may be kept out of
-    the process.
+    vLLM's executors reach all methods of a worker but four through it. So a worker is hooked before
+    its first change of weights, also where vLLM makes our connector after the worker.
     """
 
     @functools.wraps(original)
@@ -157,49 +127,39 @@ def _with_served_name(original: Callable[..., Any]) -> Callable[..., Any]:
     return staticmethod(labels)
 
 
-WORKER_HOOKS = Patch(
-    "vllm.v1.worker.worker_base",
-    "WorkerWrapperBase.__getattr__",
-    _hooking,
-    "its worker tells a connector never that the weights change, which cached KV would outlive",
-)
+# vLLM's worker tells no connector that the weights change, which cached KV would outlive.
+WORKER_HOOKS = Patch("vllm.v1.worker.worker_base", "WorkerWrapperBase.__getattr__", _hooking)
+# On CPU a second engine of a process looks through all modules, and fails on LMCache's.
 SECOND_ENGINES = Patch(
-    "vllm.triton_utils.dispatcher",
-    "_rebind_kernels",
-    _without_unreadable,
-    "on CPU a second engine of a process looks through all modules, and fails on LMCache's",
-    optional=True,
+    "vllm.triton_utils.dispatcher", "_rebind_kernels", _without_unreadable, optional=True
 )
 PATCHES = (
     WORKER_HOOKS,
-    Patch(
-        "vllm.v1.core.sched.scheduler",
-        "Scheduler._handle_invalid_blocks",
-        beginning_anew,
-        "after a load that failed, gives wrong tokens with the runner that XPU uses",
-    ),
+    # After a load that failed it gives wrong tokens with the runner that XPU uses. For engines that
+    # were not started with `--scheduler-cls`.
+    Patch("vllm.v1.core.sched.scheduler", "Scheduler._handle_invalid_blocks", beginning_anew),
     SECOND_ENGINES,
-    Patch(
-        "lmcache.observability",
-        "PrometheusLogger._metadata_to_labels",
-        _with_served_name,
-        "its metrics, which need no key, have the model's directory as a label",
-    ),
+    # LMCache's metrics, which need no key, have the model's directory as a label.
+    Patch("lmcache.observability", "PrometheusLogger._metadata_to_labels", _with_served_name),
 )
-STOCK = StockName()
-CONNECTOR_MODULE = "lmcache_xpu.vllm_connector"
 
 _installed = False
 
 
 def register(factory: ModuleType) -> bool:
-    """Register our connectors in vLLM's module of these; whether one has the stock name, too."""
+    """Register our connectors with vLLM; return whether one has LMCache's stock name, too.
+
+    Args:
+        factory: the module `FACTORY`.
+    """
+    registry = factory.KVConnectorFactory._registry
     for name in (OUR_NAME, SERVER_NAME):
-        if name not in factory.KVConnectorFactory._registry:
+        if name not in registry:
             factory.KVConnectorFactory.register_connector(name, CONNECTOR_MODULE, name)
-    if STOCK.needed(factory):
-        STOCK(factory)
-    return STOCK.needed(factory)
+    takes_stock_name = os.environ.get(STOCK_VARIABLE, "") in ("", "0")
+    if takes_stock_name:  # vLLM has no public way to give a name a second meaning
+        registry[STOCK_NAME] = registry[OUR_NAME]
+    return takes_stock_name
 
 
 def install() -> None:
@@ -215,7 +175,7 @@ def install() -> None:
 
 
 def hook_workers() -> None:
-    """Let a connector of this process hear of changes of the weights; may be called again.
+    """Let connectors of this process know of changed weights; may be called again.
 
     And let another engine start in the process when this one has ended.
     """
@@ -249,7 +209,7 @@ class Status:
     Args:
         lmcache_version, vllm_version, torch_version: installed, None where missing.
         tested: LMCache and vLLM are among the tested versions.
-        devices: device type -> the classes that serve it, standard and layerwise.
+        devices: device type -> the connectors that serve it, standard and layerwise.
         patches: dotted attribute -> whether our replacement is in place.
     """
 
@@ -267,13 +227,13 @@ def status() -> Status:
     patches = {}
     if software.lmcache is not None and versions.allowed(software):
         install()
-        register(importlib.import_module(STOCK.module))
-        for patch in (*PATCHES, STOCK):
-            if isinstance(patch, Patch) and patch.absent():
-                continue
-            module = importlib.import_module(patch.module)
-            if patch.needed(module):
+        for patch in PATCHES:
+            if not patch.absent() and patch.needed(module := importlib.import_module(patch.module)):
                 patches[patch.name] = patch.in_place(module)
+        factory = importlib.import_module(FACTORY)
+        if register(factory):
+            registry = factory.KVConnectorFactory._registry
+            patches[STOCK_ENTRY] = registry[STOCK_NAME] is registry[OUR_NAME]
     return Status(
         lmcache_version=software.lmcache,
         vllm_version=software.vllm,

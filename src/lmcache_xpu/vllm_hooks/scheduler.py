@@ -1,44 +1,124 @@
-"""vLLM's scheduler, in which a request whose load failed begins anew: vLLM's own by subclass.
+"""vLLM's scheduler, in which a request whose load failed begins anew.
 
-Reached as `--scheduler-cls`, which vLLM has for schedulers of others. So nothing of vLLM is
-replaced, as `vllm_hooks.failed_loads` is in an engine without a server.
+vLLM's own scheduler sets a request back to its first missing block and lets it go on. Its newer
+model runner, which XPU uses by default, does not follow: it computes the request's tokens at the
+wrong places (vllm-project/vllm#49250). And with asynchronous scheduling the next step is enqueued
+when the failure is reported: its tokens, computed from the missing blocks, would be given out.
+
+Preemption is right in both runners, with and without asynchronous scheduling: the request's blocks
+are given back, its tokens in flight are dropped, and it is scheduled again as if it were new. vLLM
+does the same to running requests when its prefix cache is reset.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lmcache_xpu.versions import vllm
-from lmcache_xpu.vllm_hooks.failed_loads import beginning_anew, connectors_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["LMCacheXPUScheduler"]
+__all__ = ["LMCacheXPUScheduler", "beginning_anew"]
+
+logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
+
+Handler = Callable[[Any, set[int], Mapping[str, int]], set[str]]
 
 
 class LMCacheXPUScheduler:
-    """Makes a subclass of the scheduler that vLLM would choose, with or without running ahead.
+    """Makes a subclass of the scheduler that vLLM would choose: vLLM's option `--scheduler-cls`.
 
-    It tells connectors to LMCache's server that their loads may be inside steps.
+    It lets connectors that have `load_in_steps` load inside steps.
     """
 
     def __new__(cls, *, vllm_config: VllmConfig, **options: Any) -> Any:
         """Make it; `options` are vLLM's."""
-        return _beginning_anew_in(vllm.scheduler_class(vllm_config))(
-            vllm_config=vllm_config, **options
+        base: Any = vllm.scheduler_class(vllm_config)
+
+        class Scheduler(base):  # type: ignore[misc]  # known at run time alone
+            _handle_invalid_blocks = beginning_anew(base._handle_invalid_blocks)
+
+            def __init__(self, **options: Any) -> None:
+                super().__init__(**options)
+                if self.recompute_kv_load_failures:
+                    for connector in _connectors_of(self.connector):
+                        if hasattr(connector, "load_in_steps"):
+                            connector.load_in_steps()
+
+        return Scheduler(vllm_config=vllm_config, **options)
+
+
+def beginning_anew(original: Handler) -> Handler:
+    """Make the replacement of `Scheduler._handle_invalid_blocks`, or a subclass's.
+
+    It passes to the original what does not concern it: other connectors alone, the policy `fail`,
+    several KV cache groups, and blocks of loads that requests wait for.
+    """
+
+    @functools.wraps(original)
+    def handle(scheduler: Any, invalid: set[int], scheduled: Mapping[str, int]) -> set[str]:
+        connectors = list(_connectors_of(scheduler.connector))
+        if not (connectors and scheduler.recompute_kv_load_failures):
+            return original(scheduler, invalid, scheduled)
+        if len(scheduler.kv_cache_config.kv_cache_groups) > 1:
+            return original(scheduler, invalid, scheduled)
+        again, stale = _preempt(scheduler, invalid, scheduled)
+        for connector in connectors:
+            for request_id in again:
+                connector.give_up_hits(request_id)
+        if rest := invalid - stale:
+            return again | original(scheduler, rest, scheduled)
+        return again
+
+    return handle
+
+
+def _connectors_of(connector: Any) -> Iterator[Any]:
+    """Yield the connectors of this package: vLLM's one, or among others in its MultiConnector."""
+    if hasattr(connector, "give_up_hits"):
+        yield connector
+    for inner in getattr(connector, "_connectors", ()):
+        yield from _connectors_of(inner)
+
+
+def _preempt(
+    scheduler: Any, invalid: set[int], scheduled: Mapping[str, int]
+) -> tuple[set[str], set[int]]:
+    """Preempt the running requests that have one of these blocks.
+
+    Returns:
+        Their IDs, and their blocks from the first invalid one on. None of these is found by its
+        hash any more: what follows an invalid block was computed from it.
+    """
+    stale: set[int] = set()
+    again = []
+    for request in scheduler.running:
+        (blocks,) = scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        first = next((at for at, block in enumerate(blocks) if block in invalid), None)
+        if first is not None:
+            stale.update(blocks[first:])
+            again.append(request)
+    pool = scheduler.kv_cache_manager.block_pool
+    if any(pool.blocks[block].block_hash is not None for block in invalid - stale):
+        # The request has ended or was preempted meanwhile. Which blocks it computed from these is
+        # not known any more.
+        stale.update(range(len(pool.blocks)))
+    scheduler.kv_cache_manager.evict_blocks(stale)
+    now = time.monotonic()
+    for request in reversed(again):  # each goes to the front of the queue
+        scheduler.running.remove(request)
+        vllm.preempt(scheduler, request, now, scheduled.get(request.request_id, 0))
+        # May be scheduled in the very next step: the runner must not take it for one that went on.
+        scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+    if again:
+        logger.warning(
+            "%d requests whose KV cache did not arrive begin anew "
+            "(docs: troubleshooting#requests-begin-anew)",
+            len(again),
         )
-
-
-def _beginning_anew_in(base: type[Any]) -> type[Any]:
-    class Scheduler(base):  # type: ignore[misc]  # which one is known at run time
-        _handle_invalid_blocks = beginning_anew(base._handle_invalid_blocks)
-
-        def __init__(self, **options: Any) -> None:
-            super().__init__(**options)
-            if self.recompute_kv_load_failures:
-                for connector in connectors_of(self.connector):
-                    if hasattr(connector, "load_in_steps"):
-                        connector.load_in_steps()
-
-    return Scheduler
+    return {request.request_id for request in again}, stale

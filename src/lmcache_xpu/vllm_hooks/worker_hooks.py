@@ -1,17 +1,27 @@
-"""What vLLM's worker tells no connector, and ours must know: the weights change.
+"""What vLLM offers no connector of its worker: changed weights, and the worker in this process.
 
-The worker gets a class of its own, made of `WorkerHooks` and the class that it had.
+And Python's garbage collection, which a worker puts off while its device waits for its thread.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+import gc
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed import kv_transfer
 
-__all__ = ["WEIGHT_CHANGES", "WorkerHooks", "hook_worker"]
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = [
+    "WEIGHT_CHANGES",
+    "GarbageCollection",
+    "WorkerHooks",
+    "hook_worker",
+    "worker_connector",
+]
 
 # What a worker of vLLM 0.32 offers that leaves it with other weights, or may.
 WEIGHT_CHANGES = (
@@ -29,11 +39,11 @@ WEIGHT_CHANGES = (
 
 
 class WorkerHooks:
-    """Stands before the class of a worker; see `hook_worker`."""
+    """Marks the class of a worker whose connector knows when its weights change."""
 
 
 def hook_worker(worker: Any) -> None:
-    """Put `WorkerHooks` before the class of a worker, unless that was done.
+    """Give a worker a subclass of its class, with `WorkerHooks`, unless that was done.
 
     Methods that this version of vLLM lacks stay missing.
     """
@@ -46,20 +56,52 @@ def hook_worker(worker: Any) -> None:
 
 
 def _changing(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the method of a subclass that tells our connector before the weights change."""
+    """Make the method of a subclass that calls `change_weights` of our connectors first."""
 
     @functools.wraps(method)
     def change(worker: Any, *args: Any, **kwargs: Any) -> Any:
-        for connector in _connectors():
-            if hasattr(connector, "change_weights"):
-                connector.change_weights()
+        if kv_transfer.has_kv_transfer_group():
+            group: Any = kv_transfer.get_kv_transfer_group()
+            for connector in (group, *getattr(group, "_connectors", ())):  # a MultiConnector's
+                if hasattr(connector, "change_weights"):
+                    connector.change_weights()
         return method(worker, *args, **kwargs)
 
     return change
 
 
-def _connectors() -> Iterator[Any]:
-    """Yield vLLM's connector of this worker, and those that it holds as a MultiConnector does."""
-    if kv_transfer.has_kv_transfer_group():
-        yield (group := kv_transfer.get_kv_transfer_group())
-        yield from getattr(group, "_connectors", ())
+def worker_connector(config: VllmConfig) -> Any:
+    """Return the connector of an engine's worker, if that is in this process; else None.
+
+    It may be another one than the scheduler's, which holds that among others.
+    """
+    if not kv_transfer.has_kv_transfer_group():
+        return None
+    group: Any = kv_transfer.get_kv_transfer_group()
+    engines = [of.kv_transfer_config.engine_id for of in (config, group._vllm_config)]
+    return group if engines[0] == engines[1] else None
+
+
+class GarbageCollection:
+    """Python's garbage collection of this process; what somebody else has disabled stays so.
+
+    A collection of young objects looks at every number of every new prompt: milliseconds before the
+    first layer of nearly every step that loads. Put off, it runs when a step is enqueued, and the
+    thread waits for the device anyway. A worker's half owns it in its process, also for a scheduler
+    there; a scheduler alone in its process has one of its own.
+    """
+
+    def __init__(self) -> None:
+        self._put_off = False
+
+    def put_off(self) -> None:
+        """Collect nothing from now on until `allow`."""
+        if gc.isenabled():
+            gc.disable()
+            self._put_off = True
+
+    def allow(self) -> None:
+        """Collect again, if it was put off here."""
+        if self._put_off:
+            self._put_off = False
+            gc.enable()

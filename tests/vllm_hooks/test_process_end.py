@@ -1,4 +1,4 @@
-"""A process that vLLM started ends when its parent has, whatever it waits for."""
+"""A process ends when its parent has, whatever it waits for, or when its start has failed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from support.scripts import environment
 # A child that waits in C and keeps a thread, as a worker does whose peers have ended.
 FAMILY = """
 import multiprocessing, os, signal, sys, threading, time
-from lmcache_xpu.vllm_hooks import failures, orphans
-orphans.END_S, orphans._POLL_S = 1.0, 0.1
+from lmcache_xpu.vllm_hooks import process_end
+process_end.END_S, process_end._POLL_S = 1.0, 0.1
 
 def child(pids):
     threading.Thread(target=threading.Event().wait, args=(60,)).start()
@@ -30,11 +30,11 @@ if __name__ == "__main__":
     print(ours.recv(), flush=True)
     END
 """
-WATCH = "orphans.end_with_parent()"
+WATCH = "process_end.end_with_parent()"
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 FAIL = """
     try:
-        with failures.ending_on_failure():
+        with process_end.ending_on_failure():
             raise ValueError("planted")
     except ValueError:
         pass  # as far as it got, it waits for others
@@ -86,8 +86,8 @@ def test_a_process_of_the_user_outlives_its_parent():
     """Such as a script that an ended shell has started."""
     script = f"""
 import os, time
-from lmcache_xpu.vllm_hooks import orphans
-orphans.END_S, orphans._POLL_S = 0.3, 0.05
+from lmcache_xpu.vllm_hooks import process_end
+process_end.END_S, process_end._POLL_S = 0.3, 0.05
 if os.fork():
     os._exit(0)
 {WATCH}
@@ -102,3 +102,26 @@ print("goes on")
         timeout=30,
     )
     assert done.stdout == "goes on\n", done.stderr
+
+
+START = """
+import threading
+from lmcache_xpu.vllm_hooks.process_end import ending_on_failure
+threading.Thread(target=threading.Event().wait, args=(60,)).start()
+with ending_on_failure():
+    FAIL
+print("it goes on")
+"""
+
+
+@pytest.mark.parametrize("error", ["ValueError('planted')", "KeyboardInterrupt('planted')"])
+def test_the_process_ends_with_the_error(error: str):
+    done = subprocess.run(
+        [sys.executable, "-c", START.replace("FAIL", f"raise {error}")],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.splitlines()[-1] == error.replace("('", ": ").replace("')", "")
