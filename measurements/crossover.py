@@ -58,7 +58,7 @@ class Tiers:
         from lmcache_xpu.cache.local_cache import LocalCache
 
         scheduler = engine._llm.llm_engine.engine_core.engine_core.scheduler
-        self._policy = scheduler.connector.scheduler_half.ways._policy
+        self._policy = scheduler.connector.scheduler_half.modes._policy
         [cache] = LocalCache._of_engines.values()
         self._storage = cache._storage
 

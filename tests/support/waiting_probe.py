@@ -83,7 +83,7 @@ def stored(engine: Engine, tokens: list[int]) -> list[int]:
 
 
 def policy_of(engine: Engine) -> Any:
-    return scheduler(engine).connector.scheduler_half.ways._policy
+    return scheduler(engine).connector.scheduler_half.modes._policy
 
 
 def holding(engine: Engine, loads: Loads, tokens: list[int]) -> dict[str, Any]:

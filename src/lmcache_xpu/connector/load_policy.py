@@ -19,31 +19,31 @@ import itertools
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from lmcache_xpu.transfer.tuning import Tuning
 
-__all__ = ["Hit", "LoadPolicy", "Loads"]
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+__all__ = ["Hit", "LoadMode", "LoadModes", "LoadPolicy", "Loads"]
 
 Loads = Literal["auto", "always", "step", "async"]
+LoadMode = Literal["step", "async", "computed"]
 
 # Tokens of a step from which on they decide how long it takes, and up to which the weights do.
 MANY_TOKENS, FEW_TOKENS = 512, 128
 NEWEST = 0.25  # what the newest measurement counts in a mean
 SMALL_STEPS = 32  # the last so many are remembered
-STEPS_AHEAD = 8  # steps that vLLM schedules before it hears of the first, at most
+STEPS_AHEAD = 8  # steps that vLLM schedules before the first has ended, at most
 # So many hits are computed before one is loaded again: a disk may have become faster.
 COMPUTED_IN_TURN = 16
 
 
 class Hit(NamedTuple):
-    """What a look-up has promised for a request.
-
-    Args:
-        loaded: tokens of the load.
-        computed: tokens of the request that its step computes.
-    """
+    """A request's hit: tokens to load, and tokens that its step computes besides."""
 
     loaded: int
     computed: int
@@ -51,13 +51,13 @@ class Hit(NamedTuple):
 
 class _Step(NamedTuple):
     number: int
-    begun: float
+    started_s: float
     tokens: int
     loads: bool
 
 
 class LoadPolicy:
-    """Chooses for each request, on the scheduler's side.
+    """Chooses for each hit, by how long steps and loads take.
 
     Args:
         loads: `always` never computes a hit; `step` or `async` leaves no choice.
@@ -73,7 +73,7 @@ class LoadPolicy:
         self._clock = clock
         self._numbers = itertools.count(1)
         self._steps: deque[_Step] = deque(maxlen=STEPS_AHEAD)
-        self._ended = 0.0  # when the last step did
+        self._ended_s = 0.0  # when the last step did
         self._loaded_per_s: float | None = None
         self._small_steps_s: deque[float] = deque(maxlen=SMALL_STEPS)
         self._large_tokens = self._large_s = 0.0  # of large steps, older ones counting less
@@ -81,7 +81,7 @@ class LoadPolicy:
         self._computed_in_turn = 0
 
     def begin_step(self, tokens: int, *, loads: bool) -> int:
-        """Hear of a step that vLLM has decided on; return its number, for `end_step`.
+        """Note when vLLM has decided on a step; return its number, for `end_step`.
 
         Args:
             tokens: that it computes; one without any is not measured.
@@ -92,20 +92,20 @@ class LoadPolicy:
         return step.number
 
     def end_step(self, number: int | None) -> None:
-        """Hear that a step has ended.
+        """Measure a step that has ended.
 
         vLLM says nothing of some that have no tokens, as the one behind the last answer.
 
         Args:
-            number: the step's; None if no worker told it.
+            number: the step's; None if no worker reported it.
         """
         while self._steps and number is not None and self._steps[0].number < number:
             self._steps.popleft()
         if not self._steps or self._steps[0].number != number:
             return
         step, now = self._steps.popleft(), self._clock()
-        seconds = now - max(step.begun, self._ended)
-        self._ended = now
+        seconds = now - max(step.started_s, self._ended_s)
+        self._ended_s = now
         if not step.tokens:
             return
         after_large, self._after_large = self._after_large, step.tokens >= MANY_TOKENS
@@ -119,13 +119,15 @@ class LoadPolicy:
         elif step.tokens <= FEW_TOKENS:
             self._small_steps_s.append(seconds)
 
-    def hear(self, loaded_per_s: float | None) -> None:
+    def take_speed(self, loaded_per_s: float | None) -> None:
         """Take the speed of the last loads, in tokens per second; None where none has ended."""
-        self._loaded_per_s = _mean(self._loaded_per_s, loaded_per_s)
+        if loaded_per_s is not None:
+            before = loaded_per_s if self._loaded_per_s is None else self._loaded_per_s
+            self._loaded_per_s = before + NEWEST * (loaded_per_s - before)
 
     def computes(self, hit: Hit) -> bool:
         """Whether a request is to be computed, though its tokens could be loaded."""
-        if self._loads != "auto" or not self._large_tokens or not self._small_steps_s:
+        if self._loads != "auto" or not self._knows_steps:
             return False
         loading_s = self._tuning.load_us / 1e6
         if self._loaded_per_s is not None:
@@ -137,21 +139,19 @@ class LoadPolicy:
         return self._computed_in_turn != 0
 
     def waits(self, hit: Hit, *, others: bool) -> bool:
-        """Whether a request is to wait for its load.
-
-        Args:
-            hit: of the request.
-            others: other requests wait for their next token.
-        """
+        """Whether a request is to wait for its load; `others` wait for their next token."""
         if self._loads in ("step", "async"):
             return self._loads == "async"
         if not others:
             return False
-        if self._loaded_per_s is None or not self._large_tokens or not self._small_steps_s:
+        if self._loaded_per_s is None or not self._knows_steps:
             return hit.loaded > self._tuning.loaded_per_computed * hit.computed
-        return hit.loaded / self._loaded_per_s > self._small_step_s + self._computing_s(
-            hit.computed
-        )
+        loading_s = hit.loaded / self._loaded_per_s
+        return loading_s > self._small_step_s + self._computing_s(hit.computed)
+
+    @property
+    def _knows_steps(self) -> bool:
+        return bool(self._large_tokens and self._small_steps_s)
 
     @property
     def _small_step_s(self) -> float:
@@ -165,8 +165,94 @@ class LoadPolicy:
         return max(self._small_step_s, self._computing_s(tokens))
 
 
-def _mean(before: float | None, newest: float | None) -> float | None:
-    """Return the mean after another measurement; what was measured, if there was none before."""
-    if before is None or newest is None:
-        return before if newest is None else newest
-    return before + NEWEST * (newest - before)
+class LoadModes:
+    """How the hits of one scheduler's requests are loaded.
+
+    Loads are inside steps only where vLLM's scheduler begins a request anew whose load failed, see
+    `scheduler`. Elsewhere every request waits for its load.
+    """
+
+    def __init__(self) -> None:
+        self._policy: LoadPolicy | None = None
+        self._modes: dict[str, LoadMode] = {}  # of requests that are not in a step yet
+        self._running: set[str] = set()  # requests of the last step
+        self._waiting: set[str] = set()  # requests whose loads are beside steps
+
+    def allow_steps(self, policy: LoadPolicy) -> None:
+        """Let a policy choose."""
+        self._policy = policy
+
+    @property
+    def allows_steps(self) -> bool:
+        """Whether loads may be inside steps."""
+        return self._policy is not None
+
+    def choose(self, request: Request, kept: int, tokens: int) -> LoadMode:
+        """Choose for a request that may be scheduled next; the last choice counts.
+
+        Args:
+            request: vLLM's.
+            kept: tokens that vLLM's own prefix cache has of it.
+            tokens: that can be loaded beyond those.
+        """
+        mode: LoadMode = "async"
+        if self._policy is not None:
+            hit = Hit(tokens, request.num_tokens - kept - tokens)
+            # A load inside a step would be behind those beside it, and hold its step up.
+            others = not self.is_alone(request.request_id)
+            if self._policy.computes(hit):
+                mode = "computed"
+            elif not self._policy.waits(hit, others=others):
+                mode = "step"
+        self._modes[request.request_id] = mode
+        return mode
+
+    def is_alone(self, request_id: str) -> bool:
+        """Whether no other request was in the last step, or waits for its load."""
+        return not (self._running - {request_id} or self._waiting)
+
+    def is_in_step(self, request_id: str) -> bool:
+        """Whether a request's load is inside its step."""
+        return self._modes.get(request_id) == "step"
+
+    def begin_step(self, step: SchedulerOutput, loads: Collection[str]) -> tuple[int | None, int]:
+        """Begin a step that vLLM has decided on.
+
+        Args:
+            step: vLLM's.
+            loads: requests whose loads begin with it.
+
+        Returns:
+            The number by which workers report that it has ended, None if nobody asks; and how many
+            requests in it are computed, though they could be loaded.
+        """
+        inside = set(filter(self.is_in_step, loads))
+        self._waiting.update(set(loads) - inside)
+        self._running = set(step.num_scheduled_tokens)
+        computed = [name for name in self._running if self._modes.get(name) == "computed"]
+        for name in (*computed, *loads):
+            self._modes.pop(name, None)
+        number = None
+        if self._policy is not None:
+            number = self._policy.begin_step(step.total_num_scheduled_tokens, loads=bool(inside))
+        return number, len(computed)
+
+    def end_step(
+        self, number: int | None, arrived: Iterable[str], loaded_per_s: float | None
+    ) -> None:
+        """Take what workers report of a step that has ended.
+
+        Args:
+            number: the step's; None if no worker reported it.
+            arrived: requests whose loads beside steps have ended; these may have failed.
+            loaded_per_s: tokens per second of the last loads.
+        """
+        self._waiting.difference_update(arrived)
+        if self._policy is not None:
+            self._policy.end_step(number)
+            self._policy.take_speed(loaded_per_s)
+
+    def finished(self, request_id: str) -> None:
+        """Forget a request. A load beside steps goes on."""
+        self._modes.pop(request_id, None)
+        self._running.discard(request_id)

@@ -9,13 +9,14 @@ of the weights.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from typing import TYPE_CHECKING, Any
 
-from lmcache_xpu.connector.promises import Promises
-from lmcache_xpu.connector.step_metadata import with_answers, without, written_blocks
+from lmcache_xpu.connector.request_guard import Promises
+from lmcache_xpu.connector.step import written_blocks
 from lmcache_xpu.errors import SeamError
-from lmcache_xpu.stock.step import Step
+from lmcache_xpu.stock.step import Step, with_answers, without
 from lmcache_xpu.versions.lmcache import LMCacheConnectorMetadata
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ class StockScheduler:
         self._looked_up -= step.num_scheduled_tokens.keys()
         ended, self._ended = tuple(self._ended), []
         unserved = self._promises.describe().all_blocks
-        blocks = written_blocks(step, self._block_size, kept) | unserved
+        blocks = written_blocks(step, itertools.repeat(self._block_size), kept=kept) | unserved
         return Step(described, blocks, unserved, ended)
 
     def stop(self, cause: str) -> None:
