@@ -94,15 +94,15 @@ class Pool:
 
 @pytest.mark.parametrize("pool", [None, Pool(cached=1), Pool(used=1)])
 def test_what_vllm_kept_of_an_earlier_epoch_is_neither_stored_nor_found(keys, pool):
-    keys.bind(pool)
+    keys.pool = pool
     assert may_store(keys, "of the first", 16)
     keys.reset()
     assert may_store(keys, "new")
     assert not may_store(keys, "kept", 16)
     assert salt(keys, request("kept"), 16) != salt(keys, request("kept"), 16)
-    keys.bind(Pool())  # all is given back
+    keys.pool = Pool()  # all is given back
     assert may_store(keys, "later", 16)
-    keys.bind(Pool(cached=3, used=2))  # of this epoch
+    keys.pool = Pool(cached=3, used=2)  # of this epoch
     assert may_store(keys, "at last", 16)
 
 

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from lmcache_xpu.cache.local_client import LocalClient
+    from lmcache_xpu.cache.server_client import ServerClient
     from lmcache_xpu.connector.scheduler_half import SchedulerHalf
     from lmcache_xpu.connector.step import WorkerReport
     from lmcache_xpu.connector.worker_half import WorkerHalf
@@ -86,30 +87,17 @@ class LMCacheXPUServerConnector(StatsHooks, KVConnectorBase_V1, SupportsHMA):  #
         versions.check(versions.installed())
         options = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
         url = None if CACHE in options else _checked_url(options)
-        from lmcache_xpu.cache.server_client import KeyScope, ServerClient
         from lmcache_xpu.connector.scheduler_half import SchedulerHalf
         from lmcache_xpu.connector.tracked_request import BlockSizes
         from lmcache_xpu.connector.worker_half import WorkerHalf
         from lmcache_xpu.model.kv_cache_groups import block_tokens, cache_groups
-        from lmcache_xpu.server.server_socket import await_server
 
         groups = cache_groups(kv_cache_config)
         if len(groups) > 1:
             versions.check_groups(versions.installed())
         alignment = BlockSizes(1, block_tokens(kv_cache_config)).alignment
         is_worker = role is KVConnectorRole.WORKER
-        client: ServerClient | LocalClient
-        if url is None:
-            client = _local_client(vllm_config, options[CACHE], alignment, is_worker=is_worker)
-        else:
-            await_server(url, CONNECT_S)
-            client = ServerClient(
-                url,
-                KeyScope.of(vllm_config),
-                float(options.get(TIMEOUT, TIMEOUT_S)),
-                alignment,
-                uuid.uuid4().int >> 65 if is_worker else None,  # a number of its own, of 63 bits
-            )
+        client = _client(vllm_config, options, url, alignment, is_worker=is_worker)
         super().__init__(vllm_config, role, kv_cache_config)
         beat_s = float(options.get(HEARTBEAT, HEARTBEAT_S))
         if is_worker:
@@ -164,10 +152,7 @@ class LMCacheXPUServerConnector(StatsHooks, KVConnectorBase_V1, SupportsHMA):  #
         return None, ended or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Loads that have ended since the last call, and which of them failed.
-
-        Of stores vLLM hears nothing: it frees a request's blocks when it has ended.
-        """
+        """Loads that have ended since the last call, and which of them failed; no stores."""
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
         ended, failed = self.worker_half.take_ended()
@@ -232,11 +217,8 @@ class LMCacheXPUServerConnector(StatsHooks, KVConnectorBase_V1, SupportsHMA):  #
         """Take what the workers report after a step."""
         from lmcache_xpu.connector.step import WorkerReport
 
-        report = connector_output.kv_connector_worker_meta
-        self.scheduler_half.end_step(
-            report if isinstance(report, WorkerReport) else WorkerReport(),
-            connector_output.finished_recving or (),
-        )
+        report = connector_output.kv_connector_worker_meta or WorkerReport()
+        self.scheduler_half.end_step(report, connector_output.finished_recving or ())
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """KV events of the tiers since the last call; see `kv_events`."""
@@ -272,20 +254,27 @@ class LMCacheXPUServerConnector(StatsHooks, KVConnectorBase_V1, SupportsHMA):  #
         return self.scheduler_half.reset() if self._role is KVConnectorRole.SCHEDULER else None
 
 
-def _local_client(
-    config: VllmConfig, options: dict[str, Any], alignment: int, *, is_worker: bool
-) -> LocalClient:
+def _client(
+    config: VllmConfig, options: dict[str, Any], url: str | None, alignment: int, *, is_worker: bool
+) -> ServerClient | LocalClient:
+    """Return a client of the server at a URL; without one, of a cache in this process."""
     from lmcache_xpu.cache.local_cache import LocalCache, LocalCacheOptions
     from lmcache_xpu.cache.local_client import LocalClient
-    from lmcache_xpu.cache.server_client import KeyScope
+    from lmcache_xpu.cache.server_client import KeyScope, ServerClient
+    from lmcache_xpu.server.server_socket import await_server
 
-    checked = LocalCacheOptions.read(options)
-    if is_worker:
-        device = torch.device(current_platform.device_type)
-        local = LocalCache.make(config, checked, device, alignment)
-    else:
-        local = LocalCache.of_worker(config)
-    return LocalClient(local, KeyScope.of(config))
+    scope = KeyScope.of(config)
+    if url is not None:
+        await_server(url, CONNECT_S)
+        timeout_s = float(options.get(TIMEOUT, TIMEOUT_S))
+        # The server knows workers by numbers of 63 bits.
+        number = uuid.uuid4().int >> 65 if is_worker else None
+        return ServerClient(url, scope, timeout_s, alignment, number)
+    checked = LocalCacheOptions.read(options[CACHE])
+    if not is_worker:
+        return LocalClient(LocalCache.of_worker(config), scope)
+    device = torch.device(current_platform.device_type)
+    return LocalClient(LocalCache.make(config, checked, device, alignment), scope)
 
 
 def _checked_url(options: dict[str, Any]) -> str:

@@ -38,21 +38,17 @@ MOST_DAMAGED = 4096  # first chunks that are remembered
 class Keys:
     """The salts of one engine's requests.
 
-    Args:
-        vllm_config: of the engine.
-        kv_cache_config: of its KV cache.
-        chunk_tokens: tokens of a chunk.
-
     Attributes:
         epoch: number of the current epoch.
+        pool: vLLM's blocks; None until soon after the start.
     """
 
     def __init__(
         self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_tokens: int
     ) -> None:
         self.epoch = 0
+        self.pool: BlockPool | None = None
         self._epoch_name = ""
-        self._pool: BlockPool | None = None  # vLLM's, from soon after the start
         self._is_mixed = False
         self._chunk_tokens = chunk_tokens
         self._first_chunks: dict[str, str] = {}  # digests, by request
@@ -63,10 +59,6 @@ class Keys:
             for group in kv_cache_config.kv_cache_groups
         ]
         self._namespace = " ".join([*packing_marks(vllm_config, kv_cache_config), *groups])
-
-    def bind(self, pool: BlockPool) -> None:
-        """Take vLLM's pool of blocks."""
-        self._pool = pool
 
     @property
     def is_mixed(self) -> bool:
@@ -123,7 +115,7 @@ class Keys:
 
     def _pool_is_empty(self) -> bool:
         """Whether vLLM holds no KV at all; one of its blocks is never used."""
-        pool = self._pool
+        pool = self.pool
         if pool is None or len(pool.cached_block_hash_to_block):
             return False
         return bool(pool.get_num_free_blocks() >= pool.num_gpu_blocks - 1)

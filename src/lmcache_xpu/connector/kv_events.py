@@ -45,12 +45,7 @@ PLACES = {
 
 
 class TierListener(L1ManagerListener, L2AdapterListener):  # type: ignore[misc]  # untyped bases
-    """Notes the changes of one tier, in threads of LMCache that hold its locks.
-
-    Args:
-        tier: its name.
-        changes: where to note them.
-    """
+    """Notes the changes of one tier, in threads of LMCache that hold its locks."""
 
     def __init__(self, tier: str, changes: deque[Change]) -> None:
         self._tier, self._changes = tier, changes
@@ -72,32 +67,20 @@ class TierListener(L1ManagerListener, L2AdapterListener):  # type: ignore[misc] 
 
 
 class Chunk(NamedTuple):
-    """What events say of a chunk's blocks.
+    """What events say of a chunk's blocks."""
 
-    Args:
-        start: its first token's number in the prompt.
-        tokens: of its blocks.
-        hashes: vLLM's, one per block.
-        parent: hash of the block before; None for the first of a prompt.
-        extra_keys: what else vLLM hashes, one per block.
-        lora: number and name of the adapter.
-    """
-
-    start: int
+    start: int  # its first token's number in the prompt
     tokens: array[int]
-    hashes: list[Any]
-    parent: Any
-    extra_keys: list[Any]
-    lora: tuple[int | None, str | None]
+    hashes: list[Any]  # vLLM's, one per block
+    parent: Any  # hash of the block before; None for the first of a prompt
+    extra_keys: list[Any]  # what else vLLM hashes, one per block
+    lora: tuple[int | None, str | None]  # number and name of the adapter
 
     @classmethod
     def of(cls, tracked: TrackedRequest, tokens: range, size: int) -> Self:
-        """Describe a range of a request's tokens.
+        """Describe a range of a request's tokens, in blocks of `size` tokens.
 
-        Args:
-            tracked: the request.
-            tokens: their numbers, of whole blocks.
-            size: tokens of a block; a larger one than vLLM hashes has its last part's hash.
+        A block that is larger than those which vLLM hashes has its last part's hash.
         """
         from vllm.v1.core.kv_cache_utils import (
             generate_block_hash_extra_keys,
@@ -126,12 +109,7 @@ class Chunk(NamedTuple):
 
 
 class KVEvents:
-    """Turns what tiers gain and lose into vLLM's events. Called by the scheduler's thread.
-
-    Args:
-        local: the cache, whose tiers are listened to from now on.
-        groups: vLLM's KV cache groups.
-    """
+    """Turns what a cache's tiers gain and lose into vLLM's events, on the scheduler's thread."""
 
     def __init__(self, local: LocalCache, groups: KVCacheConfig) -> None:
         from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
@@ -160,14 +138,10 @@ class KVEvents:
         return cls(local, groups) if switch.enable_kv_cache_events else None
 
     def describe(self, tracked: TrackedRequest) -> None:
-        """Note which blocks the chunks are that a request has hit or stores.
+        """Note which blocks the chunks are that a request has hit, or stores in the next step.
 
         What tiers hold of it is published again, as vLLM does of its own hits: a router may have
-        started since, or read from vLLM that all is gone, when only the engine's own cache was
-        reset.
-
-        Args:
-            tracked: the request, in a step that is about to begin.
+        started since, or read from vLLM that all is gone, when only vLLM's own cache was reset.
         """
         if tracked.described == tracked.stored:
             return
@@ -188,12 +162,9 @@ class KVEvents:
             del self._chunks[oldest]
 
     def clear(self, requests: Iterable[TrackedRequest]) -> None:
-        """Publish that no tier holds anything that is still looked up, as after a reset.
+        """Publish, after a reset, that no tier holds anything; these requests have begun before.
 
         Not by `AllBlocksCleared`: vLLM says that of its own cache, and by now may hold new blocks.
-
-        Args:
-            requests: that have begun before.
         """
         for tier in PLACES:
             self._publish_removed(tier, list(self._chunks))
@@ -229,11 +200,7 @@ class KVEvents:
         return bool(key.object_group_id == self._index and key.model_name == self._model_name)
 
     def _publish_stored(self, places: Iterable[tuple[str, ObjectKey]]) -> None:
-        """Publish what tiers hold: a block after those that it follows, in one event if possible.
-
-        Args:
-            places: tiers, and the objects that they hold.
-        """
+        """Publish what tiers hold, each block behind the one before it, in few events."""
         chunks = [(tier, self._chunks[key]) for tier, key in places]
         grows: dict[tuple[str, Any], BlockStored] = {}  # by its last block
         for tier, chunk in sorted(chunks, key=lambda item: item[1].start):

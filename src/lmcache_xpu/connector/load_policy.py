@@ -83,21 +83,16 @@ class LoadPolicy:
     def begin_step(self, tokens: int, *, loads: bool) -> int:
         """Note when vLLM has decided on a step; return its number, for `end_step`.
 
-        Args:
-            tokens: that it computes; one without any is not measured.
-            loads: it has loads inside, and so says nothing of computing.
+        A step without tokens is not measured; one with loads inside says nothing of computing.
         """
         step = _Step(next(self._numbers), self._clock(), tokens, loads)
         self._steps.append(step)
         return step.number
 
     def end_step(self, number: int | None) -> None:
-        """Measure a step that has ended.
+        """Measure a step that has ended; None if no worker reported its number.
 
-        vLLM says nothing of some that have no tokens, as the one behind the last answer.
-
-        Args:
-            number: the step's; None if no worker reported it.
+        Some steps without tokens are never reported, as the one behind the last answer.
         """
         while self._steps and number is not None and self._steps[0].number < number:
             self._steps.popleft()
@@ -192,7 +187,7 @@ class LoadModes:
 
         Args:
             request: vLLM's.
-            kept: tokens that vLLM's own prefix cache has of it.
+            kept: tokens in vLLM's own prefix cache.
             tokens: that can be loaded beyond those.
         """
         mode: LoadMode = "async"
@@ -216,11 +211,7 @@ class LoadModes:
         return self._modes.get(request_id) == "step"
 
     def begin_step(self, step: SchedulerOutput, loads: Collection[str]) -> tuple[int | None, int]:
-        """Begin a step that vLLM has decided on.
-
-        Args:
-            step: vLLM's.
-            loads: requests whose loads begin with it.
+        """Begin a step that vLLM has decided on, with the loads of these requests.
 
         Returns:
             The number by which workers report that it has ended, None if nobody asks; and how many

@@ -23,11 +23,7 @@ logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers on
 
 @contextmanager
 def guarded(hook: str) -> Iterator[None]:
-    """Turn an error of one request into a miss: it is counted, and logged once for each kind.
-
-    Args:
-        hook: of vLLM, that was called.
-    """
+    """Turn an error in a hook of vLLM into a miss: it is counted, and logged once for each kind."""
     try:
         yield
     except Exception as error:  # whatever a request's content does to who reads it
@@ -91,21 +87,12 @@ class Promises:
     def promise(self, request_id: str, kept: int, *, waits: bool) -> None:
         """Record that vLLM was promised tokens beyond the `kept` ones of its own prefix cache.
 
-        Args:
-            request_id: ID of the request.
-            kept: tokens that vLLM's own prefix cache has.
-            waits: the request waits for its load.
+        The request `waits` for its load, or has it inside its step.
         """
         self._promised[request_id] = kept, waits
 
     def allocated(self, request_id: str, blocks: Sequence[int], tokens: int) -> None:
-        """Record that a request has blocks for its load.
-
-        Args:
-            request_id: ID of the request.
-            blocks: IDs of all its blocks.
-            tokens: number of tokens to load; 0 if nothing is loaded.
-        """
+        """Record the IDs of all blocks of a request, which loads so many tokens, 0 for none."""
         kept, waits = self._promised.pop(request_id, (0, False))
         if tokens:
             size = self._block_tokens

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from lmcache_xpu.cache.local_client import LocalLookUps
 from lmcache_xpu.cache.lookups import LookUps
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.request import Request
 
     from lmcache_xpu.cache.local_client import LocalClient
     from lmcache_xpu.cache.server_client import ServerClient
@@ -49,15 +48,7 @@ LOADS, ANSWERS = "xpu.loads", "lmcache.mp.save_decode_cache"
 
 
 class SchedulerHalf:
-    """Called with requests and steps by vLLM's scheduler.
-
-    Args:
-        config: of the engine.
-        kv_cache_config: of its KV cache.
-        options: of the connector.
-        client: of the server.
-        groups: number of KV cache groups that are stored.
-    """
+    """Called with requests and steps by vLLM's scheduler; `groups` KV cache groups are stored."""
 
     def __init__(
         self,
@@ -101,7 +92,7 @@ class SchedulerHalf:
 
     def bind(self, pool: BlockPool) -> None:
         """Take vLLM's pool of blocks."""
-        self._keys.bind(pool)
+        self._keys.pool = pool
         hashed = getattr(pool, "hash_block_size", self._sizes.hashed_tokens)
         self._sizes = replace(self._sizes, hashed_tokens=hashed)
 
@@ -124,16 +115,12 @@ class SchedulerHalf:
             self._lookups.begin(self._tracked(request, 0).whole_chunks())
 
     def matched_tokens(self, request: Request, kept: int) -> tuple[int | None, bool]:
-        """Look a request up.
-
-        Args:
-            request: that may be scheduled next.
-            kept: number of tokens that vLLM's own prefix cache has.
+        """Look a request up that may be scheduled next.
 
         Returns:
-            The number of tokens that can be loaded beyond those, and whether the request waits for
-            them. None if it is to be asked again: the server still looks, or another request
-            loads what it lacks first.
+            The number of tokens that can be loaded beyond the `kept` ones of vLLM's own prefix
+            cache, and whether the request waits for them. None if vLLM is to ask again: the server
+            still looks, or another request loads what it lacks first.
         """
         name = request.request_id
         self._shared.pop(name, None)  # nothing of its load has arrived, if there was one
@@ -157,11 +144,8 @@ class SchedulerHalf:
             return None, True
         tracked.looked_up(hit, kept)
         # Of a whole prompt the last token is computed.
-        tokens = max(0, hit - kept - tracked.is_whole_hit)
-        if not tokens:
-            return 0, False
-        mode = self.modes.choose(request, kept, tokens)
-        if mode == "computed":
+        tokens = hit - kept - (hit == request.num_tokens)
+        if tokens <= 0 or (mode := self.modes.choose(request, kept, tokens)) == "computed":
             return 0, False
         self.promises.promise(name, kept, waits=mode == "async")
         return tokens, mode == "async"
@@ -171,13 +155,7 @@ class SchedulerHalf:
         self._given_up.add(request_id)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
-        """Take a request's blocks: it will be in the next step, or waits for its load.
-
-        Args:
-            request: that was looked up.
-            blocks: all of its blocks.
-            tokens: number of tokens to load.
-        """
+        """Take all blocks of a request: it is in the next step, or waits to have tokens loaded."""
         name = request.request_id
         ids = blocks.get_block_ids()
         self.promises.allocated(name, ids[0] if ids else (), tokens)

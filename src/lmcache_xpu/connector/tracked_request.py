@@ -70,8 +70,8 @@ class TrackedRequest:
         request: vLLM's; an attribute too.
         salt: what sets its KV apart beside its tokens.
         sizes: of blocks and chunks; an attribute too.
-        keys: of its prompt's chunks in a cache of this process, none yet; they are made of vLLM's
-            hashes of blocks. None for a server, which has its tokens.
+        keys: filled here with keys of its chunks in a cache of this process, by vLLM's hashes of
+            blocks; None for a server, which gets its tokens.
 
     Attributes:
         has_blocks: vLLM has given it blocks; until then it is looked up.
@@ -101,11 +101,6 @@ class TrackedRequest:
         self._prompt = _named_images(request) if keys is None else []
         self._packed: tuple[Any, Any] = (None, None)  # of tokens of this number and last one
 
-    @property
-    def is_whole_hit(self) -> bool:
-        """Whether the server has all tokens."""
-        return self.hit == len(self.request.all_token_ids)
-
     def add_blocks(self, ids: Sequence[Sequence[int]]) -> None:
         """Add blocks that it was given, by group."""
         for blocks, new in zip(self.blocks, ids, strict=True):
@@ -121,12 +116,7 @@ class TrackedRequest:
         self.add_blocks([new[len(has) :] for has, new in zip(self.blocks, ids, strict=True)])
 
     def looked_up(self, hit: int, kept: int) -> None:
-        """Take the answer to its look-up.
-
-        Args:
-            hit: tokens in the server.
-            kept: tokens in vLLM's own prefix cache.
-        """
+        """Take how many tokens are in the server, and in vLLM's own prefix cache."""
         alignment = self.sizes.alignment
         self.hit = self.stored = hit
         self.kept = kept // alignment * alignment
@@ -150,18 +140,11 @@ class TrackedRequest:
         return self._with_blocks(start, self.hit, kept=self.kept - start)
 
     def loads_first_of(self, request: Request, kept: int) -> bool:
-        """Whether its load fills the block that another request lacks first.
-
-        Args:
-            request: the other one, with vLLM's hashes of blocks.
-            kept: tokens that vLLM's own prefix cache has of that, whole blocks.
-        """
+        """Whether its load fills the block that a request lacks first, which has `kept` tokens."""
         block = kept // self.sizes.hashed_tokens
-        return (
-            self.kept <= kept < self.hit
-            and block < len(request.block_hashes)
-            and self.request.block_hashes[block] == request.block_hashes[block]
-        )
+        if not self.kept <= kept < self.hit or block >= len(request.block_hashes):
+            return False
+        return bool(self.request.block_hashes[block] == request.block_hashes[block])
 
     def store(self, computed: int, *, answers: bool) -> TokenRange | None:
         """Return the chunks that a step completes, and count them as stored; None if none.
@@ -170,19 +153,18 @@ class TrackedRequest:
             computed: tokens whose KV is there behind the step.
             answers: chunks with tokens of the answer are stored as well.
         """
-        request, size = self.request, self.sizes.chunk_tokens
+        size = self.sizes.chunk_tokens
         allocated = min(
             len(blocks) * tokens
             for blocks, tokens in zip(self.blocks, self.sizes.block_tokens, strict=True)
             if tokens
         )
-        last = len(request.all_token_ids)
+        last = len(self.request.all_token_ids)
         if not answers:
-            last = min(last, request.num_prompt_tokens)
-        bounds = [computed, allocated, self._named_tokens(last)]
+            last = min(last, self.request.num_prompt_tokens)
         if self.most_stored is not None:
-            bounds.append(self.most_stored)
-        start, end = self.stored, min(bounds) // size * size
+            last = min(last, self.most_stored)
+        start, end = self.stored, min(computed, allocated, self._named_tokens(last)) // size * size
         if end <= start:
             return None
         self.stored = end

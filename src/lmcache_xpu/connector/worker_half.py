@@ -163,12 +163,7 @@ class WorkerHalf:
             in_steps.begin_answered(step.tokens)
 
     def load(self, context: ForwardContext, arguments: dict[str, Any]) -> None:
-        """Begin this step's loads, those inside it first.
-
-        Args:
-            context: vLLM's, of the step, or an empty one.
-            arguments: what vLLM passes beside it.
-        """
+        """Begin this step's loads, those inside it first; arguments as `may_run_as_one_graph`."""
         if (step := self._step) is None:
             return
         if step.loads and (in_steps := self.transfers.in_steps) is not None:
