@@ -70,6 +70,7 @@ OWN = {  # of classes of this package, and of events that it makes
     "cache/room.py: self._kept.keys",
     "connector/scheduler_half.py: tracked.most_stored",
     "connector/scheduler_half.py: self._keys.pool",
+    "connector/scheduler_half.py: self.policy.loads",
     "connector/scheduler_half.py: tracked.has_blocks",
     "copies/step_loads.py: asked.asked",
     "copies/step_loads.py: load.located",

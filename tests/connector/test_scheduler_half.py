@@ -95,8 +95,8 @@ def make(monkeypatch):
         producer: bool = True,
         keeps_prefixes: bool = True,
     ) -> SchedulerHalf:
-        beside = SimpleNamespace(asked=[], begun=[], collection=GarbageCollection())
-        beside.ask_ahead, beside.begin_ahead = beside.asked.append, beside.begun.append
+        beside = SimpleNamespace(begun=[], collection=GarbageCollection())
+        beside.begin_ahead = beside.begun.append
         connector = SimpleNamespace(worker_half=beside) if worker else None
         monkeypatch.setattr(scheduler_half, "near_connector", lambda _: connector)
         config = SimpleNamespace(
@@ -169,9 +169,9 @@ def step(*new, cached=(), resumed=(), scheduled=None):
 )
 def test_loads_are_inside_steps_where_they_can_and_the_scheduler_says_so(make, engine, allowed):
     half = make(**engine)
-    assert not half.modes.allows_steps
+    assert half.policy.loads == "async"
     half.load_in_steps()
-    assert half.modes.allows_steps is allowed
+    assert half.policy.loads == ("auto" if allowed else "async")
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_the_server_hears_whether_anybody_waits_beside_a_request(make):
         half.matched_tokens(request(), 0)
         assert half._lookups.asked == [("a", 768, alone)]
     half = make()
-    half.modes._running = {"other"}
+    half.policy._running = {"other"}
     half.matched_tokens(request(), 0)
     assert half._lookups.asked == [("a", 768, False)]
 
@@ -265,10 +265,9 @@ def test_a_request_that_begins_alike_is_asked_for_again_until_the_load_has_ended
 
 @pytest.mark.parametrize(
     ("loads", "kept", "released"),
-    [("async", 0, (0, HIT)), ("async", CHUNK + 16, (CHUNK, HIT)), ("step", 0, None)],
+    [("async", 0, (0, HIT)), ("async", CHUNK + 16, (CHUNK, HIT)), ("step", 0, (0, HIT))],
 )
 def test_what_no_worker_was_told_of_is_unlocked(make, loads, kept, released):
-    """A load inside a step was asked for already: the worker ends that question."""
     half, asks = make(loads=loads, worker=True), request()
     half.load_in_steps()
     half.matched_tokens(asks, kept)
@@ -276,7 +275,7 @@ def test_what_no_worker_was_told_of_is_unlocked(make, loads, kept, released):
     half._lookups.calls.clear()
     half.describe_failed(step(("a", HIT, 232)))
     calls = [call for call in half._lookups.calls if call[0] == "release"]
-    assert calls == ([] if released is None else [("release", *released)])
+    assert calls == [("release", *released)]
     half.describe_failed(step())
     assert len([call for call in half._lookups.calls if call[0] == "release"]) == len(calls)
 
@@ -452,23 +451,6 @@ def test_a_request_that_ends_leaves_nothing(make):
 
 
 # A worker in this process
-
-
-def test_it_asks_as_soon_as_the_request_has_its_blocks(make):
-    half = make(worker=True, loads="step")
-    half.load_in_steps()
-    half.matched_tokens(request(), 300)
-    half.allocated(request(), blocks(63), 468)
-    assert [(load.start, load.end) for load in half.beside.asked] == [(256, 768)]
-
-
-@pytest.mark.parametrize("other", [{"loads": "async"}, {"worker": False, "loads": "step"}])
-def test_nobody_asks_before_the_step_for_a_load_beside_it_or_by_another_process(make, other):
-    half = make(**{"worker": True, **other})
-    half.load_in_steps()
-    half.matched_tokens(request(), 300)
-    half.allocated(request(), blocks(63), 468)
-    assert half.beside.asked == []
 
 
 def test_it_begins_a_step_that_loads(make):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-__all__ = ["Hit", "LoadMode", "LoadModes", "LoadPolicy", "Loads"]
+__all__ = ["Hit", "LoadMode", "LoadPolicy", "Loads"]
 
 Loads = Literal["auto", "always", "step", "async"]
 LoadMode = Literal["step", "async", "computed"]
@@ -57,20 +57,24 @@ class _Step(NamedTuple):
 
 
 class LoadPolicy:
-    """Chooses for each hit, by how long steps and loads take.
+    """Chooses how the hits of one scheduler's requests are loaded, by what steps and loads take.
 
     Args:
-        loads: `always` never computes a hit; `step` or `async` leaves no choice.
         tuning: of the engine's device.
         clock: seconds.
+
+    Attributes:
+        loads: `always` never computes a hit; `step` or `async` leaves no choice. It is `async`
+            unless vLLM's scheduler begins a request anew whose load inside a step failed.
     """
 
-    def __init__(
-        self, loads: Loads, tuning: Tuning, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self._loads = loads
+    def __init__(self, tuning: Tuning, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.loads: Loads = "async"
         self._tuning = tuning
         self._clock = clock
+        self._modes: dict[str, LoadMode] = {}  # of requests that are not in a step yet
+        self._running: set[str] = set()  # requests of the last step
+        self._waiting: set[str] = set()  # requests whose loads are beside steps
         self._numbers = itertools.count(1)
         self._steps: deque[_Step] = deque(maxlen=STEPS_AHEAD)
         self._ended_s = 0.0  # when the last step did
@@ -80,25 +84,81 @@ class LoadPolicy:
         self._after_large = False  # the last step was one
         self._computed_in_turn = 0
 
-    def begin_step(self, tokens: int, *, loads: bool) -> int:
-        """Note when vLLM has decided on a step; return its number, for `end_step`.
+    def choose(self, request: Request, kept: int, tokens: int) -> LoadMode:
+        """Choose for a request that may be scheduled next; the last choice counts.
 
-        A step without tokens is not measured; one with loads inside says nothing of computing.
+        Args:
+            request: vLLM's.
+            kept: tokens in vLLM's own prefix cache.
+            tokens: that can be loaded beyond those.
         """
-        step = _Step(next(self._numbers), self._clock(), tokens, loads)
-        self._steps.append(step)
-        return step.number
+        hit = Hit(tokens, request.num_tokens - kept - tokens)
+        # A load inside a step would be behind those beside it, and hold its step up.
+        others = not self.is_alone(request.request_id)
+        mode: LoadMode = "step"
+        if self.computes(hit):
+            mode = "computed"
+        elif self.waits(hit, others=others):
+            mode = "async"
+        self._modes[request.request_id] = mode
+        return mode
 
-    def end_step(self, number: int | None) -> None:
-        """Measure a step that has ended; None if no worker reported its number.
+    def is_alone(self, request_id: str) -> bool:
+        """Whether no other request was in the last step, or waits for its load."""
+        return not (self._running - {request_id} or self._waiting)
 
-        Some steps without tokens are never reported, as the one behind the last answer.
+    def is_in_step(self, request_id: str) -> bool:
+        """Whether a request's load is inside its step."""
+        return self._modes.get(request_id) == "step"
+
+    def finished(self, request_id: str) -> None:
+        """Forget a request. A load beside steps goes on."""
+        self._modes.pop(request_id, None)
+        self._running.discard(request_id)
+
+    def begin_step(self, step: SchedulerOutput, loads: Collection[str]) -> tuple[int | None, int]:
+        """Begin a step that vLLM has decided on, with the loads of these requests.
+
+        Returns:
+            The number by which workers report that it has ended, None if nothing depends on it; and
+            how many requests in it are computed, though they could be loaded.
         """
+        inside = set(filter(self.is_in_step, loads))
+        self._waiting.update(set(loads) - inside)
+        self._running = set(step.num_scheduled_tokens)
+        computed = [name for name in self._running if self._modes.get(name) == "computed"]
+        for name in (*computed, *loads):
+            self._modes.pop(name, None)
+        number = None
+        if self.loads not in ("step", "async"):
+            number = next(self._numbers)
+            tokens = step.total_num_scheduled_tokens
+            self._steps.append(_Step(number, self._clock(), tokens, bool(inside)))
+        return number, len(computed)
+
+    def end_step(
+        self, number: int | None, arrived: Iterable[str], loaded_per_s: float | None
+    ) -> None:
+        """Take what workers report of a step that has ended.
+
+        Args:
+            number: the step's; None if no worker reported it.
+            arrived: requests whose loads beside steps have ended; these may have failed.
+            loaded_per_s: tokens per second of the last loads; None where none has ended.
+        """
+        self._waiting.difference_update(arrived)
+        if loaded_per_s is not None:
+            before = loaded_per_s if self._loaded_per_s is None else self._loaded_per_s
+            self._loaded_per_s = before + NEWEST * (loaded_per_s - before)
+        # Some steps without tokens are never reported, as the one behind the last answer.
         while self._steps and number is not None and self._steps[0].number < number:
             self._steps.popleft()
-        if not self._steps or self._steps[0].number != number:
-            return
-        step, now = self._steps.popleft(), self._clock()
+        if self._steps and self._steps[0].number == number:
+            self._measure(self._steps.popleft())
+
+    def _measure(self, step: _Step) -> None:
+        """Measure a step that ends now; one with loads inside says nothing of computing."""
+        now = self._clock()
         seconds = now - max(step.started_s, self._ended_s)
         self._ended_s = now
         if not step.tokens:
@@ -114,15 +174,9 @@ class LoadPolicy:
         elif step.tokens <= FEW_TOKENS:
             self._small_steps_s.append(seconds)
 
-    def take_speed(self, loaded_per_s: float | None) -> None:
-        """Take the speed of the last loads, in tokens per second; None where none has ended."""
-        if loaded_per_s is not None:
-            before = loaded_per_s if self._loaded_per_s is None else self._loaded_per_s
-            self._loaded_per_s = before + NEWEST * (loaded_per_s - before)
-
     def computes(self, hit: Hit) -> bool:
         """Whether a request is to be computed, though its tokens could be loaded."""
-        if self._loads != "auto" or not self._knows_steps:
+        if self.loads != "auto" or not self._knows_steps:
             return False
         loading_s = self._tuning.load_us / 1e6
         if self._loaded_per_s is not None:
@@ -135,8 +189,8 @@ class LoadPolicy:
 
     def waits(self, hit: Hit, *, others: bool) -> bool:
         """Whether a request is to wait for its load; `others` wait for their next token."""
-        if self._loads in ("step", "async"):
-            return self._loads == "async"
+        if self.loads in ("step", "async"):
+            return self.loads == "async"
         if not others:
             return False
         if self._loaded_per_s is None or not self._knows_steps:
@@ -158,92 +212,3 @@ class LoadPolicy:
     def _step_s(self, tokens: int) -> float:
         """Return what a step takes: with few tokens as long as with hardly any."""
         return max(self._small_step_s, self._computing_s(tokens))
-
-
-class LoadModes:
-    """How the hits of one scheduler's requests are loaded.
-
-    Loads are inside steps only where vLLM's scheduler begins a request anew whose load failed, see
-    `scheduler`. Elsewhere every request waits for its load.
-    """
-
-    def __init__(self) -> None:
-        self._policy: LoadPolicy | None = None
-        self._modes: dict[str, LoadMode] = {}  # of requests that are not in a step yet
-        self._running: set[str] = set()  # requests of the last step
-        self._waiting: set[str] = set()  # requests whose loads are beside steps
-
-    def allow_steps(self, policy: LoadPolicy) -> None:
-        """Let a policy choose."""
-        self._policy = policy
-
-    @property
-    def allows_steps(self) -> bool:
-        """Whether loads may be inside steps."""
-        return self._policy is not None
-
-    def choose(self, request: Request, kept: int, tokens: int) -> LoadMode:
-        """Choose for a request that may be scheduled next; the last choice counts.
-
-        Args:
-            request: vLLM's.
-            kept: tokens in vLLM's own prefix cache.
-            tokens: that can be loaded beyond those.
-        """
-        mode: LoadMode = "async"
-        if self._policy is not None:
-            hit = Hit(tokens, request.num_tokens - kept - tokens)
-            # A load inside a step would be behind those beside it, and hold its step up.
-            others = not self.is_alone(request.request_id)
-            if self._policy.computes(hit):
-                mode = "computed"
-            elif not self._policy.waits(hit, others=others):
-                mode = "step"
-        self._modes[request.request_id] = mode
-        return mode
-
-    def is_alone(self, request_id: str) -> bool:
-        """Whether no other request was in the last step, or waits for its load."""
-        return not (self._running - {request_id} or self._waiting)
-
-    def is_in_step(self, request_id: str) -> bool:
-        """Whether a request's load is inside its step."""
-        return self._modes.get(request_id) == "step"
-
-    def begin_step(self, step: SchedulerOutput, loads: Collection[str]) -> tuple[int | None, int]:
-        """Begin a step that vLLM has decided on, with the loads of these requests.
-
-        Returns:
-            The number by which workers report that it has ended, None if nobody asks; and how many
-            requests in it are computed, though they could be loaded.
-        """
-        inside = set(filter(self.is_in_step, loads))
-        self._waiting.update(set(loads) - inside)
-        self._running = set(step.num_scheduled_tokens)
-        computed = [name for name in self._running if self._modes.get(name) == "computed"]
-        for name in (*computed, *loads):
-            self._modes.pop(name, None)
-        number = None
-        if self._policy is not None:
-            number = self._policy.begin_step(step.total_num_scheduled_tokens, loads=bool(inside))
-        return number, len(computed)
-
-    def end_step(
-        self, number: int | None, arrived: Iterable[str], loaded_per_s: float | None
-    ) -> None:
-        """Take what workers report of a step that has ended.
-
-        Args:
-            number: the step's; None if no worker reported it.
-            arrived: requests whose loads beside steps have ended; these may have failed.
-            loaded_per_s: tokens per second of the last loads.
-        """
-        self._waiting.difference_update(arrived)
-        if self._policy is not None:
-            self._policy.end_step(number)
-            self._policy.take_speed(loaded_per_s)
-
-    def finished(self, request_id: str) -> None:
-        """Forget a request. A load beside steps goes on."""
-        self._modes.pop(request_id, None)
-        self._running.discard(request_id)

@@ -22,7 +22,7 @@ from lmcache_xpu.cache.lookups import LookUps
 from lmcache_xpu.cache.protocol import TokenRange
 from lmcache_xpu.connector.keys import Keys
 from lmcache_xpu.connector.kv_events import KVEvents
-from lmcache_xpu.connector.load_policy import LoadModes, LoadPolicy
+from lmcache_xpu.connector.load_policy import LoadPolicy
 from lmcache_xpu.connector.request_guard import Promises, guarded
 from lmcache_xpu.connector.step import Step, WorkerReport, written_blocks
 from lmcache_xpu.connector.tracked_request import BlockSizes, TrackedRequest
@@ -60,23 +60,21 @@ class SchedulerHalf:
     ) -> None:
         sizes = BlockSizes.of(config, block_tokens(kv_cache_config), client.chunk_tokens)
         self.collection = GarbageCollection()
-        self.modes = LoadModes()
+        self.events = KVEvents.of_engine(config, client.local, kv_cache_config)
+        self.policy = LoadPolicy(tuning_of(current_platform.device_type))
         self.promises = Promises(sizes.block_tokens[0] if groups == 1 else None)
         self._config = config
         self._client = client
         self._sizes = sizes
         self._lookups = LookUps(client) if client.local is None else LocalLookUps(client.local)
-        self.events = KVEvents.of_engine(config, client.local, kv_cache_config)
         self._keys = Keys(config, kv_cache_config, client.chunk_tokens)
         self._requests: dict[str, TrackedRequest] = {}
         self._loads: dict[str, TokenRange] = {}  # of the next step, by request
-        self._asked: set[str] = set()  # requests of them whose chunks a worker has asked for
         self._given_up: set[str] = set()  # requests for which nothing is looked up
         # Requests that wait for loads which others may wait for as well, to take the same blocks.
         self._shared: dict[str, TrackedRequest] = {}
         # Of several groups some need the end of a prefix alone.
         self._shares = groups == 1 and getattr(config.cache_config, "enable_prefix_caching", False)
-        self._policy = options.get(LOADS, "auto")
         self._stores_answers = bool(options.get(ANSWERS, False))
         self._stores = config.kv_transfer_config.is_kv_producer
         # Engines that share requests may compute in step: one that waits holds the others up.
@@ -84,11 +82,12 @@ class SchedulerHalf:
         # Of several ranks the others would store what came of a load that failed on one. Where vLLM
         # zeroes blocks it may do so after a load has begun. And of several groups' blocks it can't
         # be told that they were left unfilled.
-        self._may_load_in_steps = (
+        may_load_in_steps = (
             config.parallel_config.world_size == 1
             and not kv_cache_config.needs_kv_cache_zeroing
             and len(kv_cache_config.kv_cache_groups) == groups == 1
         )
+        self._chosen_loads: Any = options.get(LOADS, "auto") if may_load_in_steps else "async"
 
     def bind(self, pool: BlockPool) -> None:
         """Take vLLM's pool of blocks."""
@@ -98,9 +97,7 @@ class SchedulerHalf:
 
     def load_in_steps(self) -> None:
         """Let loads be inside steps, where they can: requests whose load fails begin anew."""
-        if self._may_load_in_steps:
-            policy = LoadPolicy(self._policy, tuning_of(current_platform.device_type))
-            self.modes.allow_steps(policy)
+        self.policy.loads = self._chosen_loads
 
     # Requests
 
@@ -138,14 +135,14 @@ class SchedulerHalf:
             return 0, False
         if any(other.loads_first_of(request, kept) for other in self._shared.values()):
             return None, True
-        is_alone = self.modes.is_alone(name) and not self._has_other_engines
+        is_alone = self.policy.is_alone(name) and not self._has_other_engines
         hit = self._lookups.hit_tokens(tracked.whole_chunks(), is_alone=is_alone)
         if hit is None:
             return None, True
         tracked.looked_up(hit, kept)
         # Of a whole prompt the last token is computed.
         tokens = hit - kept - (hit == request.num_tokens)
-        if tokens <= 0 or (mode := self.modes.choose(request, kept, tokens)) == "computed":
+        if tokens <= 0 or (mode := self.policy.choose(request, kept, tokens)) == "computed":
             return 0, False
         self.promises.promise(name, kept, waits=mode == "async")
         return tokens, mode == "async"
@@ -174,21 +171,17 @@ class SchedulerHalf:
         if load is None:
             return
         self._loads[name] = load
-        if not self.modes.is_in_step(name):
-            if self._shares:
-                self._shared[name] = tracked
-        elif (worker := self._worker) is not None:
-            worker.ask_ahead(load)
-            self._asked.add(name)
+        if self._shares and not self.policy.is_in_step(name):
+            self._shared[name] = tracked
 
     def finished(self, request: Request) -> None:
         """Forget a request. Its blocks may be freed at once; see `Transfers.let_write`."""
         name = request.request_id
-        for known in (self._requests, self._loads, self._shared):
-            known.pop(name, None)
+        for requests in (self._requests, self._loads, self._shared):
+            requests.pop(name, None)
         self._given_up.discard(name)
         self._keys.finished(name)
-        self.modes.finished(name)
+        self.policy.finished(name)
         self.promises.finished(name)
         self._lookups.end(name)
 
@@ -214,27 +207,25 @@ class SchedulerHalf:
         """Return what the workers must know of a step."""
         self._lookups.end_step()
         self._forget_broken()
-        for request_id in self._keys.outdated():  # an adapter's files have changed
-            self._store_no_more(request_id)
+        self._store_no_more(self._keys.outdated())  # an adapter's files have changed
         loads = self._loads.values()
-        inside = [load for load in loads if self.modes.is_in_step(load.request_id)]
+        inside = [load for load in loads if self.policy.is_in_step(load.request_id)]
         stores = {store.request_id: store for store in self._stores_of(output)}
         sources = {name: self._requests[name].blocks_to(each.end) for name, each in stores.items()}
-        number, computed_hits = self.modes.begin_step(output, self._loads)
+        number, computed_hits = self.policy.begin_step(output, self._loads)
         step = Step(
             written_blocks(output, self._sizes.block_tokens, loads),
             output.total_num_scheduled_tokens,
             list(stores.values()),
             inside,
             [load for load in loads if load not in inside],
-            sources if self.modes.allows_steps else {},
+            sources if self.policy.loads != "async" else {},
             computed_hits,
             number,
             self.promises.describe(),
             self._keys.epoch,
         )
         self._loads.clear()
-        self._asked.clear()
         if step.loads and (worker := self._worker) is not None:
             with guarded("begin_ahead"):  # else `begin_step` asks for all of it
                 worker.begin_ahead(step)
@@ -245,7 +236,6 @@ class SchedulerHalf:
         """Return what the workers must know of a step whose description failed: no transfers."""
         self.promises.fail_step(output.num_scheduled_tokens)
         self._forget_broken()
-        self._asked.clear()
         self.collection.allow()
         return Step(
             written_blocks(output, self._sizes.block_tokens),
@@ -256,13 +246,12 @@ class SchedulerHalf:
 
     def end_step(self, report: WorkerReport, arrived: Iterable[str]) -> None:
         """Take what the workers report after a step, and whose loads have ended."""
-        self.modes.end_step(report.step, arrived, report.speed)
+        self.policy.end_step(report.step, arrived, report.speed)
         if report.outdated >= self._keys.epoch:
             self.reset()
         for request_id in report.damaged:
             self._keys.damaged(request_id)
-        for request_id in report.requests:
-            self._store_no_more(request_id)  # what failed would count as stored
+        self._store_no_more(report.requests)  # what failed would count as stored
 
     def reset(self) -> bool:
         """Let nothing be found any more that was stored before; see `keys`.
@@ -311,17 +300,17 @@ class SchedulerHalf:
             if store is not None:
                 yield store
 
-    def _store_no_more(self, request_id: str) -> None:
-        if (tracked := self._requests.get(request_id)) is not None:
-            tracked.most_stored = 0
+    def _store_no_more(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            if (tracked := self._requests.get(request_id)) is not None:
+                tracked.most_stored = 0
 
     def _forget_broken(self) -> None:
         for name in self.promises.broken:
             self._requests.pop(name, None)
             self._shared.pop(name, None)
-            load = self._loads.pop(name, None)
-            if load is not None and name not in self._asked:  # no worker gives its locks back
-                with guarded("build_connector_meta"):
+            if (load := self._loads.pop(name, None)) is not None:
+                with guarded("build_connector_meta"):  # no worker gives its locks back
                     self._lookups.release(load, load.end)
 
     @property
