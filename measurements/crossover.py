@@ -58,7 +58,7 @@ class Tiers:
         from lmcache_xpu.cache.local_cache import LocalCache
 
         scheduler = engine._llm.llm_engine.engine_core.engine_core.scheduler
-        self._policy = scheduler.connector.scheduler_half.ways._policy
+        self._policy = scheduler.connector.scheduler_half.policy
         [cache] = LocalCache._of_engines.values()
         self._storage = cache._storage
 
@@ -69,11 +69,11 @@ class Tiers:
 
     def choose(self, loads: str) -> None:
         """Use a way to load; see the setting `loads`."""
-        self._policy._loads = loads
+        self._policy.loads = loads
 
     def forget_speeds(self) -> None:
         """Let the policy measure loads anew."""
-        self._policy._speeds = type(self._policy._speeds)()
+        self._policy._loaded_per_s = None
 
 
 def measure(

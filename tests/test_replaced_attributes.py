@@ -55,7 +55,6 @@ FIELDS = {  # of a description, a configuration or a state, which hold plain dat
 OWN = {  # of classes of this package, and of events that it makes
     "stock/gpu_connectors.py: connector.unfilled",
     "vllm_hooks/patches.py: replacement.__lmcache_xpu__",
-    "connector/keys.py: self._epochs.pool",
     "connector/kv_events.py: event.block_hashes",
     "connector/kv_events.py: event.extra_keys",
     "connector/kv_events.py: event.token_ids",
@@ -70,7 +69,9 @@ OWN = {  # of classes of this package, and of events that it makes
     "cache/lookups.py: lookup.waits",
     "cache/room.py: self._kept.keys",
     "connector/scheduler_half.py: tracked.most_stored",
-    "connector/scheduler_half.py: tracked.stage",
+    "connector/scheduler_half.py: self._keys.pool",
+    "connector/scheduler_half.py: self.policy.loads",
+    "connector/scheduler_half.py: tracked.has_blocks",
     "copies/step_loads.py: asked.asked",
     "copies/step_loads.py: load.located",
     "copies/step_loads.py: load.parts",

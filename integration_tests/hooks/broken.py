@@ -119,7 +119,7 @@ def _(module) -> None:
     module.PATCHES = [p for p in module.PATCHES if not p.module.startswith("lmcache.")]
 
 
-@breaks("salt", "connector.cache_salt")
+@breaks("salt", "connector.keys")
 def _(module) -> None:
     module.salt_of = lambda request: ""
 

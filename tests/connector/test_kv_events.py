@@ -25,7 +25,7 @@ from lmcache_xpu.cache.local_cache import (
 )
 from lmcache_xpu.connector import kv_events
 from lmcache_xpu.connector.kv_events import KVEvents
-from lmcache_xpu.connector.tracked_request import BlockSizes, ChunkNames, TrackedRequest
+from lmcache_xpu.connector.tracked_request import BlockSizes, TrackedRequest
 
 pytestmark = [
     pytest.mark.filterwarnings(rf"ignore::DeprecationWarning:{package}\..*")
@@ -109,7 +109,7 @@ def test_of_windows_alone_the_first_group_is_told():
 
 def test_a_salted_request_publishes_its_salt(engine):
     tracked = engine.told(request(TOKENS, salt="s"))
-    engine.change(CPU, tracked.range(0, 0).tokens.by_group[0])
+    engine.change(CPU, tracked.key_tokens().by_group[0])
     [event] = engine.events.take()
     assert event.token_ids == TOKENS[:16]
     assert event.extra_keys == [("s",), None, None, None]
@@ -208,7 +208,7 @@ def test_after_a_reset_nothing_is_held_until_a_request_has_other_keys(engine):
     assert {(e.medium, h) for e in gone for h in e.block_hashes} == {
         (e.medium, h) for e in stored for h in e.block_hashes
     }
-    engine.events.describe(loading, BLOCK)
+    engine.events.describe(loading)
     engine.told(request(TOKENS, "anew"), "another epoch")
     engine.change(CPU, keys, held=False)
     assert engine.events.take() == []
@@ -286,17 +286,16 @@ class Cached:
         self._numbers = itertools.count()
 
     def tracked(self, tokens: list[int]) -> TrackedRequest:
-        asked, sizes = request(tokens), BlockSizes(CHUNK, [BLOCK])
-        names = ChunkNames(asked, PromptKeys("model", "salt", 1), sizes, BLOCK)
-        tracked = TrackedRequest(asked, "salt", sizes, names)
+        sizes, keys = BlockSizes(CHUNK, [BLOCK], BLOCK), PromptKeys("model", "salt", 1)
+        tracked = TrackedRequest(request(tokens), "salt", sizes, keys)
         tracked.stored = len(tokens) // CHUNK * CHUNK
         return tracked
 
     def store(self, tokens: list[int]) -> list[Any]:
         """Store a prompt, and return its events."""
         tracked, number = self.tracked(tokens), next(self._numbers)
-        keys = tracked.range(0, 0).tokens
-        self.events.describe(tracked, BLOCK)
+        keys = tracked.key_tokens()
+        self.events.describe(tracked)
         self.cache.reserve(number, Range(keys, 0, len(keys)), [()])
         self.cache.commit(number)
         return self.events.take()
@@ -305,8 +304,8 @@ class Cached:
 def test_memory_is_told_of_when_a_chunk_is_committed_and_when_it_is_evicted():
     cached = Cached()
     tracked = cached.tracked(TOKENS[:16])
-    cached.events.describe(tracked, BLOCK)
-    cached.cache.reserve(-1, Range(tracked.range(0, 0).tokens, 0, 2), [()])
+    cached.events.describe(tracked)
+    cached.cache.reserve(-1, Range(tracked.key_tokens(), 0, 2), [()])
     assert cached.events.take() == []
     cached.cache.commit(-1)
     [stored] = cached.events.take()
@@ -331,7 +330,7 @@ def test_a_disk_is_told_of_when_a_file_is_complete_and_after_a_restart(tmp_path)
     cached.cache.close()
     again = Cached(tmp_path)
     assert again.events.take() == []
-    again.events.describe(again.tracked(TOKENS[:16]), BLOCK)
+    again.events.describe(again.tracked(TOKENS[:16]))
     [event] = again.events.take()
     assert (event.medium, event.locality, event.token_ids) == ("STORAGE", "LOCAL", TOKENS[:16])
     assert again.cache.forget()

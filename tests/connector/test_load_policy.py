@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,7 @@ from lmcache_xpu.connector.load_policy import (
     Hit,
     LoadPolicy,
 )
-from lmcache_xpu.transfer.tuning import tuning_of
+from lmcache_xpu.transfer.tuning import Tuning, tuning_of
 
 TUNING = dataclasses.replace(tuning_of("cuda"), loaded_per_computed=32, load_us=2000)
 
@@ -30,15 +31,39 @@ def clock() -> Clock:
     return Clock()
 
 
+def chosen(loads: str, tuning: Tuning = TUNING, clock: Clock | None = None) -> LoadPolicy:
+    policy = LoadPolicy(tuning, clock or Clock())
+    policy.loads = loads
+    return policy
+
+
 @pytest.fixture
 def policy(clock: Clock) -> LoadPolicy:
-    return LoadPolicy("auto", TUNING, clock)
+    return chosen("auto", clock=clock)
+
+
+def of(**tokens: int) -> SimpleNamespace:
+    """vLLM's step of these requests."""
+    return SimpleNamespace(
+        num_scheduled_tokens=tokens, total_num_scheduled_tokens=sum(tokens.values())
+    )
+
+
+def begun(policy: LoadPolicy, tokens: int, *, loads: bool = False) -> int | None:
+    """A step's number."""
+    if loads:
+        policy._modes["loads"] = "step"
+    return policy.begin_step(of(a=tokens), ["loads"] * loads)[0]
 
 
 def step(policy: LoadPolicy, clock: Clock, tokens: int, seconds: float, *, loads: bool = False):
-    number = policy.begin_step(tokens, loads=loads)
+    number = begun(policy, tokens, loads=loads)
     clock.now += seconds
-    policy.end_step(number)
+    policy.end_step(number, (), None)
+
+
+def loaded(policy: LoadPolicy, per_s: float | None) -> None:
+    policy.end_step(None, (), per_s)
 
 
 def measured(policy: LoadPolicy, clock: Clock) -> None:
@@ -47,12 +72,12 @@ def measured(policy: LoadPolicy, clock: Clock) -> None:
     step(policy, clock, 16, 0.0)  # behind a large one
     for _ in range(3):
         step(policy, clock, 16, 0.005)
-    policy.hear(100_000)
+    loaded(policy, 100_000)
 
 
-@pytest.mark.parametrize(("way", "waits"), [("step", False), ("async", True)])
-def test_a_setting_leaves_no_choice(way, waits: bool, clock):
-    policy = LoadPolicy(way, TUNING, clock)
+@pytest.mark.parametrize(("loads", "waits"), [("step", False), ("async", True)])
+def test_a_setting_leaves_no_choice(loads, waits: bool, clock):
+    policy = chosen(loads, clock=clock)
     assert policy.waits(Hit(10_000, 1), others=False) == waits
     assert policy.waits(Hit(1, 10_000), others=True) == waits
     measured(policy, clock)
@@ -80,7 +105,7 @@ def test_a_part_of_a_prompt_that_vllm_does_not_wait_for_counts_in_the_step_behin
         step(policy, clock, 1000, 0.001)
         step(policy, clock, 500, 0.248)  # all of it
         step(policy, clock, 16, 0.005)
-    policy.hear(100_000)
+    loaded(policy, 100_000)
     # 2,500 tokens take a quarter of a second; newer steps count more.
     assert not policy.waits(Hit(7_000, 1000), others=True)
     assert policy.waits(Hit(20_000, 1000), others=True)
@@ -115,18 +140,18 @@ def test_steps_of_some_hundred_tokens_are_no_small_ones(policy, clock):
 def test_a_step_begins_when_the_one_before_has_ended(policy, clock):
     """With asynchronous scheduling vLLM decides on a step while another one runs."""
     measured(policy, clock)
-    running = policy.begin_step(16, loads=False)
+    running = begun(policy, 16)
     for _ in range(SMALL_STEPS):
-        following = policy.begin_step(16, loads=False)
+        following = begun(policy, 16)
         clock.now += 0.005
-        policy.end_step(running)
+        policy.end_step(running, (), None)
         running = following
     assert policy.waits(Hit(1600, 100), others=True)
 
 
 def test_what_was_never_begun_is_not_ended(policy: LoadPolicy):
-    policy.end_step(None)
-    policy.end_step(7)
+    policy.end_step(None, (), None)
+    policy.end_step(7, (), None)
     assert policy.waits(Hit(3201, 100), others=True)
 
 
@@ -134,7 +159,7 @@ def test_a_step_of_whose_end_vllm_says_nothing_disturbs_no_other(policy, clock):
     """Behind the last answer comes a step without tokens. Hours later there are requests again."""
     for _ in range(SMALL_STEPS):
         measured(policy, clock)
-        policy.begin_step(0, loads=False)
+        begun(policy, 0)
         clock.now += 3600
     assert policy.waits(Hit(1600, 100), others=True)
     assert not policy.waits(Hit(1400, 100), others=True)
@@ -153,7 +178,7 @@ def test_a_step_without_tokens_does_not_wait_for_the_part_of_a_prompt_before_it(
 
 
 def test_nothing_is_computed_before_computing_was_measured(policy: LoadPolicy, clock):
-    policy.hear(1.0)
+    loaded(policy, 1.0)
     assert not policy.computes(Hit(256, 1))
     step(policy, clock, 16, 0.005)
     assert not policy.computes(Hit(256, 1))
@@ -179,33 +204,120 @@ def test_few_tokens_are_computed_beside_others(policy, clock, hit: Hit, computes
 def test_what_a_slow_link_would_load_is_computed(policy, clock, loaded_per_s, computes: bool):
     measured(policy, clock)
     for _ in range(40):
-        policy.hear(loaded_per_s)
+        loaded(policy, loaded_per_s)
     assert policy.computes(Hit(4096, 1)) == computes  # computed in 0.41 s
 
 
 def test_now_and_then_a_hit_is_loaded_to_see_whether_it_still_is(policy, clock):
     measured(policy, clock)
     for _ in range(40):
-        policy.hear(1000)
+        loaded(policy, 1000)
     hit = Hit(4096, 1)
     for _ in range(2):
         assert [policy.computes(hit) for _ in range(COMPUTED_IN_TURN)] == [True] * COMPUTED_IN_TURN
         assert not policy.computes(hit)
     for _ in range(8):
-        policy.hear(50_000)
+        loaded(policy, 50_000)
     assert not policy.computes(hit)
 
 
-@pytest.mark.parametrize("way", ["always", "step", "async"])
-def test_settings_that_compute_no_hit(way, clock):
-    policy = LoadPolicy(way, TUNING, clock)
+@pytest.mark.parametrize("loads", ["always", "step", "async"])
+def test_settings_that_compute_no_hit(loads, clock):
+    policy = chosen(loads, clock=clock)
     measured(policy, clock)
-    policy.hear(1.0)
+    loaded(policy, 1.0)
     assert not policy.computes(Hit(4096, 1))
 
 
 def test_a_mean_of_speeds_counts_what_was_measured(policy, clock):
     measured(policy, clock)
-    policy.hear(None)
-    policy.hear(200_000)
+    loaded(policy, None)
+    loaded(policy, 200_000)
     assert policy._loaded_per_s == 125_000
+
+
+# Of an engine's requests
+
+
+def request(name: str = "a", tokens: int = 100_000) -> SimpleNamespace:
+    return SimpleNamespace(request_id=name, num_tokens=tokens)
+
+
+def made(loads: str = "auto") -> LoadPolicy:
+    return chosen(loads, tuning_of("cpu"))
+
+
+def test_where_loads_may_not_be_inside_steps_all_requests_wait():
+    policy = LoadPolicy(TUNING)
+    assert policy.choose(request(), 0, 99_000) == "async"
+    assert not policy.is_in_step("a")
+    assert policy.begin_step(of(a=1), ["a"]) == (None, 0)  # nobody asks when it ends
+
+
+def test_alone_a_request_is_loaded_inside_its_step():
+    policy = made()
+    assert policy.choose(request(), 0, 99_000) == "step"
+    assert policy.is_in_step("a")
+    policy.begin_step(of(a=1000), ["a"])
+    assert not policy.is_in_step("a")
+
+
+def test_beside_others_a_long_load_waits_and_a_short_one_does_not():
+    policy = made()
+    policy.begin_step(of(other=1), [])
+    assert policy.choose(request(), 0, 99_000) == "async"
+    assert not policy.is_in_step("a")
+    assert policy.choose(request(), 99_000, 100) == "step"  # the last choice counts
+    assert policy.is_in_step("a")
+    policy.finished("other")
+    assert policy.choose(request(), 0, 99_000) == "step"
+    policy.finished("a")
+    assert not policy.is_in_step("a")
+
+
+def test_a_request_is_alone_where_no_other_is_computed_or_waits_for_its_load():
+    policy = made()
+    assert policy.is_alone("a")
+    policy.begin_step(of(a=1, other=1), [])
+    assert not policy.is_alone("a")
+    policy.finished("other")
+    assert policy.is_alone("a")
+    policy.begin_step(of(), ["loading"])
+    assert not policy.is_alone("a")
+
+
+def test_behind_a_load_beside_steps_a_long_one_waits_too_until_that_has_ended():
+    policy = made()
+    policy.begin_step(of(other=1), [])
+    assert policy.choose(request("first"), 0, 99_000) == "async"
+    policy.begin_step(of(), ["first"])
+    assert policy.choose(request(), 0, 99_000) == "async"
+    policy.end_step(None, {"first"}, None)
+    assert policy.choose(request(), 0, 99_000) == "step"
+
+
+@pytest.mark.parametrize("forced", ["step", "async"])
+def test_a_forced_mode_is_chosen_alone_and_beside_others(forced):
+    assert made(forced).choose(request(), 0, 99_000) == forced
+    policy = made(forced)
+    policy.begin_step(of(other=1), [])
+    assert policy.choose(request(), 0, 99_000) == forced
+
+
+def test_what_is_computed_sooner_than_loaded_is_computed_and_counted_with_its_step(monkeypatch):
+    policy = made()
+    monkeypatch.setattr(LoadPolicy, "computes", lambda *_: True)
+    assert policy.choose(request(), 0, 99_000) == "computed"
+    assert policy.begin_step(of(other=1), [])[1] == 0  # it is not in this one
+    assert policy.begin_step(of(a=1000), [])[1] == 1
+    assert policy.begin_step(of(a=1), [])[1] == 0
+
+
+def test_workers_report_by_its_number_that_a_step_has_ended(monkeypatch):
+    ended: list[int | None] = []
+    monkeypatch.setattr(LoadPolicy, "_measure", lambda _, step: ended.append(step.number))
+    policy = made()
+    first, second = (policy.begin_step(of(a=1), [])[0] for _ in range(2))
+    assert first != second
+    policy.end_step(second, (), None)
+    assert ended == [second]

@@ -55,10 +55,7 @@ class Keys:
 
     def admit(self, request, kept):
         self.begun += 1
-        return f"salt {self.begun}"
-
-    def may_store(self, request_id):
-        return self.stores
+        return f"salt {self.begun}", self.stores
 
     def outdated(self):
         return []
@@ -94,19 +91,16 @@ def make(monkeypatch):
         groups: int = 1,
         loads: str = "auto",
         worker: bool = False,
-        chunked: bool = True,
-        free: int = 1000,
         answers: bool = False,
         producer: bool = True,
         keeps_prefixes: bool = True,
     ) -> SchedulerHalf:
-        beside = SimpleNamespace(asked=[], begun=[], collection=GarbageCollection())
-        beside.ask_early, beside.begin_early = beside.asked.append, beside.begun.append
+        beside = SimpleNamespace(begun=[], collection=GarbageCollection())
+        beside.begin_ahead = beside.begun.append
         connector = SimpleNamespace(worker_half=beside) if worker else None
         monkeypatch.setattr(scheduler_half, "worker_connector", lambda _: connector)
         config = SimpleNamespace(
             parallel_config=SimpleNamespace(world_size=ranks, data_parallel_size=engines),
-            scheduler_config=SimpleNamespace(enable_chunked_prefill=chunked),
             kv_transfer_config=SimpleNamespace(is_kv_producer=producer),
             cache_config=SimpleNamespace(enable_prefix_caching=keeps_prefixes),
             speculative_config=None,
@@ -119,7 +113,6 @@ def make(monkeypatch):
         options = {"xpu.loads": loads, "lmcache.mp.save_decode_cache": answers}
         client = Mock(chunk_tokens=CHUNK, local=None)
         half = SchedulerHalf(config, kv_cache, options, client, groups)
-        half._pool = SimpleNamespace(num_gpu_blocks=1000, get_num_free_blocks=lambda: free)
         half.beside = beside
         return half
 
@@ -176,9 +169,9 @@ def step(*new, cached=(), resumed=(), scheduled=None):
 )
 def test_loads_are_inside_steps_where_they_can_and_the_scheduler_says_so(make, engine, allowed):
     half = make(**engine)
-    assert not half.ways.allows_steps
+    assert half.policy.loads == "async"
     half.load_in_steps()
-    assert half.ways.allows_steps is allowed
+    assert half.policy.loads == ("auto" if allowed else "async")
 
 
 @pytest.mark.parametrize(
@@ -235,7 +228,7 @@ def test_the_server_hears_whether_anybody_waits_beside_a_request(make):
         half.matched_tokens(request(), 0)
         assert half._lookups.asked == [("a", 768, alone)]
     half = make()
-    half.ways._running = {"other"}
+    half.policy._running = {"other"}
     half.matched_tokens(request(), 0)
     assert half._lookups.asked == [("a", 768, False)]
 
@@ -272,10 +265,9 @@ def test_a_request_that_begins_alike_is_asked_for_again_until_the_load_has_ended
 
 @pytest.mark.parametrize(
     ("loads", "kept", "released"),
-    [("async", 0, (0, HIT)), ("async", CHUNK + 16, (CHUNK, HIT)), ("step", 0, None)],
+    [("async", 0, (0, HIT)), ("async", CHUNK + 16, (CHUNK, HIT)), ("step", 0, (0, HIT))],
 )
 def test_what_no_worker_was_told_of_is_unlocked(make, loads, kept, released):
-    """A load inside a step was asked for already: the worker ends that question."""
     half, asks = make(loads=loads, worker=True), request()
     half.load_in_steps()
     half.matched_tokens(asks, kept)
@@ -283,7 +275,7 @@ def test_what_no_worker_was_told_of_is_unlocked(make, loads, kept, released):
     half._lookups.calls.clear()
     half.describe_failed(step(("a", HIT, 232)))
     calls = [call for call in half._lookups.calls if call[0] == "release"]
-    assert calls == ([] if released is None else [("release", *released)])
+    assert calls == [("release", *released)]
     half.describe_failed(step())
     assert len([call for call in half._lookups.calls if call[0] == "release"]) == len(calls)
 
@@ -459,47 +451,6 @@ def test_a_request_that_ends_leaves_nothing(make):
 
 
 # A worker in this process
-
-
-def test_it_asks_as_soon_as_the_hit_is_there(make):
-    half = make(worker=True, loads="step")
-    half.load_in_steps()
-    half.matched_tokens(request(), 300)
-    assert [(load.start, load.end) for load in half.beside.asked] == [(256, 768)]
-
-
-@pytest.mark.parametrize(
-    ("engine", "features"),
-    [({"free": 112}, []), ({"chunked": False}, []), ({}, ["an image"])],
-    ids=["blocks", "whole prompts", "encoder"],
-)
-def test_where_vllm_may_not_take_it_the_worker_asks_when_the_request_has_its_blocks(
-    make, monkeypatch, engine, features
-):
-    """63 blocks are for the request, and 50 are kept free: together one more than there are."""
-    monkeypatch.setattr(tracked_request, "_named_images", lambda _: [])
-    half = make(worker=True, loads="step", **engine)
-    half.load_in_steps()
-    half.matched_tokens(request(features=features), 300)
-    assert half.beside.asked == []
-    half.allocated(request(), blocks(63), 468)
-    assert [(load.start, load.end) for load in half.beside.asked] == [(256, 768)]
-
-
-def test_with_as_many_blocks_as_it_may_need_it_asks_at_once(make):
-    half = make(worker=True, loads="step", free=113)
-    half.load_in_steps()
-    half.matched_tokens(request(), 300)
-    assert len(half.beside.asked) == 1
-
-
-@pytest.mark.parametrize("other", [{"loads": "async"}, {"worker": False, "loads": "step"}])
-def test_nobody_asks_before_the_step_for_a_load_beside_it_or_by_another_process(make, other):
-    half = make(**{"worker": True, **other})
-    half.load_in_steps()
-    half.matched_tokens(request(), 300)
-    half.allocated(request(), blocks(63), 468)
-    assert half.beside.asked == []
 
 
 def test_it_begins_a_step_that_loads(make):

@@ -94,3 +94,32 @@ def test_each_group_has_its_own_blocks_of_a_range_and_one_without_tokens_none():
 def test_a_limit_that_is_no_number_of_tokens_is_none(limit):
     made = tracked(list(range(64)), options={"lmcache.max_offload_tokens": limit}, block_tokens=[4])
     assert made.most_stored is None or made.most_stored >= 0
+
+
+BLOCK = 16
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kept", "fills"),
+    [
+        ("abcdxy", 1, True),
+        ("abxy", 1, True),
+        ("abcdxy", 3, True),
+        ("abcdxy", 0, False),  # the first block nobody loads
+        ("abcdxy", 4, False),  # nor the fifth
+        ("axcd", 1, False),
+        ("xbcd", 1, False),
+        ("ab", 2, False),  # it has all of its blocks
+    ],
+)
+def test_a_load_fills_the_block_that_a_request_lacks_first(prompt: str, kept: int, fills: bool):
+    """The load is of the second block to the fourth; blocks have a letter each."""
+
+    def hashes(prompt: str) -> list[str]:
+        return [prompt[: end + 1] for end in range(len(prompt))]
+
+    loading = tracked(list(range(5 * BLOCK)), block_tokens=[BLOCK], hashed_tokens=BLOCK)
+    loading.request.block_hashes = hashes("abcde")
+    loading.looked_up(4 * BLOCK, BLOCK)
+    other = SimpleNamespace(block_hashes=hashes(prompt))
+    assert loading.loads_first_of(other, kept * BLOCK) is fills

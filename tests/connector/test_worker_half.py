@@ -17,9 +17,9 @@ pytest.importorskip("vllm")
 from support.server_clients import BEAT_S, WAIT_S, client_at
 
 from lmcache_xpu.connector import worker_half
-from lmcache_xpu.connector.promises import Unserved
+from lmcache_xpu.connector.request_guard import Unserved
 from lmcache_xpu.connector.step import Step
-from lmcache_xpu.connector.worker_half import WorkerHalf, new_instance_id
+from lmcache_xpu.connector.worker_half import WorkerHalf
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.model.kv_cache_groups import CacheGroup
 
@@ -47,7 +47,7 @@ def server():
 
 @pytest.fixture
 def half(server):
-    with client_at(server.url, BLOCK, instance_id=new_instance_id()) as client:
+    with client_at(server.url, BLOCK, instance_id=7) as client:
         half = made(client)
         yield half
         half.shutdown()
@@ -115,13 +115,12 @@ def test_a_step_that_was_begun_before_is_not_asked_for_again():
     half = made(Mock())
     half.transfers = Mock(in_steps=in_steps)
     begun, other = (Step(frozenset({3}), 5, loads=["a"]) for _ in range(2))
-    half.begin_early(begun)
+    half.begin_ahead(begun)
     half.begin_step(begun)
     assert [name for name, *_ in in_steps.mock_calls] == [
         "begin_step",
         "fail",
         "ask",
-        "end_early",
         "begin_answered",
         "begin_answered",
     ]

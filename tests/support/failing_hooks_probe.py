@@ -28,10 +28,7 @@ def connector(engine: Engine) -> Any:
 
 def choose(engine: Engine, loads: str) -> None:
     """Let all loads be inside steps, or all requests wait for theirs."""
-    from lmcache_xpu.connector.load_policy import LoadPolicy
-    from lmcache_xpu.transfer.tuning import tuning_of
-
-    connector(engine).scheduler_half.ways.allow_steps(LoadPolicy(loads, tuning_of("cpu")))
+    connector(engine).scheduler_half.policy.loads = loads
 
 
 def parts(engine: Engine) -> dict[str, tuple[Any, str]]:
@@ -40,7 +37,7 @@ def parts(engine: Engine) -> dict[str, tuple[Any, str]]:
 
     return {
         "update_state_after_alloc": (TrackedRequest, "allocated"),
-        "build_connector_meta": (connector(engine).scheduler_half.ways, "begin_step"),
+        "build_connector_meta": (connector(engine).scheduler_half.policy, "begin_step"),
     }
 
 

@@ -327,7 +327,7 @@ def computed(engine: Engine) -> dict[str, Any]:
     """Compute the beginning of a prompt, though the server has it, and store its end."""
     reference = beginning_stored(engine)
     core = engine.llm.llm_engine.engine_core.engine_core
-    policy = core.scheduler.connector.scheduler_half.ways._policy
+    policy = core.scheduler.connector.scheduler_half.policy
     policy.computes = lambda hit: True
 
     def load_again() -> None:

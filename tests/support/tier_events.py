@@ -8,7 +8,7 @@ from typing import Any
 
 from lmcache_xpu.cache.local_cache import CPU, DISK, SHARED, PromptKeys
 from lmcache_xpu.connector.kv_events import KVEvents
-from lmcache_xpu.connector.tracked_request import BlockSizes, ChunkNames, TrackedRequest
+from lmcache_xpu.connector.tracked_request import BlockSizes, TrackedRequest
 
 CHUNK, BLOCK, MODEL = 8, 4, "model"
 
@@ -76,9 +76,8 @@ class Engine:
         self.events = KVEvents(self._cache, kv_cache or groups())
 
     def tracked(self, asked: Any, salt: str = "salt") -> TrackedRequest:
-        sizes = BlockSizes(CHUNK, [BLOCK])
-        names = ChunkNames(asked, PromptKeys(MODEL, salt, self._stored), sizes, BLOCK)
-        return TrackedRequest(asked, salt, sizes, names)
+        keys = PromptKeys(MODEL, salt, self._stored)
+        return TrackedRequest(asked, salt, BlockSizes(CHUNK, [BLOCK], BLOCK), keys)
 
     def told(self, asked: Any, salt: str = "salt") -> TrackedRequest:
         """Describe all chunks of a request, which is stored or hit."""
@@ -89,11 +88,11 @@ class Engine:
     def tell(self, tracked: TrackedRequest, tokens: int) -> None:
         """Describe a request of which so many tokens are computed."""
         tracked.stored = tokens // CHUNK * CHUNK
-        self.events.describe(tracked, BLOCK)
+        self.events.describe(tracked)
 
     def keys(self, tokens: list[int], salt: str = "salt", group: int = 0) -> list[Any]:
         """Return LMCache's keys of a prompt without a salt of its own."""
-        return self.tracked(request(tokens), salt).range(0, 0).tokens.by_group[group]
+        return self.tracked(request(tokens), salt).key_tokens().by_group[group]
 
     def change(self, tier: str, keys: list[Any], *, held: bool = True) -> None:
         """As LMCache tells of a tier."""

@@ -83,7 +83,7 @@ def stored(engine: Engine, tokens: list[int]) -> list[int]:
 
 
 def policy_of(engine: Engine) -> Any:
-    return scheduler(engine).connector.scheduler_half.ways._policy
+    return scheduler(engine).connector.scheduler_half.policy
 
 
 def holding(engine: Engine, loads: Loads, tokens: list[int]) -> dict[str, Any]:
@@ -193,7 +193,7 @@ def chosen(engine: Engine, loads: Loads, tokens: list[int]) -> dict[str, Any]:
 
     policy = policy_of(engine)
     assert isinstance(policy, LoadPolicy)
-    policy._loads = "always"
+    policy.loads = "always"
     right = stored(engine, tokens)
     loads.count = 0
     alone = engine.ask(tokens) == right
@@ -226,13 +226,13 @@ def computed(engine: Engine, loads: Loads, tokens: list[int]) -> dict[str, Any]:
     engine.ask(prompt(700))  # computing is measured by now
     settle(engine)
     engine.forget()
-    usual, policy._loads = policy._tuning, "auto"
+    usual, policy.loads = policy._tuning, "auto"
     policy._tuning = dataclasses.replace(usual, load_us=10**12)
     loads.count, before = 0, counted()
     answer = engine.ask(tokens)
     settle(engine)
     after, cold = counted(), engine.blocks()
-    policy._tuning, policy._loads = usual, "always"
+    policy._tuning, policy.loads = usual, "always"
     engine.forget()
     return {
         "loads": loads.count,
@@ -270,7 +270,7 @@ def look(engine: Engine) -> dict[str, Any]:
         "computed": computed(engine, loads, tokens),
         "paused": paused(engine),
     }
-    policy_of(engine)._loads = "async"
+    policy_of(engine).loads = "async"
     report["failing"] = failing(engine, tokens)
     scheduler(engine).recompute_kv_load_failures = False  # the policy `fail`
     report["failing, policy fail"] = failing(engine, tokens)

@@ -15,7 +15,6 @@ class VllmConfig:
 class SchedulerConfig:
     scheduler_cls: Any
     async_scheduling: Any
-    enable_chunked_prefill: Any
     def get_scheduler_cls(self): ...
 
 class ParallelConfig:

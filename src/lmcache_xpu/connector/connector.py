@@ -2,7 +2,7 @@
 
 vLLM makes one in its scheduler and one in each worker. It takes the blocks of all KV cache groups,
 so vLLM's hybrid manager stays on. LMCache is asked by its public `RequestClient` alone; it is
-imported when a connector is made: vLLM imports this file early, to ask the class questions, and its
+imported when a connector is made: vLLM imports this file first, to ask the class questions, and its
 CPU worker then looks through every loaded module in a way that fails on one which LMCache brings.
 
     transfers   run in threads beside the engine (`transfers`), or inside steps (`step_loads`)
@@ -14,6 +14,7 @@ CPU worker then looks through every loaded module in a way that fails on one whi
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.platforms import current_platform
 
 from lmcache_xpu import versions
-from lmcache_xpu.connector import stats
 from lmcache_xpu.connector.request_guard import guarded
 from lmcache_xpu.connector.stats import StatsHooks
 from lmcache_xpu.errors import SettingsError
@@ -40,9 +40,7 @@ if TYPE_CHECKING:
         KVConnectorMetadata,
         KVConnectorTransferResults,
     )
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.forward_context import ForwardContext
-    from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -51,6 +49,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from lmcache_xpu.cache.local_client import LocalClient
+    from lmcache_xpu.cache.server_client import ServerClient
     from lmcache_xpu.connector.scheduler_half import SchedulerHalf
     from lmcache_xpu.connector.step import WorkerReport
     from lmcache_xpu.connector.worker_half import WorkerHalf
@@ -88,30 +87,17 @@ class LMCacheXPUServerConnector(StatsHooks, KVConnectorBase_V1, SupportsHMA):  #
         versions.check(versions.installed())
         options = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
         url = None if CACHE in options else _checked_url(options)
-        from lmcache_xpu.cache.server_client import KeyScope, ServerClient
         from lmcache_xpu.connector.scheduler_half import SchedulerHalf
         from lmcache_xpu.connector.tracked_request import BlockSizes
-        from lmcache_xpu.connector.worker_half import WorkerHalf, new_instance_id
+        from lmcache_xpu.connector.worker_half import WorkerHalf
         from lmcache_xpu.model.kv_cache_groups import block_tokens, cache_groups
-        from lmcache_xpu.server.server_socket import await_server
 
         groups = cache_groups(kv_cache_config)
         if len(groups) > 1:
             versions.check_groups(versions.installed())
         alignment = BlockSizes(1, block_tokens(kv_cache_config)).alignment
         is_worker = role is KVConnectorRole.WORKER
-        client: ServerClient | LocalClient
-        if url is None:
-            client = _local_client(vllm_config, options[CACHE], alignment, is_worker=is_worker)
-        else:
-            await_server(url, CONNECT_S)
-            client = ServerClient(
-                url,
-                KeyScope.of(vllm_config),
-                float(options.get(TIMEOUT, TIMEOUT_S)),
-                alignment,
-                new_instance_id() if is_worker else None,
-            )
+        client = _client(vllm_config, options, url, alignment, is_worker=is_worker)
         super().__init__(vllm_config, role, kv_cache_config)
         beat_s = float(options.get(HEARTBEAT, HEARTBEAT_S))
         if is_worker:
@@ -125,22 +111,12 @@ class LMCacheXPUServerConnector(StatsHooks, KVConnectorBase_V1, SupportsHMA):  #
             )
             client.start_heartbeat(beat_s)
 
-    @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """None: we read any layout."""
-        return None
-
-    @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """No: nothing is waited for between layers."""
-        return False
-
     def shutdown(self) -> None:
         """End what this connector has started."""
         is_worker = self._role is KVConnectorRole.WORKER
         (self.worker_half if is_worker else self.scheduler_half).shutdown()
 
-    # The worker's half, called by vLLM's model runner
+    # Called by vLLM's model runner
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take over the engine's KV cache; see `WorkerHalf.register`."""
@@ -158,9 +134,7 @@ class LMCacheXPUServerConnector(StatsHooks, KVConnectorBase_V1, SupportsHMA):  #
         """Let the engine's stream wait for a layer of what this step loads."""
         self.worker_half.before_layer(layer_name)
 
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **_: Any
-    ) -> None:
+    def save_kv_layer(self, layer_name: str, *_: Any, **__: Any) -> None:
         """Enqueue more of what this step loads. Stores are behind the step."""
         self.worker_half.after_layer(layer_name)
 
@@ -178,10 +152,7 @@ class LMCacheXPUServerConnector(StatsHooks, KVConnectorBase_V1, SupportsHMA):  #
         return None, ended or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Loads that have ended since the last call, and which of them failed.
-
-        Of stores vLLM hears nothing: it frees a request's blocks when it has ended.
-        """
+        """Loads that have ended since the last call, and which of them failed; no stores."""
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
         ended, failed = self.worker_half.take_ended()
@@ -198,15 +169,11 @@ class LMCacheXPUServerConnector(StatsHooks, KVConnectorBase_V1, SupportsHMA):  #
         super().clear_connector_metadata()
         self.worker_half.end_step()
 
-    def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What this process counted since the last call. The scheduler's half counts nothing."""
-        return stats.take() if self._role is KVConnectorRole.WORKER else None
-
     def change_weights(self) -> None:
         """The weights are about to change; called by vLLM's worker, see `worker_hooks`."""
         self.worker_half.change_weights()
 
-    # The scheduler's half
+    # Called by vLLM's scheduler
 
     def load_in_steps(self) -> None:
         """Let loads be inside steps; called by `scheduler`, which begins failed ones anew."""
@@ -250,16 +217,14 @@ class LMCacheXPUServerConnector(StatsHooks, KVConnectorBase_V1, SupportsHMA):  #
         """Take what the workers report after a step."""
         from lmcache_xpu.connector.step import WorkerReport
 
-        report = connector_output.kv_connector_worker_meta
-        self.scheduler_half.end_step(
-            report if isinstance(report, WorkerReport) else WorkerReport(),
-            connector_output.finished_recving or (),
-        )
+        report = connector_output.kv_connector_worker_meta or WorkerReport()
+        self.scheduler_half.end_step(report, connector_output.finished_recving or ())
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """KV events of the tiers since the last call; see `kv_events`."""
         with guarded("take_events"):
-            return self.scheduler_half.take_events()
+            if (events := self.scheduler_half.events) is not None:
+                return events.take()
         return ()
 
     def request_finished(
@@ -289,20 +254,27 @@ class LMCacheXPUServerConnector(StatsHooks, KVConnectorBase_V1, SupportsHMA):  #
         return self.scheduler_half.reset() if self._role is KVConnectorRole.SCHEDULER else None
 
 
-def _local_client(
-    config: VllmConfig, options: dict[str, Any], alignment: int, *, is_worker: bool
-) -> LocalClient:
+def _client(
+    config: VllmConfig, options: dict[str, Any], url: str | None, alignment: int, *, is_worker: bool
+) -> ServerClient | LocalClient:
+    """Return a client of the server at a URL; without one, of a cache in this process."""
     from lmcache_xpu.cache.local_cache import LocalCache, LocalCacheOptions
     from lmcache_xpu.cache.local_client import LocalClient
-    from lmcache_xpu.cache.server_client import KeyScope
+    from lmcache_xpu.cache.server_client import KeyScope, ServerClient
+    from lmcache_xpu.server.server_socket import await_server
 
-    checked = LocalCacheOptions.read(options)
-    if is_worker:
-        device = torch.device(current_platform.device_type)
-        local = LocalCache.make(config, checked, device, alignment)
-    else:
-        local = LocalCache.of_worker(config)
-    return LocalClient(local, KeyScope.of(config))
+    scope = KeyScope.of(config)
+    if url is not None:
+        await_server(url, CONNECT_S)
+        timeout_s = float(options.get(TIMEOUT, TIMEOUT_S))
+        # The server knows workers by numbers of 63 bits.
+        number = uuid.uuid4().int >> 65 if is_worker else None
+        return ServerClient(url, scope, timeout_s, alignment, number)
+    checked = LocalCacheOptions.read(options[CACHE])
+    if not is_worker:
+        return LocalClient(LocalCache.of_worker(config), scope)
+    device = torch.device(current_platform.device_type)
+    return LocalClient(LocalCache.make(config, checked, device, alignment), scope)
 
 
 def _checked_url(options: dict[str, Any]) -> str:

@@ -27,55 +27,34 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.request import Request
 
     from lmcache_xpu.cache.local_cache import LocalCache
     from lmcache_xpu.connector.tracked_request import TrackedRequest
 
+    Change = tuple[str, list[ObjectKey], bool]  # a tier, objects, and whether it holds them now
+
 __all__ = ["KVEvents", "TierListener"]
 
 MOST_CHUNKS = 2**16  # that are described, 2 to 3 KiB each
-
-
-class Place(NamedTuple):
-    """How events name a tier."""
-
-    medium: str
-    locality: str  # to the publisher
-    ownership: str | None  # of a secondary tier
-
-
+# How events name tiers: medium, locality to the publisher, ownership of a secondary tier.
 PLACES = {
-    CPU: Place(MEDIUM_CPU, "LOCAL", None),
-    DISK: Place("STORAGE", "LOCAL", None),
-    SHARED: Place("STORAGE", "REMOTE", "shared"),
+    CPU: (MEDIUM_CPU, "LOCAL", None),
+    DISK: ("STORAGE", "LOCAL", None),
+    SHARED: ("STORAGE", "REMOTE", "shared"),
 }
 
 
-class Change(NamedTuple):
-    """Objects that a tier holds now, or no longer."""
-
-    tier: str
-    keys: list[ObjectKey]
-    is_held: bool
-
-
 class TierListener(L1ManagerListener, L2AdapterListener):  # type: ignore[misc]  # untyped bases
-    """Hears of one tier, in threads of LMCache that hold its locks: it takes notes, no more.
-
-    Args:
-        tier: its name.
-        changes: where to note them.
-    """
+    """Notes the changes of one tier, in threads of LMCache that hold its locks."""
 
     def __init__(self, tier: str, changes: deque[Change]) -> None:
         self._tier, self._changes = tier, changes
 
     def _come(self, keys: list[ObjectKey], sizes: list[int] | None = None) -> None:
-        self._changes.append(Change(self._tier, keys, True))
+        self._changes.append((self._tier, keys, True))
 
     def _gone(self, keys: list[ObjectKey]) -> None:
-        self._changes.append(Change(self._tier, keys, False))
+        self._changes.append((self._tier, keys, False))
 
     def _used(self, keys: list[ObjectKey]) -> None:
         """Note nothing: they were there before."""
@@ -88,44 +67,32 @@ class TierListener(L1ManagerListener, L2AdapterListener):  # type: ignore[misc] 
 
 
 class Chunk(NamedTuple):
-    """What events say of a chunk's blocks.
+    """What events say of a chunk's blocks."""
 
-    Args:
-        start: its first token's number in the prompt.
-        tokens: of its blocks.
-        hashes: vLLM's, one per block.
-        parent: hash of the block before; None for the first of a prompt.
-        extra_keys: what else vLLM hashes, one per block.
-        lora: number and name of the adapter.
-    """
-
-    start: int
+    start: int  # its first token's number in the prompt
     tokens: array[int]
-    hashes: list[Any]
-    parent: Any
-    extra_keys: list[Any]
-    lora: tuple[int | None, str | None]
+    hashes: list[Any]  # vLLM's, one per block
+    parent: Any  # hash of the block before; None for the first of a prompt
+    extra_keys: list[Any]  # what else vLLM hashes, one per block
+    lora: tuple[int | None, str | None]  # number and name of the adapter
 
     @classmethod
-    def of(cls, request: Request, tokens: range, size: int, hashed: int) -> Self:
-        """Describe a range of a request's tokens.
+    def of(cls, tracked: TrackedRequest, tokens: range, size: int) -> Self:
+        """Describe a range of a request's tokens, in blocks of `size` tokens.
 
-        Args:
-            request: vLLM's.
-            tokens: their numbers, of whole blocks.
-            size: tokens of a block.
-            hashed: tokens of a block that vLLM hashes; a larger one has its last part's hash.
+        A block that is larger than those which vLLM hashes has its last part's hash.
         """
         from vllm.v1.core.kv_cache_utils import (
             generate_block_hash_extra_keys,
             maybe_convert_block_hash,
         )
 
+        request, hashed = tracked.request, tracked.sizes.hashed_tokens
         ends = range(tokens.start, tokens.stop + 1, size)
-        hashes = [
+        parent, *hashes = (
             maybe_convert_block_hash(request.block_hashes[end // hashed - 1]) if end else None
             for end in ends
-        ]
+        )
         keys, image = [], 0
         for start in ends[:-1]:
             key, image = generate_block_hash_extra_keys(request, start, start + size, image)
@@ -134,20 +101,15 @@ class Chunk(NamedTuple):
         return cls(
             tokens.start,
             array("I", request.all_token_ids[tokens.start : tokens.stop]),
-            hashes[1:],
-            hashes[0],
+            hashes,
+            parent,
             vllm.event_extra_keys(keys),
             (None, None) if lora is None else (lora.adapter_id, lora.name),
         )
 
 
 class KVEvents:
-    """Turns what tiers gain and lose into vLLM's events. Called by the scheduler's thread.
-
-    Args:
-        local: the cache, whose tiers are listened to from now on.
-        groups: vLLM's KV cache groups.
-    """
+    """Turns what a cache's tiers gain and lose into vLLM's events, on the scheduler's thread."""
 
     def __init__(self, local: LocalCache, groups: KVCacheConfig) -> None:
         from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
@@ -175,44 +137,39 @@ class KVEvents:
             return None
         return cls(local, groups) if switch.enable_kv_cache_events else None
 
-    def describe(self, tracked: TrackedRequest, hashed: int) -> None:
-        """Note which blocks the chunks are that a request has hit or stores.
+    def describe(self, tracked: TrackedRequest) -> None:
+        """Note which blocks the chunks are that a request has hit, or stores in the next step.
 
-        What tiers hold of it is told again, as vLLM does of its own hits: a router may have begun
-        since, or been told by vLLM that all is gone, when only the engine's own cache was reset.
-
-        Args:
-            tracked: the request, in a step that is about to begin.
-            hashed: tokens of a block that vLLM hashes.
+        What tiers hold of it is published again, as vLLM does of its own hits: a router may have
+        started since, or read from vLLM that all is gone, when only vLLM's own cache was reset.
         """
         if tracked.described == tracked.stored:
             return
         size, places = self._chunk_tokens, []
         first, tracked.described = tracked.described, tracked.stored
-        keys = tracked.range(0, 0).tokens.by_group[self._index]
+        keys = tracked.key_tokens().by_group[self._index]
         for number in range(first // size, tracked.stored // size):
             key, tokens = keys[number], range(number * size, (number + 1) * size)
             chunk = self._chunks.pop(key, None)
-            if chunk is None:
-                chunk = Chunk.of(tracked.request, tokens, self._block_tokens, hashed)
-            self._chunks[key] = chunk
+            self._chunks[key] = chunk or Chunk.of(tracked, tokens, self._block_tokens)
             places += [(tier, key) for tier in PLACES if key in self._held[tier]]
-        self._tell_stored(places)
+        self._publish_stored(places)
         while len(self._chunks) > MOST_CHUNKS:
-            self._forget(next(iter(self._chunks)))
+            oldest = next(iter(self._chunks))
+            for tier in PLACES:
+                self._publish_removed(tier, [oldest])
+            self._held[SHARED].discard(oldest)  # others hold as many as there is room for
+            del self._chunks[oldest]
 
     def clear(self, requests: Iterable[TrackedRequest]) -> None:
-        """Tell that no tier holds anything that is still looked up, as after a reset.
+        """Publish, after a reset, that no tier holds anything; these requests have begun before.
 
         Not by `AllBlocksCleared`: vLLM says that of its own cache, and by now may hold new blocks.
-
-        Args:
-            requests: that have begun before.
         """
         for tier in PLACES:
-            self._tell_removed(tier, list(self._chunks))
+            self._publish_removed(tier, list(self._chunks))
         self._chunks.clear()
-        self._held[SHARED].clear()  # which tells of no removal
+        self._held[SHARED].clear()  # its listener notes no removal
         for tracked in requests:
             tracked.described = tracked.stored
 
@@ -227,71 +184,60 @@ class KVEvents:
                 held.update(keys)
                 stored += [(tier, key) for key in keys if key in self._chunks]
             elif keys:
-                self._tell_stored(stored)
+                self._publish_stored(stored)
                 stored = []
-                self._tell_removed(tier, keys)
+                self._publish_removed(tier, keys)
                 held.difference_update(keys)
                 for key in keys:
                     if not any(key in others for others in self._held.values()):
                         self._chunks.pop(key, None)
-        self._tell_stored(stored)
+        self._publish_stored(stored)
         events, self._events = self._events, []
         return events
 
     def _is_meant(self, key: ObjectKey) -> bool:
-        """Whether an object is of the group whose blocks are told; a disk has other models' too."""
+        """Whether an object is of the published group; a disk has other models' objects too."""
         return bool(key.object_group_id == self._index and key.model_name == self._model_name)
 
-    def _forget(self, key: ObjectKey) -> None:
-        """Tell of a chunk no more, whatever tiers do with it, until a request has it again."""
-        for tier in PLACES:
-            self._tell_removed(tier, [key])
-        self._held[SHARED].discard(key)  # others are as many as there is room for
-        del self._chunks[key]
-
-    def _tell_stored(self, places: Iterable[tuple[str, ObjectKey]]) -> None:
-        """Tell what tiers hold: a block after those that it follows, in one event if possible."""
+    def _publish_stored(self, places: Iterable[tuple[str, ObjectKey]]) -> None:
+        """Publish what tiers hold, each block behind the one before it, in few events."""
         chunks = [(tier, self._chunks[key]) for tier, key in places]
         grows: dict[tuple[str, Any], BlockStored] = {}  # by its last block
         for tier, chunk in sorted(chunks, key=lambda item: item[1].start):
-            event = grows.pop((tier, chunk.parent), None) or self._begin_stored(tier, chunk)
+            if (event := grows.pop((tier, chunk.parent), None)) is None:
+                medium, locality, ownership = PLACES[tier]
+                event = BlockStored(
+                    block_hashes=[],
+                    parent_block_hash=chunk.parent,
+                    token_ids=[],
+                    block_size=self._block_tokens,
+                    lora_id=chunk.lora[0],
+                    medium=medium,
+                    lora_name=chunk.lora[1],
+                    extra_keys=[],
+                    group_idx=self._number,
+                    kv_cache_spec_kind=self._kind,
+                    locality=locality,
+                    **vllm.event_fields(BlockStored, ownership=ownership),
+                )
+                self._events.append(event)
             event.block_hashes += chunk.hashes
             event.token_ids += chunk.tokens
             event.extra_keys += chunk.extra_keys
             grows[tier, chunk.hashes[-1]] = event
 
-    def _begin_stored(self, tier: str, chunk: Chunk) -> BlockStored:
-        """Add an event that begins with a chunk's first block, and has none yet."""
-        place, (lora_id, lora_name) = PLACES[tier], chunk.lora
-        event = BlockStored(
-            block_hashes=[],
-            parent_block_hash=chunk.parent,
-            token_ids=[],
-            block_size=self._block_tokens,
-            lora_id=lora_id,
-            medium=place.medium,
-            lora_name=lora_name,
-            extra_keys=[],
-            group_idx=self._number,
-            kv_cache_spec_kind=self._kind,
-            locality=place.locality,
-            **vllm.event_fields(BlockStored, ownership=place.ownership),
-        )
-        self._events.append(event)
-        return event
-
-    def _tell_removed(self, tier: str, keys: Iterable[ObjectKey]) -> None:
-        """Tell of those that a tier has held, and that were told of, that it holds them no more."""
+    def _publish_removed(self, tier: str, keys: Iterable[ObjectKey]) -> None:
+        """Publish that a tier holds no more what it has held, and what was described."""
         held = [key for key in keys if key in self._held[tier] and key in self._chunks]
         if not held:
             return
-        place = PLACES[tier]
+        medium, locality, ownership = PLACES[tier]
         self._events.append(
             BlockRemoved(
                 block_hashes=[name for key in held for name in self._chunks[key].hashes],
-                medium=place.medium,
+                medium=medium,
                 group_idx=self._number,
-                locality=place.locality,
-                **vllm.event_fields(BlockRemoved, ownership=place.ownership),
+                locality=locality,
+                **vllm.event_fields(BlockRemoved, ownership=ownership),
             )
         )

@@ -19,31 +19,31 @@ import itertools
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from lmcache_xpu.transfer.tuning import Tuning
 
-__all__ = ["Hit", "LoadPolicy", "Loads"]
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+__all__ = ["Hit", "LoadMode", "LoadPolicy", "Loads"]
 
 Loads = Literal["auto", "always", "step", "async"]
+LoadMode = Literal["step", "async", "computed"]
 
 # Tokens of a step from which on they decide how long it takes, and up to which the weights do.
 MANY_TOKENS, FEW_TOKENS = 512, 128
 NEWEST = 0.25  # what the newest measurement counts in a mean
 SMALL_STEPS = 32  # the last so many are remembered
-STEPS_AHEAD = 8  # steps that vLLM schedules before it hears of the first, at most
+STEPS_AHEAD = 8  # steps that vLLM schedules before the first has ended, at most
 # So many hits are computed before one is loaded again: a disk may have become faster.
 COMPUTED_IN_TURN = 16
 
 
 class Hit(NamedTuple):
-    """What a look-up has promised for a request.
-
-    Args:
-        loaded: tokens of the load.
-        computed: tokens of the request that its step computes.
-    """
+    """A request's hit: tokens to load, and tokens that its step computes besides."""
 
     loaded: int
     computed: int
@@ -51,61 +51,116 @@ class Hit(NamedTuple):
 
 class _Step(NamedTuple):
     number: int
-    begun: float
+    started_s: float
     tokens: int
     loads: bool
 
 
 class LoadPolicy:
-    """Chooses for each request, on the scheduler's side.
+    """Chooses how the hits of one scheduler's requests are loaded, by what steps and loads take.
 
     Args:
-        loads: `always` never computes a hit; `step` or `async` leaves no choice.
         tuning: of the engine's device.
         clock: seconds.
+
+    Attributes:
+        loads: `always` never computes a hit; `step` or `async` leaves no choice. It is `async`
+            unless vLLM's scheduler begins a request anew whose load inside a step failed.
     """
 
-    def __init__(
-        self, loads: Loads, tuning: Tuning, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self._loads = loads
+    def __init__(self, tuning: Tuning, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.loads: Loads = "async"
         self._tuning = tuning
         self._clock = clock
+        self._modes: dict[str, LoadMode] = {}  # of requests that are not in a step yet
+        self._running: set[str] = set()  # requests of the last step
+        self._waiting: set[str] = set()  # requests whose loads are beside steps
         self._numbers = itertools.count(1)
         self._steps: deque[_Step] = deque(maxlen=STEPS_AHEAD)
-        self._ended = 0.0  # when the last step did
+        self._ended_s = 0.0  # when the last step did
         self._loaded_per_s: float | None = None
         self._small_steps_s: deque[float] = deque(maxlen=SMALL_STEPS)
         self._large_tokens = self._large_s = 0.0  # of large steps, older ones counting less
         self._after_large = False  # the last step was one
         self._computed_in_turn = 0
 
-    def begin_step(self, tokens: int, *, loads: bool) -> int:
-        """Hear of a step that vLLM has decided on; return its number, for `end_step`.
+    def choose(self, request: Request, kept: int, tokens: int) -> LoadMode:
+        """Choose for a request that may be scheduled next; the last choice counts.
 
         Args:
-            tokens: that it computes; one without any is not measured.
-            loads: it has loads inside, and so says nothing of computing.
+            request: vLLM's.
+            kept: tokens in vLLM's own prefix cache.
+            tokens: that can be loaded beyond those.
         """
-        step = _Step(next(self._numbers), self._clock(), tokens, loads)
-        self._steps.append(step)
-        return step.number
+        hit = Hit(tokens, request.num_tokens - kept - tokens)
+        # A load inside a step would be behind those beside it, and hold its step up.
+        others = not self.is_alone(request.request_id)
+        mode: LoadMode = "step"
+        if self.computes(hit):
+            mode = "computed"
+        elif self.waits(hit, others=others):
+            mode = "async"
+        self._modes[request.request_id] = mode
+        return mode
 
-    def end_step(self, number: int | None) -> None:
-        """Hear that a step has ended.
+    def is_alone(self, request_id: str) -> bool:
+        """Whether no other request was in the last step, or waits for its load."""
+        return not (self._running - {request_id} or self._waiting)
 
-        vLLM says nothing of some that have no tokens, as the one behind the last answer.
+    def is_in_step(self, request_id: str) -> bool:
+        """Whether a request's load is inside its step."""
+        return self._modes.get(request_id) == "step"
+
+    def finished(self, request_id: str) -> None:
+        """Forget a request. A load beside steps goes on."""
+        self._modes.pop(request_id, None)
+        self._running.discard(request_id)
+
+    def begin_step(self, step: SchedulerOutput, loads: Collection[str]) -> tuple[int | None, int]:
+        """Begin a step that vLLM has decided on, with the loads of these requests.
+
+        Returns:
+            The number by which workers report that it has ended, None if nothing depends on it; and
+            how many requests in it are computed, though they could be loaded.
+        """
+        inside = set(filter(self.is_in_step, loads))
+        self._waiting.update(set(loads) - inside)
+        self._running = set(step.num_scheduled_tokens)
+        computed = [name for name in self._running if self._modes.get(name) == "computed"]
+        for name in (*computed, *loads):
+            self._modes.pop(name, None)
+        number = None
+        if self.loads not in ("step", "async"):
+            number = next(self._numbers)
+            tokens = step.total_num_scheduled_tokens
+            self._steps.append(_Step(number, self._clock(), tokens, bool(inside)))
+        return number, len(computed)
+
+    def end_step(
+        self, number: int | None, arrived: Iterable[str], loaded_per_s: float | None
+    ) -> None:
+        """Take what workers report of a step that has ended.
 
         Args:
-            number: the step's; None if no worker told it.
+            number: the step's; None if no worker reported it.
+            arrived: requests whose loads beside steps have ended; these may have failed.
+            loaded_per_s: tokens per second of the last loads; None where none has ended.
         """
+        self._waiting.difference_update(arrived)
+        if loaded_per_s is not None:
+            before = loaded_per_s if self._loaded_per_s is None else self._loaded_per_s
+            self._loaded_per_s = before + NEWEST * (loaded_per_s - before)
+        # Some steps without tokens are never reported, as the one behind the last answer.
         while self._steps and number is not None and self._steps[0].number < number:
             self._steps.popleft()
-        if not self._steps or self._steps[0].number != number:
-            return
-        step, now = self._steps.popleft(), self._clock()
-        seconds = now - max(step.begun, self._ended)
-        self._ended = now
+        if self._steps and self._steps[0].number == number:
+            self._measure(self._steps.popleft())
+
+    def _measure(self, step: _Step) -> None:
+        """Measure a step that ends now; one with loads inside says nothing of computing."""
+        now = self._clock()
+        seconds = now - max(step.started_s, self._ended_s)
+        self._ended_s = now
         if not step.tokens:
             return
         after_large, self._after_large = self._after_large, step.tokens >= MANY_TOKENS
@@ -119,13 +174,9 @@ class LoadPolicy:
         elif step.tokens <= FEW_TOKENS:
             self._small_steps_s.append(seconds)
 
-    def hear(self, loaded_per_s: float | None) -> None:
-        """Take the speed of the last loads, in tokens per second; None where none has ended."""
-        self._loaded_per_s = _mean(self._loaded_per_s, loaded_per_s)
-
     def computes(self, hit: Hit) -> bool:
         """Whether a request is to be computed, though its tokens could be loaded."""
-        if self._loads != "auto" or not self._large_tokens or not self._small_steps_s:
+        if self.loads != "auto" or not self._knows_steps:
             return False
         loading_s = self._tuning.load_us / 1e6
         if self._loaded_per_s is not None:
@@ -137,21 +188,19 @@ class LoadPolicy:
         return self._computed_in_turn != 0
 
     def waits(self, hit: Hit, *, others: bool) -> bool:
-        """Whether a request is to wait for its load.
-
-        Args:
-            hit: of the request.
-            others: other requests wait for their next token.
-        """
-        if self._loads in ("step", "async"):
-            return self._loads == "async"
+        """Whether a request is to wait for its load; `others` wait for their next token."""
+        if self.loads in ("step", "async"):
+            return self.loads == "async"
         if not others:
             return False
-        if self._loaded_per_s is None or not self._large_tokens or not self._small_steps_s:
+        if self._loaded_per_s is None or not self._knows_steps:
             return hit.loaded > self._tuning.loaded_per_computed * hit.computed
-        return hit.loaded / self._loaded_per_s > self._small_step_s + self._computing_s(
-            hit.computed
-        )
+        loading_s = hit.loaded / self._loaded_per_s
+        return loading_s > self._small_step_s + self._computing_s(hit.computed)
+
+    @property
+    def _knows_steps(self) -> bool:
+        return bool(self._large_tokens and self._small_steps_s)
 
     @property
     def _small_step_s(self) -> float:
@@ -163,10 +212,3 @@ class LoadPolicy:
     def _step_s(self, tokens: int) -> float:
         """Return what a step takes: with few tokens as long as with hardly any."""
         return max(self._small_step_s, self._computing_s(tokens))
-
-
-def _mean(before: float | None, newest: float | None) -> float | None:
-    """Return the mean after another measurement; what was measured, if there was none before."""
-    if before is None or newest is None:
-        return before if newest is None else newest
-    return before + NEWEST * (newest - before)

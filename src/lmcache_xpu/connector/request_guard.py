@@ -1,26 +1,29 @@
-"""Nothing that a client sends ends the engine, which serves the others as well."""
+"""Nothing that a client sends ends the engine, which serves the others as well.
+
+An error in a hook of vLLM turns one request into a miss. vLLM counts the tokens of a load as
+computed as soon as its request has blocks. Where a scheduler's hook fails after that, workers
+report these blocks as those of a load that failed, and the request is computed. LMCache is shown
+nothing of such a request until it ends.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from lmcache_xpu.metrics import fallback
 
-__all__ = ["guarded"]
+__all__ = ["NOTHING_UNSERVED", "Promises", "Unserved", "guarded"]
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 
 @contextmanager
 def guarded(hook: str) -> Iterator[None]:
-    """Turn an error of one request into a miss: it is counted, and logged once for each kind.
-
-    Args:
-        hook: of vLLM, that was called.
-    """
+    """Turn an error in a hook of vLLM into a miss: it is counted, and logged once for each kind."""
     try:
         yield
     except Exception as error:  # whatever a request's content does to who reads it
@@ -36,3 +39,90 @@ def _log(hook: str, kind: str, text: str) -> None:
         kind,
         text,
     )
+
+
+class Unserved(NamedTuple):
+    """Promised loads that no worker knows. Workers report them as loads that failed.
+
+    Args:
+        blocks: block IDs of loads inside a step.
+        waiting: block IDs by request, of loads that a request waits for.
+    """
+
+    blocks: frozenset[int]
+    waiting: Mapping[str, frozenset[int]]
+
+    @property
+    def all_blocks(self) -> frozenset[int]:
+        """Block IDs of all loads."""
+        return self.blocks.union(*self.waiting.values())
+
+
+NOTHING_UNSERVED = Unserved(frozenset(), {})
+
+
+class _Load(NamedTuple):
+    blocks: frozenset[int]
+    waits: bool
+
+
+class Promises:
+    """The loads that one scheduler has promised to vLLM, until a step describes them to workers.
+
+    Args:
+        block_tokens: tokens of a block; None where blocks of several KV cache groups can't be told
+            apart by tokens.
+
+    Attributes:
+        broken: IDs of requests of which LMCache is shown nothing.
+    """
+
+    def __init__(self, block_tokens: int | None) -> None:
+        self.broken: set[str] = set()
+        self._block_tokens = block_tokens
+        self._promised: dict[str, tuple[int, bool]] = {}  # kept tokens, and whether it waits
+        self._loads: dict[str, _Load] = {}  # of the next step, by request
+        self._failed: dict[str, _Load] = {}
+
+    def promise(self, request_id: str, kept: int, *, waits: bool) -> None:
+        """Record that vLLM was promised tokens beyond the `kept` ones of its own prefix cache.
+
+        The request `waits` for its load, or has it inside its step.
+        """
+        self._promised[request_id] = kept, waits
+
+    def allocated(self, request_id: str, blocks: Sequence[int], tokens: int) -> None:
+        """Record the IDs of all blocks of a request, which loads so many tokens, 0 for none."""
+        kept, waits = self._promised.pop(request_id, (0, False))
+        if tokens:
+            size = self._block_tokens
+            end = 0 if size is None else -(-(kept + tokens) // size)
+            first = 0 if size is None else kept // size
+            self._loads[request_id] = _Load(frozenset(blocks[first:end]), waits)
+
+    def describe(self) -> Unserved:
+        """End a step's description: return its failed loads. Workers know the others."""
+        failed, self._failed = self._failed, {}
+        self._loads.clear()
+        if not failed:
+            return NOTHING_UNSERVED
+        return Unserved(
+            frozenset().union(*(load.blocks for load in failed.values() if not load.waits)),
+            {name: load.blocks for name, load in failed.items() if load.waits},
+        )
+
+    def fail(self, request_ids: Iterable[str]) -> None:
+        """Give these requests up: a hook failed for them."""
+        for name in request_ids:
+            self.broken.add(name)
+            if (load := self._loads.pop(name, None)) is not None:
+                self._failed[name] = load
+
+    def fail_step(self, request_ids: Iterable[str]) -> None:
+        """Give a step up: all its requests, and all that were to begin waiting for their loads."""
+        self.fail([*request_ids, *self._loads])
+
+    def finished(self, request_id: str) -> None:
+        """Forget a request that has ended."""
+        self._promised.pop(request_id, None)
+        self.broken.discard(request_id)

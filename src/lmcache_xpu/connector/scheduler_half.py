@@ -11,41 +11,31 @@ finished        a request has ended
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from lmcache_xpu.cache.local_client import LocalLookUps
 from lmcache_xpu.cache.lookups import LookUps
 from lmcache_xpu.cache.protocol import TokenRange
-from lmcache_xpu.connector.hit_ways import HitWays
 from lmcache_xpu.connector.keys import Keys
 from lmcache_xpu.connector.kv_events import KVEvents
 from lmcache_xpu.connector.load_policy import LoadPolicy
-from lmcache_xpu.connector.promises import Promises
-from lmcache_xpu.connector.request_guard import guarded
-from lmcache_xpu.connector.shared_loads import SharedLoads
+from lmcache_xpu.connector.request_guard import Promises, guarded
 from lmcache_xpu.connector.step import Step, WorkerReport, written_blocks
-from lmcache_xpu.connector.step_metadata import without
-from lmcache_xpu.connector.tracked_request import (
-    BlockSizes,
-    ChunkNames,
-    Stage,
-    TrackedRequest,
-)
+from lmcache_xpu.connector.tracked_request import BlockSizes, TrackedRequest
 from lmcache_xpu.model.kv_cache_groups import block_tokens
 from lmcache_xpu.transfer.tuning import tuning_of
 from lmcache_xpu.vllm_hooks.worker_hooks import GarbageCollection, worker_connector
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.request import Request
 
     from lmcache_xpu.cache.local_client import LocalClient
     from lmcache_xpu.cache.server_client import ServerClient
@@ -54,19 +44,10 @@ if TYPE_CHECKING:
 __all__ = ["SchedulerHalf"]
 
 LOADS, ANSWERS = "xpu.loads", "lmcache.mp.save_decode_cache"
-KEPT_FREE = 0.05  # of all blocks; vLLM may keep some for requests that run
 
 
 class SchedulerHalf:
-    """Told of requests and steps by vLLM's scheduler.
-
-    Args:
-        config: of the engine.
-        kv_cache_config: of its KV cache.
-        options: of the connector.
-        client: of the server.
-        groups: number of KV cache groups that are stored.
-    """
+    """Called with requests and steps by vLLM's scheduler; `groups` KV cache groups are stored."""
 
     def __init__(
         self,
@@ -78,23 +59,21 @@ class SchedulerHalf:
     ) -> None:
         sizes = BlockSizes.of(config, block_tokens(kv_cache_config), client.chunk_tokens)
         self.collection = GarbageCollection()
-        self.ways = HitWays()
+        self.events = KVEvents.of_engine(config, client.local, kv_cache_config)
+        self.policy = LoadPolicy(tuning_of(current_platform.device_type))
         self.promises = Promises(sizes.block_tokens[0] if groups == 1 else None)
         self._config = config
         self._client = client
         self._sizes = sizes
         self._lookups = LookUps(client) if client.local is None else LocalLookUps(client.local)
-        self._events = KVEvents.of_engine(config, client.local, kv_cache_config)
         self._keys = Keys(config, kv_cache_config, client.chunk_tokens)
         self._requests: dict[str, TrackedRequest] = {}
-        self._untold: list[TrackedRequest] = []  # whose loads no worker knows yet
+        self._loads: dict[str, TokenRange] = {}  # of the next step, by request
         self._given_up: set[str] = set()  # requests for which nothing is looked up
-        self._pool: BlockPool | None = None
-        self._hashed_tokens = self._sizes.block_tokens[0]  # of a block that vLLM hashes
-        self._shared = SharedLoads()
+        # Requests that wait for loads which others may wait for as well, to take the same blocks.
+        self._shared: dict[str, TrackedRequest] = {}
         # Of several groups some need the end of a prefix alone.
         self._shares = groups == 1 and getattr(config.cache_config, "enable_prefix_caching", False)
-        self._loads = options.get(LOADS, "auto")
         self._stores_answers = bool(options.get(ANSWERS, False))
         self._stores = config.kv_transfer_config.is_kv_producer
         # Engines that share requests may compute in step: one that waits holds the others up.
@@ -102,23 +81,22 @@ class SchedulerHalf:
         # Of several ranks the others would store what came of a load that failed on one. Where vLLM
         # zeroes blocks it may do so after a load has begun. And of several groups' blocks it can't
         # be told that they were left unfilled.
-        self._may_load_in_steps = (
+        may_load_in_steps = (
             config.parallel_config.world_size == 1
             and not kv_cache_config.needs_kv_cache_zeroing
             and len(kv_cache_config.kv_cache_groups) == groups == 1
         )
+        self._chosen_loads: Any = options.get(LOADS, "auto") if may_load_in_steps else "async"
 
     def bind(self, pool: BlockPool) -> None:
         """Take vLLM's pool of blocks."""
-        self._keys.bind(pool)
-        self._pool = pool
-        self._hashed_tokens = getattr(pool, "hash_block_size", self._hashed_tokens)
+        self._keys.pool = pool
+        hashed = getattr(pool, "hash_block_size", self._sizes.hashed_tokens)
+        self._sizes = replace(self._sizes, hashed_tokens=hashed)
 
     def load_in_steps(self) -> None:
         """Let loads be inside steps, where they can: requests whose load fails begin anew."""
-        if self._may_load_in_steps:
-            policy = LoadPolicy(self._loads, tuning_of(current_platform.device_type))
-            self.ways.allow_steps(policy)
+        self.policy.loads = self._chosen_loads
 
     # Requests
 
@@ -133,24 +111,20 @@ class SchedulerHalf:
             self._lookups.begin(self._tracked(request, 0).whole_chunks())
 
     def matched_tokens(self, request: Request, kept: int) -> tuple[int | None, bool]:
-        """Look a request up.
-
-        Args:
-            request: that may be scheduled next.
-            kept: number of tokens that vLLM's own prefix cache has.
+        """Look a request up that may be scheduled next.
 
         Returns:
-            The number of tokens that can be loaded beyond those, and whether the request waits for
-            them. None if it is to be asked again: the server still looks, or another request
-            loads what it lacks first.
+            The number of tokens that can be loaded beyond the `kept` ones of vLLM's own prefix
+            cache, and whether the request waits for them. None if vLLM is to ask again: the server
+            still looks, or another request loads what it lacks first.
         """
         name = request.request_id
-        self._shared.end(name)  # nothing of its load has arrived, if there was one
+        self._shared.pop(name, None)  # nothing of its load has arrived, if there was one
         if name in self.promises.broken:
             return 0, False
         (self._worker or self).collection.put_off()  # until the step is enqueued
         tracked = self._tracked(request, kept)
-        if tracked.stage is not Stage.LOOKED_UP and tracked.hit:
+        if tracked.has_blocks and tracked.hit:
             # Nothing of its load has arrived, and vLLM begins it again.
             self._given_up.add(name)
             self._lookups.forget(name)
@@ -158,37 +132,26 @@ class SchedulerHalf:
         # It must compute its whole prompt, or a load of it has failed.
         if request.skip_reading_prefix_cache or name in self._given_up:
             return 0, False
-        if self._shared.shares(request, kept, self._hashed_tokens):
+        if any(other.loads_first_of(request, kept) for other in self._shared.values()):
             return None, True
-        is_alone = self.ways.is_alone(name) and not self._has_other_engines
+        is_alone = self.policy.is_alone(name) and not self._has_other_engines
         hit = self._lookups.hit_tokens(tracked.whole_chunks(), is_alone=is_alone)
         if hit is None:
             return None, True
         tracked.looked_up(hit, kept)
         # Of a whole prompt the last token is computed.
-        tokens = max(0, hit - kept - tracked.is_whole_hit)
-        if not tokens:
+        tokens = hit - kept - (hit == request.num_tokens)
+        if tokens <= 0 or (mode := self.policy.choose(request, kept, tokens)) == "computed":
             return 0, False
-        way = self.ways.choose(request, kept, tokens)
-        if way == "computed":
-            return 0, False
-        if way == "step" and self._has_blocks_for(request):
-            self._ask_early(tracked)
-        self.promises.promise(name, kept, waits=way == "async")
-        return tokens, way == "async"
+        self.promises.promise(name, kept, waits=mode == "async")
+        return tokens, mode == "async"
 
     def give_up_hits(self, request_id: str) -> None:
         """Look a request up no more: a load inside a step, or a look-up, has failed."""
         self._given_up.add(request_id)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
-        """Take a request's blocks: it will be in the next step, or waits for its load.
-
-        Args:
-            request: that was looked up.
-            blocks: all of its blocks.
-            tokens: number of tokens to load.
-        """
+        """Take all blocks of a request: it is in the next step, or waits to have tokens loaded."""
         name = request.request_id
         ids = blocks.get_block_ids()
         self.promises.allocated(name, ids[0] if ids else (), tokens)
@@ -196,61 +159,46 @@ class SchedulerHalf:
             return
         tracked = self._requests[name]
         tracked.allocated(ids)
-        if tracked.stage is not Stage.LOOKED_UP:
-            self._shared.end(name)
+        if tracked.has_blocks:
+            self._shared.pop(name, None)
             return
-        loads = tokens > 0 and tracked.load() is not None
-        tracked.stage = Stage.LOADING if loads else Stage.COMPUTED
+        tracked.has_blocks = True
+        load = tracked.load() if tokens > 0 else None
         self._lookups.forget(name)
-        end = tracked.kept if loads else tracked.hit
+        end = tracked.hit if load is None else tracked.kept
         self._lookups.release(tracked.range(0, end), tracked.hit)
-        if not loads:
+        if load is None:
             return
-        in_step = self.ways.is_in_step(name)
-        if not (in_step and self._ask_early(tracked)):
-            self._untold.append(tracked)
-        if self._shares and not in_step:
-            self._shared.begin(request, tracked.kept, tracked.hit)
+        self._loads[name] = load
+        if self._shares and not self.policy.is_in_step(name):
+            self._shared[name] = tracked
 
     def finished(self, request: Request) -> None:
         """Forget a request. Its blocks may be freed at once; see `Transfers.let_write`."""
         name = request.request_id
-        self._requests.pop(name, None)
-        self._keys.finished(name)
-        self.ways.finished(name)
-        self._shared.end(name)
+        for requests in (self._requests, self._loads, self._shared):
+            requests.pop(name, None)
         self._given_up.discard(name)
+        self._keys.finished(name)
+        self.policy.finished(name)
         self.promises.finished(name)
         self._lookups.end(name)
 
     def _tracked(self, request: Request, kept: int) -> TrackedRequest:
         tracked = self._requests.get(request.request_id)
         is_anew = request.status == RequestStatus.PREEMPTED
-        if tracked is None or (is_anew and tracked.stage is not Stage.LOOKED_UP):
+        if tracked is None or (is_anew and tracked.has_blocks):
             tracked = self._requests[request.request_id] = self._new(request, kept)
         return tracked
 
     def _new(self, request: Request, kept: int) -> TrackedRequest:
-        salt, names = self._keys.admit(request, kept), None
-        if (local := self._client.local) is not None:
-            names = ChunkNames(request, local.prompt_keys(salt), self._sizes, self._hashed_tokens)
-        tracked = TrackedRequest(request, salt, self._sizes, names)
-        if not (self._stores and self._keys.may_store(request.request_id)):
+        salt, may_store = self._keys.admit(request, kept)
+        local = self._client.local
+        keys = None if local is None else local.prompt_keys(salt)
+        tracked = TrackedRequest(request, salt, self._sizes, keys)
+        if not (self._stores and may_store):
             tracked.most_stored = 0
         return tracked
-
-    def _has_blocks_for(self, request: Request) -> bool:
-        """Whether vLLM will take a request into this step for sure.
-
-        A question that is ended because it did not takes the look-up's locks with it.
-        """
-        if self._pool is None or request.mm_features:  # an encoder may have no room for these
-            return False
-        if not self._config.scheduler_config.enable_chunked_prefill:  # a step may have none
-            return False
-        [size] = self._sizes.block_tokens
-        free = self._pool.get_num_free_blocks() - KEPT_FREE * self._pool.num_gpu_blocks
-        return bool(free * size >= request.num_tokens)  # its own prefix is among the free
 
     # Steps
 
@@ -258,27 +206,28 @@ class SchedulerHalf:
         """Return what the workers must know of a step."""
         self._lookups.end_step()
         self._forget_broken()
-        for request_id in self._keys.outdated():  # an adapter's files have changed
-            self._store_no_more(request_id)
-        loads = self._take_loads()
-        stores = list(self._stores_of(without(output, self.promises.broken)))
-        begun = self.ways.begin_step(output, loads)
+        self._store_no_more(self._keys.outdated())  # an adapter's files have changed
+        loads = self._loads.values()
+        inside = [load for load in loads if self.policy.is_in_step(load.request_id)]
+        stores = {store.request_id: store for store in self._stores_of(output)}
+        sources = {name: self._requests[name].blocks_to(each.end) for name, each in stores.items()}
+        number, computed_hits = self.policy.begin_step(output, self._loads)
         step = Step(
-            written_blocks(output, loads, self._sizes.block_tokens),
+            written_blocks(output, self._sizes.block_tokens, loads),
             output.total_num_scheduled_tokens,
-            stores,
-            begun.inside,
-            [load for load in loads if load not in begun.inside],
-            self._sources(stores) if self.ways.allows_steps else {},
-            begun.computed_hits,
-            begun.number,
+            list(stores.values()),
+            inside,
+            [load for load in loads if load not in inside],
+            sources if self.policy.loads != "async" else {},
+            computed_hits,
+            number,
             self.promises.describe(),
             self._keys.epoch,
         )
-        self._untold.clear()
+        self._loads.clear()
         if step.loads and (worker := self._worker) is not None:
-            with guarded("begin_early"):  # else `begin_step` asks for all of it
-                worker.begin_early(step)
+            with guarded("begin_ahead"):  # else `begin_step` asks for all of it
+                worker.begin_ahead(step)
         self.collection.allow()  # a worker in this process has a step of its own to enqueue
         return step
 
@@ -286,13 +235,9 @@ class SchedulerHalf:
         """Return what the workers must know of a step whose description failed: no transfers."""
         self.promises.fail_step(output.num_scheduled_tokens)
         self._forget_broken()
-        untold, self._untold = self._untold, []
-        for tracked in untold:  # no load gives these locks back
-            with guarded("build_connector_meta"):
-                self._lookups.release(tracked.unloaded(), tracked.hit)
         self.collection.allow()
         return Step(
-            written_blocks(output, [], self._sizes.block_tokens),
+            written_blocks(output, self._sizes.block_tokens),
             output.total_num_scheduled_tokens,
             unserved=self.promises.describe(),
             epoch=self._keys.epoch,
@@ -300,13 +245,12 @@ class SchedulerHalf:
 
     def end_step(self, report: WorkerReport, arrived: Iterable[str]) -> None:
         """Take what the workers report after a step, and whose loads have ended."""
-        self.ways.end_step(report.step, arrived, report.speed)
+        self.policy.end_step(report.step, arrived, report.speed)
         if report.outdated >= self._keys.epoch:
             self.reset()
         for request_id in report.damaged:
             self._keys.damaged(request_id)
-        for request_id in report.requests:
-            self._store_no_more(request_id)  # what failed would count as stored
+        self._store_no_more(report.requests)  # what failed would count as stored
 
     def reset(self) -> bool:
         """Let nothing be found any more that was stored before; see `keys`.
@@ -315,19 +259,15 @@ class SchedulerHalf:
             False if the server did not give back the room of what was stored.
         """
         self._keys.reset()
-        if self._events is not None:
-            self._events.clear(self._requests.values())
+        if self.events is not None:
+            self.events.clear(self._requests.values())
         for request_id, tracked in list(self._requests.items()):
             tracked.most_stored = 0
-            if tracked.stage is Stage.LOOKED_UP:  # it asks again
+            if not tracked.has_blocks:  # it asks again
                 self._lookups.give_back(request_id)
                 del self._requests[request_id]
         is_drained = (worker := self._worker) is None or worker.drain()
         return self._lookups.clear() and is_drained
-
-    def take_events(self) -> Iterable[KVCacheEvent]:
-        """Return the KV events of the tiers since the last call; see `kv_events`."""
-        return () if self._events is None else self._events.take()
 
     def shutdown(self) -> None:
         """End the connection to the server.
@@ -339,60 +279,40 @@ class SchedulerHalf:
             self._lookups.clear()
         self._client.close()
 
-    def _take_loads(self) -> list[TokenRange]:
-        loads = []
-        for tracked in self._requests.values():
-            if tracked.stage is Stage.LOADING:
-                tracked.stage = Stage.COMPUTED
-                if (load := tracked.load()) is not None:
-                    loads.append(load)
-        return loads
-
     def _stores_of(self, output: SchedulerOutput) -> Iterable[TokenRange]:
         """Yield what a step completes; of a request that goes on, its new blocks are added."""
         cached = output.scheduled_cached_reqs
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         computed |= zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-        for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            # A resumed request has told all its blocks when it got them.
-            if blocks is not None and name not in cached.resumed_req_ids:
-                self._requests[name].add_blocks(blocks)
+        new_blocks = dict(zip(cached.req_ids, cached.new_block_ids, strict=True))
         for name, tokens in computed.items():
-            tokens += output.num_scheduled_tokens[name]
+            if name in self.promises.broken:
+                continue
             tracked = self._requests[name]
-            store = tracked.store(tokens, answers=self._stores_answers)
-            if self._events is not None:
-                self._events.describe(tracked, self._hashed_tokens)
+            # A resumed request has had all its blocks when it was allocated.
+            if (blocks := new_blocks.get(name)) and name not in cached.resumed_req_ids:
+                tracked.add_blocks(blocks)
+            end = tokens + output.num_scheduled_tokens[name]
+            store = tracked.store(end, answers=self._stores_answers)
+            if self.events is not None:
+                self.events.describe(tracked)
             if store is not None:
                 yield store
 
-    def _sources(self, stores: Iterable[TokenRange]) -> dict[str, list[int]]:
-        """Return, by request that stores, its block IDs up to the last that is stored."""
-        return {
-            store.request_id: self._requests[store.request_id].blocks_to(store.end)
-            for store in stores
-        }
-
-    def _store_no_more(self, request_id: str) -> None:
-        if (tracked := self._requests.get(request_id)) is not None:
-            tracked.most_stored = 0
+    def _store_no_more(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            if (tracked := self._requests.get(request_id)) is not None:
+                tracked.most_stored = 0
 
     def _forget_broken(self) -> None:
-        for request_id in self.promises.broken:
-            self._requests.pop(request_id, None)
-            self._shared.end(request_id)
-
-    # A worker in this process
+        for name in self.promises.broken:
+            self._requests.pop(name, None)
+            self._shared.pop(name, None)
+            if (load := self._loads.pop(name, None)) is not None:
+                with guarded("build_connector_meta"):  # no worker gives its locks back
+                    self._lookups.release(load, load.end)
 
     @property
     def _worker(self) -> WorkerHalf | None:
         """The worker's half of the same engine, where it is in this process."""
-        connector = worker_connector(self._config)
-        return getattr(connector, "worker_half", None)
-
-    def _ask_early(self, tracked: TrackedRequest) -> bool:
-        """Ask where the chunks of a hit are, before its step, once; whether somebody is asked."""
-        if (worker := self._worker) is None or (load := tracked.load()) is None:
-            return False
-        worker.ask_early(load)
-        return True
+        return getattr(worker_connector(self._config), "worker_half", None)

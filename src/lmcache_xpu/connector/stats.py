@@ -1,7 +1,8 @@
 """The package's counters by way of vLLM: in its periodic log line, and on its /metrics.
 
 Each step a worker hands vLLM what it counted since the last one (see `metrics`). vLLM adds up its
-workers and tells the API server, which logs the sum of an interval as `KV Transfer metrics: ...`.
+workers and passes the sums to the API server, which logs those of an interval as `KV Transfer
+metrics: ...`.
 
 The numbers on /metrics are the ones of `metrics`, under their own names, once: where processes
 share a directory (PROMETHEUS_MULTIPROC_DIR, as `serve` and several API servers have it) they are
@@ -16,6 +17,7 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
@@ -58,8 +60,7 @@ class ConnectorStats(KVConnectorStats):  # type: ignore[misc]  # untyped base
         """Add what others counted, or what was counted later."""
         for process, theirs in other.data.items():
             ours = self.data.setdefault(process, {COUNTS: {}, LEVELS: {}})
-            for key, amount in theirs[COUNTS].items():
-                ours[COUNTS][key] = ours[COUNTS].get(key, 0) + amount
+            _add_up(ours[COUNTS], theirs[COUNTS])
             ours[LEVELS].update(theirs[LEVELS])
         return self
 
@@ -71,12 +72,13 @@ class ConnectorStats(KVConnectorStats):  # type: ignore[misc]  # untyped base
             _add_up(counts, stats[COUNTS])
             _add_up(levels, stats[LEVELS])
         shown: dict[str, int | float] = {}
-        for flow in sorted({k.split(" ", 1)[1] for k in counts if k.startswith("bytes ")}):
-            moved, seconds = counts[f"bytes {flow}"], counts.get(f"seconds {flow}", 0.0)
+        for flow in sorted(
+            key.removeprefix("bytes ") for key in counts if key.startswith("bytes ")
+        ):
             name = flow.replace(" ", "_")
             shown[f"{name}_tokens"] = int(counts.get(f"tokens {flow}", 0))
-            shown[f"{name}_mib"] = round(moved / MIB, 1)
-            shown[f"{name}_s"] = round(seconds, 4)
+            shown[f"{name}_mib"] = round(counts[f"bytes {flow}"] / MIB, 1)
+            shown[f"{name}_s"] = round(counts.get(f"seconds {flow}", 0.0), 4)
         for key, amount in sorted(counts.items()):
             kind, flow = key.split(" ", 1)
             if kind in ("errors", "fallbacks", "loads"):
@@ -89,14 +91,8 @@ class ConnectorStats(KVConnectorStats):  # type: ignore[misc]  # untyped base
 class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # untyped base
     """Adds to the counters of this process what other processes counted."""
 
-    def __init__(
-        self,
-        vllm_config: VllmConfig,
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+    def __init__(self, vllm_config: VllmConfig, metric_types: dict[Any, Any], *labels: Any) -> None:
+        super().__init__(vllm_config, metric_types, *labels)
         shared = "PROMETHEUS_MULTIPROC_DIR" in os.environ
         # With Ray, vLLM has other kinds of metrics, which its own page does not show.
         self._adds = not shared and metric_types[Counter] is Counter
@@ -115,7 +111,13 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # untyped base
 
 
 class StatsHooks:
-    """What vLLM asks the class of a connector to make of stats."""
+    """What vLLM asks a connector of stats."""
+
+    _role: KVConnectorRole
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What this process counted since the last call. The scheduler's half counts nothing."""
+        return take() if self._role is KVConnectorRole.WORKER else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:

@@ -1,10 +1,10 @@
-"""What the scheduler's half tells the workers of a step, and what they report."""
+"""A step of vLLM: what workers must know of it, what they report, and which blocks it writes."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
@@ -12,18 +12,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from lmcache_xpu.cache.protocol import TokenRange
-from lmcache_xpu.connector.promises import NOTHING_UNSERVED, Unserved
+from lmcache_xpu.connector.request_guard import NOTHING_UNSERVED, Unserved
 from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
 
-__all__ = ["Step", "WorkerReport", "written_blocks"]
+__all__ = ["Step", "WorkerReport", "may_run_as_one_graph", "written_blocks"]
+
+FULL = "FULL"  # vLLM's CUDAGraphMode
 
 
 @dataclass
 class Step(KVConnectorMetadata):  # type: ignore[misc]  # untyped base
-    """What the workers are told of a step.
+    """What the workers must know of a step.
 
     Args:
         written: block IDs that the step may write, or loads that begin with it.
@@ -36,7 +39,7 @@ class Step(KVConnectorMetadata):  # type: ignore[misc]  # untyped base
         computed_hits: number of requests in it that are computed, though they could be loaded.
         number: by which workers report that it has ended; None if nobody asks.
         unserved: promised loads that are not described; they count as failed.
-        epoch: number of the epoch in which it was described; see `connector.epochs`.
+        epoch: number of the epoch in which it was described; see `keys`.
     """
 
     written: frozenset[int]
@@ -54,41 +57,9 @@ class Step(KVConnectorMetadata):  # type: ignore[misc]  # untyped base
         self.written |= self.unserved.all_blocks
 
 
-def written_blocks(
-    output: SchedulerOutput, loads: Iterable[TokenRange], block_tokens: Sequence[int]
-) -> frozenset[int]:
-    """Return the IDs of blocks that a step may write: those that requests did not have before.
-
-    vLLM numbers the blocks of all groups together. A block that a request has already is full, or
-    is written where nothing was stored.
-
-    Args:
-        output: vLLM's, of the step.
-        loads: that begin with it.
-        block_tokens: by group, as vLLM counts them, tokens of a block; 0 for one without tokens.
-    """
-    written: set[int] = set()
-
-    def add(blocks: Sequence[Sequence[int]], computed: int) -> None:
-        for ids, tokens in zip(blocks, block_tokens, strict=True):
-            written.update(ids[computed // tokens if tokens else 0 :])
-
-    for request in output.scheduled_new_reqs:
-        add(request.block_ids, request.num_computed_tokens)
-    cached = output.scheduled_cached_reqs
-    for name, blocks, computed in zip(
-        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-    ):
-        if blocks is not None:
-            add(blocks, computed if name in cached.resumed_req_ids else 0)
-    for load in loads:
-        add(load.blocks, load.kept)
-    written.discard(NULL_BLOCK)
-    return frozenset(written)
-
-
+@dataclass(frozen=True)
 class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # untyped base
-    """A worker tells the scheduler what became of loads.
+    """What a worker reports to the scheduler.
 
     Args:
         requests: IDs of those that waited for a load which failed.
@@ -98,25 +69,76 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # untyped 
         outdated: number of the epoch in which the weights changed; -1 for none.
     """
 
-    def __init__(
-        self,
-        requests: Iterable[str] = (),
-        damaged: Iterable[str] = (),
-        speed: float | None = None,
-        step: int | None = None,
-        outdated: int = -1,
-    ) -> None:
-        self.outdated = outdated
-        self.requests = frozenset(requests)
-        self.damaged = frozenset(damaged)
-        self.speed = speed
-        self.step = step
+    requests: Set[str] = frozenset()
+    damaged: Set[str] = frozenset()
+    speed: float | None = None
+    step: int | None = None
+    outdated: int = -1
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
-        """What several workers said, as one; with several, no speed is asked for."""
+        """What several workers reported, as one; with several, no speed is asked for."""
         assert isinstance(other, WorkerReport)
         return WorkerReport(
             self.requests | other.requests,
             self.damaged | other.damaged,
             outdated=max(self.outdated, other.outdated),
         )
+
+
+def written_blocks(
+    step: SchedulerOutput,
+    block_tokens: Iterable[int],
+    loads: Iterable[TokenRange] = (),
+    kept: Mapping[str, int] | None = None,
+) -> frozenset[int]:
+    """Return the IDs of blocks that a step may write: those that requests did not have before.
+
+    vLLM numbers the blocks of all groups together. A block that a request has already is full, or
+    is written where nothing was stored.
+
+    Args:
+        step: vLLM's.
+        block_tokens: by KV cache group, tokens of a block; 0 for a group without tokens.
+        loads: that begin with it, and write their blocks.
+        kept: of loads without blocks, by request the tokens in vLLM's own prefix cache; vLLM counts
+            what is loaded as computed as well.
+    """
+    written: set[int] = set()
+
+    def add(request: str, blocks: Sequence[Sequence[int]], computed: int) -> None:
+        computed = min(computed, (kept or {}).get(request, computed))
+        for ids, tokens in zip(blocks, block_tokens, strict=False):
+            written.update(ids[computed // tokens if tokens else 0 :])
+
+    for new in step.scheduled_new_reqs:
+        add(new.req_id, new.block_ids, new.num_computed_tokens)
+    cached = step.scheduled_cached_reqs
+    rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+    for request, blocks, computed in rows:
+        # A resumed request gets all of its blocks anew; another one those that it lacked.
+        add(request, blocks or (), computed if request in cached.resumed_req_ids else 0)
+    for load in loads:
+        add(load.request_id, load.blocks, load.kept)
+    written.discard(NULL_BLOCK)
+    return frozenset(written)
+
+
+def may_run_as_one_graph(config: VllmConfig, context: Any, arguments: dict[str, Any]) -> bool:
+    """Return whether a step may run as one graph, which does not stop at the layers.
+
+    Args:
+        config: of the engine.
+        context: vLLM's forward context; of the step, or an empty one.
+        arguments: what vLLM passes to `start_load_kv` beside the context.
+    """
+    if context.attn_metadata is not None and "attn_metadata" not in arguments:
+        return bool(context.cudagraph_runtime_mode.name == FULL)  # decided already
+    # The newer model runner loads before it decides.
+    mode = config.compilation_config.cudagraph_mode
+    if mode is None or not mode.has_full_cudagraphs():
+        return False
+    step = arguments.get("scheduler_output")
+    if step is None or mode.mixed_mode().name == FULL:
+        return True
+    decode_tokens = 1 + (config.num_speculative_tokens or 0)
+    return max(step.num_scheduled_tokens.values(), default=0) <= decode_tokens

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import enum
+import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,26 +19,19 @@ if TYPE_CHECKING:
 
     from lmcache_xpu.cache.local_cache import PromptKeys
 
-__all__ = ["BlockSizes", "ChunkNames", "Stage", "TrackedRequest"]
+__all__ = ["BlockSizes", "TrackedRequest"]
 
 MOST_STORED = "lmcache.max_offload_tokens"  # LMCache's option of a request
 
 
-class Stage(enum.Enum):
-    """How far a request is."""
-
-    LOOKED_UP = enum.auto()  # the server is asked for it
-    LOADING = enum.auto()  # it has blocks, and the next step tells the workers of its load
-    COMPUTED = enum.auto()  # its load was told, or there is none
-
-
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class BlockSizes:
     """How vLLM cuts a prompt into blocks, and the server into chunks.
 
     Args:
         chunk_tokens: tokens of a chunk.
         block_tokens: by KV cache group of vLLM, tokens of a block; 0 for one without tokens.
+        hashed_tokens: tokens of a block that vLLM hashes.
         moved_blocks: at the end of a request, blocks that vLLM may move: it names one again, and
             its old place holds nothing. vLLM moves those of drafted tokens in groups with states.
         keeps_last: the last token of a prompt is never part of a hit: states have to come before.
@@ -47,6 +39,7 @@ class BlockSizes:
 
     chunk_tokens: int
     block_tokens: Sequence[int]
+    hashed_tokens: int = 0
     moved_blocks: int = 0
     keeps_last: bool = False
 
@@ -57,53 +50,17 @@ class BlockSizes:
         drafter = config.speculative_config
         drafted = 0 if drafter is None else drafter.num_speculative_tokens or 0
         return cls(
-            chunk_tokens, block_tokens, drafted if mode == "align" else 0, mode in ("align", "all")
+            chunk_tokens,
+            block_tokens,
+            block_tokens[0],
+            moved_blocks=drafted if mode == "align" else 0,
+            keeps_last=mode in ("align", "all"),
         )
 
     @property
     def alignment(self) -> int:
         """Tokens at a multiple of which a block ends in each group."""
         return math.lcm(*filter(None, self.block_tokens))
-
-    def blocks(self, ids: Sequence[Sequence[int]], start: int, end: int) -> list[list[int]]:
-        """Return by group the block IDs of a range of tokens, of all of a request."""
-        return [
-            list(of_group[start // size : end // size]) if size else []
-            for of_group, size in zip(ids, self.block_tokens, strict=True)
-        ]
-
-
-class ChunkNames:
-    """The keys of a request's chunks in a cache of this process, by vLLM's own hashes of blocks.
-
-    Such a hash stands for all tokens up to its block's end, and for what else vLLM's prefix cache
-    tells apart.
-
-    Args:
-        request: vLLM's.
-        keys: of its prompt, with the salt, and no chunks yet.
-        sizes: of blocks and chunks.
-        hashed_tokens: tokens of a block that vLLM hashes.
-    """
-
-    def __init__(
-        self, request: Request, keys: PromptKeys, sizes: BlockSizes, hashed_tokens: int
-    ) -> None:
-        self._request, self._keys = request, keys
-        self._chunk_tokens = sizes.chunk_tokens
-        self._blocks = sizes.chunk_tokens // hashed_tokens
-
-    def keys(self) -> PromptKeys:
-        """Return the keys of all chunks that vLLM has hashed."""
-        hashes, keys, blocks = self._request.block_hashes, self._keys, self._blocks
-        if len(hashes) // blocks > len(keys):
-            keys.extend(hashes[(len(keys) + 1) * blocks - 1 :: blocks])
-        return keys
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens in such chunks."""
-        return len(self.keys()) * self._chunk_tokens
 
 
 class TrackedRequest:
@@ -112,47 +69,43 @@ class TrackedRequest:
     Args:
         request: vLLM's; an attribute too.
         salt: what sets its KV apart beside its tokens.
-        sizes: of blocks and chunks.
-        names: of its chunks, in a cache of this process; None for a server, which has its tokens.
+        sizes: of blocks and chunks; an attribute too.
+        keys: filled here with keys of its chunks in a cache of this process, by vLLM's hashes of
+            blocks; None for a server, which gets its tokens.
 
     Attributes:
-        stage: how far it is.
+        has_blocks: vLLM has given it blocks; until then it is looked up.
         blocks: by KV cache group of vLLM, IDs of its blocks.
         kept: tokens in vLLM's own prefix cache, whole blocks of each group.
         hit: tokens in the server, from the first one on.
-        stored: tokens that are in the server, or were told to be stored.
+        stored: tokens that are in the server, or are about to be stored.
         described: tokens whose blocks KV events know; see `kv_events`.
         most_stored: no token behind so many is stored; None: all.
     """
 
     def __init__(
-        self, request: Request, salt: str, sizes: BlockSizes, names: ChunkNames | None = None
+        self, request: Request, salt: str, sizes: BlockSizes, keys: PromptKeys | None = None
     ) -> None:
         self.request_id: str = request.request_id
-        self.salt = salt
-        self.options = lmcache_server.extract_request_configs_from_request(request)
-        limit = (self.options or {}).get(MOST_STORED)  # as the client sent it
-        self.most_stored = max(0, limit) if isinstance(limit, int) else None
-        self.stage = Stage.LOOKED_UP
+        self.request = request
+        self.sizes = sizes
+        self.has_blocks = False
         self.blocks: list[list[int]] = [[] for _ in sizes.block_tokens]
         self.kept = self.hit = self.stored = self.described = 0
-        self.request = request
-        self._sizes = sizes
-        self._names = names
+        self._salt = salt
+        self._options = lmcache_server.extract_request_configs_from_request(request)
+        limit = (self._options or {}).get(MOST_STORED)  # as the client sent it
+        self.most_stored = max(0, limit) if isinstance(limit, int) else None
+        self._keys = keys
         # Instead of its prompt's own.
-        self._prompt = _named_images(request) if names is None else []
+        self._prompt = _named_images(request) if keys is None else []
         self._packed: tuple[Any, Any] = (None, None)  # of tokens of this number and last one
-
-    @property
-    def is_whole_hit(self) -> bool:
-        """Whether the server has all tokens."""
-        return self.hit == len(self.request.all_token_ids)
 
     def add_blocks(self, ids: Sequence[Sequence[int]]) -> None:
         """Add blocks that it was given, by group."""
         for blocks, new in zip(self.blocks, ids, strict=True):
             last = len(blocks)
-            first = max(0, last - self._sizes.moved_blocks)
+            first = max(0, last - self.sizes.moved_blocks)
             for block in new:
                 if block != NULL_BLOCK and block in blocks[first:last]:
                     blocks[blocks.index(block, first, last)] = NULL_BLOCK
@@ -163,41 +116,35 @@ class TrackedRequest:
         self.add_blocks([new[len(has) :] for has, new in zip(self.blocks, ids, strict=True)])
 
     def looked_up(self, hit: int, kept: int) -> None:
-        """Take the answer to its look-up.
-
-        Args:
-            hit: tokens in the server.
-            kept: tokens in vLLM's own prefix cache.
-        """
-        alignment = self._sizes.alignment
+        """Take how many tokens are in the server, and in vLLM's own prefix cache."""
+        alignment = self.sizes.alignment
         self.hit = self.stored = hit
         self.kept = kept // alignment * alignment
 
     def range(self, start: int, end: int) -> TokenRange:
         """Return a range of its tokens, without blocks."""
-        return TokenRange(self.request_id, self._key_tokens(), start, end, self.salt, self.options)
+        return TokenRange(self.request_id, self.key_tokens(), start, end, self._salt, self._options)
 
     def whole_chunks(self) -> TokenRange:
         """Return all of its chunks that may be looked up."""
-        tokens, size = len(self.request.all_token_ids), self._sizes.chunk_tokens
-        tokens = max(0, tokens - self._sizes.keeps_last)
-        if self._names is not None:
-            tokens = min(tokens, self._names.tokens)
-        return self.range(0, tokens // size * size)
+        tokens = max(0, len(self.request.all_token_ids) - self.sizes.keeps_last)
+        size = self.sizes.chunk_tokens
+        return self.range(0, self._named_tokens(tokens) // size * size)
 
     def load(self) -> TokenRange | None:
         """Return the chunks of its hit that vLLM lacks; None if there are none."""
-        size = self._sizes.chunk_tokens
-        start, end = self.kept // size * size, self.hit
-        if end <= self.kept:
+        size = self.sizes.chunk_tokens
+        start = self.kept // size * size
+        if self.hit <= self.kept:
             return None
-        return self._with_blocks(start, end, kept=self.kept - start)
+        return self._with_blocks(start, self.hit, kept=self.kept - start)
 
-    def unloaded(self) -> TokenRange:
-        """Return the chunks that `load` does, without blocks."""
-        return self.range(
-            self.kept // self._sizes.chunk_tokens * self._sizes.chunk_tokens, self.hit
-        )
+    def loads_first_of(self, request: Request, kept: int) -> bool:
+        """Whether its load fills the block that a request lacks first, which has `kept` tokens."""
+        block = kept // self.sizes.hashed_tokens
+        if not self.kept <= kept < self.hit or block >= len(request.block_hashes):
+            return False
+        return bool(self.request.block_hashes[block] == request.block_hashes[block])
 
     def store(self, computed: int, *, answers: bool) -> TokenRange | None:
         """Return the chunks that a step completes, and count them as stored; None if none.
@@ -206,20 +153,18 @@ class TrackedRequest:
             computed: tokens whose KV is there behind the step.
             answers: chunks with tokens of the answer are stored as well.
         """
-        request, size = self.request, self._sizes.chunk_tokens
+        size = self.sizes.chunk_tokens
         allocated = min(
             len(blocks) * tokens
-            for blocks, tokens in zip(self.blocks, self._sizes.block_tokens, strict=True)
+            for blocks, tokens in zip(self.blocks, self.sizes.block_tokens, strict=True)
             if tokens
         )
-        bounds = [computed, allocated, len(request.all_token_ids)]
+        last = len(self.request.all_token_ids)
         if not answers:
-            bounds.append(request.num_prompt_tokens)
+            last = min(last, self.request.num_prompt_tokens)
         if self.most_stored is not None:
-            bounds.append(self.most_stored)
-        if self._names is not None:
-            bounds.append(self._names.tokens)
-        start, end = self.stored, min(bounds) // size * size
+            last = min(last, self.most_stored)
+        start, end = self.stored, min(computed, allocated, self._named_tokens(last)) // size * size
         if end <= start:
             return None
         self.stored = end
@@ -227,30 +172,35 @@ class TrackedRequest:
 
     def blocks_to(self, end: int) -> list[int]:
         """Return the IDs of its first group's blocks up to a token."""
-        return self.blocks[0][: end // self._sizes.block_tokens[0]]
+        return self.blocks[0][: end // self.sizes.block_tokens[0]]
 
-    def _with_blocks(self, start: int, end: int, kept: int = 0) -> TokenRange:
-        return TokenRange(
-            self.request_id,
-            self._key_tokens(),
-            start,
-            end,
-            self.salt,
-            self.options,
-            self._sizes.blocks(self.blocks, start, end),
-            kept,
-        )
-
-    def _key_tokens(self) -> Any:
-        """Return its tokens as LMCache's keys have them; packed anew when there are others."""
-        if self._names is not None:
-            return self._names.keys()
+    def key_tokens(self) -> Any:
+        """Return its tokens as keys have them; made anew when there are others."""
+        if (keys := self._keys) is not None:
+            hashes = self.request.block_hashes
+            blocks = self.sizes.chunk_tokens // self.sizes.hashed_tokens
+            if len(hashes) // blocks > len(keys):
+                keys.extend(hashes[(len(keys) + 1) * blocks - 1 :: blocks])
+            return keys
         tokens: Sequence[int] = self.request.all_token_ids
         which = len(tokens), tokens[-1] if len(tokens) else None
         if self._packed[0] != which:
             named = [*self._prompt, *tokens[len(self._prompt) :]] if self._prompt else list(tokens)
             self._packed = which, lmcache_server.key_tokens(named)
         return self._packed[1]
+
+    def _with_blocks(self, start: int, end: int, kept: int = 0) -> TokenRange:
+        blocks = [
+            of_group[start // tokens : end // tokens] if tokens else []
+            for of_group, tokens in zip(self.blocks, self.sizes.block_tokens, strict=True)
+        ]
+        return dataclasses.replace(self.range(start, end), blocks=blocks, kept=kept)
+
+    def _named_tokens(self, tokens: int) -> int:
+        """Return how many of so many tokens are in chunks that have a key."""
+        if self._keys is None:
+            return tokens
+        return min(tokens, len(self.key_tokens()) * self.sizes.chunk_tokens)
 
 
 def _named_images(request: Request) -> list[int]:

@@ -1,17 +1,16 @@
 """The worker's half of the connector to LMCache's server: its transfers, step by step.
 
-ask_early, begin_early  a scheduler in this process has decided on loads, and on their step
+begin_ahead             a scheduler in this process has decided on a step
 begin_step              before vLLM may write new blocks: what the step loads is asked for
 load                    vLLM has prepared the step: its loads begin
 before_layer, after_layer, for each layer
 store, take_unfilled    the step is enqueued; in either order
-take_ended, report      what vLLM and the scheduler's half are told
+take_ended, report      what vLLM and the scheduler's half ask for
 """
 
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -20,9 +19,8 @@ from lmcache.integration.vllm.utils import calculate_draft_layers
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from lmcache_xpu.cache.protocol import TokenRange
-from lmcache_xpu.connector.promises import Unserved
-from lmcache_xpu.connector.step import Step, WorkerReport
-from lmcache_xpu.connector.step_metadata import IDLE_S, may_run_as_one_graph
+from lmcache_xpu.connector.request_guard import Unserved
+from lmcache_xpu.connector.step import Step, WorkerReport, may_run_as_one_graph
 from lmcache_xpu.copies.group_copies import GroupCopies
 from lmcache_xpu.copies.transfers import Transfers
 from lmcache_xpu.errors import SettingsError
@@ -38,18 +36,19 @@ if TYPE_CHECKING:
 
     from lmcache_xpu.cache.local_client import LocalClient
     from lmcache_xpu.cache.server_client import ServerClient
-    from lmcache_xpu.copies.step_loads import StepLoads
     from lmcache_xpu.model.kv_cache_groups import CacheGroup
 
-__all__ = ["WorkerHalf", "new_instance_id"]
+__all__ = ["WorkerHalf"]
 
 TIMEOUT, STAGING_MIB = "xpu.server_timeout_s", "xpu.staging_mib"
 DRAIN_S = 10.0
 START_S = 10.0  # for the first answer to a look-up
+# That a worker waits in a step without tokens; as vLLM's own loop, where the engine has a process.
+IDLE_S = 0.001
 
 
 class WorkerHalf:
-    """Told of steps and layers by vLLM's model runner, on the engine's thread.
+    """Called with steps and layers by vLLM's model runner, on the engine's thread.
 
     Args:
         config: of the engine.
@@ -59,6 +58,8 @@ class WorkerHalf:
         groups: of the KV cache that are stored.
         beat_s: seconds between heartbeats.
     """
+
+    transfers: Transfers  # once the KV cache is registered
 
     def __init__(
         self,
@@ -70,40 +71,34 @@ class WorkerHalf:
         beat_s: float,
     ) -> None:
         self.collection = GarbageCollection()
-        self.transfers: Transfers | None = None  # once the KV cache is registered
         self._config = config
         self._options = options
         self._client = client
         self._groups = groups
         self._beat_s = beat_s
         self._blocks = kv_cache_config.num_blocks
-        # Where vLLM zeroes new blocks, its newer runner does so before it tells us of the step.
+        # Where vLLM zeroes new blocks, its newer runner does so before we hear of the step.
         self._zeroed = bool(kv_cache_config.needs_kv_cache_zeroing)
-        # Newer vLLM hears of requests whose loads failed, older of their blocks.
+        # Newer vLLM asks for requests whose loads failed, older for their blocks.
         self._reports_requests = hasattr(KVConnectorBase_V1, "get_transfer_results")
         self._step: Step | None = None
-        self._early: Step | None = None  # begun by a scheduler in this process
+        self._ahead: Step | None = None  # a scheduler in this process has begun it
         self._failed: set[str] = set()
-        self._epoch = 0  # number of the last that was heard of
+        self._epoch = 0  # number of the last that a step was of
         self._outdated = -1  # number of the epoch in which the weights changed
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Take over the engine's KV cache, and tell the server of it.
+        """Take over the engine's KV cache, and register it with the server.
 
         Raises:
             LayoutError: a KV cache that can't be read.
             SettingsError: the server lends no memory, or answers no look-up.
         """
         staging = self._options.get(STAGING_MIB)
+        staging_bytes = None if staging is None else int(staging) * 2**20
+        chunk_tokens = self._client.chunk_tokens
         copies = [
-            GroupCopies(
-                group,
-                kv_caches,
-                self._blocks,
-                self._client.chunk_tokens,
-                None if staging is None else int(staging) * 2**20,
-                self._pin,
-            )
+            GroupCopies(group, kv_caches, self._blocks, chunk_tokens, staging_bytes, self._pin)
             for group in self._groups
         ]
         timeout_s = float(self._options.get(TIMEOUT, 1.0))
@@ -122,7 +117,7 @@ class WorkerHalf:
 
     def _pin(self, address: int, size: int, device: torch.device) -> bool:
         """Pin memory of others than the server, whose memory was pinned when it was mapped."""
-        lent = None if self.transfers is None else self.transfers.pinned(address)
+        lent = self.transfers.pinned(address) if hasattr(self, "transfers") else None
         return register_host(address, size, device) if lent is None else lent
 
     def change_weights(self) -> None:
@@ -132,80 +127,67 @@ class WorkerHalf:
     def drain(self) -> bool:
         """Wait for the transfers on their way; whether they have ended in `DRAIN_S`."""
         deadline = time.monotonic() + DRAIN_S
-        while self.transfers is not None and self.transfers.busy:
+        while self.transfers.busy:
             if time.monotonic() > deadline:
                 return False
             time.sleep(IDLE_S)
         return True
 
-    # Before a step, by a scheduler in this process
-
-    def ask_early(self, load: TokenRange) -> None:
-        """Ask where the chunks of a load are that the next step may have; raises nothing."""
-        if (in_steps := self._in_steps) is not None:
-            in_steps.ask_early(load)
-
-    def begin_early(self, step: Step) -> None:
-        """Begin a step that vLLM has just decided on; `begin_step` has to follow."""
-        self._ask_for(step)
-        if (in_steps := self._in_steps) is not None:
-            in_steps.begin_answered(step.tokens, scheduling=True)
-        self._early = step
-
     # A step
+
+    def begin_ahead(self, step: Step) -> None:
+        """Begin a step, called by a scheduler in this process; `begin_step` has to follow."""
+        self._ask_for(step)
+        if (in_steps := self.transfers.in_steps) is not None:
+            in_steps.begin_answered(step.tokens, scheduling=True)
+        self._ahead = step
 
     def begin_step(self, step: Step) -> None:
         """Begin a step: loads inside it begin where the server has answered already."""
         loaded("computed", step.computed_hits)
-        is_early, self._early = self._early is step, None
+        is_asked_for, self._ahead = self._ahead is step, None
         self._epoch = max(self._epoch, step.epoch)
         if self._outdated >= self._epoch:
-            step, is_early = self._refused(step), False
+            step, is_asked_for = self._refused(step), False
         self._step = step
-        if not is_early:
+        if not is_asked_for:
             self._ask_for(step)
-        if (in_steps := self._in_steps) is not None:
+        if (in_steps := self.transfers.in_steps) is not None:
             in_steps.begin_answered(step.tokens)
 
     def load(self, context: ForwardContext, arguments: dict[str, Any]) -> None:
-        """Begin this step's loads, those inside it first.
-
-        Args:
-            context: vLLM's, of the step, or an empty one.
-            arguments: what vLLM passes beside it.
-        """
-        if (step := self._step) is None or (transfers := self.transfers) is None:
+        """Begin this step's loads, those inside it first; arguments as `may_run_as_one_graph`."""
+        if (step := self._step) is None:
             return
-        if step.loads and transfers.in_steps is not None:
-            whole = may_run_as_one_graph(self._config, context, arguments)
-            transfers.in_steps.begin(whole=whole)
+        if step.loads and (in_steps := self.transfers.in_steps) is not None:
+            in_steps.begin(whole=may_run_as_one_graph(self._config, context, arguments))
         if step.waiting:
-            event = transfers.event()
+            event = self.transfers.event()
             for load in step.waiting:
-                transfers.load(load, event)
+                self.transfers.load(load, event)
 
     def before_layer(self, name: str) -> None:
         """Let the engine's stream wait for a layer of what this step loads."""
-        if (in_steps := self._in_steps) is not None:
+        if (in_steps := self.transfers.in_steps) is not None:
             in_steps.before_layer(name)
 
     def after_layer(self, name: str) -> None:
         """Enqueue more of what this step loads, behind a layer."""
-        if (in_steps := self._in_steps) is not None:
+        if (in_steps := self.transfers.in_steps) is not None:
             in_steps.after_layer(name)
 
     def store(self) -> None:
         """Store what this step computed, beside the engine."""
-        if (step := self._step) is None or (transfers := self.transfers) is None:
+        if (step := self._step) is None:
             return
-        if transfers.in_steps is not None:
-            transfers.in_steps.end()
+        if (in_steps := self.transfers.in_steps) is not None:
+            in_steps.end()
         if step.stores and self._client.scope.is_writer:
-            event = transfers.event()
+            event = self.transfers.event()
             for store in step.stores:
-                transfers.store(store, event, step.sources.get(store.request_id, ()))
+                self.transfers.store(store, event, step.sources.get(store.request_id, ()))
         if self._zeroed:
-            transfers.let_write()
+            self.transfers.let_write()
 
     def end_step(self) -> None:
         """Forget a step that is enqueued."""
@@ -213,50 +195,45 @@ class WorkerHalf:
         self.collection.allow()
 
     def _ask_for(self, step: Step) -> None:
-        if (transfers := self.transfers) is None:
-            return
-        transfers.let_write(step.written)
-        transfers.fail(step.unserved.waiting)
-        if (in_steps := transfers.in_steps) is None:
+        self.transfers.let_write(step.written)
+        self.transfers.fail(step.unserved.waiting)
+        if (in_steps := self.transfers.in_steps) is None:
             return
         in_steps.begin_step(step.written)
         in_steps.fail(step.unserved.blocks)
         for load in step.loads:
             in_steps.ask(load)
-        in_steps.end_early()
 
     def _refused(self, step: Step) -> Step:
         """Return a step whose loads count as failed, and which stores nothing."""
-        blocks = frozenset().union(*map(self._loaded_blocks, step.loads))
+        blocks = step.unserved.blocks.union(*map(self._loaded_blocks, step.loads))
         waiting = {load.request_id: self._loaded_blocks(load) for load in step.waiting}
-        unserved = Unserved(step.unserved.blocks | blocks, {**step.unserved.waiting, **waiting})
+        unserved = Unserved(blocks, {**step.unserved.waiting, **waiting})
         return replace(step, stores=(), loads=(), waiting=(), sources={}, unserved=unserved)
 
     def _loaded_blocks(self, load: TokenRange) -> frozenset[int]:
-        groups = [] if self.transfers is None else self.transfers.groups
         return frozenset(
             block
-            for copies in groups
-            for block in load.blocks[copies.group.number][load.kept // copies.group.block_tokens :]
+            for group in self._groups
+            for block in load.blocks[group.number][load.kept // group.block_tokens :]
         )
 
-    # What vLLM and the scheduler's half are told
+    # What vLLM and the scheduler's half ask for
 
     def take_unfilled(self) -> Collection[int]:
-        """Return block IDs whose loads failed since the last call; see `late_blocks`.
+        """Return block IDs whose loads failed since the last call; see `StepLoads.take`.
 
-        Where vLLM does not hear of failed requests, those of loads that they waited for as well.
+        Where vLLM does not ask for failed requests, those of loads that they waited for as well.
         """
-        unfilled = set() if (in_steps := self._in_steps) is None else in_steps.take()
-        if self._reports_requests or self.transfers is None:
+        in_steps = self.transfers.in_steps
+        unfilled = set() if in_steps is None else in_steps.take()
+        if self._reports_requests:
             return unfilled
         waited = self.transfers.take_unfilled()
         return waited.union(unfilled) if waited else unfilled
 
     def take_ended(self) -> tuple[set[str], set[str]]:
         """Return the requests whose loads have ended since the last call, and those that failed."""
-        if self.transfers is None:
-            return set(), set()
         ended, failed = self.transfers.take_ended()
         self._failed |= failed
         if not ended and self._step is not None and not self._step.tokens:
@@ -268,30 +245,20 @@ class WorkerHalf:
     def report(self) -> WorkerReport | None:
         """Return what became of loads since the last call, and which step has ended."""
         failed, self._failed = self._failed, set()
-        number = None if self._step is None else self._step.number
-        if (transfers := self.transfers) is None:
-            return WorkerReport(failed, step=number) if failed or number else None
-        damaged, speed = transfers.take_damaged(), transfers.take_speed()
-        outdated = self._outdated if self._outdated >= self._epoch else -1
-        if not (failed or damaged or speed or number or outdated >= 0):
-            return None
-        return WorkerReport(failed, damaged, speed, number, outdated)
+        report = WorkerReport(
+            failed,
+            self.transfers.take_damaged(),
+            self.transfers.take_speed(),
+            None if self._step is None else self._step.number,
+            self._outdated if self._outdated >= self._epoch else -1,
+        )
+        return None if report == WorkerReport() else report
 
     def shutdown(self) -> None:
         """End the transfers, and tell the server; waits for copies under way."""
         self.collection.allow()
         self._client.stop_heartbeat()
-        if self.transfers is not None:
+        if hasattr(self, "transfers"):
             self.transfers.unregister()
             self.transfers.close()
         self._client.close()
-
-    @property
-    def _in_steps(self) -> StepLoads | None:
-        """Loads inside steps."""
-        return None if self.transfers is None else self.transfers.in_steps
-
-
-def new_instance_id() -> int:
-    """Return a number for a worker that no other has: the server knows workers by it."""
-    return uuid.uuid4().int & ((1 << 63) - 1)

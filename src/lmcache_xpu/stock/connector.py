@@ -14,7 +14,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
 
 from lmcache_xpu import versions
-from lmcache_xpu.connector import stats
 from lmcache_xpu.connector.request_guard import guarded
 from lmcache_xpu.connector.stats import StatsHooks
 from lmcache_xpu.model.kv_cache_facts import check_chunks, check_model, engine_facts
@@ -24,7 +23,6 @@ from lmcache_xpu.vllm_hooks.process_end import end_with_parent, ending_on_failur
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -170,10 +168,6 @@ class LMCacheXPUConnector(StatsHooks, LMCacheConnectorV1):  # type: ignore[misc]
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that a load left unfilled since the last call; vLLM recomputes them."""
         return self.worker.take_unfilled()
-
-    def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What this process counted since the last call. The scheduler's half counts nothing."""
-        return stats.take() if self._role is KVConnectorRole.WORKER else None
 
     def build_connector_worker_meta(self) -> WeightsChanged | None:
         """Whether this worker's weights have changed."""

@@ -9,6 +9,7 @@ of the weights.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,9 +19,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from lmcache_xpu.connector.promises import Promises
-from lmcache_xpu.connector.step_metadata import with_answers, without, written_blocks
+from lmcache_xpu.connector.request_guard import Promises
+from lmcache_xpu.connector.step import written_blocks
 from lmcache_xpu.stock.health import check_healthy
+from lmcache_xpu.stock.step import with_answers, without
 from lmcache_xpu.versions.lmcache import LMCacheConnectorMetadata
 
 if TYPE_CHECKING:
@@ -177,7 +179,7 @@ class StockScheduler:
         self._looked_up -= step.num_scheduled_tokens.keys()
         ended, self._ended = tuple(self._ended), []
         unserved = self._promises.describe().all_blocks
-        blocks = written_blocks(step, self._block_size, kept) | unserved
+        blocks = written_blocks(step, itertools.repeat(self._block_size), kept=kept) | unserved
         return Step(described, blocks, unserved, ended)
 
     def stop(self, cause: str) -> None:

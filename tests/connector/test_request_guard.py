@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmcache_xpu.connector.promises import NOTHING_UNSERVED, Promises
+from lmcache_xpu.connector.request_guard import NOTHING_UNSERVED, Promises
 
 BLOCKS = list(range(10, 30))
 
