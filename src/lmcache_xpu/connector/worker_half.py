@@ -243,7 +243,7 @@ class WorkerHalf:
     # What vLLM and the scheduler's half are told
 
     def take_unfilled(self) -> Collection[int]:
-        """Return block IDs whose loads failed since the last call; see `late_blocks`.
+        """Return block IDs whose loads failed since the last call; see `pending_failures`.
 
         Where vLLM does not hear of failed requests, those of loads that they waited for as well.
         """

@@ -72,12 +72,6 @@ class Transfer:
                 self.result = result
             self._changed.notify_all()
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until it has ended; whether it succeeded."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.result is not None, timeout_s)
-        return bool(self.result)
-
     def leave_blocks(self, deadline: float) -> None:
         """Let the engine's current stream wait until the blocks were read.
 
@@ -108,29 +102,28 @@ class TransferQueue:
         self._lock = threading.Lock()
 
     def add(self, transfer: Transfer, move: Callable[[], bool]) -> None:
-        """Do a transfer when those before it have ended; `move` catches its errors."""
+        """Do a transfer when those before it have ended.
+
+        Args:
+            transfer: ends with what `move` returns.
+            move: whether it succeeds; catches its errors.
+        """
+
+        def run() -> None:
+            result = False
+            try:
+                result = move()
+            finally:
+                with self._lock:
+                    self._transfers.discard(transfer)
+                transfer.end(result)
+
         with self._lock:
             self._transfers.add(transfer)
-        self._thread.submit(self.run, transfer, move)
-
-    def run(self, transfer: Transfer, move: Callable[[], bool]) -> None:
-        """Do a transfer at once, in this thread."""
-        result = False
-        try:
-            result = move()
-        finally:
-            with self._lock:
-                self._transfers.discard(transfer)
-            transfer.end(result)
-
-    @property
-    def busy(self) -> bool:
-        """Whether any transfer has not ended."""
-        with self._lock:
-            return bool(self._transfers)
+        self._thread.submit(run)
 
     def transfers(self) -> list[Transfer]:
-        """Those that have not ended."""
+        """Return those that have not ended."""
         with self._lock:
             return list(self._transfers)
 

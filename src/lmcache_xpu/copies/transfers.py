@@ -1,4 +1,7 @@
-"""A worker's transfers between the engine's KV cache and the memory that LMCache's server lends."""
+"""A worker's transfers between the engine's KV cache and the memory that LMCache's server lends.
+
+Loads inside steps are in `step_loads`; all others, and stores, are here, in threads.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from queue import SimpleQueue
+from typing import Any
 
 from lmcache_xpu.cache.lent_memory import LentMemory
 from lmcache_xpu.cache.local_client import LocalClient
@@ -14,13 +18,13 @@ from lmcache_xpu.cache.server import GivenUpError, Server, union
 from lmcache_xpu.cache.server_client import ServerClient
 from lmcache_xpu.copies.group_copies import GroupCopies
 from lmcache_xpu.copies.moves import Moves
-from lmcache_xpu.copies.registration import payload
 from lmcache_xpu.copies.step_loads import StepLoads
 from lmcache_xpu.copies.transfer_queue import Transfer, TransferQueue
 from lmcache_xpu.errors import LMCacheXPUError
 from lmcache_xpu.metrics import Flow, fallback, loaded
 from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK
 from lmcache_xpu.transfer.devices import Event
+from lmcache_xpu.versions.lmcache_server import RegisterEngineDrivenContextPayload
 
 __all__ = ["Transfers"]
 
@@ -63,7 +67,7 @@ class Transfers:
         self._stores = TransferQueue("stores")
         self._loads = TransferQueue("loads")
         self._damaged: SimpleQueue[str] = SimpleQueue()
-        self._waited: list[Transfer] = []  # loads of which vLLM was told nothing yet
+        self._waited: list[Transfer] = []  # loads, until `take_ended` names their requests
         self._unfilled: set[int] = set()
         self._registered = False
         self.in_steps: StepLoads | None = None
@@ -71,7 +75,6 @@ class Transfers:
             self.in_steps = StepLoads(
                 self._moves,
                 groups[0],
-                lambda chunks: client.key(chunks, worker=True),
                 draft_layers,
                 lambda request_id, error: self._failed(client.load_flow, request_id, error),
             )
@@ -90,8 +93,8 @@ class Transfers:
     @property
     def busy(self) -> bool:
         """Whether any transfer is on its way, or waits for its turn."""
-        in_steps = self.in_steps is not None and self.in_steps.busy
-        return self._stores.busy or self._loads.busy or in_steps
+        in_steps = self.in_steps is not None and self.in_steps.outcomes.pending
+        return bool(self._stores.transfers() or self._loads.transfers() or in_steps)
 
     def pinned(self, address: int) -> bool | None:
         """Whether the server's memory at this address is pinned; None for other memory."""
@@ -116,21 +119,15 @@ class Transfers:
 
         Waits for the server; raises as `Server.map`.
         """
-        before, requests, local = None, self._client.requests, self._client.local
+        before, local = None, self._client.local
         self._registered = True
         if local is None:
-            registered = requests.register_kv_cache_engine_driven_context(
-                payload(self._client, self.groups)
-            )
+            requests, described = self._client.requests, self._description()
+            registered = requests.register_kv_cache_engine_driven_context(described)
             before = self._server.map(registered)
         else:
             self._server.lend(local)
         self._moves.begin_with_server()
-        if (module := self._moves.module) is not None:
-            scope = self._client.scope
-            module.register(scope.model_name, scope.world_size).result(
-                timeout=self._client.timeout_s
-            )
         if before is not None:
             self._give_back(before)
 
@@ -156,6 +153,25 @@ class Transfers:
         if gone is not None:
             self._give_back(gone)
 
+    def _description(self) -> Any:
+        """Return LMCache's registration of this worker, with its first KV cache group.
+
+        The server allocates objects by numbers of layers, tokens and elements. It is told of one
+        layer of one token of bytes, so that the order of bytes in an object is this package's own.
+        This package's module takes several groups, see `server_module`.
+        """
+        return RegisterEngineDrivenContextPayload(
+            instance_id=self._client.instance_id,
+            model_name=self._client.scope.model_name,
+            world_size=self._client.scope.world_size,
+            block_size=self.groups[0].group.block_tokens,
+            num_layers=1,
+            hidden_dim_size=self.groups[0].object_bytes,
+            dtype_str="uint8",
+            use_mla=True,  # one plane
+            num_physical_slots=1,
+        )
+
     def _give_back(self, memory: LentMemory) -> None:
         while self.busy:  # with what had begun; the server is not healthy yet
             time.sleep(_POLL_S)
@@ -167,8 +183,7 @@ class Transfers:
         """Tell the server that this worker ends; waits for it, if it was ever told of it."""
         if not self._registered:
             return
-        if (module := self._moves.module) is not None:
-            module.register(self._client.scope.model_name, self._client.scope.world_size, ends=True)
+        self._moves.end_with_server()
         if self._client.local is not None:
             return
         requests, worker = self._client.requests, self._server.instance_id
@@ -195,12 +210,12 @@ class Transfers:
         """
         blocks = self._blocks(chunks)
         transfer = Transfer(chunks.request_id, union(blocks))
-        check = self.in_steps.gate(sources) if self.in_steps is not None and sources else None
+        check = self.in_steps.outcomes.gate(sources) if self.in_steps and sources else None
 
         def move() -> None:
             if check is not None:
                 check()
-            self._moves.store(transfer, self._client.key(chunks, worker=True), blocks, event)
+            self._moves.store(transfer, chunks, blocks, event)
 
         self._stores.add(transfer, lambda: self._succeeds(self._client.store_flow, move, transfer))
         return transfer
@@ -219,7 +234,7 @@ class Transfers:
         transfer = Transfer(chunks.request_id, union(blocks))
 
         def move() -> None:
-            self._moves.load(transfer, self._client.key(chunks, worker=True), blocks, event)
+            self._moves.load(transfer, chunks, blocks, event)
 
         loaded("async")
         self._waited.append(transfer)
