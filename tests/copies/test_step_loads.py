@@ -255,7 +255,7 @@ def test_every_layer_is_ordered_before_who_reads_it(machine):
     try:
         transfer, chunks = Transfer("request", frozenset(STORED)), chunks_of(STORED)
         event = engine.transfers.event()
-        engine.transfers._moves.store(transfer, chunks, [STORED], event)  # the GPU is this thread's
+        engine.transfers._moves.store(transfer, chunks, event)  # the GPU is this thread's
         assert engine.load() == [True] * len(LAYERS)
         assert not set(engine.loads.take())
         assert unchanged(engine, [block for block in range(BLOCKS) if block not in LOADED])

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lmcache_xpu.cache.protocol import TokenRange
 from lmcache_xpu.cache.seals import SEAL_BYTES
 from lmcache_xpu.copies.load_pipelines import LoadPipeline
 from lmcache_xpu.errors import LayoutError
@@ -28,7 +29,6 @@ from lmcache_xpu.transfer.tuning import Tuning
 
 __all__ = ["BesideLayers", "GroupCopies"]
 
-GroupStarts = Callable[[int, int, Tuning], list[int]]
 BesideLayers = Callable[[Sequence[torch.Tensor]], list[LoadPipeline]]
 
 
@@ -108,6 +108,12 @@ class GroupCopies:
         """Chunks at the end of a hit that the group needs; 0 for all of them."""
         return self.group.window_chunks(self._chunk_tokens)
 
+    def blocks(self, tokens: TokenRange, *, loading: bool = False) -> list[int]:
+        """Return the group's blocks of a range; of a load, null blocks for what vLLM keeps."""
+        blocks = list(tokens.blocks[self.group.number])
+        kept = tokens.kept // self.group.block_tokens if loading else 0
+        return [NULL_BLOCK] * kept + blocks[kept:]
+
     def chunks(self, blocks: Sequence[int]) -> list[list[int]]:
         """Return blocks chunk by chunk."""
         size = self._chunk_blocks
@@ -135,11 +141,12 @@ class GroupCopies:
         ]
 
     def beside_layers(
-        self, chunks: Sequence[list[int]], starts: GroupStarts, flow: Flow
+        self,
+        chunks: Sequence[list[int]],
+        starts: Callable[[int, int, Tuning], list[int]],
+        flow: Flow,
     ) -> BesideLayers:
         """Plan a load of chunks, as `load`, that comes in the order of the layers.
-
-        Where the chunks are need not be known yet.
 
         Args:
             chunks: their blocks.
@@ -147,8 +154,8 @@ class GroupCopies:
             flow: counts its failures.
 
         Returns:
-            What makes the load of the objects that hold the chunks. Nothing of it is enqueued yet.
-            Its parts count layers as `pages_per_layer` says.
+            What makes the load, of the objects that hold the chunks; enqueues nothing. Its parts
+            count layers as `pages_per_layer` says.
         """
         plans = []
         for part in self.parts:
@@ -169,16 +176,12 @@ class GroupCopies:
         """Layers of a part for each of the engine's; None where these are in several parts."""
         return self.parts[0].form.layers // len(self.group.layers) if len(self.parts) == 1 else None
 
-    def follow_engine(self) -> None:
-        """Order what follows behind what the current stream holds."""
-        for part in self.parts:
-            part.stager.follow_engine()
-
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Wait, after an error, for the part of a store or a load that is on its way."""
+    def behind_engine(self) -> Iterator[None]:
+        """Order copies behind what the current stream holds; wait for them after an error."""
         with ExitStack() as stack:
             for part in self.parts:
+                part.stager.follow_engine()
                 stack.enter_context(part.stager.whole())
             yield
 

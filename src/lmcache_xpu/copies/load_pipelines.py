@@ -1,11 +1,9 @@
 """The loads inside a step, which run beside the engine's layers.
 
-The engine's stream waits for a layer group only where it comes to the group's first layer. Behind a
+The engine's stream waits for a layer group where it comes to the group's first layer. Behind a
 layer the next groups are enqueued, at most one of each load, until enough bytes are under way to
-keep the link busy. All are enqueued behind the engine's stream, because a step that was enqueued
-before may still read freed blocks. On CPU a layer is loaded when the engine comes to it.
-
-Calls wait for nothing, unless host memory is not pinned.
+keep the link busy. On CPU a layer is loaded when the engine comes to it. Calls wait for nothing,
+unless host memory is not pinned.
 """
 
 from __future__ import annotations
@@ -33,8 +31,7 @@ logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers on
 class LoadPipeline:
     """A load by layer groups, in the order of the layers.
 
-    An error in a call ends the load and not the engine's step: it is counted and logged, and the
-    call returns.
+    An error in a call is counted and logged, and ends the load, not the engine's step.
 
     Args:
         stager: of the engine's KV cache.
@@ -43,8 +40,7 @@ class LoadPipeline:
         flow: counts an error.
 
     Attributes:
-        failed_behind: of a load that failed, a handle that is done when its transfers are; no more
-            is enqueued.
+        failed_behind: of a load that failed, what is done when all that it enqueued is.
     """
 
     def __init__(
@@ -60,11 +56,6 @@ class LoadPipeline:
         self._arrived = 0  # groups
         self._waited = 0  # groups
         self._head_start = 0  # groups that were enqueued before the step
-
-    @property
-    def tuning(self) -> Tuning:
-        """The numbers that suit the device."""
-        return self.stager.tuning
 
     @property
     def enqueued(self) -> int:
@@ -90,7 +81,7 @@ class LoadPipeline:
         """Enqueue the first groups."""
         with self._enduring():
             if self.failed_behind is None:
-                self._enqueue(self.tuning.first_groups)
+                self._enqueue(self.stager.tuning.first_groups)
 
     def go_on(self) -> int:
         """Enqueue one more group before the step that waits for it, and return its bytes.
@@ -119,15 +110,14 @@ class LoadPipeline:
                 self._waited = groups
 
     def after_layer(self, layer: int) -> int:
-        """Enqueue what comes next, and return its bytes.
+        """Enqueue one more group behind a layer, and return its bytes; 0 if none has its turn.
 
-        Only now, when the layer's own work is enqueued: drivers take about a thousand copies and
-        then let the caller wait. And one group at most: behind the first layer the device has no
-        other work yet.
+        Not before the layer's own work: drivers take about a thousand copies, and then the caller
+        waits. And one group at most: behind the first layer the device has no other work yet.
         """
         with self._enduring():
             count = self.enqueued
-            ahead = max(self.tuning.groups_ahead, self._head_start)
+            ahead = max(self.stager.tuning.groups_ahead, self._head_start)
             most = min(bisect.bisect_right(self._starts, layer) + ahead, len(self._groups))
             if self.failed_behind is None and count < most:
                 self._enqueue(count + 1)
@@ -202,10 +192,9 @@ class StepPipelines:
         """Return the first layer of each layer group of a load that is added next.
 
         With much to compute beside the load, groups of 1, 1, 2, 2, ..., 1, 1 layers: each arrives
-        by the time that the ones before it have been computed, also where copying takes about as
-        long as computing. Of a load that begins before its step, the first are larger. With little
-        to compute each group is three quarters of what is left, so that most layers come in few
-        large copies.
+        by the time that those before it are computed, also where copying takes as long. Of a load
+        that begins before its step, the first are larger. With little to compute each group is
+        three quarters of what is left, so that most layers come in few large copies.
 
         Args:
             tokens: that it loads.
@@ -232,11 +221,7 @@ class StepPipelines:
         return starts[:-1]
 
     def add(self, load: LoadPipeline) -> None:
-        """Begin a load for this step.
-
-        Before the worker's call so much is enqueued that the link stays busy, then the first layer
-        groups.
-        """
+        """Begin a load for this step, behind what its stager was told to follow."""
         self.loads.append(load)
         if self._is_ahead:
             self._feed()
@@ -260,13 +245,12 @@ class StepPipelines:
     def after_layer(self, layer: int) -> None:
         """Enqueue what comes after a layer that the engine has enqueued.
 
-        So much that the link stays busy, and no more: behind the first layers the device waits for
-        this thread. `end` returns the loads of an engine that did not wait for its first layer.
+        No more than keeps the link busy: behind the first layers the device waits for this thread.
         """
         self._is_computing = True
         bytes_ahead = self._bytes_under_way()
         for load in sorted(self.loads, key=operator.attrgetter("enqueued")):
-            if bytes_ahead >= load.tuning.ahead_bytes:
+            if bytes_ahead >= load.stager.tuning.ahead_bytes:
                 break
             bytes_ahead += load.after_layer(layer)
 
@@ -292,7 +276,7 @@ class StepPipelines:
         """Before the step, enqueue so much that the link stays busy, layer group by layer group."""
         bytes_ahead = self._bytes_under_way()
         loads = list(self.loads)
-        while loads and bytes_ahead < loads[0].tuning.ahead_bytes:
+        while loads and bytes_ahead < loads[0].stager.tuning.ahead_bytes:
             load = min(loads, key=operator.attrgetter("enqueued"))
             nbytes = load.go_on()
             bytes_ahead += nbytes

@@ -73,7 +73,7 @@ class Moves:
     """Moves chunks of all KV cache groups.
 
     Args:
-        server: where from and to.
+        server: whose memory is read and written.
         groups: copies of each group.
         client: of the cache.
 
@@ -96,11 +96,11 @@ class Moves:
         self._stream = SideStream(server.device, urgent=False)
 
     def begin_with_server(self) -> None:
-        """Learn how a server that has come is asked, and register with its module; waits for it.
+        """Learn how a new server is asked, and register with its module; waits for it.
 
         Raises:
             SettingsError: it knows one KV cache group alone.
-            TimeoutError: the module does not answer.
+            TimeoutError: its module does not answer.
         """
         server, sizes = self._server, [copies.object_bytes for copies in self._groups]
         if server.local is not None:
@@ -127,22 +127,19 @@ class Moves:
         with self._lock, torch.inference_mode():
             yield
 
-    def store(
-        self, transfer: Transfer, tokens: TokenRange, blocks: Sequence[list[int]], event: Event
-    ) -> None:
+    def store(self, transfer: Transfer, tokens: TokenRange, event: Event) -> None:
         """Store chunks that the server does not have; waits until it has them.
 
         Args:
             transfer: of the chunks.
-            tokens: of the chunks.
-            blocks: of each group.
+            tokens: of the chunks, with their blocks.
             event: behind what the engine computed.
 
         Raises:
             GivenUpError: for a reason of the metrics; others as they come.
         """
         key = self._client.key(tokens, worker=True)
-        chunks = [copies.chunks(ids) for copies, ids in zip(self._groups, blocks, strict=True)]
+        chunks = [copies.chunks(copies.blocks(tokens)) for copies in self._groups]
         begun, memory = time.monotonic(), self._server.lent  # a lost server is asked nothing
         questions, number = self._questions, next(self._numbers)
         lacked = [copies.lacked(each) for copies, each in zip(self._groups, chunks, strict=True)]
@@ -177,10 +174,8 @@ class Moves:
             raise
         self._count(self._client.store_flow, slots, begun)
 
-    def load(
-        self, transfer: Transfer, tokens: TokenRange, blocks: Sequence[list[int]], event: Event
-    ) -> None:
-        """Load chunks into the engine's blocks, but null blocks; waits until they are there.
+    def load(self, transfer: Transfer, tokens: TokenRange, event: Event) -> None:
+        """Load chunks into the engine's blocks, but those that vLLM keeps; waits for all.
 
         Arguments and errors as for `store`. After an error the blocks hold anything.
         """
@@ -190,7 +185,7 @@ class Moves:
         with self.ending(asked):
             with self._copying(transfer, event):
                 for group, copies in enumerate(self._groups):
-                    chunks = copies.chunks(blocks[group])
+                    chunks = copies.chunks(copies.blocks(tokens, loading=True))
                     loaded = [chunks[chunk] for chunk in located.slots.chunks(group)]
                     handles += copies.load(loaded, located.objects[group])
             for handle in handles:
@@ -217,9 +212,9 @@ class Moves:
         return Question(number, key, memory, begun, questions.ask(number, key), questions)
 
     def seals(self, key: Any) -> Seals | None:
-        """Return the seals of a key's chunks, by group; best while the server looks them up.
+        """Return the seals of a key's chunks; None where nobody else writes to the memory.
 
-        They take milliseconds. None where nobody else writes to the memory.
+        They take milliseconds, best while the server looks the chunks up.
         """
         if not self._questions.is_sealed:
             return None
@@ -273,18 +268,13 @@ class Moves:
 
     @contextmanager
     def _copying(self, transfer: Transfer, event: Event) -> Iterator[None]:
-        """Begin to enqueue copies, behind an event of the engine; after an error, wait for them.
-
-        Raises:
-            GivenUpError: the transfer was cancelled.
-        """
+        """Begin to copy, behind an event of the engine; after an error, wait for the copies."""
         if not transfer.begin_copying():
             raise GivenUpError("overtaken")
         with self.enqueueing(), self._stream.current(), ExitStack() as stack:
             event.wait()
             for copies in self._groups:
-                copies.follow_engine()
-                stack.enter_context(copies.whole())
+                stack.enter_context(copies.behind_engine())
             yield
 
     def _objects(self, memory: LentMemory, slots: ObjectSlots) -> list[list[torch.Tensor]]:

@@ -1,10 +1,10 @@
 """Loads inside the step of their requests, which run beside the step's layers.
 
-    ask_early       a request has a hit, and may be in the next step: where its chunks are
-    begin_step, ask once vLLM has decided on a step: the same of all others that it loads
+    ask_early       a request has a hit, and may be in the next step: ask where its chunks are
+    begin_step, ask vLLM has decided on a step: ask the same of all others that it loads
     begin_answered  then, and again when the worker is called for the step: of loads whose chunks
-                    are known, seals are compared, the first layers enqueued
-    begin           vLLM has prepared the step: the same of the others, once their answers come
+                    are known, compare seals, and enqueue the first layers
+    begin           vLLM has prepared the step: wait for the other answers, and do the same
     before_layer, after_layer, for each layer
     end             the step is enqueued
     take, outcomes  in any order: what was left unfilled, for vLLM; what stores wait for
@@ -13,7 +13,7 @@ A scheduler in the worker's process makes the first calls before the worker is c
 vLLM's newer runner prepares the step first, and the link would be idle meanwhile.
 
 When the device has copied all, a thread compares the seals again. Until then nothing is stored that
-came of a load, and what `take` returned waits for whoever looks at it.
+came of a load, and what `take` returned waits when it is looked at.
 """
 
 from __future__ import annotations
@@ -123,17 +123,15 @@ class StepLoads:
         Args:
             load: with its blocks; those that vLLM keeps are left alone.
         """
-        [blocks] = load.blocks
-        kept = load.kept // self._copies.group.block_tokens
-        ids = [NULL_BLOCK] * kept + list(blocks[kept:])
-        outcome = self.outcomes.expect(block for block in ids if block != NULL_BLOCK)
+        blocks = self._copies.blocks(load, loading=True)
+        outcome = self.outcomes.expect(set(blocks) - {NULL_BLOCK})
         loaded("step")
         try:
             asked = self._early.pop(load.request_id, None) or self._ask(load)
         except Exception as error:  # whatever: the request is computed
             self._fail(load.request_id, outcome, error)
         else:
-            self._asked.append(_Load(load.request_id, ids, outcome, asked))
+            self._asked.append(_Load(load.request_id, blocks, outcome, asked))
 
     def end_early(self) -> None:
         """End questions whose requests are not in the step after all."""
@@ -210,8 +208,8 @@ class StepLoads:
         load.located = self._moves.locate(load.asked, load.seals, at_most_s)
         with self._moves.ending(load.asked):
             load.parts = load.plan(load.located.objects[0])
-        with self._moves.enqueueing():
-            self._copies.follow_engine()  # blocks may be of a request whose step still runs
+        # Blocks may be of a request whose step still runs.
+        with self._moves.enqueueing(), self._copies.behind_engine():
             for part in load.parts:
                 self._pipelines.add(part)
         self._loads.append(load)
@@ -286,16 +284,16 @@ class StepLoads:
                 self._moves.finish(load.located)
         except Exception as error:  # whatever: the request is computed
             self._fail(load.request_id, load.outcome, error)
+            return
+        if is_missed:
+            self._fail(load.request_id, load.outcome)
         else:
-            self._say(load.outcome, filled=not is_missed)
+            self.outcomes.decide(load.outcome, filled=True)
 
-    def _fail(self, request_id: str, outcome: Outcome, error: Exception) -> None:
+    def _fail(self, request_id: str, outcome: Outcome, error: Exception | None = None) -> None:
         try:
-            self._failed(request_id, error)
+            if error is not None:
+                self._failed(request_id, error)
         finally:
-            self._say(outcome, filled=False)
-
-    def _say(self, outcome: Outcome, *, filled: bool) -> None:
-        if not filled:
             fallback("load")
-        self.outcomes.decide(outcome, filled=filled)
+            self.outcomes.decide(outcome, filled=False)

@@ -1,8 +1,4 @@
-"""Transfers between the engine's KV cache and the server's memory, in threads beside the engine.
-
-Stores have one thread and loads another. Each takes its transfers one after another: a request's
-last store is done when all of them are.
-"""
+"""Transfers in threads beside the engine: stores have one thread, loads another."""
 
 from __future__ import annotations
 
@@ -75,8 +71,8 @@ class Transfer:
     def leave_blocks(self, deadline: float) -> None:
         """Let the engine's current stream wait until the blocks were read.
 
-        Waits on this thread until the copies are enqueued. A transfer that has not begun by the
-        deadline is cancelled.
+        Waits on this thread until the copies are enqueued, and cancels at the deadline what has
+        not begun to copy.
         """
         with self._changed:
             self._changed.wait_for(
@@ -90,11 +86,7 @@ class Transfer:
 
 
 class TransferQueue:
-    """A thread that does transfers of one direction.
-
-    Args:
-        name: of the thread.
-    """
+    """A thread of this name, which does transfers one after another."""
 
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"lmcache-xpu-{name}")
@@ -102,12 +94,7 @@ class TransferQueue:
         self._lock = threading.Lock()
 
     def add(self, transfer: Transfer, move: Callable[[], bool]) -> None:
-        """Do a transfer when those before it have ended.
-
-        Args:
-            transfer: ends with what `move` returns.
-            move: whether it succeeds; catches its errors.
-        """
+        """Do a transfer when those before it have ended; `move` says whether it succeeds."""
 
         def run() -> None:
             result = False

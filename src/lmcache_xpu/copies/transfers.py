@@ -5,6 +5,7 @@ Loads inside steps are in `step_loads`; all others, and stores, are here, in thr
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -101,10 +102,10 @@ class Transfers:
         return self._server.pinned(address)
 
     def let_write(self, blocks: Collection[int] | None = None) -> None:
-        """Let the engine overwrite blocks that stores still read; called by its thread.
+        """Let the engine's thread enqueue writes to blocks that stores still read.
 
-        Waits until their copies are enqueued, and lets the current stream wait for them. A store
-        that can't begin in `GRACE_S` ends.
+        Waits until their copies are enqueued, and lets the current stream wait for them. Stores
+        that can't begin in `GRACE_S` end.
 
         Args:
             blocks: that are about to be written; None for any.
@@ -145,39 +146,12 @@ class Transfers:
         return True
 
     def give_back_gone(self) -> None:
-        """Give back the memory of a server that ended, so that the next one has room for its own.
+        """Give back the memory of a server that ended: the next one needs the room.
 
-        Waits until nothing copies. Called while the server is lost, by who notices that.
+        Waits until nothing copies. Called while the server is lost.
         """
-        gone = self._server.take_gone()
-        if gone is not None:
+        if (gone := self._server.take_gone()) is not None:
             self._give_back(gone)
-
-    def _description(self) -> Any:
-        """Return LMCache's registration of this worker, with its first KV cache group.
-
-        The server allocates objects by numbers of layers, tokens and elements. It is told of one
-        layer of one token of bytes, so that the order of bytes in an object is this package's own.
-        This package's module takes several groups, see `server_module`.
-        """
-        return RegisterEngineDrivenContextPayload(
-            instance_id=self._client.instance_id,
-            model_name=self._client.scope.model_name,
-            world_size=self._client.scope.world_size,
-            block_size=self.groups[0].group.block_tokens,
-            num_layers=1,
-            hidden_dim_size=self.groups[0].object_bytes,
-            dtype_str="uint8",
-            use_mla=True,  # one plane
-            num_physical_slots=1,
-        )
-
-    def _give_back(self, memory: LentMemory) -> None:
-        while self.busy:  # with what had begun; the server is not healthy yet
-            time.sleep(_POLL_S)
-        for copies in self.groups:
-            copies.forget(memory.pool)
-        memory.release()
 
     def unregister(self) -> None:
         """Tell the server that this worker ends; waits for it, if it was ever told of it."""
@@ -194,6 +168,31 @@ class Transfers:
                 "(docs: troubleshooting#server-lost)"
             )
 
+    def _give_back(self, memory: LentMemory) -> None:
+        while self.busy:  # with what had begun; the server is not healthy yet
+            time.sleep(_POLL_S)
+        for copies in self.groups:
+            copies.forget(memory.pool)
+        memory.release()
+
+    def _description(self) -> Any:
+        """Return what LMCache's server registers of this worker: its first KV cache group.
+
+        As one layer of one token of bytes: their order in an object is this package's own. Its
+        module is told of all groups, see `Moves.begin_with_server`.
+        """
+        return RegisterEngineDrivenContextPayload(
+            instance_id=self._client.instance_id,
+            model_name=self._client.scope.model_name,
+            world_size=self._client.scope.world_size,
+            block_size=self.groups[0].group.block_tokens,
+            num_layers=1,
+            hidden_dim_size=self.groups[0].object_bytes,
+            dtype_str="uint8",
+            use_mla=True,  # one plane
+            num_physical_slots=1,
+        )
+
     def event(self) -> Event:
         """Return a point behind what the engine has enqueued so far."""
         event = Event(self._device)
@@ -208,14 +207,14 @@ class Transfers:
             event: behind what the engine computed.
             sources: block IDs that they were computed from; empty where no step loads.
         """
-        blocks = self._blocks(chunks)
-        transfer = Transfer(chunks.request_id, union(blocks))
+        blocks = union([copies.blocks(chunks) for copies in self.groups])
+        transfer = Transfer(chunks.request_id, blocks)
         check = self.in_steps.outcomes.gate(sources) if self.in_steps and sources else None
 
         def move() -> None:
             if check is not None:
                 check()
-            self._moves.store(transfer, chunks, blocks, event)
+            self._moves.store(transfer, chunks, event)
 
         self._stores.add(transfer, lambda: self._succeeds(self._client.store_flow, move, transfer))
         return transfer
@@ -227,15 +226,9 @@ class Transfers:
             chunks: with their blocks.
             event: behind what the engine does with these blocks before.
         """
-        blocks = self._blocks(chunks)
-        for copies, ids in zip(self.groups, blocks, strict=True):
-            has = chunks.kept // copies.group.block_tokens
-            ids[:has] = [NULL_BLOCK] * has
-        transfer = Transfer(chunks.request_id, union(blocks))
-
-        def move() -> None:
-            self._moves.load(transfer, chunks, blocks, event)
-
+        blocks = union([copies.blocks(chunks, loading=True) for copies in self.groups])
+        transfer = Transfer(chunks.request_id, blocks)
+        move = functools.partial(self._moves.load, transfer, chunks, event)
         loaded("async")
         self._waited.append(transfer)
         self._loads.add(transfer, lambda: self._succeeds(self._client.load_flow, move, transfer))
@@ -269,9 +262,6 @@ class Transfers:
         self._stores.close()
         self._loads.close()
         self._server.release()
-
-    def _blocks(self, chunks: TokenRange) -> list[list[int]]:
-        return [list(chunks.blocks[copies.group.number]) for copies in self.groups]
 
     def _succeeds(self, flow: Flow, move: Callable[[], None], transfer: Transfer) -> bool:
         """Whether a transfer succeeds; a failure is counted, and logged where it is news."""
