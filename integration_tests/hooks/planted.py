@@ -114,7 +114,7 @@ def plant(module) -> None:
         for way, method in (("load", "load"), ("load", "beside_layers"), ("store", "store")):
             fragile(module.GroupCopies, method, f"plan {way}")
     elif name == "copies.moves":
-        fragile(module.Moves, "locate", "get")
+        fragile(module.Located, "check", "get")
         fragile(module.Moves, "store", "put")
     elif name == "tiers.disk.chunk_file":
         module.write_chunk = full_disk(module.write_chunk)

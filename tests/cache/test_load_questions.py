@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.lending import Client, Connection, Key, chunks_of, copies, filled
+from support.lending import Client, Connection, Key, chunks_of, copies, filled, succeeds
 
 pytest.importorskip("vllm")
 
@@ -38,11 +38,11 @@ def worker(request):
 def store(client: Client, transfers: Transfers) -> bool:
     """Store a prompt, which is then looked up."""
     client.asked["request"] = KEY
-    return transfers.store(chunks_of(STORED), transfers.event(), ()).wait(10)
+    return succeeds(transfers.store(chunks_of(STORED), transfers.event(), ()))
 
 
 def load(transfers: Transfers, blocks: list[int] = LOADED, **chunks: int) -> bool:
-    return transfers.load(chunks_of(blocks, **chunks), transfers.event()).wait(10)
+    return succeeds(transfers.load(chunks_of(blocks, **chunks), transfers.event()))
 
 
 def test_what_the_module_names_is_loaded_as_what_lmcache_names(worker):

@@ -11,11 +11,10 @@ from prometheus_client import REGISTRY
 from support import caches
 from support.intel import MACHINES
 from support.intel import machine as machine  # a fixture
-from support.lending import BLOCKS, chunks_of, filled
+from support.lending import BLOCKS, chunks_of, filled, succeeds
 
 pytest.importorskip("vllm")
 from support.step_loading import (
-    KEY,
     LAYERS,
     LOADED,
     OTHERS,
@@ -30,6 +29,7 @@ from support.step_loading import stored as stored  # a fixture
 
 from lmcache_xpu.cache.server import GivenUpError
 from lmcache_xpu.copies import step_loads
+from lmcache_xpu.copies.load_pipelines import LoadPipeline
 from lmcache_xpu.copies.transfer_queue import Transfer
 
 OTHER = 24  # first token of another prompt
@@ -173,17 +173,42 @@ def test_a_store_and_whoever_looks_wait_until_it_is_known(stored, monkeypatch, f
     assert transfer.result is None
     said.set()
     assert set(blocks) == (set() if filled else set(LOADED))
-    assert transfer.wait(10) is filled
+    assert succeeds(transfer) is filled
     later.join()
+
+
+def test_what_is_still_on_its_way_is_decided_by_a_thread_that_goes_on_after_an_error(
+    stored, monkeypatch, caplog
+):
+    """An error there, as of a device that is lost, costs no other load."""
+    ends, decide = threading.Event(), stored.loads._decide
+    monkeypatch.setattr(LoadPipeline, "is_done", property(lambda load: ends.is_set()))
+    monkeypatch.setattr(
+        stored.loads,
+        "_decide",
+        lambda load, *rest: 1 / (load.blocks != LOADED) and decide(load, *rest),
+    )
+    stored.load()
+    stored.loads.begin_step(OTHERS)
+    stored.ask(OTHERS)
+    stored.begin()
+    for name in LAYERS:
+        stored.look(name, OTHERS)
+    blocks = stored.loads.outcomes.gate(OTHERS)
+    stored.loads.end()
+    assert stored.client.calls.count("commit_retrieve") == 0  # memory is held until then
+    ends.set()
+    blocks()
+    assert "could not finish a transfer" in caplog.text
 
 
 def test_a_step_given_anew_does_not_open_an_earlier_stores_gate(stored):
     stored.load(layers=[])
-    gate = stored.loads.gate(LOADED)
+    gate = stored.loads.outcomes.gate(LOADED)
     stored.loads.begin_step(LOADED)
     with pytest.raises(GivenUpError):
         gate()
-    stored.loads.gate(LOADED)()
+    stored.loads.outcomes.gate(LOADED)()
 
 
 def test_several_loads_of_one_step_fail_one_by_one(stored):
@@ -204,7 +229,7 @@ def test_loads_are_counted_by_their_way(stored):
 
     before = count("step"), count("async")
     stored.load()
-    stored.transfers.load(chunks_of(LOADED), stored.transfers.event()).wait(10)
+    succeeds(stored.transfers.load(chunks_of(LOADED), stored.transfers.event()))
     assert (count("step"), count("async")) == (before[0] + 1, before[1] + 1)
     assert stored.transfers.take_speed() > 0
     assert stored.transfers.take_speed() is None
@@ -228,8 +253,9 @@ def test_every_layer_is_ordered_before_who_reads_it(machine):
     """The engine reads on its stream, as soon as it comes to a layer; a race would be seen."""
     engine = Engine({name: filled(n).to(caches.DEVICE) for n, name in enumerate(LAYERS)})
     try:
-        transfer = Transfer("request", frozenset(STORED))
-        engine.transfers._moves.store(transfer, KEY, [STORED], None)  # the GPU is this thread's
+        transfer, chunks = Transfer("request", frozenset(STORED)), chunks_of(STORED)
+        event = engine.transfers.event()
+        engine.transfers._moves.store(transfer, chunks, event)  # the GPU is this thread's
         assert engine.load() == [True] * len(LAYERS)
         assert not set(engine.loads.take())
         assert unchanged(engine, [block for block in range(BLOCKS) if block not in LOADED])

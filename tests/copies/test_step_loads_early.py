@@ -20,7 +20,6 @@ from support.step_loading import engine as engine  # a fixture
 from support.step_loading import stored as stored  # a fixture
 
 from lmcache_xpu.copies import step_loads
-from lmcache_xpu.copies.in_flight import Phase
 
 
 def test_what_was_asked_before_the_step_is_asked_once(stored):
@@ -53,7 +52,7 @@ def test_what_was_asked_for_no_step_is_given_back(stored):
     stored.loads.begin_step(())
     stored.loads.end_early()
     assert stored.client.calls == ["prepare_retrieve", "commit_retrieve"]
-    assert not stored.loads.busy
+    assert not stored.transfers.busy
     assert stored.load() == [True] * len(LAYERS)  # it is asked anew
 
 
@@ -142,20 +141,19 @@ def begun(stored):
 
 
 def test_layers_come_before_a_worker_hears_of_the_step(begun):
-    assert begun.loads._in_flight.phase is Phase.SCHEDULING
     first = begun.caches[LAYERS[0]]
     assert torch.equal(first[LOADED], begun.before[0][STORED])
     begun.begin()
     assert all(begun.look(name, LOADED) for name in LAYERS)
     begun.loads.end()
     assert not begun.loads.take()
-    assert not begun.loads.busy
+    assert not begun.transfers.busy
     assert begun.client.calls == ["prepare_retrieve", "commit_retrieve"]
 
 
 def test_a_step_that_vllm_gives_up_before_a_worker_hears_of_it_leaves_nothing(begun):
     begun.loads.begin_step(())  # the next one
-    assert not begun.loads.busy
+    assert not begun.transfers.busy
     assert begun.client.calls == ["prepare_retrieve", "commit_retrieve"]
     assert set(begun.loads.take()) == set(LOADED)
     assert begun.load() == [True] * len(LAYERS)

@@ -17,6 +17,7 @@ from support.lending import (
     chunks_of,
     copies,
     filled,
+    succeeds,
 )
 
 pytest.importorskip("vllm")
@@ -40,13 +41,13 @@ class Worker:
         self.transfers.register()
 
     def store(self, blocks):
-        return self.begin_store(blocks).wait(10)
+        return succeeds(self.begin_store(blocks))
 
     def begin_store(self, blocks):
         return self.transfers.store(chunks_of(*blocks), self.transfers.event(), ())
 
     def load(self, blocks, **chunks):
-        return self.transfers.load(chunks_of(*blocks, **chunks), self.transfers.event()).wait(10)
+        return succeeds(self.transfers.load(chunks_of(*blocks, **chunks), self.transfers.event()))
 
 
 @pytest.fixture
@@ -177,7 +178,7 @@ def test_the_engine_is_not_held_and_takes_its_blocks_back(dense):
     assert time.monotonic() - begin < transfers.GRACE_S
     worker.transfers.let_write([STORED[-1]])
     assert time.monotonic() - begin < 10 * transfers.GRACE_S
-    assert stored.wait(10) is False
+    assert not succeeds(stored)
     assert failures("store", "overtaken") == count + 1
     assert worker.healthy.is_set()
 

@@ -18,7 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from turns import LateFuture, Turns
 
-from lmcache_xpu.copies import finisher, late_blocks, moves, transfer_queue, transfers
+from lmcache_xpu.copies import moves, pending_failures, step_loads, transfer_queue, transfers
 from lmcache_xpu.transfer import direct, host_copies, slots, staging
 
 ENGINE, KERNELS, COPIES = "engine", "kernels", "copies"
@@ -82,12 +82,12 @@ class LateDevice(TorchFunctionMode):
                 (slots, "upload", self._upload),
                 (direct, "upload", self._upload),
                 (staging, "transfer_of", lambda view: _late(self, transfer_of(view))),
-                (finisher, "ThreadPoolExecutor", lambda *args: self.finisher),
+                (step_loads, "ThreadPoolExecutor", lambda *args: self.finisher),
                 (transfer_queue, "ThreadPoolExecutor", lambda **_: self._new_thread()),
                 (transfers, "GRACE_S", 0.0),
                 (transfers, "Event", self.event),
                 (moves, "SideStream", self.side_stream),
-                (late_blocks, "Future", lambda: LateFuture(self)),
+                (pending_failures, "Future", lambda: LateFuture(self)),
             ):
                 stack.enter_context(mock.patch.object(place, name, value))
             stack.enter_context(self)

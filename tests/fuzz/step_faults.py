@@ -10,9 +10,9 @@ from fault import Faults
 
 from lmcache_xpu.cache.local_cache import LocalCache
 from lmcache_xpu.copies.group_copies import GroupCopies
-from lmcache_xpu.copies.in_flight import InFlight
-from lmcache_xpu.copies.load_pipeline import LoadPipeline
+from lmcache_xpu.copies.load_pipelines import LoadPipeline, StepPipelines
 from lmcache_xpu.copies.moves import Moves
+from lmcache_xpu.copies.pending_failures import Outcomes
 from lmcache_xpu.copies.step_loads import StepLoads
 from lmcache_xpu.copies.transfer_queue import Transfer
 from lmcache_xpu.copies.transfers import Transfers
@@ -104,12 +104,12 @@ def _(store: Any) -> Any:
     return wrong
 
 
-@fault("a load that failed is not reported", "steps", InFlight, "end_step")
+@fault("a load that failed is not reported", "steps", StepPipelines, "end")
 def _(end: Any) -> Any:
     return lambda self: end(self)[:0]
 
 
-@fault("what came of a failed load is stored", "steps", StepLoads, "gate")
+@fault("what came of a failed load is stored", "steps", Outcomes, "gate")
 def _(_: Any) -> Any:
     return lambda self, blocks: lambda: None
 

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import os
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ from lmcache_xpu.cache.hit_places import (
 )
 from lmcache_xpu.cache.protocol import TokenRange
 from lmcache_xpu.copies.group_copies import GroupCopies
+from lmcache_xpu.copies.transfer_queue import Transfer
 from lmcache_xpu.metrics import LOAD_SERVER, STORE_SERVER
 from lmcache_xpu.model.kv_cache_groups import CacheGroup
 from lmcache_xpu.transfer.devices import register_host
@@ -220,6 +222,14 @@ def chunks_of(
     """Chunks of the request whose first token this is, with blocks; of no key without `named`."""
     tokens = tuple(range(first, first + 24)) if named else None
     return TokenRange(request_id, tokens, start, end, salt, None, blocks, kept)
+
+
+def succeeds(transfer: Transfer, within_s: float = 10.0) -> bool:
+    """Wait until a transfer has ended; whether it succeeded."""
+    deadline = time.monotonic() + within_s
+    while transfer.result is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return bool(transfer.result)
 
 
 def _context(rows: Sequence[tuple[dict[str, int], int, int]]) -> dict[str, Any]:

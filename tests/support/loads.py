@@ -9,9 +9,8 @@ from support import caches
 from support.caches import Spec, bits, build
 from support.connectors import make, memory, slots_of
 
-from lmcache_xpu.copies.in_flight import InFlight, Phase
-from lmcache_xpu.copies.load_pipeline import LoadPipeline
-from lmcache_xpu.transfer.devices import StoreHandle, TransferHandle
+from lmcache_xpu.copies.load_pipelines import LoadPipeline, StepPipelines
+from lmcache_xpu.metrics import LOAD_CPU
 from lmcache_xpu.transfer.slots import check_slots
 
 SPANS = STARTS, ENDS = [0, 4, 8], [4, 8, 11]
@@ -49,7 +48,7 @@ class Point:
 
 
 class Case:
-    """A cache, transfers in flight, and chunks that hold what another cache has."""
+    """A cache, the loads of a step, and chunks that hold what another cache has."""
 
     def __init__(self, **options) -> None:
         spec = Spec("BLHNC", layers=LAYERS)
@@ -60,25 +59,24 @@ class Case:
         self.call = {"starts": STARTS, "ends": ENDS, "slot_mapping": self.slots}
         connector.batched_from_gpu(self.objs, kvcaches=self.source.engine, **self.call)
         self.connector = make(self.target, **options)
-        self.overlap = InFlight(block_tokens=4)
+        self.step = StepPipelines()
 
     def load(self) -> None:
-        if self.overlap.phase is Phase.IDLE:
-            self.overlap.begin_step(frozenset())
-        self.overlap.add_load(self.pipeline(), self.objs, lambda seconds: None)
+        if not self.step.loads:
+            self.step.begin(1000)
+        self.step.add(self.pipeline())
 
     def pipeline(self) -> LoadPipeline:
         """A load of the chunks, in the layer groups that the step asks for."""
         cache = self.connector.registered(self.target.engine)
         tokens, tuning = len(self.slots), cache.stager.tuning
         layer_bytes = self.connector.get_shape(tokens).numel() // LAYERS * cache.view.dtype.itemsize
-        starts = self.overlap.group_starts(LAYERS, tokens, layer_bytes, tuning)
+        starts = self.step.group_starts(tokens, LAYERS, layer_bytes, tuning)
         cache.stager.follow_engine()
-        load = LoadPipeline(cache.stager, self.slots)
         slots, spans = check_slots(cache.view, self.slots), list(zip(*SPANS, strict=True))
         plan = cache.stager.plan(self.connector._chunk_format.host, slots, spans, starts=starts)
-        load.add(plan, cache.memory(self.objs, STARTS, ENDS, loading=True))
-        return load
+        objects = cache.memory(self.objs, STARTS, ENDS, loading=True)
+        return LoadPipeline(cache.stager, plan, objects, LOAD_CPU)
 
     def there(self, layer: int) -> bool:
         settle()
@@ -91,10 +89,6 @@ class Case:
             for slot in self.slots.tolist()
         )
 
-    @property
-    def held(self) -> set[int]:
-        return {obj.metadata.ref_count for obj in self.objs}
-
 
 def expected(case: Case) -> torch.Tensor:
     """The target with the request's tokens from the source, and nothing else changed."""
@@ -104,7 +98,3 @@ def expected(case: Case) -> torch.Tensor:
             for slot in case.slots.tolist():
                 fresh.put(plane, layer, slot, case.source.token(plane, layer, slot))
     return fresh.raw
-
-
-def stored(*, reached: bool = False) -> StoreHandle:
-    return StoreHandle(TransferHandle(Point(reached), Point(reached)), Point(reached))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from support.cache_server import CacheServer
-from support.lending import BLOCK, filled
+from support.lending import BLOCK, filled, succeeds
 from support.probes import end_with
 from support.server_clients import client_at
 
@@ -64,7 +64,7 @@ def look(server: CacheServer, client: ServerClient) -> dict[str, Any]:
     chunk = TokenRange("request", key_tokens(range(CHUNK)), 0, CHUNK, blocks=[blocks])
 
     def store() -> bool:
-        return transfers.store(chunk, transfers.event(), ()).wait(10)
+        return succeeds(transfers.store(chunk, transfers.event(), ()))
 
     report = {"before": store()}
     transfers._server.lent.pool.fill_(7)  # pages that nobody wrote to take no room

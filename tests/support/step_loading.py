@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from prometheus_client import REGISTRY
-from support.lending import Client, Connection, Key, chunks_of, copies, filled
+from support.lending import Client, Connection, Key, chunks_of, copies, filled, succeeds
 
 from lmcache_xpu.copies.transfers import Transfers
 
@@ -32,7 +32,7 @@ class Engine:
 
     def store(self, blocks, sources=(), **chunks):
         event = self.transfers.event()
-        return self.transfers.store(chunks_of(blocks, **chunks), event, sources).wait(10)
+        return succeeds(self.transfers.store(chunks_of(blocks, **chunks), event, sources))
 
     def load(self, blocks=LOADED, *, layers=LAYERS, whole=False, looks=True, **chunks):
         """A step that loads; whether each layer was there when the engine came to it."""

@@ -221,7 +221,7 @@ class WorkerHalf:
     # What vLLM and the scheduler's half ask for
 
     def take_unfilled(self) -> Collection[int]:
-        """Return block IDs whose loads failed since the last call; see `StepLoads.take`.
+        """Return block IDs whose loads failed since the last call; see `pending_failures`.
 
         Where vLLM does not ask for failed requests, those of loads that they waited for as well.
         """

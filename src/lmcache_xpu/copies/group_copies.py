@@ -8,20 +8,22 @@ size alone.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
 
+from lmcache_xpu.cache.protocol import TokenRange
 from lmcache_xpu.cache.seals import SEAL_BYTES
-from lmcache_xpu.copies.load_pipeline import LoadPipeline
+from lmcache_xpu.copies.load_pipelines import LoadPipeline
 from lmcache_xpu.errors import LayoutError
 from lmcache_xpu.metrics import Flow
 from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK, CacheGroup
 from lmcache_xpu.transfer.devices import StoreHandle, TransferHandle
 from lmcache_xpu.transfer.paged_view import EngineLayer, PagedView, pages_of
-from lmcache_xpu.transfer.plan import HostFormat
-from lmcache_xpu.transfer.slots import Slots, check_slots, slots_of
+from lmcache_xpu.transfer.plan import HostFormat, Plan
+from lmcache_xpu.transfer.slots import check_slots, slots_of
 from lmcache_xpu.transfer.staging import Stager
 from lmcache_xpu.transfer.tuning import Tuning
 
@@ -106,32 +108,37 @@ class GroupCopies:
         """Chunks at the end of a hit that the group needs; 0 for all of them."""
         return self.group.window_chunks(self._chunk_tokens)
 
+    def blocks(self, tokens: TokenRange, *, loading: bool = False) -> list[int]:
+        """Return the group's blocks of a range; of a load, null blocks for what vLLM keeps."""
+        blocks = list(tokens.blocks[self.group.number])
+        kept = tokens.kept // self.group.block_tokens if loading else 0
+        return [NULL_BLOCK] * kept + blocks[kept:]
+
     def chunks(self, blocks: Sequence[int]) -> list[list[int]]:
         """Return blocks chunk by chunk."""
         size = self._chunk_blocks
         return [list(blocks[first : first + size]) for first in range(0, len(blocks), size)]
 
+    def lacked(self, chunks: Sequence[list[int]]) -> list[int]:
+        """Return the numbers of chunks whose blocks do not hold what a hit needs."""
+        stored = (self.group.is_storable(ids, self._chunk_tokens) for ids in chunks)
+        return [number for number, is_stored in enumerate(stored) if not is_stored]
+
     def store(
         self, chunks: Sequence[list[int]], objects: Sequence[torch.Tensor]
     ) -> list[StoreHandle]:
         """Enqueue a store of chunks, by their blocks, into objects of the server's memory."""
-        handles = []
-        for part in self.parts:
-            plan = part.stager.plan(part.form, self._slots(part, chunks), self._spans(chunks))
-            with part.stager.whole():
-                handles.append(part.stager.store(plan, part.memory(objects)))
-        return handles
+        return [
+            part.stager.store(self._plan(part, chunks), part.memory(objects)) for part in self.parts
+        ]
 
     def load(
         self, chunks: Sequence[list[int]], objects: Sequence[torch.Tensor]
     ) -> list[TransferHandle]:
         """Enqueue a load of chunks from objects into their blocks; null blocks are left out."""
-        handles = []
-        for part in self.parts:
-            plan = part.stager.plan(part.form, self._slots(part, chunks), self._spans(chunks))
-            with part.stager.whole():
-                handles.append(part.stager.load(plan, part.memory(objects)))
-        return handles
+        return [
+            part.stager.load(self._plan(part, chunks), part.memory(objects)) for part in self.parts
+        ]
 
     def beside_layers(
         self,
@@ -141,31 +148,26 @@ class GroupCopies:
     ) -> BesideLayers:
         """Plan a load of chunks, as `load`, that comes in the order of the layers.
 
-        Where the chunks are need not be known yet.
-
         Args:
             chunks: their blocks.
-            starts: of so many layers, with so many bytes each, the first layer of each that is
-                moved at once.
+            starts: of so many layers, with so many bytes each, the first layer of each layer group.
             flow: counts its failures.
 
         Returns:
-            What makes the load of the objects that hold the chunks. Nothing of it is enqueued yet.
-            Its parts count layers as `pages_per_layer` says.
+            What makes the load, of the objects that hold the chunks; enqueues nothing. Its parts
+            count layers as `pages_per_layer` says.
         """
         plans = []
         for part in self.parts:
-            slots, spans = self._slots(part, chunks), self._spans(chunks)
             layers = part.form.layers
             first = starts(layers, len(chunks) * part.nbytes // layers, part.stager.tuning)
-            plans.append((part, slots, part.stager.plan(part.form, slots, spans, starts=first)))
+            plans.append(self._plan(part, chunks, first))
 
         def load(objects: Sequence[torch.Tensor]) -> list[LoadPipeline]:
-            loads = []
-            for part, slots, plan in plans:
-                loads.append(LoadPipeline(part.stager, slots.numbers, flow))
-                loads[-1].add(plan, part.memory(objects))
-            return loads
+            return [
+                LoadPipeline(part.stager, plan, part.memory(objects), flow)
+                for part, plan in zip(self.parts, plans, strict=True)
+            ]
 
         return load
 
@@ -174,23 +176,26 @@ class GroupCopies:
         """Layers of a part for each of the engine's; None where these are in several parts."""
         return self.parts[0].form.layers // len(self.group.layers) if len(self.parts) == 1 else None
 
-    def follow_engine(self) -> None:
-        """Order what follows behind what the current stream holds."""
-        for part in self.parts:
-            part.stager.follow_engine()
+    @contextmanager
+    def behind_engine(self) -> Iterator[None]:
+        """Order copies behind what the current stream holds; wait for them after an error."""
+        with ExitStack() as stack:
+            for part in self.parts:
+                part.stager.follow_engine()
+                stack.enter_context(part.stager.whole())
+            yield
 
     def forget(self, pool: torch.Tensor) -> None:
         """Forget memory of the server that is about to go."""
         for part in self.parts:
             part.stager.forget(pool)
 
-    def _spans(self, chunks: Sequence[list[int]]) -> list[tuple[int, int]]:
-        size = self._chunk_tokens
-        return [(number * size, (number + 1) * size) for number in range(len(chunks))]
-
-    def _slots(self, part: _Part, chunks: Sequence[list[int]]) -> Slots:
+    def _plan(self, part: _Part, chunks: Sequence[list[int]], starts: Sequence[int] = (0,)) -> Plan:
         blocks = [block for chunk in chunks for block in chunk]
         slots = slots_of(blocks, self.group.block_tokens)
         if NULL_BLOCK in blocks:
             slots[slots < self.group.block_tokens * (NULL_BLOCK + 1)] = -1
-        return check_slots(part.stager.view, slots)
+        size = self._chunk_tokens
+        spans = [(number * size, (number + 1) * size) for number in range(len(chunks))]
+        checked = check_slots(part.stager.view, slots)
+        return part.stager.plan(part.form, checked, spans, starts=starts)

@@ -1,9 +1,10 @@
 """A store and a load of some chunks, from the first question to the server's last answer.
 
-    store   ask where (PREPARE_STORE), break seals, copy, seal, tell (COMMIT_STORE)
-    load    ask where (PREPARE_RETRIEVE), compare seals, copy, compare them again, tell
+    store   ask where (PREPARE_STORE), break seals, copy, seal, say so (COMMIT_STORE)
+    load    ask where (PREPARE_RETRIEVE), compare seals, copy, compare them again, say so
 
-They run in threads beside the engine, see `transfer_queue`.
+Both run in threads beside the engine, see `transfer_queue`. A load inside a step takes the parts of
+a load one by one, see `step_loads`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +30,7 @@ from lmcache_xpu.cache.load_questions import (
 )
 from lmcache_xpu.cache.local_client import LocalClient, LocalQuestions
 from lmcache_xpu.cache.object_slots import ObjectSlots
+from lmcache_xpu.cache.protocol import TokenRange
 from lmcache_xpu.cache.seals import Seals, break_seal, seal, seals_at, seals_of
 from lmcache_xpu.cache.server import GivenUpError, Server, check_lease
 from lmcache_xpu.cache.server_client import ServerClient
@@ -44,15 +47,15 @@ class Located(NamedTuple):
     """What a load reads, in the server's memory.
 
     Args:
+        asked: the question.
         slots: the server's answer.
-        objects: by group, in the order of chunks.
-        pool: all that the server lends.
-        seals: that the objects should have, one after another; None for none.
+        objects: by group, in the order of chunks; flat bytes on the host.
+        seals: that the objects should have, one after another; None where they have none.
     """
 
+    asked: Question
     slots: ObjectSlots
     objects: list[list[torch.Tensor]]
-    pool: torch.Tensor
     seals: bytes | None
 
     def check(self) -> None:
@@ -61,7 +64,8 @@ class Located(NamedTuple):
         Raises:
             GivenUpError: an object is not what it should be.
         """
-        if self.seals is not None and seals_at(self.pool, self.slots.ends) != self.seals:
+        pool = self.asked.memory.pool
+        if self.seals is not None and seals_at(pool, self.slots.ends) != self.seals:
             raise GivenUpError("damaged")
 
 
@@ -69,248 +73,209 @@ class Moves:
     """Moves chunks of all KV cache groups.
 
     Args:
-        server: where from and to.
+        server: whose memory is read and written.
         groups: copies of each group.
         client: of the cache.
 
     Attributes:
-        chunk_tokens: tokens of a chunk.
-        enqueueing: held while copies are enqueued; stores and loads share staging memory.
         load_flow: counts loads.
     """
 
     def __init__(
         self, server: Server, groups: Sequence[GroupCopies], client: ServerClient | LocalClient
     ) -> None:
-        self.enqueueing = threading.Lock()
-        self._near_per_s: float | None = None
-        self._numbers = itertools.count()  # of questions; threads share it
+        self.load_flow = client.load_flow
         self._server = server
         self._groups = groups
-        self.chunk_tokens = client.chunk_tokens
-        self.load_flow, self._store_flow = client.load_flow, client.store_flow
+        self._client = client
+        self._lock = threading.Lock()  # of staging memory
+        self._tokens_per_s: float | None = None
+        self._numbers = itertools.count()  # of questions; threads share it
         self._windows = [copies.window_chunks for copies in groups]
-        self._way: LoadQuestions = LMCacheQuestions(server.client, server.instance_id)
+        self._questions: LoadQuestions = LMCacheQuestions(server.client, server.instance_id)
         self._stream = SideStream(server.device, urgent=False)
 
     def begin_with_server(self) -> None:
-        """Learn how a server that has come is asked; waits for it.
+        """Learn how a new server is asked, and register with its module; waits for it.
 
         Raises:
             SettingsError: it knows one KV cache group alone.
+            TimeoutError: its module does not answer.
         """
         server, sizes = self._server, [copies.object_bytes for copies in self._groups]
-        if (local := server.local) is not None:
-            local.register(sizes, self._windows)
-            self._way = LocalQuestions(local, len(sizes))
+        if server.local is not None:
+            server.local.register(sizes, self._windows)
+            self._questions = LocalQuestions(server.local, len(sizes))
             return
-        self._way = questions_of(
+        questions = self._questions = questions_of(
             server.client, server.instance_id, sizes, self._windows, server.timeout_s
         )
+        if isinstance(questions, ModuleQuestions):
+            scope = self._client.scope
+            registered = questions.register(scope.model_name, scope.world_size)
+            registered.result(timeout=self._client.timeout_s)
 
-    @property
-    def module(self) -> ModuleQuestions | None:
-        """This package's module of the server, if it has that."""
-        return self._way if isinstance(self._way, ModuleQuestions) else None
+    def end_with_server(self) -> None:
+        """Say to the module of the server, if it has one, that this worker ends."""
+        if isinstance(self._questions, ModuleQuestions):
+            scope = self._client.scope
+            self._questions.register(scope.model_name, scope.world_size, ends=True)
 
-    def store(
-        self, transfer: Transfer, key: Any, blocks: Sequence[list[int]], event: Event | None
-    ) -> None:
-        """Store chunks that the server does not have.
+    @contextmanager
+    def enqueueing(self) -> Iterator[None]:
+        """Let this thread alone enqueue copies: stores and loads share staging memory."""
+        with self._lock, torch.inference_mode():
+            yield
+
+    def store(self, transfer: Transfer, tokens: TokenRange, event: Event) -> None:
+        """Store chunks that the server does not have; waits until it has them.
 
         Args:
-            transfer: is told when the engine's blocks were read.
-            key: LMCache's, of the chunks.
-            blocks: of each group.
+            transfer: of the chunks.
+            tokens: of the chunks, with their blocks.
             event: behind what the engine computed.
 
         Raises:
             GivenUpError: for a reason of the metrics; others as they come.
         """
-        chunks = [copies.chunks(ids) for copies, ids in zip(self._groups, blocks, strict=True)]
+        key = self._client.key(tokens, worker=True)
+        chunks = [copies.chunks(copies.blocks(tokens)) for copies in self._groups]
         begun, memory = time.monotonic(), self._server.lent  # a lost server is asked nothing
-        way, number = self._way, next(self._numbers)
-        asked = way.reserve(number, key, self._lacked(chunks))
-        slots = way.reserved(self._server.answer(asked, lambda: transfer.is_cancelled))
+        questions, number = self._questions, next(self._numbers)
+        lacked = [copies.lacked(each) for copies, each in zip(self._groups, chunks, strict=True)]
+        if len(lacked) == 1 and lacked[0]:
+            raise GivenUpError("overtaken")  # they left a window, and vLLM has freed their blocks
+        asked = questions.reserve(number, key, lacked)
+        slots = questions.reserved(self._server.answer(asked, lambda: transfer.is_cancelled))
         if not slots:
             return  # all are there, or there is no room
         try:
-            self._write(transfer, key, chunks, event, slots, memory, begun)
-            if not way.is_committed(self._server.answer(way.commit(number, key))):
+            objects, handles = self._objects(memory, slots), []
+            with self._copying(transfer, event):
+                check_lease(begun)
+                for group, copies in enumerate(self._groups):
+                    if questions.is_sealed:
+                        for obj in objects[group]:
+                            break_seal(obj)
+                    if stored := [chunks[group][chunk] for chunk in slots.chunks(group)]:
+                        handles += copies.store(stored, objects[group])
+            transfer.enqueued([handle.gathered for handle in handles])
+            for handle in handles:
+                handle.transfer.done.synchronize()
+            check_lease(begun)
+            if (seals := self.seals(key)) is not None:
+                digests = _of_objects(seals, slots)
+                for obj, digest in zip(itertools.chain(*objects), digests, strict=True):
+                    seal(obj, digest)
+            if not questions.is_committed(self._server.answer(questions.commit(number, key))):
                 raise GivenUpError("refused")
         except BaseException:
-            way.give_up(number)
+            questions.give_up(number)
             raise
-        self._count(self._store_flow, slots, time.monotonic() - begun)
+        self._count(self._client.store_flow, slots, begun)
 
-    def load(
-        self, transfer: Transfer, key: Any, blocks: Sequence[list[int]], event: Event | None
-    ) -> None:
-        """Load chunks into the engine's blocks, but null blocks; arguments and errors as `store`.
+    def load(self, transfer: Transfer, tokens: TokenRange, event: Event) -> None:
+        """Load chunks into the engine's blocks, but those that vLLM keeps; waits for all.
 
-        After an error the blocks hold anything.
+        Arguments and errors as for `store`. After an error the blocks hold anything.
         """
-        asked, seals = self.ask_for_load(key), self.seals(key)
-        slots = self.slots(asked)
-        try:
-            located = self.locate(asked, slots, seals)
-            self._copy(transfer, located, blocks, event)
-        finally:
-            self.end_load(asked)
-        check_lease(asked.begun)
-        self.count_load(located.slots, time.monotonic() - asked.begun)
+        asked = self.ask(tokens)
+        located = self.locate(asked, self.seals(asked.key))
+        begun, handles = time.monotonic(), []
+        with self.ending(asked):
+            with self._copying(transfer, event):
+                for group, copies in enumerate(self._groups):
+                    chunks = copies.chunks(copies.blocks(tokens, loading=True))
+                    loaded = [chunks[chunk] for chunk in located.slots.chunks(group)]
+                    handles += copies.load(loaded, located.objects[group])
+            for handle in handles:
+                handle.done.synchronize()
+        self._tokens_per_s = self._tokens(located.slots) / (time.monotonic() - begun)
+        self.finish(located)
 
     def take_speed(self) -> float | None:
         """Tokens a second of the last `load` since the last call; None if none has ended."""
-        speed, self._near_per_s = self._near_per_s, None
+        speed, self._tokens_per_s = self._tokens_per_s, None
         return speed
 
-    def ask_for_load(self, key: Any) -> Question:
+    # The parts of a load
+
+    def ask(self, tokens: TokenRange) -> Question:
         """Ask where chunks are that were promised; `end_load` has to follow if the server has them.
 
         Raises:
             GivenUpError: the server is lost.
         """
-        begun, memory, way = time.monotonic(), self._server.lent, self._way
+        key = self._client.key(tokens, worker=True)
+        begun, memory, questions = time.monotonic(), self._server.lent, self._questions
         number = next(self._numbers)
-        return Question(number, key, memory, begun, way.ask(number, key), way)
+        return Question(number, key, memory, begun, questions.ask(number, key), questions)
 
-    def slots(self, asked: Question, at_most_s: float = math.inf) -> ObjectSlots:
-        """Wait for the answer to a question, and return what it names.
+    def seals(self, key: Any) -> Seals | None:
+        """Return the seals of a key's chunks; None where nobody else writes to the memory.
+
+        They take milliseconds, best while the server looks the chunks up.
+        """
+        if not self._questions.is_sealed:
+            return None
+        size = self._client.chunk_tokens
+        return [seals_of(key, size, copies.layout) for copies in self._groups]
+
+    def locate(self, asked: Question, seals: Seals | None, at_most_s: float = math.inf) -> Located:
+        """Wait for the answer to a question, and compare the seals of what it names.
 
         Args:
-            asked: the question.
+            asked: the question; it has ended after an error.
+            seals: of the question's key.
             at_most_s: see `Server.answer`.
 
         Raises:
-            GivenUpError: there is no answer, or the server lacks a chunk.
-            TransferError: an answer of another form.
+            GivenUpError: there is no answer, the server lacks a chunk, or an object is not what it
+                should be.
+            TransferError: an answer of another form, or other chunks than a hit needs.
         """
         answer = self._server.answer(asked.answer, at_most_s=at_most_s)
+        with self.ending(asked):
+            if (slots := asked.way.slots(answer)) is not None:
+                self._check_chunks(asked.key, slots)
+                digests = None if seals is None else b"".join(_of_objects(seals, slots))
+                located = Located(asked, slots, self._objects(asked.memory, slots), digests)
+                located.check()
+                return located
+        raise GivenUpError("missing")
+
+    def finish(self, located: Located) -> None:
+        """End a load that has copied all, and count it; errors as `Located.check`, or `late`."""
         try:
-            slots = asked.way.slots(answer)
-        except TransferError:
-            self.end_load(asked)
-            raise
-        if slots is None:
-            raise GivenUpError("missing")
-        return slots
+            located.check()
+            check_lease(located.asked.begun)
+        finally:
+            self.end_load(located.asked)
+        self._count(self.load_flow, located.slots, located.asked.begun)
 
     def end_load(self, asked: Question) -> None:
-        """Tell the server that nothing of an answer is read any more; waits for no answer."""
+        """Say to the server that nothing of an answer is read any more; waits for no answer."""
         asked.way.end(asked.number, asked.key)
 
-    def seals(self, key: Any) -> Seals | None:
-        """Return the seals of a key's chunks, by group; best while the server looks them up.
+    @contextmanager
+    def ending(self, asked: Question) -> Iterator[None]:
+        """Do as `end_load` after an error."""
+        try:
+            yield
+        except BaseException:
+            self.end_load(asked)
+            raise
 
-        Of 61,440 tokens they take milliseconds. None where nobody else writes to the memory.
-        """
-        if not self._way.is_sealed:
-            return None
-        return [seals_of(key, self.chunk_tokens, copies.layout) for copies in self._groups]
-
-    def locate(self, asked: Question, slots: ObjectSlots, seals: Seals | None) -> Located:
-        """Return what an answer names, and compare the seals.
-
-        Args:
-            asked: the question.
-            slots: of the answer.
-            seals: of the question's key.
-
-        Raises:
-            GivenUpError: something is not what it should be.
-            TransferError: other chunks than a hit needs.
-        """
-        count = (asked.key.end - asked.key.start) // self.chunk_tokens
-        for number, expected in enumerate(needed_chunks(count, self._windows)):
-            if slots.chunks(number) != list(expected):
-                raise TransferError(
-                    f"chunks {slots.chunks(number)} of group {number}", f"chunks {expected}"
-                )
-        objects = self._objects(asked.memory, slots)
-        digests = None if seals is None else b"".join(_of_objects(seals, slots))
-        located = Located(slots, objects, asked.memory.pool, digests)
-        located.check()
-        return located
-
-    def count_load(self, slots: ObjectSlots, seconds: float) -> None:
-        """Count a load that has ended well."""
-        self._count(self.load_flow, slots, seconds)
-
-    def _write(
-        self,
-        transfer: Transfer,
-        key: Any,
-        chunks: Sequence[list[list[int]]],
-        event: Event | None,
-        slots: ObjectSlots,
-        memory: LentMemory,
-        begun: float,
-    ) -> None:
-        objects = self._objects(memory, slots)
+    @contextmanager
+    def _copying(self, transfer: Transfer, event: Event) -> Iterator[None]:
+        """Begin to copy, behind an event of the engine; after an error, wait for the copies."""
         if not transfer.begin_copying():
             raise GivenUpError("overtaken")
-        check_lease(begun)
-        handles = []
-        with self.enqueueing, torch.inference_mode(), self._stream.current():
-            if event is not None:
-                event.wait()
-            for group, copies in enumerate(self._groups):
-                if self._way.is_sealed:
-                    for obj in objects[group]:
-                        break_seal(obj)
-                copies.follow_engine()
-                stored = [chunks[group][chunk] for chunk in slots.chunks(group)]
-                handles += copies.store(stored, objects[group]) if stored else []
-        transfer.enqueued([handle.gathered for handle in handles])
-        for handle in handles:
-            handle.transfer.done.synchronize()
-        check_lease(begun)
-        if (seals := self.seals(key)) is not None:
-            digests = _of_objects(seals, slots)
-            for obj, digest in zip(itertools.chain(*objects), digests, strict=True):
-                seal(obj, digest)
-
-    def _lacked(self, chunks: Sequence[list[list[int]]]) -> list[list[int]]:
-        """Return by group the chunks that do not hold what a hit needs.
-
-        Raises:
-            GivenUpError: one of the only group: it left a window, and vLLM has freed its blocks.
-        """
-        lacked = [
-            [
-                number
-                for number, ids in enumerate(of_group)
-                if not copies.group.is_storable(ids, self.chunk_tokens)
-            ]
-            for copies, of_group in zip(self._groups, chunks, strict=True)
-        ]
-        if len(self._groups) == 1 and lacked[0]:
-            raise GivenUpError("overtaken")
-        return lacked
-
-    def _copy(
-        self,
-        transfer: Transfer,
-        located: Located,
-        blocks: Sequence[list[int]],
-        event: Event | None,
-    ) -> None:
-        if not transfer.begin_copying():
-            raise GivenUpError("overtaken")
-        begun, handles = time.monotonic(), []
-        with self.enqueueing, torch.inference_mode(), self._stream.current():
-            if event is not None:
-                event.wait()
-            for number, copies in enumerate(self._groups):
-                copies.follow_engine()
-                chunks = copies.chunks(blocks[number])
-                loaded = [chunks[chunk] for chunk in located.slots.chunks(number)]
-                handles += copies.load(loaded, located.objects[number])
-        for handle in handles:
-            handle.done.synchronize()
-        self._near_per_s = self._tokens(located.slots) / (time.monotonic() - begun)
-        located.check()
+        with self.enqueueing(), self._stream.current(), ExitStack() as stack:
+            event.wait()
+            for copies in self._groups:
+                stack.enter_context(copies.behind_engine())
+            yield
 
     def _objects(self, memory: LentMemory, slots: ObjectSlots) -> list[list[torch.Tensor]]:
         return [
@@ -318,12 +283,21 @@ class Moves:
             for number, copies in enumerate(self._groups)
         ]
 
-    def _count(self, flow: Flow, slots: ObjectSlots, seconds: float) -> None:
+    def _check_chunks(self, key: Any, slots: ObjectSlots) -> None:
+        count = (key.end - key.start) // self._client.chunk_tokens
+        for number, expected in enumerate(needed_chunks(count, self._windows)):
+            if slots.chunks(number) != list(expected):
+                raise TransferError(
+                    f"chunks {slots.chunks(number)} of group {number}", f"chunks {expected}"
+                )
+
+    def _count(self, flow: Flow, slots: ObjectSlots, begun: float) -> None:
+        seconds = time.monotonic() - begun
         flow.moved(seconds, size_bytes=slots.nbytes, tokens=self._tokens(slots))
 
     def _tokens(self, slots: ObjectSlots) -> int:
         chunks = max(len(slots.chunks(number)) for number in range(len(self._groups)))
-        return chunks * self.chunk_tokens
+        return chunks * self._client.chunk_tokens
 
 
 def _of_objects(seals: Seals, slots: ObjectSlots) -> list[bytes]:

@@ -1,19 +1,19 @@
 """Loads inside the step of their requests, which run beside the step's layers.
 
-    ask_early       a request has a hit, and may be in the next step: where its chunks are
-    begin_step, ask once vLLM has decided on a step: the same of all others that it loads
-    begin_answered  then, and again when a worker hears of the step: of loads whose chunks are
-                    known, seals are compared, the first layers enqueued
-    begin           vLLM has prepared the step: the same of the others, once their answers come
+    ask_early       a request has a hit, and may be in the next step: ask where its chunks are
+    begin_step, ask vLLM has decided on a step: ask the same of all others that it loads
+    begin_answered  then, and again when the worker is called for the step: of loads whose chunks
+                    are known, compare seals, and enqueue the first layers
+    begin           vLLM has prepared the step: wait for the other answers, and do the same
     before_layer, after_layer, for each layer
     end             the step is enqueued
-    take, gate      in any order: what was left unfilled, for vLLM; what stores wait for
+    take, outcomes  in any order: what was left unfilled, for vLLM; what stores wait for
 
-A scheduler in the worker's process makes the first calls before the worker hears of the step:
+A scheduler in the worker's process makes the first calls before the worker is called for the step:
 vLLM's newer runner prepares the step first, and the link would be idle meanwhile.
 
-Seals are compared again when the device has copied all, by a thread. Until then nothing is stored
-that came of a load, and what `take` returned waits for whoever looks at it.
+When the device has copied all, a thread compares the seals again. Until then nothing is stored that
+came of a load, and what `take` returned waits when it is looked at.
 """
 
 from __future__ import annotations
@@ -22,21 +22,17 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
 
 from lmcache_xpu.cache.load_questions import Question
 from lmcache_xpu.cache.protocol import TokenRange
 from lmcache_xpu.cache.seals import Seals
-from lmcache_xpu.cache.server import check_lease
 from lmcache_xpu.copies.group_copies import BesideLayers, GroupCopies
-from lmcache_xpu.copies.in_flight import InFlight, Phase
-from lmcache_xpu.copies.late_blocks import Verdict, Verdicts
-from lmcache_xpu.copies.load_pipeline import LoadPipeline
+from lmcache_xpu.copies.load_pipelines import LoadPipeline, StepPipelines
 from lmcache_xpu.copies.moves import Located, Moves
+from lmcache_xpu.copies.pending_failures import Outcome, Outcomes
 from lmcache_xpu.errors import TransferError
 from lmcache_xpu.metrics import fallback, loaded
 from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK
@@ -46,20 +42,18 @@ __all__ = ["StepLoads"]
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 ANSWER_S = 0.5  # that the engine waits for the server, at most
-# vLLM prepares a step in 6 to 14 ms (8B on one H200), in which the link would be idle.
-SOON_S = 0.002  # that it waits before that, at most
+SOON_S = 0.002  # that it waits before vLLM prepares the step, at most
 # LMCache's thread sends a question. Python lets it run when this one waits, or else after 5 ms.
 SENT_S = 0.0003
-
-Failed = Callable[[str, Exception], None]
+POLL_S = 5e-4
 
 
 @dataclass(slots=True, eq=False)
 class _Load:
     request_id: str
     blocks: list[int]
-    verdict: Verdict
-    asked: Question | None = None
+    outcome: Outcome
+    asked: Question
     seals: Seals | None = None
     plan: BesideLayers | None = None
     located: Located | None = None
@@ -72,21 +66,22 @@ class StepLoads:
     Args:
         moves: of the worker.
         copies: of its only KV cache group.
-        key: makes LMCache's key of a load.
         draft_layers: so many layers at the end are a drafter's.
-        failed: is told of a load that failed, and why.
+        failed: is called with a request whose load failed, and why.
+
+    Attributes:
+        outcomes: of all loads.
     """
 
     def __init__(
         self,
         moves: Moves,
         copies: GroupCopies,
-        key: Callable[[TokenRange], Any],
         draft_layers: int,
-        failed: Failed,
+        failed: Callable[[str, Exception], None],
     ) -> None:
+        self.outcomes = Outcomes()
         self._moves = moves
-        self._key = key
         self._copies = copies
         self._failed = failed
         layers, pages = copies.group.layers, copies.pages_per_layer
@@ -94,21 +89,19 @@ class StepLoads:
             name: (number + 1) * pages - 1 for number, name in enumerate(layers) if pages
         }
         model_pages = (len(layers) - draft_layers) * pages if pages else None
-        self._in_flight = InFlight(copies.group.block_tokens, model_pages)
+        self._pipelines = StepPipelines(model_pages)
         self._early: dict[str, Question] = {}  # of the next step, by request
         self._asked: list[_Load] = []  # of this step
-        self._loads: list[_Load] = []  # of them, those that have begun
-        self._verdicts = Verdicts()
+        self._loads: list[_Load] = []  # of them, those that are in the pipelines
+        self._thread = ThreadPoolExecutor(1, "lmcache-xpu-finish")
 
-    @property
-    def block_tokens(self) -> int:
-        """Tokens of a block."""
-        return self._copies.group.block_tokens
+    # Before the step's layers
 
-    @property
-    def busy(self) -> bool:
-        """Whether any load is on its way."""
-        return self._verdicts.awaited
+    def ask_early(self, load: TokenRange) -> None:
+        """Ask where the chunks of a load are that the next step may have, once; raises nothing."""
+        if load.request_id not in self._early:
+            with suppress(Exception):  # whatever: its step asks again, and fails there
+                self._early[load.request_id] = self._ask(load)
 
     def begin_step(self, written: Collection[int]) -> None:
         """Begin a step.
@@ -117,13 +110,12 @@ class StepLoads:
             written: blocks that requests have got since the last one.
         """
         self.end()  # of a step that vLLM gave up
-        self._verdicts.forget(written)
+        self.outcomes.forget(written)
 
-    def ask_early(self, load: TokenRange) -> None:
-        """Ask where the chunks of a load are that the next step may have, once; raises nothing."""
-        if load.request_id not in self._early:
-            with suppress(Exception):  # whatever: its step asks again, and fails there
-                self._early[load.request_id] = self._asked_at_once(load)
+    def fail(self, blocks: Collection[int]) -> None:
+        """Count blocks as unfilled whose loads nobody described."""
+        if blocks:
+            self.outcomes.decide(self.outcomes.expect(blocks), filled=False)
 
     def ask(self, load: TokenRange) -> None:
         """Ask where chunks are that this step loads, unless that was asked before.
@@ -131,18 +123,15 @@ class StepLoads:
         Args:
             load: with its blocks; those that vLLM keeps are left alone.
         """
-        [blocks] = load.blocks
-        has = load.kept // self.block_tokens
-        ids = [NULL_BLOCK] * has + list(blocks[has:])
-        verdict = self._verdicts.expect(block for block in ids if block != NULL_BLOCK)
-        asked = _Load(load.request_id, ids, verdict)
+        blocks = self._copies.blocks(load, loading=True)
+        outcome = self.outcomes.expect(set(blocks) - {NULL_BLOCK})
         loaded("step")
         try:
-            asked.asked = self._early.pop(load.request_id, None) or self._asked_at_once(load)
+            asked = self._early.pop(load.request_id, None) or self._ask(load)
         except Exception as error:  # whatever: the request is computed
-            self._fail(asked, error)
+            self._fail(load.request_id, outcome, error)
         else:
-            self._asked.append(asked)
+            self._asked.append(_Load(load.request_id, blocks, outcome, asked))
 
     def end_early(self) -> None:
         """End questions whose requests are not in the step after all."""
@@ -150,39 +139,24 @@ class StepLoads:
             self._moves.end_load(question)
         self._early.clear()
 
-    def _asked_at_once(self, load: TokenRange) -> Question:
-        """Ask where chunks are, and let the question leave; errors as `Moves.ask_for_load`."""
-        asked = self._moves.ask_for_load(self._key(load))
-        asked.is_answered(SENT_S)
-        return asked
-
-    def fail(self, blocks: Collection[int]) -> None:
-        """Count blocks as unfilled whose loads nobody described."""
-        if blocks:
-            self._verdicts.give(self._verdicts.expect(blocks), filled=False)
-
     def begin_answered(self, tokens: int, *, scheduling: bool = False) -> None:
         """Enqueue the first layers of what the server has answered; waits `SOON_S` at most.
 
         Args:
             tokens: that the step computes.
-            scheduling: vLLM has just decided on the step, and no worker was told of it yet.
+            scheduling: vLLM has just decided on the step, and will call the worker for it.
         """
         if not (self._asked or self._loads):
             return
-        with self._moves.enqueueing, torch.inference_mode():
-            if scheduling:
-                self._in_flight.schedule(frozenset(), tokens)
-            else:
-                self._in_flight.begin_step(frozenset(), tokens)
+        with self._moves.enqueueing():
+            self._pipelines.begin(tokens, scheduling=scheduling)
         # What needs no answer comes first: the server is asked meanwhile.
         asked = [load for load in self._asked if load.plan or self._succeeds(self._prepare, load)]
         self._asked = []
         until = time.monotonic() + SOON_S
         for load in asked:
-            assert load.asked is not None
             if load.asked.is_answered(max(0.0, until - time.monotonic())):
-                self._begin(load, 0.0)
+                self._succeeds(self._enqueue, load, 0.0)
             else:
                 self._asked.append(load)
 
@@ -192,31 +166,31 @@ class StepLoads:
         Args:
             whole: the step stops at no layer, so it waits for all of them first.
         """
-        end = time.monotonic() + ANSWER_S
+        until = time.monotonic() + ANSWER_S
         asked, self._asked = self._asked, []
         for load in asked:
-            self._begin(load, max(0.0, end - time.monotonic()))
+            self._succeeds(self._enqueue, load, max(0.0, until - time.monotonic()))
         if self._loads and (whole or not self._last_pages):
-            with self._moves.enqueueing, torch.inference_mode():
-                self._in_flight.before_all()
+            with self._moves.enqueueing():
+                self._pipelines.before_all()
 
-    def _begin(self, load: _Load, at_most_s: float) -> None:
-        if self._succeeds(self._enqueue, load, at_most_s):
-            self._loads.append(load)
+    def _ask(self, load: TokenRange) -> Question:
+        """Ask where chunks are, and let the question leave; errors as `Moves.ask`."""
+        asked = self._moves.ask(load)
+        asked.is_answered(SENT_S)
+        return asked
 
     def _succeeds(self, act: Callable[..., None], load: _Load, *rest: float) -> bool:
         try:
             act(load, *rest)
         except Exception as error:  # whatever: the request is computed
-            self._fail(load, error)
+            self._fail(load.request_id, load.outcome, error)
             return False
         return True
 
     def _prepare(self, load: _Load) -> None:
-        assert load.asked is not None
-        key, tokens = load.asked.key, self._tokens(load)
-        starts = functools.partial(self._group_starts, tokens)
-        try:
+        key, tokens = load.asked.key, len(load.blocks) * self._copies.group.block_tokens
+        with self._moves.ending(load.asked):
             if tokens != key.end - key.start:
                 raise TransferError(
                     f"blocks for {tokens} tokens, and a question of {key.start} to {key.end}",
@@ -224,114 +198,102 @@ class StepLoads:
                 )
             load.seals = self._moves.seals(key)
             load.plan = self._copies.beside_layers(
-                self._copies.chunks(load.blocks), starts, self._moves.load_flow
+                self._copies.chunks(load.blocks),
+                functools.partial(self._pipelines.group_starts, tokens),
+                self._moves.load_flow,
             )
-        except BaseException:
-            self._moves.end_load(load.asked)
-            raise
 
     def _enqueue(self, load: _Load, at_most_s: float) -> None:
-        assert load.asked is not None
         assert load.plan is not None
-        slots = self._moves.slots(load.asked, at_most_s)
-        try:
-            load.located = self._moves.locate(load.asked, slots, load.seals)
+        load.located = self._moves.locate(load.asked, load.seals, at_most_s)
+        with self._moves.ending(load.asked):
             load.parts = load.plan(load.located.objects[0])
-        except BaseException:
-            self._moves.end_load(load.asked)
-            raise
-        with self._moves.enqueueing, torch.inference_mode():
-            self._copies.follow_engine()  # blocks may be of a request whose step still runs
+        # Blocks may be of a request whose step still runs.
+        with self._moves.enqueueing(), self._copies.behind_engine():
             for part in load.parts:
-                self._in_flight.add_load(part, (), _leave)
+                self._pipelines.add(part)
+        self._loads.append(load)
 
-    def _group_starts(self, tokens: int, layers: int, layer_bytes: int, tuning: Any) -> list[int]:
-        return self._in_flight.group_starts(layers, tokens, layer_bytes, tuning)
-
-    def _tokens(self, load: _Load) -> int:
-        return len(load.blocks) * self.block_tokens
+    # The step's layers, and its end
 
     def before_layer(self, name: str) -> None:
         """Let the engine's stream wait for a layer."""
         if self._loads and (page := self._last_pages.get(name)) is not None:
-            with self._moves.enqueueing, torch.inference_mode():
-                self._in_flight.before_layer(page)
+            with self._moves.enqueueing():
+                self._pipelines.before_layer(page)
 
     def after_layer(self, name: str) -> None:
         """Enqueue what comes after a layer that the engine has enqueued."""
         if self._loads and (page := self._last_pages.get(name)) is not None:
-            with self._moves.enqueueing, torch.inference_mode():
-                self._in_flight.after_layer(page)
+            with self._moves.enqueueing():
+                self._pipelines.after_layer(page)
 
     def end(self) -> None:
         """End this step's loads: what follows in the engine's stream waits for them."""
         asked, self._asked = self._asked, []
         for load in asked:
-            assert load.asked is not None
             self._moves.end_load(load.asked)
-            self._fail(load, TransferError("a load that vLLM never began", "a step that loads"))
-        if not self._loads and self._in_flight.phase is Phase.IDLE:
+            never = TransferError("a load that vLLM never began", "a step that loads")
+            self._fail(load.request_id, load.outcome, never)
+        if not self._pipelines.loads:
             return
-        with self._moves.enqueueing, torch.inference_mode():
-            if self._in_flight.phase is Phase.SCHEDULING:
-                self._in_flight.begin_step(frozenset())
-            missed = {id(slots) for slots in self._in_flight.end_step()}
+        with self._moves.enqueueing():
+            missed = set(self._pipelines.end())
         loads, self._loads = self._loads, []
         for load in loads:
-            handles = [handle for part in load.parts for handle in part.handles()]
-            is_missed = any(id(part.slots) in missed for part in load.parts)
+            is_missed = not missed.isdisjoint(load.parts)
             if is_missed and all(part.failed_behind is None for part in load.parts):
                 logger.error(
                     "vLLM computed without waiting for the KV cache of a request; "
                     "it is recomputed (docs: troubleshooting#load-not-awaited)"
                 )
-            decide = functools.partial(self._decide, load, is_missed)
-            self._in_flight.release((), handles, decide)
-
-    def _decide(self, load: _Load, is_missed: bool, _seconds: float) -> None:
-        """Say whether a load whose copies are done has filled its blocks; by any thread."""
-        assert load.asked is not None
-        assert load.located is not None
-        begun = load.asked.begun
-        try:
-            try:
-                if not is_missed:
-                    load.located.check()
-                    check_lease(begun)
-            finally:
-                self._moves.end_load(load.asked)
-        except Exception as error:  # whatever: the request is computed
-            self._fail(load, error)
-            return
-        if not is_missed:
-            self._moves.count_load(load.located.slots, time.monotonic() - begun)
-        self._say(load, filled=not is_missed)
-
-    def _fail(self, load: _Load, error: Exception) -> None:
-        try:
-            self._failed(load.request_id, error)
-        finally:
-            self._say(load, filled=False)
-
-    def _say(self, load: _Load, *, filled: bool) -> None:
-        if not filled:
-            fallback("load")
-        self._verdicts.give(load.verdict, filled=filled)
+            if all(part.is_done for part in load.parts):
+                self._decide(load, is_missed)
+            else:
+                self._thread.submit(self._wait_and_decide, load, is_missed)
 
     def take(self) -> Collection[int]:
-        """Return the blocks that loads left unfilled since the last call; see `LateBlocks`."""
+        """Return the blocks that loads left unfilled since the last call; see `Outcomes.take`."""
         self.end()  # vLLM may ask before it has its stores submitted
-        return self._verdicts.take()
-
-    def gate(self, blocks: Collection[int]) -> Callable[[], None]:
-        """Return what a store of these blocks has to pass; see `Verdicts.gate`."""
-        return self._verdicts.gate(blocks)
+        return self.outcomes.take()
 
     def close(self) -> None:
-        """Wait for what is on its way."""
+        """Wait for what is on its way. May be called again."""
         self.end()
-        self._in_flight.close()
+        self._thread.shutdown()
 
+    def _wait_and_decide(self, load: _Load, is_missed: bool) -> None:
+        try:
+            # Not synchronize(): beside it, another thread's launches took several times as long.
+            while not all(part.is_done for part in load.parts):
+                time.sleep(POLL_S)
+            self._decide(load, is_missed)
+        except Exception:  # whatever it is: this thread has the next loads to finish
+            logger.exception(
+                "lmcache-xpu could not finish a transfer "
+                "(docs: troubleshooting#transfer-not-finished)"
+            )
 
-def _leave(seconds: float) -> None:
-    """Count nothing: `StepLoads._decide` does."""
+    def _decide(self, load: _Load, is_missed: bool) -> None:
+        """Say whether a load whose copies are done has filled its blocks; by any thread."""
+        assert load.located is not None
+        try:
+            if is_missed:
+                self._moves.end_load(load.asked)
+            else:
+                self._moves.finish(load.located)
+        except Exception as error:  # whatever: the request is computed
+            self._fail(load.request_id, load.outcome, error)
+            return
+        if is_missed:
+            self._fail(load.request_id, load.outcome)
+        else:
+            self.outcomes.decide(load.outcome, filled=True)
+
+    def _fail(self, request_id: str, outcome: Outcome, error: Exception | None = None) -> None:
+        try:
+            if error is not None:
+                self._failed(request_id, error)
+        finally:
+            fallback("load")
+            self.outcomes.decide(outcome, filled=False)

@@ -1,8 +1,4 @@
-"""Transfers between the engine's KV cache and the server's memory, in threads beside the engine.
-
-Stores have one thread and loads another. Each takes its transfers one after another: a request's
-last store is done when all of them are.
-"""
+"""Transfers in threads beside the engine: stores have one thread, loads another."""
 
 from __future__ import annotations
 
@@ -72,17 +68,11 @@ class Transfer:
                 self.result = result
             self._changed.notify_all()
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until it has ended; whether it succeeded."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.result is not None, timeout_s)
-        return bool(self.result)
-
     def leave_blocks(self, deadline: float) -> None:
         """Let the engine's current stream wait until the blocks were read.
 
-        Waits on this thread until the copies are enqueued. A transfer that has not begun by the
-        deadline is cancelled.
+        Waits on this thread until the copies are enqueued, and cancels at the deadline what has
+        not begun to copy.
         """
         with self._changed:
             self._changed.wait_for(
@@ -96,11 +86,7 @@ class Transfer:
 
 
 class TransferQueue:
-    """A thread that does transfers of one direction.
-
-    Args:
-        name: of the thread.
-    """
+    """A thread of this name, which does transfers one after another."""
 
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"lmcache-xpu-{name}")
@@ -108,29 +94,23 @@ class TransferQueue:
         self._lock = threading.Lock()
 
     def add(self, transfer: Transfer, move: Callable[[], bool]) -> None:
-        """Do a transfer when those before it have ended; `move` catches its errors."""
+        """Do a transfer when those before it have ended; `move` says whether it succeeds."""
+
+        def run() -> None:
+            result = False
+            try:
+                result = move()
+            finally:
+                with self._lock:
+                    self._transfers.discard(transfer)
+                transfer.end(result)
+
         with self._lock:
             self._transfers.add(transfer)
-        self._thread.submit(self.run, transfer, move)
-
-    def run(self, transfer: Transfer, move: Callable[[], bool]) -> None:
-        """Do a transfer at once, in this thread."""
-        result = False
-        try:
-            result = move()
-        finally:
-            with self._lock:
-                self._transfers.discard(transfer)
-            transfer.end(result)
-
-    @property
-    def busy(self) -> bool:
-        """Whether any transfer has not ended."""
-        with self._lock:
-            return bool(self._transfers)
+        self._thread.submit(run)
 
     def transfers(self) -> list[Transfer]:
-        """Those that have not ended."""
+        """Return those that have not ended."""
         with self._lock:
             return list(self._transfers)
 

@@ -1,11 +1,16 @@
-"""A worker's transfers between the engine's KV cache and the memory that LMCache's server lends."""
+"""A worker's transfers between the engine's KV cache and the memory that LMCache's server lends.
+
+Loads inside steps are in `step_loads`; all others, and stores, are here, in threads.
+"""
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from queue import SimpleQueue
+from typing import Any
 
 from lmcache_xpu.cache.lent_memory import LentMemory
 from lmcache_xpu.cache.local_client import LocalClient
@@ -14,13 +19,13 @@ from lmcache_xpu.cache.server import GivenUpError, Server, union
 from lmcache_xpu.cache.server_client import ServerClient
 from lmcache_xpu.copies.group_copies import GroupCopies
 from lmcache_xpu.copies.moves import Moves
-from lmcache_xpu.copies.registration import payload
 from lmcache_xpu.copies.step_loads import StepLoads
 from lmcache_xpu.copies.transfer_queue import Transfer, TransferQueue
 from lmcache_xpu.errors import LMCacheXPUError
 from lmcache_xpu.metrics import Flow, fallback, loaded
 from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK
 from lmcache_xpu.transfer.devices import Event
+from lmcache_xpu.versions.lmcache_server import RegisterEngineDrivenContextPayload
 
 __all__ = ["Transfers"]
 
@@ -63,7 +68,7 @@ class Transfers:
         self._stores = TransferQueue("stores")
         self._loads = TransferQueue("loads")
         self._damaged: SimpleQueue[str] = SimpleQueue()
-        self._waited: list[Transfer] = []  # loads of which vLLM was told nothing yet
+        self._waited: list[Transfer] = []  # loads, until `take_ended` names their requests
         self._unfilled: set[int] = set()
         self._registered = False
         self.in_steps: StepLoads | None = None
@@ -71,7 +76,6 @@ class Transfers:
             self.in_steps = StepLoads(
                 self._moves,
                 groups[0],
-                lambda chunks: client.key(chunks, worker=True),
                 draft_layers,
                 lambda request_id, error: self._failed(client.load_flow, request_id, error),
             )
@@ -90,18 +94,18 @@ class Transfers:
     @property
     def busy(self) -> bool:
         """Whether any transfer is on its way, or waits for its turn."""
-        in_steps = self.in_steps is not None and self.in_steps.busy
-        return self._stores.busy or self._loads.busy or in_steps
+        in_steps = self.in_steps is not None and self.in_steps.outcomes.pending
+        return bool(self._stores.transfers() or self._loads.transfers() or in_steps)
 
     def pinned(self, address: int) -> bool | None:
         """Whether the server's memory at this address is pinned; None for other memory."""
         return self._server.pinned(address)
 
     def let_write(self, blocks: Collection[int] | None = None) -> None:
-        """Let the engine overwrite blocks that stores still read; called by its thread.
+        """Let the engine's thread enqueue writes to blocks that stores still read.
 
-        Waits until their copies are enqueued, and lets the current stream wait for them. A store
-        that can't begin in `GRACE_S` ends.
+        Waits until their copies are enqueued, and lets the current stream wait for them. Stores
+        that can't begin in `GRACE_S` end.
 
         Args:
             blocks: that are about to be written; None for any.
@@ -116,21 +120,15 @@ class Transfers:
 
         Waits for the server; raises as `Server.map`.
         """
-        before, requests, local = None, self._client.requests, self._client.local
+        before, local = None, self._client.local
         self._registered = True
         if local is None:
-            registered = requests.register_kv_cache_engine_driven_context(
-                payload(self._client, self.groups)
-            )
+            requests, described = self._client.requests, self._description()
+            registered = requests.register_kv_cache_engine_driven_context(described)
             before = self._server.map(registered)
         else:
             self._server.lend(local)
         self._moves.begin_with_server()
-        if (module := self._moves.module) is not None:
-            scope = self._client.scope
-            module.register(scope.model_name, scope.world_size).result(
-                timeout=self._client.timeout_s
-            )
         if before is not None:
             self._give_back(before)
 
@@ -148,27 +146,18 @@ class Transfers:
         return True
 
     def give_back_gone(self) -> None:
-        """Give back the memory of a server that ended, so that the next one has room for its own.
+        """Give back the memory of a server that ended: the next one needs the room.
 
-        Waits until nothing copies. Called while the server is lost, by who notices that.
+        Waits until nothing copies. Called while the server is lost.
         """
-        gone = self._server.take_gone()
-        if gone is not None:
+        if (gone := self._server.take_gone()) is not None:
             self._give_back(gone)
-
-    def _give_back(self, memory: LentMemory) -> None:
-        while self.busy:  # with what had begun; the server is not healthy yet
-            time.sleep(_POLL_S)
-        for copies in self.groups:
-            copies.forget(memory.pool)
-        memory.release()
 
     def unregister(self) -> None:
         """Tell the server that this worker ends; waits for it, if it was ever told of it."""
         if not self._registered:
             return
-        if (module := self._moves.module) is not None:
-            module.register(self._client.scope.model_name, self._client.scope.world_size, ends=True)
+        self._moves.end_with_server()
         if self._client.local is not None:
             return
         requests, worker = self._client.requests, self._server.instance_id
@@ -178,6 +167,31 @@ class Transfers:
                 "LMCache's server did not hear that this worker ends "
                 "(docs: troubleshooting#server-lost)"
             )
+
+    def _give_back(self, memory: LentMemory) -> None:
+        while self.busy:  # with what had begun; the server is not healthy yet
+            time.sleep(_POLL_S)
+        for copies in self.groups:
+            copies.forget(memory.pool)
+        memory.release()
+
+    def _description(self) -> Any:
+        """Return what LMCache's server registers of this worker: its first KV cache group.
+
+        As one layer of one token of bytes: their order in an object is this package's own. Its
+        module is told of all groups, see `Moves.begin_with_server`.
+        """
+        return RegisterEngineDrivenContextPayload(
+            instance_id=self._client.instance_id,
+            model_name=self._client.scope.model_name,
+            world_size=self._client.scope.world_size,
+            block_size=self.groups[0].group.block_tokens,
+            num_layers=1,
+            hidden_dim_size=self.groups[0].object_bytes,
+            dtype_str="uint8",
+            use_mla=True,  # one plane
+            num_physical_slots=1,
+        )
 
     def event(self) -> Event:
         """Return a point behind what the engine has enqueued so far."""
@@ -193,14 +207,14 @@ class Transfers:
             event: behind what the engine computed.
             sources: block IDs that they were computed from; empty where no step loads.
         """
-        blocks = self._blocks(chunks)
-        transfer = Transfer(chunks.request_id, union(blocks))
-        check = self.in_steps.gate(sources) if self.in_steps is not None and sources else None
+        blocks = union([copies.blocks(chunks) for copies in self.groups])
+        transfer = Transfer(chunks.request_id, blocks)
+        check = self.in_steps.outcomes.gate(sources) if self.in_steps and sources else None
 
         def move() -> None:
             if check is not None:
                 check()
-            self._moves.store(transfer, self._client.key(chunks, worker=True), blocks, event)
+            self._moves.store(transfer, chunks, event)
 
         self._stores.add(transfer, lambda: self._succeeds(self._client.store_flow, move, transfer))
         return transfer
@@ -212,15 +226,9 @@ class Transfers:
             chunks: with their blocks.
             event: behind what the engine does with these blocks before.
         """
-        blocks = self._blocks(chunks)
-        for copies, ids in zip(self.groups, blocks, strict=True):
-            has = chunks.kept // copies.group.block_tokens
-            ids[:has] = [NULL_BLOCK] * has
-        transfer = Transfer(chunks.request_id, union(blocks))
-
-        def move() -> None:
-            self._moves.load(transfer, self._client.key(chunks, worker=True), blocks, event)
-
+        blocks = union([copies.blocks(chunks, loading=True) for copies in self.groups])
+        transfer = Transfer(chunks.request_id, blocks)
+        move = functools.partial(self._moves.load, transfer, chunks, event)
         loaded("async")
         self._waited.append(transfer)
         self._loads.add(transfer, lambda: self._succeeds(self._client.load_flow, move, transfer))
@@ -254,9 +262,6 @@ class Transfers:
         self._stores.close()
         self._loads.close()
         self._server.release()
-
-    def _blocks(self, chunks: TokenRange) -> list[list[int]]:
-        return [list(chunks.blocks[copies.group.number]) for copies in self.groups]
 
     def _succeeds(self, flow: Flow, move: Callable[[], None], transfer: Transfer) -> bool:
         """Whether a transfer succeeds; a failure is counted, and logged where it is news."""

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 import torch
-from support import caches
 from support.caches import bits
 from support.intel import MACHINES, on_machines
 from support.intel import machine as machine  # a fixture
 from support.loads import LAYERS, Case, Point, expected, settle
 from support.tuned import tuned
 
-from lmcache_xpu.copies.load_pipeline import group_starts
+from lmcache_xpu.copies.load_pipelines import StepPipelines
 from lmcache_xpu.gpu_connector import registered_cache
 from lmcache_xpu.transfer.devices import TransferHandle
 from lmcache_xpu.transfer.host_copies import SMALLEST_STAGING_BYTES
@@ -32,14 +32,13 @@ def few_layers():
 def test_every_layer_is_there_when_the_engine_comes_to_it(layer_major):
     case = Case(layer_major=layer_major)
     case.load()
-    assert case.held == {2}  # LMCache lets go of its own reference when the call returns
+    (load,) = case.step.loads
     for layer in range(LAYERS):
-        case.overlap.before_layer(layer)
+        case.step.before_layer(layer)
         assert case.there(layer)
-    assert case.overlap.end_step() == []
+    assert case.step.end() == []
     settle()
-    case.overlap.drain()
-    assert case.held == {1}
+    assert load.is_done
     assert torch.equal(bits(case.target.raw), bits(expected(case)))
 
 
@@ -49,8 +48,7 @@ def test_a_load_starts_with_its_first_groups(first: int):
     with tuned(first_groups=first):
         case.load()
     there = [case.there(layer) for layer in range(LAYERS)]
-    starts = group_starts(LAYERS, tuning_of(caches.DEVICE), much_to_compute=True)
-    layers = [*starts, LAYERS][first]
+    layers = [0, 1, 2, 4][first]
     assert there == [True] * layers + [False] * (LAYERS - layers)
 
 
@@ -64,53 +62,53 @@ def test_later_layers_are_not_copied_before_the_first_are_waited_for():
 
     case.load()
     assert there() == 1
-    case.overlap.before_layer(0)
+    case.step.before_layer(0)
     assert there() == 1
-    case.overlap.after_layer(0)
+    case.step.after_layer(0)
     assert there() == 2  # groups of 1, 1 and 2 layers, one more with each layer
-    case.overlap.after_layer(1)
+    case.step.after_layer(1)
     assert there() == 4
-    assert case.overlap.end_step() != []
+    assert case.step.end() != []
 
 
 @pytest.mark.parametrize(("room", "groups"), [(1, 1), (10**9, 2)])
 def test_behind_a_layer_no_more_is_enqueued_than_the_link_has_room_for(room: int, groups: int):
     """Of the load that has the fewest first; the engine finds its layers there all the same."""
     first, second = cases = Case(), Case()
-    second.overlap = first.overlap
+    second.step = first.step
     for case in cases:
         case.load()
-    first.overlap.before_layer(0)
+    first.step.before_layer(0)
     for behind in range(2):
-        before = sum(item.load.enqueued for item in first.overlap._loads)
+        before = sum(load.enqueued for load in first.step.loads)
         with tuned(ahead_bytes=room):
-            first.overlap.after_layer(behind)
-        enqueued = [item.load.enqueued for item in first.overlap._loads]
+            first.step.after_layer(behind)
+        enqueued = [load.enqueued for load in first.step.loads]
         assert sum(enqueued) - before == groups
         assert max(enqueued) - min(enqueued) <= 1
     for layer in range(1, LAYERS):
-        first.overlap.before_layer(layer)
+        first.step.before_layer(layer)
         assert all(case.there(layer) for case in cases)
-        first.overlap.after_layer(layer)
-    assert first.overlap.end_step() == []
+        first.step.after_layer(layer)
+    assert first.step.end() == []
 
 
 def test_what_is_under_way_leaves_less_room():
     case = Case()
     case.load()
-    (item,) = case.overlap._loads
-    size = item.load._groups[0][0].nbytes
-    first = item.load._handles[0] = TransferHandle(Point(True), Point())
-    assert item.load.bytes_under_way() == size
-    case.overlap.before_layer(0)
+    (load,) = case.step.loads
+    size = load._groups[0].nbytes
+    first = load._handles[0] = TransferHandle(Point(True), Point())
+    assert load.bytes_under_way() == size
+    case.step.before_layer(0)
     with tuned(ahead_bytes=size):
-        case.overlap.after_layer(0)
-    assert item.load.enqueued == 1
+        case.step.after_layer(0)
+    assert load.enqueued == 1
     first.done.reach()
-    assert item.load.bytes_under_way() == 0
-    case.overlap.after_layer(0)
-    assert item.load.enqueued == 2
-    assert case.overlap.end_step() != []
+    assert load.bytes_under_way() == 0
+    case.step.after_layer(0)
+    assert load.enqueued == 2
+    assert case.step.end() != []
 
 
 def test_what_is_made_in_inference_mode_serves_outside_of_it(monkeypatch):
@@ -119,16 +117,16 @@ def test_what_is_made_in_inference_mode_serves_outside_of_it(monkeypatch):
     case = Case(staging_bytes=SMALLEST_STAGING_BYTES)
     case.load()
     for layer in range(LAYERS):
-        case.overlap.before_layer(layer)
-        case.overlap.after_layer(layer)
-    assert case.overlap.end_step() == []
+        case.step.before_layer(layer)
+        case.step.after_layer(layer)
+    assert case.step.end() == []
     assert torch.equal(bits(case.target.raw), bits(expected(case)))
 
 
 def test_a_layer_is_there_even_if_nothing_was_enqueued_ahead():
     case = Case()
     case.load()
-    case.overlap.before_layer(2)
+    case.step.before_layer(2)
     assert case.there(2)
     assert case.there(3)  # of the same group
     assert not case.there(4)
@@ -138,34 +136,32 @@ def test_a_layer_is_there_even_if_nothing_was_enqueued_ahead():
 def test_a_step_that_does_not_stop_at_layers_waits_for_all():
     case = Case()
     case.load()
-    case.overlap.before_all()
+    case.step.before_all()
     assert all(case.there(layer) for layer in range(LAYERS))
-    assert case.overlap.end_step() == []
+    assert case.step.end() == []
 
 
 def test_a_load_the_engine_did_not_wait_for_is_reported():
     case = Case()
     case.load()
-    case.overlap.before_layer(2)
-    (missed,) = case.overlap.end_step()
-    assert torch.equal(missed, case.slots)
+    loads = list(case.step.loads)
+    case.step.before_layer(2)
+    assert case.step.end() == loads
     assert all(case.there(layer) for layer in range(LAYERS))  # blocks are not written later
-    case.overlap.drain()
-    assert case.held == {1}
-    assert case.overlap.end_step() == []  # once
+    assert case.step.end() == []  # once
 
 
 @MACHINES
 def test_loads_of_several_requests_share_a_step():
     first, second = Case(), Case()
-    second.overlap = first.overlap
+    second.step = first.step
     first.load()
     second.load()
     for layer in range(LAYERS):
-        first.overlap.before_layer(layer)
+        first.step.before_layer(layer)
         assert first.there(layer)
         assert second.there(layer)
-    assert first.overlap.end_step() == []
+    assert first.step.end() == []
 
 
 @MACHINES
@@ -182,21 +178,18 @@ def test_a_load_that_fails_half_way_is_reported_and_waited_for():
         raise RuntimeError("half-way")
 
     stager.load = broken
-    case.overlap.before_layer(0)
-    case.overlap.after_layer(0)
-    (item,) = case.overlap._loads
-    assert item.load.failed_behind is fence
-    assert item.load.enqueued == 1  # the fence is no layer group
-    assert item.load.handles()[-1].done is fence.done
-    case.overlap.before_layer(1)
-    assert item.load.enqueued == 1
-    (missed,) = case.overlap.end_step()
-    assert torch.equal(missed, case.slots)
+    case.step.before_layer(0)
+    case.step.after_layer(0)
+    (load,) = case.step.loads
+    assert load.failed_behind is fence
+    assert load.enqueued == 1  # the fence is no layer group
+    case.step.before_layer(1)
+    assert load.enqueued == 1
+    assert case.step.end() == [load]
     assert fence.done.waited
-    assert case.held == {2}
+    assert not load.is_done
     fence.done.reach()
-    case.overlap.drain()
-    assert case.held == {1}
+    assert load.is_done
 
 
 @pytest.mark.parametrize(
@@ -205,24 +198,74 @@ def test_a_load_that_fails_half_way_is_reported_and_waited_for():
 def test_a_drafter_s_layers_are_waited_for_when_vllm_asks_what_failed(visited: int, missed: bool):
     """It asks before the drafter, here of one layer, has run. The model's it must have come to."""
     case = Case()
-    case.overlap.model_layers = LAYERS - 1
+    case.step = StepPipelines(LAYERS - 1)
     case.load()
     for layer in range(visited):
-        case.overlap.before_layer(layer)
-    assert bool(case.overlap.end_step()) is missed
+        case.step.before_layer(layer)
+    assert bool(case.step.end()) is missed
     assert all(case.there(layer) for layer in range(LAYERS))
 
 
 def test_a_drafter_s_layer_that_can_t_be_loaded_is_reported():
     case = Case()
-    case.overlap.model_layers = LAYERS - 1
+    case.step = StepPipelines(LAYERS - 1)
     case.load()
     for layer in range(LAYERS - 1):
-        case.overlap.before_layer(layer)
+        case.step.before_layer(layer)
 
     def broken(*args, **options):
         raise RuntimeError("planted")
 
     case.connector.registered().stager.load = broken
-    (missed,) = case.overlap.end_step()
-    assert torch.equal(missed, case.slots)
+    assert len(case.step.end()) == 1
+
+
+def sizes_of_groups(
+    layers: int, *, much: bool = True, scheduling: bool = False, large: int = 1
+) -> list[int]:
+    """The layers of each group beside much or little computing; `large` fit in one launch."""
+    step, tuning = StepPipelines(), tuning_of("cuda")
+    step.begin(1000 if much else 1, scheduling=scheduling)
+    layer_bytes = tuning.direct_launch_bytes // large
+    starts = step.group_starts(1000, layers, layer_bytes, tuning)
+    return [b - a for a, b in itertools.pairwise([*starts, layers])]
+
+
+@pytest.mark.parametrize(
+    ("layers", "much", "sizes"),
+    [
+        (1, True, [1]),
+        (6, True, [1, 1, 2, 1, 1]),
+        (8, True, [1, 1, 2, 2, 1, 1]),
+        (32, True, [1, 1, *[2] * 14, 1, 1]),
+        (61, True, [1, 1, *[2] * 28, 1, 1, 1]),
+        (1, False, [1]),
+        (3, False, [3]),
+        (6, False, [6]),
+        (32, False, [24, 8]),
+        (61, False, [46, 12, 3]),
+    ],
+)
+def test_layer_groups_grow_beside_much_computing_and_shrink_beside_little(layers, much, sizes):
+    assert sizes_of_groups(layers, much=much) == sizes
+
+
+@pytest.mark.parametrize(
+    ("large", "sizes"),
+    [
+        (1, [1, 1, *[2] * 14, 1, 1]),
+        (4, [4, 4, *[2] * 11, 1, 1]),
+        (20, [20, 12]),
+        (40, [32]),
+    ],
+)
+def test_a_load_that_begins_before_its_step_starts_with_two_large_groups(large: int, sizes):
+    assert sizes_of_groups(32, scheduling=True, large=large) == sizes
+    assert sizes_of_groups(32, much=False, scheduling=True, large=large) == [24, 8]
+
+
+@pytest.mark.parametrize(("tokens", "first"), [(4096, 1), (1024, 1), (512, 24), (1, 24)])
+def test_what_a_step_computes_decides_the_layer_groups(tokens, first):
+    step = StepPipelines()
+    step.begin(tokens)
+    assert step.group_starts(32768, 32, 2**27, tuning_of("cuda"))[1] == first
