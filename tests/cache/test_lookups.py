@@ -45,7 +45,7 @@ numbers = itertools.count()
 
 
 def hit(lookups, name, *, is_alone=False):
-    return lookups.hit_tokens(TokenRange(name, TOKENS, 0, LOOKED_UP), is_alone=is_alone)
+    return lookups.find(TokenRange(name, TOKENS, 0, LOOKED_UP), is_alone=is_alone)
 
 
 def look_up(lookups):
@@ -92,7 +92,7 @@ def test_a_long_queue_locks_little(server, lookups):
 
 
 def test_a_prompt_without_a_whole_chunk_is_not_asked_for(server, lookups):
-    assert lookups.hit_tokens(TokenRange("short", TOKENS, 0, 0), is_alone=True) == 0
+    assert lookups.find(TokenRange("short", TOKENS, 0, 0), is_alone=True) == 0
     lookups.end("short")
     server.wait_for_heartbeats(1)
     assert server.lookups == []
@@ -222,6 +222,6 @@ def test_locks_of_nothing_are_not_given_back(server, lookups):
 
 
 def test_a_cache_that_is_emptied_is_waited_for(server, lookups):
-    assert not lookups.clear()  # no answer
+    assert not lookups.reset()  # no answer
     server._answers["clear"] = None
-    assert lookups.clear()
+    assert lookups.reset()

@@ -1,7 +1,7 @@
 """The look-ups of one scheduler's requests in LMCache's server.
 
     begin       the request has arrived: the server looks while vLLM schedules others
-    hit_tokens  the request is asked for, and again with each of vLLM's steps until it is answered
+    find        the request is asked for, and again with each of vLLM's steps until it is answered
     forget      its request has blocks, or is looked up anew
     release     the server need not keep chunks that nobody will load
     end         the request has ended; so does the server's session
@@ -16,8 +16,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lmcache_xpu.cache.protocol import TokenRange
-from lmcache_xpu.cache.server_client import ServerClient
+from lmcache_xpu.cache.protocol import Cache, TokenRange
 from lmcache_xpu.metrics import LOAD_SERVER
 
 __all__ = ["LookUps"]
@@ -56,7 +55,7 @@ class LookUps:
         client: of the server.
     """
 
-    def __init__(self, client: ServerClient) -> None:
+    def __init__(self, client: Cache) -> None:
         self._client = client
         self._lookups: dict[str, _LookUp] = {}
         self._ending: dict[str, _LookUp] = {}  # of requests that ended before they were answered
@@ -74,12 +73,12 @@ class LookUps:
         """Ask for a request that has arrived, unless `MOST_BEGUN` others are looked up.
 
         Args:
-            tokens: as `hit_tokens` will have them.
+            tokens: as `find` will have them.
         """
         if tokens.end and self._client.healthy.is_set() and len(self._lookups) < MOST_BEGUN:
             self._asked(tokens)
 
-    def hit_tokens(self, tokens: TokenRange, *, is_alone: bool) -> int | None:
+    def find(self, tokens: TokenRange, *, is_alone: bool) -> int | None:
         """Return the tokens of a request's hit; None while the server looks.
 
         Waits a little for what is in memory, see `PATIENCE_S`. A disk takes longer.
@@ -143,7 +142,7 @@ class LookUps:
             self._take_answers()
             self._end_answered()
 
-    def clear(self) -> bool:
+    def reset(self) -> bool:
         """Let the server give back the room of what nobody reads; whether it did. Waits."""
         try:
             self._client.requests.clear(force=False).result(timeout=self._client.timeout_s)

@@ -17,12 +17,11 @@ from lmcache.v1.distributed.error import L1Error
 from lmcache.v1.distributed.eviction import L1EvictionPolicy
 from lmcache.v1.distributed.eviction_policy import LRUEvictionPolicy
 
+from lmcache_xpu.cache.hit_places import Rows
 from lmcache_xpu.metrics import evicted
 from lmcache_xpu.versions.lmcache_server import touch
 
-__all__ = ["Room", "Rows", "Written", "object_layout"]
-
-Rows = list[tuple[int, int, int, int]]  # group, chunk, offset and length of an object
+__all__ = ["Room", "Written", "object_layout"]
 
 
 class Written(NamedTuple):

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from lmcache_xpu.cache.local_client import LocalClient
+    from lmcache_xpu.cache.protocol import Cache
     from lmcache_xpu.connector.scheduler_half import SchedulerHalf
     from lmcache_xpu.connector.step import WorkerReport
     from lmcache_xpu.connector.worker_half import WorkerHalf
@@ -100,7 +100,7 @@ class LMCacheXPUServerConnector(StatsHooks, KVConnectorBase_V1, SupportsHMA):  #
             versions.check_groups(versions.installed())
         alignment = BlockSizes(1, block_tokens(kv_cache_config)).alignment
         is_worker = role is KVConnectorRole.WORKER
-        client: ServerClient | LocalClient
+        client: Cache
         if url is None:
             client = _local_client(vllm_config, options[CACHE], alignment, is_worker=is_worker)
         else:
@@ -291,7 +291,7 @@ class LMCacheXPUServerConnector(StatsHooks, KVConnectorBase_V1, SupportsHMA):  #
 
 def _local_client(
     config: VllmConfig, options: dict[str, Any], alignment: int, *, is_worker: bool
-) -> LocalClient:
+) -> Cache:
     from lmcache_xpu.cache.local_cache import LocalCache, LocalCacheOptions
     from lmcache_xpu.cache.local_client import LocalClient
     from lmcache_xpu.cache.server_client import KeyScope

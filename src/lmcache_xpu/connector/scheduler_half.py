@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.platforms import current_platform
 from vllm.v1.request import RequestStatus
 
-from lmcache_xpu.cache.local_client import LocalLookUps
-from lmcache_xpu.cache.lookups import LookUps
-from lmcache_xpu.cache.protocol import TokenRange
+from lmcache_xpu.cache.protocol import Cache, TokenRange
 from lmcache_xpu.connector.hit_ways import HitWays
 from lmcache_xpu.connector.keys import Keys
 from lmcache_xpu.connector.kv_events import KVEvents
@@ -48,8 +46,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-    from lmcache_xpu.cache.local_client import LocalClient
-    from lmcache_xpu.cache.server_client import ServerClient
     from lmcache_xpu.connector.worker_half import WorkerHalf
 
 __all__ = ["SchedulerHalf"]
@@ -74,7 +70,7 @@ class SchedulerHalf:
         config: VllmConfig,
         kv_cache_config: KVCacheConfig,
         options: Mapping[str, Any],
-        client: ServerClient | LocalClient,
+        client: Cache,
         groups: int,
     ) -> None:
         sizes = BlockSizes.of(config, block_tokens(kv_cache_config), client.chunk_tokens)
@@ -84,7 +80,7 @@ class SchedulerHalf:
         self._config = config
         self._client = client
         self._sizes = sizes
-        self._lookups = LookUps(client) if client.local is None else LocalLookUps(client.local)
+        self._lookups = client.lookups()
         self._events = KVEvents.of_engine(config, client.local, kv_cache_config)
         self._keys = Keys(config, kv_cache_config, client.chunk_tokens)
         self._requests: dict[str, TrackedRequest] = {}
@@ -162,7 +158,7 @@ class SchedulerHalf:
         if self._shared.shares(request, kept, self._hashed_tokens):
             return None, True
         is_alone = self.ways.is_alone(name) and not self._has_other_engines
-        hit = self._lookups.hit_tokens(tracked.whole_chunks(), is_alone=is_alone)
+        hit = self._lookups.find(tracked.whole_chunks(), is_alone=is_alone)
         if hit is None:
             return None, True
         tracked.looked_up(hit, kept)
@@ -324,7 +320,7 @@ class SchedulerHalf:
                 self._lookups.give_back(request_id)
                 del self._requests[request_id]
         is_drained = (worker := self._worker) is None or worker.drain()
-        return self._lookups.clear() and is_drained
+        return self._lookups.reset() and is_drained
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return the KV events of the tiers since the last call; see `kv_events`."""
@@ -337,7 +333,7 @@ class SchedulerHalf:
         """
         self.collection.allow()
         if self._keys.epoch and self._client.local is not None:
-            self._lookups.clear()
+            self._lookups.reset()
         self._client.close()
 
     def _take_loads(self) -> list[TokenRange]:

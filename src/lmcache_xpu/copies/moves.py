@@ -17,20 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lmcache_xpu.cache.hit_places import needed_chunks
-from lmcache_xpu.cache.lent_memory import LentMemory
-from lmcache_xpu.cache.load_questions import (
-    LMCacheQuestions,
-    LoadQuestions,
-    ModuleQuestions,
-    Question,
-    questions_of,
-)
-from lmcache_xpu.cache.local_client import LocalClient, LocalQuestions
-from lmcache_xpu.cache.object_slots import ObjectSlots
+from lmcache_xpu.cache.hit_places import ObjectSlots, needed_chunks
+from lmcache_xpu.cache.load_questions import LMCacheQuestions, ModuleQuestions, Question
+from lmcache_xpu.cache.protocol import Cache, CachePlaces
 from lmcache_xpu.cache.seals import Seals, break_seal, seal, seals_at, seals_of
-from lmcache_xpu.cache.server import GivenUpError, Server, check_lease
-from lmcache_xpu.cache.server_client import ServerClient
+from lmcache_xpu.cache.server import GivenUpError, LentMemory, Server, check_lease
 from lmcache_xpu.copies.group_copies import GroupCopies
 from lmcache_xpu.copies.transfer_queue import Transfer
 from lmcache_xpu.errors import TransferError
@@ -79,18 +70,16 @@ class Moves:
         load_flow: counts loads.
     """
 
-    def __init__(
-        self, server: Server, groups: Sequence[GroupCopies], client: ServerClient | LocalClient
-    ) -> None:
+    def __init__(self, server: Server, groups: Sequence[GroupCopies], client: Cache) -> None:
         self.enqueueing = threading.Lock()
         self._near_per_s: float | None = None
         self._numbers = itertools.count()  # of questions; threads share it
-        self._server = server
+        self._server, self._client = server, client
         self._groups = groups
         self.chunk_tokens = client.chunk_tokens
         self.load_flow, self._store_flow = client.load_flow, client.store_flow
         self._windows = [copies.window_chunks for copies in groups]
-        self._way: LoadQuestions = LMCacheQuestions(server.client, server.instance_id)
+        self._way: CachePlaces = LMCacheQuestions(client.requests, client.instance_id)
         self._stream = SideStream(server.device, urgent=False)
 
     def begin_with_server(self) -> None:
@@ -99,14 +88,8 @@ class Moves:
         Raises:
             SettingsError: it knows one KV cache group alone.
         """
-        server, sizes = self._server, [copies.object_bytes for copies in self._groups]
-        if (local := server.local) is not None:
-            local.register(sizes, self._windows)
-            self._way = LocalQuestions(local, len(sizes))
-            return
-        self._way = questions_of(
-            server.client, server.instance_id, sizes, self._windows, server.timeout_s
-        )
+        sizes = [copies.object_bytes for copies in self._groups]
+        self._way = self._client.places(sizes, self._windows, self._server.timeout_s)
 
     @property
     def module(self) -> ModuleQuestions | None:
@@ -131,12 +114,12 @@ class Moves:
         begun, memory = time.monotonic(), self._server.lent  # a lost server is asked nothing
         way, number = self._way, next(self._numbers)
         asked = way.reserve(number, key, self._lacked(chunks))
-        slots = way.reserved(self._server.answer(asked, lambda: transfer.is_cancelled))
+        slots = self._server.answer(asked, lambda: transfer.is_cancelled)
         if not slots:
             return  # all are there, or there is no room
         try:
             self._write(transfer, key, chunks, event, slots, memory, begun)
-            if not way.is_committed(self._server.answer(way.commit(number, key))):
+            if not self._server.answer(way.commit(number, key)):
                 raise GivenUpError("refused")
         except BaseException:
             way.give_up(number)
@@ -173,7 +156,7 @@ class Moves:
         """
         begun, memory, way = time.monotonic(), self._server.lent, self._way
         number = next(self._numbers)
-        return Question(number, key, memory, begun, way.ask(number, key), way)
+        return Question(number, key, memory, begun, way.locate(number, key), way)
 
     def slots(self, asked: Question, at_most_s: float = math.inf) -> ObjectSlots:
         """Wait for the answer to a question, and return what it names.
@@ -186,9 +169,8 @@ class Moves:
             GivenUpError: there is no answer, or the server lacks a chunk.
             TransferError: an answer of another form.
         """
-        answer = self._server.answer(asked.answer, at_most_s=at_most_s)
         try:
-            slots = asked.way.slots(answer)
+            slots = self._server.answer(asked.answer, at_most_s=at_most_s)
         except TransferError:
             self.end_load(asked)
             raise
@@ -198,7 +180,7 @@ class Moves:
 
     def end_load(self, asked: Question) -> None:
         """Tell the server that nothing of an answer is read any more; waits for no answer."""
-        asked.way.end(asked.number, asked.key)
+        asked.places.release(asked.number, asked.key)
 
     def seals(self, key: Any) -> Seals | None:
         """Return the seals of a key's chunks, by group; best while the server looks them up.

@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lmcache_xpu.cache.local_client import LocalClient
-from lmcache_xpu.cache.server_client import ServerClient
+from lmcache_xpu.cache.protocol import Cache
 from lmcache_xpu.copies.group_copies import GroupCopies
 from lmcache_xpu.versions.lmcache_server import RegisterEngineDrivenContextPayload
 
 __all__ = ["payload"]
 
 
-def payload(client: ServerClient | LocalClient, groups: Sequence[GroupCopies]) -> Any:
+def payload(client: Cache, groups: Sequence[GroupCopies]) -> Any:
     """Return LMCache's registration of a worker."""
     return RegisterEngineDrivenContextPayload(
         instance_id=client.instance_id,

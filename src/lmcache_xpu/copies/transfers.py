@@ -7,11 +7,8 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from queue import SimpleQueue
 
-from lmcache_xpu.cache.lent_memory import LentMemory
-from lmcache_xpu.cache.local_client import LocalClient
-from lmcache_xpu.cache.protocol import TokenRange
-from lmcache_xpu.cache.server import GivenUpError, Server, union
-from lmcache_xpu.cache.server_client import ServerClient
+from lmcache_xpu.cache.protocol import Cache, TokenRange
+from lmcache_xpu.cache.server import GivenUpError, LentMemory, Server, union
 from lmcache_xpu.copies.group_copies import GroupCopies
 from lmcache_xpu.copies.moves import Moves
 from lmcache_xpu.copies.registration import payload
@@ -47,7 +44,7 @@ class Transfers:
 
     def __init__(
         self,
-        client: ServerClient | LocalClient,
+        client: Cache,
         groups: Sequence[GroupCopies],
         timeout_s: float,
         draft_layers: int = 0,
@@ -55,10 +52,7 @@ class Transfers:
         self.groups = groups
         self._client = client
         self._device = groups[0].device
-        assert client.instance_id is not None  # of a worker
-        self._server = Server(
-            client.requests, client.instance_id, client.healthy, self._device, timeout_s
-        )
+        self._server = Server(client.healthy, self._device, timeout_s)
         self._moves = Moves(self._server, groups, client)
         self._stores = TransferQueue("stores")
         self._loads = TransferQueue("loads")
@@ -124,7 +118,7 @@ class Transfers:
             )
             before = self._server.map(registered)
         else:
-            self._server.lend(local)
+            self._server.lend(local.memory())
         self._moves.begin_with_server()
         if (module := self._moves.module) is not None:
             scope = self._client.scope
@@ -171,8 +165,8 @@ class Transfers:
             module.register(self._client.scope.model_name, self._client.scope.world_size, ends=True)
         if self._client.local is not None:
             return
-        requests, worker = self._client.requests, self._server.instance_id
-        ended = requests.unregister_kv_cache_engine_driven_context(worker)
+        requests = self._client.requests
+        ended = requests.unregister_kv_cache_engine_driven_context(self._client.instance_id)
         if not ended.wait(self._client.timeout_s):
             logger.warning(
                 "LMCache's server did not hear that this worker ends "

@@ -33,6 +33,7 @@ from lmcache_xpu.cache.hit_places import (
     Groups,
     Hit,
     Reservation,
+    needed_chunks,
     sent_rows,
 )
 from lmcache_xpu.cache.room import Room, Written, object_layout
@@ -170,7 +171,7 @@ class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]
             for group, of_group, chunks in zip(
                 groups,
                 self._context.resolve_obj_keys(key, groups),
-                hit.chunks(self._context.chunk_size),
+                needed_chunks((hit.end - hit.start) // self._context.chunk_size, hit.windows),
                 strict=True,
             )
             for chunk in chunks
