@@ -83,8 +83,7 @@ class Hit(NamedTuple):
     @classmethod
     def received(cls, payload: bytes) -> Self:
         """Return what was sent."""
-        *fields, windows = json.loads(payload)
-        return cls._make((*fields, tuple(windows)))
+        return cls._make(_tuples(json.loads(payload)))
 
     def sent(self) -> bytes:
         """Return its bytes."""
@@ -109,14 +108,10 @@ class Reservation(NamedTuple):
     @classmethod
     def received(cls, payload: bytes) -> Self:
         """Return what was sent."""
-        head, _, tokens = payload.partition(b"\n")
-        (*fields, windows), sizes, skipped, is_packed = json.loads(head)
-        return cls(
-            Hit._make((*fields, tuple(windows))),
-            tuple(sizes),
-            tuple(map(tuple, skipped)),
-            tokens if is_packed else tuple(array("Q", tokens)),
-        )
+        head, _, packed = payload.partition(b"\n")
+        hit, sizes, skipped, is_packed = _tuples(json.loads(head))
+        tokens = packed if is_packed else tuple(array("Q", packed))
+        return cls(Hit._make(hit), sizes, skipped, tokens)
 
     def sent(self) -> bytes:
         """Return its bytes."""
@@ -145,8 +140,7 @@ class Groups(NamedTuple):
     @classmethod
     def received(cls, payload: bytes) -> Self:
         """Return what was sent."""
-        *names, sizes, windows = json.loads(payload)
-        return cls._make((*names, tuple(sizes), tuple(windows)))
+        return cls._make(_tuples(json.loads(payload)))
 
     def sent(self) -> bytes:
         """Return its bytes."""
@@ -196,6 +190,11 @@ class ObjectSlots:
     def nbytes(self) -> int:
         """Bytes of all objects."""
         return sum(length for *_, length in self.rows)
+
+
+def _tuples(value: Any) -> Any:
+    """Return what JSON makes lists of."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def needed_chunks(count: int, windows: Sequence[int]) -> list[range]:

@@ -93,8 +93,7 @@ class LocalCache:
         if not is_host(device):
             pools = PoolMemory.bind(device_ops, most_pinned(device) or 0, os.environ)
         adapters = options.adapters(engine)
-        self._other_tiers = tuple(adapters)
-        self.has_other_tiers = bool(adapters)
+        self._other_tiers, self.has_other_tiers = tuple(adapters), bool(adapters)
         memory = L1MemoryManagerConfig(int(options.cpu_gib * 2**30), use_lazy=False, shm_name="")
         self._storage = StorageManager(
             StorageManagerConfig(
@@ -152,12 +151,7 @@ class LocalCache:
         return cache
 
     def register(self, sizes: Sequence[int], windows: Sequence[int]) -> None:
-        """Learn what is stored.
-
-        Args:
-            sizes: by KV cache group, bytes of an object.
-            windows: by group, chunks at the end of a hit that it needs; 0 for all.
-        """
+        """Learn what is stored; see `Cache.places`."""
         self._windows = tuple(windows)
         self._layouts = [object_layout(size) for size in sizes]
 
@@ -215,22 +209,15 @@ class LocalCache:
         return int(hit)
 
     def unlock(self, prompt: PromptKeys, hit: int, first: int, last: int) -> None:
-        """Let chunks be evicted that a look-up has locked.
-
-        Args:
-            prompt: the keys.
-            hit: number of chunks of the hit.
-            first, last: of these chunks; the last is not among them.
-        """
+        """Let chunks from `first` up to `last`, of a hit of so many, be evicted again."""
         needed = needed_chunks(hit, self._windows)
-        self._end_read(
-            [
-                keys[chunk]
-                for keys, chunks in zip(prompt.by_group, needed, strict=True)
-                for chunk in chunks
-                if first <= chunk < last
-            ]
-        )
+        keys = [
+            keys[chunk]
+            for keys, chunks in zip(prompt.by_group, needed, strict=True)
+            for chunk in chunks
+            if first <= chunk < last
+        ]
+        self._end_read(keys)
 
     # A worker's questions, see `CachePlaces`
 

@@ -51,11 +51,8 @@ class LocalClient:
         """Whether look-ups are answered: they are."""
         return True
 
-    def doubt(self) -> None:
-        """Do nothing: a cache in this process lives as long as this does."""
-
     def start_heartbeat(self, *_: object) -> None:
-        """Do nothing."""
+        """Do nothing: a cache in this process lives as long as this does."""
 
     def stop_heartbeat(self) -> None:
         """Do nothing."""

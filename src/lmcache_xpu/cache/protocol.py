@@ -103,7 +103,8 @@ class Cache(Protocol):
     Attributes:
         chunk_tokens: tokens of a chunk.
         scope: what keys hold of the engine.
-        healthy: set while the cache answers.
+        healthy: set while the cache answers. Whoever misses an answer clears it; the heartbeat
+            sets it when look-ups are answered again.
         local: the `LocalCache` in this process; None at a server.
         requests: LMCache's `RequestClient` of a server; None in this process.
         instance_id: of a worker; None of a scheduler.
@@ -122,11 +123,9 @@ class Cache(Protocol):
     store_flow: Flow
 
     def key(self, tokens: TokenRange, *, worker: bool) -> Any:
-        """Return what names a range of tokens in questions; its `start` and `end` are the range's.
+        """Return what names a range of tokens in questions, with the same `start` and `end`.
 
-        Args:
-            tokens: the range.
-            worker: it names this worker's part of the chunks; else those of all workers.
+        It names this `worker`'s part of the chunks, or the parts of all workers.
         """
 
     def lookups(self) -> CacheLookUps:
@@ -146,9 +145,6 @@ class Cache(Protocol):
 
     def answers_lookups(self, timeout_s: float) -> bool:
         """Whether the cache answers a look-up, of which it keeps nothing; waits for it."""
-
-    def doubt(self) -> None:
-        """Take the cache for lost, which left a question unanswered, until it answers look-ups."""
 
     def start_heartbeat(
         self,
@@ -175,17 +171,13 @@ class CacheLookUps(Protocol):
     """The look-ups of a scheduler's requests, called by its thread. A lost cache has no hit."""
 
     def begin(self, tokens: TokenRange) -> None:
-        """Begin to look for a request that has arrived; waits for nothing.
+        """Begin to look for whole chunks of a request that has arrived; waits for nothing."""
+
+    def find(self, tokens: TokenRange, *, is_alone: bool) -> int | None:
+        """Return the tokens of a request's hit, whose chunks stay locked; waits milliseconds.
 
         Args:
             tokens: whole chunks of the request, from its first token on.
-        """
-
-    def find(self, tokens: TokenRange, *, is_alone: bool) -> int | None:
-        """Return the tokens that can be hit, whose chunks stay locked; waits milliseconds.
-
-        Args:
-            tokens: as of `begin`.
             is_alone: nobody else waits for a token.
 
         Returns:
@@ -193,15 +185,10 @@ class CacheLookUps(Protocol):
         """
 
     def forget(self, request_id: str) -> None:
-        """Forget a look-up; whoever loads, or `release`, unlocks the chunks."""
+        """Forget a look-up, whose chunks a load or `release` unlocks."""
 
     def release(self, tokens: TokenRange, hit_tokens: int) -> None:
-        """Unlock chunks that nobody will load.
-
-        Args:
-            tokens: a range of the hit.
-            hit_tokens: tokens of the hit.
-        """
+        """Unlock a range of a hit of so many tokens: nobody will load it."""
 
     def give_back(self, request_id: str) -> None:
         """Forget a look-up, and unlock its chunks."""
@@ -262,12 +249,8 @@ class CachePlaces(Protocol):
     ) -> Answer[ObjectSlots]:
         """Ask where to store those chunks that the cache lacks, as far as there is room.
 
-        Nobody finds them until `commit`. A store that fails needs `give_up`.
-
-        Args:
-            number: of the question.
-            key: of the chunks.
-            skipped: by group, chunks that the worker lacks, counted from the first.
+        Nobody finds them until `commit`. By group, `skipped` are chunks that the worker lacks,
+        counted from the key's first one. A store that fails needs `give_up`.
         """
 
     def commit(self, number: int, key: Any) -> Answer[bool]:

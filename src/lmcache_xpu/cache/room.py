@@ -45,7 +45,7 @@ class Room:
     """Evicts for one cache. Called by any thread.
 
     Args:
-        storage: LMCache's storage manager, whose memory nobody has reserved yet.
+        storage: LMCache's storage manager, of whose memory nothing is reserved yet.
     """
 
     def __init__(self, storage: Any) -> None:

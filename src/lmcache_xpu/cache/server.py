@@ -65,8 +65,9 @@ class LentMemory:
     ) -> None:
         self.pool = pool
         self._device, self._file = device, file
-        address, size = pool.data_ptr(), len(pool)
-        self._pins = not (is_pinned or is_host(device)) and register_host(address, size, device)
+        self._pins = not (is_pinned or is_host(device)) and register_host(
+            pool.data_ptr(), len(pool), device
+        )
         self.pinned = is_pinned or self._pins
 
     @classmethod
@@ -77,12 +78,7 @@ class LentMemory:
 
     @classmethod
     def of_server(cls, name: str, size: int, device: torch.device) -> Self:
-        """Map the memory of a server.
-
-        Args:
-            name: of the segment of shared memory.
-            size: bytes.
-            device: that copies from and to it.
+        """Map the memory of a server, a segment of this name and size in bytes.
 
         Raises:
             SettingsError: there is no such segment here, or others can open it too.
@@ -230,10 +226,10 @@ class Server:
         given_up: Callable[[], bool] = lambda: False,
         at_most_s: float = math.inf,
     ) -> T:
-        """Wait for an answer.
+        """Wait for an answer, and return it.
 
         Args:
-            asked: what was asked.
+            asked: the answer, which comes.
             given_up: whether nobody waits for it any more.
             at_most_s: that whoever asks may wait, where that is less than the cache has.
 
@@ -270,14 +266,7 @@ class Server:
 
 
 def check_lease(begun: float) -> None:
-    """Give a transfer up whose lease may be over.
-
-    Args:
-        begun: when the memory was lent.
-
-    Raises:
-        GivenUpError: it may.
-    """
+    """Raise GivenUpError where the lease of memory may be over that was lent at this time."""
     if time.monotonic() - begun > LEASE_S:
         raise GivenUpError("late")
 

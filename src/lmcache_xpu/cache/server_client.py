@@ -14,14 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lmcache_xpu.cache.hit_places import ALIGN
-from lmcache_xpu.cache.load_questions import (
-    HELLO_S,
-    LMCacheQuestions,
-    ModuleQuestions,
-    questions_of,
-)
+from lmcache_xpu.cache.load_questions import HELLO_S, questions_of
 from lmcache_xpu.cache.lookups import LookUps
-from lmcache_xpu.cache.protocol import KeyScope, TokenRange
+from lmcache_xpu.cache.protocol import CachePlaces, KeyScope, TokenRange
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import LOAD_SERVER, STORE_SERVER
 from lmcache_xpu.versions import lmcache_server
@@ -58,13 +53,10 @@ class ServerClient:
         alignment: int,
         instance_id: int | None = None,
     ) -> None:
-        self.scope = scope
-        self.instance_id = instance_id
-        self.timeout_s = timeout_s
+        self.scope, self.timeout_s, self.instance_id = scope, timeout_s, instance_id
         self.healthy = threading.Event()
         self.healthy.set()
         self._alignment = alignment
-        self._doubts = 0
         self._is_closed = False
         self._ends = threading.Event()
         self._heartbeat: threading.Thread | None = None
@@ -105,9 +97,7 @@ class ServerClient:
         """Return the look-ups of a scheduler."""
         return LookUps(self)
 
-    def places(
-        self, sizes: Sequence[int], windows: Sequence[int], timeout_s: float
-    ) -> LMCacheQuestions | ModuleQuestions:
+    def places(self, sizes: Sequence[int], windows: Sequence[int], timeout_s: float) -> CachePlaces:
         """Return how the server is asked; waits for it to say so."""
         assert self.instance_id is not None  # of a worker
         return questions_of(self.requests, self.instance_id, sizes, windows, timeout_s)
@@ -116,17 +106,11 @@ class ServerClient:
         """Whether the server answers a look-up, of which it keeps nothing; waits for it."""
         deadline = time.monotonic() + timeout_s
         name = f"lmcache-xpu-{uuid.uuid4().hex}"
-        nothing = TokenRange(name, lmcache_server.key_tokens(()), 0, 0)
-        key = self.key(nothing, worker=False)
+        key = self.key(TokenRange(name, lmcache_server.key_tokens(()), 0, 0), worker=False)
         if not self.requests.lookup(key, self.scope.tensor_parallel).wait(timeout_s):
             return False
         status = self.requests.query_prefetch_status(name)
         return bool(status.wait(max(0.0, deadline - time.monotonic())))
-
-    def doubt(self) -> None:
-        """Take the server for lost: it left a question unanswered, whatever heartbeats say."""
-        self._doubts += 1
-        self.healthy.clear()
 
     def start_heartbeat(
         self,
@@ -136,7 +120,7 @@ class ServerClient:
     ) -> None:
         """Ping the server from now on, in a thread."""
         self._heartbeat = threading.Thread(
-            target=self._beat_until_end,
+            target=self._beat,
             args=(interval_s, recovered, lost),
             name="lmcache-xpu-heartbeat",
             daemon=True,
@@ -166,31 +150,25 @@ class ServerClient:
                 tokens = int(rounded.result(timeout=0).payload)
         return tokens
 
-    def _beat_until_end(
-        self, interval_s: float, recovered: Callable[[], bool], lost: Callable[[], None]
-    ) -> None:
-        while not self._ends.wait(interval_s):
-            self._beat(interval_s, recovered, lost)
-
     def _beat(
         self, interval_s: float, recovered: Callable[[], bool], lost: Callable[[], None]
     ) -> None:
-        doubts, was_healthy = self._doubts, self.healthy.is_set()
-        try:
-            answered = bool(self.requests.ping(self.instance_id).result(timeout=interval_s))
-            if answered and not was_healthy and not self._ends.is_set():
-                answered = self._may_be_used() and recovered()
-        except Exception:  # of LMCache's transport: it names none
-            answered = False
-        if self._ends.is_set():
-            return
-        if answered and doubts == self._doubts:
-            if not was_healthy:
+        while not self._ends.wait(interval_s):
+            was_healthy = self.healthy.is_set()
+            try:
+                answered = bool(self.requests.ping(self.instance_id).result(timeout=interval_s))
+                if answered and not was_healthy and not self._ends.is_set():
+                    answered = self._may_be_used() and recovered()
+            except Exception:  # of LMCache's transport: it names none
+                answered = False
+            if self._ends.is_set():
+                return
+            if not answered:
+                self.healthy.clear()
+                lost()
+            elif not was_healthy:  # else somebody may have missed an answer meanwhile
                 logger.warning("LMCache's server answers again (docs: troubleshooting#server-lost)")
-            self.healthy.set()
-            return
-        self.healthy.clear()
-        lost()
+                self.healthy.set()
 
     def _may_be_used(self) -> bool:
         if not self.answers_lookups(self.timeout_s):

@@ -3,10 +3,9 @@
     --server-module '{"module_path": "lmcache_xpu.server.server_module"}'
 
 LMCache's own question (PREPARE_RETRIEVE) brings all tokens of the prompt once more, and for its
-answer the server makes three tensors of each chunk, to name their shape: 62 % of its time (0.5.6,
-240 chunks, sampled on a 2-core VM). Of several KV cache groups LMCache 0.5.6 is told nothing by
-workers that copy themselves, though it looks them up and keeps them apart. Locks, keys, look-ups
-and what the server counts are LMCache's here too.
+answer the server makes three tensors of each chunk, to name their shape: most of its time (0.5.6).
+Of several KV cache groups LMCache 0.5.6 is told nothing by workers that copy themselves, though it
+looks them up and keeps them apart. Locks, keys, look-ups and metrics are LMCache's here too.
 
 LMCache imports this file in the server's process; nothing else does.
 """
@@ -87,7 +86,7 @@ class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]
             return {"lmcache_xpu_hits_being_read": len(self._reads)}
 
     def close(self) -> None:
-        """Nothing: what is locked ends with the server."""
+        """Do nothing: what is locked ends with the server."""
 
     def drop_instance_state(self, instance_id: int) -> None:
         """Unlock what a worker read or wrote that has ended without a word.
@@ -159,21 +158,16 @@ class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]
         """
         hit = Hit.received(payload)
         session = self._context.session_manager.get(hit.request_id)
-        asked = None if session is None else session.lookup_ipc_key
-        if asked is None:
+        if session is None or (asked := session.lookup_ipc_key) is None:
             return b""
         key = dataclasses.replace(asked, worker_id=hit.worker_id, start=hit.start, end=hit.end)
         if Hit.of_key(hit.instance_id, hit.number, key, hit.windows) != hit:
             return b""  # it is another engine's request, of the same name
-        groups = list(range(len(hit.windows)))
+        by_group = self._context.resolve_obj_keys(key, list(range(len(hit.windows))))
+        needed = needed_chunks((hit.end - hit.start) // self._context.chunk_size, hit.windows)
         names = {
             of_group[chunk]: (group, chunk)
-            for group, of_group, chunks in zip(
-                groups,
-                self._context.resolve_obj_keys(key, groups),
-                needed_chunks((hit.end - hit.start) // self._context.chunk_size, hit.windows),
-                strict=True,
-            )
+            for group, (of_group, chunks) in enumerate(zip(by_group, needed, strict=True))
             for chunk in chunks
         }
         keys, objects = self._context.storage_manager.unsafe_read(list(names))
@@ -198,8 +192,7 @@ class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]
         """
         hit = Hit.received(payload)
         with self._lock:
-            keys = self._reads.pop(hit, None)
-            if keys is None:
+            if (keys := self._reads.pop(hit, None)) is None:
                 self._released[hit] = None
                 if len(self._released) > _EARLY:
                     self._released.popitem(last=False)
