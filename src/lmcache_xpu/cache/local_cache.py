@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from lmcache import device_ops
-from lmcache.v1.distributed.api import GroupedObjectKeys, ObjectKey
+from lmcache.v1.distributed.api import GroupedObjectKeys
 from lmcache.v1.distributed.bitmap_ops.fold import fold_unfold_grouped
 from lmcache.v1.distributed.config import (
     EvictionConfig,
@@ -34,7 +34,7 @@ from lmcache_xpu.cache.hit_places import (
 from lmcache_xpu.cache.local_options import CPU, DISK, SHARED, LocalCacheOptions
 from lmcache_xpu.cache.prompt_keys import PromptKeys
 from lmcache_xpu.cache.protocol import Answer, TokenRange
-from lmcache_xpu.cache.room import Room, Written, object_layout
+from lmcache_xpu.cache.room import Room, object_layout
 from lmcache_xpu.cache.server import LentMemory
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import CPU_LIMIT_BYTES, CPU_USED_BYTES
@@ -83,9 +83,6 @@ class LocalCache:
         self.model_name = model_name
         self._users = 0
         self._device = device
-        self._lock = threading.Lock()  # of the next two
-        self._reads: dict[int, list[ObjectKey]] = {}  # by number of the question
-        self._writes: dict[int, Written] = {}
         self._layouts: list[Any] = []
         self._windows: Sequence[int] = ()
         # On CPU nothing is pinned, and LMCache's own allocation does.
@@ -212,41 +209,25 @@ class LocalCache:
         """Let chunks from `first` up to `last`, of a hit of so many, be evicted again."""
         needed = needed_chunks(hit, self._windows)
         keys = [
-            keys[chunk]
-            for keys, chunks in zip(prompt.by_group, needed, strict=True)
+            of_group[chunk]
+            for of_group, chunks in zip(prompt.by_group, needed, strict=True)
             for chunk in chunks
             if first <= chunk < last
         ]
-        self._end_read(keys)
+        self._room.unlock(keys)
 
     # A worker's questions, see `CachePlaces`
 
     def locate(self, number: int, key: TokenRange) -> Answer[ObjectSlots | None]:
         """Return where the chunks of a hit are, locked until `release`; None if one is missing."""
         first, last = self._chunks(key)
-        needed = needed_chunks(last - first, self._windows)
-        places = {
-            keys[first + chunk]: (group, chunk)
-            for group, (keys, chunks) in enumerate(zip(key.tokens.by_group, needed, strict=True))
-            for chunk in chunks
-        }
-        keys, objects = self._storage.unsafe_read(list(places))
-        if len(keys) < len(places):
-            self._end_read(keys)
-            return Answer(None)
-        with self._lock:
-            self._reads[number] = keys
-        rows = [
-            (*places[key], each.shm_offset, each.shm_byte_length)
-            for key, each in zip(keys, objects, strict=True)
-        ]
-        return Answer(ObjectSlots.of(rows, len(self._layouts)))
+        prompt = [keys[first:last] for keys in key.tokens.by_group]
+        rows = self._room.locate(number, prompt, needed_chunks(last - first, self._windows))
+        return Answer(None if rows is None else ObjectSlots.of(rows, len(prompt)))
 
     def release(self, number: int, key: TokenRange | None = None) -> None:
         """Unlock what a question has located; nothing of it is read any more."""
-        with self._lock:
-            keys = self._reads.pop(number, [])
-        self._end_read(keys)
+        self._room.release(number)
 
     def reserve(
         self, number: int, key: TokenRange, skipped: Sequence[Sequence[int]]
@@ -254,25 +235,18 @@ class LocalCache:
         """Return where to store chunks that are not there, as far as there is room."""
         first, last = self._chunks(key)
         prompt = [keys[:last] for keys in key.tokens.by_group]
-        rows, written = self._room.reserve(prompt, first, skipped, self._layouts)
-        if written.keys:
-            with self._lock:
-                self._writes[number] = written
-        return Answer(ObjectSlots.of(rows, len(self._layouts)))
+        rows = self._room.reserve(number, prompt, first, skipped, self._layouts)
+        return Answer(ObjectSlots.of(rows, len(prompt)))
 
     def commit(self, number: int, key: TokenRange | None = None) -> Answer[bool]:
         """Publish chunks that are written; whether they were reserved."""
-        with self._lock:
-            written = self._writes.pop(number, None)
-        if written is not None:
-            self._room.publish(written)
-            CPU_USED_BYTES.set(self.memory_use()[0])
-        return Answer(written is not None)
+        is_published = self._room.commit(number)
+        CPU_USED_BYTES.set(self.memory_use()[0])
+        return Answer(is_published)
 
     def give_up(self, number: int) -> None:
-        """Forget a store that failed; LMCache takes its memory back when the lease is over."""
-        with self._lock:
-            self._writes.pop(number, None)
+        """Forget a store that failed."""
+        self._room.give_up(number)
 
     # The end
 
@@ -304,7 +278,3 @@ class LocalCache:
 
     def _chunks(self, key: TokenRange) -> tuple[int, int]:
         return key.start // self.chunk_tokens, key.end // self.chunk_tokens
-
-    def _end_read(self, keys: list[ObjectKey]) -> None:
-        if keys:
-            self._storage.finish_read_prefetched(keys)
