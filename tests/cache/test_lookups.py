@@ -82,13 +82,13 @@ def test_requests_that_arrive_together_are_looked_up_together(server, lookups):
 
 def test_a_long_queue_locks_little(server, lookups):
     server.reads_keys = True
-    for number in range(2 * module.MOST_BEGUN):
+    for number in range(2 * module.MOST_UNSCHEDULED):
         lookups.begin(TokenRange(str(number), TOKENS, 0, LOOKED_UP))
     until(lambda: hit(lookups, "0") == 0)
-    assert len(server.lookups) == module.MOST_BEGUN
+    assert len(server.lookups) == module.MOST_UNSCHEDULED
     lookups.forget("0")
     lookups.begin(TokenRange("next", TOKENS, 0, LOOKED_UP))
-    until(lambda: len(server.lookups) == module.MOST_BEGUN + 1)
+    until(lambda: len(server.lookups) == module.MOST_UNSCHEDULED + 1)
 
 
 def test_a_prompt_without_a_whole_chunk_is_not_asked_for(server, lookups):

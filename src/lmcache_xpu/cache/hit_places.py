@@ -1,7 +1,7 @@
 """Where the chunks of a hit are: what workers ask this package's module of LMCache's server.
 
     align     chunks have to be whole blocks: older LMCache can't round them up
-    register  which KV cache groups an engine has: older LMCache is told of one alone
+    register  which KV cache groups an engine has: older LMCache knows one alone
     locate    where the chunks of a hit are; `release` ends reading them
     reserve   where to store chunks, with the tokens that name them; `commit` ends writing them
 

@@ -23,7 +23,7 @@ from lmcache_xpu.cache.hit_places import (
     Reservation,
     rows_of,
 )
-from lmcache_xpu.cache.protocol import Answer, CachePlaces
+from lmcache_xpu.cache.protocol import Answer, CachePlaces, Skipped
 from lmcache_xpu.cache.server import LentMemory
 from lmcache_xpu.errors import SettingsError, TransferError
 from lmcache_xpu.versions.lmcache_server import ServerModuleCallRequest
@@ -59,7 +59,7 @@ class Question(NamedTuple):
 
 
 class LMCacheQuestions:
-    """LMCache's own way, for one KV cache group, of which the worker has all chunks.
+    """LMCache's own questions, for one KV cache group, of which the worker has all chunks.
 
     Args:
         client: LMCache's, of the server.
@@ -79,18 +79,16 @@ class LMCacheQuestions:
         )
 
     def release(self, number: int, key: Any) -> None:
-        """Tell the server that reading has ended."""
+        """End reading; waits for nothing."""
         self._client.commit_retrieve(key, self._instance_id)
 
-    def reserve(
-        self, number: int, key: Any, skipped: Sequence[Sequence[int]]
-    ) -> Answer[ObjectSlots]:
+    def reserve(self, number: int, key: Any, skipped: Skipped) -> Answer[ObjectSlots]:
         """Ask where to store chunks."""
         asked = self._client.prepare_store(key, self._instance_id)
         return _Coming(asked, lambda answer: read_slots(answer.context))
 
     def commit(self, number: int, key: Any) -> Answer[bool]:
-        """Tell the server that writing has ended."""
+        """End writing."""
         return _Coming(self._client.commit_store(key, self._instance_id, b""), bool)
 
     def give_up(self, number: int) -> None:
@@ -123,12 +121,10 @@ class ModuleQuestions:
         )
 
     def release(self, number: int, key: Any) -> None:
-        """Tell the server that reading has ended."""
+        """End reading; waits for nothing."""
         self._call(RELEASE, number, key)
 
-    def reserve(
-        self, number: int, key: Any, skipped: Sequence[Sequence[int]]
-    ) -> Answer[ObjectSlots]:
+    def reserve(self, number: int, key: Any, skipped: Skipped) -> Answer[ObjectSlots]:
         """Ask where to store chunks: nowhere if the server fails."""
         tokens = getattr(key, "token_bytes", None)  # of newer LMCache
         tokens = key.token_ids if tokens is None else tokens
@@ -137,7 +133,7 @@ class ModuleQuestions:
         return _Coming(self._send(RESERVE, asked.sent()), self._slots)
 
     def commit(self, number: int, key: Any) -> Answer[bool]:
-        """Tell the server that writing has ended."""
+        """End writing."""
         asked = self._call(COMMIT, number, key)
         return _Coming(asked, lambda answer: bool(answer.success and answer.payload))
 
@@ -145,7 +141,7 @@ class ModuleQuestions:
         """Do nothing: the server takes memory back whose lease is over."""
 
     def register(self, model_name: str, world_size: int, *, ends: bool = False) -> Any:
-        """Tell the server which groups an engine's keys have, or that the worker ends.
+        """Name the groups of an engine's keys to the server, or none where the worker ends.
 
         Returns:
             LMCache's future.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from lmcache import device_ops
-from lmcache.v1.distributed.api import GroupedObjectKeys
+from lmcache.v1.distributed.api import GroupedObjectKeys, ObjectKey
 from lmcache.v1.distributed.bitmap_ops.fold import fold_unfold_grouped
 from lmcache.v1.distributed.config import (
     EvictionConfig,
@@ -32,8 +32,7 @@ from lmcache_xpu.cache.hit_places import (
     needed_chunks,
 )
 from lmcache_xpu.cache.local_options import CPU, DISK, SHARED, LocalCacheOptions
-from lmcache_xpu.cache.prompt_keys import PromptKeys
-from lmcache_xpu.cache.protocol import Answer, TokenRange
+from lmcache_xpu.cache.protocol import Answer, Skipped, TokenRange
 from lmcache_xpu.cache.room import Room, object_layout
 from lmcache_xpu.cache.server import LentMemory
 from lmcache_xpu.errors import SettingsError
@@ -50,6 +49,33 @@ __all__ = ["CPU", "DISK", "SHARED", "LocalCache", "LocalCacheOptions", "PromptKe
 
 RESET_S = 1.0
 LEASE_S = 30  # of memory for a write, as LMCache's server has it; see `launch.cache_server`
+
+
+class PromptKeys:
+    """LMCache's keys of a prompt, to which chunks are added as vLLM hashes them.
+
+    Args:
+        model_name: of the engine's model.
+        salt: what sets the prompt's KV apart beside its tokens.
+        groups: number of KV cache groups.
+
+    Attributes:
+        by_group: by KV cache group, the keys in the order of chunks.
+    """
+
+    def __init__(self, model_name: str, salt: str, groups: int) -> None:
+        self._names = model_name, salt
+        self.by_group: list[list[ObjectKey]] = [[] for _ in range(groups)]
+
+    def __len__(self) -> int:
+        """Return the number of chunks."""
+        return len(self.by_group[0])
+
+    def extend(self, hashes: Sequence[bytes]) -> None:
+        """Add chunks, by the hashes of all tokens up to the end of each."""
+        model_name, salt = self._names
+        for group, keys in enumerate(self.by_group):
+            keys += [ObjectKey(name, model_name, 0, group, salt) for name in hashes]
 
 
 class LocalCache:
@@ -163,7 +189,7 @@ class LocalCache:
         return int(used), int(total)
 
     def listen(self, listener: Callable[[str], Any]) -> None:
-        """Let a tier's listener hear what it gains and loses, and what is on disk already.
+        """Have a listener called for what each tier gains and loses, and what is on disk already.
 
         Args:
             listener: makes one of LMCache's, by the tier's name.
@@ -229,9 +255,7 @@ class LocalCache:
         """Unlock what a question has located; nothing of it is read any more."""
         self._room.release(number)
 
-    def reserve(
-        self, number: int, key: TokenRange, skipped: Sequence[Sequence[int]]
-    ) -> Answer[ObjectSlots]:
+    def reserve(self, number: int, key: TokenRange, skipped: Skipped) -> Answer[ObjectSlots]:
         """Return where to store chunks that are not there, as far as there is room."""
         first, last = self._chunks(key)
         prompt = [keys[:last] for keys in key.tokens.by_group]
@@ -253,7 +277,7 @@ class LocalCache:
     def reset(self) -> bool:
         """Remove all that the engine has stored; whether nothing is left.
 
-        Called by the engine's thread, once no transfer is on its way. Chunks that are loaded later
+        Called by the engine's thread, once no transfer runs. Chunks that are loaded later
         stay, as far as they are locked; nothing finds them by the keys of another epoch.
         """
         adapters = [each for _, each in self._storage.l2_adapters() if hasattr(each, "forget")]

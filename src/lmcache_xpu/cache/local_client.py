@@ -43,7 +43,7 @@ class LocalClient:
         return LocalLookUps(self.local)
 
     def places(self, sizes: Sequence[int], windows: Sequence[int], timeout_s: float) -> LocalCache:
-        """Tell the cache what is stored, and return it."""
+        """Return the cache, which learns what is stored."""
         self.local.register(sizes, windows)
         return self.local
 
@@ -147,5 +147,5 @@ class LocalLookUps:
 @dataclass(slots=True)
 class _LookUp:
     tokens: TokenRange
-    handle: Any  # LMCache's, of the look-up under way
+    handle: Any  # LMCache's, of the look-up
     hit: int | None = None  # chunks

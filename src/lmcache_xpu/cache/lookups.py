@@ -26,9 +26,9 @@ PATIENCE_S = 0.004
 # Where nobody else waits for a token, an idle step would follow, and the same again.
 PATIENCE_ALONE_S = 0.02  # for a request
 PATIENCE_ALL_ALONE_S = 0.06  # for all in a step
-# Look-ups that have begun lock chunks until their requests are scheduled: in a long queue the
-# server would have no room left.
-MOST_BEGUN = 8
+# Look-ups lock chunks until their requests are scheduled: in a long queue the server would have
+# no room left.
+MOST_UNSCHEDULED = 8
 _STEPS = 2
 _POLL_S = 0.0002
 
@@ -36,7 +36,7 @@ _POLL_S = 0.0002
 @dataclass(slots=True)
 class _LookUp:
     tokens: TokenRange
-    asked: Any  # LMCache's future of the question under way
+    asked: Any  # LMCache's future of the last question
     since: float  # when that was asked
     locks: bool = False  # the first answer is there: the server looks, and locks what it has
     hit_tokens: int | None = None
@@ -58,8 +58,8 @@ class LookUps:
         self._patient_until: float | None = None  # in this step, once somebody was waited for
 
     def begin(self, tokens: TokenRange) -> None:
-        """Ask for a request that has arrived, unless `MOST_BEGUN` others are looked up."""
-        if tokens.end and self._client.healthy.is_set() and len(self._lookups) < MOST_BEGUN:
+        """Ask for a request that has arrived, unless `MOST_UNSCHEDULED` others are looked up."""
+        if tokens.end and self._client.healthy.is_set() and len(self._lookups) < MOST_UNSCHEDULED:
             self._asked(tokens)
 
     def find(self, tokens: TokenRange, *, is_alone: bool) -> int | None:

@@ -28,9 +28,10 @@ from lmcache_xpu.versions import lmcache_server
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["Answer", "Cache", "CacheLookUps", "CachePlaces", "KeyScope", "TokenRange"]
+__all__ = ["Answer", "Cache", "CacheLookUps", "CachePlaces", "KeyScope", "Skipped", "TokenRange"]
 
 T = TypeVar("T")
+Skipped = Sequence[Sequence[int]]  # by KV cache group, chunks that a worker lacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ class Cache(Protocol):
         """Return the look-ups of a scheduler."""
 
     def places(self, sizes: Sequence[int], windows: Sequence[int], timeout_s: float) -> CachePlaces:
-        """Tell the cache what a worker stores, and return how it is asked; waits for it.
+        """Return how the cache is asked by a worker that stores such objects; waits for it.
 
         Args:
             sizes: by KV cache group, bytes of an object.
@@ -161,7 +162,7 @@ class Cache(Protocol):
         """
 
     def stop_heartbeat(self) -> None:
-        """Ping no more, and wait for a ping that is under way."""
+        """Ping no more, and wait for a ping that has begun."""
 
     def close(self) -> None:
         """End the connection; may be called again."""
@@ -244,13 +245,11 @@ class CachePlaces(Protocol):
     def release(self, number: int, key: Any) -> None:
         """Unlock what a question has located; nothing of it is read any more."""
 
-    def reserve(
-        self, number: int, key: Any, skipped: Sequence[Sequence[int]]
-    ) -> Answer[ObjectSlots]:
+    def reserve(self, number: int, key: Any, skipped: Skipped) -> Answer[ObjectSlots]:
         """Ask where to store those chunks that the cache lacks, as far as there is room.
 
-        Nobody finds them until `commit`. By group, `skipped` are chunks that the worker lacks,
-        counted from the key's first one. A store that fails needs `give_up`.
+        Nobody finds them until `commit`; a store that fails needs `give_up`. Chunks to leave out
+        are counted from the key's first one.
         """
 
     def commit(self, number: int, key: Any) -> Answer[bool]:

@@ -63,7 +63,7 @@ class Room:
         self._memory.reserve_write = self.reserve_write
 
     def listen(self, listener: Any) -> None:
-        """Let LMCache tell a listener what memory gains and loses."""
+        """Have one of LMCache's listeners called for what memory gains and loses."""
         self._memory.register_listener(listener)
 
     @property
@@ -188,7 +188,7 @@ class Room:
     def reserve_write(
         self, keys: list[Any], is_temporary: list[bool], layout_desc: Any, tag: str = ""
     ) -> dict[Any, tuple[Any, Any]]:
-        """Reserve memory as LMCache's `L1Manager` does, and evict before what is in the way."""
+        """Reserve memory as LMCache's `L1Manager` does, and evict for it."""
         temporary = dict(zip(keys, is_temporary, strict=True))
         nbytes = self._nbytes(layout_desc)
         self._evict(len(keys) * nbytes)

@@ -128,7 +128,7 @@ class ServerClient:
         self._heartbeat.start()
 
     def stop_heartbeat(self) -> None:
-        """Ping no more, and wait for a ping that is under way."""
+        """Ping no more, and wait for a ping that has begun."""
         self._ends.set()
         if self._heartbeat is not None:
             self._heartbeat.join()
