@@ -215,11 +215,11 @@ class Answer(Generic[T]):
         self._value = value
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Whether it has come; waits so many seconds for it, or None: until it has."""
+        """Whether it comes within so many seconds; without a timeout it is waited for."""
         return True
 
     def result(self, timeout: float | None = None) -> T:
-        """Return it; waits as `wait`.
+        """Return it; waits as `wait` does.
 
         Raises:
             TimeoutError: it has not come.
