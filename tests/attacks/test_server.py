@@ -21,7 +21,7 @@ from support.lmcache_server import Client
 from support.other_user import NOBODY, as_nobody, needs_root
 from support.scripts import environment, run_script
 
-from lmcache_xpu.cache.lent_memory import LentMemory
+from lmcache_xpu.cache.server import LentMemory
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.cache_server import server_environment
 from lmcache_xpu.launch.settings import Settings

@@ -9,11 +9,12 @@ from support.lending import Client, Connection, Key, chunks_of, copies, filled, 
 pytest.importorskip("vllm")
 
 from lmcache_xpu.cache import load_questions
-from lmcache_xpu.cache.hit_places import LOCATE, RELEASE, Hit, rows_of, sent_rows
+from lmcache_xpu.cache.hit_places import LOCATE, RELEASE
 from lmcache_xpu.cache.load_questions import (
     LMCacheQuestions,
     ModuleQuestions,
     questions_of,
+    read_slots,
 )
 from lmcache_xpu.copies.transfers import Transfers
 from lmcache_xpu.errors import SettingsError, TransferError
@@ -127,19 +128,31 @@ def test_an_answer_of_another_form_is_an_error_and_the_chunks_are_given_back(wor
     client, transfers, _ = worker
     assert store(client, transfers)
     client.calls.clear()
-    monkeypatch.setattr(
-        LMCacheQuestions, "slots", lambda *_: (_ for _ in ()).throw(TransferError("a", "b"))
-    )
+    other = {"slots": [{"offset": 0}]}  # of no length
+    monkeypatch.setattr(load_questions, "read_slots", lambda _: read_slots(other))
     assert not load(transfers)
     assert client.calls == ["prepare_retrieve", "commit_retrieve"]
 
 
-def test_questions_and_answers_arrive_as_they_were_sent():
-    hit = Hit.of_key(7, 3, Key(KEY.tokens, 8, 24, cache_salt="a salt"))
-    assert Hit.received(hit.sent()) == hit
-    assert (hit.instance_id, hit.number) == (7, 3)
-    assert (hit.request_id, hit.cache_salt) == ("request", "a salt")
-    assert (hit.start, hit.end, hit.worker_id) == (8, 24, 0)
-    rows = [(0, 1, 0, 4096), (1, 0, 2**40, 1)]
-    assert rows_of(sent_rows(reversed(rows))) == rows
-    assert rows_of(b"") == []
+A, B = ({"offset": 64 * n, "length": 32, "shape": [1, 1, 32]} for n in range(2))
+
+
+def test_lmcache_names_no_group_and_all_chunks_need_no_numbers():
+    slots = read_slots({"slots": [A, B]})
+    assert (slots.of_group(0), slots.chunks(0)) == ([(0, 32), (64, 32)], [0, 1])
+    assert not read_slots({"slots": [], "chunk_indices": []})
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        {},
+        {"slots": None},
+        {"slots": [A], "chunk_indices": []},
+        {"slots": [{"offset": 0}]},
+    ],
+    ids=["nothing", "no list", "too few numbers", "no length"],
+)
+def test_an_answer_of_another_form_is_refused(context):
+    with pytest.raises(TransferError):
+        read_slots(context)

@@ -12,12 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.until import until
 
-from lmcache_xpu.cache.local_cache import (
-    LocalCache,
-    LocalCacheOptions,
-    PromptKeys,
-    Range,
-)
+from lmcache_xpu.cache.local_cache import LocalCache, LocalCacheOptions, PromptKeys
+from lmcache_xpu.cache.protocol import TokenRange
 from lmcache_xpu.errors import SettingsError
 
 pytestmark = [
@@ -56,10 +52,10 @@ class Asking:
 
     def store(self, prompt: int, start: int, end: int) -> int:
         """Store chunks of a prompt; how many objects there was room for."""
-        number, chunks = next(self._numbers), Range(self.keys(prompt, end), start, end)
-        rows = self.cache.reserve(number, chunks, [()] * len(self.windows))
-        assert self.cache.commit(number) is bool(rows)
-        return len(rows)
+        number, key = next(self._numbers), chunks(self.keys(prompt, end), start, end)
+        slots = self.cache.reserve(number, key, [()] * len(self.windows)).result()
+        assert self.cache.commit(number).result() is bool(slots)
+        return len(slots.rows)
 
     def hit_of(self, handle: Any) -> int | None:
         if handle not in self.hits and (hit := self.cache.hit_chunks(handle)) is not None:
@@ -72,22 +68,26 @@ class Asking:
         assert hit is not None
         return hit
 
-    def hit(self, prompt: int, chunks: int) -> int:
+    def hit(self, prompt: int, count: int) -> int:
         """Return the chunks of a prompt that can be loaded, once they were."""
-        keys, number = self.keys(prompt, chunks), next(self._numbers)
+        keys, number = self.keys(prompt, count), next(self._numbers)
         if hit := self.look_up(keys):
-            assert self.cache.locate(number, Range(keys, 0, hit))
+            assert self.cache.locate(number, chunks(keys, 0, hit)).result()
             self.cache.release(number)
         return hit
 
-    def compute(self, prompt: int, chunks: int, step: int) -> None:
+    def compute(self, prompt: int, count: int, step: int) -> None:
         """Look a prompt up, and store what is missing, so many chunks in a step."""
-        for start in range(self.hit(prompt, chunks), chunks, step):
-            self.store(prompt, start, min(chunks, start + step))
+        for start in range(self.hit(prompt, count), count, step):
+            self.store(prompt, start, min(count, start + step))
 
     @property
     def held(self) -> int:
         return int(self.cache.memory_use()[0] // OBJECT)
+
+
+def chunks(keys: PromptKeys, first: int, last: int) -> TokenRange:
+    return TokenRange("request", keys, first * CHUNK, last * CHUNK)
 
 
 def engine(name: str, **parallel: int) -> Any:
@@ -157,7 +157,7 @@ def test_what_a_look_up_has_found_is_not_evicted_until_it_is_read_or_unlocked(as
     keys = asking.keys(1, 60)
     assert asking.look_up(keys) == 60
     assert asking.store(2, 0, 8) == ROOM - 60
-    assert len(asking.cache.locate(-1, Range(keys, 20, 60))) == 40
+    assert len(asking.cache.locate(-1, chunks(keys, 20, 60)).result().rows) == 40
     asking.cache.unlock(keys, 60, 0, 20)
     asking.cache.release(-1)
     assert asking.store(3, 0, 40) == 40
@@ -165,14 +165,14 @@ def test_what_a_look_up_has_found_is_not_evicted_until_it_is_read_or_unlocked(as
 
 def test_a_hit_that_lacks_a_chunk_is_none(asking):
     asking.compute(1, 8, 8)
-    assert asking.cache.locate(-1, Range(asking.keys(1, 9), 0, 9)) is None
+    assert asking.cache.locate(-1, chunks(asking.keys(1, 9), 0, 9)).result() is None
 
 
 def test_what_is_not_committed_is_found_by_nobody(asking):
-    asking.cache.reserve(-1, Range(asking.keys(1, 8), 0, 8), [()])
+    asking.cache.reserve(-1, chunks(asking.keys(1, 8), 0, 8), [()])
     assert asking.hit(1, 8) == 0
-    assert asking.cache.commit(-1)
-    assert not asking.cache.commit(-1)
+    assert asking.cache.commit(-1).result()
+    assert not asking.cache.commit(-1).result()
     assert asking.hit(1, 8) == 8
 
 
@@ -181,10 +181,10 @@ def test_of_a_window_only_its_chunks_are_located():
     asking.compute(1, 8, 8)
     keys = asking.keys(1, 8)
     assert asking.look_up(keys) == 8
-    places = [row[:2] for row in asking.cache.locate(-1, Range(keys, 0, 8))]
+    places = [row[:2] for row in asking.cache.locate(-1, chunks(keys, 0, 8)).result().rows]
     assert places == [*((0, number) for number in range(8)), (1, 6), (1, 7)]
     asking.cache.release(-1)
-    assert asking.cache.forget()
+    assert asking.cache.reset()
     assert asking.held == 0
     asking.cache.close()
 
@@ -207,7 +207,7 @@ def test_what_is_on_disk_is_found_by_the_next_engine_and_forgotten_with_the_rest
         else:
             assert asking.hits[handle] == (8 if number == 1 else 0)
             asking.cache.unlock(keys, asking.hits[handle], 0, 8)
-            assert asking.cache.forget()
+            assert asking.cache.reset()
         asking.cache.close()
 
 
@@ -228,10 +228,10 @@ ACTS = st.lists(
 def test_what_is_held_of_a_prompt_is_its_beginning(long_lived, acts):
     """After any stores and hits: the last prompt is held, and of all others no chunk in vain."""
     asking, groups = long_lived, len(long_lived.windows)
-    assert asking.cache.forget()
-    for prompt, chunks, step in acts:
-        asking.compute(prompt, chunks, step)
+    assert asking.cache.reset()
+    for prompt, count, step in acts:
+        asking.compute(prompt, count, step)
         # The last chunks that fit are of one group more than of another, by a step at most.
-        assert asking.hit(prompt, chunks) >= min(chunks, ROOM // groups - step * (groups - 1))
+        assert asking.hit(prompt, count) >= min(count, ROOM // groups - step * (groups - 1))
         if groups == 1:
             assert sum(asking.hit(number, 80) for number in range(1, 7)) == asking.held

@@ -45,7 +45,7 @@ numbers = itertools.count()
 
 
 def hit(lookups, name, *, is_alone=False):
-    return lookups.hit_tokens(TokenRange(name, TOKENS, 0, LOOKED_UP), is_alone=is_alone)
+    return lookups.find(TokenRange(name, TOKENS, 0, LOOKED_UP), is_alone=is_alone)
 
 
 def look_up(lookups):
@@ -82,17 +82,17 @@ def test_requests_that_arrive_together_are_looked_up_together(server, lookups):
 
 def test_a_long_queue_locks_little(server, lookups):
     server.reads_keys = True
-    for number in range(2 * module.MOST_BEGUN):
+    for number in range(2 * module.MOST_UNSCHEDULED):
         lookups.begin(TokenRange(str(number), TOKENS, 0, LOOKED_UP))
     until(lambda: hit(lookups, "0") == 0)
-    assert len(server.lookups) == module.MOST_BEGUN
+    assert len(server.lookups) == module.MOST_UNSCHEDULED
     lookups.forget("0")
     lookups.begin(TokenRange("next", TOKENS, 0, LOOKED_UP))
-    until(lambda: len(server.lookups) == module.MOST_BEGUN + 1)
+    until(lambda: len(server.lookups) == module.MOST_UNSCHEDULED + 1)
 
 
 def test_a_prompt_without_a_whole_chunk_is_not_asked_for(server, lookups):
-    assert lookups.hit_tokens(TokenRange("short", TOKENS, 0, 0), is_alone=True) == 0
+    assert lookups.find(TokenRange("short", TOKENS, 0, 0), is_alone=True) == 0
     lookups.end("short")
     server.wait_for_heartbeats(1)
     assert server.lookups == []
@@ -222,6 +222,6 @@ def test_locks_of_nothing_are_not_given_back(server, lookups):
 
 
 def test_a_cache_that_is_emptied_is_waited_for(server, lookups):
-    assert not lookups.clear()  # no answer
+    assert not lookups.reset()  # no answer
     server._answers["clear"] = None
-    assert lookups.clear()
+    assert lookups.reset()

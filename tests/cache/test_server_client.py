@@ -81,7 +81,7 @@ def test_a_server_that_comes_back_with_other_chunks_is_not_used(server, caplog):
         client.start_heartbeat(BEAT_S)
         for name in ("get_chunk_size", "negotiate_chunk_size"):
             server._answers[name] = 512
-        client.doubt()
+        client.healthy.clear()
         server.wait_for_heartbeats(3)
         assert not client.healthy.is_set()
         assert "chunks of 512 tokens instead of 256" in caplog.text
@@ -95,7 +95,7 @@ def test_who_is_told_of_a_server_that_came_back_may_refuse_it(server):
     answers, losses = [True, False], []
     with client_at(server.url, 128) as client:
         client.start_heartbeat(BEAT_S, lambda: answers.pop(), lambda: losses.append("lost"))
-        client.doubt()
+        client.healthy.clear()
         until(client.healthy.is_set)
     assert answers == []
     assert losses

@@ -21,8 +21,8 @@ from lmcache_xpu.cache.local_cache import (
     LocalCache,
     LocalCacheOptions,
     PromptKeys,
-    Range,
 )
+from lmcache_xpu.cache.protocol import TokenRange
 from lmcache_xpu.connector import kv_events
 from lmcache_xpu.connector.kv_events import KVEvents
 from lmcache_xpu.connector.tracked_request import BlockSizes, TrackedRequest
@@ -296,7 +296,7 @@ class Cached:
         tracked, number = self.tracked(tokens), next(self._numbers)
         keys = tracked.key_tokens()
         self.events.describe(tracked)
-        self.cache.reserve(number, Range(keys, 0, len(keys)), [()])
+        self.cache.reserve(number, TokenRange("", keys, 0, len(keys) * CHUNK), [()])
         self.cache.commit(number)
         return self.events.take()
 
@@ -305,7 +305,7 @@ def test_memory_is_told_of_when_a_chunk_is_committed_and_when_it_is_evicted():
     cached = Cached()
     tracked = cached.tracked(TOKENS[:16])
     cached.events.describe(tracked)
-    cached.cache.reserve(-1, Range(tracked.key_tokens(), 0, 2), [()])
+    cached.cache.reserve(-1, TokenRange("", tracked.key_tokens(), 0, 2 * CHUNK), [()])
     assert cached.events.take() == []
     cached.cache.commit(-1)
     [stored] = cached.events.take()
@@ -333,6 +333,6 @@ def test_a_disk_is_told_of_when_a_file_is_complete_and_after_a_restart(tmp_path)
     again.events.describe(again.tracked(TOKENS[:16]))
     [event] = again.events.take()
     assert (event.medium, event.locality, event.token_ids) == ("STORAGE", "LOCAL", TOKENS[:16])
-    assert again.cache.forget()
+    assert again.cache.reset()
     assert [type(event) for event in again.events.take()] == [BlockRemoved]
     again.cache.close()

@@ -25,12 +25,12 @@ CHUNK, BLOCK, HIT = 256, 16, 768
 class LookUps:
     """The server's answers, and what it was told."""
 
-    def __init__(self, _client):
+    def __init__(self):
         self.hit = HIT
         self.asked: list[tuple[str, int, bool]] = []
         self.calls: list[tuple[object, ...]] = []
 
-    def hit_tokens(self, tokens, *, is_alone):
+    def find(self, tokens, *, is_alone):
         self.asked.append((tokens.request_id, tokens.end, is_alone))
         return self.hit
 
@@ -74,7 +74,6 @@ def collecting():
 @pytest.fixture
 def make(monkeypatch):
     """Makes a half, with a worker in its process or not."""
-    monkeypatch.setattr(scheduler_half, "LookUps", LookUps)
     monkeypatch.setattr(scheduler_half, "Keys", Keys)
     monkeypatch.setattr(
         tracked_request.lmcache_server,
@@ -111,7 +110,7 @@ def make(monkeypatch):
             needs_kv_cache_zeroing=zeroes,
         )
         options = {"xpu.loads": loads, "lmcache.mp.save_decode_cache": answers}
-        client = Mock(chunk_tokens=CHUNK, local=None)
+        client = Mock(chunk_tokens=CHUNK, local=None, lookups=LookUps)
         half = SchedulerHalf(config, kv_cache, options, client, groups)
         half.beside = beside
         return half

@@ -13,7 +13,8 @@ from late_device import LateDevice
 from running import Running, Storing
 
 from lmcache_xpu.cache import local_cache
-from lmcache_xpu.cache.local_cache import LocalCache, LocalCacheOptions, PromptKeys, Range
+from lmcache_xpu.cache.local_cache import LocalCache, LocalCacheOptions, PromptKeys
+from lmcache_xpu.cache.protocol import Answer, TokenRange
 
 PAGE = 4096  # of LMCache's memory
 CPU = torch.device("cpu")
@@ -24,29 +25,31 @@ class WatchedCache(LocalCache):
 
     keeper: Keeper
 
-    def locate(self, number: int, chunks: Range) -> Any:
-        rows = super().locate(number, chunks)
-        if rows is None:
+    def locate(self, number: int, key: TokenRange) -> Any:
+        answer = super().locate(number, key)
+        if (slots := answer.result()) is None:
             missing = "a chunk is missing that a look-up has locked"
             self.keeper.errors.append(oracle.MismatchError(missing))
-        for _, chunk, offset, _ in rows or ():
-            key = chunks.prompt.by_group[0][chunks.start + chunk]
-            self.keeper.compare("what is located", offset, self.keeper.chunks[key])
-        return rows
+        first = key.start // self.chunk_tokens
+        for _, chunk, offset, _ in slots.rows if slots else ():
+            wanted = self.keeper.chunks[key.tokens.by_group[0][first + chunk]]
+            self.keeper.compare("what is located", offset, wanted)
+        return answer
 
-    def reserve(self, number: int, chunks: Range, skipped: Any) -> Any:
-        rows = super().reserve(number, chunks, skipped)
-        self.keeper.reserved[number] = chunks, rows
+    def reserve(self, number: int, key: TokenRange, skipped: Any) -> Any:
+        answer = super().reserve(number, key, skipped)
+        self.keeper.reserved[number] = key, answer.result().rows
         self.keeper.device.pause()
-        return rows
+        return answer
 
-    def commit(self, number: int) -> bool:
+    def commit(self, number: int, key: TokenRange | None = None) -> Answer[bool]:
         chunks, rows = self.keeper.reserved.pop(number)
-        if (store := self.keeper.stores.get(id(chunks.prompt))) is not None:
+        first = chunks.start // self.chunk_tokens
+        if (store := self.keeper.stores.get(id(chunks.tokens))) is not None:
             for _, chunk, offset, _ in rows:
-                wanted = store.chunks[chunks.start + chunk]
+                wanted = store.chunks[first + chunk]
                 self.keeper.compare("what is published", offset, wanted)
-                self.keeper.chunks[chunks.prompt.by_group[0][chunks.start + chunk]] = wanted
+                self.keeper.chunks[chunks.tokens.by_group[0][first + chunk]] = wanted
                 store.committed.append(chunk)
         return super().commit(number)
 
@@ -64,7 +67,7 @@ class Keeper:
     def __init__(self, device: LateDevice, places: int, chunk_tokens: int) -> None:
         self.device = device
         self.chunks: dict[Any, bytes] = {}
-        self.reserved: dict[int, tuple[Range, Any]] = {}
+        self.reserved: dict[int, tuple[TokenRange, Any]] = {}
         self.stores: dict[int, Storing] = {}
         self.errors: list[oracle.MismatchError] = []
         self._numbers = itertools.count(-1, -1)
@@ -106,16 +109,18 @@ class Keeper:
         """Others store, and what was stored goes as far as it may; with noise in its place."""
         keys, number = self.cache.prompt_keys("others"), next(self._numbers)
         keys.extend([f"{number} {chunk}".encode() for chunk in range(places)])
-        rows = LocalCache.reserve(self.cache, number, Range(keys, 0, places), [()])
-        for _, _, offset, size in rows:
+        others = TokenRange("others", keys, 0, places * self.cache.chunk_tokens)
+        for _, _, offset, size in (
+            LocalCache.reserve(self.cache, number, others, [()]).result().rows
+        ):
             noise = torch.randint(256, (size,), dtype=torch.uint8)
             self.memory.pool[offset : offset + size] = noise
         LocalCache.commit(self.cache, number)
 
     def check_locks(self) -> None:
         """When nothing is on its way, all may go but what failed stores have reserved."""
-        with mock.patch.object(local_cache, "FORGET_S", 0.0):
-            self.cache.forget()
+        with mock.patch.object(local_cache, "RESET_S", 0.0):
+            self.cache.reset()
         left = sum(len(rows) for _, rows in self.reserved.values()) * PAGE
         if (used := self.cache.memory_use()[0]) != left:
             raise oracle.MismatchError(f"{used} bytes are locked, {left} should be")

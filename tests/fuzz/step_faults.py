@@ -89,7 +89,7 @@ def _(locate: Any) -> Any:
 
 @fault("what a load has read stays locked", "steps", LocalCache, "release")
 def _(_: Any) -> Any:
-    return lambda self, number: None
+    return lambda self, number, key: None
 
 
 @fault("chunks are published before they are complete", "steps", GroupCopies, "store")

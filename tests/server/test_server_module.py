@@ -19,6 +19,7 @@ from lmcache.v1.multiprocess.server import _is_liveness_target
 from lmcache.v1.multiprocess.session import SessionManager
 from lmcache.v1.multiprocess.token_hasher import TokenHasher
 
+from lmcache_xpu.cache import room
 from lmcache_xpu.cache.hit_places import (
     ALIGN,
     COMMIT,
@@ -32,7 +33,6 @@ from lmcache_xpu.cache.hit_places import (
     Reservation,
     rows_of,
 )
-from lmcache_xpu.server import server_module
 from lmcache_xpu.server.server_module import HitPlaces
 from lmcache_xpu.server.server_program import MODULE
 
@@ -218,11 +218,11 @@ def test_two_reads_of_a_range_end_one_by_one(context, ask):
 
 
 def test_releases_of_questions_that_never_came_are_not_kept_for_ever(context, monkeypatch):
-    monkeypatch.setattr(server_module, "_EARLY", 3)
+    monkeypatch.setattr(room, "_MOST_RELEASED", 3)
     module, key = HitPlaces(context), context.look_up()
     for end in (8, 16, 24, 32):
         module.release(Hit.of_key(7, 0, key)._replace(end=end).sent())
-    assert len(module._released) == 3
+    assert len(module._room._released) == 3
     assert len(rows_of(module.locate(Hit.of_key(7, 0, key)._replace(end=8).sent()))) == 1
 
 

@@ -313,7 +313,7 @@ def full_disk(engine: Engine) -> dict[str, Any]:
 
 def full_memory(engine: Engine) -> dict[str, Any]:
     """Memory of which somebody holds all: for what is new, and for what the disk has."""
-    from lmcache_xpu.cache.local_cache import Range
+    from lmcache_xpu.cache.protocol import TokenRange
 
     cache, others = local(), local().prompt_keys("held")
     others.extend([number.to_bytes(32, "big") for number in range(64)])
@@ -323,7 +323,8 @@ def full_memory(engine: Engine) -> dict[str, Any]:
     answers.append(engine.ask(tokens))
     settle(engine)
     cache._storage.clear(force=True)
-    held = len(cache.reserve(-1, Range(others, 0, 64), [[]]))
+    all_others = TokenRange("held", others, 0, 64 * cache.chunk_tokens)
+    held = len(cache.reserve(-1, all_others, [[]]).result().rows)
     report: dict[str, Any] = {"held": held}
     pairs = list(zip((new, tokens), answers, strict=True))
     report["held by others"] = [again(engine, *pair) for pair in pairs]

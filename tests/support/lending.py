@@ -26,6 +26,7 @@ from lmcache_xpu.cache.hit_places import (
     Reservation,
     sent_rows,
 )
+from lmcache_xpu.cache.load_questions import questions_of
 from lmcache_xpu.cache.protocol import TokenRange
 from lmcache_xpu.copies.group_copies import GroupCopies
 from lmcache_xpu.copies.transfer_queue import Transfer
@@ -196,6 +197,9 @@ class Connection:
         self.requests = requests
         self.healthy = threading.Event()
         self.healthy.set()
+
+    def places(self, sizes: Sequence[int], windows: Sequence[int], timeout_s: float) -> Any:
+        return questions_of(self.requests, self.instance_id, sizes, windows, timeout_s)
 
     def key(self, chunks: TokenRange, *, worker: bool) -> Key:
         if chunks.tokens is None:

@@ -1,7 +1,7 @@
-"""What workers ask this package's module of LMCache's server, and how it is sent.
+"""Where the chunks of a hit are: what workers ask this package's module of LMCache's server.
 
     align     chunks have to be whole blocks: older LMCache can't round them up
-    register  which KV cache groups an engine has: older LMCache is told of one alone
+    register  which KV cache groups an engine has: older LMCache knows one alone
     locate    where the chunks of a hit are; `release` ends reading them
     reserve   where to store chunks, with the tokens that name them; `commit` ends writing them
 
@@ -14,7 +14,10 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
+
+from lmcache_xpu.errors import TransferError
 
 __all__ = [
     "ALIGN",
@@ -28,7 +31,9 @@ __all__ = [
     "RESERVE",
     "Groups",
     "Hit",
+    "ObjectSlots",
     "Reservation",
+    "Rows",
     "needed_chunks",
     "rows_of",
     "sent_rows",
@@ -41,6 +46,8 @@ HELLO, ALIGN, REGISTER, LOCATE, RELEASE, RESERVE, COMMIT = (
 
 # LMCache's own eviction is off, see `room`: a policy that names nothing, at a usage that can't be.
 EVICTION_POLICY, EVICTION_WATERMARK = "noop", 2.0
+
+Rows = list[tuple[int, int, int, int]]  # group, chunk, offset and length of an object
 
 
 class Hit(NamedTuple):
@@ -76,16 +83,11 @@ class Hit(NamedTuple):
     @classmethod
     def received(cls, payload: bytes) -> Self:
         """Return what was sent."""
-        *fields, windows = json.loads(payload)
-        return cls._make((*fields, tuple(windows)))
+        return cls._make(_tuples(json.loads(payload)))
 
     def sent(self) -> bytes:
         """Return its bytes."""
         return json.dumps(self).encode()
-
-    def chunks(self, chunk_tokens: int) -> list[range]:
-        """Return by group the chunks that a hit needs, counted from the range's first one."""
-        return needed_chunks((self.end - self.start) // chunk_tokens, self.windows)
 
 
 class Reservation(NamedTuple):
@@ -106,14 +108,10 @@ class Reservation(NamedTuple):
     @classmethod
     def received(cls, payload: bytes) -> Self:
         """Return what was sent."""
-        head, _, tokens = payload.partition(b"\n")
-        hit, sizes, skipped, is_packed = json.loads(head)
-        return cls(
-            Hit.received(json.dumps(hit).encode()),
-            tuple(sizes),
-            tuple(map(tuple, skipped)),
-            tokens if is_packed else tuple(array("Q", tokens)),
-        )
+        head, _, packed = payload.partition(b"\n")
+        hit, sizes, skipped, is_packed = _tuples(json.loads(head))
+        tokens = packed if is_packed else tuple(array("Q", packed))
+        return cls(Hit._make(hit), sizes, skipped, tokens)
 
     def sent(self) -> bytes:
         """Return its bytes."""
@@ -142,12 +140,61 @@ class Groups(NamedTuple):
     @classmethod
     def received(cls, payload: bytes) -> Self:
         """Return what was sent."""
-        *names, sizes, windows = json.loads(payload)
-        return cls._make((*names, tuple(sizes), tuple(windows)))
+        return cls._make(_tuples(json.loads(payload)))
 
     def sent(self) -> bytes:
         """Return its bytes."""
         return json.dumps(self).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectSlots:
+    """Objects in the memory that a cache lends; false if there are none.
+
+    Args:
+        rows: sorted by KV cache group and chunk. Chunks are counted from the range's first one,
+            offsets and lengths are bytes.
+    """
+
+    rows: Rows
+
+    @classmethod
+    def of(cls, rows: Rows, groups: int) -> Self:
+        """Return objects of an engine with so many groups, in whatever order they are named.
+
+        Raises:
+            TransferError: objects of other groups.
+        """
+        if any(not 0 <= group < groups for group, *_ in rows):
+            named = sorted({group for group, *_ in rows})
+            raise TransferError(f"objects of groups {named}", f"of {groups} groups")
+        return cls(sorted(rows))
+
+    def __bool__(self) -> bool:
+        return bool(self.rows)
+
+    def of_group(self, group: int) -> list[tuple[int, int]]:
+        """Offsets and lengths of a group's objects."""
+        return [(offset, length) for number, _, offset, length in self.rows if number == group]
+
+    def chunks(self, group: int) -> list[int]:
+        """The chunks of a group."""
+        return [chunk for number, chunk, *_ in self.rows if number == group]
+
+    @property
+    def ends(self) -> list[int]:
+        """Of all objects, the byte behind the last one."""
+        return [offset + length for *_, offset, length in self.rows]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all objects."""
+        return sum(length for *_, length in self.rows)
+
+
+def _tuples(value: Any) -> Any:
+    """Return what JSON makes lists of."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def needed_chunks(count: int, windows: Sequence[int]) -> list[range]:
@@ -165,7 +212,7 @@ def sent_rows(rows: Iterable[Sequence[int]]) -> bytes:
     return array("q", [number for row in rows for number in row]).tobytes()
 
 
-def rows_of(payload: bytes) -> list[tuple[int, int, int, int]]:
-    """Return rows that were sent: group, chunk, offset and length of an object, in this order."""
+def rows_of(payload: bytes) -> Rows:
+    """Return rows that were sent, sorted."""
     numbers = iter(array("q", payload).tolist())
     return sorted(zip(numbers, numbers, numbers, numbers, strict=True))

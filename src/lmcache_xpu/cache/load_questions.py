@@ -1,4 +1,4 @@
-"""Where chunks are, or may be stored: how LMCache's server is asked, and what it answers.
+"""How a worker asks LMCache's server where chunks are, or may be stored; see `CachePlaces`.
 
 A server that `serve`, Compose or the chart starts has a module of this package, whose answer comes
 sooner, and which knows several KV cache groups (see `server_module`). Any other server is asked as
@@ -7,8 +7,8 @@ LMCache asks it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from lmcache_xpu.cache.hit_places import (
     COMMIT,
@@ -19,67 +19,47 @@ from lmcache_xpu.cache.hit_places import (
     RESERVE,
     Groups,
     Hit,
+    ObjectSlots,
     Reservation,
     rows_of,
 )
-from lmcache_xpu.cache.lent_memory import LentMemory
-from lmcache_xpu.cache.object_slots import ObjectSlots
-from lmcache_xpu.cache.server_client import HELLO_S
-from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.cache.protocol import Answer, CachePlaces, Skipped
+from lmcache_xpu.cache.server import LentMemory
+from lmcache_xpu.errors import SettingsError, TransferError
 from lmcache_xpu.versions.lmcache_server import ServerModuleCallRequest
 
-__all__ = ["LMCacheQuestions", "LoadQuestions", "ModuleQuestions", "Question", "questions_of"]
+__all__ = ["HELLO_S", "LMCacheQuestions", "ModuleQuestions", "Question", "questions_of"]
+
+HELLO_S = 1.0  # a server without any module is silent
+T = TypeVar("T")
 
 
-class LoadQuestions(Protocol):
-    """One way to ask. No call waits; each returns a future of LMCache's, but those that end.
+class Question(NamedTuple):
+    """A cache is asked where chunks are that it has promised.
 
-    Attributes:
-        is_sealed: objects have seals, see `seals`: others write to the memory too.
+    Args:
+        number: of the question.
+        key: of the chunks.
+        memory: that the cache lent when it was asked.
+        begun: when it was asked.
+        answer: that comes.
+        places: who was asked.
     """
 
-    is_sealed: bool
+    number: int
+    key: Any
+    memory: LentMemory
+    begun: float
+    answer: Answer[ObjectSlots | None]
+    places: CachePlaces
 
-    def ask(self, number: int, key: Any) -> Any:
-        """Ask where the chunks of LMCache's key are.
-
-        Args:
-            number: of the question, which no other has.
-            key: LMCache's.
-        """
-
-    def slots(self, answer: Any) -> ObjectSlots | None:
-        """Return what an answer names; None if the server lacks a chunk.
-
-        Raises:
-            TransferError: an answer of another form.
-        """
-
-    def end(self, number: int, key: Any) -> None:
-        """Tell the server that nothing is read any more of what a question has named."""
-
-    def reserve(self, number: int, key: Any, skipped: Sequence[Sequence[int]]) -> Any:
-        """Ask where to store the chunks of a key, but by group those that the worker lacks."""
-
-    def reserved(self, answer: Any) -> ObjectSlots:
-        """Return what an answer names; nothing of chunks that are there.
-
-        Raises:
-            TransferError: an answer of another form.
-        """
-
-    def commit(self, number: int, key: Any) -> Any:
-        """Tell the server that what a question has named is written."""
-
-    def give_up(self, number: int) -> None:
-        """Forget what a question has named: it will not be written."""
-
-    def is_committed(self, answer: Any) -> bool:
-        """Whether the server took it."""
+    def is_answered(self, within_s: float) -> bool:
+        """Whether the cache has answered; waits for it."""
+        return self.answer.wait(within_s)
 
 
 class LMCacheQuestions:
-    """LMCache's own way, for one KV cache group.
+    """LMCache's own questions, for one KV cache group, of which the worker has all chunks.
 
     Args:
         client: LMCache's, of the server.
@@ -88,39 +68,31 @@ class LMCacheQuestions:
 
     is_sealed = True
 
-    def __init__(self, client: Any, instance_id: int) -> None:
+    def __init__(self, client: Any, instance_id: int | None) -> None:
         self._client, self._instance_id = client, instance_id
 
-    def ask(self, number: int, key: Any) -> Any:
-        """Ask; the server looks the tokens up again."""
-        return self._client.prepare_retrieve(key, self._instance_id)
+    def locate(self, number: int, key: Any) -> Answer[ObjectSlots | None]:
+        """Ask where chunks are; the server looks the tokens up again."""
+        return _Coming(
+            self._client.prepare_retrieve(key, self._instance_id),
+            lambda answer: read_slots(answer.context) if answer.success else None,
+        )
 
-    def slots(self, answer: Any) -> ObjectSlots | None:
-        """Return what an answer names."""
-        return ObjectSlots.read(answer.context) if answer.success else None
-
-    def end(self, number: int, key: Any) -> None:
-        """Tell the server that reading has ended."""
+    def release(self, number: int, key: Any) -> None:
+        """End reading; waits for nothing."""
         self._client.commit_retrieve(key, self._instance_id)
 
-    def reserve(self, number: int, key: Any, skipped: Sequence[Sequence[int]]) -> Any:
-        """Ask; the worker has all chunks."""
-        return self._client.prepare_store(key, self._instance_id)
+    def reserve(self, number: int, key: Any, skipped: Skipped) -> Answer[ObjectSlots]:
+        """Ask where to store chunks."""
+        asked = self._client.prepare_store(key, self._instance_id)
+        return _Coming(asked, lambda answer: read_slots(answer.context))
 
-    def reserved(self, answer: Any) -> ObjectSlots:
-        """Return what an answer names."""
-        return ObjectSlots.read(answer.context)
-
-    def commit(self, number: int, key: Any) -> Any:
-        """Tell the server that writing has ended."""
-        return self._client.commit_store(key, self._instance_id, b"")
+    def commit(self, number: int, key: Any) -> Answer[bool]:
+        """End writing."""
+        return _Coming(self._client.commit_store(key, self._instance_id, b""), bool)
 
     def give_up(self, number: int) -> None:
         """Do nothing: the server takes memory back whose lease is over."""
-
-    def is_committed(self, answer: Any) -> bool:
-        """Whether the server took it."""
-        return bool(answer)
 
 
 class ModuleQuestions:
@@ -141,47 +113,46 @@ class ModuleQuestions:
         self._client, self._instance_id = client, instance_id
         self._sizes, self._windows = tuple(sizes), tuple(windows)
 
-    def ask(self, number: int, key: Any) -> Any:
-        """Ask."""
-        return self._call(LOCATE, number, key)
+    def locate(self, number: int, key: Any) -> Answer[ObjectSlots | None]:
+        """Ask where chunks are."""
+        return _Coming(
+            self._call(LOCATE, number, key),
+            lambda answer: self._slots(answer) if answer.success and answer.payload else None,
+        )
 
-    def slots(self, answer: Any) -> ObjectSlots | None:
-        """Return what an answer names."""
-        return self.reserved(answer) if answer.success and answer.payload else None
-
-    def end(self, number: int, key: Any) -> None:
-        """Tell the server that reading has ended."""
+    def release(self, number: int, key: Any) -> None:
+        """End reading; waits for nothing."""
         self._call(RELEASE, number, key)
 
-    def reserve(self, number: int, key: Any, skipped: Sequence[Sequence[int]]) -> Any:
-        """Ask."""
+    def reserve(self, number: int, key: Any, skipped: Skipped) -> Answer[ObjectSlots]:
+        """Ask where to store chunks: nowhere if the server fails."""
         tokens = getattr(key, "token_bytes", None)  # of newer LMCache
         tokens = key.token_ids if tokens is None else tokens
         without = tuple(map(tuple, skipped))
         asked = Reservation(self._hit(number, key), self._sizes, without, tokens)
-        return self._send(RESERVE, asked.sent())
+        return _Coming(self._send(RESERVE, asked.sent()), self._slots)
 
-    def reserved(self, answer: Any) -> ObjectSlots:
-        """Return what an answer names; nothing if the server failed."""
-        rows = rows_of(answer.payload) if answer.success else []
-        return ObjectSlots.of_rows(rows, len(self._sizes))
-
-    def commit(self, number: int, key: Any) -> Any:
-        """Tell the server that writing has ended."""
-        return self._call(COMMIT, number, key)
+    def commit(self, number: int, key: Any) -> Answer[bool]:
+        """End writing."""
+        asked = self._call(COMMIT, number, key)
+        return _Coming(asked, lambda answer: bool(answer.success and answer.payload))
 
     def give_up(self, number: int) -> None:
         """Do nothing: the server takes memory back whose lease is over."""
 
-    def is_committed(self, answer: Any) -> bool:
-        """Whether the server took it."""
-        return bool(answer.success and answer.payload)
-
     def register(self, model_name: str, world_size: int, *, ends: bool = False) -> Any:
-        """Tell the server which groups an engine's keys have, or that the worker ends."""
+        """Name the groups of an engine's keys to the server, or none where the worker ends.
+
+        Returns:
+            LMCache's future.
+        """
         names = self._instance_id, model_name, world_size
         groups = Groups(*names, () if ends else self._sizes, self._windows)
         return self._send(REGISTER, groups.sent())
+
+    def _slots(self, answer: Any) -> ObjectSlots:
+        rows = rows_of(answer.payload) if answer.success else []
+        return ObjectSlots.of(rows, len(self._sizes))
 
     def _hit(self, number: int, key: Any) -> Hit:
         return Hit.of_key(self._instance_id, number, key, self._windows)
@@ -193,28 +164,37 @@ class ModuleQuestions:
         return self._client.server_module_call(ServerModuleCallRequest(method, payload))
 
 
-class Question(NamedTuple):
-    """The server is asked where chunks are that it has promised.
+class _Coming(Answer[T]):
+    """An answer of the server.
 
     Args:
-        number: of the question.
-        key: LMCache's, of the chunks.
-        memory: that the server lent when it was asked.
-        begun: when it was asked.
-        answer: LMCache's future.
-        way: in which it was asked.
+        future: LMCache's.
+        read: makes the answer of what the future brings.
     """
 
-    number: int
-    key: Any
-    memory: LentMemory
-    begun: float
-    answer: Any
-    way: LoadQuestions
+    def __init__(self, future: Any, read: Callable[[Any], T]) -> None:
+        self._future, self._read = future, read
 
-    def is_answered(self, within_s: float) -> bool:
-        """Whether the server has answered; waits for it."""
-        return bool(self.answer.wait(within_s))
+    def wait(self, timeout: float | None = None) -> bool:
+        return bool(self._future.wait(timeout))
+
+    def result(self, timeout: float | None = None) -> T:
+        return self._read(self._future.result(timeout=timeout))
+
+
+def read_slots(context: Mapping[str, Any]) -> ObjectSlots:
+    """Read LMCache's answer, of one group; it names chunks, or it names all.
+
+    Raises:
+        TransferError: an answer of another form.
+    """
+    try:
+        slots = [(int(slot["offset"]), int(slot["length"])) for slot in context["slots"]]
+        numbers = [int(n) for n in context.get("chunk_indices", range(len(slots)))]
+        rows = [(0, n, *slot) for n, slot in zip(numbers, slots, strict=True)]
+    except (KeyError, TypeError, ValueError) as error:
+        raise TransferError(f"an answer of LMCache's server {context!r:.200}", "slots") from error
+    return ObjectSlots.of(rows, 1)
 
 
 def questions_of(
@@ -224,14 +204,12 @@ def questions_of(
     windows: Sequence[int],
     timeout_s: float,
 ) -> LMCacheQuestions | ModuleQuestions:
-    """Return how a server is asked; waits for it to say whether it has the module.
+    """Return how a server is asked; waits `HELLO_S` at most for it to say if it has the module.
 
     Args:
         client: LMCache's, of the server.
         instance_id: of the worker.
-        sizes: by KV cache group, bytes of an object.
-        windows: by group, chunks at the end of a hit that it needs; 0 for all.
-        timeout_s: that it has for that, `HELLO_S` at most.
+        sizes, windows, timeout_s: see `Cache.places`.
 
     Raises:
         SettingsError: several groups, and a server without the module.

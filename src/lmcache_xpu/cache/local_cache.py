@@ -1,21 +1,16 @@
 """LMCache's tiers in the engine's process: its storage manager, asked without a server.
 
-    PromptKeys    LMCache's keys of a prompt's chunks, by KV cache group
-    LocalCache    find, locate, release; reserve, commit; forget; listen
-
 A scheduler and a worker in one process share a cache, by the engine's ID in vLLM's configuration.
 So vLLM's engine has to have one worker, in its own process, as vLLM starts it for one device.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from lmcache import device_ops
@@ -28,21 +23,21 @@ from lmcache.v1.distributed.config import (
     StorageManagerConfig,
 )
 from lmcache.v1.distributed.l2_adapters.config import L2AdaptersConfig
-from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
 from lmcache.v1.distributed.storage_manager import StorageManager
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lmcache_xpu.cache.hit_places import (
     EVICTION_POLICY,
     EVICTION_WATERMARK,
+    ObjectSlots,
     needed_chunks,
 )
-from lmcache_xpu.cache.lent_memory import LentMemory
-from lmcache_xpu.cache.room import Room, Rows, Written, object_layout
+from lmcache_xpu.cache.local_options import CPU, DISK, SHARED, LocalCacheOptions
+from lmcache_xpu.cache.protocol import Answer, Skipped, TokenRange
+from lmcache_xpu.cache.room import Room, object_layout
+from lmcache_xpu.cache.server import LentMemory
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import CPU_LIMIT_BYTES, CPU_USED_BYTES
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
-from lmcache_xpu.tiers.server_options import disk_option, shared_option
 from lmcache_xpu.transfer.devices import is_host, most_pinned
 from lmcache_xpu.transfer.pool_memory import PoolMemory
 from lmcache_xpu.versions.lmcache_server import begin_prefetch
@@ -52,56 +47,17 @@ if TYPE_CHECKING:
 
 __all__ = ["CPU", "DISK", "SHARED", "LocalCache", "LocalCacheOptions", "PromptKeys"]
 
-CPU, DISK, SHARED = "cpu", "disk", "shared"  # the tiers' names
-
-FORGET_S = 1.0
+RESET_S = 1.0
 LEASE_S = 30  # of memory for a write, as LMCache's server has it; see `launch.cache_server`
 
 
-class LocalCacheOptions(BaseModel):
-    """What vLLM's extra configuration says of the cache, under `xpu.cache`.
-
-    Args:
-        chunk_tokens: tokens of a chunk; rounded up to whole blocks of the engine.
-        cpu_gib: GiB of host memory.
-        disk_path: directory of the disk tier; None for no such tier.
-        disk_gib: GiB of that.
-        remote_url: of the shared tier; None for no such tier.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    chunk_tokens: int = Field(256, ge=1)
-    cpu_gib: float = Field(5.0, gt=0)
-    disk_path: Path | None = None
-    disk_gib: float | None = Field(None, gt=0)
-    remote_url: str | None = None
-
-    @classmethod
-    def read(cls, options: Mapping[str, Any]) -> Self:
-        """Check what was configured.
-
-        Raises:
-            SettingsError: names the options that are not as expected.
-        """
-        try:
-            return cls.model_validate(dict(options))
-        except ValidationError as error:
-            [first, *_] = error.errors()
-            where = ".".join(map(str, first["loc"]))
-            raise SettingsError(
-                f"xpu.cache with {where}={first['input']!r}",
-                f"one of {', '.join(cls.model_fields)}, as `lmcache-xpu serve --dry-run` prints it",
-                first["msg"],
-            ) from None
-
-
 class PromptKeys:
-    """LMCache's keys of a prompt's chunks.
+    """LMCache's keys of a prompt, to which chunks are added as vLLM hashes them.
 
     Args:
         model_name: of the engine's model.
         salt: what sets the prompt's KV apart beside its tokens.
+        groups: number of KV cache groups.
 
     Attributes:
         by_group: by KV cache group, the keys in the order of chunks.
@@ -122,16 +78,10 @@ class PromptKeys:
             keys += [ObjectKey(name, model_name, 0, group, salt) for name in hashes]
 
 
-class Range(NamedTuple):
-    """Chunks of a prompt, from one up to another."""
-
-    prompt: PromptKeys
-    start: int
-    end: int
-
-
 class LocalCache:
-    """The tiers of one engine. Called by any thread.
+    """The tiers of one engine, and a worker's `CachePlaces`. Called by any thread.
+
+    Keys are `TokenRange`s, whose tokens are `PromptKeys`.
 
     Args:
         options: of the cache.
@@ -140,6 +90,8 @@ class LocalCache:
         alignment: tokens of which a chunk is a multiple.
         engine: number of the engine among those that share the disk.
     """
+
+    is_sealed = False  # nobody else writes to the memory
 
     _of_engines: ClassVar[dict[str, Self]] = {}
     _making: ClassVar[threading.Lock] = threading.Lock()
@@ -157,29 +109,20 @@ class LocalCache:
         self.model_name = model_name
         self._users = 0
         self._device = device
-        self._lock = threading.Lock()  # of the next two
-        self._reads: dict[int, list[ObjectKey]] = {}  # by number of the question
-        self._writes: dict[int, Written] = {}
         self._layouts: list[Any] = []
         self._windows: Sequence[int] = ()
         # On CPU nothing is pinned, and LMCache's own allocation does.
         pools = None
         if not is_host(device):
             pools = PoolMemory.bind(device_ops, most_pinned(device) or 0, os.environ)
-        tiers = {}  # in the order in which they are asked
-        if options.disk_path is not None:
-            tiers[DISK] = disk_option(options.disk_path, options.disk_gib or 0, engine=engine)
-        if options.remote_url is not None:
-            tiers[SHARED] = shared_option(options.remote_url)
-        self._other_tiers = tuple(tiers)
-        adapters = [PluginL2AdapterConfig.from_dict(json.loads(tier)) for tier in tiers.values()]
-        self.has_other_tiers = bool(adapters)
+        adapters = options.adapters(engine)
+        self._other_tiers, self.has_other_tiers = tuple(adapters), bool(adapters)
         memory = L1MemoryManagerConfig(int(options.cpu_gib * 2**30), use_lazy=False, shm_name="")
         self._storage = StorageManager(
             StorageManagerConfig(
                 L1ManagerConfig(memory, write_ttl_seconds=LEASE_S),
                 EvictionConfig(EVICTION_POLICY, EVICTION_WATERMARK),
-                L2AdaptersConfig(adapters),
+                L2AdaptersConfig(list(adapters.values())),
                 prefetch_policy="retain",  # in memory what came from them
             )
         )
@@ -231,12 +174,7 @@ class LocalCache:
         return cache
 
     def register(self, sizes: Sequence[int], windows: Sequence[int]) -> None:
-        """Learn what is stored.
-
-        Args:
-            sizes: by KV cache group, bytes of an object.
-            windows: by group, chunks at the end of a hit that it needs; 0 for all.
-        """
+        """Learn what is stored; see `Cache.places`."""
         self._windows = tuple(windows)
         self._layouts = [object_layout(size) for size in sizes]
 
@@ -251,7 +189,7 @@ class LocalCache:
         return int(used), int(total)
 
     def listen(self, listener: Callable[[str], Any]) -> None:
-        """Let a tier's listener hear what it gains and loses, and what is on disk already.
+        """Have a listener called for what each tier gains and loses, and what is on disk already.
 
         Args:
             listener: makes one of LMCache's, by the tier's name.
@@ -294,100 +232,58 @@ class LocalCache:
         return int(hit)
 
     def unlock(self, prompt: PromptKeys, hit: int, first: int, last: int) -> None:
-        """Let chunks be evicted that a look-up has locked.
-
-        Args:
-            prompt: the keys.
-            hit: number of chunks of the hit.
-            first, last: of these chunks; the last is not among them.
-        """
+        """Let chunks from `first` up to `last`, of a hit of so many, be evicted again."""
+        needed = needed_chunks(hit, self._windows)
         keys = [
-            keys[chunk]
-            for keys, chunks in zip(prompt.by_group, needed_chunks(hit, self._windows), strict=True)
+            of_group[chunk]
+            for of_group, chunks in zip(prompt.by_group, needed, strict=True)
             for chunk in chunks
             if first <= chunk < last
         ]
-        self._release(keys)
+        self._room.unlock(keys)
 
-    # Loads
+    # A worker's questions, see `CachePlaces`
 
-    def locate(self, number: int, chunks: Range) -> Rows | None:
-        """Return where the chunks of a hit are, locked until `release`; None if one is missing.
+    def locate(self, number: int, key: TokenRange) -> Answer[ObjectSlots | None]:
+        """Return where the chunks of a hit are, locked until `release`; None if one is missing."""
+        first, last = self._chunks(key)
+        prompt = [keys[first:last] for keys in key.tokens.by_group]
+        rows = self._room.locate(number, prompt, needed_chunks(last - first, self._windows))
+        return Answer(None if rows is None else ObjectSlots.of(rows, len(prompt)))
 
-        Args:
-            number: of the question, which no other has.
-            chunks: the end of the hit.
-        """
-        needed = needed_chunks(chunks.end - chunks.start, self._windows)
-        places = {
-            keys[chunks.start + chunk]: (group, chunk)
-            for group, (keys, of_group) in enumerate(
-                zip(chunks.prompt.by_group, needed, strict=True)
-            )
-            for chunk in of_group
-        }
-        keys, objects = self._storage.unsafe_read(list(places))
-        if len(keys) < len(places):
-            self._release(keys)
-            return None
-        with self._lock:
-            self._reads[number] = keys
-        return sorted(
-            (*places[key], each.shm_offset, each.shm_byte_length)
-            for key, each in zip(keys, objects, strict=True)
-        )
-
-    def release(self, number: int) -> None:
+    def release(self, number: int, key: TokenRange | None = None) -> None:
         """Unlock what a question has located; nothing of it is read any more."""
-        with self._lock:
-            keys = self._reads.pop(number, [])
-        self._release(keys)
+        self._room.release(number)
 
-    # Stores
+    def reserve(self, number: int, key: TokenRange, skipped: Skipped) -> Answer[ObjectSlots]:
+        """Return where to store chunks that are not there, as far as there is room."""
+        first, last = self._chunks(key)
+        prompt = [keys[:last] for keys in key.tokens.by_group]
+        rows = self._room.reserve(number, prompt, first, skipped, self._layouts)
+        return Answer(ObjectSlots.of(rows, len(prompt)))
 
-    def reserve(self, number: int, chunks: Range, skipped: Sequence[Sequence[int]]) -> Rows:
-        """Return where to store chunks that are not there, as far as there is room.
-
-        Nobody finds them until `commit`.
-
-        Args:
-            number: of the question, which no other has.
-            chunks: of the prompt.
-            skipped: by group, chunks that the worker does not have, counted from the first.
-        """
-        prompt = [keys[: chunks.end] for keys in chunks.prompt.by_group]
-        rows, written = self._room.reserve(prompt, chunks.start, skipped, self._layouts)
-        if written.keys:
-            with self._lock:
-                self._writes[number] = written
-        return sorted(rows)
-
-    def commit(self, number: int) -> bool:
+    def commit(self, number: int, key: TokenRange | None = None) -> Answer[bool]:
         """Publish chunks that are written; whether they were reserved."""
-        with self._lock:
-            written = self._writes.pop(number, None)
-        if written is not None:
-            self._room.publish(written)
-            CPU_USED_BYTES.set(self.memory_use()[0])
-        return written is not None
+        is_published = self._room.commit(number)
+        CPU_USED_BYTES.set(self.memory_use()[0])
+        return Answer(is_published)
 
     def give_up(self, number: int) -> None:
-        """Forget a store that failed; LMCache takes its memory back when the lease is over."""
-        with self._lock:
-            self._writes.pop(number, None)
+        """Forget a store that failed."""
+        self._room.give_up(number)
 
     # The end
 
-    def forget(self) -> bool:
+    def reset(self) -> bool:
         """Remove all that the engine has stored; whether nothing is left.
 
-        Called by the engine's thread, once no transfer is on its way. Chunks that are loaded later
+        Called by the engine's thread, once no transfer runs. Chunks that are loaded later
         stay, as far as they are locked; nothing finds them by the keys of another epoch.
         """
         adapters = [each for _, each in self._storage.l2_adapters() if hasattr(each, "forget")]
         self._storage.clear()
         gone = [adapter.forget(self.model_name) for adapter in adapters]
-        deadline = time.monotonic() + FORGET_S  # LMCache unlocks what it has written to a disk
+        deadline = time.monotonic() + RESET_S  # LMCache unlocks what it has written to a disk
         while self._storage.get_l1_usage()[0] and time.monotonic() < deadline:
             self._storage.clear()
             time.sleep(0.05)
@@ -404,6 +300,5 @@ class LocalCache:
                 del self._of_engines[name]
         self._storage.close()
 
-    def _release(self, keys: list[ObjectKey]) -> None:
-        if keys:
-            self._storage.finish_read_prefetched(keys)
+    def _chunks(self, key: TokenRange) -> tuple[int, int]:
+        return key.start // self.chunk_tokens, key.end // self.chunk_tokens

@@ -1,12 +1,7 @@
-"""The look-ups of one scheduler's requests in LMCache's server.
+"""The look-ups of one scheduler's requests in LMCache's server; see `CacheLookUps`.
 
-    begin       the request has arrived: the server looks while vLLM schedules others
-    hit_tokens  the request is asked for, and again with each of vLLM's steps until it is answered
-    forget      its request has blocks, or is looked up anew
-    release     the server need not keep chunks that nobody will load
-    end         the request has ended; so does the server's session
-
-A server that was lost is asked nothing until it answers look-ups again.
+A look-up is two questions: the server begins to look, and then says what it has locked. A server
+that was lost is asked nothing until it answers look-ups again.
 """
 
 from __future__ import annotations
@@ -16,8 +11,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lmcache_xpu.cache.protocol import TokenRange
-from lmcache_xpu.cache.server_client import ServerClient
+from lmcache_xpu.cache.protocol import Cache, TokenRange
 from lmcache_xpu.metrics import LOAD_SERVER
 
 __all__ = ["LookUps"]
@@ -32,9 +26,9 @@ PATIENCE_S = 0.004
 # Where nobody else waits for a token, an idle step would follow, and the same again.
 PATIENCE_ALONE_S = 0.02  # for a request
 PATIENCE_ALL_ALONE_S = 0.06  # for all in a step
-# Look-ups that have begun lock chunks until their requests are scheduled: in a long queue the
-# server would have no room left.
-MOST_BEGUN = 8
+# Look-ups lock chunks until their requests are scheduled: in a long queue the server would have
+# no room left.
+MOST_UNSCHEDULED = 8
 _STEPS = 2
 _POLL_S = 0.0002
 
@@ -42,7 +36,7 @@ _POLL_S = 0.0002
 @dataclass(slots=True)
 class _LookUp:
     tokens: TokenRange
-    asked: Any  # LMCache's future of the question under way
+    asked: Any  # LMCache's future of the last question
     since: float  # when that was asked
     locks: bool = False  # the first answer is there: the server looks, and locks what it has
     hit_tokens: int | None = None
@@ -56,37 +50,22 @@ class LookUps:
         client: of the server.
     """
 
-    def __init__(self, client: ServerClient) -> None:
+    def __init__(self, client: Cache) -> None:
         self._client = client
         self._lookups: dict[str, _LookUp] = {}
         self._ending: dict[str, _LookUp] = {}  # of requests that ended before they were answered
         self._said_lost = False
         self._patient_until: float | None = None  # in this step, once somebody was waited for
 
-    def end_step(self) -> None:
-        """End a step of vLLM: the patience of the next one is whole."""
-        self._patient_until = None
-        if self._ending:
-            self._take_answers()
-            self._end_answered()
-
     def begin(self, tokens: TokenRange) -> None:
-        """Ask for a request that has arrived, unless `MOST_BEGUN` others are looked up.
-
-        Args:
-            tokens: as `hit_tokens` will have them.
-        """
-        if tokens.end and self._client.healthy.is_set() and len(self._lookups) < MOST_BEGUN:
+        """Ask for a request that has arrived, unless `MOST_UNSCHEDULED` others are looked up."""
+        if tokens.end and self._client.healthy.is_set() and len(self._lookups) < MOST_UNSCHEDULED:
             self._asked(tokens)
 
-    def hit_tokens(self, tokens: TokenRange, *, is_alone: bool) -> int | None:
+    def find(self, tokens: TokenRange, *, is_alone: bool) -> int | None:
         """Return the tokens of a request's hit; None while the server looks.
 
         Waits a little for what is in memory, see `PATIENCE_S`. A disk takes longer.
-
-        Args:
-            tokens: whole chunks of the request, from its first token on.
-            is_alone: nobody else waits for a token.
         """
         if not tokens.end:
             return 0
@@ -103,33 +82,25 @@ class LookUps:
             self._patient_until = now + (PATIENCE_ALL_ALONE_S if is_alone else PATIENCE_S)
         patient_until = min(self._patient_until, now + PATIENCE_ALONE_S)
         lookup.waits += now < patient_until
-        while time.monotonic() < patient_until:
+        while lookup.hit_tokens is None and time.monotonic() < patient_until:
             time.sleep(_POLL_S)
             self._take_answers()
-            if lookup.hit_tokens is not None:
-                break
         return lookup.hit_tokens
 
     def forget(self, request_id: str) -> None:
         """Forget a request's look-up."""
         self._lookups.pop(request_id, None)
 
-    def give_back(self, request_id: str) -> None:
-        """Forget a request's look-up, and let the server evict what it has locked."""
-        lookup = self._lookups.pop(request_id, None)
-        if lookup is not None:
-            self._unlock(lookup)
-
     def release(self, tokens: TokenRange, hit_tokens: int) -> None:
-        """Let the server evict chunks of a hit that a look-up has locked.
-
-        Args:
-            tokens: a range of the hit.
-            hit_tokens: of the hit, which the server knows itself.
-        """
+        """Let the server evict a range of a hit, whose length it knows itself."""
         if self._client.healthy.is_set() and tokens.end > tokens.start:
             key = self._client.key(tokens, worker=False)
             self._client.requests.free_lookup_locks(key, self._client.scope.tensor_parallel)
+
+    def give_back(self, request_id: str) -> None:
+        """Forget a request's look-up, and let the server evict what it has locked."""
+        if (lookup := self._lookups.pop(request_id, None)) is not None:
+            self._unlock(lookup)
 
     def end(self, request_id: str) -> None:
         """End the server's session of a request, and the locks of a look-up that nobody used.
@@ -143,7 +114,14 @@ class LookUps:
             self._take_answers()
             self._end_answered()
 
-    def clear(self) -> bool:
+    def end_step(self) -> None:
+        """End a step of vLLM: the patience of the next one is whole."""
+        self._patient_until = None
+        if self._ending:
+            self._take_answers()
+            self._end_answered()
+
+    def reset(self) -> bool:
         """Let the server give back the room of what nobody reads; whether it did. Waits."""
         try:
             self._client.requests.clear(force=False).result(timeout=self._client.timeout_s)
@@ -163,17 +141,6 @@ class LookUps:
             lookup = self._lookups[tokens.request_id] = _LookUp(tokens, asked, time.monotonic())
         return lookup
 
-    def _unlock(self, lookup: _LookUp) -> None:
-        if lookup.hit_tokens:
-            self.release(replace(lookup.tokens, end=lookup.hit_tokens), lookup.hit_tokens)
-
-    def _end_answered(self) -> None:
-        for request_id, lookup in list(self._ending.items()):
-            if lookup.hit_tokens is not None or not self._client.healthy.is_set():
-                del self._ending[request_id]
-                self._unlock(lookup)
-                self._end_session(request_id)
-
     def _take_answers(self) -> None:
         """Take the answers that have come, of all requests; the next question of each leaves."""
         for request_id, lookup in (*self._lookups.items(), *self._ending.items()):
@@ -182,7 +149,7 @@ class LookUps:
             if not lookup.asked.query():
                 waited_s = time.monotonic() - lookup.since
                 if request_id not in self._ending and waited_s >= self._client.timeout_s:
-                    self._client.doubt()
+                    self._client.healthy.clear()  # whatever heartbeats say
                     self._say_lost()
                     lookup.hit_tokens = 0
                 continue
@@ -193,6 +160,17 @@ class LookUps:
             lookup.locks = True  # and where the answer is None, the server still fetches
             lookup.asked = self._client.requests.query_prefetch_status(request_id)
             lookup.since = time.monotonic()
+
+    def _end_answered(self) -> None:
+        for request_id, lookup in list(self._ending.items()):
+            if lookup.hit_tokens is not None or not self._client.healthy.is_set():
+                del self._ending[request_id]
+                self._unlock(lookup)
+                self._end_session(request_id)
+
+    def _unlock(self, lookup: _LookUp) -> None:
+        if lookup.hit_tokens:
+            self.release(replace(lookup.tokens, end=lookup.hit_tokens), lookup.hit_tokens)
 
     def _end_session(self, request_id: str) -> None:
         if self._client.healthy.is_set():

@@ -1,12 +1,37 @@
-"""What a cache is asked for."""
+"""What the connector asks a cache for, in the engine's process or in LMCache's server.
+
+    find             how many tokens of a request can be hit; their chunks are locked
+    locate, release  where the chunks of a hit are; they are unlocked
+    reserve, commit  where to store chunks; others find them
+    reset            nothing is found that was stored before
+    close            one half of the connector needs the cache no more
+
+Each half has a `Cache`. The scheduler's half asks by `CacheLookUps`, a worker's by `CachePlaces`.
+
+    Cache         `LocalClient`   `ServerClient`
+    CacheLookUps  `LocalLookUps`  `LookUps`
+    CachePlaces   `LocalCache`    `ModuleQuestions`, `LMCacheQuestions`
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
-__all__ = ["TokenRange"]
+from lmcache_xpu.cache.hit_places import ObjectSlots
+from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.metrics import Flow
+from lmcache_xpu.versions import lmcache_server
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = ["Answer", "Cache", "CacheLookUps", "CachePlaces", "KeyScope", "Skipped", "TokenRange"]
+
+T = TypeVar("T")
+Skipped = Sequence[Sequence[int]]  # by KV cache group, chunks that a worker lacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +40,7 @@ class TokenRange:
 
     Args:
         request_id: ID of the request.
-        tokens: all of the request, as LMCache's keys have them.
+        tokens: all of the request, as LMCache's keys have them; `PromptKeys` in this process.
         start: first token of the range.
         end: the one after the last.
         salt: what sets the request's KV apart beside its tokens; see `keys`.
@@ -32,3 +57,203 @@ class TokenRange:
     options: dict[str, Any] | None = None
     blocks: Sequence[Sequence[int]] = ()
     kept: int = 0
+
+
+class KeyScope(NamedTuple):
+    """What keys hold of an engine, and of one of its workers.
+
+    Args:
+        model_name: of the engine's model.
+        world_size: parts of a chunk, each of which a worker stores.
+        worker_id: number of the part.
+        readers: workers that load each part.
+        is_writer: this worker stores its part.
+        tensor_parallel: ranks that share out the heads.
+    """
+
+    model_name: str
+    world_size: int
+    worker_id: int
+    readers: int
+    is_writer: bool
+    tensor_parallel: int
+
+    @classmethod
+    def of(cls, config: VllmConfig) -> Self:
+        """Return the scope of a worker. MLA's KV is the same on all ranks of a stage.
+
+        Raises:
+            SettingsError: ranks that share out the tokens of a prompt.
+        """
+        parallel, model = config.parallel_config, config.model_config
+        if parallel.decode_context_parallel_size > 1:
+            raise SettingsError(
+                f"decode_context_parallel_size={parallel.decode_context_parallel_size}",
+                "1: each rank has all tokens",
+                "Serve this model without KV-cache offload (--no-offload).",
+            )
+        ranks, rank, tensor = parallel.world_size, parallel.rank, parallel.tensor_parallel_size
+        if not lmcache_server.mla_only(model):
+            return cls(model.model, ranks, rank, 1, True, tensor)
+        return cls(model.model, ranks // tensor, rank // tensor, tensor, not rank % tensor, tensor)
+
+
+class Cache(Protocol):
+    """One half's connection to a cache.
+
+    Attributes:
+        chunk_tokens: tokens of a chunk.
+        scope: what keys hold of the engine.
+        healthy: set while the cache answers. Whoever misses an answer clears it; the heartbeat
+            sets it when look-ups are answered again.
+        local: the `LocalCache` in this process; None at a server.
+        requests: LMCache's `RequestClient` of a server; None in this process.
+        instance_id: of a worker; None of a scheduler.
+        timeout_s: seconds that the cache has for an answer.
+        load_flow, store_flow: count loads and stores.
+    """
+
+    chunk_tokens: int
+    scope: KeyScope
+    healthy: threading.Event
+    local: Any
+    requests: Any
+    instance_id: int | None
+    timeout_s: float
+    load_flow: Flow
+    store_flow: Flow
+
+    def key(self, tokens: TokenRange, *, worker: bool) -> Any:
+        """Return what names a range of tokens in questions, with the same `start` and `end`.
+
+        It names this `worker`'s part of the chunks, or the parts of all workers.
+        """
+
+    def lookups(self) -> CacheLookUps:
+        """Return the look-ups of a scheduler."""
+
+    def places(self, sizes: Sequence[int], windows: Sequence[int], timeout_s: float) -> CachePlaces:
+        """Return how the cache is asked by a worker that stores such objects; waits for it.
+
+        Args:
+            sizes: by KV cache group, bytes of an object.
+            windows: by group, chunks at the end of a hit that it needs; 0 for all.
+            timeout_s: seconds that the cache has for an answer.
+
+        Raises:
+            SettingsError: the cache knows one KV cache group alone.
+        """
+
+    def answers_lookups(self, timeout_s: float) -> bool:
+        """Whether the cache answers a look-up, of which it keeps nothing; waits for it."""
+
+    def start_heartbeat(
+        self,
+        interval_s: float,
+        recovered: Callable[[], bool] = ...,
+        lost: Callable[[], None] = ...,
+    ) -> None:
+        """Ping the cache from now on, in a thread.
+
+        Args:
+            interval_s: seconds between pings, and for an answer.
+            recovered: is called when a lost cache answers look-ups again; whether it may be used.
+            lost: is called after each ping that the cache did not answer.
+        """
+
+    def stop_heartbeat(self) -> None:
+        """Ping no more, and wait for a ping that has begun."""
+
+    def close(self) -> None:
+        """End the connection; may be called again."""
+
+
+class CacheLookUps(Protocol):
+    """The look-ups of a scheduler's requests, called by its thread. A lost cache has no hit."""
+
+    def begin(self, tokens: TokenRange) -> None:
+        """Begin to look for whole chunks of a request that has arrived; waits for nothing."""
+
+    def find(self, tokens: TokenRange, *, is_alone: bool) -> int | None:
+        """Return the tokens of a request's hit, whose chunks stay locked; waits milliseconds.
+
+        Args:
+            tokens: whole chunks of the request, from its first token on.
+            is_alone: nobody else waits for a token.
+
+        Returns:
+            Whole chunks of tokens, or None while the cache looks: vLLM asks again in its next step.
+        """
+
+    def forget(self, request_id: str) -> None:
+        """Forget a look-up, whose chunks a load or `release` unlocks."""
+
+    def release(self, tokens: TokenRange, hit_tokens: int) -> None:
+        """Unlock a range of a hit of so many tokens: nobody will load it."""
+
+    def give_back(self, request_id: str) -> None:
+        """Forget a look-up, and unlock its chunks."""
+
+    def end(self, request_id: str) -> None:
+        """Do as `give_back` for a request that has ended; behind the answer, if that is to come."""
+
+    def end_step(self) -> None:
+        """A step of vLLM ends: `find` may wait anew."""
+
+    def reset(self) -> bool:
+        """Remove what was stored and nobody reads; whether that succeeded. Waits for the cache."""
+
+
+class Answer(Generic[T]):
+    """What a cache answers, as a future; this one has come.
+
+    Args:
+        value: the answer.
+    """
+
+    def __init__(self, value: T) -> None:
+        self._value = value
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether it comes within so many seconds; without a timeout it is waited for."""
+        return True
+
+    def result(self, timeout: float | None = None) -> T:
+        """Return it; waits as `wait` does.
+
+        Raises:
+            TimeoutError: it has not come.
+            TransferError: it has another form than expected.
+        """
+        return self._value
+
+
+class CachePlaces(Protocol):
+    """Where the chunks of a worker are. Called by any thread; only answers are waited for.
+
+    Each question has a number that no other has, and a key of its cache.
+
+    Attributes:
+        is_sealed: objects have seals, see `seals`: others write to the memory too.
+    """
+
+    is_sealed: bool
+
+    def locate(self, number: int, key: Any) -> Answer[ObjectSlots | None]:
+        """Ask where the chunks of a hit are, which are locked; None if one is missing."""
+
+    def release(self, number: int, key: Any) -> None:
+        """Unlock what a question has located; nothing of it is read any more."""
+
+    def reserve(self, number: int, key: Any, skipped: Skipped) -> Answer[ObjectSlots]:
+        """Ask where to store those chunks that the cache lacks, as far as there is room.
+
+        Nobody finds them until `commit`; a store that fails needs `give_up`. Chunks to leave out
+        are counted from the key's first one.
+        """
+
+    def commit(self, number: int, key: Any) -> Answer[bool]:
+        """Let others find what a question has reserved; whether it was still reserved."""
+
+    def give_up(self, number: int) -> None:
+        """Forget what a question has reserved: it will not be written."""

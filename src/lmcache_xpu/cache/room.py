@@ -1,14 +1,16 @@
-"""Room in a cache's memory, made when it is needed: the end of the least recently used prompt goes.
+"""A cache's memory: what is read and written, and room, which is made when it is needed.
 
 LMCache looks once a second whether its memory is full, and until then stores and loads nothing more
-(`L1EvictionController`, 0.5.6). Here whoever reserves memory evicts as much as is missing.
+(`L1EvictionController`, 0.5.6). Here whoever reserves memory evicts as much as is missing: the end
+of the least recently used prompt goes.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,24 +19,18 @@ from lmcache.v1.distributed.error import L1Error
 from lmcache.v1.distributed.eviction import L1EvictionPolicy
 from lmcache.v1.distributed.eviction_policy import LRUEvictionPolicy
 
+from lmcache_xpu.cache.hit_places import Rows
 from lmcache_xpu.metrics import evicted
 from lmcache_xpu.versions.lmcache_server import touch
 
-__all__ = ["Room", "Rows", "Written", "object_layout"]
+__all__ = ["Room", "object_layout"]
 
-Rows = list[tuple[int, int, int, int]]  # group, chunk, offset and length of an object
+_MOST_RELEASED = 1024  # questions that may be released before they are located
 
 
-class Written(NamedTuple):
-    """What is reserved for a store.
-
-    Args:
-        keys: of the objects.
-        prompt: keys of all chunks of their prompt so far, those of one chunk together.
-    """
-
-    keys: list[Any]
-    prompt: list[Any]
+class _Written(NamedTuple):
+    keys: list[Any]  # of objects that are reserved
+    prompt: list[Any]  # keys of all chunks of their prompt so far, those of one chunk together
 
 
 def object_layout(size: int) -> Any:
@@ -43,14 +39,20 @@ def object_layout(size: int) -> Any:
 
 
 class Room:
-    """Evicts for one cache. Called by any thread.
+    """Lends the memory of one cache, and evicts. Called by any thread.
+
+    Each loan is of a question, which is located and released once, or reserved and committed.
 
     Args:
-        storage: LMCache's storage manager, whose memory nobody has reserved yet.
+        storage: LMCache's storage manager, of whose memory nothing is reserved yet.
     """
 
     def __init__(self, storage: Any) -> None:
         self._storage = storage
+        self._lock = threading.Lock()  # of the next three
+        self._reads: dict[Hashable, list[Any]] = {}  # keys of objects, by question
+        self._writes: dict[Hashable, _Written] = {}
+        self._released: OrderedDict[Hashable, None] = OrderedDict()  # before they were located
         self._kept = threading.local()  # keys that the calling thread's reservation leaves alone
         self._policy = LRUEvictionPolicy()
         self._memory = storage._l1_manager
@@ -61,32 +63,83 @@ class Room:
         self._memory.reserve_write = self.reserve_write
 
     def listen(self, listener: Any) -> None:
-        """Let LMCache tell a listener what memory gains and loses."""
+        """Have one of LMCache's listeners called for what memory gains and loses."""
         self._memory.register_listener(listener)
+
+    @property
+    def reads(self) -> int:
+        """How many questions are being read."""
+        with self._lock:
+            return len(self._reads)
+
+    def locate(
+        self, question: Hashable, prompt: Sequence[Sequence[Any]], needed: Sequence[range]
+    ) -> Rows | None:
+        """Return where chunks of a prompt are, which stay locked until `release`.
+
+        Args:
+            question: of the hit.
+            prompt: by KV cache group, the keys of its chunks.
+            needed: by group, numbers of the chunks.
+
+        Returns:
+            None, and nothing is locked, if a chunk is missing or the question was released.
+        """
+        places = {
+            keys[chunk]: (group, chunk)
+            for group, (keys, chunks) in enumerate(zip(prompt, needed, strict=True))
+            for chunk in chunks
+        }
+        locked, objects = self._storage.unsafe_read(list(places))
+        with self._lock:
+            is_released = question in self._released
+            self._released.pop(question, None)
+            if (is_whole := not is_released and len(locked) == len(places)) and locked:
+                self._reads[question] = locked
+        if not is_whole:
+            self.unlock(locked)
+            return None
+        return [
+            (*places[key], each.shm_offset, each.shm_byte_length)
+            for key, each in zip(locked, objects, strict=True)
+        ]
+
+    def release(self, question: Hashable) -> None:
+        """Unlock what a question has located; its own thread may come later than this one."""
+        with self._lock:
+            if (keys := self._reads.pop(question, None)) is None:
+                self._released[question] = None
+                if len(self._released) > _MOST_RELEASED:
+                    self._released.popitem(last=False)
+        self.unlock(keys or [])
+
+    def unlock(self, keys: list[Any]) -> None:
+        """Let objects be evicted again, each as often as it was locked."""
+        if keys:
+            self._storage.finish_read_prefetched(keys)
 
     def reserve(
         self,
+        question: Hashable,
         prompt: Sequence[Sequence[Any]],
         first: int,
         skipped: Sequence[Sequence[int]],
         layouts: Sequence[Any],
-    ) -> tuple[Rows, Written]:
+    ) -> Rows:
         """Reserve the last chunks of a prompt that are not there, as far as there is room.
 
-        They take none of the prompt's own, and nobody finds them until `publish`.
+        They take none of the prompt's own, and nobody finds them until `commit`.
 
         Args:
+            question: of the store.
             prompt: by KV cache group, the keys of its chunks.
             first: number of the first chunk to reserve.
             skipped: by group, chunks to leave out, counted from that one.
             layouts: by group, LMCache's description of an object.
-
-        Returns:
-            Where they lie, and what `publish` takes.
         """
         rows: Rows = []
         in_order = [key for of_chunk in zip(*prompt, strict=True) for key in of_chunk]
-        written = Written([], in_order)
+        written = _Written([], in_order)
         self._kept.keys = in_order
         try:
             for group, (keys, layout) in enumerate(zip(prompt, layouts, strict=True)):
@@ -100,17 +153,42 @@ class Room:
                     rows.append((group, places[key], each.shm_offset, each.shm_byte_length))
         finally:
             self._kept.keys = ()
-        return rows, written
+        if written.keys:
+            with self._lock:
+                self._writes[question] = written
+        return rows
 
-    def publish(self, written: Written) -> None:
-        """Let others find what was reserved. The end of its prompt is evicted first."""
+    def commit(self, question: Hashable) -> bool:
+        """Let others find what was reserved, if it was. The end of its prompt is evicted first."""
+        with self._lock:
+            written = self._writes.pop(question, None)
+        if written is None:
+            return False
         self._storage.finish_write(written.keys)
         touch(self._storage, written.prompt)
+        return True
+
+    def give_up(self, question: Hashable) -> None:
+        """Forget a store that failed; LMCache takes its memory back when the lease is over."""
+        with self._lock:
+            self._writes.pop(question, None)
+
+    def drop(self, is_dropped: Callable[[Any], bool]) -> None:
+        """End the questions of a worker that has ended without a word.
+
+        What it left half written is published, as LMCache does with its own: see `seals`.
+        """
+        with self._lock:
+            reads = [self._reads.pop(each) for each in filter(is_dropped, list(self._reads))]
+            writes = [self._writes.pop(each) for each in filter(is_dropped, list(self._writes))]
+        self.unlock([key for keys in reads for key in keys])
+        if writes:
+            self._storage.finish_write([key for each in writes for key in each.keys])
 
     def reserve_write(
         self, keys: list[Any], is_temporary: list[bool], layout_desc: Any, tag: str = ""
     ) -> dict[Any, tuple[Any, Any]]:
-        """Reserve memory as LMCache's `L1Manager` does, and evict before what is in the way."""
+        """Reserve memory as LMCache's `L1Manager` does, and evict for it."""
         temporary = dict(zip(keys, is_temporary, strict=True))
         nbytes = self._nbytes(layout_desc)
         answers: dict[Any, tuple[Any, Any]] = {}

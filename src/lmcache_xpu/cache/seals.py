@@ -22,7 +22,6 @@ import torch
 __all__ = ["SEAL_BYTES", "Seals", "break_seal", "seal", "seals_at", "seals_of"]
 
 Seals = list[list[bytes]]  # by group, of each chunk
-
 SEAL_BYTES = 64
 _DIGEST_BYTES = 32
 
@@ -37,7 +36,7 @@ def seals_of(key: Any, chunk_tokens: int, layout: str) -> list[bytes]:
     """
     names = (key.model_name, key.world_size, key.worker_id, key.cache_salt, layout)
     running = hashlib.blake2b(repr(names).encode(), digest_size=_DIGEST_BYTES)
-    tokens, size = _tokens(key), 4 * chunk_tokens
+    tokens, size = _packed(key), 4 * chunk_tokens
     running.update(tokens[: 4 * key.start])
     seals = []
     for start in range(4 * key.start, 4 * key.end, size):
@@ -47,13 +46,13 @@ def seals_of(key: Any, chunk_tokens: int, layout: str) -> list[bytes]:
 
 
 def break_seal(memory: torch.Tensor) -> None:
-    """Make an object nobody's, before anything is written to it."""
-    _place(memory)[:] = 0
+    """Make an object, flat bytes on the host, nobody's before anything is written to it."""
+    memory[-SEAL_BYTES:].numpy()[:] = 0
 
 
 def seal(memory: torch.Tensor, digest: bytes) -> None:
     """Make an object the chunk of this seal, once all its bytes are there."""
-    _place(memory)[:_DIGEST_BYTES] = np.frombuffer(digest, np.uint8)
+    memory[-SEAL_BYTES:].numpy()[:_DIGEST_BYTES] = np.frombuffer(digest, np.uint8)
 
 
 def seals_at(memory: torch.Tensor, ends: Sequence[int]) -> bytes:
@@ -62,21 +61,12 @@ def seals_at(memory: torch.Tensor, ends: Sequence[int]) -> bytes:
     return bytes(memory.numpy()[places].tobytes())
 
 
-def _place(memory: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The last bytes of an object, flat bytes on the host."""
-    place: np.ndarray[Any, np.dtype[np.uint8]] = memory[-SEAL_BYTES:].numpy()
-    return place
-
-
-def _tokens(key: Any) -> memoryview:
-    """Return a key's tokens, 4 bytes each."""
-    packed = getattr(key, "token_bytes", None)  # of newer LMCache
-    return memoryview(_packed(key.token_ids) if packed is None else packed)
-
-
-def _packed(tokens: Sequence[int]) -> bytes:
+def _packed(key: Any) -> memoryview:
+    """Return a key's tokens, 4 bytes each, as newer LMCache has them."""
+    if (packed := getattr(key, "token_bytes", None)) is not None:
+        return memoryview(packed)
     try:
-        numbers = array("q", tokens)
+        numbers = array("q", key.token_ids)
     except OverflowError:  # an image's place in a prompt is a number of 64 bits without a sign
-        numbers = array("q", [token & 0x7FFFFFFFFFFFFFFF for token in tokens])
-    return (np.frombuffer(numbers, np.int64) & 0xFFFFFFFF).astype(">u4").tobytes()
+        numbers = array("q", [token & 0x7FFFFFFFFFFFFFFF for token in key.token_ids])
+    return memoryview((np.frombuffer(numbers, np.int64) & 0xFFFFFFFF).astype(">u4").tobytes())

@@ -1,29 +1,34 @@
-"""LMCache's server as a worker sees it: what it answers, and the memory that it lends."""
+"""The memory that a cache lends to a worker, and what LMCache's server answers about it."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
+import mmap
+import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, Self, TypeVar
 
 import torch
 
-from lmcache_xpu.cache.lent_memory import LentMemory
-from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.cache.protocol import Answer
+from lmcache_xpu.errors import HostMemoryError, SettingsError
+from lmcache_xpu.transfer.devices import is_host, register_host, unregister_host
 
-if TYPE_CHECKING:
-    from lmcache_xpu.cache.local_cache import LocalCache
-
-__all__ = ["LEASE_S", "GivenUpError", "Server"]
+__all__ = ["LEASE_S", "GivenUpError", "LentMemory", "Server"]
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 # A lease that was not used for so long is given up: the server may lend the memory to others.
 LEASE_S = 20.0
+DIRECTORY = Path("/dev/shm")
 _POLL_S = 0.05
+T = TypeVar("T")
 
 
 class GivenUpError(Exception):
@@ -38,37 +43,129 @@ class GivenUpError(Exception):
         self.reason = reason
 
 
-class Server:
-    """Whichever server answers.
+class LentMemory:
+    """The pool of a cache, as flat bytes, mapped and pinned in this process.
+
+    A server's stays mapped after that ended, with its bytes, until the last tensor of it goes.
 
     Args:
-        client: LMCache's.
-        instance_id: of this worker.
-        healthy: set while the server answers. Cleared here when it does not; `ServerClient` sets
-            it again, once this worker is registered anew.
-        device: that copies from and to lent memory.
-        timeout_s: that the server has for an answer.
+        pool: all of it.
+        device: that copies from and to it; pinning for it takes seconds for GiB.
+        is_pinned: it is pinned already, and others release it.
+        file: of a server's, its path and what identifies the file.
     """
 
     def __init__(
         self,
-        client: Any,
-        instance_id: int,
-        healthy: threading.Event,
+        pool: torch.Tensor,
         device: torch.device,
-        timeout_s: float,
+        *,
+        is_pinned: bool = False,
+        file: tuple[Path, tuple[int, int]] | None = None,
     ) -> None:
-        self.client = client
-        self.instance_id = instance_id
-        self.device = device
-        self._healthy = healthy
-        self.timeout_s = timeout_s
-        self._memory: LentMemory | None = None
-        self.local: LocalCache | None = None
+        self.pool = pool
+        self._device, self._file = device, file
+        self._pins = not (is_pinned or is_host(device)) and register_host(
+            pool.data_ptr(), len(pool), device
+        )
+        self.pinned = is_pinned or self._pins
 
-    def lend(self, local: LocalCache) -> None:
+    @classmethod
+    def at(cls, address: int, size: int, device: torch.device, *, is_pinned: bool) -> Self:
+        """Return the memory of a cache in this process, which outlives it."""
+        memory = (ctypes.c_uint8 * size).from_address(address)
+        return cls(torch.frombuffer(memory, dtype=torch.uint8), device, is_pinned=is_pinned)
+
+    @classmethod
+    def of_server(cls, name: str, size: int, device: torch.device) -> Self:
+        """Map the memory of a server, a segment of this name and size in bytes.
+
+        Raises:
+            SettingsError: there is no such segment here, or others can open it too.
+        """
+        path = _path(name)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        except OSError as error:
+            raise SettingsError(
+                f"a server whose shared memory {name!r} can't be opened here ({error.strerror})",
+                "a server on this host, of this user, with the same /dev/shm",
+                "In containers share the host's IPC namespace, or one volume at /dev/shm.",
+            ) from error
+        try:
+            status = os.fstat(descriptor)
+            # All prompts go there: it must not be a segment that somebody else has made.
+            if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+                raise SettingsError(
+                    f"shared memory {name!r} of user {status.st_uid} with mode "
+                    f"{stat.filemode(status.st_mode)}",
+                    f"memory of user {os.geteuid()} alone",
+                    "Run server and engine as one user.",
+                )
+            if status.st_size < size or not size:
+                raise SettingsError(
+                    f"shared memory {name!r} of {status.st_size} bytes", f"{size} or more"
+                )
+            mapped = mmap.mmap(descriptor, size)
+        finally:
+            os.close(descriptor)
+        file = path, (status.st_dev, status.st_ino)
+        return cls(torch.frombuffer(mapped, dtype=torch.uint8), device, file=file)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nobody can open it any more: its server ended, and its name was taken away."""
+        return self._file is not None and not self._is_file(self._file[0])
+
+    def is_at(self, name: str, size: int) -> bool:
+        """Whether a segment of this name and size is this one, not one that came after it."""
+        return size == len(self.pool) and self._is_file(_path(name))
+
+    def _is_file(self, path: Path) -> bool:
+        try:
+            status = path.stat()
+        except OSError:
+            return False
+        return self._file is not None and self._file[1] == (status.st_dev, status.st_ino)
+
+    def slot(self, offset: int, length: int, expected: int) -> torch.Tensor:
+        """Return an object's bytes.
+
+        Raises:
+            HostMemoryError: it is no part of the pool, or not as large as expected.
+        """
+        if not 0 <= offset <= offset + length <= len(self.pool) or length != expected:
+            raise HostMemoryError(
+                f"an object of {length} bytes at {offset}",
+                f"{expected} bytes within the {len(self.pool)} that the server lends",
+            )
+        return self.pool[offset : offset + length]
+
+    def release(self) -> None:
+        """Give the pinning back, once nothing copies any more; may be called again."""
+        if self._pins:
+            self._pins = self.pinned = False
+            unregister_host(self.pool.data_ptr(), self._device)
+
+
+class Server:
+    """Whichever cache answers a worker, and its memory.
+
+    Args:
+        healthy: set while the cache answers. Cleared here when it does not; `ServerClient` sets it
+            again, once this worker is registered anew.
+        device: that copies from and to lent memory.
+        timeout_s: seconds that the cache has for an answer.
+    """
+
+    def __init__(self, healthy: threading.Event, device: torch.device, timeout_s: float) -> None:
+        self.device, self.timeout_s = device, timeout_s
+        self._healthy = healthy
+        self._memory: LentMemory | None = None
+
+    def lend(self, memory: LentMemory) -> None:
         """Take the memory of a cache in this process."""
-        self.local, self._memory = local, local.memory()
+        self._memory = memory
 
     def map(self, registered: Any) -> LentMemory | None:
         """Map the memory that a server lends, by its answer to a registration.
@@ -102,7 +199,7 @@ class Server:
         """The memory that it lends.
 
         Raises:
-            GivenUpError: the server is lost.
+            GivenUpError: the cache is lost.
         """
         if self._memory is None or not self._healthy.is_set():
             raise GivenUpError("server")
@@ -125,19 +222,20 @@ class Server:
 
     def answer(
         self,
-        asked: Any,
+        asked: Answer[T],
         given_up: Callable[[], bool] = lambda: False,
         at_most_s: float = math.inf,
-    ) -> Any:
-        """Wait for an answer.
+    ) -> T:
+        """Wait for an answer, and return it.
 
         Args:
-            asked: LMCache's future.
+            asked: the answer, which comes.
             given_up: whether nobody waits for it any more.
-            at_most_s: that whoever asks may wait, where that is less than the server has.
+            at_most_s: that whoever asks may wait, where that is less than the cache has.
 
         Raises:
             GivenUpError: there is none.
+            TransferError: it has another form than expected.
         """
         timeout_s = min(self.timeout_s, at_most_s)
         deadline = time.monotonic() + timeout_s
@@ -168,14 +266,7 @@ class Server:
 
 
 def check_lease(begun: float) -> None:
-    """Give a transfer up whose lease may be over.
-
-    Args:
-        begun: when the memory was lent.
-
-    Raises:
-        GivenUpError: it may.
-    """
+    """Raise GivenUpError where the lease of memory may be over that was lent at this time."""
     if time.monotonic() - begun > LEASE_S:
         raise GivenUpError("late")
 
@@ -183,3 +274,10 @@ def check_lease(begun: float) -> None:
 def union(blocks: Collection[Collection[int]]) -> frozenset[int]:
     """Return the blocks of all groups; vLLM numbers them together."""
     return frozenset(block for ids in blocks for block in ids)
+
+
+def _path(name: str) -> Path:
+    bare = name.lstrip("/")
+    if not bare or "/" in bare:
+        raise SettingsError(f"shared memory named {name!r}", "a name without slashes")
+    return DIRECTORY / bare

@@ -10,67 +10,25 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from lmcache_xpu.cache.hit_places import ALIGN
-from lmcache_xpu.cache.protocol import TokenRange
+from lmcache_xpu.cache.load_questions import HELLO_S, questions_of
+from lmcache_xpu.cache.lookups import LookUps
+from lmcache_xpu.cache.protocol import CachePlaces, KeyScope, TokenRange
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import LOAD_SERVER, STORE_SERVER
 from lmcache_xpu.versions import lmcache_server
 from lmcache_xpu.versions.lmcache_server import ServerModuleCallRequest
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
 __all__ = ["KeyScope", "ServerClient"]
-
-HELLO_S = 1.0  # a server without any module is silent
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 
-class KeyScope(NamedTuple):
-    """What keys hold of an engine, and of one of its workers.
-
-    Args:
-        model_name: of the engine's model.
-        world_size: parts of a chunk, each of which a worker stores.
-        worker_id: number of the part.
-        readers: workers that load each part.
-        is_writer: this worker stores its part.
-        tensor_parallel: ranks that share out the heads.
-    """
-
-    model_name: str
-    world_size: int
-    worker_id: int
-    readers: int
-    is_writer: bool
-    tensor_parallel: int
-
-    @classmethod
-    def of(cls, config: VllmConfig) -> Self:
-        """Return the scope of a worker. MLA's KV is the same on all ranks of a stage.
-
-        Raises:
-            SettingsError: ranks that share out the tokens of a prompt.
-        """
-        parallel, model = config.parallel_config, config.model_config
-        if parallel.decode_context_parallel_size > 1:
-            raise SettingsError(
-                f"decode_context_parallel_size={parallel.decode_context_parallel_size}",
-                "1: each rank has all tokens",
-                "Serve this model without KV-cache offload (--no-offload).",
-            )
-        ranks, rank, tensor = parallel.world_size, parallel.rank, parallel.tensor_parallel_size
-        if not lmcache_server.mla_only(model):
-            return cls(model.model, ranks, rank, 1, True, tensor)
-        return cls(model.model, ranks // tensor, rank // tensor, tensor, not rank % tensor, tensor)
-
-
 class ServerClient:
-    """Asks one server, and knows whether it answers.
+    """Asks one server, and knows whether it answers; see `Cache`.
 
     Args:
         url: of the server.
@@ -79,11 +37,6 @@ class ServerClient:
         alignment: tokens of which a chunk has to be a multiple.
         instance_id: of a worker, whose memory the server gives back when heartbeats end; None of a
             scheduler.
-
-    Attributes:
-        requests: LMCache's `RequestClient`.
-        chunk_tokens: the server's tokens of a chunk.
-        healthy: set while the server answers.
 
     Raises:
         SettingsError: the server does not answer, or its chunks are no multiple.
@@ -100,13 +53,10 @@ class ServerClient:
         alignment: int,
         instance_id: int | None = None,
     ) -> None:
-        self.scope = scope
-        self.instance_id = instance_id
-        self.timeout_s = timeout_s
+        self.scope, self.timeout_s, self.instance_id = scope, timeout_s, instance_id
         self.healthy = threading.Event()
         self.healthy.set()
         self._alignment = alignment
-        self._doubts = 0
         self._is_closed = False
         self._ends = threading.Event()
         self._heartbeat: threading.Thread | None = None
@@ -129,12 +79,7 @@ class ServerClient:
             )
 
     def key(self, tokens: TokenRange, *, worker: bool) -> Any:
-        """Return LMCache's key of a range of tokens.
-
-        Args:
-            tokens: the range.
-            worker: it names this worker's part of the chunks; else those of all workers.
-        """
+        """Return LMCache's key of a range of tokens."""
         return lmcache_server.make_key(
             tokens.tokens,
             model_name=self.scope.model_name,
@@ -148,21 +93,24 @@ class ServerClient:
             num_kv_readers=self.scope.readers,
         )
 
+    def lookups(self) -> LookUps:
+        """Return the look-ups of a scheduler."""
+        return LookUps(self)
+
+    def places(self, sizes: Sequence[int], windows: Sequence[int], timeout_s: float) -> CachePlaces:
+        """Return how the server is asked; waits for it to say so."""
+        assert self.instance_id is not None  # of a worker
+        return questions_of(self.requests, self.instance_id, sizes, windows, timeout_s)
+
     def answers_lookups(self, timeout_s: float) -> bool:
         """Whether the server answers a look-up, of which it keeps nothing; waits for it."""
         deadline = time.monotonic() + timeout_s
         name = f"lmcache-xpu-{uuid.uuid4().hex}"
-        nothing = TokenRange(name, lmcache_server.key_tokens(()), 0, 0)
-        key = self.key(nothing, worker=False)
+        key = self.key(TokenRange(name, lmcache_server.key_tokens(()), 0, 0), worker=False)
         if not self.requests.lookup(key, self.scope.tensor_parallel).wait(timeout_s):
             return False
         status = self.requests.query_prefetch_status(name)
         return bool(status.wait(max(0.0, deadline - time.monotonic())))
-
-    def doubt(self) -> None:
-        """Take the server for lost: it left a question unanswered, whatever heartbeats say."""
-        self._doubts += 1
-        self.healthy.clear()
 
     def start_heartbeat(
         self,
@@ -170,15 +118,9 @@ class ServerClient:
         recovered: Callable[[], bool] = lambda: True,
         lost: Callable[[], None] = lambda: None,
     ) -> None:
-        """Ping the server from now on, in a thread.
-
-        Args:
-            interval_s: seconds between pings, and for an answer.
-            recovered: is called when a lost server answers look-ups again; whether it may be used.
-            lost: is called after each ping that the server did not answer.
-        """
+        """Ping the server from now on, in a thread."""
         self._heartbeat = threading.Thread(
-            target=self._beat_until_end,
+            target=self._beat,
             args=(interval_s, recovered, lost),
             name="lmcache-xpu-heartbeat",
             daemon=True,
@@ -186,7 +128,7 @@ class ServerClient:
         self._heartbeat.start()
 
     def stop_heartbeat(self) -> None:
-        """Ping no more, and wait for a ping that is under way."""
+        """Ping no more, and wait for a ping that has begun."""
         self._ends.set()
         if self._heartbeat is not None:
             self._heartbeat.join()
@@ -208,31 +150,25 @@ class ServerClient:
                 tokens = int(rounded.result(timeout=0).payload)
         return tokens
 
-    def _beat_until_end(
-        self, interval_s: float, recovered: Callable[[], bool], lost: Callable[[], None]
-    ) -> None:
-        while not self._ends.wait(interval_s):
-            self._beat(interval_s, recovered, lost)
-
     def _beat(
         self, interval_s: float, recovered: Callable[[], bool], lost: Callable[[], None]
     ) -> None:
-        doubts, was_healthy = self._doubts, self.healthy.is_set()
-        try:
-            answered = bool(self.requests.ping(self.instance_id).result(timeout=interval_s))
-            if answered and not was_healthy and not self._ends.is_set():
-                answered = self._may_be_used() and recovered()
-        except Exception:  # of LMCache's transport: it names none
-            answered = False
-        if self._ends.is_set():
-            return
-        if answered and doubts == self._doubts:
-            if not was_healthy:
+        while not self._ends.wait(interval_s):
+            was_healthy = self.healthy.is_set()
+            try:
+                answered = bool(self.requests.ping(self.instance_id).result(timeout=interval_s))
+                if answered and not was_healthy and not self._ends.is_set():
+                    answered = self._may_be_used() and recovered()
+            except Exception:  # of LMCache's transport: it names none
+                answered = False
+            if self._ends.is_set():
+                return
+            if not answered:
+                self.healthy.clear()
+                lost()
+            elif not was_healthy:  # else somebody may have missed an answer meanwhile
                 logger.warning("LMCache's server answers again (docs: troubleshooting#server-lost)")
-            self.healthy.set()
-            return
-        self.healthy.clear()
-        lost()
+                self.healthy.set()
 
     def _may_be_used(self) -> bool:
         if not self.answers_lookups(self.timeout_s):

@@ -48,8 +48,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from lmcache_xpu.cache.local_client import LocalClient
-    from lmcache_xpu.cache.server_client import ServerClient
+    from lmcache_xpu.cache.protocol import Cache
     from lmcache_xpu.connector.scheduler_half import SchedulerHalf
     from lmcache_xpu.connector.step import WorkerReport
     from lmcache_xpu.connector.worker_half import WorkerHalf
@@ -256,11 +255,12 @@ class LMCacheXPUServerConnector(StatsHooks, KVConnectorBase_V1, SupportsHMA):  #
 
 def _client(
     config: VllmConfig, options: dict[str, Any], url: str | None, alignment: int, *, is_worker: bool
-) -> ServerClient | LocalClient:
+) -> Cache:
     """Return a client of the server at a URL; without one, of a cache in this process."""
     from lmcache_xpu.cache.local_cache import LocalCache, LocalCacheOptions
     from lmcache_xpu.cache.local_client import LocalClient
-    from lmcache_xpu.cache.server_client import KeyScope, ServerClient
+    from lmcache_xpu.cache.protocol import KeyScope
+    from lmcache_xpu.cache.server_client import ServerClient
     from lmcache_xpu.server.server_socket import await_server
 
     scope = KeyScope.of(config)

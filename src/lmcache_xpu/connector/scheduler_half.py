@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.platforms import current_platform
 from vllm.v1.request import Request, RequestStatus
 
-from lmcache_xpu.cache.local_client import LocalLookUps
-from lmcache_xpu.cache.lookups import LookUps
-from lmcache_xpu.cache.protocol import TokenRange
+from lmcache_xpu.cache.protocol import Cache, TokenRange
 from lmcache_xpu.connector.keys import Keys
 from lmcache_xpu.connector.kv_events import KVEvents
 from lmcache_xpu.connector.load_policy import LoadPolicy
@@ -37,8 +35,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from lmcache_xpu.cache.local_client import LocalClient
-    from lmcache_xpu.cache.server_client import ServerClient
     from lmcache_xpu.connector.worker_half import WorkerHalf
 
 __all__ = ["SchedulerHalf"]
@@ -54,7 +50,7 @@ class SchedulerHalf:
         config: VllmConfig,
         kv_cache_config: KVCacheConfig,
         options: Mapping[str, Any],
-        client: ServerClient | LocalClient,
+        client: Cache,
         groups: int,
     ) -> None:
         sizes = BlockSizes.of(config, block_tokens(kv_cache_config), client.chunk_tokens)
@@ -65,7 +61,7 @@ class SchedulerHalf:
         self._config = config
         self._client = client
         self._sizes = sizes
-        self._lookups = LookUps(client) if client.local is None else LocalLookUps(client.local)
+        self._lookups = client.lookups()
         self._keys = Keys(config, kv_cache_config, client.chunk_tokens)
         self._requests: dict[str, TrackedRequest] = {}
         self._loads: dict[str, TokenRange] = {}  # of the next step, by request
@@ -135,7 +131,7 @@ class SchedulerHalf:
         if any(other.loads_first_of(request, kept) for other in self._shared.values()):
             return None, True
         is_alone = self.policy.is_alone(name) and not self._has_other_engines
-        hit = self._lookups.hit_tokens(tracked.whole_chunks(), is_alone=is_alone)
+        hit = self._lookups.find(tracked.whole_chunks(), is_alone=is_alone)
         if hit is None:
             return None, True
         tracked.looked_up(hit, kept)
@@ -267,7 +263,7 @@ class SchedulerHalf:
                 self._lookups.give_back(request_id)
                 del self._requests[request_id]
         is_drained = (worker := self._worker) is None or worker.drain()
-        return self._lookups.clear() and is_drained
+        return self._lookups.reset() and is_drained
 
     def shutdown(self) -> None:
         """End the connection to the server.
@@ -276,7 +272,7 @@ class SchedulerHalf:
         """
         self.collection.allow()
         if self._keys.epoch and self._client.local is not None:
-            self._lookups.clear()
+            self._lookups.reset()
         self._client.close()
 
     def _stores_of(self, output: SchedulerOutput) -> Iterable[TokenRange]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from lmcache.integration.vllm.utils import calculate_draft_layers
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-from lmcache_xpu.cache.protocol import TokenRange
+from lmcache_xpu.cache.protocol import Cache, TokenRange
 from lmcache_xpu.connector.request_guard import Unserved
 from lmcache_xpu.connector.step import Step, WorkerReport, may_run_as_one_graph
 from lmcache_xpu.copies.group_copies import GroupCopies
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from lmcache_xpu.cache.local_client import LocalClient
-    from lmcache_xpu.cache.server_client import ServerClient
     from lmcache_xpu.model.kv_cache_groups import CacheGroup
 
 __all__ = ["WorkerHalf"]
@@ -66,7 +64,7 @@ class WorkerHalf:
         config: VllmConfig,
         kv_cache_config: KVCacheConfig,
         options: Mapping[str, Any],
-        client: ServerClient | LocalClient,
+        client: Cache,
         groups: Sequence[CacheGroup],
         beat_s: float,
     ) -> None:

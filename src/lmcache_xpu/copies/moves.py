@@ -19,21 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lmcache_xpu.cache.hit_places import needed_chunks
-from lmcache_xpu.cache.lent_memory import LentMemory
-from lmcache_xpu.cache.load_questions import (
-    LMCacheQuestions,
-    LoadQuestions,
-    ModuleQuestions,
-    Question,
-    questions_of,
-)
-from lmcache_xpu.cache.local_client import LocalClient, LocalQuestions
-from lmcache_xpu.cache.object_slots import ObjectSlots
-from lmcache_xpu.cache.protocol import TokenRange
+from lmcache_xpu.cache.hit_places import ObjectSlots, needed_chunks
+from lmcache_xpu.cache.load_questions import LMCacheQuestions, ModuleQuestions, Question
+from lmcache_xpu.cache.protocol import Cache, CachePlaces, TokenRange
 from lmcache_xpu.cache.seals import Seals, break_seal, seal, seals_at, seals_of
-from lmcache_xpu.cache.server import GivenUpError, Server, check_lease
-from lmcache_xpu.cache.server_client import ServerClient
+from lmcache_xpu.cache.server import GivenUpError, LentMemory, Server, check_lease
 from lmcache_xpu.copies.group_copies import GroupCopies
 from lmcache_xpu.copies.transfer_queue import Transfer
 from lmcache_xpu.errors import TransferError
@@ -81,9 +71,7 @@ class Moves:
         load_flow: counts loads.
     """
 
-    def __init__(
-        self, server: Server, groups: Sequence[GroupCopies], client: ServerClient | LocalClient
-    ) -> None:
+    def __init__(self, server: Server, groups: Sequence[GroupCopies], client: Cache) -> None:
         self.load_flow = client.load_flow
         self._server = server
         self._groups = groups
@@ -92,7 +80,7 @@ class Moves:
         self._tokens_per_s: float | None = None
         self._numbers = itertools.count()  # of questions; threads share it
         self._windows = [copies.window_chunks for copies in groups]
-        self._questions: LoadQuestions = LMCacheQuestions(server.client, server.instance_id)
+        self._places: CachePlaces = LMCacheQuestions(client.requests, client.instance_id)
         self._stream = SideStream(server.device, urgent=False)
 
     def begin_with_server(self) -> None:
@@ -102,24 +90,19 @@ class Moves:
             SettingsError: it knows one KV cache group alone.
             TimeoutError: its module does not answer.
         """
-        server, sizes = self._server, [copies.object_bytes for copies in self._groups]
-        if server.local is not None:
-            server.local.register(sizes, self._windows)
-            self._questions = LocalQuestions(server.local, len(sizes))
-            return
-        questions = self._questions = questions_of(
-            server.client, server.instance_id, sizes, self._windows, server.timeout_s
-        )
-        if isinstance(questions, ModuleQuestions):
+        sizes = [copies.object_bytes for copies in self._groups]
+        places = self._client.places(sizes, self._windows, self._server.timeout_s)
+        self._places = places
+        if isinstance(places, ModuleQuestions):
             scope = self._client.scope
-            registered = questions.register(scope.model_name, scope.world_size)
+            registered = places.register(scope.model_name, scope.world_size)
             registered.result(timeout=self._client.timeout_s)
 
     def end_with_server(self) -> None:
         """Say to the module of the server, if it has one, that this worker ends."""
-        if isinstance(self._questions, ModuleQuestions):
+        if isinstance(self._places, ModuleQuestions):
             scope = self._client.scope
-            self._questions.register(scope.model_name, scope.world_size, ends=True)
+            self._places.register(scope.model_name, scope.world_size, ends=True)
 
     @contextmanager
     def enqueueing(self) -> Iterator[None]:
@@ -141,12 +124,12 @@ class Moves:
         key = self._client.key(tokens, worker=True)
         chunks = [copies.chunks(copies.blocks(tokens)) for copies in self._groups]
         begun, memory = time.monotonic(), self._server.lent  # a lost server is asked nothing
-        questions, number = self._questions, next(self._numbers)
+        places, number = self._places, next(self._numbers)
         lacked = [copies.lacked(each) for copies, each in zip(self._groups, chunks, strict=True)]
         if len(lacked) == 1 and lacked[0]:
             raise GivenUpError("overtaken")  # they left a window, and vLLM has freed their blocks
-        asked = questions.reserve(number, key, lacked)
-        slots = questions.reserved(self._server.answer(asked, lambda: transfer.is_cancelled))
+        asked = places.reserve(number, key, lacked)
+        slots = self._server.answer(asked, lambda: transfer.is_cancelled)
         if not slots:
             return  # all are there, or there is no room
         try:
@@ -154,7 +137,7 @@ class Moves:
             with self._copying(transfer, event):
                 check_lease(begun)
                 for group, copies in enumerate(self._groups):
-                    if questions.is_sealed:
+                    if places.is_sealed:
                         for obj in objects[group]:
                             break_seal(obj)
                     if stored := [chunks[group][chunk] for chunk in slots.chunks(group)]:
@@ -167,10 +150,10 @@ class Moves:
                 digests = _of_objects(seals, slots)
                 for obj, digest in zip(itertools.chain(*objects), digests, strict=True):
                     seal(obj, digest)
-            if not questions.is_committed(self._server.answer(questions.commit(number, key))):
+            if not self._server.answer(places.commit(number, key)):
                 raise GivenUpError("refused")
         except BaseException:
-            questions.give_up(number)
+            places.give_up(number)
             raise
         self._count(self._client.store_flow, slots, begun)
 
@@ -207,16 +190,16 @@ class Moves:
             GivenUpError: the server is lost.
         """
         key = self._client.key(tokens, worker=True)
-        begun, memory, questions = time.monotonic(), self._server.lent, self._questions
+        begun, memory, places = time.monotonic(), self._server.lent, self._places
         number = next(self._numbers)
-        return Question(number, key, memory, begun, questions.ask(number, key), questions)
+        return Question(number, key, memory, begun, places.locate(number, key), places)
 
     def seals(self, key: Any) -> Seals | None:
         """Return the seals of a key's chunks; None where nobody else writes to the memory.
 
         They take milliseconds, best while the server looks the chunks up.
         """
-        if not self._questions.is_sealed:
+        if not self._places.is_sealed:
             return None
         size = self._client.chunk_tokens
         return [seals_of(key, size, copies.layout) for copies in self._groups]
@@ -234,15 +217,19 @@ class Moves:
                 should be.
             TransferError: an answer of another form, or other chunks than a hit needs.
         """
-        answer = self._server.answer(asked.answer, at_most_s=at_most_s)
+        try:
+            slots = self._server.answer(asked.answer, at_most_s=at_most_s)
+        except TransferError:
+            self.end_load(asked)
+            raise
+        if slots is None:
+            raise GivenUpError("missing")
         with self.ending(asked):
-            if (slots := asked.way.slots(answer)) is not None:
-                self._check_chunks(asked.key, slots)
-                digests = None if seals is None else b"".join(_of_objects(seals, slots))
-                located = Located(asked, slots, self._objects(asked.memory, slots), digests)
-                located.check()
-                return located
-        raise GivenUpError("missing")
+            self._check_chunks(asked.key, slots)
+            digests = None if seals is None else b"".join(_of_objects(seals, slots))
+            located = Located(asked, slots, self._objects(asked.memory, slots), digests)
+            located.check()
+        return located
 
     def finish(self, located: Located) -> None:
         """End a load that has copied all, and count it; errors as `Located.check`, or `late`."""
@@ -255,7 +242,7 @@ class Moves:
 
     def end_load(self, asked: Question) -> None:
         """Say to the server that nothing of an answer is read any more; waits for no answer."""
-        asked.way.end(asked.number, asked.key)
+        asked.places.release(asked.number, asked.key)
 
     @contextmanager
     def ending(self, asked: Question) -> Iterator[None]:

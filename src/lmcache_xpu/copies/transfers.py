@@ -12,11 +12,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any
 
-from lmcache_xpu.cache.lent_memory import LentMemory
-from lmcache_xpu.cache.local_client import LocalClient
-from lmcache_xpu.cache.protocol import TokenRange
-from lmcache_xpu.cache.server import GivenUpError, Server, union
-from lmcache_xpu.cache.server_client import ServerClient
+from lmcache_xpu.cache.protocol import Cache, TokenRange
+from lmcache_xpu.cache.server import GivenUpError, LentMemory, Server, union
 from lmcache_xpu.copies.group_copies import GroupCopies
 from lmcache_xpu.copies.moves import Moves
 from lmcache_xpu.copies.step_loads import StepLoads
@@ -52,7 +49,7 @@ class Transfers:
 
     def __init__(
         self,
-        client: ServerClient | LocalClient,
+        client: Cache,
         groups: Sequence[GroupCopies],
         timeout_s: float,
         draft_layers: int = 0,
@@ -60,10 +57,7 @@ class Transfers:
         self.groups = groups
         self._client = client
         self._device = groups[0].device
-        assert client.instance_id is not None  # of a worker
-        self._server = Server(
-            client.requests, client.instance_id, client.healthy, self._device, timeout_s
-        )
+        self._server = Server(client.healthy, self._device, timeout_s)
         self._moves = Moves(self._server, groups, client)
         self._stores = TransferQueue("stores")
         self._loads = TransferQueue("loads")
@@ -127,7 +121,7 @@ class Transfers:
             registered = requests.register_kv_cache_engine_driven_context(described)
             before = self._server.map(registered)
         else:
-            self._server.lend(local)
+            self._server.lend(local.memory())
         self._moves.begin_with_server()
         if before is not None:
             self._give_back(before)
@@ -160,8 +154,8 @@ class Transfers:
         self._moves.end_with_server()
         if self._client.local is not None:
             return
-        requests, worker = self._client.requests, self._server.instance_id
-        ended = requests.unregister_kv_cache_engine_driven_context(worker)
+        requests = self._client.requests
+        ended = requests.unregister_kv_cache_engine_driven_context(self._client.instance_id)
         if not ended.wait(self._client.timeout_s):
             logger.warning(
                 "LMCache's server did not hear that this worker ends "

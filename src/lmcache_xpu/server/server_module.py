@@ -3,10 +3,9 @@
     --server-module '{"module_path": "lmcache_xpu.server.server_module"}'
 
 LMCache's own question (PREPARE_RETRIEVE) brings all tokens of the prompt once more, and for its
-answer the server makes three tensors of each chunk, to name their shape: 62 % of its time (0.5.6,
-240 chunks, sampled on a 2-core VM). Of several KV cache groups LMCache 0.5.6 is told nothing by
-workers that copy themselves, though it looks them up and keeps them apart. Locks, keys, look-ups
-and what the server counts are LMCache's here too.
+answer the server makes three tensors of each chunk, to name their shape: most of its time (0.5.6).
+Of several KV cache groups LMCache 0.5.6 is told nothing by workers that copy themselves, though it
+looks them up and keeps them apart. Locks, keys, look-ups and metrics are LMCache's here too.
 
 LMCache imports this file in the server's process; nothing else does.
 """
@@ -15,8 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections import OrderedDict
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from lmcache.v1.distributed.api import AttnWindowDesc
 from lmcache.v1.multiprocess.engine_module import InstanceLivenessTarget
@@ -33,18 +31,15 @@ from lmcache_xpu.cache.hit_places import (
     Groups,
     Hit,
     Reservation,
+    needed_chunks,
     sent_rows,
 )
-from lmcache_xpu.cache.room import Room, Written, object_layout
+from lmcache_xpu.cache.room import Room, object_layout
 from lmcache_xpu.server.server_socket import listen_at, refuse_inline_tensors
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
 from lmcache_xpu.versions.lmcache_server import ServerModuleBase, make_key
 
 __all__ = ["HitPlaces", "build_server_modules"]
-
-T = TypeVar("T")
-
-_EARLY = 1024  # releases that may come before the answer that they are of
 
 
 class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]  # untyped bases
@@ -61,12 +56,9 @@ class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]
         self._context = context
         self._room = Room(context.storage_manager)
         self._socket = socket
-        self._lock = threading.Lock()  # of the next five
+        self._lock = threading.Lock()  # of the next two
         self._is_aligned = False  # an engine has chosen the tokens of a chunk
         self._groups: dict[int, Groups] = {}  # by worker
-        self._writes: dict[Hit, Written] = {}
-        self._reads: dict[Hit, list[Any]] = {}  # keys of objects that a worker reads
-        self._released: OrderedDict[Hit, None] = OrderedDict()  # before they were located
 
     @classmethod
     def create(cls, build_ctx: Any) -> Self:
@@ -82,24 +74,16 @@ class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]
 
     def report_status(self) -> dict[str, int]:
         """Return how many hits are being read."""
-        with self._lock:
-            return {"lmcache_xpu_hits_being_read": len(self._reads)}
+        return {"lmcache_xpu_hits_being_read": self._room.reads}
 
     def close(self) -> None:
-        """Nothing: what is locked ends with the server."""
+        """Do nothing: what is locked ends with the server."""
 
     def drop_instance_state(self, instance_id: int) -> None:
-        """Unlock what a worker read or wrote that has ended without a word.
-
-        What it left half written is published, as LMCache does with its own: see `seals`.
-        """
+        """Unlock what a worker read or wrote that has ended without a word."""
+        self._room.drop(lambda hit: hit.instance_id == instance_id)
         with self._lock:
-            reads = [key for keys in _taken(self._reads, instance_id) for key in keys]
-            writes = [key for each in _taken(self._writes, instance_id) for key in each.keys]
             groups = self._groups.pop(instance_id, None)
-        self._end(reads)
-        if writes:
-            self._context.storage_manager.finish_write(writes)
         if groups is not None:
             self._context.layout_desc_registry.unregister(groups.model_name, groups.world_size)
 
@@ -158,51 +142,20 @@ class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]
         """
         hit = Hit.received(payload)
         session = self._context.session_manager.get(hit.request_id)
-        asked = None if session is None else session.lookup_ipc_key
-        if asked is None:
+        if session is None or (asked := session.lookup_ipc_key) is None:
             return b""
         key = dataclasses.replace(asked, worker_id=hit.worker_id, start=hit.start, end=hit.end)
         if Hit.of_key(hit.instance_id, hit.number, key, hit.windows) != hit:
             return b""  # it is another engine's request, of the same name
-        groups = list(range(len(hit.windows)))
-        names = {
-            of_group[chunk]: (group, chunk)
-            for group, of_group, chunks in zip(
-                groups,
-                self._context.resolve_obj_keys(key, groups),
-                hit.chunks(self._context.chunk_size),
-                strict=True,
-            )
-            for chunk in chunks
-        }
-        keys, objects = self._context.storage_manager.unsafe_read(list(names))
-        with self._lock:
-            ended = hit in self._released
-            self._released.pop(hit, None)
-            if (is_whole := not ended and len(keys) == len(names)) and keys:
-                self._reads[hit] = keys
-        if not is_whole:
-            self._end(keys)
-            return b""
-        return sent_rows(
-            (*names[name], each.shm_offset, each.shm_byte_length)
-            for name, each in zip(keys, objects, strict=True)
-        )
+        by_group = self._context.resolve_obj_keys(key, list(range(len(hit.windows))))
+        needed = needed_chunks((hit.end - hit.start) // self._context.chunk_size, hit.windows)
+        rows = self._room.locate(hit, by_group, needed)
+        return b"" if rows is None else sent_rows(rows)
 
     @server_module_handler(RELEASE)  # type: ignore[untyped-decorator]
     def release(self, payload: bytes) -> bytes:
-        """Unlock the chunks of a hit, of which a worker reads nothing any more.
-
-        The thread of an earlier question may be slower than this one.
-        """
-        hit = Hit.received(payload)
-        with self._lock:
-            keys = self._reads.pop(hit, None)
-            if keys is None:
-                self._released[hit] = None
-                if len(self._released) > _EARLY:
-                    self._released.popitem(last=False)
-        self._end(keys or [])
+        """Unlock the chunks of a hit, of which a worker reads nothing any more."""
+        self._room.release(Hit.received(payload))
         return b""
 
     @server_module_handler(RESERVE)  # type: ignore[untyped-decorator]
@@ -217,30 +170,12 @@ class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]
         prompt = self._context.resolve_obj_keys(whole, list(range(len(sizes))))
         layouts = [object_layout(size) for size in sizes]
         first = hit.start // self._context.chunk_size
-        rows, written = self._room.reserve(prompt, first, skipped, layouts)
-        if written.keys:
-            with self._lock:
-                self._writes[hit] = written
-        return sent_rows(rows)
+        return sent_rows(self._room.reserve(hit, prompt, first, skipped, layouts))
 
     @server_module_handler(COMMIT)  # type: ignore[untyped-decorator]
     def commit(self, payload: bytes) -> bytes:
         """Publish chunks that are written; says whether they were still reserved."""
-        with self._lock:
-            written = self._writes.pop(Hit.received(payload), None)
-        if written is None:
-            return b""
-        self._room.publish(written)
-        return b"1"
-
-    def _end(self, keys: list[Any]) -> None:
-        if keys:
-            self._context.storage_manager.finish_read_prefetched(keys)
-
-
-def _taken(of_hits: dict[Hit, T], instance_id: int) -> list[T]:
-    """Remove what a worker has, and return it."""
-    return [of_hits.pop(hit) for hit in list(of_hits) if hit.instance_id == instance_id]
+        return b"1" if self._room.commit(Hit.received(payload)) else b""
 
 
 def build_server_modules(build_ctx: Any) -> HitPlaces:

@@ -16,6 +16,7 @@ import json
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -48,7 +49,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
     server, engine = _start()
-    pages = ThreadingHTTPServer((host, int(port)), partial(_Pages, _Health(f"{SCHEME}{socket}")))
+    pages = ThreadingHTTPServer((host, int(port)), partial(_Pages, _health(f"{SCHEME}{socket}")))
     threading.Thread(target=pages.serve_forever, daemon=True).start()
     shown = Path(f"{socket}.http")
     new = Path(f"{socket}.http.new")
@@ -83,39 +84,33 @@ def _start() -> tuple[Any, Any]:
     return started
 
 
-class _Health:
-    """Asks the server as a worker would.
+def _health(url: str) -> Callable[[], bool]:
+    """Return what asks the server at its socket, as a worker would, whether it answers."""
+    from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 
-    Args:
-        url: of its socket.
-    """
+    client, lock = RequestClientFactory.create(url), threading.Lock()
 
-    def __init__(self, url: str) -> None:
-        from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
-
-        self._lock = threading.Lock()
-        self._client = RequestClientFactory.create(url)
-
-    def answers(self) -> bool:
-        """Whether it answers within `ANSWER_S`."""
-        with self._lock:
+    def answers() -> bool:
+        with lock:
             try:
-                return bool(self._client.ping(None).result(timeout=ANSWER_S))
+                return bool(client.ping(None).result(timeout=ANSWER_S))
             except Exception:  # of LMCache's transport: it names none
                 return False
+
+    return answers
 
 
 class _Pages(BaseHTTPRequestHandler):
     """The two pages.
 
     Args:
-        health: of the server.
+        answers: whether the server does.
     """
 
     timeout = 10  # seconds that a client may be silent
 
-    def __init__(self, health: _Health, *arguments: Any) -> None:
-        self._health = health
+    def __init__(self, answers: Callable[[], bool], *arguments: Any) -> None:
+        self._answers = answers
         super().__init__(*arguments)
 
     def do_GET(self) -> None:
@@ -126,7 +121,7 @@ class _Pages(BaseHTTPRequestHandler):
             self._send(HTTPStatus.OK, CONTENT_TYPE_LATEST, generate_latest())
         elif self.path != "/healthcheck":
             self._send(HTTPStatus.NOT_FOUND, "text/plain", b"/healthcheck or /metrics\n")
-        elif self._health.answers():
+        elif self._answers():
             self._send(HTTPStatus.OK, "text/plain", b"healthy\n")
         else:
             self._send(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", b"no answer\n")

@@ -1,8 +1,7 @@
 """The socket file at which LMCache's server answers workers, in a directory of this user alone.
 
 LMCache's server listens at a TCP port, which every user of the host and every container of the
-network reaches. Whoever reaches it may store what others hit. Older LMCache
-lets it run code.
+network reaches. Whoever reaches it may store what others hit, and run code in older LMCache.
 """
 
 from __future__ import annotations
@@ -71,9 +70,9 @@ def check_socket(url: str) -> None:
 
 
 def await_server(url: str, seconds: float) -> None:
-    """Wait until a server listens: until it greets who connects, as ZeroMQ's sockets do.
+    """Wait until a server greets who connects, as ZeroMQ's sockets do.
 
-    LMCache's own client is not made for it: each one keeps files open.
+    LMCache's own client would keep files open with each try.
 
     Raises:
         SettingsError: none listens after so many seconds.
@@ -90,29 +89,20 @@ def await_server(url: str, seconds: float) -> None:
 
 
 def _greets(url: str, timeout_s: float) -> bool:
-    at = urlsplit(url)
-    family, address = (
-        (socket.AF_UNIX, at.path)
-        if url.startswith(SCHEME)
-        else (socket.AF_INET, (at.hostname, at.port))
-    )
+    at, is_file = urlsplit(url), url.startswith(SCHEME)
     try:
-        with socket.socket(family) as peer:
+        with socket.socket(socket.AF_UNIX if is_file else socket.AF_INET) as peer:
             peer.settimeout(timeout_s)
-            peer.connect(address)
+            peer.connect(at.path if is_file else (at.hostname, at.port))
             return peer.recv(1) == b"\xff"  # ZMTP 3.1, section 2.1: the signature
     except OSError:
         return False
 
 
 def listen_at(server: Any, file: str) -> None:
-    """Let a server that was not started yet listen at a socket file instead of its TCP port.
+    """Let LMCache's `MessageQueueServer`, before it starts, listen at a file, not at its TCP port.
 
     A peer that has connected to the port in between is cut off with it.
-
-    Args:
-        server: LMCache's `MessageQueueServer`.
-        file: the socket's path.
     """
     server.poller.unregister(server.socket)
     server.socket.close(linger=0)

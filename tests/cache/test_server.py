@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.lending import POOL, Client
 
-from lmcache_xpu.cache.lent_memory import LentMemory
+from lmcache_xpu.cache.server import LentMemory
 from lmcache_xpu.errors import HostMemoryError, SettingsError
 
 CPU = torch.device("cpu")
