@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from unittest import mock
 
-import copies
+import copied_requests
 import torch
 from disk import Disk
 from hypothesis import HealthCheck, Phase, given, settings
@@ -60,8 +60,8 @@ def run(target: str, chosen: settings) -> int:
     torch.set_num_threads(1)
     try:
         if target == "copies":
-            count_case = counted(copies.run)
-            chosen(given(copies.cases())(lambda case: count_case(case)))()
+            count_case = counted(copied_requests.run)
+            chosen(given(copied_requests.cases())(lambda case: count_case(case)))()
         else:
             machine = MACHINES[target]
             with mock.patch.object(machine, "teardown", counted(machine.teardown)):
