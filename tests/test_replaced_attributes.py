@@ -71,7 +71,6 @@ OWN = {  # of classes of this package, and of events that it makes
     "cache/room.py: self._kept.keys",
     "connector/scheduler_half.py: tracked.most_stored",
     "connector/scheduler_half.py: tracked.stage",
-    "copies/step_loads.py: asked.asked",
     "copies/step_loads.py: load.located",
     "copies/step_loads.py: load.parts",
     "copies/step_loads.py: load.plan",
