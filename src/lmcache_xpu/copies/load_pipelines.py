@@ -125,10 +125,10 @@ class LoadPipeline:
 
     def before_all(self) -> None:
         """Enqueue what is left, and let the current stream wait for all that was enqueued."""
-        for last in self._starts[-1:]:
-            self.before_layer(last)
         if self.failed_behind is not None:
             self.failed_behind.done.wait()
+        for last in self._starts[-1:]:
+            self.before_layer(last)
 
     def waited_for(self, layers: int | None = None) -> bool:
         """Whether the engine's stream waits for the first layers, or for all of them."""
@@ -267,6 +267,7 @@ class StepPipelines:
         for load in loads:
             is_in_time = load.waited_for(self._model_layers)
             load.before_all()
+            load.before_all()  # also of one that failed just now
             if not (is_in_time and load.waited_for()):
                 missed.append(load)
         return missed
