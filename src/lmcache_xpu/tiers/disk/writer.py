@@ -93,7 +93,8 @@ class DiskWriter:
         else:
             return
         if not self._closed:
-            self._fail("behind", self._behind)
+            STORE_DISK.failed("behind")
+            self._behind.log()
 
     def wait(self, name: str) -> None:
         """Wait until no write of this chunk is queued or under way, ten seconds at most."""
@@ -130,18 +131,17 @@ class DiskWriter:
             if stored:
                 layout.count(STORE_DISK, key, watch, self._hidden)
             elif obj.is_valid():
-                self._fail("crowded", self._crowded)
+                STORE_DISK.failed("crowded")
+                self._crowded.log()
             else:  # LMCache's server lends memory for a time only
-                self._fail("behind", self._behind)
+                STORE_DISK.failed("behind")
+                self._behind.log()
         except (OSError, ValueError) as error:
             full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-            self._fail("full" if full else "io", self._failed, error)
+            STORE_DISK.failed("full" if full else "io")
+            self._failed.log(error)
         finally:
             self._ended(name, obj)
-
-    def _fail(self, reason: str, complaint: Complaint, *args: object) -> None:
-        STORE_DISK.failed(reason)
-        complaint.log(*args)
 
     def _ended(self, name: str, obj: MemoryObj) -> None:
         size = obj.get_size()
