@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
 
 import pytest
-from support.checks import B60, load, said
+from support.checks import B60, GIB, load, said
 
 from lmcache_xpu import doctor
+from lmcache_xpu.doctor import check_start, memory
 from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.harness.engine_process import free_port
+from lmcache_xpu.launch.machine import Machine
 from lmcache_xpu.launch.preflight import preflight
 
 
@@ -87,3 +92,93 @@ def test_no_check_of_the_gpu_is_left_out(machine, monkeypatch):
     assert "GPUs together" in checks
     assert said(checks["environment"], "fail", "Unset VLLM_CPU_KVCACHE_SPACE")
     assert said(checks["port"], "ok", ":65431 is free")
+
+
+# Before `serve` becomes vLLM
+
+
+@pytest.fixture
+def settings():
+    """Settings that the planted machine serves without a word."""
+
+    def make(**changes):
+        return load(**{"device": "xpu", "port": free_port(), "cpu_gib": 8} | changes)
+
+    return make
+
+
+def warnings(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_machine_that_is_right_is_not_mentioned(machine, settings, root, caplog):
+    check_start(settings(disk_path=root / "data", disk_gib=0.01), machine())
+    assert warnings(caplog) == []
+
+
+def test_a_failed_check_is_refused_in_the_doctors_words(machine, settings):
+    """48 of 64 GiB are available: preflight lets 50 pass, the doctor does not."""
+    check = memory.check_memory(machine(), settings(cpu_gib=50))
+    with pytest.raises(SettingsError) as refused:
+        check_start(settings(cpu_gib=50), machine())
+    assert check.outcome == "fail"
+    assert check.found in str(refused.value)
+    assert check.advice in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_what_is_refused_depends_on_the_device(machine, settings, tmp_path):
+    one_gpu = machine(environ={"ZE_AFFINITY_MASK": "0"})
+    with pytest.raises(SettingsError, match="ZE_AFFINITY_MASK=0 with tensor_parallel=2"):
+        check_start(settings(tensor_parallel=2), one_gpu)
+    check_start(settings(tensor_parallel=2, offload=False, device="cuda"), one_gpu)
+    no_compiler = machine(environ={"PATH": str(tmp_path / "nowhere")})
+    with pytest.raises(SettingsError, match=r"no g\+\+; .*enforce_eager"):
+        check_start(settings(device="cpu"), no_compiler)
+    check_start(settings(device="cpu", enforce_eager=True), no_compiler)
+
+
+@pytest.mark.parametrize(
+    ("changes", "planted", "words"),
+    [
+        ({"cpu_gib": 40}, {}, "host memory: .* Lower cpu_gib"),
+        ({}, {"memlock_bytes": 2**26}, "pinned memory: at most 64 MiB .*memlock"),
+        ({"disk_gib": 1e6}, {}, r"disk tier: .*GiB to be had; disk_gib x devices is 1e\+06"),
+        ({}, {"environ": {"PYTHONHASHSEED": "7"}}, "hash seed: PYTHONHASHSEED=7"),
+    ],
+)
+def test_a_warning_is_one_line(machine, settings, root, caplog, changes, planted, words):
+    disk = {"disk_path": root / "data"} if "disk_gib" in changes else {}
+    check_start(settings(**changes, **disk), machine(**planted))
+    [line] = warnings(caplog)
+    assert line.startswith("lmcache-xpu: ")
+    assert re.search(words, line)
+    assert line.endswith("(docs: troubleshooting#start-warning)")
+    assert "\n" not in line
+
+
+def test_without_offload_the_tiers_are_not_looked_at(machine, settings, caplog):
+    check_start(settings(cpu_gib=1000, offload=False), machine(memlock_bytes=GIB))
+    assert warnings(caplog) == []
+
+
+def test_it_imports_no_pytorch():
+    """A second of waiting, and of memory that the engine could have."""
+    program = (
+        "import sys, lmcache_xpu.doctor\n"
+        "heavy = {'torch', 'vllm', 'lmcache', 'transformers'} & set(sys.modules)\n"
+        "sys.exit(f'{heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_command_ends_with_one_line_and_code_2(tmp_path):
+    """In a process of its own, with the machine's real memory: all of it is never available."""
+    total_gib = Machine().memory_bytes() / GIB
+    command = [sys.executable, "-c", "from lmcache_xpu.cli import app; app()", "serve", "org/model"]
+    options = [f"--port={free_port()}", f"--cpu-gib={0.999 * total_gib}", "--enforce-eager"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("lmcache-xpu: found host memory: a CPU tier of")
+    assert done.stderr.count("\n") == 1
