@@ -321,3 +321,33 @@ def test_workers_report_by_its_number_that_a_step_has_ended(monkeypatch):
     assert first != second
     policy.end_step(second, (), None)
     assert ended == [second]
+
+
+# What is read from a disk or a shared tier
+
+
+@pytest.mark.parametrize(("read_per_s", "reads"), [(9_000, False), (12_000, True)])
+def test_a_disk_that_is_slower_than_computing_is_not_read(policy, clock, read_per_s, reads: bool):
+    assert policy.reads(4096)
+    measured(policy, clock)
+    assert policy.reads(4096)  # how fast it is was never measured
+    policy.was_read(4096, 4096 / read_per_s)
+    assert policy.reads(4096) == reads  # computed in 0.41 s
+
+
+def test_now_and_then_a_slow_disk_is_read_to_see_whether_it_still_is(policy, clock):
+    measured(policy, clock)
+    policy.was_read(1000, 1.0)
+    assert [policy.reads(4096) for _ in range(COMPUTED_IN_TURN)] == [False] * COMPUTED_IN_TURN
+    assert policy.reads(4096)
+    for _ in range(8):
+        policy.was_read(50_000, 1.0)
+    assert policy.reads(4096)
+
+
+@pytest.mark.parametrize("loads", ["always", "step", "async"])
+def test_settings_that_read_a_slow_disk(loads, clock):
+    policy = chosen(loads, clock=clock)
+    measured(policy, clock)
+    policy.was_read(1, 1.0)
+    assert policy.reads(4096)

@@ -110,7 +110,7 @@ def make(monkeypatch):
             needs_kv_cache_zeroing=zeroes,
         )
         options = {"xpu.loads": loads, "lmcache.mp.save_decode_cache": answers}
-        client = Mock(chunk_tokens=CHUNK, local=None, lookups=LookUps)
+        client = Mock(chunk_tokens=CHUNK, local=None, lookups=lambda policy: LookUps())
         half = SchedulerHalf(config, kv_cache, options, client, groups)
         half.beside = beside
         return half

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lmcache_xpu.cache.local_cache import LocalCache
-from lmcache_xpu.cache.protocol import KeyScope, TokenRange
+from lmcache_xpu.cache.protocol import KeyScope, ReadPolicy, TokenRange
 from lmcache_xpu.metrics import LOAD_CPU, STORE_CPU
 
 __all__ = ["LocalClient", "LocalLookUps"]
@@ -38,9 +39,9 @@ class LocalClient:
         """Return the range, which `LocalCache` takes."""
         return tokens
 
-    def lookups(self) -> LocalLookUps:
+    def lookups(self, policy: ReadPolicy) -> LocalLookUps:
         """Return the look-ups of a scheduler."""
-        return LocalLookUps(self.local)
+        return LocalLookUps(self.local, policy)
 
     def places(self, sizes: Sequence[int], windows: Sequence[int], timeout_s: float) -> LocalCache:
         """Return the cache, which learns what is stored."""
@@ -67,15 +68,16 @@ class LocalClient:
 class LocalLookUps:
     """The look-ups of one scheduler's requests in a cache of this process; see `CacheLookUps`.
 
-    Memory answers at once. Where it lacks chunks, other tiers are read into it, and the request is
-    asked for again.
+    Memory answers at once. Where it lacks chunks, other tiers are read into it if that is faster
+    than computing, and the request is asked for again.
 
     Args:
         local: the cache.
+        policy: whether other tiers are read.
     """
 
-    def __init__(self, local: LocalCache) -> None:
-        self._local = local
+    def __init__(self, local: LocalCache, policy: ReadPolicy) -> None:
+        self._local, self._policy = local, policy
         self._lookups: dict[str, _LookUp] = {}
         self._ending: list[_LookUp] = []  # of requests that ended before they were answered
 
@@ -131,8 +133,10 @@ class LocalLookUps:
             lookup = _LookUp(tokens, local.find(tokens.tokens, chunks, in_memory=True))
             self._lookups[tokens.request_id] = lookup
             hit = self._answered(lookup)
-            if hit is not None and hit < chunks and local.has_other_tiers:
+            lacks = 0 if hit is None else (chunks - hit) * local.chunk_tokens
+            if hit is not None and lacks and local.has_other_tiers and self._policy.reads(lacks):
                 local.unlock(tokens.tokens, hit, 0, hit)
+                lookup.read_since, lookup.in_memory = time.monotonic(), hit
                 lookup.handle = local.find(tokens.tokens, chunks, in_memory=False)
                 lookup.hit = None
         self._answered(lookup)
@@ -141,6 +145,9 @@ class LocalLookUps:
     def _answered(self, lookup: _LookUp) -> int | None:
         if lookup.hit is None:
             lookup.hit = self._local.hit_chunks(lookup.handle)
+            if lookup.hit is not None and lookup.hit > lookup.in_memory and lookup.read_since:
+                tokens = (lookup.hit - lookup.in_memory) * self._local.chunk_tokens
+                self._policy.was_read(tokens, time.monotonic() - lookup.read_since)
         return lookup.hit
 
 
@@ -149,3 +156,5 @@ class _LookUp:
     tokens: TokenRange
     handle: Any  # LMCache's, of the look-up
     hit: int | None = None  # chunks
+    in_memory: int = 0  # chunks, before other tiers were read
+    read_since: float | None = None  # by the monotonic clock

@@ -28,7 +28,16 @@ from lmcache_xpu.versions import lmcache_server
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["Answer", "Cache", "CacheLookUps", "CachePlaces", "KeyScope", "Skipped", "TokenRange"]
+__all__ = [
+    "Answer",
+    "Cache",
+    "CacheLookUps",
+    "CachePlaces",
+    "KeyScope",
+    "ReadPolicy",
+    "Skipped",
+    "TokenRange",
+]
 
 T = TypeVar("T")
 Skipped = Sequence[Sequence[int]]  # by KV cache group, chunks that a worker lacks
@@ -129,8 +138,8 @@ class Cache(Protocol):
         It names this `worker`'s part of the chunks, or the parts of all workers.
         """
 
-    def lookups(self) -> CacheLookUps:
-        """Return the look-ups of a scheduler."""
+    def lookups(self, policy: ReadPolicy) -> CacheLookUps:
+        """Return the look-ups of a scheduler; the policy is of a cache in this process."""
 
     def places(self, sizes: Sequence[int], windows: Sequence[int], timeout_s: float) -> CachePlaces:
         """Return how the cache is asked by a worker that stores such objects; waits for it.
@@ -166,6 +175,16 @@ class Cache(Protocol):
 
     def close(self) -> None:
         """End the connection; may be called again."""
+
+
+class ReadPolicy(Protocol):
+    """Whether a disk or a shared tier is read. Called by the scheduler's thread."""
+
+    def reads(self, tokens: int) -> bool:
+        """Whether so many tokens are to be read into memory."""
+
+    def was_read(self, tokens: int, seconds: float) -> None:
+        """Take how long it took to read tokens into memory."""
 
 
 class CacheLookUps(Protocol):

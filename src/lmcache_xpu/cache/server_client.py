@@ -93,8 +93,8 @@ class ServerClient:
             num_kv_readers=self.scope.readers,
         )
 
-    def lookups(self) -> LookUps:
-        """Return the look-ups of a scheduler."""
+    def lookups(self, policy: object) -> LookUps:
+        """Return the look-ups of a scheduler; the server itself reads its other tiers."""
         return LookUps(self)
 
     def places(self, sizes: Sequence[int], windows: Sequence[int], timeout_s: float) -> CachePlaces:

@@ -7,10 +7,10 @@ wait for it as well. So a request waits for its load, while others are computed,
     too long    the load takes longer than the step would take without it
 
 And it is computed where that takes no longer than the load: few tokens, which a step computes
-beside others for nothing.
+beside others for nothing, or a slow disk.
 
-How long steps take is measured here; how fast loads are, the worker reports. Until then a ratio
-stands for both, see `Tuning.loaded_per_computed`, and nothing is computed that can be loaded.
+How long steps take is measured here; the worker and look-ups report how fast loads are. Until then
+a ratio stands for both, see `Tuning.loaded_per_computed`, and what can be loaded is not computed.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ class LoadPolicy:
         self._steps: deque[_Step] = deque(maxlen=STEPS_AHEAD)
         self._ended_s = 0.0  # when the last step did
         self._loaded_per_s: float | None = None
+        self._read_per_s: float | None = None
         self._small_steps_s: deque[float] = deque(maxlen=SMALL_STEPS)
         self._large_tokens = self._large_s = 0.0  # of large steps, older ones counting less
         self._after_large = False  # the last step was one
@@ -148,8 +149,7 @@ class LoadPolicy:
         """
         self._waiting.difference_update(arrived)
         if loaded_per_s is not None:
-            before = loaded_per_s if self._loaded_per_s is None else self._loaded_per_s
-            self._loaded_per_s = before + NEWEST * (loaded_per_s - before)
+            self._loaded_per_s = _mean(self._loaded_per_s, loaded_per_s)
         # Some steps without tokens are never reported, as the one behind the last answer.
         while self._steps and number is not None and self._steps[0].number < number:
             self._steps.popleft()
@@ -182,8 +182,20 @@ class LoadPolicy:
         if self._loaded_per_s is not None:
             loading_s += hit.loaded / self._loaded_per_s
         saved_s = self._step_s(hit.loaded + hit.computed) - self._step_s(hit.computed)
-        if loading_s <= saved_s:
-            return False
+        return loading_s > saved_s and self._again()
+
+    def reads(self, tokens: int) -> bool:
+        """Whether to read tokens from a disk or a shared tier into memory, and not compute them."""
+        if self.loads != "auto" or self._read_per_s is None or not self._knows_steps:
+            return True
+        return tokens / self._read_per_s <= self._step_s(tokens) or not self._again()
+
+    def was_read(self, tokens: int, seconds: float) -> None:
+        """Take how long a read from a disk or a shared tier took."""
+        self._read_per_s = _mean(self._read_per_s, tokens / seconds)
+
+    def _again(self) -> bool:
+        """Whether one more request is computed that could be loaded."""
         self._computed_in_turn = (self._computed_in_turn + 1) % (COMPUTED_IN_TURN + 1)
         return self._computed_in_turn != 0
 
@@ -212,3 +224,7 @@ class LoadPolicy:
     def _step_s(self, tokens: int) -> float:
         """Return what a step takes: with few tokens as long as with hardly any."""
         return max(self._small_step_s, self._computing_s(tokens))
+
+
+def _mean(before: float | None, newest: float) -> float:
+    return newest if before is None else before + NEWEST * (newest - before)

@@ -61,7 +61,7 @@ class SchedulerHalf:
         self._config = config
         self._client = client
         self._sizes = sizes
-        self._lookups = client.lookups()
+        self._lookups = client.lookups(self.policy)
         self._keys = Keys(config, kv_cache_config, client.chunk_tokens)
         self._requests: dict[str, TrackedRequest] = {}
         self._loads: dict[str, TokenRange] = {}  # of the next step, by request
