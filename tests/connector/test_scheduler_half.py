@@ -94,8 +94,8 @@ def make(monkeypatch):
         producer: bool = True,
         keeps_prefixes: bool = True,
     ) -> SchedulerHalf:
-        beside = SimpleNamespace(begun=[], collection=GarbageCollection())
-        beside.begin_ahead = beside.begun.append
+        beside = SimpleNamespace(asked=[], begun=[], collection=GarbageCollection())
+        beside.ask_ahead, beside.begin_ahead = beside.asked.append, beside.begun.append
         connector = SimpleNamespace(worker_half=beside) if worker else None
         monkeypatch.setattr(scheduler_half, "worker_connector", lambda _: connector)
         config = SimpleNamespace(
@@ -264,9 +264,10 @@ def test_a_request_that_begins_alike_is_asked_for_again_until_the_load_has_ended
 
 @pytest.mark.parametrize(
     ("loads", "kept", "released"),
-    [("async", 0, (0, HIT)), ("async", CHUNK + 16, (CHUNK, HIT)), ("step", 0, (0, HIT))],
+    [("async", 0, (0, HIT)), ("async", CHUNK + 16, (CHUNK, HIT)), ("step", 0, None)],
 )
 def test_what_no_worker_was_told_of_is_unlocked(make, loads, kept, released):
+    """A load inside a step was asked for already: the worker ends that question."""
     half, asks = make(loads=loads, worker=True), request()
     half.load_in_steps()
     half.matched_tokens(asks, kept)
@@ -274,7 +275,7 @@ def test_what_no_worker_was_told_of_is_unlocked(make, loads, kept, released):
     half._lookups.calls.clear()
     half.describe_failed(step(("a", HIT, 232)))
     calls = [call for call in half._lookups.calls if call[0] == "release"]
-    assert calls == [("release", *released)]
+    assert calls == ([] if released is None else [("release", *released)])
     half.describe_failed(step())
     assert len([call for call in half._lookups.calls if call[0] == "release"]) == len(calls)
 
@@ -450,6 +451,23 @@ def test_a_request_that_ends_leaves_nothing(make):
 
 
 # A worker in this process
+
+
+def test_it_asks_as_soon_as_the_request_has_its_blocks(make):
+    half = make(worker=True, loads="step")
+    half.load_in_steps()
+    half.matched_tokens(request(), 300)
+    half.allocated(request(), blocks(63), 468)
+    assert [(load.start, load.end) for load in half.beside.asked] == [(256, 768)]
+
+
+@pytest.mark.parametrize("other", [{"loads": "async"}, {"worker": False, "loads": "step"}])
+def test_nobody_asks_before_the_step_for_a_load_beside_it_or_by_another_process(make, other):
+    half = make(**{"worker": True, **other})
+    half.load_in_steps()
+    half.matched_tokens(request(), 300)
+    half.allocated(request(), blocks(63), 468)
+    assert half.beside.asked == []
 
 
 def test_it_begins_a_step_that_loads(make):

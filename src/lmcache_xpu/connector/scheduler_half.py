@@ -65,6 +65,7 @@ class SchedulerHalf:
         self._keys = Keys(config, kv_cache_config, client.chunk_tokens)
         self._requests: dict[str, TrackedRequest] = {}
         self._loads: dict[str, TokenRange] = {}  # of the next step, by request
+        self._asked: set[str] = set()  # requests of them whose chunks a worker has asked for
         self._given_up: set[str] = set()  # requests for which nothing is looked up
         # Requests that wait for loads which others may wait for as well, to take the same blocks.
         self._shared: dict[str, TrackedRequest] = {}
@@ -166,8 +167,12 @@ class SchedulerHalf:
         if load is None:
             return
         self._loads[name] = load
-        if self._shares and not self.policy.is_in_step(name):
-            self._shared[name] = tracked
+        if not self.policy.is_in_step(name):
+            if self._shares:
+                self._shared[name] = tracked
+        elif (worker := self._worker) is not None:
+            worker.ask_ahead(load)
+            self._asked.add(name)
 
     def finished(self, request: Request) -> None:
         """Forget a request. Its blocks may be freed at once; see `Transfers.let_write`."""
@@ -182,8 +187,7 @@ class SchedulerHalf:
 
     def _tracked(self, request: Request, kept: int) -> TrackedRequest:
         tracked = self._requests.get(request.request_id)
-        is_anew = request.status == RequestStatus.PREEMPTED
-        if tracked is None or (is_anew and tracked.has_blocks):
+        if tracked is None or (tracked.has_blocks and request.status == RequestStatus.PREEMPTED):
             tracked = self._requests[request.request_id] = self._new(request, kept)
         return tracked
 
@@ -221,6 +225,7 @@ class SchedulerHalf:
             self._keys.epoch,
         )
         self._loads.clear()
+        self._asked.clear()
         if step.loads and (worker := self._worker) is not None:
             with guarded("begin_ahead"):  # else `begin_step` asks for all of it
                 worker.begin_ahead(step)
@@ -231,6 +236,7 @@ class SchedulerHalf:
         """Return what the workers must know of a step whose description failed: no transfers."""
         self.promises.fail_step(output.num_scheduled_tokens)
         self._forget_broken()
+        self._asked.clear()
         self.collection.allow()
         return Step(
             written_blocks(output, self._sizes.block_tokens),
@@ -249,11 +255,7 @@ class SchedulerHalf:
         self._store_no_more(report.requests)  # what failed would count as stored
 
     def reset(self) -> bool:
-        """Let nothing be found any more that was stored before; see `keys`.
-
-        Returns:
-            False if the server did not give back the room of what was stored.
-        """
+        """Let nothing be found any more that was stored; False if the server keeps its room."""
         self._keys.reset()
         if self.events is not None:
             self.events.clear(self._requests.values())
@@ -266,13 +268,10 @@ class SchedulerHalf:
         return self._lookups.reset() and is_drained
 
     def shutdown(self) -> None:
-        """End the connection to the server.
-
-        What has a name of this process's own would never be found again.
-        """
+        """End the connection to the server."""
         self.collection.allow()
         if self._keys.epoch and self._client.local is not None:
-            self._lookups.reset()
+            self._lookups.reset()  # keys of this process's own would never be found again
         self._client.close()
 
     def _stores_of(self, output: SchedulerOutput) -> Iterable[TokenRange]:
@@ -304,8 +303,9 @@ class SchedulerHalf:
         for name in self.promises.broken:
             self._requests.pop(name, None)
             self._shared.pop(name, None)
-            if (load := self._loads.pop(name, None)) is not None:
-                with guarded("build_connector_meta"):  # no worker gives its locks back
+            load = self._loads.pop(name, None)
+            if load is not None and name not in self._asked:  # no worker gives its locks back
+                with guarded("build_connector_meta"):
                     self._lookups.release(load, load.end)
 
     @property

@@ -1,6 +1,6 @@
 """The worker's half of the connector to LMCache's server: its transfers, step by step.
 
-begin_ahead             a scheduler in this process has decided on a step
+ask_ahead, begin_ahead  a scheduler in this process has decided on loads, and on their step
 begin_step              before vLLM may write new blocks: what the step loads is asked for
 load                    vLLM has prepared the step: its loads begin
 before_layer, after_layer, for each layer
@@ -131,14 +131,21 @@ class WorkerHalf:
             time.sleep(IDLE_S)
         return True
 
-    # A step
+    # Before a step, by a scheduler in this process
+
+    def ask_ahead(self, load: TokenRange) -> None:
+        """Ask where the chunks of a load are that the next step has; raises nothing."""
+        if (in_steps := self.transfers.in_steps) is not None:
+            in_steps.ask_early(load)
 
     def begin_ahead(self, step: Step) -> None:
-        """Begin a step, called by a scheduler in this process; `begin_step` has to follow."""
+        """Begin a step that vLLM has just decided on; `begin_step` has to follow."""
         self._ask_for(step)
         if (in_steps := self.transfers.in_steps) is not None:
             in_steps.begin_answered(step.tokens, scheduling=True)
         self._ahead = step
+
+    # A step
 
     def begin_step(self, step: Step) -> None:
         """Begin a step: loads inside it begin where the server has answered already."""
@@ -201,6 +208,7 @@ class WorkerHalf:
         in_steps.fail(step.unserved.blocks)
         for load in step.loads:
             in_steps.ask(load)
+        in_steps.end_early()
 
     def _refused(self, step: Step) -> Step:
         """Return a step whose loads count as failed, and which stores nothing."""
