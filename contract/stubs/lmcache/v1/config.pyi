@@ -1,16 +1,13 @@
 from typing import Any
 
 class LMCacheEngineConfig:
-    blocking_timeout_secs: Any
     chunk_size: Any
     save_unfull_chunk: Any
     enable_kv_events: Any
     extra_config: Any
-    internal_api_server_port_start: Any
     pre_caching_hash_algorithm: Any
     lookup_server_worker_ids: Any
     from_defaults: Any
-    remote_serde: Any
     max_local_cpu_size: Any
     remote_storage_plugins: Any
     remote_url: Any
