@@ -373,7 +373,7 @@ def aborted(engine: Engine, length: int, loads: str) -> dict[str, Any]:
 
 
 def is_loading(worker) -> bool:
-    return half().transfers._loads.busy
+    return bool(half().transfers._loads.transfers())
 
 
 def store(engine: Engine, directory: Path) -> dict[str, Any]:
