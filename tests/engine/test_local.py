@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 from support import tiny_models
+from support.call_counts import check_walk
 from support.real_engine import BLOCK, CHUNK, LENGTHS, cached
 from support.scripts import printed, run_probe
 
@@ -48,6 +49,10 @@ def test_a_hit_restores_every_byte_and_gives_the_recomputed_tokens(seen, name):
     assert seen["hits"][name]["hit"] == cached(name)
     assert is_exact(seen["hits"][name], name)
     assert seen["errors before"] == {}
+
+
+def test_a_hit_and_a_store_run_few_functions(seen):
+    check_walk(seen["walk"])
 
 
 def test_a_salt_has_keys_of_its_own(seen):

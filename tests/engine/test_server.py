@@ -11,6 +11,7 @@ import time
 import pytest
 from support import tiny_models
 from support.cache_server import CacheServer
+from support.call_counts import check_walk
 from support.real_engine import BLOCK, CHUNK, LENGTHS, cached
 from support.scripts import printed, run_probe
 
@@ -68,6 +69,10 @@ def test_a_full_server_counts_what_it_refuses_and_costs_hits_alone(seen):
     assert all(
         asked["seconds"] < AT_MOST_S + full["asked"][0]["seconds"] for asked in full["asked"]
     )
+
+
+def test_a_hit_and_a_store_run_few_functions(seen):
+    check_walk(seen["walk"])
 
 
 def test_a_salt_has_keys_of_its_own(seen):

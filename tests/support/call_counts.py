@@ -73,3 +73,17 @@ class CallCounts:
         caller = frame.f_back
         if caller is not None and caller.f_code.co_filename.startswith(LMCACHE):
             self.entries.add(function)
+
+
+# What a hit and a store of one request may run: functions, and files. They only go down.
+MOST = {"hit": (255, 35), "store": (280, 43)}
+# What LMCache may call: its adapters of other tiers, and the memory that makes room for itself.
+ENTRIES = ("cache/room.py:Room.reserve_write", "tiers/")
+
+
+def check_walk(walk: dict[str, Any]) -> None:
+    """Assert that a hit and a store run few functions, and that LMCache calls hardly any."""
+    for name, (functions, files) in MOST.items():
+        assert len(walk[name]["functions"]) <= functions, name
+        assert len(walk[name]["files"]) <= files, name
+        assert [each for each in walk[name]["entries"] if not each.startswith(ENTRIES)] == []
