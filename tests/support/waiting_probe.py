@@ -167,7 +167,7 @@ def failing(engine: Engine, tokens: list[int]) -> dict[str, Any]:
         def lossy(keys: Any, kept: int = kept, lost: list[int] = lost) -> Any:
             there, objects = read(keys)
             lost.append(len(there) - kept)
-            cache._release(there[kept:])
+            cache._room.unlock(there[kept:])
             return there[:kept], objects[:kept]
 
         cache._storage.unsafe_read = lossy
