@@ -62,6 +62,8 @@ OWN = {  # of classes of this package, and of events that it makes
     "cache/local_cache.py: cache._users",
     "cache/local_client.py: lookup.handle",
     "cache/local_client.py: lookup.hit",
+    "cache/local_client.py: lookup.in_memory",
+    "cache/local_client.py: lookup.read_since",
     "cache/lookups.py: lookup.asked",
     "cache/lookups.py: lookup.hit_tokens",
     "cache/lookups.py: lookup.locks",
