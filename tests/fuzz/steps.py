@@ -74,7 +74,9 @@ class Steps(Blocks, RuleBasedStateMachine):
         self.paged = PagedLayers(layout, seed)
         self.block_tokens = layout.block_tokens
         self.chunk = blocks * self.block_tokens
-        self.way = ways.Way(**vars(way) | {"buffer": way.buffer and max(100, way.buffer)})
+        # Kernels never move host memory as if it were the device's: its parts may lie at any byte.
+        in_place = not (way.buffer or way.triton)
+        self.way = ways.Way(**vars(way) | {"buffer": 0 if in_place else max(100, way.buffer)})
         self.ahead = ahead
         self.wanted = bytearray(self.paged.bytes())
         self.free = list(range(1, layout.blocks))  # without vLLM's null block
