@@ -121,7 +121,7 @@ class Steps(Blocks, RuleBasedStateMachine):
         admitted=st.lists(prompts, min_size=1, max_size=3),
         early=st.booleans(),
         graph=st.integers(0, 3),
-        fail=st.one_of(st.just(0), st.integers(1, 8), st.integers(1, 40)),
+        fail=st.one_of(st.just(0), st.integers(2, 8), st.integers(1, 16), st.integers(1, 40)),
         crowd=st.sampled_from((0, 0, 3, PLACES)),
         turns=st.integers(0, 12),
         then=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40)), max_size=2),
