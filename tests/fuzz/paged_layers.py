@@ -35,11 +35,12 @@ def layers(draw: st.DrawFn) -> Layers:
     count = draw(st.integers(3, 6))
     other = draw(st.sampled_from((width, width, width, 8)))
     across = draw(st.booleans())
+    block_tokens = draw(st.sampled_from((1, 2, 3)))
     return Layers(
         widths=(width,) * (count - 1) + (other,),
         planes=1 if across else draw(st.sampled_from((1, 2))),
-        blocks=12,
-        block_tokens=draw(st.sampled_from((1, 2, 3))),
+        blocks=12 + 12 // block_tokens,
+        block_tokens=block_tokens,
         across=across,
         padding=draw(st.sampled_from((0, 0, 2, 16))),
         lead=draw(st.integers(0, 3)) * 16,

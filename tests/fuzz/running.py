@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from lmcache_xpu.cache.protocol import TokenRange
     from lmcache_xpu.copies.transfer_queue import Transfer
 
+LONGEST = 14  # tokens of a prompt
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -30,8 +32,8 @@ class Prompt:
 
 prompts = st.builds(
     Prompt,
-    content=st.integers(0, 1),
-    tokens=st.integers(1, 14),
+    content=st.integers(0, 2),
+    tokens=st.integers(1, LONGEST),
     kept=st.sampled_from((0, 0, 1, 2)),
     early=st.booleans(),
     waits=st.sampled_from((False, False, True)),
