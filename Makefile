@@ -75,7 +75,7 @@ test-tools: setup ## The demo, the benches, faults that tests have to see
 	@$(BIN)/pytest -m "tools and not matrix"
 
 test-models: setup ## Each model in each mode, LMCache's server in each way
-	@$(BIN)/pytest $(addprefix tests/engine/test_,models.py server.py server_soak.py) \
+	@$(BIN)/pytest $(addprefix tests/engine/test_,local.py models.py server.py server_soak.py waiting.py) \
 		tests/helm/test_chart_side_car_engine.py
 
 test-lmcache: LMCACHE_DIR = $(CURDIR)/build/lmcache-$(or $(LMCACHE),$(error LMCACHE=... is missing))
