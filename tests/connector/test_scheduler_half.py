@@ -93,6 +93,7 @@ def make(monkeypatch):
         answers: bool = False,
         producer: bool = True,
         keeps_prefixes: bool = True,
+        recurrent: bool = False,
     ) -> SchedulerHalf:
         beside = SimpleNamespace(asked=[], begun=[], collection=GarbageCollection())
         beside.ask_ahead, beside.begin_ahead = beside.asked.append, beside.begun.append
@@ -109,9 +110,10 @@ def make(monkeypatch):
             kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)] * groups,
             needs_kv_cache_zeroing=zeroes,
         )
+        stored = [SimpleNamespace(recurrent=recurrent)] * groups
         options = {"xpu.loads": loads, "lmcache.mp.save_decode_cache": answers}
         client = Mock(chunk_tokens=CHUNK, local=None, lookups=lambda policy: LookUps())
-        half = SchedulerHalf(config, kv_cache, options, client, groups)
+        half = SchedulerHalf(config, kv_cache, options, client, stored)
         half.beside = beside
         return half
 
@@ -514,3 +516,14 @@ def test_a_look_up_that_fails_is_made_again_without_the_server():
     connector.scheduler_half.matched_tokens.side_effect = [KeyError("planted"), (0, False)]
     assert connector.get_num_new_matched_tokens(request(), 0) == (0, False)
     connector.scheduler_half.give_up_hits.assert_called_once_with("a")
+
+
+def test_steps_end_where_states_can_be_hit_again(make):
+    """At first where earlier prompts parted, then below the prompt's end."""
+    half = make(recurrent=True)
+    half._lookups.hit, half._lookups.shared = 0, lambda tokens: 512
+    asked = request(shared_prefix_boundary=0)
+    half.matched_tokens(asked, 0)
+    assert asked.shared_prefix_boundary == 512
+    half._stops.go_on(asked, 512)
+    assert asked.shared_prefix_boundary == 736

@@ -261,10 +261,17 @@ def test_groups_with_windows_and_states_are_exact(tmp_path, kind, make, groups):
     assert report["blocks"] == report["blocks without"]
     prompts = report["prompts"].values()
     assert [prompt["first"] for prompt in prompts] == [0, 0]
-    assert [prompt["hit"] for prompt in prompts] == [2048, 2048]
-    at_end = [2176, 2432] if kind == "states" else [2048, 2304]  # whole chunks
+    # The whole chunks of the document: of states these are blocks.
+    states = kind == "states"
+    assert [prompt["hit"] for prompt in prompts] == ([1792, 2176] if states else [1792, 2048])
+    at_end = [2048, 2432] if states else [2048, 2304]
     assert [prompt["same prompt"] for prompt in prompts] == at_end
     assert all(len(prompt["compared"]) == groups for prompt in prompts)
     assert [prompt["different"] for prompt in prompts] == [[], []]
     assert all(prompt["same answer"] for prompt in prompts)
+    # Longer than what states are kept for: they are kept where the second prompt parts.
+    assert report["long questions"] == ([0, 0, 0] if states else [0, 1792, 1792])
     assert report["groups of a planted fault"] == list(range(groups))
+    failed = report["after a failed load"]
+    assert failed["promised"] > 0
+    assert failed["same answer"]

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from lmcache_xpu import versions
 from lmcache_xpu.cli import app
-from lmcache_xpu.errors import SettingsError, VersionError
-from lmcache_xpu.launch import model_support, serve
+from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.launch import serve
 from lmcache_xpu.launch.model_support import (
     check_layers,
     check_offload,
@@ -23,7 +23,6 @@ from lmcache_xpu.launch.model_support import (
     with_layers,
 )
 from lmcache_xpu.launch.settings import Settings
-from lmcache_xpu.versions import GROUPS_SINCE_VLLM, Versions
 
 pytestmark = [
     pytest.mark.filterwarnings(rf"ignore::DeprecationWarning:{package}\..*")
@@ -56,8 +55,6 @@ NOT_BY_LAYER = {
     "mistral": "layers of attention to a window",
     "gemma4_text": "heads of several sizes",
 }
-OLD = Versions(versions.TESTED["lmcache"][-1], versions.TESTED["vllm"][0], None)
-NEW = Versions(versions.TESTED["lmcache"][0], GROUPS_SINCE_VLLM, None)
 
 
 def config(kind: str):
@@ -69,21 +66,9 @@ def saved(kind: str, path, **settings) -> Settings:
     return Settings.load({"model": str(path), **settings})
 
 
-@pytest.fixture
-def older(monkeypatch):
-    """A vLLM that serves one KV cache group alone."""
-    monkeypatch.setattr(model_support, "installed", lambda: OLD)
-
-
-@pytest.fixture
-def newer(monkeypatch):
-    monkeypatch.setattr(model_support, "installed", lambda: NEW)
-
-
-@pytest.mark.parametrize("here", [None, NEW])
 @pytest.mark.parametrize("kind", [*SERVED, *WINDOWS, *GROUPS])
-def test_what_has_attention_is_served(kind, here):
-    check_offload(config(kind), here)
+def test_what_has_attention_is_served(kind):
+    check_offload(config(kind))
 
 
 @pytest.mark.parametrize(("kind", "why"), REFUSED.items())
@@ -92,17 +77,6 @@ def test_others_are_refused_with_the_cause(kind, why, layerwise):
     with pytest.raises(SettingsError, match=re.escape(why)) as refusal:
         check_offload(config(kind), layerwise=layerwise)
     assert "--no-offload" in refusal.value.fix
-
-
-@pytest.mark.parametrize("kind", GROUPS)
-def test_older_vllm_is_refused_for_states_and_heads_of_several_sizes(kind):
-    with pytest.raises(VersionError, match=f"vLLM {GROUPS_SINCE_VLLM} or newer"):
-        check_offload(config(kind), OLD)
-
-
-@pytest.mark.parametrize("kind", [*SERVED, *WINDOWS])
-def test_older_vllm_serves_one_group(kind):
-    check_offload(config(kind), OLD)
 
 
 @pytest.mark.parametrize(("kind", "why"), NOT_BY_LAYER.items())
@@ -120,59 +94,18 @@ def test_layer_by_layer_windows_are_served_beside_whole_attention(kind):
 
 
 @pytest.mark.parametrize("cache", ["auto", "in-process", "server"])
-@pytest.mark.parametrize("command", [["serve", "--dry-run"], ["serve"], ["doctor", "--model"]])
-def test_all_commands_judge_the_installed_versions(command, cache, tmp_path, monkeypatch, older):
-    monkeypatch.setattr(os, "execvpe", lambda *_: pytest.fail("vLLM was started"))
-    monkeypatch.setenv("LMCACHE_XPU_CACHE", cache)
-    config("qwen3_5").save_pretrained(tmp_path)
-    done = CliRunner().invoke(app, [*command, str(tmp_path)], catch_exceptions=False)
-    assert done.exit_code, done.output
-    assert f"vLLM {GROUPS_SINCE_VLLM} or newer" in " ".join(done.output.split())
-
-
-@pytest.mark.parametrize("cache", ["auto", "in-process", "server"])
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3_text", "gpt_oss", "gemma4_text"])
-def test_the_model_does_not_change_where_lmcache_runs(kind, cache, tmp_path, newer):
+def test_the_model_does_not_change_where_lmcache_runs(kind, cache, tmp_path):
     settings = saved(kind, tmp_path, cache=cache)
     kinds = check_layers(settings)
     assert kinds is not None
     assert with_layers(settings, kinds) == settings
 
 
-HYBRID_OFF = "--disable-hybrid-kv-cache-manager"
-
-
-@pytest.mark.parametrize("kind", WINDOWS)
-def test_older_vllm_keeps_windows_as_it_keeps_the_prompt(kind, tmp_path, older):
-    """After the user's own arguments, which stay."""
-    settings = saved(kind, tmp_path, extra_args=("--seed", "1"))
-    kinds = check_layers(settings)
-    assert kinds is not None
-    assert with_layers(settings, kinds).extra_args == ("--seed", "1", HYBRID_OFF)
-
-
-@pytest.mark.parametrize("kind", SERVED)
-def test_older_vllm_gets_no_argument_for_one_group(kind, tmp_path, older):
-    """Of windows in every layer it keeps the windows alone."""
-    settings = saved(kind, tmp_path)
-    kinds = check_layers(settings)
-    assert kinds is not None
-    assert with_layers(settings, kinds) == settings
-
-
-@pytest.mark.parametrize("cache", ["auto", "server"])
-def test_a_start_with_older_vllm_has_that_argument(cache, tmp_path, older, monkeypatch):
-    config("gpt_oss").save_pretrained(tmp_path)
-    monkeypatch.setattr(serve, "built_for", lambda: "xpu")
-    command = ["serve", str(tmp_path), "--dry-run", "--cache", cache]
-    done = CliRunner().invoke(app, command, catch_exceptions=False)
-    assert HYBRID_OFF in done.output.split()
-
-
 @pytest.mark.parametrize(("options", "chunk"), [([], 1), (["--chunk-tokens", "544"], 544)])
 @pytest.mark.parametrize("cache", ["auto", "server"])
 def test_a_model_with_states_has_chunks_of_one_block_unless_told(
-    options, chunk, cache, tmp_path, monkeypatch, newer
+    options, chunk, cache, tmp_path, monkeypatch
 ):
     config("qwen3_5").save_pretrained(tmp_path)
     monkeypatch.setattr(serve, "built_for", lambda: "xpu")
@@ -182,7 +115,7 @@ def test_a_model_with_states_has_chunks_of_one_block_unless_told(
     assert said in done.output
 
 
-def test_the_chunks_of_a_server_that_runs_are_its_own(tmp_path, newer):
+def test_the_chunks_of_a_server_that_runs_are_its_own(tmp_path):
     settings = saved("qwen3_5", tmp_path, cache="server", server_url="ipc:///run/kv/server.sock")
     kinds = check_layers(settings)
     assert kinds is not None
@@ -227,7 +160,7 @@ def test_all_commands_refuse_in_the_same_words_before_vllm_starts(kind, tmp_path
 
 
 @pytest.mark.parametrize("command", [["serve", "--dry-run"], ["serve"], ["doctor", "--model"]])
-def test_layerwise_is_refused_before_vllm_starts(command, tmp_path, monkeypatch, newer):
+def test_layerwise_is_refused_before_vllm_starts(command, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "execvpe", lambda *_: pytest.fail("vLLM was started"))
     monkeypatch.setenv("LMCACHE_XPU_LAYERWISE", "true")
     config("gemma4_text").save_pretrained(tmp_path)
@@ -316,7 +249,7 @@ def test_size_counts_in_the_type_that_serve_would_use(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_is_refused_is_served_where_nothing_is_offloaded(kind, tmp_path, newer):
+def test_what_is_refused_is_served_where_nothing_is_offloaded(kind, tmp_path):
     with pytest.raises(SettingsError, match="--no-offload"):
         check_layers(saved(kind, tmp_path))
     assert check_layers(saved(kind, tmp_path, offload=False)) is None

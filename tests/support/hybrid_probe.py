@@ -15,13 +15,18 @@ from typing import Any
 from support.probes import end_with
 from support.real_engine import Engine, prompt
 
-STEP, QUESTION = 2048, 200  # tokens
-DOCUMENTS = (2100, 2248)  # whose first questions end in other blocks
+STEP, QUESTION, LONG_QUESTION = 2048, 200, 700  # tokens
+DOCUMENTS = (1900, 2248)  # the first ends within the first step, the other behind it
 KINDS: dict[str, dict[str, Any]] = {
     "windows": {"dtype": "float32"},
     "windows alone": {"dtype": "float32", "load_format": "dummy"},
     "stretches": {"dtype": "float32", "load_format": "dummy"},
-    "states": {"dtype": "bfloat16", "load_format": "dummy", "mamba_cache_mode": "align"},
+    "states": {
+        "dtype": "bfloat16",
+        "load_format": "dummy",
+        "mamba_cache_mode": "align",
+        "mamba_ssm_cache_dtype": "float32",  # vLLM 0.26 has no other kernel for CPU
+    },
 }
 computed: dict[tuple[int, int], list[str]] = {}  # by group and place in the prompt
 brought: dict[tuple[int, int], list[str]] = {}
@@ -64,7 +69,7 @@ def watch(worker) -> None:
 
     connector = get_kv_transfer_group()
     transfers, spans = connector.worker_half.transfers, block_tokens(connector._kv_cache_config)
-    store, load, finished = transfers.store, transfers.load, connector.get_transfer_results
+    store, load, ended = transfers.store, transfers.load, connector.worker_half.take_ended
     loading = {}
 
     def submit_store(chunks: Any, *args: Any) -> Any:
@@ -75,14 +80,14 @@ def watch(worker) -> None:
         loading[chunks.request_id] = chunks
         return load(chunks, *args)
 
-    def get_results(names: set[str]) -> Any:
-        results = finished(names)
-        for name in results.finished_recving - results.failed_recving:
+    def take_ended() -> Any:
+        names, failed = ended()
+        for name in names - failed:
             brought.update(digests(worker, loading.pop(name), spans))
-        return results
+        return names, failed
 
     transfers.store, transfers.load = submit_store, submit_load
-    connector.get_transfer_results = get_results
+    connector.worker_half.take_ended = take_ended
 
 
 def zero_all(worker) -> None:
@@ -104,12 +109,14 @@ def is_busy(worker) -> bool:
     return get_kv_transfer_group().worker_half.transfers.busy
 
 
-def ask(engine: Engine, length: int, question: int, **salt: str) -> tuple[list[int], int]:
+def ask(
+    engine: Engine, length: int, question: int, tokens: int = QUESTION, **salt: str
+) -> tuple[list[int], int]:
     """Ask about a document with an empty cache; the answer, and the tokens that were hit."""
     engine.llm.reset_prefix_cache()
     engine.llm.collective_rpc(zero_all)
     before = engine.external_hits()
-    answer = engine.ask(prompt(length) + prompt(QUESTION + question)[:QUESTION], **salt)
+    answer = engine.ask(prompt(length) + prompt(tokens + question)[:tokens], **salt)
     wait_until_idle(engine)
     return answer, engine.external_hits() - before
 
@@ -134,11 +141,18 @@ def look(engine: Engine) -> dict[str, Any]:
             "compared": {n: sum(key[0] == n for key in brought) for n in {k[0] for k in brought}},
             "different": different,
         }
+    report["long questions"] = [
+        ask(engine, DOCUMENTS[0], number, LONG_QUESTION, cache_salt="long")[1]
+        for number in range(3)
+    ]
     engine.llm.collective_rpc(break_loads)
     brought.clear()
     ask(engine, DOCUMENTS[-1], 1)
     different = {key[0] for key in brought if of_computed.get(key) != brought[key]}
     report["groups of a planted fault"] = sorted(different)
+    engine.llm.collective_rpc(fail_loads)
+    again, hit = ask(engine, DOCUMENTS[-1], 2)
+    report["after a failed load"] = {"promised": hit, "same answer": again == answer}
     return report
 
 
@@ -156,6 +170,16 @@ def break_loads(worker) -> None:
             return handles
 
         copies.load = load
+
+
+def fail_loads(worker) -> None:
+    """From now on, each load ends with an error."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    def load(chunks: Any, objects: Any) -> Any:
+        raise RuntimeError("planted")
+
+    get_kv_transfer_group().worker_half.transfers.groups[-1].load = load
 
 
 def blocks(llm: Any) -> int:

@@ -11,6 +11,7 @@ pytest.importorskip("vllm")
 from vllm.config import SchedulerConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
 
 from lmcache_xpu.launch.engine_arguments import SCHEDULER
 from lmcache_xpu.versions import vllm
@@ -154,12 +155,35 @@ def test_blocks_of_a_load_that_is_still_waited_for_are_left_to_vllm():
         Running(None, RUNNING),
         Running(SimpleNamespace(_connectors=[SimpleNamespace()]), RUNNING),
         Running(Ours(), RUNNING, policy="fail"),
-        Running(Ours(), RUNNING, groups=2),
     ],
-    ids=["no connector", "others alone", "the policy fail", "several groups"],
+    ids=["no connector", "others alone", "the policy fail"],
 )
 def test_what_is_not_ours_is_passed_on(scheduler):
     assert handle(scheduler, {2}) == {"from the original"}
     assert scheduler.passed == {2}
     assert len(scheduler.running) == len(RUNNING)
     assert not scheduler.evicted
+
+
+def test_of_several_groups_a_waiting_request_whose_load_failed_is_computed_anew():
+    """vLLM before 0.30 would end the engine; newer names requests, not blocks."""
+    blocks = {"failed": ([1], [7]), "loading": ([2], [8]), "asking": ([3], [9])}
+    ours = Ours()
+    scheduler = Running(ours, RUNNING, groups=2)
+    scheduler.kv_cache_manager.get_block_ids = blocks.__getitem__
+    scheduler.failed_recving_kv_req_ids = set()
+    scheduler.skipped_waiting = [
+        SimpleNamespace(
+            request_id=name,
+            num_computed_tokens=256,
+            status=getattr(
+                RequestStatus, "WAITING" if name == "asking" else "WAITING_FOR_REMOTE_KVS"
+            ),
+        )
+        for name in blocks
+    ]
+    assert handle(scheduler, {7, 9}) == set()
+    assert scheduler.failed_recving_kv_req_ids == {"failed"}
+    computed = {each.request_id: each.num_computed_tokens for each in scheduler.skipped_waiting}
+    assert computed == {"failed": 0, "loading": 256, "asking": 256}
+    assert not hasattr(scheduler, "passed")

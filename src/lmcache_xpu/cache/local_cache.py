@@ -213,12 +213,7 @@ class LocalCache:
             chunks: number of chunks.
             in_memory: nothing is loaded from other tiers, and `hit_chunks` knows at once.
         """
-        rows = [
-            GroupedObjectKeys(keys[:chunks], group, layout, window or -1)
-            for group, (keys, layout, window) in enumerate(
-                zip(prompt.by_group, self._layouts, self._windows, strict=True)
-            )
-        ]
+        rows = self._rows(prompt, chunks)
         return begin_prefetch(self._storage, rows, in_memory=in_memory)
 
     def hit_chunks(self, handle: Any) -> int | None:
@@ -230,6 +225,17 @@ class LocalCache:
             CPU_USED_BYTES.set(self.memory_use()[0])
         hit, _ = fold_unfold_grouped(result.hit_cells, [each or -1 for each in self._windows])
         return int(hit)
+
+    def attention_chunks(self, prompt: PromptKeys, chunks: int) -> int:
+        """Return the first chunks that memory has of all groups of whole attention."""
+        rows = [row for row in self._rows(prompt, chunks) if not self._windows[row.object_group_id]]
+        if not rows:
+            return 0
+        handle = begin_prefetch(self._storage, rows, in_memory=True)
+        cells = self._storage.query_prefetch_status(handle).hit_cells
+        shared, _ = fold_unfold_grouped(cells, [-1] * len(rows))
+        self._room.unlock([key for row in rows for key in row.keys[:shared]])
+        return int(shared)
 
     def unlock(self, prompt: PromptKeys, hit: int, first: int, last: int) -> None:
         """Let chunks from `first` up to `last`, of a hit of so many, be evicted again."""
@@ -299,6 +305,15 @@ class LocalCache:
             for name in [name for name, cache in self._of_engines.items() if cache is self]:
                 del self._of_engines[name]
         self._storage.close()
+
+    def _rows(self, prompt: PromptKeys, chunks: int) -> list[GroupedObjectKeys]:
+        """Return LMCache's names of the first chunks of a prompt, by KV cache group."""
+        return [
+            GroupedObjectKeys(keys[:chunks], group, layout, window or -1)
+            for group, (keys, layout, window) in enumerate(
+                zip(prompt.by_group, self._layouts, self._windows, strict=True)
+            )
+        ]
 
     def _chunks(self, key: TokenRange) -> tuple[int, int]:
         return key.start // self.chunk_tokens, key.end // self.chunk_tokens

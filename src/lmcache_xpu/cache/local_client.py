@@ -93,6 +93,11 @@ class LocalLookUps:
         hit = self._asked(tokens).hit
         return None if hit is None else hit * self._local.chunk_tokens
 
+    def shared(self, tokens: TokenRange) -> int:
+        """Return the tokens of a prefix that memory has of all layers of whole attention."""
+        size = self._local.chunk_tokens
+        return self._local.attention_chunks(tokens.tokens, tokens.end // size) * size
+
     def forget(self, request_id: str) -> None:
         """Forget a request's look-up, whose chunks others unlock."""
         self._lookups.pop(request_id, None)

@@ -87,6 +87,10 @@ class LookUps:
             self._take_answers()
         return lookup.hit_tokens
 
+    def shared(self, tokens: TokenRange) -> int:
+        """Return 0: LMCache's server says of a prefix only what can be hit."""
+        return 0
+
     def forget(self, request_id: str) -> None:
         """Forget a request's look-up."""
         self._lookups.pop(request_id, None)

@@ -204,6 +204,12 @@ class CacheLookUps(Protocol):
             Whole chunks of tokens, or None while the cache looks: vLLM asks again in its next step.
         """
 
+    def shared(self, tokens: TokenRange) -> int:
+        """Return the tokens of a prefix of whole chunks that all layers of whole attention have.
+
+        Where layers keep states, or a window, that may be more than can be hit; nothing is locked.
+        """
+
     def forget(self, request_id: str) -> None:
         """Forget a look-up, whose chunks a load or `release` unlocks."""
 

@@ -92,8 +92,6 @@ class LMCacheXPUServerConnector(StatsHooks, KVConnectorBase_V1, SupportsHMA):  #
         from lmcache_xpu.model.kv_cache_groups import block_tokens, cache_groups
 
         groups = cache_groups(kv_cache_config)
-        if len(groups) > 1:
-            versions.check_groups(versions.installed())
         alignment = BlockSizes(1, block_tokens(kv_cache_config)).alignment
         is_worker = role is KVConnectorRole.WORKER
         client = _client(vllm_config, options, url, alignment, is_worker=is_worker)
@@ -106,7 +104,7 @@ class LMCacheXPUServerConnector(StatsHooks, KVConnectorBase_V1, SupportsHMA):  #
             )
         else:
             self.scheduler_half = SchedulerHalf(
-                vllm_config, kv_cache_config, options, client, len(groups)
+                vllm_config, kv_cache_config, options, client, groups
             )
             client.start_heartbeat(beat_s)
 

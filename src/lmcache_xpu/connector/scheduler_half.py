@@ -10,7 +10,7 @@ finished        a request has ended
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from lmcache_xpu.connector.keys import Keys
 from lmcache_xpu.connector.kv_events import KVEvents
 from lmcache_xpu.connector.load_policy import LoadPolicy
 from lmcache_xpu.connector.request_guard import Promises, guarded
+from lmcache_xpu.connector.state_stops import StateStops
 from lmcache_xpu.connector.step import Step, WorkerReport, written_blocks
 from lmcache_xpu.connector.tracked_request import BlockSizes, TrackedRequest
 from lmcache_xpu.model.kv_cache_groups import block_tokens
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from lmcache_xpu.connector.worker_half import WorkerHalf
+    from lmcache_xpu.model.kv_cache_groups import CacheGroup
 
 __all__ = ["SchedulerHalf"]
 
@@ -43,7 +45,7 @@ LOADS, ANSWERS = "xpu.loads", "lmcache.mp.save_decode_cache"
 
 
 class SchedulerHalf:
-    """Called with requests and steps by vLLM's scheduler; `groups` KV cache groups are stored."""
+    """Called with requests and steps by vLLM's scheduler; `groups` of the KV cache are stored."""
 
     def __init__(
         self,
@@ -51,18 +53,20 @@ class SchedulerHalf:
         kv_cache_config: KVCacheConfig,
         options: Mapping[str, Any],
         client: Cache,
-        groups: int,
+        groups: Sequence[CacheGroup],
     ) -> None:
         sizes = BlockSizes.of(config, block_tokens(kv_cache_config), client.chunk_tokens)
         self.collection = GarbageCollection()
         self.events = KVEvents.of_engine(config, client.local, kv_cache_config)
         self.policy = LoadPolicy(tuning_of(current_platform.device_type))
-        self.promises = Promises(sizes.block_tokens[0] if groups == 1 else None)
+        self.promises = Promises(sizes.block_tokens[0] if len(groups) == 1 else None)
         self._config = config
         self._client = client
         self._sizes = sizes
         self._lookups = client.lookups(self.policy)
         self._keys = Keys(config, kv_cache_config, client.chunk_tokens)
+        keeps_states = any(group.recurrent for group in groups)
+        self._stops = StateStops(sizes.alignment) if keeps_states else None
         self._requests: dict[str, TrackedRequest] = {}
         self._loads: dict[str, TokenRange] = {}  # of the next step, by request
         self._asked: set[str] = set()  # requests of them whose chunks a worker has asked for
@@ -70,7 +74,9 @@ class SchedulerHalf:
         # Requests that wait for loads which others may wait for as well, to take the same blocks.
         self._shared: dict[str, TrackedRequest] = {}
         # Of several groups some need the end of a prefix alone.
-        self._shares = groups == 1 and getattr(config.cache_config, "enable_prefix_caching", False)
+        self._shares = len(groups) == 1 and getattr(
+            config.cache_config, "enable_prefix_caching", False
+        )
         self._stores_answers = bool(options.get(ANSWERS, False))
         self._stores = config.kv_transfer_config.is_kv_producer
         # Engines that share requests may compute in step: one that waits holds the others up.
@@ -81,7 +87,7 @@ class SchedulerHalf:
         may_load_in_steps = (
             config.parallel_config.world_size == 1
             and not kv_cache_config.needs_kv_cache_zeroing
-            and len(kv_cache_config.kv_cache_groups) == groups == 1
+            and len(kv_cache_config.kv_cache_groups) == len(groups) == 1
         )
         self._chosen_loads: Any = options.get(LOADS, "auto") if may_load_in_steps else "async"
 
@@ -128,6 +134,8 @@ class SchedulerHalf:
             tracked = self._requests[name] = self._new(request, kept)
         # It must compute its whole prompt, or a load of it has failed.
         if request.skip_reading_prefix_cache or name in self._given_up:
+            if self._stops is not None:
+                self._stops.begin(request, kept, 0)
             return 0, False
         if any(other.loads_first_of(request, kept) for other in self._shared.values()):
             return None, True
@@ -136,6 +144,9 @@ class SchedulerHalf:
         if hit is None:
             return None, True
         tracked.looked_up(hit, kept)
+        if self._stops is not None:
+            shared = self._lookups.shared(tracked.whole_chunks())
+            self._stops.begin(request, max(hit, kept), shared)
         # Of a whole prompt the last token is computed.
         tokens = hit - kept - (hit == request.num_tokens)
         if tokens <= 0 or (mode := self.policy.choose(request, kept, tokens)) == "computed":
@@ -182,6 +193,8 @@ class SchedulerHalf:
         self._given_up.discard(name)
         self._keys.finished(name)
         self.policy.finished(name)
+        if self._stops is not None:
+            self._stops.finished(name)
         self.promises.finished(name)
         self._lookups.end(name)
 
@@ -288,6 +301,8 @@ class SchedulerHalf:
             if (blocks := new_blocks.get(name)) and name not in cached.resumed_req_ids:
                 tracked.add_blocks(blocks)
             end = tokens + output.num_scheduled_tokens[name]
+            if self._stops is not None:
+                self._stops.go_on(tracked.request, end)
             store = tracked.store(end, answers=self._stores_answers)
             if self.events is not None:
                 self.events.describe(tracked)

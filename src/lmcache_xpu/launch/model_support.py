@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.settings import Settings
 from lmcache_xpu.model.layer_kinds import OTHER_WAYS, LayerKinds, read_config
-from lmcache_xpu.versions import Versions, check_groups, installed, serves_groups
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -23,19 +22,15 @@ HUB_ANSWER_S = 3.0
 PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "VLLM_USE_MODELSCOPE")
 
 
-def check_offload(
-    config: PretrainedConfig, here: Versions | None = None, *, layerwise: bool = False
-) -> LayerKinds:
+def check_offload(config: PretrainedConfig, *, layerwise: bool = False) -> LayerKinds:
     """Return the kinds of a language model's layers, if a prefix can be restored into them.
 
     Args:
         config: of the model.
-        here: versions that have to do it; None: any that are accepted.
         layerwise: with LMCache's own engine.
 
     Raises:
         SettingsError: it can't; names the layers, and what can be done.
-        VersionError: other versions could.
     """
     kinds = LayerKinds.of_config(config)
     if kinds.strange or (kinds.states and not kinds.attention):
@@ -44,11 +39,9 @@ def check_offload(
             "attention to the prompt or to a window of it, or states beside such layers",
             "A prefix can't be restored into other layers: serve this model with --no-offload.",
         )
-    widths = _widths_differ(config)
     if not layerwise:
-        if (kinds.states or widths) and here is not None:
-            check_groups(here)
         return kinds
+    widths = _widths_differ(config)
     if kinds.states or widths or (kinds.window and not kinds.whole):
         layers = "heads of several sizes" if widths else f"layers of {', '.join(kinds.names)}"
         raise SettingsError(
@@ -60,14 +53,13 @@ def check_offload(
 
 
 def check_layers(settings: Settings) -> LayerKinds | None:
-    """Refuse a model into whose layers no prefix can be restored, with what is installed.
+    """Refuse a model into whose layers no prefix can be restored.
 
     Of a model on a hub it reads what was downloaded before. What it can't read is left to the
     engine, where the connector refuses the same; then there are no kinds.
 
     Raises:
         SettingsError: names the layers.
-        VersionError: names the versions that could.
     """
     if not settings.offload:
         return None
@@ -75,7 +67,7 @@ def check_layers(settings: Settings) -> LayerKinds | None:
         config = read_config(settings.model, cached=True)
     except SettingsError:
         return None
-    return check_offload(config, installed(), layerwise=settings.layerwise)
+    return check_offload(config, layerwise=settings.layerwise)
 
 
 def with_layers(settings: Settings, kinds: LayerKinds) -> Settings:
@@ -83,7 +75,7 @@ def with_layers(settings: Settings, kinds: LayerKinds) -> Settings:
 
     With states a chunk is one block: a state is kept at the end of any block. LMCache rounds a
     chunk up to whole blocks when the engine registers, which alone knows them, as a block of
-    attention has to be as large as a state. An older vLLM keeps windows as it keeps the prompt.
+    attention has to be as large as a state.
     """
     if (
         kinds.states
@@ -91,9 +83,6 @@ def with_layers(settings: Settings, kinds: LayerKinds) -> Settings:
         and settings.server_url is None
     ):
         settings = settings.model_copy(update={"chunk_tokens": 1})
-    if kinds.window and kinds.whole and not serves_groups(installed()):
-        args = (*settings.extra_args, "--disable-hybrid-kv-cache-manager")
-        settings = settings.model_copy(update={"extra_args": args})
     return settings
 
 

@@ -9,16 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.versions import GROUPS_SINCE_VLLM
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 __all__ = ["OTHER_WAYS", "LayerKinds", "read_config", "states_error"]
 
-OTHER_WAYS = (
-    f"Leave layerwise off (vLLM {GROUPS_SINCE_VLLM} or newer), or use --no-offload (plain vLLM)."
-)
+OTHER_WAYS = "Leave layerwise off, or use --no-offload (plain vLLM)."
 
 # transformers makes its names when they are asked for. Of two threads that ask first at once, one
 # may be told that there is no such name.

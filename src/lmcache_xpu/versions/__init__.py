@@ -16,9 +16,6 @@ TESTED: dict[str, tuple[str, ...]] = {
     "vllm": ("0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"),
 }
 
-# With several KV cache groups vLLM has to be told of failed loads request by request.
-GROUPS_SINCE_VLLM = "0.30.0"
-
 # What vLLM's images for Intel GPUs have, with LMCache beside it, of the packages that both ask for.
 # LMCache's wheel asks for older ones; pyproject.toml says what holds.
 _TO_0_28 = {
@@ -113,25 +110,6 @@ def check(versions: Versions, environment: Mapping[str, str] = os.environ) -> No
             f"LMCache {versions.lmcache} with vLLM {versions.vllm}",
             f"LMCache {tested_versions('lmcache')} with vLLM {tested_versions('vllm')}",
             f"Install a tested version, or set {UNTESTED_VARIABLE}=1 to go on at your own risk.",
-        )
-
-
-def serves_groups(versions: Versions) -> bool:
-    """Whether this vLLM, if any, can serve a model with several KV cache groups."""
-    return not versions.vllm or Version(versions.vllm) >= Version(GROUPS_SINCE_VLLM)
-
-
-def check_groups(versions: Versions) -> None:
-    """Refuse a vLLM that serves no model with several KV cache groups.
-
-    Raises:
-        VersionError: names what is installed, and what is needed.
-    """
-    if not serves_groups(versions):
-        raise VersionError(
-            f"a model with windows or states, and vLLM {versions.vllm}",
-            "one that is told which requests' loads failed",
-            f"Install vLLM {GROUPS_SINCE_VLLM} or newer, or use --no-offload.",
         )
 
 

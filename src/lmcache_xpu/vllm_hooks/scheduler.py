@@ -13,6 +13,7 @@ does the same to running requests when its prefix cache is reset.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -57,7 +58,8 @@ def beginning_anew(original: Handler) -> Handler:
     """Make the replacement of `Scheduler._handle_invalid_blocks`, or a subclass's.
 
     It passes to the original what does not concern it: other connectors alone, the policy `fail`,
-    several KV cache groups, and blocks of loads that requests wait for.
+    and blocks of loads that requests wait for, but of several KV cache groups. There the original
+    of vLLM before 0.30 ends the engine, and newer vLLM is told of requests, not of blocks.
     """
 
     @functools.wraps(original)
@@ -66,7 +68,8 @@ def beginning_anew(original: Handler) -> Handler:
         if not (connectors and scheduler.recompute_kv_load_failures):
             return original(scheduler, invalid, scheduled)
         if len(scheduler.kv_cache_config.kv_cache_groups) > 1:
-            return original(scheduler, invalid, scheduled)
+            _fail_waiting(scheduler, invalid)
+            return set()
         again, stale = _preempt(scheduler, invalid, scheduled)
         for connector in connectors:
             for request_id in again:
@@ -84,6 +87,21 @@ def _connectors_of(connector: Any) -> Iterator[Any]:
         yield connector
     for inner in getattr(connector, "_connectors", ()):
         yield from _connectors_of(inner)
+
+
+def _fail_waiting(scheduler: Any, invalid: set[int]) -> None:
+    """Let waiting requests begin anew whose loads left some of these blocks unfilled.
+
+    vLLM frees all blocks of a failed request that has no token computed, and looks it up again.
+    """
+    from vllm.v1.request import RequestStatus
+
+    for request in scheduler.skipped_waiting:
+        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+            groups = scheduler.kv_cache_manager.get_block_ids(request.request_id)
+            if not invalid.isdisjoint(itertools.chain(*groups)):
+                request.num_computed_tokens = 0
+                scheduler.failed_recving_kv_req_ids.add(request.request_id)
 
 
 def _preempt(
