@@ -110,7 +110,7 @@ def make(monkeypatch):
             kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)] * groups,
             needs_kv_cache_zeroing=zeroes,
         )
-        stored = [SimpleNamespace(recurrent=recurrent)] * groups
+        stored = [SimpleNamespace(recurrent=recurrent, window=None)] * groups
         options = {"xpu.loads": loads, "lmcache.mp.save_decode_cache": answers}
         client = Mock(chunk_tokens=CHUNK, local=None, lookups=lambda policy: LookUps())
         half = SchedulerHalf(config, kv_cache, options, client, stored)
@@ -521,9 +521,9 @@ def test_a_look_up_that_fails_is_made_again_without_the_server():
 def test_steps_end_where_states_can_be_hit_again(make):
     """At first where earlier prompts parted, then below the prompt's end."""
     half = make(recurrent=True)
-    half._lookups.hit, half._lookups.shared = 0, lambda tokens: 512
+    half._lookups.hit, half._lookups.shared = 0, lambda tokens: 256
     asked = request(shared_prefix_boundary=0)
     half.matched_tokens(asked, 0)
+    assert asked.shared_prefix_boundary == 256
+    half._ends.go_on(asked, 256)
     assert asked.shared_prefix_boundary == 512
-    half._stops.go_on(asked, 512)
-    assert asked.shared_prefix_boundary == 736

@@ -117,10 +117,12 @@ def test_models_that_are_not_offloaded_are_refused(tmp_path, config):
         ({"model_type": "mistral", "sliding_window": 4096}, 32),
     ],
 )
-def test_tiers_hold_the_whole_prompt_of_layers_with_windows(tmp_path, config, layers):
-    """Until it is evicted; the engine keeps the window alone, so there is no price to be said."""
+def test_tiers_hold_the_whole_of_a_short_prompt_also_of_layers_with_windows(
+    tmp_path, config, layers
+):
     shape = KVShape.of_model(write(tmp_path, config))
-    assert (shape.layers, shape.notes) == (layers, ())
+    assert shape.layers == layers
+    assert shape.history_bytes(2048, 256) == 2048 * shape.token_bytes
 
 
 ONCE = "each {} devices hold the same, and one of them stores it for all"
@@ -249,14 +251,30 @@ def test_states_count_once_a_step_and_not_per_token(tmp_path):
     shape = KVShape.of_model(model)
     state = 48 * (48 * 128 * 128 * 4 + 3 * (2 * 16 * 128 + 48 * 128) * 2)
     assert (shape.layers, shape.token_bytes, shape.state_bytes) == (16, 16 * 2 * 4 * 256 * 2, state)
-    assert shape.chunk_bytes(512) == 512 * shape.token_bytes + state // 4
-    assert shape.chunk_bytes(4096) == 4096 * shape.token_bytes + state  # one state ends a chunk
+    assert shape.history_bytes(1024, 512) == 1024 * shape.token_bytes + 2 * state
+    # A state ends a chunk that is longer than a step.
+    assert shape.history_bytes(8192, 4096) == 8192 * shape.token_bytes + 3 * state
     halved = KVShape.of_model(model, tensor_parallel=2)
     assert (halved.token_bytes, halved.state_bytes) == (shape.token_bytes // 2, state // 2)
     command = ["size", model, "--context", "20480"]
     said = " ".join(CliRunner().invoke(app, command, catch_exceptions=False).output.split())
     assert "once for each 2,048 tokens" in said
-    assert f"{(20480 * shape.token_bytes + 10 * state) / 2**30:.2f} GiB per user" in said
+    assert f"{(20480 * shape.token_bytes + 11 * state) / 2**30:.2f} GiB per user" in said
+
+
+def test_windows_count_whole_in_a_short_history_and_in_few_places_of_a_long_one(tmp_path):
+    """20 of 24 layers of the usual Gemma 3 of this size attend to 1,024 tokens."""
+    layers = (["sliding_attention"] * 5 + ["full_attention"]) * 4
+    config = {"model_type": "gemma3_text", "num_hidden_layers": 24, "layer_types": layers}
+    model = write(tmp_path, {**config, "sliding_window": 1024})
+    shape = KVShape.of_model(model)
+    assert (shape.layers, shape.window_layers, shape.window) == (24, 20, 1024)
+    assert shape.history_bytes(8192, 256) == 8192 * shape.token_bytes
+    kept = 8192 + 8 * 1024
+    expected = shape.token_bytes * (4 * 61_440 + 20 * kept) // 24
+    assert shape.history_bytes(61_440, 256) == pytest.approx(expected, abs=1)
+    said = CliRunner().invoke(app, ["size", model, "--context", "61440"]).output
+    assert "20 layers attend to a window" in " ".join(said.split())
 
 
 def test_heads_of_several_sizes_are_counted_each(tmp_path):

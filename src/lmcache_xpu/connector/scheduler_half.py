@@ -18,11 +18,11 @@ from vllm.platforms import current_platform
 from vllm.v1.request import Request, RequestStatus
 
 from lmcache_xpu.cache.protocol import Cache, TokenRange
+from lmcache_xpu.connector.hit_ends import HitEnds
 from lmcache_xpu.connector.keys import Keys
 from lmcache_xpu.connector.kv_events import KVEvents
 from lmcache_xpu.connector.load_policy import LoadPolicy
 from lmcache_xpu.connector.request_guard import Promises, guarded
-from lmcache_xpu.connector.state_stops import StateStops
 from lmcache_xpu.connector.step import Step, WorkerReport, written_blocks
 from lmcache_xpu.connector.tracked_request import BlockSizes, TrackedRequest
 from lmcache_xpu.model.kv_cache_groups import block_tokens
@@ -65,8 +65,11 @@ class SchedulerHalf:
         self._sizes = sizes
         self._lookups = client.lookups(self.policy)
         self._keys = Keys(config, kv_cache_config, client.chunk_tokens)
-        keeps_states = any(group.recurrent for group in groups)
-        self._stops = StateStops(sizes.alignment) if keeps_states else None
+        # A server does not say where the attention of prompts parts: it keeps all windows.
+        self._ends = HitEnds(
+            groups if client.local else [each for each in groups if each.recurrent],
+            sizes.chunk_tokens,
+        )
         self._requests: dict[str, TrackedRequest] = {}
         self._loads: dict[str, TokenRange] = {}  # of the next step, by request
         self._asked: set[str] = set()  # requests of them whose chunks a worker has asked for
@@ -134,8 +137,8 @@ class SchedulerHalf:
             tracked = self._requests[name] = self._new(request, kept)
         # It must compute its whole prompt, or a load of it has failed.
         if request.skip_reading_prefix_cache or name in self._given_up:
-            if self._stops is not None:
-                self._stops.begin(request, kept, 0)
+            if self._ends:
+                self._ends.begin(request, kept, 0)
             return 0, False
         if any(other.loads_first_of(request, kept) for other in self._shared.values()):
             return None, True
@@ -144,9 +147,8 @@ class SchedulerHalf:
         if hit is None:
             return None, True
         tracked.looked_up(hit, kept)
-        if self._stops is not None:
-            shared = self._lookups.shared(tracked.whole_chunks())
-            self._stops.begin(request, max(hit, kept), shared)
+        if self._ends:
+            self._ends.begin(request, max(hit, kept), self._lookups.shared(tracked.whole_chunks()))
         # Of a whole prompt the last token is computed.
         tokens = hit - kept - (hit == request.num_tokens)
         if tokens <= 0 or (mode := self.policy.choose(request, kept, tokens)) == "computed":
@@ -193,8 +195,7 @@ class SchedulerHalf:
         self._given_up.discard(name)
         self._keys.finished(name)
         self.policy.finished(name)
-        if self._stops is not None:
-            self._stops.finished(name)
+        self._ends.finished(name)
         self.promises.finished(name)
         self._lookups.end(name)
 
@@ -301,13 +302,12 @@ class SchedulerHalf:
             if (blocks := new_blocks.get(name)) and name not in cached.resumed_req_ids:
                 tracked.add_blocks(blocks)
             end = tokens + output.num_scheduled_tokens[name]
-            if self._stops is not None:
-                self._stops.go_on(tracked.request, end)
+            self._ends.go_on(tracked.request, end)
             store = tracked.store(end, answers=self._stores_answers)
             if self.events is not None:
                 self.events.describe(tracked)
             if store is not None:
-                yield store
+                yield self._ends.kept(store)
 
     def _store_no_more(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:

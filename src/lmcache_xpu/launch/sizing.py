@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.model_support import check_offload, check_reachable
+from lmcache_xpu.model.kv_cache_groups import WINDOW_TOKENS
 from lmcache_xpu.model.layer_kinds import LayerKinds, read_config
 
 if TYPE_CHECKING:
@@ -29,16 +30,24 @@ class KVShape:
     dtype: str  # of the elements
     notes: tuple[str, ...] = ()  # for a reader
     state_bytes: int = 0  # of the states of all layers that keep one, at one place of a prompt
+    window_layers: int = 0  # of the layers, those that attend to a window
+    window: int = 0  # tokens
 
     @property
     def token_bytes(self) -> int:
         """Bytes per token on one device, without states."""
         return self.layers * self.width * ITEM_BYTES[self.dtype]
 
-    def chunk_bytes(self, tokens: int) -> int:
-        """Bytes of a chunk on one device, with its part of the state that ends a step."""
-        states = -(-self.state_bytes * tokens // max(STEP_TOKENS, tokens))
-        return tokens * self.token_bytes + states
+    def history_bytes(self, tokens: int, chunk_tokens: int) -> int:
+        """Bytes that a tier keeps of a history of whole chunks, on one device.
+
+        A state is kept for each step, and one below the end; see `connector.hit_ends`.
+        """
+        window = -(-self.window // chunk_tokens) * chunk_tokens
+        kept = min(tokens, WINDOW_TOKENS + window * (tokens // WINDOW_TOKENS + 1))
+        dropped = (tokens - kept) * self.token_bytes * self.window_layers // self.layers
+        states = -(-tokens // max(STEP_TOKENS, chunk_tokens)) + 1
+        return tokens * self.token_bytes - dropped + states * self.state_bytes
 
     def __str__(self) -> str:
         return f"{self.kind}, {self.layers} layers x {self.width} x {self.dtype}"
@@ -65,6 +74,13 @@ class KVShape:
         if kinds.states:
             layers, state_bytes = _states(config, kinds, dtype, tensor_parallel, pipeline_parallel)
             notes.append(_states_note(state_bytes))
+        windows = kinds.window if kinds.whole else 0  # all of the same kind are kept whole
+        window = int(getattr(config, "sliding_window", None) or 0) if windows else 0
+        if windows:
+            notes.append(
+                f"{windows} layers attend to a window: behind {WINDOW_TOKENS:,} tokens the CPU and "
+                "disk tiers keep it in few places"
+            )
         kind, width, copies = _layer(config, tensor_parallel)
         if copies:
             notes.append(copies)
@@ -75,6 +91,8 @@ class KVShape:
             dtype=dtype,
             notes=tuple(notes),
             state_bytes=state_bytes,
+            window_layers=-(-windows // pipeline_parallel),
+            window=window,
         )
 
 
@@ -121,16 +139,17 @@ def fit(
             "at least one whole chunk",
             "Nothing shorter is stored. Lower chunk_tokens, or expect no hits.",
         )
-    chunk_bytes = shape.chunk_bytes(chunk_tokens)
+    tokens = chunks * chunk_tokens
+    history = shape.history_bytes(tokens, chunk_tokens)
     tiers = {}
     for name, gib in tiers_gib.items():
         if gib is not None:
-            held = int(gib * GIB) // chunk_bytes
-            tiers[name] = Tier(gib, held * chunk_tokens, held // chunks, held // chunks >= users)
-    history = chunks * chunk_bytes
+            held = int(gib * GIB) / history
+            held_tokens = int(held * chunks) * chunk_tokens
+            tiers[name] = Tier(gib, held_tokens, int(held), held >= users)
     return Fit(
         token_bytes=shape.token_bytes,
-        history_tokens=chunks * chunk_tokens,
+        history_tokens=tokens,
         history_bytes=history,
         needed_gib=users * history / GIB,
         tiers=tiers,
@@ -197,7 +216,7 @@ def _states_note(state_bytes: int) -> str:
         return "the states of its other layers are not counted: their size is not known here"
     return (
         f"states of {state_bytes / 2**20:.1f} MiB, counted once for each {STEP_TOKENS:,} tokens, "
-        "as vLLM keeps them at the end of a step"
+        "as vLLM keeps them at the end of a step, and once below the end"
     )
 
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 NULL_BLOCK = 0  # vLLM's: it holds nothing
+# Up to so many tokens of a prompt all windows are kept, and behind them one for as many.
+WINDOW_TOKENS = 8192
 
 _WHOLE = ("FullAttentionSpec", "MLAAttentionSpec")
 _STRETCH, _STATE = "ChunkedLocalAttentionSpec", "MambaSpec"
