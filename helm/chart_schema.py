@@ -52,6 +52,11 @@ ObjectName = Annotated[str, Field(pattern=r"^([a-z0-9]([a-z0-9-]*[a-z0-9])?)?$")
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,18}[a-z0-9])?$")]
 
 
+def gone(instead: str) -> Any:
+    """The type of a value that earlier charts had: Helm's message says what to do instead."""
+    return Annotated[Any, Field(json_schema_extra={"enum": [f"gone: {instead}"]})]
+
+
 class Values(BaseModel):
     """A part of the values; keys that it does not have are mistakes."""
 
@@ -71,7 +76,7 @@ class Image(Values):
     registry: str
     tag: str = Field(pattern=r"^[A-Za-z0-9_.-]*$")
     digests: dict[
-        Literal["xpu", "cpu", "router", "loadtest"],
+        Literal["xpu", "cpu", "router"],
         Annotated[str, Field(pattern="^sha256:[0-9a-f]{64}$")],
     ]
     pullPolicy: Literal["IfNotPresent", "Always", "Never"]
@@ -122,6 +127,12 @@ class Startup(Values):
     limitS: Count
 
 
+class Probes(Values):
+    startup: Any_
+    readiness: Any_
+    liveness: Any_
+
+
 class Stop(Values):
     preStopS: Seconds
     marginS: Seconds
@@ -131,10 +142,16 @@ class Service(Values):
     type: Literal["ClusterIP", "NodePort", "LoadBalancer"]
     port: Annotated[int, Field(ge=1, le=65535)]
     annotations: Texts
+    spec: Annotated[
+        Any_,
+        Field(
+            json_schema_extra={"propertyNames": {"not": {"enum": ["type", "ports", "selector"]}}}
+        ),
+    ]
 
 
 class Pod(Values):
-    """Labels, annotations and place of a pod that is no engine."""
+    """Labels, annotations and place of pods that are no engine."""
 
     labels: Labels
     annotations: Texts
@@ -143,12 +160,12 @@ class Pod(Values):
     affinity: Any_
     topologySpreadConstraints: list[Any_]
     priorityClassName: str
+    schedulerName: str
 
 
-class RouterAutoscaling(Values):
-    enabled: bool
-    maxReplicas: Count
-    cpuPercent: Annotated[int, Field(ge=1)]
+# Of earlier charts.
+RouterAutoscaling = gone("set router.replicas")
+LoadtestJob = gone("run the image loadtest, docs/guides/kubernetes-operations.md#load-test")
 
 
 class EndpointPicker(Values):
@@ -162,8 +179,10 @@ class Router(Values):
     kind: Literal["none", "vllmRouter", "inferencePool"]
     policy: Literal["cache_aware", "consistent_hash", "round_robin", "random", "power_of_two"]
     replicas: Count
+    front: bool
     image: ImageName
     extraArgs: list[str]
+    extraEnv: list[Any_]
     resources: Any_
     spread: bool
     autoscaling: RouterAutoscaling
@@ -231,11 +250,14 @@ class Model(Values):
     shmGib: Gib
     scratchGib: Gib
     resources: Any_
+    strategy: Any_
+    probes: Probes
     startup: Startup
     stop: Stop
     annotations: Texts
     user: Count
     podSecurityContext: Any_
+    containerSecurityContext: Any_
     podLabels: Labels
     podAnnotations: Texts
     nodeSelector: Texts
@@ -245,7 +267,9 @@ class Model(Values):
     topologySpreadConstraints: list[Any_]
     priorityClassName: str
     runtimeClassName: str
+    schedulerName: str
     extraEnv: list[Any_]
+    extraEnvFrom: list[Any_]
     extraVolumes: list[Any_]
     extraVolumeMounts: list[Any_]
     initContainers: list[Any_]
@@ -270,6 +294,7 @@ class NetworkPolicy(Values):
     enabled: bool
     clients: list[Any_]
     monitors: list[Any_]
+    extraIngress: list[Any_]
 
 
 class Valkey(Values):
@@ -292,22 +317,6 @@ class Tests(Values):
     pod: Pod
 
 
-class Loadtest(Values):
-    enabled: bool
-    now: bool
-    model: str
-    users: Count
-    workload: Literal[
-        "multi-round", "conversations", "long-documents", "agents", "no-reuse", "trace"
-    ]
-    durationS: Count
-    args: list[str]
-    reportClaim: str
-    image: ImageName
-    resources: Any_
-    pod: Pod
-
-
 class Chart(Values):
     """All values."""
 
@@ -316,14 +325,17 @@ class Chart(Values):
     commonLabels: Labels
     image: Image
     imagePullSecrets: list[Any_]
+    clusterUsers: bool
+    ipv6: bool
     models: dict[Name, Model]
     defaults: Model
     monitor: Monitor
     networkPolicy: NetworkPolicy
     valkey: Valkey
+    otherPods: Pod
     serviceAccount: ServiceAccount
     tests: Tests
-    loadtest: Loadtest
+    loadtest: LoadtestJob
     extraObjects: list[Any_ | str]
     # Helm passes these to every chart that is a dependency of another.
     global_: Any_ = Field(alias="global")

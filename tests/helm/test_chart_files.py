@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
@@ -10,11 +11,21 @@ from pathlib import Path
 
 import pytest
 import yaml
-from chart import CHART, CI_FILES, MODEL, ROOT, helm, merged, render, rendered, template
+from chart import (
+    CHART,
+    CI_FILES,
+    FROZEN,
+    GONE,
+    MODEL,
+    ROOT,
+    earlier_values,
+    helm,
+    merged,
+    rendered,
+    template,
+)
 
 import lmcache_xpu
-
-FROZEN = sorted((Path(__file__).parent / "frozen").glob("*.yaml"))
 
 
 def test_both_versions_are_the_packages():
@@ -91,21 +102,6 @@ def test_dashboards_of_two_releases_live_side_by_side():
     assert all(len(uid) <= 40 for _, uid in made)  # Grafana's limit
 
 
-@pytest.mark.parametrize(
-    ("settings", "metric"),
-    [
-        ({}, "kube_deployment_status_replicas_ready"),
-        ({"disk_gib": 1}, "kube_statefulset_status_replicas_ready"),
-    ],
-)
-def test_pods_that_never_come_are_an_alert(settings, metric):
-    objects = render(monitor={"rules": True}, models={"m": {"settings": settings}})
-    [rule] = objects.one("PrometheusRule")["spec"]["groups"][-1]["rules"]
-    kind = metric.split("_")[1]
-    assert f'{metric}{{namespace="serving", {kind}="kv-lmcache-xpu-m"}}' in rule["expr"]
-    assert rule["for"] == "42m"  # 1,800 s for a start, and what comes before it
-
-
 def test_this_versions_values_are_frozen_for_the_next_one():
     """So that the next version's tests have them."""
     frozen = Path(__file__).parent / "frozen" / f"{lmcache_xpu.__version__}.yaml"
@@ -116,9 +112,21 @@ def test_this_versions_values_are_frozen_for_the_next_one():
 @pytest.mark.parametrize("path", FROZEN, ids=lambda path: path.name)
 def test_values_of_an_earlier_version_still_render(path):
     """All of them at once, as a user's copy of values.yaml would give them."""
-    keys = [f"{key}={json.dumps(value)}" for key, value in MODEL.items()]
-    done = template("-f", str(path), *(arg for key in keys for arg in ("--set-json", key)))
-    assert rendered(done).engines(), done.stderr
+    assert rendered(template(values={**earlier_values(path), **MODEL})).engines()
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in FROZEN if "-" in path.stem], ids=lambda p: p.name
+)
+def test_what_is_gone_is_refused_with_what_to_do_instead(path):
+    values = yaml.safe_load(path.read_text())
+    done = template(values={**values, **MODEL})
+    assert done.returncode
+    for names in GONE:
+        if functools.reduce(lambda part, name: part.get(name, {}), names, values):
+            name = ".".join(names)
+            assert f'{name} must be one of the following: "gone: ' in done.stderr
+            assert names[-1] in (ROOT / "docs" / "guides" / "upgrade.md").read_text()
 
 
 def test_notes_name_the_next_commands(tmp_path):

@@ -1,27 +1,11 @@
-"""An upgrade leaves what runs alone until it can take its place, and refuses what can't be done."""
+"""An upgrade leaves what runs alone until it can take its place."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
-from chart import REGISTRY, model, render
-from cluster import upgrade, upgraded
+from chart import REGISTRY, merged, model, render
 
 OBJECT = "kv-lmcache-xpu-m"
-ROUTED = {"router": {"kind": "vllmRouter"}}
-KEDA = {"kind": "keda", "prometheusUrl": "http://p:9090", "minReplicas": 2, "maxReplicas": 6}
-
-
-def live(kind: str, name: str = OBJECT, **parts: object) -> dict:
-    version = "apps/v1" if kind in ("Deployment", "StatefulSet") else "v1"
-    return {"apiVersion": version, "kind": kind, "metadata": {"name": name}, **parts}
-
-
-def disk(storage: str, storage_class: str = "fast") -> dict:
-    """The live StatefulSet of a model with a disk tier on claims."""
-    claim = {"storageClassName": storage_class, "resources": {"requests": {"storage": storage}}}
-    return live("StatefulSet", spec={"replicas": 1, "volumeClaimTemplates": [{"spec": claim}]})
 
 
 def test_settings_belong_to_the_pods_so_that_a_refused_upgrade_changes_none():
@@ -50,93 +34,6 @@ def test_a_claim_template_is_never_changed_in_place(change):
 
     assert not templates() & templates(**change)
     assert templates() == templates(replicas=2)
-
-
-def test_a_stateful_sets_claims_are_not_resized_behind_its_back():
-    settings = {"disk_gib": 100}
-    done = upgrade([disk("110Gi")], models={"m": {"settings": {**settings, "tensor_parallel": 2}}})
-    assert done.returncode != 0
-    assert "the claims of the disk tier are 110Gi, expected 220Gi" in done.stderr
-    assert "--cascade=orphan" in done.stderr
-    assert "get pvc -l lmcache-xpu/model=m -o name" in done.stderr
-    assert '-p \'{"spec":{"resources":{"requests":{"storage":"220Gi"}}}}\'' in done.stderr
-    same = upgrade([disk("110Gi")], models={"m": {"settings": settings}})
-    assert same.returncode == 0, same.stderr
-
-
-def test_a_claims_class_and_access_mode_are_not_changed():
-    keys = {"settings": {"disk_gib": 100}, "disk": {"storageClassName": "slow"}}
-    done = upgrade([disk("110Gi")], models={"m": keys})
-    assert done.returncode != 0
-    assert 'disk.storageClassName is "slow"; expected "fast"' in done.stderr
-    hub = live("PersistentVolumeClaim", f"{OBJECT}-hub", spec={"accessModes": ["ReadWriteOnce"]})
-    files = {"cache": "volumeClaim", "accessMode": "ReadWriteMany"}
-    done = upgrade([hub], models={"m": {"files": files}})
-    assert done.returncode != 0
-    assert "files.accessMode is ReadWriteMany; expected ReadWriteOnce" in done.stderr
-
-
-@pytest.mark.parametrize(("running", "wanted"), [(3, 3), (1, 2), (9, 6)])
-@pytest.mark.parametrize("kind", ["Deployment", "StatefulSet"])
-def test_autoscaling_starts_from_the_pods_that_run(kind, running, wanted):
-    pods = disk("110Gi") if kind == "StatefulSet" else live("Deployment", spec={})
-    pods["spec"]["replicas"] = running
-    settings = {"disk_gib": 100} if kind == "StatefulSet" else {}
-    objects = upgraded([pods], models={"m": {"autoscaling": KEDA, "settings": settings}})
-    assert objects.one(kind)["spec"]["replicas"] == wanted
-
-
-@pytest.mark.parametrize(
-    ("ready", "before", "front"),
-    [(0, "engine", "engine"), (1, "engine", "router"), (0, "router", "router")],
-)
-def test_clients_are_led_to_a_new_router_once_it_is_ready(ready, before, front):
-    component = "app.kubernetes.io/component"
-    service = live("Service", spec={"selector": {component: before}})
-    router = live("Deployment", f"{OBJECT}-router", status={"readyReplicas": ready})
-    objects = upgraded([service, router], models={"m": ROUTED})
-    assert objects.one("Service", OBJECT)["spec"]["selector"][component] == front
-    # Whoever the service leads to lets the clients in.
-    policy = objects.one("NetworkPolicy", f"{OBJECT}-engine")["spec"]["ingress"][0]["from"]
-    assert ({"podSelector": {}} in policy) == (front == "engine")
-
-
-def test_a_first_installation_leads_to_the_router_at_once():
-    service = render(models={"m": ROUTED}).one("Service", OBJECT)
-    assert service["spec"]["selector"]["app.kubernetes.io/component"] == "router"
-
-
-def test_a_secret_that_rotates_makes_new_pods_with_the_next_upgrade():
-    keys = {"apiKeySecret": {"name": "api", "key": "k"}}
-
-    def pods(value: str) -> dict:
-        objects = upgraded([live("Secret", "api", data={"k": value})], models={"m": keys})
-        return objects.engines()["m"]["spec"]["template"]
-
-    assert pods("b25l") != pods("dHdv")
-    assert pods("b25l") == pods("b25l")
-    assert "b25l" not in json.dumps(pods("b25l"))
-
-
-def test_the_router_and_valkey_read_a_rotated_secret_too():
-    secrets = {"api": {"name": "api", "key": "k"}, "password": {"name": "password", "key": "k"}}
-
-    def pods(rotated: str) -> dict[str, dict]:
-        values = {name: "dHdv" if name == rotated else "b25l" for name in secrets}
-        objects = upgraded(
-            [live("Secret", name, data={"k": value}) for name, value in values.items()],
-            models={"m": {**ROUTED, "apiKeySecret": secrets["api"]}},
-            valkey={"enabled": True, "passwordSecret": secrets["password"]},
-        )
-        names = (OBJECT, f"{OBJECT}-router", "kv-lmcache-xpu-valkey")
-        return {name: objects.one("Deployment", name)["spec"]["template"] for name in names}
-
-    def renewed(rotated: str) -> set[str]:
-        before, after = pods("none"), pods(rotated)
-        return {name for name in before if before[name] != after[name]}
-
-    assert renewed("api") == {OBJECT, f"{OBJECT}-router"}
-    assert renewed("password") == {OBJECT, "kv-lmcache-xpu-valkey"}
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -225,42 +122,66 @@ POD = {
 }
 
 
-def test_every_pod_can_be_placed():
+def other_pods(**values: object) -> dict[str, tuple[dict, dict]]:
+    """Metadata and spec of the pods of router, Valkey and test, by their component."""
     secret = {"name": "s", "key": "k"}
     objects = render(
-        defaults={"router": {"kind": "vllmRouter", "pod": POD}},
-        valkey={"enabled": True, "passwordSecret": secret, "pod": POD},
-        tests={"pod": POD},
-        loadtest={"enabled": True, "pod": POD},
+        **merged(
+            {
+                "defaults": {"router": {"kind": "vllmRouter"}},
+                "valkey": {"enabled": True, "passwordSecret": secret},
+            },
+            values,
+        )
     )
+    templates = [item["spec"]["template"] for item in objects.of("Deployment")]
+    pods = {
+        pod["metadata"]["labels"]["app.kubernetes.io/component"]: (pod["metadata"], pod["spec"])
+        for pod in [*templates, *objects.of("Pod")]
+    }
+    del pods["engine"]
+    assert pods.keys() == {"router", "valkey", "test"}
+    return pods
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"otherPods": POD},
+        {
+            "defaults": {"router": {"pod": POD}},
+            "valkey": {"pod": POD},
+            "tests": {"pod": POD},
+        },
+    ],
+)
+def test_every_pod_can_be_placed(values):
     places = {key: value for key, value in POD.items() if key not in ("labels", "annotations")}
-    others = {where: spec for where, spec in objects.pods() if where != f"Deployment/{OBJECT}"}
-    assert len(others) == 4
-    for where, spec in others.items():
-        assert places.items() <= spec.items(), where
-    for item in objects:
-        metadata = item["metadata"]
-        if item["kind"] in ("Deployment", "Job") and metadata["name"] != OBJECT:
-            metadata = item["spec"]["template"]["metadata"]
-        elif item["kind"] != "Pod":
-            continue
-        assert metadata["labels"]["team"] == "x", item["metadata"]["name"]
-        assert metadata["annotations"]["a"] == "b", item["metadata"]["name"]
+    for part, (metadata, spec) in other_pods(**values).items():
+        assert places.items() <= spec.items(), part
+        assert metadata["labels"]["team"] == "x", part
+        assert metadata["annotations"]["a"] == "b", part
 
 
-def test_routers_are_spread_drained_one_by_one_and_scaled():
-    scaling = {"enabled": True, "maxReplicas": 5}
-    router = {"kind": "vllmRouter", "replicas": 2, "autoscaling": scaling}
-    objects = model(router=router)
+def test_a_parts_own_place_wins():
+    own = {"labels": {"team": "y"}, "tolerations": [], "nodeSelector": {"disk": "nvme"}}
+    pods = other_pods(otherPods=POD, valkey={"pod": own})
+    metadata, spec = pods["valkey"]
+    assert metadata["labels"]["team"] == "y"
+    assert spec["nodeSelector"] == {"pool": "small", "disk": "nvme"}
+    assert "tolerations" not in spec
+    assert pods["router"][1]["tolerations"] == POD["tolerations"]
+
+
+def test_routers_are_spread_and_drained_one_by_one():
+    objects = model(router={"kind": "vllmRouter", "replicas": 2})
     spec = objects.one("Deployment", f"{OBJECT}-router")["spec"]
+    assert spec["replicas"] == 2
     [rule] = spec["template"]["spec"]["topologySpreadConstraints"]
     selector = spec["selector"]["matchLabels"]
     assert rule["labelSelector"]["matchLabels"] == selector
     budget = objects.one("PodDisruptionBudget", f"{OBJECT}-router")["spec"]
     assert budget["selector"]["matchLabels"] == selector
-    scaler = objects.one("HorizontalPodAutoscaler", f"{OBJECT}-router")["spec"]
-    assert (scaler["minReplicas"], scaler["maxReplicas"]) == (2, 5)
-    assert model(router={"kind": "vllmRouter"}).of("HorizontalPodAutoscaler") == []
 
 
 def test_the_endpoint_picker_may_read_the_engines_metrics():

@@ -66,15 +66,22 @@ capabilities:
   drop: [ALL]
 {{- end -}}
 
-{{/* Security context of every pod, for a user id */}}
+{{/* Security context of every pod: (dict "root" $ "user" ID) */}}
 {{- define "lmcache-xpu.podSecurity" -}}
 runAsNonRoot: true
-runAsUser: {{ . }}
-runAsGroup: {{ . }}
-fsGroup: {{ . }}
+{{- if not .root.Values.clusterUsers }}
+runAsUser: {{ int .user }}
+runAsGroup: {{ int .user }}
+fsGroup: {{ int .user }}
+{{- end }}
 fsGroupChangePolicy: OnRootMismatch
 seccompProfile:
   type: RuntimeDefault
+{{- end -}}
+
+{{/* Every address of the pod. :: takes IPv4 as well, but is refused where the node has no IPv6 */}}
+{{- define "lmcache-xpu.everywhere" -}}
+{{- ternary "::" "0.0.0.0" .Values.ipv6 -}}
 {{- end -}}
 
 {{/* An environment variable from a secret: (dict "variable" NAME "secret" {name, key}) */}}
@@ -100,50 +107,31 @@ image: {{ default $project .own | quote }}
 imagePullPolicy: {{ $image.pullPolicy }}
 {{- end -}}
 
-{{/*
-A checksum of the secrets that a pod reads, so that the next upgrade after a rotation makes new
-pods: (dict "root" $ "secrets" LIST). Only a cluster knows them: without one (`helm template`) there
-is no annotation.
-*/}}
-{{- define "lmcache-xpu.rotation" -}}
-{{- $namespace := .root.Release.Namespace -}}
-{{- $contents := list -}}
-{{- range .secrets -}}
-{{- if .name -}}
-{{- with lookup "v1" "Secret" $namespace .name -}}
-{{- $contents = append $contents .data -}}
-{{- end -}}
-{{- end -}}
-{{- end -}}
-{{- with $contents }}
-checksum/secrets: {{ toJson . | sha256sum }}
-{{- end -}}
+{{/* The `pod` values of a part that is no engine, over `otherPods`: (dict "root" $ "pod" VALUES) */}}
+{{- define "lmcache-xpu.otherPod" -}}
+{{- mergeOverwrite (deepCopy .root.Values.otherPods) (deepCopy .pod) | toJson -}}
 {{- end -}}
 
-{{/*
-Labels and annotations of a pod: (dict "root" $ "labels" SELECTOR-LABELS "pod" VALUES), and the
-"secrets" that it reads.
-*/}}
+{{/* Labels and annotations of such a pod: (dict "root" $ "labels" SELECTOR-LABELS "pod" VALUES) */}}
 {{- define "lmcache-xpu.podMetadata" -}}
+{{- $pod := include "lmcache-xpu.otherPod" . | fromJson -}}
 labels:
   {{- .labels | nindent 2 }}
-  {{- with .pod.labels }}
+  {{- with $pod.labels }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
-{{- with (merge (include "lmcache-xpu.rotation" (dict "root" .root "secrets" .secrets) | fromYaml) .pod.annotations) }}
+{{- with $pod.annotations }}
 annotations:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end -}}
 
-{{/* Where a pod that is no engine may run, from its `pod` values; nothing when all are empty */}}
+{{/* Where such a pod may run: (dict "root" $ "pod" VALUES); nothing when all are empty */}}
 {{- define "lmcache-xpu.podPlacement" -}}
-{{- with (omit . "labels" "annotations") }}
-{{- range $key, $value := . }}
+{{- range $key, $value := omit (include "lmcache-xpu.otherPod" . | fromJson) "labels" "annotations" }}
 {{- with $value }}
 {{ $key }}:
   {{- if kindIs "string" . }} {{ . | quote }}{{ else }}{{ toYaml . | nindent 2 }}{{ end }}
-{{- end }}
 {{- end }}
 {{- end }}
 {{- end -}}

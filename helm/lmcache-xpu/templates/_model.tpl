@@ -33,7 +33,7 @@ Returns {models: {NAME: {...}}} as JSON; a mistake that the schema can't see end
 {{- if eq "auto" (default "auto" $settings.device) -}}
 {{- $_ := set $settings "device" (ternary "xpu" "cpu" $gpu) -}}
 {{- end -}}
-{{- $_ := set $settings "host" (default "0.0.0.0" $settings.host) -}}
+{{- $_ := set $settings "host" (default (include "lmcache-xpu.everywhere" .root) $settings.host) -}}
 {{- $_ := set $settings "port" 8000 -}}
 {{- $_ := set $model "sideCar" (eq $model.cache.kind "sideCar") -}}
 {{- if $settings.disk_gib -}}
@@ -82,6 +82,16 @@ Returns {models: {NAME: {...}}} as JSON; a mistake that the schema can't see end
 {{- if and (eq $model.files.cache "existingClaim") (not $model.files.claimName) -}}
 {{- include "lmcache-xpu.refuse" (printf "%s.files.claimName is not set; expected the claim to use, as files.cache is existingClaim." $where) -}}
 {{- end -}}
+{{- include "lmcache-xpu.oneClaim" (dict "where" $where "model" $model) -}}
+{{- include "lmcache-xpu.clusterRules" (dict "root" .root "where" $where "model" $model) -}}
+{{- $_ := set $model "eventPorts" list -}}
+{{- with $settings.kv_events -}}
+{{- /* vLLM publishes where the address has a wildcard; elsewhere it calls, and needs no port. */ -}}
+{{- if regexMatch "^tcp://.*\\*:[1-9][0-9]*$" . -}}
+{{- $port := splitList ":" . | last | int -}}
+{{- $_ := set $model "eventPorts" (list $port (add $port (default 1 $settings.data_parallel) -1)) -}}
+{{- end -}}
+{{- end -}}
 {{- $devices := mul (default 1 $settings.tensor_parallel) (default 1 $settings.pipeline_parallel) (default 1 $settings.data_parallel) | int -}}
 {{- $_ := set $model "devices" $devices -}}
 {{- $_ := set $model "gpus" (int (default $devices $model.gpu.count)) -}}
@@ -93,6 +103,30 @@ Returns {models: {NAME: {...}}} as JSON; a mistake that the schema can't see end
 {{- $_ := set $model "workload" (ternary "StatefulSet" "Deployment" (and (not (not $settings.disk_gib)) (eq $model.disk.kind "volumeClaim"))) -}}
 {{- $_ := set $model "lentGib" (ternary (mulf $devices (default 5 $settings.cpu_gib)) 0 (or $model.sideCar $model.ownServer)) -}}
 {{- $_ := set $model "resources" (mergeOverwrite (include "lmcache-xpu.resources" $model | fromYaml) (deepCopy $model.resources)) -}}
+{{- end -}}
+
+{{/* One claim for the files of several pods, which another node can't mount */}}
+{{- define "lmcache-xpu.oneClaim" -}}
+{{- $model := .model -}}
+{{- $pods := int (ternary $model.replicas $model.autoscaling.maxReplicas (eq $model.autoscaling.kind "none")) -}}
+{{- $oneNode := and (eq $model.files.accessMode "ReadWriteOnce") (hasKey $model.nodeSelector "kubernetes.io/hostname") -}}
+{{- if and (eq $model.files.cache "volumeClaim") (gt $pods 1) (ne $model.files.accessMode "ReadWriteMany") (not $oneNode) -}}
+{{- include "lmcache-xpu.refuse" (printf "%s has up to %d pods and files.cache is volumeClaim with files.accessMode=%s; expected ReadWriteMany, or\nfiles.cache=emptyDir: on another node a pod would wait for the claim for ever. On one node alone, name it:\nnodeSelector: {kubernetes.io/hostname: NODE}." .where $pods $model.files.accessMode) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What a cluster that gives users, or has IPv6 alone, can't do */}}
+{{- define "lmcache-xpu.clusterRules" -}}
+{{- $model := .model -}}
+{{- if and .root.Values.clusterUsers $model.settings.disk_gib (eq $model.disk.kind "hostPath") -}}
+{{- include "lmcache-xpu.refuse" (printf "%s.disk.kind is hostPath with clusterUsers; expected volumeClaim or emptyDir: a directory of the node\nbelongs to no user that the cluster gives, and OpenShift's restricted SCC lets no pod mount it." .where) -}}
+{{- end -}}
+{{- if and .root.Values.ipv6 $model.sideCar -}}
+{{- include "lmcache-xpu.refuse" (printf "%s.cache.kind is sideCar with ipv6; expected inProcess: the server's health page listens on IPv4 alone." .where) -}}
+{{- end -}}
+{{- if and .root.Values.ipv6 $model.settings.kv_events -}}
+{{- include "lmcache-xpu.refuse" (printf "%s.settings.kv_events is set with ipv6; expected it unset: vLLM publishes on IPv4 alone." .where) -}}
+{{- end -}}
 {{- end -}}
 
 {{/* Where LMCache runs; changes the model's settings */}}
@@ -228,59 +262,18 @@ download, the start, and what scheduling and pulling images add.
 {{- end -}}
 
 {{/*
-How many pods a workload has: of the values, or where autoscaling decides, of the cluster. Left out
-of the manifest, the number would fall to one when autoscaling is turned on.
+Nothing here asks the cluster: `helm template`, Argo CD and Flux make the same objects as an upgrade.
+Where an autoscaler decides, the number of pods is not the manifest's.
 */}}
 {{- define "lmcache-xpu.replicas" -}}
-{{- $model := .model -}}
-{{- if eq $model.autoscaling.kind "none" -}}
-{{- $model.replicas -}}
-{{- else -}}
-{{- $live := lookup "apps/v1" $model.workload .root.Release.Namespace $model.object -}}
-{{- $running := dig "spec" "replicas" $model.autoscaling.minReplicas (default dict $live) -}}
-{{- min (max $running $model.autoscaling.minReplicas) $model.autoscaling.maxReplicas -}}
+{{- if eq .autoscaling.kind "none" -}}
+replicas: {{ .replicas }}
 {{- end -}}
 {{- end -}}
 
-{{/* The part that the clients' service selects: the router, once it is there and ready */}}
+{{/* The part that the clients' service selects */}}
 {{- define "lmcache-xpu.front" -}}
-{{- $model := .model -}}
-{{- if ne $model.router.kind "vllmRouter" -}}
-engine
-{{- else -}}
-{{- $service := lookup "v1" "Service" .root.Release.Namespace $model.object -}}
-{{- $router := lookup "apps/v1" "Deployment" .root.Release.Namespace (printf "%s-router" $model.object) -}}
-{{- $before := dig "spec" "selector" "app.kubernetes.io/component" "router" (default dict $service) -}}
-{{- ternary "engine" "router" (and (eq $before "engine") (not (dig "status" "readyReplicas" 0 (default dict $router)))) -}}
-{{- end -}}
-{{- end -}}
-
-{{/* What a StatefulSet or a claim of the cluster can't take is refused before anything is changed */}}
-{{- define "lmcache-xpu.immutable" -}}
-{{- $root := .root -}}
-{{- $model := .model -}}
-{{- $where := printf "\n\nmodels.%s" .name -}}
-{{- if eq $model.workload "StatefulSet" -}}
-{{- with lookup "apps/v1" "StatefulSet" $root.Release.Namespace $model.object -}}
-{{- $claim := (index .spec.volumeClaimTemplates 0).spec -}}
-{{- $size := $claim.resources.requests.storage -}}
-{{- if ne $size $model.diskSize -}}
-{{- include "lmcache-xpu.refuse" (printf "%s: the claims of the disk tier are %s, expected %s (1.1 x disk_gib x devices). Kubernetes does not\nchange a StatefulSet's claims. Nothing was changed. Either keep disk_gib and the numbers of devices, or\n  kubectl -n %s delete statefulset %s --cascade=orphan\n  kubectl -n %s get pvc -l lmcache-xpu/model=%s -o name | xargs -I CLAIM \\\n    kubectl -n %s patch CLAIM -p '{\"spec\":{\"resources\":{\"requests\":{\"storage\":\"%s\"}}}}'\nand upgrade again; a smaller disk tier needs new claims (docs/guides/kubernetes-operations.md)." $where $size $model.diskSize $root.Release.Namespace $model.object $root.Release.Namespace $model.modelName $root.Release.Namespace $model.diskSize) -}}
-{{- end -}}
-{{- $class := default "" $claim.storageClassName -}}
-{{- if and $model.disk.storageClassName (ne $class $model.disk.storageClassName) -}}
-{{- include "lmcache-xpu.refuse" (printf "%s.disk.storageClassName is %q; expected %q, as the claims have it. Kubernetes does not change a claim's class.\nNothing was changed. For new claims, delete the StatefulSet %s and its claims first." $where $model.disk.storageClassName $class $model.object) -}}
-{{- end -}}
-{{- end -}}
-{{- end -}}
-{{- if eq $model.files.cache "volumeClaim" -}}
-{{- with lookup "v1" "PersistentVolumeClaim" $root.Release.Namespace (printf "%s-hub" $model.object) -}}
-{{- $modes := .spec.accessModes -}}
-{{- if not (has $model.files.accessMode $modes) -}}
-{{- include "lmcache-xpu.refuse" (printf "%s.files.accessMode is %s; expected %s, as the claim %s-hub has it. Kubernetes does not change it.\nNothing was changed. For another mode, delete that claim first; the model is downloaded again." $where $model.files.accessMode (join ", " $modes) $model.object) -}}
-{{- end -}}
-{{- end -}}
-{{- end -}}
+{{- ternary "router" "engine" (and (eq .router.kind "vllmRouter") .router.front) -}}
 {{- end -}}
 
 {{/* Models whose objects would have the names of other objects of the release */}}
@@ -288,8 +281,8 @@ engine
 {{- $names := keys .Values.models | sortAlpha -}}
 {{- $endings := list "router" "engine" "hub" "chat" "gpu" -}}
 {{- range $name := $names -}}
-{{- if has $name (list "valkey" "dashboard" "loadtest" "router") -}}
-{{- include "lmcache-xpu.refuse" (printf "\n\nmodels.%s has the name of another part of the chart; expected a name that is none of:\nvalkey, dashboard, loadtest, router." $name) -}}
+{{- if has $name (list "valkey" "dashboard" "router") -}}
+{{- include "lmcache-xpu.refuse" (printf "\n\nmodels.%s has the name of another part of the chart; expected a name that is none of:\nvalkey, dashboard, router." $name) -}}
 {{- end -}}
 {{- range $ending := $endings -}}
 {{- if hasSuffix (printf "-%s" $ending) $name -}}
@@ -308,16 +301,4 @@ engine
 {{- $gib = addf $gib (mulf 1.1 .devices .settings.disk_gib) -}}
 {{- end -}}
 {{- int (ceil $gib) -}}
-{{- end -}}
-
-{{/* How many routers a model has, as for its engines */}}
-{{- define "lmcache-xpu.routers" -}}
-{{- $router := .model.router -}}
-{{- if not $router.autoscaling.enabled -}}
-{{- $router.replicas -}}
-{{- else -}}
-{{- $live := lookup "apps/v1" "Deployment" .root.Release.Namespace (printf "%s-router" .model.object) -}}
-{{- $running := dig "spec" "replicas" $router.replicas (default dict $live) -}}
-{{- min (max $running $router.replicas) $router.autoscaling.maxReplicas -}}
-{{- end -}}
 {{- end -}}

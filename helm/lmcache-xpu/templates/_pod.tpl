@@ -10,8 +10,7 @@ metadata:
     {{- with (merge (dict) $model.podLabels $root.Values.commonLabels) }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
-  {{- $secrets := list $model.apiKeySecret $model.remotePasswordSecret $model.files.tokenSecret }}
-  {{- with (merge (include "lmcache-xpu.rotation" (dict "root" $root "secrets" $secrets) | fromYaml) $model.podAnnotations) }}
+  {{- with $model.podAnnotations }}
   annotations:
     {{- toYaml . | nindent 4 }}
   {{- end }}
@@ -30,9 +29,12 @@ spec:
   {{- with $model.runtimeClassName }}
   runtimeClassName: {{ . }}
   {{- end }}
+  {{- with $model.schedulerName }}
+  schedulerName: {{ . }}
+  {{- end }}
   terminationGracePeriodSeconds: {{ include "lmcache-xpu.graceS" $model }}
   securityContext:
-    {{- $security := include "lmcache-xpu.podSecurity" (int $model.user) | fromYaml }}
+    {{- $security := include "lmcache-xpu.podSecurity" (dict "root" $root "user" $model.user) | fromYaml }}
     {{- if $model.gpu.renderGroups }}
     {{- $_ := set $security "supplementalGroups" $model.gpu.renderGroups }}
     {{- end }}
@@ -69,6 +71,10 @@ spec:
         {{- with $model.extraEnv }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
+      {{- with $model.extraEnvFrom }}
+      envFrom:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
       resources:
         # Equal, so that a pod whose engine has a limit of cores too is Guaranteed.
         requests: {cpu: "1", memory: 4Gi}
@@ -108,25 +114,18 @@ spec:
         {{- with $model.extraEnv }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
+      {{- with $model.extraEnvFrom }}
+      envFrom:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
       ports:
         - name: http
           containerPort: 8000
-      startupProbe:
-        httpGet: {path: /health, port: http}
-        periodSeconds: 10
-        timeoutSeconds: 5
-        failureThreshold: {{ div (add $model.startup.limitS 9) 10 }}
-      readinessProbe:
-        httpGet: {path: /health, port: http}
-        periodSeconds: 5
-        timeoutSeconds: 5
-        failureThreshold: 2
-      # Long prompts may hold the server up for some seconds: only a minute of silence ends it.
-      livenessProbe:
-        httpGet: {path: /health, port: http}
-        periodSeconds: 15
-        timeoutSeconds: 10
-        failureThreshold: 4
+        {{- with $model.eventPorts }}
+        - name: kv-events
+          containerPort: {{ first . }}
+        {{- end }}
+      {{- include "lmcache-xpu.probes" $model | trim | nindent 6 }}
       {{- if $model.stop.preStopS }}
       lifecycle:
         preStop:
@@ -136,7 +135,7 @@ spec:
       resources:
         {{- toYaml $model.resources | nindent 8 }}
       securityContext:
-        {{- include "lmcache-xpu.containerSecurity" . | nindent 8 }}
+        {{- mergeOverwrite (include "lmcache-xpu.containerSecurity" . | fromYaml) (deepCopy $model.containerSecurityContext) | toYaml | nindent 8 }}
       volumeMounts:
         {{- include "lmcache-xpu.mounts" $model | nindent 8 }}
         {{- if and $model.settings.disk_gib (not $model.sideCar) }}
@@ -151,111 +150,23 @@ spec:
 {{- end -}}
 
 {{/*
-LMCache's server as a side-car of Kubernetes: an init container that goes on (1.29). It starts before
-the engine and ends after it. Both see the pod's /dev/shm, and nobody else does. Ports are numbers
-wherever they are used: not every release finds those of init containers by name.
+Probes of the engine's container; the model's own win. Long prompts may hold the server up for some
+seconds: only a minute of silence ends it.
 */}}
-{{- define "lmcache-xpu.server" -}}
-{{- $model := .model -}}
-- name: server
-  {{- include "lmcache-xpu.image" .image | nindent 2 }}
-  restartPolicy: Always
-  command: [cache-server]
-  env:
-    - name: CACHE_GIB
-      value: {{ $model.lentGib | toJson | quote }}
-    {{- if $model.settings.disk_gib }}
-    - name: CACHE_DISK_GIB
-      value: {{ mulf $model.devices $model.settings.disk_gib | toJson | quote }}
-    - name: CACHE_DISK_PATH
-      value: {{ $model.diskPath }}
-    {{- end }}
-    {{- with $model.settings.chunk_tokens }}
-    - name: CACHE_CHUNK_TOKENS
-      value: {{ toJson . | quote }}
-    {{- end }}
-    # For probes and Prometheus; engines reach it by a socket in the pod's /dev/shm.
-    - name: CACHE_PAGES
-      value: 0.0.0.0:5556
-    - name: HOME
-      value: /tmp
-  ports:
-    - name: server-metrics
-      containerPort: 5556
-  startupProbe:
-    httpGet: {path: /healthcheck, port: 5556}
-    periodSeconds: 2
-    timeoutSeconds: 5
-    failureThreshold: 150
-  livenessProbe:
-    httpGet: {path: /healthcheck, port: 5556}
-    periodSeconds: 15
-    timeoutSeconds: 10
-    failureThreshold: 4
-  resources:
-    {{- mergeOverwrite (include "lmcache-xpu.serverResources" $model | fromYaml) (deepCopy $model.cache.resources) | toYaml | nindent 4 }}
-  securityContext:
-    {{- include "lmcache-xpu.containerSecurity" . | nindent 4 }}
-  volumeMounts:
-    - name: shm
-      mountPath: /dev/shm
-    - name: tmp
-      mountPath: /tmp
-      subPath: server
-    {{- if $model.settings.disk_gib }}
-    - name: kv
-      mountPath: /var/cache/kv
-    {{- end }}
-{{- end -}}
-
-{{/* Where the pod may run */}}
-{{- define "lmcache-xpu.placement" -}}
-{{- $model := .model -}}
-{{- $labels := include "lmcache-xpu.part" (dict "root" .root "name" .name "component" "engine") | fromYaml -}}
-{{- $affinity := dict -}}
-{{- $terms := list -}}
-{{- $gpuLabel := dict "key" "intel.feature.node.kubernetes.io/gpu" "operator" "In" "values" (list "true") -}}
-{{- $wanted := and $model.gpu.nodeAffinity (eq $model.gpu.kind "devicePlugin") -}}
-{{- if ne $model.gpu.kind "none" -}}
-{{- range $model.gpu.deviceIds -}}
-{{- $id := dict "key" (printf "gpu.intel.com/device-id.0300-%s.present" .) "operator" "In" "values" (list "true") -}}
-{{- $terms = append $terms (dict "matchExpressions" (ternary (list $gpuLabel $id) (list $id) $wanted)) -}}
-{{- end -}}
-{{- if and $wanted (not $terms) -}}
-{{- $terms = list (dict "matchExpressions" (list $gpuLabel)) -}}
-{{- end -}}
-{{- end -}}
-{{- if $terms -}}
-{{- $_ := set $affinity "nodeAffinity" (dict "requiredDuringSchedulingIgnoredDuringExecution" (dict "nodeSelectorTerms" $terms)) -}}
-{{- end -}}
-{{- if and $model.settings.disk_gib (eq $model.disk.kind "hostPath") -}}
-{{- /* One process owns the tier's directory. */ -}}
-{{- $apart := dict "topologyKey" "kubernetes.io/hostname" "labelSelector" (dict "matchLabels" $labels) -}}
-{{- $_ := set $affinity "podAntiAffinity" (dict "requiredDuringSchedulingIgnoredDuringExecution" (list $apart)) -}}
-{{- end -}}
-{{- with (default $affinity $model.affinity) }}
-affinity:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- with $model.nodeSelector }}
-nodeSelector:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- with $model.tolerations }}
-tolerations:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- if $model.topologySpreadConstraints }}
-topologySpreadConstraints:
-  {{- toYaml $model.topologySpreadConstraints | nindent 2 }}
-{{- else if $model.spread }}
-topologySpreadConstraints:
-  - maxSkew: 1
-    topologyKey: kubernetes.io/hostname
-    whenUnsatisfiable: ScheduleAnyway
-    labelSelector:
-      matchLabels:
-        {{- toYaml $labels | nindent 8 }}
+{{- define "lmcache-xpu.probes" -}}
+{{- $health := dict "path" "/health" "port" "http" -}}
+{{- $start := div (add .startup.limitS 9) 10 -}}
+{{- $probes := dict
+  "startup" (dict "periodSeconds" 10 "timeoutSeconds" 5 "failureThreshold" $start)
+  "readiness" (dict "periodSeconds" 5 "timeoutSeconds" 5 "failureThreshold" 2)
+  "liveness" (dict "periodSeconds" 15 "timeoutSeconds" 10 "failureThreshold" 4)
+-}}
+{{- range $name, $probe := $probes }}
+{{- $own := get $.probes $name | default dict }}
+{{- /* A probe has one handler. */}}
+{{- if not (or $own.exec $own.tcpSocket $own.grpc) }}{{ $_ := set $probe "httpGet" $health }}{{ end }}
+{{ $name }}Probe:
+  {{- mergeOverwrite $probe (deepCopy $own) | toYaml | nindent 2 }}
 {{- end }}
 {{- end -}}
 
