@@ -9,7 +9,6 @@ import typer
 from rich.console import Console
 
 from lmcache_xpu.cli.bench import TimeoutS, exit_on_sigterm
-from lmcache_xpu.cli.progress import terminal_line
 from lmcache_xpu.errors import SettingsError
 
 
@@ -40,9 +39,8 @@ def report(
     console = Console(highlight=False, markup=False, soft_wrap=True)
     options = " --quick" if quick else ""
     document = MachineReport(path, f"lmcache-xpu report{options}", Redactor.of_this_machine())
-    console.print(f"Writing {path}; four parts, of which the last two start engines.")
-    with terminal_line(console, "Starting") as show:
-        well = document.run(parts(quick=quick, timeout_s=timeout_s), show, console.print)
+    console.print(f"Writing {path}; three parts, of which the last one starts engines.")
+    well = document.run(parts(quick=quick, timeout_s=timeout_s), console)
     console.print(f"Read {path}, then attach it to an issue: docs/guides/send-a-report.md")
     raise typer.Exit(0 if well else 1)
 
