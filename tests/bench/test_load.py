@@ -21,7 +21,6 @@ from lmcache_xpu.bench.load_jobs import (
     Conversations,
     Decoding,
     Request,
-    Sharing,
     drive,
     spread,
 )
@@ -139,26 +138,6 @@ def test_what_is_new_was_not_computed_before(engine, monkeypatch):
     assert figures["TTFT max"] > 0
 
 
-@pytest.mark.parametrize("tier", [True, False])
-def test_who_shares_a_history_is_asked_at_once(engine, tier: bool):
-    load = Sharing(requests=5, history=8, new=2, answer=3)
-    engine.hits = "tier" if tier else "none"
-    [figures] = load.measure(engine)
-    places = ["own cache", "tier"] if tier else ["own cache"]
-    names = ("p50", "max")
-    assert [*figures] == [
-        name for place in places for name in (*(f"{place} {n}" for n in names), f"{place}, all, s")
-    ]
-    assert engine.forgotten == tier
-    assert engine.most == 5
-    (history,) = {tuple(prompt[:8]) for _, prompt in engine.began}
-    assert len({tuple(prompt[8:]) for _, prompt in engine.began}) == 5 * len(places)
-    assert len(history) == 8
-    for place in places:
-        assert figures[f"{place} max"] == pytest.approx((STEP_S + LOAD_S) * 1e3)
-        assert figures[f"{place}, all, s"] == pytest.approx(3 * STEP_S + LOAD_S)
-
-
 def test_a_conversation_goes_on_from_its_answers(engine):
     [figures] = TALK.measure(engine)
     prompts = [prompt for _, prompt in engine.began]
@@ -202,7 +181,7 @@ def test_jobs_cross_to_the_engine(shape):
     loads = [pickle.loads(pickle.dumps(load.measure)).__self__ for load in shape.loads.values()]
     copying = replace(shape.decoding, hit=Prompts(shape.decoding.hit.history, 1))
     storing = replace(shape.decoding, new=True)
-    assert loads == [shape.decoding, copying, storing, shape.conversations, shape.sharing]
+    assert loads == [shape.decoding, copying, storing, shape.conversations]
 
 
 def test_the_engine_with_room_is_made_of_settings():
@@ -226,7 +205,6 @@ def results(engine):
         "copying": DECODING.measure(engine),
         "storing": replace(DECODING, new=True).measure(engine),
         "conversations": TALK.measure(engine),
-        "sharing": Sharing(requests=2, history=4, new=1, answer=1).measure(engine),
     }
     return [ours, Result("lmcache", "LMCache, standard", error="AssertionError: layout")]
 
@@ -236,7 +214,7 @@ def test_figures_are_shown_and_written(engine):
     console = Console(width=200, record=True, file=io.StringIO())
     figures.show(console)
     text = console.export_text()
-    assert text.count("ours, standard") == 5  # in each table
+    assert text.count("ours, standard") == 4  # in each table
     assert "LMCache, standard: AssertionError: layout" in text
     for words in ("2048 are cached", "2048 + 1 tokens arrives", "computed and stored", "tokens/s"):
         assert words in text
@@ -280,7 +258,7 @@ def test_what_was_measured_is_written_and_a_failed_engine_of_ours_is_an_error(
 def test_hits_beside_others_and_conversations_in_a_real_engine(tmp_path: Path):
     file = tmp_path / "figures.json"
     command = ["bench", "load", "--shape", "small", "--variant", "ours", "--json", str(file)]
-    for name in ("decoding", "storing", "conversations", "sharing"):  # copying is as decoding
+    for name in ("decoding", "storing", "conversations"):  # copying is as decoding
         command += ["--load", name]
     program = Path(sys.executable).with_name("lmcache-xpu")
     done = subprocess.run([str(program), *command], capture_output=True, text=True, timeout=380)
@@ -288,7 +266,6 @@ def test_hits_beside_others_and_conversations_in_a_real_engine(tmp_path: Path):
     (result,) = json.loads(file.read_text())["results"]
     (decoding,), (talk,) = (result["rounds"][name] for name in ("decoding", "conversations"))
     assert result["rounds"]["storing"][0]["TTFT p50"] > 0
-    assert result["rounds"]["sharing"][0]["tier p50"] > 0
     assert 0 < decoding["alone p50"] <= decoding["alone max"]
     assert decoding["tokens/s with hits"] > 0
     # The history is loaded in later rounds, and computed in the first one.

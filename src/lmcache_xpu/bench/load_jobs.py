@@ -211,45 +211,6 @@ class Conversations:
         ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sharing:
-    """Requests that are asked at once, and begin alike.
-
-    Args:
-        requests: how many.
-        history: tokens that they share.
-        new: tokens of each alone.
-        answer: tokens of each answer.
-    """
-
-    requests: int
-    history: int
-    new: int
-    answer: int
-
-    def __str__(self) -> str:
-        return (
-            f"{self.requests} requests at once that share {self.history} tokens and have "
-            f"{self.new} of their own. TTFT, ms, and seconds until all ended"
-        )
-
-    def measure(self, engine: Engine) -> list[Figures]:
-        """Time the requests, their history in the `own cache` and then in the `tier`, if any."""
-        history = engine.prompt(self.history)
-        engine.seconds(history)
-        figures: Figures = {}
-        for place in ("own cache", "tier") if engine.hits == "tier" else ("own cache",):
-            time.sleep(STORE_S)
-            if place == "tier":
-                engine.forget()
-            prompts = [history + engine.prompt(self.new) for _ in range(self.requests)]
-            requests = [Request(prompt, self.answer) for prompt in prompts]
-            seconds = drive(engine, requests)
-            figures |= spread(place, [request.ttft_ms for request in requests])
-            figures[f"{place}, all, s"] = seconds
-        return [figures]
-
-
 def spread(name: str, values: list[float]) -> Figures:
     """Return the median and the largest of values, and a percentile where there are enough."""
     figures = {f"{name} p50": statistics.median(values)}

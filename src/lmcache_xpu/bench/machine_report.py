@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 
@@ -32,7 +32,6 @@ Facts = dict[str, Any]  # as JSON has them; what is called `text` is shown to re
 # Does a part; takes the console that shows its progress, and a function that saves facts so far.
 # Returns whether all is well, and the facts.
 Part = Callable[[Console, Callable[[Facts], None]], tuple[bool, Facts]]
-Outcome = Literal["not run", "running", "ok", "bad", "failed", "interrupted"]
 
 MACHINE = (
     "import json; from lmcache_xpu.bench.runner import machine; "
@@ -41,13 +40,10 @@ MACHINE = (
 DOCTOR = "from lmcache_xpu.cli import app; app(['doctor', '--json'])"
 DOCTOR_S = 300.0
 
-_OUTCOMES: dict[Outcome, str] = {
-    "not run": "not run",
+_OUTCOMES = {  # for readers
     "running": "was running when this was written",
-    "ok": "ok",
     "bad": "**bad news**: see below",
     "failed": "**failed**: see below",
-    "interrupted": "interrupted",
 }
 
 
@@ -56,13 +52,14 @@ class PartResult:
     """What became of a part.
 
     Args:
-        outcome: of the part; bad: it ran and has bad news; failed: it did not run to its end.
+        outcome: not run, running, ok, bad (it has bad news), failed (it did not run to its end) or
+            interrupted.
         seconds: that it took.
         facts: what it measured, as JSON has it.
         error: why it failed.
     """
 
-    outcome: Outcome = "not run"
+    outcome: str = "not run"
     seconds: float = 0.0
     facts: Facts = field(default_factory=dict)
     error: str = ""
@@ -120,14 +117,15 @@ class MachineReport:
             "| part | result | seconds |",
             "|---|---|---|",
         ]
+        outcomes = {name: _OUTCOMES.get(r["outcome"], r["outcome"]) for name, r in results.items()}
         for name, result in results.items():
-            lines.append(f"| {name} | {_OUTCOMES[result['outcome']]} | {result['seconds']:.0f} |")
+            lines.append(f"| {name} | {outcomes[name]} | {result['seconds']:.0f} |")
         for name, result in results.items():
             text = result["facts"].pop("text", "")  # readers have it here, programs need it not
             lines += ["", f"## {name.capitalize()}", ""]
             lines += [line for block in (result["error"], text) if block for line in _fenced(block)]
             if not result["error"] and not text:
-                lines += [f"{_OUTCOMES[result['outcome']]}."]
+                lines += [f"{outcomes[name]}."]
         document = {"lmcache_xpu": __version__, "command": command, "parts": results}
         block = json.dumps(document, indent=1, ensure_ascii=False)
         lines += ["", "## Everything, for programs", "", *_fenced(block, "json"), ""]

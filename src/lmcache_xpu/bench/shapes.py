@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lmcache_xpu.bench.jobs import Prompts
-from lmcache_xpu.bench.load_jobs import Conversations, Decoding, Sharing
+from lmcache_xpu.bench.load_jobs import Conversations, Decoding
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.harness.random_model import DEMO, ModelSpec, llama_config
 
 T = TypeVar("T")
-Load = Decoding | Conversations | Sharing
+Load = Decoding | Conversations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,6 @@ class Shape:
         room_gib: KV cache of an engine with room for all of them; for `bench load` alone.
         decoding: requests that decode beside hits; and beside prompts that are new (`storing`).
         conversations: of many users.
-        sharing: requests that share a history.
     """
 
     model: ModelSpec
@@ -40,7 +39,6 @@ class Shape:
     room_gib: float
     decoding: Decoding
     conversations: Conversations
-    sharing: Sharing
 
     @property
     def name(self) -> str:
@@ -76,7 +74,6 @@ class Shape:
             "copying": replace(self.decoding, hit=replace(self.decoding.hit, new=1)),
             "storing": replace(self.decoding, new=True),
             "conversations": self.conversations,
-            "sharing": self.sharing,
         }
 
     def write(self, directory: Path) -> None:
@@ -128,7 +125,6 @@ SHAPES = (
         conversations=Conversations(
             users=24, rounds=4, history=12_000, new=1000, answer=64, apart_s=0.15
         ),
-        sharing=Sharing(requests=50, history=10_000, new=200, answer=32),
     ),
     Shape(  # for devices of 8 GiB and more, which a Llama of 8 billion parameters does not fit
         model=replace(_LLAMA_8B, name="1b", hidden=2048, layers=16, head_dim=64, intermediate=8192),
@@ -145,7 +141,6 @@ SHAPES = (
         conversations=Conversations(
             users=12, rounds=4, history=6000, new=500, answer=64, apart_s=0.15
         ),
-        sharing=Sharing(requests=24, history=8000, new=100, answer=32),
     ),
     Shape(
         model=replace(DEMO, name="small", kv_heads=4, vocabulary=8192, qk_gain=1.0),
@@ -162,7 +157,6 @@ SHAPES = (
         conversations=Conversations(
             users=6, rounds=3, history=1536, new=128, answer=16, apart_s=0.1
         ),
-        sharing=Sharing(requests=8, history=1536, new=64, answer=8),
     ),
 )
 # What the largest shape takes of a device: weights of 15 GiB, KV cache of 12 GiB, and activations.

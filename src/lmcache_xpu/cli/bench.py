@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shlex
 import signal
 import sys
@@ -29,17 +28,7 @@ VARIANTS = "none, ours, ours-layerwise, ours-server, lmcache, lmcache-layerwise,
 ALL = "may be given several times (default: all)."
 
 
-def _finite(seconds: float) -> float:
-    """Refuse nan and inf, which are floats to a command line."""
-    if not math.isfinite(seconds):
-        raise typer.BadParameter(f"{seconds} is no number of seconds.")
-    return seconds
-
-
-TimeoutS = Annotated[
-    float,
-    typer.Option(min=1, callback=_finite, help="Seconds until an engine starts or answers."),
-]
+TimeoutS = Annotated[int, typer.Option(min=1, help="Seconds until an engine starts or answers.")]
 ShapeName = Annotated[
     str | None,
     typer.Option(help="8b, 1b or small (default: small on CPU, 1b on GPUs below 32 GiB, else 8b)."),
@@ -56,12 +45,11 @@ Rows = Annotated[
 ]
 Loads = Annotated[
     list[str] | None,
-    typer.Option("--load", help=f"decoding, copying, storing, conversations or sharing; {ALL}"),
+    typer.Option("--load", help=f"decoding, copying, storing or conversations; {ALL}"),
 ]
 Repeats = Annotated[
-    int, typer.Option(min=1, help="Of each request, of later turns three each; medians count.")
+    int, typer.Option(min=1, help="Of all; of later turns three each. Medians count.")
 ]
-LoadRepeats = Annotated[int, typer.Option(min=1, help="Of each load; medians count.")]
 TensorParallel = Annotated[
     int,
     typer.Option(
@@ -112,19 +100,19 @@ def load(
     shape: ShapeName = None,
     variant: LoadVariants = None,
     only: Loads = None,
-    repeats: LoadRepeats = 1,
+    repeats: Repeats = 1,
     tensor_parallel: TensorParallel = 1,
     in_turn: InTurn = False,
     graphs: Graphs = False,
     timeout_s: TimeoutS = 900,
     json_file: JsonFile = None,
 ) -> None:
-    """Time five loads in a real engine with random weights; nothing is downloaded.
+    """Time four loads in a real engine with random weights; nothing is downloaded.
 
     What hits cost others: requests decode, alone and then while prompts with cached tokens arrive
     (decoding), of which all but one token may be cached (copying). What storing costs them: the
     same with new prompts (storing). What is gained: conversations at once, more than the engine's
-    own cache holds (conversations). And many at once that begin alike (sharing).
+    own cache holds (conversations).
 
     `room` is an engine whose own cache holds everything. Exits with 1 if an engine with this
     package fails.
@@ -147,7 +135,7 @@ def _measured(
     tensor_parallel: int,
     in_turn: bool,
     graphs: bool,
-    timeout_s: float,
+    timeout_s: int,
     json_file: Path | None,
     *,
     under_load: bool,
@@ -172,7 +160,7 @@ def _measured(
     requests = chosen("load" if under_load else "row", choices, only or ())
     engines = variants_named(shape, variants or (), under_load=under_load)
     exit_on_sigterm()
-    console, figures = Console(), LoadFigures if under_load else EngineFigures
+    figures = LoadFigures if under_load else EngineFigures
     facts = {"machine": runner.machine(), "command": shlex.join(["lmcache-xpu", *sys.argv[1:]])}
 
     def write(results: list[Result]) -> None:
@@ -193,7 +181,7 @@ def _measured(
         in_turn=in_turn,
         graphs=graphs,
         timeout_s=timeout_s,
-        console=console,
+        console=(console := Console()),
         save=save,
     )
     figures(shape, results).show(console)

@@ -46,9 +46,6 @@ def report(
 
 
 def demo(
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the figures to this file, too.")
-    ] = None,
     work: Annotated[
         Path, typer.Option(help="Directory for the model, the logs and the disk tier.")
     ] = Path(".demo"),
@@ -58,4 +55,4 @@ def demo(
     from lmcache_xpu.harness.demo import tell
 
     exit_on_sigterm()
-    tell(json_file, work=work, port=port)
+    tell(work=work, port=port)
