@@ -25,48 +25,25 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
 
 VARIANTS = "none, ours, ours-layerwise, ours-server, lmcache, lmcache-layerwise, lmcache-server"
+SHAPES = "8b, 1b or small (default: small on CPU, 1b on GPUs below 32 GiB, else 8b)."
 ALL = "may be given several times (default: all)."
+ROWS = f"'61440 + 4096', say: the requests of a column of the tables; {ALL}"
+LOADS = f"decoding, copying, storing or conversations; {ALL}"
+DEVICES = "Devices that share the layers, in each engine; they share its memory, too."
+IN_TURN = """All engines at once, asked in turn: a host that changes its speed does so for all of
+them. They share the devices out; these need memory for all."""
 
-
+Names = list[str] | None
+ShapeName = Annotated[str | None, typer.Option(help=SHAPES)]
+Variants = Annotated[Names, typer.Option(help=f"{VARIANTS} or offloading; {ALL}")]
+LoadVariants = Annotated[Names, typer.Option(help=f"{VARIANTS}, offloading or room; {ALL}")]
+Rows = Annotated[Names, typer.Option("--row", help=ROWS)]
+Loads = Annotated[Names, typer.Option("--load", help=LOADS)]
+Repeats = Annotated[int, typer.Option(min=1, help="Medians count; later turns run thrice in each.")]
+TensorParallel = Annotated[int, typer.Option(min=1, help=DEVICES)]
+InTurn = Annotated[bool, typer.Option("--in-turn", help=IN_TURN)]
+Graphs = Annotated[bool, typer.Option("--graphs", help="With vLLM's graphs, compiled for minutes.")]
 TimeoutS = Annotated[int, typer.Option(min=1, help="Seconds until an engine starts or answers.")]
-ShapeName = Annotated[
-    str | None,
-    typer.Option(help="8b, 1b or small (default: small on CPU, 1b on GPUs below 32 GiB, else 8b)."),
-]
-Variants = Annotated[list[str] | None, typer.Option(help=f"{VARIANTS} or offloading; {ALL}")]
-LoadVariants = Annotated[
-    list[str] | None, typer.Option(help=f"{VARIANTS}, offloading or room; {ALL}")
-]
-Rows = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--row", help=f"'61440 + 4096', say: the requests of a column of the tables; {ALL}"
-    ),
-]
-Loads = Annotated[
-    list[str] | None,
-    typer.Option("--load", help=f"decoding, copying, storing or conversations; {ALL}"),
-]
-Repeats = Annotated[
-    int, typer.Option(min=1, help="Of all; of later turns three each. Medians count.")
-]
-TensorParallel = Annotated[
-    int,
-    typer.Option(
-        min=1, help="Devices that share the layers, in each engine; they share its memory, too."
-    ),
-]
-InTurn = Annotated[
-    bool,
-    typer.Option(
-        "--in-turn",
-        help="All engines at once, asked in turn: a host that changes its speed does so for all of "
-        "them. They share the devices out; these need memory for all.",
-    ),
-]
-Graphs = Annotated[
-    bool, typer.Option("--graphs", help="With vLLM's compiled graphs; they take minutes.")
-]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")]
 
 

@@ -88,14 +88,14 @@ class _Conversations:
     def __init__(self) -> None:
         text = corpus()
         self._texts = [text[i * TEXT_CHARACTERS :][:TEXT_CHARACTERS] for i in range(USERS)]
-        self._answers: list[dict[int, Answer]] = [{} for _ in range(USERS)]
+        self.answers: list[dict[int, Answer]] = [{} for _ in range(USERS)]
 
     def messages(self, user: int, turn: int) -> list[Message]:
         """Return a user's conversation up to question number `turn`."""
         messages: list[Message] = [{"role": "system", "content": self._texts[user]}]
         for earlier in range(turn):
             messages.append({"role": "user", "content": QUESTIONS[earlier]})
-            messages.append({"role": "assistant", "content": self._answers[user][earlier].text})
+            messages.append({"role": "assistant", "content": self.answers[user][earlier].text})
         messages.append({"role": "user", "content": QUESTIONS[turn]})
         return messages
 
@@ -103,34 +103,16 @@ class _Conversations:
         """Put a user's question number `turn` after the earlier ones; returns its cost, too."""
         before = client.counts()
         answer = client.chat(self.messages(user, turn), max_tokens=ANSWER_TOKENS)
-        self._answers[user].setdefault(turn, answer)
+        self.answers[user].setdefault(turn, answer)
         return answer, client.counts() - before
-
-    def first_and_second(self, client: Client) -> list[Row]:
-        """Put two questions of each user, one right after the other."""
-        pairs = [[self.ask(client, user, turn) for turn in (0, 1)] for user in range(USERS)]
-        first, second = zip(*pairs, strict=True)
-        return [
-            Row.of("recomputed and stored", first, "prefix_hits", "external_hits"),
-            Row.of("engine's own cache", second, "prefix_hits"),
-        ]
-
-    def third(self, client: Client, source: str) -> Row:
-        """Put the third question of each user."""
-        third = [self.ask(client, user, 2) for user in range(USERS)]
-        return Row.of(source, third, "external_hits")
 
     def same_as_before(self, client: Client) -> int:
         """Put the first questions again; counts the same answers that came from LMCache's tiers."""
         same = 0
-        for user, answers in enumerate(self._answers):
+        for user, answers in enumerate(self.answers):
             answer, counts = self.ask(client, user, 0)
             same += counts.external_hits > 0 and answer.token_ids == answers[0].token_ids
         return same
-
-    def first_answer(self) -> str:
-        """Return the text of the first user's first answer, which was computed without a cache."""
-        return self._answers[0][0].text
 
 
 def tell(*, work: Path, port: int | None = None) -> list[Row]:
@@ -175,16 +157,23 @@ def tell(*, work: Path, port: int | None = None) -> list[Row]:
     talk = _Conversations()
     with engine(work / "engine-1.log") as client:
         with doing(f"{USERS} conversations, two questions each"):
-            rows = talk.first_and_second(client)
+            pairs = [[talk.ask(client, user, turn) for turn in (0, 1)] for user in range(USERS)]
+            first, second = zip(*pairs, strict=True)
         with doing("a third question each, after the others'"):
-            rows.append(talk.third(client, "CPU tier"))
+            third = [talk.ask(client, user, 2) for user in range(USERS)]
             same = talk.same_as_before(client)
     with (
         engine(work / "engine-2.log") as client,
         doing("the third question again, after the restart"),
     ):
-        rows.append(talk.third(client, "disk tier after a restart"))
+        again = [talk.ask(client, user, 2) for user in range(USERS)]
         same += talk.same_as_before(client)
+    rows = [
+        Row.of("recomputed and stored", first, "prefix_hits", "external_hits"),
+        Row.of("engine's own cache", second, "prefix_hits"),
+        Row.of("CPU tier", third, "external_hits"),
+        Row.of("disk tier after a restart", again, "external_hits"),
+    ]
     console.print(_table(rows))
     if same != 2 * USERS:
         raise EngineError(
@@ -275,7 +264,7 @@ def _go_on(console: Console, settings: Settings, talk: _Conversations, work: Pat
         f"    {serve_command(settings)}",
         "When it answers, put the first question to it again, from another terminal:",
         f"    {shlex.join(['curl', '-s', url, '-H', header, '-d', f'@{question}'])}",
-        f"It was answered with: {json.dumps(talk.first_answer(), ensure_ascii=False)}",
+        f"It was answered with: {json.dumps(talk.answers[0][0].text, ensure_ascii=False)}",
     ]
     for line in lines:  # as they are: a line that is cut or folded can't be copied
         console.print(line, soft_wrap=True, markup=False, highlight=False)
