@@ -6,7 +6,7 @@ own time to each token.
 
 from __future__ import annotations
 
-import heapq
+import bisect
 import itertools
 import statistics
 import time
@@ -64,18 +64,16 @@ def drive(
 
     `answered` takes each request that has ended, and the time; it may return one that follows.
     """
-    order = itertools.count()  # of requests that are due at the same time
-    waiting = [(request.at_s, next(order), request) for request in requests]
-    heapq.heapify(waiting)
+    waiting = sorted(requests, key=lambda request: request.at_s)
     running: dict[str, Request] = {}
     begin = time.perf_counter()
     while waiting or running:
         now = time.perf_counter() - begin
-        while waiting and waiting[0][0] <= now:
-            _, _, request = heapq.heappop(waiting)
+        while waiting and waiting[0].at_s <= now:
+            request = waiting.pop(0)
             running[engine.add(request.prompt, request.tokens)] = request
         if not running:
-            time.sleep(waiting[0][0] - now)
+            time.sleep(waiting[0].at_s - now)
             continue
         outputs = engine.step()
         now = time.perf_counter() - begin
@@ -86,7 +84,7 @@ def drive(
             if output.finished:
                 del running[output.request_id]
                 if following := answered(request, now):
-                    heapq.heappush(waiting, (following.at_s, next(order), following))
+                    bisect.insort(waiting, following, key=lambda request: request.at_s)
     return time.perf_counter() - begin
 
 

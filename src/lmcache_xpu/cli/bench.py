@@ -137,7 +137,7 @@ def _measured(
     requests = chosen("load" if under_load else "row", choices, only or ())
     engines = variants_named(shape, variants or (), under_load=under_load)
     exit_on_sigterm()
-    figures = LoadFigures if under_load else EngineFigures
+    console, figures = Console(), LoadFigures if under_load else EngineFigures
     facts = {"machine": runner.machine(), "command": shlex.join(["lmcache-xpu", *sys.argv[1:]])}
 
     def write(results: list[Result]) -> None:
@@ -158,7 +158,7 @@ def _measured(
         in_turn=in_turn,
         graphs=graphs,
         timeout_s=timeout_s,
-        console=(console := Console()),
+        console=console,
         save=save,
     )
     figures(shape, results).show(console)
