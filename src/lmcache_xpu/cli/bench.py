@@ -39,10 +39,12 @@ Variants = Annotated[Names, typer.Option(help=f"{VARIANTS} or offloading; {ALL}"
 LoadVariants = Annotated[Names, typer.Option(help=f"{VARIANTS}, offloading or room; {ALL}")]
 Rows = Annotated[Names, typer.Option("--row", help=ROWS)]
 Loads = Annotated[Names, typer.Option("--load", help=LOADS)]
-Repeats = Annotated[int, typer.Option(min=1, help="Medians count; later turns run thrice in each.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Of each request or load; medians count.")]
 TensorParallel = Annotated[int, typer.Option(min=1, help=DEVICES)]
 InTurn = Annotated[bool, typer.Option("--in-turn", help=IN_TURN)]
-Graphs = Annotated[bool, typer.Option("--graphs", help="With vLLM's graphs, compiled for minutes.")]
+Graphs = Annotated[
+    bool, typer.Option("--graphs", help="With vLLM's compiled graphs: minutes longer.")
+]
 TimeoutS = Annotated[int, typer.Option(min=1, help="Seconds until an engine starts or answers.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")]
 
