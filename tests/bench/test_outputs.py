@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from lmcache_xpu.bench.runner import Result
 from lmcache_xpu.cli import app
 
-RESULT = Result("ours", "ours", exact=1.0, rounds={"1024": [{"tier": 0.004}]})
+RESULT = Result("ours", "ours", exact=1.0, rounds={"1024": [{"tier": 4}]})
 
 
 def bench(*options: str | Path):

@@ -33,13 +33,13 @@ FIELDS |= {"hit_over_limit", "store_over_recompute"}
 def results() -> list[Result]:
     none = Result("none", "no connector", link_gb_s={"load": 1.0})
     none.rounds = {
-        "1024": [{"recompute": 0.2, "own prefix": 0.01}],
-        "2048 + 256": [{"own prefix": 0.05}],
+        "1024": [{"recompute": 200, "own prefix": 10}],
+        "2048 + 256": [{"own prefix": 50}],
     }
     ours = Result("ours", "ours", exact=1.0)
     ours.rounds = {
-        "1024": [{"recompute": 0.204, "own prefix": 0.011, "tier": 0.04}],
-        "2048 + 256": [{"own prefix": 0.051, "tier": 0.055}],
+        "1024": [{"recompute": 204, "own prefix": 11, "tier": 40}],
+        "2048 + 256": [{"own prefix": 51, "tier": 55}],
     }
     bad = Result("lmcache", "LMCache", exact=0.3165, error="AssertionError: layout")
     return [none, ours, bad]
@@ -143,7 +143,7 @@ while True:
     except EOFError: break
     job = getattr(job, "func", job).__name__
     note(f"{{name}} {{job}}")
-    rounds = [{{"own prefix": 0.5}}, {{"own prefix": 0.25}}]
+    rounds = [{{"own prefix": 500}}, {{"own prefix": 250}}]
     connection.send({{"exactness": 1.0, "link_gb_s": {{"load": 1.0}}}}.get(job, rounds))
 note(f"{{name}} ended")
 """
@@ -219,8 +219,8 @@ engine.main()
     )
     assert result.error == error
     if error is None:
-        assert result.ms["1024"]["recompute"] == result.ms["1024"]["tier"] == 1024
-        assert result.ms["2048 + 256"]["own prefix"] == 2304
+        assert result.medians["1024"]["recompute"] == result.medians["1024"]["tier"] == 1024
+        assert result.medians["2048 + 256"]["own prefix"] == 2304
 
 
 @pytest.mark.parametrize("in_turn", [False, True])
@@ -228,7 +228,7 @@ def test_engines_are_asked_one_after_another_or_in_turn(monkeypatch, tmp_path, i
     monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
     none, ours = run_small(monkeypatch, STAND_IN, ["none", "ours"], in_turn=in_turn, repeats=2)
     assert (none.error, ours.error, ours.exact, none.link_gb_s) == (None, None, 1.0, {"load": 1.0})
-    assert none.ms["4096"] == ours.ms["4 x (1024 + 128)"] == {"own prefix": 375}
+    assert none.medians["4096"] == ours.medians["4 x (1024 + 128)"] == {"own prefix": 375}
     notes = (tmp_path / "notes").read_text().splitlines()
     rows = [note for note in notes if note.endswith("measure")]
     each = ["none", "x"] * 12 if in_turn else ["none"] * 12 + ["x"] * 12

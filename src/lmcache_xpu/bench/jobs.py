@@ -38,22 +38,22 @@ class Prompts:
         """Time them, later turns several times.
 
         Returns:
-            seconds to the first token of all, with histories in the engine's own cache (`own
+            milliseconds to the first token of all, with histories in the engine's own cache (`own
             prefix`) and in the `tier`, if any; of whole prompts also when they are new
-            (`recompute`). And seconds of a fixed piece of `python`: how fast the host is.
+            (`recompute`). And those of a fixed piece of `python`: how fast the host is.
         """
         histories = [engine.prompt(self.history) for _ in range(self.count)]
-        recompute_s = engine.seconds(*histories)
+        recompute_ms = engine.seconds(*histories) * 1e3
         rounds = []
         for _ in range(TURN_REPEATS if self.new else 1):
-            seconds = {} if self.new else {"recompute": recompute_s}
+            ms = {} if self.new else {"recompute": recompute_ms}
             for place in ("own prefix", "tier") if engine.hits == "tier" else ("own prefix",):
                 time.sleep(STORE_S / 2)
                 if place == "tier":
                     engine.forget()
                 asked = [history + engine.prompt(self.new) for history in histories]
-                seconds[place] = engine.seconds(*asked)
-            rounds.append({**seconds, "python": _python_s()})
+                ms[place] = engine.seconds(*asked) * 1e3
+            rounds.append({**ms, "python": _python_s() * 1e3})
         return rounds
 
 

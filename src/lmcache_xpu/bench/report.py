@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
@@ -35,7 +35,7 @@ class EngineFigures:
         """Return the least that a hit can cost; None if it was not measured."""
         if self._none is None or row not in self._none.rounds:
             return None
-        prefix_ms = self._none.ms[row]["own prefix"]
+        prefix_ms = self._none.medians[row]["own prefix"]
         if self.shape.rows[row].new:
             return prefix_ms
         size = self._tokens(row) * self.shape.model.kv_bytes_per_token
@@ -43,15 +43,15 @@ class EngineFigures:
 
     def hit_ratio(self, result: Result, row: str) -> float | None:
         """Return a hit in the tier over its limit; None if one of them was not measured."""
-        limit, tier = self.limit_ms(row), result.ms.get(row, {}).get("tier")
+        limit, tier = self.limit_ms(row), result.medians.get(row, {}).get("tier")
         return tier / limit if limit and tier else None
 
     def store_ratio(self, result: Result, row: str) -> float | None:
         """Return recomputing while storing over recomputing without a connector."""
         if self._none is None or result is self._none:
             return None
-        plain = self._none.ms.get(row, {}).get("recompute")
-        storing = result.ms.get(row, {}).get("recompute")
+        plain = self._none.medians.get(row, {}).get("recompute")
+        storing = result.medians.get(row, {}).get("recompute")
         return storing / plain if plain and storing else None
 
     def as_dict(self) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class EngineFigures:
         results = []
         for result in self.results:
             facts = asdict(result) | {
-                "ms": result.ms,
+                "ms": result.medians,
                 "tokens": {row: self._tokens(row) for row in result.rounds},
                 "hit_over_limit": {row: self.hit_ratio(result, row) for row in self.rows},
                 "store_over_recompute": {row: self.store_ratio(result, row) for row in self.rows},
@@ -97,7 +97,7 @@ class EngineFigures:
         digits: int = 1,
     ) -> None:
         """Print the milliseconds of a source: a line for each engine, a column for each row."""
-        ms = {result.title: result.ms for result in self.results}
+        ms = {result.title: result.medians for result in self.results}
         rows = [row for row in self.rows if any(source in e.get(row, {}) for e in ms.values())]
         lines: dict[str, list[str]] = {}
         if source == "tier":
@@ -114,6 +114,7 @@ class EngineFigures:
         _print_table(console, title, rows, lines)
 
 
+@dataclass(frozen=True, slots=True)
 class LoadFigures:
     """The figures of `bench load`.
 
@@ -122,9 +123,8 @@ class LoadFigures:
         results: one for each engine.
     """
 
-    def __init__(self, shape: Shape, results: list[Result]) -> None:
-        self.shape = shape
-        self.results = results
+    shape: Shape
+    results: list[Result]
 
     def as_dict(self) -> dict[str, Any]:
         """Return all figures, those of each repeat, for a file."""

@@ -64,14 +64,6 @@ class Result:
             for name, rounds in self.rounds.items()
         }
 
-    @property
-    def ms(self) -> dict[str, dict[str, float]]:
-        """Medians of `bench engine`, whose rounds are in seconds: row -> source -> milliseconds."""
-        return {
-            row: {source: seconds * 1e3 for source, seconds in medians.items()}
-            for row, medians in self.medians.items()
-        }
-
 
 class Child:
     """A process with an engine; a context manager.
