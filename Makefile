@@ -52,10 +52,10 @@ other-clients: setup ## Other benchmark clients beside this one: HOST=http://...
 pictures: setup ## Renew docs' pictures: an engine under load, Prometheus: [ARGS=...]
 	@$(BIN)/python -m loadtests.pictures $(ARGS)
 
-bench-engine: setup ## Hits and stores, beside LMCache's own: [ARGS='--report FILE']
+bench-engine: setup ## Hits and stores, beside LMCache's own: [ARGS='--json FILE']
 	@$(BIN)/lmcache-xpu bench engine $(ARGS)
 
-bench-load: setup ## Hits beside others, and conversations at once: [ARGS='--report FILE']
+bench-load: setup ## Hits beside others, and conversations at once: [ARGS='--json FILE']
 	@$(BIN)/lmcache-xpu bench load $(ARGS)
 
 bench: setup ## The connectors and the demo's engine on CPU; needs a quiet machine

@@ -85,6 +85,6 @@ class HostMemoryError(TransferError):
 
 
 class EngineError(LMCacheXPUError):
-    """An engine that was started here did not come up, or went away."""
+    """An engine did not come up, does not answer, or went away."""
 
     anchor = "engine-error"

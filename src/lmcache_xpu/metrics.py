@@ -18,6 +18,9 @@ from typing import Literal
 
 from prometheus_client import Counter, Gauge
 
+Direction = Literal["store", "load"]
+Tier = Literal["cpu", "disk", "shared", "server"]
+
 _MOVE = ("direction", "tier")
 _COUNTERS = {
     name: Counter(f"lmcache_xpu_{name}_total", description, labels)
@@ -101,12 +104,7 @@ class Flow:
         reasons: why a move may fail, and what to do about it.
     """
 
-    def __init__(
-        self,
-        direction: Literal["store", "load"],
-        tier: Literal["cpu", "disk", "shared", "server"],
-        reasons: Mapping[str, str],
-    ) -> None:
+    def __init__(self, direction: Direction, tier: Tier, reasons: Mapping[str, str]) -> None:
         self.direction, self.tier, self.reasons = direction, tier, reasons
         # The first increase is one only where there was a zero.
         for name in ("bytes", "tokens", "seconds"):
@@ -160,89 +158,58 @@ def loaded(way: Literal["step", "async", "computed"], loads: int = 1) -> None:
 # What a reason means, and what to do. Another one is the class of the error that was raised.
 _LATE = "The engine took longer than memory is lent for. No action"
 _UNFILLED = "It was computed from a load that failed. It is computed and stored anew"
-STORE_CPU = Flow(
-    "store",
-    "cpu",
-    {
+_SERVER_LOST = "LMCache's server did not answer. Nothing moves until it does: look at its log"
+_SERVER_LATE = "The engine took longer than the server lends its memory for. No action"
+_REASONS: dict[tuple[Direction, Tier], dict[str, str]] = {
+    ("store", "cpu"): {
         "late": _LATE,
         "overtaken": "The engine needed the blocks before they were copied. Accept fewer hits",
         "unfilled": _UNFILLED,
     },
-)
-LOAD_CPU = Flow(
-    "load",
-    "cpu",
-    {
+    ("load", "cpu"): {
         "incomplete": "Fewer tokens came than were promised. They are computed. No action",
         "late": _LATE,
         "missing": "What was promised was gone. It is computed. No action",
         "RuntimeError": "The move raised: the log has the cause. Other classes of errors likewise",
     },
-)
-STORE_DISK = Flow(
-    "store",
-    "disk",
-    {
+    ("store", "disk"): {
         "behind": "The engine is faster than the disk. Use a faster one, or accept fewer hits",
         "crowded": "All that the tier holds is in use. Raise `disk_gib`",
         "full": "The disk itself is full. Free space, or lower `disk_gib`",
         "io": "The file system reported an error: look at the log and at the disk",
     },
-)
-LOAD_DISK = Flow(
-    "load",
-    "disk",
-    {
+    ("load", "disk"): {
         "corrupt": "A file failed its checksum and was removed. If it repeats, check the disk",
         "io": "A file could not be read, and stays. Look at the log and at the disk",
         "pool_full": "The CPU tier had no room to load through. Raise `cpu_gib`",
     },
-)
-STORE_SHARED = Flow(
-    "store",
-    "shared",
-    {
+    ("store", "shared"): {
         "behind": "The engine is faster than the network. Accept fewer hits, or widen it",
         "full": "The server has no memory left. Give it more, or a policy that evicts",
         "refused": "The server refuses writes: the log has its words. Check its rights",
         "server": "The server did not answer in time. It is left alone, and tried again later",
     },
-)
-LOAD_SHARED = Flow(
-    "load",
-    "shared",
-    {
+    ("load", "shared"): {
         "corrupt": "A damaged value, or of another layout, was deleted. If it repeats: the server",
         "server": "The server did not answer in time. It is left alone, and tried again later",
     },
-)
-_SERVER_LOST = "LMCache's server did not answer. Nothing moves until it does: look at its log"
-_SERVER_LATE = "The engine took longer than the server lends its memory for. No action"
-STORE_SERVER = Flow(
-    "store",
-    "server",
-    {
+    ("store", "server"): {
         "late": _SERVER_LATE,
         "overtaken": "The engine needed the blocks before the server answered. Accept fewer hits",
         "refused": "The server did not take what was stored. Look at its log",
         "server": _SERVER_LOST,
         "unfilled": _UNFILLED,
     },
-)
-LOAD_SERVER = Flow(
-    "load",
-    "server",
-    {
+    ("load", "server"): {
         "damaged": "The server's memory held something else, or half of it. It was computed",
         "late": _SERVER_LATE,
         "missing": "What was promised was gone: evicted, or the server is another one. No action",
         "server": _SERVER_LOST,
     },
-)
-FLOWS = (
-    *(STORE_CPU, LOAD_CPU, STORE_DISK, LOAD_DISK),
-    *(STORE_SHARED, LOAD_SHARED, STORE_SERVER, LOAD_SERVER),
-)
+}
+FLOWS = tuple(Flow(direction, tier, reasons) for (direction, tier), reasons in _REASONS.items())
+STORE_CPU, LOAD_CPU, STORE_DISK, LOAD_DISK, STORE_SHARED, LOAD_SHARED, *_ = FLOWS
+STORE_SERVER, LOAD_SERVER = FLOWS[6:]
 # Of requests whose KV cache did not arrive.
 FALLBACK_REASONS = {
     "load": "A load failed or was incomplete. The errors say why",

@@ -9,25 +9,24 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
 from lmcache_xpu.bench import load_jobs
-from lmcache_xpu.bench.engine import Output
-from lmcache_xpu.bench.load import load_named
+from lmcache_xpu.bench.jobs import Prompts
 from lmcache_xpu.bench.load_jobs import (
     Conversations,
     Decoding,
     Request,
-    Sharing,
     drive,
     spread,
 )
 from lmcache_xpu.bench.report import LoadFigures
 from lmcache_xpu.bench.runner import Result
-from lmcache_xpu.bench.shapes import SHAPES, Turn
+from lmcache_xpu.bench.shapes import SHAPES, shape_named
 from lmcache_xpu.bench.variants import variants_named
 from lmcache_xpu.cli import app
 from lmcache_xpu.launch.settings import Settings
@@ -67,12 +66,16 @@ class ImitatedEngine:
         self._begin += 1
         return str(len(self.began))
 
-    def step(self) -> list[Output]:
+    def step(self) -> list[SimpleNamespace]:
         self.now += STEP_S + LOAD_S * bool(self._begin)
         self._begin = 0
         self.most = max(self.most, len(self.running))
         self.running = {name: left - 1 for name, left in self.running.items()}
-        outputs = [Output(name, [7], not left) for name, left in self.running.items()]
+        token = [SimpleNamespace(token_ids=[7])]
+        outputs = [
+            SimpleNamespace(request_id=name, outputs=token, finished=not left)
+            for name, left in self.running.items()
+        ]
         self.running = {name: left for name, left in self.running.items() if left}
         return outputs
 
@@ -85,7 +88,9 @@ def engine(monkeypatch):
     return ImitatedEngine(monkeypatch)
 
 
-DECODING = Decoding(requests=3, prompt=4, tokens=300, hits=2, hit=Turn(8, 2), answer=2, every_s=1.0)
+DECODING = Decoding(
+    requests=3, prompt=4, tokens=300, hits=2, hit=Prompts(8, 2), answer=2, every_s=1.0
+)
 TALK = Conversations(users=3, rounds=3, history=10, new=2, answer=4, apart_s=0.05, pause_s=0.25)
 
 
@@ -108,13 +113,13 @@ def test_others_tokens_are_late_beside_hits_and_nowhere_else(engine):
     [figures] = DECODING.measure(engine)
     assert engine.forgotten == 2
     assert engine.most == DECODING.requests + 1
-    assert figures["alone"]["max"] == pytest.approx(STEP_S * 1e3)
-    assert figures["with hits"]["p50"] == pytest.approx(STEP_S * 1e3)
-    assert figures["with hits"]["max"] == pytest.approx((STEP_S + LOAD_S) * 1e3)
-    assert figures["ttft"]["n"] == DECODING.hits
-    assert figures["ttft"]["p90"] is None
-    assert figures["tokens_s alone"] == pytest.approx(DECODING.requests / STEP_S)
-    assert figures["tokens_s with hits"] < figures["tokens_s alone"]
+    assert figures["alone max"] == pytest.approx(STEP_S * 1e3)
+    assert figures["with hits p50"] == pytest.approx(STEP_S * 1e3)
+    assert figures["with hits max"] == pytest.approx((STEP_S + LOAD_S) * 1e3)
+    assert "TTFT max" in figures
+    assert "TTFT p99" not in figures  # of two
+    assert figures["tokens/s alone"] == pytest.approx(DECODING.requests / STEP_S)
+    assert figures["tokens/s with hits"] < figures["tokens/s alone"]
 
 
 def test_hits_begin_with_what_was_computed_before(engine, monkeypatch):
@@ -130,24 +135,7 @@ def test_what_is_new_was_not_computed_before(engine, monkeypatch):
     monkeypatch.setattr(engine, "seconds", computed.append)
     [figures] = replace(DECODING, new=True).measure(engine)
     assert not computed
-    assert figures["ttft"]["n"] == DECODING.hits
-
-
-@pytest.mark.parametrize("tier", [True, False])
-def test_who_shares_a_history_is_asked_at_once(engine, tier: bool):
-    load = Sharing(requests=5, history=8, new=2, answer=3)
-    engine.hits = "tier" if tier else "none"
-    [figures] = load.measure(engine)
-    places = ["own", "tier"] if tier else ["own"]
-    assert list(figures) == [name for place in places for name in (f"{place} s", place)]
-    assert engine.forgotten == tier
-    assert engine.most == 5
-    (history,) = {tuple(prompt[:8]) for _, prompt in engine.began}
-    assert len({tuple(prompt[8:]) for _, prompt in engine.began}) == 5 * len(places)
-    assert len(history) == 8
-    for place in places:
-        assert figures[place]["max"] == pytest.approx((STEP_S + LOAD_S) * 1e3)
-        assert figures[f"{place} s"] == pytest.approx(3 * STEP_S + LOAD_S)
+    assert figures["TTFT max"] > 0
 
 
 def test_a_conversation_goes_on_from_its_answers(engine):
@@ -159,73 +147,55 @@ def test_a_conversation_goes_on_from_its_answers(engine):
     for prompt in last:
         assert prompt[12:16] == prompt[18:22] == [7] * 4
         assert prompt[:12] in prompts
-    assert figures["first"]["n"] == 3
-    assert figures["later"]["n"] == 6
-    assert figures["requests_s"] == pytest.approx(9 / engine.now)
+    assert {"TTFT, first p50", "TTFT, later p50", "ITL p99"} <= figures.keys()
+    assert figures["requests/s"] == pytest.approx(9 / engine.now)
 
 
 def test_few_values_have_no_percentiles():
-    assert spread([1.0] * 19)["p99"] is None
-    values = spread([float(value) for value in range(1, 102)])
-    assert (values["p50"], values["p90"], values["p99"], values["max"]) == (51, 91, 100, 101)
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_the_engine_is_too_small_and_the_one_with_room_is_not(shape):
-    """And each fits what one request of either load needs."""
-    load = load_named(shape.name)
-    size = load.shape.model.kv_bytes_per_token
-    talk, decoding = load.conversations, load.decoding
-    own, room = load.shape.settings["kv_cache_gib"] * 2**30, load.room_gib * 2**30
-    tokens = talk.users * (talk.history + talk.rounds * (talk.new + talk.answer))
-    assert own < tokens * size < room
-    assert load.shape.settings["cpu_gib"] * 2**30 > tokens * size
-    beside = decoding.requests * (decoding.prompt + decoding.tokens)
-    hit = decoding.hit.history + decoding.hit.new + decoding.answer
-    longest = talk.history + talk.rounds * (talk.new + talk.answer)
-    assert (beside + hit) * size < own
-    assert max(hit, longest, load.shape.lengths[0]) < load.shape.settings["max_model_len"]
-    assert load.shape.settings["max_model_len"] * size < own
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_jobs_cross_to_the_engine(shape):
-    load = load_named(shape.name)
-    jobs = [pickle.loads(pickle.dumps(job)).__self__ for job in load.jobs().values()]
-    copying = replace(load.decoding, hit=Turn(load.decoding.hit.history, 1))
-    storing = replace(load.decoding, new=True)
-    assert jobs == [load.decoding, copying, storing, load.conversations, load.sharing]
-
-
-def test_the_engines_with_room_are_made_of_settings():
-    load = load_named("small")
-    room, seats = variants_named(load.shape, ["room", "seats"], [*load.more_variants()])
-    made = [
-        Settings.load(variant.values(load.shape, "model", "cpu", graphs=False))
-        for variant in (room, seats)
-    ]
-    assert [(settings.kv_cache_gib, settings.offload) for settings in made] == [(1, False)] * 2
-    assert [settings.max_num_seqs for settings in made] == [None, 3]
-    assert {room.hits, seats.hits} == {"own cache"}
+    assert spread("x", [1.0] * 19) == {"x p50": 1, "x max": 1}
+    values = spread("x", [float(value) for value in range(1, 102)])
+    assert values == {"x p50": 51, "x p99": 100, "x max": 101}
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 @pytest.mark.parametrize("devices", [1, 2])
-def test_as_many_seats_as_conversations_fit_the_own_cache(shape, devices: int):
-    load = load_named(shape.name).on_devices(devices)
-    talk = load.conversations
-    tokens = talk.history + talk.new + talk.answer
-    own = load.shape.settings["kv_cache_gib"] * devices * 2**30
-    size = load.shape.model.kv_bytes_per_token
-    assert 1 < load.seats < talk.users
-    assert load.seats * tokens * size <= own < (load.seats + 1) * tokens * size
+def test_the_engine_is_too_small_and_the_one_with_room_is_not(shape, devices: int):
+    """And each fits what one request of either load needs."""
+    shape = shape.under_load().on_devices(devices)
+    size = shape.model.kv_bytes_per_token / devices
+    talk, decoding = shape.conversations, shape.decoding
+    own, room = shape.settings["kv_cache_gib"] * 2**30, shape.room_gib * 2**30
+    tokens = talk.users * (talk.history + talk.rounds * (talk.new + talk.answer))
+    assert own < tokens * size < room
+    assert shape.settings["cpu_gib"] * 2**30 > tokens * size
+    beside = decoding.requests * (decoding.prompt + decoding.tokens)
+    hit = decoding.hit.history + decoding.hit.new + decoding.answer
+    longest = talk.history + talk.rounds * (talk.new + talk.answer)
+    assert (beside + hit) * size < own
+    assert max(hit, longest, shape.prompts[0].history) < shape.settings["max_model_len"]
+    assert shape.settings["max_model_len"] * size < own
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_jobs_cross_to_the_engine(shape):
+    loads = [pickle.loads(pickle.dumps(load.measure)).__self__ for load in shape.loads.values()]
+    copying = replace(shape.decoding, hit=Prompts(shape.decoding.hit.history, 1))
+    storing = replace(shape.decoding, new=True)
+    assert loads == [shape.decoding, copying, storing, shape.conversations]
+
+
+def test_the_engine_with_room_is_made_of_settings():
+    shape = shape_named("small").under_load()
+    [room] = variants_named(shape, ["room"], under_load=True)
+    settings = Settings.load(room.values(shape, "model", "cpu", graphs=False))
+    assert (settings.kv_cache_gib, settings.offload, room.hits) == (1, False, "own cache")
 
 
 def test_hits_of_an_own_cache_are_not_forgotten(engine):
     engine.hits = "own cache"
     [figures] = DECODING.measure(engine)
     assert engine.forgotten == 0
-    assert figures["ttft"]["n"] == DECODING.hits
+    assert figures["TTFT max"] > 0
 
 
 def results(engine):
@@ -235,24 +205,22 @@ def results(engine):
         "copying": DECODING.measure(engine),
         "storing": replace(DECODING, new=True).measure(engine),
         "conversations": TALK.measure(engine),
-        "sharing": Sharing(requests=2, history=4, new=1, answer=1).measure(engine),
     }
     return [ours, Result("lmcache", "LMCache, standard", error="AssertionError: layout")]
 
 
-def test_figures_are_shown_written_and_drawn(engine, tmp_path):
-    figures = LoadFigures(load_named("small"), results(engine))
-    console = Console(width=160, record=True, file=io.StringIO())
+def test_figures_are_shown_and_written(engine):
+    figures = LoadFigures(shape_named("small"), results(engine))
+    console = Console(width=200, record=True, file=io.StringIO())
     figures.show(console)
     text = console.export_text()
-    assert text.count("ours, standard") == 5  # in each table
+    assert text.count("ours, standard") == 4  # in each table
     assert "LMCache, standard: AssertionError: layout" in text
-    facts = figures.as_dict({"device": "cpu"}, "lmcache-xpu bench load")
-    [result, _] = json.loads(json.dumps(facts))["results"]
+    for words in ("2048 are cached", "2048 + 1 tokens arrives", "computed and stored", "tokens/s"):
+        assert words in text
+    [result, _] = json.loads(json.dumps(figures.as_dict()))["results"]
     assert set(result) == {"variant", "title", "error", "seconds", "rounds"}
     assert len(result["rounds"]["decoding"]) == 2
-    figures.plot(tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").stat().st_size > 5_000
 
 
 def test_what_was_measured_is_written_and_a_failed_engine_of_ours_is_an_error(
@@ -271,12 +239,15 @@ def test_what_was_measured_is_written_and_a_failed_engine_of_ours_is_an_error(
     monkeypatch.setattr("lmcache_xpu.bench.runner.machine", lambda: {"device": "cpu"})
     monkeypatch.setattr("signal.signal", lambda *_: None)  # this process keeps its own
     words = ["bench", "load", "--shape", "small", "--variant", "ours", "--variant", "room"]
-    words += ["--load", "storing", "--repeats", "2", "--report", str(tmp_path / "x.md")]
+    words += ["--load", "storing", "--repeats", "2", "--json", str(tmp_path / "x.json")]
+    monkeypatch.setattr(sys, "argv", ["lmcache-xpu", *words])
     done = CliRunner().invoke(app, words, catch_exceptions=False)
     assert done.exit_code == 0, done.output
-    report = (tmp_path / "x.md").read_text()
-    assert report.startswith("# lmcache-xpu bench load\n")
-    assert "--shape small --repeats 2 --variant ours --variant room --load storing" in report
+    page = json.loads((tmp_path / "x.json").read_text())
+    assert (page["machine"], page["command"]) == (
+        {"device": "cpu"},
+        f"lmcache-xpu {' '.join(words)}",
+    )
     measured[0].error = "RuntimeError: broken"
     assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 1
 
@@ -287,19 +258,15 @@ def test_what_was_measured_is_written_and_a_failed_engine_of_ours_is_an_error(
 def test_hits_beside_others_and_conversations_in_a_real_engine(tmp_path: Path):
     file = tmp_path / "figures.json"
     command = ["bench", "load", "--shape", "small", "--variant", "ours", "--json", str(file)]
-    for name in ("decoding", "storing", "conversations", "sharing"):  # copying is as decoding
+    for name in ("decoding", "storing", "conversations"):  # copying is as decoding
         command += ["--load", name]
     program = Path(sys.executable).with_name("lmcache-xpu")
     done = subprocess.run([str(program), *command], capture_output=True, text=True, timeout=380)
     assert done.returncode == 0, done.stdout + done.stderr
     (result,) = json.loads(file.read_text())["results"]
-    load = load_named("small")
     (decoding,), (talk,) = (result["rounds"][name] for name in ("decoding", "conversations"))
-    assert decoding["ttft"]["n"] == load.decoding.hits
-    assert result["rounds"]["storing"][0]["ttft"]["p50"] > 0
-    assert result["rounds"]["sharing"][0]["tier"]["n"] == load.sharing.requests
-    assert 0 < decoding["alone"]["p50"] <= decoding["alone"]["max"]
-    assert decoding["tokens_s with hits"] > 0
+    assert result["rounds"]["storing"][0]["TTFT p50"] > 0
+    assert 0 < decoding["alone p50"] <= decoding["alone max"]
+    assert decoding["tokens/s with hits"] > 0
     # The history is loaded in later rounds, and computed in the first one.
-    assert talk["later"]["p50"] < talk["first"]["p50"]
-    assert talk["later"]["n"] == load.conversations.users * (load.conversations.rounds - 1)
+    assert talk["TTFT, later p50"] < talk["TTFT, first p50"]

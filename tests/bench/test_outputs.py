@@ -1,4 +1,4 @@
-"""The files of `bench engine`: tried first, and each written whatever becomes of the others."""
+"""The file of `bench engine`: tried first, and written after each row."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from lmcache_xpu.bench.outputs import Outputs
-from lmcache_xpu.bench.report import Figures
 from lmcache_xpu.bench.runner import Result
-from lmcache_xpu.bench.shapes import shape_named
 from lmcache_xpu.cli import app
 
-RESULT = Result("ours", "ours", exact=1.0, rounds={"1024": [{"tier": 0.004}]})
+RESULT = Result("ours", "ours", exact=1.0, rounds={"1024": [{"tier": 4}]})
 
 
 def bench(*options: str | Path):
@@ -43,11 +40,8 @@ def runs(monkeypatch):
     ("options", "words"),
     [
         (["--json", "nodir/x.json"], "--json nodir/x.json, which can't be written (No such file"),
-        (["--report", "nodir/x.md"], "--report nodir/x.md"),
-        (["--plot", "nodir/x.png"], "--plot nodir/x.png"),
-        (["--report", "/"], "--report /, which can't be written (Is a directory)"),
+        (["--json", "/"], "--json /, which can't be written (Is a directory)"),
         (["--json", "/proc/x"], "--json /proc/x"),
-        (["--plot", "x.doc"], "ends in .png"),
         (["--variant", "theirs"], "one of none"),
         (["--timeout-s", "0"], "--timeout-s"),
         (["--timeout-s", "nan"], "--timeout-s"),
@@ -59,28 +53,32 @@ def test_a_mistake_is_refused_before_anything_is_measured(
     runs, tmp_path, monkeypatch, options, words
 ):
     monkeypatch.chdir(tmp_path)
-    done = bench("--report", "good.md", *options) if "--report" not in options else bench(*options)
+    done = bench("--json", "good.json", *options)
     assert (done.exit_code, runs) == (2, [])
     assert words in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_fails_late_keeps_no_other_from_being_written(runs, tmp_path, monkeypatch):
+def test_a_file_that_fails_late_costs_no_table(runs, tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("the disk is full")
 
-    monkeypatch.setattr(Figures, "plot", fail)
-    done = bench("--plot", tmp_path / "x.png", "--report", tmp_path / "good.md")
+    monkeypatch.setattr(Path, "write_text", fail)
+    done = bench("--json", tmp_path / "x.json")
     assert done.exit_code == 2
     assert "the disk is full" in done.stderr
     assert "Hit in the tier" in done.stdout
-    assert "device: cpu" in (tmp_path / "good.md").read_text()
 
 
-def test_what_was_measured_is_written_when_each_engine_ends(tmp_path):
-    """So that Ctrl-C, or an engine that takes the process along, costs one engine's figures."""
-    outputs = Outputs(json_file=tmp_path / "x.json", report=tmp_path / "x.md")
-    for count in (1, 2):
-        figures = Figures(shape_named("small"), [RESULT] * count)
-        assert outputs.write(figures, {}, "command") == []
-        assert len(json.loads((tmp_path / "x.json").read_text())["results"]) == count
+def test_what_was_measured_is_written_after_each_row(runs, tmp_path, monkeypatch):
+    """So that Ctrl-C, or an engine that takes the process along, costs one row."""
+
+    def run(*_, save, **__):
+        save([RESULT])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lmcache_xpu.bench.runner.run", run)
+    assert bench("--json", tmp_path / "x.json").exit_code == 130
+    page = json.loads((tmp_path / "x.json").read_text())
+    assert page["machine"] == {"device": "cpu"}
+    assert [result["ms"] for result in page["results"]] == [{"1024": {"tier": 4}}]

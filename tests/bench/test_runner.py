@@ -15,11 +15,9 @@ from vllm.platforms import current_platform
 
 from lmcache_xpu.bench import runner
 from lmcache_xpu.bench.engine import _digests, at_server
-from lmcache_xpu.bench.jobs import row_jobs
-from lmcache_xpu.bench.outputs import Outputs
-from lmcache_xpu.bench.report import Figures
+from lmcache_xpu.bench.report import EngineFigures
 from lmcache_xpu.bench.runner import Result, _cause, device_masks, run
-from lmcache_xpu.bench.shapes import LARGE_GIB, SHAPES, default_name, shape_named
+from lmcache_xpu.bench.shapes import LARGE_GIB, SHAPES, chosen, default_name, shape_named
 from lmcache_xpu.bench.variants import SERVER_URL, variants, variants_named
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.engine_arguments import vllm_arguments
@@ -35,13 +33,13 @@ FIELDS |= {"hit_over_limit", "store_over_recompute"}
 def results() -> list[Result]:
     none = Result("none", "no connector", link_gb_s={"load": 1.0})
     none.rounds = {
-        "1024": [{"recompute": 0.2, "own prefix": 0.01}],
-        "2048 + 256": [{"own prefix": 0.05}],
+        "1024": [{"recompute": 200, "own prefix": 10}],
+        "2048 + 256": [{"own prefix": 50}],
     }
     ours = Result("ours", "ours", exact=1.0)
     ours.rounds = {
-        "1024": [{"recompute": 0.204, "own prefix": 0.011, "tier": 0.04}],
-        "2048 + 256": [{"own prefix": 0.051, "tier": 0.055}],
+        "1024": [{"recompute": 204, "own prefix": 11, "tier": 40}],
+        "2048 + 256": [{"own prefix": 51, "tier": 55}],
     }
     bad = Result("lmcache", "LMCache", exact=0.3165, error="AssertionError: layout")
     return [none, ours, bad]
@@ -49,7 +47,7 @@ def results() -> list[Result]:
 
 def test_limits_and_ratios():
     """A whole prompt's limit has a copy in it, a later turn's has none: it can hide."""
-    figures = Figures(SMALL, results())
+    figures = EngineFigures(SMALL, results())
     _, ours, bad = figures.results
     copy_ms = 1024 * SMALL.model.kv_bytes_per_token / 1.0e9 * 1e3
     assert figures.limit_ms("1024") == pytest.approx(10 + copy_ms)
@@ -60,28 +58,24 @@ def test_limits_and_ratios():
     assert figures.hit_ratio(bad, "1024") is None
 
 
-def test_what_is_not_exact_or_did_not_run_is_shown(tmp_path: Path):
-    figures = Figures(SMALL, results())
+def test_what_is_not_exact_or_did_not_run_is_shown():
+    figures = EngineFigures(SMALL, results())
     console = Console(width=140, record=True, file=io.StringIO())
     figures.show(console)
     text = console.export_text()
-    assert "LMCache: NOT EXACT, 0.3165" in text
+    assert "ours: 100.00% of the blocks are the same, to the byte" in text
+    assert "LMCache: NOT EXACT, 31.65% of the blocks" in text
     assert "LMCache: AssertionError: layout" in text
     assert "1.10" in text
-    outputs = Outputs(report=tmp_path / "report.txt", plot_file=tmp_path / "plot.png")
-    assert outputs.write(figures, {"device": "cpu", "vllm": "1"}, "command") == []
-    report = (tmp_path / "report.txt").read_text()
-    assert "vllm: 1" in report
-    facts = json.loads(report[report.index('{\n "machine"') :])
+    facts = json.loads(json.dumps(figures.as_dict()))
     assert facts["limits_ms"]["2048 + 256"] == pytest.approx(50)
     assert facts["results"][1]["tokens"] == {"1024": 1024, "2048 + 256": 2048}
     assert facts["results"][1]["ms"]["2048 + 256"]["tier"] == pytest.approx(55)
     assert set(facts["results"][1]) == FIELDS
-    assert (tmp_path / "plot.png").stat().st_size > 10_000
 
 
 def test_without_the_plain_engine_there_are_no_limits():
-    figures = Figures(SMALL, results()[1:])
+    figures = EngineFigures(SMALL, results()[1:])
     assert figures.limit_ms("1024") is None
     assert figures.hit_ratio(figures.results[0], "1024") is None
 
@@ -111,7 +105,7 @@ def test_of_a_server_an_engine_is_told_where_it_listens():
 def test_names_are_checked():
     with pytest.raises(SettingsError, match="one of none, ours"):
         variants_named(SMALL, ["theirs"])
-    with pytest.raises(SettingsError, match="8b or 1b or small"):
+    with pytest.raises(SettingsError, match="one of 8b, 1b, small"):
         shape_named("9b")
     assert [variant.name for variant in variants_named(SMALL, ["ours", "none"])] == ["none", "ours"]
 
@@ -130,6 +124,10 @@ def test_why_an_engine_ended():
     assert _cause(["x"], 3) == "exit code 3"
 
 
+def jobs_of(*names: str) -> dict:
+    return {name: row.measure for name, row in chosen("row", SMALL.rows, names).items()}
+
+
 CONNECT = """
 import os, sys
 from multiprocessing.connection import Connection
@@ -141,10 +139,11 @@ def note(what):
     with open(os.environ["NOTES"], "a") as file: file.write(what + "\\n")
 name = "none" if "kv-transfer" not in str(sys.argv) and '"offload": false' in str(sys.argv) else "x"
 while True:
-    try: job = connection.recv().func.__name__
+    try: job = connection.recv()
     except EOFError: break
+    job = getattr(job, "func", job).__name__
     note(f"{{name}} {{job}}")
-    rounds = [{{"own prefix": 0.5}}, {{"own prefix": 0.25}}]
+    rounds = [{{"own prefix": 500}}, {{"own prefix": 250}}]
     connection.send({{"exactness": 1.0, "link_gb_s": {{"load": 1.0}}}}.get(job, rounds))
 note(f"{{name}} ended")
 """
@@ -154,7 +153,7 @@ def run_small(monkeypatch, script, names, **options):
     """The bench, with a program in place of the engines."""
     monkeypatch.setattr(sys, "executable", _stand_in(script))
     how = {"repeats": 1, "timeout_s": 60, "save": lambda _: None} | options
-    jobs = how.pop("jobs", row_jobs(SMALL))
+    jobs = how.pop("jobs", jobs_of())
     return run(SMALL, variants_named(SMALL, names), jobs, console=Console(quiet=True), **how)
 
 
@@ -173,10 +172,10 @@ def test_results_are_saved_after_each_row(monkeypatch, tmp_path):
 def test_some_rows_alone_are_timed_in_their_usual_order(monkeypatch, tmp_path):
     monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
     whole, turn = "1024", "2048 + 256"
-    (result,) = run_small(monkeypatch, STAND_IN, ["ours"], jobs=row_jobs(SMALL, [turn, whole]))
+    (result,) = run_small(monkeypatch, STAND_IN, ["ours"], jobs=jobs_of(turn, whole))
     assert list(result.rounds) == [whole, turn]
     with pytest.raises(SettingsError, match=r"row '7'.*expected one of 1024, 2048"):
-        row_jobs(SMALL, ["7"])
+        jobs_of("7")
 
 
 @pytest.mark.parametrize(
@@ -211,7 +210,7 @@ engine.main()
     (result,) = run(
         SMALL,
         variants_named(SMALL, ["ours"]),
-        row_jobs(SMALL, ["1024", "2048 + 256"]),
+        jobs_of("1024", "2048 + 256"),
         repeats=1,
         compare=False,
         timeout_s=60,
@@ -220,8 +219,8 @@ engine.main()
     )
     assert result.error == error
     if error is None:
-        assert result.ms["1024"]["recompute"] == result.ms["1024"]["tier"] == 1024
-        assert result.ms["2048 + 256"]["own prefix"] == 2304
+        assert result.medians["1024"]["recompute"] == result.medians["1024"]["tier"] == 1024
+        assert result.medians["2048 + 256"]["own prefix"] == 2304
 
 
 @pytest.mark.parametrize("in_turn", [False, True])
@@ -229,22 +228,16 @@ def test_engines_are_asked_one_after_another_or_in_turn(monkeypatch, tmp_path, i
     monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
     none, ours = run_small(monkeypatch, STAND_IN, ["none", "ours"], in_turn=in_turn, repeats=2)
     assert (none.error, ours.error, ours.exact, none.link_gb_s) == (None, None, 1.0, {"load": 1.0})
-    assert none.ms["4096"] == ours.ms["4 x (1024 + 128)"] == {"own prefix": 375}
+    assert none.medians["4096"] == ours.medians["4 x (1024 + 128)"] == {"own prefix": 375}
     notes = (tmp_path / "notes").read_text().splitlines()
-    rows = [note for note in notes if "whole_" in note or "later_" in note]
+    rows = [note for note in notes if note.endswith("measure")]
     each = ["none", "x"] * 12 if in_turn else ["none"] * 12 + ["x"] * 12
     assert [note.split()[0] for note in rows] == each
-    assert (notes.index("none ended") > notes.index("x whole_prompt")) == in_turn
-
-
-def test_figures_without_a_hit_are_drawn(tmp_path):
-    """A picture is drawn after each row, and the first rows may be of an engine without a tier."""
-    Figures(SMALL, results()[:1]).plot(tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").stat().st_size
+    assert (notes.index("none ended") > notes.index("x measure")) == in_turn
 
 
 @pytest.mark.parametrize(
-    ("chosen", "count", "masks"),
+    ("before", "count", "masks"),
     [
         ("", 1, ["0", "1", "2"]),
         ("", 2, ["0,1"]),
@@ -253,10 +246,10 @@ def test_figures_without_a_hit_are_drawn(tmp_path):
     ],
     ids=["all", "two each", "chosen before", "too few"],
 )
-def test_engines_share_the_devices_out(monkeypatch, chosen, count, masks):
+def test_engines_share_the_devices_out(monkeypatch, before, count, masks):
     monkeypatch.setattr(current_platform, "device_control_env_var", "MASK", raising=False)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
-    monkeypatch.setenv("MASK", chosen)
+    monkeypatch.setenv("MASK", before)
     assert [mask.get("MASK") for mask in device_masks("xpu", count)] == masks
     assert device_masks("cpu", count) == [{}]
 

@@ -145,6 +145,6 @@ def test_the_demo_gets_its_options(monkeypatch, tmp_path):
     calls = []
     monkeypatch.setattr("lmcache_xpu.harness.demo.tell", lambda *a, **k: calls.append((a, k)))
     monkeypatch.setattr("signal.signal", lambda *_: None)  # this process keeps its own
-    result = run("demo", "--json", tmp_path / "f.json", "--work", tmp_path, "--port", 9)
+    result = run("demo", "--work", tmp_path, "--port", 9)
     assert result.exit_code == 0, result.output
-    assert calls == [((tmp_path / "f.json",), {"work": tmp_path, "port": 9})]
+    assert calls == [((), {"work": tmp_path, "port": 9})]

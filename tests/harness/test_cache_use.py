@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_xpu.harness.cache_use import CacheUse, advise
-from lmcache_xpu.harness.server import Page
+from lmcache_xpu.harness.client import Page
 
 PAGES = Path(__file__).parent / "pages"
 

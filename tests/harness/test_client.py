@@ -115,7 +115,6 @@ def test_time_to_first_token_is_that_of_the_first_text():
         [ROLE, chunk(""), PAUSE_S, chunk("a", [1]), PAUSE_S, chunk("b", [2, 3]), USAGE, DONE]
     )
     assert PAUSE_S <= answer.ttft_s < 2 * PAUSE_S
-    assert answer.total_s >= 2 * PAUSE_S
     assert (answer.text, answer.token_ids) == ("ab", (1, 2, 3))
     assert (answer.prompt_tokens, answer.completion_tokens) == (7, 3)
 
@@ -142,9 +141,9 @@ def test_events_may_share_a_chunk():
     assert chat([ROLE + chunk("a") + chunk("b") + USAGE + DONE]).text == "ab"
 
 
-def test_sse_joins_data_lines_and_skips_other_fields():
-    stream = [b"event: x\nid: 1\ndata: a\ndata:b\n\n", b"retry: 5\n\n", b"data: c\n\n"]
-    assert list(sse_data(stream)) == ["a\nb", "c"]
+def test_fields_that_are_no_data_are_skipped():
+    stream = [b"event: x\nid: 1\ndata: a\n\n", b"retry: 5\n\n", b"data:c\n\n"]
+    assert list(sse_data(stream)) == ["a", "c"]
 
 
 @pytest.mark.parametrize(
@@ -212,21 +211,17 @@ def test_counts_are_summed_over_engines_and_subtracted():
         before = client.counts()
     assert before == CacheCounts(
         prompt=1024,
-        prefix_queries=1024,
         prefix_hits=256,
-        external_queries=768,
         external_hits=512,
     )
     with serving(metrics=later) as (url, _), Client(url) as client:
         span = client.counts() - before
-    assert span == CacheCounts(
-        prompt=100, prefix_queries=0, prefix_hits=0, external_queries=0, external_hits=100
-    )
+    assert span == CacheCounts(prompt=100, prefix_hits=0, external_hits=100)
 
 
 def test_counters_that_are_missing_are_not_zero():
     without = "\n".join(line for line in METRICS.splitlines() if "external" not in line) + "\n"
-    says = pytest.raises(EngineError, match="no vllm:external_prefix_cache_hits_total, vllm:ext")
+    says = pytest.raises(EngineError, match="no vllm:external_prefix_cache_hits_total on")
     with serving(metrics=without) as (url, _), Client(url) as client, says:
         client.counts()
 

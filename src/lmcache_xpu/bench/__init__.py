@@ -3,8 +3,7 @@
 shapes     models by the shape of their KV cache, and the requests that are timed
 variants   engines to compare, as settings
 engine     one engine, and the process that it runs in
-jobs       what `bench engine` asks an engine for
-load       `bench load`: hits beside what decodes, and conversations at once; load_jobs: its jobs
-runner     asks all engines, one after another; report: the figures; outputs: their files
+jobs       what `bench engine` asks an engine for; load_jobs: what `bench load` does
+runner     asks all engines, one after another; report: the figures
 machine_report  `lmcache-xpu report`; redaction: what is hidden in it
 """

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -24,18 +24,8 @@ from lmcache_xpu.launch.cache_server import server_command, start_server
 from lmcache_xpu.launch.engine_arguments import engine_variables, vllm_arguments
 from lmcache_xpu.launch.settings import Settings
 
-__all__ = ["Engine", "Output", "synchronize"]
-
 STORE_S = 0.5  # stores go on after an answer
 STORED_S = 10.0  # limit of the stores' time
-
-
-class Output(NamedTuple):
-    """The new tokens of one request, named as by `Engine.add`, and whether they are its last."""
-
-    request: str
-    tokens: list[int]
-    finished: bool
 
 
 class Engine:
@@ -90,12 +80,9 @@ class Engine:
         self._engine.add_request(name := next(self._names), {"prompt_token_ids": prompt}, how)
         return name
 
-    def step(self) -> list[Output]:
-        """Compute one step of all requests that were added; return its tokens."""
-        return [
-            Output(output.request_id, list(output.outputs[0].token_ids), output.finished)
-            for output in self._engine.step()
-        ]
+    def step(self) -> list[Any]:
+        """Compute one step of all requests that were added; return vLLM's outputs, new tokens."""
+        return list(self._engine.step())
 
     def forget(self) -> None:
         """Empty the engine's own prefix cache; waits for stores that keep blocks of it."""
@@ -185,8 +172,8 @@ def _do_jobs(settings: Settings, hits: Any, descriptor: int) -> None:
     if settings.is_server if settings.offload else settings.cache == "server":
         command = server_command if settings.offload else lmcache_server
         settings = at_server(settings, start_server(settings, command))  # ends with this process
-    os.environ.update(engine_variables(settings))
     os.environ.update(
+        engine_variables(settings),
         VLLM_ENABLE_V1_MULTIPROCESSING="0",  # `Engine` needs the scheduler in this process
         VLLM_ALLOW_INSECURE_SERIALIZATION="1",
         TOKENIZERS_PARALLELISM="false",
@@ -202,6 +189,6 @@ def _do_jobs(settings: Settings, hits: Any, descriptor: int) -> None:
 
 
 def at_server(settings: Settings, url: str) -> Settings:
-    """Return the settings of an engine beside a server: with our connector, or with LMCache's."""
+    """Return the settings of an engine at a server: with our connector, or with LMCache's."""
     words = tuple(word.replace(SERVER_URL, url) for word in settings.extra_args)
     return settings.model_copy(update={"server_url": url, "extra_args": words})

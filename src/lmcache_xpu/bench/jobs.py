@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-from lmcache_xpu.bench.shapes import Shape, Turn, chosen
 
 if TYPE_CHECKING:
     from lmcache_xpu.bench.engine import Engine
@@ -18,18 +16,45 @@ STORE_S = 1.0  # stores go on after an answer
 TURN_REPEATS = 3  # later turns of one history
 
 
-def row_jobs(shape: Shape, names: Collection[str] = ()) -> dict[str, Job]:
-    """Return the jobs of these rows, or of all, by name; each answers with a list of seconds.
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Prompts that are asked at once: tokens that are cached, then tokens that are not.
 
-    Raises:
-        SettingsError: there is no row of a name.
+    Args:
+        history: cached tokens of each.
+        new: other tokens of each; 0 for whole prompts, 1 or more for later turns.
+        count: number of prompts.
     """
-    return {
-        name: partial(whole_prompt, length=row)
-        if isinstance(row, int)
-        else partial(later_turns, turns=row)
-        for name, row in chosen("row", shape.rows, names).items()
-    }
+
+    history: int
+    new: int = 0
+    count: int = 1
+
+    def __str__(self) -> str:
+        each = f"{self.history} + {self.new}" if self.new else f"{self.history}"
+        return each if self.count == 1 else f"{self.count} x ({each})"
+
+    def measure(self, engine: Engine) -> list[dict[str, float]]:
+        """Time them, later turns several times.
+
+        Returns:
+            milliseconds to the first token of all, with histories in the engine's own cache (`own
+            prefix`) and in the `tier`, if any; of whole prompts also when they are new
+            (`recompute`). And those of a fixed piece of `python`: how fast the host is.
+        """
+        histories = [engine.prompt(self.history) for _ in range(self.count)]
+        recompute_ms = engine.seconds(*histories) * 1e3
+        rounds = []
+        for _ in range(TURN_REPEATS if self.new else 1):
+            ms = {} if self.new else {"recompute": recompute_ms}
+            for place in ("own prefix", "tier") if engine.hits == "tier" else ("own prefix",):
+                time.sleep(STORE_S / 2)
+                if place == "tier":
+                    engine.forget()
+                asked = [history + engine.prompt(self.new) for history in histories]
+                ms[place] = engine.seconds(*asked) * 1e3
+            rounds.append({**ms, "python": _python_s() * 1e3})
+        return rounds
 
 
 def warm_up(engine: Engine, length: int) -> None:
@@ -80,42 +105,7 @@ def link_gb_s(_engine: Engine, repeats: int, devices: int) -> dict[str, float]:
     return rates
 
 
-def whole_prompt(engine: Engine, length: int) -> list[dict[str, float]]:
-    """Time a whole prompt: recomputed, in the engine's own cache, in the tier."""
-    prompt = engine.prompt(length)
-    seconds = {"recompute": engine.seconds(prompt)}
-    time.sleep(STORE_S / 2)
-    seconds["own prefix"] = engine.seconds(prompt)
-    if engine.hits == "tier":
-        engine.forget()
-        seconds["tier"] = engine.seconds(prompt)
-    return [{**seconds, "python": _python_s()}]
-
-
-def later_turns(engine: Engine, turns: Sequence[Turn]) -> list[dict[str, float]]:
-    """Time later turns at once, several times: histories in the engine's own cache, in the tier."""
-    histories = [engine.prompt(turn.history) for turn in turns]
-    pairs = list(zip(histories, turns, strict=True))
-    for history in histories:
-        engine.seconds(history)
-
-    def ask() -> float:
-        return engine.seconds(*(history + engine.prompt(turn.new) for history, turn in pairs))
-
-    rounds = []
-    for _ in range(TURN_REPEATS):
-        time.sleep(STORE_S / 2)
-        seconds = {"own prefix": ask()}
-        if engine.hits == "tier":
-            time.sleep(STORE_S / 2)
-            engine.forget()
-            seconds["tier"] = ask()
-        rounds.append({**seconds, "python": _python_s()})
-    return rounds
-
-
 def _python_s() -> float:
-    """Time a fixed piece of Python, which shows how fast the host is."""
     begin = time.perf_counter()
     for _ in range(100_000):
         pass

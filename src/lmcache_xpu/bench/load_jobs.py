@@ -6,37 +6,22 @@ own time to each token.
 
 from __future__ import annotations
 
-import heapq
+import bisect
 import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
-from lmcache_xpu.bench.shapes import Turn
+from lmcache_xpu.bench.jobs import Prompts
 
 if TYPE_CHECKING:
     from lmcache_xpu.bench.engine import Engine
 
-__all__ = ["Conversations", "Decoding", "Sharing", "Spread"]
-
 STORE_S = 2.0  # stores go on after an answer
 PERCENTILES_FROM = 20  # fewer values have a median and a largest one
-
-
-class Spread(TypedDict):
-    """How values are spread, milliseconds; None where there are too few for a percentile."""
-
-    n: int
-    mean: float
-    p50: float
-    p90: float | None
-    p99: float | None
-    max: float
-
-
-Figures = dict[str, Spread | float]
+Figures = dict[str, float]  # of one round, by the words over a table's column
 
 
 @dataclass(slots=True)
@@ -79,29 +64,27 @@ def drive(
 
     `answered` takes each request that has ended, and the time; it may return one that follows.
     """
-    order = itertools.count()  # of requests that are due at the same time
-    waiting = [(request.at_s, next(order), request) for request in requests]
-    heapq.heapify(waiting)
+    waiting = sorted(requests, key=lambda request: request.at_s)
     running: dict[str, Request] = {}
     begin = time.perf_counter()
     while waiting or running:
         now = time.perf_counter() - begin
-        while waiting and waiting[0][0] <= now:
-            _, _, request = heapq.heappop(waiting)
+        while waiting and waiting[0].at_s <= now:
+            request = waiting.pop(0)
             running[engine.add(request.prompt, request.tokens)] = request
         if not running:
-            time.sleep(waiting[0][0] - now)
+            time.sleep(waiting[0].at_s - now)
             continue
         outputs = engine.step()
         now = time.perf_counter() - begin
         for output in outputs:
-            request = running[output.request]
-            request.times += [now] * bool(output.tokens)
-            request.answer += output.tokens
+            request, tokens = running[output.request_id], output.outputs[0].token_ids
+            request.times += [now] * bool(tokens)
+            request.answer += tokens
             if output.finished:
-                del running[output.request]
+                del running[output.request_id]
                 if following := answered(request, now):
-                    heapq.heappush(waiting, (following.at_s, next(order), following))
+                    bisect.insort(waiting, following, key=lambda request: request.at_s)
     return time.perf_counter() - begin
 
 
@@ -124,20 +107,23 @@ class Decoding:
     prompt: int
     tokens: int
     hits: int
-    hit: Turn
+    hit: Prompts
     every_s: float
     answer: int = 4
     new: bool = False
 
+    def __str__(self) -> str:
+        cached = "computed and stored" if self.new else f"of which {self.hit.history} are cached"
+        return (
+            f"{self.requests} requests decode; every {self.every_s:g} s a prompt of {self.hit} "
+            f"tokens arrives, {cached}. Inter-token latencies, and TTFT of these prompts, ms"
+        )
+
     def measure(self, engine: Engine) -> list[Figures]:
-        """Time what decodes, alone and while hits arrive, and the hits.
+        """Time what decodes, `alone` and `with hits` that arrive, and the hits' `TTFT`.
 
         Without a tier, and with `new`, the hits are prompts that are computed. Latencies count
         while all requests decode, until the last hit's answer.
-
-        Returns:
-            inter-token latencies `alone` and `with hits`, `ttft` of the hits, and the tokens a
-            second that were decoded, `tokens_s alone` and `tokens_s with hits`.
         """
         histories = [engine.prompt(self.hit.history) for _ in range(self.hits)]
         if not self.new:
@@ -160,10 +146,10 @@ class Decoding:
             end = min(request.times[-1] for request in decoding)
             if hits:
                 end = min(end, max(hit.times[-1] for hit in hits))
-                figures["ttft"] = spread([hit.ttft_ms for hit in hits])
+                figures |= spread("TTFT", [hit.ttft_ms for hit in hits])
             gaps = [gap for request in decoding for gap in request.gaps_ms(begin, end)]
-            figures[name] = spread(gaps)
-            figures[f"tokens_s {name}"] = len(gaps) / (end - begin)
+            figures |= spread(name, gaps)
+            figures[f"tokens/s {name}"] = len(gaps) / (end - begin)
         return [figures]
 
 
@@ -189,13 +175,14 @@ class Conversations:
     apart_s: float
     pause_s: float = 0.05
 
-    def measure(self, engine: Engine) -> list[Figures]:
-        """Time the conversations, whose histories are new at the first request.
+    def __str__(self) -> str:
+        return (
+            f"{self.users} conversations at once: {self.history} tokens, then {self.rounds} rounds "
+            f"of {self.new} new ones and {self.answer} of answer. TTFT and ITL, ms"
+        )
 
-        Returns:
-            `requests_s`, requests a second; `first` and `later`, the time to first token of the
-            first and of later rounds; `itl`, inter-token latencies.
-        """
+    def measure(self, engine: Engine) -> list[Figures]:
+        """Time the conversations, whose histories are new in the `first` round."""
         later: list[Request] = []
 
         def answered(request: Request, now: float) -> Request | None:
@@ -214,60 +201,17 @@ class Conversations:
         gaps = [gap for request in first + later for gap in request.gaps_ms()]
         return [
             {
-                "requests_s": self.users * self.rounds / seconds,
-                "first": spread([request.ttft_ms for request in first]),
-                "later": spread([request.ttft_ms for request in later]),
-                "itl": spread(gaps),
+                "requests/s": self.users * self.rounds / seconds,
+                **spread("TTFT, first", [request.ttft_ms for request in first]),
+                **spread("TTFT, later", [request.ttft_ms for request in later]),
+                **spread("ITL", gaps),
             }
         ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sharing:
-    """Requests that are asked at once, and begin alike.
-
-    Args:
-        requests: how many.
-        history: tokens that they share.
-        new: tokens of each alone.
-        answer: tokens of each answer.
-    """
-
-    requests: int
-    history: int
-    new: int
-    answer: int
-
-    def measure(self, engine: Engine) -> list[Figures]:
-        """Time the requests, their history in the engine's own cache and then in the tier, if any.
-
-        Returns:
-            `own` and `tier`, the times to first token; `own s` and `tier s`, seconds until all
-            ended.
-        """
-        history = engine.prompt(self.history)
-        engine.seconds(history)
-        figures: Figures = {}
-        for place in ("own", "tier") if engine.hits == "tier" else ("own",):
-            time.sleep(STORE_S)
-            if place == "tier":
-                engine.forget()
-            prompts = [history + engine.prompt(self.new) for _ in range(self.requests)]
-            requests = [Request(prompt, self.answer) for prompt in prompts]
-            figures[f"{place} s"] = drive(engine, requests)
-            figures[place] = spread([request.ttft_ms for request in requests])
-        return [figures]
-
-
-def spread(values: list[float]) -> Spread:
-    """Return how values are spread."""
-    many = len(values) >= PERCENTILES_FROM
-    hundredths = statistics.quantiles(values, n=100, method="inclusive") if many else []
-    return {
-        "n": len(values),
-        "mean": statistics.fmean(values),
-        "p50": statistics.median(values),
-        "p90": hundredths[89] if many else None,
-        "p99": hundredths[98] if many else None,
-        "max": max(values),
-    }
+def spread(name: str, values: list[float]) -> Figures:
+    """Return the median and the largest of values, and a percentile where there are enough."""
+    figures = {f"{name} p50": statistics.median(values)}
+    if len(values) >= PERCENTILES_FROM:
+        figures[f"{name} p99"] = statistics.quantiles(values, n=100, method="inclusive")[98]
+    return figures | {f"{name} max": max(values)}

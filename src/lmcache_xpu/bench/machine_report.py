@@ -9,48 +9,41 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 
 from lmcache_xpu import __version__
 from lmcache_xpu.bench import runner
-from lmcache_xpu.bench.jobs import row_jobs
 from lmcache_xpu.bench.redaction import Redactor
-from lmcache_xpu.bench.report import Figures
-from lmcache_xpu.bench.shapes import Shape, shape_named
+from lmcache_xpu.bench.report import EngineFigures
+from lmcache_xpu.bench.shapes import shape_named
 from lmcache_xpu.bench.variants import variants_named
 from lmcache_xpu.errors import EngineError
 from lmcache_xpu.launch.serve import METRICS_VARIABLE, built_for
 
-__all__ = ["MachineReport", "Part", "PartResult", "parts"]
+Facts = dict[str, Any]  # as JSON has them; what is called `text` is shown to readers
+# Does a part; takes the console that shows its progress, and a function that saves facts so far.
+# Returns whether all is well, and the facts.
+Part = Callable[[Console, Callable[[Facts], None]], tuple[bool, Facts]]
 
-Show = Callable[[str], None]
-Save = Callable[[dict[str, Any]], None]
-# Does a part; takes a function that shows what it does, and one that saves facts so far. Returns
-# whether all is well, and the facts. A fact called `text` is shown to readers.
-Part = Callable[[Show, Save], tuple[bool, dict[str, Any]]]
-Outcome = Literal["not run", "running", "ok", "bad", "failed", "interrupted"]
-
-MACHINE = "import json; from lmcache_xpu.bench.runner import machine; print(json.dumps(machine()))"
+MACHINE = (
+    "import json; from lmcache_xpu.bench.runner import machine; "
+    "print(json.dumps(machine(), indent=1))"
+)
 DOCTOR = "from lmcache_xpu.cli import app; app(['doctor', '--json'])"
 DOCTOR_S = 300.0
 
-_OUTCOMES: dict[Outcome, str] = {
-    "not run": "not run",
+_OUTCOMES = {  # for readers
     "running": "was running when this was written",
-    "ok": "ok",
     "bad": "**bad news**: see below",
     "failed": "**failed**: see below",
-    "interrupted": "interrupted",
 }
 
 
@@ -59,15 +52,16 @@ class PartResult:
     """What became of a part.
 
     Args:
-        outcome: of the part; bad: it ran and has bad news; failed: it did not run to its end.
+        outcome: not run, running, ok, bad (it has bad news), failed (it did not run to its end) or
+            interrupted.
         seconds: that it took.
         facts: what it measured, as JSON has it.
         error: why it failed.
     """
 
-    outcome: Outcome = "not run"
+    outcome: str = "not run"
     seconds: float = 0.0
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: Facts = field(default_factory=dict)
     error: str = ""
 
 
@@ -86,22 +80,20 @@ class MachineReport:
         self._command = command
         self._redact = redactor
 
-    def run(self, parts: Mapping[str, Part], show: Show, report: Show) -> bool:
+    def run(self, parts: Mapping[str, Part], console: Console) -> bool:
         """Run all parts, one after another; return whether all is well.
 
         Args:
             parts: the parts, by their names.
-            show: takes what is being done.
-            report: takes a line for each part that has ended.
+            console: shows a line for each part that has ended.
         """
         self.results = {name: PartResult() for name in parts}
         self.write()
         for name, part in parts.items():
-            show(name)
-            self._run(part, self.results[name], show)
             result = self.results[name]
+            self._run(part, result, console)
             error = f": {result.error.splitlines()[0]}" if result.error else ""
-            report(f"{name}: {result.outcome}, {result.seconds:.0f} s{self._redact(error)}")
+            console.print(f"{name}: {result.outcome}, {result.seconds:.0f} s{self._redact(error)}")
         return all(result.outcome == "ok" for result in self.results.values())
 
     def write(self) -> None:
@@ -125,32 +117,33 @@ class MachineReport:
             "| part | result | seconds |",
             "|---|---|---|",
         ]
+        outcomes = {name: _OUTCOMES.get(r["outcome"], r["outcome"]) for name, r in results.items()}
         for name, result in results.items():
-            lines.append(f"| {name} | {_OUTCOMES[result['outcome']]} | {result['seconds']:.0f} |")
+            lines.append(f"| {name} | {outcomes[name]} | {result['seconds']:.0f} |")
         for name, result in results.items():
             text = result["facts"].pop("text", "")  # readers have it here, programs need it not
-            lines += ["", f"## {name[0].upper()}{name[1:]}", ""]
+            lines += ["", f"## {name.capitalize()}", ""]
             lines += [line for block in (result["error"], text) if block for line in _fenced(block)]
             if not result["error"] and not text:
-                lines += [f"{_OUTCOMES[result['outcome']]}."]
+                lines += [f"{outcomes[name]}."]
         document = {"lmcache_xpu": __version__, "command": command, "parts": results}
         block = json.dumps(document, indent=1, ensure_ascii=False)
         lines += ["", "## Everything, for programs", "", *_fenced(block, "json"), ""]
         return "\n".join(lines)
 
-    def _run(self, part: Part, result: PartResult, show: Show) -> None:
-        result.outcome = "running"
+    def _run(self, part: Part, result: PartResult, console: Console) -> None:
         begin = time.monotonic()
 
-        def save(facts: dict[str, Any]) -> None:
-            result.facts = facts
-            result.seconds = time.monotonic() - begin
+        def save(facts: Facts) -> None:
+            result.facts, result.seconds = facts, time.monotonic() - begin
             self.write()
 
+        result.outcome = "running"
+        self.write()
         try:
-            well, result.facts = part(show, save)
+            well, result.facts = part(console, save)
             result.outcome = "ok" if well else "bad"
-        except Exception as error:  # whatever it is, it is what there is to report
+        except Exception as error:
             result.outcome = "failed"
             result.error = f"{type(error).__name__}: {error}"
         except BaseException:  # Ctrl-C: the parts before stay
@@ -172,79 +165,42 @@ def parts(*, quick: bool, timeout_s: float) -> dict[str, Part]:
         quick: fewer requests, each once, and the standard mode alone.
         timeout_s: seconds that an engine may take to start, and for each answer.
     """
-    ours = ["ours"] if quick else ["ours", "ours-layerwise"]
 
-    def exactness(show: Show, save: Save) -> tuple[bool, dict[str, Any]]:
-        """Compare what a hit in the CPU tier restores with what computing wrote, byte by byte."""
-        shape = _shape()
+    def bench(console: Console, save: Callable[[Facts], None]) -> tuple[bool, Facts]:
+        """Compare what hits restore, and time them beside an engine without a connector."""
+        shape = shape_named("small" if built_for() == "cpu" else "1b")
+        rows = [*shape.rows]
 
-        def facts(results: list[runner.Result]) -> dict[str, Any]:
-            lines = []
-            for result in results:
-                share = f"{result.exact or 0:.2%} of the blocks are the same, to the byte"
-                lines.append(f"{result.title}: {result.error if result.exact is None else share}")
-            engines = {r.variant: {"exact": r.exact, "error": r.error} for r in results}
-            about = {"shape": shape.name, "tokens": shape.lengths[0]}
-            return about | {"engines": engines, "text": "\n".join(lines)}
-
-        results = runner.run(
-            shape,
-            variants_named(shape, ours),
-            {},
-            repeats=1,
-            timeout_s=timeout_s,
-            console=Console(quiet=True),
-            save=lambda results: save(facts(results)),
-            show=lambda text: show(f"exactness: {text}"),
-        )
-        return all(result.exact == 1 for result in results), facts(results)
-
-    def bench(show: Show, save: Save) -> tuple[bool, dict[str, Any]]:
-        """Time hits and stores beside an engine without a connector, as `bench engine` does."""
-        shape = _shape()
-        if quick:
-            shape = replace(shape, lengths=shape.lengths[:1], turns=shape.turns[:1], crowd=2)
-
-        def facts(results: list[runner.Result]) -> dict[str, Any]:
-            figures, page = Figures(shape, results), io.StringIO()
+        def facts(results: list[runner.Result]) -> Facts:
+            figures, page = EngineFigures(shape, results), io.StringIO()
             figures.show(Console(file=page, width=110))
-            return figures.as_dict({}, "") | {"text": page.getvalue()}
+            return figures.as_dict() | {"text": page.getvalue()}
 
         results = runner.run(
             shape,
-            variants_named(shape, ["none", *ours]),
-            row_jobs(shape),
+            variants_named(shape, ["none", "ours"] + ["ours-layerwise"] * (not quick)),
+            {row: shape.rows[row].measure for row in ([rows[0], rows[-1]] if quick else rows)},
             repeats=1 if quick else 3,
             timeout_s=timeout_s,
-            console=Console(quiet=True),
+            console=console,
             save=lambda results: save(facts(results)),
-            show=lambda text: show(f"bench: {text}"),
         )
         well = all(not result.error and result.exact in (None, 1) for result in results)
         return well, facts(results)
 
-    return {
-        "machine": lambda *_: describe_machine(),
-        "doctor": lambda *_: run_doctor(),
-        "exactness": exactness,
-        "bench": bench,
-    }
+    return {"machine": describe_machine, "doctor": run_doctor, "bench": bench}
 
 
-def _shape() -> Shape:
-    return shape_named("small" if built_for() == "cpu" else "1b")
-
-
-def describe_machine() -> tuple[bool, dict[str, Any]]:
+def describe_machine(console: Console, _save: object) -> tuple[bool, Facts]:
     """Return device, CPU and versions."""
-    _, answer = _ask_python(MACHINE)
+    _, answer = _ask_python(MACHINE, console)
     text = "\n".join(f"{name}: {value}" for name, value in answer.items())
     return True, answer | {"text": text}
 
 
-def run_doctor() -> tuple[bool, dict[str, Any]]:
+def run_doctor(console: Console, _save: object) -> tuple[bool, Facts]:
     """Run `lmcache-xpu doctor`; its checks have a round trip on the device among them."""
-    code, answer = _ask_python(DOCTOR)
+    code, answer = _ask_python(DOCTOR, console)
     lines = [
         f"{check['outcome']:<5} {check['name']}: {check['found']}"
         + (f"\n      {check['advice']}" if check["advice"] else "")
@@ -253,32 +209,30 @@ def run_doctor() -> tuple[bool, dict[str, Any]]:
     return code == 0, answer | {"text": "\n".join(lines)}
 
 
-def _ask_python(program: str) -> tuple[int, dict[str, Any]]:
-    """Run a program that ends with an object of JSON; return its exit code and the object.
+def _ask_python(program: str, console: Console) -> tuple[int, Facts]:
+    """Run a program that prints an indented object of JSON; return its exit code and the object.
 
     Raises:
         EngineError: it takes too long, or ends without an answer.
     """
     environ = {name: value for name, value in os.environ.items() if name != METRICS_VARIABLE}
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=DOCTOR_S,
-            env=environ,
-        )
+        with console.status("Checking this machine"):
+            done = subprocess.run(
+                [sys.executable, "-c", program],
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=DOCTOR_S,
+                env=environ,
+            )
+        # Libraries may print before it and after it.
+        rest = f"\n{done.stdout}".rpartition("\n{\n")[2]
+        return done.returncode, json.JSONDecoder().raw_decode(f"{{\n{rest}")[0]
     except subprocess.TimeoutExpired as error:
         raise EngineError(
             f"no answer within {DOCTOR_S:.0f} s", "one", "The device or its driver hangs."
         ) from error
-    answer = None
-    # The last object that begins a line; libraries may print theirs before it.
-    for match in re.finditer(r"^\{", done.stdout, re.MULTILINE):
-        with suppress(ValueError):
-            answer, _ = json.JSONDecoder().raw_decode(done.stdout, match.start())
-    if answer is None:
+    except ValueError as error:
         last = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
-        raise EngineError(f"exit code {done.returncode}: {last}", "an answer")
-    return done.returncode, answer
+        raise EngineError(f"exit code {done.returncode}: {last}", "an answer") from error

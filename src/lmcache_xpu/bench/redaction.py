@@ -22,8 +22,6 @@ from urllib.parse import quote
 
 from lmcache_xpu.launch.settings import DIAGNOSTIC_VARIABLES, ENV_PREFIX, Settings
 
-__all__ = ["Redactor"]
-
 HIDDEN = "(secret)"
 PUBLIC_HOSTS = ["github.com", "gpu.intel.com", "localhost", "127.0.0.1", "0.0.0.0", "::1", "::"]
 

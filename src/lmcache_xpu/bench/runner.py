@@ -1,7 +1,8 @@
-"""Engines, one after another or in turn, each in a process of its own."""
+"""Engines, asked one after another or by turns, each in a process of its own."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,14 +57,11 @@ class Result:
     rounds: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     @property
-    def ms(self) -> dict[str, dict[str, float]]:
-        """Medians of the rounds of `bench engine`: row -> source -> milliseconds."""
+    def medians(self) -> dict[str, dict[str, float]]:
+        """Medians of the rounds: row or load -> figure -> its value."""
         return {
-            row: {
-                source: statistics.median(seconds[source] for seconds in rounds) * 1e3
-                for source in rounds[0]
-            }
-            for row, rounds in self.rounds.items()
+            name: {key: statistics.median(figures[key] for figures in rounds) for key in rounds[0]}
+            for name, rounds in self.rounds.items()
         }
 
 
@@ -74,34 +72,31 @@ class Child:
 
     Args:
         variant: the engine's variant.
-        shape: the model's shape.
-        model: the model's directory.
-        graphs: whether vLLM compiles graphs.
+        values: what its settings are made from.
+        variables: its environment, besides this process's.
         timeout_s: seconds that the start, and each answer, may take.
-        mask: the variable that chooses among the devices.
+        console: where the progress is shown.
     """
 
     def __init__(
         self,
         variant: Variant,
-        shape: Shape,
-        model: str,
+        values: Mapping[str, Any],
+        variables: Mapping[str, str],
         *,
-        graphs: bool,
         timeout_s: float,
-        mask: Mapping[str, str],
+        console: Console,
     ) -> None:
         self.variant = variant
         self.result = Result(variant.name, variant.title)
-        self._timeout_s = timeout_s
-        device = built_for()
-        values = json.dumps(variant.values(shape, model, device, graphs=graphs))
+        self._timeout_s, self._console = timeout_s, console
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - see __exit__
         self._connection, theirs = Pipe()
+        words = [json.dumps(values), variant.hits, str(theirs.fileno())]
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, values, variant.hits, str(theirs.fileno())],
-                env={**os.environ, **COMMON, **mask, **variant.variables(shape, device)},
+                [sys.executable, "-c", PROGRAM, *words],
+                env={**os.environ, **COMMON, **variables},
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
@@ -109,18 +104,23 @@ class Child:
             )
         self._started = False
 
-    def ask(self, job: Job) -> Any:
+    def ask(self, name: str, job: Job) -> Any:
         """Return a job's answer; None, and the result has an error, if the engine failed."""
-        begin = time.monotonic()
-        if not self._started:
-            self._answer()
-            self._started = True
-        answer = None
-        if self.result.error is None:
-            with suppress(BrokenPipeError):  # it has ended; `_answer` says why
-                self._connection.send(job)
-            answer = self._answer()
+        if self.result.error is not None:
+            return None
+        begin, answer = time.monotonic(), None
+        with self._console.status(f"{self.result.title}: {name}"):
+            if not self._started:
+                self._answer()
+                self._started = True
+            if self.result.error is None:
+                with suppress(BrokenPipeError):  # it has ended; `_answer` says why
+                    self._connection.send(job)
+                answer = self._answer()
         self.result.seconds += time.monotonic() - begin
+        if self.result.error is not None:
+            text = f"{self.result.title}: {self.result.error}"
+            self._console.print(text, markup=False, highlight=False)
         return answer
 
     def __enter__(self) -> Self:
@@ -166,7 +166,6 @@ def run(
     timeout_s: float,
     console: Console,
     save: Callable[[list[Result]], None],
-    show: Callable[[str], None] = lambda _: None,
 ) -> list[Result]:
     """Measure engines; one that fails is a result with an error.
 
@@ -182,65 +181,41 @@ def run(
         timeout_s: seconds that an engine may take to start, and for each answer.
         console: where the progress is shown.
         save: called with all results so far after each job's repeats.
-        show: called with what is being done.
     """
-
-    def ask(child: Child, name: str, job: Job) -> Any:
-        result = child.result
-        if result.error is not None:
-            return None
-        show(f"{result.title}: {name}")
-        with console.status(f"{result.title}: {name}"):
-            answer = child.ask(job)
-        if result.error is not None:
-            console.print(f"{result.title}: {result.error}", markup=False, highlight=False)
-        return answer
-
+    device = built_for()
+    masks = device_masks(device, shape.devices) if in_turn else [{}]
+    length = shape.prompts[0].history
     results: list[Result] = []
-    for children in _started(shape, engines, in_turn=in_turn, graphs=graphs, timeout_s=timeout_s):
-        results += [child.result for child in children]
-        for child in children:
-            first = shape.lengths[0]
-            ask(child, "start", partial(warm_up, length=first))
-            if compare and child.variant.hits == "none":
-                copies = partial(link_gb_s, repeats=repeats, devices=shape.devices)
-                child.result.link_gb_s = ask(child, "raw copy", copies) or {}
-            elif compare:
-                child.result.exact = ask(child, "exactness", partial(exactness, length=first))
-        save(results)
-        for name, job in jobs.items():
-            rounds: dict[str, list[dict[str, Any]]] = {}
-            for _ in range(repeats):
-                for child in children:
-                    rounds.setdefault(child.variant.name, []).extend(ask(child, name, job) or [])
-            for child in children:
-                if child.result.error is None:
-                    child.result.rounds[name] = rounds[child.variant.name]
-            save(results)
-        for child in children:
-            if child.result.error is None:
-                seconds = f"{child.result.seconds:.0f} s"
-                console.print(f"{child.result.title}: {seconds}", highlight=False)
-    return results
-
-
-def _started(
-    shape: Shape, engines: list[Variant], *, in_turn: bool, graphs: bool, timeout_s: float
-) -> Iterator[list[Child]]:
-    """Start engines: yield all at once, or one after another, and end them after that."""
-    masks = device_masks(built_for(), shape.devices) if in_turn else [{}]
     with tempfile.TemporaryDirectory() as model:
         shape.write(Path(model))
         for group in [engines] if in_turn else [[variant] for variant in engines]:
             with ExitStack() as stack:
                 children = []
-                for number, variant in enumerate(group):
-                    mask = masks[number % len(masks)]
+                for variant, mask in zip(group, itertools.cycle(masks), strict=False):
                     child = Child(
-                        variant, shape, model, graphs=graphs, timeout_s=timeout_s, mask=mask
+                        variant,
+                        variant.values(shape, model, device, graphs=graphs),
+                        {**mask, **variant.variables(shape, device)},
+                        timeout_s=timeout_s,
+                        console=console,
                     )
                     children.append(stack.enter_context(child))
-                yield children
+                results += [child.result for child in children]
+                for child in children:
+                    child.ask("start", partial(warm_up, length=length))
+                    if compare and child.variant.hits == "none":
+                        copies = partial(link_gb_s, repeats=repeats, devices=shape.devices)
+                        child.result.link_gb_s = child.ask("raw copy", copies) or {}
+                    elif compare:
+                        check = partial(exactness, length=length)
+                        child.result.exact = child.ask("exactness", check)
+                save(results)
+                for name, job in jobs.items():
+                    for _, child in itertools.product(range(repeats), children):
+                        if rounds := child.ask(name, job):
+                            child.result.rounds.setdefault(name, []).extend(rounds)
+                    save(results)
+    return results
 
 
 def device_masks(device: str, count: int) -> list[dict[str, str]]:
@@ -278,25 +253,23 @@ def machine() -> dict[str, str]:
     """Return the facts that figures go with: device, CPU, versions, date."""
     import torch
 
-    installed = versions.installed()
     device = "cpu"
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator()
         module = torch.get_device_module(kind)
-        device = f"{kind}: {module.get_device_name()}"
         properties = module.get_device_properties()
         driver = getattr(properties, "driver_version", None) or getattr(torch.version, "cuda", "")
+        device = f"{kind}: {module.get_device_name()}"
         device += f", driver or runtime {driver}" if driver else ""
     info = Path("/proc/cpuinfo").read_text()
     names = (line for line in info.splitlines() if line.startswith("model name"))
     cpu = next(names, ": unknown").partition(":")[2].strip()
+    installed = versions.installed()
     return {
         "device": device,
         "cpu": f"{cpu}, {os.cpu_count()} threads",
         "system": platform.platform(),
         "python": platform.python_version(),
-        "torch": installed.torch or "",
-        "vllm": installed.vllm or "",
-        "lmcache": installed.lmcache or "",
+        **{name: getattr(installed, name) or "" for name in ("torch", "vllm", "lmcache")},
         "date": time.strftime("%Y-%m-%d"),
     }

@@ -8,21 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lmcache_xpu.bench.jobs import Prompts
+from lmcache_xpu.bench.load_jobs import Conversations, Decoding
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.harness.random_model import DEMO, ModelSpec, llama_config
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A later turn of a conversation: tokens that are cached, then tokens that are not."""
-
-    history: int
-    new: int
-
-    def __str__(self) -> str:
-        return f"{self.history} + {self.new}"
+Load = Decoding | Conversations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,19 +23,22 @@ class Shape:
 
     Args:
         model: the Llama; its name is the shape's.
-        lengths: tokens of whole prompts; the first is also compared byte by byte.
-        turns: later turns.
-        crowd: number of later turns at once.
-        crowd_turn: each of these.
-        settings: the engine's settings beside the model.
+        settings: the engine's settings besides the model.
+        prompts: requests of `bench engine`; the first is also compared byte by byte.
+        load_settings: settings of `bench load`: the engine's own cache is too small for all
+            conversations.
+        room_gib: KV cache of an engine with room for all of them; for `bench load` alone.
+        decoding: requests that decode beside hits; and beside prompts that are new (`storing`).
+        conversations: of many users.
     """
 
     model: ModelSpec
-    lengths: tuple[int, ...]
-    turns: tuple[Turn, ...]
-    crowd: int
-    crowd_turn: Turn
     settings: dict[str, Any]
+    prompts: tuple[Prompts, ...]
+    load_settings: dict[str, float]
+    room_gib: float
+    decoding: Decoding
+    conversations: Conversations
 
     @property
     def name(self) -> str:
@@ -60,21 +55,26 @@ class Shape:
         settings = self.settings | {"tensor_parallel": count}
         for name in settings.keys() & {"kv_cache_gib", "cpu_gib"}:
             settings[name] /= count
-        return replace(self, settings=settings)
+        return replace(self, settings=settings, room_gib=self.room_gib / count)
+
+    def under_load(self) -> Shape:
+        """Return the shape with the settings of `bench load`."""
+        return replace(self, settings=self.settings | self.load_settings)
 
     @property
-    def rows(self) -> dict[str, int | list[Turn]]:
-        """The requests by name, each a whole prompt of some length, or later turns at once."""
-        return {
-            **{f"{length}": length for length in self.lengths},
-            **{f"{turn}": [turn] for turn in self.turns},
-            f"{self.crowd} x ({self.crowd_turn})": [self.crowd_turn] * self.crowd,
-        }
+    def rows(self) -> dict[str, Prompts]:
+        """The requests of `bench engine` by name, each a column of its tables."""
+        return {str(prompts): prompts for prompts in self.prompts}
 
-    def cached_tokens(self, row: str) -> int:
-        """Return the number of cached tokens of all prompts of a row."""
-        prompts = self.rows[row]
-        return prompts if isinstance(prompts, int) else sum(turn.history for turn in prompts)
+    @property
+    def loads(self) -> dict[str, Load]:
+        """The loads of `bench load` by name, each a table."""
+        return {
+            "decoding": self.decoding,
+            "copying": replace(self.decoding, hit=replace(self.decoding.hit, new=1)),
+            "storing": replace(self.decoding, new=True),
+            "conversations": self.conversations,
+        }
 
     def write(self, directory: Path) -> None:
         """Write the model's configuration; weights are made up when it is loaded."""
@@ -112,27 +112,51 @@ _GPU = {"memory_fraction": 0.2}
 SHAPES = (
     Shape(
         model=_LLAMA_8B,
-        lengths=(8192, 32768, 65536),
-        turns=(Turn(32768, 2048), Turn(61440, 4096)),
-        crowd=4,
-        crowd_turn=Turn(16384, 1024),
         settings={**_GPU, "max_model_len": 70_000, "kv_cache_gib": 12, "cpu_gib": 24},
+        prompts=(
+            *(Prompts(8192), Prompts(32768), Prompts(65536)),
+            *(Prompts(32768, 2048), Prompts(61440, 4096), Prompts(16384, 1024, count=4)),
+        ),
+        load_settings={"kv_cache_gib": 15, "cpu_gib": 56},
+        room_gib=50,
+        decoding=Decoding(
+            requests=16, prompt=512, tokens=1400, hits=8, hit=Prompts(32768, 256), every_s=0.8
+        ),
+        conversations=Conversations(
+            users=24, rounds=4, history=12_000, new=1000, answer=64, apart_s=0.15
+        ),
     ),
     Shape(  # for devices of 8 GiB and more, which a Llama of 8 billion parameters does not fit
         model=replace(_LLAMA_8B, name="1b", hidden=2048, layers=16, head_dim=64, intermediate=8192),
-        lengths=(8192, 32768),
-        turns=(Turn(16384, 1024),),
-        crowd=4,
-        crowd_turn=Turn(8192, 512),
         settings={**_GPU, "max_model_len": 40_000, "kv_cache_gib": 2, "cpu_gib": 4},
+        prompts=(
+            *(Prompts(8192), Prompts(32768)),
+            *(Prompts(16384, 1024), Prompts(8192, 512, count=4)),
+        ),
+        load_settings={"kv_cache_gib": 1.5, "cpu_gib": 6},
+        room_gib=4,
+        decoding=Decoding(
+            requests=8, prompt=512, tokens=700, hits=6, hit=Prompts(16384, 256), every_s=0.8
+        ),
+        conversations=Conversations(
+            users=12, rounds=4, history=6000, new=500, answer=64, apart_s=0.15
+        ),
     ),
     Shape(
         model=replace(DEMO, name="small", kv_heads=4, vocabulary=8192, qk_gain=1.0),
-        lengths=(1024, 2048, 4096),
-        turns=(Turn(2048, 256), Turn(3840, 256)),
-        crowd=4,
-        crowd_turn=Turn(1024, 128),
         settings={"max_model_len": 4608, "kv_cache_gib": 1, "cpu_gib": 2, "block_tokens": 128},
+        prompts=(
+            *(Prompts(1024), Prompts(2048), Prompts(4096)),
+            *(Prompts(2048, 256), Prompts(3840, 256), Prompts(1024, 128, count=4)),
+        ),
+        load_settings={"kv_cache_gib": 0.09, "cpu_gib": 1},
+        room_gib=1,
+        decoding=Decoding(
+            requests=4, prompt=128, tokens=160, hits=4, hit=Prompts(2048, 128), every_s=0.5
+        ),
+        conversations=Conversations(
+            users=6, rounds=3, history=1536, new=128, answer=16, apart_s=0.1
+        ),
     ),
 )
 # What the largest shape takes of a device: weights of 15 GiB, KV cache of 12 GiB, and activations.
@@ -152,7 +176,5 @@ def shape_named(name: str) -> Shape:
     Raises:
         SettingsError: there is none of this name.
     """
-    for shape in SHAPES:
-        if shape.name == name:
-            return shape
-    raise SettingsError(f"shape={name}", " or ".join(shape.name for shape in SHAPES))
+    [shape] = chosen("shape", {shape.name: shape for shape in SHAPES}, [name]).values()
+    return shape

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +24,7 @@ class Variant:
     Args:
         name: its name on the command line.
         title: its name for readers.
-        settings: settings that it has beside the shape's.
+        settings: settings that it has besides the shape's.
         connector: vLLM's KV transfer configuration, where the connector is not ours.
         hits: the place of a prompt's KV cache that was computed, and then pushed out.
     """
@@ -80,10 +80,19 @@ def lmcache_server(settings: Settings, socket: Path) -> list[str]:
     ]
 
 
-def variants(shape: Shape) -> tuple[Variant, ...]:
-    """Return all variants, the one without a connector first: it sets the limits."""
+def variants(shape: Shape, *, under_load: bool = False) -> tuple[Variant, ...]:
+    """Return all variants, the one without a connector first: it sets the limits.
+
+    The last one is for `bench load` alone. It holds everything in the engine's own cache.
+    """
     cpu_bytes = int(shape.settings["cpu_gib"] * shape.devices * 2**30)
     stock = {"kv_connector": "LMCacheConnectorV1"}
+    room = Variant(
+        name="room",
+        title="no connector, room for everything",
+        settings={"offload": False, "kv_cache_gib": shape.room_gib},
+        hits="own cache",
+    )
     return (
         Variant(name="none", title="no connector", settings={"offload": False}, hits="none"),
         Variant(name="ours", title="ours, standard"),
@@ -108,21 +117,17 @@ def variants(shape: Shape) -> tuple[Variant, ...]:
                 "kv_connector_extra_config": {"cpu_bytes_to_use": cpu_bytes},
             },
         ),
+        *([room] if under_load else []),
     )
 
 
 def variants_named(
-    shape: Shape, names: list[str] | None, more: Sequence[Variant] = ()
+    shape: Shape, names: Collection[str] = (), *, under_load: bool = False
 ) -> list[Variant]:
     """Return the variants of these names, in their own order; all of them without names.
-
-    Args:
-        shape: the model's.
-        names: the names on the command line.
-        more: variants beside the usual ones.
 
     Raises:
         SettingsError: there is none of a name.
     """
-    by_name = {variant.name: variant for variant in (*variants(shape), *more)}
-    return [*chosen("variant", by_name, names or ()).values()]
+    by_name = {variant.name: variant for variant in variants(shape, under_load=under_load)}
+    return [*chosen("variant", by_name, names).values()]

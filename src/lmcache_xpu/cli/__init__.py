@@ -12,8 +12,6 @@ from lmcache_xpu import __version__
 from lmcache_xpu.cli import bench, doctor, report, serve, size, status
 from lmcache_xpu.errors import LMCacheXPUError
 
-__all__ = ["app"]
-
 
 class _Group(TyperGroup):
     """Our own errors end in one red line and exit code 2; anything else is a bug's traceback."""
@@ -54,14 +52,13 @@ def _main(
 
 
 # The list of commands has one line for each; what does not fit is cut.
-app.command("serve", short_help="Serve a model, with its KV cache offloaded.")(serve.make_command())
-app.command("doctor", short_help="Check this machine before an engine is started.")(doctor.doctor)
-app.command("status", short_help="Say what is installed, or whether a server's cache works.")(
-    status.status
-)
-app.command("size", short_help="Say how many users' histories each tier holds.")(size.size)
-app.command("demo", short_help="Time conversations on CPU, with and without the tiers.")(
-    report.demo
-)
+for _name, _command, _help in (
+    ("serve", serve.make_command(), "Serve a model, with its KV cache offloaded."),
+    ("doctor", doctor.doctor, "Check this machine before an engine is started."),
+    ("status", status.status, "Say what is installed, or whether a server's cache works."),
+    ("size", size.size, "Say how many users' histories each tier holds."),
+    ("demo", report.demo, "Time conversations on CPU, with and without the tiers."),
+    ("report", report.report, "Check and measure this machine: one file to send."),
+):
+    app.command(_name, short_help=_help)(_command)
 app.add_typer(bench.app, name="bench", short_help="Time hits and stores on this machine.")
-app.command("report", short_help="Check and measure this machine: one file to send.")(report.report)

@@ -35,8 +35,17 @@ def working(step: str) -> Iterator[Callable[[str], None]]:
             os.dup2(printed.fileno(), descriptor)
         failed = False
         try:
-            with terminal_line(Console(file=terminal), step) as show:
-                yield show
+            spinner = Spinner("dots", f"{step} ...")
+            console = Console(file=terminal, quiet=not terminal.isatty())
+            # Not `console.status`: it takes sys.stdout and sys.stderr, and prints what others log.
+            with Live(
+                spinner,
+                console=console,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            ):
+                yield lambda text: spinner.update(text=f"{text} ...")
         except Exception as error:
             failed = not isinstance(error, LMCacheXPUError)
             raise
@@ -49,17 +58,3 @@ def working(step: str) -> Iterator[Callable[[str], None]]:
             if failed:
                 printed.seek(0)
                 os.write(2, printed.read())
-
-
-@contextmanager
-def terminal_line(console: Console, step: str) -> Iterator[Callable[[str], None]]:
-    """Show a line with a spinner, where the console is a terminal; take it away in the end."""
-    if not console.is_terminal:
-        yield lambda _: None
-        return
-    spinner = Spinner("dots", f"{step} ...")
-    # Not `console.status`: it takes sys.stdout and sys.stderr, and prints what others log.
-    with Live(
-        spinner, console=console, transient=True, redirect_stdout=False, redirect_stderr=False
-    ):
-        yield lambda text: spinner.update(text=f"{text} ...")

@@ -9,7 +9,6 @@ import typer
 from rich.console import Console
 
 from lmcache_xpu.cli.bench import TimeoutS, exit_on_sigterm
-from lmcache_xpu.cli.progress import terminal_line
 from lmcache_xpu.errors import SettingsError
 
 
@@ -40,17 +39,13 @@ def report(
     console = Console(highlight=False, markup=False, soft_wrap=True)
     options = " --quick" if quick else ""
     document = MachineReport(path, f"lmcache-xpu report{options}", Redactor.of_this_machine())
-    console.print(f"Writing {path}; four parts, of which the last two start engines.")
-    with terminal_line(console, "Starting") as show:
-        well = document.run(parts(quick=quick, timeout_s=timeout_s), show, console.print)
+    console.print(f"Writing {path}; three parts, of which the last one starts engines.")
+    well = document.run(parts(quick=quick, timeout_s=timeout_s), console)
     console.print(f"Read {path}, then attach it to an issue: docs/guides/send-a-report.md")
     raise typer.Exit(0 if well else 1)
 
 
 def demo(
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the figures to this file, too.")
-    ] = None,
     work: Annotated[
         Path, typer.Option(help="Directory for the model, the logs and the disk tier.")
     ] = Path(".demo"),
@@ -60,4 +55,4 @@ def demo(
     from lmcache_xpu.harness.demo import tell
 
     exit_on_sigterm()
-    tell(json_file, work=work, port=port)
+    tell(work=work, port=port)

@@ -7,8 +7,7 @@ once.
 from __future__ import annotations
 
 import inspect
-import types
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, get_args
 
 import typer
 from pydantic import SecretStr
@@ -39,7 +38,8 @@ def make_command() -> Any:
         if name not in POSITIONAL and SecretStr not in get_args(field.annotation):
             default = "unset" if field.default is None else field.default
             option = typer.Option(help=f"{field.description} (default: {default}).")
-            parameters.append(_parameter(name, _value_kind(field.annotation) | None, option))
+            kind: Any = field.annotation
+            parameters.append(_parameter(name, kind | None, option))
     dry_run = typer.Option("--dry-run", help="Print what would be run, and run nothing.")
     parameters.append(_parameter("dry_run", bool, dry_run, default=False))
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # for typer
@@ -59,10 +59,3 @@ def _parameter(name: str, kind: Any, info: Any, *, default: object = None) -> in
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
     )
-
-
-def _value_kind(annotation: Any) -> Any:
-    """Return a setting's type without None."""
-    if get_origin(annotation) not in (Union, types.UnionType):
-        return annotation
-    return next(kind for kind in get_args(annotation) if kind is not type(None))

@@ -62,11 +62,20 @@ def _show_running(url: str, since: int | None, as_json: bool) -> None:
     # A directory of this shell's engine: what is imported here would write to it.
     os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)
     from lmcache_xpu.harness.cache_use import CacheUse, advise
-    from lmcache_xpu.harness.server import Server
+    from lmcache_xpu.harness.client import Client
 
-    server = Server(url, os.environ.get("LMCACHE_XPU_API_KEY"))
-    with working(f"Asking {server.url}") as show:
+    key = os.environ.get("LMCACHE_XPU_API_KEY")
+    with (
+        working(f"Asking {url}") as show,
+        Client(url, api_key=key, timeout_s=10, trust_env=True) as server,
+    ):
         earlier, page = None, server.page()
+        if not page.has("lmcache_xpu_"):
+            raise SettingsError(
+                f"{server.url}, a vLLM whose /metrics has nothing of lmcache-xpu",
+                "an engine with offload on",
+                "Start it with `lmcache-xpu serve`, which also sets PROMETHEUS_MULTIPROC_DIR.",
+            )
         if since is not None:
             show(f"Watching {server.url} for {since} s")
             time.sleep(since)
@@ -77,10 +86,8 @@ def _show_running(url: str, since: int | None, as_json: bool) -> None:
     ok = all(item.outcome != "wrong" for item in advice)
     if as_json:
         answer = {"ok": ok, "url": server.url, "models": models, "since_s": since}
-        failures = [dataclasses.asdict(item) | {"meaning": item.meaning} for item in use.failures]
-        answer |= {"use": dataclasses.asdict(use) | {"failures": failures}}
-        answer |= {"advice": [dataclasses.asdict(item) for item in advice]}
-        typer.echo(json.dumps(answer, indent=2))
+        parts = {"use": dataclasses.asdict(use), "advice": [*map(dataclasses.asdict, advice)]}
+        typer.echo(json.dumps(answer | parts, indent=2))
     else:
         names = ", ".join(models) or "models that this key may not see (LMCACHE_XPU_API_KEY)"
         span = "since it started" if since is None else f"in {since} seconds"
@@ -95,20 +102,16 @@ def _show_running(url: str, since: int | None, as_json: bool) -> None:
 
 def _use_table(use: CacheUse) -> Table:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column()
-    table.add_column(justify="right")
-    table.add_column(justify="right")
+    for justify in ("left", "right", "right"):
+        table.add_column(justify=justify)
+    tiers = ("cpu", "CPU tier"), ("disk", "disk tier"), ("shared", "shared tier")
+    places = ("device", "engine's own cache"), *tiers, ("computed", "computed")
     table.add_row("prompt tokens", f"{use.prompt_tokens:,.0f}")
-    for name, tokens in (
-        ("engine's own cache", use.device_tokens),
-        ("CPU tier", use.cpu_tokens),
-        ("disk tier", use.disk_tokens),
-        ("shared tier", use.shared_tokens),
-        ("computed", use.computed_tokens),
-    ):
+    for place, name in places:
+        tokens = getattr(use, f"{place}_tokens")
         table.add_row(f"  {name}", f"{tokens:,.0f}", f"{use.share(tokens):.0%}")
     table.add_row("stored tokens")
-    for name, tier in (("CPU tier", "cpu"), ("disk tier", "disk"), ("shared tier", "shared")):
+    for tier, name in tiers:
         table.add_row(f"  {name}", f"{use.stored_tokens[tier]:,.0f}")
     table.add_row("chunks evicted from the CPU tier", f"{use.evicted_chunks:,.0f}")
     table.add_row("failed moves", f"{sum(item.count for item in use.failures):,}")
@@ -116,10 +119,8 @@ def _use_table(use: CacheUse) -> Table:
     if use.own_tokens:
         table.add_row("  engine's own cache, tokens", f"{use.own_tokens:,.0f}")
     table.add_row("  in use by requests", f"{use.own_usage:.0%}")
-    for name, held, limit in (
-        ("CPU tier", use.cpu_bytes, use.cpu_limit_bytes),
-        ("disk tier", use.disk_bytes, use.disk_limit_bytes),
-    ):
+    for tier, name in tiers[:2]:
+        held, limit = getattr(use, f"{tier}_bytes"), getattr(use, f"{tier}_limit_bytes")
         if limit:
             table.add_row(f"  {name}, GiB", f"{held / GIB:.2f}", f"{held / limit:.0%} full")
     table.add_row("  requests, and waiting", f"{use.running:,.0f} + {use.waiting:,.0f}")

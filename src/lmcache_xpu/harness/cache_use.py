@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lmcache_xpu.harness.server import Page
+from lmcache_xpu.harness.client import Page
 from lmcache_xpu.metrics import FLOWS
-
-__all__ = ["Advice", "CacheUse", "Failures", "advise"]
 
 CHUNK_TOKENS = 256  # LMCache's and our default; no metric says it
 FULL = 0.95
@@ -22,23 +20,17 @@ class Failures:
 
     Args:
         direction: store or load.
-        tier: cpu, disk or shared.
+        tier: cpu, disk, shared or server.
         reason: as `lmcache_xpu_errors_total` has it.
         count: how many.
+        meaning: what it means, and what to do.
     """
 
     direction: str
     tier: str
     reason: str
     count: int
-
-    @property
-    def meaning(self) -> str:
-        """What it means, and what to do."""
-        for flow in FLOWS:
-            if (flow.direction, flow.tier) == (self.direction, self.tier):
-                return flow.reasons.get(self.reason) or "The move raised: the log has the cause"
-        return "The log has the cause"
+    meaning: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,17 +94,15 @@ class CacheUse:
         # are shares of what the engine says it was given.
         scale = external / loaded["cpu"] if loaded["cpu"] else 0.0
         disk, shared = (min(external, scale * loaded[tier]) for tier in ("disk", "shared"))
-        keys = {
+        errors = "lmcache_xpu_errors_total"
+        reasons = {
             (sample.labels["direction"], sample.labels["tier"], sample.labels["reason"])
-            for sample in page.of("lmcache_xpu_errors_total")
+            for sample in page.of(errors)
         }
-        errors = [
-            Failures(d, t, r, int(count("lmcache_xpu_errors_total", direction=d, tier=t, reason=r)))
-            for d, t, r in sorted(keys)
+        failures = [
+            Failures(d, t, r, int(count(errors, direction=d, tier=t, reason=r)), _meaning(d, t, r))
+            for d, t, r in sorted(reasons)
         ]
-        stored = {
-            tier: count("lmcache_xpu_tokens_total", direction="store", tier=tier) for tier in loaded
-        }
         return cls(
             requests=count("vllm:request_success_total"),
             prompt_tokens=count("vllm:prompt_tokens_total"),
@@ -121,11 +111,14 @@ class CacheUse:
             disk_tokens=disk,
             shared_tokens=shared,
             looked_up_tokens=count("vllm:external_prefix_cache_queries_total"),
-            stored_tokens=stored,
+            stored_tokens={
+                tier: count("lmcache_xpu_tokens_total", direction="store", tier=tier)
+                for tier in loaded
+            },
             evicted_chunks=count("lmcache_xpu_evicted_total", tier="cpu"),
             preemptions=count("vllm:num_preemptions_total"),
             fallbacks=count("lmcache_xpu_fallbacks_total"),
-            failures=tuple(error for error in errors if error.count),
+            failures=tuple(failure for failure in failures if failure.count),
             cpu_bytes=page.sum("lmcache_xpu_cpu_used_bytes"),
             cpu_limit_bytes=page.sum("lmcache_xpu_cpu_limit_bytes"),
             disk_bytes=page.sum("lmcache_xpu_disk_used_bytes"),
@@ -151,12 +144,16 @@ class CacheUse:
         return tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
+def _meaning(direction: str, tier: str, reason: str) -> str:
+    reasons = [flow.reasons for flow in FLOWS if (flow.direction, flow.tier) == (direction, tier)]
+    return next(iter(reasons), {}).get(reason, "The move raised: the log has the cause")
+
+
 def _own_tokens(page: Page) -> float:
-    total = 0.0
+    total = 0
     for sample in page.of("vllm:cache_config_info"):
         blocks, size = (sample.labels.get(key, "") for key in ("num_gpu_blocks", "block_size"))
-        if blocks.isdigit() and size.isdigit():
-            total += int(blocks) * int(size)
+        total += int(blocks) * int(size) if blocks.isdigit() and size.isdigit() else 0
     return total
 
 
@@ -179,8 +176,7 @@ def advise(use: CacheUse) -> list[Advice]:
 
 
 def _answer(use: CacheUse) -> Advice:
-    stored = use.stored_tokens["cpu"]
-    average = use.prompt_tokens / use.requests if use.requests else 0.0
+    stored, own = use.stored_tokens["cpu"], "All that came back was still in the engine's own cache"
     if not use.prompt_tokens:
         text = "No prompt has come yet: there is nothing to say."
     elif use.tier_tokens:
@@ -189,29 +185,23 @@ def _answer(use: CacheUse) -> Advice:
             "tiers and were not computed again."
         )
     elif use.device_tokens and stored > use.own_tokens > 0:
-        text = (
-            "All that came back was still in the engine's own cache. What has left it is in the "
-            "tiers, and nobody has asked for it again."
-        )
+        text = f"{own}. What has left it is in the tiers, and nobody has asked for it again."
     elif use.device_tokens:
+        text = f"{own}. Everything fits there, so a tier can't help."
+    elif stored:
         text = (
-            "All that came back was still in the engine's own cache. Everything fits there, so "
-            "a tier can't help."
+            "No prompt came back yet: none began as an earlier one did. If yours do, look for what "
+            "differs at their start: a date, a name, a cache_salt."
         )
-    elif not stored and average >= 2 * CHUNK_TOKENS:
+    elif use.requests and use.prompt_tokens / use.requests >= 2 * CHUNK_TOKENS:
         text = (
             f"Nothing was stored of {use.prompt_tokens:,.0f} prompt tokens: see the engine's log."
         )
         return Advice("wrong", text)
-    elif not stored:
+    else:
         text = (
             f"No prompt was long enough to be stored: a chunk has {CHUNK_TOKENS} tokens, unless "
             "chunk_tokens says otherwise."
-        )
-    else:
-        text = (
-            "No prompt came back yet: none began as an earlier one did. If yours do, look for what "
-            "differs at their start: a date, a name, a cache_salt."
         )
     return Advice("ok", text)
 

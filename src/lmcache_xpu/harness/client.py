@@ -1,4 +1,4 @@
-"""A client of the OpenAI-style API that measures times, tokens, and the server's cache hits."""
+"""A client of a vLLM server: measures times and tokens, and reads its metrics and cache hits."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from lmcache_xpu.errors import EngineError
-from lmcache_xpu.harness.server import Page
-
-__all__ = ["Answer", "CacheCounts", "Client", "Message", "sse_data"]
 
 Message = Mapping[str, str]  # {"role": ..., "content": ...}
+ADDRESS = "the address of an engine, such as http://127.0.0.1:8000"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,6 @@ class Answer:
         text: the whole text.
         token_ids: its tokens; empty when the server doesn't send them.
         ttft_s: seconds from sending the request to the first chunk with text.
-        total_s: seconds to the end of the stream.
         prompt_tokens: length of the prompt, as the server counts.
         completion_tokens: length of the answer, as the server counts.
     """
@@ -34,7 +33,6 @@ class Answer:
     text: str
     token_ids: tuple[int, ...]
     ttft_s: float
-    total_s: float
     prompt_tokens: int
     completion_tokens: int
 
@@ -45,16 +43,12 @@ class CacheCounts:
 
     Args:
         prompt: prompt tokens of finished prefills.
-        prefix_queries: tokens looked up in the engine's own prefix cache.
-        prefix_hits: tokens that were there.
-        external_queries: tokens then looked up in LMCache.
-        external_hits: tokens that were there.
+        prefix_hits: tokens that were in the engine's own prefix cache.
+        external_hits: tokens that were in LMCache.
     """
 
     prompt: int
-    prefix_queries: int
     prefix_hits: int
-    external_queries: int
     external_hits: int
 
     def __sub__(self, earlier: CacheCounts) -> CacheCounts:
@@ -66,21 +60,52 @@ class CacheCounts:
 # Samples on vLLM's /metrics; counters end in _total there.
 _SAMPLES = {
     "vllm:prompt_tokens_total": "prompt",
-    "vllm:prefix_cache_queries_total": "prefix_queries",
     "vllm:prefix_cache_hits_total": "prefix_hits",
-    "vllm:external_prefix_cache_queries_total": "external_queries",
     "vllm:external_prefix_cache_hits_total": "external_hits",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """The samples of /metrics at one moment."""
+
+    samples: tuple[Sample, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Page:
+        """Read a page as Prometheus does.
+
+        Raises:
+            ValueError: it is none.
+        """
+        families = text_string_to_metric_families(text)
+        return cls(tuple(sample for family in families for sample in family.samples))
+
+    def has(self, prefix: str) -> bool:
+        """Whether a metric's name begins so."""
+        return any(sample.name.startswith(prefix) for sample in self.samples)
+
+    def sum(self, name: str, **labels: str) -> float:
+        """Add up the values of all engines and processes; 0.0 if there are none."""
+        return sum(sample.value for sample in self.of(name, **labels))
+
+    def of(self, name: str, **labels: str) -> Iterator[Sample]:
+        """Yield the samples of a metric that have these labels."""
+        for sample in self.samples:
+            if sample.name == name and labels.items() <= sample.labels.items():
+                yield sample
 
 
 class Client:
     """A connection to one server; use it as a context manager.
 
     Args:
-        url: the server's, without /v1.
+        url: the server's; an ending such as /v1 or /metrics is left out.
         model: name to ask for; None asks the server for its first one.
-        api_key: sent to /v1 when there is one.
+        api_key: sent when there is one.
         timeout_s: longest silence of the server, seconds.
+        trust_env: whether the environment may name a proxy and certificates; a proxy would be
+            timed, too.
 
     Raises:
         EngineError: from every method, when the server is away, refuses, or breaks off.
@@ -93,12 +118,14 @@ class Client:
         model: str | None = None,
         api_key: str | None = None,
         timeout_s: float = 600.0,
+        trust_env: bool = False,
     ) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1").removesuffix("/metrics")
         self._http = httpx.Client(
-            base_url=url,
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=timeout_s,
-            trust_env=False,  # no proxy between us and the engine that is to be timed
+            trust_env=trust_env,
+            follow_redirects=True,
         )
         self._model = model
 
@@ -112,8 +139,16 @@ class Client:
     def model(self) -> str:
         """The model's name on the server."""
         if self._model is None:
-            self._model = str(self._get("/v1/models").json()["data"][0]["id"])
+            [self._model, *_] = self.models() or [""]  # which the server refuses
         return self._model
+
+    def models(self) -> list[str]:
+        """Return the names of the server's models; none where it wants another key."""
+        response = self._get("/v1/models")
+        try:
+            return [str(model["id"]) for model in response.json()["data"]]
+        except (ValueError, KeyError, TypeError):
+            return []
 
     def chat(self, messages: Sequence[Message], *, max_tokens: int) -> Answer:
         """Return the greedy answer to a conversation, exactly `max_tokens` long."""
@@ -130,12 +165,33 @@ class Client:
         words = prompt if isinstance(prompt, str) else list(prompt)
         return self._stream("/v1/completions", max_tokens, {"prompt": words, **(options or {})})
 
+    def page(self) -> Page:
+        """Return the metrics of a vLLM server."""
+        response = self._get("/metrics")
+        if response.status_code in (401, 403):
+            raise EngineError(
+                f"{self.url}/metrics, which answers {response.status_code}",
+                "a page that this key may read",
+                "Put the key into LMCACHE_XPU_API_KEY.",
+            )
+        try:
+            page = Page.parse(response.text if response.is_success else "")
+        except ValueError:
+            page = Page(())
+        if not page.has("vllm:"):
+            raise EngineError(
+                f"{self.url}/metrics, which has no metrics of vLLM ({response.status_code})",
+                ADDRESS,
+                "A router has a page of its own: name the engine behind it.",
+            )
+        return page
+
     def counts(self) -> CacheCounts:
         """Return the server's cache counters, summed over its engines."""
-        page = Page.parse(self._get("/metrics").text)
+        page = self.page()
         if absent := sorted(name for name in _SAMPLES if not any(page.of(name))):
             raise EngineError(
-                f"no {', '.join(absent)} on {self._http.base_url}/metrics",
+                f"no {', '.join(absent)} on {self.url}/metrics",
                 "the metrics of a vLLM server",
                 "Start it without --disable-log-stats.",
             )
@@ -143,9 +199,9 @@ class Client:
 
     def _get(self, path: str) -> httpx.Response:
         try:
-            return self._http.get(path).raise_for_status()
-        except httpx.HTTPError as error:
-            raise self._failure(f"{type(error).__name__} ({error})") from error
+            return self._http.get(self.url + path)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise self._no_answer(error) from error
 
     def _stream(self, path: str, max_tokens: int, body: Mapping[str, Any]) -> Answer:
         request = {
@@ -163,14 +219,10 @@ class Client:
         token_ids: list[int] = []
         usage: dict[str, Any] = {}
         ttft_s: float | None = None
-        ended = False
         begin = time.perf_counter()
         try:
             for event in self._events(path, request):
                 now = time.perf_counter()
-                if event is None:
-                    ended = True
-                    break
                 usage = event.get("usage") or usage
                 for choice in event["choices"]:
                     # The chunk that only names the role is no token.
@@ -178,40 +230,46 @@ class Client:
                         ttft_s = now - begin if ttft_s is None else ttft_s
                         text.append(piece)
                     token_ids += choice.get("token_ids") or []
-        except (httpx.HTTPError, json.JSONDecodeError) as error:
-            raise self._failure(f"{type(error).__name__} ({error})") from error
-        total_s = time.perf_counter() - begin
-        if ttft_s is None or not (ended and usage):
-            parts = {"an end": ended, "text": ttft_s is not None, "usage": bool(usage)}
-            gaps = " and ".join(part for part, has_come in parts.items() if not has_come)
-            raise self._failure(f"a stream without {gaps}")
+        except json.JSONDecodeError as error:
+            raise self._failure(f"a JSONDecodeError ({error})") from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise self._no_answer(error) from error
+        if ttft_s is None or not usage:
+            raise self._failure(f"a stream without {'usage' if ttft_s else 'text'}")
         return Answer(
             text="".join(text),
             token_ids=tuple(token_ids),
             ttft_s=ttft_s,
-            total_s=total_s,
             prompt_tokens=usage["prompt_tokens"],
             completion_tokens=usage["completion_tokens"],
         )
 
-    def _events(self, path: str, request: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
-        """Yield the events of a streamed answer; None at its end."""
-        with self._http.stream("POST", path, json=request) as response:
+    def _events(self, path: str, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the events of a streamed answer, which has an end."""
+        with self._http.stream("POST", self.url + path, json=request) as response:
             if response.is_error:
                 refusal = response.read().decode(errors="replace")
                 raise self._failure(f"HTTP {response.status_code}: {refusal[:500]}")
             for data in sse_data(response.iter_bytes()):
-                event = None if data == "[DONE]" else json.loads(data)
-                if event and "error" in event:
+                if data == "[DONE]":
+                    return
+                event = json.loads(data)
+                if "error" in event:
                     raise self._failure(f"an error in the stream: {event['error']}")
                 yield event
+        raise self._failure("a stream without an end")
 
     def _failure(self, event: str) -> EngineError:
         return EngineError(
-            f"{event} from {self._http.base_url}",
-            "a whole answer",
-            "The server's log has the cause.",
+            f"{event} from {self.url}", "a whole answer", "The server's log has the cause."
         )
+
+    def _no_answer(self, error: Exception) -> EngineError:
+        cause = f"{type(error).__name__}: {error}"
+        fix = "Is it running, and is that its port?"
+        if "CERTIFICATE" in cause or "SSL" in cause:
+            fix = "Name its certificate's authority in SSL_CERT_FILE, or check http and https."
+        return EngineError(f"no answer from {self.url} ({cause})", ADDRESS, fix)
 
 
 def _text(choice: Mapping[str, Any]) -> str:
@@ -224,17 +282,13 @@ def _text(choice: Mapping[str, Any]) -> str:
 
 
 def sse_data(chunks: Iterable[bytes]) -> Iterator[str]:
-    r"""Yield the data of each server-sent event, however the network cut the bytes.
+    r"""Yield the data of each server-sent event, a line, however the network cut the bytes.
 
     Not httpx's iter_lines: it also splits where a text has U+2028 or \x85, and JSON may.
     """
     rest = b""
-    data: list[bytes] = []
     for chunk in chunks:
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
-                data.append(line[5:].removeprefix(b" ").removesuffix(b"\r"))
-            elif data and line in (b"", b"\r"):
-                yield b"\n".join(data).decode()
-                data = []
+                yield line[5:].decode().strip()

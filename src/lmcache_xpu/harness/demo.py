@@ -18,33 +18,31 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
+from rich.table import Table
 
 from lmcache_xpu.errors import EngineError, SettingsError
 from lmcache_xpu.harness.client import Answer, CacheCounts, Client, Message
-from lmcache_xpu.harness.demo_result import Row, figures, table
 from lmcache_xpu.harness.engine_process import EngineProcess, free_port
-from lmcache_xpu.harness.outputs import check_file, make_directory
+from lmcache_xpu.harness.outputs import make_directory
 from lmcache_xpu.harness.random_model import DEMO, corpus, make_model
 from lmcache_xpu.launch.preflight import check_port
 from lmcache_xpu.launch.settings import Settings
 from lmcache_xpu.tiers.disk.lock import DirectoryLock
-
-__all__ = ["Row", "tell"]
 
 USERS = 5
 TEXT_CHARACTERS = 24_000  # about 6,000 tokens
 MAX_MODEL_LEN = 8_192
 ENGINE_TOKENS = 14_336  # two conversations, not three
 ANSWER_TOKENS = 16
-CPU_GIB = 1.0
-DISK_GIB = 1.0
 FREE_GIB = 2.0  # model, disk tier, logs, and room to breathe
 QUESTIONS = (
     "What is this text about?",
@@ -53,20 +51,51 @@ QUESTIONS = (
 )
 
 
+class Row(NamedTuple):
+    """One line of the result.
+
+    Args:
+        source: the place that the KV cache of most of the prompt came from.
+        median_s: the middle time to first token.
+        prompt_tokens: tokens of all prompts, as the server counted.
+        hit_tokens: tokens that came from `source`, as the server counted.
+    """
+
+    source: str
+    median_s: float
+    prompt_tokens: int
+    hit_tokens: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the prompt tokens that came from the source."""
+        return self.hit_tokens / self.prompt_tokens
+
+    @classmethod
+    def of(cls, source: str, asked: Sequence[tuple[Answer, CacheCounts]], *places: str) -> Row:
+        """Sum up answers, what each has changed of the server's counters, and hits in places."""
+        return cls(
+            source,
+            statistics.median(answer.ttft_s for answer, _ in asked),
+            sum(counts.prompt for _, counts in asked),
+            sum(getattr(counts, place) for _, counts in asked for place in places),
+        )
+
+
 class _Conversations:
     """The conversations of all users so far, with one engine after another."""
 
     def __init__(self) -> None:
         text = corpus()
         self._texts = [text[i * TEXT_CHARACTERS :][:TEXT_CHARACTERS] for i in range(USERS)]
-        self._answers: list[dict[int, Answer]] = [{} for _ in range(USERS)]
+        self.answers: list[dict[int, Answer]] = [{} for _ in range(USERS)]
 
     def messages(self, user: int, turn: int) -> list[Message]:
         """Return a user's conversation up to question number `turn`."""
         messages: list[Message] = [{"role": "system", "content": self._texts[user]}]
         for earlier in range(turn):
             messages.append({"role": "user", "content": QUESTIONS[earlier]})
-            messages.append({"role": "assistant", "content": self._answers[user][earlier].text})
+            messages.append({"role": "assistant", "content": self.answers[user][earlier].text})
         messages.append({"role": "user", "content": QUESTIONS[turn]})
         return messages
 
@@ -74,71 +103,49 @@ class _Conversations:
         """Put a user's question number `turn` after the earlier ones; returns its cost, too."""
         before = client.counts()
         answer = client.chat(self.messages(user, turn), max_tokens=ANSWER_TOKENS)
-        self._answers[user].setdefault(turn, answer)
+        self.answers[user].setdefault(turn, answer)
         return answer, client.counts() - before
-
-    def first_and_second(self, client: Client) -> list[Row]:
-        """Put two questions of each user, one right after the other."""
-        first, second = [], []
-        for user in range(USERS):
-            first.append(self.ask(client, user, 0))
-            second.append(self.ask(client, user, 1))
-        return [
-            Row.of("recomputed and stored", first, lambda c: c.prefix_hits + c.external_hits),
-            Row.of("engine's own cache", second, lambda c: c.prefix_hits),
-        ]
-
-    def third(self, client: Client, source: str) -> Row:
-        """Put the third question of each user."""
-        third = [self.ask(client, user, 2) for user in range(USERS)]
-        return Row.of(source, third, lambda c: c.external_hits)
 
     def same_as_before(self, client: Client) -> int:
         """Put the first questions again; counts the same answers that came from LMCache's tiers."""
         same = 0
-        for user, answers in enumerate(self._answers):
+        for user, answers in enumerate(self.answers):
             answer, counts = self.ask(client, user, 0)
             same += counts.external_hits > 0 and answer.token_ids == answers[0].token_ids
         return same
 
-    def first_answer(self) -> str:
-        """Return the text of the first user's first answer, which was computed without a cache."""
-        return self._answers[0][0].text
 
-
-def tell(json_file: Path | None, *, work: Path, port: int | None = None) -> list[Row]:
+def tell(*, work: Path, port: int | None = None) -> list[Row]:
     """Run the demo, print its table, and say how to go on by hand.
 
     Args:
-        json_file: write the figures there, too.
         work: directory for the model, the logs, the disk tier and a question; all are kept, and
             the next demo empties the disk tier.
         port: the engine's, on the loopback interface; None takes a free one.
 
     Raises:
-        SettingsError: an output can't be written, there is no space, the port is taken, or
-            another engine uses the disk tier of an earlier demo.
+        SettingsError: `work` can't be written, there is no space, the port is taken, or another
+            engine uses the disk tier of an earlier demo.
         EngineError: the engine did not come up, broke off, or gave a wrong answer.
     """
     console = Console()
-    settings = _settings("demo", work / "disk", free_port() if port is None else port)
-    _check(json_file, work, settings)
+    settings = _settings(work, free_port() if port is None else port)
+    _check(work, settings)
     begin = time.monotonic()
 
     @contextmanager
-    def doing(step: str) -> Iterator[Callable[[float], None]]:
-        """Show one step while it lasts; the function it yields takes the seconds so far."""
+    def doing(step: str) -> Iterator[None]:
         if not console.is_terminal:
             console.print(f"{step} ...")
-        with console.status(f"{step} ...") as status:
-            yield lambda seconds: status.update(f"{step} ... {seconds:.0f} s")
+        with console.status(f"{step} ..."):
+            yield
         console.print(f"[dim]{time.monotonic() - begin:4.0f} s[/dim]  {step}: done")
 
     @contextmanager
     def engine(log: Path) -> Iterator[Client]:
         with ExitStack() as stack:
-            with doing(f"starting vLLM with LMCache (log: {log})") as progress:
-                engine = stack.enter_context(EngineProcess(settings, log, on_wait=progress))
+            with doing(f"starting vLLM with LMCache (log: {log})"):
+                engine = stack.enter_context(EngineProcess(settings, log))
                 client = stack.enter_context(Client(engine.url, model="demo"))
                 # The first request also pays for what is set up on first use; it is nobody's.
                 client.complete(corpus()[-TEXT_CHARACTERS:], max_tokens=2)
@@ -150,23 +157,24 @@ def tell(json_file: Path | None, *, work: Path, port: int | None = None) -> list
     talk = _Conversations()
     with engine(work / "engine-1.log") as client:
         with doing(f"{USERS} conversations, two questions each"):
-            rows = talk.first_and_second(client)
+            pairs = [[talk.ask(client, user, turn) for turn in (0, 1)] for user in range(USERS)]
+            first, second = zip(*pairs, strict=True)
         with doing("a third question each, after the others'"):
-            rows.append(talk.third(client, "CPU tier"))
+            third = [talk.ask(client, user, 2) for user in range(USERS)]
             same = talk.same_as_before(client)
     with (
         engine(work / "engine-2.log") as client,
         doing("the third question again, after the restart"),
     ):
-        rows.append(talk.third(client, "disk tier after a restart"))
+        again = [talk.ask(client, user, 2) for user in range(USERS)]
         same += talk.same_as_before(client)
-    try:
-        if json_file is not None:
-            json_file.write_text(
-                json.dumps(figures(rows, equal=same, checked=2 * USERS), indent=2) + "\n"
-            )
-    finally:  # what was measured is shown, whatever became of the file
-        console.print(table(rows, USERS))
+    rows = [
+        Row.of("recomputed and stored", first, "prefix_hits", "external_hits"),
+        Row.of("engine's own cache", second, "prefix_hits"),
+        Row.of("CPU tier", third, "external_hits"),
+        Row.of("disk tier after a restart", again, "external_hits"),
+    ]
+    console.print(_table(rows))
     if same != 2 * USERS:
         raise EngineError(
             f"{2 * USERS - same} of {2 * USERS} answers not from the tiers, or other tokens",
@@ -181,10 +189,10 @@ def tell(json_file: Path | None, *, work: Path, port: int | None = None) -> list
     return rows
 
 
-def _settings(model: str, disk: Path, port: int) -> Settings:
+def _settings(work: Path, port: int) -> Settings:
     return Settings.load(
         {
-            "model": model,
+            "model": "demo",
             "served_model_name": "demo",
             "port": port,
             "device": "cpu",
@@ -192,17 +200,15 @@ def _settings(model: str, disk: Path, port: int) -> Settings:
             "max_model_len": MAX_MODEL_LEN,
             "kv_cache_gib": ENGINE_TOKENS * DEMO.kv_bytes_per_token / 2**30,
             "enforce_eager": True,  # compiling takes longer than the whole demo
-            "cpu_gib": CPU_GIB,
-            "disk_path": disk,
-            "disk_gib": DISK_GIB,
+            "cpu_gib": 1.0,
+            "disk_path": work / "disk",
+            "disk_gib": 1.0,
         }
     )
 
 
-def _check(json_file: Path | None, work: Path, settings: Settings) -> None:
+def _check(work: Path, settings: Settings) -> None:
     """Refuse what would fail minutes later, and empty the disk tier of an earlier demo."""
-    if json_file is not None:
-        check_file(json_file, "--json")
     make_directory(work, "--work")
     check_port(settings.host, settings.port)
     for lock in (work / "disk").rglob("lock"):
@@ -213,6 +219,29 @@ def _check(json_file: Path | None, work: Path, settings: Settings) -> None:
         raise SettingsError(
             f"{free:.1f} GiB free in {work}", f"{FREE_GIB:g} GiB", "Free some, or name another."
         )
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    """Return the rows for a reader; the first one is what the others are compared with."""
+    table = Table(
+        title=f"Where {USERS} long prompts' KV cache came from",
+        title_justify="left",
+        caption="Tokens and hits by the server's counters; TTFT by the client, median.",
+        caption_justify="left",
+    )
+    table.add_column("source", no_wrap=True)
+    for name in ("tokens", "hits", "hit rate", "TTFT", "speed-up"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row.source,
+            f"{row.prompt_tokens:,}",
+            f"{row.hit_tokens:,}",
+            f"{row.hit_rate:.0%}",
+            f"{row.median_s * 1000:,.0f} ms",
+            f"{rows[0].median_s / row.median_s:.1f} x",
+        )
+    return table
 
 
 def _go_on(console: Console, settings: Settings, talk: _Conversations, work: Path) -> None:
@@ -235,7 +264,7 @@ def _go_on(console: Console, settings: Settings, talk: _Conversations, work: Pat
         f"    {serve_command(settings)}",
         "When it answers, put the first question to it again, from another terminal:",
         f"    {shlex.join(['curl', '-s', url, '-H', header, '-d', f'@{question}'])}",
-        f"It was answered with: {json.dumps(talk.first_answer(), ensure_ascii=False)}",
+        f"It was answered with: {json.dumps(talk.answers[0][0].text, ensure_ascii=False)}",
     ]
     for line in lines:  # as they are: a line that is cut or folded can't be copied
         console.print(line, soft_wrap=True, markup=False, highlight=False)
@@ -243,12 +272,7 @@ def _go_on(console: Console, settings: Settings, talk: _Conversations, work: Pat
 
 def serve_command(settings: Settings) -> str:
     """Return the `lmcache-xpu serve` that has these settings, and listens on the default port."""
-    program, here = Path(sys.executable).parent / "lmcache-xpu", Path.cwd()
-    if shutil.which(program.name) == str(program):
-        program = Path(program.name)
-    elif program.is_relative_to(here):
-        program = program.relative_to(here)
-    words = [str(program), "serve", settings.model]
+    words = [sys.argv[0], "serve", settings.model]
     for name in sorted(settings.model_fields_set - {"model", "port"}):
         value = getattr(settings, name)
         option = name.replace("_", "-")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import os
 import random
@@ -13,28 +12,27 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Self
 
 import httpx
+import psutil
 
 from lmcache_xpu.errors import EngineError
+from lmcache_xpu.launch.cache_server import end_with_parent
 from lmcache_xpu.launch.preflight import preflight
 from lmcache_xpu.launch.serve import METRICS_VARIABLE, command, environment, resolve_device
 from lmcache_xpu.launch.settings import Settings
-
-__all__ = ["EngineProcess", "free_port"]
 
 LOG_LINES = 15  # of the log, in an error
 POLL_S = 0.2
 PORTS = (20_000, 30_000)  # below ip_local_port_range and Kubernetes' node ports
 KILL_S = 10.0  # that a killed process may take to go
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
+_ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 # An exception's own line, as Python or vLLM's logger writes it, from any of its processes.
 _ERROR_LINE = re.compile(r"(\([^)]*\) )?(ERROR [^\]]*\] )?[\w.]*(Error|Exception): ")
-_LIBC = ctypes.CDLL(None)
 
 
 class EngineProcess:
@@ -50,7 +48,6 @@ class EngineProcess:
         log: file for the engine's output; overwritten.
         start_s: seconds until the engine has to answer /health.
         stop_s: seconds that it gets to stop before it is killed.
-        on_wait: called about five times per second while waiting, with the seconds so far.
         argv: run this instead of the engine.
         env: variables on top of this process's and the settings' own.
 
@@ -66,7 +63,6 @@ class EngineProcess:
         *,
         start_s: float = 300.0,
         stop_s: float = 30.0,
-        on_wait: Callable[[float], None] | None = None,
         argv: Sequence[str] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> None:
@@ -74,7 +70,6 @@ class EngineProcess:
         self.log = log
         self._start_s = start_s
         self._stop_s = stop_s
-        self._on_wait = on_wait
         self._argv = list(argv or command(self.settings))
         self._env = dict(env or {})
         self._process: subprocess.Popen[bytes] | None = None
@@ -129,15 +124,8 @@ class EngineProcess:
                 shutil.rmtree(self._metrics, ignore_errors=True)
 
     def _spawn(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
-        parent = os.getpid()
         env = environment(self.settings, os.environ) | self._env
         self._metrics = None if METRICS_VARIABLE in os.environ else Path(env[METRICS_VARIABLE])
-
-        def die_with_parent() -> None:
-            _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() != parent:  # it died before the line above
-                os._exit(1)
-
         return subprocess.Popen(
             self._argv,
             stdin=subprocess.DEVNULL,
@@ -145,7 +133,7 @@ class EngineProcess:
             stderr=subprocess.STDOUT,
             env=env,
             start_new_session=True,
-            preexec_fn=die_with_parent,
+            preexec_fn=end_with_parent,
         )
 
     def _wait(self, process: subprocess.Popen[bytes]) -> None:
@@ -160,8 +148,6 @@ class EngineProcess:
                 with contextlib.suppress(httpx.TransportError):  # not listening yet
                     if client.get(f"{self.url}/health").status_code == httpx.codes.OK:
                         return
-                if self._on_wait is not None:
-                    self._on_wait(waited)
                 time.sleep(POLL_S)
 
     def _failure(self, event: str) -> EngineError:
@@ -201,13 +187,12 @@ def _signal_group(group: int, number: signal.Signals) -> None:
 def _ended(process: subprocess.Popen[bytes], seconds: float) -> bool:
     """Wait until no process of the group runs; False when some still do after `seconds`."""
     deadline = time.monotonic() + seconds
-    while True:
-        # poll() collects our own child, which would stay a zombie.
-        if process.poll() is not None and not any(_running(process.pid)):
-            return True
+    # poll() collects our own child, which would stay a zombie.
+    while process.poll() is None or any(_running(process.pid)):
         if time.monotonic() > deadline:
             return False
         time.sleep(POLL_S / 4)
+    return True
 
 
 def _running(group: int) -> Iterator[int]:
@@ -215,14 +200,7 @@ def _running(group: int) -> Iterator[int]:
 
     killpg counts zombies, too; they stay in a container whose first process collects none.
     """
-    for directory in Path("/proc").iterdir():
-        if not directory.name.isdigit():
-            continue
-        try:
-            stat = (directory / "stat").read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended meanwhile
-        # pid (name, which may hold anything) state ppid pgrp ...
-        state, _, pgrp = stat.rpartition(")")[2].split()[:3]
-        if int(pgrp) == group and state not in ("Z", "X"):
-            yield int(directory.name)
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.status() not in _ENDED:
+                yield process.pid

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["DEMO", "EXACT", "ModelSpec", "corpus", "make_model"]
-
 FORMAT = 1  # raise when the same ModelSpec gives another model
 
 SPECIAL = ("<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
@@ -158,20 +156,15 @@ def _write_tokenizer(spec: ModelSpec, text: str, directory: Path) -> list[int]:
     )
     tokenizer.train_from_iterator(text.split("\n\n"), trainer)
     tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(
-        json.dumps(
-            {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "bos_token": "<|begin|>",
-                "eos_token": "<|end|>",
-                "model_max_length": spec.positions,
-                "clean_up_tokenization_spaces": False,
-                "chat_template": CHAT_TEMPLATE,
-            },
-            indent=2,
-        )
-        + "\n"
-    )
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|begin|>",
+        "eos_token": "<|end|>",
+        "model_max_length": spec.positions,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     # Special tokens and parts of UTF-8 sequences: no chunk of an answer shows them at once, and the
     # time to first token is that of the first chunk with text.
     return [
@@ -186,33 +179,29 @@ def _write_weights(spec: ModelSpec, silent: list[int], directory: Path) -> None:
     from safetensors.torch import save_file
 
     generator = torch.Generator().manual_seed(spec.seed)
-
-    def normal(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
-        """A matrix that keeps the spread of its input, times `gain`."""
-        weight = torch.randn(rows, columns, generator=generator)
-        return (weight * (gain / math.sqrt(columns))).to(getattr(torch, spec.dtype))
-
-    def ones() -> torch.Tensor:
-        return torch.ones(spec.hidden, dtype=getattr(torch, spec.dtype))
-
+    dtype = getattr(torch, spec.dtype)
     hidden, queries, keys = spec.hidden, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    weights = {
-        "model.embed_tokens.weight": normal(spec.vocabulary, hidden, math.sqrt(hidden)),
-        "model.norm.weight": ones(),
-        "lm_head.weight": normal(spec.vocabulary, hidden),
+    # Rows, columns and gain of each matrix, which keeps the spread of its input, times the gain.
+    of_layers: dict[str, tuple[int, int, float]] = {
+        "self_attn.q_proj": (queries, hidden, spec.qk_gain),
+        "self_attn.k_proj": (keys, hidden, spec.qk_gain),
+        "self_attn.v_proj": (keys, hidden, 1),
+        "self_attn.o_proj": (hidden, queries, 1),
+        "mlp.gate_proj": (spec.intermediate, hidden, 1),
+        "mlp.up_proj": (spec.intermediate, hidden, 1),
+        "mlp.down_proj": (hidden, spec.intermediate, 1),
     }
+    matrices = {
+        "model.embed_tokens": (spec.vocabulary, hidden, math.sqrt(hidden)),
+        "lm_head": (spec.vocabulary, hidden, 1),
+    }
+    norms = ["model.norm"]
+    for layer in (f"model.layers.{number}" for number in range(spec.layers)):
+        matrices |= {f"{layer}.{name}": matrix for name, matrix in of_layers.items()}
+        norms += [f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"]
+    weights = {f"{name}.weight": torch.ones(hidden, dtype=dtype) for name in norms}
+    for name, (rows, columns, gain) in matrices.items():  # in this order they are drawn
+        weight = torch.randn(rows, columns, generator=generator) * (gain / math.sqrt(columns))
+        weights[f"{name}.weight"] = weight.to(dtype)
     weights["lm_head.weight"][silent] = 0  # never the largest of thousands
-    for layer in range(spec.layers):
-        prefix = f"model.layers.{layer}."
-        weights |= {
-            prefix + "input_layernorm.weight": ones(),
-            prefix + "self_attn.q_proj.weight": normal(queries, hidden, spec.qk_gain),
-            prefix + "self_attn.k_proj.weight": normal(keys, hidden, spec.qk_gain),
-            prefix + "self_attn.v_proj.weight": normal(keys, hidden),
-            prefix + "self_attn.o_proj.weight": normal(hidden, queries),
-            prefix + "post_attention_layernorm.weight": ones(),
-            prefix + "mlp.gate_proj.weight": normal(spec.intermediate, hidden),
-            prefix + "mlp.up_proj.weight": normal(spec.intermediate, hidden),
-            prefix + "mlp.down_proj.weight": normal(hidden, spec.intermediate),
-        }
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
