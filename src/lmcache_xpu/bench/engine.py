@@ -15,15 +15,18 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
-from lmcache_xpu.bench.variants import SERVER_URL, Hits, lmcache_server
-from lmcache_xpu.launch.cache_server import server_command, start_server
+from lmcache_xpu.launch.cache_server import PAGES, PROGRAM, server_command, start_server
 from lmcache_xpu.launch.engine_arguments import engine_variables, vllm_arguments
 from lmcache_xpu.launch.settings import Settings
 
+Hits = Literal["tier", "own cache", "none"]
+
+SERVER_URL = "tcp://LMCACHE"  # stands for that of the server that an engine's process starts
 STORE_S = 0.5  # stores go on after an answer
 STORED_S = 10.0  # limit of the stores' time
 
@@ -192,3 +195,15 @@ def at_server(settings: Settings, url: str) -> Settings:
     """Return the settings of an engine at a server: with our connector, or with LMCache's."""
     words = tuple(word.replace(SERVER_URL, url) for word in settings.extra_args)
     return settings.model_copy(update={"server_url": url, "extra_args": words})
+
+
+def lmcache_server(settings: Settings, socket: Path) -> list[str]:
+    """Return the command line of a server with LMCache's own options, for every transfer mode.
+
+    Arguments are those of `launch.cache_server.server_command`.
+    """
+    size = str(settings.cpu_gib * settings.devices)
+    return [
+        *(*PROGRAM, str(socket), PAGES, "--l1-size-gb", size, "--eviction-policy", "LRU"),
+        *("--supported-transfer-mode", "auto"),
+    ]

@@ -5,16 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from lmcache_xpu.bench.engine import SERVER_URL, Hits
 from lmcache_xpu.bench.shapes import Shape, chosen
-from lmcache_xpu.launch.cache_server import PAGES, PROGRAM
-from lmcache_xpu.launch.settings import Settings
-
-Hits = Literal["tier", "own cache", "none"]
-
-SERVER_URL = "tcp://LMCACHE"  # stands for that of the server that an engine's process starts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,18 +60,6 @@ class Variant:
                 "LMCACHE_USE_LAYERWISE": str(self.name == "lmcache-layerwise"),
             }
         return variables
-
-
-def lmcache_server(settings: Settings, socket: Path) -> list[str]:
-    """Return the command line of a server with LMCache's own options, for every transfer mode.
-
-    Arguments are those of `launch.cache_server.server_command`.
-    """
-    size = str(settings.cpu_gib * settings.devices)
-    return [
-        *(*PROGRAM, str(socket), PAGES, "--l1-size-gb", size, "--eviction-policy", "LRU"),
-        *("--supported-transfer-mode", "auto"),
-    ]
 
 
 def variants(shape: Shape, *, under_load: bool = False) -> tuple[Variant, ...]:
