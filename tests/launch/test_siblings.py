@@ -1,4 +1,4 @@
-"""Descriptors of a sibling: taken where the kernel lets them, refused under a real seccomp filter."""
+"""Descriptors of a sibling: taken where the kernel allows it, refused under a seccomp filter."""
 
 from __future__ import annotations
 
