@@ -52,6 +52,11 @@ ObjectName = Annotated[str, Field(pattern=r"^([a-z0-9]([a-z0-9-]*[a-z0-9])?)?$")
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,18}[a-z0-9])?$")]
 
 
+def gone(instead: str) -> Any:
+    """The type of a value that earlier charts had: Helm's message says what to do instead."""
+    return Annotated[Any, Field(json_schema_extra={"enum": [f"gone: {instead}"]})]
+
+
 class Values(BaseModel):
     """A part of the values; keys that it does not have are mistakes."""
 
@@ -71,7 +76,7 @@ class Image(Values):
     registry: str
     tag: str = Field(pattern=r"^[A-Za-z0-9_.-]*$")
     digests: dict[
-        Literal["xpu", "cpu", "router", "loadtest"],
+        Literal["xpu", "cpu", "router"],
         Annotated[str, Field(pattern="^sha256:[0-9a-f]{64}$")],
     ]
     pullPolicy: Literal["IfNotPresent", "Always", "Never"]
@@ -134,7 +139,7 @@ class Service(Values):
 
 
 class Pod(Values):
-    """Labels, annotations and place of a pod that is no engine."""
+    """Labels, annotations and place of pods that are no engine."""
 
     labels: Labels
     annotations: Texts
@@ -145,10 +150,9 @@ class Pod(Values):
     priorityClassName: str
 
 
-class RouterAutoscaling(Values):
-    enabled: bool
-    maxReplicas: Count
-    cpuPercent: Annotated[int, Field(ge=1)]
+# Of earlier charts.
+RouterAutoscaling = gone("set router.replicas")
+LoadtestJob = gone("run the image loadtest, docs/guides/kubernetes-operations.md#load-test")
 
 
 class EndpointPicker(Values):
@@ -292,22 +296,6 @@ class Tests(Values):
     pod: Pod
 
 
-class Loadtest(Values):
-    enabled: bool
-    now: bool
-    model: str
-    users: Count
-    workload: Literal[
-        "multi-round", "conversations", "long-documents", "agents", "no-reuse", "trace"
-    ]
-    durationS: Count
-    args: list[str]
-    reportClaim: str
-    image: ImageName
-    resources: Any_
-    pod: Pod
-
-
 class Chart(Values):
     """All values."""
 
@@ -321,9 +309,10 @@ class Chart(Values):
     monitor: Monitor
     networkPolicy: NetworkPolicy
     valkey: Valkey
+    otherPods: Pod
     serviceAccount: ServiceAccount
     tests: Tests
-    loadtest: Loadtest
+    loadtest: LoadtestJob
     extraObjects: list[Any_ | str]
     # Helm passes these to every chart that is a dependency of another.
     global_: Any_ = Field(alias="global")

@@ -29,6 +29,11 @@ MODEL = {
     "models": {"m": {"settings": {"model": "org/model"}, "gpu": {"renderGroups": [992]}}},
 }
 
+# The values.yaml of earlier charts and, by the version alone, of this one.
+FROZEN = sorted((Path(__file__).parent / "frozen").glob("*.yaml"))
+# What this chart does not take from them.
+GONE = (("loadtest",), ("defaults", "router", "autoscaling"))
+
 # Values that switch something on.
 SECRET = {"name": "s", "key": "k"}
 KEDA = {"kind": "keda", "prometheusUrl": "http://p:9090"}
@@ -85,6 +90,19 @@ class Objects(list):
             for item in [*self.of("Deployment"), *self.of("StatefulSet")]
             if item["metadata"]["labels"].get(label) == "engine"
         }
+
+
+def without(values: Mapping, path: tuple[str, ...]) -> dict:
+    """The values but for the one at this path."""
+    key, *rest = path
+    if not rest or key not in values:
+        return {name: value for name, value in values.items() if name != key}
+    return {**values, key: without(values[key], tuple(rest))}
+
+
+def earlier_values(path: Path) -> dict:
+    """The values of an earlier chart, but for those that are gone."""
+    return functools.reduce(without, GONE, yaml.safe_load(path.read_text()))
 
 
 def merged(base: Mapping, change: Mapping) -> dict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
@@ -10,11 +11,22 @@ from pathlib import Path
 
 import pytest
 import yaml
-from chart import CHART, CI_FILES, MODEL, ROOT, helm, merged, render, rendered, template
+from chart import (
+    CHART,
+    CI_FILES,
+    FROZEN,
+    GONE,
+    MODEL,
+    ROOT,
+    earlier_values,
+    helm,
+    merged,
+    render,
+    rendered,
+    template,
+)
 
 import lmcache_xpu
-
-FROZEN = sorted((Path(__file__).parent / "frozen").glob("*.yaml"))
 
 
 def test_both_versions_are_the_packages():
@@ -116,9 +128,21 @@ def test_this_versions_values_are_frozen_for_the_next_one():
 @pytest.mark.parametrize("path", FROZEN, ids=lambda path: path.name)
 def test_values_of_an_earlier_version_still_render(path):
     """All of them at once, as a user's copy of values.yaml would give them."""
-    keys = [f"{key}={json.dumps(value)}" for key, value in MODEL.items()]
-    done = template("-f", str(path), *(arg for key in keys for arg in ("--set-json", key)))
-    assert rendered(done).engines(), done.stderr
+    assert rendered(template(values={**earlier_values(path), **MODEL})).engines()
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in FROZEN if "-" in path.stem], ids=lambda p: p.name
+)
+def test_what_is_gone_is_refused_with_what_to_do_instead(path):
+    given = yaml.safe_load(path.read_text())
+    done = template(values={**given, **MODEL})
+    assert done.returncode
+    for names in GONE:
+        if functools.reduce(lambda part, name: part.get(name, {}), names, given):
+            name = ".".join(names)
+            assert f'{name} must be one of the following: "gone: ' in done.stderr
+            assert names[-1] in (ROOT / "docs" / "guides" / "upgrade.md").read_text()
 
 
 def test_notes_name_the_next_commands(tmp_path):

@@ -15,7 +15,6 @@ from chart import (
     ROOT,
     ROUTE,
     ROUTER,
-    SECRET,
     VALKEY,
     Objects,
     container,
@@ -228,12 +227,9 @@ def test_images_are_those_that_the_project_builds():
         image={"registry": "r.example:5000/kv", "tag": "1.2"},
         models={"n": {"gpu": {"kind": "none"}, "settings": {"model": "x"}}},
         defaults={"router": ROUTER},
-        loadtest={"enabled": True, "model": "m"},
     )
     images = {c["image"] for _, pod in objects.pods() for c in pod["containers"]}
-    assert images == {
-        f"r.example:5000/kv/{name}:1.2" for name in ("xpu", "cpu", "router", "loadtest")
-    }
+    assert images == {f"r.example:5000/kv/{name}:1.2" for name in ("xpu", "cpu", "router")}
     own = model(engineImage="other/engine:3", router={**ROUTER, "image": "other/router@sha256:1"})
     images = {c["image"] for _, pod in own.pods() for c in pod["containers"]}
     assert images == {"other/engine:3", "other/router@sha256:1"}
@@ -249,30 +245,3 @@ def test_no_image_is_pulled_from_a_stranger():
         assert "image.registry is not set; expected where you pushed" in done.stderr
     own = {"image": {"registry": ""}, "models": {"m": {"engineImage": "e:1"}}}
     assert template(values=merged(MODEL, own)).returncode == 0
-
-
-def test_the_load_test_is_started_by_helm_test_or_at_once():
-    [job] = render(loadtest={"enabled": True}).of("Job")
-    assert job["metadata"]["name"] == "kv-lmcache-xpu-loadtest"
-    assert job["metadata"]["annotations"]["helm.sh/hook"] == "test"
-    [now] = render(loadtest={"enabled": True, "now": True}).of("Job")
-    assert now["metadata"]["name"] == "kv-lmcache-xpu-loadtest-1"
-    assert "annotations" not in now["metadata"]
-    assert render().of("Job") == []
-    labels = job["spec"]["template"]["metadata"]["labels"]
-    # What the network policies let in.
-    assert labels["app.kubernetes.io/component"] == "test"
-
-
-def test_the_load_test_names_the_service_the_model_and_the_key():
-    objects = render(
-        defaults={"apiKeySecret": SECRET, "settings": {"served_model_name": "small"}},
-        loadtest={"enabled": True, "reportClaim": "r"},
-    )
-    [(_, pod)] = [(where, pod) for where, pod in objects.pods() if where.startswith("Job/")]
-    [locust] = pod["containers"]
-    assert "--host=http://kv-lmcache-xpu-m:80" in locust["args"]
-    assert "--model=small" in locust["args"]
-    key = locust["env"][-1]
-    assert (key["name"], key["valueFrom"]["secretKeyRef"]) == ("LOCUST_API_KEY", SECRET)
-    assert pod["volumes"][1]["persistentVolumeClaim"] == {"claimName": "r"}

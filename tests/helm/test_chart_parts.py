@@ -1,20 +1,18 @@
-"""What the other pods run: Valkey's command by a real server, Locust's options by the load test."""
+"""What the other pods run: Valkey's command, by a real server."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import redis
-from chart import ROOT, container, render, shapes
+from chart import container, render
 
 from lmcache_xpu.harness.engine_process import free_port
 
@@ -62,44 +60,3 @@ def test_valkeys_command_starts_a_server_with_the_secrets_password(tmp_path: Pat
         with contextlib.suppress(ProcessLookupError):  # it has ended
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def test_the_load_test_takes_the_jobs_options():
-    """In a process of its own: Locust replaces parts of Python's library."""
-    [job] = shapes()["loadtest"].of("Job")
-    [locust] = job["spec"]["template"]["spec"]["containers"]
-    script = """
-import json, sys
-import loadtests.hooks
-from locust.argument_parser import parse_options
-from locust.env import Environment
-from loadtests.options import Options
-from loadtests.workloads import WORKLOADS
-options = parse_options(sys.argv[1:])
-values = Options.of(Environment(parsed_options=options)).model_dump(mode="json")
-values |= {name: getattr(options, name) for name in ("host", "num_users", "tags", "headless")}
-print(json.dumps({**values, "workloads": list(WORKLOADS)}))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script, *locust["args"]],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={locust["env"][-1]["name"]: "the key"},
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    printed_options = json.loads(done.stdout.splitlines()[-1])
-    from chart_schema import Loadtest
-
-    assert (
-        Loadtest.model_json_schema()["properties"]["workload"]["enum"]
-        == printed_options["workloads"]
-    )
-    assert printed_options["headless"] is True
-    assert printed_options["host"] == "http://kv-lmcache-xpu-small:80"
-    assert (printed_options["num_users"], printed_options["tags"]) == (4, ["multi-round"])
-    assert (printed_options["duration_s"], printed_options["num_rounds"]) == (60, 3)
-    assert printed_options["model"] == "Qwen/Qwen3-0.6B"
-    assert printed_options["report_dir"] == "/reports/kv-1"
-    assert printed_options["api_key"] == "the key"

@@ -86,7 +86,15 @@ ZERO = {"minReplicas": 0}
             ["models.m.files.claimName is not set"],
         ),
         ({"valkey": {"enabled": True}}, ["valkey.passwordSecret is not set"]),
-        ({"loadtest": {"enabled": True, "model": "x"}}, ['loadtest.model is "x"', "one of: m"]),
+        # What earlier charts had.
+        (
+            {"loadtest": {}},
+            ['loadtest must be one of the following: "gone: run the image loadtest'],
+        ),
+        (
+            {"models": {"m": {"router": {"autoscaling": {"enabled": True}}}}},
+            ["models.m.router.autoscaling must be one of", '"gone: set router.replicas"'],
+        ),
         ({"defaults": {"engineImage": "a/b"}}, ["defaults.engineImage: Does not match pattern"]),
         # What would fail, or be taken and do nothing, in the cluster.
         (

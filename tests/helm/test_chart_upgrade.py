@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from chart import REGISTRY, model, render
+from chart import REGISTRY, merged, model, render
 from cluster import upgrade, upgraded
 
 OBJECT = "kv-lmcache-xpu-m"
@@ -225,42 +225,66 @@ POD = {
 }
 
 
-def test_every_pod_can_be_placed():
+def other_pods(**values: object) -> dict[str, tuple[dict, dict]]:
+    """Metadata and spec of the pods of router, Valkey and test, by their component."""
     secret = {"name": "s", "key": "k"}
     objects = render(
-        defaults={"router": {"kind": "vllmRouter", "pod": POD}},
-        valkey={"enabled": True, "passwordSecret": secret, "pod": POD},
-        tests={"pod": POD},
-        loadtest={"enabled": True, "pod": POD},
+        **merged(
+            {
+                "defaults": {"router": {"kind": "vllmRouter"}},
+                "valkey": {"enabled": True, "passwordSecret": secret},
+            },
+            values,
+        )
     )
+    templates = [item["spec"]["template"] for item in objects.of("Deployment")]
+    pods = {
+        pod["metadata"]["labels"]["app.kubernetes.io/component"]: (pod["metadata"], pod["spec"])
+        for pod in [*templates, *objects.of("Pod")]
+    }
+    del pods["engine"]
+    assert pods.keys() == {"router", "valkey", "test"}
+    return pods
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"otherPods": POD},
+        {
+            "defaults": {"router": {"pod": POD}},
+            "valkey": {"pod": POD},
+            "tests": {"pod": POD},
+        },
+    ],
+)
+def test_every_pod_can_be_placed(values):
     places = {key: value for key, value in POD.items() if key not in ("labels", "annotations")}
-    others = {where: spec for where, spec in objects.pods() if where != f"Deployment/{OBJECT}"}
-    assert len(others) == 4
-    for where, spec in others.items():
-        assert places.items() <= spec.items(), where
-    for item in objects:
-        metadata = item["metadata"]
-        if item["kind"] in ("Deployment", "Job") and metadata["name"] != OBJECT:
-            metadata = item["spec"]["template"]["metadata"]
-        elif item["kind"] != "Pod":
-            continue
-        assert metadata["labels"]["team"] == "x", item["metadata"]["name"]
-        assert metadata["annotations"]["a"] == "b", item["metadata"]["name"]
+    for part, (metadata, spec) in other_pods(**values).items():
+        assert places.items() <= spec.items(), part
+        assert metadata["labels"]["team"] == "x", part
+        assert metadata["annotations"]["a"] == "b", part
 
 
-def test_routers_are_spread_drained_one_by_one_and_scaled():
-    scaling = {"enabled": True, "maxReplicas": 5}
-    router = {"kind": "vllmRouter", "replicas": 2, "autoscaling": scaling}
-    objects = model(router=router)
+def test_a_parts_own_place_wins():
+    own = {"labels": {"team": "y"}, "tolerations": [], "nodeSelector": {"disk": "nvme"}}
+    pods = other_pods(otherPods=POD, valkey={"pod": own})
+    metadata, spec = pods["valkey"]
+    assert metadata["labels"]["team"] == "y"
+    assert spec["nodeSelector"] == {"pool": "small", "disk": "nvme"}
+    assert "tolerations" not in spec
+    assert pods["router"][1]["tolerations"] == POD["tolerations"]
+
+
+def test_routers_are_spread_and_drained_one_by_one():
+    objects = model(router={"kind": "vllmRouter", "replicas": 2})
     spec = objects.one("Deployment", f"{OBJECT}-router")["spec"]
+    assert spec["replicas"] == 2
     [rule] = spec["template"]["spec"]["topologySpreadConstraints"]
     selector = spec["selector"]["matchLabels"]
     assert rule["labelSelector"]["matchLabels"] == selector
     budget = objects.one("PodDisruptionBudget", f"{OBJECT}-router")["spec"]
     assert budget["selector"]["matchLabels"] == selector
-    scaler = objects.one("HorizontalPodAutoscaler", f"{OBJECT}-router")["spec"]
-    assert (scaler["minReplicas"], scaler["maxReplicas"]) == (2, 5)
-    assert model(router={"kind": "vllmRouter"}).of("HorizontalPodAutoscaler") == []
 
 
 def test_the_endpoint_picker_may_read_the_engines_metrics():

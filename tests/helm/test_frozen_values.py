@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import yaml
-from chart import MODEL, Objects, merged, rendered, template
+from chart import FROZEN, MODEL, Objects, earlier_values, merged, rendered, template
 from cluster import upgrade
 
-FROZEN = sorted((Path(__file__).parent / "frozen").glob("*.yaml"))
 TODAY = [path for path in FROZEN if "-" not in path.stem]
 
 # What Kubernetes doesn't change in an object of that kind.
@@ -29,7 +27,7 @@ SHAPES = {
 
 def values(path: Path, shape: str) -> dict:
     chosen = merged(MODEL, {"models": {"m": SHAPES[shape]}})
-    return {**yaml.safe_load(path.read_text()), **chosen}
+    return {**earlier_values(path), **chosen}
 
 
 def fixed(objects: Objects) -> dict[tuple[str, str], dict]:

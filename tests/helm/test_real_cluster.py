@@ -16,9 +16,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from chart import CHART, CI_FILES, HELM, MODEL, merged
+from chart import CHART, CI_FILES, FROZEN, HELM, MODEL, earlier_values, merged
 
-FROZEN = sorted((Path(__file__).parent / "frozen").glob("*.yaml"))
 DISK = {"models": {"m": {"settings": {"disk_gib": 100}}}}
 SCALED = {"kind": "hpa", "minReplicas": 2, "maxReplicas": 6}
 
@@ -165,5 +164,5 @@ def test_waiting_for_an_engine_that_never_comes_fails(cluster, release, shape):
 @pytest.mark.parametrize("path", FROZEN, ids=lambda path: path.stem)
 def test_values_of_an_earlier_chart_are_upgraded(cluster, release, path, shape):
     values = merged(MODEL, shape)
-    cluster.install(release, "-f", str(path), **values)
+    cluster.install(release, **merged(earlier_values(path), values))
     cluster.install(release, "--reset-values", **values)

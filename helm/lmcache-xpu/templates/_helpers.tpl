@@ -120,30 +120,34 @@ checksum/secrets: {{ toJson . | sha256sum }}
 {{- end -}}
 {{- end -}}
 
+{{/* The `pod` values of a part that is no engine, over `otherPods`: (dict "root" $ "pod" VALUES) */}}
+{{- define "lmcache-xpu.otherPod" -}}
+{{- mergeOverwrite (deepCopy .root.Values.otherPods) (deepCopy .pod) | toJson -}}
+{{- end -}}
+
 {{/*
-Labels and annotations of a pod: (dict "root" $ "labels" SELECTOR-LABELS "pod" VALUES), and the
+Labels and annotations of such a pod: (dict "root" $ "labels" SELECTOR-LABELS "pod" VALUES), and the
 "secrets" that it reads.
 */}}
 {{- define "lmcache-xpu.podMetadata" -}}
+{{- $pod := include "lmcache-xpu.otherPod" . | fromJson -}}
 labels:
   {{- .labels | nindent 2 }}
-  {{- with .pod.labels }}
+  {{- with $pod.labels }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
-{{- with (merge (include "lmcache-xpu.rotation" (dict "root" .root "secrets" .secrets) | fromYaml) .pod.annotations) }}
+{{- with (merge (include "lmcache-xpu.rotation" (dict "root" .root "secrets" .secrets) | fromYaml) $pod.annotations) }}
 annotations:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end -}}
 
-{{/* Where a pod that is no engine may run, from its `pod` values; nothing when all are empty */}}
+{{/* Where such a pod may run: (dict "root" $ "pod" VALUES); nothing when all are empty */}}
 {{- define "lmcache-xpu.podPlacement" -}}
-{{- with (omit . "labels" "annotations") }}
-{{- range $key, $value := . }}
+{{- range $key, $value := omit (include "lmcache-xpu.otherPod" . | fromJson) "labels" "annotations" }}
 {{- with $value }}
 {{ $key }}:
   {{- if kindIs "string" . }} {{ . | quote }}{{ else }}{{ toYaml . | nindent 2 }}{{ end }}
-{{- end }}
 {{- end }}
 {{- end }}
 {{- end -}}

@@ -288,8 +288,8 @@ engine
 {{- $names := keys .Values.models | sortAlpha -}}
 {{- $endings := list "router" "engine" "hub" "chat" "gpu" -}}
 {{- range $name := $names -}}
-{{- if has $name (list "valkey" "dashboard" "loadtest" "router") -}}
-{{- include "lmcache-xpu.refuse" (printf "\n\nmodels.%s has the name of another part of the chart; expected a name that is none of:\nvalkey, dashboard, loadtest, router." $name) -}}
+{{- if has $name (list "valkey" "dashboard" "router") -}}
+{{- include "lmcache-xpu.refuse" (printf "\n\nmodels.%s has the name of another part of the chart; expected a name that is none of:\nvalkey, dashboard, router." $name) -}}
 {{- end -}}
 {{- range $ending := $endings -}}
 {{- if hasSuffix (printf "-%s" $ending) $name -}}
@@ -308,16 +308,4 @@ engine
 {{- $gib = addf $gib (mulf 1.1 .devices .settings.disk_gib) -}}
 {{- end -}}
 {{- int (ceil $gib) -}}
-{{- end -}}
-
-{{/* How many routers a model has, as for its engines */}}
-{{- define "lmcache-xpu.routers" -}}
-{{- $router := .model.router -}}
-{{- if not $router.autoscaling.enabled -}}
-{{- $router.replicas -}}
-{{- else -}}
-{{- $live := lookup "apps/v1" "Deployment" .root.Release.Namespace (printf "%s-router" .model.object) -}}
-{{- $running := dig "spec" "replicas" $router.replicas (default dict $live) -}}
-{{- min (max $running $router.replicas) $router.autoscaling.maxReplicas -}}
-{{- end -}}
 {{- end -}}
