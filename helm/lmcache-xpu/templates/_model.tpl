@@ -84,6 +84,8 @@ Returns {models: {NAME: {...}}} as JSON; a mistake that the schema can't see end
 {{- end -}}
 {{- $devices := mul (default 1 $settings.tensor_parallel) (default 1 $settings.pipeline_parallel) (default 1 $settings.data_parallel) | int -}}
 {{- $_ := set $model "devices" $devices -}}
+{{- $several := and $gpu (gt (mul (default 1 $settings.tensor_parallel) (default 1 $settings.pipeline_parallel)) 1) -}}
+{{- $_ := set $model "sysPtrace" (ternary $several $model.gpu.sysPtrace (kindIs "invalid" $model.gpu.sysPtrace)) -}}
 {{- $_ := set $model "gpus" (int (default $devices $model.gpu.count)) -}}
 {{- $_ := set $model "diskSize" (printf "%dGi" (int (ceil (mulf 1.1 $devices (default 0 $settings.disk_gib))))) -}}
 {{- with $model.files.revision -}}

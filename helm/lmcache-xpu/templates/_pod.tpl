@@ -136,7 +136,11 @@ spec:
       resources:
         {{- toYaml $model.resources | nindent 8 }}
       securityContext:
-        {{- include "lmcache-xpu.containerSecurity" . | nindent 8 }}
+        {{- $security := include "lmcache-xpu.containerSecurity" . | fromYaml }}
+        {{- if $model.sysPtrace }}
+        {{- $_ := set $security.capabilities "add" (list "SYS_PTRACE") }}
+        {{- end }}
+        {{- toYaml $security | nindent 8 }}
       volumeMounts:
         {{- include "lmcache-xpu.mounts" $model | nindent 8 }}
         {{- if and $model.settings.disk_gib (not $model.sideCar) }}
