@@ -167,6 +167,7 @@ class Router(Values):
     kind: Literal["none", "vllmRouter", "inferencePool"]
     policy: Literal["cache_aware", "consistent_hash", "round_robin", "random", "power_of_two"]
     replicas: Count
+    front: bool
     image: ImageName
     extraArgs: list[str]
     resources: Any_

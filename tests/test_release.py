@@ -29,7 +29,7 @@ def test_every_image_that_the_chart_names_is_built_and_signed():
     digests = schema["$defs"]["Image"]["properties"]["digests"]
     [group] = re.findall(r'^group "release" \{ targets = (\[.*\]) \}$', BAKE, re.MULTILINE)
     built = JOBS["images"]["strategy"]["matrix"]["image"]
-    assert set(built) == set(json.loads(group)) == set(digests["propertyNames"]["enum"])
+    assert set(built) == set(json.loads(group)) >= set(digests["propertyNames"]["enum"])
     script = commands("images")
     assert 'bake --push --metadata-file built.json "$IMAGE"' in script
     assert 'cosign sign --yes "$REGISTRY/$IMAGE@$digest"' in script

@@ -5,10 +5,7 @@ from __future__ import annotations
 from chart import KEDA, model
 
 
-def test_autoscaling_decides_the_number_of_pods_alone():
-    assert model(replicas=2).engines()["m"]["spec"]["replicas"] == 2
-    first = {**KEDA, "minReplicas": 2}
-    assert model(autoscaling=first).engines()["m"]["spec"]["replicas"] == 2
+def test_the_autoscaler_scales_what_runs_the_engines():
     scaled = model(autoscaling=KEDA, settings={"disk_gib": 1}).one("ScaledObject")["spec"]
     assert scaled["scaleTargetRef"]["kind"] == "StatefulSet"
 
@@ -19,7 +16,6 @@ def test_keda_starts_from_zero_with_a_trigger_of_the_users():
     objects = model(autoscaling=zero)
     scaled = objects.one("ScaledObject")["spec"]
     assert (scaled["minReplicaCount"], scaled["triggers"]) == (0, [own])
-    assert objects.engines()["m"]["spec"]["replicas"] == 0
     both = model(autoscaling={**KEDA, **zero}).one("ScaledObject")["spec"]["triggers"]
     assert [trigger.get("name") for trigger in both] == [None, "waiting", "ttft"]
 

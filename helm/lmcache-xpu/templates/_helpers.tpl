@@ -100,35 +100,12 @@ image: {{ default $project .own | quote }}
 imagePullPolicy: {{ $image.pullPolicy }}
 {{- end -}}
 
-{{/*
-A checksum of the secrets that a pod reads, so that the next upgrade after a rotation makes new
-pods: (dict "root" $ "secrets" LIST). Only a cluster knows them: without one (`helm template`) there
-is no annotation.
-*/}}
-{{- define "lmcache-xpu.rotation" -}}
-{{- $namespace := .root.Release.Namespace -}}
-{{- $contents := list -}}
-{{- range .secrets -}}
-{{- if .name -}}
-{{- with lookup "v1" "Secret" $namespace .name -}}
-{{- $contents = append $contents .data -}}
-{{- end -}}
-{{- end -}}
-{{- end -}}
-{{- with $contents }}
-checksum/secrets: {{ toJson . | sha256sum }}
-{{- end -}}
-{{- end -}}
-
 {{/* The `pod` values of a part that is no engine, over `otherPods`: (dict "root" $ "pod" VALUES) */}}
 {{- define "lmcache-xpu.otherPod" -}}
 {{- mergeOverwrite (deepCopy .root.Values.otherPods) (deepCopy .pod) | toJson -}}
 {{- end -}}
 
-{{/*
-Labels and annotations of such a pod: (dict "root" $ "labels" SELECTOR-LABELS "pod" VALUES), and the
-"secrets" that it reads.
-*/}}
+{{/* Labels and annotations of such a pod: (dict "root" $ "labels" SELECTOR-LABELS "pod" VALUES) */}}
 {{- define "lmcache-xpu.podMetadata" -}}
 {{- $pod := include "lmcache-xpu.otherPod" . | fromJson -}}
 labels:
@@ -136,7 +113,7 @@ labels:
   {{- with $pod.labels }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
-{{- with (merge (include "lmcache-xpu.rotation" (dict "root" .root "secrets" .secrets) | fromYaml) $pod.annotations) }}
+{{- with $pod.annotations }}
 annotations:
   {{- toYaml . | nindent 2 }}
 {{- end }}

@@ -230,59 +230,18 @@ download, the start, and what scheduling and pulling images add.
 {{- end -}}
 
 {{/*
-How many pods a workload has: of the values, or where autoscaling decides, of the cluster. Left out
-of the manifest, the number would fall to one when autoscaling is turned on.
+Nothing here asks the cluster: `helm template`, Argo CD and Flux make the same objects as an upgrade.
+Where an autoscaler decides, the number of pods is not the manifest's.
 */}}
 {{- define "lmcache-xpu.replicas" -}}
-{{- $model := .model -}}
-{{- if eq $model.autoscaling.kind "none" -}}
-{{- $model.replicas -}}
-{{- else -}}
-{{- $live := lookup "apps/v1" $model.workload .root.Release.Namespace $model.object -}}
-{{- $running := dig "spec" "replicas" $model.autoscaling.minReplicas (default dict $live) -}}
-{{- min (max $running $model.autoscaling.minReplicas) $model.autoscaling.maxReplicas -}}
+{{- if eq .autoscaling.kind "none" -}}
+replicas: {{ .replicas }}
 {{- end -}}
 {{- end -}}
 
-{{/* The part that the clients' service selects: the router, once it is there and ready */}}
+{{/* The part that the clients' service selects */}}
 {{- define "lmcache-xpu.front" -}}
-{{- $model := .model -}}
-{{- if ne $model.router.kind "vllmRouter" -}}
-engine
-{{- else -}}
-{{- $service := lookup "v1" "Service" .root.Release.Namespace $model.object -}}
-{{- $router := lookup "apps/v1" "Deployment" .root.Release.Namespace (printf "%s-router" $model.object) -}}
-{{- $before := dig "spec" "selector" "app.kubernetes.io/component" "router" (default dict $service) -}}
-{{- ternary "engine" "router" (and (eq $before "engine") (not (dig "status" "readyReplicas" 0 (default dict $router)))) -}}
-{{- end -}}
-{{- end -}}
-
-{{/* What a StatefulSet or a claim of the cluster can't take is refused before anything is changed */}}
-{{- define "lmcache-xpu.immutable" -}}
-{{- $root := .root -}}
-{{- $model := .model -}}
-{{- $where := printf "\n\nmodels.%s" .name -}}
-{{- if eq $model.workload "StatefulSet" -}}
-{{- with lookup "apps/v1" "StatefulSet" $root.Release.Namespace $model.object -}}
-{{- $claim := (index .spec.volumeClaimTemplates 0).spec -}}
-{{- $size := $claim.resources.requests.storage -}}
-{{- if ne $size $model.diskSize -}}
-{{- include "lmcache-xpu.refuse" (printf "%s: the claims of the disk tier are %s, expected %s (1.1 x disk_gib x devices). Kubernetes does not\nchange a StatefulSet's claims. Nothing was changed. Either keep disk_gib and the numbers of devices, or\n  kubectl -n %s delete statefulset %s --cascade=orphan\n  kubectl -n %s get pvc -l lmcache-xpu/model=%s -o name | xargs -I CLAIM \\\n    kubectl -n %s patch CLAIM -p '{\"spec\":{\"resources\":{\"requests\":{\"storage\":\"%s\"}}}}'\nand upgrade again; a smaller disk tier needs new claims (docs/guides/kubernetes-operations.md)." $where $size $model.diskSize $root.Release.Namespace $model.object $root.Release.Namespace $model.modelName $root.Release.Namespace $model.diskSize) -}}
-{{- end -}}
-{{- $class := default "" $claim.storageClassName -}}
-{{- if and $model.disk.storageClassName (ne $class $model.disk.storageClassName) -}}
-{{- include "lmcache-xpu.refuse" (printf "%s.disk.storageClassName is %q; expected %q, as the claims have it. Kubernetes does not change a claim's class.\nNothing was changed. For new claims, delete the StatefulSet %s and its claims first." $where $model.disk.storageClassName $class $model.object) -}}
-{{- end -}}
-{{- end -}}
-{{- end -}}
-{{- if eq $model.files.cache "volumeClaim" -}}
-{{- with lookup "v1" "PersistentVolumeClaim" $root.Release.Namespace (printf "%s-hub" $model.object) -}}
-{{- $modes := .spec.accessModes -}}
-{{- if not (has $model.files.accessMode $modes) -}}
-{{- include "lmcache-xpu.refuse" (printf "%s.files.accessMode is %s; expected %s, as the claim %s-hub has it. Kubernetes does not change it.\nNothing was changed. For another mode, delete that claim first; the model is downloaded again." $where $model.files.accessMode (join ", " $modes) $model.object) -}}
-{{- end -}}
-{{- end -}}
-{{- end -}}
+{{- ternary "router" "engine" (and (eq .router.kind "vllmRouter") .router.front) -}}
 {{- end -}}
 
 {{/* Models whose objects would have the names of other objects of the release */}}

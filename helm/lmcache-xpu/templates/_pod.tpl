@@ -10,8 +10,7 @@ metadata:
     {{- with (merge (dict) $model.podLabels $root.Values.commonLabels) }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
-  {{- $secrets := list $model.apiKeySecret $model.remotePasswordSecret $model.files.tokenSecret }}
-  {{- with (merge (include "lmcache-xpu.rotation" (dict "root" $root "secrets" $secrets) | fromYaml) $model.podAnnotations) }}
+  {{- with $model.podAnnotations }}
   annotations:
     {{- toYaml . | nindent 4 }}
   {{- end }}
