@@ -276,6 +276,8 @@ class NetworkPolicy(Values):
     enabled: bool
     clients: list[Any_]
     monitors: list[Any_]
+    hub: list[Any_]
+    egress: list[Any_]
 
 
 class Valkey(Values):

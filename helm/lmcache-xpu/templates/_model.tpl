@@ -45,6 +45,7 @@ Returns {models: {NAME: {...}}} as JSON; a mistake that the schema can't see end
 {{- include "lmcache-xpu.refuse" (printf "%s.disk.hostPath is not set; expected a directory that exists on the nodes, as disk.kind is hostPath." $where) -}}
 {{- end -}}
 {{- end -}}
+{{- $elsewhere := dict "remote_url" $settings.remote_url "server_url" (regexReplaceAll "^(ipc:|tcp://127\\.).*" (default "" $settings.server_url) "") -}}
 {{- if .root.Values.valkey.enabled -}}
 {{- $_ := set $settings "remote_url" (default (printf "redis://%s-valkey:6379" (include "lmcache-xpu.fullname" .root)) $settings.remote_url) -}}
 {{- if not $model.remotePasswordSecret -}}
@@ -52,6 +53,13 @@ Returns {models: {NAME: {...}}} as JSON; a mistake that the schema can't see end
 {{- end -}}
 {{- end -}}
 {{- include "lmcache-xpu.deriveCache" (dict "where" $where "model" $model) -}}
+{{- if and .root.Values.networkPolicy.enabled (not .root.Values.networkPolicy.egress) -}}
+{{- range $name, $url := $elsewhere -}}
+{{- if $url -}}
+{{- include "lmcache-xpu.refuse" (printf "%s.settings.%s is %s, which the network policy keeps from engines; expected a rule for it:\nnetworkPolicy: {egress: [{ports: [{port: PORT}], to: [{ipBlock: {cidr: ADDRESS/32}}]}]}" $where $name $url) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- if and (eq $model.autoscaling.kind "keda") (not $model.autoscaling.prometheusUrl) (not $model.autoscaling.triggers) -}}
 {{- include "lmcache-xpu.refuse" (printf "%s.autoscaling.prometheusUrl is not set; KEDA asks Prometheus, e.g. http://prometheus-operated.monitoring:9090." $where) -}}
 {{- end -}}
