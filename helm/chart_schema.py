@@ -128,6 +128,12 @@ class Startup(Values):
     limitS: Count
 
 
+class Probes(Values):
+    startup: Any_
+    readiness: Any_
+    liveness: Any_
+
+
 class Stop(Values):
     preStopS: Seconds
     marginS: Seconds
@@ -137,6 +143,12 @@ class Service(Values):
     type: Literal["ClusterIP", "NodePort", "LoadBalancer"]
     port: Annotated[int, Field(ge=1, le=65535)]
     annotations: Texts
+    spec: Annotated[
+        Any_,
+        Field(
+            json_schema_extra={"propertyNames": {"not": {"enum": ["type", "ports", "selector"]}}}
+        ),
+    ]
 
 
 class Pod(Values):
@@ -149,6 +161,7 @@ class Pod(Values):
     affinity: Any_
     topologySpreadConstraints: list[Any_]
     priorityClassName: str
+    schedulerName: str
 
 
 # Of earlier charts.
@@ -170,6 +183,7 @@ class Router(Values):
     front: bool
     image: ImageName
     extraArgs: list[str]
+    extraEnv: list[Any_]
     resources: Any_
     spread: bool
     autoscaling: RouterAutoscaling
@@ -237,11 +251,14 @@ class Model(Values):
     shmGib: Gib
     scratchGib: Gib
     resources: Any_
+    strategy: Any_
+    probes: Probes
     startup: Startup
     stop: Stop
     annotations: Texts
     user: Count
     podSecurityContext: Any_
+    containerSecurityContext: Any_
     podLabels: Labels
     podAnnotations: Texts
     nodeSelector: Texts
@@ -251,7 +268,9 @@ class Model(Values):
     topologySpreadConstraints: list[Any_]
     priorityClassName: str
     runtimeClassName: str
+    schedulerName: str
     extraEnv: list[Any_]
+    extraEnvFrom: list[Any_]
     extraVolumes: list[Any_]
     extraVolumeMounts: list[Any_]
     initContainers: list[Any_]
@@ -276,8 +295,9 @@ class NetworkPolicy(Values):
     enabled: bool
     clients: list[Any_]
     monitors: list[Any_]
+    extraIngress: list[Any_]
     hub: list[Any_]
-    egress: list[Any_]
+    extraEgress: list[Any_]
 
 
 class Valkey(Values):
@@ -308,6 +328,8 @@ class Chart(Values):
     commonLabels: Labels
     image: Image
     imagePullSecrets: list[Any_]
+    clusterUsers: bool
+    ipv6: bool
     models: dict[Name, Model]
     defaults: Model
     monitor: Monitor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 import threading
 import time
@@ -16,8 +17,12 @@ class Stub(ThreadingHTTPServer):
     """Answers on a loopback port of its own, and remembers what it was asked."""
 
     def __init__(
-        self, answer: Callable[[str], object], status: Callable[[Any], int] = lambda _: 200
+        self,
+        answer: Callable[[str], object],
+        status: Callable[[Any], int] = lambda _: 200,
+        host: str = "127.0.0.1",
     ) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         stub = self
         self.seen: list[tuple[str, str, dict[str, str]]] = []
 
@@ -43,7 +48,7 @@ class Stub(ThreadingHTTPServer):
             def log_message(self, *_: object) -> None:
                 pass
 
-        super().__init__(("127.0.0.1", 0), Handler)
+        super().__init__((host, 0), Handler)
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def handle_error(self, request: Any, client_address: Any) -> None:

@@ -132,13 +132,13 @@ def test_a_server_of_yours_needs_a_rule(settings):
     refused = template(values=merged(MODEL, own))
     assert refused.returncode != 0
     assert "_url is " in refused.stderr
-    assert "networkPolicy: {egress: [" in refused.stderr
+    assert "networkPolicy: {extraEgress: [" in refused.stderr
     rule = {"ports": [{"port": 6379}], "to": [{"ipBlock": {"cidr": "10.1.2.3/32"}}]}
-    assert rule in reach(render(networkPolicy={"egress": [rule]}, **own), "engine")
+    assert rule in reach(render(networkPolicy={"extraEgress": [rule]}, **own), "engine")
     assert not render(networkPolicy={"enabled": False}, **own).of("NetworkPolicy")
 
 
 def test_everything_can_be_let_out():
-    objects = render(networkPolicy={"egress": [{}]})
+    objects = render(networkPolicy={"extraEgress": [{}]})
     assert {} in reach(objects, "engine")
     assert {} not in reach(objects, "test")

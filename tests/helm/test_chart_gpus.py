@@ -29,8 +29,36 @@ def test_only_nodes_with_certain_gpus():
     # Terms are alternatives.
     assert [term["matchExpressions"][1]["key"] for term in terms] == [
         "gpu.intel.com/device-id.0300-e211.present",
+        "gpu.intel.com/device-id.0380-e211.present",
         "gpu.intel.com/device-id.0300-e20b.present",
+        "gpu.intel.com/device-id.0380-e20b.present",
     ]
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        "gpu.intel.com/device-id.0300-e211.present",  # Arc Pro B60
+        "gpu.intel.com/device-id.0380-0bd5.present",  # Data Center GPU Max 1550
+        "gpu.intel.com/device-id.0380-56c0.present",  # Data Center GPU Flex 170
+    ],
+)
+@pytest.mark.parametrize("kind", ["devicePlugin", "dra"])
+def test_a_node_is_found_by_its_gpu_whatever_class_the_gpu_has(label, kind):
+    """As the scheduler reads it: all expressions of some term."""
+    device = label.removesuffix(".present").rpartition("-")[2]
+    labels = {label: "true", "intel.feature.node.kubernetes.io/gpu": "true"}
+
+    def fits(wanted: str) -> bool:
+        pod = engine_pod(model(gpu={"kind": kind, "deviceIds": [wanted]}))
+        required = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        return any(
+            all(labels.get(each["key"]) in each["values"] for each in term["matchExpressions"])
+            for term in required["nodeSelectorTerms"]
+        )
+
+    assert fits(device)
+    assert not fits("ffff")
 
 
 def test_gpus_of_the_dra_driver():

@@ -7,6 +7,7 @@ import http.client
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -27,6 +28,12 @@ ROUTED = {"kind": "vllmRouter"}
 KEY = 's3"cr\\et #1,2$HOME'
 
 
+def has_ipv6() -> bool:
+    with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
+        return True
+    return False
+
+
 def pod(name: str, address: str, labels: dict[str, str]) -> dict:
     ready = [{"type": "Ready", "status": "True"}]
     return {
@@ -37,8 +44,14 @@ def pod(name: str, address: str, labels: dict[str, str]) -> dict:
 
 
 @pytest.fixture
-def router(tmp_path: Path):
-    """The rendered router, its API server and its engine."""
+def router(tmp_path: Path) -> Iterator[dict]:
+    with served(tmp_path, "127.0.0.1") as parts:
+        yield parts
+
+
+@contextlib.contextmanager
+def served(tmp_path: Path, loopback: str) -> Iterator[dict]:
+    """The rendered router, its API server and its engine, where pods have such addresses."""
     if not shutil.which("haproxy"):
         pytest.skip("haproxy is not installed: the gate before the router was not run")
     objects = render(
@@ -50,10 +63,10 @@ def router(tmp_path: Path):
         for name, workload in objects.engines().items()
     }
     # The other model's pod has an address where nothing listens.
-    pods = [pod("ours", "127.0.0.1", labels["m"]), pod("other", "127.0.0.2", labels["n"])]
+    pods = [pod("ours", loopback, labels["m"]), pod("other", "127.0.0.2", labels["n"])]
     listed = {"kind": "PodList", "apiVersion": "v1", "metadata": {"resourceVersion": "1"}}
     api = Stub(lambda path: {} if "watch" in path else {**listed, "items": pods})
-    engine = Stub(lambda path: {"path": path})
+    engine = Stub(lambda path: {"path": path}, host=loopback)
     config = {
         "apiVersion": "v1",
         "kind": "Config",
@@ -68,17 +81,18 @@ def router(tmp_path: Path):
     # The same but for where it listens: the last one counts.
     port, prometheus = free_port(), free_port()
     here = [
-        "--prometheus-host=127.0.0.1",
+        f"--prometheus-host={loopback}",
         f"--prometheus-port={prometheus}",
         f"--service-discovery-port={engine.port}",
     ]
     [program] = spec["command"]
     secrets = {item["name"] for item in spec["env"] if "valueFrom" in item}
-    gate = {"GATE_ADDRESS": "127.0.0.1", "GATE_PORT": str(port), "ROUTER_PORT": str(free_port())}
+    gate = {"GATE_ADDRESS": loopback, "GATE_PORT": str(port), "ROUTER_PORT": str(free_port())}
     gate |= dict.fromkeys(secrets, KEY)
     argv = [ROOT / "docker" / program, *spec["args"], *here]
     with running(argv, tmp_path, gate) as process:
-        wait_until(lambda: answers(port) and engine.seen, process)
+        host = f"[{loopback}]" if ":" in loopback else loopback
+        wait_until(lambda: answers(port, host=host) and engine.seen, process)
         yield {
             "port": port,
             "ports": {port, int(gate["ROUTER_PORT"]), prometheus},
@@ -127,9 +141,9 @@ def listening(process: subprocess.Popen) -> set[str]:
     return {f"{s.laddr.ip}:{s.laddr.port}" for s in sockets if s.status == psutil.CONN_LISTEN}
 
 
-def answers(port: int, path: str = "/readiness") -> bool:
+def answers(port: int, path: str = "/readiness", host: str = "127.0.0.1") -> bool:
     with contextlib.suppress(httpx.TransportError):
-        return httpx.get(f"http://127.0.0.1:{port}{path}", trust_env=False).status_code == 200
+        return httpx.get(f"http://{host}:{port}{path}", trust_env=False).status_code == 200
     return False
 
 
@@ -153,6 +167,19 @@ def test_it_finds_the_engines_of_its_model_and_passes_keys_on(router):
     assert [headers["authorization"] for headers in chats] == [f"Bearer {KEY}"]
     for path in ("/readiness", "/liveness"):  # the pod's probes
         assert answers(router["port"], path)
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+def test_it_leads_to_engines_where_there_is_ipv6_alone(tmp_path):
+    with served(tmp_path, "::1") as router:
+        answer = httpx.get(
+            f"http://[::1]:{router['port']}/v1/models",
+            headers={"Authorization": f"Bearer {KEY}"},
+            trust_env=False,
+        )
+        assert answer.status_code == 200
+        listens = {address for address in listening(router["process"]) if "127." not in address}
+        assert f"::1:{router['port']}" in listens
 
 
 ATTACKS = (

@@ -133,7 +133,7 @@ def test_secrets_are_references():
         "files": {"tokenSecret": secret},
         "settings": {"remote_url": "redis://cache:6379"},
     }
-    objects = render(networkPolicy={"egress": [{}]}, models={"m": keys})
+    objects = render(networkPolicy={"extraEgress": [{}]}, models={"m": keys})
     variables = environment(objects.engines()["m"])
     for name in ("LMCACHE_XPU_API_KEY", "LMCACHE_XPU_REMOTE_PASSWORD", "HF_TOKEN"):
         assert variables[name] == "(secret s/k)"

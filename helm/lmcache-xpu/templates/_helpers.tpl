@@ -66,15 +66,22 @@ capabilities:
   drop: [ALL]
 {{- end -}}
 
-{{/* Security context of every pod, for a user id */}}
+{{/* Security context of every pod: (dict "root" $ "user" ID) */}}
 {{- define "lmcache-xpu.podSecurity" -}}
 runAsNonRoot: true
-runAsUser: {{ . }}
-runAsGroup: {{ . }}
-fsGroup: {{ . }}
+{{- if not .root.Values.clusterUsers }}
+runAsUser: {{ int .user }}
+runAsGroup: {{ int .user }}
+fsGroup: {{ int .user }}
+{{- end }}
 fsGroupChangePolicy: OnRootMismatch
 seccompProfile:
   type: RuntimeDefault
+{{- end -}}
+
+{{/* Every address of the pod. :: takes IPv4 as well, but is refused where the node has no IPv6 */}}
+{{- define "lmcache-xpu.everywhere" -}}
+{{- ternary "::" "0.0.0.0" .Values.ipv6 -}}
 {{- end -}}
 
 {{/* An environment variable from a secret: (dict "variable" NAME "secret" {name, key}) */}}

@@ -33,7 +33,7 @@ Returns {models: {NAME: {...}}} as JSON; a mistake that the schema can't see end
 {{- if eq "auto" (default "auto" $settings.device) -}}
 {{- $_ := set $settings "device" (ternary "xpu" "cpu" $gpu) -}}
 {{- end -}}
-{{- $_ := set $settings "host" (default "0.0.0.0" $settings.host) -}}
+{{- $_ := set $settings "host" (default (include "lmcache-xpu.everywhere" .root) $settings.host) -}}
 {{- $_ := set $settings "port" 8000 -}}
 {{- $_ := set $model "sideCar" (eq $model.cache.kind "sideCar") -}}
 {{- if $settings.disk_gib -}}
@@ -53,10 +53,10 @@ Returns {models: {NAME: {...}}} as JSON; a mistake that the schema can't see end
 {{- end -}}
 {{- end -}}
 {{- include "lmcache-xpu.deriveCache" (dict "where" $where "model" $model) -}}
-{{- if and .root.Values.networkPolicy.enabled (not .root.Values.networkPolicy.egress) -}}
+{{- if and .root.Values.networkPolicy.enabled (not .root.Values.networkPolicy.extraEgress) -}}
 {{- range $name, $url := $elsewhere -}}
 {{- if $url -}}
-{{- include "lmcache-xpu.refuse" (printf "%s.settings.%s is %s, which the network policy keeps from engines; expected a rule for it:\nnetworkPolicy: {egress: [{ports: [{port: PORT}], to: [{ipBlock: {cidr: ADDRESS/32}}]}]}" $where $name $url) -}}
+{{- include "lmcache-xpu.refuse" (printf "%s.settings.%s is %s, which the network policy keeps from engines; expected a rule for it:\nnetworkPolicy: {extraEgress: [{ports: [{port: PORT}], to: [{ipBlock: {cidr: ADDRESS/32}}]}]}" $where $name $url) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -90,6 +90,16 @@ Returns {models: {NAME: {...}}} as JSON; a mistake that the schema can't see end
 {{- if and (eq $model.files.cache "existingClaim") (not $model.files.claimName) -}}
 {{- include "lmcache-xpu.refuse" (printf "%s.files.claimName is not set; expected the claim to use, as files.cache is existingClaim." $where) -}}
 {{- end -}}
+{{- include "lmcache-xpu.oneClaim" (dict "where" $where "model" $model) -}}
+{{- include "lmcache-xpu.clusterRules" (dict "root" .root "where" $where "model" $model) -}}
+{{- $_ := set $model "eventPorts" list -}}
+{{- with $settings.kv_events -}}
+{{- /* vLLM publishes where the address has a wildcard; elsewhere it calls, and needs no port. */ -}}
+{{- if regexMatch "^tcp://.*\\*:[1-9][0-9]*$" . -}}
+{{- $port := splitList ":" . | last | int -}}
+{{- $_ := set $model "eventPorts" (list $port (add $port (default 1 $settings.data_parallel) -1)) -}}
+{{- end -}}
+{{- end -}}
 {{- $devices := mul (default 1 $settings.tensor_parallel) (default 1 $settings.pipeline_parallel) (default 1 $settings.data_parallel) | int -}}
 {{- $_ := set $model "devices" $devices -}}
 {{- $several := and $gpu (gt (mul (default 1 $settings.tensor_parallel) (default 1 $settings.pipeline_parallel)) 1) -}}
@@ -103,6 +113,30 @@ Returns {models: {NAME: {...}}} as JSON; a mistake that the schema can't see end
 {{- $_ := set $model "workload" (ternary "StatefulSet" "Deployment" (and (not (not $settings.disk_gib)) (eq $model.disk.kind "volumeClaim"))) -}}
 {{- $_ := set $model "lentGib" (ternary (mulf $devices (default 5 $settings.cpu_gib)) 0 (or $model.sideCar $model.ownServer)) -}}
 {{- $_ := set $model "resources" (mergeOverwrite (include "lmcache-xpu.resources" $model | fromYaml) (deepCopy $model.resources)) -}}
+{{- end -}}
+
+{{/* One claim for the files of several pods, which another node can't mount */}}
+{{- define "lmcache-xpu.oneClaim" -}}
+{{- $model := .model -}}
+{{- $pods := int (ternary $model.replicas $model.autoscaling.maxReplicas (eq $model.autoscaling.kind "none")) -}}
+{{- $oneNode := and (eq $model.files.accessMode "ReadWriteOnce") (hasKey $model.nodeSelector "kubernetes.io/hostname") -}}
+{{- if and (eq $model.files.cache "volumeClaim") (gt $pods 1) (ne $model.files.accessMode "ReadWriteMany") (not $oneNode) -}}
+{{- include "lmcache-xpu.refuse" (printf "%s has up to %d pods and files.cache is volumeClaim with files.accessMode=%s; expected ReadWriteMany, or\nfiles.cache=emptyDir: on another node a pod would wait for the claim for ever. On one node alone, name it:\nnodeSelector: {kubernetes.io/hostname: NODE}." .where $pods $model.files.accessMode) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What a cluster that gives users, or has IPv6 alone, can't do */}}
+{{- define "lmcache-xpu.clusterRules" -}}
+{{- $model := .model -}}
+{{- if and .root.Values.clusterUsers $model.settings.disk_gib (eq $model.disk.kind "hostPath") -}}
+{{- include "lmcache-xpu.refuse" (printf "%s.disk.kind is hostPath with clusterUsers; expected volumeClaim or emptyDir: a directory of the node\nbelongs to no user that the cluster gives, and OpenShift's restricted SCC lets no pod mount it." .where) -}}
+{{- end -}}
+{{- if and .root.Values.ipv6 $model.sideCar -}}
+{{- include "lmcache-xpu.refuse" (printf "%s.cache.kind is sideCar with ipv6; expected inProcess: the server's health page listens on IPv4 alone." .where) -}}
+{{- end -}}
+{{- if and .root.Values.ipv6 $model.settings.kv_events -}}
+{{- include "lmcache-xpu.refuse" (printf "%s.settings.kv_events is set with ipv6; expected it unset: vLLM publishes on IPv4 alone." .where) -}}
+{{- end -}}
 {{- end -}}
 
 {{/* Where LMCache runs; changes the model's settings */}}

@@ -29,9 +29,12 @@ spec:
   {{- with $model.runtimeClassName }}
   runtimeClassName: {{ . }}
   {{- end }}
+  {{- with $model.schedulerName }}
+  schedulerName: {{ . }}
+  {{- end }}
   terminationGracePeriodSeconds: {{ include "lmcache-xpu.graceS" $model }}
   securityContext:
-    {{- $security := include "lmcache-xpu.podSecurity" (int $model.user) | fromYaml }}
+    {{- $security := include "lmcache-xpu.podSecurity" (dict "root" $root "user" $model.user) | fromYaml }}
     {{- if $model.gpu.renderGroups }}
     {{- $_ := set $security "supplementalGroups" $model.gpu.renderGroups }}
     {{- end }}
@@ -68,6 +71,10 @@ spec:
         {{- with $model.extraEnv }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
+      {{- with $model.extraEnvFrom }}
+      envFrom:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
       resources:
         # Equal, so that a pod whose engine has a limit of cores too is Guaranteed.
         requests: {cpu: "1", memory: 4Gi}
@@ -107,25 +114,18 @@ spec:
         {{- with $model.extraEnv }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
+      {{- with $model.extraEnvFrom }}
+      envFrom:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
       ports:
         - name: http
           containerPort: 8000
-      startupProbe:
-        httpGet: {path: /health, port: http}
-        periodSeconds: 10
-        timeoutSeconds: 5
-        failureThreshold: {{ div (add $model.startup.limitS 9) 10 }}
-      readinessProbe:
-        httpGet: {path: /health, port: http}
-        periodSeconds: 5
-        timeoutSeconds: 5
-        failureThreshold: 2
-      # Long prompts may hold the server up for some seconds: only a minute of silence ends it.
-      livenessProbe:
-        httpGet: {path: /health, port: http}
-        periodSeconds: 15
-        timeoutSeconds: 10
-        failureThreshold: 4
+        {{- with $model.eventPorts }}
+        - name: kv-events
+          containerPort: {{ first . }}
+        {{- end }}
+      {{- include "lmcache-xpu.probes" $model | trim | nindent 6 }}
       {{- if $model.stop.preStopS }}
       lifecycle:
         preStop:
@@ -139,7 +139,7 @@ spec:
         {{- if $model.sysPtrace }}
         {{- $_ := set $security.capabilities "add" (list "SYS_PTRACE") }}
         {{- end }}
-        {{- toYaml $security | nindent 8 }}
+        {{- mergeOverwrite $security (deepCopy $model.containerSecurityContext) | toYaml | nindent 8 }}
       volumeMounts:
         {{- include "lmcache-xpu.mounts" $model | nindent 8 }}
         {{- if and $model.settings.disk_gib (not $model.sideCar) }}
@@ -151,6 +151,27 @@ spec:
         {{- end }}
   volumes:
     {{- include "lmcache-xpu.volumes" $model | nindent 4 }}
+{{- end -}}
+
+{{/*
+Probes of the engine's container; the model's own win. Long prompts may hold the server up for some
+seconds: only a minute of silence ends it.
+*/}}
+{{- define "lmcache-xpu.probes" -}}
+{{- $health := dict "path" "/health" "port" "http" -}}
+{{- $start := div (add .startup.limitS 9) 10 -}}
+{{- $probes := dict
+  "startup" (dict "periodSeconds" 10 "timeoutSeconds" 5 "failureThreshold" $start)
+  "readiness" (dict "periodSeconds" 5 "timeoutSeconds" 5 "failureThreshold" 2)
+  "liveness" (dict "periodSeconds" 15 "timeoutSeconds" 10 "failureThreshold" 4)
+-}}
+{{- range $name, $probe := $probes }}
+{{- $own := get $.probes $name | default dict }}
+{{- /* A probe has one handler. */}}
+{{- if not (or $own.exec $own.tcpSocket $own.grpc) }}{{ $_ := set $probe "httpGet" $health }}{{ end }}
+{{ $name }}Probe:
+  {{- mergeOverwrite $probe (deepCopy $own) | toYaml | nindent 2 }}
+{{- end }}
 {{- end -}}
 
 {{/*
@@ -220,9 +241,12 @@ wherever they are used: not every release finds those of init containers by name
 {{- $gpuLabel := dict "key" "intel.feature.node.kubernetes.io/gpu" "operator" "In" "values" (list "true") -}}
 {{- $wanted := and $model.gpu.nodeAffinity (eq $model.gpu.kind "devicePlugin") -}}
 {{- if ne $model.gpu.kind "none" -}}
-{{- range $model.gpu.deviceIds -}}
-{{- $id := dict "key" (printf "gpu.intel.com/device-id.0300-%s.present" .) "operator" "In" "values" (list "true") -}}
+{{- range $device := $model.gpu.deviceIds -}}
+{{- /* The label has the PCI class as well: 0300 of Arc, 0380 of the Data Center GPUs Flex and Max. */ -}}
+{{- range $class := list "0300" "0380" -}}
+{{- $id := dict "key" (printf "gpu.intel.com/device-id.%s-%s.present" $class $device) "operator" "In" "values" (list "true") -}}
 {{- $terms = append $terms (dict "matchExpressions" (ternary (list $gpuLabel $id) (list $id) $wanted)) -}}
+{{- end -}}
 {{- end -}}
 {{- if and $wanted (not $terms) -}}
 {{- $terms = list (dict "matchExpressions" (list $gpuLabel)) -}}
