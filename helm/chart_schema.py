@@ -304,6 +304,7 @@ class Valkey(Values):
     enabled: bool
     image: ImageName
     passwordSecret: SecretKey
+    tlsSecret: str
     gib: Gib
     cpus: Annotated[float, Field(gt=0)] | str
     pod: Pod

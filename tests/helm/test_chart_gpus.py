@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from chart import container, engine_pod, model
+from chart import container, engine_pod, model, render
 
 
 @pytest.mark.parametrize("resource", ["gpu.intel.com/xe", "gpu.intel.com/i915"])
@@ -119,6 +119,12 @@ def test_an_engine_of_several_gpus_may_take_its_own_handles(kind, name):
 )
 def test_no_other_engine_gets_a_right_more(keys):
     assert capabilities(**keys) == {"engine": NONE}
+
+
+def test_where_the_cluster_gives_users_crio_lets_the_handles_through():
+    several = {"models": {"m": {"settings": {"tensor_parallel": 2}}}}
+    engine = container(render(clusterUsers=True, **several).engines()["m"])
+    assert engine["securityContext"]["capabilities"] == NONE
 
 
 def test_the_right_can_be_asked_for():

@@ -317,6 +317,11 @@ topologySpreadConstraints:
   mountPath: /models
   readOnly: true
 {{- end }}
+{{- if .valkeyCa }}
+- name: valkey-ca
+  mountPath: /etc/valkey
+  readOnly: true
+{{- end }}
 {{- end -}}
 
 {{- define "lmcache-xpu.volumes" -}}
@@ -340,6 +345,13 @@ topologySpreadConstraints:
   persistentVolumeClaim:
     claimName: {{ ternary .files.claimName (printf "%s-hub" .object) (eq .files.cache "existingClaim") }}
   {{- end }}
+{{- with .valkeyCa }}
+- name: valkey-ca
+  secret:
+    secretName: {{ . }}
+    # Not the key of its certificate.
+    items: [{key: ca.crt, path: ca.crt}]
+{{- end }}
 {{- with .files.modelClaim }}
 - name: models
   persistentVolumeClaim:

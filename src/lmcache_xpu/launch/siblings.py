@@ -15,8 +15,7 @@ PR_SET_PTRACER, ANYONE = 0x59616D61, ctypes.c_ulong(-1)
 
 def refusal() -> str:
     """Return the error with which the system refuses it; empty: it does not."""
-    # A program of its own, as a process with threads should not fork.
-    program = [sys.executable, "-I", __file__]
+    program = [sys.executable, "-I", __file__]  # as a process with threads should not fork
     done = subprocess.run(program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return done.stdout.strip().rpartition("\n")[2]
 
