@@ -59,7 +59,7 @@ def test_every_alert_says_what_and_what_to_do():
         assert rule["annotations"].keys() == {"summary", "description", "runbook"}
         assert rule["alert"] in sections
         assert rule["annotations"]["runbook"] == f"docs/guides/alerts.md#{rule['alert'].lower()}"
-    of_the_chart = {"ReplicasMissing"}
+    of_the_chart = {"NothingReady", "ReplicasMissing"}
     assert set(sections) == {rule["alert"] for rule in RULES} | of_the_chart
 
 

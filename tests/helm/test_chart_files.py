@@ -21,7 +21,6 @@ from chart import (
     earlier_values,
     helm,
     merged,
-    render,
     rendered,
     template,
 )
@@ -101,21 +100,6 @@ def test_dashboards_of_two_releases_live_side_by_side():
     for column in zip(*made, strict=True):
         assert len(set(column)) == 3
     assert all(len(uid) <= 40 for _, uid in made)  # Grafana's limit
-
-
-@pytest.mark.parametrize(
-    ("settings", "metric"),
-    [
-        ({}, "kube_deployment_status_replicas_ready"),
-        ({"disk_gib": 1}, "kube_statefulset_status_replicas_ready"),
-    ],
-)
-def test_pods_that_never_come_are_an_alert(settings, metric):
-    objects = render(monitor={"rules": True}, models={"m": {"settings": settings}})
-    [rule] = objects.one("PrometheusRule")["spec"]["groups"][-1]["rules"]
-    kind = metric.split("_")[1]
-    assert f'{metric}{{namespace="serving", {kind}="kv-lmcache-xpu-m"}}' in rule["expr"]
-    assert rule["for"] == "42m"  # 1,800 s for a start, and what comes before it
 
 
 def test_this_versions_values_are_frozen_for_the_next_one():
