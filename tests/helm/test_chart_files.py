@@ -119,11 +119,11 @@ def test_values_of_an_earlier_version_still_render(path):
     "path", [path for path in FROZEN if "-" in path.stem], ids=lambda p: p.name
 )
 def test_what_is_gone_is_refused_with_what_to_do_instead(path):
-    given = yaml.safe_load(path.read_text())
-    done = template(values={**given, **MODEL})
+    values = yaml.safe_load(path.read_text())
+    done = template(values={**values, **MODEL})
     assert done.returncode
     for names in GONE:
-        if functools.reduce(lambda part, name: part.get(name, {}), names, given):
+        if functools.reduce(lambda part, name: part.get(name, {}), names, values):
             name = ".".join(names)
             assert f'{name} must be one of the following: "gone: ' in done.stderr
             assert names[-1] in (ROOT / "docs" / "guides" / "upgrade.md").read_text()
