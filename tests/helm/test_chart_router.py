@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
+import re
 import shutil
 import signal
 import socket
@@ -50,7 +51,7 @@ def router(tmp_path: Path) -> Iterator[dict]:
 
 
 @contextlib.contextmanager
-def served(tmp_path: Path, loopback: str) -> Iterator[dict]:
+def served(tmp_path: Path, loopback: str, chat_status: int = 200) -> Iterator[dict]:
     """The rendered router, its API server and its engine, where pods have such addresses."""
     if not shutil.which("haproxy"):
         pytest.skip("haproxy is not installed: the gate before the router was not run")
@@ -66,7 +67,11 @@ def served(tmp_path: Path, loopback: str) -> Iterator[dict]:
     pods = [pod("ours", loopback, labels["m"]), pod("other", "127.0.0.2", labels["n"])]
     listed = {"kind": "PodList", "apiVersion": "v1", "metadata": {"resourceVersion": "1"}}
     api = Stub(lambda path: {} if "watch" in path else {**listed, "items": pods})
-    engine = Stub(lambda path: {"path": path}, host=loopback)
+    engine = Stub(
+        lambda path: {"path": path},
+        lambda answer: chat_status if "chat" in answer["path"] else 200,
+        host=loopback,
+    )
     config = {
         "apiVersion": "v1",
         "kind": "Config",
@@ -95,6 +100,7 @@ def served(tmp_path: Path, loopback: str) -> Iterator[dict]:
         wait_until(lambda: answers(port, host=host) and engine.seen, process)
         yield {
             "port": port,
+            "metrics": prometheus,
             "ports": {port, int(gate["ROUTER_PORT"]), prometheus},
             "api": api,
             "engine": engine,
@@ -180,6 +186,24 @@ def test_it_leads_to_engines_where_there_is_ipv6_alone(tmp_path):
         assert answer.status_code == 200
         listens = {address for address in listening(router["process"]) if "127." not in address}
         assert f"::1:{router['port']}" in listens
+
+
+def test_errors_that_clients_get_are_counted_where_the_alert_looks(tmp_path):
+    with served(tmp_path, "127.0.0.1", chat_status=500) as router:
+        answer = httpx.post(
+            f"http://127.0.0.1:{router['port']}/v1/chat/completions",
+            json={"model": "org/model", "messages": [{"role": "user", "content": "hi"}]},
+            headers={"Authorization": f"Bearer {KEY}"},
+            trust_env=False,
+            timeout=30,
+        )
+        assert answer.status_code == 500
+        url = f"http://127.0.0.1:{router['metrics']}/metrics"
+        samples = httpx.get(url, trust_env=False).text.splitlines()
+    rules = yaml.safe_load((ROOT / "monitoring" / "alerts.yaml").read_text())["groups"][0]["rules"]
+    [looks] = [rule["expr"] for rule in rules if rule["alert"] == "RequestsFail"]
+    [metric] = re.findall(r"vllm_router_\w+", looks)
+    assert f'{metric}{{route="/v1/chat/completions"}} 1' in samples
 
 
 ATTACKS = (
