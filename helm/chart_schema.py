@@ -102,6 +102,7 @@ class Gpu(Values):
     resource: str = Field(pattern=r"^[a-z0-9.-]+/[a-z0-9._-]+$")
     count: Count | None
     renderGroups: list[Annotated[int, Field(ge=0)]] | None
+    sysPtrace: bool | None
     deviceIds: list[Annotated[str, Field(pattern="^[0-9a-f]{4}$")]]
     nodeAffinity: bool
     deviceClassName: str
@@ -295,12 +296,15 @@ class NetworkPolicy(Values):
     clients: list[Any_]
     monitors: list[Any_]
     extraIngress: list[Any_]
+    hub: list[Any_]
+    extraEgress: list[Any_]
 
 
 class Valkey(Values):
     enabled: bool
     image: ImageName
     passwordSecret: SecretKey
+    tlsSecret: str
     gib: Gib
     cpus: Annotated[float, Field(gt=0)] | str
     pod: Pod

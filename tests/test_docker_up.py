@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -136,6 +137,22 @@ def test_up_without_a_gpu_says_so_and_starts_nothing(project):
     assert f"no {project.dri}/renderD* on this machine" in done.stderr
     assert "make up-cpu" in done.stderr
     assert project.calls("--wait") == []
+
+
+@pytest.mark.parametrize("name", ["TENSOR", "PIPELINE"])
+def test_an_engine_of_several_gpus_starts_with_the_right_that_it_needs(project, name):
+    """Without it oneCCL may hang until `make up` gives up, half an hour later."""
+    (project.dri / "renderD128").touch()
+    project.set(f"LMCACHE_XPU_{name}_PARALLEL", 2)
+    assert project.run("docker/up", "cpu").returncode == 0
+    done = project.run("docker/up", "xpu")
+    assert done.returncode == 1
+    assert done.stderr.startswith("up: an engine of 2 GPUs needs a right")
+    [line] = re.findall(r"Put (COMPOSE_FILE=(?:\S+)) into .env", done.stderr)
+    project.set(*line.split("="))
+    assert project.run("docker/up", "xpu").returncode == 0
+    for file in line.split("=")[1].split(":"):
+        assert (project.folder / file).is_file()
 
 
 @pytest.mark.parametrize(

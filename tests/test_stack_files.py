@@ -91,6 +91,12 @@ def test_no_service_has_rights_or_reaches_beyond_loopback(name):
         assert re.match(r"\$\{(API|MONITORING)_ADDRESS:-127\.0\.0\.1\}:", port)
 
 
+def test_engines_on_several_gpus_get_one_right_and_nothing_else_does():
+    laid_over = yaml.safe_load((ROOT / "docker/several-cards.yaml").read_text())
+    engines = {name for name in ENGINES if "xpu" in name}
+    assert laid_over == {"services": {name: {"cap_add": ["SYS_PTRACE"]} for name in engines}}
+
+
 @pytest.mark.parametrize("name", sorted(SERVICES))
 def test_what_serves_comes_back_after_a_reboot_and_any_number_of_crashes(name):
     """Docker does not start `on-failure` again when it starts itself. A load test may end."""

@@ -9,10 +9,11 @@ import pytest
 from docker_host import ROOT
 
 
-def render(host, *profiles: str, **environment: str) -> dict:
+def render(host, *profiles: str, files: str = "compose.yaml", **environment: str) -> dict:
     options = [option for profile in profiles for option in ("--profile", profile)]
+    options += [option for file in files.split(":") for option in ("-f", str(ROOT / file))]
     done = host.run(
-        *("compose", "-f", str(ROOT / "compose.yaml"), "--env-file", str(ROOT / ".env.example")),
+        *("compose", "--env-file", str(ROOT / ".env.example")),
         *(*options, "config", "--format", "json"),
         env={"COMPOSE_PROFILES": "", **environment},
     )
@@ -43,6 +44,15 @@ def test_the_example_is_one_engine_on_an_intel_gpu(host):
         "/shm": "volume",
         "/var/cache/kv": "volume",
     }
+
+
+def test_engines_of_several_gpus_keep_all_but_one_right_from_their_containers(host):
+    line = re.search("^#COMPOSE_FILE=(.*)$", (ROOT / ".env.example").read_text(), re.MULTILINE)
+    plain, laid_over = render(host, "*")["services"], render(host, "*", files=line[1])["services"]
+    assert not any("cap_add" in service for service in plain.values())
+    for name in ("engine-xpu", "engine-xpu-2"):
+        assert laid_over[name].pop("cap_add") == ["SYS_PTRACE"]
+    assert laid_over == plain
 
 
 def test_no_image_of_this_project_is_pulled(host):

@@ -43,6 +43,7 @@ def machine(root):
             "loads": lambda _: True,
             "torch": lambda: B60,
             "memlock_bytes": -1,
+            "refusal": lambda: "",
         }
         return Machine(**facts | changes)
 

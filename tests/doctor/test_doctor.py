@@ -83,13 +83,14 @@ def test_no_check_of_the_gpu_is_left_out(machine, monkeypatch):
     names = [check.name for check in doctor.examine(load(port=65431), machine())]
     assert {"device nodes", "kernel driver", "oneAPI runtime", "PyTorch's devices"} <= set(names)
     assert {"GPU selection", "pinned memory"} <= set(names)
-    assert "GPUs together" not in names
+    assert not {"GPUs together", "memory handles"} & set(names)
+    assert "copy engine" in names
     two = dataclasses.replace(B60, gpus=B60.gpus * 2, apart=())
     rival = machine(torch=lambda: two, environ={"VLLM_CPU_KVCACHE_SPACE": "8"})
     checks = {
         check.name: check for check in doctor.examine(load(port=65431, tensor_parallel=2), rival)
     }
-    assert "GPUs together" in checks
+    assert {"GPUs together", "memory handles"} <= checks.keys()
     assert said(checks["environment"], "fail", "Unset VLLM_CPU_KVCACHE_SPACE")
     assert said(checks["port"], "ok", ":65431 is free")
 
@@ -114,6 +115,17 @@ def warnings(caplog) -> list[str]:
 def test_a_machine_that_is_right_is_not_mentioned(machine, settings, root, caplog):
     check_start(settings(disk_path=root / "data", disk_gib=0.01), machine())
     assert warnings(caplog) == []
+
+
+def test_several_gpus_that_may_hang_are_mentioned_before_the_start(machine, settings, caplog):
+    refused = machine(refusal=lambda: "Operation not permitted")
+    check_start(settings(), refused)
+    assert warnings(caplog) == []
+    for parallel in ("tensor_parallel", "pipeline_parallel", "data_parallel"):
+        caplog.clear()
+        check_start(settings(**{parallel: 2}), refused)
+        [line] = [line for line in warnings(caplog) if "memory handles" in line]
+        assert "SYS_PTRACE" in line
 
 
 def test_a_failed_check_is_refused_in_the_doctors_words(machine, settings):

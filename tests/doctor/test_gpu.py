@@ -96,6 +96,23 @@ def test_pytorch_is_asked_of_each_pair_of_gpus(monkeypatch):
     assert TorchFacts.probe().apart is None
 
 
+def test_handles_of_device_memory_pass_between_processes(machine):
+    assert said(gpu.check_handles(machine()), "ok", "pidfd_getfd")
+    check = gpu.check_handles(machine(refusal=lambda: "Operation not permitted"))
+    assert said(check, "warn", "Operation not permitted", "SYS_PTRACE", "gpu.sysPtrace")
+    assert "docker/several-cards.yaml" in check.advice
+
+
+def test_a_b70_is_told_of_its_copy_engine_until_the_variable_is_set(machine, root):
+    assert said(gpu.check_copy_engine(machine()), "ok", "no Arc Pro B70")
+    (root / "sys/class/drm/renderD129/device/device").write_text("0xe223\n")
+    name = "UR_L0_V2_FORCE_DISABLE_COPY_OFFLOAD"
+    assert said(gpu.check_copy_engine(machine()), "warn", name, "vllm#41663")
+    for value in ("0", "1"):
+        check = gpu.check_copy_engine(machine(environ={name: value}))
+        assert said(check, "ok", f"{name}={value}")
+
+
 @pytest.mark.parametrize(
     ("mask", "parallel", "outcome"),
     [("", 4, "ok"), ("0", 1, "ok"), ("0,1", 2, "ok"), ("1", 2, "fail"), ("0,", 2, "fail")],

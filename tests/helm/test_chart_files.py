@@ -139,7 +139,8 @@ def test_notes_name_the_next_commands(tmp_path):
         "kind: Notes\nmetadata: {name: n}\n"
         'text: {{ tpl (.Files.Get "files/notes.txt") . | toJson }}\n'
     )
-    values = merged(MODEL, {"models": {"n": {**MODEL["models"]["m"], "replicas": 2}}})
+    several = {"replicas": 2, "settings": {"model": "org/model", "pipeline_parallel": 2}}
+    values = merged(MODEL, {"models": {"n": {**MODEL["models"]["m"], **several}}})
     done = helm("template", "kv", str(copy), "-n", "serving", values=values)
     notes = rendered(done).one("Notes")["text"]
     assert "helm -n serving test kv --logs" in notes
@@ -148,5 +149,6 @@ def test_notes_name_the_next_commands(tmp_path):
     limit_s = rendered(template(values=values)).engines()["n"]["spec"]["progressDeadlineSeconds"]
     assert f"rollout status deployment/kv-lmcache-xpu-n --timeout={2 * limit_s}s" in notes
     assert notes.count("no router") == 1
+    assert notes.count("SYS_PTRACE") == 1
     assert "No API key" in notes
     assert "at http://kv-lmcache-xpu-m:80/v1" in notes

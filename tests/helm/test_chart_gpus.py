@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from chart import container, engine_pod, model
+from chart import container, engine_pod, model, render
 
 
 @pytest.mark.parametrize("resource", ["gpu.intel.com/xe", "gpu.intel.com/i915"])
@@ -83,3 +83,51 @@ def test_no_gpu_asks_for_none():
     assert "affinity" not in engine_pod(objects)
     assert "supplementalGroups" not in engine_pod(objects)["securityContext"]
     assert "/cpu:" in container(objects.engines()["m"])["image"]
+
+
+def capabilities(**keys):
+    """Of each container of the pod, by name."""
+    pod = engine_pod(model(**keys))
+    return {
+        each["name"]: each["securityContext"]["capabilities"]
+        for each in pod["containers"] + pod.get("initContainers", [])
+    }
+
+
+NONE = {"drop": ["ALL"]}
+SYS_PTRACE = {"drop": ["ALL"], "add": ["SYS_PTRACE"]}
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel", "pipeline_parallel"])
+@pytest.mark.parametrize("kind", ["devicePlugin", "dra"])
+def test_an_engine_of_several_gpus_may_take_its_own_handles(kind, name):
+    keys = {"gpu": {"kind": kind}, "settings": {name: 2}, "files": {"download": True}}
+    assert capabilities(**keys) == {"engine": SYS_PTRACE, "download": NONE}
+    side_car = keys | {"cache": {"kind": "sideCar"}}
+    assert capabilities(**side_car) == {"engine": SYS_PTRACE, "download": NONE, "server": NONE}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"settings": {"data_parallel": 4}},
+        {"gpu": {"kind": "dra"}},
+        {"gpu": {"kind": "none", "renderGroups": None}, "settings": {"tensor_parallel": 2}},
+        {"gpu": {"sysPtrace": False}, "settings": {"tensor_parallel": 2}},
+    ],
+)
+def test_no_other_engine_gets_a_right_more(keys):
+    assert capabilities(**keys) == {"engine": NONE}
+
+
+def test_where_the_cluster_gives_users_crio_lets_the_handles_through():
+    several = {"models": {"m": {"settings": {"tensor_parallel": 2}}}}
+    engine = container(render(clusterUsers=True, **several).engines()["m"])
+    assert engine["securityContext"]["capabilities"] == NONE
+
+
+def test_the_right_can_be_asked_for():
+    """As models with experts and data_parallel need it."""
+    keys = {"gpu": {"sysPtrace": True}, "settings": {"data_parallel": 4}}
+    assert capabilities(**keys) == {"engine": SYS_PTRACE}

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from chart import CI_FILES, container, environment, model, settings, shapes
+from chart import CI_FILES, container, environment, model, render, settings, shapes
 
 from lmcache_xpu.launch.engine_arguments import vllm_arguments
 from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
@@ -78,7 +78,10 @@ def test_every_setting_reaches_the_process_as_it_was_given(monkeypatch):
         "save_decode": True,
         "extra_args": ["--seed", "7", "--chat-template", 'it\'s "so"; $(rm -rf /)\\n'],
     }
-    objects = model(settings={"model": "org/model", **values})
+    objects = render(
+        networkPolicy={"enabled": False},  # it would want a rule for the server
+        models={"m": {"settings": {"model": "org/model", **values}}},
+    )
     loaded = settings(objects, objects.engines()["m"], monkeypatch)
     for name, value in values.items():
         want = tuple(value) if isinstance(value, list) else value
@@ -124,12 +127,13 @@ def test_without_a_size_there_is_no_disk_tier(monkeypatch, disk_gib, has_tier):
 
 def test_secrets_are_references():
     secret = {"name": "s", "key": "k"}
-    objects = model(
-        apiKeySecret=secret,
-        remotePasswordSecret=secret,
-        files={"tokenSecret": secret},
-        settings={"remote_url": "redis://cache:6379"},
-    )
+    keys = {
+        "apiKeySecret": secret,
+        "remotePasswordSecret": secret,
+        "files": {"tokenSecret": secret},
+        "settings": {"remote_url": "redis://cache:6379"},
+    }
+    objects = render(networkPolicy={"extraEgress": [{}]}, models={"m": keys})
     variables = environment(objects.engines()["m"])
     for name in ("LMCACHE_XPU_API_KEY", "LMCACHE_XPU_REMOTE_PASSWORD", "HF_TOKEN"):
         assert variables[name] == "(secret s/k)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 import redis
@@ -16,13 +17,24 @@ PROGRAM = shutil.which("valkey-server") or shutil.which("redis-server")
 needs_server = pytest.mark.skipif(PROGRAM is None, reason="no valkey-server or redis-server here")
 
 
+def certificate(folder: Path) -> tuple[Path, Path]:
+    """A new certificate of 127.0.0.1, which is its own authority, and its key."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = folder / "tls.crt", folder / "tls.key"
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1"
+    where = ["-addext", "subjectAltName=IP:127.0.0.1", "-out", *files[:1], "-keyout", *files[1:]]
+    subprocess.run([*command.split(), *where], check=True, capture_output=True)
+    return files
+
+
 class Server:
     """On loopback, with a password; keeps nothing on disk."""
 
-    def __init__(self):
+    def __init__(self, authority: Path | None = None):
         self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}"
-        self.client = redis.Redis(port=self.port, password=PASSWORD)
+        tls = {"ssl": True, "ssl_ca_certs": str(authority)} if authority else {}
+        self.client = redis.Redis("127.0.0.1", port=self.port, password=PASSWORD, **tls)
         self.process = None
 
     def start(self, *options):

@@ -7,12 +7,13 @@ import socket
 import time
 
 import pytest
+import redis
 import torch
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.internal_api import L2AdapterListener
 from prometheus_client import REGISTRY
 from support.server_disk import LAYOUT, OBJECT, make_key
-from support.servers import PASSWORD, needs_server
+from support.servers import PASSWORD, Server, certificate, needs_server
 from support.until import until
 
 from lmcache_xpu.errors import SettingsError
@@ -20,7 +21,7 @@ from lmcache_xpu.launch.engine_arguments import engine_variables, vllm_arguments
 from lmcache_xpu.launch.settings import Settings
 from lmcache_xpu.shared import SharedL2Adapter
 from lmcache_xpu.tiers import shared_l2, shared_values
-from lmcache_xpu.tiers.server_options import PASSWORD_VARIABLE
+from lmcache_xpu.tiers.server_options import PASSWORD_VARIABLE, URL_KEY
 
 TOKENS = 16
 
@@ -32,6 +33,43 @@ def test_what_one_engine_stores_another_one_finds(engine):
     assert (stored.is_successful(), stored.bytes_transferred()) == (True, 8 * OBJECT)
     assert second.look_up(range(10)) == list(range(8))
     assert second.load(range(10)) == list(range(8))
+
+
+@needs_server
+def test_with_tls_the_servers_certificate_is_checked_by_the_file_of_the_url(monkeypatch, tmp_path):
+    monkeypatch.setenv(PASSWORD_VARIABLE, PASSWORD)
+    (ours, key), (others, _) = (certificate(tmp_path / name) for name in ("ours", "others"))
+    server = Server(ours)
+    tls = ("--tls-port", str(server.port), "--tls-cert-file", str(ours), "--tls-key-file", str(key))
+    try:
+        server.start(*tls, "--port", "0", "--tls-auth-clients", "no")
+        url = f"rediss://127.0.0.1:{server.port}"
+        values = shared_values.SharedValues({URL_KEY: f"{url}?ssl_ca_certs={ours}"})
+        server.client.set("name", "value")
+        assert values.exist(["name", "other"]) == [True, False]
+        for wrong in (f"{url}?ssl_ca_certs={others}", url):
+            with pytest.raises(redis.ConnectionError, match="verify failed"):
+                shared_values.SharedValues({URL_KEY: wrong}).exist(["name"])
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize(
+    "query",
+    ["?ssl_cert_reqs=none", "?ssl_ca_certs=/f&ssl_cert_reqs=none", "?ssl_ca_certs=relative"],
+)
+def test_a_url_turns_no_check_off(query):
+    with pytest.raises(SettingsError):
+        Settings.load({"model": "m", "remote_url": f"rediss://cache:6379{query}"})
+    with pytest.raises(SettingsError):
+        shared_values.SharedValues({URL_KEY: f"rediss://cache:6379{query}"})
+
+
+def test_a_file_of_authorities_goes_with_tls_alone():
+    ending = "cache:6379/1?ssl_ca_certs=/etc/ca.crt"
+    assert Settings.load({"model": "m", "remote_url": f"rediss://{ending}"}).remote_url
+    with pytest.raises(SettingsError):
+        Settings.load({"model": "m", "remote_url": f"redis://{ending}"})
 
 
 @needs_server

@@ -135,3 +135,22 @@ annotations:
 {{- end }}
 {{- end }}
 {{- end -}}
+
+{{/* What every pod may reach: DNS, wherever it is. 5353 is the port of OpenShift's pods */}}
+{{- define "lmcache-xpu.dns" -}}
+- ports:
+    {{- range $port := list 53 5353 }}
+    {{- range list "UDP" "TCP" }}
+    - {port: {{ $port }}, protocol: {{ . }}}
+    {{- end }}
+    {{- end }}
+{{- end -}}
+
+{{/* The rule by which a pod reaches a model's engines: (dict "root" $ "name" NAME) */}}
+{{- define "lmcache-xpu.toEngines" -}}
+- ports: [{port: 8000, protocol: TCP}]
+  to:
+    - podSelector:
+        matchLabels:
+          {{- include "lmcache-xpu.part" (merge (dict "component" "engine") .) | nindent 10 }}
+{{- end -}}

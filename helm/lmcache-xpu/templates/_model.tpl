@@ -45,13 +45,25 @@ Returns {models: {NAME: {...}}} as JSON; a mistake that the schema can't see end
 {{- include "lmcache-xpu.refuse" (printf "%s.disk.hostPath is not set; expected a directory that exists on the nodes, as disk.kind is hostPath." $where) -}}
 {{- end -}}
 {{- end -}}
+{{- $elsewhere := dict "remote_url" $settings.remote_url "server_url" (regexReplaceAll "^(ipc:|tcp://127\\.).*" (default "" $settings.server_url) "") -}}
 {{- if .root.Values.valkey.enabled -}}
-{{- $_ := set $settings "remote_url" (default (printf "redis://%s-valkey:6379" (include "lmcache-xpu.fullname" .root)) $settings.remote_url) -}}
+{{- if not $settings.remote_url -}}
+{{- $address := printf "%s-valkey:6379" (include "lmcache-xpu.fullname" .root) -}}
+{{- $_ := set $model "valkeyCa" .root.Values.valkey.tlsSecret -}}
+{{- $_ := set $settings "remote_url" (ternary (printf "rediss://%s?ssl_ca_certs=/etc/valkey/ca.crt" $address) (printf "redis://%s" $address) (not (not $model.valkeyCa))) -}}
+{{- end -}}
 {{- if not $model.remotePasswordSecret -}}
 {{- $_ := set $model "remotePasswordSecret" .root.Values.valkey.passwordSecret -}}
 {{- end -}}
 {{- end -}}
 {{- include "lmcache-xpu.deriveCache" (dict "where" $where "model" $model) -}}
+{{- if and .root.Values.networkPolicy.enabled (not .root.Values.networkPolicy.extraEgress) -}}
+{{- range $name, $url := $elsewhere -}}
+{{- if $url -}}
+{{- include "lmcache-xpu.refuse" (printf "%s.settings.%s is %s, which the network policy keeps from engines; expected a rule for it:\nnetworkPolicy: {extraEgress: [{ports: [{port: PORT}], to: [{ipBlock: {cidr: ADDRESS/32}}]}]}" $where $name $url) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- if and (eq $model.autoscaling.kind "keda") (not $model.autoscaling.prometheusUrl) (not $model.autoscaling.triggers) -}}
 {{- include "lmcache-xpu.refuse" (printf "%s.autoscaling.prometheusUrl is not set; KEDA asks Prometheus, e.g. http://prometheus-operated.monitoring:9090." $where) -}}
 {{- end -}}
@@ -94,6 +106,8 @@ Returns {models: {NAME: {...}}} as JSON; a mistake that the schema can't see end
 {{- end -}}
 {{- $devices := mul (default 1 $settings.tensor_parallel) (default 1 $settings.pipeline_parallel) (default 1 $settings.data_parallel) | int -}}
 {{- $_ := set $model "devices" $devices -}}
+{{- $several := and $gpu (not .root.Values.clusterUsers) (gt (mul (default 1 $settings.tensor_parallel) (default 1 $settings.pipeline_parallel)) 1) -}}
+{{- $_ := set $model "sysPtrace" (ternary $several $model.gpu.sysPtrace (kindIs "invalid" $model.gpu.sysPtrace)) -}}
 {{- $_ := set $model "gpus" (int (default $devices $model.gpu.count)) -}}
 {{- $_ := set $model "diskSize" (printf "%dGi" (int (ceil (mulf 1.1 $devices (default 0 $settings.disk_gib))))) -}}
 {{- with $model.files.revision -}}

@@ -135,7 +135,11 @@ spec:
       resources:
         {{- toYaml $model.resources | nindent 8 }}
       securityContext:
-        {{- mergeOverwrite (include "lmcache-xpu.containerSecurity" . | fromYaml) (deepCopy $model.containerSecurityContext) | toYaml | nindent 8 }}
+        {{- $security := include "lmcache-xpu.containerSecurity" . | fromYaml }}
+        {{- if $model.sysPtrace }}
+        {{- $_ := set $security.capabilities "add" (list "SYS_PTRACE") }}
+        {{- end }}
+        {{- mergeOverwrite $security (deepCopy $model.containerSecurityContext) | toYaml | nindent 8 }}
       volumeMounts:
         {{- include "lmcache-xpu.mounts" $model | nindent 8 }}
         {{- if and $model.settings.disk_gib (not $model.sideCar) }}
@@ -201,6 +205,11 @@ seconds: only a minute of silence ends it.
   mountPath: /models
   readOnly: true
 {{- end }}
+{{- if .valkeyCa }}
+- name: valkey-ca
+  mountPath: /etc/valkey
+  readOnly: true
+{{- end }}
 {{- end -}}
 
 {{- define "lmcache-xpu.volumes" -}}
@@ -224,6 +233,13 @@ seconds: only a minute of silence ends it.
   persistentVolumeClaim:
     claimName: {{ ternary .files.claimName (printf "%s-hub" .object) (eq .files.cache "existingClaim") }}
   {{- end }}
+{{- with .valkeyCa }}
+- name: valkey-ca
+  secret:
+    secretName: {{ . }}
+    # Not the key of its certificate.
+    items: [{key: ca.crt, path: ca.crt}]
+{{- end }}
 {{- with .files.modelClaim }}
 - name: models
   persistentVolumeClaim:

@@ -92,8 +92,16 @@ def _gpu(settings: Settings, machine: Machine) -> Iterator[Check]:
     yield gpu.check_affinity(machine, settings)
     if settings.tensor_parallel > 1 and len(facts.gpus) > 1:
         yield gpu.check_peers(facts, settings)
+    yield from _cards(settings, machine)
     if settings.offload:
         yield memory.check_pinned(machine, settings, facts)
+
+
+def _cards(settings: Settings, machine: Machine) -> Iterator[Check]:
+    if settings.devices > 1:
+        yield gpu.check_handles(machine)
+    if settings.offload:
+        yield gpu.check_copy_engine(machine)
 
 
 def check_start(settings: Settings, machine: Machine | None = None) -> None:
@@ -129,6 +137,7 @@ def _quick_checks(settings: Settings, machine: Machine) -> Iterator[Check]:
     if settings.device == "xpu":
         yield gpu.check_nodes(machine)
         yield gpu.check_affinity(machine, settings)
+        yield from _cards(settings, machine)
     elif settings.device == "cpu":
         yield software.check_compiler(machine, settings)
     if not settings.offload:

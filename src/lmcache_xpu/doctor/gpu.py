@@ -11,6 +11,8 @@ INTEL = "0x8086"
 LOADER = "libze_loader.so.1"
 DRIVER = "libze_intel_gpu.so.1"
 SYCL = ("libsycl.so.9", "libsycl.so.8")
+B70 = "0xe223"
+NO_COPY_ENGINE = "UR_L0_V2_FORCE_DISABLE_COPY_OFFLOAD"
 
 
 def check_nodes(machine: Machine) -> Check:
@@ -88,6 +90,35 @@ def check_peers(facts: TorchFacts, settings: Settings) -> Check:
             "slower. GPUs behind one PCIe root may do better; choose them with ZE_AFFINITY_MASK.",
         )
     return ok(name, f"all {len(facts.gpus)} reach each other's memory")
+
+
+def check_handles(machine: Machine) -> Check:
+    """Check that processes of several GPUs may take each other's handles of device memory."""
+    name = "memory handles"
+    if not (refusal := machine.refusal()):
+        return ok(name, "processes may take them of each other (pidfd_getfd)")
+    return warn(
+        name,
+        f"pidfd_getfd of another process: {refusal}",
+        "oneCCL, by which GPUs of one engine work together, is known to hang or fail then. Give "
+        "the container SYS_PTRACE: COMPOSE_FILE=compose.yaml:docker/several-cards.yaml in .env, "
+        "gpu.sysPtrace in the chart. Outside of containers look at kernel.yama.ptrace_scope.",
+    )
+
+
+def check_copy_engine(machine: Machine) -> Check:
+    """Check that an Arc Pro B70 copies in the way in which its owners saw it last."""
+    name, setting = "copy engine", machine.environ.get(NO_COPY_ENGINE)
+    cards = (machine.root / "sys/class/drm" / node.name for node in machine.render_nodes())
+    files = [card / "device/device" for card in cards]
+    if setting or B70 not in [file.read_text().strip() for file in files if file.is_file()]:
+        return ok(name, f"{NO_COPY_ENGINE}={setting}" if setting else "no Arc Pro B70")
+    return warn(
+        name,
+        f"an Arc Pro B70 without {NO_COPY_ENGINE}",
+        "Owners saw copies to the GPU hang while its copy engine was reset, and no longer with "
+        "that variable at 1 (vllm#41663). Set it to 1, or to 0 if yours does not hang.",
+    )
 
 
 def check_affinity(machine: Machine, settings: Settings) -> Check:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lmcache_xpu.launch import siblings
+
 
 def _loads(library: str) -> bool:
     try:
@@ -56,6 +58,7 @@ class Machine:
     memlock_bytes: int = field(  # that may be locked; -1: any
         default_factory=lambda: resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     )
+    refusal: Callable[[], str] = siblings.refusal  # of a sibling's descriptor; empty: none
 
     def render_nodes(self) -> list[Path]:
         """Return the device nodes that compute goes through."""

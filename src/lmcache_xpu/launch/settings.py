@@ -153,8 +153,9 @@ class Settings(BaseSettings):
     disk_path: Path | None = Field(None, description="Directory of the disk tier")
     remote_url: str | None = Field(
         None,
-        pattern=r"^rediss?://[^@/]+(/\d+)?$",
-        description="A Valkey or Redis that engines share, redis://HOST:PORT; unset: off",
+        pattern=r"^(rediss?://[^@/?]+(/\d+)?|rediss://[^@/?]+(/\d+)?\?ssl_ca_certs=/[^&#]+)$",
+        description="A Valkey or Redis that engines share, redis://HOST:PORT, with TLS "
+        "rediss://HOST:PORT?ssl_ca_certs=FILE (without it the system's authorities); unset: off",
     )
     remote_password: SecretStr | None = Field(None, description="Password of that server")
     layerwise: bool = Field(False, description="Load and store layer by layer")

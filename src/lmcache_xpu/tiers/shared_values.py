@@ -42,7 +42,7 @@ FORMAT = "kv3"
 CONNECT_S = 1.0
 ANSWER_S = 10.0  # to one command
 _SLICE = 256 * 1024
-_URL = re.compile(r"rediss?://[^@/]+(/\d+)?")
+_URL = re.compile(r"rediss?://[^@/?]+(/\d+)?(\?ssl_ca_certs=/[^&#]+)?")
 # Not WATCH and MULTI, which a full server refuses.
 _DELETE = """
 if redis.sha1hex(redis.call("GET", KEYS[1]) or "") == ARGV[1] then redis.call("DEL", KEYS[1]) end
