@@ -78,11 +78,11 @@ CHAPTERS = {
 
 def defaults(compose: str) -> dict[str, str]:
     """The variables of compose.yaml, each with its default; empty where there is none."""
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for name, default in VARIABLE.findall(compose):
-        found[name] = found.get(name) or default
-        found |= dict(VARIABLE.findall(default))
-    return found
+        values[name] = values.get(name) or default
+        values |= dict(VARIABLE.findall(default))
+    return values
 
 
 def shown(name: str, default: str) -> str:
