@@ -110,7 +110,7 @@ GONE = "failed to solve: example.com/base:1: example.com/base:1: not found"
     [
         ("version --format", NO_DAEMON, "no Docker daemon answers.", "sudo systemctl start docker"),
         ("version --format", NOT_MINE, "this user may not use Docker.", "sudo usermod -aG docker"),
-        ("pull", NO_HOST, "pulling images needs a network: dial tcp: lookup", "PULL_POLICY=never"),
+        ("pull", NO_HOST, "pulling prom/prometheus:v3.5.0 needs a network: dial", "PULL_POLICY="),
         ("build", NO_HOST, "the build needs a network: dial tcp: lookup", "PULL_POLICY=never"),
         ("build", NO_INDEX, "the build needs a network: dns error", "mirrors"),
         ("build", NO_ARCHIVE, "the build needs a network: Could not connect to deb.", "mirrors"),
@@ -123,7 +123,8 @@ def test_a_start_that_lacks_something_says_what_to_do_in_one_line(
     project, target, call, text, said, advice
 ):
     (project.dri / "renderD128").touch()
-    project.install(answers={call: (1, text)})
+    missing = {"config --images": (0, "prom/prometheus:v3.5.0"), "image inspect": (1, "none")}
+    project.install(answers={**missing, call: (1, text)})
     done = project.run("make", "-s", target)
     assert done.returncode
     assert one_line(done).startswith(f"up: {said}")
@@ -150,26 +151,27 @@ def test_rootless_docker_is_refused_for_a_gpu_and_taken_on_cpu(project):
     assert project.run("docker/up", "cpu").returncode == 0
 
 
+IMAGES = {"config --images": (0, "lmcache-xpu/cpu:0.1.0\nprom/prometheus:v3.5.0")}
+
+
 def test_images_that_are_not_here_and_are_not_made_are_named(project):
     project.set("PULL_POLICY", "never")
-    answers = {"config --images": (0, "lmcache-xpu/cpu:0.1.0"), "image inspect": (1, "none")}
-    project.install(answers=answers)
+    project.install(answers={**IMAGES, "image inspect": (1, "none")})
     done = project.run("docker/up", "cpu")
     assert done.returncode == 1
-    assert one_line(done).startswith(
-        "up: no image lmcache-xpu/cpu:0.1.0 here, and PULL_POLICY=never"
-    )
-    assert project.calls("--wait") == []
+    assert one_line(done).startswith("up: no image lmcache-xpu/cpu:0.1.0 here, and PULL_POLICY=nev")
+    assert (project.calls("pull"), project.calls("--wait")) == ([], [])
 
 
-@pytest.mark.parametrize(
-    ("policy", "ours"), [("build", False), ("never", False), ("missing", True)]
-)
-def test_images_of_this_project_are_pulled_from_a_registry_of_yours_alone(project, policy, ours):
+@pytest.mark.parametrize("policy", ["build", "missing"])
+def test_what_is_not_here_is_pulled_before_the_start_and_nothing_else(project, policy):
+    """A built image is here by then; a pull of ours is one from a registry of yours."""
     project.set("PULL_POLICY", policy)
+    absent = {"image inspect prom/prometheus:v3.5.0": (1, "none")}
+    project.install(answers={**IMAGES, **absent})
     assert project.run("docker/up", "cpu").returncode == 0
-    [(words, _)] = project.calls("pull")
-    assert ("--ignore-buildable" not in words) is ours
+    assert [words for words, _ in project.calls("pull")] == [["pull", "prom/prometheus:v3.5.0"]]
+    assert bool(project.calls("build")) is (policy == "build")
 
 
 def test_a_shared_tier_without_a_password_is_not_started(project):

@@ -14,7 +14,7 @@ from lmcache_xpu.harness.engine_process import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = """\
-#!{python}
+#!{python} -SI
 import json, os, sys, time
 words, crashes = sys.argv[1:], {crashes}
 if words == ["compose", "version", "--short"]:
