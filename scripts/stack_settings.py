@@ -53,7 +53,8 @@ CHAPTERS = {
     },
     "Images": {
         "PULL_POLICY": "`build`: `make up` builds the images each time, which takes seconds without"
-        " changes; `never`: it starts those that are here; `missing`: those of a registry of yours",
+        " changes; `never`: it starts what is here, and pulls nothing; `missing`: those of"
+        " a registry of yours",
         "BASE_IMAGE": "What all images of Debian are built on, and the tools of the others",
         "XPU_IMAGE": "What the image `xpu` is built on",
         "VLLM_VERSION": "The version in the name of it",
