@@ -3,8 +3,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-INTEGRATION := $(BIN)/pytest integration_tests -n 2 --junitxml=reports/integration.xml $(INTEGRATION_ARGS)
-
 help:
 	@awk -F ':.*## ' '/^##@ /{printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*## /{printf "  %-19s %s\n", $$1, $$2}' \
 		$(MAKEFILE_LIST)
@@ -46,63 +44,48 @@ loadtest-compare: setup ## Engines without and with offload, same load: [PROFILE
 capacity: setup ## How many users fit, without and with offload: [ARGS=...]
 	@$(BIN)/python -m loadtests.capacity $(ARGS)
 
-other-clients: setup ## Other benchmark clients beside this one: HOST=http://... [ARGS=...]
-	@$(BIN)/python -m loadtests.other_clients --host $(or $(HOST),$(error HOST=http://... is missing)) $(ARGS)
-
-pictures: setup ## Renew docs' pictures: an engine under load, Prometheus: [ARGS=...]
-	@$(BIN)/python -m loadtests.pictures $(ARGS)
-
-bench-engine: setup ## Hits and stores, beside LMCache's own: [ARGS='--json FILE']
-	@$(BIN)/lmcache-xpu bench engine $(ARGS)
-
-bench-load: setup ## Hits beside others, and conversations at once: [ARGS='--json FILE']
-	@$(BIN)/lmcache-xpu bench load $(ARGS)
-
 bench: setup ## The connectors and the demo's engine on CPU; needs a quiet machine
 	@$(BIN)/python measurements/cpu_connectors.py
 	@$(BIN)/python measurements/cpu_engine.py
 
-bench-device: ## The connectors on an accelerator, in the environment of PYTHON
-	@PYTHONPATH=src $(PYTHON) measurements/device_connectors.py
-
 ##@ Test
 
-test: setup ## Unit tests, and end-to-end tests with real engines
+# Parts that `make test` leaves out, or has with others; `lmcache` is LMCACHE=... beside this vLLM.
+PART_tools := -m "tools and not matrix"
+PART_models := $(addprefix tests/engine/test_,local.py models.py server.py server_soak.py waiting.py) \
+	tests/helm/test_chart_side_car_engine.py
+PART_ranks := $(addprefix tests/engine/test_,ends.py ranks.py server_ranks.py resets.py engines_of_one_serve.py)
+PART_bases := -s tests/test_install.py tests/engine/test_packages.py tests/containers/test_bases.py
+PARTS := $(sort lmcache $(subst PART_,,$(filter PART_%,$(.VARIABLES))))
+LMCACHE_DIR = $(CURDIR)/build/lmcache-$(or $(LMCACHE),$(error LMCACHE=... is missing))
+
+test: setup ## Unit tests, and real engines: [PART=tools|models|ranks|bases|lmcache]
+ifeq ($(PART),)
 	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not (alone or matrix or tools)"
 	@$(BIN)/pytest -m "alone and not (matrix or tools)"
-
-test-tools: setup ## The demo, the benches, faults that tests have to see
-	@$(BIN)/pytest -m "tools and not matrix"
-
-test-models: setup ## Each model in each mode, LMCache's server in each way
-	@$(BIN)/pytest $(addprefix tests/engine/test_,local.py models.py server.py server_soak.py waiting.py) \
-		tests/helm/test_chart_side_car_engine.py
-
-test-lmcache: LMCACHE_DIR = $(CURDIR)/build/lmcache-$(or $(LMCACHE),$(error LMCACHE=... is missing))
-test-lmcache: setup ## End-to-end tests with another LMCache beside this vLLM: LMCACHE=...
+else ifeq ($(PART),lmcache)
 	@$(BIN)/uv pip install --quiet --no-deps --target $(LMCACHE_DIR) lmcache==$(LMCACHE)
 	@PYTHONPATH=$(LMCACHE_DIR) $(BIN)/pytest -m engine tests/engine tests/test_stored_by.py $(ARGS)
 	@PYTHONPATH=$(LMCACHE_DIR) $(BIN)/pytest tests/tiers/disk -k l2_adapter
-
-test-ranks: setup ## Ranks of one engine; several engines; their ends and faults
-	@$(BIN)/pytest $(addprefix tests/engine/test_,ends.py ranks.py server_ranks.py resets.py engines_of_one_serve.py)
+else
+	@$(if $(filter bases,$(PART)),VLLM=$(or $(VLLM),0.29.0)) $(BIN)/pytest $(or $(PART_$(PART)),$(error PART=$(PART); expected one of: $(PARTS)))
+endif
 
 matrix: setup ## Exactness on each accepted vLLM: [VERSIONS=...] [ARGS=...]
 	@$(BIN)/python scripts/matrix.py $(VERSIONS) $(ARGS)
 
-integration: setup ## The promises, also when things break, in short: [STACK=compose]
+# Without BREAK the promises have to hold; with it, those that need the part have to fail.
+INTEGRATION = $(BIN)/pytest integration_tests -n 2 $(addprefix --requests ,$(or $(REQUESTS),$(if $(BREAK),60))) \
+	$(addprefix --soak-s ,$(or $(SOAK_S),$(if $(BREAK),20)))
+
+integration: setup ## The promises, also when things break: [STACK=compose] [BREAK=all]
+ifeq ($(BREAK),)
 	@$(if $(filter compose,$(STACK)),docker compose build engine-cpu)
-	@$(INTEGRATION) --stack $(or $(STACK),processes)
-
-integration-long: setup ## The same in long: [REQUESTS=5000] [SOAK_S=1200]
-	@$(INTEGRATION) --requests $(or $(REQUESTS),5000) --soak-s $(or $(SOAK_S),1200)
-
-soak-server: setup ## Hits while LMCache's server is killed and stopped: [ARGS='--hits 500']
-	@PYTHONPATH=src:tests $(BIN)/python -m support.server_soak $(ARGS)
-
-integration-broken: setup ## Each test has to fail without what it is for: [PARTS=...]
-	@for part in $(or $(PARTS),$$($(BIN)/python integration_tests/breaks.py)); do \
-		$(BIN)/pytest integration_tests -n 2 --break $$part --requests 60 --soak-s 20 || exit; done
+	@$(INTEGRATION) --junitxml=reports/integration.xml --stack $(or $(STACK),processes) $(INTEGRATION_ARGS)
+else
+	@for part in $(if $(filter all,$(BREAK)),$$($(BIN)/python integration_tests/breaks.py),$(BREAK)); do \
+		$(INTEGRATION) --break $$part || exit; done
+endif
 
 fuzz: setup ## Random cases against an oracle: [EXAMPLES=...] or [SECONDS=600]
 	@FUZZ_EXAMPLES=$(EXAMPLES) FUZZ_SECONDS=$(or $(SECONDS),$(if $(EXAMPLES),,600)) \
@@ -117,10 +100,6 @@ contract: setup ## What moved of what is used: [VLLM=0.34.0] [LMCACHE=...]
 test-containers: setup ## Build the images, test the stack on CPU in its own Docker: [ALL=1]
 	@$(BIN)/pytest tests/containers $(if $(ALL),,-m "not matrix")
 
-test-bases: setup ## Packages of every base; the XPU image on a stand-in: [VLLM=0.29.0]
-	@$(BIN)/pytest tests/test_install.py tests/engine/test_packages.py
-	@VLLM=$(or $(VLLM),0.29.0) $(BIN)/pytest -s tests/containers/test_bases.py
-
 helm-check: setup ## Lint and test the chart, without an engine
 	@$(BIN)/pytest tests/helm -m "not engine"
 
@@ -132,24 +111,18 @@ check: setup ## Lint, format, types, order of imports; changes nothing
 fmt: setup ## Format and fix what lint can fix
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 
-docs: setup ## Renew the pages made from the code, build the site into site/
+docs: setup ## Renew the pages made from the code, build the site: [SERVE=1]
 	@$(BIN)/python scripts/reference_docs.py
 	@$(BIN)/python scripts/version_tables.py
 	@$(BIN)/python scripts/site_mermaid.py
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-
-docs-serve: docs ## The site on this machine, at http://127.0.0.1:8001
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve -a 127.0.0.1:8001
+	@$(if $(SERVE),NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve -a 127.0.0.1:8001)
 
 helm-docs: setup ## Renew the chart's schema and the tables of its README
 	@$(BIN)/python helm/chart_schema.py && $(BIN)/python helm/chart_readme.py
 	@cp helm/lmcache-xpu/values.yaml tests/helm/frozen/$$($(BIN)/lmcache-xpu --version).yaml
 
-helm-package: setup ## Package the chart into dist/: [REGISTRY=oci://...] pushes it
-	@$(BIN)/helm package helm/lmcache-xpu -d dist
-	@$(if $(REGISTRY),$(BIN)/helm push dist/lmcache-xpu-$$($(BIN)/lmcache-xpu --version).tgz $(REGISTRY))
-
 lock: setup ## Renew constraints.txt from pyproject.toml: [UPGRADE=1] all of it
 	@$(PYTHON) scripts/bootstrap.py --lock $(if $(UPGRADE),--upgrade)
 
-.PHONY: help setup demo test test-models test-tools nightly test-ranks test-lmcache contract matrix integration integration-long soak-server integration-broken fuzz check fmt docs docs-serve bench bench-engine bench-load bench-device up up-cpu down logs test-containers test-bases helm-docs helm-check helm-package loadtest loadtest-compare capacity other-clients pictures lock clean
+.PHONY: help setup demo clean up up-cpu logs down loadtest loadtest-compare capacity bench test matrix integration fuzz nightly contract test-containers helm-check check fmt docs helm-docs lock

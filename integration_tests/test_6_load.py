@@ -52,7 +52,7 @@ def test_a_soak_leaves_memory_and_ttft_flat(
     """
     seconds = request.config.getoption("--soak-s")
     if not seconds:
-        pytest.skip("needs --soak-s; see make integration-long")
+        pytest.skip("needs --soak-s; see make integration REQUESTS=5000 SOAK_S=1200")
     begin = time.monotonic()
     prompts = shared(seed=7, count=10**9)
     samples: list[tuple[float, float]] = []

@@ -11,6 +11,7 @@ from environment import ROOT
 from markdown_table import cell, rows
 from pydantic import SecretStr
 from pydantic.fields import FieldInfo
+from stack_settings import chapters
 
 from lmcache_xpu.launch.settings import DIAGNOSTIC_VARIABLES, ENV_PREFIX, Settings
 
@@ -119,7 +120,8 @@ def page(text: str) -> str:
         "row does not say otherwise.",
         "",
         "`--cpu-gib` is the variable `LMCACHE_XPU_CPU_GIB`, the same line in Compose's `.env`, and",
-        "`settings.cpu_gib` in the Helm chart. [Below](#other-names) are the exceptions.",
+        "`settings.cpu_gib` in the Helm chart. [Below](#other-names) are the exceptions, and what",
+        "[the Compose stack](#the-compose-stack) has besides.",
     ]
     body: list[tuple[str, ...]] = []
     for name, field in Settings.model_fields.items():
@@ -132,7 +134,7 @@ def page(text: str) -> str:
     elsewhere = ((f"`{name}`", *names) for name, names in ELSEWHERE.items())
     lines += ["", rows(head, body), "", "## Other names", ""]
     lines += [rows(("setting", "in Compose", "in the chart"), elsewhere), ""]
-    lines += ["## Switches for diagnosis", ""]
+    lines += [*chapters(), "", "## Switches for diagnosis", ""]
     lines += ["Not settings of a deployment. They are variables only.", ""]
     names = sorted(name.removeprefix(ENV_PREFIX) for name in DIAGNOSTIC_VARIABLES)
     lines.append(

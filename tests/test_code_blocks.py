@@ -49,8 +49,6 @@ PROGRAMS = {
     "loadtest": ("-c", LOCUST_HELP),
     "loadtest-compare": ("-m", "loadtests.compare"),
     "capacity": ("-m", "loadtests.capacity"),
-    "pictures": ("-m", "loadtests.pictures"),
-    "bench-engine": ("-c", "from lmcache_xpu.cli import app; app()", "bench", "engine"),
 }
 SEPARATORS = {"&&", "||", ";", "|", "(", ")", "&"}
 MAKEFILE = (ROOT / "Makefile").read_text()

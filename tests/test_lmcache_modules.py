@@ -54,7 +54,7 @@ print(json.dumps({"version": metadata.version("lmcache"), "modules": modules}))
 
 @pytest.mark.parametrize("version", sorted({*TESTED["lmcache"]} - {installed().lmcache}))
 def test_every_name_is_in_each_other_accepted_lmcache(version: str, tmp_path: Path):
-    """Laid over the one that is installed, as `make test-lmcache` does for the engine's tests."""
+    """Laid over the one that is installed, as `make test PART=lmcache` does for engines."""
     pytest.importorskip("vllm")
     uv("install", "--no-deps", "--target", str(tmp_path), f"lmcache=={version}")
     command = [sys.executable, "-c", IMPORT]

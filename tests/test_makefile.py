@@ -6,6 +6,8 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 MAKEFILE = (ROOT / "Makefile").read_text()
 LINE = re.compile(r"^  ([a-z-]+) +(\S.*)$")
@@ -23,4 +25,29 @@ def test_help_names_every_target_in_a_group_and_in_one_column():
     [phony] = re.findall(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)
     names = [line[1] for line in lines]
     assert sorted(names) == sorted(set(phony.split()) - {"help"})
+    assert len(names) < 25
     assert groups[::2] == ["Try it", "Run it with Docker", "Measure", "Test", "Develop"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["test", "PART=gpu"], "PART=gpu; expected one of: bases lmcache models ranks tools"),
+        (["test", "PART=lmcache"], "LMCACHE=... is missing"),
+        (["loadtest"], "HOST=http://... is missing"),
+    ],
+)
+def test_a_wrong_word_is_refused_with_those_that_are_expected(words, said):
+    command = ["make", "-n", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+@pytest.mark.parametrize("part", ["tools", "models", "ranks", "bases"])
+def test_the_files_of_each_part_are_there(part):
+    command = ["make", "-n", "test", f"PART={part}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    files = re.findall(r"tests/\S+\.py", done.stdout)
+    assert files or part == "tools"
+    assert [name for name in files if not (ROOT / name).is_file()] == []

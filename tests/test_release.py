@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / ".github/workflows/release.yml").read_text()
 WORKFLOW = yaml.safe_load(TEXT)
 BAKE = (ROOT / "docker-bake.hcl").read_text()
+COMPOSE = (ROOT / "compose.yaml").read_text()
 JOBS = WORKFLOW["jobs"]
 
 
@@ -70,17 +71,27 @@ def docker(folder: Path) -> dict[str, str]:
     return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
 
 
-def test_each_base_has_a_digest_that_pins_it(tmp_path):
-    script = ROOT / "docker/digests"
-    done = subprocess.run([script], env=docker(tmp_path), capture_output=True, text=True)
-    lines = dict(line.split("=") for line in done.stdout.splitlines())
-    assert set(lines) == set(re.findall(r'variable "([A-Z]+_DIGEST)"', BAKE))
-    assert len(set(lines.values())) == len(lines) == 8
-    done = subprocess.run([script, "XPU"], env=docker(tmp_path), capture_output=True, text=True)
+def test_each_image_has_a_digest_that_pins_it(tmp_path):
+    def digests(*names: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        script, environ = ROOT / "docker/digests", docker(tmp_path) | variables
+        return subprocess.run([script, *names], env=environ, capture_output=True, text=True)
+
+    lines = dict(line.split("=") for line in digests().stdout.splitlines())
+    named = re.findall(r'\{([A-Z]+_IMAGE):-|"([A-Z]+_IMAGE)"', COMPOSE + BAKE)
+    assert lines.keys() == {name for pair in named for name in pair if name}
+    assert len(set(lines.values())) == len(lines) == 10
+    for value in lines.values():
+        assert re.fullmatch(r"[a-z0-9./-]+:[\w.-]+@sha256:[0-9a-f]{64}", value), value
+    other = digests("XPU_IMAGE", VLLM_VERSION="0.29.0").stdout
+    assert other.startswith("XPU_IMAGE=vllm/vllm-openai-xpu:v0.29.0@sha256:")
+    again = digests("XPU_IMAGE", XPU_IMAGE="mirror/xpu:1@sha256:00").stdout
+    assert again.startswith("XPU_IMAGE=mirror/xpu:1@sha256:")
+    assert again.count("@") == 1
+    done = digests("XPU")
     assert done.returncode == 2
-    assert "XPU is no variable of docker-bake.hcl; expected one of: DEBIAN_DIGEST" in done.stderr
+    assert "XPU names no image; expected one of: BASE_IMAGE" in done.stderr
     [released] = re.findall(r"docker/digests (.*) \|", commands("bases"))
-    assert released.split() == ["DEBIAN_DIGEST", "XPU_DIGEST"]
+    assert released.split() == ["BASE_IMAGE", "XPU_IMAGE"]
 
 
 def test_a_release_has_sbom_and_provenance():

@@ -1,1 +1,1 @@
-"""Do other benchmark clients see what ours sees? `make other-clients HOST=http://...`."""
+"""Do other benchmark clients see what ours sees? `python -m loadtests.other_clients`."""

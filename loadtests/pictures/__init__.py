@@ -1,1 +1,1 @@
-"""The pictures of docs/, drawn from what was measured: `make pictures`."""
+"""The pictures of docs/, drawn from what was measured: `python -m loadtests.pictures`."""

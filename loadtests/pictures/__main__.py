@@ -1,4 +1,4 @@
-"""Renew the pictures of docs/: `make pictures`."""
+"""Renew the pictures of docs/: `python -m loadtests.pictures`."""
 
 from __future__ import annotations
 
@@ -102,7 +102,10 @@ def main(
                 f"An engine on CPU, then {load_s:g} s of load; logs: {work}/pictures-*.log"
             )
             recording = record(
-                program, work=work, load_s=load_s, facts=facts_of(["make", "pictures"])
+                program,
+                work=work,
+                load_s=load_s,
+                facts=facts_of(["python", "-m", "loadtests.pictures"]),
             )
             recording.write(RECORDING)
     except (LMCacheXPUError, ValueError, OSError) as error:

@@ -27,6 +27,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = "lmcache-xpu-test/base"
+INDEX = re.compile(r"index-url='(https?://[^']+)'")
 # Compose v2 and buildx are no packages of Debian 12; those of 13 run there.
 PLUGINS = {"docker-compose": "compose", "docker-buildx": "buildx"}
 
@@ -96,7 +97,7 @@ class DockerHost:
             self._install_plugins()
 
     def _install_plugins(self) -> None:
-        mirror = _debian_mirror()
+        mirror = debian_mirror()
         url = f"{mirror}/dists/trixie/main/binary-amd64/Packages.xz"
         with urllib.request.urlopen(url, timeout=120) as answer:
             index = lzma.decompress(answer.read()).decode()
@@ -161,7 +162,7 @@ class DockerHost:
         if self.run("image", "inspect", BASE, check=False).returncode == 0:
             return
         tree = self.folder / "base"
-        _call("debootstrap", "--variant=minbase", "bookworm", str(tree), _debian_mirror())
+        _call("debootstrap", "--variant=minbase", "bookworm", str(tree), debian_mirror())
         changes = []
         own = Path("/usr/local/share/ca-certificates")
         if (bundle := os.environ.get("SSL_CERT_FILE")) and own.is_dir():
@@ -176,11 +177,9 @@ class DockerHost:
 
     def _make_secret(self) -> None:
         """pip's index and find-links in uv's words; folders are served over loopback."""
-        config = subprocess.run(
-            [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True
-        ).stdout
+        config = _pip_config()
         lines = []
-        if index := re.search(r"index-url='(https?://[^']+)'", config):
+        if index := INDEX.search(config):
             lines.append(f'index-url = "{index[1]}"')
         if links := re.search(r"find-links='([^']+)'", config):
             served = [self._serve(link) for link in links[1].replace("\\n", " ").split()]
@@ -215,13 +214,24 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
         """Nothing: the tests' output is theirs."""
 
 
-def _debian_mirror() -> str:
+def debian_mirror() -> str:
     """The first Debian archive that this machine's apt is configured with."""
     asked = ["apt-get", "indextargets", "--format", "$(REPO_URI)", "Origin: Debian"]
     archives = subprocess.run(asked, capture_output=True, text=True, timeout=60).stdout.split()
     if not archives:
         pytest.fail("apt knows no Debian archive here. Configure one, or set SKIP_CONTAINERS=1.")
     return archives[0].rstrip("/")
+
+
+def pip_index() -> str:
+    """The package index that this machine's pip is configured with, with a slash at its end."""
+    index = INDEX.search(_pip_config())
+    return (index[1] if index else "https://pypi.org/simple").rstrip("/") + "/"
+
+
+def _pip_config() -> str:
+    command = [sys.executable, "-m", "pip", "config", "list"]
+    return subprocess.run(command, capture_output=True, text=True).stdout
 
 
 def _call(*command: str) -> None:

@@ -1,4 +1,4 @@
-"""The target xpu on stand-ins for images of others, with an earlier vLLM: `make test-bases`.
+"""The target xpu on stand-ins for images of others, with an earlier vLLM: `make test PART=bases`.
 
 VLLM names the release; without it these tests are left out, because the builds take minutes.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 
 import pytest
 from docker_host import ROOT
@@ -30,8 +31,11 @@ def test_the_example_is_one_engine_on_an_intel_gpu(host):
     assert engine["ulimits"] == {"memlock": -1}
     assert engine["stop_grace_period"] == "1m0s"
     assert engine["build"]["args"] == {
+        "BASE_IMAGE": "debian:bookworm-slim",
+        "UBUNTU_IMAGE": "ubuntu:24.04",
         "XPU_IMAGE": "vllm/vllm-openai-xpu:v0.32.0",
         "LMCACHE_VERSION": "",
+        "TORCH_BACKEND": "cpu",
     }
     [port] = engine["ports"]
     assert (port["host_ip"], port["published"], port["target"]) == ("127.0.0.1", "8000", 8000)
@@ -126,17 +130,64 @@ def test_two_engines_get_a_gpu_each(host):
     assert masks == ["0", "1"]
 
 
-def test_bake_reads_its_file_and_names_every_image(host):
-    text = (ROOT / "docker-bake.hcl").read_text()
-    names = re.findall(r'^target "([a-z].*)"', text, re.MULTILINE)
-    shown = host.run("buildx", "bake", "-f", str(ROOT / "docker-bake.hcl"), "--print", *names)
-    text = shown.stdout[shown.stdout.index("{\n") :]
-    targets = json.loads(text)["target"]
-    assert set(targets) == set(names)
-    assert targets["xpu-legacy"]["args"]["ALLOW_UNTESTED"] == "1"
-    shown = host.run(
-        *("buildx", "bake", "-f", str(ROOT / "docker-bake.hcl"), "--print", "xpu"),
-        env={"VLLM_VERSION": "0.1.2"},
-    )
-    assert '"vllm/vllm-openai-xpu:v0.1.2"' in shown.stdout
-    assert '"lmcache-xpu/xpu:0.1.0-vllm-0.1.2"' in shown.stdout
+NAMES = re.findall(r'^target "([a-z].*)"', (ROOT / "docker-bake.hcl").read_text(), re.MULTILINE)
+FILES = ("compose.yaml", "docker-bake.hcl", "docker/no-secret")
+
+
+@pytest.fixture
+def bake(host, tmp_path):
+    """Return the targets that bake would build, by what stands in `.env` and the environment."""
+    for name in FILES:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text())
+
+    def run(text: str = "", *names: str, **environment: str) -> dict:
+        (tmp_path / ".env").write_text(text)
+        asked = ("buildx", "bake", "--print", *(names or NAMES))
+        done = host.run(*asked, env=environment, cwd=tmp_path, stderr=subprocess.PIPE)
+        return json.loads(done.stdout)["target"]
+
+    return run
+
+
+def secrets_of(target: dict) -> dict[str, str]:
+    """Id and file of each secret: buildx wrote them as one text until 0.15."""
+    pairs = [
+        dict(part.split("=") for part in secret.split(",")) if isinstance(secret, str) else secret
+        for secret in target["secret"]
+    ]
+    return {pair["id"]: pair["src"] for pair in pairs}
+
+
+def test_bake_names_every_image_without_a_setting(bake):
+    targets = bake()
+    assert targets.keys() == set(NAMES)
+    for target in targets.values():
+        assert target["args"]["BASE_IMAGE"] == "debian:bookworm-slim"
+        assert secrets_of(target) == dict.fromkeys(("uv", "pip", "apt"), "docker/no-secret")
+    assert not targets["wheel"].get("tags")
+    assert targets["xpu-ubuntu"]["args"]["XPU_IMAGE"] == "ubuntu-vllm"
+
+
+def test_bases_and_secrets_of_the_settings_reach_every_target(bake, tmp_path):
+    bases = {"BASE_IMAGE": "mirror/debian:12", "UBUNTU_IMAGE": "mirror/ubuntu:24.04"}
+    files = {"uv": "uv.toml", "pip": "pip.conf", "apt": "apt.sources"}
+    for name in files.values():
+        (tmp_path / name).touch()
+    lines = [f"{name}={value}" for name, value in bases.items()]
+    lines += ["XPU_IMAGE=mirror/xpu:1", "UV_TOML=./uv.toml", "PIP_CONF=./pip.conf"]
+    targets = bake("\n".join([*lines, "APT_SOURCES=./apt.sources\n"]))
+    for name, target in targets.items():
+        assert target["args"].items() >= bases.items(), name
+        assert secrets_of(target) == files, name
+    for name in ("xpu", "cpu", "wheel"):
+        assert targets[name]["args"]["XPU_IMAGE"] == "mirror/xpu:1"
+
+
+def test_bake_takes_versions_and_the_registry_from_the_environment(bake):
+    named = {"VLLM_VERSION": "0.1.2", "LMCACHE_VERSION": "9", "REGISTRY": "r.example"}
+    targets = bake("VLLM_VERSION=0.0.0\n", "xpu", "router", **named)
+    assert targets["xpu"]["args"]["XPU_IMAGE"] == "vllm/vllm-openai-xpu:v0.1.2"
+    assert targets["xpu"]["args"]["LMCACHE_VERSION"] == "9"
+    assert targets["xpu"]["tags"] == ["r.example/xpu:0.1.0-vllm-0.1.2-lmcache-9"]
+    assert targets["router"]["tags"] == ["r.example/router:0.1.0"]

@@ -1,7 +1,7 @@
 """An engine that fails ends: every process of it, with the reason in the log, nothing left.
 
 Each failure is planted in one process of a server on CPU, at its start or with the first request;
-or one process is killed. `make test-ranks` runs this.
+or one process is killed. `make test PART=ranks` runs this.
 """
 
 from __future__ import annotations

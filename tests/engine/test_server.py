@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.alone]  # a wait is measured
 AT_MOST_S = 2.0  # that a server may hold a request; what is computed beside it is less
 HIT = "inside"
 # Requests have their loads inside their steps, or wait for them; or inside, with what vLLM uses on
-# Intel GPUs by default, in Triton's interpreter. `make test-models` has all of these.
+# Intel GPUs by default, in Triton's interpreter. `make test PART=models` has all of these.
 WAYS = ("inside", *(pytest.param(way, marks=pytest.mark.matrix) for way in ("beside", "newer")))
 
 

@@ -1,6 +1,6 @@
 """Ranks on LMCache's server: each restores its bytes; a fault of one is a miss.
 
-`make test-ranks` has four of them.
+`make test PART=ranks` has four of them.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from lmcache_xpu.harness.random_model import EXACT, make_model
 
 pytestmark = pytest.mark.engine
 
-# The newer runner is slow in Triton's interpreter: `make test-models`, and CI with the oldest vLLM.
+# The newer runner is slow in Triton's interpreter: `make test PART=models`, and CI with the oldest.
 RUNNERS = ("default", pytest.param("newer", marks=pytest.mark.matrix))
 
 

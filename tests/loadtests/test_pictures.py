@@ -51,7 +51,7 @@ def recording():
 
 
 def test_the_recording_answers_this_dashboard(recording):
-    """If not: the dashboard has changed since. Renew its picture by `make pictures`."""
+    """If not: the dashboard has changed since. Renew it: `python -m loadtests.pictures`."""
     assert recording.answers.keys() == ASKED
 
 
@@ -188,16 +188,14 @@ def test_every_unit_of_the_dashboard_can_be_written():
 
 
 def test_pictures_of_documents_exist_and_can_be_renewed():
-    """By `make pictures`, or by the measurement in whose folder they lie."""
+    """By `python -m loadtests.pictures`, or by the measurement in whose folder they lie."""
     for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         for name in IMAGE.findall(page.read_text()):
             picture = (page.parent / name).resolve()
             assert picture.exists(), f"{page}: {name}"
             measured = picture.with_name("summary.json"), picture.with_name("capacity.json")
             assert picture in (DASHBOARD, SUMMARY) or any(path.exists() for path in measured)
-    makefile = (ROOT / "Makefile").read_text()
-    assert "\npictures: " in makefile
-    assert "-m loadtests.pictures" in makefile
+    assert "`python -m loadtests.pictures`" in (ROOT / "CONTRIBUTING.md").read_text()
 
 
 def test_without_prometheus_nothing_is_started(capsys):

@@ -1,9 +1,10 @@
 """A soak of LMCache's server: hits under load while it is killed, started again and stopped.
 
-Run by `make soak-server`. One engine on CPU asks for batches with an empty cache of its own, so
-what it does not compute comes from the server. Each answer is compared with the recomputed one, and
-of some prompts every block. The exit status is 1 where anything differs, nothing comes back, or a
-batch takes more than `soak_report.AT_MOST_S` longer than one that is computed.
+Run by `PYTHONPATH=src:tests python -m support.server_soak`. One engine on CPU asks for batches with
+an empty cache of its own, so what it does not compute comes from the server. Each answer is
+compared with the recomputed one, and of some prompts every block. The exit status is 1 where
+anything differs, nothing comes back, or a batch takes more than `soak_report.AT_MOST_S` longer than
+one that is computed.
 """
 
 from __future__ import annotations
@@ -226,7 +227,7 @@ def soak(engine: Engine, server: CacheServer, wanted: argparse.Namespace) -> dic
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, prog="make soak-server")
+    parser = argparse.ArgumentParser(description=__doc__, prog="python -m support.server_soak")
     parser.add_argument("--hits", type=int, default=10_000)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--hangs", type=int, default=6)
