@@ -69,7 +69,7 @@ bench-device: ## The connectors on an accelerator, in the environment of PYTHON
 
 test: setup ## Unit tests, and end-to-end tests with real engines
 	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not (alone or matrix or tools)"
-	@$(BIN)/pytest -m "alone and not (matrix or tools)"
+	@$(BIN)/pytest tests/engine tests/loadtests -m "alone and not (matrix or tools)"
 
 test-tools: setup ## The demo, the benches, faults that tests have to see
 	@$(BIN)/pytest -m "tools and not matrix"

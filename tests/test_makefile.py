@@ -24,3 +24,13 @@ def test_help_names_every_target_in_a_group_and_in_one_column():
     names = [line[1] for line in lines]
     assert sorted(names) == sorted(set(phony.split()) - {"help"})
     assert groups[::2] == ["Try it", "Run it with Docker", "Measure", "Test", "Develop"]
+
+
+def test_all_tests_that_run_alone_are_where_they_are_looked_for():
+    [places] = re.findall(r"pytest (.*) -m \"alone and ", MAKEFILE)
+    marked = {
+        str(path.relative_to(ROOT).parent)
+        for path in ROOT.glob("tests/**/test_*.py")
+        if re.search(r"^(pytestmark|\s*@).*\bmark\.alone\b", path.read_text(), re.MULTILINE)
+    }
+    assert marked == set(places.split())
