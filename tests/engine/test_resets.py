@@ -17,7 +17,8 @@ WHOLE = 1024  # tokens of whole chunks in the prompt that is asked again and aga
 
 
 def probe(step: str, *args: str) -> dict:
-    env = environment() if step == "restart" else None  # with another hash seed
+    # With another hash seed; and with threads that are chosen before PyTorch is imported.
+    env = environment() if step in ("restart", "ranks") else None
     return printed(run_probe("reset", step, *args, env=env))
 
 

@@ -74,12 +74,13 @@ def run_probe(
         args: of the command line.
         timeout: seconds.
         env: variables of an interpreter of its own, which has another hash seed than any other;
-            None for a process that begins with vLLM imported.
+            None for a process that begins with vLLM imported. With the argument `newer` none does,
+            because `newer_runner` comes before vLLM.
     """
     program = ["-m", f"support.{name}_probe", *map(str, args)]
-    if env is None:
+    if env is None and "newer" not in program:
         return forks().run(program, timeout)
-    return _run(*program, timeout=timeout, env=env)
+    return _run(*program, timeout=timeout, env=env or environment())
 
 
 @functools.cache
