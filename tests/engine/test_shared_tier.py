@@ -32,10 +32,11 @@ def steps(request, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     server.start()
     place = (model, server.port, directory / "reference.json", request.param)
     try:
-        stored = printed(run_probe("shared", "store", *place))
-        # Another engine has another hash seed.
-        found = printed(run_probe("shared", "find", *place, env=environment()))
-        return {"store": stored, "find": found}
+        return {
+            "store": printed(run_probe("shared", "store", *place)),
+            # Another engine has another hash seed.
+            "find": printed(run_probe("shared", "find", *place, env=environment())),
+        }
     finally:
         server.stop()
         server.client.close()
