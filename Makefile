@@ -62,7 +62,7 @@ LMCACHE_DIR = $(CURDIR)/build/lmcache-$(or $(LMCACHE),$(error LMCACHE=... is mis
 test: setup ## Unit tests, and real engines: [PART=tools|models|ranks|bases|lmcache]
 ifeq ($(PART),)
 	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not (alone or matrix or tools)"
-	@$(BIN)/pytest -m "alone and not (matrix or tools)"
+	@$(BIN)/pytest tests/engine tests/loadtests -m "alone and not (matrix or tools)"
 else ifeq ($(PART),lmcache)
 	@$(BIN)/uv pip install --quiet --no-deps --target $(LMCACHE_DIR) lmcache==$(LMCACHE)
 	@PYTHONPATH=$(LMCACHE_DIR) $(BIN)/pytest -m engine tests/engine tests/test_stored_by.py $(ARGS)

@@ -51,3 +51,13 @@ def test_the_files_of_each_part_are_there(part):
     files = re.findall(r"tests/\S+\.py", done.stdout)
     assert files or part == "tools"
     assert [name for name in files if not (ROOT / name).is_file()] == []
+
+
+def test_all_tests_that_run_alone_are_where_they_are_looked_for():
+    [places] = re.findall(r"pytest (.*) -m \"alone and ", MAKEFILE)
+    marked = {
+        str(path.relative_to(ROOT).parent)
+        for path in ROOT.glob("tests/**/test_*.py")
+        if re.search(r"^(pytestmark|\s*@).*\bmark\.alone\b", path.read_text(), re.MULTILINE)
+    }
+    assert marked == set(places.split())

@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).parents[1] / "loadtests"))
 
 from measured_runs import COUNTED, row, run
 
-from loadtests import report
+from loadtests import comparison, report
 from loadtests.capacity.__main__ import app
 from loadtests.capacity.runner import BrokenStepError, judge
 from loadtests.capacity.step import Limits
@@ -56,6 +56,12 @@ def without_pictures(monkeypatch):
     """Most of a report's time is theirs, and the answer is made before."""
     monkeypatch.setattr(report, "draw", lambda *_: [])
     monkeypatch.setattr(report, "draw_summary", lambda *_: None)
+
+
+@pytest.fixture(autouse=True)
+def with_few_resamples(monkeypatch):
+    """No answer here hangs on the ends of an interval, whose drawing takes most of the time."""
+    monkeypatch.setattr(comparison, "RESAMPLES", 100)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import sys
 
 import pytest
 from support.checks import B60, GIB, load, said
+from support.scripts import forks
 
 from lmcache_xpu import doctor
 from lmcache_xpu.doctor import check_start, memory
@@ -40,9 +41,15 @@ def run(*args, **environ):
     return subprocess.run(program, env=env, capture_output=True, text=True)
 
 
+def run_in_fork(*args, **environ):
+    """As `run`, in a process that begins with vLLM imported."""
+    program = ["-c", "from lmcache_xpu.cli import app; app()", "doctor", *args]
+    return forks().run(program, 100, **environ)
+
+
 def test_the_command_says_what_is_wrong_in_both_languages(tmp_path):
     bad = {"LMCACHE_XPU_CPU_GIB": "100000", "LMCACHE_XPU_MODEL": str(tmp_path)}
-    done = run("--json", **bad)
+    done = run_in_fork("--json", **bad)
     report = json.loads(done.stdout)
     assert (done.returncode, report["ok"]) == (1, False)
     failed = {c["name"]: c["advice"] for c in report["checks"] if c["outcome"] == "fail"}
@@ -69,7 +76,7 @@ def test_a_pipe_sees_a_line_before_anything_slow_is_imported(command, tmp_path):
 def test_the_build_needs_neither_device_nor_settings():
     # Nor the directory that an engine makes: in a container its variable is always set.
     never_made = {"PROMETHEUS_MULTIPROC_DIR": "/no/such"}
-    done = run("--build", "--json", LMCACHE_XPU_CPU_GIB="100000", **never_made)
+    done = run_in_fork("--build", "--json", LMCACHE_XPU_CPU_GIB="100000", **never_made)
     report = json.loads(done.stdout)
     assert (done.returncode, report["ok"]) == (0, True), report
     assert [c["name"] for c in report["checks"]] == [

@@ -9,7 +9,7 @@ import pytest
 from support import tiny_models
 from support.call_counts import check_walk
 from support.real_engine import BLOCK, CHUNK, LENGTHS, cached
-from support.scripts import printed, run_probe
+from support.scripts import environment, printed, run_probe
 
 from lmcache_xpu.harness.random_model import EXACT, make_model
 
@@ -124,11 +124,11 @@ def test_nothing_is_found_that_was_stored_before_a_reset(seen):
 
 
 def test_what_is_on_disk_outlives_its_engine(model, directory):
-    """The second engine has a scheduler of somebody else's, and its requests wait."""
-    disk = directory / "disk of two"
+    """The second has a hash seed of its own, and a scheduler of others: its requests wait."""
+    place = (model, directory, directory / "disk of two")
     steps = {
-        step: printed(run_probe("server", step, model, directory, disk))
-        for step in ("store", "find")
+        "store": printed(run_probe("server", "store", *place)),
+        "find": printed(run_probe("server", "find", *place, env=environment())),
     }
     assert set(steps["store"].values()) == {0}
     for name in LENGTHS:

@@ -77,10 +77,10 @@ CASES = (
 @pytest.fixture(scope="module", params=CASES)
 def report(request, models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a case's engine did, by prompt; and its log."""
-    env, case = environment(), request.param
+    case = request.param
     model, options = models.of(case)
-    if "tensor_parallel_size" in options:
-        env["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+    two = "tensor_parallel_size" in options
+    env = environment(VLLM_CPU_OMP_THREADS_BIND="0|1") if two else None
     options = {"skip_tokenizer_init": True, **options}
     directory = tmp_path_factory.mktemp("run")
     done = run_probe("models", case, model, directory, json.dumps(options), env=env)

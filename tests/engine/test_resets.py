@@ -7,7 +7,7 @@ weights that it has by then.
 from __future__ import annotations
 
 import pytest
-from support.scripts import printed, run_probe
+from support.scripts import environment, printed, run_probe
 
 from lmcache_xpu.harness.random_model import EXACT, make_model
 
@@ -17,7 +17,9 @@ WHOLE = 1024  # tokens of whole chunks in the prompt that is asked again and aga
 
 
 def probe(step: str, *args: str) -> dict:
-    return printed(run_probe("reset", step, *args))
+    # With another hash seed; and with threads that are chosen before PyTorch is imported.
+    env = environment() if step in ("restart", "ranks") else None
+    return printed(run_probe("reset", step, *args, env=env))
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from support import tiny_models
 from support.cache_server import CacheServer
 from support.call_counts import check_walk
 from support.real_engine import BLOCK, CHUNK, LENGTHS, cached
-from support.scripts import printed, run_probe
+from support.scripts import environment, printed, run_probe
 
 from lmcache_xpu.harness.random_model import EXACT, make_model
 
@@ -198,14 +198,15 @@ def test_nothing_is_found_that_was_stored_before_a_reset(seen):
 
 
 def test_what_one_engine_stores_another_one_finds(model, directory):
-    """The first engine is there before the server, and waits for it."""
+    """The first is there before the server, and waits for it; both have their own hash seeds."""
     server = CacheServer(directory / "two.log")
     starting = threading.Timer(15, server.start)
     starting.start()
     try:
+        place = (model, directory, server.url)
         steps = {
-            step: printed(run_probe("server", step, model, directory, server.url))
-            for step in ("store", "find")
+            "store": printed(run_probe("server", "store", *place)),
+            "find": printed(run_probe("server", "find", *place, env=environment())),
         }
     finally:
         starting.join()
@@ -226,7 +227,8 @@ def test_what_is_on_disk_outlives_its_server(model, directory):
         time.sleep(3)  # what is stored gets to the disk in the background
         server.kill()
         server.start()
-        asked = printed(run_probe("server", "find", model, directory, server.url))
+        find = ("server", "find", model, directory, server.url)
+        asked = printed(run_probe(*find, env=environment()))
     finally:
         server.kill()
     for name in LENGTHS:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 from packaging.version import Version
 from support.real_engine import BLOCK, CHUNK, LENGTHS, cached
-from support.scripts import printed, run_probe
+from support.scripts import environment, printed, run_probe
 from support.ways import each_way
 
 from lmcache_xpu import versions
@@ -26,7 +26,8 @@ WAYS = each_way(MODES, ("default", "newer"), often=tuple((mode, "default") for m
 
 
 def probe(step: str, *args: str) -> dict:
-    process = run_probe("stock", step, *args, timeout=600)
+    env = environment() if step == "restart" else None  # with another hash seed
+    process = run_probe("stock", step, *args, timeout=600, env=env)
     # LMCache's word for a pin that another request had, and that was taken back in its stead.
     assert "Double unpin" not in process.stdout + process.stderr
     return printed(process)

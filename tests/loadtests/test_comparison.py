@@ -153,6 +153,7 @@ def test_a_cache_that_held_all_is_said_with_its_size(tmp_path):
     )
 
 
+@pytest.mark.usefixtures("few_resamples")
 @pytest.mark.parametrize("name", ["none", "cpu"])
 def test_a_variant_that_fell_behind_is_said(tmp_path, name):
     made = arms(tmp_path, base_s=1.0, cpu_s=0.1)
@@ -187,6 +188,7 @@ def test_a_figure_that_is_missing_does_not_hold(tmp_path):
     ]
 
 
+@pytest.mark.usefixtures("few_resamples")
 @pytest.mark.parametrize("name", ["slo.toml", "slo-short.toml"])
 def test_thresholds_that_come_with_this_name_figures_that_there_are(tmp_path, name):
     from loadtests import slo as module

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import struct
 
+import pytest
 from measured_runs import arms, slo_file
 
 from loadtests import report
 from loadtests.report import write_report
+
+pytestmark = pytest.mark.usefixtures("few_resamples")
 
 
 def test_the_report_of_a_comparison_is_whole(tmp_path):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from lmcache.v1.config import LMCacheEngineConfig
-from support.scripts import run_script
+from support.scripts import run_in_fork, run_script
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.stock import config as lmcache_config
@@ -92,7 +92,7 @@ print(json.dumps({"stock": stock, "ours": keys(), "refused": refused,
 
 @pytest.fixture(scope="module")
 def keys() -> dict:
-    return run_script(KEYS)
+    return run_in_fork(KEYS)
 
 
 @pytest.mark.xfail(strict=True, reason="known limit: LMCache keeps 64 bits of a chunk's hash")
@@ -148,7 +148,7 @@ print(json.dumps({
 def test_each_worker_of_an_mla_model_keeps_its_own_copy():
     """LMCache's default is one copy, of which the other workers' connectors could make nothing."""
     pytest.importorskip("vllm")
-    printed_values = run_script(COPIES)
+    printed_values = run_in_fork(COPIES)
     assert printed_values["one"] == [False, None, [0], False]
     # What not all of them have was not found; and other layers are not the first worker's.
     assert printed_values["two"] == [False, None, [0, 1], False]

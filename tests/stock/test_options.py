@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from support.scripts import run_script
+from support.scripts import run_in_fork
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.stock.config import check_features
@@ -176,7 +176,8 @@ print(json.dumps(ways))
 
 def test_it_is_refused_however_it_comes_before_anything_starts(tmp_path):
     (tmp_path / "lmcache.yaml").write_text("enable_async_loading: true\n")
-    ways = run_script(MAKE, FILE=str(tmp_path / "lmcache.yaml"), LMCACHE_XPU_DEVICES="cpu,cuda,xpu")
+    file = str(tmp_path / "lmcache.yaml")
+    ways = run_in_fork(MAKE, FILE=file, LMCACHE_XPU_DEVICES="cpu,cuda,xpu")
     for way in ("vllm", "variable", "file"):
         said, started = ways[way]
         assert said.startswith(
@@ -232,7 +233,7 @@ def test_lmcaches_own_tiers_serve_a_flipped_bit(tmp_path, way):
         "local_disk": {"local_disk": f"{tmp_path}/", "max_local_disk_size": 1},
         "remote_url": {"remote_url": f"fs://host:0{tmp_path}/"},
     }[way]
-    printed_values = run_script(
+    printed_values = run_in_fork(
         FLIPPED,
         PLACE=str(tmp_path),
         CONFIG=json.dumps(config),

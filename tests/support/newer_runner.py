@@ -8,12 +8,14 @@ without Triton where there is no package `vllm`, and the wheels for CPU have ano
 from __future__ import annotations
 
 import os
+import sys
 from importlib import metadata
 from types import SimpleNamespace
 
 
 def use() -> None:
-    """Make vLLM do so in this process. Call it before vLLM is imported."""
+    """Make vLLM do so in this process, which has not imported it yet."""
+    assert "vllm" not in sys.modules, "Triton's interpreter is chosen when vLLM is imported"
     os.environ.update(TRITON_INTERPRET="1", VLLM_USE_V2_MODEL_RUNNER="1")
     from triton.backends import backends
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from support.forks import Forks
 
 from lmcache_xpu.versions import UNTESTED_VARIABLE
 
@@ -57,6 +59,11 @@ def run_script(script: str, *, timeout: float = 240, **variables: str) -> dict:
     return printed(_run("-c", script, timeout=timeout, env=environment(**variables)))
 
 
+def run_in_fork(script: str, *, timeout: float = 240, **variables: str) -> dict:
+    """Run Python code as `run_script` does, in a process that begins with vLLM imported."""
+    return printed(forks().run(["-c", script], timeout, **variables))
+
+
 def run_probe(
     name: str, *args: object, timeout: float = 280, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
@@ -66,11 +73,20 @@ def run_probe(
         name: of the module, without `_probe`.
         args: of the command line.
         timeout: seconds.
-        env: variables, if other than those of `environment`.
+        env: variables of an interpreter of its own, which has another hash seed than any other;
+            None for a process that begins with vLLM imported. With the argument `newer` none does,
+            because `newer_runner` comes before vLLM.
     """
-    return _run(
-        "-m", f"support.{name}_probe", *map(str, args), timeout=timeout, env=env or environment()
-    )
+    program = ["-m", f"support.{name}_probe", *map(str, args)]
+    if env is None and "newer" not in program:
+        return forks().run(program, timeout)
+    return _run(*program, timeout=timeout, env=env or environment())
+
+
+@functools.cache
+def forks() -> Forks:
+    """Return the process that forks for this one."""
+    return Forks(environment())
 
 
 def _run(*args: str, timeout: float, env: dict[str, str]) -> subprocess.CompletedProcess[str]:

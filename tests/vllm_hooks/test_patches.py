@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.scripts import run_script
+from support.scripts import run_in_fork, run_script
 
 from lmcache_xpu import versions
 from lmcache_xpu.errors import SettingsError
@@ -39,7 +39,7 @@ def test_the_plugin_gives_our_connector_under_both_names():
 
 
 def test_the_off_switch_leaves_stock_names_alone():
-    printed_values = run_script(PLUGIN, LMCACHE_XPU_STOCK="1")
+    printed_values = run_in_fork(PLUGIN, LMCACHE_XPU_STOCK="1")
     assert not printed_values["hooked"]
     assert printed_values["names"]["LMCacheConnectorV1"].startswith("vllm.")
     assert printed_values["names"]["LMCacheXPUConnector"] == "lmcache_xpu.stock.connector"
@@ -55,14 +55,14 @@ print(json.dumps(dataclasses.asdict(patches.status())))
 
 def test_status_shows_each_attribute_that_is_replaced():
     """There are at most five, and one is LMCache's."""
-    replaced = run_script(STATUS)["patches"]
+    replaced = run_in_fork(STATUS)["patches"]
     assert len(replaced) == len(patches.PATCHES) + 1 <= 5
     assert [name for name in replaced if not name.startswith("vllm.")] == [
         "lmcache.observability.PrometheusLogger._metadata_to_labels"
     ]
     assert set(replaced.values()) == {True}
     assert [name for name in replaced if "LMCacheConnectorV1" in name]
-    off = run_script(STATUS, LMCACHE_XPU_STOCK="1")["patches"]
+    off = run_in_fork(STATUS, LMCACHE_XPU_STOCK="1")["patches"]
     assert len(off) == len(patches.PATCHES)
 
 
@@ -93,7 +93,7 @@ print(json.dumps(made))
 
 def test_a_device_that_is_not_served_keeps_lmcaches_own_classes():
     """Ours would come without any check, layout or namespace."""
-    modules = run_script(UNSERVED, LMCACHE_XPU_DEVICES="cpu")
+    modules = run_in_fork(UNSERVED, LMCACHE_XPU_DEVICES="cpu")
     assert modules == [in_process_module("v1.gpu_connector.xpu_connectors").__name__] * 2
 
 
@@ -133,7 +133,7 @@ print(json.dumps({"said": said, "hooked": hooked}))
 
 
 def test_an_untested_version_is_refused_by_name_and_patches_nothing():
-    printed_values = run_script(WRONG_VERSION)
+    printed_values = run_in_fork(WRONG_VERSION)
     installed = versions.installed()
     expected = f"VersionError: found LMCache {installed.lmcache} with vLLM {installed.vllm}"
     assert printed_values["said"].startswith(expected)
@@ -143,7 +143,7 @@ def test_an_untested_version_is_refused_by_name_and_patches_nothing():
 
 
 def test_an_untested_version_goes_on_when_asked():
-    printed_values = run_script(WRONG_VERSION, LMCACHE_XPU_ALLOW_UNTESTED="1")
+    printed_values = run_in_fork(WRONG_VERSION, LMCACHE_XPU_ALLOW_UNTESTED="1")
     assert not printed_values["said"].startswith("VersionError")
     assert printed_values["hooked"]
 
@@ -159,7 +159,7 @@ print(json.dumps(patch.absent() or patch.in_place(importlib.import_module(patch.
 
 def test_the_default_connector_lets_another_engine_start_in_its_process():
     """With the variable that `serve` sets for it; LMCache brings what vLLM can't look through."""
-    assert run_script(DEFAULT, LMCACHE_XPU_STOCK="1") is True
+    assert run_in_fork(DEFAULT, LMCACHE_XPU_STOCK="1") is True
 
 
 def test_served_devices():

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from support.scripts import run_script
+from support.scripts import run_in_fork
 
 pytest.importorskip("vllm")
 from lmcache_xpu.vllm_hooks.worker_hooks import GarbageCollection
@@ -34,7 +34,7 @@ print(json.dumps([name, type(wrapper.worker) is once, missing]))
 
 
 def test_a_worker_is_hooked_once_and_keeps_its_name_and_its_methods():
-    name, once, missing = run_script(ONCE)
+    name, once, missing = run_in_fork(ONCE)
     assert (name, once) == ("Worker", True)
     assert "'Worker' object has no attribute 'missing'" in missing
 
@@ -87,7 +87,7 @@ HARMLESS = {
 
 
 def test_our_connector_hears_of_changing_weights_before_they_do():
-    public, names, changes, heard = run_script(WEIGHTS)
+    public, names, changes, heard = run_in_fork(WEIGHTS)
     assert changes == [name for name in names if name != "discard"]
     rounds = [heard[at : at + len(changes)] for at in range(0, len(heard), len(changes))]
     untold = [[name, name] for name in changes]
