@@ -13,10 +13,10 @@ from lmcache_xpu.stock import config as lmcache_config
 
 
 def engine_of(*, mla: bool = False, **parallel: int) -> SimpleNamespace:
-    one = {"world_size": 1, "data_parallel_size": 1, "data_parallel_index": 0}
+    single = {"world_size": 1, "data_parallel_size": 1, "data_parallel_index": 0}
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config=None),
-        parallel_config=SimpleNamespace(**one | parallel),
+        parallel_config=SimpleNamespace(**single | parallel),
         model_config=SimpleNamespace(use_mla=mla),
     )
 

@@ -245,8 +245,8 @@ def test_an_lmcache_that_did_not_come_up_is_refused(make, fault, monkeypatch):
         lmcache.healthy = False
     else:
         del lmcache.tiers["disk"]
-    found = r"\['LocalCPUBackend'\]" if fault == "a tier" else r"\[\]"
-    with pytest.raises(SeamError, match=f"found LMCache tiers {found}"):
+    tiers = r"\['LocalCPUBackend'\]" if fault == "a tier" else r"\[\]"
+    with pytest.raises(SeamError, match=f"found LMCache tiers {tiers}"):
         worker.register_kv_caches({"layer": torch.zeros(1)})
 
 
@@ -259,8 +259,9 @@ from support import storage
 from support.caches import Spec, build
 from lmcache_xpu.stock.gpu_connectors import StandardConnector
 from lmcache_xpu.stock.worker import StockWorker
-from lmcache_xpu.versions.lmcache import LMCacheEngineBuilder
+from lmcache_xpu.versions.lmcache import in_process_module
 
+LMCacheEngineBuilder = in_process_module("v1.cache_engine").LMCacheEngineBuilder
 config, metadata = storage.make_config(Path(os.environ["DISK"])), storage.make_metadata()
 metadata.engine_id, metadata.kv_connector_extra_config = "engine", {}
 cache = build(Spec("LBHNC", layers=2, blocks=8, tokens=16, dim=64))
