@@ -85,7 +85,7 @@ test-lmcache: setup ## End-to-end tests with another LMCache beside this vLLM: L
 	@PYTHONPATH=$(LMCACHE_DIR) $(BIN)/pytest tests/tiers/disk -k l2_adapter
 
 test-ranks: setup ## Ranks of one engine; several engines; their ends and faults
-	@$(BIN)/pytest $(addprefix tests/engine/test_,ends.py ranks.py server_ranks.py resets.py engines_of_one_serve.py)
+	@$(BIN)/pytest $(addprefix tests/engine/test_,ends.py server_ranks.py resets.py engines_of_one_serve.py)
 
 matrix: setup ## Exactness on each accepted vLLM: [VERSIONS=...] [ARGS=...]
 	@$(BIN)/python scripts/matrix.py $(VERSIONS) $(ARGS)
