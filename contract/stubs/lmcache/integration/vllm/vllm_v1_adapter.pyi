@@ -33,4 +33,3 @@ class LoadSpec:
     vllm_cached_tokens: Any
     lmcache_cached_tokens: Any
     can_load: Any
-
