@@ -54,7 +54,7 @@ bench: setup ## The connectors and the demo's engine on CPU; needs a quiet machi
 PART_tools := -m "tools and not matrix"
 PART_models := $(addprefix tests/engine/test_,local.py models.py server.py server_soak.py waiting.py) \
 	tests/helm/test_chart_side_car_engine.py
-PART_ranks := $(addprefix tests/engine/test_,ends.py ranks.py server_ranks.py resets.py engines_of_one_serve.py)
+PART_ranks := $(addprefix tests/engine/test_,ends.py server_ranks.py resets.py engines_of_one_serve.py)
 PART_bases := -s tests/test_install.py tests/engine/test_packages.py tests/containers/test_bases.py
 PARTS := $(sort lmcache $(subst PART_,,$(filter PART_%,$(.VARIABLES))))
 LMCACHE_DIR = $(CURDIR)/build/lmcache-$(or $(LMCACHE),$(error LMCACHE=... is missing))

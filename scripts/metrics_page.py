@@ -96,7 +96,7 @@ while it moves is bytes divided by seconds:
 `rate(lmcache_xpu_bytes_total[5m]) / rate(lmcache_xpu_seconds_total[5m])`.
 
 An object is a chunk, or in models with several KV caches a part of one. With `layerwise` there is
-nothing of the CPU tier's size and of what it evicts; LMCache's own engine counts them.
+nothing but errors and stores of the disk tier; LMCache's own engine counts the rest.
 
 ## Reasons
 

@@ -88,9 +88,9 @@ def _(module) -> None:
     connector.get_transfer_results = all_succeeded
 
 
-@breaks("withhold", "stock.unfilled_blocks")
+@breaks("withhold", "stock.worker")
 def _(module) -> None:
-    module.UnfilledBlocks.spoil = nothing
+    module.WITHHELD_STEPS = 0
 
 
 @breaks("counters", "metrics")

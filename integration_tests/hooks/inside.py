@@ -37,9 +37,9 @@ def cache_engine():
     """LMCache's engine in the layerwise mode's worker; None where it is not up."""
     from lmcache.integration.vllm.utils import ENGINE_NAME
 
-    from lmcache_xpu.versions.lmcache import LMCacheEngineBuilder
+    from lmcache_xpu.versions.lmcache import in_process_module
 
-    return LMCacheEngineBuilder.get(ENGINE_NAME)
+    return in_process_module("v1.cache_engine").LMCacheEngineBuilder.get(ENGINE_NAME)
 
 
 def storers() -> int:

@@ -42,8 +42,8 @@ def settings(place):
     return DiskSettings.parse({"disk.path": str(place), "disk.gib": 0.1})
 
 
-def opened(place, ranks=1):
-    return settings(place).open_store(0, ranks, 300.0)
+def opened(place):
+    return settings(place).open_store(300.0)
 
 
 def give(path, user=NOBODY):
@@ -135,18 +135,6 @@ def test_a_chunk_that_another_user_wrote_is_not_read(place):
     again.close()
 
 
-@two_users
-def test_what_ranks_left_is_not_taken_over_from_another_user(place, victim):
-    left = place / "kv-worker-1"
-    left.mkdir()
-    os.link(victim, left / ("1" * 64 + ".lmxkv"))
-    give(left)
-    store = opened(place)
-    assert files(store.directory) == []
-    assert victim.exists()
-    store.close()
-
-
 def test_a_directory_that_is_replaced_while_in_use_is_not_written(place, tmp_path):
     (tmp_path / "etc").mkdir()
     store = opened(place)
@@ -232,11 +220,3 @@ def test_the_holder_of_a_lock_may_have_any_name(place):
 def test_a_layout_that_is_none_is_a_miss(text):
     assert ChunkLayout.parse(text) is None
     assert object_key(text) is None
-
-
-@pytest.mark.parametrize("name", ["kv-worker-\u00b2", "kv-worker-", "kv-worker-1x", "kv-worker--1"])
-def test_a_directory_with_a_name_like_a_workers_is_left_alone(place, name):
-    (place / name).mkdir()
-    (place / name / ("1" * 64 + ".lmxkv")).touch()
-    opened(place).close()
-    assert len(files(place / name)) == 1

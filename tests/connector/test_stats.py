@@ -12,13 +12,13 @@ import pytest
 from prometheus_client import REGISTRY, Counter
 
 pytest.importorskip("vllm")
-from support.facade import Facade
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 
 from lmcache_xpu import metrics
 from lmcache_xpu.connector import stats
-from lmcache_xpu.connector.stats import ConnectorStats, PromMetrics
-from lmcache_xpu.stock.connector import LMCacheXPUConnector
+from lmcache_xpu.connector.connector import LMCacheXPUServerConnector
+from lmcache_xpu.connector.stats import ConnectorStats, PromMetrics, StatsHooks
 
 HERE = f"{socket.gethostname()}:{os.getpid()}"
 
@@ -45,8 +45,14 @@ def value(name: str, **labels: str) -> float:
     return REGISTRY.get_sample_value(f"lmcache_xpu_{name}", labels) or 0.0
 
 
+def of_role(role: KVConnectorRole) -> StatsHooks:
+    made = StatsHooks()
+    made._role = role
+    return made
+
+
 def test_a_step_tells_what_was_counted_since_the_last_one():
-    made = Facade(worker=SimpleNamespace())
+    made = of_role(KVConnectorRole.WORKER)
     assert made.get_kv_connector_stats() is None
     metrics.LOAD_CPU.moved(0.25, size_bytes=4096, tokens=256)
     metrics.LOAD_CPU.moved(0.25, size_bytes=4096, tokens=256)
@@ -64,7 +70,7 @@ def test_a_step_tells_what_was_counted_since_the_last_one():
 
 def test_the_schedulers_half_takes_nothing_from_the_workers():
     """In one process both would ask, and each number must be told once."""
-    made = Facade(scheduler=SimpleNamespace())
+    made = of_role(KVConnectorRole.SCHEDULER)
     metrics.fallback("load")
     assert made.get_kv_connector_stats() is None
     assert stats.take() is not None
@@ -79,7 +85,7 @@ def test_a_level_is_told_when_it_changes():
 
 def test_vllms_log_line_has_the_sums_of_all_workers_and_steps(monkeypatch):
     made = object.__new__(KVConnectorLogging)
-    made.connector_cls = LMCacheXPUConnector
+    made.connector_cls = LMCacheXPUServerConnector
     made.reset()
     one_step = ConnectorStats(worker("a")).aggregate(ConnectorStats(worker("b")))
     made.observe(sent(one_step))
@@ -99,7 +105,7 @@ def test_vllms_log_line_has_the_sums_of_all_workers_and_steps(monkeypatch):
 def prom(**types: Any) -> PromMetrics:
     config: Any = SimpleNamespace(kv_transfer_config=None)
     kinds = dict.fromkeys([Counter, *_others()], None) | {Counter: types.get("counter", Counter)}
-    return LMCacheXPUConnector.build_prom_metrics(config, kinds, ["engine"], {0: ["0"]})
+    return LMCacheXPUServerConnector.build_prom_metrics(config, kinds, ["engine"], {0: ["0"]})
 
 
 def _others() -> list[Any]:
@@ -148,9 +154,9 @@ def test_other_kinds_of_metrics_are_left_alone(monkeypatch):
 
 
 def test_stats_begin_empty():
-    made = LMCacheXPUConnector.build_kv_connector_stats()
+    made = LMCacheXPUServerConnector.build_kv_connector_stats()
     assert made.is_empty()
     assert not made.aggregate(ConnectorStats(worker("a"))).is_empty()
     made.reset()
     assert made.is_empty()
-    assert LMCacheXPUConnector.build_kv_connector_stats().is_empty()
+    assert LMCacheXPUServerConnector.build_kv_connector_stats().is_empty()

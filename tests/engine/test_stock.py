@@ -57,7 +57,7 @@ def restarted(place: tuple[str, ...], stored: dict) -> dict:
 def test_this_is_what_runs(stored: dict, place: tuple[str, ...]):
     newer = place[-1] == "newer"
     assert stored["runs"] == {
-        "connector": "LMCacheXPUConnector",
+        "connector": "StockScheduler",
         "runner": "vllm.v1.worker.cpu.model_runner" if newer else "vllm.v1.worker.cpu_model_runner",
         "ahead": newer,
     }

@@ -11,7 +11,6 @@ from support.scripts import run_script
 
 from lmcache_xpu.errors import SeamError
 from lmcache_xpu.stock.gpu_connectors import SEAM, making
-from lmcache_xpu.stock.unfilled_blocks import UnfilledBlocks
 from lmcache_xpu.versions.lmcache import in_process_module
 
 CREATE = """
@@ -46,9 +45,9 @@ def test_lmcache_s_own_way_is_back_when_the_engine_has_started():
     original = getattr(module, SEAM)
     made_none = pytest.raises(SeamError, match="made 0 GPU connectors")
     facts = SimpleNamespace(device_type="cpu")
-    with made_none, making(facts, UnfilledBlocks(16)):
+    with made_none, making(facts):
         assert getattr(module, SEAM) is not original
     assert getattr(module, SEAM) is original
-    with pytest.raises(RuntimeError, match="planted"), making(facts, UnfilledBlocks(16)):
+    with pytest.raises(RuntimeError, match="planted"), making(facts):
         raise RuntimeError("planted")
     assert getattr(module, SEAM) is original

@@ -1,4 +1,4 @@
-"""Which requests LMCache is shown, and what workers are told of the others."""
+"""Which requests LMCache is shown, and how."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import pytest
 
 pytest.importorskip("vllm")
 from support.requests import request
-from support.steps import step
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
-from lmcache_xpu.errors import SeamError
-from lmcache_xpu.stock import scheduler as module
-from lmcache_xpu.stock.scheduler import StockScheduler, may_be_served
+from lmcache_xpu.stock.half import StockHalf
+from lmcache_xpu.stock.scheduler import StockScheduler, as_shown, may_be_served
 
-BLOCK = 16
+pytestmark = [
+    pytest.mark.filterwarnings(rf"ignore::DeprecationWarning:{package}\..*")
+    for package in ("torch", "opentelemetry", "vllm", "lmcache", "transformers")
+]
 
 
 class Lmcache:
@@ -24,9 +26,8 @@ class Lmcache:
     def __init__(self) -> None:
         self.heard: list[Any] = []
         self.load_specs: dict[str, Any] = {}
-        self.lookup_client = SimpleNamespace(
-            clear_lookup_status=lambda name: self.heard.append(("cleared", name))
-        )
+        self.cleared: list[str] = []
+        self.lookup_client = SimpleNamespace(clear_lookup_status=self.cleared.append)
 
     def get_num_new_matched_tokens(self, request: Any, kept: int) -> int:
         self.heard.append(("asked", request.request_id))
@@ -38,7 +39,7 @@ class Lmcache:
 
     def build_connector_meta(self, step: Any) -> Any:
         self.heard.append(("step", [new.req_id for new in step.scheduled_new_reqs]))
-        return SimpleNamespace(requests=[])
+        return "a step"
 
     def request_finished(self, request: Any, blocks: list[int]) -> tuple[bool, None]:
         self.heard.append(("finished", request.request_id))
@@ -47,28 +48,30 @@ class Lmcache:
 
 @pytest.fixture
 def side(monkeypatch: pytest.MonkeyPatch) -> StockScheduler:
-    def without(step: Any, names: Any) -> Any:
-        new = [each for each in step.scheduled_new_reqs if each.req_id not in names]
-        return SimpleNamespace(
-            scheduled_new_reqs=new, scheduled_cached_reqs=step.scheduled_cached_reqs
-        )
-
-    monkeypatch.setattr(module, "without", without)
-    return StockScheduler(Lmcache(), BLOCK)
+    monkeypatch.setattr(
+        StockHalf, "__init__", lambda self, lmcache: setattr(self, "lmcache", lmcache)
+    )
+    return StockScheduler(Lmcache())
 
 
-def heard(side: StockScheduler) -> list[Any]:
-    return side._lmcache.heard
+def new_request(name: str, prompt: list[int], prefill: list[int] | None = None) -> NewRequestData:
+    return NewRequestData(
+        req_id=name,
+        prompt_token_ids=prompt,
+        mm_features=[],
+        sampling_params=None,
+        pooling_params=None,
+        block_ids=([1],),
+        num_computed_tokens=0,
+        lora_request=None,
+        prefill_token_ids=prefill,
+    )
 
 
-def blocks(*numbers: int) -> Any:
-    return SimpleNamespace(get_block_ids=lambda: (list(numbers),))
-
-
-def described(side: StockScheduler, *new: str) -> Any:
-    seen = step(new=[(name, [5, 6, 7], 32) for name in new])
-    seen.num_scheduled_tokens = dict.fromkeys(new, 1)
-    return side.describe(seen)
+def described(side: StockScheduler, *new: str) -> None:
+    step = SchedulerOutput.make_empty()
+    step.scheduled_new_reqs = [new_request(name, [1, 2]) for name in new]
+    assert side.build_connector_meta(step) == "a step"
 
 
 APART = {
@@ -78,6 +81,7 @@ APART = {
     "image": {"mm_features": [object()]},
     "whole prompt": {"computed": True},
     "transfer": {"kv_transfer_params": {"lmcache.tag.a": "b"}},
+    "empty transfer": {"kv_transfer_params": {}},
 }
 
 
@@ -86,19 +90,19 @@ def test_lmcache_is_not_shown_what_its_keys_do_not_tell(side: StockScheduler, wh
     asked = request(**APART[what])
     assert may_be_served(request())
     assert not may_be_served(asked)
-    assert side.matched_tokens(asked, 0) == 0
-    side.allocated(asked, blocks(5, 6, 7), 0)
+    assert side.get_num_new_matched_tokens(asked, 0) == (0, False)
+    side.update_state_after_alloc(asked, None, 0)
     described(side, "r")
-    assert side.finished(asked, []) == (False, None)
-    assert heard(side) == [("step", [])]
+    assert side.request_finished(asked, []) == (False, None)
+    assert side.lmcache.heard == [("step", [])]
 
 
 def test_others_are_shown(side: StockScheduler):
-    assert side.matched_tokens(request(), 16) == 16
-    side.allocated(request(), blocks(5, 6, 7), 16)
-    assert described(side, "r").ended == ()
-    side.finished(request(), [])
-    assert heard(side) == [
+    assert side.get_num_new_matched_tokens(request(), 16) == (16, False)
+    side.update_state_after_alloc(request(), None, 16)
+    described(side, "r")
+    side.request_finished(request(), [])
+    assert side.lmcache.heard == [
         ("asked", "r"),
         ("allocated", "r", 16),
         ("step", ["r"]),
@@ -107,70 +111,67 @@ def test_others_are_shown(side: StockScheduler):
 
 
 def test_a_request_whose_load_failed_is_computed_until_it_ends(side: StockScheduler):
-    side.matched_tokens(request(), 0)
+    side.get_num_new_matched_tokens(request(), 0)
     side.give_up_hits("r")
-    assert side.matched_tokens(request(), 0) == 0
+    assert side.get_num_new_matched_tokens(request(), 0) == (0, False)
     described(side, "r")
-    assert heard(side)[1:] == [("step", [])]
-    side.finished(request(), [])
-    assert side.matched_tokens(request(), 0) == 32  # another one of that name
+    assert side.lmcache.heard[1:] == [("step", [])]
+    side.request_finished(request(), [])
+    assert side.get_num_new_matched_tokens(request(), 0) == (32, False)  # another one of that name
 
 
-def test_a_promise_that_breaks_is_told_as_a_failed_load(side: StockScheduler):
-    side.matched_tokens(request(), 0)
-    side.allocated(request(), blocks(5, 6, 7), 32)
-    side.give_up_hits("r")
-    told = described(side, "r")
-    assert told.unserved == {5, 6}
-    assert told.new_blocks >= {5, 6}
-    assert heard(side)[-1] == ("step", [])
+def test_a_request_that_ends_unscheduled_leaves_no_answer_to_one_of_its_name(side: StockScheduler):
+    side.get_num_new_matched_tokens(request(), 0)
+    side.request_finished(request(), [])
+    assert side.lmcache.cleared == ["r"]
+    assert side.lmcache.load_specs == {}
 
 
-def test_a_step_that_can_not_be_described_moves_nothing(side: StockScheduler):
-    side.matched_tokens(request(), 0)
-    side.allocated(request(), blocks(5, 6, 7), 32)
-    seen = step(new=[("r", [5, 6, 7], 32)])
-    seen.num_scheduled_tokens = {"r": 1}
-    told = side.describe_failed(seen)
-    assert told.lmcache.requests == []
-    assert told.unserved == {5, 6}
-
-
-def test_what_was_only_looked_up_is_unpinned_with_the_next_step(side: StockScheduler):
-    for name in ("scheduled", "aborted"):
-        side.matched_tokens(request(name), 0)
-    described(side, "scheduled")
-    for name in ("scheduled", "aborted"):
-        side.finished(request(name), [])
-    assert described(side).ended == ("aborted",)
-    assert described(side).ended == ()
-    assert ("cleared", "aborted") in heard(side)
-    assert ("cleared", "scheduled") not in heard(side)
-    assert "aborted" not in side._lmcache.load_specs
-
-
-def test_after_a_stop_lmcache_hears_of_nothing(side: StockScheduler, caplog):
-    side.matched_tokens(request("running"), 0)
-    described(side, "running")
-    side.matched_tokens(request("waits"), 0)
+def test_after_a_reset_lmcache_hears_of_nothing(side: StockScheduler, caplog):
+    side.get_num_new_matched_tokens(request("running"), 0)
     for _ in range(2):
-        side.stop("the cache was reset")
-    assert caplog.text.count("the cache was reset") == 1
-    heard(side).clear()
-    assert side.matched_tokens(request("waits"), 0) == 0
-    assert described(side, "running", "waits").ended == ("waits",)
-    side.finished(request("running"), [])
-    assert heard(side) == [("step", [])]
+        assert side.reset_cache()
+    assert caplog.text.count("The cache was reset") == 1
+    side.lmcache.heard.clear()
+    assert side.get_num_new_matched_tokens(request("new"), 0) == (0, False)
+    described(side, "running", "new")
+    side.request_finished(request("running"), [])
+    assert side.lmcache.heard == [("step", [])]
 
 
-def test_lmcache_without_a_look_up_client_is_refused():
-    lmcache = Lmcache()
-    lmcache.lookup_client = None
-    with pytest.raises(SeamError, match="without a cache"):
-        StockScheduler(lmcache, BLOCK)
+# A step as LMCache sees it
 
 
-def test_lmcache_has_its_own_list_of_a_preempted_request_s_blocks():
-    seen = SimpleNamespace(resumed_req_ids=set(), new_block_ids=[([1],)])
-    whole = SimpleNamespace(scheduled_cached_reqs=seen)
-    assert module._with_own_blocks(whole) is whole
+def test_lmcache_sees_the_answers_of_requests_that_the_newer_runner_resumes():
+    seen = SchedulerOutput.make_empty()
+    seen.scheduled_new_reqs = [
+        new_request("resumed", [1, 2], [1, 2, 3]),
+        new_request("new", [1, 2], [1, 2]),
+        new_request("other runner's", [1, 2]),
+        new_request("hidden", [1, 2]),
+    ]
+    told = as_shown(seen, {"resumed", "new", "other runner's"})
+    assert [new.prompt_token_ids for new in told.scheduled_new_reqs] == [[1, 2, 3], [1, 2], [1, 2]]
+    # vLLM's own description stays as it is.
+    assert len(seen.scheduled_new_reqs) == 4
+    assert seen.scheduled_new_reqs[0].prompt_token_ids == [1, 2]
+
+
+def test_hidden_requests_are_left_out_and_others_keep_what_is_theirs():
+    seen = SchedulerOutput.make_empty()
+    seen.scheduled_cached_reqs = CachedRequestData(
+        req_ids=["a", "b", "c"],
+        resumed_req_ids={"b"},
+        new_token_ids=[],
+        all_token_ids={},
+        new_block_ids=[([1],), ([2],), None],
+        num_computed_tokens=[100, 101, 102],
+        num_output_tokens=[1, 0, 7],
+    )
+    cached = as_shown(seen, {"b", "c", "unknown"}).scheduled_cached_reqs
+    assert cached.req_ids == ["b", "c"]
+    assert (cached.new_block_ids, cached.num_computed_tokens) == ([([2],), None], [101, 102])
+    assert (cached.num_output_tokens, cached.new_token_ids) == ([0, 7], [])
+    assert cached.resumed_req_ids == {"b"}
+    cached.new_block_ids[0][0].append(3)  # LMCache adds to its list, and vLLM's worker to this one
+    assert seen.scheduled_cached_reqs.new_block_ids[1] == ([2],)

@@ -34,7 +34,7 @@ def settle(worker):
 
     connector = get_kv_transfer_group()
     manager = connector._lmcache_engine.lmcache_engine.storage_manager
-    while manager.storage_backends["disk"].pending:
+    while manager.storage_backends["disk"]._writes.pending:
         time.sleep(0.005)
 
 

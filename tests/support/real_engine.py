@@ -106,9 +106,9 @@ class Engine:
         from vllm import LLM
 
         if mode == "layerwise":  # the memory of a pool that is too large to be pinned
-            from lmcache_xpu.stock import health  # and LMCache, see `connector`
+            from lmcache_xpu.stock import gpu_connectors  # and LMCache, see `connector`
 
-            health.most_pinned = lambda device: 2**20
+            gpu_connectors.most_pinned = lambda device: 2**20
         connector = connector_options(
             {
                 "model": model,

@@ -1,6 +1,6 @@
-"""Engines made and destroyed in this process, standard or layerwise, on one disk.
+"""Engines made and destroyed in this process, on one disk.
 
-Run by engine/test_rounds.py, with the arguments MODEL DISK MODE ROUNDS. Prints a JSON object last,
+Run by engine/test_rounds.py, with the arguments MODEL DISK ROUNDS. Prints a JSON object last,
 with one more engine that nobody destroys: the process is to end all the same.
 """
 
@@ -22,12 +22,10 @@ PROMPT = [300 + number % 3000 for number in range(600)]
 CPU_GIB = 0.25
 
 
-def engine(model: str, disk: str, *, layerwise: bool):
+def engine(model: str, disk: str):
     from vllm import LLM
 
-    connector = connector_options(
-        {"model": model, "cpu_gib": CPU_GIB, "disk_path": disk, "layerwise": layerwise}
-    )
+    connector = connector_options({"model": model, "cpu_gib": CPU_GIB, "disk_path": disk})
     return LLM(
         model,
         dtype="float32",
@@ -68,16 +66,15 @@ def state() -> dict:
 
 
 if __name__ == "__main__":
-    model, disk, mode, rounds = sys.argv[1:]
-    layerwise = mode == "layerwise"
+    model, disk, rounds = sys.argv[1:]
     engines, states, seconds = [], [], []
     for _ in range(int(rounds)):
         begin = time.monotonic()
-        llm = engine(model, disk, layerwise=layerwise)
+        llm = engine(model, disk)
         engines.append(ask(llm))
         del llm
         states.append(state())
         seconds.append(round(time.monotonic() - begin, 1))
-    llm = engine(model, disk, layerwise=layerwise)
+    llm = engine(model, disk)
     engines.append(ask(llm))
     print("\n" + json.dumps({"found": engines, "states": states, "seconds": seconds}), flush=True)

@@ -57,9 +57,8 @@ def pool(worker):
     """Bytes of LMCache's memory, and whether it asked PyTorch for them."""
     from lmcache.v1.platform.torch_ops.mem_alloc import _tensor_registry
 
-    from lmcache_xpu.stock.health import pool
-
-    memory = pool(lmcache_engine())
+    tier = lmcache_engine().storage_manager.storage_backends["LocalCPUBackend"]
+    memory = tier.memory_allocator.buffer
     return memory.untyped_storage().nbytes(), memory.data_ptr() in _tensor_registry
 
 

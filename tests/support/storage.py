@@ -112,7 +112,7 @@ class Engine:
 
     def settle(self):
         deadline = time.monotonic() + 10
-        while self.tier.pending:
+        while self.tier._writes.pending:
             assert time.monotonic() < deadline, "a write did not end"
             time.sleep(0.002)
 

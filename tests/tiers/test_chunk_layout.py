@@ -10,19 +10,18 @@ from lmcache.v1.memory_management import MemoryFormat
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
 
 
-def test_tokens_of_a_group_of_layers_are_counted_once():
+def test_tokens_are_those_of_each_format():
     layer = ChunkLayout((torch.Size([256, 2, 16]),), (torch.bfloat16,), MemoryFormat.KV_T2D)
-    two = ChunkLayout((torch.Size([512, 2, 16]),), (torch.bfloat16,), MemoryFormat.KV_T2D)
     all_layers = ChunkLayout((torch.Size([2, 8, 256, 16]),), (torch.int8,), MemoryFormat.KV_2LTD)
-    latent = ChunkLayout((torch.Size([512, 16]),), (torch.bfloat16,), MemoryFormat.KV_MLA_FMT)
-    assert layer.tokens(16) == two.tokens(32) == all_layers.tokens(16) == latent.tokens(32) == 256
+    latent = ChunkLayout((torch.Size([256, 16]),), (torch.bfloat16,), MemoryFormat.KV_MLA_FMT)
+    assert layer.tokens == all_layers.tokens == latent.tokens == 256
 
 
 def test_a_chunk_of_bytes_has_the_tokens_that_its_server_cuts(monkeypatch):
     monkeypatch.setattr(ChunkLayout, "_bytes_tokens", 0)
     ChunkLayout.bytes_have_tokens(256)
     layout = ChunkLayout((torch.Size([1, 1, 5000]),), (torch.uint8,), MemoryFormat.KV_2LTD)
-    assert layout.tokens(0) == 256
+    assert layout.tokens == 256
 
 
 def of(**metadata) -> ChunkLayout | None:

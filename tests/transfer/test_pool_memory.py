@@ -15,7 +15,7 @@ import torch
 from lmcache.v1.memory_allocators.mixed_memory_allocator import MixedMemoryAllocator
 from lmcache.v1.platform.base.device_ops import DeviceOps
 
-import lmcache_xpu.stock.health as module
+import lmcache_xpu.stock.gpu_connectors as module
 from lmcache_xpu.transfer import devices
 from lmcache_xpu.transfer.host_copies import HostCopies
 from lmcache_xpu.transfer.pool_memory import (

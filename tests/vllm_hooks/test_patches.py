@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from support.scripts import run_in_fork, run_script
@@ -105,12 +107,13 @@ def test_there_vllm_gets_its_own_connector_for_lmcache(devices: str, ours: bool,
 
     made: list[Any] = []
     monkeypatch.setattr(connector, "LMCacheConnectorV1", lambda *arguments: made.append(arguments))
-    monkeypatch.setattr(connector.LMCacheXPUConnector, "__init__", lambda self, *arguments: None)
+    ours_begins: Any = Mock(side_effect=RuntimeError("ours"))
+    monkeypatch.setattr(connector, "prepare", ours_begins)
     assert current_platform.device_type == "cpu"
     monkeypatch.setenv(patches.DEVICES_VARIABLE, devices)
     arguments: Any = ("configuration", "role", "KV cache")
-    instance = connector.LMCacheXPUConnector(*arguments)
-    assert isinstance(instance, connector.LMCacheXPUConnector) is ours
+    with pytest.raises(RuntimeError, match="ours") if ours else nullcontext():
+        connector.LMCacheXPUConnector(*arguments)
     assert made == ([] if ours else [arguments])
 
 

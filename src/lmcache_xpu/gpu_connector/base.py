@@ -5,7 +5,6 @@ LMCache calls a connector in the engine's worker, from one thread.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -16,7 +15,6 @@ from lmcache.v1.metadata import LMCacheMetadata
 from lmcache_xpu.errors import TransferError
 from lmcache_xpu.gpu_connector.connector_options import ChunkFormat, ConnectorOptions
 from lmcache_xpu.gpu_connector.registered_cache import RegisteredCache, addresses_of
-from lmcache_xpu.metrics import Flow
 from lmcache_xpu.transfer.paged_view import EngineLayer
 from lmcache_xpu.versions.lmcache import GPUConnectorInterface
 
@@ -29,9 +27,6 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
         num_layers: layers of the model.
         use_gpu: accepted for LMCache, also as `use_xpu`; where the memory is decides on staging.
         options: fields of `ConnectorOptions`.
-
-    Attributes:
-        failed_slots: for each load that ended early, the slots `[tokens]` that it left unfilled.
 
     Raises:
         SettingsError: an unknown option.
@@ -46,7 +41,6 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
         self.use_gpu = bool(options.pop("use_xpu", use_gpu))
         self.hidden_dim_size = hidden_dim_size
         self.num_layers = num_layers
-        self.failed_slots: list[torch.Tensor] = []
         self._options = ConnectorOptions.read(options)
         self.use_mla = self._options.use_mla
         layers = 1 if self.LAYERWISE else num_layers
@@ -97,8 +91,6 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
         kvcaches = self._kvcaches if kvcaches is None else kvcaches
         if kvcaches is None:
             raise TransferError("no kvcaches", "the engine's KV cache as keyword 'kvcaches'")
-        if self._cache is not None and self._is_registered(self._cache, kvcaches):
-            return self._cache
         addresses = [at for layer in kvcaches for at in addresses_of(layer)]
         if self._cache is None or self._cache.addresses != addresses:
             self._cache = RegisteredCache(
@@ -110,31 +102,3 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
     def pin(self, pool: torch.Tensor) -> None:
         """Pin LMCache's CPU memory if it is not; errors as of `registered`."""
         self.registered().stager.pin(pool)
-
-    def _is_registered(self, cache: RegisteredCache, kvcaches: Sequence[EngineLayer]) -> bool:
-        """Whether these are the same tensors at the same place, judged by the first address.
-
-        An engine that moves its KV cache (sleep and wake) moves all of it.
-        """
-        last = self._kvcaches
-        return (
-            last is not None
-            and 0 < len(last) == len(kvcaches)
-            and all(map(operator.is_, last, kvcaches))
-            and addresses_of(kvcaches[0])[0] == cache.addresses[0]
-        )
-
-    def _count(
-        self,
-        flow: Flow,
-        starts: Sequence[int],
-        ends: Sequence[int],
-        seconds: float,
-        cached: int = 0,
-    ) -> None:
-        """Count a transfer of these chunks, without the request's first `cached` tokens."""
-        spans = zip(starts, ends, strict=True)
-        tokens = sum(end - max(start, min(end, cached)) for start, end in spans)
-        elements = self.get_shape(tokens).numel() // self._chunk_format.host.layers
-        size = self.num_layers * elements * self.registered().view.dtype.itemsize
-        flow.moved(seconds, size_bytes=size, tokens=tokens)

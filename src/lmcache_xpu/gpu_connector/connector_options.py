@@ -70,11 +70,8 @@ class ChunkFormat:
     def __init__(
         self, hidden: int, layers: int, options: ConnectorOptions, name: MemoryFormat
     ) -> None:
-        self.geometry = Geometry(
-            hidden=hidden,
-            mla=options.use_mla,
-            kv_layout=(options.layout_hints or {}).get("kv_layout"),
-        )
+        kv_layout = (options.layout_hints or {}).get("kv_layout")
+        self.geometry = Geometry(hidden=hidden, mla=options.use_mla, kv_layout=kv_layout)
         # Opaque blocks lie in host memory of the same size as wholes, not in planes.
         planes = 1 if options.opaque_blocks else self.geometry.planes
         order: Order = "layers" if options.layer_major else "planes"

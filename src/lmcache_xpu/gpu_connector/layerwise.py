@@ -25,7 +25,6 @@ from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 
 from lmcache_xpu.errors import TransferError
 from lmcache_xpu.gpu_connector.base import PagedMemConnector
-from lmcache_xpu.metrics import LOAD_CPU, STORE_CPU
 from lmcache_xpu.transfer.devices import TransferHandle
 
 
@@ -53,9 +52,7 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
         """Load a request layer by layer; yields `num_layers + 2` times.
 
         The engine's stream waits for a layer with the next step. Host memory is held until its
-        copies are done, also when the generator is closed before its end. A layer that has fewer
-        objects than chunks ends the load there: the slots from the first missing chunk on go to
-        `failed_slots`.
+        copies are done, also when the generator is closed before its end.
 
         Args:
             starts, ends: first token of each chunk, and the one after its last.
@@ -63,14 +60,13 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
 
         Raises:
             HostMemoryError: an object that does not fit its chunk; its layer is not touched.
-            TransferError: arguments that don't fit, more objects than chunks, a layer that is
-                missing, or one too many.
+            TransferError: arguments that don't fit, a layer with too few or too many objects, one
+                that is missing, or one too many.
             LayoutError: a KV cache that can't be read.
         """
         cache = self.registered(kwargs.get("kvcaches"))
         slots, cached = kwargs.get("slot_mapping"), kwargs.get("vllm_cached_tokens", 0)
-        plan = cache.plan(starts, ends, slots, cached, loading=True)
-        count = len(starts)  # of the chunks that are loaded
+        plan = cache.plan(starts, ends, slots, cached)
         handles: list[TransferHandle] = []
         held: list[MemoryObj] = []
         cache.stager.follow_engine()  # blocks may have been freed by a step that is running
@@ -79,14 +75,7 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
                 objs = yield
                 if objs is None:
                     raise TransferError(f"no memory objects for layer {layer}", "one per chunk")
-                if len(objs) > len(starts):
-                    raise TransferError(f"{len(objs)} memory objects", f"{len(starts)} chunks")
-                if len(objs) < count:  # a tier lost the rest since the look-up
-                    count = len(objs)
-                    self.failed_slots.append(kwargs["slot_mapping"][starts[count] :])
-                    plan = cache.plan(starts[:count], ends[:count], slots, cached, loading=True)
-                objs = objs[:count]
-                memory = cache.memory(objs, starts[:count], ends[:count], loading=True)
+                memory = cache.memory(objs, starts, ends, loading=True)
                 with cache.stager.whole():
                     handles.append(cache.stager.load(plan, memory, layer, idle=layer == 0))
                 for memory_obj in objs:
@@ -102,7 +91,6 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
                 handles[-1].done.synchronize()
             for memory_obj in held:
                 memory_obj.ref_count_down()
-            self._count(LOAD_CPU, starts[:count], ends[:count], _seconds(handles), cached)
         yield
         raise TransferError("a load advanced beyond its end", f"{self.num_layers + 2} steps")
 
@@ -129,7 +117,7 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
             LayoutError: a KV cache that can't be read.
         """
         cache = self.registered(kwargs.get("kvcaches"))
-        plan = cache.plan(starts, ends, kwargs.get("slot_mapping"), loading=False)
+        plan = cache.plan(starts, ends, kwargs.get("slot_mapping"))
         if len(memory_objs) != self.num_layers:
             raise TransferError(f"objects of {len(memory_objs)} layers", f"{self.num_layers}")
         memory = [cache.memory(objs, starts, ends, loading=False) for objs in memory_objs]
@@ -145,10 +133,5 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
         finally:
             if handles:
                 handles[-1].done.synchronize()
-        self._count(STORE_CPU, starts, ends, _seconds(handles))
         yield
         raise TransferError("a store advanced beyond its end", f"{self.num_layers + 1} steps")
-
-
-def _seconds(handles: Sequence[TransferHandle]) -> float:
-    return sum(handle.seconds() for handle in handles)

@@ -63,8 +63,6 @@ class RegisteredCache:
         ends: Sequence[int],
         slot_mapping: torch.Tensor | None,
         cached: int = 0,
-        *,
-        loading: bool,
     ) -> Plan:
         """Plan where each chunk's tokens go.
 
@@ -74,7 +72,6 @@ class RegisteredCache:
             slot_mapping: `[tokens]`, one slot per token of the whole request.
             cached: leading tokens that a load leaves alone, because vLLM's own prefix cache has
                 them and other requests may share their blocks.
-            loading: from the host.
 
         Raises:
             TransferError: spans that don't fit each other or the slot mapping, bad slots.
@@ -85,7 +82,7 @@ class RegisteredCache:
             raise TransferError(f"{len(starts)} starts and {len(ends)} ends", "as many of each")
         slots = check_slots(self.view, slot_mapping)
         spans = list(zip(starts, ends, strict=True))
-        return self.stager.plan(self._format.host, slots, spans, cached if loading else 0)
+        return self.stager.plan(self._format.host, slots, spans, cached)
 
     def memory(
         self,

@@ -9,7 +9,6 @@ import torch
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 
 from lmcache_xpu.gpu_connector.base import PagedMemConnector
-from lmcache_xpu.metrics import LOAD_CPU, STORE_CPU
 
 
 class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
@@ -50,15 +49,14 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
             LayoutError: a KV cache that can't be read.
         """
         cache = self.registered(kwargs.get("kvcaches"))
-        cached = kwargs.get("vllm_cached_tokens", 0)
-        plan = cache.plan(starts, ends, kwargs.get("slot_mapping"), cached, loading=True)
+        slots, cached = kwargs.get("slot_mapping"), kwargs.get("vllm_cached_tokens", 0)
+        plan = cache.plan(starts, ends, slots, cached)
         memory = cache.memory(memory_objs, starts, ends, loading=True)
         cache.stager.follow_engine()  # blocks may have been freed by a step that is running
         with cache.stager.whole():
             handle = cache.stager.load(plan, memory)
         handle.done.wait()  # the engine's stream
         handle.done.synchronize()  # LMCache gives up the host memory when this returns
-        self._count(LOAD_CPU, starts, ends, handle.seconds(), cached)
 
     @torch.inference_mode()
     def batched_from_gpu(
@@ -74,10 +72,9 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
         part of the host memory as it is.
         """
         cache = self.registered(kwargs.get("kvcaches"))
-        plan = cache.plan(starts, ends, kwargs.get("slot_mapping"), loading=False)
+        plan = cache.plan(starts, ends, kwargs.get("slot_mapping"))
         memory = cache.memory(memory_objs, starts, ends, loading=False)
         cache.stager.follow_engine()
         with cache.stager.whole():
             handle = cache.stager.store(plan, memory).transfer
         handle.done.synchronize()  # LMCache publishes it at once
-        self._count(STORE_CPU, starts, ends, handle.seconds())

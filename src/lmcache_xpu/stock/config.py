@@ -22,10 +22,6 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 SAFE_HASH = "sha256"
-# Of LMCache's extra_config; of MLA models alone.
-ONE_COPY = "save_only_first_rank"
-ONE_NAME = "remote_enable_mla_worker_id_as0"
-ENGINE = "disk.engine"  # the disk tier's name for it
 
 
 def prepare(vllm_config: VllmConfig) -> LMCacheEngineConfig:
@@ -43,21 +39,20 @@ def prepare(vllm_config: VllmConfig) -> LMCacheEngineConfig:
     apply(config, extra)
     check_features(config, extra)
     parallel = vllm_config.parallel_config
-    if parallel.pipeline_parallel_size > 1:
+    if parallel.world_size > 1 or parallel.data_parallel_size > 1 or parallel.data_parallel_index:
         raise SettingsError(
-            "pipeline parallelism with LMCache's own engine",
-            "pipeline_parallel_size 1",
-            "After a load that fails in one stage the others would store what came of it.",
+            "several devices with LMCache's own engine",
+            "one device",
+            "Use the connector LMCacheXPUServerConnector, as `lmcache-xpu serve` does.",
         )
-    # The rank is 0 in every engine of a dense model; the index is not.
-    set_apart(config, extra, parallel.data_parallel_index)
     make_hash_safe(config, extra)
-    if vllm_config.model_config.use_mla:
-        keep_own_copies(config, extra, workers=parallel.world_size)
+    if vllm_config.model_config.use_mla:  # LMCache's default broadcasts an only copy
+        own = {**(config.extra_config or {}), "save_only_first_rank": False}
+        config.extra_config = extra["lmcache.extra_config"] = own
     return config
 
 
-def apply(config: LMCacheEngineConfig, extra: dict[str, Any]) -> None:
+def apply(config: LMCacheEngineConfig, extra: Mapping[str, Any]) -> None:
     """Apply vLLM's `lmcache.*` settings to LMCache's configuration, as LMCache does again later."""
     from lmcache.v1.config_base import validate_and_set_config_value
 
@@ -66,23 +61,7 @@ def apply(config: LMCacheEngineConfig, extra: dict[str, Any]) -> None:
             validate_and_set_config_value(config, name.removeprefix("lmcache."), value)
 
 
-def set_apart(config: LMCacheEngineConfig, extra: dict[str, Any], engine: int) -> None:
-    """Give each engine of one `serve` a directory of the disk tier of its own (`disk.engine`).
-
-    The first engine keeps what is set. vLLM tells LMCache's sockets apart by the engine's ID.
-
-    Args:
-        config: LMCache's configuration, with vLLM's settings applied.
-        extra: vLLM's settings, from which LMCache applies them again; changed as well.
-        engine: number of the engine, from 0.
-    """
-    values = dict(config.extra_config or {})
-    if engine and ENGINE not in values:  # scheduler and worker may share `extra`
-        extra["lmcache.extra_config"] = {**values, ENGINE: engine}
-        apply(config, extra)
-
-
-def make_hash_safe(config: LMCacheEngineConfig, extra: dict[str, Any]) -> None:
+def make_hash_safe(config: LMCacheEngineConfig, extra: Mapping[str, Any]) -> None:
     """Give LMCache a hash that is the same in every process.
 
     Its default is Python's, which differs between processes unless PYTHONHASHSEED is fixed:
@@ -106,35 +85,6 @@ def make_hash_safe(config: LMCacheEngineConfig, extra: dict[str, Any]) -> None:
         "differs between processes (docs: troubleshooting#python-hash)",
         SAFE_HASH,
     )
-
-
-def keep_own_copies(config: LMCacheEngineConfig, extra: dict[str, Any], *, workers: int) -> None:
-    """Let each worker of an MLA model keep its own copy; a hit is what all workers have.
-
-    LMCache's default is one copy, which the first worker broadcasts; the others have no tiers that
-    our connector could use.
-
-    Args:
-        config: LMCache's configuration; changed.
-        extra: vLLM's settings, from which LMCache applies them again; changed.
-        workers: number of workers that share the model.
-
-    Raises:
-        SettingsError: the configuration insists on one copy.
-    """
-    own = dict(config.extra_config or {})
-    if own.get(ONE_COPY, False):
-        raise SettingsError(
-            f"LMCache {ONE_COPY} true with MLA on {workers} devices",
-            "false: each device keeps a copy of its own",
-            f"Leave {ONE_COPY} unset.",
-        )
-    own[ONE_COPY] = own[ONE_NAME] = False
-    config.extra_config = own
-    if "lmcache.extra_config" in extra:
-        extra["lmcache.extra_config"] = own
-    if workers > 1:  # of an only one, the scheduler may share the process and this configuration
-        config.lookup_server_worker_ids = list(range(workers))
 
 
 def use_layerwise(extra: Mapping[str, Any]) -> bool:
@@ -184,10 +134,10 @@ def check_features(config: LMCacheEngineConfig, extra: Mapping[str, Any] | None 
             if value and fnmatchcase(name, pattern):
                 raise SettingsError(f"LMCache extra_config {name} {value!r}", "none", reason)
     for name, value in (extra or {}).items():
-        if name in VLLM:
-            if value:
-                raise SettingsError(f"LMCache {name} {value!r}", "none", VLLM[name])
-        elif name.startswith("lmcache.") and not hasattr(config, name.removeprefix("lmcache.")):
+        if value and name in VLLM:
+            raise SettingsError(f"LMCache {name} {value!r}", "none", VLLM[name])
+        option = name.removeprefix("lmcache.")
+        if option != name and name not in VLLM and not hasattr(config, option):
             close = difflib.get_close_matches(name, [f"lmcache.{each}" for each in vars(config)])
             raise SettingsError(
                 f"{name} in vLLM's kv_connector_extra_config",

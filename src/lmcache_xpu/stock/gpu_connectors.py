@@ -4,11 +4,13 @@ LMCache makes them in a function that chooses by device, and has none for CPU. S
 replaced while an engine starts, and put back.
 
 An exception of a connector would end vLLM's engine, and LMCache would never give up its references
-to the chunks of the load. So a load raises nothing: what did not arrive goes to `unfilled`.
+to the chunks of the load. So a load raises nothing: its slots go to `failed_slots`.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -19,8 +21,8 @@ from lmcache.v1.memory_management import MemoryObj
 from lmcache_xpu.errors import SeamError
 from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
 from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2
-from lmcache_xpu.stock.health import limit_pinning
-from lmcache_xpu.stock.unfilled_blocks import UnfilledBlocks
+from lmcache_xpu.transfer.devices import most_pinned
+from lmcache_xpu.transfer.pool_memory import PoolMemory
 from lmcache_xpu.versions.lmcache import VLLMPagedMemLayerwiseXPUConnector as LMCacheLayerwise
 from lmcache_xpu.versions.lmcache import in_process_module
 
@@ -32,14 +34,34 @@ if TYPE_CHECKING:
 
 __all__ = ["LayerwiseConnector", "StandardConnector", "gpu_connector", "making"]
 
+logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
+
 Layers = Generator[None, Sequence[MemoryObj] | None, None]
 SEAM = "CreateGPUConnector"
 
 
-class StandardConnector(VLLMPagedMemXPUConnectorV2):
-    """The standard connector of one engine; `unfilled` is set by who makes it."""
+class FailedLoads:
+    """What both connectors of an engine do about loads that fail."""
 
-    unfilled: UnfilledBlocks
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.failed_slots: list[torch.Tensor] = []
+
+    def fail(self, cause: Exception | str, load: dict[str, Any], first: int) -> None:
+        """Add the slots of a load that failed, but those that the engine has itself; log why.
+
+        Args:
+            cause: of the failure.
+            load: LMCache's keyword arguments of the load: `slot_mapping`, `vllm_cached_tokens`.
+            first: number of the first token that did not arrive.
+        """
+        first = max(first, load.get("vllm_cached_tokens", 0))
+        self.failed_slots.append(load["slot_mapping"][first:])
+        log_failure("A load failed and is computed instead", cause)
+
+
+class StandardConnector(FailedLoads, VLLMPagedMemXPUConnectorV2):
+    """The standard connector of one engine."""
 
     def batched_to_gpu(
         self,
@@ -52,13 +74,11 @@ class StandardConnector(VLLMPagedMemXPUConnectorV2):
         try:
             super().batched_to_gpu(memory_objs, starts, ends, **kwargs)
         except Exception as error:
-            self.unfilled.add_load(error, kwargs, starts[0])
+            self.fail(error, kwargs, starts[0])
 
 
-class LayerwiseConnector(VLLMPagedMemLayerwiseXPUConnector):
-    """The layerwise connector of one engine; `unfilled` is set by who makes it."""
-
-    unfilled: UnfilledBlocks
+class LayerwiseConnector(FailedLoads, VLLMPagedMemLayerwiseXPUConnector):
+    """The layerwise connector of one engine."""
 
     def batched_to_gpu(self, starts: Sequence[int], ends: Sequence[int], **kwargs: Any) -> Layers:
         """Load a request layer by layer; after an error the generator drops the other layers.
@@ -69,7 +89,7 @@ class LayerwiseConnector(VLLMPagedMemLayerwiseXPUConnector):
         """
         promised = len(kwargs["slot_mapping"])
         if ends[-1] < promised:
-            self.unfilled.add_load(f"{ends[-1]} of {promised} tokens", kwargs, ends[-1])
+            self.fail(f"{ends[-1]} of {promised} tokens", kwargs, ends[-1])
         load: Layers | None = super().batched_to_gpu(starts, ends, **kwargs)
         memory_objs: Sequence[MemoryObj] | None = None
         for _ in range(self.num_layers + 2):
@@ -79,10 +99,8 @@ class LayerwiseConnector(VLLMPagedMemLayerwiseXPUConnector):
                 try:
                     load.send(memory_objs)
                 except Exception as error:
-                    self.unfilled.add_load(error, kwargs, starts[0])
+                    self.fail(error, kwargs, starts[0])
                     load = None
-            while self.failed_slots:
-                self.unfilled.add_slots(self.failed_slots.pop())
             memory_objs = yield
 
 
@@ -121,12 +139,11 @@ def gpu_connector(
 
 
 @contextmanager
-def making(facts: EngineFacts, unfilled: UnfilledBlocks) -> Iterator[None]:
-    """Let LMCache start an engine meanwhile, with a connector of this package and its own memory.
+def making(facts: EngineFacts) -> Iterator[None]:
+    """Let LMCache start an engine meanwhile, with a connector of this package.
 
     Args:
         facts: of the engine's KV cache.
-        unfilled: the worker's record of failed loads.
 
     Raises:
         SeamError: LMCache made no such connector.
@@ -135,13 +152,9 @@ def making(facts: EngineFacts, unfilled: UnfilledBlocks) -> Iterator[None]:
     module = in_process_module("v1.gpu_connector")
     original, made = getattr(module, SEAM), []
 
-    def make(
-        config: LMCacheEngineConfig, metadata: LMCacheMetadata, *_: Any, **__: Any
-    ) -> StandardConnector | LayerwiseConnector:
-        connector = gpu_connector(config, metadata, facts)
-        connector.unfilled = unfilled
-        made.append(connector)
-        return connector
+    def make(config: LMCacheEngineConfig, metadata: LMCacheMetadata, *_: Any, **__: Any) -> Any:
+        made.append(gpu_connector(config, metadata, facts))
+        return made[-1]
 
     setattr(module, SEAM, make)
     try:
@@ -154,3 +167,17 @@ def making(facts: EngineFacts, unfilled: UnfilledBlocks) -> Iterator[None]:
             "one, for an engine of its own",
             "Its error is in the log above; or another engine of this process has LMCache.",
         )
+
+
+def limit_pinning(device: torch.device) -> None:
+    """Keep LMCache's pool from a pinned allocation that fails or takes more; see `pool_memory`."""
+    if (most := most_pinned(device)) is not None:
+        from lmcache import device_ops
+
+        PoolMemory.bind(device_ops, most, os.environ)
+
+
+def log_failure(message: str, cause: Exception | str) -> None:
+    """Log a transfer that failed, with the trace of an exception."""
+    error = cause if isinstance(cause, Exception) else None
+    logger.error("%s: %s (docs: troubleshooting#transfer-failed)", message, cause, exc_info=error)

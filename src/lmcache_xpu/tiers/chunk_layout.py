@@ -74,27 +74,20 @@ class ChunkLayout:
         """Size of the payload, bytes."""
         return sum(s.numel() * d.itemsize for s, d in zip(self.shapes, self.dtypes, strict=True))
 
-    def tokens(self, hidden: int) -> int:
-        """Count the tokens of the chunk.
-
-        Args:
-            hidden: elements of a token in one plane of one object, as LMCache's metadata has it.
-                A multiple of the shape's where an object holds a group of layers.
-        """
+    @property
+    def tokens(self) -> int:
+        """Count the tokens of the chunk."""
         if self.dtypes == (torch.uint8,) and self.shapes[0][:-1] == (1, 1):
             return ChunkLayout._bytes_tokens
         # Not LMCache's `token_dim`: it is of other formats where one layer is a chunk's object.
         dimension = 0 if self.fmt == MemoryFormat.KV_T2D else -2
-        layers = max(1, hidden // max(1, self.shapes[0][-1]))
-        return int(self.shapes[0][dimension]) // layers
+        return int(self.shapes[0][dimension])
 
-    def count(
-        self, flow: Flow, key: CacheEngineKey | ObjectKey, watch: Stopwatch, hidden: int = 0
-    ) -> None:
-        """Count a chunk that was moved, `hidden` as in `tokens`.
+    def count(self, flow: Flow, key: CacheEngineKey | ObjectKey, watch: Stopwatch) -> None:
+        """Count a chunk that was moved.
 
         Where keys name a part of a chunk's layers, the first part's counts the tokens.
         """
         is_first = not (getattr(key, "layer_id", 0) or getattr(key, "object_group_id", 0))
-        tokens = self.tokens(hidden) if is_first else 0
+        tokens = self.tokens if is_first else 0
         flow.moved(watch.seconds, size_bytes=self.size, tokens=tokens)

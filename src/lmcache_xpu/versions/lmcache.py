@@ -16,19 +16,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # types, as the version has them that pyproject.toml pins
-    from lmcache.integration.vllm.vllm_v1_adapter import (
-        LMCacheConnectorMetadata,
-        LMCacheConnectorV1Impl,
-    )
-    from lmcache.v1.cache_engine import LMCacheEngineBuilder
+    from lmcache.integration.vllm.vllm_v1_adapter import LMCacheConnectorV1Impl
     from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
     from lmcache.v1.gpu_connector.xpu_connectors import VLLMPagedMemLayerwiseXPUConnector
 
 MODULES = {
     "GPUConnectorInterface": "v1.gpu_connector.gpu_connectors",
-    "LMCacheConnectorMetadata": "integration.vllm.vllm_v1_adapter",
     "LMCacheConnectorV1Impl": "integration.vllm.vllm_v1_adapter",
-    "LMCacheEngineBuilder": "v1.cache_engine",
     "VLLMPagedMemLayerwiseXPUConnector": "v1.gpu_connector.xpu_connectors",
 }
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import itertools
-import logging
 import os
 from typing import TYPE_CHECKING
 
@@ -18,14 +16,12 @@ from lmcache_xpu.tiers.pause import Complaint
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from pathlib import Path
 
     from lmcache_xpu.tiers.disk.chunk_index import ChunkIndex
 
 __all__ = ["ChunkDirectory"]
-
-logger = logging.getLogger("vllm.lmcache_xpu.disk")  # vLLM prints its own loggers only
 
 _SUFFIX = ".lmxkv"
 _TEMPORARY = ".lmxkv.tmp"
@@ -39,16 +35,12 @@ class ChunkDirectory:
 
     Args:
         path: the directory; made by `open`.
-        left: directories whose ranks are no more; their files come here with `open`.
         index: of the chunks; filled by `open`.
         count: of what happens, see `ChunkStore.counters`.
     """
 
-    def __init__(
-        self, path: Path, left: Sequence[Path], index: ChunkIndex, count: Counter[str]
-    ) -> None:
+    def __init__(self, path: Path, index: ChunkIndex, count: Counter[str]) -> None:
         self._path = path
-        self._left = left
         self._index = index
         self._count = count
         self._lock: DirectoryLock | None = None
@@ -77,13 +69,6 @@ class ChunkDirectory:
         lock = DirectoryLock(self._path, lock_seconds)
         self.release()
         self._lock = lock
-        for left in self._left:
-            try:
-                self._adopt(left)
-            except (SettingsError, OSError) as error:
-                logger.warning(
-                    "disk tier: left as it is: %s (docs: troubleshooting#disk-left)", error
-                )
         self._scan()
         self.make_room(0)
         DISK_USED_BYTES.set(self._index.used_bytes)
@@ -180,22 +165,6 @@ class ChunkDirectory:
         self.discard(self.file(key).name)
         self._unreadable.discard(key)
         self._index.remove(key)
-
-    def _adopt(self, left: Path) -> None:
-        """Move the files of a directory here; those of another disk are removed."""
-        lock = DirectoryLock(left, wait_seconds=0)
-        try:
-            for file in lock.held.iterdir():
-                if not file.name.endswith((_SUFFIX, _TEMPORARY)):
-                    continue
-                try:
-                    file.rename(self.at(file.name))
-                except OSError as error:
-                    if error.errno != errno.EXDEV:
-                        raise
-                    file.unlink()
-        finally:
-            lock.release()
 
     def _scan(self) -> None:
         self._index.clear()

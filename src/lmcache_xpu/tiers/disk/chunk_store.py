@@ -21,7 +21,7 @@ from lmcache_xpu.tiers.disk.chunk_index import ChunkIndex, Entry
 from lmcache_xpu.tiers.pause import Complaint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
 __all__ = ["PIN_SECONDS", "ChunkStore"]
@@ -42,7 +42,6 @@ class ChunkStore:
     Args:
         directory: created (mode 0700) if it is missing; files of other names in it are left alone.
         limit_bytes: bound on all files, headers and those being written included.
-        left: directories that no rank has any more; their chunks become this store's.
         pin_seconds: a pin older than this no longer protects: a forgotten one would fill the store.
         lock_seconds: how long to wait for another process to let go of the directory.
 
@@ -56,7 +55,6 @@ class ChunkStore:
         directory: Path,
         limit_bytes: int,
         *,
-        left: Sequence[Path] = (),
         pin_seconds: float = PIN_SECONDS,
         lock_seconds: float = 5.0,
     ) -> None:
@@ -64,7 +62,7 @@ class ChunkStore:
         self._lock = threading.Lock()
         self._count = Counter(dict.fromkeys(_COUNTED, 0))
         self._index = ChunkIndex(limit_bytes, pin_seconds)
-        self._files = ChunkDirectory(directory, left, self._index, self._count)
+        self._files = ChunkDirectory(directory, self._index, self._count)
         self._closed = False
         self._unreadable = Complaint(
             "a chunk in %s could not be read, and stays: %s (docs: troubleshooting#disk-removed)"

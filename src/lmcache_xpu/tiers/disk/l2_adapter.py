@@ -70,6 +70,7 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
     ) -> None:
         settings = DiskSettings.parse_server(params)
         super().__init__(max_capacity_bytes=settings.limit_bytes)
+        self._limit_bytes = settings.limit_bytes
         self._store = settings.open_server_store()
         queue_bytes = l1_memory_desc.size // 2 if l1_memory_desc else _QUEUE_BYTES
         self._writes = DiskWriter(self._store, queue_bytes, max(1, settings.threads // 2))
@@ -195,7 +196,7 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
             "is_healthy": True,
             "type": type(self).__name__,
             "directory": str(self._store.directory),
-            "limit_bytes": self._max_capacity_bytes,
+            "limit_bytes": self._limit_bytes,
             "pending": len(self._writes.pending),
             **counters,
             "dropped": counters["dropped"] + self._writes.dropped,

@@ -16,7 +16,7 @@ from lmcache_xpu.tiers.disk.chunk_store import PIN_SECONDS, ChunkStore
 from lmcache_xpu.tiers.disk.lock import check_owner
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
 __all__ = ["DiskSettings"]
 
@@ -30,8 +30,8 @@ class DiskSettings:
     """The `disk.*` entries of LMCache's `extra_config`, or of its server's option.
 
     Args:
-        path: directory that holds one directory for each worker, and one for a server.
-        limit_bytes: what one worker, or the server, may use; `disk.gib` in bytes.
+        path: directory that holds one directory for LMCache's own engine, and one for a server.
+        limit_bytes: what that engine, or the server, may use; `disk.gib` in bytes.
         threads: reads at a time.
         engine: number of the engine, of those that vLLM runs with data parallelism.
     """
@@ -67,30 +67,23 @@ class DiskSettings:
             )
         return cls.parse(params)
 
-    def open_store(self, worker_id: int, world_size: int, pin_seconds: float) -> ChunkStore:
-        """Open a worker's directory, with the chunks of workers that the engine no longer has.
+    def open_store(self, pin_seconds: float) -> ChunkStore:
+        """Open the directory of LMCache's own engine, of which pins last `pin_seconds`.
 
-        Those of other engines stay where they are: they may only not have started yet. Raises
-        SettingsError if the directory can't be used, or another process uses it.
+        Raises SettingsError if the directory can't be used, or another process uses it.
         """
-        prefix = f"kv-engine-{self.engine}-worker-" if self.engine else "kv-worker-"
-        names = (path.name.removeprefix(prefix) for path in self.path.glob(f"{prefix}*"))
-        numbers = sorted(int(name) for name in names if name.isascii() and name.isdigit())
-        left = [n for n in numbers if n >= world_size and n % world_size == worker_id]
-        directories = [self.path / f"{prefix}{number}" for number in (worker_id, *left)]
-        return self._open(directories[0], directories[1:], pin_seconds)
+        name = f"kv-engine-{self.engine}-worker-0" if self.engine else "kv-worker-0"
+        return self._open(self.path / name, pin_seconds)
 
     def open_server_store(self) -> ChunkStore:
-        """Open the directory of LMCache's server, as `open_store` does a worker's."""
+        """Open the directory of LMCache's server, as `open_store` does."""
         return self._open(self.path / (f"kv-server-{self.engine}" if self.engine else "kv-server"))
 
-    def _open(
-        self, directory: Path, left: Sequence[Path] = (), pin_seconds: float = PIN_SECONDS
-    ) -> ChunkStore:
+    def _open(self, directory: Path, pin_seconds: float = PIN_SECONDS) -> ChunkStore:
         try:
             # Root's is right, too: what Kubernetes and Docker mount, or /var/cache.
             check_owner(self.path, {0, os.geteuid()}, link=True)
-            store = ChunkStore(directory, self.limit_bytes, left=left, pin_seconds=pin_seconds)
+            store = ChunkStore(directory, self.limit_bytes, pin_seconds=pin_seconds)
         except OSError as error:
             raise SettingsError(
                 f"disk.path={str(self.path)!r} ({error.strerror})",

@@ -35,19 +35,17 @@ class DiskWriter:
         limit_bytes: of chunks whose writes have not ended. A single larger one is taken when there
             is no other.
         threads: writes at a time.
-        hidden: see `ChunkLayout.tokens`.
 
     Attributes:
         dropped: chunks that were not written.
         pending: writes that have not ended, by their chunks' names.
     """
 
-    def __init__(self, store: ChunkStore, limit_bytes: int, threads: int, hidden: int = 0) -> None:
+    def __init__(self, store: ChunkStore, limit_bytes: int, threads: int) -> None:
         self.dropped = 0
         self.pending: dict[str, Future[None]] = {}
         self._store = store
         self._limit_bytes = limit_bytes
-        self._hidden = hidden
         self._lock = threading.Lock()
         self._pending_bytes = 0
         self._closed = False
@@ -129,7 +127,7 @@ class DiskWriter:
             with watch.running():
                 stored = self._store.put(name, layout.text, obj.byte_array, used_ns, obj.is_valid)
             if stored:
-                layout.count(STORE_DISK, key, watch, self._hidden)
+                layout.count(STORE_DISK, key, watch)
             elif obj.is_valid():
                 STORE_DISK.failed("crowded")
                 self._crowded.log()

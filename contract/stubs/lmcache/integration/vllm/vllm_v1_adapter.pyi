@@ -1,16 +1,8 @@
 from typing import Any
 
-class LMCacheConnectorMetadata:
-    requests: Any
-    def add_request(self, req_meta): ...
-
 class LMCacheConnectorV1Impl:
-    _role: Any
-    _vllm_config: Any
     device: Any
     kv_role: Any
-    _manager: Any
-    _layerwise_save_storers: Any
     layerwise_retrievers: Any
     lmcache_engine: Any
     lookup_client: Any
@@ -34,7 +26,6 @@ class ReqMeta:
     token_ids: Any
     slot_mapping: Any
     load_spec: Any
-    save_spec: Any
     request_configs: Any
 
 class LoadSpec:
@@ -42,6 +33,3 @@ class LoadSpec:
     vllm_cached_tokens: Any
     lmcache_cached_tokens: Any
     can_load: Any
-
-class SaveSpec:
-    can_save: Any

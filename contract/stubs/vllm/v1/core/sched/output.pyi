@@ -12,8 +12,6 @@ class CachedRequestData:
     new_block_ids: Any
     num_computed_tokens: Any
     resumed_req_ids: Any
-    new_token_ids: Any
-    num_output_tokens: Any
 
 class SchedulerOutput:
     scheduled_new_reqs: list[NewRequestData]
