@@ -31,20 +31,18 @@ REPLACING = {  # by `status` shown as patches; the last while an engine starts
 }
 FIELDS = {  # of a description, a configuration or a state, which hold plain data
     "stock/config.py: config.extra_config",
-    "stock/config.py: config.lookup_server_worker_ids",
     "stock/config.py: config.pre_caching_hash_algorithm",
     "stock/config.py: transfer.kv_connector_extra_config",
     "gpu_connector/registered_cache.py: metadata.fmt",
-    "stock/ending.py: server.running",
-    "stock/ending.py: utils._config_instance",
+    "stock/worker.py: forward_context.attn_metadata",
+    "stock/worker.py: request.load_spec",
+    "stock/worker.py: self.lmcache.device",
+    "stock/worker.py: self.lmcache.layerwise_retrievers",
+    # vLLM's scheduler reads where a step has to end, and what a failed load has left computed.
+    "connector/hit_ends.py: request.shared_prefix_boundary",
+    "vllm_hooks/scheduler.py: request.num_computed_tokens",
     "stock/gpu_connectors.py: metadata.kv_shape",
     "stock/gpu_connectors.py: metadata.model_name",
-    "stock/unfilled_blocks.py: request.load_spec",
-    "stock/unfilled_blocks.py: request.save_spec.can_save",
-    "stock/worker.py: context.attn_metadata",
-    "stock/worker.py: lmcache.device",
-    "stock/worker.py: request.save_spec.can_save",
-    "stock/worker.py: self._lmcache.layerwise_retrievers",
     # LMCache hands its server to a module for that, before it starts.
     "server/server_socket.py: entry.handler",
     "server/server_socket.py: server.socket",
@@ -53,7 +51,6 @@ FIELDS = {  # of a description, a configuration or a state, which hold plain dat
     "server/server_module.py: context.token_hasher.chunk_size",
 }
 OWN = {  # of classes of this package, and of events that it makes
-    "stock/gpu_connectors.py: connector.unfilled",
     "vllm_hooks/patches.py: replacement.__lmcache_xpu__",
     "connector/kv_events.py: event.block_hashes",
     "connector/kv_events.py: event.extra_keys",

@@ -5,6 +5,7 @@ from vllm.lora.request import LoRARequest
 
 class RequestStatus(IntEnum):
     PREEMPTED: Any
+    WAITING_FOR_REMOTE_KVS: Any
 
 class Request:
     kv_transfer_params: Any
@@ -25,3 +26,4 @@ class Request:
     num_in_flight_tokens: Any
     num_output_placeholders: Any
     async_tokens_to_discard: Any
+    shared_prefix_boundary: Any

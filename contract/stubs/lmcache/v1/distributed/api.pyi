@@ -26,6 +26,8 @@ class MemoryTags:
     def __init__(self, segment, residency): ...
 
 class GroupedObjectKeys:
+    keys: Any
+    object_group_id: Any
     def __init__(self, keys, object_group_id, layout_desc, sliding_window_size=...): ...
 
 class PrefetchTaskSpec:
