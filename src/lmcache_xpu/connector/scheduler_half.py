@@ -143,12 +143,14 @@ class SchedulerHalf:
         if any(other.loads_first_of(request, kept) for other in self._shared.values()):
             return None, True
         is_alone = self.policy.is_alone(name) and not self._has_other_engines
-        hit = self._lookups.find(tracked.whole_chunks(), is_alone=is_alone)
+        chunks = tracked.whole_chunks()
+        hit = self._lookups.find(chunks, is_alone=is_alone)
         if hit is None:
             return None, True
         tracked.looked_up(hit, kept)
         if self._ends:
-            self._ends.begin(request, max(hit, kept), self._lookups.shared(tracked.whole_chunks()))
+            shared = self._lookups.shared(chunks) if hit < chunks.end else hit
+            self._ends.begin(request, max(hit, kept), shared)
         # Of a whole prompt the last token is computed.
         tokens = hit - kept - (hit == request.num_tokens)
         if tokens <= 0 or (mode := self.policy.choose(request, kept, tokens)) == "computed":
