@@ -96,7 +96,7 @@ while it moves is bytes divided by seconds:
 `rate(lmcache_xpu_bytes_total[5m]) / rate(lmcache_xpu_seconds_total[5m])`.
 
 An object is a chunk, or in models with several KV caches a part of one. With `layerwise` there is
-nothing but errors and stores of the disk tier; LMCache's own engine counts the rest.
+nothing but what the disk tier moves; LMCache's own engine counts the rest.
 
 ## Reasons
 

@@ -70,10 +70,10 @@ def _(rows: Any) -> Any:
     "a cache that the engine moved is not looked at anew",
     "copies",
     PagedMemConnector,
-    "_is_registered",
+    "registered",
 )
-def _(_: Any) -> Any:
-    return lambda self, bound, kvcaches: True
+def _(registered: Any) -> Any:
+    return lambda self, kvcaches=None: self._cache or registered(self, kvcaches)
 
 
 @fault("addresses of another layer's chunks are used", "copies", HostKernels, "_table")

@@ -35,7 +35,7 @@ from lmcache import torch_device_type
 from lmcache.utils import LayerCacheEngineKey
 from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 
-from lmcache_xpu.metrics import LOAD_DISK
+from lmcache_xpu.metrics import LOAD_DISK, Stopwatch
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
 from lmcache_xpu.tiers.disk.parameters import DiskSettings
 from lmcache_xpu.tiers.disk.writer import DiskWriter
@@ -79,6 +79,7 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         half_pool = int(config.max_local_cpu_size * 2**30) // 2
         self._writes = DiskWriter(self._store, half_pool, max(1, settings.threads // 2))
         self._reads = ThreadPoolExecutor(settings.threads, "disk-read")
+        self._closed = False
         self._pool_full = Complaint(
             "no room in LMCache's CPU pool for a whole load; cut short "
             "(docs: troubleshooting#pool-full)"
@@ -153,16 +154,14 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
 
     def batched_get_blocking(self, keys: list[CacheEngineKey]) -> list[MemoryObj | None]:
         """One entry per key, None from the first miss on; see the module for references."""
-        names = [self.name(key) for key in keys]
-        loaded = self._load(names, self._allocate(names))
+        loaded = self._load(keys, self._allocate(keys))
         return [*loaded, *[None] * (len(keys) - len(loaded))]
 
     async def batched_get_non_blocking(
         self, lookup_id: str, keys: list[CacheEngineKey], transfer_spec: Any = None
     ) -> list[MemoryObj]:
         """The chunks of one layer, up to the first miss: a shorter list fails the load."""
-        names = [self.name(key) for key in keys]
-        return await asyncio.to_thread(self._load, names, self._allocate(names))
+        return await asyncio.to_thread(self._load, keys, self._allocate(keys))
 
     # The rest of LMCache's interface
 
@@ -178,14 +177,16 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
 
     def close(self) -> None:
         """End the queued writes, within ten seconds, and let go of the directory; idempotent."""
+        self._closed = True
         self._writes.close()
         self._reads.shutdown(cancel_futures=True)
         self._store.close()
 
-    def _allocate(self, names: Sequence[str]) -> list[MemoryObj]:
+    def _allocate(self, keys: Sequence[CacheEngineKey]) -> list[MemoryObj]:
         """Allocate memory for the chunks up to the first that is missing or finds none."""
         objs: list[MemoryObj] = []
-        for name in names:
+        for key in () if self._closed else keys:
+            name = self.name(key)
             info = self._store.info(name)
             layout = ChunkLayout.parse(info.meta) if info else None
             if info is None or layout is None or layout.size != info.payload_bytes:
@@ -201,14 +202,19 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
             objs.append(obj)
         return objs
 
-    def _load(self, names: Sequence[str], objs: list[MemoryObj]) -> list[MemoryObj]:
+    def _load(self, keys: Sequence[CacheEngineKey], objs: list[MemoryObj]) -> list[MemoryObj]:
         """Read chunks, and return those before the first miss; references to others are dropped."""
-        hits = list(self._reads.map(self._read, names, objs))
+        hits = list(self._reads.map(self._read, keys, objs))
         length = hits.index(False) if False in hits else len(hits)
         for obj in objs[length:]:
             obj.ref_count_down()
-        self._store.touch(names[:length])
+        self._store.touch([self.name(key) for key in keys[:length]])
         return objs[:length]
 
-    def _read(self, name: str, obj: MemoryObj) -> bool:
-        return self._store.read(name, memoryview(obj.byte_array).cast("B"))
+    def _read(self, key: CacheEngineKey, obj: MemoryObj) -> bool:
+        watch = Stopwatch()
+        with watch.running():
+            is_hit = self._store.read(self.name(key), memoryview(obj.byte_array).cast("B"))
+        if is_hit and (layout := ChunkLayout.of(obj)) is not None:
+            layout.count(LOAD_DISK, key, watch)
+        return is_hit
