@@ -51,8 +51,9 @@ def test_the_example_is_one_engine_on_an_intel_gpu(host):
 
 
 def test_engines_of_several_gpus_keep_all_but_one_right_from_their_containers(host):
-    line = re.search("^#COMPOSE_FILE=(.*)$", (ROOT / ".env.example").read_text(), re.MULTILINE)
-    plain, laid_over = render(host, "*")["services"], render(host, "*", files=line[1])["services"]
+    page = (ROOT / "docs/guides/several-cards.md").read_text()
+    [files] = set(re.findall(r"`COMPOSE_FILE=(\S+)`", page))
+    plain, laid_over = render(host, "*")["services"], render(host, "*", files=files)["services"]
     assert not any("cap_add" in service for service in plain.values())
     for name in ("engine-xpu", "engine-xpu-2"):
         assert laid_over[name].pop("cap_add") == ["SYS_PTRACE"]
