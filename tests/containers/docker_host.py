@@ -28,6 +28,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 BASE = "lmcache-xpu-test/base"
 INDEX = re.compile(r"index-url='(https?://[^']+)'")
+DEFAULT_INDEX = re.compile(r"Package Index\s+\(default\s+(https?://[^\s)]+)\)")  # in pip's help
 # Compose v2 and buildx are no packages of Debian 12; those of 13 run there.
 PLUGINS = {"docker-compose": "compose", "docker-buildx": "buildx"}
 
@@ -177,7 +178,7 @@ class DockerHost:
 
     def _make_secret(self) -> None:
         """pip's index and find-links in uv's words; folders are served over loopback."""
-        config = _pip_config()
+        config = _pip("config", "list")
         lines = []
         if index := INDEX.search(config):
             lines.append(f'index-url = "{index[1]}"')
@@ -224,13 +225,14 @@ def debian_mirror() -> str:
 
 
 def pip_index() -> str:
-    """The package index that this machine's pip is configured with, with a slash at its end."""
-    index = INDEX.search(_pip_config())
-    return (index[1] if index else "https://pypi.org/simple").rstrip("/") + "/"
+    """The package index that pip asks on this machine, with a slash at its end."""
+    index = INDEX.search(_pip("config", "list")) or DEFAULT_INDEX.search(_pip("install", "--help"))
+    assert index is not None
+    return index[1].rstrip("/") + "/"
 
 
-def _pip_config() -> str:
-    command = [sys.executable, "-m", "pip", "config", "list"]
+def _pip(*arguments: str) -> str:
+    command = [sys.executable, "-m", "pip", *arguments]
     return subprocess.run(command, capture_output=True, text=True).stdout
 
 

@@ -96,11 +96,11 @@ def test_podman_by_the_name_of_docker_is_refused(project, target):
 
 NO_DAEMON = "Cannot connect to the Docker daemon at unix:///x. Is the docker daemon running?"
 NOT_MINE = "permission denied while trying to connect to the Docker daemon socket at unix:///x"
-NO_HOST = (
-    'Get "https://registry-1.docker.io/v2/": dial tcp: lookup registry-1.docker.io: no such host'
+NO_HOST = 'Get "https://images.example.com/v2/": dial tcp: lookup images.example.com: no such host'
+NO_INDEX = (
+    "error: Failed to fetch: `https://index.example.com/uv/`: dns error: failed to look it up"
 )
-NO_INDEX = "error: Failed to fetch: `https://pypi.org/simple/uv/`: dns error: failed to look it up"
-NO_ARCHIVE = "Err:1 http://deb.debian.org/debian InRelease Could not connect to deb.debian.org:80"
+NO_ARCHIVE = "Err:1 http://deb.example.com/debian InRelease Could not connect to deb.example.com:80"
 DENIED = "pull access denied for debian-mine, repository does not exist or needs 'docker login'"
 GONE = "failed to solve: example.com/base:1: example.com/base:1: not found"
 
