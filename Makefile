@@ -52,8 +52,8 @@ bench: setup ## The connectors and the demo's engine on CPU; needs a quiet machi
 
 # Parts that `make test` leaves out, or has with others; `lmcache` is LMCACHE=... beside this vLLM.
 PART_tools := -m "tools and not matrix"
-PART_models := $(addprefix tests/engine/test_,local.py models.py server.py server_soak.py waiting.py) \
-	tests/helm/test_chart_side_car_engine.py
+PART_models := $(addprefix tests/engine/test_,local.py groups.py models.py server.py) \
+	$(addprefix tests/engine/test_,server_soak.py waiting.py) tests/helm/test_chart_side_car_engine.py
 PART_ranks := $(addprefix tests/engine/test_,ends.py server_ranks.py resets.py engines_of_one_serve.py)
 PART_bases := -s tests/test_install.py tests/engine/test_packages.py tests/containers/test_bases.py
 PARTS := $(sort lmcache $(subst PART_,,$(filter PART_%,$(.VARIABLES))))

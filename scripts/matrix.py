@@ -35,8 +35,10 @@ from contract.sources import unpacked  # not installed
 
 MATRIX = ROOT / ".matrix"
 RESULTS = ROOT / "docs/results/vllm-versions.json"
-# The cache in the engine's process, LMCache's own engine, and the shared tier.
-TESTS = tuple(f"tests/engine/test_{name}.py" for name in ("local", "stock", "shared_tier"))
+# The cache in the engine's process, KV cache groups, LMCache's own engine, and the shared tier.
+TESTS = tuple(
+    f"tests/engine/test_{name}.py" for name in ("local", "groups", "stock", "shared_tier")
+)
 TOOLS = ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist")
 # In the table.
 PACKAGES = ("torch", "transformers", "lmcache")

@@ -9,7 +9,6 @@ import threading
 import time
 
 import pytest
-from support import tiny_models
 from support.cache_server import CacheServer
 from support.call_counts import check_walk
 from support.real_engine import BLOCK, CHUNK, LENGTHS, cached
@@ -234,46 +233,3 @@ def test_what_is_on_disk_outlives_its_server(model, directory):
     for name in LENGTHS:
         assert asked[name]["hit"] == cached(name)
         assert is_exact(asked[name], name)
-
-
-# What is loaded of 2,048 tokens, by group, beside the last of each question.
-HYBRIDS = [
-    ("windows", tiny_models.gemma3, 4),
-    ("windows alone", tiny_models.mistral, 1),
-    ("stretches", tiny_models.llama4, 4),
-    ("states", tiny_models.qwen3_next, 4),
-]
-OFTEN = ("windows", "states")
-
-
-@pytest.mark.parametrize(
-    ("kind", "make", "groups"),
-    [pytest.param(*case, marks=() if case[0] in OFTEN else pytest.mark.matrix) for case in HYBRIDS],
-    ids=[case[0] for case in HYBRIDS],
-)
-def test_groups_with_windows_and_states_are_exact(tmp_path, kind, make, groups):
-    """A document is asked about twice, with steps longer than any chunk."""
-    server = CacheServer(tmp_path / "server.log", states=kind == "states")
-    server.start()
-    try:
-        done = run_probe("hybrid", kind, make(tmp_path), server.url)
-    finally:
-        server.kill()
-    report = printed(done)
-    assert report["blocks"] == report["blocks without"]
-    prompts = report["prompts"].values()
-    assert [prompt["first"] for prompt in prompts] == [0, 0]
-    # The whole chunks of the document: of states these are blocks.
-    states = kind == "states"
-    assert [prompt["hit"] for prompt in prompts] == ([1792, 2176] if states else [1792, 2048])
-    at_end = [2048, 2432] if states else [2048, 2304]
-    assert [prompt["same prompt"] for prompt in prompts] == at_end
-    assert all(len(prompt["compared"]) == groups for prompt in prompts)
-    assert [prompt["different"] for prompt in prompts] == [[], []]
-    assert all(prompt["same answer"] for prompt in prompts)
-    # Longer than what states are kept for: they are kept where the second prompt parts.
-    assert report["long questions"] == ([0, 0, 0] if states else [0, 1792, 1792])
-    assert report["groups of a planted fault"] == list(range(groups))
-    failed = report["after a failed load"]
-    assert failed["promised"] > 0
-    assert failed["same answer"]

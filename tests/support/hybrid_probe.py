@@ -1,15 +1,18 @@
-"""A real vLLM on CPU with windows or states, hybrid manager on, and LMCache's server.
+"""A real vLLM on CPU with windows or states, hybrid manager on, and a cache.
 
-Run by engine/test_server.py with the arguments KIND MODEL URL; prints a JSON object last. What a
-step computed is kept as digests when its stores begin, block by block in every group. What a load
-brought is compared with it when vLLM hears of the load, so before anything else is computed.
+Run by engine/test_groups.py with the arguments KIND MODEL PLACE, the last of which is the server's
+URL or a disk tier's path; prints a JSON object last. What a step computed is kept as digests when
+its stores begin, block by block in every group. What a load brought is compared with it when vLLM
+hears of the load, so before anything else is computed.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from support.probes import end_with
@@ -17,17 +20,23 @@ from support.real_engine import Engine, prompt
 
 STEP, QUESTION, LONG_QUESTION = 2048, 200, 700  # tokens
 DOCUMENTS = (1900, 2248)  # the first ends within the first step, the other behind it
+WINDOWS = {"dtype": "float32", "load_format": "dummy"}
+STATES = {
+    "dtype": "bfloat16",
+    "load_format": "dummy",
+    "mamba_cache_mode": "align",
+    "mamba_ssm_cache_dtype": "float32",  # vLLM 0.26 has no other kernel for CPU
+}
 KINDS: dict[str, dict[str, Any]] = {
     "windows": {"dtype": "float32"},
-    "windows alone": {"dtype": "float32", "load_format": "dummy"},
-    "stretches": {"dtype": "float32", "load_format": "dummy"},
-    "states": {
-        "dtype": "bfloat16",
-        "load_format": "dummy",
-        "mamba_cache_mode": "align",
-        "mamba_ssm_cache_dtype": "float32",  # vLLM 0.26 has no other kernel for CPU
-    },
+    "windows alone": WINDOWS,
+    "heads of two sizes": WINDOWS,
+    "sinks": {**WINDOWS, "dtype": "bfloat16"},
+    "stretches": WINDOWS,
+    "states": STATES,
+    "states, dense": STATES,
 }
+TEXT_ALONE = Path(__file__).with_name("text_alone")  # what is imported for images
 computed: dict[tuple[int, int], list[str]] = {}  # by group and place in the prompt
 brought: dict[tuple[int, int], list[str]] = {}
 
@@ -187,6 +196,8 @@ def blocks(llm: Any) -> int:
 
 
 def main(kind: str, model: str, url: str) -> dict[str, Any]:
+    sys.path.append(str(TEXT_ALONE))
+    os.environ["PYTHONPATH"] = os.pathsep.join([os.environ["PYTHONPATH"], str(TEXT_ALONE)])
     from vllm import LLM
 
     options = {
@@ -204,7 +215,7 @@ def main(kind: str, model: str, url: str) -> dict[str, Any]:
     plain.llm_engine.engine_core.shutdown()
     settings = {"cache": "server", "server_url": url} if "://" in url else {}
     settings |= {"loads": "async"}
-    if kind == "states" and "://" not in url:  # chunks of a block, as `serve` has them
+    if KINDS[kind] is STATES and "://" not in url:  # chunks of a block, as `serve` has them
         options["lmcache"] = {"xpu.cache": {"chunk_tokens": 1, "cpu_gib": 0.25}}
     engine = Engine(model, None, "standard", settings=settings, skip_tokenizer_init=True, **options)
     return {"blocks without": without, **engine.close_after(look)}

@@ -115,18 +115,68 @@ def gemma3(parent: Path) -> Path:
     return _write(parent / "gemma3", values, shapes, norm=0.0)  # its norms multiply by 1 + weight
 
 
+def gemma4(parent: Path) -> Path:
+    """A Gemma 4's configuration: windows, and whole attention with wider heads. No weights."""
+    from transformers import Gemma4TextConfig
+
+    config = Gemma4TextConfig(
+        **COMMON,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_global_key_value_heads=1,
+        global_head_dim=128,
+        num_kv_shared_layers=0,
+        hidden_size_per_layer_input=0,
+        sliding_window=256,
+        layer_types=(["sliding_attention"] * 3 + ["full_attention"]) * (LAYERS // 4),
+    )
+    values = {**config.to_dict(), "architectures": ["Gemma4ForCausalLM"]}
+    return _write(parent / "gemma4", values, {})
+
+
+def gpt_oss(parent: Path) -> Path:
+    """A gpt-oss's configuration: windows and sinks in every second layer. No weights."""
+    from transformers import GptOssConfig
+
+    config = GptOssConfig(
+        **COMMON,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=256,
+        layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2),
+    )
+    values = {**config.to_dict(), "architectures": ["GptOssForCausalLM"]}
+    return _write(parent / "gpt-oss", values, {})
+
+
+STATES = {
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
+
+
+def qwen3_5(parent: Path) -> Path:
+    """A Qwen 3.5's configuration, its text alone: three of four layers keep a state. No weights."""
+    from transformers import Qwen3_5TextConfig
+
+    config = Qwen3_5TextConfig(**COMMON, **STATES)
+    values = {**config.to_dict(), "architectures": ["Qwen3_5ForCausalLM"]}
+    return _write(parent / "qwen3-5", values, {})
+
+
 def qwen3_next(parent: Path) -> Path:
     """A Qwen3-Next's configuration: three of four layers keep a state. No weights."""
     from transformers import Qwen3NextConfig
 
     config = Qwen3NextConfig(
         **COMMON,
-        num_key_value_heads=2,
-        head_dim=64,
-        linear_num_key_heads=2,
-        linear_num_value_heads=2,
-        linear_key_head_dim=64,
-        linear_value_head_dim=64,
+        **STATES,
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=64,
