@@ -62,7 +62,7 @@ def digests(worker, chunks: Any, spans: list[int]) -> dict[tuple[int, int], list
             if block:
                 result[number, place] = [
                     hashlib.sha256(
-                        t[block].contiguous().view(torch.uint8).numpy().tobytes()
+                        t[block].contiguous().view(torch.uint8).cpu().numpy().tobytes()
                     ).hexdigest()
                     for layer in group
                     for t in layer
