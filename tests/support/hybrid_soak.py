@@ -246,7 +246,8 @@ def main() -> dict[str, Any]:
         if wanted.device != "cpu":
             options["dtype"] = "bfloat16"
         if KINDS[wanted.kind] is STATES:  # chunks of a block, as `serve` has them
-            options["lmcache"] = {"xpu.cache": {"chunk_tokens": 1, "cpu_gib": CPU_GIB}}
+            settings["chunk_tokens"] = 1
+            options["kv_cache_memory_bytes"] = 2**24
         model = str(MODELS[wanted.kind](directory))
         disk = str(directory / "disk")
         engine = Engine(
