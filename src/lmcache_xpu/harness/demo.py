@@ -20,6 +20,7 @@ import shlex
 import shutil
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -43,11 +44,27 @@ TEXT_CHARACTERS = 24_000  # about 6,000 tokens
 MAX_MODEL_LEN = 8_192
 ENGINE_TOKENS = 14_336  # two conversations, not three
 ANSWER_TOKENS = 16
+SILENT_S = 10.0  # that a step goes on without a word
 FREE_GIB = 2.0  # model, disk tier, logs, and room to breathe
 QUESTIONS = (
     "What is this text about?",
     "Which part of it matters most, and why?",
     "How would you explain it to a beginner?",
+)
+
+
+ABOUT = (
+    "A real vLLM and a real LMCache serve a small model of random weights. Its words mean nothing; "
+    "what counts is that they are the same with and without the cache."
+)
+MEANING = (
+    "A prompt that a tier holds is loaded instead of computed, so its first token comes sooner. "
+    "The engine's own cache is faster still, as nothing has to be moved, but it holds 2 of these "
+    f"{USERS} conversations."
+)
+NEXT = (
+    "Next: docs/guides/first-hit-on-an-intel-gpu.md for a GPU, docs/guides/loadtest.md for your "
+    "own traffic."
 )
 
 
@@ -115,6 +132,42 @@ class _Conversations:
         return same
 
 
+class _Steps:
+    """The steps of the demo: what is done now, and for how long it has been."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._begin = console, time.monotonic()
+
+    @contextmanager
+    def doing(self, step: str) -> Iterator[None]:
+        """Say when a step begins and ends, and meanwhile every `SILENT_S` that it goes on."""
+        ended = threading.Event()
+        with self._console.status(f"{step} ...") as status:
+
+            def go_on() -> None:
+                while not ended.wait(SILENT_S):
+                    status.update(f"{step} ... {self._seconds()}")
+                    if not self._console.is_terminal:
+                        self._console.print(f"{self._seconds()}  ...")
+
+            if not self._console.is_terminal:
+                self._console.print(f"{step} ...")
+            thread = threading.Thread(target=go_on, daemon=True)
+            thread.start()
+            try:
+                yield
+            except KeyboardInterrupt:
+                self._console.print("Interrupted; the engine ends with it.")
+                raise
+            finally:
+                ended.set()
+                thread.join()
+        self._console.print(f"[dim]{self._seconds()}[/dim]  {step}: done")
+
+    def _seconds(self) -> str:
+        return f"{time.monotonic() - self._begin:4.0f} s"
+
+
 def tell(*, work: Path, port: int | None = None) -> list[Row]:
     """Run the demo, print its table, and say how to go on by hand.
 
@@ -128,18 +181,11 @@ def tell(*, work: Path, port: int | None = None) -> list[Row]:
             engine uses the disk tier of an earlier demo.
         EngineError: the engine did not come up, broke off, or gave a wrong answer.
     """
-    console = Console()
     settings = _settings(work, free_port() if port is None else port)
     _check(work, settings)
-    begin = time.monotonic()
-
-    @contextmanager
-    def doing(step: str) -> Iterator[None]:
-        if not console.is_terminal:
-            console.print(f"{step} ...")
-        with console.status(f"{step} ..."):
-            yield
-        console.print(f"[dim]{time.monotonic() - begin:4.0f} s[/dim]  {step}: done")
+    console = Console()
+    console.print(ABOUT)
+    doing = _Steps(console).doing
 
     @contextmanager
     def engine(log: Path) -> Iterator[Client]:
@@ -174,7 +220,7 @@ def tell(*, work: Path, port: int | None = None) -> list[Row]:
         Row.of("CPU tier", third, "external_hits"),
         Row.of("disk tier after a restart", again, "external_hits"),
     ]
-    console.print(_table(rows))
+    console.print(table(rows))
     if same != 2 * USERS:
         raise EngineError(
             f"{2 * USERS - same} of {2 * USERS} answers not from the tiers, or other tokens",
@@ -183,7 +229,7 @@ def tell(*, work: Path, port: int | None = None) -> list[Row]:
         )
     console.print(
         f"{same} of {same} answers from the CPU and disk tiers were, token for token, those "
-        "computed without a cache."
+        f"computed without a cache.\n{MEANING}"
     )
     _go_on(console, settings, talk, work)
     return rows
@@ -221,7 +267,7 @@ def _check(work: Path, settings: Settings) -> None:
         )
 
 
-def _table(rows: Sequence[Row]) -> Table:
+def table(rows: Sequence[Row]) -> Table:
     """Return the rows for a reader; the first one is what the others are compared with."""
     table = Table(
         title=f"Where {USERS} long prompts' KV cache came from",
@@ -246,7 +292,8 @@ def _table(rows: Sequence[Row]) -> Table:
 
 def _go_on(console: Console, settings: Settings, talk: _Conversations, work: Path) -> None:
     """Say how to start the same engine by hand, and how to see that it finds what is on disk."""
-    question = work / "question.json"
+    question, answer = work / "question.json", work / "answer.txt"
+    answer.write_text(talk.answers[0][0].text)
     body = {
         "model": "demo",
         "messages": talk.messages(0, 0),
@@ -264,7 +311,8 @@ def _go_on(console: Console, settings: Settings, talk: _Conversations, work: Pat
         f"    {serve_command(settings)}",
         "When it answers, put the first question to it again, from another terminal:",
         f"    {shlex.join(['curl', '-s', url, '-H', header, '-d', f'@{question}'])}",
-        f"It was answered with: {json.dumps(talk.answers[0][0].text, ensure_ascii=False)}",
+        f"It answers what this run was answered: the text of {answer}.",
+        NEXT,
     ]
     for line in lines:  # as they are: a line that is cut or folded can't be copied
         console.print(line, soft_wrap=True, markup=False, highlight=False)
