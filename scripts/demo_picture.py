@@ -1,4 +1,4 @@
-"""Run the demo, and draw its table as a terminal shows it: `make demo-picture`, some minutes.
+"""Run the demo, and draw its table as a terminal shows it; it takes some minutes.
 
 The picture is docs/pictures/demo.svg, for the README. Its numbers are of this machine, today.
 """

@@ -116,8 +116,8 @@ def errors_s(rows, log, streams):
         gaps.append(np.array(row["gaps_s"]) - np.diff(sent_s))
     errors = {
         "TTFT": ttft,
-        "ITL": np.concatenate(gaps),
-        "mean ITL of an answer": [gap.mean() for gap in gaps],
+        "gap": np.concatenate(gaps),
+        "mean gap of an answer": [gap.mean() for gap in gaps],
     }
     return {k: np.percentile(np.abs(v), [50, 95, 99, 100]) for k, v in errors.items()}
 
