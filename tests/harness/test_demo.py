@@ -23,6 +23,7 @@ from lmcache_xpu.harness import demo
 from lmcache_xpu.harness.client import Answer, CacheCounts
 from lmcache_xpu.harness.outputs import check_file
 from lmcache_xpu.harness.random_model import corpus
+from lmcache_xpu.harness.steps import Steps
 from lmcache_xpu.launch.settings import Settings
 from lmcache_xpu.tiers.disk.lock import DirectoryLock
 
@@ -190,8 +191,8 @@ def test_the_next_pages_exist():
     assert all((Path(__file__).parents[2] / page).exists() for page in pages)
 
 
-def test_a_long_step_is_not_silent_and_an_interrupted_one_says_so(engine, tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "SILENT_S", 0.01)
+def test_a_long_step_is_not_silent_and_an_interrupted_one_says_so(monkeypatch):
+    monkeypatch.setattr("lmcache_xpu.harness.steps.SILENT_S", 0.01)
     console = Console(file=io.StringIO())
 
     def interrupted():
@@ -199,7 +200,7 @@ def test_a_long_step_is_not_silent_and_an_interrupted_one_says_so(engine, tmp_pa
             time.sleep(0.01)
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), demo._Steps(console).doing("waiting"):
+    with pytest.raises(KeyboardInterrupt), Steps(console).doing("waiting"):
         interrupted()
     first, *_, last = console.file.getvalue().splitlines()
     assert (first, last) == ("waiting ...", "Interrupted; the engine ends with it.")

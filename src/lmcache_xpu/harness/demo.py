@@ -20,8 +20,6 @@ import shlex
 import shutil
 import statistics
 import sys
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -35,6 +33,7 @@ from lmcache_xpu.harness.client import Answer, CacheCounts, Client, Message
 from lmcache_xpu.harness.engine_process import EngineProcess, free_port
 from lmcache_xpu.harness.outputs import make_directory
 from lmcache_xpu.harness.random_model import DEMO, corpus, make_model
+from lmcache_xpu.harness.steps import Steps
 from lmcache_xpu.launch.preflight import check_port
 from lmcache_xpu.launch.settings import Settings
 from lmcache_xpu.tiers.disk.lock import DirectoryLock
@@ -44,7 +43,6 @@ TEXT_CHARACTERS = 24_000  # about 6,000 tokens
 MAX_MODEL_LEN = 8_192
 ENGINE_TOKENS = 14_336  # two conversations, not three
 ANSWER_TOKENS = 16
-SILENT_S = 10.0  # that a step goes on without a word
 FREE_GIB = 2.0  # model, disk tier, logs, and room to breathe
 QUESTIONS = (
     "What is this text about?",
@@ -132,42 +130,6 @@ class _Conversations:
         return same
 
 
-class _Steps:
-    """The steps of the demo: what is done now, and for how long it has been."""
-
-    def __init__(self, console: Console) -> None:
-        self._console, self._begin = console, time.monotonic()
-
-    @contextmanager
-    def doing(self, step: str) -> Iterator[None]:
-        """Say when a step begins and ends, and meanwhile every `SILENT_S` that it goes on."""
-        ended = threading.Event()
-        with self._console.status(f"{step} ...") as status:
-
-            def go_on() -> None:
-                while not ended.wait(SILENT_S):
-                    status.update(f"{step} ... {self._seconds()}")
-                    if not self._console.is_terminal:
-                        self._console.print(f"{self._seconds()}  ...")
-
-            if not self._console.is_terminal:
-                self._console.print(f"{step} ...")
-            thread = threading.Thread(target=go_on, daemon=True)
-            thread.start()
-            try:
-                yield
-            except KeyboardInterrupt:
-                self._console.print("Interrupted; the engine ends with it.")
-                raise
-            finally:
-                ended.set()
-                thread.join()
-        self._console.print(f"[dim]{self._seconds()}[/dim]  {step}: done")
-
-    def _seconds(self) -> str:
-        return f"{time.monotonic() - self._begin:4.0f} s"
-
-
 def tell(*, work: Path, port: int | None = None) -> list[Row]:
     """Run the demo, print its table, and say how to go on by hand.
 
@@ -185,7 +147,7 @@ def tell(*, work: Path, port: int | None = None) -> list[Row]:
     _check(work, settings)
     console = Console()
     console.print(ABOUT)
-    doing = _Steps(console).doing
+    doing = Steps(console).doing
 
     @contextmanager
     def engine(log: Path) -> Iterator[Client]:
