@@ -1,4 +1,4 @@
-"""Does it help? The first line of a report, and what decides its colour."""
+"""Does it help? The one line that a report is written for, and its colour."""
 
 from __future__ import annotations
 
@@ -20,6 +20,24 @@ class Kind(Enum):
     NO = "NO"
     NOT_REACHED = "YOUR LOAD NEVER REACHED THE TIERS"
     UNKNOWN = "NOT KNOWN"
+
+    @property
+    def colour(self) -> str:
+        """The colour of pictures and pages, as `#rrggbb`."""
+        return _LOOKS[self][0]
+
+    @property
+    def style(self) -> str:
+        """The style of a terminal, as rich names it."""
+        return _LOOKS[self][1]
+
+
+_LOOKS = {
+    Kind.YES: ("#007A5A", "bold green"),
+    Kind.NO: ("#B3261E", "bold red"),
+    Kind.NOT_REACHED: ("#8A6100", "bold yellow"),
+    Kind.UNKNOWN: ("#666666", "bold bright_black"),
+}
 
 
 @dataclass(frozen=True, slots=True)

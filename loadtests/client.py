@@ -70,7 +70,7 @@ class Reply:
 
     @property
     def gaps_s(self) -> list[float]:
-        """Seconds between chunks with content: the answer's inter-token latencies."""
+        """Seconds between chunks with content, each of which may hold several tokens."""
         return [later - earlier for earlier, later in pairwise(self.arrivals_s)]
 
 

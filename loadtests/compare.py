@@ -83,9 +83,7 @@ class Comparison:
         """Write the report over what was measured; whether all thresholds hold."""
         arms = [arm for arm in self.arms.values() if arm.runs]
         verdict = write_report(arms, self._directory, self._slo, facts=facts)
-        for line in verdict.lines:
-            self._console.print(line)
-        self._console.print(f"Report: {self._directory / 'report.html'}")
+        verdict.show(self._directory / "report.html")
         return verdict.holds
 
     def read(self) -> None:
@@ -273,7 +271,7 @@ def _cause(log: str) -> str:
 def _again(directory: Path, slo: Path | None) -> NoReturn:
     """Write the report of one server's run again, from its rows."""
     verdict = report_run(directory, slo or HERE / "slo.toml")
-    print(verdict.text, f"Report: {directory / 'report.html'}", sep="\n")
+    verdict.show(directory / "report.html")
     raise typer.Exit(0 if verdict.holds else 1)
 
 

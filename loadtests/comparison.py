@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from rich.console import Console
 
 from loadtests import answer
 from loadtests.answer import Answer, Kind
@@ -89,6 +91,13 @@ class Verdict:
     def text(self) -> str:
         """All of it, a line each."""
         return "\n".join(self.lines)
+
+    def show(self, report: Path) -> None:
+        """Print it for a terminal: the answers last, where nothing scrolls them away."""
+        console = Console(soft_wrap=True, markup=False, highlight=False)
+        console.print(*self.sentences, f"Report: {report}", sep="\n")
+        for each in self.answers:
+            console.print(f"\n{each}", style=each.kind.style)
 
 
 def compare(arms: Sequence[Arm], slo: Slo) -> dict[str, Figures]:
@@ -202,9 +211,10 @@ def judge(arms: Sequence[Arm], by_arm: dict[str, Figures], slo: Slo) -> Verdict:
         sentences.append("No threshold applies.")
     elif missed:
         sentences += [f"Threshold missed: {check}." for check in missed]
-    else:
+    ends = [f"{arm.name}: {end}" for arm in arms if (end := _cut_short(by_arm[arm.name]))]
+    if checks and not missed and not ends:
         sentences.append(f"All {len(checks)} thresholds hold.")
-    sentences += [f"{arm.name}: {end}" for arm in arms if (end := _cut_short(by_arm[arm.name]))]
+    sentences += ends
     return Verdict(answers, sentences, checks)
 
 

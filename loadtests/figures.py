@@ -104,7 +104,7 @@ def figures(runs: Sequence[Measured], goodput: Goodput) -> Figures:
     gaps = np.concatenate([np.asarray(g) for g in answered["gaps_s"]] or [np.array([])])
     good = answered[
         (answered["ttft_s"] <= goodput.ttft_s)
-        & (answered["gaps_s"].map(lambda g: np.mean(g) if len(g) else 0.0) <= goodput.itl_s)
+        & (pd.to_numeric(answered["tpot_s"]).fillna(0.0) <= goodput.itl_s)
     ]
     lag = pd.concat([run.client for run in runs])
     pooled: Figures = {
@@ -130,7 +130,7 @@ def figures(runs: Sequence[Measured], goodput: Goodput) -> Figures:
         "intended_to_first_token_s": percentiles(
             answered["started_s"] + answered["ttft_s"] - answered["intended_s"]
         ),
-        "itl_s": percentiles(gaps),
+        "chunk_gap_s": percentiles(gaps),
         "tpot_s": percentiles(answered["tpot_s"]),
         "e2e_s": percentiles(answered["e2e_s"]),
         "ttft_by_round_s": {

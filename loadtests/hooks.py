@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import logging
 import signal
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from locust import events
@@ -14,9 +16,11 @@ from pydantic import ValidationError
 
 from loadtests import run as runs
 from loadtests.options import Options, parsed
-from loadtests.preflight import check_run
+from loadtests.preflight import check_run, with_scheme
 
 __all__: list[str] = []
+
+_results: list[Callable[[], None]] = []  # to be shown in the end
 
 LOG = logging.getLogger("loadtests")
 FAILED, REFUSED = 1, 2  # exit codes: thresholds missed or run cut short; nothing measured
@@ -35,6 +39,7 @@ def _init(environment: Environment, **_: Any) -> None:
     Locust's own handler for it comes only after a headless run with a shape has ended.
     """
     is_worker = isinstance(environment.runner, WorkerRunner)
+    environment.host = with_scheme(environment.host)
     try:
         Options.of(environment)
         # The web page may still change everything: what it starts is checked when it starts.
@@ -49,6 +54,7 @@ def _init(environment: Environment, **_: Any) -> None:
 
 @events.test_start.add_listener
 def _start(environment: Environment, **_: Any) -> None:
+    environment.host = with_scheme(environment.host)  # the web page may have changed it
     try:
         runs.start(environment)
     except Exception as error:  # whatever it is, without a run the users would wait for ever
@@ -67,6 +73,7 @@ def _stop(environment: Environment, **_: Any) -> None:
     """
     if not parsed(environment).headless:
         _finish(environment)
+        _show()
 
 
 @events.quitting.add_listener
@@ -86,6 +93,17 @@ def _receive(data: dict[str, Any], **_: Any) -> None:
     run = runs.current()
     if run is not None and (rows := data.get("rows")):
         run.recorder.put(rows)
+
+
+@events.quit.add_listener
+def _quit(**_: Any) -> None:
+    """The last of all, after Locust's own tables."""
+    _show()
+
+
+def _show() -> None:
+    while _results:
+        _results.pop()()
 
 
 def _finish(environment: Environment) -> None:
@@ -109,7 +127,7 @@ def _finish(environment: Environment) -> None:
         )
         environment.process_exit_code = FAILED
         return
-    LOG.info("%s\nReport: %s", verdict.text, run.directory / "report.html")
+    _results.append(partial(verdict.show, run.directory / "report.html"))
     if not verdict.holds or not run.complete:
         environment.process_exit_code = FAILED
     if run.workload == "trace":

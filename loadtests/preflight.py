@@ -15,7 +15,7 @@ from loadtests.options import Options, parsed
 from loadtests.slo import Slo
 from loadtests.workloads import WORKLOADS, Plan
 
-__all__ = ["check_output", "check_run", "check_slo", "served_models", "workload_of"]
+__all__ = ["check_output", "check_run", "check_slo", "served_models", "with_scheme", "workload_of"]
 
 ANSWER_S = 10.0
 
@@ -35,6 +35,11 @@ def check_run(environment: Environment) -> None:
     users = int(parsed(environment).num_users or 1)
     next(WORKLOADS[workload](Plan(options=options, users=users, salt="")), None)
     served_models(str(environment.host), options)
+
+
+def with_scheme(host: str | None) -> str | None:
+    """Return a server's address with `http://` where it has no scheme."""
+    return f"http://{host}" if host and "://" not in host else host
 
 
 def workload_of(environment: Environment) -> str:

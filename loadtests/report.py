@@ -30,7 +30,7 @@ TIMES = (
     ("ttft_hit_s", "  half of the prompt or more from a cache, whole run"),
     ("ttft_missed_s", "  less of it, whole run"),
     ("intended_to_first_token_s", "From when it was due by the plan to the first token"),
-    ("itl_s", "Between chunks (ITL)"),
+    ("chunk_gap_s", "Between chunks, which may hold several tokens"),
     ("tpot_s", "Per token after the first (TPOT)"),
     ("e2e_s", "Whole request"),
 )

@@ -11,6 +11,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from loadtests.answer import Kind
 from loadtests.figures import Figures
 from loadtests.plots import COLOURS, DPI, plain_ticks
 from loadtests.variants import VARIANTS
@@ -30,16 +31,22 @@ SHARES = (
 
 
 def draw_summary(summary: Mapping[str, Any], directory: Path) -> Path:
-    """Write summary.png: the answers, times to first token by round, and who had the prompts.
+    """Write summary.png: answers, missed thresholds, times by round, and who had the prompts.
 
     Args:
         summary: a report's summary.json, so that the picture can be drawn without the rows.
         directory: where to write.
     """
+    texts = [(f"{each['answer']}: {each['why']}", each["answer"]) for each in summary["answers"]]
+    texts += [
+        (f"Threshold missed: {check['what']}.", Kind.NO.value)
+        for check in summary["checks"]
+        if not check["holds"]
+    ]
     lines = [
-        line
-        for answer in summary["answers"]
-        for line in textwrap.wrap(f"{answer['answer']}: {answer['why']}", CHARACTERS)
+        (line, Kind(kind).colour)
+        for text, kind in texts
+        for line in textwrap.wrap(text, CHARACTERS)
     ]
     head = LINE * (len(lines) + 1)
     with mpl.rc_context({"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}):
@@ -47,8 +54,8 @@ def draw_summary(summary: Mapping[str, Any], directory: Path) -> Path:
         grid = figure.add_gridspec(2, 1, height_ratios=(head, PANELS))
         top = figure.add_subfigure(grid[0])
         bottom = figure.add_subfigure(grid[1])
-        colour = "#007A5A" if summary["holds"] else "#B04A00"
-        top.text(0.01, 0.9, "\n".join(lines), va="top", color=colour, fontsize=10)
+        for number, (line, colour) in enumerate(lines, 1):
+            top.text(0.01, 1 - number * LINE / head, line, color=colour, fontsize=10)
         times, shares = bottom.subplots(1, 2, width_ratios=(3, 2))
         bottom.subplots_adjust(left=0.07, right=0.97, top=0.92, bottom=0.24, wspace=0.36)
         _plot_means(times, summary["variants"])

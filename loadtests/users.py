@@ -21,7 +21,7 @@ class RequestError(Exception):
 class SessionUser(User):
     """Takes the run's next session, holds it, and so on until there are none left.
 
-    Locust's statistics get four kinds of entries: `chat` is the whole request, `TTFT`, `ITL` and
+    Locust's statistics get four kinds of entries: `chat` is the whole request, `TTFT`, `gap` and
     `TPOT` are times within it. Percentiles in Locust's tables are rounded; the rows are exact.
     """
 
@@ -99,8 +99,8 @@ class SessionUser(User):
             )
         if (gaps_s := reply.gaps_s) and not failed:
             self.environment.events.request.fire(
-                request_type="ITL",
-                name="longest of an answer",
+                request_type="gap",
+                name="longest between chunks",
                 response_time=max(gaps_s) * 1e3,
                 response_length=0,
                 exception=None,

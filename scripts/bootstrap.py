@@ -19,7 +19,10 @@ if not (3, 11) <= sys.version_info[:2] < (3, 15):
 
 from environment import lock, main
 
-if sys.argv[1:2] == ["--lock"]:
-    lock(*sys.argv[2:])
-else:
-    main()
+try:
+    if sys.argv[1:2] == ["--lock"]:
+        lock(*sys.argv[2:])
+    else:
+        main()
+except KeyboardInterrupt:
+    sys.exit("\nbootstrap: interrupted; run it again to go on.")

@@ -8,12 +8,14 @@ and from PyTorch's CPU wheel index everywhere else.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 import venv
 from pathlib import Path
 from typing import NoReturn
@@ -26,6 +28,8 @@ EXTRAS = ("cpu", "dev", "docs", "loadtest")
 # Measured on x86-64 with Python 3.11, November 2026.
 DOWNLOAD_GIB = 1.1
 INSTALLED_GIB = 4.3
+SILENT_S = 10  # between two signs of life, where no terminal shows them
+LOG_LINES = 20  # of uv's output, after a failure
 DISK_GIB = 6  # what is installed, and the wheels while they are unpacked
 
 
@@ -39,6 +43,32 @@ def run(*command: str, env: dict[str, str] | None = None, quiet: bool = False) -
     """Run a command; True on success. With `quiet` its output is dropped."""
     sink = subprocess.DEVNULL if quiet else None
     return subprocess.run(command, env=env, cwd=ROOT, stdout=sink, stderr=sink).returncode == 0
+
+
+def run_quietly(*command: str, env: dict[str, str], log: Path) -> bool:
+    """Run a command whose output goes to a file; True on success.
+
+    One line says for how long it has been running, and what it does. After a failure the end of
+    its output is shown.
+    """
+    begin, is_terminal = time.monotonic(), sys.stdout.isatty()
+    with log.open("w") as sink:
+        process = subprocess.Popen(command, env=env, cwd=ROOT, stdout=sink, stderr=sink)
+        try:
+            while process.poll() is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(1 if is_terminal else SILENT_S)
+                doing = (log.read_text(errors="replace").splitlines() or [""])[-1].strip()
+                line = f"           {time.monotonic() - begin:4.0f} s  {doing}"[:79]
+                print(f"\r{line:<79}" if is_terminal else ".", end="", flush=True)
+        finally:
+            process.kill()
+            process.wait()
+            print()
+    if process.returncode:
+        lines = log.read_text(errors="replace").splitlines()
+        print(f"The end of {log}:", *lines[-LOG_LINES:], sep="\n", file=sys.stderr, flush=True)
+    return process.returncode == 0
 
 
 def pip_find_links(python: Path) -> str | None:
@@ -111,10 +141,11 @@ def main() -> None:
     env = uv_environment(python)
     uv = str(VENV / "bin" / "uv")
     what = f".[{','.join(EXTRAS)}]"
-    options = ["-c", "constraints.txt"]  # not quiet: uv shows how far it is
+    options = ["-c", "constraints.txt"]
     if os.environ.get("PYTHONDONTWRITEBYTECODE"):
         # Python would compile anew in every process: 25 s of each engine's start on two cores.
         options.append("--compile-bytecode")
-    if not run(uv, "pip", "install", *options, "-e", what, env=env):
-        fail("uv could not install the packages above.", "See its message; then run again.")
+    install = (uv, "pip", "install", *options, "-e", what)
+    if not run_quietly(*install, env=env, log=VENV / "bootstrap.log"):
+        fail("uv could not install the packages.", "See its message above; then run again.")
     STAMP.write_text(digest)

@@ -25,7 +25,7 @@ class Limits:
 
     Args:
         ttft_s: the 95th percentile of the times to first token.
-        itl_s: the mean of the gaps between chunks.
+        itl_s: the mean time per token after an answer's first one.
         failure_rate: the share of requests that fail.
         client_lag_s: how late the client itself is, at 95 %; beyond, it measures itself.
     """
@@ -58,7 +58,7 @@ class Step:
         ttft_mean_s: from when the plan had a request sent to its first token.
         ttft_p50_s: the same, median.
         ttft_p95_s: the same at 95 %; None for fewer than 20 requests.
-        itl_mean_s: of all gaps between chunks.
+        itl_mean_s: per token after an answer's first one.
         failure_rate: the share that failed.
         device_hit_rate: of all prompt tokens, by the server's counters.
         external_hit_rate: of the rest.
@@ -109,7 +109,8 @@ def measure(run: Measured, limits: Limits, *, stopped_early: bool) -> Step:
     rows = run.rows[run.rows["started_s"] >= run.meta["steady_from_s"]]
     delays = delays_s(rows, limits.ttft_s)
     answered = rows[rows["outcome"] == OK]
-    gaps = np.concatenate([np.asarray(g, dtype=float) for g in answered["gaps_s"]] or [np.empty(0)])
+    later = pd.to_numeric(answered["completion_tokens"]) - 1
+    tokens_s = (pd.to_numeric(answered["tpot_s"]) * later).sum()
     ended = rows[rows["outcome"] != DROPPED]
     phases = hits_by_phase(run.metrics, run.meta["steady_from_s"])
     hits = phases.get("steady", phases.get("whole run"))
@@ -118,7 +119,7 @@ def measure(run: Measured, limits: Limits, *, stopped_early: bool) -> Step:
         "ttft_mean_s": float(delays.mean()) if len(delays) else None,
         "ttft_p50_s": float(delays.median()) if len(delays) else None,
         "ttft_p95_s": float(np.percentile(delays, 95)) if len(delays) >= FEWEST else None,
-        "itl_mean_s": float(gaps.mean()) if len(gaps) else None,
+        "itl_mean_s": float(tokens_s / later.sum()) if later.sum() else None,
         "failure_rate": float((ended["outcome"] != OK).mean()) if len(ended) else None,
         "client_lag_p95_s": float(run.client["lag_s"].quantile(0.95)) if len(run.client) else None,
     }

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import shlex
 import socket
 import sys
+import time
 from collections import OrderedDict
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from lmcache_xpu.cli import app
@@ -19,6 +23,7 @@ from lmcache_xpu.harness import demo
 from lmcache_xpu.harness.client import Answer, CacheCounts
 from lmcache_xpu.harness.outputs import check_file
 from lmcache_xpu.harness.random_model import corpus
+from lmcache_xpu.harness.steps import Steps
 from lmcache_xpu.launch.settings import Settings
 from lmcache_xpu.tiers.disk.lock import DirectoryLock
 
@@ -175,7 +180,30 @@ def test_the_printed_question_is_the_first_one_that_was_put(engine, tmp_path, ca
     question = json.loads(Path(ask[-1].removeprefix("@")).read_text())
     assert question["messages"] == engine.started[0].requests[1]
     assert question["model"] == engine.started[0].settings.served_model_name
-    assert shown.endswith('It was answered with: "answer 2"\n')
+    assert (tmp_path / "answer.txt").read_text() == "answer 2"
+    assert "answer 2" not in shown  # random words, which look like a fault
+    assert shown.endswith(f"{demo.NEXT}\n")
+
+
+def test_the_next_pages_exist():
+    pages = re.findall(r"docs/\S+\.md", demo.NEXT)
+    assert len(pages) == 2
+    assert all((Path(__file__).parents[2] / page).exists() for page in pages)
+
+
+def test_a_long_step_is_not_silent_and_an_interrupted_one_says_so(monkeypatch):
+    monkeypatch.setattr("lmcache_xpu.harness.steps.SILENT_S", 0.01)
+    console = Console(file=io.StringIO())
+
+    def interrupted():
+        while console.file.getvalue().count(" s  ...") < 2:
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), Steps(console).doing("waiting"):
+        interrupted()
+    first, *_, last = console.file.getvalue().splitlines()
+    assert (first, last) == ("waiting ...", "Interrupted; the engine ends with it.")
 
 
 def commands(shown: str) -> list[list[str]]:

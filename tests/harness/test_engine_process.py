@@ -137,6 +137,16 @@ def test_one_that_ignores_sigterm_is_killed(start, monkeypatch):
     assert not running(pid)
 
 
+def test_ctrl_c_waits_for_no_engine_that_is_slow_to_stop(start):
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    process = start(HEALTHY, deaf, "serve()", stop_s=60)
+    process.__enter__()
+    pid, begin = process.pid, time.monotonic()
+    process.__exit__(KeyboardInterrupt)
+    assert time.monotonic() - begin < 5
+    assert not running(pid)
+
+
 @pytest.mark.parametrize("child", [SLEEP, DEAF], ids=["sleeping", "deaf"])
 def test_children_do_not_survive(start, child, monkeypatch):
     """vLLM's EngineCore is such a child."""

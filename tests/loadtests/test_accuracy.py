@@ -26,6 +26,10 @@ from stub_process import stub_server
 TOKENS, FIRST_S, TOKEN_S = 100, 0.050, 0.010
 RUN_S = 8
 WITHIN_S = 0.002
+# Memory, KiB per answer. To keep each answer's text costs 1.8, its gaps 3.6, the whole reply 5 to 8
+# (measured by keeping them, November 2026); a run that keeps none has 0.1 to 0.3, once 1.6 on a
+# busy host. What is kept of each answer is seen in every attempt, so the least counts.
+GROWTH_KIB = 0.9
 ATTEMPTS = [200] * 4 + [150] * 3 + [100] * 5  # streams
 # Of a core, that other processes may take meanwhile; and of the time, that ours may wait for one.
 OTHERS, WAITING = 0.25, 0.03
@@ -112,8 +116,8 @@ def errors_s(rows, log, streams):
         gaps.append(np.array(row["gaps_s"]) - np.diff(sent_s))
     errors = {
         "TTFT": ttft,
-        "ITL": np.concatenate(gaps),
-        "mean ITL of an answer": [gap.mean() for gap in gaps],
+        "gap": np.concatenate(gaps),
+        "mean gap of an answer": [gap.mean() for gap in gaps],
     }
     return {k: np.percentile(np.abs(v), [50, 95, 99, 100]) for k, v in errors.items()}
 
@@ -121,7 +125,7 @@ def errors_s(rows, log, streams):
 @pytest.mark.alone
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="client and stub need a core each")
 def test_times_are_right_within_two_milliseconds(tmp_path):
-    late, disturbances = {}, []
+    late, disturbances, growths_kib = {}, [], []
     for attempt, streams in enumerate(ATTEMPTS):
         directory = tmp_path / str(attempt) / "report"
         directory.parent.mkdir()
@@ -133,11 +137,13 @@ def test_times_are_right_within_two_milliseconds(tmp_path):
         assert {row["outcome"] for row in rows} <= {"ok", "dropped"}
         assert all(len(row["gaps_s"]) == TOKENS - 1 for row in done)
         memory_mib = [sample["memory_mib"] for sample in own if sample["at_s"] > 2]
-        assert max(memory_mib) - min(memory_mib) < 2, memory_mib
+        answers = sum(row["ended_s"] > 2 for row in done)
+        growths_kib.append((memory_mib[-1] - memory_mib[0]) * 1024 / answers)
         late = {name: error for name, error in found_ms.items() if error[1] >= WITHIN_S * 1e3}
         disturbances.append(disturbed)
-        if not late:
+        if not late and min(growths_kib) < GROWTH_KIB:
             break
+    assert min(growths_kib) < GROWTH_KIB, "the client keeps something of each answer in memory"
     if late and all(disturbances):
         pytest.skip(f"the machine, {len(ATTEMPTS)} times; last: {disturbed}")
     assert late == {}, f"ms at 50, 95, 99 and 100 %, {len(ATTEMPTS)} times, last of them"

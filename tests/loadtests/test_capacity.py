@@ -72,7 +72,7 @@ def test_the_search_ends_at_the_most():
 
 def row(**changes):
     times = {"intended_s": 10.0, "started_s": 10.0, "ttft_s": 0.5, "ended_s": 11.0}
-    return {"outcome": "ok", "gaps_s": [0.1, 0.1], **times, **changes}
+    return {"outcome": "ok", "tpot_s": 0.1, "completion_tokens": 3, **times, **changes}
 
 
 def run(rows, *, lag_s=0.01):
@@ -105,7 +105,7 @@ def test_a_step_that_keeps_all_limits_fits():
     ("rows", "options", "miss"),
     [
         ([row()] * 18 + [row(ttft_s=3.0)] * 2, {}, "TTFT p95 3.00 s, of at most 2 s"),
-        ([row(gaps_s=[0.3, 0.3])] * 20, {}, "ITL mean 300 ms"),
+        ([row(tpot_s=0.3)] * 20, {}, "ITL mean 300 ms"),
         ([row()] * 20 + [row(outcome="HTTP 503", ttft_s=None)], {}, "5% failed"),
         ([row()] * 19, {}, "19 requests, of at least 20"),
         ([row(started_s=5.0)] * 20, {}, "0 requests"),

@@ -83,6 +83,7 @@ def test_of_a_comparison_nothing_starts(tmp_path):
         ({"--model": "other"}, "found stub, stub-stall"),
         ({"--model": "stub-http-503"}, "warm-up requests failed (first: HTTP 503"),
         ({"--host": "http://127.0.0.1:9"}, "found no list of models at http://127.0.0.1:9"),
+        ({"--host": "127.0.0.1:9"}, "found no list of models at http://127.0.0.1:9"),
     ],
 )
 def test_what_can_not_be_run_is_refused(stub, tmp_path, options, says):

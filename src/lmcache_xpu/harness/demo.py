@@ -20,7 +20,6 @@ import shlex
 import shutil
 import statistics
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -34,6 +33,7 @@ from lmcache_xpu.harness.client import Answer, CacheCounts, Client, Message
 from lmcache_xpu.harness.engine_process import EngineProcess, free_port
 from lmcache_xpu.harness.outputs import make_directory
 from lmcache_xpu.harness.random_model import DEMO, corpus, make_model
+from lmcache_xpu.harness.steps import Steps
 from lmcache_xpu.launch.preflight import check_port
 from lmcache_xpu.launch.settings import Settings
 from lmcache_xpu.tiers.disk.lock import DirectoryLock
@@ -48,6 +48,21 @@ QUESTIONS = (
     "What is this text about?",
     "Which part of it matters most, and why?",
     "How would you explain it to a beginner?",
+)
+
+
+ABOUT = (
+    "A real vLLM and a real LMCache serve a small model of random weights. Its words mean nothing; "
+    "what counts is that they are the same with and without the cache."
+)
+MEANING = (
+    "A prompt that a tier holds is loaded instead of computed, so its first token comes sooner. "
+    "The engine's own cache is faster still, as nothing has to be moved, but it holds 2 of these "
+    f"{USERS} conversations."
+)
+NEXT = (
+    "Next: docs/guides/first-hit-on-an-intel-gpu.md for a GPU, docs/guides/loadtest.md for your "
+    "own traffic."
 )
 
 
@@ -128,18 +143,11 @@ def tell(*, work: Path, port: int | None = None) -> list[Row]:
             engine uses the disk tier of an earlier demo.
         EngineError: the engine did not come up, broke off, or gave a wrong answer.
     """
-    console = Console()
     settings = _settings(work, free_port() if port is None else port)
     _check(work, settings)
-    begin = time.monotonic()
-
-    @contextmanager
-    def doing(step: str) -> Iterator[None]:
-        if not console.is_terminal:
-            console.print(f"{step} ...")
-        with console.status(f"{step} ..."):
-            yield
-        console.print(f"[dim]{time.monotonic() - begin:4.0f} s[/dim]  {step}: done")
+    console = Console()
+    console.print(ABOUT)
+    doing = Steps(console).doing
 
     @contextmanager
     def engine(log: Path) -> Iterator[Client]:
@@ -174,7 +182,7 @@ def tell(*, work: Path, port: int | None = None) -> list[Row]:
         Row.of("CPU tier", third, "external_hits"),
         Row.of("disk tier after a restart", again, "external_hits"),
     ]
-    console.print(_table(rows))
+    console.print(table(rows))
     if same != 2 * USERS:
         raise EngineError(
             f"{2 * USERS - same} of {2 * USERS} answers not from the tiers, or other tokens",
@@ -183,7 +191,7 @@ def tell(*, work: Path, port: int | None = None) -> list[Row]:
         )
     console.print(
         f"{same} of {same} answers from the CPU and disk tiers were, token for token, those "
-        "computed without a cache."
+        f"computed without a cache.\n{MEANING}"
     )
     _go_on(console, settings, talk, work)
     return rows
@@ -221,7 +229,7 @@ def _check(work: Path, settings: Settings) -> None:
         )
 
 
-def _table(rows: Sequence[Row]) -> Table:
+def table(rows: Sequence[Row]) -> Table:
     """Return the rows for a reader; the first one is what the others are compared with."""
     table = Table(
         title=f"Where {USERS} long prompts' KV cache came from",
@@ -246,7 +254,8 @@ def _table(rows: Sequence[Row]) -> Table:
 
 def _go_on(console: Console, settings: Settings, talk: _Conversations, work: Path) -> None:
     """Say how to start the same engine by hand, and how to see that it finds what is on disk."""
-    question = work / "question.json"
+    question, answer = work / "question.json", work / "answer.txt"
+    answer.write_text(talk.answers[0][0].text)
     body = {
         "model": "demo",
         "messages": talk.messages(0, 0),
@@ -264,7 +273,8 @@ def _go_on(console: Console, settings: Settings, talk: _Conversations, work: Pat
         f"    {serve_command(settings)}",
         "When it answers, put the first question to it again, from another terminal:",
         f"    {shlex.join(['curl', '-s', url, '-H', header, '-d', f'@{question}'])}",
-        f"It was answered with: {json.dumps(talk.answers[0][0].text, ensure_ascii=False)}",
+        f"It answers what this run was answered: the text of {answer}.",
+        NEXT,
     ]
     for line in lines:  # as they are: a line that is cut or folded can't be copied
         console.print(line, soft_wrap=True, markup=False, highlight=False)

@@ -28,6 +28,7 @@ from lmcache_xpu.launch.settings import Settings
 LOG_LINES = 15  # of the log, in an error
 POLL_S = 0.2
 PORTS = (20_000, 30_000)  # below ip_local_port_range and Kubernetes' node ports
+INTERRUPTED_S = 1.5  # that an engine gets to stop after Ctrl-C, before each stronger signal
 KILL_S = 10.0  # that a killed process may take to go
 
 _ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
@@ -93,12 +94,15 @@ class EngineProcess:
             self._process = self._spawn(log)
         try:
             self._wait(self._process)
-        except BaseException:  # Ctrl-C too: whatever ends the wait, the engine ends with it
-            self.stop()
+        except BaseException as error:  # whatever ends the wait, the engine ends with it
+            self.__exit__(type(error))
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None = None, *_: object) -> None:
+        """Stop the engine; after Ctrl-C somebody waits for it, so at once."""
+        if error is KeyboardInterrupt:
+            self._stop_s = min(self._stop_s, INTERRUPTED_S)
         self.stop()
 
     def stop(self) -> None:
@@ -116,7 +120,7 @@ class EngineProcess:
                 process.terminate()
             if not _ended(process, self._stop_s):
                 _signal_group(group, signal.SIGTERM)
-                _ended(process, KILL_S / 2)
+                _ended(process, min(self._stop_s, KILL_S / 2))
         finally:  # a second Ctrl-C shortens the wait, not the result
             _signal_group(group, signal.SIGKILL)
             _ended(process, KILL_S)
