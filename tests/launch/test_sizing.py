@@ -200,6 +200,7 @@ def test_the_command_reads_the_variables_of_serve(tmp_path):
         "tokens": 65536,
         "histories": 8,
         "enough": False,
+        "compute": None,
     }
     assert fitted["tiers"]["disk"]["enough"] is True
 
