@@ -252,6 +252,6 @@ def _complete(path: Path, values: Mapping[str, Any], missing: list[str] | None) 
         ) from error
     # Where layers differ, transformers' object refuses to say the usual one, and this does not.
     known = config.to_dict()
-    for name in {*config.attribute_map, "layers_block_type"} - known.keys():
+    for name in {*config.attribute_map, "layers_block_type", _KINDS} - known.keys():
         known[name] = getattr(config, name, None)
     return SimpleNamespace(**{"quantization_config": values.get("quantization_config")} | known)

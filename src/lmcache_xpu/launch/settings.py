@@ -162,7 +162,7 @@ class Settings(BaseSettings):
     layerwise: bool = Field(False, description="Load and store layer by layer")
     loads: Literal["auto", "always", "step", "async"] = Field(
         "auto",
-        description="When cached tokens of a prompt are loaded. auto: where that is estimated to be "
+        description="When cached tokens of a prompt are loaded. auto: where that is likely to be "
         "faster than computing them again; always: each time; step: each time, and other requests "
         "wait for it; async: each time, and other requests go on",
     )
