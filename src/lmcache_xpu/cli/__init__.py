@@ -34,6 +34,10 @@ class _Group(TyperGroup):
             )
         except LMCacheXPUError as raised:
             error = raised
+        except Exception as wrong:
+            if isinstance(message := getattr(wrong, "message", None), str):  # typer's, of an option
+                wrong.message = message.removeprefix("Value error, ")  # type: ignore[attr-defined]
+            raise
         Console(stderr=True, soft_wrap=True).print(
             f"lmcache-xpu: {error}", style="red", markup=False, highlight=False
         )
