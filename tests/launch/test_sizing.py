@@ -89,6 +89,8 @@ def write(tmp_path, config):
         ({**LLAMA_3_8B, "quantization_config": MODELOPT}, {}, "GQA", 65536),
         ({**LLAMA_3_8B, "quantization_config": {"quant_method": "awq"}}, {}, "GQA", 131072),
         ({**LLAMA_3_8B, "quantization_config": MODELOPT}, {"kv_dtype": "float16"}, "GQA", 131072),
+        ({**LLAMA_3_8B, "quantization_config": MODELOPT}, {"dtype": "bfloat16"}, "GQA", 65536),
+        (LLAMA_3_8B, {"dtype": "float32"}, "GQA", 262144),
         (DEEPSEEK_V3, {}, "MLA", 61 * 576 * 2),
         (DEEPSEEK_V3, {"tensor_parallel": 8}, "MLA", 61 * 576 * 2),
         (LLAVA, {}, "GQA", 131072),

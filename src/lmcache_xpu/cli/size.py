@@ -93,7 +93,8 @@ def size(
     ranks = tensor_parallel * pipeline_parallel
     shape = KVShape.of_model(
         model,
-        kv_dtype=dtype if kv_dtype == "auto" else kv_dtype,
+        kv_dtype=kv_dtype,
+        dtype=dtype,
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
         server=cache == "server" or (cache == "auto" and ranks > 1),

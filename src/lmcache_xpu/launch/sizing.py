@@ -59,22 +59,24 @@ class KVShape:
         model: str,
         *,
         kv_dtype: str = "auto",
+        dtype: str = "auto",
         tensor_parallel: int = 1,
         pipeline_parallel: int = 1,
         server: bool = False,
     ) -> KVShape:
         """Read a model directory, its config.json, or its configuration on a hub.
 
-        `server`: the tiers are those of LMCache's server.
+        `dtype` is the model's, `kv_dtype` its KV cache's. `server`: the tiers are those of
+        LMCache's server.
 
         Raises:
             SettingsError: no such model, or one whose KV cache can't be offloaded.
         """
-        if kv_dtype != "auto":
-            check_dtype(kv_dtype)  # before a hub is asked
+        for given in {kv_dtype, dtype} - {"auto"}:
+            check_dtype(given)  # before a hub is asked
         config = read_model(model)
         kinds = check_offload(config)
-        dtype = _dtype(config, kv_dtype)
+        dtype = _dtype(config, kv_dtype, dtype)
         layers, state_bytes, notes = config.num_hidden_layers, 0, []
         if kinds.states:
             layers, state_bytes = _states(config, kinds, dtype, tensor_parallel, pipeline_parallel)
@@ -249,9 +251,9 @@ def _states_note(state_bytes: int) -> str:
     )
 
 
-def _dtype(config: Any, kv_dtype: str) -> str:
-    if kv_dtype == "auto" and (stored := _checkpoint_dtype(config)):
-        return check_dtype(stored)
+def _dtype(config: Any, kv_dtype: str, model_dtype: str) -> str:
+    if kv_dtype == "auto":
+        kv_dtype = _checkpoint_dtype(config) or model_dtype
     if kv_dtype == "auto":
         dtype = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
         if dtype == "float32":  # vLLM serves it as float16 unless told otherwise
