@@ -1,8 +1,8 @@
 """Every error this package raises on purpose.
 
-Each message states what was found, what was expected, and what to do about it, and names its
-kind's part of docs/troubleshooting.md. Errors about values are ValueErrors too, which is what
-callers of LMCache's own connectors catch.
+Each message states what was found, what was expected, and what to do about it, and ends with the
+address of the page about its kind. Errors about values are ValueErrors too, which is what callers
+of LMCache's own connectors catch.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ __all__ = [
     "VersionError",
 ]
 
+DOCS_URL = "https://example.com/lmcache-xpu"  # of the site; pyproject.toml says the same
+
 
 class LMCacheXPUError(Exception):
     """Base of all errors raised by this package.
@@ -38,7 +40,7 @@ class LMCacheXPUError(Exception):
         self.expected = expected
         self.fix = fix
         advice = f" {fix}" if fix else ""
-        docs = f"(docs: troubleshooting#{self.anchor})"
+        docs = f"(docs: {DOCS_URL}/troubleshooting/#{self.anchor})"
         super().__init__(f"found {found}; expected {expected}.{advice} {docs}")
 
     def __reduce__(self) -> tuple[type[LMCacheXPUError], tuple[str, str, str]]:

@@ -122,6 +122,19 @@ def test_an_unknown_option_is_refused():
     assert "chunk-token" in result.stderr
 
 
+def test_a_value_that_is_none_of_a_list_is_told_without_other_libraries_words():
+    result = run("serve", "m", "--cache", "redis")
+    assert result.exit_code == 2
+    assert "'redis' is not one of" in result.stderr
+    assert "Value error" not in result.stderr
+
+
+def test_a_shell_completes_the_commands():
+    result = runner.invoke(app, [], env={"_LMCACHE_XPU_COMPLETE": "complete_bash",
+        "COMP_WORDS": "lmcache-xpu si", "COMP_CWORD": "1"}, prog_name="lmcache-xpu")  # fmt: skip
+    assert "size" in result.stdout.split()
+
+
 def test_the_version():
     assert run("--version").stdout.strip() == __version__
 

@@ -30,7 +30,7 @@ def factory(**classes: type) -> SimpleNamespace:
 
 def test_whose_connector_vllm_makes():
     both = factory(LMCacheXPUConnector=LMCacheXPUConnector, LMCacheConnectorV1=LMCacheXPUConnector)
-    assert said(software.check_connector(both, NAMES), "ok", "LMCacheConnectorV1 is lmcache_xpu.")
+    assert said(software.check_connector(both, NAMES), "ok", "this package's")
     own = factory(LMCacheXPUConnector=LMCacheXPUConnector, LMCacheConnectorV1=Other)
     assert said(software.check_connector(own, NAMES), "warn", "LMCACHE_XPU_STOCK")
     none = factory(LMCacheXPUConnector=Other, LMCacheConnectorV1=Other)

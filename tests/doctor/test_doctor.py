@@ -16,6 +16,7 @@ from support.checks import B60, GIB, load, said
 from support.scripts import forks
 
 from lmcache_xpu import doctor
+from lmcache_xpu.cli.doctor import _conclusion
 from lmcache_xpu.doctor import check_start, memory
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.harness.engine_process import free_port
@@ -57,6 +58,8 @@ def test_the_command_says_what_is_wrong_in_both_languages(tmp_path):
     done = run(**bad, COLUMNS="200")
     assert done.returncode == 1
     assert "Lower cpu_gib" in done.stdout
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("Not ready: 2 checks failed (host memory, model), ")
     assert done.stderr == ""  # nothing of what vLLM and LMCache log as they are imported
 
 
@@ -71,6 +74,19 @@ def test_a_pipe_sees_a_line_before_anything_slow_is_imported(command, tmp_path):
         line = process.stdout.readline()
         process.kill()
     assert line in ("This machine, for an engine:\n", "Installed here\n")
+
+
+@pytest.mark.parametrize(
+    ("failed", "warnings", "said"),
+    [
+        ([], 0, "Ready: no check failed, 0 warnings. Next: lmcache-xpu serve org/m"),
+        ([], 1, "Ready: no check failed, 1 warning. Next: lmcache-xpu serve org/m"),
+        (["port"], 2, "Not ready: 1 check failed (port), 2 warnings. Next: follow the advice"),
+    ],
+)
+def test_one_sentence_says_what_comes_next(failed, warnings, said):
+    assert _conclusion(failed, warnings, "org/m", build=False).startswith(said)
+    assert "serve" not in _conclusion(failed, warnings, None, build=True)
 
 
 def test_the_build_needs_neither_device_nor_settings():

@@ -40,6 +40,21 @@ def test_mistakes_name_the_setting_its_value_and_the_way_out(values, says):
         load(**values)
 
 
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("remote_url", "redis://HOST:PORT"),
+        ("server_url", "ipc:///DIRECTORY/SOCKET"),
+        ("kv_events", r"tcp://\*:PORT"),
+    ],
+)
+def test_a_bad_address_is_told_by_an_example_and_not_by_a_pattern(name, form):
+    with pytest.raises(SettingsError, match=form) as refused:
+        load(**{name: "localhost:6379"})
+    assert "pattern" not in str(refused.value)
+    assert "^" not in str(refused.value)
+
+
 def test_a_missing_model_is_named():
     with pytest.raises(SettingsError, match="found no model"):
         Settings.load({})

@@ -9,7 +9,9 @@ from typer.testing import CliRunner
 
 from lmcache_xpu.cli import app
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.launch.sizing import KVShape, fit
+from lmcache_xpu.launch import model_support
+from lmcache_xpu.launch.model_support import weights_bytes
+from lmcache_xpu.launch.sizing import KVShape, agent_compute, fit
 
 pytestmark = [
     pytest.mark.filterwarnings(rf"ignore::DeprecationWarning:{package}\..*")
@@ -61,6 +63,11 @@ LLAVA = {  # a language model inside
 }
 
 
+FP8_KV = {"num_bits": 8, "type": "float", "dynamic": False}
+LLM_COMPRESSOR = {"quant_method": "compressed-tensors", "kv_cache_scheme": FP8_KV}
+MODELOPT = {"quant_method": "modelopt", "quantization": {"kv_cache_quant_algo": "FP8"}}
+
+
 def write(tmp_path, config):
     (tmp_path / "config.json").write_text(json.dumps(config))
     return str(tmp_path)
@@ -78,6 +85,12 @@ def write(tmp_path, config):
         (LLAMA_3_8B, {"pipeline_parallel": 3}, "GQA", 11 * 4096),  # of 32 layers, 11 in a group
         (LLAMA_2_7B, {}, "MHA", 524288),
         (QWEN_3_8B, {}, "GQA", 147456),
+        ({**LLAMA_3_8B, "quantization_config": LLM_COMPRESSOR}, {}, "GQA", 65536),
+        ({**LLAMA_3_8B, "quantization_config": MODELOPT}, {}, "GQA", 65536),
+        ({**LLAMA_3_8B, "quantization_config": {"quant_method": "awq"}}, {}, "GQA", 131072),
+        ({**LLAMA_3_8B, "quantization_config": MODELOPT}, {"kv_dtype": "float16"}, "GQA", 131072),
+        ({**LLAMA_3_8B, "quantization_config": MODELOPT}, {"dtype": "bfloat16"}, "GQA", 65536),
+        (LLAMA_3_8B, {"dtype": "float32"}, "GQA", 262144),
         (DEEPSEEK_V3, {}, "MLA", 61 * 576 * 2),
         (DEEPSEEK_V3, {"tensor_parallel": 8}, "MLA", 61 * 576 * 2),
         (LLAVA, {}, "GQA", 131072),
@@ -200,6 +213,7 @@ def test_the_command_reads_the_variables_of_serve(tmp_path):
         "tokens": 65536,
         "histories": 8,
         "enough": False,
+        "compute": None,
     }
     assert fitted["tiers"]["disk"]["enough"] is True
 
@@ -225,6 +239,107 @@ def test_the_machine_holds_the_tiers_of_every_device(tmp_path):
     assert json.loads(result.stdout)["machine_gib"] == {"CPU": 512, "disk": 4000}
     result = CliRunner().invoke(app, command, catch_exceptions=False)
     assert "of the machine, for 8 devices: CPU 512 GiB, disk 4000 GiB" in result.stdout
+    one = CliRunner().invoke(app, command[:6], catch_exceptions=False)
+    assert "of the machine, for 1 device: CPU 64 GiB" in one.stdout
+
+
+def size(*arguments):
+    return CliRunner().invoke(app, ["size", *map(str, arguments)], catch_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_agent", "compute"),
+    [(250_000, 1.15), (249_999, 1.55), (125_000, 1.55), (75_000, 3.3), (25_000, 13.4), (1, None)],
+)
+def test_what_agents_compute_depends_on_the_tokens_for_each(tokens_per_agent, compute):
+    assert agent_compute(tokens_per_agent) == compute
+
+
+def test_agents_count_250_000_tokens_each(tmp_path):
+    """Of 128 KiB a token: 30.5 GiB for each, in whole chunks."""
+    model = write(tmp_path, LLAMA_3_8B)
+    fitted = json.loads(size(model, "--agents", 2, "--cpu-gib", 61, "--json").stdout)
+    assert fitted["history_tokens"] == 250_000 // 256 * 256
+    assert fitted["tiers"]["CPU"]["enough"] is True
+    said = size(model, "--agents", 8, "--cpu-gib", 61).stdout
+    assert "30.50 GiB per agent, 244.00 GiB for 8 agents" in said
+    assert "up to 13.4" in said
+    refused = size(model, "--agents", 8, "--users", 2)
+    assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
+
+
+def test_a_gpu_fits_the_weights_or_not_and_what_is_left_is_the_engines(tmp_path):
+    model = write(tmp_path, LLAMA_3_8B)
+    assert "weights are not at hand" in size(model, "--gpu-gib", 24).stdout
+    index = {"metadata": {"total_size": 15 * 2**30}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    fitted = json.loads(size(model, "--gpu-gib", 24, "--json").stdout)
+    assert fitted["fits_gpu"] is True
+    assert fitted["tiers"]["engine"]["gib"] == pytest.approx(24 * 0.9 - 15)
+    assert "Does not fit" in size(model, "--gpu-gib", 16).stdout
+    assert "Fits: weights of 7.5 GiB" in size(model, "--gpu-gib", 16, "--tensor-parallel", 2).stdout
+
+
+def test_weights_are_the_sum_of_their_files_once(tmp_path):
+    for name in ("model-1.safetensors", "model-2.safetensors", "consolidated.safetensors"):
+        (tmp_path / name).write_bytes(b"0" * 100)
+    assert weights_bytes(str(tmp_path)) == 200
+
+
+def test_the_server_keeps_windows_whole(tmp_path):
+    layers = ["sliding_attention", "full_attention"] * 12
+    model = write(tmp_path, {"model_type": "gpt_oss", "num_hidden_layers": 24, "hidden_size": 2880,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+        "layer_types": layers, "sliding_window": 128})  # fmt: skip
+    history = {
+        cache: json.loads(size(model, "--context", 61440, "--cache", cache, "--json").stdout)
+        for cache in ("in-process", "server")
+    }
+    assert history["server"]["history_bytes"] == 61440 * 49152
+    assert history["in-process"]["history_bytes"] < history["server"]["history_bytes"]
+
+
+def test_an_encoder_and_decoder_is_refused(tmp_path):
+    done = size(write(tmp_path, {"model_type": "t5", "is_encoder_decoder": True}))
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
+    assert "an encoder and a decoder" in done.stderr
+
+
+def test_what_transformers_itself_refuses_is_one_line(tmp_path):
+    done = size(write(tmp_path, {"model_type": "gemma2", "hidden_size": "wide"}))
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
+    assert "hidden_size" in done.stderr
+
+
+QWEN_3_NEXT = {
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 48,
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [LLAMA_3_8B, LLAMA_2_7B, LLAVA, QWEN_3_8B, DEEPSEEK_V3, QWEN_3_NEXT],
+    ids=lambda config: config["model_type"],
+)
+def test_a_file_that_is_read_as_it_is_counts_as_with_transformers(tmp_path, config, monkeypatch):
+    model = write(tmp_path, config)
+    with monkeypatch.context() as patch:
+        patch.setattr(model_support, "read_config", lambda _: pytest.fail("transformers was asked"))
+        alone = KVShape.of_model(model)
+    monkeypatch.setattr(model_support, "_FAMILIES", {})
+    assert KVShape.of_model(model) == alone
 
 
 QWEN_3_6_27B = {

@@ -45,8 +45,8 @@ def run(*command: str, env: dict[str, str] | None = None) -> subprocess.Complete
     return done
 
 
-def uv(*arguments: str) -> str:
-    """Run `uv pip ARGUMENTS` for this Python, with find-links as pip is configured."""
+def uv(*arguments: str, python: str = sys.executable) -> str:
+    """Run `uv pip ARGUMENTS` for a Python, with find-links as pip is configured."""
     sys.path.insert(0, str(ROOT / "scripts"))
     try:
         from environment import pip_find_links
@@ -55,6 +55,6 @@ def uv(*arguments: str) -> str:
     env = environment()
     if links := pip_find_links(Path(sys.executable)):
         env.setdefault("UV_FIND_LINKS", links)
-    done = run("uv", "pip", arguments[0], "--python", sys.executable, *arguments[1:], env=env)
+    done = run("uv", "pip", arguments[0], "--python", python, *arguments[1:], env=env)
     assert done.returncode == 0, done.stdout
     return done.stdout

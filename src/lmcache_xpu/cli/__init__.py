@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -10,26 +11,42 @@ from typer.core import TyperGroup
 
 from lmcache_xpu import __version__
 from lmcache_xpu.cli import bench, doctor, report, serve, size, status
-from lmcache_xpu.errors import LMCacheXPUError
+from lmcache_xpu.errors import LMCacheXPUError, SettingsError
 
 
 class _Group(TyperGroup):
-    """Our own errors end in one red line and exit code 2; anything else is a bug's traceback."""
+    """Our own errors and missing packages end in one red line and exit code 2.
+
+    Anything else is a bug's traceback.
+    """
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except LMCacheXPUError as error:
-            Console(stderr=True, soft_wrap=True).print(
-                f"lmcache-xpu: {error}", style="red", markup=False, highlight=False
+        except ModuleNotFoundError as missing:
+            name = str(missing.name).partition(".")[0]
+            if name == "lmcache_xpu":
+                raise
+            error: LMCacheXPUError = SettingsError(
+                f"no {name} in this Python environment ({sys.prefix})",
+                "vLLM and LMCache, which this command needs",
+                "Install lmcache-xpu[lmcache] where vLLM is; `lmcache-xpu size` needs neither.",
             )
-            raise typer.Exit(2) from error
+        except LMCacheXPUError as raised:
+            error = raised
+        except Exception as wrong:
+            if isinstance(message := getattr(wrong, "message", None), str):  # typer's, of an option
+                wrong.message = message.removeprefix("Value error, ")  # type: ignore[attr-defined]
+            raise
+        Console(stderr=True, soft_wrap=True).print(
+            f"lmcache-xpu: {error}", style="red", markup=False, highlight=False
+        )
+        raise typer.Exit(2) from error
 
 
 app = typer.Typer(
     cls=_Group,
     help="KV-cache offload for vLLM on Intel GPUs.",
-    add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,  # its tables cut names of options at 80 columns, and keep line breaks
     pretty_exceptions_enable=False,  # it would print local variables, keys among them

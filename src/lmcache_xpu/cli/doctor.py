@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from typing import Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from lmcache_xpu.cli.progress import working
+
+if TYPE_CHECKING:
+    from lmcache_xpu.doctor import Check
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
 
@@ -33,6 +36,7 @@ def doctor(
     """
     if not as_json:  # at once: the checks take seconds, most of them the import of vLLM
         typer.echo("This machine, as it is built:" if build else "This machine, for an engine:")
+    done: list[Check] = []
     with working("Checking this machine") as show:
         from lmcache_xpu.doctor import NO_MODEL, Machine, examine, examine_build
         from lmcache_xpu.launch.serve import METRICS_VARIABLE
@@ -41,22 +45,45 @@ def doctor(
         # In a container it names a directory that the engine makes as it starts; there is none
         # yet, and what is imported here would write to it.
         os.environ.pop(METRICS_VARIABLE, None)
-        machine, checks = Machine(), []
+        machine = Machine()
         settings = None if build else Settings.load({"model": model or NO_MODEL})
         for check in examine_build(machine) if settings is None else examine(settings, machine):
-            checks.append(check)
-            show(f"Checking this machine; {len(checks)} checks done")
-    failed = any(check.outcome == "fail" for check in checks)
+            done.append(check)
+            show(f"Checking this machine; {len(done)} checks done")
+            if not as_json:
+                show.print(_row(check))
+    failed = [check.name for check in done if check.outcome == "fail"]
     if as_json:
-        report = {"ok": not failed, "checks": [dataclasses.asdict(check) for check in checks]}
+        report = {"ok": not failed, "checks": [dataclasses.asdict(check) for check in done]}
         typer.echo(json.dumps(report, indent=2))
     else:
-        table = Table(box=None, show_header=False)
-        for check in checks:
-            style = _STYLES[check.outcome]
-            text = escape(check.found)
-            if check.advice:
-                text += f"\n[italic]{escape(check.advice)}[/italic]"
-            table.add_row(f"[{style}]{check.outcome}[/{style}]", check.name, text)
-        Console(highlight=False).print(table)
+        warnings = sum(check.outcome == "warn" for check in done)
+        typer.echo(f"\n{_conclusion(failed, warnings, model, build=build)}")
     raise typer.Exit(1 if failed else 0)
+
+
+def _row(check: Check) -> Table:
+    """Return a check's lines; the columns are as wide as those of any other check."""
+    row = Table(box=None, show_header=False)
+    for width in (4, 17, None):
+        row.add_column(width=width)
+    style, text = _STYLES[check.outcome], escape(check.found)
+    if check.advice:
+        text += f"\n[italic]{escape(check.advice)}[/italic]"
+    row.add_row(f"[{style}]{check.outcome}[/{style}]", check.name, text)
+    return row
+
+
+def _conclusion(failed: Sequence[str], warnings: int, model: str | None, *, build: bool) -> str:
+    """Return the sentence about all checks, and the command that comes next."""
+    also = f", {_count(warnings, 'warning')}"
+    if failed:
+        checks = f"{_count(len(failed), 'check')} failed ({', '.join(failed)})"
+        return f"Not ready: {checks}{also}. Next: follow the advice, then lmcache-xpu doctor again"
+    start = f"lmcache-xpu serve {model or 'MODEL'}"
+    after = "lmcache-xpu doctor, where the engine will run" if build else start
+    return f"Ready: no check failed{also}. Next: {after}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

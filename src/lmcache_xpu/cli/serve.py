@@ -40,7 +40,9 @@ def make_command() -> Any:
             option = typer.Option(help=f"{field.description} (default: {default}).")
             kind: Any = field.annotation
             parameters.append(_parameter(name, kind | None, option))
-    dry_run = typer.Option("--dry-run", help="Print what would be run, and run nothing.")
+    dry_run = typer.Option(
+        "--dry-run", help="Print what would be run, and run nothing; the machine is not checked."
+    )
     parameters.append(_parameter("dry_run", bool, dry_run, default=False))
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # for typer
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

@@ -81,13 +81,13 @@ def check_connector(factory: ModuleType, names: tuple[str, ...]) -> Check:
     """Check which class vLLM's factory has under the names of connectors."""
     name = "connector"
     classes = {each: factory.KVConnectorFactory.get_connector_class_by_name(each) for each in names}
-    text = ", ".join(f"{each} is {kind.__module__}" for each, kind in classes.items())
     others = [each for each in classes if not classes[each].__module__.startswith("lmcache_xpu.")]
+    text = ", ".join(f"{each} is of {classes[each].__module__}" for each in others)
     if names[0] in others:
         return fail(name, text, "Another package has that name; install this one alone.")
     if others:
         return warn(name, text, f"Name the connector {names[0]}, or unset LMCACHE_XPU_STOCK.")
-    return ok(name, text)
+    return ok(name, f"this package's, by the names {' and '.join(names)}")
 
 
 def check_kernels(device: str) -> Check:

@@ -83,10 +83,10 @@ def check_shared_tier(settings: Settings) -> Check:
             with contextlib.suppress(redis.ResponseError):
                 memory = client.info("memory")
     except (redis.RedisError, OSError) as error:
-        return fail(
+        return warn(
             name,
             f"{settings.remote_url}: {error}",
-            "Start the server, and check remote_url and remote_password. (Engines run without.)",
+            "Engines run without it. Start the server, and check remote_url and remote_password.",
         )
     limit, policy = memory.get("maxmemory"), memory.get("maxmemory_policy")
     state = f"{settings.remote_url} answers"

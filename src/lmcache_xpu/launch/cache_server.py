@@ -26,7 +26,6 @@ from types import FrameType
 from lmcache_xpu.cache.hit_places import EVICTION_POLICY, EVICTION_WATERMARK
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.settings import Settings
-from lmcache_xpu.server.server_socket import SCHEME
 from lmcache_xpu.tiers.server_options import PASSWORD_VARIABLE, disk_option, shared_option
 
 PROGRAM = (sys.executable, "-m", "lmcache_xpu.server.server_program")
@@ -131,7 +130,7 @@ def start_server(
             )
         time.sleep(0.1)
     print(f"LMCache's server counts at http://{_pages(socket)}/metrics", flush=True)
-    return f"{SCHEME}{socket}"
+    return f"ipc://{socket}"
 
 
 def answers(socket: Path) -> bool:

@@ -1,14 +1,19 @@
 """Which models can be offloaded: judged from their configuration, before vLLM starts.
 
-`size`, `doctor`, `serve` and its `--dry-run` ask here, so that all of them say the same.
+`size`, `doctor`, `serve` and its `--dry-run` ask here, so that all of them say the same. `size`
+reads a config.json that says all that counts as it is: transformers takes seconds to import, and an
+environment for `size` alone has none. What a file leaves out, transformers knows.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from lmcache_xpu.errors import SettingsError
@@ -20,6 +25,27 @@ if TYPE_CHECKING:
 
 HUB_ANSWER_S = 3.0
 PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "VLLM_USE_MODELSCOPE")
+_ALWAYS = ("num_hidden_layers", "num_attention_heads", "hidden_size")
+_HEADS, _SIZE, _KINDS = "num_key_value_heads", "head_dim", "layer_types"
+# Families whose files are read as they are, and what a file has to say for that; the rest of what
+# counts is the same in transformers' classes, by default.
+_FAMILIES = {
+    "llama": (),
+    "mistral": (_HEADS, "sliding_window"),
+    "qwen2": (_HEADS,),
+    "deepseek_v2": ("kv_lora_rank", "qk_rope_head_dim"),
+    "deepseek_v3": ("kv_lora_rank", "qk_rope_head_dim"),
+    "gpt_oss": (_HEADS, _SIZE, _KINDS, "sliding_window"),
+    "gemma3_text": (_HEADS, _SIZE, _KINDS, "sliding_window"),
+    "granitemoehybrid": (_HEADS, _KINDS),
+    **dict.fromkeys(("mixtral", "qwen2_moe", "phi3", "granite", "granitemoe", "olmo2"), (_HEADS,)),
+    **dict.fromkeys(("qwen3", "qwen3_moe", "glm4_moe"), (_HEADS, _SIZE)),
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+        (_HEADS, _SIZE, _KINDS, "linear_key_head_dim", "linear_num_value_heads"),
+    ),
+}
+_INDEX = "model.safetensors.index.json"
 
 
 def check_offload(config: PretrainedConfig, *, layerwise: bool = False) -> LayerKinds:
@@ -92,10 +118,10 @@ def check_reachable(model: str) -> None:
     Raises:
         SettingsError: the hub doesn't answer, or must not be asked.
     """
-    from huggingface_hub import constants, try_to_load_from_cache
-
     if Path(model).expanduser().exists() or model.startswith(("/", ".", "~")) or "://" in model:
         return
+    from huggingface_hub import constants, try_to_load_from_cache
+
     if isinstance(try_to_load_from_cache(model, "config.json"), str):
         return
     if constants.HF_HUB_OFFLINE:
@@ -119,7 +145,113 @@ def check_reachable(model: str) -> None:
         ) from error
 
 
+def read_model(model: str) -> Any:
+    """Return the configuration of the language model in a directory, a file, or on a hub.
+
+    It has the names of transformers as attributes, those that the model's configuration has.
+
+    Raises:
+        SettingsError: there is none, it is not of a decoder alone, or this needs transformers.
+    """
+    path = Path(model).expanduser()
+    if not path.exists() and (path.suffix or model.startswith(("/", ".", "~"))):
+        raise SettingsError(
+            f"model={model}, which does not exist",
+            "a model directory, a config.json, or the name of a model on a hub",
+        )
+    if not path.exists():
+        path = _from_hub(model)
+    values = _values(path / "config.json" if path.is_dir() else path)
+    if values.get("is_encoder_decoder"):
+        raise SettingsError(
+            f"a {values.get('model_type')}, an encoder and a decoder",
+            "a model that is a decoder alone",
+            "vLLM does not serve such models.",
+        )
+    text = {**values, **(values.get("text_config") or {})}
+    if (interval := text.get("full_attention_interval")) and not text.get(_KINDS):
+        numbers = range(1, text["num_hidden_layers"] + 1)
+        text[_KINDS] = [f"{'linear' if n % interval else 'full'}_attention" for n in numbers]
+    text["dtype"] = text.get("dtype") or text.get("torch_dtype")
+    needed = _FAMILIES.get(str(text.get("model_type")))
+    if text.get("use_sliding_window"):  # transformers says which layers
+        needed = None
+    missing = None if needed is None else [n for n in (*_ALWAYS, *needed) if n not in text]
+    return SimpleNamespace(**text) if missing == [] else _complete(path, values, missing)
+
+
+def weights_bytes(model: str) -> int | None:
+    """Return the bytes of a model's weights; None where only its configuration is at hand."""
+    path = Path(model).expanduser()
+    if path.is_file():
+        return None
+    if path.is_dir():
+        index = path / _INDEX
+        if index.is_file() and (total := _values(index).get("metadata", {}).get("total_size")):
+            return int(total)
+        files = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
+    else:
+        from huggingface_hub import HfApi
+
+        try:
+            siblings = HfApi().model_info(model, files_metadata=True).siblings or ()
+        except (OSError, ValueError):
+            return None
+        files = {file.rfilename: file.size or 0 for file in siblings}
+    # Some hold the same a second time, as consolidated.*.safetensors.
+    return sum(size for name, size in files.items() if _is_weights(name)) or None
+
+
 def _widths_differ(config: PretrainedConfig) -> bool:
     """Whether layers differ in their heads, as Gemma 4's do; transformers keeps those apart."""
     layers: dict[str, dict[str, object]] = config.to_dict().get("per_layer_config") or {}
     return any("head_dim" in layer for layer in layers.values())
+
+
+def _is_weights(name: str) -> bool:
+    return name.endswith(".safetensors") and not name.startswith("consolidated") and "/" not in name
+
+
+def _from_hub(model: str) -> Path:
+    check_reachable(model)
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(model, "config.json"))
+    except (OSError, ValueError) as error:
+        raise SettingsError(
+            f"no config.json of model={model} ({str(error).splitlines()[0]})",
+            "a model directory, a config.json, or the name of a model on a hub",
+            "Check the name; HF_TOKEN is the key to models that need one.",
+        ) from error
+
+
+def _values(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text())
+        if not isinstance(values, dict):
+            raise ValueError("not an object")
+    except (OSError, ValueError) as error:
+        raise SettingsError(
+            f"{path} ({type(error).__name__}: {str(error).splitlines()[0]})",
+            "a model's config.json",
+        ) from error
+    return values
+
+
+def _complete(path: Path, values: Mapping[str, Any], missing: list[str] | None) -> Any:
+    """Return the configuration with what transformers knows of the model's kind."""
+    try:
+        config = read_config(str(path))
+    except ImportError as error:
+        lacks = f", without {', '.join(missing)}" if missing else ""
+        raise SettingsError(
+            f"a config.json of a {values.get('model_type')}{lacks}, and no transformers here",
+            "transformers, which knows what such a file leaves out",
+            "`pip install transformers`, or `uvx --with transformers lmcache-xpu size ...`.",
+        ) from error
+    # Where layers differ, transformers' object refuses to say the usual one, and this does not.
+    known = config.to_dict()
+    for name in {*config.attribute_map, "layers_block_type", _KINDS} - known.keys():
+        known[name] = getattr(config, name, None)
+    return SimpleNamespace(**{"quantization_config": values.get("quantization_config")} | known)

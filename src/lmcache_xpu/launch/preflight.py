@@ -13,7 +13,6 @@ from lmcache_xpu.launch.engine_arguments import lmcache_config
 from lmcache_xpu.launch.machine import Machine
 from lmcache_xpu.launch.model_support import check_layers
 from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
-from lmcache_xpu.server.server_socket import await_server, check_socket
 
 SERVER_S = 1.0  # that LMCache's server has to greet; the command itself starts in less
 
@@ -106,6 +105,8 @@ def check_server(url: str) -> None:
     Raises:
         SettingsError: names its address.
     """
+    from lmcache_xpu.server.server_socket import await_server, check_socket  # imports ZeroMQ
+
     check_socket(url)
     await_server(url, SERVER_S)
 

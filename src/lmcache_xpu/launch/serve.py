@@ -55,6 +55,9 @@ def serve(settings: Settings, check: Callable[[Settings], None], *, dry_run: boo
         settings = with_layers(settings, kinds)
     if dry_run:
         print(describe(settings))
+        print(
+            "Not checked: memory, disk, port, devices. `lmcache-xpu doctor` does.", file=sys.stderr
+        )
         return
     if settings.offload and settings.is_server and settings.server_url is None:
         check_shared_memory(settings)

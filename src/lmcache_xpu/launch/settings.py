@@ -133,8 +133,9 @@ class Settings(BaseSettings):
     offload: bool = Field(True, description="LMCache; without it this is plain vLLM")
     cache: Cache = Field(
         "auto",
-        description="Where LMCache runs: in the engine's process, or as a server of this host that "
-        "several engines can share; auto takes the server for engines of several devices",
+        description="Where the cache lives. in-process: inside the engine; server: in a process of "
+        "its own, which several engines of this machine can share; auto: in-process for an engine "
+        "on one device, server on several",
     )
     server_url: str | None = Field(
         None,
@@ -161,8 +162,9 @@ class Settings(BaseSettings):
     layerwise: bool = Field(False, description="Load and store layer by layer")
     loads: Literal["auto", "always", "step", "async"] = Field(
         "auto",
-        description="Compute a hit, load it in its request's step, or while the request waits; "
-        "auto: whichever is faster; always: of the last two",
+        description="When cached tokens of a prompt are loaded. auto: where that is likely to be "
+        "faster than computing them again; always: each time; step: each time, and other requests "
+        "wait for it; async: each time, and other requests go on",
     )
     staging_mib: int | None = Field(
         None, ge=2, description="Device memory that copies go through, MiB; unset: by the device"

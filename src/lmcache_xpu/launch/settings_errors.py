@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 MISSING = {"model": "the name of a model on a hub, or a model directory"}
+ADDRESSES = {
+    "kv_events": "tcp://*:PORT, say",
+    "remote_url": "redis://HOST:PORT, or with TLS rediss://HOST:PORT?ssl_ca_certs=FILE",
+    "server_url": "ipc:///DIRECTORY/SOCKET or tcp://HOST:PORT",
+}
 SECRETS = ("api_key", "remote_password", "remote_url")  # people put passwords in URLs
 
 
@@ -47,13 +52,15 @@ def _value_and_expectation(item: ErrorDetails, name: str, fields: Iterable[str])
     if item["type"] == "extra_forbidden":
         field = _most_like(name, fields)
         return value, f"{field} instead of {name}" if field else f"no {name}"
+    if item["type"] == "string_pattern_mismatch":
+        return value, ADDRESSES[name]
     words = item["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     return value, f"{words[0].lower()}{words[1:]}"
 
 
 def _advice(item: ErrorDetails, name: str) -> str:
     if name == "remote_url":
-        return "redis://HOST:PORT, or rediss:// for TLS; a password goes into remote_password."
+        return "A password goes into remote_password."
     if name == "port" and str(item["input"]).startswith("tcp://"):
         return (
             "Kubernetes made this variable for a service named lmcache-xpu: set "

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.launch.model_support import check_offload, check_reachable
+from lmcache_xpu.launch.model_support import check_offload, read_model
 from lmcache_xpu.model.kv_cache_groups import WINDOW_TOKENS
-from lmcache_xpu.model.layer_kinds import LayerKinds, read_config
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+from lmcache_xpu.model.layer_kinds import LayerKinds
 
 GIB = 2**30
 STEP_TOKENS = 2048  # of a step, after which a state is kept; vLLM's usual least
 WITH_KV = ("full_attention", "attention", "sliding_attention", "hybrid", "hybrid_sliding")
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+# A simulation of recorded sessions of coding agents: how many times the tokens of an endless cache
+# are computed, by the tokens of tier for each agent at work.
+AGENT_TOKENS = 250_000
+AGENT_COMPUTE = {AGENT_TOKENS: 1.15, 125_000: 1.55, 75_000: 3.3, 25_000: 13.4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,18 +59,24 @@ class KVShape:
         model: str,
         *,
         kv_dtype: str = "auto",
+        dtype: str = "auto",
         tensor_parallel: int = 1,
         pipeline_parallel: int = 1,
+        server: bool = False,
     ) -> KVShape:
         """Read a model directory, its config.json, or its configuration on a hub.
+
+        `dtype` is the model's, `kv_dtype` its KV cache's. `server`: the tiers are those of
+        LMCache's server.
 
         Raises:
             SettingsError: no such model, or one whose KV cache can't be offloaded.
         """
-        check_reachable(model)
-        config = read_config(model)
+        for given in {kv_dtype, dtype} - {"auto"}:
+            check_dtype(given)  # before a hub is asked
+        config = read_model(model)
         kinds = check_offload(config)
-        dtype = _dtype(config, kv_dtype)
+        dtype = _dtype(config, kv_dtype, dtype)
         layers, state_bytes, notes = config.num_hidden_layers, 0, []
         if kinds.states:
             layers, state_bytes = _states(config, kinds, dtype, tensor_parallel, pipeline_parallel)
@@ -77,10 +84,11 @@ class KVShape:
         windows = kinds.window if kinds.whole else 0  # all of the same kind are kept whole
         window = int(getattr(config, "sliding_window", None) or 0) if windows else 0
         if windows:
-            notes.append(
-                f"{windows} layers attend to a window: behind {WINDOW_TOKENS:,} tokens the CPU and "
-                "disk tiers keep it in few places"
-            )
+            where = f"behind {WINDOW_TOKENS:,} tokens the CPU and disk tiers keep it in few places"
+            kept = "LMCache's server keeps all of it" if server else where
+            notes.append(f"{windows} layers attend to a window: {kept}")
+        if server:
+            windows = window = 0
         kind, width, copies = _layer(config, tensor_parallel)
         if copies:
             notes.append(copies)
@@ -98,12 +106,17 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """The room in one tier, per device; `enough` says whether all users fit."""
+    """The room in one tier, per device; `enough` says whether all users fit.
+
+    With agents, `compute` is the most tokens that are computed, in those of an endless cache; None
+    where it is more than `AGENT_COMPUTE` says.
+    """
 
     gib: float
     tokens: int
     histories: int
     enough: bool
+    compute: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +139,11 @@ def fit(
     chunk_tokens: int,
     tiers_gib: Mapping[str, float | None],
     devices: int = 1,
+    agents: bool = False,
 ) -> Fit:
     """Count the histories of `context_tokens` that each tier holds; leaves out a tier of None.
+
+    `agents`: the users are coding agents.
 
     Raises:
         SettingsError: a history is shorter than a chunk.
@@ -146,7 +162,8 @@ def fit(
         if gib is not None:
             held = int(gib * GIB) / history
             held_tokens = int(held * chunks) * chunk_tokens
-            tiers[name] = Tier(gib, held_tokens, int(held), held >= users)
+            compute = agent_compute(held_tokens / users) if agents else None
+            tiers[name] = Tier(gib, held_tokens, int(held), held >= users, compute)
     return Fit(
         token_bytes=shape.token_bytes,
         history_tokens=tokens,
@@ -157,7 +174,22 @@ def fit(
     )
 
 
-def _layer(config: PretrainedConfig, tensor_parallel: int) -> tuple[str, int, str]:
+def agent_compute(tokens: float) -> float | None:
+    """Return the most that is computed with so many tokens of tier for each agent at work."""
+    return next((times for least, times in AGENT_COMPUTE.items() if tokens >= least), None)
+
+
+def own_cache_gib(
+    gpu_gib: float, memory_fraction: float, weights: int, devices_of_an_engine: int
+) -> float:
+    """Return the most that is left of a GPU for the engine's own cache; below 0: too large a model.
+
+    Activations and graphs take a part of it, which the engine measures as it starts.
+    """
+    return gpu_gib * memory_fraction - weights / devices_of_an_engine / GIB
+
+
+def _layer(config: Any, tensor_parallel: int) -> tuple[str, int, str]:
     """Return a layer's kind, its elements on one device, and what devices hold alike.
 
     Raises:
@@ -176,9 +208,8 @@ def _layer(config: PretrainedConfig, tensor_parallel: int) -> tuple[str, int, st
             "keys and values",
             "a number that divides the heads, and that divides or is a multiple of those",
         )
-    # Where layers differ, transformers' object refuses to say the usual one.
-    head_dim = config.to_dict().get("head_dim") or config.hidden_size // heads
-    others = (config.to_dict().get("per_layer_config") or {}).values()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    others = (getattr(config, "per_layer_config", None) or {}).values()
     more_elements = sum(layer.get("head_dim", head_dim) - head_dim for layer in others)
     head_dim += -(-more_elements // config.num_hidden_layers)  # the mean of all layers
     # vLLM repeats heads when there are more devices than heads.
@@ -189,7 +220,7 @@ def _layer(config: PretrainedConfig, tensor_parallel: int) -> tuple[str, int, st
 
 
 def _states(
-    config: PretrainedConfig, kinds: LayerKinds, dtype: str, tensor: int, pipeline: int
+    config: Any, kinds: LayerKinds, dtype: str, tensor: int, pipeline: int
 ) -> tuple[int, int]:
     """Count the layers with keys and values, and the bytes of the states of all others, 0 unknown.
 
@@ -220,12 +251,33 @@ def _states_note(state_bytes: int) -> str:
     )
 
 
-def _dtype(config: PretrainedConfig, kv_dtype: str) -> str:
+def _dtype(config: Any, kv_dtype: str, model_dtype: str) -> str:
+    if kv_dtype == "auto":
+        kv_dtype = _checkpoint_dtype(config) or model_dtype
     if kv_dtype == "auto":
         dtype = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
         if dtype == "float32":  # vLLM serves it as float16 unless told otherwise
             return "float16"
         return dtype if dtype in ITEM_BYTES else "bfloat16"
+    return check_dtype(kv_dtype)
+
+
+def _checkpoint_dtype(config: Any) -> str:
+    """Return the type of the KV cache that a quantized checkpoint asks vLLM for; empty: none."""
+    quantization = getattr(config, "quantization_config", None) or {}
+    inner = quantization.get("quantization") or quantization
+    scheme = inner.get("kv_cache_scheme") or inner.get("kv_cache_quant_algo") or ""
+    if isinstance(scheme, str):
+        return scheme.lower()
+    return "fp8" if scheme.get("num_bits", 8) == 8 else f"{scheme.get('num_bits')} bits"
+
+
+def check_dtype(kv_dtype: str) -> str:
+    """Return the short name of a KV cache's type.
+
+    Raises:
+        SettingsError: it is none that is counted here.
+    """
     name = "fp8" if kv_dtype.startswith("fp8") else kv_dtype
     if name not in ITEM_BYTES:
         raise SettingsError(f"kv_dtype={kv_dtype}", f"auto, {', '.join(ITEM_BYTES)}")

@@ -89,6 +89,7 @@ def read_config(model: str, *, cached: bool = False) -> PretrainedConfig:
         SettingsError: there is none, or none that transformers can read.
     """
     with _IMPORTING:
+        from huggingface_hub.errors import StrictDataclassError
         from transformers import AutoConfig
 
     path = Path(model).expanduser()
@@ -100,10 +101,11 @@ def read_config(model: str, *, cached: bool = False) -> PretrainedConfig:
         else:
             config = AutoConfig.from_pretrained(model, local_files_only=cached)
         return config.get_text_config()
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        said = " ".join(map(str.strip, str(error).splitlines()[:2]))
         raise SettingsError(
             f"no configuration that transformers can read for model={model} "
-            f"({type(error).__name__}: {str(error).splitlines()[0]})",
+            f"({type(error).__name__}: {said})",
             "a model directory, a config.json, or the name of a model on a hub",
         ) from error
 
