@@ -23,7 +23,7 @@ STEPS, STEP_WORDS = 8, 25
 every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 
 
-PAGE_WORDS, README_LINES = 1500, 120  # two screens
+PAGE_WORDS, README_LINES = 1200, 120  # two screens
 # Lab notes, and the tables that are made from the code.
 LONG = ("results", "settings.md", "commands.md", "metrics.md")
 
