@@ -63,7 +63,7 @@ CHAPTERS = {
         "UBUNTU_IMAGE": "What `xpu-ubuntu` is built on",
         "LMCACHE_VERSION": "Another LMCache than the pinned one",
         "TORCH_BACKEND": "PyTorch's own index for the image `cpu`; empty where `UV_TOML` names one",
-        "UV_TOML": "Build secret for a [private mirror](../guides/images.md#a-private-mirror):"
+        "UV_TOML": "Build secret for a [private mirror](../guides/build-images.md#a-private-mirror):"
         " uv's",
         "PIP_CONF": "The same: pip's",
         "APT_SOURCES": "The same: apt's",
