@@ -70,7 +70,9 @@ def test_links_out_of_the_pages_lead_to_the_repository(site):
 def test_the_site_has_the_overview_of_results_and_its_pictures_alone(site):
     files = [path for path in (site / "results").rglob("*") if path.is_file()]
     assert {path.suffix for path in files} == {".html", ".png"}
-    pages = {path.relative_to(site / "results").as_posix() for path in files if ".html" in path.name}
+    pages = {
+        path.relative_to(site / "results").as_posix() for path in files if ".html" in path.name
+    }
     assert pages == {"index.html", "loadtest/report.html"}
 
 
