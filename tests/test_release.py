@@ -48,7 +48,12 @@ def test_a_job_may_do_what_it_needs_and_no_more():
     assert WORKFLOW["permissions"] == {}
     push = {"contents": "read", "packages": "write", "id-token": "write"}
     rights = {name: job["permissions"] for name, job in JOBS.items()}
-    assert rights == {"bases": {"contents": "read"}, "images": push, "chart": push}
+    assert rights == {
+        "bases": {"contents": "read"},
+        "images": push,
+        "chart": push,
+        "wheel": {"contents": "write"},
+    }
     assert WORKFLOW["defaults"]["run"]["shell"] == "bash"  # a failure within a pipe ends the job
     for job in JOBS.values():
         # What comes from outside reaches a shell as a variable, never as its text.
