@@ -23,8 +23,10 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
     address = config["repo_url"]
 
     def in_site(path: Path) -> bool:
-        file = path.is_relative_to(docs) and files.get_file_from_path(str(path.relative_to(docs)))
-        return bool(file) and not file.inclusion.is_excluded()
+        if not path.is_relative_to(docs):
+            return False
+        file = files.get_file_from_path(str(path.relative_to(docs)))
+        return file is not None and not file.inclusion.is_excluded()
 
     def replace(link: re.Match[str]) -> str:
         text, target = link.groups()
