@@ -35,7 +35,7 @@ class Options(BaseModel):
     init_user_id: int = Field(0, ge=0, description="The first user's number is one more")
     conversations: Path | None = Field(None, description="ShareGPT file, for conversations")
     trace: Path | None = Field(None, description="File or folder, for trace")
-    trace_format: str = Field("auto", description="mooncake, timed-trace or agents; see traces.md")
+    trace_format: str = Field("auto", description="mooncake, timed-trace, agents; see load-test.md")
     time_scale: float = Field(1, gt=0, description="Of a trace's gaps; 0.1: ten times faster")
     length_scale: float = Field(1, gt=0, description="Of a trace's prompts and answers")
     max_requests: int = Field(0, ge=0, description="Of a trace; 0: all")

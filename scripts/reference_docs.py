@@ -30,7 +30,7 @@ MEANINGS = {
 }
 BAD_NEWS = {  # by command
     "doctor": "a check failed",
-    "status": "with --url: something has to be mended at the running engine",
+    "status": "with --url: something is wrong with the running engine",
     "report": "a part failed or has bad news; the file says which",
     "bench engine": "an engine of this package did not start, or restored wrong bytes",
     "bench load": "an engine of this package failed",

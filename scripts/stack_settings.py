@@ -63,8 +63,8 @@ CHAPTERS = {
         "UBUNTU_IMAGE": "What `xpu-ubuntu` is built on",
         "LMCACHE_VERSION": "Another LMCache than the pinned one",
         "TORCH_BACKEND": "PyTorch's own index for the image `cpu`; empty where `UV_TOML` names one",
-        "UV_TOML": "Build secret for a [private mirror](../guides/images.md#a-private-mirror):"
-        " uv's",
+        "UV_TOML": "Build secret for a"
+        " [private mirror](../guides/build-images.md#a-private-mirror): uv's",
         "PIP_CONF": "The same: pip's",
         "APT_SOURCES": "The same: apt's",
         "XPU_TAG": "Name of the image `xpu` in the stack",

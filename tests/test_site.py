@@ -1,4 +1,4 @@
-"""The site builds without a warning, and shows every page of docs/."""
+"""The site builds without a warning, and shows every page of docs/ but the lab notes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs/results"
 
 
 def build(root: Path, site: Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -44,7 +45,11 @@ def test_a_link_to_a_heading_that_is_not_there_ends_the_build(tmp_path):
 def test_every_page_is_in_the_navigation(site):
     sidebar, _, _ = (site / "404.html").read_text().partition("md-content")
     docs = ROOT / "docs"
-    pages = [page.relative_to(docs).with_suffix("").as_posix() for page in docs.rglob("*.md")]
+    pages = [
+        page.relative_to(docs).with_suffix("").as_posix()
+        for page in docs.rglob("*.md")
+        if not page.is_relative_to(RESULTS) or page == RESULTS / "README.md"
+    ]
     hidden = [page for page in pages if f'href="/{address(page)}"' not in sidebar]
     assert hidden == []
 
@@ -60,6 +65,20 @@ def address(page: str) -> str:
 def test_links_out_of_the_pages_lead_to_the_repository(site):
     page = (site / "concepts/reliability/index.html").read_text()
     assert 'href="https://example.org/files/integration_tests/breaks.py"' in page
+
+
+def test_the_site_has_the_overview_of_results_and_its_pictures_alone(site):
+    files = [path for path in (site / "results").rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} == {".html", ".png"}
+    pages = {
+        path.relative_to(site / "results").as_posix() for path in files if ".html" in path.name
+    }
+    assert pages == {"index.html", "loadtest/report.html"}
+
+
+def test_links_to_lab_notes_lead_to_the_repository(site):
+    page = (site / "results/index.html").read_text()
+    assert 'href="https://example.org/files/docs/results/h100.md"' in page
 
 
 def test_tables_and_lists_are_drawn(site):
