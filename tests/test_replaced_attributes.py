@@ -71,6 +71,7 @@ OWN = {  # of classes of this package, and of events that it makes
     "connector/scheduler_half.py: self._keys.pool",
     "connector/scheduler_half.py: self.policy.loads",
     "connector/scheduler_half.py: tracked.has_blocks",
+    "connector/scheduler_half.py: tracked.in_step",
     "copies/step_loads.py: load.located",
     "copies/step_loads.py: load.parts",
     "copies/step_loads.py: load.plan",

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.until import until
 
-from lmcache_xpu.cache.local_cache import LocalCache, LocalCacheOptions, PromptKeys
+from lmcache_xpu.cache.local_cache import LocalCache, PromptKeys
+from lmcache_xpu.cache.local_options import LocalCacheOptions
 from lmcache_xpu.cache.protocol import TokenRange
 from lmcache_xpu.errors import SettingsError
 

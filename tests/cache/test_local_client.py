@@ -10,8 +10,9 @@ import pytest
 import torch
 from support.until import until
 
-from lmcache_xpu.cache.local_cache import LocalCache, LocalCacheOptions, PromptKeys
+from lmcache_xpu.cache.local_cache import LocalCache, PromptKeys
 from lmcache_xpu.cache.local_client import LocalLookUps
+from lmcache_xpu.cache.local_options import LocalCacheOptions
 from lmcache_xpu.cache.protocol import TokenRange
 
 pytestmark = [

@@ -116,4 +116,4 @@ def test_a_request_that_was_never_looked_up_stores_all():
 
 
 def test_a_model_of_whole_attention_has_no_ends():
-    assert not HitEnds([WHOLE], CHUNK)
+    assert HitEnds.of([WHOLE], CHUNK) is None

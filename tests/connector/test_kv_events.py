@@ -14,14 +14,8 @@ from support.tier_events import BLOCK, CHUNK, Engine, groups, request
 from support.until import until
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
-from lmcache_xpu.cache.local_cache import (
-    CPU,
-    DISK,
-    SHARED,
-    LocalCache,
-    LocalCacheOptions,
-    PromptKeys,
-)
+from lmcache_xpu.cache.local_cache import LocalCache, PromptKeys
+from lmcache_xpu.cache.local_options import CPU, DISK, SHARED, LocalCacheOptions
 from lmcache_xpu.cache.protocol import TokenRange
 from lmcache_xpu.connector import kv_events
 from lmcache_xpu.connector.kv_events import KVEvents

@@ -51,9 +51,7 @@ def of(**tokens: int) -> SimpleNamespace:
 
 def begun(policy: LoadPolicy, tokens: int, *, loads: bool = False) -> int | None:
     """A step's number."""
-    if loads:
-        policy._modes["loads"] = "step"
-    return policy.begin_step(of(a=tokens), ["loads"] * loads)[0]
+    return policy.begin_step(of(a=tokens), ["loads"] * loads, ())[0]
 
 
 def step(policy: LoadPolicy, clock: Clock, tokens: int, seconds: float, *, loads: bool = False):
@@ -75,28 +73,24 @@ def measured(policy: LoadPolicy, clock: Clock) -> None:
     loaded(policy, 100_000)
 
 
-@pytest.mark.parametrize(("loads", "waits"), [("step", False), ("async", True)])
-def test_a_setting_leaves_no_choice(loads, waits: bool, clock):
+@pytest.mark.parametrize("loads", ["step", "async"])
+def test_a_setting_leaves_no_choice(loads, clock):
     policy = chosen(loads, clock=clock)
-    assert policy.waits(Hit(10_000, 1), others=False) == waits
-    assert policy.waits(Hit(1, 10_000), others=True) == waits
     measured(policy, clock)
     assert not policy.computes(Hit(1, 10_000))
-
-
-def test_where_nobody_else_waits_for_a_token_a_load_is_inside_its_step(policy: LoadPolicy):
-    assert not policy.waits(Hit(10**6, 1), others=False)
+    for kept, tokens in ((0, 99_000), (99_000, 1)):
+        assert policy.choose(request(), kept, tokens) == loads
 
 
 def test_before_anything_is_measured_a_ratio_stands_for_speeds(policy: LoadPolicy):
-    assert not policy.waits(Hit(3200, 100), others=True)
-    assert policy.waits(Hit(3201, 100), others=True)
+    assert not policy.waits(Hit(3200, 100))
+    assert policy.waits(Hit(3201, 100))
 
 
 @pytest.mark.parametrize(("loaded", "waits"), [(1400, False), (1600, True)])
 def test_a_load_that_its_step_would_hide_is_inside_it(policy, clock, loaded: int, waits: bool):
     measured(policy, clock)
-    assert policy.waits(Hit(loaded, 100), others=True) == waits  # 5 ms + 10 ms
+    assert policy.waits(Hit(loaded, 100)) == waits  # 5 ms + 10 ms
 
 
 def test_a_part_of_a_prompt_that_vllm_does_not_wait_for_counts_in_the_step_behind_it(policy, clock):
@@ -107,8 +101,8 @@ def test_a_part_of_a_prompt_that_vllm_does_not_wait_for_counts_in_the_step_behin
         step(policy, clock, 16, 0.005)
     loaded(policy, 100_000)
     # 2,500 tokens take a quarter of a second; newer steps count more.
-    assert not policy.waits(Hit(7_000, 1000), others=True)
-    assert policy.waits(Hit(20_000, 1000), others=True)
+    assert not policy.waits(Hit(7_000, 1000))
+    assert policy.waits(Hit(20_000, 1000))
 
 
 def test_steps_with_loads_inside_and_without_tokens_say_nothing(policy, clock):
@@ -117,7 +111,7 @@ def test_steps_with_loads_inside_and_without_tokens_say_nothing(policy, clock):
     step(policy, clock, 16, 5.0, loads=True)
     step(policy, clock, 16, 0.005)
     step(policy, clock, 0, 5.0)
-    assert policy.waits(Hit(1600, 100), others=True)
+    assert policy.waits(Hit(1600, 100))
 
 
 def test_a_few_slow_steps_are_not_what_a_step_takes(policy, clock):
@@ -126,7 +120,7 @@ def test_a_few_slow_steps_are_not_what_a_step_takes(policy, clock):
         step(policy, clock, 16, 0.005)
     for _ in range(3):
         step(policy, clock, 16, 0.5)
-    assert policy.waits(Hit(1600, 100), others=True)
+    assert policy.waits(Hit(1600, 100))
 
 
 def test_steps_of_some_hundred_tokens_are_no_small_ones(policy, clock):
@@ -146,13 +140,13 @@ def test_a_step_begins_when_the_one_before_has_ended(policy, clock):
         clock.now += 0.005
         policy.end_step(running, (), None)
         running = following
-    assert policy.waits(Hit(1600, 100), others=True)
+    assert policy.waits(Hit(1600, 100))
 
 
 def test_what_was_never_begun_is_not_ended(policy: LoadPolicy):
     policy.end_step(None, (), None)
     policy.end_step(7, (), None)
-    assert policy.waits(Hit(3201, 100), others=True)
+    assert policy.waits(Hit(3201, 100))
 
 
 def test_a_step_of_whose_end_vllm_says_nothing_disturbs_no_other(policy, clock):
@@ -161,8 +155,8 @@ def test_a_step_of_whose_end_vllm_says_nothing_disturbs_no_other(policy, clock):
         measured(policy, clock)
         begun(policy, 0)
         clock.now += 3600
-    assert policy.waits(Hit(1600, 100), others=True)
-    assert not policy.waits(Hit(1400, 100), others=True)
+    assert policy.waits(Hit(1600, 100))
+    assert not policy.waits(Hit(1400, 100))
     assert not policy.computes(Hit(10_000, 1))
 
 
@@ -250,47 +244,39 @@ def made(loads: str = "auto") -> LoadPolicy:
 def test_where_loads_may_not_be_inside_steps_all_requests_wait():
     policy = LoadPolicy(TUNING)
     assert policy.choose(request(), 0, 99_000) == "async"
-    assert not policy.is_in_step("a")
-    assert policy.begin_step(of(a=1), ["a"]) == (None, 0)  # nobody asks when it ends
+    assert policy.begin_step(of(a=1), (), ["a"]) == (None, 0)  # nobody asks when it ends
 
 
 def test_alone_a_request_is_loaded_inside_its_step():
     policy = made()
     assert policy.choose(request(), 0, 99_000) == "step"
-    assert policy.is_in_step("a")
-    policy.begin_step(of(a=1000), ["a"])
-    assert not policy.is_in_step("a")
 
 
 def test_beside_others_a_long_load_waits_and_a_short_one_does_not():
     policy = made()
-    policy.begin_step(of(other=1), [])
+    policy.begin_step(of(other=1), (), ())
     assert policy.choose(request(), 0, 99_000) == "async"
-    assert not policy.is_in_step("a")
     assert policy.choose(request(), 99_000, 100) == "step"  # the last choice counts
-    assert policy.is_in_step("a")
     policy.finished("other")
     assert policy.choose(request(), 0, 99_000) == "step"
-    policy.finished("a")
-    assert not policy.is_in_step("a")
 
 
 def test_a_request_is_alone_where_no_other_is_computed_or_waits_for_its_load():
     policy = made()
     assert policy.is_alone("a")
-    policy.begin_step(of(a=1, other=1), [])
+    policy.begin_step(of(a=1, other=1), (), ())
     assert not policy.is_alone("a")
     policy.finished("other")
     assert policy.is_alone("a")
-    policy.begin_step(of(), ["loading"])
+    policy.begin_step(of(), (), ["loading"])
     assert not policy.is_alone("a")
 
 
 def test_behind_a_load_beside_steps_a_long_one_waits_too_until_that_has_ended():
     policy = made()
-    policy.begin_step(of(other=1), [])
+    policy.begin_step(of(other=1), (), ())
     assert policy.choose(request("first"), 0, 99_000) == "async"
-    policy.begin_step(of(), ["first"])
+    policy.begin_step(of(), (), ["first"])
     assert policy.choose(request(), 0, 99_000) == "async"
     policy.end_step(None, {"first"}, None)
     assert policy.choose(request(), 0, 99_000) == "step"
@@ -300,7 +286,7 @@ def test_behind_a_load_beside_steps_a_long_one_waits_too_until_that_has_ended():
 def test_a_forced_mode_is_chosen_alone_and_beside_others(forced):
     assert made(forced).choose(request(), 0, 99_000) == forced
     policy = made(forced)
-    policy.begin_step(of(other=1), [])
+    policy.begin_step(of(other=1), (), ())
     assert policy.choose(request(), 0, 99_000) == forced
 
 
@@ -308,16 +294,16 @@ def test_what_is_computed_sooner_than_loaded_is_computed_and_counted_with_its_st
     policy = made()
     monkeypatch.setattr(LoadPolicy, "computes", lambda *_: True)
     assert policy.choose(request(), 0, 99_000) == "computed"
-    assert policy.begin_step(of(other=1), [])[1] == 0  # it is not in this one
-    assert policy.begin_step(of(a=1000), [])[1] == 1
-    assert policy.begin_step(of(a=1), [])[1] == 0
+    assert policy.begin_step(of(other=1), (), ())[1] == 0  # it is not in this one
+    assert policy.begin_step(of(a=1000), (), ())[1] == 1
+    assert policy.begin_step(of(a=1), (), ())[1] == 0
 
 
 def test_workers_report_by_its_number_that_a_step_has_ended(monkeypatch):
     ended: list[int | None] = []
     monkeypatch.setattr(LoadPolicy, "_measure", lambda _, step: ended.append(step.number))
     policy = made()
-    first, second = (policy.begin_step(of(a=1), [])[0] for _ in range(2))
+    first, second = (policy.begin_step(of(a=1), (), ())[0] for _ in range(2))
     assert first != second
     policy.end_step(second, (), None)
     assert ended == [second]

@@ -31,7 +31,6 @@ def test_a_load_that_is_not_described_leaves_its_blocks_unfilled(waits: bool):
     unfilled = frozenset(BLOCKS[2:7])
     unserved = promises.describe()
     assert unserved == ((frozenset(), {"a": unfilled}) if waits else (unfilled, {}))
-    assert unserved.all_blocks == unfilled
     assert promises.describe() is NOTHING_UNSERVED  # told once
     promises.finished("a")
     assert promises.broken == frozenset()

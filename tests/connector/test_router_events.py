@@ -17,7 +17,7 @@ from support.router import Router, router
 from support.tier_events import BLOCK, CHUNK, Engine, groups, request
 from vllm.distributed.kv_events import BlockStored
 
-from lmcache_xpu.cache.local_cache import CPU, DISK, SHARED
+from lmcache_xpu.cache.local_options import CPU, DISK, SHARED
 
 TOKENS = 4 * CHUNK + 3
 WHOLE = 4 * CHUNK

@@ -16,21 +16,19 @@ from lmcache_xpu.connector.step import Step, WorkerReport, may_run_as_one_graph,
 
 
 @pytest.mark.parametrize(
-    ("before", "kept", "blocks"),
+    ("before", "blocks"),
     [
-        (step(new=[("a", [5, 6, 7], 0)]), {}, {5, 6, 7}),
-        (step(new=[("a", [5, 6, 7], 32)]), {}, {7}),  # 5 and 6 are shared
-        (step(new=[("a", [5, 6, 7], 40)]), {}, {7}),  # so is part of 7, and the rest is written
-        (step(new=[("a", [5, 6, 7], 32)]), {"a": 16}, {6, 7}),  # 6 is loaded
-        (step(cached=[("a", [9], 100, False)]), {}, {9}),
-        (step(cached=[("a", None, 100, False)]), {}, set()),
-        (step(cached=[("a", [5, 6, 9], 32, True)]), {}, {9}),  # resumed: gets all anew
-        (step(cached=[("a", [5, 6, 9], 32, True)]), {"a": 0}, {5, 6, 9}),
-        (step(new=[("a", [1], 0)], cached=[("b", [2], 50, False)]), {}, {1, 2}),
+        (step(new=[("a", [5, 6, 7], 0)]), {5, 6, 7}),
+        (step(new=[("a", [5, 6, 7], 32)]), {7}),  # 5 and 6 are shared
+        (step(new=[("a", [5, 6, 7], 40)]), {7}),  # so is part of 7, and the rest is written
+        (step(cached=[("a", [9], 100, False)]), {9}),
+        (step(cached=[("a", None, 100, False)]), set()),
+        (step(cached=[("a", [5, 6, 9], 32, True)]), {9}),  # resumed: gets all anew
+        (step(new=[("a", [1], 0)], cached=[("b", [2], 50, False)]), {1, 2}),
     ],
 )
-def test_blocks_that_are_written_for_the_first_time(before, kept, blocks):
-    assert written_blocks(before, [16], kept=kept) == blocks
+def test_blocks_that_are_written_for_the_first_time(before, blocks):
+    assert written_blocks(before, [16]) == blocks
 
 
 def test_each_group_has_blocks_of_its_own_size_and_one_without_tokens_writes_all():

@@ -13,7 +13,8 @@ from late_device import LateDevice
 from running import Running, Storing
 
 from lmcache_xpu.cache import local_cache
-from lmcache_xpu.cache.local_cache import LocalCache, LocalCacheOptions, PromptKeys
+from lmcache_xpu.cache.local_cache import LocalCache, PromptKeys
+from lmcache_xpu.cache.local_options import LocalCacheOptions
 from lmcache_xpu.cache.protocol import Answer, TokenRange
 
 PAGE = 4096  # of LMCache's memory

@@ -31,7 +31,7 @@ def parser():
 
 @pytest.mark.parametrize("path", CI_FILES, ids=lambda path: path.name)
 def test_vllm_and_the_connector_read_every_shape(path, parser, monkeypatch):
-    from lmcache_xpu.cache.local_cache import LocalCacheOptions
+    from lmcache_xpu.cache.local_options import LocalCacheOptions
 
     objects = shapes()[path.name.removesuffix("-values.yaml")]
     for workload in objects.engines().values():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_xpu.cache.local_cache import LocalCacheOptions
+from lmcache_xpu.cache.local_options import LocalCacheOptions
 from lmcache_xpu.launch.engine_arguments import (
     engine_variables,
     lmcache_config,
@@ -146,7 +146,7 @@ def test_one_setting_lets_routers_hear_of_all_tiers(parser, layerwise):
 
 def test_the_cache_in_the_engines_process_is_described_in_vllms_command_line(parser):
     """The whole way: our settings, vLLM's parser and dataclass, our reader."""
-    from lmcache_xpu.cache.local_cache import LocalCacheOptions
+    from lmcache_xpu.cache.local_options import LocalCacheOptions
     from lmcache_xpu.connector.connector import CACHE
 
     settings = load(
@@ -176,7 +176,7 @@ def test_the_cache_in_the_engines_process_is_described_in_vllms_command_line(par
 
 
 def test_without_a_disk_tier_the_cache_has_none(parser):
-    from lmcache_xpu.cache.local_cache import LocalCacheOptions
+    from lmcache_xpu.cache.local_options import LocalCacheOptions
 
     options = LocalCacheOptions.read(server_config(load())["xpu.cache"])
     assert options == LocalCacheOptions()  # the same defaults

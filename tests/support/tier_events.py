@@ -6,7 +6,8 @@ import hashlib
 from types import SimpleNamespace
 from typing import Any
 
-from lmcache_xpu.cache.local_cache import CPU, DISK, SHARED, PromptKeys
+from lmcache_xpu.cache.local_cache import PromptKeys
+from lmcache_xpu.cache.local_options import CPU, DISK, SHARED
 from lmcache_xpu.connector.kv_events import KVEvents
 from lmcache_xpu.connector.tracked_request import BlockSizes, TrackedRequest
 

@@ -31,7 +31,7 @@ from lmcache_xpu.cache.hit_places import (
     ObjectSlots,
     needed_chunks,
 )
-from lmcache_xpu.cache.local_options import CPU, DISK, SHARED, LocalCacheOptions
+from lmcache_xpu.cache.local_options import CPU, LocalCacheOptions
 from lmcache_xpu.cache.protocol import Answer, Skipped, TokenRange
 from lmcache_xpu.cache.room import Room, object_layout
 from lmcache_xpu.cache.server import LentMemory
@@ -45,7 +45,7 @@ from lmcache_xpu.versions.lmcache_server import begin_prefetch
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["CPU", "DISK", "SHARED", "LocalCache", "LocalCacheOptions", "PromptKeys"]
+__all__ = ["LocalCache", "PromptKeys"]
 
 RESET_S = 1.0
 LEASE_S = 30  # of memory for a write, as LMCache's server has it; see `launch.cache_server`
@@ -222,7 +222,7 @@ class LocalCache:
         if result is None:
             return None
         if self.has_other_tiers:
-            CPU_USED_BYTES.set(self.memory_use()[0])
+            CPU_USED_BYTES.set(self._storage.get_l1_usage()[0])
         hit, _ = fold_unfold_grouped(result.hit_cells, [each or -1 for each in self._windows])
         return int(hit)
 
@@ -252,10 +252,10 @@ class LocalCache:
 
     def locate(self, number: int, key: TokenRange) -> Answer[ObjectSlots | None]:
         """Return where the chunks of a hit are, locked until `release`; None if one is missing."""
-        first, last = self._chunks(key)
+        first, last = key.start // self.chunk_tokens, key.end // self.chunk_tokens
         prompt = [keys[first:last] for keys in key.tokens.by_group]
         rows = self._room.locate(number, prompt, needed_chunks(last - first, self._windows))
-        return Answer(None if rows is None else ObjectSlots.of(rows, len(prompt)))
+        return Answer(None if rows is None else ObjectSlots(sorted(rows)))
 
     def release(self, number: int, key: TokenRange | None = None) -> None:
         """Unlock what a question has located; nothing of it is read any more."""
@@ -263,15 +263,15 @@ class LocalCache:
 
     def reserve(self, number: int, key: TokenRange, skipped: Skipped) -> Answer[ObjectSlots]:
         """Return where to store chunks that are not there, as far as there is room."""
-        first, last = self._chunks(key)
+        first, last = key.start // self.chunk_tokens, key.end // self.chunk_tokens
         prompt = [keys[:last] for keys in key.tokens.by_group]
         rows = self._room.reserve(number, prompt, first, skipped, self._layouts)
-        return Answer(ObjectSlots.of(rows, len(prompt)))
+        return Answer(ObjectSlots(sorted(rows)))
 
     def commit(self, number: int, key: TokenRange | None = None) -> Answer[bool]:
         """Publish chunks that are written; whether they were reserved."""
         is_published = self._room.commit(number)
-        CPU_USED_BYTES.set(self.memory_use()[0])
+        CPU_USED_BYTES.set(self._storage.get_l1_usage()[0])
         return Answer(is_published)
 
     def give_up(self, number: int) -> None:
@@ -314,6 +314,3 @@ class LocalCache:
                 zip(prompt.by_group, self._layouts, self._windows, strict=True)
             )
         ]
-
-    def _chunks(self, key: TokenRange) -> tuple[int, int]:
-        return key.start // self.chunk_tokens, key.end // self.chunk_tokens

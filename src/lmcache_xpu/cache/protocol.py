@@ -229,6 +229,7 @@ class CacheLookUps(Protocol):
         """Remove what was stored and nobody reads; whether that succeeded. Waits for the cache."""
 
 
+@dataclass(eq=False)
 class Answer(Generic[T]):
     """What a cache answers, as a future; this one has come.
 
@@ -236,8 +237,7 @@ class Answer(Generic[T]):
         value: the answer.
     """
 
-    def __init__(self, value: T) -> None:
-        self._value = value
+    value: T
 
     def wait(self, timeout: float | None = None) -> bool:
         """Whether it comes within so many seconds; without a timeout it is waited for."""
@@ -250,7 +250,7 @@ class Answer(Generic[T]):
             TimeoutError: it has not come.
             TransferError: it has another form than expected.
         """
-        return self._value
+        return self.value
 
 
 class CachePlaces(Protocol):

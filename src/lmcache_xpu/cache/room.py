@@ -190,7 +190,9 @@ class Room:
     ) -> dict[Any, tuple[Any, Any]]:
         """Reserve memory as LMCache's `L1Manager` does, and evict for it."""
         temporary = dict(zip(keys, is_temporary, strict=True))
-        nbytes = self._nbytes(layout_desc)
+        shapes = zip(layout_desc.shapes, layout_desc.dtypes, strict=True)
+        size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
+        nbytes = -(-size // self._align) * self._align  # that an object takes
         answers: dict[Any, tuple[Any, Any]] = {}
 
         def reserve(some: list[Any]) -> list[Any]:
@@ -232,11 +234,3 @@ class Room:
                 break
             any_gone = True
         return any_gone
-
-    def _nbytes(self, layout: Any) -> int:
-        """Return the bytes that an object takes."""
-        size: int = sum(
-            math.prod(shape) * dtype.itemsize
-            for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True)
-        )
-        return -(-size // self._align) * self._align

@@ -227,16 +227,16 @@ class LMCacheXPUServerConnector(StatsHooks, KVConnectorBase_V1, SupportsHMA):  #
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Forget a request; its blocks may be freed at once."""
-        with guarded("request_finished"):
-            self.scheduler_half.finished(request)
-        return False, None
+        """Do as `request_finished_all_groups`; vLLM calls that one, as this takes all groups."""
+        return self.request_finished_all_groups(request, ())
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """The same, of an engine with several KV cache groups."""
-        return self.request_finished(request, [])
+        """Forget a request; its blocks may be freed at once."""
+        with guarded("request_finished"):
+            self.scheduler_half.finished(request)
+        return False, None
 
     def give_up_hits(self, request_id: str) -> None:
         """A load inside a step failed: from now on its request is computed; see `scheduler`."""
@@ -255,8 +255,9 @@ def _client(
     config: VllmConfig, options: dict[str, Any], url: str | None, alignment: int, *, is_worker: bool
 ) -> Cache:
     """Return a client of the server at a URL; without one, of a cache in this process."""
-    from lmcache_xpu.cache.local_cache import LocalCache, LocalCacheOptions
+    from lmcache_xpu.cache.local_cache import LocalCache
     from lmcache_xpu.cache.local_client import LocalClient
+    from lmcache_xpu.cache.local_options import LocalCacheOptions
     from lmcache_xpu.cache.protocol import KeyScope
     from lmcache_xpu.cache.server_client import ServerClient
     from lmcache_xpu.server.server_socket import await_server

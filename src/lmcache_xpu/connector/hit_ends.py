@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from lmcache_xpu.cache.protocol import TokenRange
 from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK, WINDOW_TOKENS, CacheGroup
@@ -53,9 +53,11 @@ class HitEnds:
         ]
         self._ends: dict[str, _Ends] = {}  # by request
 
-    def __bool__(self) -> bool:
-        """Whether some layers can't be hit at the end of any chunk."""
-        return bool(self._keeps_states or self._windows)
+    @classmethod
+    def of(cls, groups: Sequence[CacheGroup], chunk_tokens: int) -> Self | None:
+        """Return those of an engine; None if all layers can be hit at the end of any chunk."""
+        some = any(group.recurrent or group.window is not None for group in groups)
+        return cls(groups, chunk_tokens) if some else None
 
     def begin(self, request: Request, start: int, shared: int) -> None:
         """Choose the ends of a request that may be scheduled next.

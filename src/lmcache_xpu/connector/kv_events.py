@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from lmcache.v1.distributed.internal_api import L1ManagerListener, L2AdapterListener
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
 
-from lmcache_xpu.cache.local_cache import CPU, DISK, SHARED
+from lmcache_xpu.cache.local_options import CPU, DISK, SHARED
 from lmcache_xpu.model.kv_cache_groups import cache_groups
 from lmcache_xpu.versions import vllm
 

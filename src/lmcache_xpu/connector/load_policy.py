@@ -93,42 +93,45 @@ class LoadPolicy:
             kept: tokens in vLLM's own prefix cache.
             tokens: that can be loaded beyond those.
         """
-        hit = Hit(tokens, request.num_tokens - kept - tokens)
-        # A load inside a step would be behind those beside it, and hold its step up.
-        others = not self.is_alone(request.request_id)
+        name, hit = request.request_id, Hit(tokens, request.num_tokens - kept - tokens)
         mode: LoadMode = "step"
-        if self.computes(hit):
+        if self.loads in ("step", "async"):
+            mode = self.loads
+        elif self.computes(hit):
             mode = "computed"
-        elif self.waits(hit, others=others):
+        # A load inside a step would be behind those beside it, and hold its step up.
+        elif not self.is_alone(name) and self.waits(hit):
             mode = "async"
-        self._modes[request.request_id] = mode
+        self._modes[name] = mode
         return mode
 
     def is_alone(self, request_id: str) -> bool:
         """Whether no other request was in the last step, or waits for its load."""
         return not (self._running - {request_id} or self._waiting)
 
-    def is_in_step(self, request_id: str) -> bool:
-        """Whether a request's load is inside its step."""
-        return self._modes.get(request_id) == "step"
-
     def finished(self, request_id: str) -> None:
         """Forget a request. A load beside steps goes on."""
         self._modes.pop(request_id, None)
         self._running.discard(request_id)
 
-    def begin_step(self, step: SchedulerOutput, loads: Collection[str]) -> tuple[int | None, int]:
-        """Begin a step that vLLM has decided on, with the loads of these requests.
+    def begin_step(
+        self, step: SchedulerOutput, inside: Collection[str], waiting: Collection[str]
+    ) -> tuple[int | None, int]:
+        """Begin a step that vLLM has decided on.
+
+        Args:
+            step: vLLM's.
+            inside: requests whose loads are inside it.
+            waiting: requests that begin to wait for their loads.
 
         Returns:
             The number by which workers report that it has ended, None if nothing depends on it; and
             how many requests in it are computed, though they could be loaded.
         """
-        inside = set(filter(self.is_in_step, loads))
-        self._waiting.update(set(loads) - inside)
+        self._waiting.update(waiting)
         self._running = set(step.num_scheduled_tokens)
         computed = [name for name in self._running if self._modes.get(name) == "computed"]
-        for name in (*computed, *loads):
+        for name in (*computed, *inside, *waiting):
             self._modes.pop(name, None)
         number = None
         if self.loads not in ("step", "async"):
@@ -199,12 +202,8 @@ class LoadPolicy:
         self._computed_in_turn = (self._computed_in_turn + 1) % (COMPUTED_IN_TURN + 1)
         return self._computed_in_turn != 0
 
-    def waits(self, hit: Hit, *, others: bool) -> bool:
-        """Whether a request is to wait for its load; `others` wait for their next token."""
-        if self.loads in ("step", "async"):
-            return self.loads == "async"
-        if not others:
-            return False
+    def waits(self, hit: Hit) -> bool:
+        """Whether a request is to wait for its load, while others wait for their next token."""
         if self._loaded_per_s is None or not self._knows_steps:
             return hit.loaded > self._tuning.loaded_per_computed * hit.computed
         loading_s = hit.loaded / self._loaded_per_s

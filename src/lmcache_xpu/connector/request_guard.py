@@ -52,11 +52,6 @@ class Unserved(NamedTuple):
     blocks: frozenset[int]
     waiting: Mapping[str, frozenset[int]]
 
-    @property
-    def all_blocks(self) -> frozenset[int]:
-        """Block IDs of all loads."""
-        return self.blocks.union(*self.waiting.values())
-
 
 NOTHING_UNSERVED = Unserved(frozenset(), {})
 

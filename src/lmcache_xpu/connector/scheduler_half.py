@@ -66,10 +66,8 @@ class SchedulerHalf:
         self._lookups = client.lookups(self.policy)
         self._keys = Keys(config, kv_cache_config, client.chunk_tokens)
         # A server does not say where the attention of prompts parts: it keeps all windows.
-        self._ends = HitEnds(
-            groups if client.local else [each for each in groups if each.recurrent],
-            sizes.chunk_tokens,
-        )
+        kept = groups if client.local else [group for group in groups if group.recurrent]
+        self._ends = HitEnds.of(kept, sizes.chunk_tokens)
         self._requests: dict[str, TrackedRequest] = {}
         self._loads: dict[str, TokenRange] = {}  # of the next step, by request
         self._asked: set[str] = set()  # requests of them whose chunks a worker has asked for
@@ -137,7 +135,7 @@ class SchedulerHalf:
             tracked = self._requests[name] = self._new(request, kept)
         # It must compute its whole prompt, or a load of it has failed.
         if request.skip_reading_prefix_cache or name in self._given_up:
-            if self._ends:
+            if self._ends is not None:
                 self._ends.begin(request, kept, 0)
             return 0, False
         if any(other.loads_first_of(request, kept) for other in self._shared.values()):
@@ -148,13 +146,14 @@ class SchedulerHalf:
         if hit is None:
             return None, True
         tracked.looked_up(hit, kept)
-        if self._ends:
+        if self._ends is not None:
             shared = self._lookups.shared(chunks) if hit < chunks.end else hit
             self._ends.begin(request, max(hit, kept), shared)
         # Of a whole prompt the last token is computed.
         tokens = hit - kept - (hit == request.num_tokens)
         if tokens <= 0 or (mode := self.policy.choose(request, kept, tokens)) == "computed":
             return 0, False
+        tracked.in_step = mode == "step"
         self.promises.promise(name, kept, waits=mode == "async")
         return tokens, mode == "async"
 
@@ -182,7 +181,7 @@ class SchedulerHalf:
         if load is None:
             return
         self._loads[name] = load
-        if not self.policy.is_in_step(name):
+        if not tracked.in_step:
             if self._shares:
                 self._shared[name] = tracked
         elif (worker := self._worker) is not None:
@@ -197,7 +196,8 @@ class SchedulerHalf:
         self._given_up.discard(name)
         self._keys.finished(name)
         self.policy.finished(name)
-        self._ends.finished(name)
+        if self._ends is not None:
+            self._ends.finished(name)
         self.promises.finished(name)
         self._lookups.end(name)
 
@@ -221,20 +221,28 @@ class SchedulerHalf:
     def describe(self, output: SchedulerOutput) -> Step:
         """Return what the workers must know of a step."""
         self._lookups.end_step()
-        self._forget_broken()
+        if self.promises.broken:
+            self._forget_broken()
         self._store_no_more(self._keys.outdated())  # an adapter's files have changed
-        loads = self._loads.values()
-        inside = [load for load in loads if self.policy.is_in_step(load.request_id)]
-        stores = {store.request_id: store for store in self._stores_of(output)}
-        sources = {name: self._requests[name].blocks_to(each.end) for name, each in stores.items()}
-        number, computed_hits = self.policy.begin_step(output, self._loads)
+        inside: dict[str, TokenRange] = {}
+        waiting: dict[str, TokenRange] = {}
+        for name, load in self._loads.items():
+            (inside if self._requests[name].in_step else waiting)[name] = load
+        stores = list(self._stores_of(output))
+        sources = {}
+        if self.policy.loads != "async":
+            size = self._sizes.block_tokens[0]
+            for store in stores:
+                blocks = self._requests[store.request_id].blocks[0]
+                sources[store.request_id] = blocks[: store.end // size]
+        number, computed_hits = self.policy.begin_step(output, inside, waiting)
         step = Step(
-            written_blocks(output, self._sizes.block_tokens, loads),
+            written_blocks(output, self._sizes.block_tokens, self._loads.values()),
             output.total_num_scheduled_tokens,
-            list(stores.values()),
-            inside,
-            [load for load in loads if load not in inside],
-            sources if self.policy.loads != "async" else {},
+            stores,
+            list(inside.values()),
+            list(waiting.values()),
+            sources,
             computed_hits,
             number,
             self.promises.describe(),
@@ -304,12 +312,13 @@ class SchedulerHalf:
             if (blocks := new_blocks.get(name)) and name not in cached.resumed_req_ids:
                 tracked.add_blocks(blocks)
             end = tokens + output.num_scheduled_tokens[name]
-            self._ends.go_on(tracked.request, end)
+            if self._ends is not None:
+                self._ends.go_on(tracked.request, end)
             store = tracked.store(end, answers=self._stores_answers)
             if self.events is not None:
                 self.events.describe(tracked)
             if store is not None:
-                yield self._ends.kept(store)
+                yield store if self._ends is None else self._ends.kept(store)
 
     def _store_no_more(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:

@@ -54,7 +54,7 @@ class Step(KVConnectorMetadata):  # type: ignore[misc]  # untyped base
     epoch: int = 0
 
     def __post_init__(self) -> None:
-        self.written |= self.unserved.all_blocks
+        self.written = self.written.union(self.unserved.blocks, *self.unserved.waiting.values())
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,6 @@ def written_blocks(
     step: SchedulerOutput,
     block_tokens: Iterable[int],
     loads: Iterable[TokenRange] = (),
-    kept: Mapping[str, int] | None = None,
 ) -> frozenset[int]:
     """Return the IDs of blocks that a step may write: those that requests did not have before.
 
@@ -100,25 +99,20 @@ def written_blocks(
         step: vLLM's.
         block_tokens: by KV cache group, tokens of a block; 0 for a group without tokens.
         loads: that begin with it, and write their blocks.
-        kept: of loads without blocks, by request the tokens in vLLM's own prefix cache; vLLM counts
-            what is loaded as computed as well.
     """
-    written: set[int] = set()
-
-    def add(request: str, blocks: Sequence[Sequence[int]], computed: int) -> None:
-        computed = min(computed, (kept or {}).get(request, computed))
-        for ids, tokens in zip(blocks, block_tokens, strict=False):
-            written.update(ids[computed // tokens if tokens else 0 :])
-
-    for new in step.scheduled_new_reqs:
-        add(new.req_id, new.block_ids, new.num_computed_tokens)
     cached = step.scheduled_cached_reqs
     rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
-    for request, blocks, computed in rows:
+    # Blocks, and how many of their tokens are computed.
+    begun: list[tuple[Sequence[Sequence[int]], int]] = [
+        *((new.block_ids, new.num_computed_tokens) for new in step.scheduled_new_reqs),
         # A resumed request gets all of its blocks anew; another one those that it lacked.
-        add(request, blocks or (), computed if request in cached.resumed_req_ids else 0)
-    for load in loads:
-        add(load.request_id, load.blocks, load.kept)
+        *((ids or (), n if name in cached.resumed_req_ids else 0) for name, ids, n in rows),
+        *((load.blocks, load.kept) for load in loads),
+    ]
+    written: set[int] = set()
+    for blocks, computed in begun:
+        for ids, tokens in zip(blocks, block_tokens, strict=False):
+            written.update(ids[computed // tokens if tokens else 0 :])
     written.discard(NULL_BLOCK)
     return frozenset(written)
 

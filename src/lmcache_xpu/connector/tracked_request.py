@@ -75,6 +75,7 @@ class TrackedRequest:
 
     Attributes:
         has_blocks: vLLM has given it blocks; until then it is looked up.
+        in_step: its load is inside its step.
         blocks: by KV cache group of vLLM, IDs of its blocks.
         kept: tokens in vLLM's own prefix cache, whole blocks of each group.
         hit: tokens in the server, from the first one on.
@@ -89,7 +90,7 @@ class TrackedRequest:
         self.request_id: str = request.request_id
         self.request = request
         self.sizes = sizes
-        self.has_blocks = False
+        self.has_blocks = self.in_step = False
         self.blocks: list[list[int]] = [[] for _ in sizes.block_tokens]
         self.kept = self.hit = self.stored = self.described = 0
         self._salt = salt
@@ -121,9 +122,14 @@ class TrackedRequest:
         self.hit = self.stored = hit
         self.kept = kept // alignment * alignment
 
-    def range(self, start: int, end: int) -> TokenRange:
-        """Return a range of its tokens, without blocks."""
-        return TokenRange(self.request_id, self.key_tokens(), start, end, self._salt, self._options)
+    def range(self, start: int, end: int, kept: int = 0) -> TokenRange:
+        """Return a range of its tokens, with the blocks that it has of them."""
+        blocks = [
+            of_group[start // tokens : end // tokens] if tokens else []
+            for of_group, tokens in zip(self.blocks, self.sizes.block_tokens, strict=True)
+        ]
+        names = self.request_id, self.key_tokens()
+        return TokenRange(*names, start, end, self._salt, self._options, blocks, kept)
 
     def whole_chunks(self) -> TokenRange:
         """Return all of its chunks that may be looked up."""
@@ -137,7 +143,7 @@ class TrackedRequest:
         start = self.kept // size * size
         if self.hit <= self.kept:
             return None
-        return self._with_blocks(start, self.hit, kept=self.kept - start)
+        return self.range(start, self.hit, self.kept - start)
 
     def loads_first_of(self, request: Request, kept: int) -> bool:
         """Whether its load fills the block that a request lacks first, which has `kept` tokens."""
@@ -168,11 +174,7 @@ class TrackedRequest:
         if end <= start:
             return None
         self.stored = end
-        return self._with_blocks(start, end)
-
-    def blocks_to(self, end: int) -> list[int]:
-        """Return the IDs of its first group's blocks up to a token."""
-        return self.blocks[0][: end // self.sizes.block_tokens[0]]
+        return self.range(start, end)
 
     def key_tokens(self) -> Any:
         """Return its tokens as keys have them; made anew when there are others."""
@@ -188,13 +190,6 @@ class TrackedRequest:
             named = [*self._prompt, *tokens[len(self._prompt) :]] if self._prompt else list(tokens)
             self._packed = which, lmcache_server.key_tokens(named)
         return self._packed[1]
-
-    def _with_blocks(self, start: int, end: int, kept: int = 0) -> TokenRange:
-        blocks = [
-            of_group[start // tokens : end // tokens] if tokens else []
-            for of_group, tokens in zip(self.blocks, self.sizes.block_tokens, strict=True)
-        ]
-        return dataclasses.replace(self.range(start, end), blocks=blocks, kept=kept)
 
     def _named_tokens(self, tokens: int) -> int:
         """Return how many of so many tokens are in chunks that have a key."""
