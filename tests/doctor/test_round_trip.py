@@ -43,7 +43,7 @@ def test_a_transfer_that_goes_wrong_is_seen(monkeypatch):
     load = Stager.load
 
     def shifted(self, plan, memory, *args, **kwargs):
-        return load(self, plan, memory[::-1], *args, **kwargs)
+        return load(self, plan, type(memory)(memory[::-1]), *args, **kwargs)
 
     monkeypatch.setattr(Stager, "load", shifted)
     check = round_trip.check_transfer(HERE)

@@ -11,10 +11,8 @@ from __future__ import annotations
 import bisect
 import logging
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-
-import torch
 
 from lmcache_xpu.metrics import Flow
 from lmcache_xpu.transfer.devices import TransferHandle
@@ -42,14 +40,12 @@ class LoadPipeline:
         failed_behind: of a load that failed, what is done when all that it enqueued is.
     """
 
-    def __init__(
-        self, stager: Stager, plan: Plan, memory: Sequence[torch.Tensor], flow: Flow
-    ) -> None:
+    def __init__(self, stager: Stager, plan: Plan, memory: HostMemory, flow: Flow) -> None:
         self.stager = stager
         self.failed_behind: TransferHandle | None = None
         self._flow = flow
         self._groups = plan.groups
-        self._memory = HostMemory.of(memory)
+        self._memory = memory
         self._starts = [group.layers.start for group in plan.groups]
         self._handles: list[TransferHandle] = []  # by group, of those that were enqueued
         self._arrived = 0  # groups

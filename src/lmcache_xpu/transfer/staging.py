@@ -9,7 +9,7 @@ Where engine memory is host memory (CPU), gather and scatter work on host memory
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,7 @@ from lmcache_xpu.transfer.gather_scatter import TorchTransfer
 from lmcache_xpu.transfer.host_copies import HostCopies, StagingRing
 from lmcache_xpu.transfer.paged_view import PagedView
 from lmcache_xpu.transfer.plan import HostFormat, HostMemory, Piece, Plan
-from lmcache_xpu.transfer.slots import Slots, request_rows
+from lmcache_xpu.transfer.slots import RequestRows
 from lmcache_xpu.transfer.tuning import Tuning, tuning_of
 
 if TYPE_CHECKING:  # not everywhere there is Triton
@@ -78,7 +78,7 @@ class Stager:
     def pin(self, pool: torch.Tensor) -> None:
         """Pin memory that will be copied from and to, if it is not; takes seconds for GiB."""
         if self.buffer_bytes:
-            self._host.pinned([pool])
+            self._host.pinned(HostMemory([pool]))
 
     def forget(self, pool: torch.Tensor) -> None:
         """Forget memory that is about to go, once nothing copies from or to it."""
@@ -94,16 +94,8 @@ class Stager:
         """Whether kernels move pinned host memory."""
         return self._direct is not None
 
-    def plan(
-        self,
-        form: HostFormat,
-        slots: Slots,
-        spans: Sequence[tuple[int, int]],
-        cached: int = 0,
-        starts: Sequence[int] = (0,),
-    ) -> Plan:
-        """Return where the chunks of a request go; see `slots.request_rows` and `Plan`."""
-        rows = request_rows(self.view, slots, spans, cached)
+    def plan(self, form: HostFormat, rows: RequestRows, starts: Sequence[int] = (0,)) -> Plan:
+        """Return where the chunks of a request go; see `Plan`."""
         row_bytes = self.view.row_size * self.view.dtype.itemsize
         return Plan(form, rows, row_bytes, self.buffer_bytes, starts)
 
@@ -131,7 +123,7 @@ class Stager:
             return self._direct.suits(pieces, memory)
 
     def store(
-        self, pieces: Iterable[Piece], memory: Sequence[torch.Tensor], first_layer: int = 0
+        self, pieces: Sequence[Piece], memory: HostMemory, first_layer: int = 0
     ) -> StoreHandle:
         """Enqueue a store from the view into host memory.
 
@@ -142,7 +134,7 @@ class Stager:
 
         Waits for the copies if host memory is not pinned, and for nothing else.
         """
-        handle, memory = self._started(self._kernels), HostMemory.of(memory)
+        handle = self._started(self._kernels)
         for piece in pieces:
             if self._move_whole(piece, memory, first_layer, gather=True):
                 continue
@@ -157,8 +149,8 @@ class Stager:
 
     def load(
         self,
-        pieces: Iterable[Piece],
-        memory: Sequence[torch.Tensor],
+        pieces: Sequence[Piece],
+        memory: HostMemory,
         first_layer: int = 0,
         *,
         idle: bool = False,
@@ -167,7 +159,6 @@ class Stager:
 
         With `idle` the device has nothing else to do meanwhile.
         """
-        pieces, memory = list(pieces), HostMemory.of(memory)
         handle, launched = self._started(self._link), Event(self.view.device, timed=True)
         launched.record(self._kernels)
         idle = idle and self.needs_no_copies(pieces, memory)
