@@ -15,7 +15,6 @@ from support.tuned import tuned
 
 from lmcache_xpu.copies.load_pipelines import StepPipelines
 from lmcache_xpu.gpu_connector import base
-from lmcache_xpu.transfer.devices import TransferHandle
 from lmcache_xpu.transfer.host_copies import SMALLEST_STAGING_BYTES
 from lmcache_xpu.transfer.staging import Stager
 from lmcache_xpu.transfer.tuning import tuning_of
@@ -98,13 +97,13 @@ def test_what_is_under_way_leaves_less_room():
     case.load()
     (load,) = case.step.loads
     size = load._groups[0].nbytes
-    first = load._handles[0] = TransferHandle(Point(True), Point())
+    first = load._done[0] = Point()
     assert load.bytes_under_way() == size
     case.step.before_layer(0)
     with tuned(ahead_bytes=size):
         case.step.after_layer(0)
     assert load.enqueued == 1
-    first.done.reach()
+    first.reach()
     assert load.bytes_under_way() == 0
     case.step.after_layer(0)
     assert load.enqueued == 2
@@ -170,7 +169,7 @@ def test_a_load_that_fails_half_way_is_reported_and_waited_for():
     case = Case()
     case.load()
     stager = case.connector.registered()
-    fence, real = TransferHandle(Point(), Point()), stager.load
+    fence, real = Point(), stager.load
     stager.fence = lambda: fence
 
     def broken(*args, **options):
@@ -186,9 +185,9 @@ def test_a_load_that_fails_half_way_is_reported_and_waited_for():
     case.step.before_layer(1)
     assert load.enqueued == 1
     assert case.step.end() == [load]
-    assert fence.done.waited
+    assert fence.waited
     assert not load.is_done
-    fence.done.reach()
+    fence.reach()
     assert load.is_done
 
 

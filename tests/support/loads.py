@@ -43,9 +43,6 @@ class Point:
     def wait(self) -> None:
         self.waited += 1
 
-    def seconds_until(self, later: Point) -> float:
-        return 2.0
-
 
 class Case:
     """A cache, the loads of a step, and chunks that hold what another cache has."""

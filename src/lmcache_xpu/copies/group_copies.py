@@ -21,7 +21,7 @@ from lmcache_xpu.copies.load_pipelines import LoadPipeline
 from lmcache_xpu.errors import LayoutError
 from lmcache_xpu.metrics import Flow
 from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK, CacheGroup
-from lmcache_xpu.transfer.devices import StoreHandle, TransferHandle
+from lmcache_xpu.transfer.devices import Event, StoreHandle
 from lmcache_xpu.transfer.paged_view import EngineLayer, PagedView, pages_of
 from lmcache_xpu.transfer.plan import HostFormat, HostMemory
 from lmcache_xpu.transfer.slots import RequestRows
@@ -135,10 +135,8 @@ class GroupCopies:
             for part in self.parts
         ]
 
-    def load(
-        self, chunks: Sequence[list[int]], objects: Sequence[torch.Tensor]
-    ) -> list[TransferHandle]:
-        """Enqueue a load of chunks from objects into their blocks; null blocks are left out."""
+    def load(self, chunks: Sequence[list[int]], objects: Sequence[torch.Tensor]) -> list[Event]:
+        """Enqueue a load of chunks from objects into their blocks, but null blocks."""
         rows = self._rows(chunks)
         return [
             part.stager.load(part.stager.plan(part.form, rows), part.memory(objects))

@@ -25,7 +25,7 @@ from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 
 from lmcache_xpu.errors import TransferError
 from lmcache_xpu.gpu_connector.base import PagedMemConnector
-from lmcache_xpu.transfer.devices import TransferHandle
+from lmcache_xpu.transfer.devices import Event
 
 
 class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
@@ -67,7 +67,7 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
         stager = self.registered(kwargs.get("kvcaches"))
         slots, cached = kwargs.get("slot_mapping"), kwargs.get("vllm_cached_tokens", 0)
         plan = self.plan(stager, starts, ends, slots, cached)
-        handles: list[TransferHandle] = []
+        moved: list[Event] = []
         held: list[MemoryObj] = []
         stager.follow_engine()  # blocks may have been freed by a step that is running
         try:
@@ -77,18 +77,18 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
                     raise TransferError(f"no memory objects for layer {layer}", "one per chunk")
                 memory = self.memory(stager, objs, starts, ends, loading=True)
                 with stager.whole():
-                    handles.append(stager.load(plan, memory, layer, idle=layer == 0))
+                    moved.append(stager.load(plan, memory, layer, idle=layer == 0))
                 for memory_obj in objs:
                     memory_obj.ref_count_up()
                 held.extend(objs)
                 if layer:
-                    handles[-2].done.wait()  # the engine's stream
+                    moved[-2].wait()  # the engine's stream
             if (yield) is not None:
                 raise TransferError(f"a layer {self.num_layers}", f"{self.num_layers} layers")
-            handles[-1].done.wait()
+            moved[-1].wait()
         finally:
-            if handles:
-                handles[-1].done.synchronize()
+            if moved:
+                moved[-1].synchronize()
             for memory_obj in held:
                 memory_obj.ref_count_down()
         yield
@@ -121,17 +121,17 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
         if len(memory_objs) != self.num_layers:
             raise TransferError(f"objects of {len(memory_objs)} layers", f"{self.num_layers}")
         memory = [self.memory(stager, objs, starts, ends, loading=False) for objs in memory_objs]
-        handles: list[TransferHandle] = []
+        moved: list[Event] = []
         try:
             for layer, chunks in enumerate(memory):
                 stager.follow_engine()  # this layer's attention is enqueued by now
                 with stager.whole():
-                    handles.append(stager.store(plan, chunks, layer).transfer)
+                    moved.append(stager.store(plan, chunks, layer).done)
                 if layer:
-                    handles[-2].done.synchronize()  # it is published next
+                    moved[-2].synchronize()  # it is published next
                 yield
         finally:
-            if handles:
-                handles[-1].done.synchronize()
+            if moved:
+                moved[-1].synchronize()
         yield
         raise TransferError("a store advanced beyond its end", f"{self.num_layers + 1} steps")

@@ -54,9 +54,9 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
         memory = self.memory(stager, memory_objs, starts, ends, loading=True)
         stager.follow_engine()  # blocks may have been freed by a step that is running
         with stager.whole():
-            handle = stager.load(plan, memory)
-        handle.done.wait()  # the engine's stream
-        handle.done.synchronize()  # LMCache gives up the host memory when this returns
+            done = stager.load(plan, memory)
+        done.wait()  # the engine's stream
+        done.synchronize()  # LMCache gives up the host memory when this returns
 
     @torch.inference_mode()
     def batched_from_gpu(
@@ -76,5 +76,5 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
         memory = self.memory(stager, memory_objs, starts, ends, loading=False)
         stager.follow_engine()
         with stager.whole():
-            handle = stager.store(plan, memory).transfer
-        handle.done.synchronize()  # LMCache publishes it at once
+            done = stager.store(plan, memory).done
+        done.synchronize()  # LMCache publishes it at once

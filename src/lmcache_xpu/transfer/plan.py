@@ -150,11 +150,7 @@ class LayerGroup:
 
     layers: range
     pieces: tuple[Piece, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all pieces."""
-        return sum(piece.nbytes for piece in self.pieces)
+    nbytes: int  # of all pieces
 
 
 class Plan(list[Piece]):
@@ -192,8 +188,9 @@ class Plan(list[Piece]):
         for start, end in itertools.pairwise([*starts, form.layers]):
             for first in range(start, end, fitting):
                 layers = range(first, min(first + fitting, end))
-                pieces = _pieces(form, layers, rows, row_bytes)
-                self.groups.append(LayerGroup(layers, tuple(pieces)))
+                pieces = tuple(_pieces(form, layers, rows, row_bytes))
+                nbytes = sum(piece.nbytes for piece in pieces)
+                self.groups.append(LayerGroup(layers, pieces, nbytes))
         super().__init__(piece for group in self.groups for piece in group.pieces)
 
 
