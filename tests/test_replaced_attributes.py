@@ -33,7 +33,7 @@ FIELDS = {  # of a description, a configuration or a state, which hold plain dat
     "stock/config.py: config.extra_config",
     "stock/config.py: config.pre_caching_hash_algorithm",
     "stock/config.py: transfer.kv_connector_extra_config",
-    "gpu_connector/registered_cache.py: metadata.fmt",
+    "gpu_connector/base.py: metadata.fmt",
     "stock/worker.py: forward_context.attn_metadata",
     "stock/worker.py: request.load_spec",
     "stock/worker.py: self.lmcache.device",

@@ -16,7 +16,7 @@ from pathlib import Path
 HOOKS = Path(os.environ["HOOKS_DIRECTORY"])
 MODULES = (
     "lmcache_xpu.transfer.gather_scatter",
-    "lmcache_xpu.gpu_connector.registered_cache",
+    "lmcache_xpu.gpu_connector.base",
     "lmcache_xpu.copies.group_copies",
     "lmcache_xpu.copies.moves",
     "lmcache_xpu.tiers.disk.chunk_file",
@@ -107,7 +107,7 @@ def plant(module) -> None:
             transfer = module.TorchTransfer
             fragile(transfer, method, f"before {way}", layer=first_layer)
             fragile(transfer, method, f"after {way}", after=True, layer=first_layer)
-    elif name == "gpu_connector.registered_cache":
+    elif name == "gpu_connector.base":
         fragile(owner_of(module, "plan"), "plan", "plan")
         fragile(owner_of(module, "memory"), "memory", "check")
     elif name == "copies.group_copies":  # the standard mode's, as what follows

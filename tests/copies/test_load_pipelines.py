@@ -14,8 +14,7 @@ from support.loads import LAYERS, Case, Point, expected, settle
 from support.tuned import tuned
 
 from lmcache_xpu.copies.load_pipelines import StepPipelines
-from lmcache_xpu.gpu_connector import registered_cache
-from lmcache_xpu.transfer.devices import TransferHandle
+from lmcache_xpu.gpu_connector import base
 from lmcache_xpu.transfer.host_copies import SMALLEST_STAGING_BYTES
 from lmcache_xpu.transfer.staging import Stager
 from lmcache_xpu.transfer.tuning import tuning_of
@@ -98,13 +97,13 @@ def test_what_is_under_way_leaves_less_room():
     case.load()
     (load,) = case.step.loads
     size = load._groups[0].nbytes
-    first = load._handles[0] = TransferHandle(Point(True), Point())
+    first = load._done[0] = Point()
     assert load.bytes_under_way() == size
     case.step.before_layer(0)
     with tuned(ahead_bytes=size):
         case.step.after_layer(0)
     assert load.enqueued == 1
-    first.done.reach()
+    first.reach()
     assert load.bytes_under_way() == 0
     case.step.after_layer(0)
     assert load.enqueued == 2
@@ -113,7 +112,7 @@ def test_what_is_under_way_leaves_less_room():
 
 def test_what_is_made_in_inference_mode_serves_outside_of_it(monkeypatch):
     """LMCache's calls come in inference mode, vLLM's for each layer may not."""
-    monkeypatch.setattr(registered_cache, "Stager", functools.partial(Stager, in_place=False))
+    monkeypatch.setattr(base, "Stager", functools.partial(Stager, in_place=False))
     case = Case(staging_bytes=SMALLEST_STAGING_BYTES)
     case.load()
     for layer in range(LAYERS):
@@ -169,8 +168,8 @@ def test_a_load_that_fails_half_way_is_reported_and_waited_for():
     """A part of a group may be on its way: its blocks and its memory are not given to others."""
     case = Case()
     case.load()
-    stager = case.connector.registered().stager
-    fence, real = TransferHandle(Point(), Point()), stager.load
+    stager = case.connector.registered()
+    fence, real = Point(), stager.load
     stager.fence = lambda: fence
 
     def broken(*args, **options):
@@ -186,9 +185,9 @@ def test_a_load_that_fails_half_way_is_reported_and_waited_for():
     case.step.before_layer(1)
     assert load.enqueued == 1
     assert case.step.end() == [load]
-    assert fence.done.waited
+    assert fence.waited
     assert not load.is_done
-    fence.done.reach()
+    fence.reach()
     assert load.is_done
 
 
@@ -216,7 +215,7 @@ def test_a_drafter_s_layer_that_can_t_be_loaded_is_reported():
     def broken(*args, **options):
         raise RuntimeError("planted")
 
-    case.connector.registered().stager.load = broken
+    case.connector.registered().load = broken
     assert len(case.step.end()) == 1
 
 

@@ -10,34 +10,33 @@ import torch
 from fault import Faults
 from support.kernels import TritonTransfer
 
-from lmcache_xpu.gpu_connector import registered_cache
+from lmcache_xpu.gpu_connector import base
 from lmcache_xpu.gpu_connector.base import PagedMemConnector
-from lmcache_xpu.transfer import plan, staging
+from lmcache_xpu.transfer import plan, slots
 from lmcache_xpu.transfer.direct import HostKernels
 from lmcache_xpu.transfer.gather_scatter import TorchTransfer
 from lmcache_xpu.transfer.host_copies import HostCopies
 from lmcache_xpu.transfer.paged_view import PagedView
-from lmcache_xpu.transfer.slots import RequestRows, Rows, Slots
+from lmcache_xpu.transfer.slots import RequestRows, Rows
 from lmcache_xpu.transfer.staging import Stager
 
 FAULTS = Faults()
 fault = FAULTS.add
 
 
-@fault("the last slot is off by one", "copies", registered_cache, "check_slots")
-def _(check: Any) -> Any:
-    def wrong(view: PagedView, mapping: torch.Tensor) -> Slots:
-        numbers, holes = check(view, mapping)
-        numbers = numbers.clone()
-        numbers[-1:] -= view.tokens_per_row * (numbers[-1:] >= view.tokens_per_row)
-        return Slots(numbers, holes)
+@fault("the last row is off by one", "copies", slots, "RequestRows")
+def _(made: Any) -> Any:
+    def wrong(view: PagedView, rows: torch.Tensor, spans: Any) -> RequestRows:
+        rows = rows.clone()
+        rows[-1:] -= rows[-1:] >= 1
+        return made(view, rows, spans)
 
     return wrong
 
 
-@fault("tokens without a slot go to the first one", "copies", registered_cache, "check_slots")
-def _(check: Any) -> Any:
-    return lambda view, mapping: Slots(check(view, mapping).numbers.clamp(min=0), holes=False)
+@fault("tokens without a slot go to the first one", "copies", slots, "RequestRows")
+def _(made: Any) -> Any:
+    return lambda view, rows, spans: made(view, rows.clamp(min=0), spans)
 
 
 @fault("keys and values of the last layer are exchanged", "copies", PagedView, "from_engine")
@@ -61,7 +60,7 @@ def _(chunks: Any) -> Any:
     return wrong
 
 
-@fault("tokens that the engine has are overwritten", "copies", staging, "request_rows")
+@fault("tokens that the engine has are overwritten", "copies", base, "request_rows")
 def _(rows: Any) -> Any:
     return lambda view, slots, spans, cached: rows(view, slots, spans, 0)
 
@@ -73,7 +72,7 @@ def _(rows: Any) -> Any:
     "registered",
 )
 def _(registered: Any) -> Any:
-    return lambda self, kvcaches=None: self._cache or registered(self, kvcaches)
+    return lambda self, kvcaches=None: self._stager or registered(self, kvcaches)
 
 
 @fault("addresses of another layer's chunks are used", "copies", HostKernels, "_table")
@@ -110,13 +109,12 @@ def _(stage: Any) -> Any:
     return wrong
 
 
-@fault("values are taken from where keys are", "copies", plan, "_segments")
-def _(segments: Any) -> Any:
-    def wrong(*args: Any) -> tuple[tuple[int, ...], int]:
-        offsets, size = segments(*args)
-        return offsets[:1] * len(offsets), size
-
-    return wrong
+@fault("values are taken from where keys are", "copies", plan, "_pieces")
+def _(pieces: Any) -> Any:
+    return lambda *args: (
+        dataclasses.replace(piece, offsets=piece.offsets[:1] * len(piece.offsets))
+        for piece in pieces(*args)
+    )
 
 
 @fault("the last of several pieces is left out", "copies", plan.Piece, "parts")

@@ -61,7 +61,7 @@ class LateDevice(TorchFunctionMode):
 
     # What the package's devices do
 
-    def event(self, device: torch.device, *, timed: bool = False) -> _Event:
+    def event(self, device: torch.device) -> _Event:
         return _Event(self)
 
     def side_stream(self, device: torch.device, *, urgent: bool) -> _SideStream:
@@ -214,9 +214,6 @@ class _Event:
         if self._mark is not None and self._device.finisher.works:  # it asks until it is
             self._device.until(self._mark)
         return self._mark is None or self._mark.passed
-
-    def seconds_until(self, later: _Event) -> float:
-        return 0.0
 
 
 class _SideStream:

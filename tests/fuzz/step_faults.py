@@ -17,7 +17,7 @@ from lmcache_xpu.copies.step_loads import StepLoads
 from lmcache_xpu.copies.transfer_queue import Transfer
 from lmcache_xpu.copies.transfers import Transfers
 from lmcache_xpu.transfer import staging
-from lmcache_xpu.transfer.devices import StoreHandle, TransferHandle
+from lmcache_xpu.transfer.devices import Event, StoreHandle
 from lmcache_xpu.transfer.host_copies import Buffer, StagingRing
 from lmcache_xpu.transfer.staging import Stager
 
@@ -96,10 +96,7 @@ def _(_: Any) -> Any:
 def _(store: Any) -> Any:
     def wrong(self: GroupCopies, *args: Any) -> list[StoreHandle]:
         never = staging.Event(self.device)
-        return [
-            handle._replace(transfer=handle.transfer._replace(done=never))
-            for handle in store(self, *args)
-        ]
+        return [handle._replace(done=never) for handle in store(self, *args)]
 
     return wrong
 
@@ -121,9 +118,7 @@ def _(ask: Any) -> Any:
 
 @fault("a load that failed is not waited for", "steps", Stager, "fence")
 def _(_: Any) -> Any:
-    return lambda self: TransferHandle(
-        staging.Event(self.view.device), staging.Event(self.view.device)
-    )
+    return lambda self: staging.Event(self.view.device)
 
 
 @fault("after an error what is on its way is forgotten", "steps", Stager, "whole")
@@ -133,9 +128,9 @@ def _(_: Any) -> Any:
 
 @fault("a load is done when it is copied", "steps", Stager, "load")
 def _(load: Any) -> Any:
-    def wrong(self: Stager, *args: Any, **options: Any) -> TransferHandle:
-        handle = load(self, *args, **options)
-        handle.done.record(self._link)
-        return handle
+    def wrong(self: Stager, *args: Any, **options: Any) -> Event:
+        done = load(self, *args, **options)
+        done.record(self._link)
+        return done
 
     return wrong

@@ -53,6 +53,6 @@ def test_nothing_arrives_after_the_error(order, direction, pinned, number):
             obj.ref_count_down()  # and others write there
         there = cache.bytes()
         device.finish()
-        connector.registered().stager._host.flush()  # as the next store does
+        connector.registered()._host.flush()  # as the next store does
     oracle.compare("the cache", cache.bytes(), there)
     oracle.compare("host memory", arena.bytes(), arena.wanted)

@@ -14,7 +14,7 @@ from lmcache.v1.memory_management import MemoryFormat
 from support.kernels import INTERPRET, TritonTransfer
 
 from lmcache_xpu.copies import group_copies
-from lmcache_xpu.gpu_connector import registered_cache
+from lmcache_xpu.gpu_connector import base
 from lmcache_xpu.gpu_connector.base import PagedMemConnector
 from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
 from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2
@@ -68,7 +68,7 @@ def taken(way: Way, buffer_bytes: int) -> Iterator[None]:
         def patch(place: object, name: str, value: object) -> None:
             stack.enter_context(mock.patch.object(place, name, value))
 
-        patch(registered_cache, "Stager", stager)
+        patch(base, "Stager", stager)
         patch(group_copies, "Stager", stager)
         patch(staging, "transfer_of", TritonTransfer.of if way.triton else TorchTransfer.of)
         patch(StagingRing, "allocate", lambda wanted, device: StagingRing(1, 1, device))

@@ -19,7 +19,7 @@ from support.connectors import make, slots_of
 from support.imitation import ON_HOST
 from support.tuned import tuned
 
-from lmcache_xpu.gpu_connector import registered_cache
+from lmcache_xpu.gpu_connector import base
 from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
 from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2
 from lmcache_xpu.transfer.host_copies import SMALLEST_STAGING_BYTES
@@ -77,7 +77,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch):
         pins: dict[str, Any] = {"in_place": False, "register": lambda *memory: True}
         return Stager(view, SMALLEST_STAGING_BYTES, **pins)
 
-    monkeypatch.setattr(registered_cache, "Stager", stager)
+    monkeypatch.setattr(base, "Stager", stager)
     with tuned(pool_bytes=1):
         yield
 

@@ -26,7 +26,7 @@ mine = LMCacheMetadata("model", 1, 1, 0, 0, torch.uint8, (3, 2, 256, 2, 8))
 ours = gpu_connector(LMCacheEngineConfig.from_defaults(), mine, facts)
 print(json.dumps({
     "shape": list(ours.get_shape(5)), "metadata": [list(s) for s in mine.get_shapes(5)],
-    "model": mine.model_name, "hint": ours._chunk_format.geometry.kv_layout,
+    "model": mine.model_name, "hint": ours.geometry.kv_layout,
 }))
 """
 

@@ -73,9 +73,8 @@ class Stream:
 class Event:
     """As `torch.Event`. To the engine's thread the device is never ahead of what it waited for."""
 
-    def __init__(self, device: object = None, *, enable_timing: bool = False) -> None:
+    def __init__(self, device: object = None) -> None:
         self._clock: dict[int, int] = {}
-        self._timed = enable_timing
 
     def record(self, stream: Stream | None = None) -> None:
         actor = (stream or Order.here.streams[-1]).actor
@@ -94,10 +93,3 @@ class Event:
             self.synchronize()
         clock = Order.here.host.clock
         return all(clock.get(number, 0) >= time for number, time in self._clock.items())
-
-    def elapsed_time(self, later: Event) -> float:
-        if not (self._timed and later._timed and self._clock and later._clock):
-            raise RuntimeError("both events must be timed and recorded")
-        if not (self.query() and later.query()):
-            raise RuntimeError("both events must be completed before calculating elapsed time")
-        return 1.0

@@ -11,7 +11,7 @@ from support.connectors import make, memory, slots_of
 
 from lmcache_xpu.copies.load_pipelines import LoadPipeline, StepPipelines
 from lmcache_xpu.metrics import LOAD_CPU
-from lmcache_xpu.transfer.slots import check_slots
+from lmcache_xpu.transfer.slots import request_rows
 
 SPANS = STARTS, ENDS = [0, 4, 8], [4, 8, 11]
 LAYERS = 6
@@ -43,9 +43,6 @@ class Point:
     def wait(self) -> None:
         self.waited += 1
 
-    def seconds_until(self, later: Point) -> float:
-        return 2.0
-
 
 class Case:
     """A cache, the loads of a step, and chunks that hold what another cache has."""
@@ -68,15 +65,15 @@ class Case:
 
     def pipeline(self) -> LoadPipeline:
         """A load of the chunks, in the layer groups that the step asks for."""
-        cache = self.connector.registered(self.target.engine)
-        tokens, tuning = len(self.slots), cache.stager.tuning
-        layer_bytes = self.connector.get_shape(tokens).numel() // LAYERS * cache.view.dtype.itemsize
-        starts = self.step.group_starts(tokens, LAYERS, layer_bytes, tuning)
-        cache.stager.follow_engine()
-        slots, spans = check_slots(cache.view, self.slots), list(zip(*SPANS, strict=True))
-        plan = cache.stager.plan(self.connector._chunk_format.host, slots, spans, starts=starts)
-        objects = cache.memory(self.objs, STARTS, ENDS, loading=True)
-        return LoadPipeline(cache.stager, plan, objects, LOAD_CPU)
+        connector, tokens = self.connector, len(self.slots)
+        stager = connector.registered(self.target.engine)
+        layer_bytes = connector.get_shape(tokens).numel() // LAYERS * stager.view.dtype.itemsize
+        starts = self.step.group_starts(tokens, LAYERS, layer_bytes, stager.tuning)
+        stager.follow_engine()
+        rows = request_rows(stager.view, self.slots, list(zip(*SPANS, strict=True)))
+        plan = stager.plan(connector.host_format, rows, starts)
+        objects = connector.memory(stager, self.objs, STARTS, ENDS, loading=True)
+        return LoadPipeline(stager, plan, objects, LOAD_CPU)
 
     def there(self, layer: int) -> bool:
         settle()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from lmcache_xpu.transfer.paged_view import PagedView
 from lmcache_xpu.transfer.plan import HostFormat, Plan
-from lmcache_xpu.transfer.slots import RequestRows, Slots
+from lmcache_xpu.transfer.slots import RequestRows
 
 ROW = 4  # bytes
 
@@ -17,5 +18,6 @@ def plan(
     for size in sizes:
         spans.append((at, at, at + size))
         at += size
-    rows = RequestRows(Slots(torch.arange(at), holes=False), spans, torch.device("cpu"))
+    view = PagedView(tensors=((torch.zeros(at + 1, 1, 1, ROW),),))
+    rows = RequestRows(view, torch.arange(at), spans)
     return Plan(HostFormat(layers, planes, order), rows, ROW, buffer, starts)

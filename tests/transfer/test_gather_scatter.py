@@ -20,7 +20,7 @@ from lmcache_xpu.transfer.gather_scatter import TorchTransfer
 from lmcache_xpu.transfer.layout import Geometry
 from lmcache_xpu.transfer.paged_view import PagedView
 from lmcache_xpu.transfer.plan import HostMemory
-from lmcache_xpu.transfer.slots import Rows, check_slots, request_rows
+from lmcache_xpu.transfer.slots import Rows, request_rows
 
 KERNEL_DTYPES = (torch.bfloat16, torch.uint8)  # the interpreter is slow; words are two of four
 DTYPES = {kind: (torch.uint8,) if kind in SCALED else TOKENWISE_DTYPES for kind in KINDS}
@@ -51,8 +51,8 @@ SLOTS = {
 
 
 def rows_of(view: PagedView, slots: list[int], skip: int = 0) -> Rows:
-    checked = check_slots(view, torch.tensor(slots, dtype=torch.int64))
-    return request_rows(view, checked, [(0, len(slots))], skip).chunks(0, 1)
+    mapping = torch.tensor(slots, dtype=torch.int64)
+    return request_rows(view, mapping, [(0, len(slots))], skip).chunks(0, 1)
 
 
 def prepare(

@@ -23,7 +23,7 @@ def test_the_view_is_the_engine_s_own_memory(kind: str):
     view = view_of(cache)
     assert (view.layers, view.planes) == (3, 1 if kind in LATENT else 2)
     assert view.row_size == cache.geometry.hidden
-    assert (view.num_slots, view.tokens_per_row) == (24, 1)
+    assert (view.shape[:2], view.tokens_per_row) == ((6, 4), 1)
     for plane in range(view.planes):
         for layer in range(view.layers):
             mine, truth = view.tensors[layer][plane], cache.truth[plane][layer]
@@ -36,7 +36,7 @@ def test_opaque_blocks_are_rows_of_all_their_bytes(kind: str):
     cache = build(Spec(kind))
     view = view_of(cache, opaque_blocks=True)
     assert view.shape == (6, 1, 1, 4 * 2 * 16)
-    assert (view.planes, view.tokens_per_row, view.num_slots) == (1, 4, 24)
+    assert (view.planes, view.tokens_per_row, view.shape[:2]) == (1, 4, (6, 1))
     for layer, tensor in enumerate(cache.engine):
         start = tensor.storage_offset()
         for block in range(6):
@@ -80,7 +80,7 @@ def test_pages_are_the_bytes_of_whole_blocks_whatever_their_order(kind: str):
         runs = pages_of(layer, blocks)
         view = PagedView.of_pages(runs, 4)
         assert sum(run.shape[1] for run in runs) == layer[0].numel() * layer.element_size()
-        assert (view.planes, view.tokens_per_row, view.num_slots) == (1, 4, 4 * blocks)
+        assert (view.planes, view.tokens_per_row, view.shape[:2]) == (1, 4, (blocks, 1))
         for run in runs:
             run[number + 1] = 0
         kept = [block for block in range(blocks) if block != number + 1]

@@ -18,6 +18,7 @@ from lmcache.v1.platform.base.device_ops import DeviceOps
 import lmcache_xpu.stock.gpu_connectors as module
 from lmcache_xpu.transfer import devices
 from lmcache_xpu.transfer.host_copies import HostCopies
+from lmcache_xpu.transfer.plan import HostMemory
 from lmcache_xpu.transfer.pool_memory import (
     PoolMemory,
     allocator_variables,
@@ -169,8 +170,8 @@ def test_a_pool_beyond_the_limit_is_ordinary_memory_that_is_registered(ops, card
         return True
 
     memory = HostCopies(XPU, 64, register)
-    assert memory.pinned([pool.buffer])
-    assert memory.pinned([pool.buffer[MIB : 2 * MIB]])  # a chunk of it
+    assert memory.pinned(HostMemory([pool.buffer]))
+    assert memory.pinned(HostMemory([pool.buffer[MIB : 2 * MIB]]))  # a chunk of it
     assert registered == [(address, 96 * MIB, XPU)]
     pool.close()
     assert ctypes.string_at(address, 1) == b"\7"  # the driver may still have it

@@ -8,7 +8,7 @@ from support.caches import Spec, build
 
 from lmcache_xpu.errors import SlotError
 from lmcache_xpu.transfer.paged_view import PagedView
-from lmcache_xpu.transfer.slots import Rows, blocks_of, check_slots, request_rows, slots_of
+from lmcache_xpu.transfer.slots import RequestRows, Rows, blocks_of, request_rows
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def blocks() -> PagedView:
 
 def rows(view: PagedView, slots: list[int], skip: int = 0, spans=None):
     spans = spans or [(0, len(slots))]
-    pieces = request_rows(view, check_slots(view, torch.tensor(slots)), spans, skip)
+    pieces = request_rows(view, torch.tensor(slots), spans, skip)
     return [readable(pieces.chunks(i, i + 1)) for i in range(len(spans))]
 
 
@@ -59,9 +59,7 @@ def test_chunks_of_a_request(tokens: PagedView):
 
 def test_chunks_joined(tokens: PagedView):
     def joined(slots: list[int], skip: int = 0):
-        pieces = request_rows(
-            tokens, check_slots(tokens, torch.tensor(slots)), [(0, 2), (3, 5)], skip
-        )
+        pieces = request_rows(tokens, torch.tensor(slots), [(0, 2), (3, 5)], skip)
         return readable(pieces.chunks(0, 2))
 
     assert joined([5, 3, 9, 23, 1]) == ([5, 3, 23, 1], None)
@@ -111,16 +109,19 @@ def test_blocks_are_never_cut(blocks: PagedView, slots: list[int], skip: int, sa
 )
 def test_what_is_no_slot_mapping_is_refused(tokens: PagedView, mapping, says: str):
     with pytest.raises(SlotError, match=says):
-        check_slots(tokens, mapping)
+        request_rows(tokens, mapping, [(0, len(mapping))])
 
 
 def test_narrow_integers_are_welcome(tokens: PagedView):
-    assert check_slots(tokens, torch.tensor([3], dtype=torch.int32)).numbers.dtype == torch.int64
+    made = request_rows(tokens, torch.tensor([3], dtype=torch.int32), [(0, 1)]).chunks(0, 1)
+    assert (made.engine.dtype, made.engine.tolist()) == (torch.int64, [3])
 
 
-def test_slots_of_blocks_and_back():
-    slots = slots_of([5, 2, 3], 4)
-    assert slots.tolist() == [20, 21, 22, 23, 8, 9, 10, 11, 12, 13, 14, 15]
-    assert slots.dtype == torch.int64
-    slots[4:6] = -1
-    assert blocks_of(slots, 4) == {2, 3, 5}
+def test_blocks_of_slots():
+    assert blocks_of(torch.tensor([20, 21, 22, -1, -1, 10, 11, 12]), 4) == {2, 3, 5}
+
+
+def test_rows_that_the_view_does_not_have_are_refused(blocks: PagedView):
+    assert RequestRows(blocks, torch.tensor([5, -1]), [(0, 0, 2)]).chunks(0, 1).host is not None
+    with pytest.raises(SlotError, match="block 6; expected blocks below 6"):
+        RequestRows(blocks, torch.tensor([6]), [(0, 0, 1)])

@@ -8,6 +8,7 @@ size alone.
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,10 +21,10 @@ from lmcache_xpu.copies.load_pipelines import LoadPipeline
 from lmcache_xpu.errors import LayoutError
 from lmcache_xpu.metrics import Flow
 from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK, CacheGroup
-from lmcache_xpu.transfer.devices import StoreHandle, TransferHandle
+from lmcache_xpu.transfer.devices import Event, StoreHandle
 from lmcache_xpu.transfer.paged_view import EngineLayer, PagedView, pages_of
-from lmcache_xpu.transfer.plan import HostFormat, Plan
-from lmcache_xpu.transfer.slots import check_slots, slots_of
+from lmcache_xpu.transfer.plan import HostFormat, HostMemory
+from lmcache_xpu.transfer.slots import RequestRows
 from lmcache_xpu.transfer.staging import Stager
 from lmcache_xpu.transfer.tuning import Tuning
 
@@ -41,8 +42,8 @@ class _Part:
     start: int
     nbytes: int
 
-    def memory(self, objects: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [obj[self.start : self.start + self.nbytes] for obj in objects]
+    def memory(self, objects: Sequence[torch.Tensor]) -> HostMemory:
+        return HostMemory([obj[self.start : self.start + self.nbytes] for obj in objects])
 
 
 class GroupCopies:
@@ -128,16 +129,18 @@ class GroupCopies:
         self, chunks: Sequence[list[int]], objects: Sequence[torch.Tensor]
     ) -> list[StoreHandle]:
         """Enqueue a store of chunks, by their blocks, into objects of the server's memory."""
+        rows = self._rows(chunks)
         return [
-            part.stager.store(self._plan(part, chunks), part.memory(objects)) for part in self.parts
+            part.stager.store(part.stager.plan(part.form, rows), part.memory(objects))
+            for part in self.parts
         ]
 
-    def load(
-        self, chunks: Sequence[list[int]], objects: Sequence[torch.Tensor]
-    ) -> list[TransferHandle]:
-        """Enqueue a load of chunks from objects into their blocks; null blocks are left out."""
+    def load(self, chunks: Sequence[list[int]], objects: Sequence[torch.Tensor]) -> list[Event]:
+        """Enqueue a load of chunks from objects into their blocks, but null blocks."""
+        rows = self._rows(chunks)
         return [
-            part.stager.load(self._plan(part, chunks), part.memory(objects)) for part in self.parts
+            part.stager.load(part.stager.plan(part.form, rows), part.memory(objects))
+            for part in self.parts
         ]
 
     def beside_layers(
@@ -157,11 +160,11 @@ class GroupCopies:
             What makes the load, of the objects that hold the chunks; enqueues nothing. Its parts
             count layers as `pages_per_layer` says.
         """
-        plans = []
+        plans, rows = [], self._rows(chunks)
         for part in self.parts:
-            layers = part.form.layers
-            first = starts(layers, len(chunks) * part.nbytes // layers, part.stager.tuning)
-            plans.append(self._plan(part, chunks, first))
+            layers, stager = part.form.layers, part.stager
+            first = starts(layers, len(chunks) * part.nbytes // layers, stager.tuning)
+            plans.append(stager.plan(part.form, rows, first))
 
         def load(objects: Sequence[torch.Tensor]) -> list[LoadPipeline]:
             return [
@@ -190,12 +193,12 @@ class GroupCopies:
         for part in self.parts:
             part.stager.forget(pool)
 
-    def _plan(self, part: _Part, chunks: Sequence[list[int]], starts: Sequence[int] = (0,)) -> Plan:
-        blocks = [block for chunk in chunks for block in chunk]
-        slots = slots_of(blocks, self.group.block_tokens)
+    def _rows(self, chunks: Sequence[list[int]]) -> RequestRows:
+        """Return the rows of chunks: a row is a block, and null blocks are left out."""
+        size = self._chunk_blocks
+        spans = [(at, at, at + size) for at in range(0, len(chunks) * size, size)]
+        blocks = array("q", itertools.chain.from_iterable(chunks))
+        rows = torch.frombuffer(blocks, dtype=torch.int64)
         if NULL_BLOCK in blocks:
-            slots[slots < self.group.block_tokens * (NULL_BLOCK + 1)] = -1
-        size = self._chunk_tokens
-        spans = [(number * size, (number + 1) * size) for number in range(len(chunks))]
-        checked = check_slots(part.stager.view, slots)
-        return part.stager.plan(part.form, checked, spans, starts=starts)
+            rows[rows == NULL_BLOCK] = -1
+        return RequestRows(self.parts[0].stager.view, rows, spans)

@@ -11,13 +11,11 @@ from __future__ import annotations
 import bisect
 import logging
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
 from lmcache_xpu.metrics import Flow
-from lmcache_xpu.transfer.devices import TransferHandle
+from lmcache_xpu.transfer.devices import Event
 from lmcache_xpu.transfer.plan import HostMemory, Plan
 from lmcache_xpu.transfer.staging import Stager
 from lmcache_xpu.transfer.tuning import Tuning
@@ -42,16 +40,14 @@ class LoadPipeline:
         failed_behind: of a load that failed, what is done when all that it enqueued is.
     """
 
-    def __init__(
-        self, stager: Stager, plan: Plan, memory: Sequence[torch.Tensor], flow: Flow
-    ) -> None:
+    def __init__(self, stager: Stager, plan: Plan, memory: HostMemory, flow: Flow) -> None:
         self.stager = stager
-        self.failed_behind: TransferHandle | None = None
+        self.failed_behind: Event | None = None
         self._flow = flow
         self._groups = plan.groups
-        self._memory = HostMemory.of(memory)
+        self._memory = memory
         self._starts = [group.layers.start for group in plan.groups]
-        self._handles: list[TransferHandle] = []  # by group, of those that were enqueued
+        self._done: list[Event] = []  # by group, of those that were enqueued
         self._arrived = 0  # groups
         self._waited = 0  # groups
         self._head_start = 0  # groups that were enqueued before the step
@@ -59,20 +55,20 @@ class LoadPipeline:
     @property
     def enqueued(self) -> int:
         """Number of groups that were enqueued so far."""
-        return len(self._handles)
+        return len(self._done)
 
     @property
     def is_done(self) -> bool:
         """Whether nothing that was enqueued is on its way any more."""
-        last = self.failed_behind or next(reversed(self._handles), None)
-        return last is None or last.done.reached()
+        last = self.failed_behind or next(reversed(self._done), None)
+        return last is None or last.reached()
 
     def bytes_under_way(self) -> int:
         """Return the bytes of enqueued groups that have not arrived; 0 of a load that failed."""
         if self.failed_behind is not None:
             return 0
         # In order: a group that has arrived is not looked at again.
-        while self._arrived < self.enqueued and self._handles[self._arrived].done.reached():
+        while self._arrived < self.enqueued and self._done[self._arrived].reached():
             self._arrived += 1
         return sum(group.nbytes for group in self._groups[self._arrived : self.enqueued])
 
@@ -105,7 +101,7 @@ class LoadPipeline:
             groups = bisect.bisect_right(self._starts, layer)
             if self.failed_behind is None and groups > self._waited:
                 self._enqueue(groups)
-                self._handles[groups - 1].done.wait()
+                self._done[groups - 1].wait()
                 self._waited = groups
 
     def after_layer(self, layer: int) -> int:
@@ -126,7 +122,7 @@ class LoadPipeline:
     def before_all(self) -> None:
         """Enqueue what is left, and let the current stream wait for all that was enqueued."""
         if self.failed_behind is not None:
-            self.failed_behind.done.wait()
+            self.failed_behind.wait()
         for last in self._starts[-1:]:
             self.before_layer(last)
 
@@ -153,7 +149,7 @@ class LoadPipeline:
             # What the engine computes in this step waits for the first group.
             first = idle or number == 0
             pieces = self._groups[number].pieces
-            self._handles.append(self.stager.load(pieces, self._memory, idle=first))
+            self._done.append(self.stager.load(pieces, self._memory, idle=first))
 
 
 class StepPipelines:

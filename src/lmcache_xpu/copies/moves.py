@@ -144,7 +144,7 @@ class Moves:
                         handles += copies.store(stored, objects[group])
             transfer.enqueued([handle.gathered for handle in handles])
             for handle in handles:
-                handle.transfer.done.synchronize()
+                handle.done.synchronize()
             check_lease(begun)
             if (seals := self.seals(key)) is not None:
                 digests = _of_objects(seals, slots)
@@ -164,15 +164,15 @@ class Moves:
         """
         asked = self.ask(tokens)
         located = self.locate(asked, self.seals(asked.key))
-        begun, handles = time.monotonic(), []
+        begun, loads = time.monotonic(), list[Event]()
         with self.ending(asked):
             with self._copying(transfer, event):
                 for group, copies in enumerate(self._groups):
                     chunks = copies.chunks(copies.blocks(tokens, loading=True))
                     loaded = [chunks[chunk] for chunk in located.slots.chunks(group)]
-                    handles += copies.load(loaded, located.objects[group])
-            for handle in handles:
-                handle.done.synchronize()
+                    loads += copies.load(loaded, located.objects[group])
+            for done in loads:
+                done.synchronize()
         self._tokens_per_s = self._tokens(located.slots) / (time.monotonic() - begun)
         self.finish(located)
 
@@ -225,7 +225,10 @@ class Moves:
         if slots is None:
             raise GivenUpError("missing")
         with self.ending(asked):
-            self._check_chunks(asked.key, slots)
+            count = (asked.key.end - asked.key.start) // self._client.chunk_tokens
+            for number, expected in enumerate(needed_chunks(count, self._windows)):
+                if (chunks := slots.chunks(number)) != list(expected):
+                    raise TransferError(f"chunks {chunks} of group {number}", f"chunks {expected}")
             digests = None if seals is None else b"".join(_of_objects(seals, slots))
             located = Located(asked, slots, self._objects(asked.memory, slots), digests)
             located.check()
@@ -269,14 +272,6 @@ class Moves:
             [memory.slot(*slot, copies.object_bytes) for slot in slots.of_group(number)]
             for number, copies in enumerate(self._groups)
         ]
-
-    def _check_chunks(self, key: Any, slots: ObjectSlots) -> None:
-        count = (key.end - key.start) // self._client.chunk_tokens
-        for number, expected in enumerate(needed_chunks(count, self._windows)):
-            if slots.chunks(number) != list(expected):
-                raise TransferError(
-                    f"chunks {slots.chunks(number)} of group {number}", f"chunks {expected}"
-                )
 
     def _count(self, flow: Flow, slots: ObjectSlots, begun: float) -> None:
         seconds = time.monotonic() - begun

@@ -8,8 +8,8 @@ from lmcache_xpu.doctor.check import Check, fail, ok, skip
 from lmcache_xpu.transfer.devices import is_host
 from lmcache_xpu.transfer.layout import Geometry
 from lmcache_xpu.transfer.paged_view import PagedView
-from lmcache_xpu.transfer.plan import HostFormat
-from lmcache_xpu.transfer.slots import check_slots
+from lmcache_xpu.transfer.plan import HostFormat, HostMemory
+from lmcache_xpu.transfer.slots import request_rows
 from lmcache_xpu.transfer.staging import Stager
 
 LAYERS, HEADS, DIM, BLOCK_TOKENS, BLOCKS = 3, 8, 128, 16, 40
@@ -54,24 +54,23 @@ def round_trips(device: torch.device) -> tuple[bool, bool | None]:
     blocks = torch.randperm(BLOCKS)[: tokens // BLOCK_TOKENS]
     numbers = (blocks[:, None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS)).flatten()
     spans = [(at, at + CHUNK_TOKENS) for at in range(0, tokens, CHUNK_TOKENS)]
-    slots = check_slots(stager.view, numbers)
+    rows = request_rows(stager.view, numbers, spans)
     form = HostFormat(LAYERS, 2, "layers")
     size = CHUNK_TOKENS * LAYERS * HEADS * 2 * DIM * torch.bfloat16.itemsize
-    memory = [torch.zeros(size, dtype=torch.uint8, pin_memory=not is_host(device)) for _ in spans]
+    pins = not is_host(device)
+    memory = HostMemory(torch.zeros(size, dtype=torch.uint8, pin_memory=pins) for _ in spans)
     stager.follow_engine()
-    stored = stager.store(stager.plan(form, slots, spans), memory)
-    stored.transfer.done.synchronize()
-    stored.transfer.seconds()  # timed events are part of what a device must have
+    stager.store(stager.plan(form, rows), memory).done.synchronize()
     expected = torch.zeros_like(cache)
     expected[:, blocks.to(device)] = cache[:, blocks.to(device)]
 
     def comes_back(*, idle: bool) -> bool:
         cache.zero_()
         stager.follow_engine()
-        plan = stager.plan(form, slots, spans, starts=range(LAYERS))
+        plan = stager.plan(form, rows, range(LAYERS))
         for group in plan.groups:
-            handle = stager.load(group.pieces, memory, idle=idle)
-        handle.done.synchronize()
+            done = stager.load(group.pieces, memory, idle=idle)
+        done.synchronize()
         return torch.equal(cache, expected)
 
     return comes_back(idle=False), comes_back(idle=True) if stager.reaches_host else None

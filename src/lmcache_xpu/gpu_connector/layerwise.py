@@ -25,7 +25,7 @@ from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 
 from lmcache_xpu.errors import TransferError
 from lmcache_xpu.gpu_connector.base import PagedMemConnector
-from lmcache_xpu.transfer.devices import TransferHandle
+from lmcache_xpu.transfer.devices import Event
 
 
 class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
@@ -64,31 +64,31 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
                 that is missing, or one too many.
             LayoutError: a KV cache that can't be read.
         """
-        cache = self.registered(kwargs.get("kvcaches"))
+        stager = self.registered(kwargs.get("kvcaches"))
         slots, cached = kwargs.get("slot_mapping"), kwargs.get("vllm_cached_tokens", 0)
-        plan = cache.plan(starts, ends, slots, cached)
-        handles: list[TransferHandle] = []
+        plan = self.plan(stager, starts, ends, slots, cached)
+        moved: list[Event] = []
         held: list[MemoryObj] = []
-        cache.stager.follow_engine()  # blocks may have been freed by a step that is running
+        stager.follow_engine()  # blocks may have been freed by a step that is running
         try:
             for layer in range(self.num_layers):
                 objs = yield
                 if objs is None:
                     raise TransferError(f"no memory objects for layer {layer}", "one per chunk")
-                memory = cache.memory(objs, starts, ends, loading=True)
-                with cache.stager.whole():
-                    handles.append(cache.stager.load(plan, memory, layer, idle=layer == 0))
+                memory = self.memory(stager, objs, starts, ends, loading=True)
+                with stager.whole():
+                    moved.append(stager.load(plan, memory, layer, idle=layer == 0))
                 for memory_obj in objs:
                     memory_obj.ref_count_up()
                 held.extend(objs)
                 if layer:
-                    handles[-2].done.wait()  # the engine's stream
+                    moved[-2].wait()  # the engine's stream
             if (yield) is not None:
                 raise TransferError(f"a layer {self.num_layers}", f"{self.num_layers} layers")
-            handles[-1].done.wait()
+            moved[-1].wait()
         finally:
-            if handles:
-                handles[-1].done.synchronize()
+            if moved:
+                moved[-1].synchronize()
             for memory_obj in held:
                 memory_obj.ref_count_down()
         yield
@@ -116,22 +116,22 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
             TransferError: arguments that don't fit; nothing was changed.
             LayoutError: a KV cache that can't be read.
         """
-        cache = self.registered(kwargs.get("kvcaches"))
-        plan = cache.plan(starts, ends, kwargs.get("slot_mapping"))
+        stager = self.registered(kwargs.get("kvcaches"))
+        plan = self.plan(stager, starts, ends, kwargs.get("slot_mapping"))
         if len(memory_objs) != self.num_layers:
             raise TransferError(f"objects of {len(memory_objs)} layers", f"{self.num_layers}")
-        memory = [cache.memory(objs, starts, ends, loading=False) for objs in memory_objs]
-        handles: list[TransferHandle] = []
+        memory = [self.memory(stager, objs, starts, ends, loading=False) for objs in memory_objs]
+        moved: list[Event] = []
         try:
             for layer, chunks in enumerate(memory):
-                cache.stager.follow_engine()  # this layer's attention is enqueued by now
-                with cache.stager.whole():
-                    handles.append(cache.stager.store(plan, chunks, layer).transfer)
+                stager.follow_engine()  # this layer's attention is enqueued by now
+                with stager.whole():
+                    moved.append(stager.store(plan, chunks, layer).done)
                 if layer:
-                    handles[-2].done.synchronize()  # it is published next
+                    moved[-2].synchronize()  # it is published next
                 yield
         finally:
-            if handles:
-                handles[-1].done.synchronize()
+            if moved:
+                moved[-1].synchronize()
         yield
         raise TransferError("a store advanced beyond its end", f"{self.num_layers + 1} steps")

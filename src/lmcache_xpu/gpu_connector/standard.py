@@ -41,22 +41,22 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
         Args:
             memory_objs: LMCache's memory, one per chunk.
             starts, ends: first token of each chunk in the request, and the one after its last.
-            kwargs: `slot_mapping`, and perhaps `vllm_cached_tokens`, see `RegisteredCache.plan`;
+            kwargs: `slot_mapping`, and perhaps `vllm_cached_tokens`, see `plan`;
                 `kvcaches`, the engine's layers, unless they are those of the last transfer.
 
         Raises:
             TransferError: arguments that don't fit; nothing was changed.
             LayoutError: a KV cache that can't be read.
         """
-        cache = self.registered(kwargs.get("kvcaches"))
+        stager = self.registered(kwargs.get("kvcaches"))
         slots, cached = kwargs.get("slot_mapping"), kwargs.get("vllm_cached_tokens", 0)
-        plan = cache.plan(starts, ends, slots, cached)
-        memory = cache.memory(memory_objs, starts, ends, loading=True)
-        cache.stager.follow_engine()  # blocks may have been freed by a step that is running
-        with cache.stager.whole():
-            handle = cache.stager.load(plan, memory)
-        handle.done.wait()  # the engine's stream
-        handle.done.synchronize()  # LMCache gives up the host memory when this returns
+        plan = self.plan(stager, starts, ends, slots, cached)
+        memory = self.memory(stager, memory_objs, starts, ends, loading=True)
+        stager.follow_engine()  # blocks may have been freed by a step that is running
+        with stager.whole():
+            done = stager.load(plan, memory)
+        done.wait()  # the engine's stream
+        done.synchronize()  # LMCache gives up the host memory when this returns
 
     @torch.inference_mode()
     def batched_from_gpu(
@@ -71,10 +71,10 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
         Arguments and errors are those of `batched_to_gpu`. Tokens with negative slots leave their
         part of the host memory as it is.
         """
-        cache = self.registered(kwargs.get("kvcaches"))
-        plan = cache.plan(starts, ends, kwargs.get("slot_mapping"))
-        memory = cache.memory(memory_objs, starts, ends, loading=False)
-        cache.stager.follow_engine()
-        with cache.stager.whole():
-            handle = cache.stager.store(plan, memory).transfer
-        handle.done.synchronize()  # LMCache publishes it at once
+        stager = self.registered(kwargs.get("kvcaches"))
+        plan = self.plan(stager, starts, ends, kwargs.get("slot_mapping"))
+        memory = self.memory(stager, memory_objs, starts, ends, loading=False)
+        stager.follow_engine()
+        with stager.whole():
+            done = stager.store(plan, memory).done
+        done.synchronize()  # LMCache publishes it at once

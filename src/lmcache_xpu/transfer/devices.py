@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import time
 from array import array
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,24 +25,19 @@ _NO_STREAM = nullcontext()
 
 
 class Event:
-    """A point in a stream that other streams can wait for; on CPU only a point in time.
+    """A point in a stream that other streams can wait for; on CPU it is always reached.
 
     Args:
         device: of the stream.
-        timed: whether `seconds_until` will be called.
     """
 
-    def __init__(self, device: torch.device, *, timed: bool = False) -> None:
-        on_host = is_host(device)
-        self._event = None if on_host else torch.Event(device=device, enable_timing=timed)
-        self._at = 0.0
+    def __init__(self, device: torch.device) -> None:
+        self._event = None if is_host(device) else torch.Event(device=device)
 
     def record(self, stream: SideStream | None = None) -> None:
         """Put the event at the end of a stream; None for the current one."""
         if self._event is not None:
             self._event.record(None if stream is None else stream.handle)
-        else:
-            self._at = time.perf_counter()
 
     def wait(self, stream: SideStream | None = None) -> None:
         """Let a stream wait for the event, None for the current one; this thread does not wait."""
@@ -59,29 +53,12 @@ class Event:
         """Whether the device has reached the event."""
         return self._event is None or self._event.query()
 
-    def seconds_until(self, later: Event) -> float:
-        """Return the time from this event to a later one, both timed and reached."""
-        if self._event is None or later._event is None:
-            return later._at - self._at
-        return self._event.elapsed_time(later._event) / 1e3
-
-
-class TransferHandle(NamedTuple):
-    """Points in time of a store or a load."""
-
-    started: Event
-    done: Event  # the target is complete; the source may be reused
-
-    def seconds(self) -> float:
-        """Return how long it took, once it is done."""
-        return self.started.seconds_until(self.done)
-
 
 class StoreHandle(NamedTuple):
-    """A store, and when the engine's blocks had been read."""
+    """Points in time of a store."""
 
-    transfer: TransferHandle
-    gathered: Event
+    gathered: Event  # the engine's blocks were read
+    done: Event  # host memory is complete
 
 
 class SideStream:

@@ -58,14 +58,11 @@ class HostCopies:
         # Addresses of the allocation that was looked up last, and how it is pinned.
         self._last, self._last_pinning = range(0), Pinning.NONE
 
-    def pinned(
-        self, memory: Sequence[torch.Tensor], at_least: Pinning = Pinning.REGISTERED
-    ) -> bool:
+    def pinned(self, memory: HostMemory, at_least: Pinning = Pinning.REGISTERED) -> bool:
         """Whether all of this memory is pinned at least so.
 
         Pins a pool that is not, which takes seconds for GiB.
         """
-        memory = HostMemory.of(memory)
         if memory and self._pinning_of(memory[0]) and all(at in self._last for at in memory.reach):
             return self._last_pinning >= at_least  # a pool is one allocation
         return all(self._pinning_of(part) >= at_least for part in memory)

@@ -114,11 +114,6 @@ class PagedView:
         return self.shape[2] * self.shape[3]
 
     @property
-    def num_slots(self) -> int:
-        """Tokens that the paged KV cache holds; valid slots are smaller."""
-        return self.shape[0] * self.shape[1] * self.tokens_per_row
-
-    @property
     def dtype(self) -> torch.dtype:
         """The engine's dtype; bytes are moved, never converted."""
         return self.tensors[0][0].dtype

@@ -9,10 +9,10 @@ segment        a part of a chunk's memory that lies side by side
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, Self
+from typing import Literal
 
 import torch
 
@@ -62,14 +62,9 @@ class HostMemory(list[torch.Tensor]):
             them; filled by `HostKernels`.
     """
 
-    def __init__(self, chunks: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(self, chunks: Iterable[torch.Tensor] = ()) -> None:
         super().__init__(chunks)
         self.tables: dict[range, torch.Tensor | None] = {}
-
-    @classmethod
-    def of(cls, chunks: Sequence[torch.Tensor]) -> Self:
-        """Return chunks as such memory, the same object if they are."""
-        return chunks if isinstance(chunks, cls) else cls(chunks)
 
     @cached_property
     def addresses(self) -> torch.Tensor:
@@ -155,15 +150,11 @@ class LayerGroup:
 
     layers: range
     pieces: tuple[Piece, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all pieces."""
-        return sum(piece.nbytes for piece in self.pieces)
+    nbytes: int  # of all pieces
 
 
-class Plan:
-    """The pieces of a request, for all of its layers; iterable, layer group after layer group.
+class Plan(list[Piece]):
+    """The pieces of a request, for all of its layers, layer group after layer group.
 
     Args:
         form: how a chunk lies in host memory.
@@ -197,29 +188,20 @@ class Plan:
         for start, end in itertools.pairwise([*starts, form.layers]):
             for first in range(start, end, fitting):
                 layers = range(first, min(first + fitting, end))
-                pieces = _pieces(form, layers, rows, row_bytes)
-                self.groups.append(LayerGroup(layers, tuple(pieces)))
-
-    def __iter__(self) -> Iterator[Piece]:
-        """Yield all pieces."""
-        return (piece for group in self.groups for piece in group.pieces)
+                pieces = tuple(_pieces(form, layers, rows, row_bytes))
+                nbytes = sum(piece.nbytes for piece in pieces)
+                self.groups.append(LayerGroup(layers, pieces, nbytes))
+        super().__init__(piece for group in self.groups for piece in group.pieces)
 
 
 def _pieces(form: HostFormat, layers: range, rows: RequestRows, row_bytes: int) -> Iterator[Piece]:
     """Yield a piece of some layers for each run of chunks of one size."""
+    is_whole = len(layers) == form.layers
+    places = form.planes if form.order == "planes" and not is_whole else 1  # where the layers lie
     last = 0
     for total, run in itertools.groupby(rows.totals):
         first, last = last, last + len(list(run))
-        offsets, size = _segments(form, layers, total * form.layers * form.planes * row_bytes)
-        yield Piece(form, range(first, last), layers, rows, row_bytes, offsets, size)
-
-
-def _segments(form: HostFormat, layers: range, chunk_bytes: int) -> tuple[tuple[int, ...], int]:
-    """Return where some layers lie in a chunk: offsets of the segments, and the bytes of each."""
-    if len(layers) == form.layers:
-        return (0,), chunk_bytes
-    places = form.planes if form.order == "planes" else 1  # where the same few layers lie
-    stride = chunk_bytes // places
-    layer = stride // form.layers
-    offsets = tuple(number * stride + layers.start * layer for number in range(places))
-    return offsets, len(layers) * layer
+        layer = total * form.planes * row_bytes // places
+        starts = (place * form.layers + layers.start for place in range(places))
+        offsets = tuple(start * layer for start in starts)
+        yield Piece(form, range(first, last), layers, rows, row_bytes, offsets, len(layers) * layer)

@@ -1,4 +1,4 @@
-"""Slot mappings: from tokens of a request to rows of the paged view.
+"""Which rows of the paged view the chunks of a request mean: by slots, or by blocks.
 
 A slot is `block * tokens per block + token in block`, as vLLM numbers them; a negative slot
 maps to nothing. A row of the view is one token, or one block where blocks are opaque. All of it is
@@ -7,7 +7,6 @@ computed on the host, so nothing waits for the device.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -25,48 +24,6 @@ class Rows(NamedTuple):
     host: torch.Tensor | None  # [n] int64, rows of the chunk; None for all of them in order
 
 
-class Slots(NamedTuple):
-    """Numbers of slots, or of rows, on the host."""
-
-    numbers: torch.Tensor  # [n] int64
-    holes: bool  # some are negative
-
-
-def slots_of(blocks: Sequence[int], block_tokens: int) -> torch.Tensor:
-    """Return all slots of at least one block, `[blocks * block_tokens]` int64 on the host."""
-    numbers = torch.frombuffer(array("q", blocks), dtype=torch.int64)
-    return (numbers.unsqueeze(1) * block_tokens + torch.arange(block_tokens)).flatten()
-
-
-def check_slots(view: PagedView, slot_mapping: torch.Tensor) -> Slots:
-    """Return the mapping as int64 on the host, every slot in range.
-
-    Waits for the engine's stream if the mapping is on its device.
-
-    Raises:
-        SlotError: not a 1-D tensor of integers, or a slot that the cache does not have.
-    """
-    if not isinstance(slot_mapping, torch.Tensor):
-        raise SlotError(f"slot_mapping of type {type(slot_mapping).__name__}", "a tensor")
-    kind = slot_mapping.dtype
-    if slot_mapping.dim() != 1 or kind.is_floating_point or kind.is_complex or kind == torch.bool:
-        raise SlotError(
-            f"slot_mapping of shape {list(slot_mapping.shape)} and {kind}",
-            "one integer per token of the request",
-        )
-    slots = slot_mapping
-    if kind != torch.int64 or not is_host(slot_mapping.device):
-        slots = slot_mapping.to(device="cpu", dtype=torch.int64)
-    if not slots.numel():
-        return Slots(slots, holes=False)
-    smallest, largest = map(int, torch.aminmax(slots))
-    if largest >= view.num_slots:
-        raise SlotError(
-            f"slot {largest}", f"slots below {view.num_slots}, the size of the paged KV cache"
-        )
-    return Slots(slots, holes=smallest < 0)
-
-
 def blocks_of(slots: torch.Tensor, block_tokens: int) -> set[int]:
     """Return the engine's blocks of slots, which are on the host; unmapped slots have none.
 
@@ -80,21 +37,32 @@ class RequestRows:
     """The rows of a request's chunks, checked; copied to the device when they are needed.
 
     Args:
-        rows: rows of the request in the paged view, negative where unmapped.
+        view: the paged view.
+        rows: `[rows of the request]` int64 on the host, rows of the view, negative where unmapped.
         spans: per chunk its first row, the first one to move, and the row after its last.
-        device: of the view.
 
     Attributes:
         totals: rows of each chunk in host memory.
+
+    Raises:
+        SlotError: a row that the view does not have.
     """
 
     def __init__(
-        self, rows: Slots, spans: Sequence[tuple[int, int, int]], device: torch.device
+        self, view: PagedView, rows: torch.Tensor, spans: Sequence[tuple[int, int, int]]
     ) -> None:
+        smallest, largest = map(int, torch.aminmax(rows)) if rows.numel() else (0, -1)
+        count = view.shape[0] * view.shape[1]
+        if largest >= count:
+            kind = "slot" if view.tokens_per_row == 1 else "block"
+            raise SlotError(
+                f"{kind} {largest}", f"{kind}s below {count}, the size of the paged KV cache"
+            )
         self.totals = [end - start for start, _, end in spans]
         self._spans = spans
-        self._rows, self._holes = rows  # most requests have no hole: chunks are just slices
-        self._device = device
+        self._rows = rows
+        self._holes = smallest < 0  # most requests have none: chunks are just slices
+        self._device = view.device
         self._on_device: torch.Tensor | None = None  # all of them, once some are needed
         self._made: dict[tuple[int, int], Rows] = {}
 
@@ -103,12 +71,11 @@ class RequestRows:
 
         Made once, for all layers. May enqueue a copy in the current stream; waits for nothing.
         """
-        if (first, last) not in self._made:
-            self._made[first, last] = self._make(first, last)
-        return self._made[first, last]
+        if (made := self._made.get((first, last))) is None:
+            made = self._made[first, last] = self._make(self._spans[first:last])
+        return made
 
-    def _make(self, first: int, last: int) -> Rows:
-        spans = self._spans[first:last]
+    def _make(self, spans: Sequence[tuple[int, int, int]]) -> Rows:
         starts, moves, ends = zip(*spans, strict=True)
         if not self._holes and starts == moves:
             if starts[1:] != ends[:-1]:
@@ -128,24 +95,24 @@ class RequestRows:
 
 
 def request_rows(
-    view: PagedView,
-    slots: Slots,
-    spans: Sequence[tuple[int, int]],
-    cached: int = 0,
+    view: PagedView, slot_mapping: torch.Tensor, spans: Sequence[tuple[int, int]], cached: int = 0
 ) -> RequestRows:
     """Return the rows of each chunk of a request.
 
+    Waits for the engine's stream if the mapping is on its device.
+
     Args:
         view: the paged view.
-        slots: from `check_slots`, of the whole request.
+        slot_mapping: `[tokens]` integers, one slot per token of the whole request.
         spans: first token of each chunk, and the token after its last.
         cached: leading tokens of the request to leave alone, because the engine has them.
 
     Raises:
-        SlotError: a chunk that is no part of the request; or opaque blocks, and a chunk, the
-            cached tokens or the slots cut one.
+        SlotError: no such mapping, or a slot that the cache does not have; a chunk that is no part
+            of the request; or opaque blocks, and a chunk, the cached tokens or the slots cut one.
     """
-    size, count = view.tokens_per_row, len(slots.numbers)
+    slots = host_slots(slot_mapping)
+    size, count = view.tokens_per_row, len(slots)
     for start, end in spans:
         if not 0 <= start <= end <= count:
             raise SlotError(
@@ -161,16 +128,31 @@ def request_rows(
                 f"multiples of {size}: this engine packs the {size} tokens of a block together",
                 "Use a chunk size that is a multiple of the block size, and no partial chunks.",
             )
-    rows = slots if size == 1 else _whole_blocks(slots.numbers, size, spans)
+    rows = slots if size == 1 else _whole_blocks(slots, size, spans)
     cached_rows = -(-cached // size)
     in_rows = [
         (start // size, min(end // size, max(start // size, cached_rows)), end // size)
         for start, end in spans
     ]
-    return RequestRows(rows, in_rows, view.device)
+    return RequestRows(view, rows, in_rows)
 
 
-def _whole_blocks(slots: torch.Tensor, size: int, spans: Sequence[tuple[int, int]]) -> Slots:
+def host_slots(slot_mapping: torch.Tensor) -> torch.Tensor:
+    """Return a slot mapping as int64 on the host; errors as of `request_rows`."""
+    if not isinstance(slot_mapping, torch.Tensor):
+        raise SlotError(f"slot_mapping of type {type(slot_mapping).__name__}", "a tensor")
+    kind = slot_mapping.dtype
+    if slot_mapping.dim() != 1 or kind.is_floating_point or kind.is_complex or kind == torch.bool:
+        raise SlotError(
+            f"slot_mapping of shape {list(slot_mapping.shape)} and {kind}",
+            "one integer per token of the request",
+        )
+    if kind == torch.int64 and is_host(slot_mapping.device):
+        return slot_mapping
+    return slot_mapping.to(device="cpu", dtype=torch.int64)
+
+
+def _whole_blocks(slots: torch.Tensor, size: int, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
     """Return block numbers of a request, -1 for unmapped ones, with every chunk in whole blocks."""
     groups = slots[: slots.numel() // size * size].view(-1, size)
     blocks = groups[:, 0].div(size, rounding_mode="floor")
@@ -182,4 +164,4 @@ def _whole_blocks(slots: torch.Tensor, size: int, spans: Sequence[tuple[int, int
                 f"slots that cut or reorder a block of {size} tokens",
                 "whole blocks with their tokens in order",
             )
-    return Slots(blocks.where(~unmapped, -1), holes=bool(unmapped.any()))
+    return blocks.where(~unmapped, -1)

@@ -9,7 +9,7 @@ Where engine memory is host memory (CPU), gather and scatter work on host memory
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,6 @@ from lmcache_xpu.transfer.devices import (
     Event,
     SideStream,
     StoreHandle,
-    TransferHandle,
     has_triton,
     is_host,
     register_host,
@@ -29,7 +28,7 @@ from lmcache_xpu.transfer.gather_scatter import TorchTransfer
 from lmcache_xpu.transfer.host_copies import HostCopies, StagingRing
 from lmcache_xpu.transfer.paged_view import PagedView
 from lmcache_xpu.transfer.plan import HostFormat, HostMemory, Piece, Plan
-from lmcache_xpu.transfer.slots import Slots, request_rows
+from lmcache_xpu.transfer.slots import RequestRows
 from lmcache_xpu.transfer.tuning import Tuning, tuning_of
 
 if TYPE_CHECKING:  # not everywhere there is Triton
@@ -62,23 +61,24 @@ class Stager:
         register: Callable[[int, int, torch.device], bool] = register_host,
     ) -> None:
         self.view = view
+        self.device = view.device
         self._in_place = in_place
         self._transfer = transfer_of(view)
         self._transfer.warm_up()
-        self._kernels = SideStream(view.device, urgent=True)
-        self._link = SideStream(view.device, urgent=False)
-        if in_place and is_host(view.device):
-            self._ring = StagingRing(0, 0, view.device)
+        self._kernels = SideStream(self.device, urgent=True)
+        self._link = SideStream(self.device, urgent=False)
+        if in_place and is_host(self.device):
+            self._ring = StagingRing(0, 0, self.device)
         else:
-            self._ring = StagingRing.allocate(staging_bytes, view.device)
+            self._ring = StagingRing.allocate(staging_bytes, self.device)
         self.buffer_bytes = self._ring.buffer_bytes
-        self._host = HostCopies(view.device, self.buffer_bytes, register)
-        self._direct = HostKernels.of(self._transfer, view.device, self._host)
+        self._host = HostCopies(self.device, self.buffer_bytes, register)
+        self._direct = HostKernels.of(self._transfer, self.device, self._host)
 
     def pin(self, pool: torch.Tensor) -> None:
         """Pin memory that will be copied from and to, if it is not; takes seconds for GiB."""
         if self.buffer_bytes:
-            self._host.pinned([pool])
+            self._host.pinned(HostMemory([pool]))
 
     def forget(self, pool: torch.Tensor) -> None:
         """Forget memory that is about to go, once nothing copies from or to it."""
@@ -87,23 +87,15 @@ class Stager:
     @property
     def tuning(self) -> Tuning:
         """The numbers that suit the view's device."""
-        return tuning_of(self.view.device.type)
+        return tuning_of(self.device.type)
 
     @property
     def reaches_host(self) -> bool:
         """Whether kernels move pinned host memory."""
         return self._direct is not None
 
-    def plan(
-        self,
-        form: HostFormat,
-        slots: Slots,
-        spans: Sequence[tuple[int, int]],
-        cached: int = 0,
-        starts: Sequence[int] = (0,),
-    ) -> Plan:
-        """Return where the chunks of a request go; see `slots.request_rows` and `Plan`."""
-        rows = request_rows(self.view, slots, spans, cached)
+    def plan(self, form: HostFormat, rows: RequestRows, starts: Sequence[int] = (0,)) -> Plan:
+        """Return where the chunks of a request go; see `Plan`."""
         row_bytes = self.view.row_size * self.view.dtype.itemsize
         return Plan(form, rows, row_bytes, self.buffer_bytes, starts)
 
@@ -131,7 +123,7 @@ class Stager:
             return self._direct.suits(pieces, memory)
 
     def store(
-        self, pieces: Iterable[Piece], memory: Sequence[torch.Tensor], first_layer: int = 0
+        self, pieces: Sequence[Piece], memory: HostMemory, first_layer: int = 0
     ) -> StoreHandle:
         """Enqueue a store from the view into host memory.
 
@@ -142,34 +134,34 @@ class Stager:
 
         Waits for the copies if host memory is not pinned, and for nothing else.
         """
-        handle, memory = self._started(self._kernels), HostMemory.of(memory)
         for piece in pieces:
             if self._move_whole(piece, memory, first_layer, gather=True):
                 continue
             for part in piece.parts(self.buffer_bytes):
                 self._store_staged(part, memory, first_layer)
         self._host.flush()
-        gathered = Event(self.view.device)
+        gathered = Event(self.device)
         gathered.record(self._kernels)
         gathered.wait(self._link)
-        handle.done.record(self._link)
-        return StoreHandle(handle, gathered)
+        done = Event(self.device)
+        done.record(self._link)
+        return StoreHandle(gathered, done)
 
     def load(
         self,
-        pieces: Iterable[Piece],
-        memory: Sequence[torch.Tensor],
+        pieces: Sequence[Piece],
+        memory: HostMemory,
         first_layer: int = 0,
         *,
         idle: bool = False,
-    ) -> TransferHandle:
+    ) -> Event:
         """Enqueue a load from host memory into the view; arguments and waits as for `store`.
 
         With `idle` the device has nothing else to do meanwhile.
+
+        Returns:
+            The view is complete, and host memory may be reused.
         """
-        pieces, memory = list(pieces), HostMemory.of(memory)
-        handle, launched = self._started(self._link), Event(self.view.device, timed=True)
-        launched.record(self._kernels)
         idle = idle and self.needs_no_copies(pieces, memory)
         staged = False
         for piece in pieces:
@@ -178,20 +170,19 @@ class Stager:
             staged = True
             for part in piece.parts(self.buffer_bytes):
                 self._load_staged(part, memory, first_layer)
-        handle.done.record(self._kernels)
-        if staged:
-            return handle
-        handle.done.wait(self._link)  # what is copied next would slow what is needed first
-        # Nothing orders the stream of copies before the kernels: its event may not be reached yet.
-        return handle._replace(started=launched)
+        done = Event(self.device)
+        done.record(self._kernels)
+        if not staged:
+            done.wait(self._link)  # what is copied next would slow what is needed first
+        return done
 
-    def fence(self) -> TransferHandle:
-        """Return a handle that is done when all that was enqueued here is, also after an error."""
-        handle, copied = self._started(self._link), Event(self.view.device)
+    def fence(self) -> Event:
+        """Return a point behind all that was enqueued here, also after an error."""
+        copied, done = Event(self.device), Event(self.device)
         copied.record(self._link)
         copied.wait(self._kernels)
-        handle.done.record(self._kernels)
-        return handle
+        done.record(self._kernels)
+        return done
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -202,14 +193,9 @@ class Stager:
         try:
             yield
         except BaseException:
-            self.fence().done.synchronize()
+            self.fence().synchronize()
             self._host.flush()  # or the next store would bring the rest
             raise
-
-    def _started(self, stream: SideStream) -> TransferHandle:
-        handle = TransferHandle(*(Event(self.view.device, timed=True) for _ in range(2)))
-        handle.started.record(stream)
-        return handle
 
     def _store_staged(self, part: Piece, memory: HostMemory, first_layer: int) -> None:
         pinned, segments = self._host.pinned(memory), part.segments(memory)
@@ -254,7 +240,7 @@ class Stager:
 
         Memory on the view's device is moved chunk by chunk, pinned memory by a kernel.
         """
-        if self._in_place and memory.devices == {self.view.device}:
+        if self._in_place and memory.devices == {self.device}:
             move = self._transfer.gather if gather else self._transfer.scatter
             with self._kernels.current():
                 for number in piece.chunks:
