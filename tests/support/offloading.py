@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import mmap
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -71,7 +73,7 @@ def spec(
 
 
 def key(number: int, group: int = 0) -> OffloadKey:
-    return make_offload_key(number.to_bytes(32, "big"), group)
+    return make_offload_key(hashlib.sha256(str(number).encode()).digest(), group)
 
 
 class Host:
@@ -91,7 +93,8 @@ class Host:
         rows: int = ROWS,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
-        self.memory = np.zeros((rows, chunk_bytes), np.int8)
+        whole = mmap.mmap(-1, rows * chunk_bytes)  # in whole pages, as vLLM's
+        self.memory = np.frombuffer(whole, np.int8).reshape(rows, chunk_bytes)
         self.tier: SecondaryTierManager = SecondaryTierFactory.create_secondary_tier(
             dict(config), memoryview(self.memory), told or spec()
         )
