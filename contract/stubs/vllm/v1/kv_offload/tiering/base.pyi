@@ -15,6 +15,7 @@ class TransferJob:
     req_context: ReqContext
 
 class JobResult:
+    __dataclass_fields__: dict[str, Any]
     def __init__(self, **facts: Any) -> None: ...
 
 class SecondaryTierManager:
