@@ -300,3 +300,30 @@ def test_the_allocator_of_an_intel_gpu_is_told_to_pin_no_more_than_it_is_asked_f
     assert name not in engine_variables(load(device="xpu"), {name: "pinned_max_cached_size_mb:64"})
     assert name not in engine_variables(load(device="xpu", offload=False), {})
     assert name not in engine_variables(load(device="cpu"), {})
+
+
+def test_vllms_own_offloading_gets_the_disk_tier_behind_it(parser):
+    settings = load(
+        device="xpu", cache="vllm", cpu_gib=8, disk_path="/cache", disk_gib=32, tensor_parallel=2
+    )
+    arguments = vllm_arguments(settings)
+    args = parser.parse_args(arguments)
+    assert args.kv_transfer_config.kv_connector == "OffloadingConnector"
+    assert "--scheduler-cls" not in arguments
+    extra = args.kv_transfer_config.kv_connector_extra_config
+    assert extra["spec_name"] == "TieringOffloadingSpec"
+    assert extra["cpu_bytes_to_use"] == 16 * 2**30  # of both devices
+    [tier] = extra["secondary_tiers"]
+    module = importlib.import_module(tier["module_path"])
+    assert hasattr(module, tier["type"])
+    assert (tier["path"], tier["gib"]) == ("/cache", 64)
+
+
+def test_vllms_own_offloading_without_a_disk_is_host_memory_alone():
+    config = json.loads(_option(load(device="xpu", cache="vllm"), "--kv-transfer-config"))
+    assert config["kv_connector_extra_config"]["secondary_tiers"] == []
+
+
+def _option(settings: Settings, name: str) -> str:
+    arguments = vllm_arguments(settings)
+    return arguments[arguments.index(name) + 1]

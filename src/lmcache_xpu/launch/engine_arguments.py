@@ -29,6 +29,7 @@ def vllm_arguments(settings: Settings) -> list[str]:
     pipeline, data = settings.pipeline_parallel, settings.data_parallel
     # vLLM's choice for several engines gives each one's only worker a process of its own.
     in_process = settings.offload and settings.is_local and data > 1
+    scheduler = settings.offload and not (settings.layerwise or settings.is_vllm)
     options: dict[str, object] = {
         "--host": settings.host,
         "--port": settings.port,
@@ -47,7 +48,7 @@ def vllm_arguments(settings: Settings) -> list[str]:
         "--max-num-seqs": settings.max_num_seqs,
         "--kv-transfer-config": transfer,
         "--kv-events-config": json.dumps(events) if settings.kv_events else None,
-        "--scheduler-cls": SCHEDULER if settings.offload and not settings.layerwise else None,
+        "--scheduler-cls": SCHEDULER if scheduler else None,
         "--middleware": KEY_GUARD if settings.api_key is not None else None,
     }
     args = [settings.model]
@@ -67,6 +68,8 @@ def vllm_arguments(settings: Settings) -> list[str]:
 
 def kv_transfer_config(settings: Settings) -> dict[str, object]:
     """Return vLLM's KV transfer configuration, with LMCache's inside."""
+    if settings.is_vllm:
+        return offloading_config(settings)
     if settings.layerwise:
         connector = "LMCacheXPUConnector"
         options = {f"lmcache.{name}": value for name, value in lmcache_config(settings).items()}
@@ -79,6 +82,32 @@ def kv_transfer_config(settings: Settings) -> dict[str, object]:
         # A chunk may be lost between look-up and load; vLLM's default fails the request.
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": options,
+    }
+
+
+def offloading_config(settings: Settings) -> dict[str, object]:
+    """Return the configuration of vLLM's own offloading, with this package's disk tier behind it.
+
+    vLLM counts host memory for all devices of an engine together, and so does the tier its files.
+    """
+    disk = {
+        "type": "DiskTier",
+        "module_path": "lmcache_xpu.offloading.tier",
+        "path": str(settings.disk_path),
+        "gib": (settings.disk_gib or 0) * settings.ranks,
+        # The tier is told nothing of vLLM's other options, which may change what is computed.
+        "namespace": " ".join(settings.extra_args),
+    }
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": int(settings.cpu_gib * settings.ranks * 2**30),
+            "offload_prompt_only": not settings.save_decode,
+            "secondary_tiers": [] if settings.disk_path is None else [disk],
+        },
     }
 
 

@@ -118,11 +118,11 @@ def describe(settings: Settings) -> str:
         env[secret] = "(not shown)"
     lines = ["# command", shlex.join(command(settings)), "", "# environment"]
     lines += [f"{name}={value}" for name, value in sorted(env.items())]
-    if settings.offload and not settings.is_server:
+    if settings.offload and settings.is_server and settings.server_url is None:
+        lines += ["", "# LMCache's server", shlex.join(server_command(settings, SHOWN_SOCKET))]
+    elif settings.offload and not (settings.is_server or settings.is_vllm):
         options = lmcache_config(settings) if settings.layerwise else server_config(settings)
         lines += ["", "# LMCache", json.dumps(options, indent=2)]
-    elif settings.offload and settings.server_url is None:
-        lines += ["", "# LMCache's server", shlex.join(server_command(settings, SHOWN_SOCKET))]
     return "\n".join(lines)
 
 

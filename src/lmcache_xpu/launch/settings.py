@@ -42,7 +42,9 @@ CPU_BLOCK_TOKENS = 128
 
 # What only a cache in the engine's process has, and the value that leaves it alone.
 SERVER_LACKS: dict[str, object] = {"layerwise": False, "kv_events": None}
-Cache = Literal["auto", "in-process", "server"]
+# What LMCache has and vLLM's own offloading lacks, or has by options of its own.
+VLLM_LACKS: dict[str, object] = {"layerwise": False, "kv_events": None, "remote_url": None}
+Cache = Literal["auto", "in-process", "server", "vllm"]
 # Beginnings of vLLM's options for secrets (argparse takes a part of a name), and where those go.
 SECRET_OPTIONS = {"--api-k": f"{ENV_PREFIX}API_KEY", "--hf-t": "HF_TOKEN"}
 
@@ -135,7 +137,8 @@ class Settings(BaseSettings):
         "auto",
         description="Where the cache lives. in-process: inside the engine; server: in a process of "
         "its own, which several engines of this machine can share; auto: in-process for an engine "
-        "on one device, server on several",
+        "on one device, server on several; vllm: vLLM's own offloading, without LMCache, with the "
+        "disk tier of this package",
     )
     server_url: str | None = Field(
         None,
@@ -278,6 +281,8 @@ class Settings(BaseSettings):
                 "cache=server",
                 "An engine asks a server that runs already only where cache says so.",
             )
+        if self.is_vllm:
+            self._agree_on_vllm()
         if self.is_local and self.ranks > 1:
             raise SettingsError(
                 f"cache={self.cache} with an engine of {self.ranks} devices",
@@ -310,6 +315,21 @@ class Settings(BaseSettings):
                     "Give that server the option --l2-adapter, or leave server_url out.",
                 )
 
+    def _agree_on_vllm(self) -> None:
+        if self.device == "cpu":
+            raise SettingsError(
+                "cache=vllm with device=cpu",
+                "xpu or cuda: vLLM's own offloading refuses CPU engines",
+                "Use cache=in-process.",
+            )
+        for name, without in VLLM_LACKS.items():
+            if (value := getattr(self, name)) != without:
+                raise SettingsError(
+                    f"{name}={value} with cache=vllm",
+                    f"{name} unset: it is LMCache's",
+                    "Leave it out, or use cache=in-process.",
+                )
+
     @property
     def ranks(self) -> int:
         """Count the devices of one engine."""
@@ -325,7 +345,12 @@ class Settings(BaseSettings):
     @property
     def is_local(self) -> bool:
         """Whether LMCache's cache is in the engine's process, without LMCache's engine."""
-        return not (self.is_server or self.layerwise)
+        return not (self.is_server or self.is_vllm or self.layerwise)
+
+    @property
+    def is_vllm(self) -> bool:
+        """Whether the KV cache goes through vLLM's own offloading, without LMCache."""
+        return self.cache == "vllm"
 
     @property
     def devices(self) -> int:

@@ -79,6 +79,10 @@ class DiskSettings:
         """Open the directory of LMCache's server, as `open_store` does."""
         return self._open(self.path / (f"kv-server-{self.engine}" if self.engine else "kv-server"))
 
+    def open_offloading_store(self) -> ChunkStore:
+        """Open the directory of vLLM's own offloading, as `open_store` does."""
+        return self._open(self.path / f"kv-vllm-{self.engine}")
+
     def _open(self, directory: Path, pin_seconds: float = PIN_SECONDS) -> ChunkStore:
         try:
             # Root's is right, too: what Kubernetes and Docker mount, or /var/cache.

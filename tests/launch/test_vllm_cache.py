@@ -1,0 +1,32 @@
+"""`cache=vllm` refuses what vLLM's own offloading has not."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.launch.serve import describe
+from lmcache_xpu.launch.settings import Settings
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"layerwise": True},
+        {"kv_events": "tcp://*:5557"},
+        {"remote_url": "redis://host:1"},
+        {"server_url": "tcp://host:1"},
+        {"device": "cpu"},
+    ],
+    ids=str,
+)
+def test_what_vllm_lacks_is_refused(values: dict):
+    with pytest.raises(SettingsError, match="cache=vllm"):
+        Settings.load({"model": "m", "device": "xpu", "cache": "vllm", **values})
+
+
+def test_a_dry_run_shows_no_lmcache():
+    settings = Settings.load({"model": "m", "device": "cuda", "cache": "vllm"})
+    shown = describe(settings)
+    assert "OffloadingConnector" in shown
+    assert "# LMCache" not in shown
