@@ -119,8 +119,8 @@ class ChunkStore:
             key: name of the chunk.
             meta: returned by `info` as it is; must fit the header together with `key`.
             payload: one-byte items; must not change during the call.
-            used_ns: time of last use; now if None, or if it is to come. A time that `touch` has
-                set before goes first.
+            used_ns: time of last use; now if None, or if it is to come. Unless it is None, a time
+                that `touch` has set before goes first.
             is_lent: says whether the payload was still the caller's, once it was written.
 
         Returns:
@@ -134,7 +134,8 @@ class ChunkStore:
         size = disk_bytes(len(payload))
         with self._lock:
             now = self._index.now()
-            used_ns = self._index.planned(key, now if used_ns is None else min(used_ns, now))
+            planned_ns = self._index.planned(key, now if used_ns is None else min(used_ns, now))
+            used_ns = now if used_ns is None else planned_ns
             if key in self._index:
                 self._files.mark(key, used_ns)
                 return True
