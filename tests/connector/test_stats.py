@@ -47,7 +47,7 @@ def value(name: str, **labels: str) -> float:
 
 def of_role(role: KVConnectorRole) -> StatsHooks:
     made = StatsHooks()
-    made._role = role
+    made.role = role
     return made
 
 

@@ -51,6 +51,9 @@ class Storage:
         self._l1_manager = SimpleNamespace(register_listener=lambda _: None, reserve_write=None)
         self.l1_memory_desc = SimpleNamespace(align_bytes=1)
 
+    def l2_adapters(self) -> list[Any]:
+        return []
+
     def touch_l1_keys(self, keys: list[Any]) -> None:
         self.touched = keys
 

@@ -253,8 +253,8 @@ class LocalCache:
     def locate(self, number: int, key: TokenRange) -> Answer[ObjectSlots | None]:
         """Return where the chunks of a hit are, locked until `release`; None if one is missing."""
         first, last = key.start // self.chunk_tokens, key.end // self.chunk_tokens
-        prompt = [keys[first:last] for keys in key.tokens.by_group]
-        rows = self._room.locate(number, prompt, needed_chunks(last - first, self._windows))
+        prompt = [keys[:last] for keys in key.tokens.by_group]
+        rows = self._room.locate(number, prompt, first, needed_chunks(last - first, self._windows))
         return Answer(None if rows is None else ObjectSlots(sorted(rows)))
 
     def release(self, number: int, key: TokenRange | None = None) -> None:

@@ -21,7 +21,7 @@ from lmcache.v1.distributed.eviction_policy import LRUEvictionPolicy
 
 from lmcache_xpu.cache.hit_places import Rows
 from lmcache_xpu.metrics import evicted
-from lmcache_xpu.versions.lmcache_server import touch
+from lmcache_xpu.versions.lmcache_server import touch, touch_tiers
 
 __all__ = ["Room", "object_layout"]
 
@@ -36,6 +36,10 @@ class _Written(NamedTuple):
 def object_layout(size: int) -> Any:
     """Return LMCache's description of an object of so many bytes; see `registration`."""
     return MemoryLayoutDesc(shapes=[torch.Size([1, 1, size])], dtypes=[torch.uint8])
+
+
+def _in_order(prompt: Sequence[Sequence[Any]]) -> list[Any]:
+    return [key for of_chunk in zip(*prompt, strict=True) for key in of_chunk]
 
 
 class Room:
@@ -73,20 +77,25 @@ class Room:
             return len(self._reads)
 
     def locate(
-        self, question: Hashable, prompt: Sequence[Sequence[Any]], needed: Sequence[range]
+        self,
+        question: Hashable,
+        prompt: Sequence[Sequence[Any]],
+        first: int,
+        needed: Sequence[range],
     ) -> Rows | None:
         """Return where chunks of a prompt are, which stay locked until `release`.
 
         Args:
             question: of the hit.
-            prompt: by KV cache group, the keys of its chunks.
-            needed: by group, numbers of the chunks.
+            prompt: by KV cache group, the keys of all its chunks, up to the last of the hit.
+            first: number of the first chunk that is loaded.
+            needed: by group, numbers of the chunks, counted from that one.
 
         Returns:
             None, and nothing is locked, if a chunk is missing or the question was released.
         """
         places = {
-            keys[chunk]: (group, chunk)
+            keys[first + chunk]: (group, chunk)
             for group, (keys, chunks) in enumerate(zip(prompt, needed, strict=True))
             for chunk in chunks
         }
@@ -99,6 +108,7 @@ class Room:
         if not is_whole:
             self.unlock(locked)
             return None
+        touch_tiers(self._storage, _in_order(prompt))  # LMCache tells them of what they loaded
         return [
             (*places[key], each.shm_offset, each.shm_byte_length)
             for key, each in zip(locked, objects, strict=True)
@@ -138,9 +148,8 @@ class Room:
             layouts: by group, LMCache's description of an object.
         """
         rows: Rows = []
-        in_order = [key for of_chunk in zip(*prompt, strict=True) for key in of_chunk]
-        written = _Written([], in_order)
-        self._kept.keys = in_order
+        written = _Written([], _in_order(prompt))
+        self._kept.keys = written.prompt
         try:
             for group, (keys, layout) in enumerate(zip(prompt, layouts, strict=True)):
                 places = {
@@ -164,6 +173,7 @@ class Room:
             written = self._writes.pop(question, None)
         if written is None:
             return False
+        touch_tiers(self._storage, written.prompt)  # before LMCache writes to them what is new
         self._storage.finish_write(written.keys)
         touch(self._storage, written.prompt)
         return True

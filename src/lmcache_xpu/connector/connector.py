@@ -96,6 +96,7 @@ class LMCacheXPUServerConnector(StatsHooks, KVConnectorBase_V1, SupportsHMA):  #
         is_worker = role is KVConnectorRole.WORKER
         client = _client(vllm_config, options, url, alignment, is_worker=is_worker)
         super().__init__(vllm_config, role, kv_cache_config)
+        self.engine_id = vllm_config.kv_transfer_config.engine_id
         beat_s = float(options.get(HEARTBEAT, HEARTBEAT_S))
         if is_worker:
             hook_workers()
@@ -110,7 +111,7 @@ class LMCacheXPUServerConnector(StatsHooks, KVConnectorBase_V1, SupportsHMA):  #
 
     def shutdown(self) -> None:
         """End what this connector has started."""
-        is_worker = self._role is KVConnectorRole.WORKER
+        is_worker = self.role is KVConnectorRole.WORKER
         (self.worker_half if is_worker else self.scheduler_half).shutdown()
 
     # Called by vLLM's model runner
@@ -178,7 +179,7 @@ class LMCacheXPUServerConnector(StatsHooks, KVConnectorBase_V1, SupportsHMA):  #
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Take vLLM's pool of blocks."""
-        if self._role is KVConnectorRole.SCHEDULER:
+        if self.role is KVConnectorRole.SCHEDULER:
             self.scheduler_half.bind(gpu_block_pool)
 
     def on_new_request(self, request: Request) -> None:
@@ -248,7 +249,7 @@ class LMCacheXPUServerConnector(StatsHooks, KVConnectorBase_V1, SupportsHMA):  #
         Returns:
             False if the server did not give back the room of what was stored.
         """
-        return self.scheduler_half.reset() if self._role is KVConnectorRole.SCHEDULER else None
+        return self.scheduler_half.reset() if self.role is KVConnectorRole.SCHEDULER else None
 
 
 def _client(

@@ -113,11 +113,11 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # untyped base
 class StatsHooks:
     """What vLLM asks a connector of stats."""
 
-    _role: KVConnectorRole
+    role: KVConnectorRole
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """What this process counted since the last call. The scheduler's half counts nothing."""
-        return take() if self._role is KVConnectorRole.WORKER else None
+        return take() if self.role is KVConnectorRole.WORKER else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:

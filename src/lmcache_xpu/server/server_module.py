@@ -147,9 +147,10 @@ class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]
         key = dataclasses.replace(asked, worker_id=hit.worker_id, start=hit.start, end=hit.end)
         if Hit.of_key(hit.instance_id, hit.number, key, hit.windows) != hit:
             return b""  # it is another engine's request, of the same name
-        by_group = self._context.resolve_obj_keys(key, list(range(len(hit.windows))))
-        needed = needed_chunks((hit.end - hit.start) // self._context.chunk_size, hit.windows)
-        rows = self._room.locate(hit, by_group, needed)
+        whole = dataclasses.replace(key, start=0)
+        prompt = self._context.resolve_obj_keys(whole, list(range(len(hit.windows))))
+        first, last = (at // self._context.chunk_size for at in (hit.start, hit.end))
+        rows = self._room.locate(hit, prompt, first, needed_chunks(last - first, hit.windows))
         return b"" if rows is None else sent_rows(rows)
 
     @server_module_handler(RELEASE)  # type: ignore[untyped-decorator]

@@ -235,12 +235,10 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
             _failed(LOAD_SHARED, "server", not task.over)
 
     def _report(self, keys: list[ObjectKey], *, is_held: bool) -> None:
-        """Report what the server has, or not. Of LMCache, which would count it, nobody listens."""
-        for listener in self._listeners if keys else ():
-            if is_held:
-                listener.on_l2_keys_stored(keys, [0] * len(keys))
-            else:
-                listener.on_l2_keys_deleted(keys)
+        """Report what the server has, or not; of no size, as LMCache counts bytes by these."""
+        if keys:
+            notify = self._notify_keys_stored if is_held else self._notify_keys_deleted
+            notify(keys, [0] * len(keys))
 
     def _time_out(self, *, loads: int = 0) -> None:
         _failed(LOAD_SHARED, "server", loads)

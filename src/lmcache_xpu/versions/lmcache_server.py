@@ -101,6 +101,13 @@ def touch(storage: Any, keys: Sequence[Any]) -> None:
     getattr(storage, named)(list(keys))
 
 
+def touch_tiers(storage: Any, keys: Sequence[Any]) -> None:
+    """Count objects in other tiers as used now, also those that are only stored there soon."""
+    for _, tier in storage.l2_adapters():
+        if hasattr(tier, "submit_touch"):  # as LMCache's own have it from 0.5.7 on
+            tier.submit_touch(list(keys))
+
+
 def __getattr__(name: str) -> Any:
     if name == "ServerModuleBase":  # of the server's modules; older ones need none
         return getattr(import_module("lmcache.v1.multiprocess.engine_module"), NEWER_BASE, object)

@@ -71,15 +71,12 @@ def _changing(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def worker_connector(config: VllmConfig) -> Any:
-    """Return the connector of an engine's worker, if that is in this process; else None.
-
-    It may be another one than the scheduler's, which holds that among others.
-    """
+    """Return our connector of an engine's worker, if that is in this process; else None."""
     if not kv_transfer.has_kv_transfer_group():
         return None
     group: Any = kv_transfer.get_kv_transfer_group()
-    engines = [of.kv_transfer_config.engine_id for of in (config, group._vllm_config)]
-    return group if engines[0] == engines[1] else None
+    engine_id = config.kv_transfer_config.engine_id
+    return group if getattr(group, "engine_id", None) == engine_id else None
 
 
 class GarbageCollection:

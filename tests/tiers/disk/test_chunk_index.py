@@ -21,9 +21,9 @@ def index() -> ChunkIndex:
     return index
 
 
-def evicted(index: ChunkIndex, need_bytes: int) -> list[str]:
+def evicted(index: ChunkIndex, need_bytes: int, used_ns: int = 2**63) -> list[str]:
     keys = []
-    for key in index.evict(need_bytes):
+    for key in index.evict(need_bytes, used_ns):
         index.remove(key)
         keys.append(key)
     return keys
@@ -33,6 +33,19 @@ def test_the_oldest_go_first_and_no_more_than_must(index):
     assert evicted(index, SIZE) == ["b"]
     assert evicted(index, 2 * SIZE) == ["c"]
     assert index.used_bytes == SIZE
+
+
+def test_what_was_used_later_is_not_evicted_for_an_older_one(index):
+    assert evicted(index, 3 * SIZE, 1) == ["b", "c"]
+    assert evicted(index, 3 * SIZE) == ["a"]
+
+
+def test_a_use_before_the_store_counts_for_a_minute(index):
+    index.mark("z", 10)
+    assert index.planned("z", 20) == 10
+    assert index.planned("z", 20) == 20
+    index.mark("z", 10)
+    assert index.planned("z", 10 + 60 * 10**9) == 10 + 60 * 10**9
 
 
 def test_a_use_makes_an_entry_young(index):

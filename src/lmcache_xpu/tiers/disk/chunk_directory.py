@@ -70,7 +70,7 @@ class ChunkDirectory:
         self.release()
         self._lock = lock
         self._scan()
-        self.make_room(0)
+        self.make_room(0, self._index.now())
         DISK_USED_BYTES.set(self._index.used_bytes)
 
     def reopen(self) -> None:
@@ -134,12 +134,15 @@ class ChunkDirectory:
         failed = [key for key in keys if not self.remove(key)]
         return not failed
 
-    def make_room(self, need_bytes: int) -> bool:
-        """Evict until so much more fits; False if it can't, or files can't be removed."""
+    def make_room(self, need_bytes: int, used_ns: int) -> bool:
+        """Evict what was used before, until so much more fits.
+
+        Returns False if it can't, or files can't be removed.
+        """
         if not self._index.fits(need_bytes) and not self._index.can_fit(need_bytes):
             return False
         failed = 0
-        for key in self._index.evict(need_bytes):
+        for key in self._index.evict(need_bytes, used_ns):
             try:
                 self._remove_file(key)
                 self._count["evicted"] += 1

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ChunkIndex", "Entry"]
 
+_MOST_PLANNED = 8192
+_PLANNED_NS = 60 * 10**9  # a prompt is stored within that, once it was looked up
+
 
 @dataclass(slots=True)
 class Entry:
@@ -49,6 +52,7 @@ class ChunkIndex:
         self._pins: dict[str, tuple[int, float]] = {}  # how many, and when the last began
         self._changed: Callable[[str], object] = lambda key: None
         self._latest_ns = 0
+        self._planned: dict[str, int] = {}  # times of last use of what is not stored yet
 
     def __contains__(self, key: str) -> bool:
         return self.get(key) is not None
@@ -120,10 +124,20 @@ class ChunkIndex:
             self._changed(key)
 
     def mark(self, key: str, used_ns: int) -> bool:
-        """Set an entry's time of last use; False if there is none."""
+        """Set an entry's time of last use; False if there is none, and then it is for the next."""
+        self._planned.pop(key, None)
         if entry := self._entries.get(key):
             entry.used_ns = used_ns
-        return entry is not None
+            return True
+        self._planned[key] = used_ns
+        if len(self._planned) > _MOST_PLANNED:
+            del self._planned[next(iter(self._planned))]
+        return False
+
+    def planned(self, key: str, used_ns: int) -> int:
+        """Take the time that `mark` has set before there was an entry; else return this one."""
+        planned_ns = self._planned.pop(key, used_ns)
+        return planned_ns if planned_ns > used_ns - _PLANNED_NS else used_ns
 
     def pin(self, key: str) -> bool:
         """Keep an entry from eviction until as many `unpin`; False if there is none."""
@@ -148,10 +162,6 @@ class ChunkIndex:
             del self._pins[key]
         return key in self._pins
 
-    def unpinned(self) -> dict[str, ChunkInfo]:
-        """All entries that no pin holds, hidden ones too."""
-        return {key: e.info for key, e in self._entries.items() if not self.pinned(key)}
-
     def reserve(self, size_bytes: int) -> None:
         """Set room aside for a write under way; a size below 0 gives it back."""
         self.reserved_bytes += size_bytes
@@ -167,22 +177,24 @@ class ChunkIndex:
         pinned_bytes = sum(entry.size_bytes for entry in pinned)
         return pinned_bytes + self.reserved_bytes + need_bytes <= self.limit_bytes
 
-    def evict(self, need_bytes: int) -> Iterator[str]:
-        """Yield keys to be removed, until so much more has room.
+    def evict(self, need_bytes: int, used_ns: int) -> Iterator[str]:
+        """Yield keys to be removed that were used before, until so much more has room.
 
         One that was not removed comes again in its order, by its time of last use.
         """
         asked = []
         try:
             while self._by_age and not self.fits(need_bytes):
-                used_ns, key = heapq.heappop(self._by_age)
+                pushed_ns, key = heapq.heappop(self._by_age)
                 entry = self._entries.get(key)
                 if entry is None:
                     continue  # removed since it was pushed
-                if entry.used_ns != used_ns:
+                if entry.used_ns != pushed_ns:
                     heapq.heappush(self._by_age, (entry.used_ns, key))
                     continue
                 asked.append(key)
+                if pushed_ns > used_ns:
+                    break
                 if not self.pinned(key):
                     yield key
         finally:

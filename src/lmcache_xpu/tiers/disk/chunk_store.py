@@ -119,12 +119,13 @@ class ChunkStore:
             key: name of the chunk.
             meta: returned by `info` as it is; must fit the header together with `key`.
             payload: one-byte items; must not change during the call.
-            used_ns: time of last use; now if None, or if it is to come.
+            used_ns: time of last use; now if None, or if it is to come. Unless it is None, a time
+                that `touch` has set before goes first.
             is_lent: says whether the payload was still the caller's, once it was written.
 
         Returns:
-            True if the chunk is stored now; False if it doesn't fit beside what is pinned and
-            being written, its memory was taken back, or the store is closed.
+            True if the chunk is stored now; False if it doesn't fit beside what is pinned, being
+            written or was used later, its memory was taken back, or the store is closed.
 
         Raises:
             ValueError: key and meta are too long for the header.
@@ -133,11 +134,12 @@ class ChunkStore:
         size = disk_bytes(len(payload))
         with self._lock:
             now = self._index.now()
-            used_ns = now if used_ns is None else min(used_ns, now)
+            planned_ns = self._index.planned(key, now if used_ns is None else min(used_ns, now))
+            used_ns = now if used_ns is None else planned_ns
             if key in self._index:
                 self._files.mark(key, used_ns)
                 return True
-            if self._closed or not self._files.make_room(size):
+            if self._closed or not self._files.make_room(size, used_ns):
                 self._count["dropped"] += 1
                 return False
             temporary = self._files.temporary()
@@ -152,6 +154,8 @@ class ChunkStore:
                     self._files.publish(temporary, key, ChunkInfo(meta, len(payload)), used_ns)
                     self._count["stored"] += 1
                     stored = True
+                    if (marked_ns := self._index.planned(key, used_ns)) != used_ns:
+                        self._files.mark(key, marked_ns)
         except OSError:
             with self._lock:
                 self._count["errors"] += 1
@@ -205,7 +209,11 @@ class ChunkStore:
         return False
 
     def touch(self, keys: Iterable[str]) -> int:
-        """Mark chunks as used now, each a nanosecond before the last; returns the first's time."""
+        """Mark chunks as used now, each a nanosecond before the last; returns the first's time.
+
+        That holds for one that is stored within a minute, too: the end of a prompt goes first,
+        in whatever parts it was stored.
+        """
         keys = list(keys)
         now = self.now(len(keys))
         for age, key in enumerate(keys):
@@ -240,14 +248,6 @@ class ChunkStore:
         """Remove chunks by their keys, pinned or not; False if a file could not be removed."""
         with self._lock:  # the directory may belong to another process once the store is closed
             return not self._closed and self._files.remove_all(is_meant)
-
-    def clear(self) -> list[ChunkInfo]:
-        """Remove all chunks that are not pinned, and return what they were."""
-        with self._lock:
-            chunks = self._index.unpinned()
-            for key in chunks:
-                self._files.remove(key)
-            return list(chunks.values())
 
     def watch(self, changed: Callable[[str], object]) -> None:
         """Call `changed` with each key now, and whenever it comes or goes, with the lock held."""

@@ -75,7 +75,7 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
         queue_bytes = l1_memory_desc.size // 2 if l1_memory_desc else _QUEUE_BYTES
         self._writes = DiskWriter(self._store, queue_bytes, max(1, settings.threads // 2))
         self._reads = ThreadPoolExecutor(settings.threads, "disk-read")
-        # What reads or changes the index alone, in the order of its submission.
+        # What reads or changes the index alone, or queues writes, in the order of its submission.
         self._looks = ThreadPoolExecutor(1, "disk-look-up")
         self._objects = ServerObjects(self._store)
         self._reporting = threading.Lock()
@@ -85,26 +85,8 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
     def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
         """Queue objects to be written; what exceeds the bound on the queue is dropped."""
         task = self._stored.begin()
-        names = [object_name(key) for key in keys]
-        stored, new_bytes = [], 0
-        for name, obj in zip(names, objects, strict=True):
-            info, layout = self._store.info(name), ChunkLayout.of(obj)
-            if info and layout and info.meta != layout.text:
-                self._store.remove(name)  # an engine of another layout has stored it
-                info = None
-            if info:
-                stored.append(name)
-            else:
-                new_bytes += obj.get_size()
-        self._writes.submit(keys, names, objects, self._store.now(len(keys)))
-        writes = [write for name in names if (write := self._writes.pending.get(name))]
-
-        def end() -> None:
-            complete = all(name in self._store for name in names)
-            self._stored.end(task, L2StoreResult(complete, new_bytes if complete else 0))
-
-        after_all(writes, end)
-        self._looks.submit(self._store.touch, stored)
+        # After the touches before it, which say when the chunks of its prompt count as used.
+        self._looks.submit(self._begin_store, task, keys, objects)
         return task
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
@@ -179,6 +161,7 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
             key = object_key(name)
             return key is None or key.model_name == model_name
 
+        self._looks.submit(lambda: None).result()  # stores that have not begun
         ended = self._writes.cancel(is_meant)
         gone = self._store.remove_all(is_meant)
         self._report()
@@ -204,13 +187,37 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
 
     def close(self) -> None:
         """End the queued writes, within ten seconds, and let go of memory and directory."""
+        self._looks.shutdown()
         self._writes.close()
-        for threads in (self._reads, self._looks):
-            threads.shutdown(cancel_futures=True)
+        self._reads.shutdown(cancel_futures=True)
         self._close_results()
         self._store.close()
 
     # In threads
+
+    def _begin_store(self, task: int, keys: list[ObjectKey], objects: list[MemoryObj]) -> None:
+        names = [object_name(key) for key in keys]
+        stored, new_bytes, writes = [], 0, []
+
+        def end() -> None:
+            complete = all(name in self._store for name in names)
+            self._stored.end(task, L2StoreResult(complete, new_bytes if complete else 0))
+
+        try:
+            for name, obj in zip(names, objects, strict=True):
+                info, layout = self._store.info(name), ChunkLayout.of(obj)
+                if info and layout and info.meta != layout.text:
+                    self._store.remove(name)  # an engine of another layout has stored it
+                    info = None
+                if info:
+                    stored.append(name)
+                else:
+                    new_bytes += obj.get_size()
+            self._writes.submit(keys, names, objects, self._store.now(len(keys)))
+            writes = [write for name in names if (write := self._writes.pending.get(name))]
+        finally:
+            after_all(writes, end)
+        self._store.touch(stored)
 
     def _locate(
         self, task: int, keys: list[ObjectKey], layouts: dict[int, MemoryLayoutDesc]

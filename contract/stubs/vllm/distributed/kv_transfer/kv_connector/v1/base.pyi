@@ -3,8 +3,7 @@ from enum import Enum
 from typing import Any
 
 class KVConnectorBase_V1:
-    _role: Any
-    _vllm_config: Any
+    role: Any
     def __init__(self, vllm_config, role, kv_cache_config): ...
     def bind_connector_metadata(self, connector_metadata): ...
     def bind_gpu_block_pool(self, gpu_block_pool): ...
