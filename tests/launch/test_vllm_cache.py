@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.launch.preflight import check_vllm
 from lmcache_xpu.launch.serve import describe
 from lmcache_xpu.launch.settings import Settings
 
@@ -23,6 +24,19 @@ from lmcache_xpu.launch.settings import Settings
 def test_what_vllm_lacks_is_refused(values: dict):
     with pytest.raises(SettingsError, match="cache=vllm"):
         Settings.load({"model": "m", "device": "xpu", "cache": "vllm", **values})
+
+
+def test_an_older_vllm_is_refused():
+    with pytest.raises(SettingsError, match=r"vLLM 0\.29\.0 with cache=vllm.*0\.30"):
+        check_vllm("0.29.0")
+    check_vllm("0.30.0")
+
+
+def test_options_that_would_replace_the_connector_are_refused():
+    values = {"model": "m", "device": "xpu", "extra_args": ["--kv-offloading-size", "4"]}
+    with pytest.raises(SettingsError, match="cache=vllm"):
+        Settings.load(values)
+    assert not Settings.load({**values, "offload": False}).offload
 
 
 def test_a_dry_run_shows_no_lmcache():

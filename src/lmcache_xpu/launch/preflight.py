@@ -8,12 +8,16 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from packaging.version import Version
+
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.engine_arguments import lmcache_config
 from lmcache_xpu.launch.machine import Machine
 from lmcache_xpu.launch.model_support import check_layers
 from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
+from lmcache_xpu.versions import BUILDS_OF_VLLM, version_of
 
+TIERS_SINCE = Version("0.30")  # of `OffloadingConnector` are as `offloading` expects them
 SERVER_S = 1.0  # that LMCache's server has to greet; the command itself starts in less
 
 
@@ -27,6 +31,8 @@ def preflight(
     """
     machine = machine or Machine()
     check_environment(settings, environ)
+    if settings.is_vllm:
+        check_vllm(version_of(*BUILDS_OF_VLLM))
     check_model(settings.model)
     check_port(settings.host, settings.port)
     if settings.device == "xpu":
@@ -39,6 +45,20 @@ def preflight(
         check_layers(settings)  # imports transformers, which takes seconds
         if settings.disk_path is not None:
             check_disk(settings.disk_path)
+
+
+def check_vllm(version: str | None) -> None:
+    """Refuse a vLLM whose tiers take no disk tier of others: `cache=vllm`.
+
+    Raises:
+        SettingsError: names the oldest that does.
+    """
+    if version is not None and Version(version) < TIERS_SINCE:
+        raise SettingsError(
+            f"vLLM {version} with cache=vllm",
+            f"vLLM {TIERS_SINCE} or newer",
+            "Use cache=in-process, or a newer vLLM.",
+        )
 
 
 def check_environment(settings: Settings, environ: Mapping[str, str]) -> None:

@@ -43,7 +43,7 @@ CPU_BLOCK_TOKENS = 128
 # What only a cache in the engine's process has, and the value that leaves it alone.
 SERVER_LACKS: dict[str, object] = {"layerwise": False, "kv_events": None}
 # What LMCache has and vLLM's own offloading lacks, or has by options of its own.
-VLLM_LACKS: dict[str, object] = {"layerwise": False, "kv_events": None, "remote_url": None}
+OFFLOADING_LACKS: dict[str, object] = {"layerwise": False, "kv_events": None, "remote_url": None}
 Cache = Literal["auto", "in-process", "server", "vllm"]
 # Beginnings of vLLM's options for secrets (argparse takes a part of a name), and where those go.
 SECRET_OPTIONS = {"--api-k": f"{ENV_PREFIX}API_KEY", "--hf-t": "HF_TOKEN"}
@@ -283,6 +283,12 @@ class Settings(BaseSettings):
             )
         if self.is_vllm:
             self._agree_on_vllm()
+        if self.offload and any(arg.startswith("--kv-offloading") for arg in self.extra_args):
+            raise SettingsError(
+                "--kv-offloading options in extra_args",
+                "none: vLLM would take its own connector in place of this package's",
+                "Use cache=vllm, or offload=false to serve with vLLM's alone.",
+            )
         if self.is_local and self.ranks > 1:
             raise SettingsError(
                 f"cache={self.cache} with an engine of {self.ranks} devices",
@@ -322,7 +328,7 @@ class Settings(BaseSettings):
                 "xpu or cuda: vLLM's own offloading refuses CPU engines",
                 "Use cache=in-process.",
             )
-        for name, without in VLLM_LACKS.items():
+        for name, without in OFFLOADING_LACKS.items():
             if (value := getattr(self, name)) != without:
                 raise SettingsError(
                     f"{name}={value} with cache=vllm",

@@ -163,15 +163,15 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # untyped base
         if transfer.is_load and transfer.request in self._last:  # else it was aborted
             failed = self._failed.setdefault(transfer.request, set())
             failed.update(key for key in transfer.keys if key not in transfer.moved)
-        facts: dict[str, Any] = {
-            "job_id": transfer.job_id,
-            "success": len(moved) == len(transfer.keys),
-            "successful_keys": moved or None,
-            "transfer_time": transfer.seconds,
-        }
-        if "transfer_bytes" in JobResult.__dataclass_fields__:  # since vLLM 0.31
-            facts["transfer_bytes"] = len(moved) * self._chunk_bytes
-        return JobResult(**facts)
+        result = JobResult(
+            transfer.job_id,
+            success=len(moved) == len(transfer.keys),
+            successful_keys=moved or None,
+            transfer_time=transfer.seconds,
+        )
+        if hasattr(result, "transfer_bytes"):
+            result.transfer_bytes = len(moved) * self._chunk_bytes
+        return result
 
     def _used_ns(self, key: OffloadKey, context: ReqContext) -> int:
         """Return a chunk's time of use: its request's, a nanosecond earlier for each place."""

@@ -15,13 +15,23 @@ class TransferJob:
     req_context: ReqContext
 
 class JobResult:
-    __dataclass_fields__: dict[str, Any]
-    def __init__(self, **facts: Any) -> None: ...
+    transfer_bytes: int | None
+    def __init__(
+        self,
+        job_id: int,
+        success: bool,
+        successful_keys: Collection[OffloadKey] | None = None,
+        transfer_time: float | None = None,
+    ) -> None: ...
 
 class SecondaryTierManager:
     locality: Any
     def __init__(
-        self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **options: Any
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
     ) -> None: ...
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult: ...
     def submit_store(self, job_metadata: TransferJob) -> None: ...
