@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -45,8 +46,9 @@ def test_an_engine_of_several_devices_has_none():
         LocalCache.make(engine("of two", world_size=2), LocalCacheOptions(), CPU, 1)
 
 
-def test_room_is_made_in_one_piece_among_objects_of_another_size(asking):
-    """Two models, or the KV cache groups of one, share a memory."""
+def test_room_is_made_in_one_piece_among_objects_of_another_size(asking, caplog, monkeypatch):
+    """Two models, or the KV cache groups of one, share a memory. Nobody is warned of it."""
+    monkeypatch.setattr(logging.getLogger("lmcache.v1.memory_management"), "propagate", True)
     for prompt in range(ROOM):
         asking.store(prompt, 0, 1)
     for prompt in range(0, ROOM, 2):  # between these are the ones that go first
@@ -54,6 +56,7 @@ def test_room_is_made_in_one_piece_among_objects_of_another_size(asking):
     asking.cache.register([4 * OBJECT], (0,))
     assert asking.store(1000, 0, 4) == 4
     assert asking.hit(1000, 4) == 4
+    assert "batched allocate" not in caplog.text
 
 
 @pytest.mark.parametrize("options", [{"cpu_gib": 0}, {"disk": "/d"}, {"chunk_tokens": "many"}])

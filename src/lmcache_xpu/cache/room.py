@@ -7,6 +7,7 @@ of the least recently used prompt goes.
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections import OrderedDict
@@ -25,6 +26,12 @@ from lmcache_xpu.versions.lmcache_server import touch, touch_tiers
 
 __all__ = ["Room", "object_layout"]
 
+# LMCache warns of each reservation for which room is only made afterwards: with objects of several
+# sizes that is each store into full memory.
+_NO_ROOM = "Failed to batched allocate"
+logging.getLogger("lmcache.v1.memory_management").addFilter(
+    lambda record: not str(record.msg).startswith(_NO_ROOM)
+)
 _MOST_RELEASED = 1024  # questions that may be released before they are located
 
 
