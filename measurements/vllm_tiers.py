@@ -182,9 +182,9 @@ def start(directory: Directory, count: int = 1_000_000) -> None:
         begun = time.time()
         behind = host("ours", directory, gib=64)
         starts.append(round(time.time() - begun, 2))
-        found = len(behind.tier._store)
+        chunks = len(behind.tier._store)
         behind.close()
-    print(json.dumps({"files": count, "found": found, "filled_s": filled, "starts_s": starts}))
+    print(json.dumps({"files": count, "chunks": chunks, "filled_s": filled, "starts_s": starts}))
 
 
 def _drop(paths: list[Path]) -> None:

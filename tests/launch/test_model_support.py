@@ -125,8 +125,11 @@ def test_the_chunks_of_a_server_that_runs_are_its_own(tmp_path):
 def test_the_page_on_models_names_them_all():
     """In its tables: by transformers' name, which a model's config.json has."""
     text = PAGE.read_text()
-    heads = ("Served", "Windows beside whole attention", "States, and heads of several sizes")
-    parts = re.split(f"^## (?:{'|'.join([*heads, 'Refused'])})$", text, flags=re.M)
+    windows, states = (
+        "Some layers have a window",
+        "Some layers keep a state, or heads of another size",
+    )
+    parts = re.split(f"^##+ (?:Served|{windows}|{states}|Refused)$", text, flags=re.M)
     assert len(parts) == 5
     for part, kinds in zip(parts[1:], (SERVED, WINDOWS, GROUPS, REFUSED), strict=True):
         assert [kind for kind in kinds if f"`{kind}`" not in part] == []

@@ -239,8 +239,8 @@ def test_the_machine_holds_the_tiers_of_every_device(tmp_path):
     assert json.loads(result.stdout)["machine_gib"] == {"CPU": 512, "disk": 4000}
     result = CliRunner().invoke(app, command, catch_exceptions=False)
     assert "of the machine, for 8 devices: CPU 512 GiB, disk 4000 GiB" in result.stdout
-    one = CliRunner().invoke(app, command[:6], catch_exceptions=False)
-    assert "of the machine, for 1 device: CPU 64 GiB" in one.stdout
+    single = CliRunner().invoke(app, command[:6], catch_exceptions=False)
+    assert "of the machine, for 1 device: CPU 64 GiB" in single.stdout
 
 
 def size(*arguments):

@@ -251,7 +251,7 @@ def _complete(path: Path, values: Mapping[str, Any], missing: list[str] | None) 
             "`pip install transformers`, or `uvx --with transformers lmcache-xpu size ...`.",
         ) from error
     # Where layers differ, transformers' object refuses to say the usual one, and this does not.
-    known = config.to_dict()
-    for name in {*config.attribute_map, "layers_block_type", _KINDS} - known.keys():
-        known[name] = getattr(config, name, None)
-    return SimpleNamespace(**{"quantization_config": values.get("quantization_config")} | known)
+    facts = config.to_dict()
+    for name in {*config.attribute_map, "layers_block_type", _KINDS} - facts.keys():
+        facts[name] = getattr(config, name, None)
+    return SimpleNamespace(**{"quantization_config": values.get("quantization_config")} | facts)

@@ -72,8 +72,8 @@ class KVShape:
         Raises:
             SettingsError: no such model, or one whose KV cache can't be offloaded.
         """
-        for given in {kv_dtype, dtype} - {"auto"}:
-            check_dtype(given)  # before a hub is asked
+        for name in {kv_dtype, dtype} - {"auto"}:
+            check_dtype(name)  # before a hub is asked
         config = read_model(model)
         kinds = check_offload(config)
         dtype = _dtype(config, kv_dtype, dtype)
