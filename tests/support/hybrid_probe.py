@@ -216,7 +216,7 @@ def main(kind: str, model: str, url: str) -> dict[str, Any]:
     settings = {"cache": "server", "server_url": url} if "://" in url else {}
     settings |= {"loads": "async"}
     if KINDS[kind] is STATES and "://" not in url:  # chunks of a block, as `serve` has them
-        settings["chunk_tokens"] = 1
+        settings["chunk_tokens"] = 128
     engine = Engine(model, None, "standard", settings=settings, skip_tokenizer_init=True, **options)
     return {"blocks without": without, **engine.close_after(look)}
 

@@ -246,7 +246,7 @@ def main() -> dict[str, Any]:
         if wanted.device != "cpu":
             options["dtype"] = "bfloat16"
         if KINDS[wanted.kind] is STATES:  # chunks of a block, as `serve` has them
-            settings["chunk_tokens"] = 1
+            settings["chunk_tokens"] = BLOCK
             options["kv_cache_memory_bytes"] = 2**24
         model = str(MODELS[wanted.kind](directory))
         disk = str(directory / "disk")
