@@ -95,10 +95,10 @@ class LoadPolicy:
         """
         name, hit = request.request_id, Hit(tokens, request.num_tokens - kept - tokens)
         mode: LoadMode = "step"
-        if self.loads in ("step", "async"):
-            mode = self.loads
-        elif self.computes(hit):
+        if self.computes(hit):
             mode = "computed"
+        elif self.loads in ("step", "async"):
+            mode = self.loads
         # A load inside a step would be behind those beside it, and hold its step up.
         elif not self.is_alone(name) and self.waits(hit):
             mode = "async"
