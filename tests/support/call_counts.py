@@ -75,8 +75,8 @@ class CallCounts:
             self.entries.add(function)
 
 
-# What a hit and a store of one request may run: functions, and files. A hit's files have those of the
-# disk tier in them, which is told of it, so that the end of the prompt is evicted first there, too.
+# What a hit and a store of one request may run: functions, and files. The disk tier is told of a
+# hit, so that the end of the prompt is evicted first there, too.
 MOST = {"hit": (255, 39), "store": (280, 43)}
 # What LMCache may call: its adapters of other tiers, and the memory that makes room for itself.
 ENTRIES = ("cache/room.py:Room.reserve_write", "tiers/")
