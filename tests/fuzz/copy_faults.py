@@ -28,7 +28,7 @@ fault = FAULTS.add
 def _(made: Any) -> Any:
     def wrong(view: PagedView, rows: torch.Tensor, spans: Any) -> RequestRows:
         rows = rows.clone()
-        rows[-1:] -= rows[-1:] >= 1
+        rows[-1:] -= (rows[-1:] >= 1).to(rows.dtype)
         return made(view, rows, spans)
 
     return wrong

@@ -73,7 +73,7 @@ def _(scan: Any) -> Any:
 
 @fault("what was used last goes first", "disk", ChunkIndex, "evict")
 def _(_: Any) -> Any:
-    def wrong(self: ChunkIndex, need: int) -> Iterator[str]:
+    def wrong(self: ChunkIndex, need: int, used_ns: int) -> Iterator[str]:
         while not self.fits(need):
             free = [key for key in self._entries if not self.pinned(key)]
             yield max(free, key=lambda key: self._entries[key].used_ns)
@@ -83,7 +83,7 @@ def _(_: Any) -> Any:
 
 @fault("pins do not protect", "disk", ChunkIndex, "evict")
 def _(_: Any) -> Any:
-    def wrong(self: ChunkIndex, need: int) -> Iterator[str]:
+    def wrong(self: ChunkIndex, need: int, used_ns: int) -> Iterator[str]:
         for key in sorted(self._entries, key=lambda key: self._entries[key].used_ns):
             if self.fits(need):
                 return
