@@ -86,8 +86,12 @@ def test_the_rows_of_all_workers_arrive(stub, tmp_path):
     asked = [(row["user_id"], row["question"]) for row in rows]
     assert len(set(asked)) == len(asked)
     assert len([r for r in rows if 1.0 <= r["started_s"] < 4.0]) == pytest.approx(16, abs=3)
-    # Every request that the server saw has its row, those of the last second as well.
-    assert len(rows) == len([key for key in stub.read("log") if key])
+    # Every request that the server saw has its row, those of the last second as well. On a busy
+    # machine the end of the run cuts one off before it is sent.
+    seen = {tuple(map(int, key.rsplit("-", 2)[1:])) for key in stub.read("log") if key}
+    assert seen <= set(asked)
+    unseen = [row for row in rows if (row["user_id"], row["question"]) not in seen]
+    assert {row["outcome"] for row in unseen} <= {"dropped"}
 
 
 @pytest.mark.parametrize(
