@@ -9,15 +9,8 @@ from pathlib import Path
 
 import pytest
 from support.installation import ROOT, run, uv
+from support.model_configs import LLAMA_3_8B
 
-MODEL = {
-    "model_type": "llama",
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 4096,
-    "torch_dtype": "bfloat16",
-}
 COMMANDS = (
     "size t5",
     "size no-such.json",
@@ -42,7 +35,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [wheel] = place.glob("*.whl")
     python = str(place / "env/bin/python")
     uv("install", "-q", str(wheel), python=python)
-    for name, config in {"model": MODEL, "t5": {"model_type": "t5"}}.items():
+    for name, config in {"model": LLAMA_3_8B, "t5": {"model_type": "t5"}}.items():
         (place / name).mkdir()
         (place / name / "config.json").write_text(json.dumps(config))
     return place

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import pytest
 from support.call_counts import check_walk
-from support.real_engine import BLOCK, CHUNK, LENGTHS, cached
+from support.real_engine import BLOCK, CHUNK, LENGTHS, cached, is_exact
 from support.scripts import environment, printed, run_probe
-
-from lmcache_xpu.harness.random_model import EXACT, make_model
 
 pytestmark = pytest.mark.engine
 
@@ -20,26 +18,11 @@ HIT = "inside"
 WAYS = ("inside", "beside", pytest.param("newer", marks=pytest.mark.matrix))
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return tmp_path_factory.mktemp("local")
-
-
-@pytest.fixture(scope="module")
-def model(directory):
-    return make_model(EXACT, directory)
-
-
 @pytest.fixture(scope="module", params=WAYS)
 def seen(request, model, directory) -> dict:
     disk = directory / f"disk {request.param}"
     report = printed(run_probe("server", request.param, model, directory, disk))
     return {"way": request.param, **report}
-
-
-def is_exact(asked: dict, name: str = HIT) -> bool:
-    """Whether tokens and bytes were those of the recomputed prompt."""
-    return asked["same"] and asked["restored"] >= cached(name) // BLOCK
 
 
 @pytest.mark.parametrize("name", LENGTHS)

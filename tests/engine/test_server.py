@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import pytest
 from support.call_counts import check_walk
-from support.real_engine import BLOCK, CHUNK, LENGTHS, cached
+from support.real_engine import BLOCK, CHUNK, LENGTHS, cached, is_exact
 from support.scripts import printed, run_probe
-
-from lmcache_xpu.harness.random_model import EXACT, make_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.alone]  # a wait is measured
 
@@ -21,25 +19,10 @@ HIT = "inside"
 WAYS = ("inside", *(pytest.param(way, marks=pytest.mark.matrix) for way in ("beside", "newer")))
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return tmp_path_factory.mktemp("server")
-
-
-@pytest.fixture(scope="module")
-def model(directory):
-    return make_model(EXACT, directory)
-
-
 @pytest.fixture(scope="module", params=WAYS)
 def seen(request, model, directory) -> dict:
     report = printed(run_probe("server", request.param, model, directory))
     return {"way": request.param, **report}
-
-
-def is_exact(asked: dict, name: str = HIT) -> bool:
-    """Whether tokens and bytes were those of the recomputed prompt."""
-    return asked["same"] and asked["restored"] >= cached(name) // BLOCK
 
 
 @pytest.mark.parametrize("name", LENGTHS)

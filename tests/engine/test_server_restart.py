@@ -7,27 +7,10 @@ import time
 
 import pytest
 from support.cache_server import CacheServer
-from support.real_engine import BLOCK, LENGTHS, cached
+from support.real_engine import LENGTHS, cached, is_exact
 from support.scripts import environment, printed, run_probe
 
-from lmcache_xpu.harness.random_model import EXACT, make_model
-
 pytestmark = pytest.mark.engine
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return tmp_path_factory.mktemp("server")
-
-
-@pytest.fixture(scope="module")
-def model(directory):
-    return make_model(EXACT, directory)
-
-
-def is_exact(asked: dict, name: str) -> bool:
-    """Whether tokens and bytes were those of the recomputed prompt."""
-    return asked["same"] and asked["restored"] >= cached(name) // BLOCK
 
 
 def test_what_one_engine_stores_another_one_finds(model, directory):

@@ -16,6 +16,7 @@ from lmcache_xpu.errors import (
     HostMemoryError,
     LayoutError,
     LMCacheXPUError,
+    SettingsError,
     SlotError,
     TransferError,
 )
@@ -214,7 +215,7 @@ def test_the_valid_call_is_valid():
 
 
 def test_options_and_engine_are_checked():
-    with pytest.raises(TypeError, match="'chunks'"):
+    with pytest.raises(SettingsError, match="'chunks'; expected one of"):
         VLLMPagedMemXPUConnectorV2(16, 3, chunks=4)
     cache = build(Spec("LBHNC"))
     spans = {"starts": [], "ends": [], "memory_objs": []}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from support.model_configs import LLAMA_3_8B
 from typer.testing import CliRunner
 
 from lmcache_xpu.cli import app
@@ -18,14 +19,6 @@ pytestmark = [
     for package in ("torch", "transformers")
 ]
 
-LLAMA_3_8B = {
-    "model_type": "llama",
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 4096,
-    "torch_dtype": "bfloat16",
-}
 LLAMA_2_7B = {
     "model_type": "llama",
     "num_hidden_layers": 32,

@@ -12,6 +12,7 @@ import hashlib
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "states, dense": STATES,
 }
 TEXT_ALONE = Path(__file__).with_name("text_alone")  # what is imported for images
-computed: dict[tuple[int, int], list[str]] = {}  # by group and place in the prompt
-brought: dict[tuple[int, int], list[str]] = {}
+Digests = dict[tuple[int, int], list[str]]  # of layers' blocks, by group and place in the prompt
+Seen = Callable[[Any, Digests], None]
+computed: Digests = {}
+brought: Digests = {}
 
 
 def layers(worker) -> list[list[list[Any]]]:
@@ -52,7 +55,7 @@ def layers(worker) -> list[list[list[Any]]]:
     return groups
 
 
-def digests(worker, chunks: Any, spans: list[int]) -> dict[tuple[int, int], list[str]]:
+def digests(worker, chunks: Any, spans: list[int]) -> Digests:
     """Of the blocks of a store or a load, by group and place; null blocks are left out."""
     import torch
 
@@ -70,8 +73,11 @@ def digests(worker, chunks: Any, spans: list[int]) -> dict[tuple[int, int], list
     return result
 
 
-def watch(worker) -> None:
-    """Keep digests of what is stored and of what was loaded."""
+def watch(worker, stored: Seen, loaded: Seen) -> None:
+    """Call with a store's chunks when it begins, and with a load's when vLLM hears that it ended.
+
+    Each call has the digests of their blocks too.
+    """
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     from lmcache_xpu.model.kv_cache_groups import block_tokens
@@ -82,7 +88,7 @@ def watch(worker) -> None:
     loading = {}
 
     def submit_store(chunks: Any, *args: Any) -> Any:
-        computed.update(digests(worker, chunks, spans))
+        stored(chunks, digests(worker, chunks, spans))
         return store(chunks, *args)
 
     def submit_load(chunks: Any, *args: Any) -> Any:
@@ -92,11 +98,19 @@ def watch(worker) -> None:
     def take_ended() -> Any:
         names, failed = ended()
         for name in names - failed:
-            brought.update(digests(worker, loading.pop(name), spans))
+            chunks = loading.pop(name)
+            loaded(chunks, digests(worker, chunks, spans))
         return names, failed
 
     transfers.store, transfers.load = submit_store, submit_load
     connector.worker_half.take_ended = take_ended
+
+
+def keep(worker) -> None:
+    """Keep digests of what is stored and of what was loaded."""
+    watch(
+        worker, lambda _, blocks: computed.update(blocks), lambda _, blocks: brought.update(blocks)
+    )
 
 
 def zero_all(worker) -> None:
@@ -131,7 +145,7 @@ def ask(
 
 
 def look(engine: Engine) -> dict[str, Any]:
-    engine.llm.collective_rpc(watch)
+    engine.llm.collective_rpc(keep)
     report: dict[str, Any] = {"blocks": blocks(engine.llm), "prompts": {}}
     for length in DOCUMENTS:
         answer, _ = ask(engine, length, 2, cache_salt="computed")

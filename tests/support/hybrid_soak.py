@@ -25,7 +25,15 @@ from typing import Any
 
 from prometheus_client import REGISTRY
 from support import tiny_models
-from support.hybrid_probe import KINDS, STATES, TEXT_ALONE, digests, wait_until_idle, zero_all
+from support.hybrid_probe import (
+    KINDS,
+    STATES,
+    TEXT_ALONE,
+    Digests,
+    wait_until_idle,
+    watch,
+    zero_all,
+)
 from support.probes import end_with
 from support.real_engine import Engine, prompt
 
@@ -59,42 +67,30 @@ class Bytes:
         self._stored: dict[tuple[int, bytes], set[str]] = defaultdict(set)
 
     def watch(self, worker: Any) -> None:
-        """Take digests of what is stored and of what was loaded."""
+        """Compare from now on."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         from lmcache_xpu.model.kv_cache_groups import block_tokens
 
-        connector = get_kv_transfer_group()
-        transfers, spans = connector.worker_half.transfers, block_tokens(connector._kv_cache_config)
-        store, load, ended = transfers.store, transfers.load, connector.worker_half.take_ended
-        loading: dict[str, Any] = {}
+        spans = block_tokens(get_kv_transfer_group()._kv_cache_config)
 
-        def named(chunks: Any) -> dict[tuple[int, bytes], str]:
+        def named(chunks: Any, blocks: Digests) -> dict[tuple[int, bytes], str]:
             tokens = self.tokens[chunks.request_id.split(".")[0]]
             return {
                 (group, prefix(tokens[: (place + 1) * spans[group]])): "".join(parts)
-                for (group, place), parts in digests(worker, chunks, spans).items()
+                for (group, place), parts in blocks.items()
             }
 
-        def submit_store(chunks: Any, *args: Any) -> Any:
-            for key, digest in named(chunks).items():
+        def stored(chunks: Any, blocks: Digests) -> None:
+            for key, digest in named(chunks, blocks).items():
                 self._stored[key].add(digest)
-            return store(chunks, *args)
 
-        def submit_load(chunks: Any, *args: Any) -> Any:
-            loading[chunks.request_id] = chunks
-            return load(chunks, *args)
+        def loaded(chunks: Any, blocks: Digests) -> None:
+            for key, digest in named(chunks, blocks).items():
+                self.compared += 1
+                self.different += digest not in self._stored[key]
 
-        def take_ended() -> Any:
-            names, failed = ended()
-            for name in names - failed:
-                for key, digest in named(loading.pop(name)).items():
-                    self.compared += 1
-                    self.different += digest not in self._stored[key]
-            return names, failed
-
-        transfers.store, transfers.load = submit_store, submit_load
-        connector.worker_half.take_ended = take_ended
+        watch(worker, stored, loaded)
 
 
 def prefix(tokens: list[int]) -> bytes:

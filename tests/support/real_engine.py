@@ -80,6 +80,11 @@ def _record_every_step(engine: Any) -> None:
     engine.engine_core.get_output = get_output
 
 
+def is_exact(asked: dict[str, Any], name: str = "inside") -> bool:
+    """Whether tokens and bytes were those of the recomputed prompt of `LENGTHS`."""
+    return asked["same"] and asked["restored"] >= cached(name) // BLOCK
+
+
 class Engine:
     """The engine and what is asked of it.
 

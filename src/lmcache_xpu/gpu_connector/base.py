@@ -13,7 +13,7 @@ import torch
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 from lmcache.v1.metadata import LMCacheMetadata
 
-from lmcache_xpu.errors import HostMemoryError, LayoutError, TransferError
+from lmcache_xpu.errors import HostMemoryError, LayoutError, SettingsError, TransferError
 from lmcache_xpu.transfer.devices import is_host
 from lmcache_xpu.transfer.layout import Geometry
 from lmcache_xpu.transfer.paged_view import EngineLayer, PagedView
@@ -44,6 +44,9 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
     Attributes:
         geometry: sizes of a token.
         host_format: how a memory object lies in host memory.
+
+    Raises:
+        SettingsError: an unknown option.
     """
 
     FORMAT: MemoryFormat  # with keys and values; MLA has its own
@@ -64,7 +67,11 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
         opaque_blocks: bool = False,
         staging_bytes: int | None = None,
         layer_major: bool = False,
+        **unknown: Any,
     ) -> None:
+        if unknown:
+            options = sorted(PagedMemConnector.__init__.__kwdefaults__ or ())
+            raise SettingsError(f"connector option {min(unknown)!r}", f"one of {options}")
         self.use_gpu = use_gpu or use_xpu
         self.hidden_dim_size = hidden_dim_size
         self.num_layers = num_layers
