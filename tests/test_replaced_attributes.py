@@ -76,9 +76,7 @@ OWN = {  # of classes of this package, and of events that it makes
     "copies/step_loads.py: load.parts",
     "copies/step_loads.py: load.plan",
     "copies/step_loads.py: load.seals",
-    "tiers/disk/chunk_index.py: entry.hidden",
     "tiers/disk/chunk_index.py: entry.used_ns",
-    "tiers/disk/chunk_store.py: entry.failed_reads",
     "tiers/task_results.py: self._timer.daemon",
     "transfer/host_copies.py: step.pending",
 }

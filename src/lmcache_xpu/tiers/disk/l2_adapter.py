@@ -10,7 +10,7 @@ Who calls what (LMCache 0.5.6 and 0.5.7rc2), and whose the memory is:
 
     store    the store controller's thread. Queued writes hold at most half of the server's L1.
              Written bytes count only if the memory was lent to the end.
-    look-up  the prefetch controller's thread. Pins files until `submit_unlock`.
+    look-up  the prefetch controller's thread. Marks files as used, so others are evicted first.
     load     the same, into memory that is lent for a time: it is checked before each slice goes
              there. A miss of one object does not end the load: LMCache cuts the hit itself.
     close    after the controllers, before L1's memory is freed: waits for reads and writes of it.
@@ -68,10 +68,11 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
     def __init__(
         self, params: Mapping[str, object], l1_memory_desc: L1MemoryDesc | None = None
     ) -> None:
-        settings = DiskSettings.parse_server(params)
+        settings = DiskSettings.parse(params, alone=True)
         super().__init__(max_capacity_bytes=settings.limit_bytes)
-        self._limit_bytes = settings.limit_bytes
-        self._store = settings.open_server_store()
+        self._store = settings.open_store(
+            f"kv-server-{settings.engine}" if settings.engine else "kv-server"
+        )
         queue_bytes = l1_memory_desc.size // 2 if l1_memory_desc else _QUEUE_BYTES
         self._writes = DiskWriter(self._store, queue_bytes, max(1, settings.threads // 2))
         self._reads = ThreadPoolExecutor(settings.threads, "disk-read")
@@ -99,14 +100,14 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
     def submit_lookup_and_lock_task(
         self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
     ) -> int:
-        """Begin to look for objects, and to pin those that have their group's layout."""
+        """Begin to look for objects that have their group's layout, and to mark them as used."""
         task = self._located.begin()
         self._looks.submit(self._locate, task, keys, group_layout_descs)
         return task
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
-        """Begin to take one pin of each object back."""
-        self._looks.submit(self._unlock, keys)
+        """Report a damaged file that a load has removed; nothing is locked."""
+        self._looks.submit(self._report)
 
     def submit_touch(self, keys: list[ObjectKey]) -> None:
         """Begin to mark objects as used, without moving their bytes."""
@@ -145,11 +146,11 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
         """Report the objects on the disk to a listener, and later each change."""
         with self._reporting:
             super().register_listener(listener)
-            if sizes := self._objects.all():
+            if sizes := self._objects.sizes:
                 listener.on_l2_keys_stored(list(sizes), list(sizes.values()))
 
     def delete(self, keys: list[ObjectKey]) -> None:
-        """Remove objects, pinned or not; LMCache's own eviction calls it, where one is set up."""
+        """Remove objects; LMCache's own eviction calls it, where one is set up."""
         for key in keys:
             self._store.remove(object_name(key))
         self._report()
@@ -179,7 +180,7 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
             "is_healthy": True,
             "type": type(self).__name__,
             "directory": str(self._store.directory),
-            "limit_bytes": self._limit_bytes,
+            "limit_bytes": self._max_capacity_bytes,
             "pending": len(self._writes.pending),
             **counters,
             "dropped": counters["dropped"] + self._writes.dropped,
@@ -222,22 +223,16 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
     def _locate(
         self, task: int, keys: list[ObjectKey], layouts: dict[int, MemoryLayoutDesc]
     ) -> None:
-        hits = []
+        hits = [False] * len(keys)
         try:
-            for key in keys:
-                name, layout = object_name(key), layouts.get(key.object_group_id)
-                info = self._store.info(name)
-                fits = info and (layout is None or _has_layout(info.meta, layout))
-                hits.append(bool(fits) and self._store.pin(name))
+            for number, key in enumerate(keys):
+                layout = layouts.get(key.object_group_id)
+                info = self._store.info(object_name(key))
+                if info and (layout is None or _has_layout(info.meta, layout)):
+                    hits[number] = True
         finally:
-            hits += [False] * (len(keys) - len(hits))
             self._located.end(task, _bitmap(hits))
         self._touch([key for key, hit in zip(keys, hits, strict=True) if hit])
-
-    def _unlock(self, keys: list[ObjectKey]) -> None:
-        for key in keys:
-            self._store.unpin(object_name(key))
-        self._report()  # a load may have removed a damaged file
 
     def _touch(self, keys: list[ObjectKey]) -> None:
         # The parts of a chunk, of all groups and ranks, are used together.
