@@ -64,9 +64,7 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
                 that is missing, or one too many.
             LayoutError: a KV cache that can't be read.
         """
-        stager = self.registered(kwargs.get("kvcaches"))
-        slots, cached = kwargs.get("slot_mapping"), kwargs.get("vllm_cached_tokens", 0)
-        plan = self.plan(stager, starts, ends, slots, cached)
+        stager, plan = self.plan(starts, ends, kwargs, loading=True)
         moved: list[Event] = []
         held: list[MemoryObj] = []
         stager.follow_engine()  # blocks may have been freed by a step that is running
@@ -116,8 +114,7 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
             TransferError: arguments that don't fit; nothing was changed.
             LayoutError: a KV cache that can't be read.
         """
-        stager = self.registered(kwargs.get("kvcaches"))
-        plan = self.plan(stager, starts, ends, kwargs.get("slot_mapping"))
+        stager, plan = self.plan(starts, ends, kwargs, loading=False)
         if len(memory_objs) != self.num_layers:
             raise TransferError(f"objects of {len(memory_objs)} layers", f"{self.num_layers}")
         memory = [self.memory(stager, objs, starts, ends, loading=False) for objs in memory_objs]
