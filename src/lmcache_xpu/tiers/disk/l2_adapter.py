@@ -25,7 +25,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 
@@ -34,7 +33,7 @@ from lmcache_xpu.tiers.chunk_layout import ChunkLayout
 from lmcache_xpu.tiers.disk.parameters import DiskSettings
 from lmcache_xpu.tiers.disk.server_objects import ServerObjects, object_key, object_name
 from lmcache_xpu.tiers.disk.writer import DiskWriter
-from lmcache_xpu.tiers.task_results import TaskAnswers, after_all
+from lmcache_xpu.tiers.task_results import Task, TaskAnswers, after_all
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -101,9 +100,9 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
         self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
     ) -> int:
         """Begin to look for objects that have their group's layout, and to mark them as used."""
-        task = self._located.begin()
+        task = Task(self._located, len(keys))
         self._looks.submit(self._locate, task, keys, group_layout_descs)
-        return task
+        return task.number
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
         """Report a damaged file that a load has removed; nothing is locked."""
@@ -117,17 +116,13 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
         """Begin to read objects into memory of their layouts."""
-        task = self._loaded.begin()
+        task = Task(self._loaded, len(keys))
         reads = [
-            self._reads.submit(self._read, key, obj) for key, obj in zip(keys, objects, strict=True)
+            self._reads.submit(self._read, task, index, key, obj)
+            for index, (key, obj) in enumerate(zip(keys, objects, strict=True))
         ]
-
-        def end() -> None:
-            hits = [not read.cancelled() and read.result() for read in reads]
-            self._loaded.end(task, _bitmap(hits))
-
-        after_all(reads, end)
-        return task
+        after_all(reads, task.end)
+        return task.number
 
     # The rest of LMCache's interface
 
@@ -221,18 +216,19 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
         self._store.touch(stored)
 
     def _locate(
-        self, task: int, keys: list[ObjectKey], layouts: dict[int, MemoryLayoutDesc]
+        self, task: Task, keys: list[ObjectKey], layouts: dict[int, MemoryLayoutDesc]
     ) -> None:
-        hits = [False] * len(keys)
+        held = []
         try:
-            for number, key in enumerate(keys):
+            for index, key in enumerate(keys):
                 layout = layouts.get(key.object_group_id)
                 info = self._store.info(object_name(key))
                 if info and (layout is None or _has_layout(info.meta, layout)):
-                    hits[number] = True
+                    task.hit(index)
+                    held.append(key)
         finally:
-            self._located.end(task, _bitmap(hits))
-        self._touch([key for key, hit in zip(keys, hits, strict=True) if hit])
+            task.end()
+        self._touch(held)
 
     def _touch(self, keys: list[ObjectKey]) -> None:
         # The parts of a chunk, of all groups and ranks, are used together.
@@ -242,22 +238,21 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
         if keys:
             self._notify_keys_accessed(keys)
 
-    def _read(self, key: ObjectKey, obj: MemoryObj) -> bool:
+    def _read(self, task: Task, index: int, key: ObjectKey, obj: MemoryObj) -> None:
         watch = Stopwatch()
         try:
             name, layout = object_name(key), ChunkLayout.of(obj)
             info = self._store.info(name)
             if info is None or layout is None or info.meta != layout.text:
-                return False
+                return
             with watch.running():
                 is_hit = self._store.read(name, obj.byte_array, obj.is_valid)
             if is_hit:
+                task.hit(index)
                 layout.count(LOAD_DISK, key, watch)
-            return is_hit
         except Exception as error:
             LOAD_DISK.failed(type(error).__name__)
             logger.exception("disk tier: a load failed (docs: troubleshooting#disk-load)")
-            return False
 
     def _report(self) -> None:
         """Report new and removed objects: LMCache counts bytes, also by salt, for its quotas."""
@@ -275,11 +270,3 @@ def _has_layout(text: str, layout: MemoryLayoutDesc) -> bool:
     if stored is None:  # of another version
         return False
     return stored.shapes == tuple(layout.shapes) and stored.dtypes == tuple(layout.dtypes)
-
-
-def _bitmap(hits: list[bool]) -> Bitmap:
-    bitmap = Bitmap(len(hits))
-    for index, hit in enumerate(hits):
-        if hit:
-            bitmap.set(index)
-    return bitmap
