@@ -93,9 +93,9 @@ def _(_: Any) -> Any:
     return ".lmxkv.part"
 
 
-@fault("two stores may have one directory", "disk", DirectoryLock, "_try")
+@fault("two stores may have one directory", "disk", DirectoryLock, "_wait")
 def _(_: Any) -> Any:
-    return lambda self: True
+    return lambda self, seconds: None
 
 
 @fault("a chunk of another model is served after a restart", "tier", DiskTier, "name")

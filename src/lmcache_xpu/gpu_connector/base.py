@@ -127,7 +127,7 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
         return torch.Size([num_tokens, hidden] if planes == 1 else [num_tokens, planes, hidden])
 
     def initialize_kvcaches_ptr(self, **kwargs: Any) -> None:
-        """Register the engine's KV cache, if it is passed as `kvcaches`; see `registered`."""
+        """Register the engine's KV cache, if it is passed; see `registered`."""
         if (kvcaches := kwargs.get("kvcaches")) is not None:
             self.registered(kvcaches)
 

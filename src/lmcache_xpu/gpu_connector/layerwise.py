@@ -39,11 +39,9 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
 
     def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> NoReturn:
         """Not part of a layerwise connector."""
-        raise NotImplementedError("a layerwise connector loads with batched_to_gpu")
+        raise NotImplementedError("a layerwise connector has batched_to_gpu and batched_from_gpu")
 
-    def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> NoReturn:
-        """Not part of a layerwise connector."""
-        raise NotImplementedError("a layerwise connector stores with batched_from_gpu")
+    from_gpu = to_gpu
 
     @torch.inference_mode()
     def batched_to_gpu(
@@ -52,11 +50,8 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
         """Load a request layer by layer; yields `num_layers + 2` times.
 
         The engine's stream waits for a layer with the next step. Host memory is held until its
-        copies are done, also when the generator is closed before its end.
-
-        Args:
-            starts, ends: first token of each chunk, and the one after its last.
-            kwargs: as for the standard connector.
+        copies are done, also when the generator is closed before its end. Arguments are those of
+        `plan`.
 
         Raises:
             HostMemoryError: an object that does not fit its chunk; its layer is not touched.
@@ -103,12 +98,8 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
         """Store a request layer by layer; yields `num_layers + 1` times.
 
         Each step enqueues a layer behind what the engine has enqueued, and returns when the layer
-        before is complete on the host.
-
-        Args:
-            memory_objs: `[layer][chunk]`.
-            starts, ends: of each chunk, as in a load; chunks need not follow each other.
-            kwargs: as for the standard connector.
+        before is complete on the host. `memory_objs` are `[layer][chunk]`; chunks need not follow
+        each other. The other arguments are those of `plan`.
 
         Raises:
             TransferError: arguments that don't fit; nothing was changed.

@@ -40,8 +40,7 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
 
         Args:
             memory_objs: LMCache's memory, one per chunk.
-            starts, ends: first token of each chunk in the request, and the one after its last.
-            kwargs: `slot_mapping`, and perhaps `kvcaches` and `vllm_cached_tokens`, see `plan`.
+            starts, ends, kwargs: those of `plan`.
 
         Raises:
             TransferError: arguments that don't fit; nothing was changed.

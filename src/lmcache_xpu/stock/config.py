@@ -39,12 +39,8 @@ SAFE_HASH = "sha256"
 def prepare(vllm_config: VllmConfig) -> LMCacheEngineConfig:
     """Return LMCache's configuration for an engine: completed, made safe, and checked.
 
-    Args:
-        vllm_config: of the engine; vLLM's settings of LMCache are completed in it, because LMCache
-            reads them once more.
-
-    Raises:
-        SettingsError: the configuration can't be served.
+    vLLM's settings of LMCache are completed in vLLM's configuration: LMCache reads them once more.
+    Raises SettingsError if the configuration can't be served.
     """
     config, transfer = load(), vllm_config.kv_transfer_config
     transfer.kv_connector_extra_config = extra = transfer.kv_connector_extra_config or {}
@@ -101,11 +97,7 @@ def use_layerwise(extra: Mapping[str, Any]) -> bool:
 
 
 def load() -> LMCacheEngineConfig:
-    """Return LMCache's configuration of this process, from LMCACHE_CONFIG_FILE and LMCACHE_*.
-
-    Raises:
-        SettingsError: LMCache itself refuses it.
-    """
+    """Return LMCache's configuration of this process, from LMCACHE_CONFIG_FILE and LMCACHE_*."""
     from lmcache.integration.vllm.utils import lmcache_get_or_create_config
 
     try:
@@ -119,14 +111,9 @@ def load() -> LMCacheEngineConfig:
 
 
 def check_features(config: LMCacheEngineConfig, extra: Mapping[str, Any] | None = None) -> None:
-    """Refuse options that are not served.
+    """Refuse options that are not served and differ from their defaults, or that are unknown.
 
-    Args:
-        config: LMCache's.
-        extra: vLLM's kv_connector_extra_config.
-
-    Raises:
-        SettingsError: such an option has another value than its default, or LMCache has no such.
+    `extra` is vLLM's kv_connector_extra_config.
     """
     defaults = vars(type(config).from_defaults())
     unserved = {

@@ -39,6 +39,8 @@ __all__ = ["ChunkStore"]
 
 logger = logging.getLogger("vllm.lmcache_xpu.disk")  # vLLM prints its own loggers only
 
+# Misses are reads that delivered nothing, dropped puts that stored nothing, corrupt files that were
+# removed for their content, errors system calls that failed.
 _COUNTED = ("hits", "misses", "stored", "evicted", "dropped", "corrupt", "errors")
 _SUFFIX = ".lmxkv"
 _TEMPORARY = ".lmxkv.tmp"
@@ -87,11 +89,7 @@ class ChunkStore:
 
     @property
     def counters(self) -> dict[str, int]:
-        """What happened since the store was opened, and the `bytes` that it holds now.
-
-        `misses` are reads that delivered nothing, `dropped` puts that stored nothing, `corrupt`
-        files that were removed for their content, `errors` system calls that failed.
-        """
+        """What happened since the store was opened, and the `bytes` that it holds now."""
         with self._lock:
             return {**self._count, "bytes": self._index.used_bytes}
 
@@ -122,17 +120,17 @@ class ChunkStore:
             key: name of the chunk.
             meta: returned by `info` as it is; must fit the header together with `key`.
             payload: one-byte items; must not change during the call.
-            used_ns: time of last use; now if None, or if it is to come. Unless it is None, a time
-                that `touch` has set before goes first.
+            used_ns: time of last use; now if None, or if it is to come. A time that `touch` has set
+                before goes first.
             is_lent: says whether the payload was still the caller's, once it was written.
 
         Returns:
-            True if the chunk is stored now; False if it doesn't fit beside what is being written or
-            was used later, its memory was taken back, or the store is closed.
+            Whether the chunk is stored now. It is not if it doesn't fit beside what is being
+            written or was used later, its memory was taken back, or the store is closed.
 
         Raises:
             ValueError: key and meta are too long for the header.
-            OSError: the file could not be written; nothing of it is left, others are untouched.
+            OSError: the file could not be written; nothing of it is left.
         """
         size, index = disk_bytes(len(payload)), self._index
         with self._lock:
@@ -170,19 +168,22 @@ class ChunkStore:
             raise
         finally:
             if size:
-                self._give_up(temporary, size)
+                with self._lock:
+                    self._count["dropped"] += 1
+                    try:
+                        temporary.unlink(missing_ok=True)
+                        index.reserve(-size)
+                    except OSError:  # it keeps its room
+                        self._count["errors"] += 1
 
     def read(
         self, key: str, buffer: memoryview, is_lent: Callable[[], bool] = lambda: True
     ) -> bool:
-        """Read a chunk's payload into `buffer`, whose length must be the payload's.
+        """Read a chunk's payload into `buffer`, of its length; on a miss that may hold anything.
 
         A file that is truncated, damaged, another's or unreadable for the disk is removed. It stays
         if the fault is this process's, or if the buffer was taken back, as `is_lent` says. The time
         of last use does not change, see `touch`.
-
-        Returns:
-            True if `buffer` holds the chunk; False on a miss, and then it may hold anything.
         """
         entry, stays = self._index.get(key), True
         fault: str | None = ""
@@ -317,13 +318,3 @@ class ChunkStore:
         self._index.remove(key)
         DISK_USED_BYTES.set(self._index.used_bytes)
         return True
-
-    def _give_up(self, temporary: Path, size_bytes: int) -> None:
-        """Count a chunk that was not stored; a file of it that can't be removed keeps its room."""
-        with self._lock:
-            self._count["dropped"] += 1
-            try:
-                temporary.unlink(missing_ok=True)
-                self._index.reserve(-size_bytes)
-            except OSError:
-                self._count["errors"] += 1
