@@ -121,7 +121,6 @@ def test_a_step_that_was_begun_before_is_not_asked_for_again():
         "begin_step",
         "fail",
         "ask",
-        "end_early",
         "begin_answered",
         "begin_answered",
     ]

@@ -24,7 +24,8 @@ from lmcache_xpu.cache.hit_places import (
     Groups,
     Hit,
     Reservation,
-    sent_rows,
+    received,
+    sent,
 )
 from lmcache_xpu.cache.load_questions import questions_of
 from lmcache_xpu.cache.protocol import TokenRange
@@ -152,26 +153,26 @@ class Client:
             return Answer(SimpleNamespace(success=self.has_module), comes=not self.silent)
         payload = b""
         if request.method == REGISTER:
-            groups = Groups.received(request.payload)
+            groups = received(request.payload, Groups)
             self.sizes, self.windows = list(groups.sizes), groups.windows
         elif request.method == RESERVE:
-            hit, _, skipped, tokens = Reservation.received(request.payload)
+            hit, _, skipped, tokens = received(request.payload, Reservation)
             key = Key(tokens, hit.start, hit.end, hit.cache_salt, request_id=hit.request_id)
             self.asked.setdefault(hit.request_id, key)
             context = self.prepare_store(key, hit.instance_id, skipped).result().context
-            payload = sent_rows(_rows(context))
+            payload = sent(_rows(context))
             self._reserved[hit] = key
         elif request.method == COMMIT:
-            self.commit_store(self._reserved.pop(Hit.received(request.payload)), 1, b"")
+            self.commit_store(self._reserved.pop(received(request.payload, Hit)), 1, b"")
             payload = b"1"
         else:
-            hit = Hit.received(request.payload)
+            hit = received(request.payload, Hit)
             key = self.asked.get(hit.request_id)
             if request.method == LOCATE and key is not None:
                 asked = dataclasses.replace(key, start=hit.start, end=hit.end)
                 answer = self.prepare_retrieve(asked, hit.instance_id).result()
                 self.calls.pop()
-                payload = sent_rows(_rows(answer.context)) if answer.success else b""
+                payload = sent(_rows(answer.context)) if answer.success else b""
         return self._answer(request.method, SimpleNamespace(success=True, payload=payload))
 
     def commit_retrieve(self, key: Key, instance_id: int) -> Answer:

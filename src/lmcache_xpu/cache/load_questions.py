@@ -21,7 +21,9 @@ from lmcache_xpu.cache.hit_places import (
     Hit,
     ObjectSlots,
     Reservation,
-    rows_of,
+    Rows,
+    received,
+    sent,
 )
 from lmcache_xpu.cache.protocol import Answer, CachePlaces, Skipped
 from lmcache_xpu.cache.server import LentMemory
@@ -130,7 +132,7 @@ class ModuleQuestions:
         tokens = key.token_ids if tokens is None else tokens
         without = tuple(map(tuple, skipped))
         asked = Reservation(self._hit(number, key), self._sizes, without, tokens)
-        return _Coming(self._send(RESERVE, asked.sent()), self._slots)
+        return _Coming(self._send(RESERVE, sent(asked)), self._slots)
 
     def commit(self, number: int, key: Any) -> Answer[bool]:
         """End writing."""
@@ -148,17 +150,17 @@ class ModuleQuestions:
         """
         names = self._instance_id, model_name, world_size
         groups = Groups(*names, () if ends else self._sizes, self._windows)
-        return self._send(REGISTER, groups.sent())
+        return self._send(REGISTER, sent(groups))
 
     def _slots(self, answer: Any) -> ObjectSlots:
-        rows = rows_of(answer.payload) if answer.success else []
+        rows = received(answer.payload, Rows) if answer.success else []
         return ObjectSlots.of(rows, len(self._sizes))
 
     def _hit(self, number: int, key: Any) -> Hit:
         return Hit.of_key(self._instance_id, number, key, self._windows)
 
     def _call(self, method: str, number: int, key: Any) -> Any:
-        return self._send(method, self._hit(number, key).sent())
+        return self._send(method, sent(self._hit(number, key)))
 
     def _send(self, method: str, payload: bytes) -> Any:
         return self._client.server_module_call(ServerModuleCallRequest(method, payload))
