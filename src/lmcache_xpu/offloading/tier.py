@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.v1.kv_offload.base import (
@@ -17,8 +20,9 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
+from lmcache_xpu import versions
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.offloading.identity import engine_identity
+from lmcache_xpu.model.model_fingerprint import fingerprint
 from lmcache_xpu.tiers.disk.parameters import DiskSettings
 from lmcache_xpu.tiers.disk.writer import BEHIND, FAILED
 from lmcache_xpu.tiers.pause import complain
@@ -32,21 +36,17 @@ __all__ = ["DiskTier"]
 
 _OPTIONS = ("path", "gib", "threads")
 _DRAIN_SECONDS = 10.0
+_DIGITS = 24
 _QUEUED = 0.25  # of host memory; what waits for the disk can't be used for anything else
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Job:
-    """One job of vLLM, in as many parts as threads work on it.
-
-    Args:
-        asked: vLLM's description.
-        queued_bytes: of host memory that waits for a write.
-        parts: of each, the chunks that were moved, and when it ended.
-    """
+    """One job of vLLM, in as many parts as threads work on it."""
 
     asked: TransferJob
-    queued_bytes: int = 0
+    queued_bytes: int = 0  # of host memory that waits for a write
+    # Of each, the chunks that were moved, and when it ended.
     parts: list[Future[tuple[list[OffloadKey], float]]] = field(default_factory=list)
     begun: float = field(default_factory=time.monotonic)
 
@@ -94,7 +94,8 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # untyped base
         self._memory = primary_kv_view.cast("B")
         self._most_queued = int(rows * self._chunk_bytes * _QUEUED)
         engine = offloading_spec.config.parallel.data_parallel_index
-        settings = DiskSettings.parse({"disk.engine": engine} | _named(mine))
+        named = {f"disk.{name}": value for name, value in mine.items()}
+        settings = DiskSettings.parse({"disk.engine": engine} | named)
         self._identity = engine_identity(offloading_spec, self._chunk_bytes, namespace)
         self._store = settings.open_store(f"kv-vllm-{engine}")
         self._threads = settings.threads
@@ -233,5 +234,43 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # untyped base
         return self._memory[begin : begin + self._chunk_bytes]
 
 
-def _named(options: dict[str, Any]) -> dict[str, Any]:
-    return {f"disk.{name}": value for name, value in options.items()}
+def engine_identity(spec: OffloadingSpec, chunk_bytes: int, namespace: str) -> str:
+    """Return 24 digits of a hash: equal for engines that may read each other's chunks.
+
+    vLLM's keys hold a hash of the tokens and the number of a KV cache group, and nothing of the
+    model. This covers what vLLM's tier `fs` has in the names of its files, the weights, the order
+    of the bytes in a block, and their number; and on CPU, whose kernels pack blocks in an order
+    that may change with every version, vLLM's version.
+    """
+    # vLLM's own names: a field that a later version adds counts at once.
+    from vllm.platforms import current_platform
+    from vllm.v1.kv_offload.file_mapper import FileMapper
+
+    device = current_platform.device_type
+    files = FileMapper.from_offloading_spec("", spec, spec.blocks_per_chunk)
+    facts: dict[str, Any] = {
+        **files.get_run_config(),
+        "chunk_bytes": chunk_bytes,
+        "device": device,
+        "kv_cache_layout": getattr(spec.config, "kv_cache_layout", None),
+        "namespace": namespace,
+        "vllm": str(versions.installed().vllm) if device == "cpu" else None,
+        "weights": _weights(spec.config.model.name),
+    }
+    text = json.dumps(facts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
+
+
+def _weights(model: str) -> str:
+    """Return the fingerprint of a model's files, or of its commit where a hub has it."""
+    if Path(model).exists():
+        return fingerprint(model)
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        config = try_to_load_from_cache(model, "config.json")
+    except ValueError:  # not a repository's name: a file of one, for example
+        config = None
+    # .../snapshots/COMMIT/config.json
+    commit = Path(config).parent.name if isinstance(config, str) else None
+    return fingerprint(model, commit)

@@ -19,9 +19,11 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+from prometheus_client import MetricsHandler
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.server.server_socket import SCHEME, make_directory
@@ -100,7 +102,7 @@ def _health(url: str) -> Callable[[], bool]:
     return answers
 
 
-class _Pages(BaseHTTPRequestHandler):
+class _Pages(MetricsHandler):
     """The two pages.
 
     Args:
@@ -116,25 +118,18 @@ class _Pages(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer with a page, or 404."""
         if self.path == "/metrics":
-            from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-
-            self._send(HTTPStatus.OK, CONTENT_TYPE_LATEST, generate_latest())
-        elif self.path != "/healthcheck":
-            self._send(HTTPStatus.NOT_FOUND, "text/plain", b"/healthcheck or /metrics\n")
-        elif self._answers():
-            self._send(HTTPStatus.OK, "text/plain", b"healthy\n")
-        else:
-            self._send(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", b"no answer\n")
-
-    def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
+            super().do_GET()
+            return
+        status, body = HTTPStatus.NOT_FOUND, b"/healthcheck or /metrics\n"
+        if self.path == "/healthcheck":
+            status, body = HTTPStatus.SERVICE_UNAVAILABLE, b"no answer\n"
+            if self._answers():
+                status, body = HTTPStatus.OK, b"healthy\n"
         self.send_response(status)
-        self.send_header("Content-Type", kind)
+        self.send_header("Content-Type", "text/plain")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
-
-    def log_message(self, format: str, *arguments: Any) -> None:
-        """Write no line for each scrape."""
 
 
 if __name__ == "__main__":

@@ -105,9 +105,9 @@ def gpu_connector(
 ) -> StandardConnector | LayerwiseConnector:
     """Return the connector of an engine.
 
-    The chunk shape and the model's name in LMCache's metadata, which decide on keys, are changed to
-    those of the engine's content: with inline scales or unequal sizes of keys and values that is not
-    what LMCache derives from the model's heads.
+    The chunk shape and the model's name in LMCache's metadata, which decide on keys, become those
+    of the engine's content: with inline scales or unequal sizes of keys and values that is not what
+    LMCache derives from the model's heads.
     """
     layers, planes, chunk_size, _, _ = metadata.kv_shape
     metadata.kv_shape = (layers, planes, chunk_size, facts.heads, facts.head_size)

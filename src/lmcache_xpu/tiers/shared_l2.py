@@ -29,12 +29,12 @@ from lmcache_xpu.metrics import LOAD_SHARED, STORE_SHARED, Flow, Stopwatch
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
 from lmcache_xpu.tiers.pause import Pause
 from lmcache_xpu.tiers.shared_values import SharedValues, fill, value_name
-from lmcache_xpu.tiers.task_results import Task, TaskAnswers, after_all
+from lmcache_xpu.tiers.task_results import Task, TaskAnswers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from lmcache.v1.distributed.api import MemoryLayoutDesc, MemoryTags, ObjectKey
+    from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
     from lmcache.v1.distributed.internal_api import L1MemoryDesc
     from lmcache.v1.memory_management import MemoryObj
 
@@ -45,7 +45,6 @@ LOAD_S = 8.0  # likewise; with what has come by then
 AWAY_S = 10.0  # that a server is left alone after an error, or not written to after a refusal
 CLOSE_S = 10.0
 READS, WRITES, LOOKS = 4, 2, 2  # threads
-_QUEUE_BYTES = 1 << 30  # of writes, where L1's size is not known
 
 
 class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # untyped base
@@ -59,19 +58,20 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
         SettingsError: a setting is wrong.
     """
 
+    RESIDENCY = "REMOTE"
+
     def __init__(
         self, params: Mapping[str, object], l1_memory_desc: L1MemoryDesc | None = None
     ) -> None:
-        super().__init__()
+        super().__init__(READS, l1_memory_desc)
         self._values = SharedValues(params)
-        self._queue_bytes = l1_memory_desc.size // 4 if l1_memory_desc else _QUEUE_BYTES
+        self._queue_bytes = self._memory_bytes // 4
         self._queued_bytes = 0
         self._queue_lock = threading.Lock()
         self._away = Pause("left alone")
         self._refusing = Pause("not written to")
         self._refusal = ""
         self._writes = ThreadPoolExecutor(WRITES, "shared-write")
-        self._reads = ThreadPoolExecutor(READS, "shared-read")
         self._looks = ThreadPoolExecutor(LOOKS, "shared-look-up")
 
     # Store
@@ -113,20 +113,9 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
         """Begin to read objects into memory of their layouts."""
         task = Task(self._loaded, len(keys), LOAD_S, partial(self._time_out, loads=1))
-        reads = [
-            self._reads.submit(self._load, task, index, key, obj)
-            for index, (key, obj) in enumerate(zip(keys, objects, strict=True))
-        ]
-        after_all(reads, task.end)
-        return task.number
+        return self._begin_load(task, keys, objects)
 
     # The rest of LMCache's interface
-
-    def get_memory_tags(self) -> MemoryTags:
-        """Another host's. LMCache 0.5.7 asks; 0.5.6 has no such names."""
-        from lmcache.v1.distributed.api import MemoryResidency, MemorySegment, MemoryTags
-
-        return MemoryTags(MemorySegment.STORAGE, MemoryResidency.REMOTE)
 
     def report_status(self) -> dict[str, Any]:
         """What the server's status page shows."""
@@ -145,9 +134,8 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
         self._writes.shutdown()
         last.cancel()
         self._values.disconnect()
-        for threads in (self._reads, self._looks):
-            threads.shutdown(cancel_futures=True)
-        self._close_results()
+        self._looks.shutdown(cancel_futures=True)
+        self._end_loads()
 
     # In threads
 

@@ -1,10 +1,11 @@
-"""Results of tasks that LMCache's server submits to a tier, and asks for later."""
+"""Tasks that LMCache's server submits to a tier, and asks for later."""
 
 from __future__ import annotations
 
 import itertools
 import threading
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from lmcache.lmcache_native import Bitmap
 from lmcache.v1.platform import create_event_notifier
@@ -13,7 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
-    from lmcache.v1.distributed.internal_api import L2StoreResult
+    from lmcache.v1.distributed.api import MemoryTags, ObjectKey
+    from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2StoreResult
+    from lmcache.v1.memory_management import MemoryObj
 
 __all__ = ["Task", "TaskAnswers", "TaskResults", "after_all"]
 
@@ -44,10 +47,9 @@ class TaskResults(Generic[T]):
     def end(self, task: int, result: T) -> None:
         """Record the result of a task."""
         with self._lock:
-            if self._closed:
-                return
-            self._results[task] = result
-            self._notifier.notify()
+            if not self._closed:
+                self._results[task] = result
+                self._notifier.notify()
 
     def take(self, task: int) -> T | None:
         """Return a task's result, the first time after its end; else None."""
@@ -65,40 +67,6 @@ class TaskResults(Generic[T]):
         with self._lock:
             self._closed = True
             self._notifier.close()
-
-
-class TaskAnswers:
-    """What both L2 adapters answer LMCache of their tasks. Stands before LMCache's interface."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._stored: TaskResults[L2StoreResult] = TaskResults()
-        self._located: TaskResults[Bitmap] = TaskResults()
-        self._loaded: TaskResults[Bitmap] = TaskResults()
-
-    def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
-        """A bit for each object that was found; None before, and after the first time."""
-        return self._located.take(task_id)
-
-    def query_load_result(self, task_id: int) -> Bitmap | None:
-        """A bit for each object that was read; None before, and after the first time."""
-        return self._loaded.take(task_id)
-
-    def get_store_event_fd(self) -> int:
-        """Readable when a store has ended."""
-        return self._stored.fileno()
-
-    def get_lookup_and_lock_event_fd(self) -> int:
-        """Readable when a look-up has ended."""
-        return self._located.fileno()
-
-    def get_load_event_fd(self) -> int:
-        """Readable when a load has ended."""
-        return self._loaded.fileno()
-
-    def _close_results(self) -> None:
-        for results in (self._stored, self._located, self._loaded):
-            results.close()
 
 
 class Task:
@@ -152,6 +120,67 @@ class Task:
             self._timer.cancel()
         before()
         self._results.end(self.number, self._hits)
+
+
+class TaskAnswers:
+    """What both L2 adapters have in common. Stands before LMCache's interface.
+
+    Args:
+        readers: threads that load.
+        memory: LMCache's; None where its size is not known.
+        options: of LMCache's interface.
+    """
+
+    RESIDENCY: ClassVar[str]  # of `MemoryResidency`
+
+    def __init__(self, readers: int, memory: L1MemoryDesc | None, **options: Any) -> None:
+        super().__init__(**options)
+        self._stored: TaskResults[L2StoreResult] = TaskResults()
+        self._located: TaskResults[Bitmap] = TaskResults()
+        self._loaded: TaskResults[Bitmap] = TaskResults()
+        self._reads = ThreadPoolExecutor(readers, "tier-read")
+        self._memory_bytes = memory.size if memory else 1 << 31
+
+    def _load(self, task: Task, index: int, key: ObjectKey, obj: MemoryObj) -> None:
+        """Read an object, and set its bit; must not raise."""
+        raise NotImplementedError
+
+    def _begin_load(self, task: Task, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        pairs = enumerate(zip(keys, objects, strict=True))
+        loads = [self._reads.submit(self._load, task, index, *pair) for index, pair in pairs]
+        after_all(loads, task.end)
+        return task.number
+
+    def get_memory_tags(self) -> MemoryTags:
+        """Return what the tier is. LMCache 0.5.7 asks; 0.5.6 has no such names."""
+        from lmcache.v1.distributed.api import MemoryResidency, MemorySegment, MemoryTags
+
+        return MemoryTags(MemorySegment.STORAGE, MemoryResidency[self.RESIDENCY])
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
+        """A bit for each object that was found; None before, and after the first time."""
+        return self._located.take(task_id)
+
+    def query_load_result(self, task_id: int) -> Bitmap | None:
+        """A bit for each object that was read; None before, and after the first time."""
+        return self._loaded.take(task_id)
+
+    def get_store_event_fd(self) -> int:
+        """Readable when a store has ended."""
+        return self._stored.fileno()
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        """Readable when a look-up has ended."""
+        return self._located.fileno()
+
+    def get_load_event_fd(self) -> int:
+        """Readable when a load has ended."""
+        return self._loaded.fileno()
+
+    def _end_loads(self) -> None:
+        self._reads.shutdown(cancel_futures=True)
+        for results in (self._stored, self._located, self._loaded):
+            results.close()
 
 
 def after_all(parts: Sequence[Future[Any]], call: Callable[[], object]) -> None:

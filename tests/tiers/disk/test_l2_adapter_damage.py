@@ -35,7 +35,7 @@ def test_damage_is_a_miss_and_is_stored_again(adapters, damage):
     assert adapter.look_up(range(4)) == [0, 1, 3]
     counters = adapter.store_.counters
     assert (counters["corrupt"], counters["misses"]) == (int(damage != "delete"), 1)
-    assert adapter.tier.get_usage().total_bytes_used == 3 * FILE
+    assert counters["bytes"] == 3 * FILE
     assert adapter.store([2]).is_successful()
     assert adapter.restarted(adapters).load(range(4)) == [0, 1, 2, 3]
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -31,23 +32,20 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache_xpu.metrics import LOAD_DISK, Stopwatch
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
 from lmcache_xpu.tiers.disk.parameters import DiskSettings
-from lmcache_xpu.tiers.disk.server_objects import ServerObjects, object_key, object_name
+from lmcache_xpu.tiers.disk.server_objects import object_key, object_name
 from lmcache_xpu.tiers.disk.writer import DiskWriter
 from lmcache_xpu.tiers.task_results import Task, TaskAnswers, after_all
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from lmcache.v1.distributed.api import MemoryLayoutDesc, MemoryTags, ObjectKey
+    from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
     from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2AdapterListener
-    from lmcache.v1.distributed.l2_adapters.base import AdapterUsage
     from lmcache.v1.memory_management import MemoryObj
 
 __all__ = ["DiskL2Adapter"]
 
 logger = logging.getLogger("vllm.lmcache_xpu.disk")  # vLLM prints its own loggers only
-
-_QUEUE_BYTES = 1 << 30  # of writes, where L1's size is not known
 
 
 class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # untyped base
@@ -64,20 +62,23 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
             does not start then.
     """
 
+    RESIDENCY = "LOCAL"
+
     def __init__(
         self, params: Mapping[str, object], l1_memory_desc: L1MemoryDesc | None = None
     ) -> None:
         settings = DiskSettings.parse(params, alone=True)
-        super().__init__(max_capacity_bytes=settings.limit_bytes)
-        self._store = settings.open_store(
-            f"kv-server-{settings.engine}" if settings.engine else "kv-server"
-        )
-        queue_bytes = l1_memory_desc.size // 2 if l1_memory_desc else _QUEUE_BYTES
-        self._writes = DiskWriter(self._store, queue_bytes, max(1, settings.threads // 2))
-        self._reads = ThreadPoolExecutor(settings.threads, "disk-read")
+        super().__init__(settings.threads, l1_memory_desc)
+        self._limit_bytes = settings.limit_bytes
+        number = f"-{settings.engine}" if settings.engine else ""
+        self._store = settings.open_store(f"kv-server{number}")
+        writers = max(1, settings.threads // 2)
+        self._writes = DiskWriter(self._store, self._memory_bytes // 2, writers)
         # What reads or changes the index alone, or queues writes, in the order of its submission.
         self._looks = ThreadPoolExecutor(1, "disk-look-up")
-        self._objects = ServerObjects(self._store)
+        # The store reports changes while it is locked, so LMCache can't be told there and then.
+        self._changed: deque[str] = deque()
+        self._store.watch(self._changed.append)
         self._reporting = threading.Lock()
 
     # Store
@@ -116,36 +117,18 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
         """Begin to read objects into memory of their layouts."""
-        task = Task(self._loaded, len(keys))
-        reads = [
-            self._reads.submit(self._read, task, index, key, obj)
-            for index, (key, obj) in enumerate(zip(keys, objects, strict=True))
-        ]
-        after_all(reads, task.end)
-        return task.number
+        return self._begin_load(Task(self._loaded, len(keys)), keys, objects)
 
     # The rest of LMCache's interface
 
-    def get_memory_tags(self) -> MemoryTags:
-        """A disk of this host. LMCache 0.5.7 asks; 0.5.6 has no such names."""
-        from lmcache.v1.distributed.api import MemoryResidency, MemorySegment, MemoryTags
-
-        return MemoryTags(MemorySegment.STORAGE, MemoryResidency.LOCAL)
-
-    def set_backend_identity(self, name: str, shared: bool = False) -> None:
-        """Take LMCache's name of this tier, and report the objects on the disk."""
-        super().set_backend_identity(name, shared)
+    def register_listener(self, listener: L2AdapterListener) -> None:
+        """Report the objects on the disk, and later each change."""
+        super().register_listener(listener)
+        self._store.watch(self._changed.append)
         self._report()
 
-    def register_listener(self, listener: L2AdapterListener) -> None:
-        """Report the objects on the disk to a listener, and later each change."""
-        with self._reporting:
-            super().register_listener(listener)
-            if sizes := self._objects.sizes:
-                listener.on_l2_keys_stored(list(sizes), list(sizes.values()))
-
     def delete(self, keys: list[ObjectKey]) -> None:
-        """Remove objects; LMCache's own eviction calls it, where one is set up."""
+        """Remove objects."""
         for key in keys:
             self._store.remove(object_name(key))
         self._report()
@@ -163,11 +146,6 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
         self._report()
         return ended and gone
 
-    def get_usage(self) -> AdapterUsage:
-        """The bytes of the files, as the file system counts them, and the bound."""
-        self._report()
-        return super().get_usage()
-
     def report_status(self) -> dict[str, Any]:
         """What the server's status page shows."""
         counters = self._store.counters
@@ -175,7 +153,7 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
             "is_healthy": True,
             "type": type(self).__name__,
             "directory": str(self._store.directory),
-            "limit_bytes": self._max_capacity_bytes,
+            "limit_bytes": self._limit_bytes,
             "pending": len(self._writes.pending),
             **counters,
             "dropped": counters["dropped"] + self._writes.dropped,
@@ -185,8 +163,7 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
         """End the queued writes, within ten seconds, and let go of memory and directory."""
         self._looks.shutdown()
         self._writes.close()
-        self._reads.shutdown(cancel_futures=True)
-        self._close_results()
+        self._end_loads()
         self._store.close()
 
     # In threads
@@ -238,7 +215,7 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
         if keys:
             self._notify_keys_accessed(keys)
 
-    def _read(self, task: Task, index: int, key: ObjectKey, obj: MemoryObj) -> None:
+    def _load(self, task: Task, index: int, key: ObjectKey, obj: MemoryObj) -> None:
         watch = Stopwatch()
         try:
             name, layout = object_name(key), ChunkLayout.of(obj)
@@ -255,13 +232,16 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
             logger.exception("disk tier: a load failed (docs: troubleshooting#disk-load)")
 
     def _report(self) -> None:
-        """Report new and removed objects: LMCache counts bytes, also by salt, for its quotas."""
+        """Report new and removed objects, of no size: LMCache's quotas don't count this tier."""
         with self._reporting:
-            new, gone = self._objects.changes()
-            if gone:
-                self._notify_keys_deleted(list(gone), list(gone.values()))
-            if new:
-                self._notify_keys_stored(list(new), list(new.values()))
+            names = {self._changed.popleft(): None for _ in range(len(self._changed))}
+            keys = [(key, name in self._store) for name in names if (key := object_key(name))]
+            for held, notify in (
+                (False, self._notify_keys_deleted),
+                (True, self._notify_keys_stored),
+            ):
+                if some := [key for key, is_held in keys if is_held == held]:
+                    notify(some, [0] * len(some))
 
 
 def _has_layout(text: str, layout: MemoryLayoutDesc) -> bool:
