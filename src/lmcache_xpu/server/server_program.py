@@ -115,7 +115,7 @@ class _Pages(MetricsHandler):
         self._answers = answers
         super().__init__(*arguments)
 
-    def do_GET(self) -> None:
+    def do_GET(self) -> None:  # noqa: N802 (the base class's name)
         """Answer with a page, or 404."""
         if self.path == "/metrics":
             super().do_GET()

@@ -2,20 +2,17 @@
 
 Switched on by an option of `lmcache server`, whose value `shared_option` writes.
 
-The server may be away, slow, full or empty at any time, and its values may be damaged: then an
-object is not found, or not kept. After an error, or a look-up or a load that takes too long in all,
-the server is left alone for some seconds, as a request would wait for each attempt. One that
-answers, but takes no writes, is only not written to. A value that is damaged, or is no object of
-its name's layout, is deleted.
+The server may be away, slow, full or empty at any time, may evict between a look-up and its load,
+and its values may be damaged: then an object is not found, or not kept. After an error, or a
+look-up or a load that takes too long in all, the server is left alone for some seconds, as a
+request would wait for each attempt. One that answers, but takes no writes, is only not written to.
 
-LMCache counts no objects here and deletes none: the server evicts, also between a look-up and its
-load. Memory is lent until a task ends, or taken back sooner: it is checked before a value is sent,
-and before each slice is written. Nothing raises into LMCache or waits for the server there.
+Memory is lent until a task ends, or taken back sooner: it is checked before a value is sent, and
+before each slice is written. Nothing raises into LMCache or waits for the server there.
 """
 
 from __future__ import annotations
 
-import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -77,18 +74,18 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
     # Store
 
     def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
-        """Queue objects to be sent; what exceeds the bound on the queue is dropped."""
-        task = self._stored.begin()
+        """Queue objects to be sent; dropped where too much waits already."""
+        task, size = self._stored.begin(), sum(obj.get_size() for obj in objects)
         with self._queue_lock:
-            room = self._queue_bytes - self._queued_bytes
-            ends = itertools.accumulate(obj.get_size() for obj in objects)
-            sizes = [end for end in ends if end <= room]
-            size = sizes[-1] if sizes else 0
-            self._queued_bytes += size
-        dropped = len(keys) - len(sizes)
-        _failed(STORE_SHARED, "behind", dropped)
-        writes = list(zip(keys, objects, strict=True))[: len(sizes)]
-        self._writes.submit(self._store, task, writes, size, dropped)
+            after = self._queued_bytes + size
+            fits = not self._queued_bytes or after <= self._queue_bytes
+            if fits:
+                self._queued_bytes = after
+        if fits:
+            self._writes.submit(self._store, task, keys, objects, size)
+        else:
+            _failed(STORE_SHARED, "behind", len(keys))
+            self._stored.end(task, L2StoreResult(False, 0))
         return task
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
@@ -139,18 +136,14 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
 
     # In threads
 
-    def _store(
-        self, task: int, writes: list[tuple[ObjectKey, MemoryObj]], size: int, dropped: int
-    ) -> None:
+    def _store(self, task: int, keys: list[ObjectKey], objects: list[MemoryObj], size: int) -> None:
         sent, done, reason = 0, 0, self._paused
         try:
-            layouts = [_layout(obj) for _, obj in writes]
-            names = [
-                value_name(key, layout) for (key, _), layout in zip(writes, layouts, strict=True)
-            ]
+            layouts = [_layout(obj) for obj in objects]
+            names = list(map(value_name, keys, layouts))
             held = [] if reason else self._values.exist(names)
-            for (key, obj), name, layout, is_held in zip(
-                writes, names, layouts, held, strict=False
+            for key, obj, name, layout, is_held in zip(
+                keys, objects, names, layouts, held, strict=False
             ):
                 if not is_held:
                     if reason := self._paused:
@@ -170,11 +163,12 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
             reason = "server"
             self._away.begin(AWAY_S, error)
         finally:
-            _failed(STORE_SHARED, reason, len(writes) - done)
+            _failed(STORE_SHARED, reason, len(keys) - done)
             with self._queue_lock:
                 self._queued_bytes -= size
-            complete = done == len(writes) and not dropped
-            self._report([key for key, _ in writes[:done]], is_held=True)
+            for key in keys[:done]:
+                self._report(key, is_held=True)
+            complete = done == len(keys)
             self._stored.end(task, L2StoreResult(complete, sent if complete else 0))
 
     @property
@@ -187,17 +181,12 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
     ) -> None:
         try:
             if not (self._away.on or task.over):
-                names = {
-                    index: value_name(key, layouts[key.object_group_id])
-                    for index, key in enumerate(keys)
-                    if key.object_group_id in layouts
-                }
-                held = dict(zip(names, self._values.exist(list(names.values())), strict=True))
-                for index, is_held in held.items():
+                known = [each for each in enumerate(keys) if each[1].object_group_id in layouts]
+                names = [value_name(key, layouts[key.object_group_id]) for _, key in known]
+                for (index, key), is_held in zip(known, self._values.exist(names), strict=True):
                     if is_held:
                         task.hit(index)
-                for is_held in (True, False):
-                    self._report([keys[i] for i in held if held[i] == is_held], is_held=is_held)
+                    self._report(key, is_held=is_held)
         except Exception as error:
             self._away.begin(AWAY_S, error)
         finally:
@@ -213,18 +202,16 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
                 payload = self._values.get(value_name(key, layout), layout)
                 filled = payload is not None and task.hit(index, partial(fill, obj, payload))
             if payload is None:
-                self._report([key], is_held=False)
+                self._report(key, is_held=False)
             if filled:
                 layout.count(LOAD_SHARED, key, watch)
         except Exception as error:
             self._away.begin(AWAY_S, error)
             _failed(LOAD_SHARED, "server", not task.over)
 
-    def _report(self, keys: list[ObjectKey], *, is_held: bool) -> None:
-        """Report what the server has, or not; of no size, as LMCache counts bytes by these."""
-        if keys:
-            notify = self._notify_keys_stored if is_held else self._notify_keys_deleted
-            notify(keys, [0] * len(keys))
+    def _report(self, key: ObjectKey, *, is_held: bool) -> None:
+        """Report that the server has an object, or not; of no size: LMCache counts bytes by it."""
+        (self._notify_keys_stored if is_held else self._notify_keys_deleted)([key], [0])
 
     def _time_out(self, *, loads: int = 0) -> None:
         _failed(LOAD_SHARED, "server", loads)

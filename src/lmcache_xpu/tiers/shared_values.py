@@ -56,13 +56,8 @@ class SharedValues:
     """Values in a server, found by their names. All methods raise what the client raises.
 
     Thread-safe. Connects with the first command, and again after each error. The password comes
-    from the environment.
-
-    Args:
-        params: the option's `adapter_params`, see `shared_option`.
-
-    Raises:
-        SettingsError: an entry is wrong, missing or unknown; it is not shown.
+    from the environment. Raises SettingsError if one of `adapter_params`, see `shared_option`, is
+    wrong, missing or unknown; it is not shown.
     """
 
     def __init__(self, params: Mapping[str, object]) -> None:

@@ -10,14 +10,10 @@ Switched on in LMCache's configuration:
       disk.gib: 100
       disk.threads: 4             # reads at a time; half as many writes
 
-Who calls what, and which references and pins that leaves (LMCache 0.5.6):
-
-    put     engine thread. Takes one reference per chunk until its write has ended. Queued writes
-            hold at most half of LMCache's CPU pool; what would exceed that is dropped.
-    load    returns chunks with one reference, the caller's, up to the first that is missing,
-            damaged or finds no room in the pool; vLLM recomputes the rest. Never waits for memory,
-            as its own chunks may be what fills the pool.
-    close   ends its writes, which read from the CPU pool: `stock.worker` closes that last.
+Queued writes take a reference per chunk, and hold at most half of LMCache's CPU pool; what would
+exceed that is dropped. A load returns chunks with one reference, the caller's, up to the first that
+is missing, damaged or finds no room in the pool, and never waits for memory, as its own chunks may
+be what fills the pool: vLLM recomputes the rest. LMCache closes the pool last, see `stock.worker`.
 
 The name of a chunk in the store, or of one layer of it:
 
@@ -57,9 +53,8 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
 
     Thread-safe. No method raises into the engine or waits for another request.
 
-    Raises:
-        SettingsError: a `disk.*` setting is wrong, or the directory can't be used or is in use.
-            (LMCache logs it and goes on without the tier; the connector then refuses to start.)
+    Raises SettingsError if a `disk.*` setting is wrong, or the directory can't be used or is in
+    use. (LMCache logs it and goes on without the tier; the connector then refuses to start.)
     """
 
     def __init__(
