@@ -245,10 +245,10 @@ def test_a_directory_serves_one_process(open_host, tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"path": ""}, "a directory"),
-        ({"gib": 0}, "a number above 0"),
-        ({"threads": 0}, "a whole number"),
-        ({"root_dir": "/tmp"}, "root_dir in secondary_tiers"),
+        ({"path": ""}, "disk.path=''.*at least 1 character"),
+        ({"gib": 0}, "disk.gib=0.*greater than 0"),
+        ({"threads": 0}, "disk.threads=0.*greater than or equal to 1"),
+        ({"root_dir": "/tmp"}, "disk.root_dir='/tmp'.*not permitted"),
     ],
 )
 def test_wrong_options_are_named(tmp_path: Path, options: dict, words: str):

@@ -73,4 +73,4 @@ def test_wrong_settings_are_named(name, value):
 
 def test_settings():
     parsed = DiskSettings.parse({"disk.path": "/cache", "disk.gib": 0.5})
-    assert (str(parsed.path), parsed.limit_bytes, parsed.threads) == ("/cache", 2**29, 4)
+    assert (parsed.path, parsed.limit_bytes, parsed.threads) == ("/cache", 2**29, 4)

@@ -21,7 +21,6 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from lmcache_xpu import versions
-from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.model.model_fingerprint import fingerprint
 from lmcache_xpu.tiers.disk.parameters import DiskSettings
 from lmcache_xpu.tiers.disk.writer import BEHIND, FAILED
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DiskTier"]
 
-_OPTIONS = ("path", "gib", "threads")
 _DRAIN_SECONDS = 10.0
 _DIGITS = 24
 _QUEUED = 0.25  # of host memory; what waits for the disk can't be used for anything else
@@ -83,19 +81,15 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # untyped base
         namespace: str = "",
         **options: Any,
     ) -> None:
-        mine = {name: options.pop(name) for name in _OPTIONS if name in options}
-        if unknown := sorted(options.keys() - {"backpressure_detector"}):
-            raise SettingsError(
-                f"{', '.join(unknown)} in secondary_tiers", f"of {', '.join(_OPTIONS)}, namespace"
-            )
-        super().__init__(offloading_spec, primary_kv_view, tier_type, **options)
+        vllms = {name: options.pop(name) for name in ("backpressure_detector",) if name in options}
+        super().__init__(offloading_spec, primary_kv_view, tier_type, **vllms)
         self.locality = Locality.LOCAL
         rows, self._chunk_bytes = primary_kv_view.shape or (0, 0)
         self._memory = primary_kv_view.cast("B")
         self._most_queued = int(rows * self._chunk_bytes * _QUEUED)
         engine = offloading_spec.config.parallel.data_parallel_index
-        named = {f"disk.{name}": value for name, value in mine.items()}
-        settings = DiskSettings.parse({"disk.engine": engine} | named)
+        named = {f"disk.{name}": value for name, value in options.items()}
+        settings = DiskSettings.parse(named | {"disk.engine": engine})
         self._identity = engine_identity(offloading_spec, self._chunk_bytes, namespace)
         self._store = settings.open_store(f"kv-vllm-{engine}")
         self._threads = settings.threads

@@ -148,8 +148,7 @@ class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]
         key = dataclasses.replace(asked, worker_id=hit.worker_id, start=hit.start, end=hit.end)
         if Hit.of_key(hit.instance_id, hit.number, key, hit.windows) != hit:
             return b""  # it is another engine's request, of the same name
-        whole = dataclasses.replace(key, start=0)
-        prompt = self._context.resolve_obj_keys(whole, list(range(len(hit.windows))))
+        prompt = self._prompt(key, len(hit.windows))
         first, last = (at // self._context.chunk_size for at in (hit.start, hit.end))
         rows = self._room.locate(hit, prompt, first, needed_chunks(last - first, hit.windows))
         return b"" if rows is None else sent(rows)
@@ -168,16 +167,19 @@ class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]
         """
         hit, sizes, skipped, tokens = received(payload, Reservation)
         key = make_key(tokens, **{name: getattr(hit, name) for name in hit._fields[2:-1]})
-        whole = dataclasses.replace(key, start=0)
-        prompt = self._context.resolve_obj_keys(whole, list(range(len(sizes))))
         layouts = [object_layout(size) for size in sizes]
         first = hit.start // self._context.chunk_size
+        prompt = self._prompt(key, len(sizes))
         return sent(self._room.reserve(hit, prompt, first, skipped, layouts))
 
     @server_module_handler(COMMIT)  # type: ignore[untyped-decorator]
     def commit(self, payload: bytes) -> bytes:
         """Publish chunks that are written; says whether they were still reserved."""
         return b"1" if self._room.commit(received(payload, Hit)) else b""
+
+    def _prompt(self, key: Any, groups: int) -> Any:
+        """Return the names of a prompt's objects up to the end of a key, by group."""
+        return self._context.resolve_obj_keys(dataclasses.replace(key, start=0), [*range(groups)])
 
 
 def build_server_modules(build_ctx: Any) -> HitPlaces:

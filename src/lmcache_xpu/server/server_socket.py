@@ -34,8 +34,7 @@ _LONGEST = 107  # bytes of a socket's path: sockaddr_un has 108
 def make_directory(file: Path) -> None:
     """Make the directory of a socket, for this user alone, if it is missing.
 
-    Raises:
-        SettingsError: another user can reach it, or the socket's path is too long.
+    Raises SettingsError if another user can reach it, or the socket's path is too long.
     """
     if len(os.fsencode(file)) > _LONGEST:
         raise SettingsError(f"a socket at {file}", f"a path of at most {_LONGEST} bytes")
@@ -44,11 +43,7 @@ def make_directory(file: Path) -> None:
 
 
 def check_socket(url: str) -> None:
-    """Refuse a server whose socket another user could have put there. Others than files pass.
-
-    Raises:
-        SettingsError: the socket's directory is not this user's alone.
-    """
+    """Raise SettingsError if another user could have put a server's socket file there."""
     if not url.startswith(SCHEME):
         return
     directory = Path(url.removeprefix(SCHEME)).parent
@@ -70,12 +65,9 @@ def check_socket(url: str) -> None:
 
 
 def await_server(url: str, seconds: float) -> None:
-    """Wait until a server greets who connects, as ZeroMQ's sockets do.
+    """Wait until a server greets who connects, as ZeroMQ's sockets do; else raise SettingsError.
 
     LMCache's own client would keep files open with each try.
-
-    Raises:
-        SettingsError: none listens after so many seconds.
     """
     deadline = time.monotonic() + seconds
     while not _greets(url, max(0.1, deadline - time.monotonic())):

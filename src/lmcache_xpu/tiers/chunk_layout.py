@@ -32,10 +32,7 @@ class ChunkLayout:
 
     @classmethod
     def of(cls, obj: MemoryObj) -> ChunkLayout | None:
-        """Return a chunk's layout; None for a chunk that layout and bytes can't bring back.
-
-        Serialised chunks are such, and blended ones, which carry token positions as well.
-        """
+        """Return a chunk's layout; None if it can't bring back the chunk: a serialised one, say."""
         meta = obj.metadata
         if meta.dtype is None or meta.cached_positions is not None:
             return None
@@ -49,9 +46,7 @@ class ChunkLayout:
         try:
             fmt, shapes, names = json.loads(text)
             dtypes = tuple(getattr(torch, name) for name in names)
-            layout = ChunkLayout(
-                tuple(torch.Size(shape) for shape in shapes), dtypes, MemoryFormat[fmt]
-            )
+            layout = ChunkLayout(tuple(map(torch.Size, shapes)), dtypes, MemoryFormat[fmt])
             valid = all(isinstance(dtype, torch.dtype) for dtype in dtypes)
             valid = valid and all(size > 0 for shape in layout.shapes for size in shape)
             return layout if valid and layout.size else None
@@ -84,10 +79,7 @@ class ChunkLayout:
         return int(self.shapes[0][dimension])
 
     def count(self, flow: Flow, key: CacheEngineKey | ObjectKey, watch: Stopwatch) -> None:
-        """Count a chunk that was moved.
-
-        Where keys name a part of a chunk's layers, the first part's counts the tokens.
-        """
+        """Count a chunk that was moved; of one in parts, the first part's key counts the tokens."""
         is_first = not (getattr(key, "layer_id", 0) or getattr(key, "object_group_id", 0))
         tokens = self.tokens if is_first else 0
         flow.moved(watch.seconds, size_bytes=self.size, tokens=tokens)

@@ -27,8 +27,7 @@ class DirectoryLock:
         wait_seconds: how long to wait for another holder, e.g. an engine that is shutting down.
 
     Raises:
-        SettingsError: another process, or another lock in this one, holds it; it or its lock file
-            is a link or belongs to another user.
+        SettingsError: another holds it; it or its lock file is a link or another user's.
         OSError: the lock file can't be created or opened.
     """
 
@@ -84,12 +83,9 @@ class DirectoryLock:
 
 
 def check_owner(directory: Path, users: set[int], *, link: bool) -> None:
-    """Raise SettingsError for a directory of other users: they could replace what is in it.
+    """Raise SettingsError for a directory of others than these users: they could replace it.
 
-    Args:
-        directory: need not exist.
-        users: the owners to accept.
-        link: whether it may be a link, of one of these owners.
+    It need not exist, and with `link` it may be a link of one of these owners.
     """
     with contextlib.suppress(FileNotFoundError):
         owners = {directory.lstat().st_uid, directory.stat().st_uid}
