@@ -200,9 +200,9 @@ def _(module) -> None:
     module.SharedValues.exist = lambda _, names: [False] * len(names)
 
 
-@breaks("away", "tiers.pause")
+@breaks("away", "tiers.shared_l2")
 def _(module) -> None:
-    module.Pause.begin = nothing
+    module.SharedL2Adapter._leave_alone = nothing
 
 
 @breaks("settings", "launch.settings")

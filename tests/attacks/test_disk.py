@@ -12,10 +12,9 @@ import pytest
 from support.chunk_files import NO_LIMIT, file_of, files, load, payload
 
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.tiers.chunk_layout import ChunkLayout
+from lmcache_xpu.tiers.chunk_layout import ChunkLayout, object_key
 from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
 from lmcache_xpu.tiers.disk.parameters import DiskSettings
-from lmcache_xpu.tiers.disk.server_objects import object_key
 
 NOBODY = 65534
 two_users = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user: needs root")

@@ -16,7 +16,7 @@ from support import sharing
 from support.server_disk import OBJECT, SHAPE
 from support.servers import PASSWORD, Server, needs_server
 
-from lmcache_xpu.tiers import shared_l2, shared_values
+from lmcache_xpu.tiers import complaints, shared_l2, shared_values
 from lmcache_xpu.tiers.disk.chunk_file import HEADER_BYTES, pack_chunk
 from lmcache_xpu.tiers.server_options import PASSWORD_VARIABLE
 
@@ -84,6 +84,7 @@ def quick(monkeypatch):
     """Where a budget runs out. A good server has all of it: this machine may be busy."""
     monkeypatch.setattr(shared_l2, "LOOKUP_S", LOOKUP_S)
     monkeypatch.setattr(shared_values.logger, "propagate", True)
+    monkeypatch.setattr(complaints, "_quiet_until", {})
 
 
 @pytest.mark.usefixtures("quick")

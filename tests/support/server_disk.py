@@ -24,7 +24,7 @@ from lmcache.v1.platform import consume_fd
 from support.chunk_files import file_of
 from support.until import until
 
-from lmcache_xpu.tiers.disk.server_objects import object_name
+from lmcache_xpu.tiers.chunk_layout import object_name
 from lmcache_xpu.tiers.server_options import disk_option
 
 SHAPE = torch.Size([2, 2, 16, 128])

@@ -9,7 +9,7 @@ from support.chunk_files import NO_LIMIT
 from support.servers import PASSWORD, Server
 from support.storage import Engine
 
-from lmcache_xpu.tiers import pause
+from lmcache_xpu.tiers import complaints
 from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
 from lmcache_xpu.tiers.server_options import PASSWORD_VARIABLE
 
@@ -30,10 +30,14 @@ def engines(tmp_path):
         assert {(obj.get_ref_count(), obj.is_pinned) for obj in engine.lent} <= {(0, False)}
 
 
+@pytest.fixture(autouse=True)
+def no_complaints_before(monkeypatch):
+    monkeypatch.setattr(complaints, "_quiet_until", {})
+
+
 @pytest.fixture
-def log(monkeypatch):
+def log():
     """The tier's log lines."""
-    monkeypatch.setattr(pause, "_quiet_until", {})
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())

@@ -13,8 +13,8 @@ from support.asking import CHUNK, OBJECT, Asking, chunks
 from support.until import until
 
 from lmcache_xpu.cache.local_options import LocalCacheOptions
+from lmcache_xpu.tiers.chunk_layout import object_name
 from lmcache_xpu.tiers.disk.chunk_file import disk_bytes
-from lmcache_xpu.tiers.disk.server_objects import object_name
 
 pytestmark = [
     pytest.mark.filterwarnings(rf"ignore::DeprecationWarning:{package}\..*")

@@ -22,9 +22,9 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from lmcache_xpu import versions
 from lmcache_xpu.model.model_fingerprint import fingerprint
+from lmcache_xpu.tiers.complaints import complain
 from lmcache_xpu.tiers.disk.parameters import DiskSettings
 from lmcache_xpu.tiers.disk.writer import BEHIND, FAILED
-from lmcache_xpu.tiers.pause import complain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection

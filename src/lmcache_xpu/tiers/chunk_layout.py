@@ -1,13 +1,14 @@
-"""How a chunk's bytes become an LMCache memory object again: its shapes, dtypes and format."""
+"""How a chunk's bytes become an LMCache memory object again, and how the object is named."""
 
 from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from lmcache.v1.distributed.api import EncodedObjectKey
 from lmcache.v1.memory_management import MemoryFormat
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from lmcache_xpu.metrics import Flow, Stopwatch
 
-__all__ = ["ChunkLayout"]
+__all__ = ["ChunkLayout", "object_key", "object_name"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,3 +84,16 @@ class ChunkLayout:
         is_first = not (getattr(key, "layer_id", 0) or getattr(key, "object_group_id", 0))
         tokens = self.tokens if is_first else 0
         flow.moved(watch.seconds, size_bytes=self.size, tokens=tokens)
+
+
+def object_name(key: ObjectKey) -> str:
+    """Return the name of an object of LMCache's server, which is LMCache's JSON form of its key."""
+    return json.dumps(asdict(key.to_encoded_object_key()), sort_keys=True)
+
+
+def object_key(name: str) -> ObjectKey | None:
+    """Return the key that `object_name` wrote; None for a name of another version."""
+    try:
+        return EncodedObjectKey(**json.loads(name)).to_object_key()
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
+        return None

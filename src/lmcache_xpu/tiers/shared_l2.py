@@ -5,7 +5,7 @@ Switched on by an option of `lmcache server`, whose value `shared_option` writes
 The server may be away, slow, full or empty at any time, may evict between a look-up and its load,
 and its values may be damaged: then an object is not found, or not kept. After an error, or a
 look-up or a load that takes too long in all, the server is left alone for some seconds, as a
-request would wait for each attempt. One that answers, but takes no writes, is only not written to.
+request would wait for each attempt.
 
 Memory is lent until a task ends, or taken back sooner: it is checked before a value is sent, and
 before each slice is written. Nothing raises into LMCache or waits for the server there.
@@ -14,6 +14,7 @@ before each slice is written. Nothing raises into LMCache or waits for the serve
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from redis.exceptions import OutOfMemoryError, ResponseError
 
 from lmcache_xpu.metrics import LOAD_SHARED, STORE_SHARED, Flow, Stopwatch
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
-from lmcache_xpu.tiers.pause import Pause
+from lmcache_xpu.tiers.complaints import complain
 from lmcache_xpu.tiers.shared_values import SharedValues, fill, value_name
 from lmcache_xpu.tiers.task_results import Task, TaskAnswers
 
@@ -39,7 +40,7 @@ __all__ = ["SharedL2Adapter"]
 
 LOOKUP_S = 1.0  # in all, for which a request may wait
 LOAD_S = 8.0  # likewise; with what has come by then
-AWAY_S = 10.0  # that a server is left alone after an error, or not written to after a refusal
+AWAY_S = 10.0  # that a server is left alone after an error
 CLOSE_S = 10.0
 READS, WRITES, LOOKS = 4, 2, 2  # threads
 
@@ -65,9 +66,7 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
         self._queue_bytes = self._memory_bytes // 4
         self._queued_bytes = 0
         self._queue_lock = threading.Lock()
-        self._away = Pause("left alone")
-        self._refusing = Pause("not written to")
-        self._refusal = ""
+        self._away_until = 0.0  # by the monotonic clock
         self._writes = ThreadPoolExecutor(WRITES, "shared-write")
         self._looks = ThreadPoolExecutor(LOOKS, "shared-look-up")
 
@@ -119,8 +118,7 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
         return {
             "is_healthy": True,
             "type": type(self).__name__,
-            "left_alone": self._away.on,
-            "not_written_to": self._refusing.on,
+            "left_alone": self._away,
             "queued_bytes": self._queued_bytes,
         }
 
@@ -137,7 +135,7 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
     # In threads
 
     def _store(self, task: int, keys: list[ObjectKey], objects: list[MemoryObj], size: int) -> None:
-        sent, done, reason = 0, 0, self._paused
+        sent, done, reason = 0, 0, "server" if self._away else ""
         try:
             layouts = [_layout(obj) for obj in objects]
             names = list(map(value_name, keys, layouts))
@@ -146,8 +144,6 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
                 keys, objects, names, layouts, held, strict=False
             ):
                 if not is_held:
-                    if reason := self._paused:
-                        break
                     watch = Stopwatch()
                     with watch.running():
                         if not self._values.put(name, layout, obj):
@@ -157,11 +153,13 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
                     sent += layout.size
                 done += 1
         except ResponseError as error:  # it answers: there is no cause to wait for its reads
-            reason = self._refusal = "full" if isinstance(error, OutOfMemoryError) else "refused"
-            self._refusing.begin(AWAY_S, error)
+            reason = "full" if isinstance(error, OutOfMemoryError) else "refused"
+            complain(
+                "it takes no writes: %s (docs: troubleshooting#shared-paused)", error, tier="shared"
+            )
         except Exception as error:
             reason = "server"
-            self._away.begin(AWAY_S, error)
+            self._leave_alone(error)
         finally:
             _failed(STORE_SHARED, reason, len(keys) - done)
             with self._queue_lock:
@@ -172,15 +170,22 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
             self._stored.end(task, L2StoreResult(complete, sent if complete else 0))
 
     @property
-    def _paused(self) -> str:
-        """Why nothing is written now; empty if it is."""
-        return "server" if self._away.on else self._refusal if self._refusing.on else ""
+    def _away(self) -> bool:
+        return time.monotonic() < self._away_until
+
+    def _leave_alone(self, error: Exception) -> None:
+        complain(
+            "left alone for %g s: %s (docs: troubleshooting#shared-paused)",
+            *(AWAY_S, error),
+            tier="shared",
+        )
+        self._away_until = time.monotonic() + AWAY_S
 
     def _locate(
         self, task: Task, keys: list[ObjectKey], layouts: dict[int, MemoryLayoutDesc]
     ) -> None:
         try:
-            if not (self._away.on or task.over):
+            if not (self._away or task.over):
                 known = [each for each in enumerate(keys) if each[1].object_group_id in layouts]
                 names = [value_name(key, layouts[key.object_group_id]) for _, key in known]
                 for (index, key), is_held in zip(known, self._values.exist(names), strict=True):
@@ -188,12 +193,12 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
                         task.hit(index)
                     self._report(key, is_held=is_held)
         except Exception as error:
-            self._away.begin(AWAY_S, error)
+            self._leave_alone(error)
         finally:
             task.end()
 
     def _load(self, task: Task, index: int, key: ObjectKey, obj: MemoryObj) -> None:
-        if self._away.on or task.over:
+        if self._away or task.over:
             return
         watch = Stopwatch()
         try:
@@ -206,7 +211,7 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
             if filled:
                 layout.count(LOAD_SHARED, key, watch)
         except Exception as error:
-            self._away.begin(AWAY_S, error)
+            self._leave_alone(error)
             _failed(LOAD_SHARED, "server", not task.over)
 
     def _report(self, key: ObjectKey, *, is_held: bool) -> None:
@@ -215,7 +220,7 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
 
     def _time_out(self, *, loads: int = 0) -> None:
         _failed(LOAD_SHARED, "server", loads)
-        self._away.begin(AWAY_S, TimeoutError("it answers too slowly"))
+        self._leave_alone(TimeoutError("it answers too slowly"))
         self._values.disconnect()
 
 

@@ -20,8 +20,8 @@ from redis.retry import Retry
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import LOAD_SHARED
+from lmcache_xpu.tiers.chunk_layout import object_name
 from lmcache_xpu.tiers.disk.chunk_file import pack_chunk, unpack_chunk
-from lmcache_xpu.tiers.disk.server_objects import object_name
 from lmcache_xpu.tiers.server_options import PASSWORD_VARIABLE, URL_KEY
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMAT", "SharedValues", "fill", "value_name"]
 
-logger = logging.getLogger("vllm.lmcache_xpu.remote")  # vLLM prints its own loggers only
+logger = logging.getLogger("vllm.lmcache_xpu.shared")  # vLLM prints its own loggers only
 
 # The version of a value, as part of its name: engines with another one share a server with these,
 # and neither finds what the other stores.

@@ -32,9 +32,9 @@ from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 
 from lmcache_xpu.metrics import LOAD_DISK, Stopwatch
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
+from lmcache_xpu.tiers.complaints import complain
 from lmcache_xpu.tiers.disk.parameters import DiskSettings
 from lmcache_xpu.tiers.disk.writer import DiskWriter
-from lmcache_xpu.tiers.pause import complain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

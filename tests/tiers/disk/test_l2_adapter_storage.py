@@ -11,8 +11,8 @@ from support.chunk_files import file_of
 from support.server_disk import Storage, make_key
 from support.until import until
 
+from lmcache_xpu.tiers.chunk_layout import object_name
 from lmcache_xpu.tiers.disk import chunk_file
-from lmcache_xpu.tiers.disk.server_objects import object_name
 
 
 @pytest.fixture

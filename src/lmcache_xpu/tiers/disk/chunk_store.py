@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import DISK_USED_BYTES, LOAD_DISK
+from lmcache_xpu.tiers.complaints import complain
 from lmcache_xpu.tiers.disk.chunk_file import (
     ChunkInfo,
     disk_bytes,
@@ -29,7 +30,6 @@ from lmcache_xpu.tiers.disk.chunk_file import (
 )
 from lmcache_xpu.tiers.disk.chunk_index import ChunkIndex
 from lmcache_xpu.tiers.disk.lock import DirectoryLock
-from lmcache_xpu.tiers.pause import complain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

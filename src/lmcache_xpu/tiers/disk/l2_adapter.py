@@ -1,19 +1,11 @@
 """The disk tier in LMCache's server: an L2 adapter over `ChunkStore`.
 
-Switched on by an option of `lmcache server`, whose value `disk_option` writes:
+Switched on by an option of `lmcache server`, whose value `disk_option` writes.
 
-    --l2-adapter '{"type": "plugin", "module_path": "lmcache_xpu.disk.l2_adapter",
-                   "class_name": "DiskL2Adapter",
-                   "adapter_params": {"disk.path": "/var/cache/kv", "disk.gib": 100}}'
-
-Who calls what (LMCache 0.5.6 and 0.5.7rc2), and whose the memory is:
-
-    store    the store controller's thread. Queued writes hold at most half of the server's L1.
-             Written bytes count only if the memory was lent to the end.
-    look-up  the prefetch controller's thread. Marks files as used, so others are evicted first.
-    load     the same, into memory that is lent for a time: it is checked before each slice goes
-             there. A miss of one object does not end the load: LMCache cuts the hit itself.
-    close    after the controllers, before L1's memory is freed: waits for reads and writes of it.
+Queued writes hold at most half of the server's L1. Memory is lent for a time: what was written from
+memory that was taken back is dropped, and before each slice of a load it is asked whether that may
+still go there. A look-up marks files as used, so others are evicted first. LMCache cuts a hit where
+an object is missed, and closes a tier before it frees L1's memory.
 
 Nothing raises into the server or waits for the disk there: tasks run in threads.
 """
@@ -30,9 +22,8 @@ from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 
 from lmcache_xpu.metrics import LOAD_DISK, Stopwatch
-from lmcache_xpu.tiers.chunk_layout import ChunkLayout
+from lmcache_xpu.tiers.chunk_layout import ChunkLayout, object_key, object_name
 from lmcache_xpu.tiers.disk.parameters import DiskSettings
-from lmcache_xpu.tiers.disk.server_objects import object_key, object_name
 from lmcache_xpu.tiers.disk.writer import DiskWriter
 from lmcache_xpu.tiers.task_results import Task, TaskAnswers, after_all
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_xpu.metrics import STORE_DISK, Stopwatch
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
-from lmcache_xpu.tiers.pause import complain
+from lmcache_xpu.tiers.complaints import complain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
