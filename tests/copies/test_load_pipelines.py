@@ -17,7 +17,7 @@ from lmcache_xpu.copies.load_pipelines import StepPipelines
 from lmcache_xpu.gpu_connector import base
 from lmcache_xpu.transfer.host_copies import SMALLEST_STAGING_BYTES
 from lmcache_xpu.transfer.staging import Stager
-from lmcache_xpu.transfer.tuning import tuning_of
+from lmcache_xpu.transfer.tuning import TUNING
 
 
 @pytest.fixture(autouse=True)
@@ -223,10 +223,10 @@ def sizes_of_groups(
     layers: int, *, much: bool = True, scheduling: bool = False, large: int = 1
 ) -> list[int]:
     """The layers of each group beside much or little computing; `large` fit in one launch."""
-    step, tuning = StepPipelines(), tuning_of("cuda")
+    step = StepPipelines()
     step.begin(1000 if much else 1, scheduling=scheduling)
-    layer_bytes = tuning.direct_launch_bytes // large
-    starts = step.group_starts(1000, layers, layer_bytes, tuning)
+    layer_bytes = TUNING.direct_launch_bytes // large
+    starts = step.group_starts(1000, layers, layer_bytes)
     return [b - a for a, b in itertools.pairwise([*starts, layers])]
 
 
@@ -267,4 +267,4 @@ def test_a_load_that_begins_before_its_step_starts_with_two_large_groups(large: 
 def test_what_a_step_computes_decides_the_layer_groups(tokens, first):
     step = StepPipelines()
     step.begin(tokens)
-    assert step.group_starts(32768, 32, 2**27, tuning_of("cuda"))[1] == first
+    assert step.group_starts(32768, 32, 2**27)[1] == first

@@ -26,7 +26,6 @@ from lmcache_xpu.transfer.paged_view import EngineLayer, PagedView, pages_of
 from lmcache_xpu.transfer.plan import HostFormat, HostMemory
 from lmcache_xpu.transfer.slots import RequestRows
 from lmcache_xpu.transfer.staging import Stager
-from lmcache_xpu.transfer.tuning import Tuning
 
 __all__ = ["BesideLayers", "GroupCopies"]
 
@@ -146,7 +145,7 @@ class GroupCopies:
     def beside_layers(
         self,
         chunks: Sequence[list[int]],
-        starts: Callable[[int, int, Tuning], list[int]],
+        starts: Callable[[int, int], list[int]],
         flow: Flow,
     ) -> BesideLayers:
         """Plan a load of chunks, as `load`, that comes in the order of the layers.
@@ -163,7 +162,7 @@ class GroupCopies:
         plans, rows = [], self._rows(chunks)
         for part in self.parts:
             layers, stager = part.form.layers, part.stager
-            first = starts(layers, len(chunks) * part.nbytes // layers, stager.tuning)
+            first = starts(layers, len(chunks) * part.nbytes // layers)
             plans.append(stager.plan(part.form, rows, first))
 
         def load(objects: Sequence[torch.Tensor]) -> list[LoadPipeline]:

@@ -18,7 +18,7 @@ from lmcache_xpu.metrics import Flow
 from lmcache_xpu.transfer.devices import Event
 from lmcache_xpu.transfer.plan import HostMemory, Plan
 from lmcache_xpu.transfer.staging import Stager
-from lmcache_xpu.transfer.tuning import Tuning
+from lmcache_xpu.transfer.tuning import TUNING
 
 __all__ = ["LoadPipeline", "StepPipelines"]
 
@@ -76,7 +76,7 @@ class LoadPipeline:
         """Enqueue the first groups."""
         with self._enduring():
             if self.failed_behind is None:
-                self._enqueue(self.stager.tuning.first_groups)
+                self._enqueue(TUNING.first_groups)
 
     def go_on(self) -> int:
         """Enqueue one more group before the step that waits for it, and return its bytes.
@@ -112,7 +112,7 @@ class LoadPipeline:
         """
         with self._enduring():
             count = self.enqueued
-            ahead = max(self.stager.tuning.groups_ahead, self._head_start)
+            ahead = max(TUNING.groups_ahead, self._head_start)
             most = min(bisect.bisect_right(self._starts, layer) + ahead, len(self._groups))
             if self.failed_behind is None and count < most:
                 self._enqueue(count + 1)
@@ -183,7 +183,7 @@ class StepPipelines:
                 if not load.enqueued:
                     load.start()
 
-    def group_starts(self, tokens: int, layers: int, layer_bytes: int, tuning: Tuning) -> list[int]:
+    def group_starts(self, tokens: int, layers: int, layer_bytes: int) -> list[int]:
         """Return the first layer of each layer group of a load that is added next.
 
         With much to compute beside the load, groups of 1, 1, 2, 2, ..., 1, 1 layers: each arrives
@@ -195,23 +195,22 @@ class StepPipelines:
             tokens: that it loads.
             layers: of the engine.
             layer_bytes: bytes of these tokens in one layer.
-            tuning: of the device.
         """
-        has_much_to_compute = self._tokens * tuning.loaded_per_computed >= tokens
-        single, large = tuning.single_layers, 0
+        has_much_to_compute = self._tokens * TUNING.loaded_per_computed >= tokens
+        single, large = TUNING.single_layers, 0
         if self._is_ahead:
-            single, large = 0, tuning.early_groups
+            single, large = 0, TUNING.early_groups
         starts = [0]
         while (start := starts[-1]) < layers:
             left = layers - start
             if not has_much_to_compute:
-                size = max(left - left // 4, min(left, tuning.least_layers))
+                size = max(left - left // 4, min(left, TUNING.least_layers))
             elif len(starts) <= large:
-                size = min(left, max(1, tuning.direct_launch_bytes // max(layer_bytes, 1)))
+                size = min(left, max(1, TUNING.direct_launch_bytes // max(layer_bytes, 1)))
             elif len(starts) <= single:
                 size = 1
             else:
-                size = min(tuning.most_layers, max(1, left // 2))
+                size = min(TUNING.most_layers, max(1, left // 2))
             starts.append(start + size)
         return starts[:-1]
 
@@ -245,7 +244,7 @@ class StepPipelines:
         self._is_computing = True
         bytes_ahead = self._bytes_under_way()
         for load in sorted(self.loads, key=operator.attrgetter("enqueued")):
-            if bytes_ahead >= load.stager.tuning.ahead_bytes:
+            if bytes_ahead >= TUNING.ahead_bytes:
                 break
             bytes_ahead += load.after_layer(layer)
 
@@ -272,7 +271,7 @@ class StepPipelines:
         """Before the step, enqueue so much that the link stays busy, layer group by layer group."""
         bytes_ahead = self._bytes_under_way()
         loads = list(self.loads)
-        while loads and bytes_ahead < loads[0].stager.tuning.ahead_bytes:
+        while loads and bytes_ahead < TUNING.ahead_bytes:
             load = min(loads, key=operator.attrgetter("enqueued"))
             nbytes = load.go_on()
             bytes_ahead += nbytes
