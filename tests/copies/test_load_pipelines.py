@@ -79,10 +79,10 @@ def test_behind_a_layer_no_more_is_enqueued_than_the_link_has_room_for(room: int
         case.load()
     first.step.before_layer(0)
     for behind in range(2):
-        before = sum(load.enqueued for load in first.step.loads)
+        before = sum(len(load.done) for load in first.step.loads)
         with tuned(ahead_bytes=room):
             first.step.after_layer(behind)
-        enqueued = [load.enqueued for load in first.step.loads]
+        enqueued = [len(load.done) for load in first.step.loads]
         assert sum(enqueued) - before == groups
         assert max(enqueued) - min(enqueued) <= 1
     for layer in range(1, LAYERS):
@@ -97,16 +97,16 @@ def test_what_is_under_way_leaves_less_room():
     case.load()
     (load,) = case.step.loads
     size = load._groups[0].nbytes
-    first = load._done[0] = Point()
+    first = load.done[0] = Point()
     assert load.bytes_under_way() == size
     case.step.before_layer(0)
     with tuned(ahead_bytes=size):
         case.step.after_layer(0)
-    assert load.enqueued == 1
+    assert len(load.done) == 1
     first.reach()
     assert load.bytes_under_way() == 0
     case.step.after_layer(0)
-    assert load.enqueued == 2
+    assert len(load.done) == 2
     assert case.step.end() != []
 
 
@@ -181,9 +181,9 @@ def test_a_load_that_fails_half_way_is_reported_and_waited_for():
     case.step.after_layer(0)
     (load,) = case.step.loads
     assert load.failed_behind is fence
-    assert load.enqueued == 1  # the fence is no layer group
+    assert len(load.done) == 1  # the fence is no layer group
     case.step.before_layer(1)
-    assert load.enqueued == 1
+    assert len(load.done) == 1
     assert case.step.end() == [load]
     assert fence.waited
     assert not load.is_done

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +22,7 @@ from lmcache_xpu.metrics import Flow
 from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK, CacheGroup
 from lmcache_xpu.transfer.devices import Event, StoreHandle
 from lmcache_xpu.transfer.paged_view import EngineLayer, PagedView, pages_of
-from lmcache_xpu.transfer.plan import HostFormat, HostMemory
+from lmcache_xpu.transfer.plan import HostFormat, HostMemory, Plan
 from lmcache_xpu.transfer.slots import RequestRows
 from lmcache_xpu.transfer.staging import Stager
 
@@ -56,6 +55,12 @@ class GroupCopies:
         staging_bytes: device memory that copies go through; see `Stager`.
         register: pins memory that is not, by address and size.
 
+    Attributes:
+        device: of the engine's KV cache.
+        window_chunks: chunks at the end of a hit that the group needs; 0 for all of them.
+        pages_per_layer: layers of a part for each of the engine's; None where these are in several
+            parts.
+
     Raises:
         LayoutError: layers that can't be read as blocks, or blocks that a chunk would cut.
     """
@@ -79,6 +84,7 @@ class GroupCopies:
                 f"Set chunk_tokens to {size}, also of a server at server_url.",
             )
         self.group = group
+        self.window_chunks = group.window_chunks(chunk_tokens)
         self._chunk_blocks = chunk_tokens // group.block_tokens
         self._chunk_tokens = chunk_tokens
         pages = [page for name in group.layers for page in pages_of(kv_caches[name], blocks)]
@@ -95,29 +101,22 @@ class GroupCopies:
             self.parts.append(_Part(stager, form, start, nbytes))
             start += nbytes
         self.object_bytes = start + SEAL_BYTES
+        self.device = self.parts[0].stager.device
+        are_alike = len(self.parts) == 1
+        self.pages_per_layer = len(pages) // len(group.layers) if are_alike else None
         words = (f"{part.form.layers}x{part.nbytes}" for part in self.parts)
         self.layout = f"group {group.number} of {group.block_tokens}: {' '.join(words)}"
 
-    @property
-    def device(self) -> torch.device:
-        """Of the engine's KV cache."""
-        return self.parts[0].stager.view.device
+    def chunks(self, tokens: TokenRange, *, loading: bool = False) -> list[list[int]]:
+        """Return the group's blocks of a range, chunk by chunk.
 
-    @property
-    def window_chunks(self) -> int:
-        """Chunks at the end of a hit that the group needs; 0 for all of them."""
-        return self.group.window_chunks(self._chunk_tokens)
-
-    def blocks(self, tokens: TokenRange, *, loading: bool = False) -> list[int]:
-        """Return the group's blocks of a range; of a load, null blocks for what vLLM keeps."""
+        Of a load, null blocks for what vLLM keeps.
+        """
         blocks = list(tokens.blocks[self.group.number])
         kept = tokens.kept // self.group.block_tokens if loading else 0
-        return [NULL_BLOCK] * kept + blocks[kept:]
-
-    def chunks(self, blocks: Sequence[int]) -> list[list[int]]:
-        """Return blocks chunk by chunk."""
+        blocks[:kept] = [NULL_BLOCK] * kept
         size = self._chunk_blocks
-        return [list(blocks[first : first + size]) for first in range(0, len(blocks), size)]
+        return [blocks[first : first + size] for first in range(0, len(blocks), size)]
 
     def lacked(self, chunks: Sequence[list[int]]) -> list[int]:
         """Return the numbers of chunks whose blocks do not hold what a hit needs."""
@@ -128,19 +127,11 @@ class GroupCopies:
         self, chunks: Sequence[list[int]], objects: Sequence[torch.Tensor]
     ) -> list[StoreHandle]:
         """Enqueue a store of chunks, by their blocks, into objects of the server's memory."""
-        rows = self._rows(chunks)
-        return [
-            part.stager.store(part.stager.plan(part.form, rows), part.memory(objects))
-            for part in self.parts
-        ]
+        return [part.stager.store(plan, part.memory(objects)) for part, plan in self._plans(chunks)]
 
     def load(self, chunks: Sequence[list[int]], objects: Sequence[torch.Tensor]) -> list[Event]:
         """Enqueue a load of chunks from objects into their blocks, but null blocks."""
-        rows = self._rows(chunks)
-        return [
-            part.stager.load(part.stager.plan(part.form, rows), part.memory(objects))
-            for part in self.parts
-        ]
+        return [part.stager.load(plan, part.memory(objects)) for part, plan in self._plans(chunks)]
 
     def beside_layers(
         self,
@@ -159,45 +150,34 @@ class GroupCopies:
             What makes the load, of the objects that hold the chunks; enqueues nothing. Its parts
             count layers as `pages_per_layer` says.
         """
-        plans, rows = [], self._rows(chunks)
-        for part in self.parts:
-            layers, stager = part.form.layers, part.stager
-            first = starts(layers, len(chunks) * part.nbytes // layers)
-            plans.append(stager.plan(part.form, rows, first))
+        plans = list(self._plans(chunks, starts))
 
         def load(objects: Sequence[torch.Tensor]) -> list[LoadPipeline]:
             return [
-                LoadPipeline(part.stager, plan, part.memory(objects), flow)
-                for part, plan in zip(self.parts, plans, strict=True)
+                LoadPipeline(part.stager, plan, part.memory(objects), flow) for part, plan in plans
             ]
 
         return load
-
-    @property
-    def pages_per_layer(self) -> int | None:
-        """Layers of a part for each of the engine's; None where these are in several parts."""
-        return self.parts[0].form.layers // len(self.group.layers) if len(self.parts) == 1 else None
-
-    @contextmanager
-    def behind_engine(self) -> Iterator[None]:
-        """Order copies behind what the current stream holds; wait for them after an error."""
-        with ExitStack() as stack:
-            for part in self.parts:
-                part.stager.follow_engine()
-                stack.enter_context(part.stager.whole())
-            yield
 
     def forget(self, pool: torch.Tensor) -> None:
         """Forget memory of the server that is about to go."""
         for part in self.parts:
             part.stager.forget(pool)
 
-    def _rows(self, chunks: Sequence[list[int]]) -> RequestRows:
-        """Return the rows of chunks: a row is a block, and null blocks are left out."""
+    def _plans(
+        self,
+        chunks: Sequence[list[int]],
+        starts: Callable[[int, int], list[int]] = lambda layers, layer_bytes: [0],
+    ) -> Iterator[tuple[_Part, Plan]]:
+        """Yield the plan of each part: a row is a block, and null blocks are left out."""
         size = self._chunk_blocks
         spans = [(at, at, at + size) for at in range(0, len(chunks) * size, size)]
         blocks = array("q", itertools.chain.from_iterable(chunks))
-        rows = torch.frombuffer(blocks, dtype=torch.int64)
+        numbers = torch.frombuffer(blocks, dtype=torch.int64)
         if NULL_BLOCK in blocks:
-            rows[rows == NULL_BLOCK] = -1
-        return RequestRows(self.parts[0].stager.view, rows, spans)
+            numbers[numbers == NULL_BLOCK] = -1
+        rows = RequestRows(self.parts[0].stager.view, numbers, spans)
+        for part in self.parts:
+            layers = part.form.layers
+            first = starts(layers, len(chunks) * part.nbytes // layers)
+            yield part, part.stager.plan(part.form, rows, first)

@@ -19,6 +19,7 @@ came of a load, and what `take` returned waits when it is looked at.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import time
 from collections.abc import Callable, Collection
@@ -34,7 +35,7 @@ from lmcache_xpu.copies.load_pipelines import LoadPipeline, StepPipelines
 from lmcache_xpu.copies.moves import Located, Moves
 from lmcache_xpu.copies.pending_failures import Outcome, Outcomes
 from lmcache_xpu.errors import TransferError
-from lmcache_xpu.metrics import fallback, loaded
+from lmcache_xpu.metrics import Flow, fallback, loaded
 from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK
 
 __all__ = ["StepLoads"]
@@ -51,7 +52,7 @@ POLL_S = 5e-4
 @dataclass(slots=True, eq=False)
 class _Load:
     request_id: str
-    blocks: list[int]
+    chunks: list[list[int]]
     outcome: Outcome
     asked: Question
     seals: Seals | None = None
@@ -67,6 +68,7 @@ class StepLoads:
         moves: of the worker.
         copies: of its only KV cache group.
         draft_layers: so many layers at the end are a drafter's.
+        flow: counts failures.
         failed: is called with a request whose load failed, and why.
 
     Attributes:
@@ -78,11 +80,13 @@ class StepLoads:
         moves: Moves,
         copies: GroupCopies,
         draft_layers: int,
+        flow: Flow,
         failed: Callable[[str, Exception], None],
     ) -> None:
         self.outcomes = Outcomes()
         self._moves = moves
         self._copies = copies
+        self._flow = flow
         self._failed = failed
         layers, pages = copies.group.layers, copies.pages_per_layer
         self._last_pages = {
@@ -123,15 +127,15 @@ class StepLoads:
         Args:
             load: with its blocks; those that vLLM keeps are left alone.
         """
-        blocks = self._copies.blocks(load, loading=True)
-        outcome = self.outcomes.expect(set(blocks) - {NULL_BLOCK})
+        chunks = self._copies.chunks(load, loading=True)
+        outcome = self.outcomes.expect(set(itertools.chain(*chunks)) - {NULL_BLOCK})
         loaded("step")
         try:
             asked = self._early.pop(load.request_id, None) or self._ask(load)
         except Exception as error:  # whatever: the request is computed
             self._fail(load.request_id, outcome, error)
         else:
-            self._asked.append(_Load(load.request_id, blocks, outcome, asked))
+            self._asked.append(_Load(load.request_id, chunks, outcome, asked))
 
     def end_early(self) -> None:
         """End questions whose requests are not in the step after all."""
@@ -189,7 +193,8 @@ class StepLoads:
         return True
 
     def _prepare(self, load: _Load) -> None:
-        key, tokens = load.asked.key, len(load.blocks) * self._copies.group.block_tokens
+        key, blocks = load.asked.key, sum(map(len, load.chunks))
+        tokens = blocks * self._copies.group.block_tokens
         with self._moves.ending(load.asked):
             if tokens != key.end - key.start:
                 raise TransferError(
@@ -198,9 +203,7 @@ class StepLoads:
                 )
             load.seals = self._moves.seals(key)
             load.plan = self._copies.beside_layers(
-                self._copies.chunks(load.blocks),
-                functools.partial(self._pipelines.group_starts, tokens),
-                self._moves.load_flow,
+                load.chunks, functools.partial(self._pipelines.group_starts, tokens), self._flow
             )
 
     def _enqueue(self, load: _Load, at_most_s: float) -> None:
@@ -209,8 +212,9 @@ class StepLoads:
         with self._moves.ending(load.asked):
             load.parts = load.plan(load.located.objects[0])
         # Blocks may be of a request whose step still runs.
-        with self._moves.enqueueing(), self._copies.behind_engine():
+        with self._moves.enqueueing():
             for part in load.parts:
+                part.stager.follow_engine()
                 self._pipelines.add(part)
         self._loads.append(load)
 
@@ -292,8 +296,9 @@ class StepLoads:
 
     def _fail(self, request_id: str, outcome: Outcome, error: Exception | None = None) -> None:
         try:
-            if error is not None:
+            if error is None:
+                fallback("load")
+            else:
                 self._failed(request_id, error)
         finally:
-            fallback("load")
             self.outcomes.decide(outcome, filled=False)
