@@ -26,9 +26,7 @@ from lmcache_xpu.transfer.plan import HostFormat, HostMemory, Plan
 from lmcache_xpu.transfer.slots import RequestRows
 from lmcache_xpu.transfer.staging import Stager
 
-__all__ = ["BesideLayers", "GroupCopies"]
-
-BesideLayers = Callable[[Sequence[torch.Tensor]], list[LoadPipeline]]
+__all__ = ["GroupCopies"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +37,6 @@ class _Part:
     form: HostFormat
     start: int
     nbytes: int
-
-    def memory(self, objects: Sequence[torch.Tensor]) -> HostMemory:
-        return HostMemory([obj[self.start : self.start + self.nbytes] for obj in objects])
 
 
 class GroupCopies:
@@ -127,37 +122,30 @@ class GroupCopies:
         self, chunks: Sequence[list[int]], objects: Sequence[torch.Tensor]
     ) -> list[StoreHandle]:
         """Enqueue a store of chunks, by their blocks, into objects of the server's memory."""
-        return [part.stager.store(plan, part.memory(objects)) for part, plan in self._plans(chunks)]
+        return [stager.store(plan, memory) for stager, plan, memory in self._plans(chunks, objects)]
 
     def load(self, chunks: Sequence[list[int]], objects: Sequence[torch.Tensor]) -> list[Event]:
         """Enqueue a load of chunks from objects into their blocks, but null blocks."""
-        return [part.stager.load(plan, part.memory(objects)) for part, plan in self._plans(chunks)]
+        return [stager.load(plan, memory) for stager, plan, memory in self._plans(chunks, objects)]
 
     def beside_layers(
         self,
         chunks: Sequence[list[int]],
+        objects: Sequence[torch.Tensor],
         starts: Callable[[int, int], list[int]],
         flow: Flow,
-    ) -> BesideLayers:
-        """Plan a load of chunks, as `load`, that comes in the order of the layers.
+    ) -> list[LoadPipeline]:
+        """Return a load, as `load`, that comes in the order of the layers; enqueues nothing.
+
+        Its parts count layers as `pages_per_layer` says.
 
         Args:
             chunks: their blocks.
+            objects: that hold them.
             starts: of so many layers, with so many bytes each, the first layer of each layer group.
             flow: counts its failures.
-
-        Returns:
-            What makes the load, of the objects that hold the chunks; enqueues nothing. Its parts
-            count layers as `pages_per_layer` says.
         """
-        plans = list(self._plans(chunks, starts))
-
-        def load(objects: Sequence[torch.Tensor]) -> list[LoadPipeline]:
-            return [
-                LoadPipeline(part.stager, plan, part.memory(objects), flow) for part, plan in plans
-            ]
-
-        return load
+        return [LoadPipeline(*part, flow) for part in self._plans(chunks, objects, starts)]
 
     def forget(self, pool: torch.Tensor) -> None:
         """Forget memory of the server that is about to go."""
@@ -167,8 +155,9 @@ class GroupCopies:
     def _plans(
         self,
         chunks: Sequence[list[int]],
+        objects: Sequence[torch.Tensor],
         starts: Callable[[int, int], list[int]] = lambda layers, layer_bytes: [0],
-    ) -> Iterator[tuple[_Part, Plan]]:
+    ) -> Iterator[tuple[Stager, Plan, HostMemory]]:
         """Yield the plan of each part: a row is a block, and null blocks are left out."""
         size = self._chunk_blocks
         spans = [(at, at, at + size) for at in range(0, len(chunks) * size, size)]
@@ -178,6 +167,7 @@ class GroupCopies:
             numbers[numbers == NULL_BLOCK] = -1
         rows = RequestRows(self.parts[0].stager.view, numbers, spans)
         for part in self.parts:
-            layers = part.form.layers
+            layers, end = part.form.layers, part.start + part.nbytes
             first = starts(layers, len(chunks) * part.nbytes // layers)
-            yield part, part.stager.plan(part.form, rows, first)
+            memory = HostMemory([obj[part.start : end] for obj in objects])
+            yield part.stager, part.stager.plan(part.form, rows, first), memory

@@ -215,7 +215,7 @@ class StepPipelines:
         """
         self._is_computing = True
         bytes_ahead = sum(load.bytes_under_way() for load in self.loads)
-        for load in sorted(self.loads, key=_enqueued):
+        for load in sorted(self.loads, key=lambda load: len(load.done)):
             if bytes_ahead >= TUNING.ahead_bytes:
                 break
             bytes_ahead += load.after_layer(layer)
@@ -243,12 +243,8 @@ class StepPipelines:
         bytes_ahead = sum(load.bytes_under_way() for load in self.loads)
         loads = list(self.loads)
         while loads and bytes_ahead < TUNING.ahead_bytes:
-            load = min(loads, key=_enqueued)
+            load = min(loads, key=lambda load: len(load.done))
             nbytes = load.enqueue(len(load.done) + 1, early=True)
             bytes_ahead += nbytes
             if not nbytes:
                 loads.remove(load)
-
-
-def _enqueued(load: LoadPipeline) -> int:
-    return len(load.done)

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from lmcache_xpu.cache.load_questions import Question
 from lmcache_xpu.cache.protocol import TokenRange
 from lmcache_xpu.cache.seals import Seals
-from lmcache_xpu.copies.group_copies import BesideLayers, GroupCopies
+from lmcache_xpu.copies.group_copies import GroupCopies
 from lmcache_xpu.copies.load_pipelines import LoadPipeline, StepPipelines
 from lmcache_xpu.copies.moves import Located, Moves
 from lmcache_xpu.copies.pending_failures import Outcome, Outcomes
@@ -55,8 +55,7 @@ class _Load:
     chunks: list[list[int]]
     outcome: Outcome
     asked: Question
-    seals: Seals | None = None
-    plan: BesideLayers | None = None
+    seals: Seals | None  # that its chunks should have
     located: Located | None = None
     parts: list[LoadPipeline] = field(default_factory=list)
 
@@ -132,10 +131,18 @@ class StepLoads:
         loaded("step")
         try:
             asked = self._early.pop(load.request_id, None) or self._ask(load)
+            with self._moves.ending(asked):
+                if (asked.key.start, asked.key.end) != (load.start, load.end):
+                    raise TransferError(
+                        f"a question of tokens {asked.key.start} to {asked.key.end}",
+                        f"of {load.start} to {load.end}, which the step loads",
+                    )
+                # Before there is an answer, which the server looks up meanwhile.
+                seals = self._moves.seals(asked.key)
         except Exception as error:  # whatever: the request is computed
             self._fail(load.request_id, outcome, error)
         else:
-            self._asked.append(_Load(load.request_id, chunks, outcome, asked))
+            self._asked.append(_Load(load.request_id, chunks, outcome, asked, seals))
 
     def end_early(self) -> None:
         """End questions whose requests are not in the step after all."""
@@ -154,13 +161,11 @@ class StepLoads:
             return
         with self._moves.enqueueing():
             self._pipelines.begin(tokens, scheduling=scheduling)
-        # What needs no answer comes first: the server is asked meanwhile.
-        asked = [load for load in self._asked if load.plan or self._succeeds(self._prepare, load)]
-        self._asked = []
+        asked, self._asked = self._asked, []
         until = time.monotonic() + SOON_S
         for load in asked:
             if load.asked.is_answered(max(0.0, until - time.monotonic())):
-                self._succeeds(self._enqueue, load, 0.0)
+                self._enqueue(load, 0.0)
             else:
                 self._asked.append(load)
 
@@ -173,7 +178,7 @@ class StepLoads:
         until = time.monotonic() + ANSWER_S
         asked, self._asked = self._asked, []
         for load in asked:
-            self._succeeds(self._enqueue, load, max(0.0, until - time.monotonic()))
+            self._enqueue(load, max(0.0, until - time.monotonic()))
         if self._loads and (whole or not self._last_pages):
             with self._moves.enqueueing():
                 self._pipelines.before_all()
@@ -184,37 +189,20 @@ class StepLoads:
         asked.is_answered(SENT_S)
         return asked
 
-    def _succeeds(self, act: Callable[..., None], load: _Load, *rest: float) -> bool:
+    def _enqueue(self, load: _Load, at_most_s: float) -> None:
+        tokens = load.asked.key.end - load.asked.key.start
+        starts = functools.partial(self._pipelines.group_starts, tokens)
         try:
-            act(load, *rest)
+            load.located = self._moves.locate(load.asked, load.seals, at_most_s)
+            with self._moves.ending(load.asked):
+                objects = load.located.objects[0]
+                load.parts = self._copies.beside_layers(load.chunks, objects, starts, self._flow)
         except Exception as error:  # whatever: the request is computed
             self._fail(load.request_id, load.outcome, error)
-            return False
-        return True
-
-    def _prepare(self, load: _Load) -> None:
-        key, blocks = load.asked.key, sum(map(len, load.chunks))
-        tokens = blocks * self._copies.group.block_tokens
-        with self._moves.ending(load.asked):
-            if tokens != key.end - key.start:
-                raise TransferError(
-                    f"blocks for {tokens} tokens, and a question of {key.start} to {key.end}",
-                    "a question of the same range",
-                )
-            load.seals = self._moves.seals(key)
-            load.plan = self._copies.beside_layers(
-                load.chunks, functools.partial(self._pipelines.group_starts, tokens), self._flow
-            )
-
-    def _enqueue(self, load: _Load, at_most_s: float) -> None:
-        assert load.plan is not None
-        load.located = self._moves.locate(load.asked, load.seals, at_most_s)
-        with self._moves.ending(load.asked):
-            load.parts = load.plan(load.located.objects[0])
-        # Blocks may be of a request whose step still runs.
+            return
         with self._moves.enqueueing():
             for part in load.parts:
-                part.stager.follow_engine()
+                part.stager.follow_engine()  # blocks may be of a request whose step still runs
                 self._pipelines.add(part)
         self._loads.append(load)
 
