@@ -187,7 +187,7 @@ def test_what_is_still_on_its_way_is_decided_by_a_thread_that_goes_on_after_an_e
     monkeypatch.setattr(
         stored.loads,
         "_decide",
-        lambda load, *rest: 1 / (load.blocks != LOADED) and decide(load, *rest),
+        lambda load, *rest: 1 / (load.chunks[0] != LOADED[:2]) and decide(load, *rest),
     )
     stored.load()
     stored.loads.begin_step(OTHERS)

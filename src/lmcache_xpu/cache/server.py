@@ -10,7 +10,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -269,11 +269,6 @@ def check_lease(begun: float) -> None:
     """Raise GivenUpError where the lease of memory may be over that was lent at this time."""
     if time.monotonic() - begun > LEASE_S:
         raise GivenUpError("late")
-
-
-def union(blocks: Collection[Collection[int]]) -> frozenset[int]:
-    """Return the blocks of all groups; vLLM numbers them together."""
-    return frozenset(block for ids in blocks for block in ids)
 
 
 def _path(name: str) -> Path:

@@ -18,6 +18,7 @@ came of a load, and what `take` returned waits when it is looked at.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import time
 from collections.abc import Callable, Collection
@@ -26,12 +27,12 @@ from dataclasses import dataclass, field
 
 from lmcache_xpu.cache.protocol import Question, TokenRange
 from lmcache_xpu.cache.seals import Seals
-from lmcache_xpu.copies.group_copies import BesideLayers, GroupCopies
+from lmcache_xpu.copies.group_copies import GroupCopies
 from lmcache_xpu.copies.load_pipelines import LoadPipeline, StepPipelines
 from lmcache_xpu.copies.moves import Located, Moves
 from lmcache_xpu.copies.pending_failures import Outcome, Outcomes
 from lmcache_xpu.errors import TransferError
-from lmcache_xpu.metrics import fallback, loaded
+from lmcache_xpu.metrics import Flow, fallback, loaded
 from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK
 
 __all__ = ["StepLoads"]
@@ -48,11 +49,10 @@ POLL_S = 5e-4
 @dataclass(slots=True, eq=False)
 class _Load:
     request_id: str
-    blocks: list[int]
+    chunks: list[list[int]]
     outcome: Outcome
     asked: Question
-    seals: Seals | None = None
-    plan: BesideLayers | None = None
+    seals: Seals | None  # that its chunks should have
     located: Located | None = None
     parts: list[LoadPipeline] = field(default_factory=list)
 
@@ -64,6 +64,7 @@ class StepLoads:
         moves: of the worker.
         copies: of its only KV cache group.
         draft_layers: so many layers at the end are a drafter's.
+        flow: counts failures.
         failed: is called with a request whose load failed, and why.
 
     Attributes:
@@ -75,11 +76,13 @@ class StepLoads:
         moves: Moves,
         copies: GroupCopies,
         draft_layers: int,
+        flow: Flow,
         failed: Callable[[str, Exception], None],
     ) -> None:
         self.outcomes = Outcomes()
         self._moves = moves
         self._copies = copies
+        self._flow = flow
         self._failed = failed
         layers, pages = copies.group.layers, copies.pages_per_layer
         self._last_pages = {
@@ -113,16 +116,19 @@ class StepLoads:
         Args:
             load: with its blocks; those that vLLM keeps are left alone.
         """
-        blocks = self._copies.blocks(load, loading=True)
-        outcome = self.outcomes.expect(set(blocks) - {NULL_BLOCK})
+        chunks = self._copies.chunks(load, loading=True)
+        outcome = self.outcomes.expect(set(itertools.chain(*chunks)) - {NULL_BLOCK})
         loaded("step")
         try:
             asked = self._moves.ask(load)
             asked.answer.wait(SENT_S)
+            with self._moves.ending(asked):
+                # Before there is an answer, which the server looks up meanwhile.
+                seals = self._moves.seals(asked.key)
         except Exception as error:  # whatever: the request is computed
             self._fail(load.request_id, outcome, error)
         else:
-            self._asked.append(_Load(load.request_id, blocks, outcome, asked))
+            self._asked.append(_Load(load.request_id, chunks, outcome, asked, seals))
 
     def begin_answered(self, tokens: int, *, scheduling: bool = False) -> None:
         """Enqueue the first layers of what the server has answered; waits `SOON_S` at most.
@@ -135,13 +141,11 @@ class StepLoads:
             return
         with self._moves.enqueueing():
             self._pipelines.begin(tokens, scheduling=scheduling)
-        # What needs no answer comes first: the server is asked meanwhile.
-        asked = [load for load in self._asked if load.plan or self._succeeds(self._prepare, load)]
-        self._asked = []
+        asked, self._asked = self._asked, []
         until = time.monotonic() + SOON_S
         for load in asked:
             if load.asked.answer.wait(max(0.0, until - time.monotonic())):
-                self._succeeds(self._enqueue, load, 0.0)
+                self._enqueue(load, 0.0)
             else:
                 self._asked.append(load)
 
@@ -154,37 +158,25 @@ class StepLoads:
         until = time.monotonic() + ANSWER_S
         asked, self._asked = self._asked, []
         for load in asked:
-            self._succeeds(self._enqueue, load, max(0.0, until - time.monotonic()))
+            self._enqueue(load, max(0.0, until - time.monotonic()))
         if self._loads and (whole or not self._last_pages):
             with self._moves.enqueueing():
                 self._pipelines.before_all()
 
-    def _succeeds(self, act: Callable[..., None], load: _Load, *rest: float) -> bool:
+    def _enqueue(self, load: _Load, at_most_s: float) -> None:
+        tokens = load.asked.key.end - load.asked.key.start
+        starts = functools.partial(self._pipelines.group_starts, tokens)
         try:
-            act(load, *rest)
+            load.located = self._moves.locate(load.asked, load.seals, at_most_s)
+            with self._moves.ending(load.asked):
+                objects = load.located.objects[0]
+                load.parts = self._copies.beside_layers(load.chunks, objects, starts, self._flow)
         except Exception as error:  # whatever: the request is computed
             self._fail(load.request_id, load.outcome, error)
-            return False
-        return True
-
-    def _prepare(self, load: _Load) -> None:
-        key = load.asked.key
-        with self._moves.ending(load.asked):
-            load.seals = self._moves.seals(key)
-            load.plan = self._copies.beside_layers(
-                self._copies.chunks(load.blocks),
-                functools.partial(self._pipelines.group_starts, key.end - key.start),
-                self._moves.load_flow,
-            )
-
-    def _enqueue(self, load: _Load, at_most_s: float) -> None:
-        assert load.plan is not None
-        load.located = self._moves.locate(load.asked, load.seals, at_most_s)
-        with self._moves.ending(load.asked):
-            load.parts = load.plan(load.located.objects[0])
-        # Blocks may be of a request whose step still runs.
-        with self._moves.enqueueing(), self._copies.behind_engine():
+            return
+        with self._moves.enqueueing():
             for part in load.parts:
+                part.stager.follow_engine()  # blocks may be of a request whose step still runs
                 self._pipelines.add(part)
         self._loads.append(load)
 
@@ -266,8 +258,9 @@ class StepLoads:
 
     def _fail(self, request_id: str, outcome: Outcome, error: Exception | None = None) -> None:
         try:
-            if error is not None:
+            if error is None:
+                fallback("load")
+            else:
                 self._failed(request_id, error)
         finally:
-            fallback("load")
             self.outcomes.decide(outcome, filled=False)
