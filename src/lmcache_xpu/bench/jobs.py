@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from lmcache_xpu.bench.engine import Engine
 
 Job = Callable[["Engine"], Any]  # sent to the engine's process, and its answer back: both pickled
+Figures = dict[str, float]  # of one round, by the words over a table's column
 
 STORE_S = 1.0  # stores go on after an answer
 TURN_REPEATS = 3  # later turns of one history
@@ -34,13 +35,18 @@ class Prompts:
         each = f"{self.history} + {self.new}" if self.new else f"{self.history}"
         return each if self.count == 1 else f"{self.count} x ({each})"
 
-    def measure(self, engine: Engine) -> list[dict[str, float]]:
+    @property
+    def title(self) -> str:
+        """The words over a table."""
+        return f"Prompts of {self} tokens, ms"
+
+    def measure(self, engine: Engine) -> list[Figures]:
         """Time them, later turns several times.
 
         Returns:
             milliseconds to the first token of all, with histories in the engine's own cache (`own
             prefix`) and in the `tier`, if any; of whole prompts also when they are new
-            (`recompute`). And those of a fixed piece of `python`: how fast the host is.
+            (`recompute`).
         """
         histories = [engine.prompt(self.history) for _ in range(self.count)]
         recompute_ms = engine.seconds(*histories) * 1e3
@@ -53,7 +59,7 @@ class Prompts:
                     engine.forget()
                 asked = [history + engine.prompt(self.new) for history in histories]
                 ms[place] = engine.seconds(*asked) * 1e3
-            rounds.append({**ms, "python": _python_s() * 1e3})
+            rounds.append(ms)
         return rounds
 
 
@@ -103,10 +109,3 @@ def link_gb_s(_engine: Engine, repeats: int, devices: int) -> dict[str, float]:
             times.append(time.perf_counter() - begin)
         rates[name] = len(names) * size / sorted(times)[len(times) // 2] / 1e9
     return rates
-
-
-def _python_s() -> float:
-    begin = time.perf_counter()
-    for _ in range(100_000):
-        pass
-    return time.perf_counter() - begin

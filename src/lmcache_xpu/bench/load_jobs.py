@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from lmcache_xpu.bench.jobs import Prompts
+from lmcache_xpu.bench.jobs import Figures, Prompts
 
 if TYPE_CHECKING:
     from lmcache_xpu.bench.engine import Engine
 
 STORE_S = 2.0  # stores go on after an answer
 PERCENTILES_FROM = 20  # fewer values have a median and a largest one
-Figures = dict[str, float]  # of one round, by the words over a table's column
 
 
 @dataclass(slots=True)
@@ -112,7 +111,9 @@ class Decoding:
     answer: int = 4
     new: bool = False
 
-    def __str__(self) -> str:
+    @property
+    def title(self) -> str:
+        """The words over a table."""
         cached = "computed and stored" if self.new else f"of which {self.hit.history} are cached"
         return (
             f"{self.requests} requests decode; every {self.every_s:g} s a prompt of {self.hit} "
@@ -175,7 +176,9 @@ class Conversations:
     apart_s: float
     pause_s: float = 0.05
 
-    def __str__(self) -> str:
+    @property
+    def title(self) -> str:
+        """The words over a table."""
         return (
             f"{self.users} conversations at once: {self.history} tokens, then {self.rounds} rounds "
             f"of {self.new} new ones and {self.answer} of answer. TTFT and ITL, ms"

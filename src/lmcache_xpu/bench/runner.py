@@ -22,7 +22,7 @@ from typing import Any, Self
 from rich.console import Console
 
 from lmcache_xpu import versions
-from lmcache_xpu.bench.jobs import Job, exactness, link_gb_s, warm_up
+from lmcache_xpu.bench.jobs import Figures, Job, exactness, link_gb_s, warm_up
 from lmcache_xpu.bench.shapes import Shape
 from lmcache_xpu.bench.variants import Variant
 from lmcache_xpu.launch.serve import built_for
@@ -54,11 +54,11 @@ class Result:
     seconds: float = 0.0
     exact: float | None = None
     link_gb_s: dict[str, float] = field(default_factory=dict)
-    rounds: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    rounds: dict[str, list[Figures]] = field(default_factory=dict)
 
     @property
-    def medians(self) -> dict[str, dict[str, float]]:
-        """Medians of the rounds: row or load -> figure -> its value."""
+    def medians(self) -> dict[str, Figures]:
+        """Medians of the rounds, by row or load."""
         return {
             name: {key: statistics.median(figures[key] for figures in rounds) for key in rounds[0]}
             for name, rounds in self.rounds.items()
@@ -160,7 +160,6 @@ def run(
     jobs: Mapping[str, Job],
     *,
     repeats: int,
-    compare: bool = True,
     in_turn: bool = False,
     graphs: bool = False,
     timeout_s: float,
@@ -169,12 +168,13 @@ def run(
 ) -> list[Result]:
     """Measure engines; one that fails is a result with an error.
 
+    Except under load, the bytes of a hit are compared first, and a raw copy is timed.
+
     Args:
         shape: the model's shape.
         engines: the engines' variants.
         jobs: row or load -> job.
         repeats: repeats of each job; medians count.
-        compare: whether to compare the bytes of a hit first, and to time a raw copy.
         in_turn: whether all engines are there at once and each job goes to one after another, so
             that they meet the same host. They share the devices out, see `device_masks`.
         graphs: whether vLLM compiles graphs.
@@ -203,10 +203,12 @@ def run(
                 results += [child.result for child in children]
                 for child in children:
                     child.ask("start", partial(warm_up, length=length))
-                    if compare and child.variant.hits == "none":
+                    if shape.loaded:
+                        continue
+                    if child.variant.hits == "none":
                         copies = partial(link_gb_s, repeats=repeats, devices=shape.devices)
                         child.result.link_gb_s = child.ask("raw copy", copies) or {}
-                    elif compare:
+                    else:
                         check = partial(exactness, length=length)
                         child.result.exact = child.ask("exactness", check)
                 save(results)

@@ -14,7 +14,7 @@ from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.harness.random_model import DEMO, ModelSpec, llama_config
 
 T = TypeVar("T")
-Load = Decoding | Conversations
+Request = Prompts | Decoding | Conversations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +30,7 @@ class Shape:
         room_gib: KV cache of an engine with room for all of them; for `bench load` alone.
         decoding: requests that decode beside hits; and beside prompts that are new (`storing`).
         conversations: of many users.
+        loaded: whether it is the shape of `bench load`.
     """
 
     model: ModelSpec
@@ -39,6 +40,7 @@ class Shape:
     room_gib: float
     decoding: Decoding
     conversations: Conversations
+    loaded: bool = False
 
     @property
     def name(self) -> str:
@@ -59,16 +61,13 @@ class Shape:
 
     def under_load(self) -> Shape:
         """Return the shape with the settings of `bench load`."""
-        return replace(self, settings=self.settings | self.load_settings)
+        return replace(self, settings=self.settings | self.load_settings, loaded=True)
 
     @property
-    def rows(self) -> dict[str, Prompts]:
-        """The requests of `bench engine` by name, each a column of its tables."""
-        return {str(prompts): prompts for prompts in self.prompts}
-
-    @property
-    def loads(self) -> dict[str, Load]:
-        """The loads of `bench load` by name, each a table."""
+    def requests(self) -> dict[str, Request]:
+        """The prompts of `bench engine`, or the loads of `bench load`, by name; each a table."""
+        if not self.loaded:
+            return {str(prompts): prompts for prompts in self.prompts}
         return {
             "decoding": self.decoding,
             "copying": replace(self.decoding, hit=replace(self.decoding.hit, new=1)),

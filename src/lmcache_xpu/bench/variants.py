@@ -62,7 +62,7 @@ class Variant:
         return variables
 
 
-def variants(shape: Shape, *, under_load: bool = False) -> tuple[Variant, ...]:
+def variants(shape: Shape) -> tuple[Variant, ...]:
     """Return all variants, the one without a connector first: it sets the limits.
 
     The last one is for `bench load` alone. It holds everything in the engine's own cache.
@@ -99,17 +99,15 @@ def variants(shape: Shape, *, under_load: bool = False) -> tuple[Variant, ...]:
                 "kv_connector_extra_config": {"cpu_bytes_to_use": cpu_bytes},
             },
         ),
-        *([room] if under_load else []),
+        *([room] if shape.loaded else []),
     )
 
 
-def variants_named(
-    shape: Shape, names: Collection[str] = (), *, under_load: bool = False
-) -> list[Variant]:
+def variants_named(shape: Shape, names: Collection[str] = ()) -> list[Variant]:
     """Return the variants of these names, in their own order; all of them without names.
 
     Raises:
         SettingsError: there is none of a name.
     """
-    by_name = {variant.name: variant for variant in variants(shape, under_load=under_load)}
+    by_name = {variant.name: variant for variant in variants(shape)}
     return [*chosen("variant", by_name, names).values()]
