@@ -178,7 +178,10 @@ def test_the_engine_is_too_small_and_the_one_with_room_is_not(shape, devices: in
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_jobs_cross_to_the_engine(shape):
-    loads = [pickle.loads(pickle.dumps(load.measure)).__self__ for load in shape.under_load().requests.values()]
+    loads = [
+        pickle.loads(pickle.dumps(load.measure)).__self__
+        for load in shape.under_load().requests.values()
+    ]
     copying = replace(shape.decoding, hit=Prompts(shape.decoding.hit.history, 1))
     storing = replace(shape.decoding, new=True)
     assert loads == [shape.decoding, copying, storing, shape.conversations]

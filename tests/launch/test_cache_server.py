@@ -17,7 +17,7 @@ from support.scripts import environment
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch import cache_server
-from lmcache_xpu.launch.cache_server import check_shared_memory, server_command, server_environment
+from lmcache_xpu.launch.cache_server import check_room, server_command, server_environment
 from lmcache_xpu.launch.engine_arguments import (
     SCHEDULER,
     engine_variables,
@@ -252,9 +252,9 @@ def test_a_server_that_nobody_would_use_is_refused():
 def test_too_little_shared_memory_is_refused(monkeypatch):
     usage = SimpleNamespace(free=2**30)
     monkeypatch.setattr(cache_server.shutil, "disk_usage", lambda _: usage)
-    check_shared_memory(settings(cpu_gib=1))
+    check_room(settings(cpu_gib=1))
     with pytest.raises(SettingsError, match="docker: --shm-size"):
-        check_shared_memory(settings(cpu_gib=1, tensor_parallel=2))
+        check_room(settings(cpu_gib=1, tensor_parallel=2))
 
 
 @pytest.mark.engine

@@ -13,7 +13,6 @@ from packaging.version import Version
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.engine_arguments import lmcache_config
 from lmcache_xpu.launch.machine import Machine
-from lmcache_xpu.launch.model_support import check_layers
 from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
 from lmcache_xpu.versions import BUILDS_OF_VLLM, version_of
 
@@ -21,30 +20,17 @@ TIERS_SINCE = Version("0.30")  # of `OffloadingConnector` are as `offloading` ex
 SERVER_S = 1.0  # that LMCache's server has to greet; the command itself starts in less
 
 
-def preflight(
-    settings: Settings, environ: Mapping[str, str], machine: Machine | None = None
-) -> None:
-    """Refuse what would fail, or be ignored, minutes later.
+def preflight(settings: Settings, environ: Mapping[str, str]) -> None:
+    """Refuse what would fail, or be ignored, minutes later, on any machine.
 
     Raises:
-        SettingsError: model, port, device, memory or disk don't fit, or `environ` contradicts.
+        SettingsError: model, vLLM or port don't fit, or `environ` contradicts.
     """
-    machine = machine or Machine()
     check_environment(settings, environ)
     if settings.is_vllm:
         check_vllm(version_of(*BUILDS_OF_VLLM))
     check_model(settings.model)
     check_port(settings.host, settings.port)
-    if settings.device == "xpu":
-        check_render_nodes(machine)
-    if settings.offload:
-        if settings.server_url is None:
-            check_memory(settings.cpu_gib * settings.devices, machine)
-        else:  # which has its memory already
-            check_server(settings.server_url)
-        check_layers(settings)  # imports transformers, which takes seconds
-        if settings.disk_path is not None:
-            check_disk(settings.disk_path)
 
 
 def check_vllm(version: str | None) -> None:
@@ -106,17 +92,6 @@ def check_port(host: str, port: int) -> None:
                 "an address of this machine and a port that nothing listens on",
                 "Choose another with --port, or stop what listens there.",
             ) from error
-
-
-def check_memory(pool_gib: float, machine: Machine) -> None:
-    """Refuse a CPU tier above all memory: LMCache zeroes it at the start, and would be killed."""
-    total = machine.memory_bytes()
-    if pool_gib * 2**30 > total:
-        raise SettingsError(
-            f"a CPU tier of {pool_gib:g} GiB in all (cpu_gib x devices)",
-            f"less than the {total / 2**30:.1f} GiB of this machine or container",
-            "Lower cpu_gib.",
-        )
 
 
 def check_server(url: str) -> None:

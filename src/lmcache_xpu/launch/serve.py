@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.launch.cache_server import check_shared_memory, server_command, start_server
+from lmcache_xpu.launch.cache_server import server_command, start_server
 from lmcache_xpu.launch.engine_arguments import (
     engine_variables,
     lmcache_config,
@@ -60,7 +60,6 @@ def serve(settings: Settings, check: Callable[[Settings], None], *, dry_run: boo
         )
         return
     if settings.offload and settings.is_server and settings.server_url is None:
-        check_shared_memory(settings)
         settings = settings.model_copy(update={"server_url": start_server(settings)})
     argv = command(settings)
     sys.stdout.flush()
