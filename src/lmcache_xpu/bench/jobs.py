@@ -19,17 +19,11 @@ TURN_REPEATS = 3  # later turns of one history
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Prompts that are asked at once: tokens that are cached, then tokens that are not.
+    """Prompts that are asked at once: tokens that are cached, then tokens that are not."""
 
-    Args:
-        history: cached tokens of each.
-        new: other tokens of each; 0 for whole prompts, 1 or more for later turns.
-        count: number of prompts.
-    """
-
-    history: int
-    new: int = 0
-    count: int = 1
+    history: int  # cached tokens of each
+    new: int = 0  # other tokens of each; 0 for whole prompts, 1 or more for later turns
+    count: int = 1  # number of prompts
 
     def __str__(self) -> str:
         each = f"{self.history} + {self.new}" if self.new else f"{self.history}"

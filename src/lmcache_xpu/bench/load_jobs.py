@@ -25,23 +25,14 @@ PERCENTILES_FROM = 20  # fewer values have a median and a largest one
 
 @dataclass(slots=True)
 class Request:
-    """A request and the times of its tokens, seconds from the load's begin.
+    """A request and the times of its tokens, seconds from the load's begin."""
 
-    Args:
-        prompt: its tokens.
-        tokens: length of its answer.
-        at_s: when it arrives.
-        round: of its conversation, from 0.
-        times: when its tokens came.
-        answer: tokens of the answer so far.
-    """
-
-    prompt: list[int]
-    tokens: int
-    at_s: float = 0.0
-    round: int = 0
-    times: list[float] = field(default_factory=list)
-    answer: list[int] = field(default_factory=list)
+    prompt: list[int]  # its tokens
+    tokens: int  # length of its answer
+    at_s: float = 0.0  # when it arrives
+    round: int = 0  # of its conversation, from 0
+    times: list[float] = field(default_factory=list)  # when its tokens came
+    answer: list[int] = field(default_factory=list)  # tokens of the answer so far
 
     @property
     def ttft_ms(self) -> float:
@@ -89,27 +80,16 @@ def drive(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoding:
-    """Requests that decode, alone at first, and then beside others that arrive one by one.
+    """Requests that decode, alone at first, and then beside others that arrive one by one."""
 
-    Args:
-        requests: how many decode at once.
-        prompt: tokens of each one's prompt.
-        tokens: of each one's answer.
-        hits: how many arrive.
-        hit: each of these.
-        every_s: seconds between two of them.
-        answer: tokens of a hit's answer.
-        new: whether what arrives is no hit, but computed and stored.
-    """
-
-    requests: int
-    prompt: int
-    tokens: int
-    hits: int
-    hit: Prompts
-    every_s: float
-    answer: int = 4
-    new: bool = False
+    requests: int  # how many decode at once
+    prompt: int  # tokens of each one's prompt
+    tokens: int  # of each one's answer
+    hits: int  # how many arrive
+    hit: Prompts  # each of these
+    every_s: float  # seconds between two of them
+    answer: int = 4  # tokens of a hit's answer
+    new: bool = False  # whether what arrives is no hit, but computed and stored
 
     @property
     def title(self) -> str:
@@ -156,25 +136,15 @@ class Decoding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversations:
-    """Users that ask at once, each of them round after round.
+    """Users that ask at once, each of them round after round."""
 
-    Args:
-        users: how many.
-        rounds: requests of each.
-        history: tokens before the first request.
-        new: tokens of each request.
-        answer: tokens of each answer.
-        apart_s: seconds between the first requests of two users.
-        pause_s: seconds from an answer to the next request.
-    """
-
-    users: int
-    rounds: int
-    history: int
-    new: int
-    answer: int
-    apart_s: float
-    pause_s: float = 0.05
+    users: int  # how many
+    rounds: int  # requests of each
+    history: int  # tokens before the first request
+    new: int  # tokens of each request
+    answer: int  # tokens of each answer
+    apart_s: float  # seconds between the first requests of two users
+    pause_s: float = 0.05  # seconds from an answer to the next request
 
     @property
     def title(self) -> str:

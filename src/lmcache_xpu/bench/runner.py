@@ -36,24 +36,17 @@ END_S = 30.0
 
 @dataclass(slots=True)
 class Result:
-    """The figures of one engine.
+    """The figures of one engine."""
 
-    Args:
-        variant: its variant's name.
-        title: its name for readers.
-        error: why it did not start, or gave no more answers.
-        seconds: time that its answers took.
-        exact: share of blocks that a hit restored to the byte; None where nothing was compared.
-        link_gb_s: speed of a raw copy by all devices together; of the engine without a connector.
-        rounds: row or load -> what was measured each time.
-    """
-
-    variant: str
-    title: str
-    error: str | None = None
-    seconds: float = 0.0
+    variant: str  # its variant's name
+    title: str  # its name for readers
+    error: str | None = None  # why it did not start, or gave no more answers
+    seconds: float = 0.0  # time that its answers took
+    # Share of blocks that a hit restored to the byte; None where nothing was compared.
     exact: float | None = None
+    # Speed of a raw copy by all devices together; of the engine without a connector.
     link_gb_s: dict[str, float] = field(default_factory=dict)
+    # Row or load -> what was measured each time.
     rounds: dict[str, list[Figures]] = field(default_factory=dict)
 
     @property

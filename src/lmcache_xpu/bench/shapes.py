@@ -19,28 +19,19 @@ Request = Prompts | Decoding | Conversations
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A Llama with random weights, and the requests to it.
+    """A Llama with random weights, and the requests to it."""
 
-    Args:
-        model: the Llama; its name is the shape's.
-        settings: the engine's settings besides the model.
-        prompts: requests of `bench engine`; the first is also compared byte by byte.
-        load_settings: settings of `bench load`: the engine's own cache is too small for all
-            conversations.
-        room_gib: KV cache of an engine with room for all of them; for `bench load` alone.
-        decoding: requests that decode beside hits; and beside prompts that are new (`storing`).
-        conversations: of many users.
-        loaded: whether it is the shape of `bench load`.
-    """
-
-    model: ModelSpec
-    settings: dict[str, Any]
+    model: ModelSpec  # the Llama; its name is the shape's
+    settings: dict[str, Any]  # the engine's settings besides the model
+    # Requests of `bench engine`; the first is also compared byte by byte.
     prompts: tuple[Prompts, ...]
+    # Settings of `bench load`: the engine's own cache is too small for all conversations.
     load_settings: dict[str, float]
-    room_gib: float
+    room_gib: float  # KV cache of an engine with room for all of them; for `bench load` alone
+    # Requests that decode beside hits; and beside prompts that are new (`storing`).
     decoding: Decoding
-    conversations: Conversations
-    loaded: bool = False
+    conversations: Conversations  # of many users
+    loaded: bool = False  # whether it is the shape of `bench load`
 
     @property
     def name(self) -> str:

@@ -13,21 +13,15 @@ from lmcache_xpu.bench.shapes import Shape, chosen
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One engine.
+    """One engine."""
 
-    Args:
-        name: its name on the command line.
-        title: its name for readers.
-        settings: settings that it has besides the shape's.
-        connector: vLLM's KV transfer configuration, where the connector is not ours.
-        hits: the place of a prompt's KV cache that was computed, and then pushed out.
-    """
-
-    name: str
-    title: str
+    name: str  # its name on the command line
+    title: str  # its name for readers
+    # Settings that it has besides the shape's.
     settings: dict[str, Any] = field(default_factory=dict)
+    # KV transfer configuration, where the connector is not ours.
     connector: dict[str, Any] | None = None
-    hits: Hits = "tier"
+    hits: Hits = "tier"  # the place of a prompt's KV cache that was computed, and then pushed out
 
     def values(self, shape: Shape, model: str, device: str, *, graphs: bool) -> dict[str, Any]:
         """Return the values that `Settings.load` makes the engine's settings from."""

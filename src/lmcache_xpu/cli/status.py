@@ -114,7 +114,7 @@ def _use_table(use: CacheUse) -> Table:
     for tier, name in tiers:
         table.add_row(f"  {name}", f"{use.stored_tokens[tier]:,.0f}")
     table.add_row("chunks evicted from the CPU tier", f"{use.evicted_chunks:,.0f}")
-    table.add_row("failed moves", f"{sum(item.count for item in use.failures):,}")
+    table.add_row("failed moves", f"{sum(use.failures.values()):,}")
     table.add_row("now")
     if use.own_tokens:
         table.add_row("  engine's own cache, tokens", f"{use.own_tokens:,.0f}")

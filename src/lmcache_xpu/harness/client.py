@@ -20,36 +20,22 @@ ADDRESS = "the address of an engine, such as http://127.0.0.1:8000"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One streamed answer.
+    """One streamed answer."""
 
-    Args:
-        text: the whole text.
-        token_ids: its tokens; empty when the server doesn't send them.
-        ttft_s: seconds from sending the request to the first chunk with text.
-        prompt_tokens: length of the prompt, as the server counts.
-        completion_tokens: length of the answer, as the server counts.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    ttft_s: float
-    prompt_tokens: int
-    completion_tokens: int
+    text: str  # the whole text
+    token_ids: tuple[int, ...]  # its tokens; empty when the server doesn't send them
+    ttft_s: float  # seconds from sending the request to the first chunk with text
+    prompt_tokens: int  # length of the prompt, as the server counts
+    completion_tokens: int  # length of the answer, as the server counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheCounts:
-    """The server's cache counters, in tokens, since it started; `-` gives a span's.
+    """The server's cache counters, in tokens, since it started; `-` gives a span's."""
 
-    Args:
-        prompt: prompt tokens of finished prefills.
-        prefix_hits: tokens that were in the engine's own prefix cache.
-        external_hits: tokens that were in LMCache.
-    """
-
-    prompt: int
-    prefix_hits: int
-    external_hits: int
+    prompt: int  # prompt tokens of finished prefills
+    prefix_hits: int  # tokens that were in the engine's own prefix cache
+    external_hits: int  # tokens that were in LMCache
 
     def __sub__(self, earlier: CacheCounts) -> CacheCounts:
         return CacheCounts(

@@ -21,15 +21,12 @@ UNTESTED_VARIABLE = "LMCACHE_XPU_ALLOW_UNTESTED"
 
 @dataclass(frozen=True, slots=True)
 class Versions:
-    """Installed versions without build suffixes; None where a package is missing.
-
-    Args:
-        changed: vLLM's whole version, where it was built from a release's source with changes.
-    """
+    """Installed versions without build suffixes; None where a package is missing."""
 
     lmcache: str | None
     vllm: str | None
     torch: str | None
+    # VLLM's whole version, where it was built from a release's source with changes.
     changed: str | None = None
 
     @property
