@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.launch.fields import ENV_PREFIX, Cache
 from lmcache_xpu.launch.model_support import weights_bytes
-from lmcache_xpu.launch.settings import ENV_PREFIX, Cache, Settings
+from lmcache_xpu.launch.settings import Settings
 from lmcache_xpu.launch.sizing import (
     AGENT_COMPUTE,
     AGENT_TOKENS,

@@ -12,8 +12,9 @@ from packaging.version import Version
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.engine_arguments import lmcache_config
+from lmcache_xpu.launch.fields import ENV_PREFIX
 from lmcache_xpu.launch.machine import Machine
-from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
+from lmcache_xpu.launch.settings import Settings
 from lmcache_xpu.versions import BUILDS_OF_VLLM, version_of
 
 TIERS_SINCE = Version("0.30")  # of `OffloadingConnector` are as `offloading` expects them

@@ -24,9 +24,10 @@ from lmcache_xpu.launch.engine_arguments import (
     server_config,
     vllm_arguments,
 )
+from lmcache_xpu.launch.fields import ENV_PREFIX
 from lmcache_xpu.launch.model_support import check_layers, check_reachable, with_layers
 from lmcache_xpu.launch.preflight import check_model, check_server
-from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
+from lmcache_xpu.launch.settings import Settings
 from lmcache_xpu.versions import version_of
 
 SHOWN_SOCKET = Path("/tmp/lmcache-xpu-XXXXXXXX/server.sock")  # its directory is made at the start
