@@ -202,13 +202,15 @@ def test_what_the_server_lacks_is_refused(name):
         "layerwise": True,
         "kv_events": "tcp://*:5557",
     }
-    with pytest.raises(SettingsError, match=f"{name}=.*with cache=server, which has no.*in-process"):
+    with pytest.raises(
+        SettingsError, match=f"{name}=.*cache=server, which has no.*in-process"
+    ):
         settings(**{name: values[name]})
 
 
 def test_what_the_server_lacks_is_refused_where_several_devices_need_one():
     """Without the advice to use a cache that such an engine can't have."""
-    with pytest.raises(SettingsError, match="kv_events=.* with cache=auto") as refusal:
+    with pytest.raises(SettingsError, match=r"kv_events=.* with cache=auto") as refusal:
         settings(cache="auto", tensor_parallel=2, kv_events="tcp://*:5557")
     assert "in-process" not in refusal.value.fix
 

@@ -66,7 +66,7 @@ def _show_running(url: str, since: int | None, as_json: bool) -> None:
 
     key = os.environ.get("LMCACHE_XPU_API_KEY")
     with (
-        working(f"Asking {url}") as show,
+        working(f"Asking {url}" + (f", for {since} s" if since else "")),
         Client(url, api_key=key, timeout_s=10, trust_env=True) as server,
     ):
         earlier, page = None, server.page()
@@ -77,7 +77,6 @@ def _show_running(url: str, since: int | None, as_json: bool) -> None:
                 "Start it with `lmcache-xpu serve`, which also sets PROMETHEUS_MULTIPROC_DIR.",
             )
         if since is not None:
-            show(f"Watching {server.url} for {since} s")
             time.sleep(since)
             earlier, page = page, server.page()
         models = server.models()
