@@ -133,7 +133,6 @@ CONNECT = """
 import os, sys
 from multiprocessing.connection import Connection
 connection = Connection(int(sys.argv[-1]))
-connection.send({})
 """
 STAND_IN = f"""{CONNECT}
 def note(what):

@@ -155,7 +155,7 @@ def main() -> None:
     """Start an engine, and do the jobs that the parent process asks for until it is gone.
 
     Arguments of the process: values for `Settings.load` as JSON, the place of hits, and the file
-    descriptor of a connection. The engine's start and each job give an answer on it.
+    descriptor of a connection, on which each job gives an answer.
     """
     status = 1
     try:
@@ -183,7 +183,6 @@ def _do_jobs(settings: Settings, hits: Any, descriptor: int) -> None:
         HF_HUB_OFFLINE="1",
     )
     engine = Engine(settings, hits)
-    connection.send(None)
     with suppress(EOFError):
         while True:
             job = connection.recv()

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -61,14 +62,8 @@ class Result:
 class Child:
     """A process with an engine; a context manager.
 
-    It starts at once, and `ask` waits until it has started.
-
-    Args:
-        variant: the engine's variant.
-        values: what its settings are made from.
-        variables: its environment, besides this process's.
-        timeout_s: seconds that the start, and each answer, may take.
-        console: where the progress is shown.
+    It starts at once. Its first answer, with the start, and each later one may take `timeout_s`
+    seconds. `variables` join this process's in its environment.
     """
 
     def __init__(
@@ -95,25 +90,17 @@ class Child:
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
             )
-        self._started = False
 
     def ask(self, name: str, job: Job) -> Any:
         """Return a job's answer; None, and the result has an error, if the engine failed."""
         if self.result.error is not None:
             return None
-        begin, answer = time.monotonic(), None
+        begin = time.monotonic()
         with self._console.status(f"{self.result.title}: {name}"):
-            if not self._started:
-                self._answer()
-                self._started = True
-            if self.result.error is None:
-                with suppress(BrokenPipeError):  # it has ended; `_answer` says why
-                    self._connection.send(job)
-                answer = self._answer()
+            with suppress(BrokenPipeError):  # it has ended; `_answer` says why
+                self._connection.send(job)
+            answer = self._answer()
         self.result.seconds += time.monotonic() - begin
-        if self.result.error is not None:
-            text = f"{self.result.title}: {self.result.error}"
-            self._console.print(text, markup=False, highlight=False)
         return answer
 
     def __enter__(self) -> Self:
@@ -159,20 +146,14 @@ def run(
     console: Console,
     save: Callable[[list[Result]], None],
 ) -> list[Result]:
-    """Measure engines; one that fails is a result with an error.
+    """Measure engines, each job so many times; one that fails is a result with an error.
 
     Except under load, the bytes of a hit are compared first, and a raw copy is timed.
 
     Args:
-        shape: the model's shape.
-        engines: the engines' variants.
-        jobs: row or load -> job.
-        repeats: repeats of each job; medians count.
         in_turn: whether all engines are there at once and each job goes to one after another, so
             that they meet the same host. They share the devices out, see `device_masks`.
-        graphs: whether vLLM compiles graphs.
         timeout_s: seconds that an engine may take to start, and for each answer.
-        console: where the progress is shown.
         save: called with all results so far after each job's repeats.
     """
     device = built_for()
@@ -217,10 +198,6 @@ def device_masks(device: str, count: int) -> list[dict[str, str]]:
     """Return, for each `count` devices, the variable that lets an engine see these alone.
 
     On CPU, and where there are fewer devices, the only one sets nothing.
-
-    Args:
-        device: `cpu`, `cuda` or `xpu`.
-        count: devices of an engine.
     """
     if device == "cpu":
         return [{}]
@@ -254,15 +231,12 @@ def machine() -> dict[str, str]:
         module = torch.get_device_module(kind)
         properties = module.get_device_properties()
         driver = getattr(properties, "driver_version", None) or getattr(torch.version, "cuda", "")
-        device = f"{kind}: {module.get_device_name()}"
-        device += f", driver or runtime {driver}" if driver else ""
-    info = Path("/proc/cpuinfo").read_text()
-    names = (line for line in info.splitlines() if line.startswith("model name"))
-    cpu = next(names, ": unknown").partition(":")[2].strip()
+        device = f"{kind}: {module.get_device_name()}, driver or runtime {driver}"
+    cpu = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.M)
     installed = versions.installed()
     return {
         "device": device,
-        "cpu": f"{cpu}, {os.cpu_count()} threads",
+        "cpu": f"{cpu[1] if cpu else 'unknown'}, {os.cpu_count()} threads",
         "system": platform.platform(),
         "python": platform.python_version(),
         **{name: getattr(installed, name) or "" for name in ("torch", "vllm", "lmcache")},
