@@ -15,11 +15,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from lmcache_xpu.bench import load_jobs
-from lmcache_xpu.bench.jobs import Prompts
-from lmcache_xpu.bench.load_jobs import (
+from lmcache_xpu.bench import jobs
+from lmcache_xpu.bench.jobs import (
     Conversations,
     Decoding,
+    Prompts,
     Request,
     drive,
     spread,
@@ -46,8 +46,8 @@ class ImitatedEngine:
         self.most = 0
         self._begin = 0
         self._next = 0
-        monkeypatch.setattr(load_jobs.time, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(load_jobs.time, "sleep", self._sleep)
+        monkeypatch.setattr(jobs.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(jobs.time, "sleep", self._sleep)
 
     def prompt(self, length: int) -> list[int]:
         self._next += 1

@@ -202,9 +202,7 @@ def test_what_the_server_lacks_is_refused(name):
         "layerwise": True,
         "kv_events": "tcp://*:5557",
     }
-    with pytest.raises(
-        SettingsError, match=f"{name}=.*cache=server, which has no.*in-process"
-    ):
+    with pytest.raises(SettingsError, match=f"{name}=.*cache=server, which has no.*in-process"):
         settings(**{name: values[name]})
 
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lmcache_xpu.bench.jobs import Prompts
-from lmcache_xpu.bench.load_jobs import Conversations, Decoding
+from lmcache_xpu.bench.jobs import Conversations, Decoding, Prompts
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.harness.random_model import DEMO, ModelSpec, llama_config
 

@@ -84,10 +84,7 @@ def server_command(settings: Settings, socket: Path, pages: str = PAGES) -> list
 def server_environment(
     environ: Mapping[str, str], settings: Settings | None = None
 ) -> dict[str, str]:
-    """Return what LMCache's server needs of an environment, and the shared tier's password.
-
-    No other secret is in it.
-    """
+    """Return what LMCache's server needs of an environment; no secret but the shared tier's."""
     needed = {
         name: value
         for name, value in environ.items()

@@ -1,4 +1,7 @@
-"""The checks before a start: what would fail, or be ignored, minutes after it."""
+"""The checks before a start: what would fail, or be ignored, minutes after it.
+
+Each raises a SettingsError.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +38,7 @@ def preflight(settings: Settings, environ: Mapping[str, str]) -> None:
 
 
 def check_vllm(version: str | None) -> None:
-    """Refuse a vLLM whose tiers take no disk tier of others: `cache=vllm`.
-
-    Raises:
-        SettingsError: names the oldest that does.
-    """
+    """Refuse a vLLM whose tiers take no disk tier of others: `cache=vllm`."""
     if version is not None and Version(version) < TIERS_SINCE:
         raise SettingsError(
             f"vLLM {version} with cache=vllm",
@@ -49,11 +48,7 @@ def check_vllm(version: str | None) -> None:
 
 
 def check_environment(settings: Settings, environ: Mapping[str, str]) -> None:
-    """Refuse other ways to set what is set here: one of the two would silently lose.
-
-    Raises:
-        SettingsError: names such a variable.
-    """
+    """Refuse other ways to set what is set here: one of the two would silently lose."""
     variables = {
         "VLLM_CPU_KVCACHE_SPACE",
         *(f"LMCACHE_{k.upper()}" for k in lmcache_config(settings)),
@@ -96,11 +91,7 @@ def check_port(host: str, port: int) -> None:
 
 
 def check_server(url: str) -> None:
-    """Refuse an LMCache server that does not listen within `SERVER_S`, or another user's.
-
-    Raises:
-        SettingsError: names its address.
-    """
+    """Refuse an LMCache server that does not listen within `SERVER_S`, or another user's."""
     from lmcache_xpu.server.server_socket import await_server, check_socket  # imports ZeroMQ
 
     check_socket(url)

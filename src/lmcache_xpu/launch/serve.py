@@ -70,10 +70,9 @@ def serve(settings: Settings, check: Callable[[Settings], None], *, dry_run: boo
 def environment(settings: Settings, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the engine's whole environment, with an empty directory for its metrics.
 
-    vLLM's server, its engine and LMCache are several processes. prometheus_client lets each write
-    to files of its own in PROMETHEUS_MULTIPROC_DIR, and the server's /metrics sums them up. What
-    an earlier engine left there would count, so it is removed: call this once per engine, after
-    `preflight`, which sees that none of the same port is running.
+    Each of the engine's processes writes to files of its own in PROMETHEUS_MULTIPROC_DIR, and the
+    server's /metrics sums them up. What an earlier engine left there would count, so it is removed:
+    call this once per engine, after `preflight`, which sees that none of the same port is running.
 
     Raises:
         SettingsError: the directory can't be used.
