@@ -10,7 +10,7 @@ Each half has a `Cache`. The scheduler's half asks by `CacheLookUps`, a worker's
 
     Cache         `LocalClient`   `ServerClient`
     CacheLookUps  `LocalLookUps`  `LookUps`
-    CachePlaces   `LocalCache`    `ModuleQuestions`, `LMCacheQuestions`
+    CachePlaces   `LocalCache`    `ServerPlaces`
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ from lmcache_xpu.versions import lmcache_server
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from lmcache_xpu.cache.server import LentMemory
+
 __all__ = [
     "Answer",
     "Cache",
     "CacheLookUps",
     "CachePlaces",
     "KeyScope",
+    "Question",
     "ReadPolicy",
     "Skipped",
     "TokenRange",
@@ -150,7 +153,7 @@ class Cache(Protocol):
             timeout_s: seconds that the cache has for an answer.
 
         Raises:
-            SettingsError: the cache knows one KV cache group alone.
+            SettingsError: a server that can't be asked.
         """
 
     def answers_lookups(self, timeout_s: float) -> bool:
@@ -282,3 +285,26 @@ class CachePlaces(Protocol):
 
     def give_up(self, number: int) -> None:
         """Forget what a question has reserved: it will not be written."""
+
+    def leave(self) -> None:
+        """The worker ends; waits for nothing."""
+
+
+class Question(NamedTuple):
+    """A cache is asked where chunks are that it has promised.
+
+    Args:
+        number: of the question.
+        key: of the chunks.
+        memory: that the cache lent when it was asked.
+        begun: when it was asked.
+        answer: that comes.
+        places: who was asked.
+    """
+
+    number: int
+    key: Any
+    memory: LentMemory
+    begun: float
+    answer: Answer[ObjectSlots | None]
+    places: CachePlaces
