@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 
 from lmcache_xpu.cache.hit_places import ObjectSlots, needed_chunks
-from lmcache_xpu.cache.protocol import Cache, CachePlaces, Question, TokenRange
+from lmcache_xpu.cache.protocol import Cache, CachePlaces, TokenRange
 from lmcache_xpu.cache.seals import Seals, break_seal, seal, seals_at, seals_of
-from lmcache_xpu.cache.server import GivenUpError, LentMemory, Server, check_lease
+from lmcache_xpu.cache.server import GivenUpError, LentMemory, Question, Server, check_lease
 from lmcache_xpu.copies.group_copies import GroupCopies
 from lmcache_xpu.copies.transfer_queue import Transfer
 from lmcache_xpu.errors import TransferError

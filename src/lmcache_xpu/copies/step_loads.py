@@ -25,8 +25,9 @@ from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from lmcache_xpu.cache.protocol import Question, TokenRange
+from lmcache_xpu.cache.protocol import TokenRange
 from lmcache_xpu.cache.seals import Seals
+from lmcache_xpu.cache.server import Question
 from lmcache_xpu.copies.group_copies import GroupCopies
 from lmcache_xpu.copies.load_pipelines import LoadPipeline, StepPipelines
 from lmcache_xpu.copies.moves import Located, Moves
