@@ -54,10 +54,9 @@ def _(take: Any) -> Any:
 @fault("the engine does not wait for a layer", "steps", LoadPipeline, "before_layer")
 def _(_: Any) -> Any:
     def wrong(self: LoadPipeline, layer: int) -> None:
-        groups = sum(start <= layer for start in self._starts)
-        if self.failed_behind is None and groups > self._waited:
-            self._enqueue(groups)
-            self._waited = groups
+        groups = sum(start <= layer for start in self.starts)
+        self.enqueue(groups)
+        self._waited = max(self._waited, groups)
 
     return wrong
 

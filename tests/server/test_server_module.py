@@ -23,7 +23,6 @@ from lmcache_xpu.cache import room
 from lmcache_xpu.cache.hit_places import (
     ALIGN,
     COMMIT,
-    HELLO,
     LOCATE,
     REGISTER,
     RELEASE,
@@ -143,7 +142,6 @@ def ask(context):
 
 def test_chunks_are_located_in_their_order_and_stay_locked_until_they_are_released(context, ask):
     key = context.look_up()
-    assert ask(HELLO) == b""
     places = received(ask(LOCATE, key), Rows)
     assert places == [(0, number, number * 10_000, LENGTH) for number in range(4)]
     assert len(context.storage_manager.locked) == 4

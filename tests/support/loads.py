@@ -68,7 +68,7 @@ class Case:
         connector, tokens = self.connector, len(self.slots)
         stager = connector.registered(self.target.engine)
         layer_bytes = connector.get_shape(tokens).numel() // LAYERS * stager.view.dtype.itemsize
-        starts = self.step.group_starts(tokens, LAYERS, layer_bytes, stager.tuning)
+        starts = self.step.group_starts(tokens, LAYERS, layer_bytes)
         stager.follow_engine()
         rows = request_rows(stager.view, self.slots, list(zip(*SPANS, strict=True)))
         plan = stager.plan(connector.host_format, rows, starts)

@@ -6,7 +6,7 @@
     reserve   where to store chunks, with the tokens that name them; `commit` ends writing them
 
 A question names the request, whose tokens the server has since its look-up, and the range of
-tokens. The answer is of each object a few numbers. See `server_module` and `load_questions`.
+tokens. The answer is of each object a few numbers. See `server_module` and `server_places`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ __all__ = [
     "COMMIT",
     "EVICTION_POLICY",
     "EVICTION_WATERMARK",
-    "HELLO",
     "LOCATE",
     "REGISTER",
     "RELEASE",
@@ -39,9 +38,9 @@ __all__ = [
     "sent",
 ]
 
-HELLO, ALIGN, REGISTER, LOCATE, RELEASE, RESERVE, COMMIT = (
+ALIGN, REGISTER, LOCATE, RELEASE, RESERVE, COMMIT = (
     f"lmcache_xpu.{name}_v4"
-    for name in ("hello", "align", "register", "locate", "release", "reserve", "commit")
+    for name in ("align", "register", "locate", "release", "reserve", "commit")
 )
 
 # LMCache's own eviction is off, see `room`: a policy that names nothing, at a usage that can't be.

@@ -20,15 +20,14 @@ from typing import Any, NamedTuple
 import torch
 
 from lmcache_xpu.cache.hit_places import ObjectSlots, needed_chunks
-from lmcache_xpu.cache.load_questions import LMCacheQuestions, ModuleQuestions, Question
 from lmcache_xpu.cache.protocol import Cache, CachePlaces, TokenRange
 from lmcache_xpu.cache.seals import Seals, break_seal, seal, seals_at, seals_of
-from lmcache_xpu.cache.server import GivenUpError, LentMemory, Server, check_lease
+from lmcache_xpu.cache.server import GivenUpError, LentMemory, Question, Server, check_lease
 from lmcache_xpu.copies.group_copies import GroupCopies
 from lmcache_xpu.copies.transfer_queue import Transfer
 from lmcache_xpu.errors import TransferError
 from lmcache_xpu.metrics import Flow
-from lmcache_xpu.transfer.devices import Event, SideStream
+from lmcache_xpu.transfer.devices import Event, SideStream, StoreHandle
 
 __all__ = ["Located", "Moves"]
 
@@ -66,13 +65,11 @@ class Moves:
         server: whose memory is read and written.
         groups: copies of each group.
         client: of the cache.
-
-    Attributes:
-        load_flow: counts loads.
     """
 
+    _places: CachePlaces  # once `begin_with_server` has asked
+
     def __init__(self, server: Server, groups: Sequence[GroupCopies], client: Cache) -> None:
-        self.load_flow = client.load_flow
         self._server = server
         self._groups = groups
         self._client = client
@@ -80,29 +77,16 @@ class Moves:
         self._tokens_per_s: float | None = None
         self._numbers = itertools.count()  # of questions; threads share it
         self._windows = [copies.window_chunks for copies in groups]
-        self._places: CachePlaces = LMCacheQuestions(client.requests, client.instance_id)
         self._stream = SideStream(server.device, urgent=False)
 
     def begin_with_server(self) -> None:
-        """Learn how a new server is asked, and register with its module; waits for it.
-
-        Raises:
-            SettingsError: it knows one KV cache group alone.
-            TimeoutError: its module does not answer.
-        """
+        """Learn how a new server is asked; waits for it, and raises as `Cache.places`."""
         sizes = [copies.object_bytes for copies in self._groups]
-        places = self._client.places(sizes, self._windows, self._server.timeout_s)
-        self._places = places
-        if isinstance(places, ModuleQuestions):
-            scope = self._client.scope
-            registered = places.register(scope.model_name, scope.world_size)
-            registered.result(timeout=self._client.timeout_s)
+        self._places = self._client.places(sizes, self._windows, self._server.timeout_s)
 
     def end_with_server(self) -> None:
-        """Say to the module of the server, if it has one, that this worker ends."""
-        if isinstance(self._places, ModuleQuestions):
-            scope = self._client.scope
-            self._places.register(scope.model_name, scope.world_size, ends=True)
+        """Say to the server that this worker ends; waits for nothing."""
+        self._places.leave()
 
     @contextmanager
     def enqueueing(self) -> Iterator[None]:
@@ -122,18 +106,19 @@ class Moves:
             GivenUpError: for a reason of the metrics; others as they come.
         """
         key = self._client.key(tokens, worker=True)
-        chunks = [copies.chunks(copies.blocks(tokens)) for copies in self._groups]
+        chunks = [copies.chunks(tokens) for copies in self._groups]
         begun, memory = time.monotonic(), self._server.lent  # a lost server is asked nothing
         places, number = self._places, next(self._numbers)
         lacked = [copies.lacked(each) for copies, each in zip(self._groups, chunks, strict=True)]
         if len(lacked) == 1 and lacked[0]:
             raise GivenUpError("overtaken")  # they left a window, and vLLM has freed their blocks
-        asked = places.reserve(number, key, lacked)
-        slots = self._server.answer(asked, lambda: transfer.is_cancelled)
+        slots = self._server.answer(
+            places.reserve(number, key, lacked), lambda: transfer.is_cancelled
+        )
         if not slots:
             return  # all are there, or there is no room
         try:
-            objects, handles = self._objects(memory, slots), []
+            objects, handles = self._objects(memory, slots), list[StoreHandle]()
             with self._copying(transfer, event):
                 check_lease(begun)
                 for group, copies in enumerate(self._groups):
@@ -168,13 +153,13 @@ class Moves:
         with self.ending(asked):
             with self._copying(transfer, event):
                 for group, copies in enumerate(self._groups):
-                    chunks = copies.chunks(copies.blocks(tokens, loading=True))
+                    chunks = copies.chunks(tokens, loading=True)
                     loaded = [chunks[chunk] for chunk in located.slots.chunks(group)]
                     loads += copies.load(loaded, located.objects[group])
             for done in loads:
                 done.synchronize()
-        self._tokens_per_s = self._tokens(located.slots) / (time.monotonic() - begun)
-        self.finish(located)
+        seconds = time.monotonic() - begun
+        self._tokens_per_s = self.finish(located) / seconds
 
     def take_speed(self) -> float | None:
         """Tokens a second of the last `load` since the last call; None if none has ended."""
@@ -234,14 +219,18 @@ class Moves:
             located.check()
         return located
 
-    def finish(self, located: Located) -> None:
-        """End a load that has copied all, and count it; errors as `Located.check`, or `late`."""
+    def finish(self, located: Located) -> int:
+        """End a load that has copied all, count its tokens, and return how many they are.
+
+        Raises:
+            GivenUpError: as `Located.check`, or it is late.
+        """
         try:
             located.check()
             check_lease(located.asked.begun)
         finally:
             self.end_load(located.asked)
-        self._count(self.load_flow, located.slots, located.asked.begun)
+        return self._count(self._client.load_flow, located.slots, located.asked.begun)
 
     def end_load(self, asked: Question) -> None:
         """Say to the server that nothing of an answer is read any more; waits for no answer."""
@@ -263,8 +252,9 @@ class Moves:
             raise GivenUpError("overtaken")
         with self.enqueueing(), self._stream.current(), ExitStack() as stack:
             event.wait()
-            for copies in self._groups:
-                stack.enter_context(copies.behind_engine())
+            for part in itertools.chain.from_iterable(copies.parts for copies in self._groups):
+                part.stager.follow_engine()
+                stack.enter_context(part.stager.whole())
             yield
 
     def _objects(self, memory: LentMemory, slots: ObjectSlots) -> list[list[torch.Tensor]]:
@@ -273,13 +263,11 @@ class Moves:
             for number, copies in enumerate(self._groups)
         ]
 
-    def _count(self, flow: Flow, slots: ObjectSlots, begun: float) -> None:
-        seconds = time.monotonic() - begun
-        flow.moved(seconds, size_bytes=slots.nbytes, tokens=self._tokens(slots))
-
-    def _tokens(self, slots: ObjectSlots) -> int:
+    def _count(self, flow: Flow, slots: ObjectSlots, begun: float) -> int:
         chunks = max(len(slots.chunks(number)) for number in range(len(self._groups)))
-        return chunks * self._client.chunk_tokens
+        tokens = chunks * self._client.chunk_tokens
+        flow.moved(time.monotonic() - begun, size_bytes=slots.nbytes, tokens=tokens)
+        return tokens
 
 
 def _of_objects(seals: Seals, slots: ObjectSlots) -> list[bytes]:

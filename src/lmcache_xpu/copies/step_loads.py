@@ -1,7 +1,6 @@
 """Loads inside the step of their requests, which run beside the step's layers.
 
-    ask_early       a request has a hit, and may be in the next step: ask where its chunks are
-    begin_step, ask vLLM has decided on a step: ask the same of all others that it loads
+    begin_step, ask vLLM has decided on a step: ask where the chunks are that it loads
     begin_answered  then, and again when the worker is called for the step: of loads whose chunks
                     are known, compare seals, and enqueue the first layers
     begin           vLLM has prepared the step: wait for the other answers, and do the same
@@ -19,22 +18,22 @@ came of a load, and what `take` returned waits when it is looked at.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 
-from lmcache_xpu.cache.load_questions import Question
 from lmcache_xpu.cache.protocol import TokenRange
 from lmcache_xpu.cache.seals import Seals
-from lmcache_xpu.copies.group_copies import BesideLayers, GroupCopies
+from lmcache_xpu.cache.server import Question
+from lmcache_xpu.copies.group_copies import GroupCopies
 from lmcache_xpu.copies.load_pipelines import LoadPipeline, StepPipelines
 from lmcache_xpu.copies.moves import Located, Moves
 from lmcache_xpu.copies.pending_failures import Outcome, Outcomes
 from lmcache_xpu.errors import TransferError
-from lmcache_xpu.metrics import fallback, loaded
+from lmcache_xpu.metrics import Flow, fallback, loaded
 from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK
 
 __all__ = ["StepLoads"]
@@ -51,11 +50,10 @@ POLL_S = 5e-4
 @dataclass(slots=True, eq=False)
 class _Load:
     request_id: str
-    blocks: list[int]
+    chunks: list[list[int]]
     outcome: Outcome
     asked: Question
-    seals: Seals | None = None
-    plan: BesideLayers | None = None
+    seals: Seals | None  # that its chunks should have
     located: Located | None = None
     parts: list[LoadPipeline] = field(default_factory=list)
 
@@ -67,6 +65,7 @@ class StepLoads:
         moves: of the worker.
         copies: of its only KV cache group.
         draft_layers: so many layers at the end are a drafter's.
+        flow: counts failures.
         failed: is called with a request whose load failed, and why.
 
     Attributes:
@@ -78,11 +77,13 @@ class StepLoads:
         moves: Moves,
         copies: GroupCopies,
         draft_layers: int,
+        flow: Flow,
         failed: Callable[[str, Exception], None],
     ) -> None:
         self.outcomes = Outcomes()
         self._moves = moves
         self._copies = copies
+        self._flow = flow
         self._failed = failed
         layers, pages = copies.group.layers, copies.pages_per_layer
         self._last_pages = {
@@ -90,18 +91,11 @@ class StepLoads:
         }
         model_pages = (len(layers) - draft_layers) * pages if pages else None
         self._pipelines = StepPipelines(model_pages)
-        self._early: dict[str, Question] = {}  # of the next step, by request
         self._asked: list[_Load] = []  # of this step
         self._loads: list[_Load] = []  # of them, those that are in the pipelines
         self._thread = ThreadPoolExecutor(1, "lmcache-xpu-finish")
 
     # Before the step's layers
-
-    def ask_early(self, load: TokenRange) -> None:
-        """Ask where the chunks of a load are that the next step may have, once; raises nothing."""
-        if load.request_id not in self._early:
-            with suppress(Exception):  # whatever: its step asks again, and fails there
-                self._early[load.request_id] = self._ask(load)
 
     def begin_step(self, written: Collection[int]) -> None:
         """Begin a step.
@@ -118,26 +112,24 @@ class StepLoads:
             self.outcomes.decide(self.outcomes.expect(blocks), filled=False)
 
     def ask(self, load: TokenRange) -> None:
-        """Ask where chunks are that this step loads, unless that was asked before.
+        """Ask where chunks are that this step loads, and let the question leave.
 
         Args:
             load: with its blocks; those that vLLM keeps are left alone.
         """
-        blocks = self._copies.blocks(load, loading=True)
-        outcome = self.outcomes.expect(set(blocks) - {NULL_BLOCK})
+        chunks = self._copies.chunks(load, loading=True)
+        outcome = self.outcomes.expect(set(itertools.chain(*chunks)) - {NULL_BLOCK})
         loaded("step")
         try:
-            asked = self._early.pop(load.request_id, None) or self._ask(load)
+            asked = self._moves.ask(load)
+            asked.answer.wait(SENT_S)
+            with self._moves.ending(asked):
+                # Before there is an answer, which the server looks up meanwhile.
+                seals = self._moves.seals(asked.key)
         except Exception as error:  # whatever: the request is computed
             self._fail(load.request_id, outcome, error)
         else:
-            self._asked.append(_Load(load.request_id, blocks, outcome, asked))
-
-    def end_early(self) -> None:
-        """End questions whose requests are not in the step after all."""
-        for question in self._early.values():
-            self._moves.end_load(question)
-        self._early.clear()
+            self._asked.append(_Load(load.request_id, chunks, outcome, asked, seals))
 
     def begin_answered(self, tokens: int, *, scheduling: bool = False) -> None:
         """Enqueue the first layers of what the server has answered; waits `SOON_S` at most.
@@ -150,13 +142,11 @@ class StepLoads:
             return
         with self._moves.enqueueing():
             self._pipelines.begin(tokens, scheduling=scheduling)
-        # What needs no answer comes first: the server is asked meanwhile.
-        asked = [load for load in self._asked if load.plan or self._succeeds(self._prepare, load)]
-        self._asked = []
+        asked, self._asked = self._asked, []
         until = time.monotonic() + SOON_S
         for load in asked:
-            if load.asked.is_answered(max(0.0, until - time.monotonic())):
-                self._succeeds(self._enqueue, load, 0.0)
+            if load.asked.answer.wait(max(0.0, until - time.monotonic())):
+                self._enqueue(load, 0.0)
             else:
                 self._asked.append(load)
 
@@ -169,48 +159,25 @@ class StepLoads:
         until = time.monotonic() + ANSWER_S
         asked, self._asked = self._asked, []
         for load in asked:
-            self._succeeds(self._enqueue, load, max(0.0, until - time.monotonic()))
+            self._enqueue(load, max(0.0, until - time.monotonic()))
         if self._loads and (whole or not self._last_pages):
             with self._moves.enqueueing():
                 self._pipelines.before_all()
 
-    def _ask(self, load: TokenRange) -> Question:
-        """Ask where chunks are, and let the question leave; errors as `Moves.ask`."""
-        asked = self._moves.ask(load)
-        asked.is_answered(SENT_S)
-        return asked
-
-    def _succeeds(self, act: Callable[..., None], load: _Load, *rest: float) -> bool:
+    def _enqueue(self, load: _Load, at_most_s: float) -> None:
+        tokens = load.asked.key.end - load.asked.key.start
+        starts = functools.partial(self._pipelines.group_starts, tokens)
         try:
-            act(load, *rest)
+            load.located = self._moves.locate(load.asked, load.seals, at_most_s)
+            with self._moves.ending(load.asked):
+                objects = load.located.objects[0]
+                load.parts = self._copies.beside_layers(load.chunks, objects, starts, self._flow)
         except Exception as error:  # whatever: the request is computed
             self._fail(load.request_id, load.outcome, error)
-            return False
-        return True
-
-    def _prepare(self, load: _Load) -> None:
-        key, tokens = load.asked.key, len(load.blocks) * self._copies.group.block_tokens
-        with self._moves.ending(load.asked):
-            if tokens != key.end - key.start:
-                raise TransferError(
-                    f"blocks for {tokens} tokens, and a question of {key.start} to {key.end}",
-                    "a question of the same range",
-                )
-            load.seals = self._moves.seals(key)
-            load.plan = self._copies.beside_layers(
-                self._copies.chunks(load.blocks),
-                functools.partial(self._pipelines.group_starts, tokens),
-                self._moves.load_flow,
-            )
-
-    def _enqueue(self, load: _Load, at_most_s: float) -> None:
-        assert load.plan is not None
-        load.located = self._moves.locate(load.asked, load.seals, at_most_s)
-        with self._moves.ending(load.asked):
-            load.parts = load.plan(load.located.objects[0])
-        # Blocks may be of a request whose step still runs.
-        with self._moves.enqueueing(), self._copies.behind_engine():
+            return
+        with self._moves.enqueueing():
             for part in load.parts:
+                part.stager.follow_engine()  # blocks may be of a request whose step still runs
                 self._pipelines.add(part)
         self._loads.append(load)
 
@@ -292,8 +259,9 @@ class StepLoads:
 
     def _fail(self, request_id: str, outcome: Outcome, error: Exception | None = None) -> None:
         try:
-            if error is not None:
+            if error is None:
+                fallback("load")
+            else:
                 self._failed(request_id, error)
         finally:
-            fallback("load")
             self.outcomes.decide(outcome, filled=False)

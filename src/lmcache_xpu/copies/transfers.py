@@ -6,14 +6,15 @@ Loads inside steps are in `step_loads`; all others, and stores, are here, in thr
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any
 
 from lmcache_xpu.cache.protocol import Cache, TokenRange
-from lmcache_xpu.cache.server import GivenUpError, LentMemory, Server, union
+from lmcache_xpu.cache.server import GivenUpError, LentMemory, Server
 from lmcache_xpu.copies.group_copies import GroupCopies
 from lmcache_xpu.copies.moves import Moves
 from lmcache_xpu.copies.step_loads import StepLoads
@@ -59,20 +60,17 @@ class Transfers:
         self._device = groups[0].device
         self._server = Server(client.healthy, self._device, timeout_s)
         self._moves = Moves(self._server, groups, client)
-        self._stores = TransferQueue("stores")
-        self._loads = TransferQueue("loads")
+        load_failed = functools.partial(self._failed, client.load_flow)
+        self._stores = TransferQueue("stores", functools.partial(self._failed, client.store_flow))
+        self._loads = TransferQueue("loads", load_failed)
         self._damaged: SimpleQueue[str] = SimpleQueue()
         self._waited: list[Transfer] = []  # loads, until `take_ended` names their requests
         self._unfilled: set[int] = set()
         self._registered = False
         self.in_steps: StepLoads | None = None
         if len(groups) == 1:
-            self.in_steps = StepLoads(
-                self._moves,
-                groups[0],
-                draft_layers,
-                lambda request_id, error: self._failed(client.load_flow, request_id, error),
-            )
+            flow = client.load_flow
+            self.in_steps = StepLoads(self._moves, groups[0], draft_layers, flow, load_failed)
 
     def take_speed(self) -> float | None:
         """Return the tokens per second of loads beside steps since the last call, if any ended."""
@@ -201,16 +199,10 @@ class Transfers:
             event: behind what the engine computed.
             sources: block IDs that they were computed from; empty where no step loads.
         """
-        blocks = union([copies.blocks(chunks) for copies in self.groups])
-        transfer = Transfer(chunks.request_id, blocks)
-        check = self.in_steps.outcomes.gate(sources) if self.in_steps and sources else None
-
-        def move() -> None:
-            if check is not None:
-                check()
-            self._moves.store(transfer, chunks, event)
-
-        self._stores.add(transfer, lambda: self._succeeds(self._client.store_flow, move, transfer))
+        transfer = self._transfer(chunks)
+        gates = [self.in_steps.outcomes.gate(sources)] if self.in_steps and sources else []
+        move = functools.partial(self._moves.store, transfer, chunks, event)
+        self._stores.add(transfer, *gates, move)
         return transfer
 
     def load(self, chunks: TokenRange, event: Event) -> Transfer:
@@ -220,13 +212,17 @@ class Transfers:
             chunks: with their blocks.
             event: behind what the engine does with these blocks before.
         """
-        blocks = union([copies.blocks(chunks, loading=True) for copies in self.groups])
-        transfer = Transfer(chunks.request_id, blocks)
-        move = functools.partial(self._moves.load, transfer, chunks, event)
+        transfer = self._transfer(chunks, loading=True)
         loaded("async")
         self._waited.append(transfer)
-        self._loads.add(transfer, lambda: self._succeeds(self._client.load_flow, move, transfer))
+        self._loads.add(transfer, functools.partial(self._moves.load, transfer, chunks, event))
         return transfer
+
+    def _transfer(self, tokens: TokenRange, *, loading: bool = False) -> Transfer:
+        """Return a transfer of all groups' blocks; vLLM numbers them together."""
+        chunks = [copies.chunks(tokens, loading=loading) for copies in self.groups]
+        blocks = itertools.chain.from_iterable(itertools.chain.from_iterable(chunks))
+        return Transfer(tokens.request_id, frozenset(blocks))
 
     def fail(self, unserved: Mapping[str, frozenset[int]]) -> None:
         """Count loads as failed that nobody described: block IDs by request that waits."""
@@ -257,17 +253,6 @@ class Transfers:
         self._loads.close()
         self._server.release()
 
-    def _succeeds(self, flow: Flow, move: Callable[[], None], transfer: Transfer) -> bool:
-        """Whether a transfer succeeds; a failure is counted, and logged where it is news."""
-        try:
-            move()
-        except Exception as error:  # whatever it is: it costs a hit, and the engine goes on
-            self._failed(flow, transfer.request, error)
-            if flow is self._client.load_flow:
-                fallback("load")
-            return False
-        return True
-
     def _failed(self, flow: Flow, request_id: str, error: Exception) -> None:
         if isinstance(error, GivenUpError):
             reason = error.reason
@@ -281,5 +266,7 @@ class Transfers:
                 exc_info=None if isinstance(error, LMCacheXPUError) else error,
             )
         flow.failed(reason)
-        if flow is self._client.load_flow and reason not in _PASSING:
-            self._damaged.put(request_id)
+        if flow is self._client.load_flow:
+            fallback("load")
+            if reason not in _PASSING:
+                self._damaged.put(request_id)

@@ -23,7 +23,6 @@ from lmcache.v1.multiprocess.ext_server_module import server_module_handler
 from lmcache_xpu.cache.hit_places import (
     ALIGN,
     COMMIT,
-    HELLO,
     LOCATE,
     REGISTER,
     RELEASE,
@@ -95,11 +94,6 @@ class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]
             listen_at(server, self._socket)
 
     # Questions
-
-    @server_module_handler(HELLO)  # type: ignore[untyped-decorator]
-    def hello(self, _payload: bytes) -> bytes:
-        """Say that it is here."""
-        return b""
 
     @server_module_handler(ALIGN)  # type: ignore[untyped-decorator]
     def align(self, payload: bytes) -> bytes:

@@ -8,6 +8,7 @@ others  (xpu, cuda, ...) run asynchronously in streams, and gather and scatter w
 
 from __future__ import annotations
 
+import enum
 import importlib.util
 import logging
 from array import array
@@ -52,6 +53,14 @@ class Event:
     def reached(self) -> bool:
         """Whether the device has reached the event."""
         return self._event is None or self._event.query()
+
+
+class Pinning(enum.IntEnum):
+    """How an allocation of host memory is pinned."""
+
+    NONE = 0
+    REGISTERED = 1  # after it was allocated
+    ALLOCATED = 2  # from the beginning
 
 
 class StoreHandle(NamedTuple):
@@ -159,6 +168,16 @@ def _xpu_call(name: str, address: int, *size: int) -> bool:
     if str(operation.default._schema.arguments[0].type) == "Tensor":
         return bool(operation(address_table([address]).view(torch.uint64), *size))
     return bool(operation(address, *size))
+
+
+def kernels_need(device: torch.device) -> Pinning:
+    """Return how host memory must be pinned for kernels that address it.
+
+    CUDA maps memory that `register_host` pins into the device's address space. XPU's call prepares
+    it for copies only (SYCL's `prepare_for_device_copy`): kernels may address what was allocated
+    pinned, and nothing else.
+    """
+    return Pinning.ALLOCATED if device.type == "xpu" else Pinning.REGISTERED
 
 
 def most_pinned(device: torch.device) -> int | None:

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 
 from lmcache_xpu.errors import TransferError
-from lmcache_xpu.transfer.devices import address_table
+from lmcache_xpu.transfer.devices import Pinning, address_table
 from lmcache_xpu.transfer.slots import RequestRows
 
 Order = Literal["planes", "layers", "rows"]
@@ -59,23 +59,19 @@ class HostMemory(list[torch.Tensor]):
 
     Attributes:
         tables: by range of chunks, their addresses on the device, or None where kernels can't use
-            them; filled by `HostKernels`.
+            them; filled by `Stager`.
+        pinning: the least of all chunks; looked up by `HostCopies`.
     """
 
     def __init__(self, chunks: Iterable[torch.Tensor] = ()) -> None:
         super().__init__(chunks)
         self.tables: dict[range, torch.Tensor | None] = {}
+        self.pinning: Pinning | None = None
 
     @cached_property
     def addresses(self) -> torch.Tensor:
         """Addresses of the chunks, `[chunks]` int64 on the host; see `address_table`."""
         return address_table(list(map(torch.Tensor.data_ptr, self)))
-
-    @cached_property
-    def reach(self) -> tuple[int, int]:
-        """The lowest and the highest address of at least one chunk."""
-        lowest, highest = map(int, torch.aminmax(self.addresses))
-        return lowest, highest
 
     @cached_property
     def devices(self) -> set[torch.device]:
@@ -110,15 +106,11 @@ class Piece:
         """Bytes of all segments."""
         return len(self.chunks) * len(self.offsets) * self.segment_bytes
 
-    def part(self, first: int, last: int) -> Piece:
-        """Return the piece of chunks `first` to `last - 1`, counted from this piece's first."""
-        return replace(self, chunks=self.chunks[first:last])
-
     def parts(self, buffer_bytes: int) -> Iterator[Piece]:
         """Yield as few pieces of the same that fit a buffer; one per chunk where none does."""
         count = max(1, buffer_bytes // max(1, len(self.offsets) * self.segment_bytes))
         for first in range(0, len(self.chunks), count):
-            yield self.part(first, first + count)
+            yield replace(self, chunks=self.chunks[first : first + count])
 
     def segments(self, memory: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the segments as views of `memory`, all chunks of the request, flat bytes each."""

@@ -71,27 +71,28 @@ class RequestRows:
 
         Made once, for all layers. May enqueue a copy in the current stream; waits for nothing.
         """
-        if (made := self._made.get((first, last))) is None:
-            made = self._made[first, last] = self._make(self._spans[first:last])
-        return made
-
-    def _make(self, spans: Sequence[tuple[int, int, int]]) -> Rows:
+        if (made := self._made.get((first, last))) is not None:
+            return made
+        spans = self._spans[first:last]
         starts, moves, ends = zip(*spans, strict=True)
-        if not self._holes and starts == moves:
-            if starts[1:] != ends[:-1]:
-                parts = [self._rows[start:end] for start, _, end in spans]
-                return Rows(upload(torch.cat(parts), self._device), None)
+        if self._holes or starts != moves:
+            engine, host, before = [], [], 0
+            for start, move, end in spans:
+                mapped = (self._rows[move:end] >= 0).nonzero().squeeze(1) + move
+                engine.append(self._rows[mapped])
+                host.append(mapped - start + before)
+                before += end - start
+            both = upload(torch.stack([torch.cat(engine), torch.cat(host)]), self._device)
+            made = Rows(both[0], both[1])
+        elif starts[1:] != ends[:-1]:
+            parts = [self._rows[start:end] for start, _, end in spans]
+            made = Rows(upload(torch.cat(parts), self._device), None)
+        else:
             if self._on_device is None:
                 self._on_device = upload(self._rows, self._device)
-            return Rows(self._on_device[starts[0] : ends[-1]], None)
-        engine, host, before = [], [], 0
-        for start, move, end in spans:
-            mapped = (self._rows[move:end] >= 0).nonzero().squeeze(1) + move
-            engine.append(self._rows[mapped])
-            host.append(mapped - start + before)
-            before += end - start
-        both = upload(torch.stack([torch.cat(engine), torch.cat(host)]), self._device)
-        return Rows(both[0], both[1])
+            made = Rows(self._on_device[starts[0] : ends[-1]], None)
+        self._made[first, last] = made
+        return made
 
 
 def request_rows(
