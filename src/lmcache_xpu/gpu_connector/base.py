@@ -41,12 +41,7 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
             `[planes, layers, ...]`, lie the bytes of `[layers, planes, ...]`, so that a layer of a
             chunk is one segment.
 
-    Attributes:
-        geometry: sizes of a token.
-        host_format: how a memory object lies in host memory.
-
-    Raises:
-        SettingsError: an unknown option.
+    Raises SettingsError for an unknown option.
     """
 
     FORMAT: MemoryFormat  # with keys and values; MLA has its own
@@ -118,8 +113,8 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
     def get_shape(self, num_tokens: int) -> torch.Size:
         """Return the shape of one memory object of some tokens.
 
-        `[planes, layers, tokens, hidden]`; layerwise `[tokens, planes, hidden]`, MLA's without
-        planes.
+        `[planes, layers, tokens, hidden]`; layerwise `[tokens, planes, hidden]`, MLA's `[tokens,
+        hidden]`.
         """
         planes, hidden = self.geometry.planes, self.hidden_dim_size
         if not self.LAYERWISE:
@@ -134,9 +129,7 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
     def registered(self, kvcaches: Sequence[EngineLayer] | None = None) -> Stager:
         """Return what moves the engine's KV cache; a new or a moved one gets staging memory.
 
-        Args:
-            kvcaches: one tensor, or a group of tensors, for each layer; None means those of the
-                last call.
+        `kvcaches` are one tensor, or a group of tensors, for each layer; None means the last ones.
 
         Raises:
             TransferError: none was ever passed.

@@ -43,12 +43,7 @@ __all__ = ["HitPlaces", "build_server_modules"]
 
 
 class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]  # untyped bases
-    """Answers workers. Handlers run in threads of the server.
-
-    Args:
-        context: LMCache's, of the server.
-        socket: path of the file to listen at; None: at LMCache's TCP port.
-    """
+    """Answers workers, at a socket file or else at LMCache's TCP port, in threads of the server."""
 
     module_name = "lmcache_xpu"
 

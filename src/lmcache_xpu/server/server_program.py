@@ -103,11 +103,7 @@ def _health(url: str) -> Callable[[], bool]:
 
 
 class _Pages(MetricsHandler):
-    """The two pages.
-
-    Args:
-        answers: whether the server does.
-    """
+    """The two pages."""
 
     timeout = 10  # seconds that a client may be silent
 

@@ -91,7 +91,7 @@ class StockScheduler(StockHalf):
         return False, None
 
     def give_up_hits(self, request_id: str) -> None:
-        """Show LMCache nothing of a request any more: a load of it failed. See `vllm_hooks`."""
+        """Show LMCache nothing of a request any more: a load of it failed."""
         self.failed.add(request_id)
         self.shown.discard(request_id)
 

@@ -1,12 +1,9 @@
 """The worker's half of the connector: what LMCache may load and store of a step, and its errors.
 
 LMCache lets errors of a load or a store through to vLLM, where they end the engine. Here vLLM is
-told of the blocks of a load that failed, and computes them; and after a store that failed nothing
-more is stored in its step.
-
-What comes of a load that failed is not stored. A failure is told with its step's result, when with
-asynchronous scheduling one more step is on its way: neither of the two stores anything. A step that
-loads layer by layer stores when all layers are there, and others while they compute.
+told of the blocks of a load that failed, and computes them; with asynchronous scheduling one more
+step is on its way then, and neither of the two stores anything. After a store that failed nothing
+more is stored in its step. A step that loads layer by layer stores when all layers are there.
 """
 
 from __future__ import annotations

@@ -48,12 +48,8 @@ READS, WRITES, LOOKS = 4, 2, 2  # threads
 class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # untyped base
     """Objects of LMCache's server in a Valkey or Redis, which may start later. Thread-safe.
 
-    Args:
-        params: the option's `adapter_params`: `shared.url`.
-        l1_memory_desc: LMCache's memory. Queued writes hold a quarter of it.
-
-    Raises:
-        SettingsError: a setting is wrong.
+    Queued writes hold a quarter of LMCache's memory. Raises SettingsError if one of the option's
+    `adapter_params` is wrong.
     """
 
     RESIDENCY = "REMOTE"

@@ -123,23 +123,17 @@ class Task:
 
 
 class TaskAnswers:
-    """What both L2 adapters have in common. Stands before LMCache's interface.
-
-    Args:
-        readers: threads that load.
-        memory: LMCache's; None where its size is not known.
-        options: of LMCache's interface.
-    """
+    """What both L2 adapters have in common. Stands before LMCache's interface."""
 
     RESIDENCY: ClassVar[str]  # of `MemoryResidency`
 
-    def __init__(self, readers: int, memory: L1MemoryDesc | None, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, readers: int, memory: L1MemoryDesc | None) -> None:
+        super().__init__()
         self._stored: TaskResults[L2StoreResult] = TaskResults()
         self._located: TaskResults[Bitmap] = TaskResults()
         self._loaded: TaskResults[Bitmap] = TaskResults()
         self._reads = ThreadPoolExecutor(readers, "tier-read")
-        self._memory_bytes = memory.size if memory else 1 << 31
+        self._memory_bytes = memory.size if memory else 1 << 31  # not known
 
     def _load(self, task: Task, index: int, key: ObjectKey, obj: MemoryObj) -> None:
         """Read an object, and set its bit; must not raise."""

@@ -32,20 +32,12 @@ class Entry:
 
 
 class ChunkIndex:
-    """Entries by key, within a size, least recently used first; not thread-safe.
-
-    Args:
-        limit_bytes: bound on all entries and on what is reserved.
-
-    Attributes:
-        used_bytes: of all entries.
-        reserved_bytes: of writes under way.
-    """
+    """Entries by key, within a size, least recently used first; not thread-safe."""
 
     def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.used_bytes = 0
-        self.reserved_bytes = 0
+        self.limit_bytes = limit_bytes  # bound on the next two
+        self.used_bytes = 0  # of all entries
+        self.reserved_bytes = 0  # of writes under way
         self._changed: Callable[[str], object] = lambda key: None
         self._entries: dict[str, Entry] = {}
         # Oldest first. An item may be out of date: the entry's own time decides, see `oldest`.

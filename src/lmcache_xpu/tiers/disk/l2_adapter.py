@@ -44,13 +44,8 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
 
     Thread-safe. One server for each directory.
 
-    Args:
-        params: the option's `adapter_params`, see `disk_option`.
-        l1_memory_desc: the server's memory.
-
-    Raises:
-        SettingsError: a setting is wrong, or the directory can't be used or is in use. The server
-            does not start then.
+    Raises SettingsError, and the server does not start, if one of the option's `adapter_params` is
+    wrong, or the directory can't be used or is in use.
     """
 
     RESIDENCY = "LOCAL"

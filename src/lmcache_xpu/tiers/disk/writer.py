@@ -40,18 +40,13 @@ class DiskWriter:
 
     Args:
         store: where they go.
-        limit_bytes: of chunks whose writes have not ended. A single larger one is taken when there
-            is no other.
+        limit_bytes: of chunks whose writes have not ended; a larger one is taken when it is alone.
         threads: writes at a time.
-
-    Attributes:
-        dropped: chunks that were not written.
-        pending: writes that have not ended, by their chunks' names.
     """
 
     def __init__(self, store: ChunkStore, limit_bytes: int, threads: int) -> None:
-        self.dropped = 0
-        self.pending: dict[str, Future[None]] = {}
+        self.dropped = 0  # chunks
+        self.pending: dict[str, Future[None]] = {}  # writes that have not ended, by chunks' names
         self._store = store
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
