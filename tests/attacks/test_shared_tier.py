@@ -83,7 +83,7 @@ def engine_of(server):
 def quick(monkeypatch):
     """Where a budget runs out. A good server has all of it: this machine may be busy."""
     monkeypatch.setattr(shared_l2, "LOOKUP_S", LOOKUP_S)
-    monkeypatch.setattr(shared_values.logger, "propagate", True)
+    monkeypatch.setattr(complaints.LOGGERS["shared"], "propagate", True)
     monkeypatch.setattr(complaints, "_quiet_until", {})
 
 

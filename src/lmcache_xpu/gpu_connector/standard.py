@@ -64,8 +64,7 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
     ) -> None:
         """Store chunks from the engine's KV cache; complete on the host when this returns.
 
-        Arguments and errors are those of `batched_to_gpu`. Tokens with negative slots leave their
-        part of the host memory as it is.
+        Arguments and errors as of `batched_to_gpu`. Negative slots leave their host memory as is.
         """
         stager, plan = self.plan(starts, ends, kwargs, loading=False)
         memory = self.memory(stager, memory_objs, starts, ends, loading=False)

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 __all__ = ["DiskTier"]
 
 _DRAIN_SECONDS = 10.0
-_DIGITS = 24
 _QUEUED = 0.25  # of host memory; what waits for the disk can't be used for anything else
 
 
@@ -120,8 +119,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # untyped base
             complain(BEHIND)
             self._jobs.append(_Job(job_metadata))
             return
-        context = job_metadata.req_context
-        used = {key: self._used_ns(key, context) for key in job_metadata.keys}
+        used = {key: self._used_ns(key, job_metadata.req_context) for key in job_metadata.keys}
 
         def write(key: OffloadKey, row: memoryview) -> bool:
             try:
@@ -134,11 +132,8 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # untyped base
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Queue the reads of a job."""
-
-        def read(key: OffloadKey, row: memoryview) -> bool:
-            return self._store.read(self._name(key), row)
-
-        self._begin(_Job(job_metadata), self._readers, read)
+        store, name = self._store, self._name
+        self._begin(_Job(job_metadata), self._readers, lambda key, row: store.read(name(key), row))
 
     def get_finished_jobs(self) -> list[JobResult]:
         """Return what became of the jobs that ended since the last call."""
@@ -178,10 +173,9 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # untyped base
         self, job: _Job, pool: ThreadPoolExecutor, move: Callable[[OffloadKey, memoryview], bool]
     ) -> None:
         """Move each of a job's chunks; one whose move returns False is not among the moved."""
-        asked = job.asked
-        chunks = [
-            (key, self._row(row)) for key, row in zip(asked.keys, asked.chunk_ids, strict=True)
-        ]
+        size, chunks = self._chunk_bytes, []
+        for key, row in zip(job.asked.keys, map(int, job.asked.chunk_ids), strict=True):
+            chunks.append((key, self._memory[row * size : row * size + size]))
 
         def run(part: list[tuple[OffloadKey, memoryview]]) -> tuple[list[OffloadKey], float]:
             return [key for key, row in part if move(key, row)], time.monotonic()
@@ -199,8 +193,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # untyped base
                 keys, ended = part.result()
                 arrived.update(keys)
                 end = max(end, ended)
-        moved = [key for key in asked.keys if key in arrived]
-        request = asked.req_context.req_id
+        moved, request = [key for key in asked.keys if key in arrived], asked.req_context.req_id
         if asked.is_promotion and request in self._last:  # else it was aborted
             self._failed.setdefault(request, set()).update(set(asked.keys) - arrived)
         result = JobResult(
@@ -222,10 +215,6 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # untyped base
 
     def _name(self, key: OffloadKey) -> str:
         return f"{self._identity}:{key.hex()}"
-
-    def _row(self, chunk: int) -> memoryview:
-        begin = int(chunk) * self._chunk_bytes
-        return self._memory[begin : begin + self._chunk_bytes]
 
 
 def engine_identity(spec: OffloadingSpec, chunk_bytes: int, namespace: str) -> str:
@@ -252,7 +241,7 @@ def engine_identity(spec: OffloadingSpec, chunk_bytes: int, namespace: str) -> s
         "weights": _weights(spec.config.model.name),
     }
     text = json.dumps(facts, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def _weights(model: str) -> str:

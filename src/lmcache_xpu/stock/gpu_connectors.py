@@ -1,7 +1,6 @@
 """The GPU connectors of LMCache's engine, and how LMCache comes to make these instead of its own.
 
-LMCache makes them in a function that chooses by device, and has none for CPU. So that function is
-replaced while an engine starts, and put back.
+LMCache makes them in a function that chooses by device. So that is replaced while an engine starts.
 
 An exception of a connector would end vLLM's engine, and LMCache would never give up its references
 to the chunks of the load. So a load raises nothing: its slots go to `failed_slots`.
@@ -41,15 +40,11 @@ SEAM = "CreateGPUConnector"
 
 
 class FailedLoads:
-    """What both connectors of an engine do about loads that fail.
-
-    Attributes:
-        failed_slots: of loads that failed, but those that the engine has itself.
-    """
+    """What both connectors of an engine do about loads that fail."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.failed_slots: list[torch.Tensor] = []
+        self.failed_slots: list[torch.Tensor] = []  # but those that the engine has itself
 
     def fail(self, cause: Exception | str, load: dict[str, Any], first: int) -> None:
         """Add the slots of a load, of LMCache's keyword arguments, from a token on; log why."""

@@ -13,7 +13,7 @@ from lmcache.v1.memory_management import MemoryFormat
 
 if TYPE_CHECKING:
     from lmcache.utils import CacheEngineKey
-    from lmcache.v1.distributed.api import ObjectKey
+    from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
     from lmcache.v1.memory_management import MemoryObj
 
     from lmcache_xpu.metrics import Flow, Stopwatch
@@ -53,6 +53,16 @@ class ChunkLayout:
             return layout if valid and layout.size else None
         except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError):
             return None
+
+    @staticmethod
+    def is_of(text: str, layout: MemoryLayoutDesc) -> bool:
+        """Whether what `text` wrote has these shapes and dtypes."""
+        own = ChunkLayout.parse(text)
+        return (
+            own is not None
+            and own.shapes == tuple(layout.shapes)
+            and (own.dtypes == tuple(layout.dtypes))
+        )
 
     @classmethod
     def bytes_have_tokens(cls, tokens: int) -> None:

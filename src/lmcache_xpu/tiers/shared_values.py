@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import os
 import re
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from redis.retry import Retry
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import LOAD_SHARED
 from lmcache_xpu.tiers.chunk_layout import object_name
+from lmcache_xpu.tiers.complaints import complain
 from lmcache_xpu.tiers.disk.chunk_file import pack_chunk, unpack_chunk
 from lmcache_xpu.tiers.server_options import PASSWORD_VARIABLE, URL_KEY
 
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from lmcache_xpu.tiers.chunk_layout import ChunkLayout
 
 __all__ = ["FORMAT", "SharedValues", "fill", "value_name"]
-
-logger = logging.getLogger("vllm.lmcache_xpu.shared")  # vLLM prints its own loggers only
 
 # The version of a value, as part of its name: engines with another one share a server with these,
 # and neither finds what the other stores.
@@ -98,11 +96,10 @@ class SharedValues:
             return payload
         except ValueError as damage:
             LOAD_SHARED.failed("corrupt")
-            logger.warning(
-                "shared tier: a damaged chunk of %d bytes: %s "
-                "(docs: troubleshooting#shared-damaged)",
-                len(value),
-                damage,
+            complain(
+                "a damaged chunk of %d bytes: %s (docs: troubleshooting#shared-damaged)",
+                *(len(value), damage),
+                tier="shared",
             )
             with contextlib.suppress(ResponseError):  # it may not be deleted, and stays a miss
                 self._server.delete(name)

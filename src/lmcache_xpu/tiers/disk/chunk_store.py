@@ -12,7 +12,6 @@ import contextlib
 import errno
 import hashlib
 import itertools
-import logging
 import os
 import threading
 from collections import Counter
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = ["ChunkStore"]
-
-logger = logging.getLogger("vllm.lmcache_xpu.disk")  # vLLM prints its own loggers only
 
 # Misses are reads that delivered nothing, dropped puts that stored nothing, corrupt files that were
 # removed for their content, errors system calls that failed.
@@ -198,8 +195,7 @@ class ChunkStore:
                 LOAD_DISK.failed("io")
                 complain(
                     "a chunk in %s could not be read: %s (docs: troubleshooting#disk-removed)",
-                    self.directory,
-                    error,
+                    *(self.directory, error),
                 )
                 with self._lock:
                     self._count["errors"] += 1
@@ -212,10 +208,9 @@ class ChunkStore:
                 self._count["corrupt"] += bool(fault)
         if fault:
             LOAD_DISK.failed("corrupt")
-            logger.warning(
-                "Removed a chunk from %s: %s (docs: troubleshooting#disk-removed)",
-                self.directory,
-                fault,
+            complain(
+                "a chunk was removed from %s: %s (docs: troubleshooting#disk-removed)",
+                *(self.directory, fault),
             )
         return False
 

@@ -184,9 +184,9 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
         held = []
         try:
             for index, key in enumerate(keys):
-                layout = layouts.get(key.object_group_id)
                 info = self._store.info(object_name(key))
-                if info and (layout is None or _has_layout(info.meta, layout)):
+                layout = layouts.get(key.object_group_id)
+                if info and (layout is None or ChunkLayout.is_of(info.meta, layout)):
                     task.hit(index)
                     held.append(key)
         finally:
@@ -222,17 +222,7 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
         with self._reporting:
             names = {self._changed.popleft(): None for _ in range(len(self._changed))}
             keys = [(key, name in self._store) for name in names if (key := object_key(name))]
-            for held, notify in (
-                (False, self._notify_keys_deleted),
-                (True, self._notify_keys_stored),
-            ):
+            for held in (False, True):
                 if some := [key for key, is_held in keys if is_held == held]:
+                    notify = self._notify_keys_stored if held else self._notify_keys_deleted
                     notify(some, [0] * len(some))
-
-
-def _has_layout(text: str, layout: MemoryLayoutDesc) -> bool:
-    """Whether `text`, as `ChunkLayout.text` wrote it, names these shapes and dtypes."""
-    stored = ChunkLayout.parse(text)
-    if stored is None:  # of another version
-        return False
-    return stored.shapes == tuple(layout.shapes) and stored.dtypes == tuple(layout.dtypes)
