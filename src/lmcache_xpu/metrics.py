@@ -117,9 +117,10 @@ class Flow:
         for name, amount in (("bytes", size_bytes), ("tokens", tokens), ("seconds", seconds)):
             _count(name, (self.direction, self.tier), amount)
 
-    def failed(self, reason: str) -> None:
-        """Count a move that has failed; `reason` is one of a few words, or an error's class."""
-        _count("errors", (self.direction, self.tier, reason), 1)
+    def failed(self, reason: str, moves: int = 1) -> None:
+        """Count moves that have failed; `reason` is one of a few words, or an error's class."""
+        if moves:
+            _count("errors", (self.direction, self.tier, reason), moves)
 
 
 class Stopwatch:

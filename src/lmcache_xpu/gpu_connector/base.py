@@ -182,12 +182,10 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
         """Plan where each chunk's tokens go; return it with what moves them.
 
         Args:
-            starts: first token of each chunk in the request.
-            ends: the token after its last.
+            starts, ends: first token of each chunk in the request, and the one after its last.
             call: LMCache's keyword arguments: `slot_mapping`, `[tokens]`, one slot per token of the
                 whole request; perhaps `kvcaches`, see `registered`; perhaps `vllm_cached_tokens`,
-                so many leading tokens a load leaves alone, because vLLM's own prefix cache has them
-                and other requests may share their blocks.
+                so many leading tokens a load leaves alone: others may share their blocks.
             loading: whether the chunks are loaded.
 
         Raises:

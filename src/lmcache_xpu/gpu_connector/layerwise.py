@@ -1,7 +1,7 @@
 """The layerwise connector: one layer at a time, while the engine computes the others.
 
-LMCache drives it as generators, one per request, interleaved layer by layer. The protocol is
-that of LMCache 0.5.6's `LMCacheEngine.retrieve_layer` and `store_layer`, where N counts layers:
+LMCache drives it as generators, one per request, interleaved layer by layer, by the protocol of
+`LMCacheEngine.retrieve_layer` and `store_layer`, where N counts layers:
 
     load    next                 prepare
             send(layer 0) ...    enqueue that layer; the engine's stream waits for the one before
@@ -55,8 +55,8 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
 
         Raises:
             HostMemoryError: an object that does not fit its chunk; its layer is not touched.
-            TransferError: arguments that don't fit, a layer with too few or too many objects, one
-                that is missing, or one too many.
+            TransferError: arguments that don't fit, a layer with too few or too many objects, or
+                too few or too many layers.
             LayoutError: a KV cache that can't be read.
         """
         stager, plan = self.plan(starts, ends, kwargs, loading=True)

@@ -59,15 +59,13 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # untyped base
     `shutdown` waits for a file. A file that is damaged, or gone, is a miss.
 
     Args:
-        offloading_spec: vLLM's.
+        offloading_spec, tier_type: vLLM's.
         primary_kv_view: vLLM's host memory, one row of bytes for each chunk.
-        tier_type: vLLM's name of this tier.
         namespace: part of every name; set it apart where engines of other settings share a path.
         options: `path`, a directory; `gib`, the bound of all files; `threads` that read, and as
             many that write (4). From vLLM 0.31 on also vLLM's `backpressure_detector`.
 
-    Raises:
-        SettingsError: an option is unknown or wrong, or the directory can't be used.
+    Raises SettingsError if an option is unknown or wrong, or the directory can't be used.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE

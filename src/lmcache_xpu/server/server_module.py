@@ -4,10 +4,8 @@
 
 LMCache's own question (PREPARE_RETRIEVE) brings all tokens of the prompt once more, and for its
 answer the server makes three tensors of each chunk, to name their shape: most of its time (0.5.6).
-Of several KV cache groups LMCache 0.5.6 is told nothing by workers that copy themselves, though it
-looks them up and keeps them apart. Locks, keys, look-ups and metrics are LMCache's here too.
-
-LMCache imports this file in the server's process; nothing else does.
+Of several KV cache groups LMCache 0.5.6 is told nothing by workers that copy themselves. LMCache
+imports this file in the server's process; locks, keys, look-ups and metrics are LMCache's, too.
 """
 
 from __future__ import annotations

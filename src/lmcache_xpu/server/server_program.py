@@ -2,12 +2,10 @@
 
     lmcache-xpu-server SOCKET HOST:PORT [LMCache's options]
 
-`lmcache server` answers workers at a TCP port, and its HTTP interface shows the environment,
-empties the cache and changes quotas for everybody who reaches it. Here workers use a socket file,
-and HTTP has two pages: /healthcheck, which asks the server through that socket, and /metrics. The
-file SOCKET.http holds the address of these pages, once they are there.
-
-Exit status 2: SOCKET lies where another user could answer in the server's place.
+`lmcache server` answers workers at a TCP port, and its HTTP interface empties the cache and more
+for everybody who reaches it. Here workers use a socket file, and HTTP has two pages: /healthcheck,
+which asks the server through that socket, and /metrics. The file SOCKET.http holds the address of
+these pages. Exit status 2: SOCKET lies where another user could answer in the server's place.
 """
 
 from __future__ import annotations

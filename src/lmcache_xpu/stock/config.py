@@ -128,18 +128,12 @@ def check_features(config: LMCacheEngineConfig, extra: Mapping[str, Any] | None 
         unknown = name.startswith("lmcache.") and name.removeprefix("lmcache.") not in defaults
         if unknown or (value and name in UNTRIED):
             unserved[f"{name} in vLLM's kv_connector_extra_config"] = "an option that is served"
-    for found, expected in unserved.items():
-        raise SettingsError(
-            found, expected, "docs/reference/lmcache-options.md has what is served."
-        )
     if config.max_local_cpu_size <= 0:
-        raise SettingsError(
-            f"LMCache max_local_cpu_size {config.max_local_cpu_size:g}",
-            "more than 0: all chunks go through this memory",
-        )
+        size = f"LMCache max_local_cpu_size {config.max_local_cpu_size:g}"
+        unserved[size] = "more than 0: all chunks go through this memory"
     if config.use_layerwise and config.cache_policy.upper() != "LRU":
-        raise SettingsError(
-            f"LMCache use_layerwise with cache_policy {config.cache_policy!r}",
-            "LRU with use_layerwise",
-            "Others evict some layers of what has just come, and the rest of it is of no use.",
-        )
+        policy = f"LMCache use_layerwise with cache_policy {config.cache_policy!r}"
+        unserved[policy] = "LRU: others evict some layers of what has just come"
+    fix = "docs/reference/lmcache-options.md has what is served."
+    for found, expected in unserved.items():
+        raise SettingsError(found, expected, fix)

@@ -28,14 +28,13 @@ __all__ = ["LMCacheXPUConnector"]
 class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped base
     """Answers vLLM's questions, and makes the half of the connector that a role needs.
 
-    On devices that are not served (see `patches.served_devices`) it makes vLLM's connector for
-    LMCache instead.
+    On devices that are not served (see `patches.served_devices`) it makes vLLM's own.
 
     Raises:
         VersionError: LMCache or vLLM is outside the tested versions.
         SettingsError: LMCache's configuration or the model can't be served.
         LayoutError: the engine's KV cache can't be served.
-        SeamError: LMCache did not come up with our connector. (It would go on without a cache.)
+        SeamError: LMCache did not come up with our connector, and would go on without a cache.
     """
 
     @classmethod

@@ -149,7 +149,7 @@ def making(facts: EngineFacts) -> Iterator[None]:
 
 
 def limit_pinning(device: torch.device) -> None:
-    """Keep LMCache's pool from a pinned allocation that fails or takes more; see `pool_memory`."""
+    """Keep LMCache's pool from a pinned allocation that fails; see `pool_memory`."""
     if (most := most_pinned(device)) is not None:
         from lmcache import device_ops
 

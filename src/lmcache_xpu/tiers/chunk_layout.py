@@ -57,12 +57,8 @@ class ChunkLayout:
     @staticmethod
     def is_of(text: str, layout: MemoryLayoutDesc) -> bool:
         """Whether what `text` wrote has these shapes and dtypes."""
-        own = ChunkLayout.parse(text)
-        return (
-            own is not None
-            and own.shapes == tuple(layout.shapes)
-            and (own.dtypes == tuple(layout.dtypes))
-        )
+        own, wanted = ChunkLayout.parse(text), (tuple(layout.shapes), tuple(layout.dtypes))
+        return own is not None and (own.shapes, own.dtypes) == wanted
 
     @classmethod
     def bytes_have_tokens(cls, tokens: int) -> None:

@@ -23,7 +23,7 @@ from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from redis.exceptions import OutOfMemoryError, ResponseError
 
-from lmcache_xpu.metrics import LOAD_SHARED, STORE_SHARED, Flow, Stopwatch
+from lmcache_xpu.metrics import LOAD_SHARED, STORE_SHARED, Stopwatch
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
 from lmcache_xpu.tiers.complaints import complain
 from lmcache_xpu.tiers.shared_values import SharedValues, fill, value_name
@@ -79,7 +79,7 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
         if fits:
             self._writes.submit(self._store, task, keys, objects, size)
         else:
-            _failed(STORE_SHARED, "behind", len(keys))
+            STORE_SHARED.failed("behind", len(keys))
             self._stored.end(task, L2StoreResult(False, 0))
         return task
 
@@ -106,8 +106,6 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
         """Begin to read objects into memory of their layouts."""
         task = Task(self._loaded, len(keys), LOAD_S, partial(self._time_out, loads=1))
         return self._begin_load(task, keys, objects)
-
-    # The rest of LMCache's interface
 
     def report_status(self) -> dict[str, Any]:
         """What the server's status page shows."""
@@ -157,7 +155,7 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
             reason = "server"
             self._leave_alone(error)
         finally:
-            _failed(STORE_SHARED, reason, len(keys) - done)
+            STORE_SHARED.failed(reason, len(keys) - done)
             with self._queue_lock:
                 self._queued_bytes -= size
             for key in keys[:done]:
@@ -208,14 +206,14 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
                 layout.count(LOAD_SHARED, key, watch)
         except Exception as error:
             self._leave_alone(error)
-            _failed(LOAD_SHARED, "server", not task.over)
+            LOAD_SHARED.failed("server", not task.over)
 
     def _report(self, key: ObjectKey, *, is_held: bool) -> None:
         """Report that the server has an object, or not; of no size: LMCache counts bytes by it."""
         (self._notify_keys_stored if is_held else self._notify_keys_deleted)([key], [0])
 
     def _time_out(self, *, loads: int = 0) -> None:
-        _failed(LOAD_SHARED, "server", loads)
+        LOAD_SHARED.failed("server", loads)
         self._leave_alone(TimeoutError("it answers too slowly"))
         self._values.disconnect()
 
@@ -224,8 +222,3 @@ def _layout(obj: MemoryObj) -> ChunkLayout:
     layout = ChunkLayout.of(obj)
     assert layout is not None, "LMCache's server has no objects without a layout"
     return layout
-
-
-def _failed(flow: Flow, reason: str, count: int) -> None:
-    for _ in range(count):
-        flow.failed(reason)

@@ -10,10 +10,10 @@ Switched on in LMCache's configuration:
       disk.gib: 100
       disk.threads: 4             # reads at a time; half as many writes
 
-Queued writes take a reference per chunk, and hold at most half of LMCache's CPU pool; what would
-exceed that is dropped. A load returns chunks with one reference, the caller's, up to the first that
-is missing, damaged or finds no room in the pool, and never waits for memory, as its own chunks may
-be what fills the pool: vLLM recomputes the rest. LMCache closes the pool last, see `stock.worker`.
+Queued writes take a reference per chunk, and hold at most half of LMCache's CPU pool. A load
+returns chunks with one reference, the caller's, up to the first that is missing, damaged or finds
+no room in the pool, and never waits for memory, as its own chunks may be what fills the pool: vLLM
+recomputes the rest. LMCache closes the pool last, see `stock.worker`.
 
 The name of a chunk in the store, or of one layer of it:
 
@@ -49,12 +49,10 @@ __all__ = ["DiskTier"]
 
 
 class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
-    """Chunks on a local disk, found again after a restart.
-
-    Thread-safe. No method raises into the engine or waits for another request.
+    """Chunks on a local disk, found again after a restart. Thread-safe.
 
     Raises SettingsError if a `disk.*` setting is wrong, or the directory can't be used or is in
-    use. (LMCache logs it and goes on without the tier; the connector then refuses to start.)
+    use. (LMCache logs it and goes on; the connector then refuses to start.)
     """
 
     def __init__(
@@ -106,7 +104,7 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         return True
 
     def touch_cache(self) -> None:
-        """Nothing to do: loads mark what they use, the start of a prompt as the last used."""
+        """Loads mark what they use, the start of a prompt as the last used."""
 
     # Store
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["Task", "TaskAnswers", "TaskResults", "after_all"]
 
 T = TypeVar("T")
+_numbers = itertools.count()  # of tasks
 
 
 class TaskResults(Generic[T]):
@@ -31,7 +32,6 @@ class TaskResults(Generic[T]):
 
     def __init__(self) -> None:
         self._notifier = create_event_notifier()
-        self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._results: dict[int, T] = {}
         self._closed = False
@@ -42,7 +42,7 @@ class TaskResults(Generic[T]):
 
     def begin(self) -> int:
         """Return the number of a new task."""
-        return next(self._numbers)
+        return next(_numbers)
 
     def end(self, task: int, result: T) -> None:
         """Record the result of a task."""
@@ -72,13 +72,8 @@ class TaskResults(Generic[T]):
 class Task:
     """A bit for each object of a task. Hits after its end change nothing.
 
-    Thread-safe. Attributes: `number` of the task, and whether it is `over`.
-
-    Args:
-        results: where LMCache asks for them.
-        count: of objects.
-        seconds: after which the task ends, whatever is missing; None: never.
-        on_timeout: called before that, in a thread of its own; must not raise.
+    Thread-safe. After `seconds`, if given, it ends, whatever is missing, behind a call of
+    `on_timeout`, which must not raise. Attributes: `number` of the task, and whether it is `over`.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ import os
 import stat
 import struct
 import zlib
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,8 +63,9 @@ def write_chunk(path: Path, key: str, meta: str, payload: memoryview, used_ns: i
     Raises ValueError if key and meta don't fit the header, and OSError; then the file may be there,
     without a header.
     """
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    with os.fdopen(os.open(path, flags, 0o600), "wb", buffering=0) as file:
+        fd = file.fileno()
         os.lseek(fd, HEADER_BYTES, os.SEEK_SET)
         crc, done = 0, 0
         while done < len(payload):
@@ -74,8 +75,6 @@ def write_chunk(path: Path, key: str, meta: str, payload: memoryview, used_ns: i
             done += len(piece)
         os.pwrite(fd, _pack(_Header(key, ChunkInfo(meta, len(payload)), crc)), 0)
         os.utime(fd, ns=(used_ns, used_ns))
-    finally:
-        os.close(fd)
 
 
 def read_chunk(
@@ -91,9 +90,8 @@ def read_chunk(
     as `is_lent` says: a slow disk may deliver when it is another's already. After an error `buffer`
     may hold anything. Raises OSError if the file can't be opened or read.
     """
-    fd = _open(path)
-    try:
-        header = _parse(os.pread(fd, HEADER_BYTES, 0))
+    with _open(path) as file:
+        header = _parse(os.pread(file.fileno(), HEADER_BYTES, 0))
         if header is None:
             return "its header is damaged"
         if header.key != key or header.info != info:
@@ -102,7 +100,7 @@ def read_chunk(
         own = memoryview(bytearray(_SLICE))
         crc, done = 0, 0
         while done < len(buffer):
-            count = os.preadv(fd, [own[: len(buffer) - done]], HEADER_BYTES + done)
+            count = os.preadv(file.fileno(), [own[: len(buffer) - done]], HEADER_BYTES + done)
             if count == 0:
                 return f"it ends after {done} of {len(buffer)} bytes"
             crc = zlib.crc32(own[:count], crc)
@@ -110,9 +108,7 @@ def read_chunk(
                 return "the memory to read it into was taken back"
             buffer[done : done + count] = own[:count]
             done += count
-        return None if crc == header.crc else "its checksum does not match"
-    finally:
-        os.close(fd)
+    return None if crc == header.crc else "its checksum does not match"
 
 
 def scan_chunk(path: Path) -> tuple[str, ChunkInfo, int] | None:
@@ -120,14 +116,11 @@ def scan_chunk(path: Path) -> tuple[str, ChunkInfo, int] | None:
 
     Raises OSError if the file can't be opened or read.
     """
-    fd = _open(path)
-    try:
-        header, file = _parse(os.pread(fd, HEADER_BYTES, 0)), os.fstat(fd)
-    finally:
-        os.close(fd)
-    if header is None or file.st_size != HEADER_BYTES + header.info.payload_bytes:
+    with _open(path) as file:
+        header, status = _parse(os.pread(file.fileno(), HEADER_BYTES, 0)), os.fstat(file.fileno())
+    if header is None or status.st_size != HEADER_BYTES + header.info.payload_bytes:
         return None
-    return header.key, header.info, file.st_mtime_ns
+    return header.key, header.info, status.st_mtime_ns
 
 
 def pack_chunk(key: str, meta: str, payload: memoryview) -> bytes:
@@ -153,14 +146,14 @@ def unpack_chunk(value: memoryview, key: str) -> tuple[str, memoryview]:
     return header.info.meta, payload
 
 
-def _open(path: Path) -> int:
+def _open(path: Path) -> BinaryIO:
     """Open a plain file of this user for reading; never waits for the other end of a pipe."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    file = os.fstat(fd)
-    if not stat.S_ISREG(file.st_mode) or file.st_uid != os.geteuid():
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
         os.close(fd)
         raise PermissionError(errno.EPERM, "not a plain file of this user", str(path))
-    return fd
+    return os.fdopen(fd, "rb", buffering=0)
 
 
 def _pack(header: _Header) -> bytes:

@@ -55,9 +55,7 @@ class ChunkStore:
         limit_bytes: bound on all files, headers and those being written included.
         lock_seconds: how long to wait for another process to let go of the directory.
 
-    Raises:
-        SettingsError: the directory can't be used, is a link or another user's, or another process
-            uses it.
+    Raises SettingsError if the directory can't be used, is a link or another user's, or in use.
     """
 
     def __init__(self, directory: Path, limit_bytes: int, *, lock_seconds: float = 5.0) -> None:
@@ -117,17 +115,13 @@ class ChunkStore:
             key: name of the chunk.
             meta: returned by `info` as it is; must fit the header together with `key`.
             payload: one-byte items; must not change during the call.
-            used_ns: time of last use; now if None, or if it is to come. A time that `touch` has set
+            used_ns: time of last use; now if None, or if it is to come. One that `touch` has set
                 before goes first.
             is_lent: says whether the payload was still the caller's, once it was written.
 
-        Returns:
-            Whether the chunk is stored now. It is not if it doesn't fit beside what is being
-            written or was used later, its memory was taken back, or the store is closed.
-
-        Raises:
-            ValueError: key and meta are too long for the header.
-            OSError: the file could not be written; nothing of it is left.
+        Returns whether the chunk is stored now. It is not if it doesn't fit beside what is being
+        written or was used later, its memory was taken back, or the store is closed. Raises
+        ValueError if key and meta are too long, and OSError; then nothing of the file is left.
         """
         size, index = disk_bytes(len(payload)), self._index
         with self._lock:

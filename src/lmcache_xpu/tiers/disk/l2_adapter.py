@@ -167,8 +167,7 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
                 info, layout = self._store.info(name), ChunkLayout.of(obj)
                 if info and layout and info.meta != layout.text:
                     self._store.remove(name)  # an engine of another layout has stored it
-                    info = None
-                if info:
+                if name in self._store:
                     stored.append(name)
                 else:
                     new_bytes += obj.get_size()

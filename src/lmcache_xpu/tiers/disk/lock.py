@@ -22,13 +22,8 @@ class DirectoryLock:
     The file names the last holder; versions before 0.2 lock it alone. The directory's mode becomes
     0700. The path `held` leads to it, whatever the owner of a parent puts in its place.
 
-    Args:
-        directory: must exist.
-        wait_seconds: how long to wait for another holder, e.g. an engine that is shutting down.
-
-    Raises:
-        SettingsError: another holds it; it or its lock file is a link or another user's.
-        OSError: the lock file can't be created or opened.
+    Waits some seconds for another holder, e.g. an engine that is shutting down. Raises OSError, and
+    SettingsError if another holds it, or it or its lock file is a link or another user's.
     """
 
     def __init__(self, directory: Path, wait_seconds: float) -> None:
