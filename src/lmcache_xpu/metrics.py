@@ -175,13 +175,13 @@ _REASONS: dict[tuple[Direction, Tier], dict[str, str]] = {
     },
     ("store", "disk"): {
         "behind": "The engine is faster than the disk. Use a faster one, or accept fewer hits",
-        "crowded": "All that the tier holds is in use. Raise `disk_gib`",
+        "crowded": "What the tier holds was used later, or is being written. Raise `disk_gib`",
         "full": "The disk itself is full. Free space, or lower `disk_gib`",
         "io": "The file system reported an error: look at the log and at the disk",
     },
     ("load", "disk"): {
         "corrupt": "A file failed its checksum and was removed. If it repeats, check the disk",
-        "io": "A file could not be read, and stays. Look at the log and at the disk",
+        "io": "A file could not be read. Look at the log and at the disk",
         "pool_full": "The CPU tier had no room to load through. Raise `cpu_gib`",
     },
     ("store", "shared"): {

@@ -66,8 +66,6 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
         self._writes = ThreadPoolExecutor(WRITES, "shared-write")
         self._looks = ThreadPoolExecutor(LOOKS, "shared-look-up")
 
-    # Store
-
     def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
         """Queue objects to be sent; dropped where too much waits already."""
         task, size = self._stored.begin(), sum(obj.get_size() for obj in objects)
@@ -87,8 +85,6 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
         """The tasks that have ended, successful if the server has all of their objects."""
         return self._stored.take_all()
 
-    # Look-up
-
     def submit_lookup_and_lock_task(
         self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
     ) -> int:
@@ -99,8 +95,6 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
         """Nothing is pinned."""
-
-    # Load
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
         """Begin to read objects into memory of their layouts."""

@@ -19,7 +19,7 @@ from redis.retry import Retry
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import LOAD_SHARED
-from lmcache_xpu.tiers.chunk_layout import object_name
+from lmcache_xpu.tiers.chunk_layout import ChunkLayout, object_name
 from lmcache_xpu.tiers.complaints import complain
 from lmcache_xpu.tiers.disk.chunk_file import pack_chunk, unpack_chunk
 from lmcache_xpu.tiers.server_options import PASSWORD_VARIABLE, URL_KEY
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
     from lmcache.v1.memory_management import MemoryObj
-
-    from lmcache_xpu.tiers.chunk_layout import ChunkLayout
 
 __all__ = ["FORMAT", "SharedValues", "fill", "value_name"]
 

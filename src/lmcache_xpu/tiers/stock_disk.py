@@ -80,8 +80,6 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         chunk = f"{key.world_size}@{key.worker_id}@{key.chunk_hash_hex}@{key.dtype}@{layer}"
         return f"{self._origin}@{chunk}@{key.model_name}\n"
 
-    # Lookup
-
     def contains(self, key: CacheEngineKey, pin: bool = False) -> bool:
         """Whether `key` can be loaded; a load that finds it evicted since is cut short.
 
@@ -106,8 +104,6 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
     def touch_cache(self) -> None:
         """Loads mark what they use, the start of a prompt as the last used."""
 
-    # Store
-
     def batched_submit_put_task(
         self, keys: Sequence[CacheEngineKey], objs: list[MemoryObj], *_: Any, **__: Any
     ) -> None:
@@ -115,8 +111,6 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         if keys:
             names = [self.name(key) for key in keys]
             self._writes.submit(list(keys), names, objs, self._store.touch(names))
-
-    # Load
 
     def get_blocking(self, key: CacheEngineKey) -> MemoryObj | None:
         """The chunk, with one reference for the caller; None on a miss."""

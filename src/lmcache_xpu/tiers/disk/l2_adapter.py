@@ -67,8 +67,6 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
         self._store.watch(self._changed.append)
         self._reporting = threading.Lock()
 
-    # Store
-
     def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
         """Queue objects to be written; what exceeds the bound on the queue is dropped."""
         task = self._stored.begin()
@@ -80,8 +78,6 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
         """The tasks that have ended, successful if all of their objects are on the disk."""
         self._looks.submit(self._report)
         return self._stored.take_all()
-
-    # Look-up
 
     def submit_lookup_and_lock_task(
         self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
@@ -98,8 +94,6 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
     def submit_touch(self, keys: list[ObjectKey]) -> None:
         """Begin to mark objects as used, without moving their bytes."""
         self._looks.submit(self._touch, keys)
-
-    # Load
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
         """Begin to read objects into memory of their layouts."""
