@@ -202,7 +202,7 @@ def _(module) -> None:
 
 @breaks("away", "tiers.shared_l2")
 def _(module) -> None:
-    module.SharedL2Adapter._leave_alone = nothing
+    module.SharedL2Adapter.leave_alone = nothing
 
 
 @breaks("settings", "launch.settings")

@@ -42,6 +42,7 @@ class _Job:
     """One job of vLLM, in as many parts as threads work on it."""
 
     asked: TransferJob
+    is_load: bool
     queued_bytes: int = 0  # of host memory that waits for a write
     # Of each, the chunks that were moved, and when it ended.
     parts: list[Future[tuple[list[OffloadKey], float]]] = field(default_factory=list)
@@ -115,7 +116,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # untyped base
         queued = sum(job.queued_bytes for job in self._jobs if not job.has_ended)
         if queued and queued + size > self._most_queued:
             complain(BEHIND)
-            self._jobs.append(_Job(job_metadata))
+            self._jobs.append(_Job(job_metadata, False))
             return
         used = {key: self._used_ns(key, job_metadata.req_context) for key in job_metadata.keys}
 
@@ -126,12 +127,14 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # untyped base
                 complain(FAILED, error)
                 return False
 
-        self._begin(_Job(job_metadata, size), self._writers, write)
+        self._begin(_Job(job_metadata, False, size), self._writers, write)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Queue the reads of a job."""
         store, name = self._store, self._name
-        self._begin(_Job(job_metadata), self._readers, lambda key, row: store.read(name(key), row))
+        self._begin(
+            _Job(job_metadata, True), self._readers, lambda key, row: store.read(name(key), row)
+        )
 
     def get_finished_jobs(self) -> list[JobResult]:
         """Return what became of the jobs that ended since the last call."""
@@ -192,7 +195,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # untyped base
                 arrived.update(keys)
                 end = max(end, ended)
         moved, request = [key for key in asked.keys if key in arrived], asked.req_context.req_id
-        if asked.is_promotion and request in self._last:  # else it was aborted
+        if job.is_load and request in self._last:  # else it was aborted
             self._failed.setdefault(request, set()).update(set(asked.keys) - arrived)
         result = JobResult(
             asked.job_id,

@@ -135,5 +135,5 @@ def check_features(config: LMCacheEngineConfig, extra: Mapping[str, Any] | None 
         policy = f"LMCache use_layerwise with cache_policy {config.cache_policy!r}"
         unserved[policy] = "LRU: others evict some layers of what has just come"
     fix = "docs/reference/lmcache-options.md has what is served."
-    for found, expected in unserved.items():
-        raise SettingsError(found, expected, fix)
+    for option, expected in unserved.items():
+        raise SettingsError(option, expected, fix)

@@ -147,7 +147,7 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
             )
         except Exception as error:
             reason = "server"
-            self._leave_alone(error)
+            self.leave_alone(error)
         finally:
             STORE_SHARED.failed(reason, len(keys) - done)
             with self._queue_lock:
@@ -161,7 +161,8 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
     def _away(self) -> bool:
         return time.monotonic() < self._away_until
 
-    def _leave_alone(self, error: Exception) -> None:
+    def leave_alone(self, error: Exception) -> None:
+        """Ask the server nothing for a while after an error, and log that."""
         complain(
             "left alone for %g s: %s (docs: troubleshooting#shared-paused)",
             *(AWAY_S, error),
@@ -174,14 +175,14 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
     ) -> None:
         try:
             if not (self._away or task.over):
-                known = [each for each in enumerate(keys) if each[1].object_group_id in layouts]
-                names = [value_name(key, layouts[key.object_group_id]) for _, key in known]
-                for (index, key), is_held in zip(known, self._values.exist(names), strict=True):
+                asked = [each for each in enumerate(keys) if each[1].object_group_id in layouts]
+                names = [value_name(key, layouts[key.object_group_id]) for _, key in asked]
+                for (index, key), is_held in zip(asked, self._values.exist(names), strict=True):
                     if is_held:
                         task.hit(index)
                     self._report(key, is_held=is_held)
         except Exception as error:
-            self._leave_alone(error)
+            self.leave_alone(error)
         finally:
             task.end()
 
@@ -199,7 +200,7 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
             if filled:
                 layout.count(LOAD_SHARED, key, watch)
         except Exception as error:
-            self._leave_alone(error)
+            self.leave_alone(error)
             LOAD_SHARED.failed("server", not task.over)
 
     def _report(self, key: ObjectKey, *, is_held: bool) -> None:
@@ -208,7 +209,7 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
 
     def _time_out(self, *, loads: int = 0) -> None:
         LOAD_SHARED.failed("server", loads)
-        self._leave_alone(TimeoutError("it answers too slowly"))
+        self.leave_alone(TimeoutError("it answers too slowly"))
         self._values.disconnect()
 
 

@@ -11,7 +11,6 @@ class LMCacheEngine:
     def mark_init_failed(self, reason=...): ...
     num_layers: Any
     use_layerwise: Any
-    retrieve_locations: Any
     save_only_first_rank: Any
     def __init__(
         self, config, metadata, token_database, gpu_connector, broadcast_fn, broadcast_object_fn

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import DISK_LIMIT_BYTES
@@ -23,7 +23,7 @@ __all__ = ["DiskSettings"]
 logger = logging.getLogger("vllm.lmcache_xpu.disk")  # vLLM prints its own loggers only
 
 
-class DiskSettings(BaseModel, extra="forbid", frozen=True, strict=True):
+class DiskSettings(BaseModel):
     """The `disk.*` entries of LMCache's `extra_config`, or of its server's option.
 
     Args:
@@ -32,6 +32,8 @@ class DiskSettings(BaseModel, extra="forbid", frozen=True, strict=True):
         threads: reads at a time.
         engine: number among engines that share the path.
     """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     path: str = Field(alias="disk.path", min_length=1)
     gib: float = Field(alias="disk.gib", gt=0, allow_inf_nan=False)
