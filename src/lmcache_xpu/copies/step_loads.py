@@ -132,10 +132,11 @@ class StepLoads:
         try:
             asked = self._early.pop(load.request_id, None) or self._ask(load)
             with self._moves.ending(asked):
-                if (asked.key.start, asked.key.end) != (load.start, load.end):
+                end = load.start + self._copies.group.block_tokens * sum(map(len, chunks))
+                if (asked.key.start, asked.key.end) != (load.start, end):
                     raise TransferError(
                         f"a question of tokens {asked.key.start} to {asked.key.end}",
-                        f"of {load.start} to {load.end}, which the step loads",
+                        f"of {load.start} to {end}, for which there are blocks",
                     )
                 # Before there is an answer, which the server looks up meanwhile.
                 seals = self._moves.seals(asked.key)
@@ -242,7 +243,7 @@ class StepLoads:
             if all(part.is_done for part in load.parts):
                 self._decide(load, is_missed)
             else:
-                self._thread.submit(self._wait_and_decide, load, is_missed)
+                self._thread.submit(self._decide, load, is_missed)
 
     def take(self) -> Collection[int]:
         """Return the blocks that loads left unfilled since the last call; see `Outcomes.take`."""
@@ -254,22 +255,13 @@ class StepLoads:
         self.end()
         self._thread.shutdown()
 
-    def _wait_and_decide(self, load: _Load, is_missed: bool) -> None:
+    def _decide(self, load: _Load, is_missed: bool) -> None:
+        """Say whether a load has filled its blocks, once its copies are done; by any thread."""
+        assert load.located is not None
         try:
             # Not synchronize(): beside it, another thread's launches took several times as long.
             while not all(part.is_done for part in load.parts):
                 time.sleep(POLL_S)
-            self._decide(load, is_missed)
-        except Exception:  # whatever it is: this thread has the next loads to finish
-            logger.exception(
-                "lmcache-xpu could not finish a transfer "
-                "(docs: troubleshooting#transfer-not-finished)"
-            )
-
-    def _decide(self, load: _Load, is_missed: bool) -> None:
-        """Say whether a load whose copies are done has filled its blocks; by any thread."""
-        assert load.located is not None
-        try:
             if is_missed:
                 self._moves.end_load(load.asked)
             else:

@@ -49,7 +49,13 @@ class HostCopies:
         Pins a pool that is not, which takes seconds for GiB.
         """
         if memory.pinning is None:
-            memory.pinning = min(map(self._pinning_of, memory), default=Pinning.ALLOCATED)
+            storages = list(map(torch.Tensor.untyped_storage, memory))
+            parts = {
+                (s.data_ptr(), s.nbytes()): part for part, s in zip(memory, storages, strict=True)
+            }
+            for allocation in parts.keys() - self._pinning.keys():
+                self._pinning[allocation] = self._pin(parts[allocation], *allocation)
+            memory.pinning = min(map(self._pinning.__getitem__, parts), default=Pinning.ALLOCATED)
         return memory.pinning >= at_least
 
     def forget(self, memory: torch.Tensor) -> None:
@@ -94,13 +100,6 @@ class HostCopies:
         pin = not is_host(self._device)
         return torch.empty(memory.shape, dtype=memory.dtype, pin_memory=pin)
 
-    def _pinning_of(self, part: torch.Tensor) -> Pinning:
-        storage = part.untyped_storage()
-        allocation = address, size = storage.data_ptr(), storage.nbytes()
-        if (pinning := self._pinning.get(allocation)) is None:
-            pinning = self._pinning[allocation] = self._pin(part, address, size)
-        return pinning
-
     def _pin(self, part: torch.Tensor, address: int, size: int) -> Pinning:
         if part.is_pinned():
             return Pinning.ALLOCATED
@@ -132,13 +131,13 @@ class Buffer(NamedTuple):
 
 
 class StagingRing:
-    """Device memory of which each piece takes as much as it needs, in turn.
+    """Device memory, allocated here, of which each piece takes as much as it needs.
 
     Args:
         buffer_bytes: of the largest piece.
         count: of pieces of that size that fit at once. At least two, so that one is copied while
             another is gathered or scattered; 0 where nothing is staged.
-        device: of the memory, which is allocated here.
+        device: of the memory.
     """
 
     def __init__(self, buffer_bytes: int, count: int, device: torch.device) -> None:
