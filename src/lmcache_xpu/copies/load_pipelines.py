@@ -28,10 +28,7 @@ class LoadPipeline:
     An error is counted and logged, and ends the load, not the engine's step.
 
     Args:
-        stager: of the engine's KV cache.
-        plan: the layer groups.
-        memory: bytes, flat, one tensor per chunk, in the plan's format.
-        flow: counts an error.
+        plan: the layer groups, of the stager's view and `memory`.
 
     Attributes:
         starts: first layer of each group.
@@ -127,11 +124,7 @@ class LoadPipeline:
 class StepPipelines:
     """The loads of one worker's steps. Called by the engine's thread.
 
-    Args:
-        model_layers: layers of the model itself; those behind them are a drafter's. None: all.
-
-    Attributes:
-        loads: of this step.
+    `model_layers` are those of the model itself, None for all; behind them are a drafter's.
     """
 
     def __init__(self, model_layers: int | None = None) -> None:
@@ -142,11 +135,9 @@ class StepPipelines:
         self._is_computing = False  # the engine has come to a layer
 
     def begin(self, tokens: int, *, scheduling: bool = False) -> None:
-        """Begin a step, or go on with the loads that were added before its worker was called.
+        """Begin a step that computes so many tokens, or go on with loads that were added before.
 
-        Args:
-            tokens: that the step computes.
-            scheduling: vLLM has just decided on the step, and will call the worker for it.
+        If it is `scheduling`, vLLM has just decided on the step, and will call the worker for it.
         """
         self._tokens, self._is_ahead, self._is_computing = tokens, scheduling, False
         self._feed()
@@ -163,10 +154,7 @@ class StepPipelines:
         that begins before its step, the first are larger. With little to compute each group is
         three quarters of what is left, so that most layers come in few large copies.
 
-        Args:
-            tokens: that it loads.
-            layers: of the engine.
-            layer_bytes: bytes of these tokens in one layer.
+        The load has so many tokens, and the engine so many layers, of `layer_bytes` for them each.
         """
         has_much_to_compute = self._tokens * TUNING.loaded_per_computed >= tokens
         single, large = TUNING.single_layers, 0
@@ -229,8 +217,7 @@ class StepPipelines:
         Returns:
             The loads that failed, or for which the engine did not wait in time.
         """
-        missed = []
-        loads, self.loads = self.loads, []
+        missed, loads, self.loads = list[LoadPipeline](), self.loads, []
         for load in loads:
             is_in_time = load.has_waited(self._model_layers)
             load.before_all()

@@ -107,11 +107,7 @@ class StepLoads:
                 self._early[load.request_id] = self._ask(load)
 
     def begin_step(self, written: Collection[int]) -> None:
-        """Begin a step.
-
-        Args:
-            written: blocks that requests have got since the last one.
-        """
+        """Begin a step, since whose last one requests have got the blocks `written`."""
         self.end()  # of a step that vLLM gave up
         self.outcomes.forget(written)
 
@@ -121,11 +117,7 @@ class StepLoads:
             self.outcomes.decide(self.outcomes.expect(blocks), filled=False)
 
     def ask(self, load: TokenRange) -> None:
-        """Ask where chunks are that this step loads, unless that was asked before.
-
-        Args:
-            load: with its blocks; those that vLLM keeps are left alone.
-        """
+        """Ask where chunks are that this step loads, but what vLLM keeps; once."""
         chunks = self._copies.chunks(load, loading=True)
         outcome = self.outcomes.expect(set(itertools.chain(*chunks)) - {NULL_BLOCK})
         loaded("step")
@@ -154,9 +146,7 @@ class StepLoads:
     def begin_answered(self, tokens: int, *, scheduling: bool = False) -> None:
         """Enqueue the first layers of what the server has answered; waits `SOON_S` at most.
 
-        Args:
-            tokens: that the step computes.
-            scheduling: vLLM has just decided on the step, and will call the worker for it.
+        Arguments as for `StepPipelines.begin`.
         """
         if not (self._asked or self._loads):
             return
@@ -173,8 +163,7 @@ class StepLoads:
     def begin(self, *, whole: bool) -> None:
         """Enqueue the first layers of all others; waits for their answers, `ANSWER_S` at most.
 
-        Args:
-            whole: the step stops at no layer, so it waits for all of them first.
+        A `whole` step stops at no layer, so it waits for all of them first.
         """
         until = time.monotonic() + ANSWER_S
         asked, self._asked = self._asked, []
@@ -270,15 +259,11 @@ class StepLoads:
             self._fail(load.request_id, load.outcome, error)
             return
         if is_missed:
-            self._fail(load.request_id, load.outcome)
-        else:
-            self.outcomes.decide(load.outcome, filled=True)
+            fallback("load")
+        self.outcomes.decide(load.outcome, filled=not is_missed)
 
-    def _fail(self, request_id: str, outcome: Outcome, error: Exception | None = None) -> None:
+    def _fail(self, request_id: str, outcome: Outcome, error: Exception) -> None:
         try:
-            if error is None:
-                fallback("load")
-            else:
-                self._failed(request_id, error)
+            self._failed(request_id, error)
         finally:
             self.outcomes.decide(outcome, filled=False)

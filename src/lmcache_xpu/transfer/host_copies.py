@@ -28,9 +28,7 @@ _ALIGNMENT = 256  # bytes, as PyTorch aligns what it allocates on devices
 class HostCopies:
     """Copies between a device and host memory; looks up once how each allocation is pinned.
 
-    Args:
-        device: that copies.
-        register: pins memory, by address and size.
+    `register` pins memory, by address and size.
     """
 
     def __init__(
@@ -64,12 +62,10 @@ class HostCopies:
         self._pinning.pop((storage.data_ptr(), storage.nbytes()), None)
 
     def load(self, target: torch.Tensor, parts: Sequence[torch.Tensor], *, pinned: bool) -> None:
-        """Enqueue copies from the host; `parts` may be reused when the current stream is done.
+        """Enqueue copies from parts of the host, flat bytes, one after another into `target`.
 
-        Args:
-            target: bytes on the device for all parts, one after another.
-            parts: bytes of the host, flat.
-            pinned: what `pinned` said of them. If not, this waits for the copy before the last.
+        They may be reused when the current stream is done. If they are not `pinned`, this waits for
+        the copy before the last.
         """
         if pinned:
             torch._foreach_copy_(_split(target, parts), list(parts), non_blocking=True)
@@ -83,10 +79,7 @@ class HostCopies:
         self._passing[-1].record()
 
     def store(self, parts: Sequence[torch.Tensor], source: torch.Tensor, *, pinned: bool) -> None:
-        """Enqueue copies to the host, and wait for them where that is not pinned.
-
-        Arguments as for `load`, in the other direction.
-        """
+        """Do as `load` in the other direction; waits for the copies if not `pinned`."""
         if pinned:
             torch._foreach_copy_(list(parts), _split(source, parts), non_blocking=True)
             return
